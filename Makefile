@@ -1,0 +1,40 @@
+# dora-rl: `make quickstart` and `make test` need only Python >= 3.11, make and git.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+SEEDS ?= 2000
+SEED0 ?= 0
+
+.PHONY: quickstart setup test test-full check lint types soak clean
+
+quickstart: setup
+	$(BIN)/dora-rl sim paper-64 --mode all --picture runs/quickstart/sim.png --json runs/quickstart/sim.json
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q -c constraints.txt -e '.[plot,train,data,math,serve,dev]'
+	touch $@
+
+lint: setup
+	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/ruff check src tests benchmarks
+
+types: setup
+	$(BIN)/pyright
+
+test: setup
+	$(BIN)/pytest -m 'not full and not gpu' -n 2
+
+test-full: setup
+	$(BIN)/pytest -m 'full and not gpu' -n 2
+
+check: lint types test
+
+soak: setup
+	$(BIN)/python -m dora_rl.sim.soak --seeds $(SEEDS) --seed0 $(SEED0)
+
+clean:
+	rm -rf $(VENV) runs build *.egg-info
