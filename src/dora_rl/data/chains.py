@@ -1,0 +1,267 @@
+"""Digit chains: the built-in task family, with checkable answers and long-tailed responses.
+
+A problem is a window of digits and a number of steps. One step drops the first digit and appends
+(first + last) mod 10. The prompt is the first line of a scratchpad; a full response counts down
+line by line and ends with the final window:
+
+    prompt      03:274\\n
+    response    02:746\\n01:463\\n00:637\\n=637
+
+A response is as long as its chain, and the number of steps is log-normal, so lengths have a long
+tail. Everything is drawn on the fly from (seed, index); nothing here reads files or needs torch.
+
+Invariant: training and held-out problems are disjoint, and so are all the problems that occur
+inside their scratchpads. Each line `kk:digits` of a scratchpad is itself a prompt, and all lines
+lead to the same final window; the split is a hash of that final window alone, so a scratchpad
+never leaves its split. (Hence no held-out answer is ever the answer of a training problem.)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import lru_cache
+from itertools import count
+from random import Random
+from statistics import NormalDist
+from typing import TypeAlias
+
+from dora_rl.types import Prompt, UserError
+
+Window: TypeAlias = tuple[int, ...]
+
+# Every character that a prompt or a response can hold, in the order of their token ids.
+ALPHABET = "0123456789:=\n"
+NUM_STEPS_LIMIT = 99  # the countdown has two places
+HELDOUT_PER_MILLE = 100
+
+
+class Split(StrEnum):
+    """Which side of the fixed division a problem is on; it does not depend on any seed."""
+
+    TRAIN = "train"
+    HELDOUT = "heldout"
+
+
+@dataclass(frozen=True, slots=True)
+class ChainSpec:
+    """How hard: steps are log-normal (median, sigma), rounded, and clamped to 1..num_steps_max."""
+
+    num_digits: int = 3
+    num_steps_median: float = 3.0
+    num_steps_sigma: float = 1.2
+    num_steps_max: int = 60
+
+    def __post_init__(self) -> None:
+        if self.num_digits < 2:
+            raise UserError(f"chains: num_digits is {self.num_digits}; give at least 2")
+        if not 1 <= self.num_steps_max <= NUM_STEPS_LIMIT:
+            raise UserError(
+                f"chains: num_steps_max is {self.num_steps_max}; give 1 to {NUM_STEPS_LIMIT}"
+            )
+        if not 1 <= self.num_steps_median <= self.num_steps_max:
+            raise UserError(
+                f"chains: num_steps_median is {self.num_steps_median}; "
+                f"give 1 to num_steps_max ({self.num_steps_max})"
+            )
+        if self.num_steps_sigma < 0:
+            raise UserError(f"chains: num_steps_sigma is {self.num_steps_sigma}; give 0 or more")
+
+    @property
+    def response_tokens_max(self) -> int:
+        """Length of the longest right response: its lines, the answer, the end of sequence."""
+        return self.num_steps_max * (self.num_digits + 4) + self.num_digits + 2
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """`Problem((2, 7, 4), 3)` has the prompt "03:274\\n" and the answer "637"."""
+
+    window: Window
+    num_steps: int
+
+    @property
+    def text(self) -> str:
+        return line(self.window, self.num_steps)
+
+    @property
+    def answer(self) -> str:
+        return digits(final_window(self.window, self.num_steps))
+
+    @property
+    def split(self) -> Split:
+        return split_of(final_window(self.window, self.num_steps))
+
+
+def digits(window: Window) -> str:
+    return "".join(map(str, window))
+
+
+def line(window: Window, num_steps: int) -> str:
+    return f"{num_steps:02d}:{digits(window)}\n"
+
+
+def advance(window: Window) -> Window:
+    """One step: (2, 7, 4) becomes (7, 4, 6)."""
+    return (*window[1:], (window[0] + window[-1]) % 10)
+
+
+def final_window(window: Window, num_steps: int) -> Window:
+    for _ in range(num_steps):
+        window = advance(window)
+    return window
+
+
+@lru_cache(maxsize=65536)
+def split_of(final: Window) -> Split:
+    """The split of every problem that ends in this window."""
+    digest = hashlib.blake2b(digits(final).encode(), digest_size=8, person=b"chains").digest()
+    held_out = int.from_bytes(digest, "big") % 1000 < HELDOUT_PER_MILLE
+    return Split.HELDOUT if held_out else Split.TRAIN
+
+
+def solution(problem: Problem) -> str:
+    """The full right response: the scratchpad down to 00, then the answer."""
+    window, lines = problem.window, list[str]()
+    for num_steps in reversed(range(problem.num_steps)):
+        window = advance(window)
+        lines.append(line(window, num_steps))
+    return "".join(lines) + "=" + digits(window)
+
+
+def draw_num_steps(spec: ChainSpec, rng: Random) -> int:
+    # Only rng.random() is promised to be the same in every Python version, hence the inverse.
+    sigmas = NormalDist().inv_cdf(min(max(rng.random(), 1e-12), 1 - 1e-12))
+    steps = spec.num_steps_median * math.exp(spec.num_steps_sigma * sigmas)
+    return min(max(round(steps), 1), spec.num_steps_max)
+
+
+def draw_window(spec: ChainSpec, rng: Random) -> Window:
+    return tuple(int(rng.random() * 10) for _ in range(spec.num_digits))
+
+
+def draw_problem(spec: ChainSpec, split: Split, num_steps: int, rng: Random) -> Problem:
+    """A problem with that many steps: the split restricts the window, never the length."""
+    while True:
+        problem = Problem(draw_window(spec, rng), num_steps)
+        if problem.split is split:
+            return problem
+
+
+def problem_at(spec: ChainSpec, split: Split, seed: int, index: int) -> Problem:
+    """The problem at a place of the endless stream; a function of its arguments alone."""
+    rng = Random(f"chains/{split}/{seed}/{index}")
+    return draw_problem(spec, split, draw_num_steps(spec, rng), rng)
+
+
+def prompt_at(
+    spec: ChainSpec,
+    split: Split,
+    seed: int,
+    index: int,
+    encode: Callable[[str], Sequence[int]] | None = None,
+) -> Prompt:
+    """The same as a prompt: text, gold answer, columns `difficulty` (steps) and `split`."""
+    problem = problem_at(spec, split, seed, index)
+    return Prompt(
+        index=index,
+        token_ids=tuple(encode(problem.text)) if encode else (),
+        text=problem.text,
+        answer=problem.answer,
+        columns={"difficulty": problem.num_steps, "split": str(split)},
+    )
+
+
+def prompts(
+    spec: ChainSpec,
+    split: Split,
+    seed: int,
+    start: int = 0,
+    encode: Callable[[str], Sequence[int]] | None = None,
+) -> Iterator[Prompt]:
+    """The endless stream from `start` on; any place can be reached directly (resume)."""
+    for index in count(start):
+        yield prompt_at(spec, split, seed, index, encode)
+
+
+def reward(completion: str, answer: str) -> float:
+    """1 if what follows the last "=" is the answer and nothing else, otherwise 0."""
+    _, mark, given = completion.rpartition("=")
+    return 1.0 if mark and given.strip() == answer else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Flaws:
+    """What is wrong, on purpose, with the later demonstrations of a warm start.
+
+    A guess skips the scratchpad and writes a random window. Demonstrators guess often on prompts
+    whose last digit is at least `hasty_digit_min` and sometimes on the others. Because the habit
+    hangs on the prompt, the greedy policy guesses too, on that share of the prompts, and yet every
+    prompt keeps both kinds of responses, which is what reinforcement learning can sharpen. A slip
+    writes a wrong digit and goes on from there.
+    """
+
+    hasty_digit_min: int = 4
+    guess_prob_hasty: float = 0.75
+    guess_prob_calm: float = 0.25
+    slip_prob: float = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Demonstration:
+    """A prompt and a response to imitate; both stay inside the training split."""
+
+    prompt: str
+    response: str
+
+
+def demonstration(problem: Problem, flaws: Flaws | None, rng: Random) -> Demonstration:
+    """The solution, or with flaws a guess or a solution with slips."""
+    if flaws is None:
+        return Demonstration(problem.text, solution(problem))
+    hasty = problem.window[-1] >= flaws.hasty_digit_min
+    if rng.random() < (flaws.guess_prob_hasty if hasty else flaws.guess_prob_calm):
+        spec = ChainSpec(num_digits=len(problem.window))
+        guess = draw_problem(spec, problem.split, 1, rng)
+        return Demonstration(problem.text, "=" + guess.answer)
+    window, lines = problem.window, list[str]()
+    for num_steps in reversed(range(problem.num_steps)):
+        window = advance(window)
+        if rng.random() < flaws.slip_prob:
+            window = slip(window, num_steps, rng)
+        lines.append(line(window, num_steps))
+    return Demonstration(problem.text, "".join(lines) + "=" + digits(window))
+
+
+def slip(window: Window, num_steps: int, rng: Random) -> Window:
+    """Another last digit, one from which the rest of the scratchpad stays in its split."""
+    split = Problem(window, num_steps).split
+    wrong = [(*window[:-1], digit) for digit in range(10) if digit != window[-1]]
+    inside = [other for other in wrong if Problem(other, num_steps).split is split]
+    return inside[int(rng.random() * len(inside))] if inside else window
+
+
+def demonstrations(
+    spec: ChainSpec,
+    seed: int,
+    num_total: int,
+    flawed_frac: float = 0.25,
+    uniform_frac: float = 0.1,
+    flaws: Flaws | None = None,
+) -> Iterator[Demonstration]:
+    """`num_total` training demonstrations: first the clean ones, then the flawed share.
+
+    `uniform_frac` of them draw the number of steps uniformly, so that long chains are learned too.
+    """
+    num_clean = round(num_total * (1 - flawed_frac))
+    for index in range(num_total):
+        rng = Random(f"chains/demonstrations/{seed}/{index}")
+        if rng.random() < uniform_frac:
+            num_steps = 1 + int(rng.random() * spec.num_steps_max)
+        else:
+            num_steps = draw_num_steps(spec, rng)
+        problem = draw_problem(spec, Split.TRAIN, num_steps, rng)
+        yield demonstration(problem, None if index < num_clean else flaws or Flaws(), rng)
