@@ -47,3 +47,8 @@ class DataConfig(Section):
 
 class WeightsConfig(Section):
     """[weights] the store of sealed versions."""
+
+    # Where live versions lie. Empty: a directory of the run's own in /dev/shm.
+    root: str = ""
+    # Hash a version's bytes before its first use in each process.
+    verify: bool = True

@@ -1,0 +1,343 @@
+"""One sealed version as files: a plain safetensors file and a JSON manifest beside it.
+
+Never knows of stores, windows or retirement, and never pickles. Invariant: every byte of
+`model.safetensors` is covered by a digest in `manifest.json`, and the version's checksum is a hash
+over (name, dtype, shape, digest) of every tensor, so that it names the weights and not the layout:
+a copy on disk, in shared memory or on another host has the same checksum.
+
+    model.safetensors   8 bytes N | N bytes of JSON header, padded with spaces | tensors, no gaps
+    manifest.json       version, checksum, canary, and per tensor: name dtype shape begin end digest
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+import struct
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+from dora_rl.ports import Canary
+from dora_rl.types import Version
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+TENSORS_FILE = "model.safetensors"
+MANIFEST_FILE = "manifest.json"
+FORMAT = 1
+# Tensors are written as they come (a sharded trainer gathers one at a time), before the header is
+# known. Room for about 500 names is left in front; more names cost one extra copy of the file.
+HEADER_ROOM_BYTES = 64 * 1024
+CHUNK_BYTES = 16 * 1024 * 1024
+NUM_HASH_THREADS = min(4, os.cpu_count() or 1)
+
+# safetensors' names of the types, and torch's.
+DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "U16": "uint16",
+    "U32": "uint32",
+    "U64": "uint64",
+    "BOOL": "bool",
+}
+DTYPE_CODES = {name: code for code, name in DTYPES.items()}
+
+
+class WeightsError(Exception):
+    """A weight store could not do what was asked. The message names the version and the file."""
+
+
+class WeightsCorrupt(WeightsError):
+    """The bytes of a sealed version are not the ones that were published."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """Where one tensor lies: `begin` and `end` count from the end of the header."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What was published, and the proof of it."""
+
+    version: Version
+    checksum: str
+    data_start: int
+    header_digest: str
+    tensors: tuple[TensorEntry, ...]
+    canary: Canary | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return self.data_start + (self.tensors[-1].end if self.tensors else 0)
+
+
+def checksum_of(tensors: Iterable[TensorEntry]) -> str:
+    """The identity of a set of weights, whatever order or file they are stored in."""
+    rows = sorted((t.name, t.dtype, list(t.shape), t.digest) for t in tensors)
+    return hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()
+
+
+def write_sealed(
+    directory: Path,
+    version: Version,
+    tensors: Iterable[tuple[str, Tensor]],
+    canary: Canary | None,
+    durable: bool,
+) -> Manifest:
+    """Write both files into `directory`, which must be empty and seen by nobody else yet."""
+    path = directory / TENSORS_FILE
+    with path.open("w+b") as file:
+        entries = _write_tensors(file, tensors)
+        header = _header_bytes(version, entries, HEADER_ROOM_BYTES)
+        if len(header) > HEADER_ROOM_BYTES:
+            _shift(file, HEADER_ROOM_BYTES, len(header))
+        file.seek(0)
+        file.write(header)
+        file.flush()
+        os.fchmod(file.fileno(), 0o444)
+        if durable:
+            os.fsync(file.fileno())
+    digest = hashlib.sha256(header).hexdigest()
+    manifest = Manifest(version, checksum_of(entries), len(header), digest, entries, canary)
+    write_manifest(directory, manifest, durable)
+    return manifest
+
+
+def _write_tensors(
+    file: BinaryIO, tensors: Iterable[tuple[str, Tensor]]
+) -> tuple[TensorEntry, ...]:
+    entries: dict[str, TensorEntry] = {}
+    begin = 0
+    file.seek(HEADER_ROOM_BYTES)
+    with ThreadPoolExecutor(1, thread_name_prefix="weights-hash") as pool:
+        for name, tensor in tensors:
+            assert name not in entries, f"tensor {name!r} is published twice in one version"
+            data = _bytes_of(tensor)
+            # Hashing and writing both release the interpreter lock: they run side by side.
+            digest = pool.submit(_digest, data)
+            file.write(data)
+            end = begin + len(data)
+            dtype = DTYPE_CODES.get(str(tensor.dtype).removeprefix("torch."))
+            assert dtype is not None, f"tensor {name!r} has type {tensor.dtype}, not in safetensors"
+            shape = tuple(tensor.shape)
+            entries[name] = TensorEntry(name, dtype, shape, begin, end, digest.result())
+            begin = end
+    return tuple(entries.values())
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    import torch
+
+    flat = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
+    return flat.numpy().data
+
+
+def _digest(data: memoryview | bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _header_bytes(version: Version, entries: Sequence[TensorEntry], room: int) -> bytes:
+    """Length and JSON header, padded so that the data starts at `room`, or at 64 bytes' alignment
+    past it when the names do not fit."""
+    table: dict[str, object] = {"__metadata__": {"format": "pt", "version": str(version)}}
+    for t in entries:
+        table[t.name] = {"dtype": t.dtype, "shape": t.shape, "data_offsets": [t.begin, t.end]}
+    text = json.dumps(table, separators=(",", ":")).encode()
+    size = max(room, -(-(8 + len(text)) // 64) * 64)
+    return struct.pack("<Q", size - 8) + text.ljust(size - 8)
+
+
+def _shift(file: BinaryIO, start: int, new_start: int) -> None:
+    """Move everything from `start` on to `new_start`; last chunk first, nothing is overwritten."""
+    end = file.seek(0, os.SEEK_END)
+    while end > start:
+        size = min(CHUNK_BYTES, end - start)
+        file.seek(end - size)
+        chunk = file.read(size)
+        file.seek(end - size + new_start - start)
+        file.write(chunk)
+        end -= size
+
+
+def write_manifest(directory: Path, manifest: Manifest, durable: bool) -> None:
+    body = asdict(manifest)
+    with (directory / MANIFEST_FILE).open("w") as file:
+        json.dump({"format": FORMAT, "seal": _seal(body), "manifest": body}, file)
+        file.flush()
+        os.fchmod(file.fileno(), 0o444)
+        if durable:
+            os.fsync(file.fileno())
+
+
+def _seal(body: object) -> str:
+    """A hash of the manifest itself, so that a damaged offset or canary is noticed as such."""
+    return hashlib.sha256(json.dumps(body, separators=(",", ":")).encode()).hexdigest()
+
+
+def read_manifest(directory: Path, version: Version) -> Manifest:
+    """Parse the manifest and check it against its own seal."""
+    path = directory / MANIFEST_FILE
+    try:
+        sealed = json.loads(path.read_bytes())
+        if sealed["format"] != FORMAT:
+            raise WeightsError(f"version {version}: {path} has format {sealed['format']}")
+        raw = sealed["manifest"]
+        intact = sealed["seal"] == _seal(raw)
+        entries = tuple(
+            TensorEntry(
+                str(t["name"]),
+                str(t["dtype"]),
+                tuple(int(n) for n in t["shape"]),
+                int(t["begin"]),
+                int(t["end"]),
+                str(t["digest"]),
+            )
+            for t in raw["tensors"]
+        )
+        canary = raw["canary"] and Canary(
+            tuple(raw["canary"]["token_ids"]), tuple(raw["canary"]["logprobs"])
+        )
+        manifest = Manifest(
+            int(raw["version"]),
+            str(raw["checksum"]),
+            int(raw["data_start"]),
+            str(raw["header_digest"]),
+            entries,
+            canary,
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise WeightsCorrupt(f"version {version}: {path} is unreadable ({error})") from error
+    if not intact or manifest.version != version or manifest.checksum != checksum_of(entries):
+        raise WeightsCorrupt(f"version {version}: {path} does not match its own seal")
+    return manifest
+
+
+class SealedFile:
+    """One version, mapped. Implements `ports.SealedWeights`.
+
+    The mapping is private: tensors are views of the shared pages with no copy, and a write by
+    mistake would land in this process's own copy of the page, never in the sealed version.
+    """
+
+    def __init__(self, directory: Path, version: Version) -> None:
+        self.path = directory / TENSORS_FILE
+        self.manifest = read_manifest(directory, version)
+        self._entries = {t.name: t for t in self.manifest.tensors}
+        with self.path.open("rb") as file:
+            stat = os.fstat(file.fileno())
+            # Changes whenever another file takes the name or somebody writes to this one.
+            self.stamp = (stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns)
+            size = stat.st_size
+            if size != self.manifest.num_bytes:
+                raise WeightsCorrupt(
+                    f"version {version}: {self.path} has {size} bytes, "
+                    f"{self.manifest.num_bytes} were published"
+                )
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+
+    @property
+    def version(self) -> Version:
+        return self.manifest.version
+
+    @property
+    def checksum(self) -> str:
+        return self.manifest.checksum
+
+    @property
+    def canary(self) -> Canary | None:
+        return self.manifest.canary
+
+    @property
+    def num_bytes(self) -> int:
+        return self.manifest.num_bytes
+
+    def names(self) -> Sequence[str]:
+        """Layer by layer: what stood before the layers, layer 0, 1, …, what stood after."""
+        return layer_order([t.name for t in self.manifest.tensors])
+
+    def tensor(self, name: str) -> Tensor:
+        """A view of the mapped bytes. (A copy only where the bytes are not aligned to the type.)"""
+        import torch
+
+        entry = self._entries[name]
+        dtype: torch.dtype = getattr(torch, DTYPES[entry.dtype])
+        if entry.begin == entry.end:
+            return torch.empty(entry.shape, dtype=dtype)
+        start = self.manifest.data_start + entry.begin
+        count = (entry.end - entry.begin) // dtype.itemsize
+        if start % dtype.itemsize:
+            data = bytearray(self._bytes(entry))
+            return torch.frombuffer(data, dtype=dtype).reshape(entry.shape)
+        flat = torch.frombuffer(self._map, dtype=dtype, count=count, offset=start)
+        return flat.reshape(entry.shape)
+
+    def tensors(self) -> Iterable[tuple[str, Tensor]]:
+        for name in self.names():
+            yield name, self.tensor(name)
+
+    def file_bytes(self) -> memoryview:
+        """The whole safetensors file, also after the version was retired."""
+        return memoryview(self._map)
+
+    def verify(self) -> None:
+        """Hash every byte again and compare with what was published."""
+        start = self.manifest.data_start
+        if _digest(memoryview(self._map)[:start]) != self.manifest.header_digest:
+            raise WeightsCorrupt(f"version {self.version}: the header of {self.path} changed")
+        with ThreadPoolExecutor(NUM_HASH_THREADS, thread_name_prefix="weights-hash") as pool:
+            digests = pool.map(lambda t: _digest(self._bytes(t)), self.manifest.tensors)
+            bad = [
+                t.name
+                for t, digest in zip(self.manifest.tensors, digests, strict=True)
+                if digest != t.digest
+            ]
+        if bad:
+            raise WeightsCorrupt(
+                f"version {self.version}: {self.path} changed after publication "
+                f"(tensor {bad[0]}{f' and {len(bad) - 1} more' if bad[1:] else ''})"
+            )
+
+    def _bytes(self, entry: TensorEntry) -> memoryview:
+        start = self.manifest.data_start
+        return memoryview(self._map)[start + entry.begin : start + entry.end]
+
+
+def layer_order(names: Sequence[str]) -> list[str]:
+    """Stable order by layer number (the first number in a dotted name).
+
+    >>> layer_order(["embed", "layers.10.q", "layers.2.q", "norm"])
+    ['embed', 'layers.2.q', 'layers.10.q', 'norm']
+    """
+    layers = [next((int(p) for p in name.split(".") if p.isdigit()), None) for name in names]
+    first = next((i for i, layer in enumerate(layers) if layer is not None), len(names))
+
+    def place(i: int) -> tuple[int, int]:
+        layer = layers[i]
+        if layer is None:
+            return (0, 0) if i < first else (2, 0)
+        return (1, layer)
+
+    return [names[i] for i in sorted(range(len(names)), key=place)]
