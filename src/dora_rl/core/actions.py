@@ -1,0 +1,223 @@
+"""What the core tells the world to do. Written to the log before it is performed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TypeAlias
+
+from dora_rl.types import GroupId, InstanceId, RequestId, StepIndex, Version
+
+
+class End(StrEnum):
+    """How a group ends, exactly once."""
+
+    TRAINED = "trained"
+    FILTERED = "filtered"
+    FAILED = "failed"
+    SURPLUS = "surplus"  # replication only
+
+
+class How(StrEnum):
+    """How a request reaches another instance."""
+
+    KV = "kv"
+    PREFILL = "prefill"
+
+
+@dataclass(frozen=True, slots=True)
+class IssueGroup:
+    """A new group: `prompt` is its place in the prompt stream; `step` the step being filled."""
+
+    group: GroupId
+    prompt: int
+    version: Version
+    step: StepIndex
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """Start (or, with `resume`, continue from the journal) these samples on an instance."""
+
+    instance: InstanceId
+    group: GroupId
+    prompt: int
+    version: Version
+    samples: tuple[int, ...]
+    epochs: tuple[int, ...]
+    resume: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    instance: InstanceId
+    request: RequestId
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Load a sealed version, from a peer that holds it or (donor None) from the store."""
+
+    instance: InstanceId
+    version: Version
+    donor: InstanceId | None
+
+
+@dataclass(frozen=True, slots=True)
+class Unload:
+    instance: InstanceId
+    version: Version
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    request: RequestId
+    epoch: int
+    version: Version
+    src: InstanceId
+    dst: InstanceId
+    how: How
+
+
+@dataclass(frozen=True, slots=True)
+class Park:
+    """Stop decoding and keep the KV cache in host memory; the request needs no slot."""
+
+    instance: InstanceId
+    request: RequestId
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unpark:
+    instance: InstanceId
+    request: RequestId
+    epoch: int
+    version: Version
+
+
+@dataclass(frozen=True, slots=True)
+class Reversion:
+    """`partial` only: continue a running request under new weights."""
+
+    instance: InstanceId
+    request: RequestId
+    epoch: int
+    version: Version
+
+
+@dataclass(frozen=True, slots=True)
+class Sleep:
+    instance: InstanceId
+
+
+@dataclass(frozen=True, slots=True)
+class Wake:
+    instance: InstanceId
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """An instance made no progress for too long: replace it."""
+
+    instance: InstanceId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RestartTrainer:
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    request: RequestId
+    prompt: int
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """This group is part of the step's batch; the learner may start on it."""
+
+    step: StepIndex
+    update: int
+    group: GroupId
+    version: Version
+    samples: tuple[int, ...]  # the scored ones; the rest is masked
+
+
+@dataclass(frozen=True, slots=True)
+class CloseStep:
+    step: StepIndex
+    groups: tuple[GroupId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EndGroup:
+    group: GroupId
+    version: Version
+    end: End
+    step: StepIndex | None  # the step that trained it
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RetireVersion:
+    version: Version
+
+
+@dataclass(frozen=True, slots=True)
+class WaitFor:
+    """The take rule blocks: the trainer waits for these running groups. Nothing is discarded."""
+
+    step: StepIndex
+    groups: tuple[GroupId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class InForce:
+    """From this step on, these K and B hold."""
+
+    step: StepIndex
+    max_staleness: int
+    batch_groups: int
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerRewound:
+    version: Version
+    optimizer_version: Version
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    reason: str
+    done: bool
+
+
+Action: TypeAlias = (
+    IssueGroup
+    | Dispatch
+    | Abort
+    | Load
+    | Unload
+    | Move
+    | Park
+    | Unpark
+    | Reversion
+    | Sleep
+    | Wake
+    | Restart
+    | RestartTrainer
+    | Score
+    | Feed
+    | CloseStep
+    | EndGroup
+    | RetireVersion
+    | WaitFor
+    | InForce
+    | OptimizerRewound
+    | Stop
+)

@@ -1,0 +1,127 @@
+"""Filling a training step: take, feed, close, accept, commit.
+
+A ready group is taken oldest version first, and only if every older version keeps enough places
+(`window.Bound.may_take`); a blocked take waits for a group that is still running, it never
+discards. The step closes with exactly B groups and advances when the learner holds them all.
+"""
+
+from __future__ import annotations
+
+from dora_rl.core.actions import Action, CloseStep, End, Feed, InForce, WaitFor
+from dora_rl.core.elastic import sleep_elastic, wake_elastic
+from dora_rl.core.ledger import abandon, end_group, stop
+from dora_rl.core.modes import policy_of
+from dora_rl.core.orchestrate import retire_finished
+from dora_rl.core.reversion import reversion_all
+from dora_rl.core.state import Batch, Group, GroupPhase, Live, Phase, State
+from dora_rl.core.window import Bound
+from dora_rl.types import StepIndex
+
+
+def take(state: State, now: float, out: list[Action]) -> None:
+    """Fill the step being filled from the ready groups."""
+    while state.num_ready and not state.batch.closed:
+        live = next(live for live in state.versions.values() if live.ready)
+        if not state.bound.may_take(state.untaken, live.version):
+            _say_waiting(state, live, out)
+            return
+        take_group(state, state.groups[live.ready.popleft()])
+        if len(state.batch.groups) == state.params.batch_groups:
+            close(state, now, out)
+
+
+def take_group(state: State, group: Group) -> None:
+    assert state.filling - group.version <= state.policy.max_staleness, "staleness bound broken"
+    group.phase = GroupPhase.TRAINING
+    group.step = state.filling
+    state.num_ready -= 1
+    state.versions[group.version].untaken -= 1
+    state.batch.groups.append(group.id)
+    state.filtered_streak = 0
+    if state.policy.keeps_bound:
+        assert state.bound.holds(state.untaken), "a taken group left an older one without a place"
+
+
+def _say_waiting(state: State, blocked: Live, out: list[Action]) -> None:
+    """Once a step: which older groups is the trainer waiting for?"""
+    if state.waiting_for:
+        return
+    older = [g.id for g in state.groups.values() if g.version < blocked.version and g.step is None]
+    state.waiting_for = tuple(older)
+    out.append(WaitFor(state.filling, state.waiting_for))
+
+
+def close(state: State, now: float, out: list[Action]) -> None:
+    state.batch.closed = True
+    if state.policy.surplus_at_close:
+        for group in [g for g in state.groups.values() if g.step is None]:
+            abandon(state, group, End.SURPLUS, "the batch is full", out)
+
+
+def feed(state: State, now: float, out: list[Action]) -> None:
+    """Send the learner what it may start on: groups of its own step, the close when complete."""
+    batch = state.batches.get(state.committed)
+    if batch is None or not state.trainer.alive:
+        return
+    streaming = state.policy.streaming and not state.num_elastic
+    if not batch.closed and not streaming:
+        return
+    per_update = state.params.batch_groups // state.params.updates_per_step
+    for place in range(batch.num_fed, len(batch.groups)):
+        group = state.groups[batch.groups[place]]
+        scored = tuple(r.id.sample for r in group.requests if r.phase is Phase.SCORED)
+        out.append(Feed(batch.step, place // per_update, group.id, group.version, scored))
+    batch.num_fed = len(batch.groups)
+    if batch.closed and not batch.close_sent:
+        batch.close_sent = True
+        out.append(CloseStep(batch.step, tuple(batch.groups)))
+        sleep_elastic(state, now, out)
+
+
+def on_accepted(state: State, step: StepIndex, out: list[Action]) -> None:
+    """The learner holds the closed batch: the next step begins to fill."""
+    if step != state.filling or not state.batch.close_sent:
+        return
+    state.filling += 1
+    state.batches[state.filling] = Batch(state.filling)
+    state.filled_older = 0
+    state.waiting_for = ()
+    adopt_target(state, out)
+    if state.policy.keeps_bound:
+        assert state.bound.holds(state.untaken), "the bound broke at a step's boundary"
+
+
+def on_committed(state: State, step: StepIndex, now: float, out: list[Action]) -> None:
+    """Version step + 1 is sealed and durable: its groups have ended, the window slides."""
+    if step != state.committed or state.filling != step + 1:
+        return
+    for gid in state.batches.pop(step).groups:
+        end_group(state, state.groups[gid], End.TRAINED, step, "", out)
+    state.committed += 1
+    state.versions[state.committed] = Live(state.committed)
+    if state.committed == state.params.num_steps:
+        stop(state, "all steps are trained", out, done=True)
+        return
+    if not state.batch.closed:
+        wake_elastic(state, out)
+    if state.policy.reversion_at_publish:
+        reversion_all(state, now, out)
+    retire_finished(state, out)
+    state.rebalance_wanted = True
+    state.rebalanced_s = -1.0e9  # a step's end always rebalances
+
+
+def adopt_target(state: State, out: list[Action]) -> None:
+    """Put a K or B asked for on resume in force once the invariant holds under it."""
+    target = state.target
+    if target is None:
+        return
+    policy = policy_of(target)
+    free = target.batch_groups - len(state.batch.groups)
+    bound = Bound(
+        state.filling, free, policy.max_staleness, target.batch_groups, target.num_steps - 1
+    )
+    if state.batch.closed or free < 1 or not bound.holds(state.untaken):
+        return
+    state.params, state.policy, state.target = target, policy, None
+    out.append(InForce(state.filling, policy.max_staleness, target.batch_groups))

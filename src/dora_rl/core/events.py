@@ -1,0 +1,193 @@
+"""What the world tells the core. Every event that was fed to the core is in the event log.
+
+An event about a request carries the request's `epoch`: each new placement after a loss raises it,
+so a late message from an instance that was given up is recognised and ignored.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from dora_rl.core.params import Params
+from dora_rl.types import Finish, InstanceId, RequestId, Segment, StepIndex, Version
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The first event of a run."""
+
+    params: Params
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """The controller came back from the log; every worker is new. K, B, steps may differ."""
+
+    params: Params
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceJoined:
+    instance: InstanceId
+    slots_max: int
+    resident_max: int = 1
+    kv_tokens_max: int = 0  # 0: unknown, no pressure handling
+    elastic: bool = False
+    versions: tuple[Version, ...] = ()  # already loaded and verified
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceLost:
+    instance: InstanceId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceReport:
+    """A heart-beat. A running request gains one token per decode step, so its length follows."""
+
+    instance: InstanceId
+    decode_steps: int
+    kv_tokens: int
+    speed: float = 1.0  # relative to a healthy instance
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    instance: InstanceId
+    version: Version
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFailed:
+    instance: InstanceId
+    version: Version
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SampleFinished:
+    """Generation of one sample ended; `segments` is the engine's own record of versions."""
+
+    request: RequestId
+    epoch: int
+    instance: InstanceId
+    num_tokens: int
+    finish: Finish
+    segments: tuple[Segment, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SampleFailed:
+    """The engine could not go on with this request (refused, non-finite logits, crash inside)."""
+
+    request: RequestId
+    epoch: int
+    instance: InstanceId
+    reason: str
+    final: bool = False  # trying elsewhere cannot help
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    request: RequestId
+    epoch: int
+    src: InstanceId
+    dst: InstanceId
+    num_bytes: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class MoveFailed:
+    """`kept`: the source still runs the request; otherwise it restarts from its journal."""
+
+    request: RequestId
+    epoch: int
+    src: InstanceId
+    dst: InstanceId
+    kept: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    request: RequestId
+    attempt: int
+    reward: float
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreFailed:
+    request: RequestId
+    attempt: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class BatchAccepted:
+    """The learner holds the whole closed batch of this step."""
+
+    step: StepIndex
+
+
+@dataclass(frozen=True, slots=True)
+class StepCommitted:
+    """Trainer state and the sealed weights of version step + 1 are durable."""
+
+    step: StepIndex
+    checksum: str
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerJoined:
+    """A learner is there, holding sealed `version`; its optimizer may be older."""
+
+    version: Version
+    optimizer_version: Version
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerLost:
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerReport:
+    step: StepIndex
+    progress: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passes: deadlines and the periodic rebalance are looked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class StopRequested:
+    reason: str
+
+
+Event: TypeAlias = (
+    Started
+    | Resumed
+    | InstanceJoined
+    | InstanceLost
+    | InstanceReport
+    | Loaded
+    | LoadFailed
+    | SampleFinished
+    | SampleFailed
+    | Moved
+    | MoveFailed
+    | Scored
+    | ScoreFailed
+    | BatchAccepted
+    | StepCommitted
+    | TrainerJoined
+    | TrainerLost
+    | TrainerReport
+    | Tick
+    | StopRequested
+)

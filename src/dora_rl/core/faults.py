@@ -1,0 +1,303 @@
+"""Joining, losing, deadlines, resume: whatever happens, no request is lost and none done twice.
+
+A lost request goes back to the queue of its own version with a higher epoch and continues from
+its token journal. What the lost party may still say carries the old epoch and is ignored.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import replace
+
+from dora_rl.core.actions import Abort, Action, InForce, OptimizerRewound, Restart, RestartTrainer
+from dora_rl.core.batching import adopt_target, on_accepted, on_committed
+from dora_rl.core.deadlines import INSTANCE, LOAD, MOVE, SCORE, watch_instance, watch_trainer
+from dora_rl.core.elastic import training_now
+from dora_rl.core.events import (
+    InstanceJoined,
+    InstanceReport,
+    LoadFailed,
+    Moved,
+    MoveFailed,
+    Resumed,
+    TrainerJoined,
+    TrainerReport,
+)
+from dora_rl.core.ledger import ask_score, current, retry, score_again, scoring
+from dora_rl.core.orchestrate import pump
+from dora_rl.core.placement import (
+    attach,
+    best_holder,
+    end_move,
+    park,
+    pressured,
+    queue,
+    start_move,
+    touch,
+)
+from dora_rl.core.state import GENERATING, Held, Instance, Phase, State
+from dora_rl.types import InstanceId, Mode, RequestId
+
+
+def on_joined(state: State, event: InstanceJoined, now: float, out: list[Action]) -> None:
+    if event.instance in state.instances:
+        lose_instance(state, event.instance, out)
+    inst = Instance(
+        event.instance,
+        state.next_instance,
+        event.slots_max,
+        event.resident_max,
+        event.kv_tokens_max,
+        event.elastic,
+        awake=not (event.elastic and training_now(state)),
+        reported_s=now,
+    )
+    state.next_instance += 1
+    state.instances[inst.id] = inst
+    state.num_elastic += inst.elastic
+    if inst.awake:
+        state.slots_awake += inst.slots_max
+    for version in event.versions:
+        if version in state.versions:
+            inst.held[version] = Held()
+            state.versions[version].holders[inst.id] = None
+    touch(state, inst)
+    watch_instance(state, inst)
+    state.stirred[inst.id] = None
+    state.rebalance_wanted = True
+
+
+def lose_instance(state: State, name: InstanceId, out: list[Action]) -> None:
+    """Forget an instance; everything it had continues elsewhere from the journal."""
+    inst = state.instances.get(name)
+    if inst is None:
+        return
+    lost = [*inst.requests, *inst.incoming, *inst.parked]
+    for rid in lost:
+        request = state.request(rid)
+        if request is None or request.phase not in GENERATING:
+            continue  # its group failed together with an earlier one of this list
+        if request.phase is Phase.MOVING:
+            other = request.dest if request.instance == name else request.instance
+            if other is not None and other != name:
+                out.append(Abort(other, rid, request.epoch))
+        retry(state, request, f"instance {name} was lost", out)
+    for version in inst.held:
+        if version in state.versions:
+            state.versions[version].holders.pop(name, None)
+    for live in state.versions.values():
+        live.coming.pop(name, None)
+    if inst.awake:
+        state.slots_awake -= inst.slots_max
+    state.num_elastic -= inst.elastic
+    del state.instances[name]
+    state.rebalance_wanted = True
+
+
+def on_report(state: State, event: InstanceReport, now: float, out: list[Action]) -> None:
+    inst = state.instances.get(event.instance)
+    if inst is None:
+        return
+    was_pressured, speed = pressured(state, inst), inst.speed
+    inst.reported_s = now
+    inst.decode_steps = event.decode_steps
+    inst.kv_tokens = event.kv_tokens
+    inst.speed = event.speed
+    if pressured(state, inst):
+        _relieve(state, inst, now, out)
+    elif was_pressured or speed != inst.speed:
+        touch(state, inst)
+
+
+def _relieve(state: State, inst: Instance, now: float, out: list[Action]) -> None:
+    """KV pressure: the youngest requests move to a holder with room, else spill to the host."""
+    excess = inst.kv_tokens - int(state.params.kv_low * inst.kv_tokens_max)
+    for rid in reversed(list(inst.requests)):
+        if excess <= 0 or len(inst.requests) <= 1:
+            break
+        request = state.request(rid)
+        if request is None or request.phase is not Phase.RUNNING:
+            continue
+        excess -= state.length_of(request)
+        live = state.versions[request.version]
+        peer = None if state.params.mode is Mode.PARTIAL else best_holder(state, live)
+        if peer is not None and peer.id != inst.id and _has_kv_room(state, peer):
+            start_move(state, request, peer, now, out)
+        else:
+            park(state, request, out)
+    state.rebalance_wanted = True
+
+
+def _has_kv_room(state: State, inst: Instance) -> bool:
+    return inst.kv_tokens_max == 0 or inst.kv_tokens < state.params.kv_low * inst.kv_tokens_max
+
+
+def on_load_failed(state: State, event: LoadFailed, now: float, out: list[Action]) -> None:
+    inst = state.instances.get(event.instance)
+    if inst is None or inst.loading != event.version:
+        return
+    inst.loading = None
+    inst.load_failures += 1
+    live = state.versions.get(event.version)
+    if inst.load_failures >= state.params.attempts_max:
+        out.append(Restart(inst.id, f"version {event.version} did not load: {event.reason}"))
+        lose_instance(state, inst.id, out)
+        return
+    if live is not None and event.version not in inst.wants:
+        inst.wants.insert(0, event.version)
+        live.coming[inst.id] = None
+    pump(state, inst, now, out)
+
+
+def on_moved(state: State, event: Moved, now: float, out: list[Action]) -> None:
+    request = current(state, event.request, event.epoch)
+    if request is None or request.phase is not Phase.MOVING or request.dest != event.dst:
+        return
+    end_move(state, request)
+    request.base_tokens = event.num_tokens
+    attach(state, request, state.instances[event.dst])
+
+
+def on_move_failed(state: State, event: MoveFailed, now: float, out: list[Action]) -> None:
+    request = current(state, event.request, event.epoch)
+    if request is None or request.phase is not Phase.MOVING or request.dest != event.dst:
+        return
+    src = state.instances.get(event.src)
+    if not event.kept or src is None:
+        out.append(Abort(event.dst, request.id, request.epoch))
+        retry(state, request, f"move failed: {event.reason}", out)
+        return
+    was_parked = request.id in src.parked
+    end_move(state, request)
+    if was_parked:
+        queue(state, request, src, first=True)
+        return
+    attach(state, request, src)
+    if request.version in src.leaving:
+        park(state, request, out)
+
+
+def on_trainer_joined(state: State, event: TrainerJoined, now: float, out: list[Action]) -> None:
+    """A learner at the newest sealed version; what was fed and not committed is fed again."""
+    batch = state.batches.get(state.committed)
+    sealed_unlogged = event.version == state.committed + 1
+    assert event.version == state.committed or (sealed_unlogged and batch and batch.closed), (
+        f"the learner holds version {event.version}, the log ends at {state.committed}"
+    )
+    state.trainer.alive = True
+    state.trainer.progress = -1
+    state.trainer.progress_s = now
+    watch_trainer(state, now)
+    if event.optimizer_version != event.version:
+        out.append(OptimizerRewound(event.version, event.optimizer_version))
+    if batch is not None:
+        batch.num_fed = 0
+        batch.close_sent = False
+    if sealed_unlogged and batch is not None:
+        batch.close_sent = True
+        on_accepted(state, state.committed, out)
+        on_committed(state, state.committed, now, out)
+
+
+def on_trainer_lost(state: State) -> None:
+    state.trainer.alive = False
+
+
+def on_trainer_report(state: State, event: TrainerReport, now: float) -> None:
+    if event.progress != state.trainer.progress:
+        state.trainer.progress = event.progress
+        state.trainer.progress_s = now
+
+
+def on_tick(state: State, now: float, out: list[Action]) -> None:
+    """Break the waits that made no progress, and rebalance when the period has passed."""
+    while state.deadlines and state.deadlines[0][0] <= now:
+        _, _, kind, key = heapq.heappop(state.deadlines)
+        _expire(state, kind, key, now, out)
+    if now - state.rebalanced_s >= state.params.rebalance_period_s and len(state.versions) > 1:
+        state.rebalance_wanted = True
+
+
+def _expire(state: State, kind: str, key: str, now: float, out: list[Action]) -> None:
+    if kind == INSTANCE:
+        index, name = key.split("/", 1)
+        _expire_instance(state, int(index), name, now, out)
+    elif kind == LOAD:
+        index, version, failures, name = key.split("/", 3)
+        inst = state.instances.get(name)
+        same = inst is not None and inst.index == int(index)
+        if inst is not None and same and inst.load_failures == int(failures):
+            failed = LoadFailed(name, int(version), "no progress")
+            on_load_failed(state, failed, now, out)
+    elif kind == MOVE:
+        group, sample, epoch, dst = key.split("/", 3)
+        request = current(state, RequestId(int(group), int(sample)), int(epoch))
+        if request is not None and request.phase is Phase.MOVING and request.dest == dst:
+            out.append(Abort(dst, request.id, request.epoch))
+            if request.instance is not None:
+                out.append(Abort(request.instance, request.id, request.epoch))
+            retry(state, request, "move made no progress", out)
+    elif kind == SCORE:
+        group, sample, attempt = key.split("/")
+        request = scoring(state, RequestId(int(group), int(sample)), int(attempt))
+        if request is not None:
+            score_again(state, request, "the reward did not answer in time", now, out)
+    else:
+        _expire_trainer(state, now, out)
+
+
+def _expire_instance(
+    state: State, index: int, name: InstanceId, now: float, out: list[Action]
+) -> None:
+    inst = state.instances.get(name)
+    if inst is None or inst.index != index:
+        return
+    if now - inst.reported_s >= state.params.deadlines.report_s:
+        out.append(Restart(name, f"no report for {now - inst.reported_s:.0f} s"))
+        lose_instance(state, name, out)
+    else:
+        watch_instance(state, inst)
+
+
+def _expire_trainer(state: State, now: float, out: list[Action]) -> None:
+    if not state.trainer.alive:
+        return
+    limit = state.params.deadlines.trainer_s
+    if training_now(state) and now - state.trainer.progress_s >= limit:
+        out.append(RestartTrainer(f"no progress for {now - state.trainer.progress_s:.0f} s"))
+        on_trainer_lost(state)
+    else:
+        watch_trainer(state, now)
+
+
+def on_resumed(state: State, event: Resumed, now: float, out: list[Action]) -> None:
+    """The controller is back: all workers are new, groups and batches are as they were."""
+    event.params.validate()
+    for name in list(state.instances):
+        lose_instance(state, name, out)
+    on_trainer_lost(state)
+    state.stopped = None
+    state.filtered_streak = 0
+    state.deadlines.clear()
+    state.rebalanced_s = -1.0e9
+    for group in list(state.groups.values()):
+        for request in group.requests:
+            if request.phase is Phase.SCORING:
+                request.score_attempts += 1
+                ask_score(state, request, now, out)
+    old = state.params
+    changed = (event.params.max_staleness, event.params.batch_groups) != (
+        old.max_staleness,
+        old.batch_groups,
+    )
+    state.params = replace(
+        event.params,
+        max_staleness=old.max_staleness,
+        batch_groups=old.batch_groups,
+        updates_per_step=old.updates_per_step,
+    )
+    state.target = event.params if changed else None
+    if changed:
+        adopt_target(state, out)
+    else:
+        out.append(InForce(state.filling, state.policy.max_staleness, old.batch_groups))

@@ -1,0 +1,92 @@
+"""What the core needs to know of a run: sizes, bounds, limits and the cost figures it plans with.
+
+Pure data. Every limit the core enforces is a field here; nothing is hidden in code.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dora_rl.types import Mode, UserError
+
+
+@dataclass(frozen=True, slots=True)
+class MoveCost:
+    """Figures for one decision: move a request's KV cache, or prefill it again elsewhere?"""
+
+    kv_bytes_per_token: float = 2.0e5
+    link_bytes_per_s: float = 2.0e10
+    move_overhead_s: float = 0.02
+    prefill_tokens_per_s: float = 2.0e4
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """How long without progress before a wait is broken and its work restarted elsewhere."""
+
+    report_s: float = 60.0
+    load_s: float = 300.0
+    move_s: float = 60.0
+    score_s: float = 60.0
+    trainer_s: float = 1800.0
+
+
+@dataclass(frozen=True, slots=True)
+class Params:
+    """One run's fixed numbers.
+
+    `max_staleness` is K, `batch_groups` is B, `num_steps` - 1 is S in docs/staleness.md.
+    """
+
+    mode: Mode = Mode.MULTI_VERSION
+    max_staleness: int = 2
+    batch_groups: int = 8
+    group_size: int = 4
+    num_steps: int = 10
+    inflight_groups: int = 16
+    ready_max: int = 1_000_000
+    samples_min: int = 0  # 0: every sample of a group must be scored
+    updates_per_step: int = 1
+    streaming: bool = True
+    kv_moves: bool = True
+    repartition: bool = True
+    level_running: bool = False
+    level_slack: float = 0.5  # share of an instance's slots
+    filter_equal: bool = False
+    filtered_max: int = 1_000
+    failed_share_max: float = 0.5
+    failed_min: int = 20
+    attempts_max: int = 4
+    oversample: float = 1.25
+    fill_older_max: int = 0
+    rebalance_period_s: float = 30.0
+    rebalance_min_s: float = 1.0
+    kv_high: float = 0.95
+    kv_low: float = 0.80
+    cost: MoveCost = MoveCost()
+    deadlines: Deadlines = Deadlines()
+
+    def validate(self) -> None:
+        """Refuse numbers no run can keep its promises with."""
+        for name in ("batch_groups", "group_size", "num_steps", "inflight_groups", "ready_max"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.max_staleness < 0:
+            raise UserError(f"max_staleness must be 0 or more, not {self.max_staleness}")
+        if self.batch_groups % self.updates_per_step:
+            raise UserError(
+                f"batch_groups ({self.batch_groups}) must be a multiple of updates_per_step "
+                f"({self.updates_per_step})"
+            )
+        if self.samples_min > self.group_size:
+            raise UserError(
+                f"samples_min ({self.samples_min}) is more than group_size ({self.group_size})"
+            )
+        if self.oversample < 1:
+            raise UserError(f"oversample must be at least 1, not {self.oversample}")
+        if not 0 < self.kv_low <= self.kv_high <= 1:
+            raise UserError("kv_low and kv_high must satisfy 0 < kv_low <= kv_high <= 1")
+
+    @property
+    def samples_needed(self) -> int:
+        return self.samples_min or self.group_size

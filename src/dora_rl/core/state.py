@@ -1,0 +1,240 @@
+"""The core's memory: the ledger of groups and requests, instances, versions, the step in filling.
+
+Plain data with a few derived figures; every change is made by the handlers beside this file.
+Ended groups leave the ledger (only counters stay), so memory follows what is alive, not the run.
+
+Conservation, checked by `invariants.check_invariants`:
+    issued = live groups + ended;  a request is in exactly one place;  counters equal recounts.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from dora_rl.core.actions import End
+from dora_rl.core.modes import Policy, policy_of
+from dora_rl.core.params import Params
+from dora_rl.core.window import Bound
+from dora_rl.types import GroupId, InstanceId, RequestId, StepIndex, Version
+
+
+class Phase(StrEnum):
+    """Where a request is."""
+
+    PENDING = "pending"  # waits for a slot; its KV may be parked at `instance`
+    RUNNING = "running"
+    MOVING = "moving"  # from `instance` to `dest`
+    SCORING = "scoring"
+    SCORED = "scored"
+    FAILED = "failed"
+
+
+GENERATING = (Phase.PENDING, Phase.RUNNING, Phase.MOVING)
+
+
+class GroupPhase(StrEnum):
+    """Where a group is; `ended` groups are no longer in the ledger."""
+
+    ISSUED = "issued"
+    RUNNING = "running"
+    REWARDING = "rewarding"
+    READY = "ready"
+    TRAINING = "training"
+
+
+@dataclass(slots=True)
+class Request:
+    """One sample. Its length now is base_tokens + (instance's decode_steps - mark)."""
+
+    id: RequestId
+    version: Version
+    phase: Phase = Phase.PENDING
+    instance: InstanceId | None = None
+    dest: InstanceId | None = None
+    kv_version: Version | None = None  # the version its tokens so far were decoded under
+    epoch: int = 0
+    attempts: int = 0
+    score_attempts: int = 0
+    base_tokens: int = 0
+    mark: int = 0
+    num_tokens: int = 0
+    reward: float | None = None
+
+
+@dataclass(slots=True)
+class Group:
+    id: GroupId
+    prompt: int
+    version: Version
+    requests: list[Request]
+    phase: GroupPhase = GroupPhase.ISSUED
+    step: StepIndex | None = None
+    num_generating: int = 0
+    num_scored: int = 0
+    num_failed: int = 0
+
+
+@dataclass(slots=True)
+class Held:
+    """One resident version of an instance: how many requests run, leave and arrive on it."""
+
+    num: int = 0
+    outgoing: int = 0
+    incoming: int = 0
+    offset: int = 0  # sum of (base_tokens - mark) over the `num` running requests
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.num or self.outgoing or self.incoming)
+
+
+@dataclass(slots=True)
+class Instance:
+    id: InstanceId
+    index: int
+    slots_max: int
+    resident_max: int
+    kv_tokens_max: int
+    elastic: bool
+    awake: bool = True
+    held: dict[Version, Held] = field(default_factory=dict[Version, Held])
+    leaving: dict[Version, None] = field(default_factory=dict[Version, None])
+    wants: list[Version] = field(default_factory=list[Version])
+    loading: Version | None = None
+    donor: InstanceId | None = None
+    load_failures: int = 0
+    requests: dict[RequestId, None] = field(default_factory=dict[RequestId, None])
+    incoming: dict[RequestId, None] = field(default_factory=dict[RequestId, None])
+    parked: dict[RequestId, None] = field(default_factory=dict[RequestId, None])
+    decode_steps: int = 0
+    kv_tokens: int = 0
+    speed: float = 1.0
+    reported_s: float = 0.0
+
+    @property
+    def load(self) -> int:
+        return len(self.requests) + len(self.incoming)
+
+    @property
+    def slots_free(self) -> int:
+        return self.slots_max - len(self.requests) - len(self.incoming)
+
+
+@dataclass(slots=True)
+class Live:
+    """One live version."""
+
+    version: Version
+    untaken: int = 0
+    unended: int = 0
+    num_active: int = 0  # requests generating: pending, running or moving
+    num_pending: int = 0
+    pending: deque[RequestId] = field(default_factory=deque[RequestId])
+    ready: deque[GroupId] = field(default_factory=deque[GroupId])
+    holders: dict[InstanceId, None] = field(default_factory=dict[InstanceId, None])
+    coming: dict[InstanceId, None] = field(default_factory=dict[InstanceId, None])  # will hold it
+    donors: list[InstanceId] = field(default_factory=list[InstanceId])  # most loaded last
+    heap: list[tuple[float, int, InstanceId]] = field(
+        default_factory=list[tuple[float, int, InstanceId]]
+    )
+
+
+@dataclass(slots=True)
+class Batch:
+    step: StepIndex
+    groups: list[GroupId] = field(default_factory=list[GroupId])
+    num_fed: int = 0
+    closed: bool = False
+    close_sent: bool = False
+
+
+@dataclass(slots=True)
+class Trainer:
+    alive: bool = False
+    progress: int = -1
+    progress_s: float = 0.0
+
+
+def _no_ends() -> dict[End, int]:
+    return {end: 0 for end in End}
+
+
+@dataclass(slots=True)
+class State:
+    """Everything the core knows. `committed` is both the steps done and the newest version."""
+
+    params: Params
+    target: Params | None = None  # K or B asked for on resume and not yet in force
+    groups: dict[GroupId, Group] = field(default_factory=dict[GroupId, Group])
+    instances: dict[InstanceId, Instance] = field(default_factory=dict[InstanceId, Instance])
+    versions: dict[Version, Live] = field(default_factory=dict[Version, Live])
+    batches: dict[StepIndex, Batch] = field(default_factory=dict[StepIndex, Batch])
+    trainer: Trainer = field(default_factory=Trainer)
+    filling: StepIndex = 0
+    committed: StepIndex = 0
+    next_group: GroupId = 0
+    next_prompt: int = 0
+    next_instance: int = 0
+    reissue: deque[int] = field(default_factory=deque[int])
+    num_issued: int = 0
+    num_ended: dict[End, int] = field(default_factory=_no_ends)
+    num_inflight: int = 0  # groups issued and not yet ready
+    num_ready: int = 0
+    num_active: int = 0  # requests generating
+    slots_awake: int = 0
+    num_elastic: int = 0
+    filtered_streak: int = 0
+    filled_older: int = 0  # groups admitted on an older version in the step being filled
+    rebalance_wanted: bool = False
+    rebalanced_s: float = -1.0e9
+    deadlines: list[tuple[float, int, str, str]] = field(
+        default_factory=list[tuple[float, int, str, str]]
+    )
+    next_deadline: int = 0
+    waiting_for: tuple[GroupId, ...] = ()
+    stirred: dict[InstanceId, None] = field(default_factory=dict[InstanceId, None])
+    stopped: str | None = None
+    policy: Policy = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.policy = policy_of(self.params)
+        if not self.versions:
+            self.versions[self.committed] = Live(self.committed)
+        if not self.batches:
+            self.batches[self.filling] = Batch(self.filling)
+
+    @property
+    def newest(self) -> Version:
+        return self.committed
+
+    @property
+    def batch(self) -> Batch:
+        return self.batches[self.filling]
+
+    @property
+    def bound(self) -> Bound:
+        params = self.params
+        return Bound(
+            filling=self.filling,
+            free=params.batch_groups - len(self.batch.groups),
+            max_staleness=self.policy.max_staleness,
+            batch=params.batch_groups,
+            last=params.num_steps - 1,
+        )
+
+    @property
+    def untaken(self) -> list[tuple[Version, int]]:
+        """Ascending, because versions enter the dictionary in order."""
+        return [(live.version, live.untaken) for live in self.versions.values()]
+
+    def request(self, request: RequestId) -> Request | None:
+        group = self.groups.get(request.group)
+        return group.requests[request.sample] if group is not None else None
+
+    def length_of(self, request: Request) -> int:
+        """Tokens in the KV cache of a request now, as far as the core can tell."""
+        if request.phase is not Phase.RUNNING or request.instance is None:
+            return request.base_tokens
+        return request.base_tokens + self.instances[request.instance].decode_steps - request.mark

@@ -1,0 +1,137 @@
+"""`step(state, event, now) -> actions`: the only door into the core.
+
+Each event has one handler; after it the same chain of decisions runs, in this order, because new
+groups are admitted first and the partition follows them:
+
+    take ready groups -> feed the learner -> admit -> rebalance -> give out free slots
+"""
+
+from __future__ import annotations
+
+from dora_rl.core import batching, faults, ledger, orchestrate
+from dora_rl.core.actions import Action, InForce
+from dora_rl.core.admission import admit
+from dora_rl.core.events import (
+    BatchAccepted,
+    Event,
+    InstanceJoined,
+    InstanceLost,
+    InstanceReport,
+    Loaded,
+    LoadFailed,
+    Moved,
+    MoveFailed,
+    Resumed,
+    SampleFailed,
+    SampleFinished,
+    Scored,
+    ScoreFailed,
+    Started,
+    StepCommitted,
+    StopRequested,
+    Tick,
+    TrainerJoined,
+    TrainerLost,
+    TrainerReport,
+)
+from dora_rl.core.params import Params
+from dora_rl.core.placement import fill
+from dora_rl.core.state import State
+
+
+def initial(params: Params) -> State:
+    """The state before the first event (which must be `Started` with the same params)."""
+    params.validate()
+    return State(params)
+
+
+def step(state: State, event: Event, now: float) -> list[Action]:
+    """Take one event in, give the actions it calls for."""
+    out: list[Action] = []
+    if state.stopped is not None and not isinstance(event, Resumed):
+        return out
+    _handle(state, event, now, out)
+    if state.stopped is None:
+        _decide(state, now, out)
+    return out
+
+
+def _decide(state: State, now: float, out: list[Action]) -> None:
+    if state.num_ready:
+        batching.take(state, now, out)
+    batching.feed(state, now, out)
+    admit(state, out)
+    if state.stirred:
+        orchestrate.stir(state, now, out)
+    _maybe_rebalance(state, now, out)
+    for live in list(state.versions.values()):
+        if live.num_pending:
+            fill(state, live, now, out)
+
+
+def _maybe_rebalance(state: State, now: float, out: list[Action]) -> None:
+    wanted = state.rebalance_wanted
+    for live in state.versions.values():
+        if live.num_pending and not live.coming:
+            if not live.holders:
+                wanted = True
+            elif live.num_pending * len(state.instances) >= state.slots_awake > 0:
+                wanted = True  # enough is waiting to fill a whole instance
+    if wanted and now - state.rebalanced_s >= state.params.rebalance_min_s:
+        orchestrate.rebalance(state, now, out)
+
+
+def _handle(state: State, event: Event, now: float, out: list[Action]) -> None:
+    match event:
+        case SampleFinished():
+            ledger.on_finished(state, event, now, out)
+        case Scored():
+            ledger.on_scored(state, event, now, out)
+        case InstanceReport():
+            faults.on_report(state, event, now, out)
+        case Moved():
+            faults.on_moved(state, event, now, out)
+        case Loaded():
+            inst = state.instances.get(event.instance)
+            if inst is not None:
+                orchestrate.on_loaded(state, inst, event.version, now, out)
+        case Tick():
+            faults.on_tick(state, now, out)
+        case TrainerReport():
+            faults.on_trainer_report(state, event, now)
+        case BatchAccepted():
+            batching.on_accepted(state, event.step, out)
+        case StepCommitted():
+            batching.on_committed(state, event.step, now, out)
+        case _:
+            _handle_rare(state, event, now, out)
+
+
+def _handle_rare(state: State, event: Event, now: float, out: list[Action]) -> None:
+    match event:
+        case SampleFailed():
+            ledger.on_sample_failed(state, event, now, out)
+        case ScoreFailed():
+            ledger.on_score_failed(state, event, now, out)
+        case MoveFailed():
+            faults.on_move_failed(state, event, now, out)
+        case LoadFailed():
+            faults.on_load_failed(state, event, now, out)
+        case InstanceJoined():
+            faults.on_joined(state, event, now, out)
+        case InstanceLost():
+            faults.lose_instance(state, event.instance, out)
+        case TrainerJoined():
+            faults.on_trainer_joined(state, event, now, out)
+        case TrainerLost():
+            faults.on_trainer_lost(state)
+        case StopRequested():
+            ledger.stop(state, event.reason, out)
+        case Resumed():
+            faults.on_resumed(state, event, now, out)
+        case Started():
+            params = event.params
+            assert params == state.params, "Started must carry the params of the state"
+            out.append(InForce(0, state.policy.max_staleness, params.batch_groups))
+        case _:
+            raise AssertionError(f"no handler for {event!r}")
