@@ -1,0 +1,331 @@
+"""Rows of a data source, as plain dictionaries, by number: files, directories, hub ids, code.
+
+Never tokenizes, shuffles or filters, and never keeps a text file's rows in memory. Invariant: row
+i of an unchanged source is always the same, and `where(i)` says where the user finds it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import json
+import mmap
+import re
+from array import array
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from dora_rl.config import DataSource
+from dora_rl.types import UserError
+
+Row = Mapping[str, object]
+
+SPLIT_NAMES = {"train", "test", "validation", "valid", "val", "dev", "eval", "heldout"}
+TEXT_SUFFIXES = (".jsonl", ".ndjson", ".json")
+SUFFIXES = (*TEXT_SUFFIXES, ".parquet")
+
+
+class Rows(Protocol):
+    """`num_rows` is None where rows are made on the fly and never end."""
+
+    @property
+    def num_rows(self) -> int | None: ...
+    def row(self, index: int) -> Row: ...
+    def where(self, index: int) -> str: ...
+
+
+class JsonlRows:
+    """One JSON object a line. The file is mapped; only the places of its lines are kept."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._begins = array("q")
+        self._lines = array("q")
+        with path.open("rb") as file:
+            place = 0
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    self._begins.append(place)
+                    self._lines.append(number)
+                place += len(line)
+            empty = place == 0
+            self._map = b"" if empty else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._begins.append(place)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self._lines)
+
+    def row(self, index: int) -> Row:
+        line = self._map[self._begins[index] : self._begins[index + 1]]
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise UserError(
+                f"{self.where(index)}: not JSON ({error}); write one JSON object on each line"
+            ) from error
+        return _as_row(row, self.where(index))
+
+    def where(self, index: int) -> str:
+        return f"{self._path} line {self._lines[index]}"
+
+
+class ListRows:
+    """Rows that are already in memory: a .json file that holds one array."""
+
+    def __init__(self, name: str, rows: Sequence[object]) -> None:
+        self._name = name
+        self._rows = rows
+
+    @property
+    def num_rows(self) -> int:
+        return len(self._rows)
+
+    def row(self, index: int) -> Row:
+        return _as_row(self._rows[index], self.where(index))
+
+    def where(self, index: int) -> str:
+        return f"{self._name} row {index}"
+
+
+class ArrowRows:
+    """A pyarrow table: parquet files, or the memory-mapped files of a saved dataset."""
+
+    def __init__(self, name: str, table: Any) -> None:
+        self._name = name
+        self._table = table
+
+    @property
+    def num_rows(self) -> int:
+        return self._table.num_rows
+
+    def row(self, index: int) -> Row:
+        return self._table.slice(index, 1).to_pylist()[0]
+
+    def where(self, index: int) -> str:
+        return f"{self._name} row {index}"
+
+
+class JoinedRows:
+    """Several files, one after the other."""
+
+    def __init__(self, parts: Sequence[Rows]) -> None:
+        self._parts = parts
+        self._ends = array("q")
+        for part in parts:
+            assert part.num_rows is not None
+            self._ends.append((self._ends[-1] if self._ends else 0) + part.num_rows)
+
+    @property
+    def num_rows(self) -> int:
+        return self._ends[-1]
+
+    def row(self, index: int) -> Row:
+        part, inside = self._find(index)
+        return part.row(inside)
+
+    def where(self, index: int) -> str:
+        part, inside = self._find(index)
+        return part.where(inside)
+
+    def _find(self, index: int) -> tuple[Rows, int]:
+        number = bisect_right(self._ends, index)
+        return self._parts[number], index - (self._ends[number - 1] if number else 0)
+
+
+class MadeRows:
+    """Rows made by code: `maker.row(seed, index, split)` is a pure function of its arguments."""
+
+    num_rows = None
+
+    def __init__(self, name: str, maker: Any, seed: int, split: str) -> None:
+        self._name = name
+        self._maker = maker
+        self._seed = seed
+        self._split = split
+
+    def row(self, index: int) -> Row:
+        try:
+            row = self._maker.row(self._seed, index, self._split)
+        except UserError:
+            raise
+        except Exception as error:
+            # The user's code may raise anything; to the run it is a row that cannot be made.
+            raise UserError(f"{self.where(index)}: its code raised {one_line(error)}") from error
+        return _as_row(row, self.where(index))
+
+    def where(self, index: int) -> str:
+        return f"{self._name} row {index}"
+
+
+def one_line(error: BaseException) -> str:
+    """Kind and first line of an error that others raised."""
+    first = next((line for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {first}"
+
+
+def _as_row(row: object, where: str) -> Row:
+    if not isinstance(row, Mapping):
+        raise UserError(f"{where}: a row must be an object, not {type(row).__name__}")
+    return cast(Row, row)
+
+
+def open_rows(source: DataSource, *, split: str, seed: int, base_dir: Path) -> Rows:
+    """Find out what `source.path` is and open it; every failure is one line for the user."""
+    if re.fullmatch(r".+:[A-Za-z_]\w*", source.path):
+        return MadeRows(source.path, load_maker(source, base_dir), seed, split)
+    path = base_dir / Path(source.path).expanduser()
+    if path.is_dir():
+        rows = _directory_rows(path, split)
+    elif path.is_file():
+        rows = _file_rows(path)
+    elif re.fullmatch(r"[\w.-]+(/[\w.-]+)?", source.path) and path.suffix not in SUFFIXES:
+        rows = _hub_rows(source, split, path)
+    else:
+        raise UserError(f"data: {path} does not exist; check data.{{train,eval}}.path")
+    if rows.num_rows == 0:
+        raise UserError(f"data: {path} has no rows; give a file with at least one")
+    return rows
+
+
+def load_maker(source: DataSource, base_dir: Path) -> object:
+    """Import `package.module:name` or `file.py:name`; what makes a maker is called with options."""
+    place, _, name = source.path.rpartition(":")
+    try:
+        if place.endswith(".py"):
+            spec = importlib.util.spec_from_file_location(Path(place).stem, base_dir / place)
+            assert spec is not None and spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(place)
+        maker = getattr(module, name)
+    except Exception as error:
+        # Importing runs the user's code, which may raise anything.
+        raise UserError(
+            f"data: cannot load {source.path} ({one_line(error)}); "
+            f"give package.module:name or path/to/file.py:name"
+        ) from error
+    if inspect.isclass(maker) or not hasattr(maker, "row"):
+        maker = _call(source, maker)
+    elif source.options:
+        raise UserError(f"data: {source.path} is an object and takes no options")
+    if not callable(getattr(maker, "row", None)):
+        raise UserError(f"data: {source.path} has no method row(seed, index, split) -> dict")
+    return maker
+
+
+def _call(source: DataSource, factory: Callable[..., object]) -> object:
+    if not callable(factory):
+        raise UserError(f"data: {source.path} has no method row(seed, index, split) -> dict")
+    try:
+        return factory(**source.options)
+    except TypeError as error:
+        raise UserError(
+            f"data: {source.path} does not take the options {dict(source.options)} ({error})"
+        ) from error
+
+
+def _file_rows(path: Path) -> Rows:
+    if path.suffix == ".parquet":
+        return ArrowRows(str(path), _read_parquet(path))
+    if path.suffix not in TEXT_SUFFIXES:
+        raise UserError(f"data: {path} is not one of {', '.join(SUFFIXES)}")
+    if path.suffix == ".json":
+        with path.open("rb") as file:
+            if file.read(64).lstrip().startswith(b"["):
+                return _json_array(path)
+    return JsonlRows(path)
+
+
+def _json_array(path: Path) -> ListRows:
+    try:
+        return ListRows(str(path), json.loads(path.read_bytes()))
+    except ValueError as error:
+        raise UserError(f"data: {path} is not JSON ({error})") from error
+
+
+def _read_parquet(path: Path) -> Any:
+    arrow = _pyarrow(path)
+    import pyarrow.parquet
+
+    try:
+        return pyarrow.parquet.read_table(path, memory_map=True)
+    except arrow.ArrowInvalid as error:
+        raise UserError(f"data: {path} is not a parquet file ({one_line(error)})") from error
+
+
+def _pyarrow(path: Path) -> Any:
+    try:
+        import pyarrow
+    except ImportError as error:
+        raise UserError(
+            f"data: {path} needs pyarrow; pip install 'dora-rl[data]' or use jsonl"
+        ) from error
+    return pyarrow
+
+
+def _directory_rows(path: Path, split: str) -> Rows:
+    if (path / "dataset_dict.json").is_file():
+        chosen = path / split
+        if not chosen.is_dir():
+            splits = sorted(entry.name for entry in path.iterdir() if entry.is_dir())
+            raise UserError(f"data: {path} has no split {split!r}; set split to one of {splits}")
+        path = chosen
+    if (path / "state.json").is_file():
+        return _saved_rows(path)
+    files = sorted(f for f in path.rglob("*") if f.suffix in SUFFIXES and f.is_file())
+    files = [f for f in files if not f.name.startswith(".") and f.name != "dataset_infos.json"]
+    if not files:
+        raise UserError(f"data: {path} holds no {', '.join(SUFFIXES)} file")
+    return JoinedRows([_file_rows(f) for f in _files_of_split(path, files, split)])
+
+
+def _files_of_split(root: Path, files: Sequence[Path], split: str) -> Sequence[Path]:
+    """Files named after the split (`data/train-00000-of-00002.parquet`), or all if none is."""
+
+    def words(file: Path) -> set[str]:
+        return set(re.split(r"[^a-z0-9]+", str(file.relative_to(root)).lower()))
+
+    chosen = [file for file in files if split.lower() in words(file)]
+    if not chosen and any(words(file) & SPLIT_NAMES for file in files):
+        names = sorted(str(file.relative_to(root)) for file in files)
+        raise UserError(f"data: {root} has no file of split {split!r} among {names[:8]}; set split")
+    return chosen or files
+
+
+def _saved_rows(path: Path) -> Rows:
+    """What `Dataset.save_to_disk` wrote: arrow streams, listed in state.json."""
+    arrow = _pyarrow(path)
+    try:
+        state = json.loads((path / "state.json").read_bytes())
+        if state.get("_indices_files"):
+            raise UserError(f"data: {path} has an index; save it after dataset.flatten_indices()")
+        tables = []
+        for entry in state["_data_files"]:
+            stream = arrow.ipc.open_stream(arrow.memory_map(str(path / entry["filename"])))
+            tables.append(stream.read_all())
+        table = arrow.concat_tables(tables)
+    except (ValueError, KeyError, OSError, arrow.ArrowInvalid) as error:
+        raise UserError(f"data: {path} is not a saved dataset ({one_line(error)})") from error
+    return ArrowRows(str(path), table)
+
+
+def _hub_rows(source: DataSource, split: str, path: Path) -> Rows:
+    try:
+        import datasets  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise UserError(
+            f"data: {path} does not exist, and a Hugging Face id needs the datasets library; "
+            f"pip install datasets, or download it and give the directory"
+        ) from error
+    try:
+        loaded = datasets.load_dataset(source.path, source.subset or None, split=split)
+    except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
+        raise UserError(
+            f"data: cannot load {source.path} split {split!r} ({one_line(error)})"
+        ) from error
+    return ArrowRows(source.path, loaded.flatten_indices().data.table)
