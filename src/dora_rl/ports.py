@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
+from dora_rl.core import actions as act
+from dora_rl.core.events import Event
+from dora_rl.core.state import State
 from dora_rl.types import Version
 
 if TYPE_CHECKING:
@@ -52,3 +55,72 @@ class WeightStore(Protocol):
     def open(self, version: Version) -> SealedWeights: ...
     def retire(self, version: Version) -> None: ...
     def versions(self) -> Sequence[Version]: ...
+
+
+FleetAction: TypeAlias = (
+    act.Dispatch
+    | act.Abort
+    | act.Load
+    | act.Unload
+    | act.Move
+    | act.Park
+    | act.Unpark
+    | act.Reversion
+    | act.Sleep
+    | act.Wake
+    | act.Restart
+)
+LearnerAction: TypeAlias = act.Feed | act.CloseStep | act.RestartTrainer | act.OptimizerRewound
+LedgerAction: TypeAlias = (
+    act.IssueGroup | act.EndGroup | act.RetireVersion | act.WaitFor | act.InForce | act.Stop
+)
+
+
+class Clock(Protocol):
+    """Seconds since some start; virtual in the simulator."""
+
+    def now(self) -> float: ...
+
+
+class Generator(Protocol):
+    """The rollout instances, addressed by name in each action."""
+
+    def do(self, action: FleetAction) -> None: ...
+
+
+class Learner(Protocol):
+    """The trainer: holds fed groups, trains a closed batch, publishes the next version."""
+
+    def do(self, action: LearnerAction) -> None: ...
+
+
+class RewardPool(Protocol):
+    """Scores finished samples."""
+
+    def do(self, action: act.Score) -> None: ...
+
+
+class Keeper(Protocol):
+    """What must be kept while it lives: rows of the table, sealed versions, who watches."""
+
+    def do(self, action: LedgerAction) -> None: ...
+
+
+class EventLog(Protocol):
+    """Append-only. An entry is on its way to the disk before its actions are performed."""
+
+    def append(self, now: float, event: Event, actions: Sequence[act.Action]) -> None: ...
+    def snapshot_due(self) -> bool: ...
+    def snapshot(self, now: float, state: State) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """One world: local processes, a cluster, or the simulator."""
+
+    clock: Clock
+    generator: Generator
+    learner: Learner
+    rewards: RewardPool
+    keeper: Keeper
+    log: EventLog
