@@ -1,0 +1,169 @@
+"""A checkpoint is a Hugging Face directory with the trainer's state beside the model.
+
+    step_000010/
+      config.json  model.safetensors  tokenizer files ...   loads anywhere, no conversion
+      trainer/state.json            step, counters, options that must match
+      trainer/masters.safetensors   float32 weights, if the model files are not float32
+      trainer/optimizer.safetensors moments; also critic.safetensors, rng.safetensors
+
+Never pickles. Invariant: a directory with its final name is complete: everything is written under
+a temporary name, flushed to disk, then renamed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from dora_rl.trainer.options import CheckpointOptions
+from dora_rl.types import StepIndex, UserError
+
+TRAINER = "trainer"
+_NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5", ".index.json")
+
+
+def write_atomically(target: Path, fill: Callable[[Path], None]) -> None:
+    """Let `fill` write a temporary directory, flush it, then give it its name."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f".{target.name}.tmp")
+    if temporary.exists():
+        shutil.rmtree(temporary)
+    temporary.mkdir()
+    fill(temporary)
+    for folder, _, files in os.walk(temporary, topdown=False):
+        for name in files:
+            _flush(Path(folder) / name)
+        _flush(Path(folder))
+    if target.exists():
+        # rename cannot replace a full directory; the old one steps aside first.
+        aside = target.with_name(f".{target.name}.old")
+        target.rename(aside)
+        temporary.rename(target)
+        shutil.rmtree(aside)
+    else:
+        temporary.rename(target)
+    _flush(target.parent)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def copy_side_files(source: Path, target: Path) -> None:
+    """Tokenizer, config and the like: every small file of the model directory but the weights."""
+    for path in sorted(source.iterdir()):
+        if path.is_file() and not path.name.endswith(_NOT_COPIED):
+            shutil.copy2(path, target / path.name)
+
+
+def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    path.parent.mkdir(exist_ok=True)
+    save_file({k: v.detach().to("cpu").contiguous() for k, v in tensors.items()}, path)
+
+
+def load_tensors(path: Path) -> dict[str, Tensor]:
+    if not path.is_file():
+        raise UserError(f"checkpoint: '{path}' is missing; resume from another directory")
+    return load_file(path)
+
+
+def rng_tensors() -> dict[str, Tensor]:
+    """The state of torch's generators."""
+    out = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        out["cuda"] = torch.cuda.get_rng_state()
+    return out
+
+
+def restore_rng(tensors: dict[str, Tensor]) -> None:
+    torch.set_rng_state(tensors["cpu"])
+    if "cuda" in tensors and torch.cuda.is_available():
+        torch.cuda.set_rng_state(tensors["cuda"])
+
+
+def read_state(directory: Path) -> dict[str, Any]:
+    path = directory / TRAINER / "state.json"
+    if not path.is_file():
+        raise UserError(f"checkpoint '{directory}': no {TRAINER}/state.json; nothing to resume")
+    return json.loads(path.read_text())
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """One finished checkpoint of a run."""
+
+    step: StepIndex
+    path: Path
+    score: float | None
+
+
+class Checkpoints:
+    """The checkpoints of one run: newest `keep`, and the best by evaluation."""
+
+    def __init__(self, root: Path, options: CheckpointOptions) -> None:
+        self.root, self.options = root, options
+
+    def path_of(self, step: StepIndex) -> Path:
+        return self.root / f"step_{step:06d}"
+
+    def due(self, step: StepIndex) -> bool:
+        """Whether the end of step `step` (the first is 0) should be saved."""
+        return self.options.every_steps > 0 and (step + 1) % self.options.every_steps == 0
+
+    def saved(self) -> list[Saved]:
+        """Complete checkpoints, oldest first."""
+        out = []
+        for path in sorted(self.root.glob("step_*")):
+            if (path / TRAINER / "state.json").is_file():
+                score = path / TRAINER / "score.json"
+                value = json.loads(score.read_text())["score"] if score.is_file() else None
+                out.append(Saved(int(path.name.removeprefix("step_")), path, value))
+        return out
+
+    def latest(self) -> Path | None:
+        saved = self.saved()
+        return saved[-1].path if saved else None
+
+    def best(self) -> Saved | None:
+        scored = [s for s in self.saved() if s.score is not None]
+        sign = 1.0 if self.options.best_is_max else -1.0
+        # Of equals the earlier one is best: it needed less.
+        return max(scored, key=lambda s: (sign * (s.score or 0.0), -s.step), default=None)
+
+    def rate(self, step: StepIndex, score: float) -> None:
+        """Note the evaluation of a checkpoint; it may be the best."""
+        path = self.path_of(step) / TRAINER / "score.json"
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps({"metric": self.options.best_metric, "score": score}))
+        _flush(temporary)
+        temporary.rename(path)
+
+    def prune(self) -> list[Path]:
+        """Delete what is neither among the newest nor the best; returns what went."""
+        saved = self.saved()
+        if not self.options.keep:
+            return []
+        keep = {s.step for s in saved[-self.options.keep :]}
+        best = self.best() if self.options.keep_best else None
+        if best is not None:
+            keep.add(best.step)
+        gone = [s.path for s in saved if s.step not in keep]
+        for path in gone:
+            # Renamed first, so that a crash while deleting leaves no half checkpoint behind.
+            doomed = path.with_name(f".{path.name}.gone")
+            path.rename(doomed)
+            shutil.rmtree(doomed)
+        return gone

@@ -1,0 +1,69 @@
+"""More than one rank: FSDP2 sharding, and the few collectives the learner needs.
+
+One rank needs no process group and none of this runs. Invariant: every rank is fed the same groups
+and makes the same packing decisions, so all ranks run the same number of packs without talking
+about it; only gradients (through FSDP2) and metrics are exchanged.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+def world() -> tuple[int, int]:
+    """(rank, number of ranks); (0, 1) without a process group."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+def init_from_environment(device_type: str) -> tuple[int, int]:
+    """Join the process group torchrun describes: NCCL on CUDA, gloo elsewhere."""
+    if not dist.is_initialized() and dist.is_torchelastic_launched():
+        dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
+        if device_type == "cuda":
+            torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+    return world()
+
+
+def shard(module: nn.Module, layers: list[nn.Module], compute_dtype: torch.dtype) -> None:
+    """FSDP2: each layer its own unit, then the rest; float32 shards, gradients reduced in float32.
+
+    Gradients come back as the mean over ranks; the learner multiplies by their number.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    kind = next(module.parameters()).device.type
+    mesh = init_device_mesh(kind, (dist.get_world_size(),))
+    half = compute_dtype != torch.float32
+    policy = MixedPrecisionPolicy(
+        param_dtype=compute_dtype if half else None, reduce_dtype=torch.float32
+    )
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(module, mesh=mesh, mp_policy=policy)
+
+
+def gathered(tensor: Tensor) -> Tensor:
+    """The whole tensor, if it is a shard; a collective that every rank must enter."""
+    full = getattr(tensor, "full_tensor", None)
+    return full() if full is not None else tensor
+
+
+def add_up(pairs: dict[str, list[float]]) -> dict[str, list[float]]:
+    """Sums over ranks of dictionaries with the same keys on every rank."""
+    _, size = world()
+    if size == 1:
+        return pairs
+    names = sorted(pairs)
+    total: dict[str, list[float]] = {}
+    flat = torch.tensor([v for n in names for v in pairs[n]], dtype=torch.float64)
+    if dist.get_backend() == "nccl":
+        flat = flat.cuda()
+    dist.all_reduce(flat)
+    for i, name in enumerate(names):
+        total[name] = [float(flat[2 * i]), float(flat[2 * i + 1])]
+    return total

@@ -1,0 +1,101 @@
+"""One response with its prompt, ready to be packed; and a pack of them as tensors.
+
+Invariant: `rows[i]` is the position whose output predicts the i-th trained token, and every
+per-token tensor of a document has one entry per trained token, in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from dora_rl.trainer.attention import Layout
+from dora_rl.trainer.batch import GroupBatch, Sample
+from dora_rl.types import Version
+
+
+@dataclass(slots=True)
+class Document:
+    """Mutable on purpose: scores of other policies are filled in when they become known."""
+
+    token_ids: Tensor  # (n,) prompt and response
+    rows: Tensor  # (m,) positions that predict a trained token
+    rollout_logprobs: Tensor  # (m,)
+    reward: float
+    version: Version
+    advantages: Tensor = field(default_factory=lambda: torch.empty(0))
+    old_logprobs: Tensor | None = None
+    ref_logprobs: Tensor | None = None
+    old_values: Tensor | None = None
+    returns: Tensor | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return self.token_ids.shape[0]
+
+    @property
+    def num_trained(self) -> int:
+        return self.rows.shape[0]
+
+
+def document_of(group: GroupBatch, sample: Sample, reward: float) -> Document:
+    """The document of one admitted sample."""
+    start = len(group.prompt_ids)
+    mask = torch.tensor(sample.loss_mask, dtype=torch.bool)
+    place = mask.nonzero().squeeze(-1)
+    logprobs = torch.tensor(sample.logprobs, dtype=torch.float32)
+    return Document(
+        token_ids=torch.tensor([*group.prompt_ids, *sample.token_ids], dtype=torch.int64),
+        rows=place + (start - 1),
+        rollout_logprobs=logprobs[place],
+        reward=reward,
+        version=group.version,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """Documents side by side. T tokens, N trained ones, `sequence_N` their document."""
+
+    documents: tuple[Document, ...]
+    token_ids_T: Tensor
+    layout: Layout
+    rows_N: Tensor
+    target_N: Tensor
+    sequence_N: Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        return self.layout.num_tokens
+
+    @property
+    def num_trained(self) -> int:
+        return self.rows_N.shape[0]
+
+    def gather(self, parts: Sequence[Tensor]) -> Tensor:
+        """One tensor per document, side by side on the pack's device."""
+        return torch.cat(list(parts)).to(self.token_ids_T.device, non_blocking=True)
+
+    def split(self, values_N: Tensor) -> list[Tensor]:
+        """Back to one tensor per document, on the CPU."""
+        return list(values_N.detach().cpu().split([d.num_trained for d in self.documents]))
+
+
+def collate(documents: Sequence[Document], device: torch.device) -> Pack:
+    """Put documents side by side; nothing is padded."""
+    layout = Layout([d.num_tokens for d in documents], device)
+    token_ids = torch.cat([d.token_ids for d in documents])
+    counts = torch.tensor([d.num_trained for d in documents])
+    starts = torch.tensor(layout.starts).repeat_interleave(counts)
+    rows = torch.cat([d.rows for d in documents]) + starts
+    return Pack(
+        documents=tuple(documents),
+        token_ids_T=token_ids.to(device, non_blocking=True),
+        layout=layout,
+        rows_N=rows.to(device, non_blocking=True),
+        target_N=token_ids[rows + 1].to(device, non_blocking=True),
+        sequence_N=torch.repeat_interleave(counts).to(device, non_blocking=True),
+    )

@@ -1,0 +1,76 @@
+"""The mixture-of-experts feed-forward of Qwen3-MoE, with the experts' matrices stacked.
+
+Invariant: the output of a token is the weighted sum over its top-k experts, whatever the other
+tokens of the pack are. One grouped matrix product per projection on CUDA, a loop over the experts
+that were hit elsewhere.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dora_rl.trainer.architecture import Architecture
+
+
+class Router(nn.Module):
+    """Softmax over experts in float32, then the top k (renormalised where the model says so)."""
+
+    def __init__(self, arch: Architecture) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(arch.num_experts, arch.hidden))
+        self.num_chosen, self.renormalise = arch.experts_per_token, arch.norm_topk
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        logits = F.linear(x, self.weight.to(x.dtype))
+        share, expert = logits.softmax(-1, dtype=torch.float32).topk(self.num_chosen, dim=-1)
+        if self.renormalise:
+            share = share / share.sum(-1, keepdim=True)
+        return share.to(x.dtype), expert
+
+
+class Experts(nn.Module):
+    """All experts of a layer: gate and up stacked as (E, 2·I, H), down as (E, H, I)."""
+
+    def __init__(self, arch: Architecture) -> None:
+        super().__init__()
+        e, i, h = arch.num_experts, arch.expert_intermediate, arch.hidden
+        self.gate_up_proj = nn.Parameter(torch.zeros(e, 2 * i, h))
+        self.down_proj = nn.Parameter(torch.zeros(e, h, i))
+
+    def forward(self, x: Tensor, count_E: Tensor) -> Tensor:
+        """Rows sorted by expert, `count_E` of them for each."""
+        gate_up = self.gate_up_proj.to(x.dtype)
+        down = self.down_proj.to(x.dtype)
+        if x.is_cuda and x.dtype == torch.bfloat16:
+            ends = count_E.cumsum(0).to(torch.int32)
+            hidden = F.grouped_mm(x, gate_up.transpose(1, 2), offs=ends)
+            gate, up = hidden.chunk(2, dim=-1)
+            return F.grouped_mm(F.silu(gate) * up, down.transpose(1, 2), offs=ends)
+        out = []
+        for expert, rows in enumerate(x.split(count_E.tolist())):
+            if rows.shape[0]:
+                gate, up = F.linear(rows, gate_up[expert]).chunk(2, dim=-1)
+                out.append(F.linear(F.silu(gate) * up, down[expert]))
+        return torch.cat(out)
+
+
+class SparseMlp(nn.Module):
+    """Route, run the chosen experts, add up."""
+
+    def __init__(self, arch: Architecture) -> None:
+        super().__init__()
+        self.gate = Router(arch)
+        self.experts = Experts(arch)
+        self.num_experts = arch.num_experts
+
+    def forward(self, x: Tensor) -> Tensor:
+        share, expert = self.gate(x)
+        t, k = expert.shape
+        order = expert.reshape(-1).argsort(stable=True)
+        count_E = torch.bincount(expert.reshape(-1), minlength=self.num_experts)
+        token = order // k
+        y = self.experts(x.index_select(0, token), count_E)
+        y = y * share.reshape(-1).index_select(0, order)[:, None]
+        return torch.zeros_like(x).index_add(0, token, y) if t else x

@@ -1,0 +1,110 @@
+"""Log-probs and entropies of chosen tokens, in chunks: the logits of a whole pack never exist.
+
+Forward keeps the log-normaliser of each token; backward recomputes a chunk's logits from it. All
+softmax arithmetic is float32. Invariant: values and gradients do not depend on the chunk size
+(beyond the order of float32 sums over chunks in the output matrix's gradient).
+
+Shapes: N chosen tokens, H hidden, V vocabulary, C tokens of one chunk.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+# Elements of one chunk's float32 logits: fits the caches of a CPU, feeds a GPU's matrix units.
+_CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 29}
+
+
+class TokenScores(NamedTuple):
+    """`logprobs_N` of the targets; `entropy_N` of the distributions they were drawn from."""
+
+    logprobs_N: Tensor
+    entropy_N: Tensor
+
+
+def chunk_tokens(vocab: int, device: torch.device, asked: int) -> int:
+    """How many tokens share a chunk; `asked` wins if it is not 0."""
+    if asked:
+        return asked
+    return max(64, _CHUNK_ELEMENTS.get(device.type, 1 << 26) // vocab)
+
+
+def _logits(states_CH: Tensor, weight_VH: Tensor, temperature: float) -> Tensor:
+    if states_CH.is_cuda and states_CH.dtype != torch.float32:
+        logits = torch.mm(states_CH, weight_VH.t(), out_dtype=torch.float32)
+    else:
+        logits = torch.mm(states_CH, weight_VH.t()).float()
+    return logits if temperature == 1.0 else logits.div_(temperature)
+
+
+def _reduce(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(log-prob, entropy, log-normaliser) per row; H = lse − Σ p·logit."""
+    lse = logits.logsumexp(-1)
+    logprob = logits.gather(-1, target[:, None]).squeeze(-1) - lse
+    entropy = lse - ((logits - lse[:, None]).exp() * logits).sum(-1)
+    return logprob, entropy, lse
+
+
+def _differentiate(
+    logits: Tensor, target: Tensor, lse: Tensor, entropy: Tensor, g_lp: Tensor, g_ent: Tensor
+) -> Tensor:
+    """d/dlogit: g_lp·(1[target] − p) − g_ent·p·(log p + H)."""
+    log_p = logits - lse[:, None]
+    grad = log_p.exp() * (-g_lp[:, None] - g_ent[:, None] * (log_p + entropy[:, None]))
+    return grad.scatter_add(-1, target[:, None], g_lp[:, None])
+
+
+@cache
+def _compiled(name: str) -> Any:
+    function = {"reduce": _reduce, "differentiate": _differentiate}[name]
+    return torch.compile(function, dynamic=True)
+
+
+class _Chunked(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, states: Tensor, weight: Tensor, target: Tensor, temperature: float, chunk: int
+    ) -> tuple[Tensor, Tensor]:
+        cast = weight.to(states.dtype)
+        reduce = _compiled("reduce") if states.is_cuda else _reduce
+        parts = [
+            reduce(_logits(s, cast, temperature), t)
+            for s, t in zip(states.split(chunk), target.split(chunk), strict=True)
+        ]
+        logprob, entropy, lse = (torch.cat(p) for p in zip(*parts, strict=True))
+        ctx.save_for_backward(states, weight, target, lse, entropy)
+        ctx.temperature, ctx.chunk = temperature, chunk
+        return logprob, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        states, weight, target, lse, entropy = ctx.saved_tensors
+        g_lp, g_ent = grads
+        cast = weight.to(states.dtype)
+        differentiate = _compiled("differentiate") if states.is_cuda else _differentiate
+        grad_states = torch.empty_like(states) if ctx.needs_input_grad[0] else None
+        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        for start in range(0, states.shape[0], ctx.chunk):
+            at = slice(start, start + ctx.chunk)
+            logits = _logits(states[at], cast, ctx.temperature)
+            grad = differentiate(logits, target[at], lse[at], entropy[at], g_lp[at], g_ent[at])
+            if ctx.temperature != 1.0:
+                grad = grad / ctx.temperature
+            grad = grad.to(states.dtype)
+            if grad_states is not None:
+                torch.mm(grad, cast, out=grad_states[at])
+            if grad_weight is not None:
+                grad_weight += grad.t() @ states[at]
+        return grad_states, grad_weight, None, None, None
+
+
+def token_scores(
+    states_NH: Tensor, weight_VH: Tensor, target_N: Tensor, temperature: float, chunk: int
+) -> TokenScores:
+    """Log-prob of each target and entropy of its distribution, both with gradients."""
+    assert states_NH.shape[0] == target_N.shape[0] > 0
+    return TokenScores(*_Chunked.apply(states_NH, weight_VH, target_N, temperature, chunk))  # type: ignore[misc]

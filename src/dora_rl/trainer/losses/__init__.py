@@ -1,0 +1,1 @@
+"""Policy objectives: pure functions on log-prob tensors of whole, packed responses."""

@@ -1,0 +1,61 @@
+"""Sums on the device, read once: metrics that never make the GPU wait in the middle of a step.
+
+Invariant: a mean is Σ value / Σ weight over everything added since the last `read`, whatever the
+number of packs, updates or ranks it came in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+class Meters:
+    """Weighted means, counters and extremes by name."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._sums: dict[str, Tensor] = {}
+        self._weights: dict[str, float] = {}
+        self._counts: dict[str, float] = {}
+        self._extremes: dict[str, list[float]] = {}
+
+    def add_sum(self, name: str, total: Tensor, weight: float) -> None:
+        """A sum over `weight` items, still on the device."""
+        total = total.detach().to(torch.float64 if self._device.type == "cpu" else torch.float32)
+        self._sums[name] = self._sums[name] + total if name in self._sums else total
+        self._weights[name] = self._weights.get(name, 0.0) + weight
+
+    def count(self, name: str, amount: float = 1) -> None:
+        self._counts[name] = self._counts.get(name, 0.0) + amount
+
+    def observe(self, name: str, value: float) -> None:
+        """A single number whose mean, min, max and std are wanted."""
+        self._extremes.setdefault(name, []).append(value)
+
+    def read(
+        self, reduce: Callable[[dict[str, list[float]]], dict[str, list[float]]] | None = None
+    ) -> dict[str, float]:
+        """Everything since the last read, as plain floats. `reduce` adds up over ranks."""
+        pairs = {k: [float(v), self._weights[k]] for k, v in self._sums.items()}
+        if reduce is not None:
+            pairs = reduce(pairs)
+        out = {k: total / weight for k, (total, weight) in pairs.items() if weight}
+        out.update(self._counts)
+        for name, values in self._extremes.items():
+            out.update(_spread(name, values))
+        self._sums, self._weights, self._counts, self._extremes = {}, {}, {}, {}
+        return out
+
+
+def _spread(name: str, values: list[float]) -> dict[str, float]:
+    mean = sum(values) / len(values)
+    variance = sum((v - mean) ** 2 for v in values) / len(values)
+    return {
+        f"{name}/mean": mean,
+        f"{name}/min": min(values),
+        f"{name}/max": max(values),
+        f"{name}/std": variance**0.5,
+    }

@@ -1,0 +1,139 @@
+"""From a Hugging Face directory to a policy the learner can run, and back to named tensors.
+
+`Policy` is what the learner holds: the lean `Decoder`, or `ForeignPolicy`, which runs transformers'
+own model for architectures the decoder does not know. Never trusts remote code unless told.
+Invariant: `named_weights` yields exactly the tensors of the Hugging Face checkpoint, by its names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from dora_rl.trainer.architecture import Architecture, load_config, read_architecture
+from dora_rl.trainer.attention import pick_attention
+from dora_rl.trainer.decoder import Decoder, Layer
+from dora_rl.trainer.foreign import ForeignPolicy
+from dora_rl.trainer.names import from_checkpoint, to_checkpoint
+from dora_rl.trainer.options import TrainerOptions, choose
+from dora_rl.trainer.weights import TensorReader
+from dora_rl.types import UserError
+
+Policy: TypeAlias = Decoder | ForeignPolicy
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def pick_device(name: str) -> torch.device:
+    """The device the user named, or the first GPU if there is one."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise UserError(f"trainer.device '{name}': this torch sees no GPU; use device = 'cpu'")
+    return torch.device(name)
+
+
+def pick_dtype(name: str, device: torch.device, what: str = "trainer.compute_dtype") -> torch.dtype:
+    """The dtype the user named, or the device's usual one."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    choose(what, name, (*DTYPES, "auto"))
+    return DTYPES[name]
+
+
+def build_decoder(arch: Architecture, options: TrainerOptions) -> Decoder:
+    """A lean decoder with float32 parameters, not yet initialised, on the chosen device."""
+    device = pick_device(options.device)
+    dtype = pick_dtype(options.compute_dtype, device)
+    attend = pick_attention(options.attention, device, dtype)
+    with torch.device("meta"):
+        decoder = Decoder(arch, attend, dtype)
+    decoder.to_empty(device=device)
+    decoder.inv_freq = arch.inv_freq().to(device)
+    choose("trainer.activation_checkpointing", options.activation_checkpointing, ("none", "layer"))
+    decoder.checkpointing = options.activation_checkpointing == "layer"
+    decoder.chunk_tokens = options.logits_chunk_tokens
+    if choose("trainer.compile", options.compile, ("auto", "on", "off")) != "off" and (
+        device.type == "cuda" or options.compile == "on"
+    ):
+        _compile_layers(decoder)
+    return decoder
+
+
+def _compile_layers(decoder: Decoder) -> None:
+    """Fuse what lies around attention. All layers share one compiled body."""
+    for layer in decoder.model.layers:
+        assert isinstance(layer, Layer)
+        layer.before = torch.compile(layer._before, dynamic=True)
+        layer.after = torch.compile(layer._after, dynamic=True)
+
+
+@torch.no_grad()
+def initialise(decoder: Decoder, seed: int, std: float = 0.02) -> None:
+    """Random weights, the same for the same seed: norms 1, biases 0, matrices normal."""
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+    for name, p in decoder.named_parameters():
+        if p.dim() == 1:
+            p.fill_(0.0 if name.endswith("bias") else 1.0)
+        elif p.is_cuda:
+            p.normal_(0.0, std)
+        else:
+            p.copy_(torch.randn(p.shape, generator=generator) * std)
+
+
+def load_policy(directory: Path, options: TrainerOptions) -> Policy:
+    """Read a model directory into a policy with float32 parameters."""
+    config = load_config(directory)
+    choose("trainer.implementation", options.implementation, ("auto", "lean", "transformers"))
+    arch = None if options.implementation == "transformers" else read_architecture(config)
+    if arch is None:
+        if options.implementation == "lean":
+            raise UserError(
+                f"model '{directory}': the lean decoder does not know this architecture; "
+                "use trainer.implementation = 'auto'"
+            )
+        device = pick_device(options.device)
+        return ForeignPolicy(directory, device, pick_dtype(options.compute_dtype, device), options)
+    decoder = build_decoder(arch, options)
+    with TensorReader(directory) as reader:
+        load_weights(decoder, reader.read)
+    return decoder
+
+
+@torch.no_grad()
+def load_weights(policy: nn.Module, read: Callable[[str], Tensor]) -> None:
+    """Fill every parameter from tensors with the checkpoint's names."""
+    for name, p in policy.named_parameters():
+        tensor = from_checkpoint(checkpoint_name(name), p.shape, read)
+        if tensor.shape != p.shape:
+            raise UserError(
+                f"tensor '{name}' has shape {tuple(tensor.shape)}, the config says {tuple(p.shape)}"
+            )
+        p.copy_(tensor)
+
+
+def checkpoint_name(name: str) -> str:
+    """A parameter's name without the prefix of the module that wraps a foreign model."""
+    return name.removeprefix("inner.")
+
+
+def named_weights(
+    policy: nn.Module, gather: Callable[[Tensor], Tensor] = lambda t: t
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of the Hugging Face checkpoint, in a fixed order, one at a time."""
+    for name, p in policy.named_parameters():
+        yield from to_checkpoint(checkpoint_name(name), gather(p.detach()))
+
+
+def clone_architecture(policy: Policy, options: TrainerOptions, directory: Path | None) -> Policy:
+    """A second policy of the same shape, to hold a sealed version; its weights are not filled."""
+    if isinstance(policy, Decoder):
+        twin = build_decoder(policy.arch, options)
+    else:
+        assert directory is not None
+        twin = load_policy(directory, options)
+    return twin.requires_grad_(False)

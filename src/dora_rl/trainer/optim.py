@@ -1,0 +1,121 @@
+"""AdamW on float32 parameters, learning-rate schedules, and the one place a gradient is applied.
+
+Invariant: `apply` never lets a non-finite gradient touch a parameter; it says so instead.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from dora_rl.trainer.options import TrainerOptions, choose
+from dora_rl.types import UserError
+
+SCHEDULES = ("constant", "linear", "cosine")
+
+
+def learning_rate(options: TrainerOptions, update: int, lr: float | None = None) -> float:
+    """The rate of update number `update` (0 is the first).
+
+    Linear warm-up over `warmup_updates`, then constant, or down to lr·lr_floor_ratio at
+    `num_updates` along a line or half a cosine.
+    """
+    base = options.lr if lr is None else lr
+    if update < options.warmup_updates:
+        return base * (update + 1) / options.warmup_updates
+    if options.schedule == "constant":
+        return base
+    span = max(1, options.num_updates - options.warmup_updates)
+    done = min(1.0, (update - options.warmup_updates) / span)
+    shape = 1.0 - done if options.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    return base * (options.lr_floor_ratio + (1.0 - options.lr_floor_ratio) * shape)
+
+
+def check_schedule(options: TrainerOptions) -> None:
+    choose("trainer.schedule", options.schedule, SCHEDULES)
+    if options.schedule != "constant" and options.num_updates <= options.warmup_updates:
+        raise UserError(
+            f"trainer.schedule '{options.schedule}' needs trainer.num_updates above "
+            f"warmup_updates ({options.warmup_updates})"
+        )
+
+
+class Optimizer:
+    """AdamW over the trainable parameters of a module, by name."""
+
+    def __init__(self, module: nn.Module, options: TrainerOptions, lr: float | None = None) -> None:
+        check_schedule(options)
+        self.options, self.base_lr = options, options.lr if lr is None else lr
+        self.named = {n: p for n, p in module.named_parameters() if p.requires_grad}
+        decayed = [p for p in self.named.values() if p.dim() >= 2]
+        plain = [p for p in self.named.values() if p.dim() < 2]
+        groups = [
+            {"params": decayed, "weight_decay": options.weight_decay},
+            {"params": plain, "weight_decay": 0.0},
+        ]
+        self.adamw = torch.optim.AdamW(
+            [g for g in groups if g["params"]],
+            lr=self.base_lr,
+            betas=options.betas,
+            eps=options.eps,
+            fused=True,
+        )
+        self.num_applied = 0
+
+    @property
+    def parameters(self) -> Iterable[nn.Parameter]:
+        return self.named.values()
+
+    def zero_grad(self) -> None:
+        self.adamw.zero_grad(set_to_none=True)
+
+    def apply(self, scale: float, update: int, poisoned: Tensor | None = None) -> float | None:
+        """Scale the summed gradients, clip, step. Returns the norm, or None if it was refused.
+
+        `poisoned` is a sum that is non-finite if any pack's loss was.
+        """
+        grads = self._grads()
+        norm = total_norm(grads) * scale
+        ok = math.isfinite(norm) and (poisoned is None or bool(torch.isfinite(poisoned)))
+        if ok:
+            limit = self.options.grad_norm_max
+            clip = min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
+            for g in grads:
+                g.mul_(scale * clip)
+            for group in self.adamw.param_groups:
+                group["lr"] = learning_rate(self.options, update, self.base_lr)
+            self.adamw.step()
+            self.num_applied += 1
+        self.zero_grad()
+        return norm if ok else None
+
+    def _grads(self) -> list[Tensor]:
+        for p in self.named.values():
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+        return [p.grad for p in self.named.values() if p.grad is not None]
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Moments and step counts by parameter name, for a checkpoint."""
+        out: dict[str, Tensor] = {}
+        for name, p in self.named.items():
+            for key, value in self.adamw.state.get(p, {}).items():
+                out[f"{name}:{key}"] = value
+        return out
+
+    def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
+        for key, value in tensors.items():
+            name, _, kind = key.rpartition(":")
+            p = self.named[name]
+            # The fused kernel wants the step count as float32 on the parameter's device.
+            self.adamw.state[p][kind] = value.to(device=p.device, dtype=torch.float32)
+
+
+def total_norm(grads: list[Tensor]) -> float:
+    """The L2 norm of all gradients together (of the whole model, when they are sharded)."""
+    norm = torch.nn.utils.get_total_norm(grads, foreach=True)
+    full = getattr(norm, "full_tensor", None)
+    return float(full() if full is not None else norm)

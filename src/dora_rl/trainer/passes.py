@@ -1,0 +1,103 @@
+"""One pack forward and backward: log-probs, loss, corrections, penalties, gradient sums, metrics.
+
+Leaves gradients unnormalised (see `losses.aggregate`): whoever owns the update divides once at its
+end. Invariant: nothing here depends on how many packs the update will have.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dora_rl.trainer.corrections import correction_weight
+from dora_rl.trainer.documents import Pack
+from dora_rl.trainer.logprobs import TokenScores
+from dora_rl.trainer.losses.aggregate import numerator
+from dora_rl.trainer.losses.inputs import LossInputs, LossOutput
+from dora_rl.trainer.losses.penalties import KL, kl_k3
+from dora_rl.trainer.losses.registry import Objective
+from dora_rl.trainer.meters import Meters
+from dora_rl.trainer.model import Policy
+
+
+def loss_inputs(pack: Pack, scores: TokenScores) -> LossInputs:
+    """The tensors of a loss. A document without old log-probs was sampled, or its trust region is
+    centred, at the weights as they are now: its old log-probs are the current ones."""
+    documents = pack.documents
+    current = scores.logprobs_N
+    parts = [d.old_logprobs for d in documents]
+    if all(p is None for p in parts):
+        old = current.detach()
+    else:
+        live = pack.split(current) if any(p is None for p in parts) else parts
+        old = pack.gather([a if b is None else b for a, b in zip(live, parts, strict=True)])  # type: ignore[misc]
+    return LossInputs(
+        logprobs_T=current,
+        old_logprobs_T=old,
+        rollout_logprobs_T=pack.gather([d.rollout_logprobs for d in documents]),
+        advantages_T=pack.gather([d.advantages for d in documents]),
+        sequence_T=pack.sequence_N,
+        num_sequences=len(documents),
+    )
+
+
+def policy_pass(policy: Policy, pack: Pack, objective: Objective, meters: Meters) -> Tensor:
+    """Add the pack's gradient sum to the policy; returns its loss numerator, detached."""
+    options = objective.options
+    scores: TokenScores = policy(
+        pack.token_ids_T, pack.layout, pack.rows_N, pack.target_N, options.temperature
+    )
+    inputs = loss_inputs(pack, scores)
+    output = objective.function(inputs, options)
+    loss_T = output.loss_T
+    weight = correction_weight(inputs, options)
+    if weight is not None:
+        loss_T = loss_T * weight
+        _meter_weights(meters, weight, pack)
+    if objective.needs_reference:
+        loss_T = loss_T + _reference_penalty(pack, inputs, objective, meters)
+    if options.entropy_coef:
+        loss_T = loss_T - options.entropy_coef * scores.entropy_N
+    total = numerator(loss_T, inputs, objective.aggregation)
+    total.backward()
+    _meter(meters, inputs, output, scores, pack)
+    return total.detach()
+
+
+def _reference_penalty(
+    pack: Pack, inputs: LossInputs, objective: Objective, meters: Meters
+) -> Tensor:
+    """β·KL per token where the loss carries it; the estimate is metered either way."""
+    options = objective.options
+    parts = [d.ref_logprobs for d in pack.documents]
+    assert all(p is not None for p in parts)
+    reference = pack.gather(parts)  # type: ignore[arg-type]
+    estimate = KL[options.kl_estimator](inputs.logprobs_T, reference)
+    meters.add_sum("kl", estimate.sum(), pack.num_trained)
+    if options.kl_in == "reward":
+        return torch.zeros_like(estimate)
+    return options.kl_coef * estimate
+
+
+@torch.no_grad()
+def _meter(
+    meters: Meters, inputs: LossInputs, output: LossOutput, scores: TokenScores, pack: Pack
+) -> None:
+    n = pack.num_trained
+    meters.add_sum("entropy", scores.entropy_N.sum(), n)
+    # How far the sampling engine and this one are apart on the sampled tokens. Recomputed old
+    # log-probs keep learning out of the figure; without them the current ones must do.
+    recomputed = any(d.old_logprobs is not d.rollout_logprobs for d in pack.documents)
+    train = inputs.old_logprobs_T if recomputed else inputs.logprobs_T
+    gap = kl_k3(inputs.rollout_logprobs_T, train)
+    meters.add_sum("mismatch_kl", gap.sum(), n)
+    meters.add_sum("ppo_kl", kl_k3(inputs.old_logprobs_T, inputs.logprobs_T).sum(), n)
+    for name, mark in (("low", output.clipped_low_T), ("high", output.clipped_high_T)):
+        if mark is not None:
+            meters.add_sum(f"clip_ratio/{name}", mark.float().sum(), n)
+
+
+@torch.no_grad()
+def _meter_weights(meters: Meters, weight: Tensor, pack: Pack) -> None:
+    meters.add_sum("correction/weight_mean", weight.sum(), pack.num_trained)
+    meters.add_sum("correction/masked_frac", (weight == 0).float().sum(), pack.num_trained)

@@ -1,0 +1,83 @@
+"""Making a version of the learner's weights: gathered, cast, with a canary, sealed by the store.
+
+Never publishes weights in motion: the tensors are copied before this returns control of the model.
+Invariant: the canary's log-probs were computed from exactly the published values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+from torch import Tensor, nn
+
+from dora_rl.ports import Canary, WeightStore
+from dora_rl.trainer.attention import Layout
+from dora_rl.trainer.distributed import gathered
+from dora_rl.trainer.model import named_weights
+from dora_rl.types import Version
+
+CANARY_TOKENS = 16
+
+
+def canary_ids(vocab: int, positions_max: int) -> tuple[int, ...]:
+    """A fixed walk over the vocabulary, so that many embedding rows are touched."""
+    count = min(CANARY_TOKENS, positions_max)
+    return tuple((7 + i * 7919) % vocab for i in range(count))
+
+
+@torch.no_grad()
+def compute_canary(policy: nn.Module, vocab: int, positions_max: int) -> Canary:
+    """Float32 log-probs of the fixed ids under the policy as it is, at temperature 1."""
+    ids = canary_ids(vocab, positions_max)
+    device = next(policy.parameters()).device
+    tokens = torch.tensor(ids, device=device)
+    rows = torch.arange(len(ids) - 1, device=device)
+    scores = policy(tokens, Layout([len(ids)], device), rows, tokens[1:], 1.0)
+    return Canary(ids, tuple(scores.logprobs_N.float().tolist()))
+
+
+def snapshot(policy: nn.Module, dtype: torch.dtype) -> list[tuple[str, Tensor]]:
+    """Every tensor of the checkpoint, gathered from all ranks, cast, copied, on the CPU."""
+    out = []
+    for name, tensor in named_weights(policy, gathered):
+        copy = tensor.to(dtype=dtype, device="cpu", copy=True).contiguous()
+        out.append((name, copy))
+    return out
+
+
+class Publisher:
+    """Publishes in order, in the background if asked: the next step begins on the live weights."""
+
+    def __init__(self) -> None:
+        self._pool: ThreadPoolExecutor | None = None
+
+    def publish(
+        self,
+        store: WeightStore,
+        version: Version,
+        tensors: list[tuple[str, Tensor]],
+        canary: Canary | None,
+        background: bool,
+    ) -> Future[str]:
+        """The checksum, as a future; already there unless `background`."""
+        if background:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(1, thread_name_prefix="publish")
+            return self._pool.submit(store.publish, version, tensors, canary)
+        done: Future[str] = Future()
+        done.set_result(store.publish(version, _drain(tensors), canary))
+        return done
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(wait=True)
+            self._pool = None
+
+
+def _drain(tensors: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Hand the tensors over one by one, so the copy shrinks as the store grows."""
+    tensors.reverse()
+    while tensors:
+        yield tensors.pop()

@@ -1,0 +1,103 @@
+"""Tiny models and random groups shared by the trainer's tests."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dora_rl.trainer.architecture import read_architecture
+from dora_rl.trainer.batch import GroupBatch, Sample
+from dora_rl.trainer.model import build_decoder, initialise, named_weights
+from dora_rl.trainer.options import TrainerOptions
+from dora_rl.trainer.weights import write_model
+
+torch.set_num_threads(1)
+
+VOCAB = 23
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "hidden_act": "silu",
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
+    "qwen3_tied": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "tie_word_embeddings": True,
+    },
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
+    "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
+    "llama3_rope": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+    },
+    "qwen3_moe": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+}
+
+
+def write_tiny_model(directory: Path, family: str, seed: int = 0) -> Path:
+    """A model directory with random weights large enough that attention matters."""
+    config = {"tie_word_embeddings": False, **SHAPE, **FAMILIES[family]}
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "tokenizer.json").write_text("{}")
+    arch = read_architecture(config)
+    assert arch is not None
+    decoder = build_decoder(arch, TrainerOptions(device="cpu"))
+    initialise(decoder, seed, std=0.2)
+    write_model(directory, named_weights(decoder), 1 << 30)
+    return directory
+
+
+def make_groups(
+    seed: int, count: int, samples: int = 4, version: int = 0, tokens_max: int = 20
+) -> list[GroupBatch]:
+    """Random groups with masks that have holes, as multi-turn data does."""
+    rng = random.Random(seed)
+    groups = []
+    for g in range(count):
+        made = []
+        for _ in range(samples):
+            n = rng.randint(1, tokens_max)
+            mask = [1] + [int(rng.random() < 0.8) for _ in range(n - 1)]
+            made.append(
+                Sample(
+                    token_ids=[rng.randrange(VOCAB) for _ in range(n)],
+                    logprobs=[-3.0 + rng.gauss(0, 0.3) for _ in range(n)],
+                    loss_mask=mask,
+                    reward=float(rng.random()),
+                )
+            )
+        prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 6))]
+        groups.append(GroupBatch(g, version, prompt, tuple(made)))
+    return groups
