@@ -1,0 +1,113 @@
+"""The tensors behind the block ledger: KV pools on the device, spilled blocks on the host.
+
+Knows nothing of requests beyond the key their spilled blocks are stored under. Layout of a pool is
+[layer, block, kv head, token, head dim], one pool for keys and one for values; the last block is a
+scrap block that padding rows write into. Invariant: content only changes through the plan's cache
+operations, the runner's writes and `import_block`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dora_rl.engine.options import EngineOptions
+from dora_rl.engine.spec import ModelSpec
+from dora_rl.types import RequestId, UserError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def block_bytes(spec: ModelSpec, options: EngineOptions) -> int:
+    """Keys and values of one block over all layers."""
+    size = DTYPES[options.dtype].itemsize
+    return 2 * spec.num_layers * spec.num_kv_heads * options.block_tokens * spec.head_dim * size
+
+
+def derive_num_blocks(spec: ModelSpec, options: EngineOptions) -> int:
+    """The pool size: as asked, else what the memory allows."""
+    if options.num_blocks:
+        return options.num_blocks
+    budget = options.kv_bytes_max
+    if not budget and options.device.startswith("cuda"):
+        free, _ = torch.cuda.mem_get_info(torch.device(options.device))
+        budget = int(free * 0.85)
+    num_blocks = (budget or 1 << 30) // block_bytes(spec, options)
+    if num_blocks < 2:
+        raise UserError(
+            f"rollout.kv_bytes_max: {budget} bytes hold {num_blocks} KV blocks of "
+            f"{block_bytes(spec, options)} bytes; give at least two"
+        )
+    # More blocks than every slot at full length could never be used.
+    context = context_limit(spec, options)
+    return min(num_blocks, options.seqs_max * (-(-context // options.block_tokens) + 1))
+
+
+def context_limit(spec: ModelSpec, options: EngineOptions) -> int:
+    """Longest prompt plus response one request may have."""
+    return options.context_max or min(spec.context_max, 32_768)
+
+
+class KvCache:
+    """Pools plus the host store."""
+
+    def __init__(self, spec: ModelSpec, options: EngineOptions, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.scrap_block = num_blocks
+        self.block_bytes = block_bytes(spec, options)
+        shape = (
+            spec.num_layers,
+            num_blocks + 1,
+            spec.num_kv_heads,
+            options.block_tokens,
+            spec.head_dim,
+        )
+        kind = {"dtype": DTYPES[options.dtype], "device": options.device}
+        self.k = torch.zeros(shape, **kind)
+        self.v = torch.zeros(shape, **kind)
+        self._host: dict[RequestId, Tensor] = {}
+        self._pinned = options.device.startswith("cuda")
+
+    def copy(self, source: int, target: int) -> None:
+        self.k[:, target] = self.k[:, source]
+        self.v[:, target] = self.v[:, source]
+
+    def scrub(self, blocks: Sequence[int]) -> None:
+        """Zero blocks that may hold NaN: masked keys are multiplied by zero, and 0 * NaN is NaN."""
+        for block in blocks:
+            self.k[:, block] = 0
+            self.v[:, block] = 0
+
+    def spill(self, key: RequestId, blocks: Sequence[int]) -> None:
+        """Device to host. The copy is ordered with the compute stream."""
+        index = torch.tensor(blocks, device=self.k.device)
+        data = torch.stack((self.k.index_select(1, index), self.v.index_select(1, index)))
+        self._host[key] = self._to_host(data)
+
+    def restore(self, key: RequestId, blocks: Sequence[int]) -> None:
+        data = self._host.pop(key).to(self.k.device, non_blocking=True)
+        index = torch.tensor(blocks, device=self.k.device)
+        self.k.index_copy_(1, index, data[0])
+        self.v.index_copy_(1, index, data[1])
+
+    def drop_host(self, key: RequestId) -> None:
+        self._host.pop(key, None)
+
+    def export_block(self, block: int) -> Tensor:
+        """[2, layer, kv head, token, head dim] on the host: the content of one block."""
+        return torch.stack((self.k[:, block], self.v[:, block])).cpu()
+
+    def export_host_block(self, key: RequestId, index: int) -> Tensor:
+        return self._host[key][:, :, index]
+
+    def import_block(self, block: int, data: Tensor) -> None:
+        self.k[:, block].copy_(data[0])
+        self.v[:, block].copy_(data[1])
+
+    def _to_host(self, data: Tensor) -> Tensor:
+        if not self._pinned:
+            return data
+        host = torch.empty(data.shape, dtype=data.dtype, pin_memory=True)
+        return host.copy_(data, non_blocking=True)

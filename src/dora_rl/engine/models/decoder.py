@@ -1,0 +1,132 @@
+"""The forward pass of every family on the CPU: one flat batch of rows, several versions at once.
+
+Rows of a version are contiguous and padded to tiles; all arithmetic on a row depends on that row
+and its context alone. Matrix products run per version segment, everything else once for all rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from dora_rl.engine.attention import PairTensors, attend_decode, attend_prefill
+from dora_rl.engine.batch import Prefill, Segment
+from dora_rl.engine.cache import KvCache
+from dora_rl.engine.linear import RowLinear
+from dora_rl.engine.models.experts import sparse_mlp
+from dora_rl.engine.rope import rope_tables
+from dora_rl.engine.spec import ModelSpec
+from dora_rl.engine.weights import Layer, ModelWeights
+
+
+@dataclass(slots=True)
+class RowBatch:
+    """One pass as tensors."""
+
+    token_ids: Tensor
+    positions: Tensor
+    write_blocks: Tensor
+    write_offsets: Tensor
+    segments: list[Segment]
+    row_slots: Tensor | None  # version slot of each row, when there is more than one
+    decode: PairTensors | None
+    prefills: list[Prefill]
+
+
+class Decoder:
+    """Computes hidden states and logits; owns the RoPE tables and the row-invariant linear."""
+
+    def __init__(
+        self, spec: ModelSpec, weights: ModelWeights, linear: RowLinear, num_positions: int
+    ) -> None:
+        self.spec, self.weights, self.linear = spec, weights, linear
+        self.cos, self.sin = rope_tables(spec.rope, spec.head_dim, num_positions)
+        self.scale = spec.head_dim**-0.5
+
+    def forward(self, batch: RowBatch, cache: KvCache) -> Tensor:
+        """Normed hidden states of every row; keys and values are written on the way."""
+        x = self._embed(batch)
+        cos = self.cos[batch.positions][:, None]
+        sin = self.sin[batch.positions][:, None]
+        for index, layer in enumerate(self.weights.layers):
+            h = self._norm(x, layer.norm1, batch)
+            h = self._attend(index, layer, h, batch, cache, cos, sin)
+            x = x + self._project(h, layer.o, layer.o_bias, batch)
+            h = self._norm(x, layer.norm2, batch)
+            x = x + self._mlp(layer, h, batch)
+        return self._norm(x, self.weights.norm, batch)
+
+    def logits(self, hidden: Tensor, segments: list[Segment]) -> Tensor:
+        """Float32 logits of gathered rows, themselves in tile-padded version segments."""
+        head = self.weights.lm_head
+        if len(segments) == 1:
+            return self.linear(hidden, head[segments[0].slot]).float()
+        parts = [self.linear(hidden[s.start : s.stop], head[s.slot]) for s in segments]
+        return torch.cat(parts).float()
+
+    def _embed(self, batch: RowBatch) -> Tensor:
+        if batch.row_slots is None:
+            return self.weights.embed[batch.segments[0].slot][batch.token_ids]
+        return self.weights.embed[batch.row_slots, batch.token_ids]
+
+    def _norm(self, x: Tensor, weight: Tensor, batch: RowBatch) -> Tensor:
+        scaled = x.float() if x.dtype != torch.float32 else x
+        scaled = functional.rms_norm(scaled, (x.shape[-1],), None, self.spec.norm_eps).to(x.dtype)
+        return scaled.mul_(self._rowwise(weight, batch))
+
+    @staticmethod
+    def _rowwise(param: Tensor, batch: RowBatch) -> Tensor:
+        if batch.row_slots is None:
+            return param[batch.segments[0].slot]
+        return param[batch.row_slots]
+
+    def _project(self, x: Tensor, weight: Tensor, bias: Tensor | None, batch: RowBatch) -> Tensor:
+        parts = [
+            self.linear(x[s.start : s.stop], weight[s.slot], None if bias is None else bias[s.slot])
+            for s in batch.segments
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _attend(
+        self,
+        index: int,
+        layer: Layer,
+        h: Tensor,
+        batch: RowBatch,
+        cache: KvCache,
+        cos: Tensor,
+        sin: Tensor,
+    ) -> Tensor:
+        spec = self.spec
+        rows, heads, kv_heads, dim = len(h), spec.num_heads, spec.num_kv_heads, spec.head_dim
+        qkv = self._project(h, layer.qkv, layer.qkv_bias, batch).view(rows, -1, dim)
+        qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
+        if layer.qk_norm is not None:
+            qk = self._norm(qk, layer.qk_norm, batch)
+        qk = (qk * cos + qk.roll(dim // 2, -1) * sin).to(h.dtype)
+        keys, values = cache.k[index], cache.v[index]
+        keys[batch.write_blocks, :, batch.write_offsets] = qk[:, heads:]
+        values[batch.write_blocks, :, batch.write_offsets] = v
+        q = (qk[:, :heads] * self.scale).view(rows, kv_heads, spec.num_groups, dim)
+        out = torch.zeros_like(q)
+        if batch.decode is not None:
+            out[batch.decode.rows] = attend_decode(q, keys, values, batch.decode)
+        for chunk in batch.prefills:
+            end = chunk.row + chunk.count
+            out[chunk.row : end] = attend_prefill(q[chunk.row : end], keys, values, chunk)
+        return out.view(rows, heads * dim)
+
+    def _mlp(self, layer: Layer, h: Tensor, batch: RowBatch) -> Tensor:
+        if layer.router is not None:
+            assert self.spec.moe is not None
+            parts = [
+                sparse_mlp(h[s.start : s.stop], layer, s.slot, self.spec.moe, self.linear)
+                for s in batch.segments
+            ]
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
+        gate_up = self._project(h, layer.gate_up, layer.gate_up_bias, batch)
+        gate, up = gate_up.chunk(2, -1)
+        return self._project(functional.silu(gate) * up, layer.down, layer.down_bias, batch)

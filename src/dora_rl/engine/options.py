@@ -1,0 +1,55 @@
+"""Limits and choices of one engine, as plain values.
+
+Never imports torch or pydantic, so that a benchmark can build one on a bare GPU machine. Invariant:
+every buffer the engine allocates has its size here (or is derived once, from memory, at start).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dora_rl.types import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """`EngineOptions()` is a small CPU engine in float32.
+
+    num_blocks 0 derives the pool from `kv_bytes_max`; `kv_bytes_max` 0 takes 85 % of the free
+    device memory on a GPU and 1 GiB on the CPU. `tile_rows` 0 measures the row-invariant tile.
+    """
+
+    device: str = "cpu"
+    dtype: str = "float32"
+    block_tokens: int = 64
+    num_blocks: int = 0
+    kv_bytes_max: int = 0
+    host_blocks_max: int = 4096  # blocks that spilled, parked and idle requests may hold
+    seqs_max: int = 256  # requests that decode at once
+    step_tokens_max: int = 2048  # rows of one step: decode rows plus prefill chunks
+    context_max: int = 0  # 0: what the model was trained for, at most 32,768
+    versions_max: int = 3
+    prefix_cache: bool = True
+    prefix_blocks_max: int = 0  # idle prompt blocks kept for reuse; 0 is an eighth of the pool
+    tile_rows: int = 0
+    one_pass: bool = True  # all resident versions in one pass; False is the plain oracle
+    cuda_graphs: bool = True
+    async_steps: bool = True  # on a GPU: launch a step before the tokens of the last one are read
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("float32", "bfloat16"):
+            raise UserError(
+                f"rollout.dtype is {self.dtype!r}; the engine computes in float32 or bfloat16"
+            )
+        if self.block_tokens < 16 or self.block_tokens & (self.block_tokens - 1):
+            raise UserError(
+                f"rollout.block_tokens is {self.block_tokens}; use a power of two, 16 or more"
+            )
+        for name in ("seqs_max", "step_tokens_max", "versions_max"):
+            if getattr(self, name) < 1:
+                raise UserError(f"rollout.{name} is {getattr(self, name)}; it must be at least 1")
+        if self.step_tokens_max < self.seqs_max:
+            raise UserError(
+                f"rollout.step_tokens_max ({self.step_tokens_max}) is below seqs_max "
+                f"({self.seqs_max}); a step must hold one row for every request"
+            )

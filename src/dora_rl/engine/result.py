@@ -1,0 +1,54 @@
+"""What a pass gave each span, as plain Python values. No tensors leave the runner."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
+
+from dora_rl.engine.sampler import Drawn
+from dora_rl.engine.scheduler import Span
+
+TopLogprobs: TypeAlias = tuple[tuple[int, float], ...]
+
+
+class StepResult(NamedTuple):
+    """Tokens scored or drawn for one span, oldest first; `raw_logprobs` may be empty."""
+
+    span: Span
+    token_ids: list[int]
+    logprobs: list[float]
+    raw_logprobs: list[float]
+    top_logprobs: list[TopLogprobs]
+
+
+def read_drawn(spans: Sequence[Span], drawn: Drawn) -> list[StepResult]:
+    """Split the rows of a pass over its spans."""
+    token_ids = drawn.token_ids.tolist()
+    logprobs = drawn.logprobs.tolist()
+    raw = drawn.raw_logprobs.tolist() if drawn.raw_logprobs is not None else []
+    top = _top(drawn)
+    results: list[StepResult] = []
+    start = 0
+    for span in spans:
+        end = start + span.num_logits
+        params = span.seq.request.params
+        results.append(
+            StepResult(
+                span,
+                token_ids[start:end],
+                logprobs[start:end],
+                raw[start:end] if params.raw_logprobs else [],
+                [row[: params.logprobs_top_n] for row in top[start:end]]
+                if params.logprobs_top_n
+                else [],
+            )
+        )
+        start = end
+    return results
+
+
+def _top(drawn: Drawn) -> list[TopLogprobs]:
+    if drawn.top_ids is None or drawn.top_logprobs is None:
+        return []
+    ids, values = drawn.top_ids.tolist(), drawn.top_logprobs.tolist()
+    return [tuple(zip(i, v, strict=True)) for i, v in zip(ids, values, strict=True)]

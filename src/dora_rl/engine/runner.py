@@ -1,0 +1,184 @@
+"""Runs a plan's rows on the CPU: builds the batch, calls the model, samples.
+
+Holds the tensors of one engine (weights, cache, block tables) and no request state. `run` with
+`one_pass` computes all versions in one pass; without it, one pass per version, which is the oracle
+the tests compare with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dora_rl.engine import sampler
+from dora_rl.engine.attention import PairTensors
+from dora_rl.engine.batch import BlockTables, HostBatch, Segment, build
+from dora_rl.engine.cache import KvCache, context_limit, derive_num_blocks
+from dora_rl.engine.linear import RowLinear
+from dora_rl.engine.models.decoder import Decoder, RowBatch
+from dora_rl.engine.options import EngineOptions
+from dora_rl.engine.result import StepResult, read_drawn
+from dora_rl.engine.scheduler import Copy, Plan, Restore, Span, Spill
+from dora_rl.engine.spec import ModelSpec
+from dora_rl.engine.weights import ModelWeights, TensorSource
+from dora_rl.types import Version
+
+
+class CpuRunner:
+    """The torch half of an engine on the CPU."""
+
+    def __init__(self, spec: ModelSpec, options: EngineOptions) -> None:
+        self.spec, self.options = spec, options
+        self.weights = ModelWeights(spec, options.versions_max, options.device, options.dtype)
+        self.num_blocks = derive_num_blocks(spec, options)
+        self.cache = KvCache(spec, options, self.num_blocks)
+        shapes = self.weights.linear_shapes() if options.dtype == "float32" else []
+        linear = RowLinear(shapes, options.tile_rows)
+        self.tile_rows = linear.tile_rows
+        context = context_limit(spec, options)
+        self.decoder = Decoder(spec, self.weights, linear, context)
+        self.tables = BlockTables(options.seqs_max, -(-context // options.block_tokens))
+
+    def load(self, slot: int, source: TensorSource, where: str) -> Iterator[str]:
+        with torch.inference_mode():
+            yield from self.weights.load(slot, source, where)
+
+    @torch.inference_mode()
+    def run(self, plan: Plan, slots: Mapping[Version, int]) -> list[StepResult]:
+        """Perform the cache operations, compute the rows, draw the tokens."""
+        self.perform(plan)
+        groups: dict[int, list[Span]] = {}
+        for span in plan.spans:
+            groups.setdefault(slots[span.seq.version], []).append(span)
+        ordered = sorted(groups.items())
+        if not ordered:
+            return []
+        if self.options.one_pass:
+            return self._run_pass(ordered)
+        return [result for group in ordered for result in self._run_pass([group])]
+
+    @torch.inference_mode()
+    def perform(self, plan: Plan) -> None:
+        for op in plan.cache_ops:
+            match op:
+                case Copy(source, target):
+                    self.cache.copy(source, target)
+                case Spill(seq, blocks):
+                    self.cache.spill(seq.id, blocks)
+                case Restore(seq, blocks):
+                    self.cache.restore(seq.id, blocks)
+
+    @torch.inference_mode()
+    def score(self, slot: int, token_ids: Sequence[int]) -> list[float]:
+        """Float32 log-prob of each token after the first, without touching the KV pool."""
+        count = len(token_ids)
+        padded = -(-count // self.tile_rows) * self.tile_rows
+        num_blocks = -(-padded // self.options.block_tokens)
+        scratch = KvCache(self.spec, self.options, num_blocks)
+        batch = chunk_batch(token_ids, padded, slot, self.options.block_tokens)
+        hidden = self.decoder.forward(batch, scratch)
+        logits = self.decoder.logits(hidden, batch.segments)[: count - 1]
+        target = torch.tensor(token_ids[1:])[:, None]
+        return torch.log_softmax(logits, -1).gather(1, target)[:, 0].tolist()
+
+    def _run_pass(self, groups: list[tuple[int, list[Span]]]) -> list[StepResult]:
+        for _, spans in groups:
+            spans.sort(key=lambda span: span.num_rows > 1)
+            self.tables.update(spans)
+        host = build(
+            groups, self.tables, self.options.block_tokens, self.tile_rows, self.cache.scrap_block
+        )
+        batch = to_rows(host, self.options.block_tokens)
+        hidden = self.decoder.forward(batch, self.cache)
+        if not len(host.logit_rows):
+            return []
+        gathered, segments, order = self._gather(host, hidden)
+        logits = self.decoder.logits(gathered, segments)
+        if len(segments) > 1 or len(logits) != len(order):
+            logits = logits[order]
+        rows = sampling_rows(host.logit_spans)
+        return read_drawn(host.logit_spans, sampler.sample(logits, rows))
+
+    def _gather(self, host: HostBatch, hidden: Tensor) -> tuple[Tensor, list[Segment], Tensor]:
+        """Rows that need logits, in tile-padded version segments; where each of them went."""
+        index: list[Tensor] = []
+        segments: list[Segment] = []
+        order: list[Tensor] = []
+        rows = torch.from_numpy(host.logit_rows)
+        start = 0
+        for segment in host.segments:
+            mine = rows[(rows >= segment.start) & (rows < segment.stop)]
+            if not len(mine):
+                continue
+            padding = -len(mine) % self.tile_rows
+            order.append(torch.arange(start, start + len(mine)))
+            index.append(torch.cat((mine, mine[:1].expand(padding))) if padding else mine)
+            stop = start + len(mine) + padding
+            segments.append(Segment(segment.slot, start, stop))
+            start = stop
+        return hidden[torch.cat(index)], segments, torch.cat(order)
+
+
+def to_rows(host: HostBatch, block_tokens: int) -> RowBatch:
+    """Host arrays as the tensors of one pass."""
+    row_slots = None
+    if len(host.segments) > 1:
+        row_slots = torch.cat(
+            [torch.full((s.stop - s.start,), s.slot, dtype=torch.int64) for s in host.segments]
+        )
+    return RowBatch(
+        torch.from_numpy(host.token_ids),
+        torch.from_numpy(host.positions),
+        torch.from_numpy(host.write_blocks),
+        torch.from_numpy(host.positions % block_tokens),
+        host.segments,
+        row_slots,
+        PairTensors.make(host.decode, block_tokens) if host.decode else None,
+        host.prefills,
+    )
+
+
+def chunk_batch(token_ids: Sequence[int], padded: int, slot: int, block_tokens: int) -> RowBatch:
+    """One text as one prefill chunk on blocks 0, 1, .. of a scratch cache."""
+    from dora_rl.engine.batch import Prefill
+
+    ids = np.zeros(padded, np.int64)
+    ids[: len(token_ids)] = token_ids
+    positions = np.arange(padded)
+    blocks = tuple(range(-(-padded // block_tokens)))
+    chunk = Prefill(0, padded, 0, blocks)
+    segment = Segment(slot, 0, padded)
+    host = HostBatch(
+        ids, positions, positions // block_tokens, [segment], None, [chunk], positions[:0]
+    )
+    return to_rows(host, block_tokens)
+
+
+def sampling_rows(spans: Sequence[Span]) -> sampler.SamplingRows:
+    """Settings of every row that needs logits, in span order."""
+    keys, positions, forced, owners = [], [], [], []
+    for span in spans:
+        seq = span.seq
+        first = span.logits_start + 1  # position of the first token that is scored or drawn
+        num_scored = span.num_logits - span.sample
+        keys.extend([seq.key] * span.num_logits)
+        owners.extend([seq.request.params] * span.num_logits)
+        positions.extend(range(first - seq.num_prompt, first - seq.num_prompt + span.num_logits))
+        forced.extend(seq.tokens[first : first + num_scored])
+        if span.sample:
+            forced.append(-1)
+    return sampler.SamplingRows(
+        keys=torch.tensor(keys),
+        positions=torch.tensor(positions),
+        temperature=torch.tensor([p.temperature for p in owners]),
+        top_k=torch.tensor([p.top_k for p in owners]),
+        top_p=torch.tensor([p.top_p for p in owners]),
+        min_p=torch.tensor([p.min_p for p in owners]),
+        forced=torch.tensor(forced),
+        filtered=any(p.top_k or p.top_p < 1 or p.min_p for p in owners),
+        raw=any(p.raw_logprobs for p in owners),
+        top_n=max(p.logprobs_top_n for p in owners),
+    )

@@ -1,0 +1,106 @@
+"""Draws tokens from logits and reports their float32 log-probs.
+
+Policy of a row: logits / temperature, then min-p, top-k and top-p filters in that order, then
+softmax. The draw is the inverse of the cumulative distribution at a uniform number that depends on
+(run seed, group, sample, position) alone. Temperature 0 takes the best token; its log-prob is then
+the one at temperature 1 (a certain choice has none of its own). Invariant: all arithmetic is per
+row, so a row's token does not depend on its batch mates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
+_MUL1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
+_MUL2 = -7723592293110705685  # 0x94D049BB133111EB
+
+
+@dataclass(slots=True)
+class SamplingRows:
+    """Per-row settings, [rows] each. `forced` is a token to score, or -1 to draw one."""
+
+    keys: Tensor
+    positions: Tensor  # index of the token in the response
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    forced: Tensor
+    filtered: bool  # any row uses top_k, top_p or min_p
+    raw: bool  # any row wants its log-prob at temperature 1
+    top_n: int  # most log-probs wanted beside the drawn token
+
+
+@dataclass(slots=True)
+class Drawn:
+    """[rows] tensors; a non-finite log-prob marks a row whose logits were not finite."""
+
+    token_ids: Tensor
+    logprobs: Tensor
+    raw_logprobs: Tensor | None
+    top_ids: Tensor | None
+    top_logprobs: Tensor | None
+
+
+def uniform(keys: Tensor, positions: Tensor) -> Tensor:
+    """Float32 in [0, 1), 24 bits, from splitmix64 of key and position (int64, wrapping)."""
+    x = keys + (positions + 1) * _GOLDEN
+    x = (x ^ _shift(x, 30)) * _MUL1
+    x = (x ^ _shift(x, 27)) * _MUL2
+    x = x ^ _shift(x, 31)
+    return _shift(x, 40).to(torch.float32) * 2.0**-24
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """Logical shift right of a signed integer."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def sample(logits: Tensor, rows: SamplingRows) -> Drawn:
+    """Draw (or score) one token per row of [rows, vocab] float32 logits."""
+    greedy = rows.temperature <= 0
+    scaled = logits / torch.where(greedy, 1.0, rows.temperature)[:, None]
+    if rows.filtered:
+        scaled = _filter(scaled, rows)
+    logprobs = torch.log_softmax(scaled, -1)
+    token = _invert(logprobs, uniform(rows.keys, rows.positions))
+    token = torch.where(greedy, logits.argmax(-1), token)
+    token = torch.where(rows.forced >= 0, rows.forced, token)
+    chosen = logprobs.gather(1, token[:, None])[:, 0]
+    raw = None
+    if rows.raw:
+        raw = torch.log_softmax(logits, -1).gather(1, token[:, None])[:, 0]
+    top_ids = top_logprobs = None
+    if rows.top_n:
+        top_logprobs, top_ids = logprobs.topk(rows.top_n, -1)
+    return Drawn(token, chosen, raw, top_ids, top_logprobs)
+
+
+def _invert(logprobs: Tensor, u: Tensor) -> Tensor:
+    """The first token whose cumulative probability passes u times the total."""
+    cumulative = logprobs.exp().cumsum(-1)
+    passed = cumulative <= (u * cumulative[:, -1])[:, None]
+    return passed.sum(-1).clamp_(max=logprobs.shape[1] - 1)
+
+
+def _filter(scaled: Tensor, rows: SamplingRows) -> Tensor:
+    """Set what the filters exclude to -inf; a row that uses none keeps every value."""
+    vocab = scaled.shape[1]
+    off = -torch.inf
+    peak = scaled.amax(-1, keepdim=True)
+    floor = peak + rows.min_p.clamp(min=1e-38).log()[:, None]
+    scaled = scaled.masked_fill((scaled < floor) & (rows.min_p > 0)[:, None], off)
+    ordered = scaled.sort(-1, descending=True).values
+    k = torch.where(rows.top_k > 0, rows.top_k.clamp(max=vocab), vocab)
+    kth = ordered.gather(1, (k - 1)[:, None])
+    scaled = scaled.masked_fill(scaled < kth, off)
+    ordered = ordered.masked_fill(ordered < kth, off)
+    share = torch.softmax(ordered, -1)
+    before = share.cumsum(-1) - share
+    kept = ((before < rows.top_p[:, None]) | (rows.top_p >= 1)[:, None]).sum(-1).clamp_(min=1)
+    lowest = ordered.gather(1, (kept - 1)[:, None])
+    return scaled.masked_fill((scaled < lowest) & (rows.top_p < 1)[:, None], off)

@@ -1,0 +1,349 @@
+"""Decides what the next step runs. Pure: returns a plan, performs nothing, imports no torch.
+
+Oldest first. Every running request gets its decode row; what is left of the step's token budget
+goes to prefill chunks of running requests, then to spilled and waiting ones as they fit. When no
+block is left, idle sessions spill first, then the youngest running request does, so the oldest one
+always finishes. A request whose prompt another one is prefilling right now waits for those blocks
+instead of computing them again.
+
+The plan's cache operations are performed in the order they were decided; each of them is right for
+the cache content at that point. Invariant: a plan never writes a block that somebody else holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
+
+from dora_rl.engine.blocks import BlockPool, block_digests
+from dora_rl.engine.options import EngineOptions
+from dora_rl.engine.sequence import Sequence, Status
+from dora_rl.types import RequestId
+
+
+class Copy(NamedTuple):
+    """Copy on write: `target` gets the content of the shared block `source`."""
+
+    source: int
+    target: int
+
+
+class Spill(NamedTuple):
+    """Move the blocks' content to the host, under the sequence's id."""
+
+    seq: Sequence
+    blocks: tuple[int, ...]
+
+
+class Restore(NamedTuple):
+    """Bring the spilled content back into new blocks."""
+
+    seq: Sequence
+    blocks: tuple[int, ...]
+
+
+CacheOp: TypeAlias = Copy | Spill | Restore
+
+
+class Span(NamedTuple):
+    """`num_rows` rows of one sequence from position `start` on.
+
+    The `num_logits` rows from position `logits_start` on need logits: each scores the known token
+    that follows it, and the last one draws a new token when `sample` is set.
+    """
+
+    seq: Sequence
+    start: int
+    num_rows: int
+    logits_start: int
+    num_logits: int
+    sample: bool
+
+
+@dataclass(slots=True)
+class Plan:
+    """One step: cache operations first, in order, then the rows."""
+
+    cache_ops: list[CacheOp] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+
+    @property
+    def num_rows(self) -> int:
+        return sum(span.num_rows for span in self.spans)
+
+
+class Scheduler:
+    """Queues of sequences and the block ledger they share."""
+
+    def __init__(self, options: EngineOptions, num_blocks: int) -> None:
+        self.options = options
+        self.block_tokens = options.block_tokens
+        cached_max = options.prefix_blocks_max or max(1, num_blocks // 8)
+        self.pool = BlockPool(num_blocks, cached_max if options.prefix_cache else 0)
+        self.waiting: dict[RequestId, Sequence] = {}
+        self.running: dict[RequestId, Sequence] = {}
+        self.spilled: dict[RequestId, Sequence] = {}
+        self.parked: dict[RequestId, Sequence] = {}
+        self.idle: dict[RequestId, Sequence] = {}
+        self.free_slots = list(range(options.seqs_max - 1, -1, -1))
+        self.num_host_blocks = 0
+        self.num_preemptions = 0
+        self.num_prefix_tokens = 0
+
+    # ------------------------------------------------------------------ queues
+
+    def sequences(self) -> Iterator[Sequence]:
+        for queue in (self.running, self.spilled, self.waiting, self.parked, self.idle):
+            yield from queue.values()
+
+    def find(self, request: RequestId) -> Sequence | None:
+        for queue in (self.running, self.spilled, self.waiting, self.parked, self.idle):
+            if request in queue:
+                return queue[request]
+        return None
+
+    def add(self, seq: Sequence) -> None:
+        seq.status = Status.WAITING
+        self.waiting[seq.id] = seq
+
+    def remove(self, seq: Sequence) -> None:
+        """Forget a sequence, wherever it is; its blocks return to the pool."""
+        for queue in (self.running, self.spilled, self.waiting, self.parked, self.idle):
+            queue.pop(seq.id, None)
+        self.num_host_blocks -= seq.num_host_blocks
+        seq.num_host_blocks = 0
+        self._release(seq)
+        seq.status = Status.ENDED
+
+    def keep_idle(self, seq: Sequence) -> None:
+        """A turn ended; its blocks stay until the session continues, ends or spills."""
+        del self.running[seq.id]
+        self._free_slot(seq)
+        seq.status = Status.IDLE
+        self.idle[seq.id] = seq
+
+    # -------------------------------------------------------------------- plan
+
+    def plan(self) -> Plan:
+        plan = Plan()
+        budget = self.options.step_tokens_max
+        before = self.num_preemptions
+        num_decode_left = len(self.running)
+        for seq in list(self.running.values()):
+            num_decode_left -= 1
+            if seq.status is not Status.RUNNING:
+                continue  # pre-empted for an older one, a moment ago
+            budget -= self._plan_running(plan, seq, budget - num_decode_left)
+        if self.num_preemptions == before and (self.spilled or self.waiting):
+            self._admit(plan, budget)
+        return plan
+
+    def _plan_running(self, plan: Plan, seq: Sequence, budget: int) -> int:
+        todo = seq.num_tokens - seq.num_computed
+        num_response = seq.num_tokens - seq.num_prompt
+        if todo <= 0 or (todo == 1 and num_response >= seq.response_max and self._scored(seq)):
+            return 0  # its last token is in flight
+        count = min(todo, max(1, budget))
+        if not self._grow(plan, seq, seq.num_computed + count):
+            return 0
+        plan.spans.append(self._advance(seq, count))
+        return count
+
+    @staticmethod
+    def _scored(seq: Sequence) -> bool:
+        return seq.num_scored >= seq.num_tokens - seq.num_prompt
+
+    def _advance(self, seq: Sequence, count: int) -> Span:
+        """Book the rows as done: later plans build on them before their tokens are known."""
+        start, end = seq.num_computed, seq.num_computed + count
+        seq.num_computed = end
+        # Row at position p predicts the token at p + 1. Logits are needed from the row before the
+        # first unscored response token on.
+        first = max(start, seq.num_prompt + seq.num_scored - 1)
+        sample = end == seq.num_tokens and end - seq.num_prompt < seq.response_max
+        last = end if end < seq.num_tokens or sample else end - 1
+        num_logits = max(0, last - first)
+        seq.num_scored += num_logits
+        if sample:
+            seq.num_tokens += 1
+        return Span(seq, start, count, first, num_logits, sample)
+
+    def _admit(self, plan: Plan, budget: int) -> None:
+        prefilling = {
+            (seq.version, seq.digests[-1])
+            for seq in self.running.values()
+            if seq.digests and seq.num_computed < seq.num_prompt
+        }
+        for seq in [*self.spilled.values(), *self.waiting.values()]:
+            if budget <= 0 or not self.free_slots:
+                return
+            if len(seq.tokens) < seq.num_tokens:
+                return  # its newest token is still in flight
+            if seq.status is Status.SPILLED:
+                if not self._restore(plan, seq):
+                    return
+            else:
+                if not seq.digests:
+                    prompt = seq.tokens[: seq.num_prompt]
+                    seq.digests = list(block_digests(seq.version, prompt, self.block_tokens))
+                twin = (seq.version, seq.digests[-1])
+                if self.options.prefix_cache and twin in prefilling:
+                    continue
+                if not self._start(plan, seq):
+                    return
+                prefilling.add(twin)
+            self._set_running(seq)
+            count = self._plan_running(plan, seq, budget)
+            budget -= count
+
+    def _set_running(self, seq: Sequence) -> None:
+        self.spilled.pop(seq.id, None)
+        self.waiting.pop(seq.id, None)
+        seq.slot = self.free_slots.pop()
+        seq.table_dirty = True
+        seq.status = Status.RUNNING
+        _insert_by_arrival(self.running, seq)
+
+    def _start(self, plan: Plan, seq: Sequence) -> bool:
+        """Blocks for everything a waiting sequence has to prefill, sharing what is known."""
+        hits = self._match_prefix(seq) if self.options.prefix_cache else []
+        for block in hits:
+            self.pool.retain(block)
+        # One more than the tokens need, because a shared last block is copied on write.
+        if not self._make_room(plan, -(-seq.num_tokens // self.block_tokens) - len(hits) + 1):
+            self.pool.release(reversed(hits))
+            return False
+        seq.blocks = hits
+        # The last known token is always computed again: its logits are wanted.
+        hit_tokens = min(len(hits) * self.block_tokens, seq.num_prompt)
+        seq.num_computed = min(hit_tokens, seq.num_tokens - 1, self._first_scored_row(seq))
+        seq.num_registered = len(hits)
+        self.num_prefix_tokens += seq.num_computed
+        return True
+
+    @staticmethod
+    def _first_scored_row(seq: Sequence) -> int:
+        return seq.num_prompt + seq.num_scored - 1
+
+    def _match_prefix(self, seq: Sequence) -> list[int]:
+        hits: list[int] = []
+        for key in seq.digests:
+            block = self.pool.find(key)
+            if block is None:
+                break
+            hits.append(block)
+        return hits
+
+    def register_prompt(self, seq: Sequence) -> None:
+        """After a step: prompt blocks that are now complete can be shared."""
+        if not self.options.prefix_cache:
+            return
+        while seq.num_registered < len(seq.digests):
+            index = seq.num_registered
+            if seq.num_computed < min((index + 1) * self.block_tokens, seq.num_prompt):
+                return
+            self.pool.register(seq.blocks[index], seq.version, seq.digests[index])
+            seq.num_registered += 1
+
+    # ------------------------------------------------------------------ blocks
+
+    def _grow(self, plan: Plan, seq: Sequence, end: int) -> bool:
+        """Own, unshared blocks under positions [num_computed, end); False if it was pre-empted."""
+        first = seq.num_computed // self.block_tokens
+        num_needed = -(-end // self.block_tokens)
+        for index in range(first, num_needed):
+            if index < len(seq.blocks):
+                if self.pool.refs[seq.blocks[index]] == 1:
+                    continue
+                block = self._take(plan, seq)
+                if block is None:
+                    return False
+                plan.cache_ops.append(Copy(seq.blocks[index], block))
+                self.pool.release((seq.blocks[index],))
+                seq.blocks[index] = block
+                seq.table_dirty = True
+            else:
+                block = self._take(plan, seq)
+                if block is None:
+                    return False
+                seq.blocks.append(block)
+                seq.table_dirty = True
+        return True
+
+    def _make_room(self, plan: Plan, num_needed: int) -> bool:
+        """Spill idle sessions, longest idle first, until the blocks are there."""
+        while self.pool.num_available < num_needed:
+            victim = next((seq for seq in self.idle.values() if seq.blocks), None)
+            if victim is None:
+                return False
+            self.spill(plan, victim)
+        return True
+
+    def _take(self, plan: Plan, seq: Sequence) -> int | None:
+        """A block, spilling idle sessions, then the youngest; None when that was seq itself."""
+        while (block := self.pool.take()) is None:
+            if self._make_room(plan, 1):
+                continue
+            victim = next(reversed(self.running.values()))
+            self.num_preemptions += 1
+            self.spill(plan, victim)
+            if victim is seq:
+                return None
+        return block
+
+    def spill(self, plan: Plan, seq: Sequence) -> None:
+        """Out of the device: to the host if it has room, else dropped and computed again."""
+        was_idle = seq.status is Status.IDLE
+        num_used = -(-seq.num_computed // self.block_tokens)
+        if num_used and self.num_host_blocks + num_used <= self.options.host_blocks_max:
+            plan.cache_ops.append(Spill(seq, tuple(seq.blocks[:num_used])))
+            seq.num_host_blocks = num_used
+            self.num_host_blocks += num_used
+        else:
+            seq.num_computed = 0
+        self._release(seq)
+        if was_idle:
+            return
+        self.running.pop(seq.id, None)
+        queue = self.spilled if seq.num_host_blocks else self.waiting
+        seq.status = Status.SPILLED if seq.num_host_blocks else Status.WAITING
+        _insert_by_arrival(queue, seq)
+
+    def _restore(self, plan: Plan, seq: Sequence) -> bool:
+        """Take back a spilled sequence, with room for its next token."""
+        num_needed = seq.num_host_blocks
+        if not self._make_room(plan, -(-seq.num_tokens // self.block_tokens) + 1):
+            return False
+        blocks: list[int] = []
+        while len(blocks) < num_needed:
+            block = self.pool.take()
+            assert block is not None
+            blocks.append(block)
+        plan.cache_ops.append(Restore(seq, tuple(blocks)))
+        seq.blocks = blocks
+        self.num_host_blocks -= num_needed
+        seq.num_host_blocks = 0
+        seq.num_registered = len(seq.digests)
+        return True
+
+    def _release(self, seq: Sequence) -> None:
+        self.pool.release(reversed(seq.blocks))
+        seq.blocks = []
+        seq.num_registered = 0
+        self._free_slot(seq)
+
+    def _free_slot(self, seq: Sequence) -> None:
+        if seq.slot >= 0:
+            self.free_slots.append(seq.slot)
+            seq.slot = -1
+
+
+def _insert_by_arrival(queue: dict[RequestId, Sequence], seq: Sequence) -> None:
+    """Keep a queue oldest first; a new arrival goes to the end without sorting."""
+    last = next(reversed(queue.values()), None)
+    queue[seq.id] = seq
+    if last is not None and last.arrival > seq.arrival:
+        ordered = sorted(queue.values(), key=lambda other: other.arrival)
+        queue.clear()
+        queue.update((other.id, other) for other in ordered)

@@ -1,0 +1,176 @@
+"""A request and the state it has inside one engine. Pure: no torch, no I/O, no clock.
+
+    tokens          p p p p p | r r r r          prompt, then response (sampled or given)
+    num_computed    ------------^                 tokens whose KV is in the cache
+    num_tokens      -----------------^            known tokens plus those still in flight
+
+A sequence has `num_tokens - num_computed` rows to run; one row left means it decodes. Invariant:
+a sequence names exactly one version at any time, and every token of it was computed under the
+version of its segment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from dora_rl.types import (
+    Finish,
+    RequestId,
+    SamplingParams,
+    Segment,
+    Trajectory,
+    Version,
+)
+
+_MASK = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a caller asks for.
+
+    `resume_ids` are response tokens that were already sampled elsewhere (from a journal); they are
+    prefilled, keep their log-probs, and sampling goes on at the next position. `resume_mask` is
+    their loss mask (all ones when empty). `keep` keeps the blocks after the turn ends, so that
+    `Engine.extend` can continue the session.
+
+        Request(RequestId(7, 3), 2, (5, 6, 7), SamplingParams(tokens_max=16), seed=1)
+    """
+
+    id: RequestId
+    version: Version
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams = field(default_factory=SamplingParams)
+    seed: int = 0
+    resume_ids: tuple[int, ...] = ()
+    resume_logprobs: tuple[float, ...] = ()
+    resume_raw_logprobs: tuple[float, ...] = ()
+    resume_mask: tuple[int, ...] = ()
+    resume_segments: tuple[Segment, ...] = ()
+    response_max: int = 0  # where the turn ends, when it is not the first; 0: params.tokens_max
+    keep: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What one step gave one request: its new tokens and, when it ended, the whole trajectory."""
+
+    id: RequestId
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    trajectory: Trajectory | None = None
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
+
+
+class Status(Enum):
+    """Where a sequence is. IDLE is a session between two turns."""
+
+    WAITING = auto()
+    RUNNING = auto()
+    SPILLED = auto()
+    PARKED = auto()
+    IDLE = auto()
+    ENDED = auto()
+
+
+def mix64(x: int) -> int:
+    """The finaliser of splitmix64: a bijection of 64-bit integers that scatters every bit."""
+    x = (x + 0x9E3779B97F4A7C15) & _MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return x ^ (x >> 31)
+
+
+def sampling_key(seed: int, request: RequestId) -> int:
+    """The random stream of one sample, as a signed 64-bit integer; positions count along it."""
+    key = mix64(mix64(mix64(seed & _MASK) ^ (request.group & _MASK)) ^ (request.sample & _MASK))
+    return key - (1 << 64) if key >> 63 else key
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """The mutable state of one request in one engine."""
+
+    request: Request
+    version: Version
+    arrival: int
+    tokens: list[int]
+    num_prompt: int
+    key: int
+    logprobs: list[float] = field(default_factory=list)
+    raw_logprobs: list[float] = field(default_factory=list)
+    loss_mask: list[int] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list)
+    num_computed: int = 0
+    num_tokens: int = 0
+    num_forced: int = 0  # response tokens that are scored rather than sampled
+    num_scored: int = 0  # response tokens whose log-prob is known or in flight
+    response_max: int = 0  # response length at which the turn ends
+    blocks: list[int] = field(default_factory=list)
+    table_dirty: bool = True  # `blocks` changed since the runner last copied it
+    num_host_blocks: int = 0
+    num_registered: int = 0  # leading prompt blocks that the prefix cache knows
+    digests: list[bytes] = field(default_factory=list)
+    slot: int = -1
+    status: Status = Status.WAITING
+    stop_ids: frozenset[int] = frozenset()
+    turns: int = 1
+    turn_start: int = 0  # response index where the running turn began
+    finish: Finish | None = None
+    error: str = ""
+
+    @property
+    def id(self) -> RequestId:
+        return self.request.id
+
+    @property
+    def num_response(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    def trajectory(self) -> Trajectory:
+        """The response as the rest of the system sees it."""
+        response = tuple(self.tokens[self.num_prompt :])
+        return Trajectory(
+            request=self.id,
+            version=self.version,
+            prompt_ids=tuple(self.tokens[: self.num_prompt]),
+            token_ids=response,
+            logprobs=tuple(self.logprobs),
+            loss_mask=tuple(self.loss_mask),
+            finish=self.finish or Finish.ERROR,
+            segments=tuple(self.segments),
+            raw_logprobs=tuple(self.raw_logprobs),
+            turns=self.turns,
+            error=self.error,
+        )
+
+
+def new_sequence(request: Request, arrival: int, eos_ids: Seq[int]) -> Sequence:
+    """A fresh sequence: prompt, then resumed tokens, then forced ones."""
+    params = request.params
+    forced = params.forced_ids[len(request.resume_ids) :]
+    tokens = [*request.prompt_ids, *request.resume_ids, *forced]
+    mask = request.resume_mask or (1,) * len(request.resume_ids)
+    stop = set(params.stop_ids) | (set() if params.ignore_eos else set(eos_ids))
+    seq = Sequence(
+        request=request,
+        version=request.version,
+        arrival=arrival,
+        tokens=tokens,
+        num_prompt=len(request.prompt_ids),
+        key=sampling_key(request.seed, request.id),
+        logprobs=list(request.resume_logprobs),
+        raw_logprobs=list(request.resume_raw_logprobs),
+        loss_mask=list(mask),
+        segments=list(request.resume_segments) or [Segment(0, request.version)],
+        num_tokens=len(tokens),
+        num_forced=len(request.resume_ids) + len(forced),
+        num_scored=len(request.resume_ids),
+        response_max=max(request.response_max or params.tokens_max, len(params.forced_ids)),
+        stop_ids=frozenset(stop),
+    )
+    if seq.segments[-1].version != request.version:
+        seq.segments.append(Segment(seq.num_scored, request.version))
+    return seq

@@ -1,0 +1,288 @@
+"""Policy versions in memory: one stacked tensor per packed parameter, one slot per version.
+
+Reads Hugging Face directories and sealed versions tensor by tensor, never unpickles, and packs
+query, key and value (and gate and up) into one matrix each. `load` is a generator that yields
+between layers, so that other versions go on decoding. Invariant: a slot is either empty, filling
+or holds exactly one complete version.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from dora_rl.engine.cache import DTYPES
+from dora_rl.engine.spec import ModelSpec
+from dora_rl.types import UserError
+
+
+class TensorSource(Protocol):
+    """Named tensors to load from; `ports.SealedWeights` is one."""
+
+    def names(self) -> Sequence[str]: ...
+    def tensor(self, name: str) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where a named tensor goes: rows [start, start + shape[0]) of a packed parameter."""
+
+    param: str
+    start: int
+    shape: tuple[int, ...]
+    expert: int = -1
+    full: bool = False  # the tensor is the whole packed parameter
+    repeat: int = 0  # the tensor fills this many rows (one norm shared by all heads)
+
+
+@dataclass(slots=True)
+class Layer:
+    """Packed parameters of one layer, each stacked over version slots."""
+
+    norm1: Tensor
+    qkv: Tensor
+    o: Tensor
+    norm2: Tensor
+    gate_up: Tensor  # [slot, 2 I, D], or [slot, expert, 2 I, D] in a sparse layer
+    down: Tensor
+    qkv_bias: Tensor | None = None
+    o_bias: Tensor | None = None
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    qk_norm: Tensor | None = None  # [slot, heads + kv heads, head dim]
+    router: Tensor | None = None
+
+
+class HfDirectory:
+    """The safetensors of a Hugging Face model directory, sharded or not."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        index = self.path / "model.safetensors.index.json"
+        single = self.path / "model.safetensors"
+        if index.is_file():
+            files = json.loads(index.read_text())["weight_map"]
+        elif single.is_file():
+            files = dict.fromkeys(self._open(single).keys(), single.name)
+        else:
+            raise UserError(
+                f"{self.path}: neither model.safetensors nor model.safetensors.index.json; "
+                "only safetensors are read"
+            )
+        self._file_of: dict[str, str] = files
+
+    def names(self) -> Sequence[str]:
+        return list(self._file_of)
+
+    def tensor(self, name: str) -> Tensor:
+        file = self.path / self._file_of[name]
+        if not file.is_file():
+            raise UserError(f"{file}: missing, but the index says it holds {name}")
+        handle = self._open(file)
+        try:
+            return handle.get_tensor(name)
+        except SafetensorError as err:
+            raise UserError(f"{file}: cannot read {name} ({err})") from err
+
+    @staticmethod
+    def _open(file: Path) -> safe_open:
+        try:
+            return safe_open(file, framework="pt")
+        except (SafetensorError, OSError) as err:
+            raise UserError(f"{file}: truncated or not safetensors ({err})") from err
+
+
+class ModelWeights:
+    """All slots of one model shape on one device."""
+
+    def __init__(self, spec: ModelSpec, num_slots: int, device: str, dtype: str) -> None:
+        self.spec, self.num_slots = spec, num_slots
+        self.dtype = DTYPES[dtype]
+        self._device = device
+        self._params: dict[str, Tensor] = {}
+        self.embed = self._new("embed", spec.vocab, spec.hidden)
+        self.layers = [self._new_layer(index) for index in range(spec.num_layers)]
+        self.norm = self._new("norm", spec.hidden)
+        head = self.embed if spec.tied else self._new("lm_head", spec.vocab, spec.hidden)
+        self.lm_head = head
+        self.targets = _targets(spec)
+
+    @property
+    def bytes_per_version(self) -> int:
+        return sum(p[0].numel() * p.element_size() for p in self._params.values())
+
+    def linear_shapes(self) -> list[tuple[int, int]]:
+        """(out, in) of every matrix a row is multiplied with."""
+        shapes = {tuple(self.lm_head.shape[1:])}
+        for layer in self.layers:
+            for weight in (layer.qkv, layer.o, layer.gate_up, layer.down, layer.router):
+                if weight is not None:
+                    shapes.add(tuple(weight.shape[-2:]))
+        return sorted((int(shape[0]), int(shape[1])) for shape in shapes)
+
+    def load(self, slot: int, source: TensorSource, where: str) -> Iterator[str]:
+        """Fill a slot, yielding the name of each layer once it is complete."""
+        names = set(source.names())
+        needed = self._needed(names, where)
+        for group, members in needed.items():
+            for name in members:
+                self._put(slot, name, source.tensor(name), where)
+            yield group
+
+    def _needed(self, names: set[str], where: str) -> dict[str, list[str]]:
+        groups: dict[str, list[str]] = {}
+        filled: set[tuple[str, int, int]] = set()
+        for name in names:
+            target = self.targets.get(name)
+            if target is None:
+                if name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq"):
+                    continue  # a tied head saved all the same
+                raise UserError(f"{where}: tensor {name} does not belong to a {self.spec.family}")
+            filled.add((target.param, -1 if target.full else target.expert, target.start))
+            groups.setdefault(target.param.split(".")[0], []).append(name)
+        missing = [
+            name
+            for name, target in self.targets.items()
+            if not target.full
+            and (target.param, target.expert, target.start) not in filled
+            and (target.expert < 0 or (target.param, -1, 0) not in filled)
+        ]
+        if missing:
+            raise UserError(
+                f"{where}: {len(missing)} tensors are missing, the first is {missing[0]}"
+            )
+        return {group: sorted(groups[group]) for group in sorted(groups, key=_layer_order)}
+
+    def _put(self, slot: int, name: str, data: Tensor, where: str) -> None:
+        target = self.targets[name]
+        if tuple(data.shape) != target.shape:
+            raise UserError(
+                f"{where}: {name} has shape {tuple(data.shape)}, config.json says {target.shape}"
+            )
+        param = self._params[target.param][slot]
+        if target.expert >= 0 and not target.full:
+            param = param[target.expert]
+        if not target.full:
+            param = param[target.start : target.start + (target.repeat or data.shape[0])]
+        param.copy_(data.expand(param.shape) if target.repeat else data)
+
+    def _new(self, name: str, *shape: int) -> Tensor:
+        param = torch.empty((self.num_slots, *shape), dtype=self.dtype, device=self._device)
+        self._params[name] = param
+        return param
+
+    def _new_layer(self, i: int) -> Layer:
+        spec, d = self.spec, self.spec.hidden
+        layer = Layer(
+            norm1=self._new(f"{i}.norm1", d),
+            qkv=self._new(f"{i}.qkv", spec.qkv_rows, d),
+            o=self._new(f"{i}.o", d, spec.num_heads * spec.head_dim),
+            norm2=self._new(f"{i}.norm2", d),
+            gate_up=self._new(f"{i}.gate_up", *self._mlp_shape(i, 2)),
+            down=self._new(f"{i}.down", *self._mlp_shape(i, 0)),
+        )
+        if spec.qkv_bias:
+            layer.qkv_bias = self._new(f"{i}.qkv_bias", spec.qkv_rows)
+        if spec.o_bias:
+            layer.o_bias = self._new(f"{i}.o_bias", d)
+        if spec.mlp_bias:
+            layer.gate_up_bias = self._new(f"{i}.gate_up_bias", 2 * spec.intermediate)
+            layer.down_bias = self._new(f"{i}.down_bias", d)
+        if spec.qk_norm:
+            heads = spec.num_heads + spec.num_kv_heads
+            layer.qk_norm = self._new(f"{i}.qk_norm", heads, spec.head_dim)
+        if spec.moe and i in spec.moe.sparse_layers:
+            layer.router = self._new(f"{i}.router", spec.moe.num_experts, d)
+        return layer
+
+    def _mlp_shape(self, i: int, num_gates: int) -> tuple[int, ...]:
+        spec = self.spec
+        sparse = spec.moe is not None and i in spec.moe.sparse_layers
+        inner = spec.moe.intermediate if spec.moe and sparse else spec.intermediate
+        shape = (num_gates * inner, spec.hidden) if num_gates else (spec.hidden, inner)
+        return (spec.moe.num_experts, *shape) if spec.moe and sparse else shape
+
+
+def _layer_order(group: str) -> tuple[int, int]:
+    return (1, int(group)) if group.isdigit() else (0 if group == "embed" else 2, 0)
+
+
+def _targets(spec: ModelSpec) -> dict[str, Target]:
+    """Hugging Face name -> place in the packed parameters."""
+    targets = {
+        "model.embed_tokens.weight": Target("embed", 0, (spec.vocab, spec.hidden)),
+        "model.norm.weight": Target("norm", 0, (spec.hidden,)),
+    }
+    if not spec.tied:
+        targets["lm_head.weight"] = Target("lm_head", 0, (spec.vocab, spec.hidden))
+    for i in range(spec.num_layers):
+        prefix = f"model.layers.{i}."
+        layer = _attention_targets(spec, str(i)) | _mlp_targets(spec, i)
+        targets |= {prefix + name: target for name, target in layer.items()}
+    return targets
+
+
+def _attention_targets(spec: ModelSpec, i: str) -> dict[str, Target]:
+    d, width = spec.hidden, spec.head_dim
+    rows = {"q": spec.num_heads * width, "k": spec.num_kv_heads * width}
+    rows["v"] = rows["k"]
+    starts = {"q": 0, "k": rows["q"], "v": rows["q"] + rows["k"]}
+    out = {
+        "input_layernorm.weight": Target(f"{i}.norm1", 0, (d,)),
+        "post_attention_layernorm.weight": Target(f"{i}.norm2", 0, (d,)),
+        "self_attn.o_proj.weight": Target(f"{i}.o", 0, (d, rows["q"])),
+    }
+    for part in "qkv":
+        name = f"self_attn.{part}_proj"
+        out[f"{name}.weight"] = Target(f"{i}.qkv", starts[part], (rows[part], d))
+        if spec.qkv_bias:
+            out[f"{name}.bias"] = Target(f"{i}.qkv_bias", starts[part], (rows[part],))
+    if spec.o_bias:
+        out["self_attn.o_proj.bias"] = Target(f"{i}.o_bias", 0, (d,))
+    if spec.qk_norm:
+        out["self_attn.q_norm.weight"] = Target(f"{i}.qk_norm", 0, (width,), repeat=spec.num_heads)
+        out["self_attn.k_norm.weight"] = Target(
+            f"{i}.qk_norm", spec.num_heads, (width,), repeat=spec.num_kv_heads
+        )
+    return out
+
+
+def _mlp_targets(spec: ModelSpec, i: int) -> dict[str, Target]:
+    d, moe = spec.hidden, spec.moe
+    if moe is None or i not in moe.sparse_layers:
+        return _dense_mlp_targets(spec, i)
+    inner = moe.intermediate
+    out = {
+        "mlp.gate.weight": Target(f"{i}.router", 0, (moe.num_experts, d)),
+        "mlp.experts.gate_up_proj": Target(
+            f"{i}.gate_up", 0, (moe.num_experts, 2 * inner, d), full=True
+        ),
+        "mlp.experts.down_proj": Target(f"{i}.down", 0, (moe.num_experts, d, inner), full=True),
+    }
+    for e in range(moe.num_experts):
+        name = f"mlp.experts.{e}"
+        out[f"{name}.gate_proj.weight"] = Target(f"{i}.gate_up", 0, (inner, d), e)
+        out[f"{name}.up_proj.weight"] = Target(f"{i}.gate_up", inner, (inner, d), e)
+        out[f"{name}.down_proj.weight"] = Target(f"{i}.down", 0, (d, inner), e)
+    return out
+
+
+def _dense_mlp_targets(spec: ModelSpec, i: int) -> dict[str, Target]:
+    d, inner = spec.hidden, spec.intermediate
+    out = {
+        "mlp.gate_proj.weight": Target(f"{i}.gate_up", 0, (inner, d)),
+        "mlp.up_proj.weight": Target(f"{i}.gate_up", inner, (inner, d)),
+        "mlp.down_proj.weight": Target(f"{i}.down", 0, (d, inner)),
+    }
+    if spec.mlp_bias:
+        out["mlp.gate_proj.bias"] = Target(f"{i}.gate_up_bias", 0, (inner,))
+        out["mlp.up_proj.bias"] = Target(f"{i}.gate_up_bias", inner, (inner,))
+        out["mlp.down_proj.bias"] = Target(f"{i}.down_bias", 0, (d,))
+    return out

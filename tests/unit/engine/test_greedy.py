@@ -1,0 +1,102 @@
+"""Greedy decoding equals `transformers`, and so do the log-probs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import FAMILIES, VOCAB
+from transformers import PreTrainedModel
+
+from dora_rl.engine.engine import Engine
+from dora_rl.engine.models import read_spec
+from dora_rl.engine.options import EngineOptions
+from dora_rl.engine.sequence import Request
+from dora_rl.engine.weights import HfDirectory
+from dora_rl.types import Finish, RequestId, SamplingParams, Trajectory
+
+Saved = Callable[..., tuple[PreTrainedModel, Path]]
+SMALL = {"block_tokens": 16, "num_blocks": 64, "context_max": 256, "seqs_max": 8}
+
+
+def make_engine(path: Path, **options: int | bool) -> Engine:
+    engine = Engine(read_spec(path), EngineOptions(**(SMALL | {"step_tokens_max": 64} | options)))
+    engine.load(0, HfDirectory(path))
+    return engine
+
+
+def finish_all(engine: Engine) -> dict[RequestId, Trajectory]:
+    done: dict[RequestId, Trajectory] = {}
+    while engine.has_work():
+        for output in engine.step():
+            if output.trajectory is not None:
+                done[output.id] = output.trajectory
+        engine.scheduler.pool.check()
+    return done
+
+
+def random_prompts(lengths: tuple[int, ...], seed: int = 0) -> list[tuple[int, ...]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [tuple(torch.randint(0, VOCAB, (n,), generator=generator).tolist()) for n in lengths]
+
+
+@torch.no_grad()
+def check_against(model: PreTrainedModel, trajectory: Trajectory) -> None:
+    """Every token is the model's best (up to a tie), every log-prob the model's."""
+    prompt, response = trajectory.prompt_ids, trajectory.token_ids
+    logits = model(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1].float()
+    chosen = torch.tensor(response)[:, None]
+    gap = logits.amax(-1) - logits.gather(1, chosen)[:, 0]
+    assert gap.max() <= 1e-5
+    logprobs = torch.log_softmax(logits, -1).gather(1, chosen)[:, 0]
+    assert (logprobs - torch.tensor(trajectory.logprobs)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"step_tokens_max": 9}, {"num_blocks": 9, "host_blocks_max": 4}],
+    ids=["roomy", "chunked", "pre-empted"],
+)
+def test_equals_transformers(family: str, options: dict[str, int], saved: Saved) -> None:
+    model, path = saved(family)
+    engine = make_engine(path, **options)
+    params = SamplingParams(tokens_max=24, temperature=0, ignore_eos=True)
+    for group, prompt in enumerate(random_prompts((1, 5, 17, 40, 33))):
+        for sample in range(2):
+            engine.submit(Request(RequestId(group, sample), 0, prompt, params))
+    done = finish_all(engine)
+    assert len(done) == 10
+    for trajectory in done.values():
+        assert trajectory.finish is Finish.LENGTH
+        assert len(trajectory.token_ids) == 24
+        check_against(model, trajectory)
+    if "num_blocks" in options:
+        assert engine.stats().preemptions > 0
+
+
+def test_tokens_equal_generate(saved: Saved) -> None:
+    model, path = saved("qwen3")
+    engine = make_engine(path)
+    prompt = random_prompts((21,))[0]
+    params = SamplingParams(tokens_max=40, temperature=0, ignore_eos=True)
+    engine.submit(Request(RequestId(0, 0), 0, prompt, params))
+    response = finish_all(engine)[RequestId(0, 0)].token_ids
+    expected = model.generate(
+        torch.tensor([prompt]), max_new_tokens=40, do_sample=False, eos_token_id=None
+    )
+    assert list(response) == expected[0, len(prompt) :].tolist()
+
+
+def test_samples_of_a_prompt_are_prefilled_once(saved: Saved) -> None:
+    _, path = saved("llama")
+    engine = make_engine(path)
+    prompt = random_prompts((40,))[0]
+    params = SamplingParams(tokens_max=4, temperature=0, ignore_eos=True)
+    for sample in range(6):
+        engine.submit(Request(RequestId(0, sample), 0, prompt, params))
+    done = finish_all(engine)
+    assert engine.stats().prefill_tokens == 40
+    assert len({trajectory.token_ids for trajectory in done.values()}) == 1

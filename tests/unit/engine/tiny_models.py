@@ -1,0 +1,80 @@
+"""Tiny random models of each family, made once per test session and saved as users save them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+VOCAB = 97
+_SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+_LINEAR = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.0}
+_MOE = {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2, "head_dim": 16}
+
+FAMILIES = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**_SHAPE)),
+    "llama-bias": lambda: LlamaForCausalLM(
+        LlamaConfig(attention_bias=True, mlp_bias=True, **_SHAPE)
+    ),
+    "llama-llama3": lambda: LlamaForCausalLM(LlamaConfig(rope_parameters=_LLAMA3, **_SHAPE)),
+    "llama-linear": lambda: LlamaForCausalLM(LlamaConfig(rope_parameters=_LINEAR, **_SHAPE)),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**_SHAPE)),
+    "qwen2-tied": lambda: Qwen2ForCausalLM(Qwen2Config(tie_word_embeddings=True, **_SHAPE)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(head_dim=32, **_SHAPE)),
+    "qwen3-yarn": lambda: Qwen3ForCausalLM(
+        Qwen3Config(head_dim=16, rope_parameters=_YARN, tie_word_embeddings=True, **_SHAPE)
+    ),
+    "qwen3-moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(norm_topk_prob=True, **_MOE, **_SHAPE)),
+    "qwen3-moe-mixed": lambda: Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(mlp_only_layers=[0], **_MOE, **_SHAPE)
+    ),
+}
+
+
+def make_model(family: str, seed: int = 0) -> PreTrainedModel:
+    """A model whose logits are far from flat, so that greedy choices are clear."""
+    torch.manual_seed(seed)
+    model = FAMILIES[family]().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.08)
+    return model
+
+
+def save_model(family: str, path: Path, seed: int = 0, **changes: object) -> PreTrainedModel:
+    model = make_model(family, seed)
+    model.save_pretrained(path, **changes)
+    return model
