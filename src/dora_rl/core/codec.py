@@ -71,7 +71,7 @@ def _make(
         return _mapping(args, part, encoding=encoding)
     if kind in _PLAIN or kind in (Any, object):
         return _same
-    if kind is type(None):
+    if kind is None or kind is type(None):
         return _same
     if isinstance(kind, type) and issubclass(kind, Enum):
         return (lambda v: v.value) if encoding else kind

@@ -20,7 +20,7 @@ def shares(demand: Mapping[Version, int], num_instances: int) -> dict[Version, i
     {0: 1, 1: 1, 2: 0}
     """
     wanted = {v: n for v, n in sorted(demand.items()) if n > 0}
-    if num_instances <= len(wanted):
+    if not wanted or num_instances <= len(wanted):
         return {v: int(place < num_instances) for place, v in enumerate(wanted)}
     total = sum(wanted.values())
     quota = {v: num_instances * n / total for v, n in wanted.items()}

@@ -158,7 +158,7 @@ class Trainer:
 
 
 def _no_ends() -> dict[End, int]:
-    return {end: 0 for end in End}
+    return dict.fromkeys(End, 0)
 
 
 @dataclass(slots=True)

@@ -39,7 +39,7 @@ def _trainer_waits(state: State) -> list[Wait]:
     if batch.closed:
         return [Wait(f"step {batch.step}", f"the learner to finish step {state.committed}")]
     missing = state.params.batch_groups - len(batch.groups)
-    phases = {phase: 0 for phase in GroupPhase}
+    phases = dict.fromkeys(GroupPhase, 0)
     scoring = 0
     for group in state.groups.values():
         phases[group.phase] += 1

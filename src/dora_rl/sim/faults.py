@@ -1,0 +1,115 @@
+"""What goes wrong in a simulated run, drawn from a seed. The base class answers "nothing"."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from dora_rl.core import actions as act
+from dora_rl.types import RequestId
+
+
+class Faults:
+    """An undisturbed world."""
+
+    def load_fails(self, action: act.Load) -> str | None:
+        return None
+
+    def move_fails(self, action: act.Move) -> str | None:
+        return None
+
+    def sample_fails(self, request: RequestId) -> str | None:
+        return None
+
+    def score(self, request: RequestId, attempt: int) -> str | None:
+        """None: scored; "hang": no answer; "nan": not a number; anything else: an error."""
+        return None
+
+    def restart_s(self) -> float | None:
+        """How long a restart takes; None: it never comes back."""
+        return 5.0
+
+    def delay_s(self) -> float:
+        """How late a message reaches the controller."""
+        return 0.0
+
+    def duplicates(self) -> bool:
+        """Does this message arrive twice?"""
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class FaultRates:
+    """Which faults a swarm member has, and how often (per opportunity, or mean seconds between)."""
+
+    load: float = 0.0
+    move: float = 0.0
+    sample: float = 0.0
+    score: float = 0.0
+    delay_s: float = 0.0
+    duplicate: float = 0.0
+    death_every_s: float = 0.0
+    freeze_every_s: float = 0.0
+    slow_every_s: float = 0.0
+    trainer_death_every_s: float = 0.0
+    controller_death_every_s: float = 0.0
+
+    @staticmethod
+    def swarm(rng: random.Random) -> FaultRates:
+        """Each kind of fault is present in about half of the seeds (swarm testing)."""
+
+        def some(low: float, high: float) -> float:
+            return rng.uniform(low, high) if rng.random() < 0.5 else 0.0
+
+        return FaultRates(
+            load=some(0.02, 0.3),
+            move=some(0.02, 0.4),
+            sample=some(0.001, 0.05),
+            score=some(0.005, 0.1),
+            delay_s=some(0.01, 3.0),
+            duplicate=some(0.01, 0.2),
+            death_every_s=some(20, 200),
+            freeze_every_s=some(40, 300),
+            slow_every_s=some(20, 200),
+            trainer_death_every_s=some(30, 300),
+            controller_death_every_s=some(40, 400),
+        )
+
+
+class RandomFaults(Faults):
+    """Faults at the given rates until `calm` is set; from then on no new ones."""
+
+    def __init__(self, rates: FaultRates, rng: random.Random) -> None:
+        self.rates = rates
+        self.rng = rng
+        self.calm = False
+
+    def _happens(self, rate: float) -> bool:
+        return not self.calm and rate > 0 and self.rng.random() < rate
+
+    def load_fails(self, action: act.Load) -> str | None:
+        return "checksum mismatch" if self._happens(self.rates.load) else None
+
+    def move_fails(self, action: act.Move) -> str | None:
+        if not self._happens(self.rates.move):
+            return None
+        return "lost on the way" if self.rng.random() < 0.5 else "connection reset"
+
+    def sample_fails(self, request: RequestId) -> str | None:
+        return "non-finite logits" if self._happens(self.rates.sample) else None
+
+    def score(self, request: RequestId, attempt: int) -> str | None:
+        if not self._happens(self.rates.score):
+            return None
+        return self.rng.choice(["hang", "nan", "raised ValueError"])
+
+    def restart_s(self) -> float | None:
+        return self.rng.uniform(1, 20)
+
+    def delay_s(self) -> float:
+        if not self.rates.delay_s or self.calm:
+            return 0.0
+        return self.rng.expovariate(1 / self.rates.delay_s)
+
+    def duplicates(self) -> bool:
+        return self._happens(self.rates.duplicate)

@@ -1,0 +1,168 @@
+"""The simulated learner and reward pool behind their ports.
+
+The learner works through what it was fed at a fixed pace, as a stream; a closed batch ends with
+the optimizer updates and the sealing of the next version, in the durable order of the design:
+trainer state, sealed weights, then the event that becomes the log record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from dora_rl.core import actions as act
+from dora_rl.core import events as ev
+from dora_rl.ports import LearnerAction
+from dora_rl.sim.clock import VirtualClock
+from dora_rl.sim.faults import Faults
+from dora_rl.sim.hardware import TrainCost
+from dora_rl.types import GroupId, RequestId, StepIndex, Version
+
+Post = Callable[[ev.Event], None]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedStep:
+    """What a step really consumed: the ground truth for the checkers."""
+
+    step: StepIndex
+    began_s: float
+    committed_s: float
+    busy_s: float
+    groups: tuple[tuple[GroupId, Version, tuple[int, ...]], ...]
+    num_tokens: int
+
+
+@dataclass(slots=True)
+class _Step:
+    index: StepIndex
+    began_s: float
+    fed: dict[GroupId, act.Feed] = field(default_factory=dict[GroupId, act.Feed])
+    num_tokens: int = 0
+    free_s: float = 0.0  # when the work fed so far will be done
+    busy_s: float = 0.0
+
+
+class SimLearner:
+    """Trains what it is fed. `tokens_of` says how many tokens the given samples have."""
+
+    def __init__(
+        self,
+        clock: VirtualClock,
+        post: Post,
+        cost: TrainCost,
+        tokens_of: Callable[[GroupId, tuple[int, ...]], int],
+        *,
+        colocated_s: float = 0.0,
+    ) -> None:
+        self.clock = clock
+        self.post = post
+        self.cost = cost
+        self.tokens_of = tokens_of
+        self.colocated_s = colocated_s  # switching shared devices over to training
+        self.sealed: Version = 0  # durable
+        self.trained: list[TrainedStep] = []  # durable, one per sealed version
+        self.alive = False
+        self.life = 0
+        self.last_commit_s = 0.0
+        self._step: _Step | None = None
+
+    def join(self) -> None:
+        self.alive = True
+        self.life += 1
+        self._step = None
+        self.post(ev.TrainerJoined(self.sealed, self.sealed))
+
+    def die(self) -> None:
+        self.alive = False
+        self.life += 1
+        self._step = None
+
+    def do(self, action: LearnerAction) -> None:
+        if isinstance(action, act.RestartTrainer):
+            self.die()
+            self.clock.after(5.0, self._rejoin)
+        elif not self.alive or isinstance(action, act.OptimizerRewound):
+            return
+        elif isinstance(action, act.Feed):
+            self._feed(action)
+        else:
+            self._close(action)
+
+    def _rejoin(self) -> None:
+        if not self.alive:
+            self.join()
+
+    def _current(self, index: StepIndex) -> _Step:
+        if self._step is None or self._step.index != index:
+            self._step = _Step(index, self.clock.now(), free_s=self.clock.now())
+        return self._step
+
+    def _feed(self, action: act.Feed) -> None:
+        if action.step != self.sealed:
+            return  # from before a restart
+        step = self._current(action.step)
+        if action.group in step.fed:
+            return
+        step.fed[action.group] = action
+        tokens = self.tokens_of(action.group, action.samples)
+        work = tokens / self.cost.tokens_per_s()
+        step.num_tokens += tokens
+        step.busy_s += work
+        step.free_s = max(step.free_s, self.clock.now()) + work
+
+    def _close(self, action: act.CloseStep) -> None:
+        if action.step != self.sealed:
+            return
+        step = self._current(action.step)
+        self.post(ev.BatchAccepted(action.step))
+        tail = self.cost.update_s() + self.cost.publish_s() + self.colocated_s
+        step.busy_s += tail
+        step.free_s = max(step.free_s, self.clock.now()) + tail
+        life = self.life
+        self.clock.at(step.free_s, lambda: self._commit(step, life))
+
+    def _commit(self, step: _Step, life: int) -> None:
+        if life != self.life or step.index != self.sealed:
+            return
+        groups = tuple((f.group, f.version, f.samples) for f in step.fed.values())
+        now = self.clock.now()
+        self.trained.append(
+            TrainedStep(step.index, step.began_s, now, step.busy_s, groups, step.num_tokens)
+        )
+        self.sealed = step.index + 1
+        self._step = None
+        self.post(ev.StepCommitted(step.index, f"sum{self.sealed}"))
+
+
+class SimRewards:
+    """Scores after a latency; may hang, fail or answer nonsense."""
+
+    def __init__(
+        self,
+        clock: VirtualClock,
+        post: Post,
+        reward_of: Callable[[RequestId, int], float],
+        latency_of: Callable[[RequestId, int], float],
+        faults: Faults,
+    ) -> None:
+        self.clock = clock
+        self.post = post
+        self.reward_of = reward_of
+        self.latency_of = latency_of
+        self.faults = faults
+
+    def do(self, action: act.Score) -> None:
+        outcome = self.faults.score(action.request, action.attempt)
+        if outcome == "hang":
+            return
+        event: ev.Event
+        if outcome is None:
+            reward = self.reward_of(action.request, action.prompt)
+            event = ev.Scored(action.request, action.attempt, reward)
+        elif outcome == "nan":
+            event = ev.Scored(action.request, action.attempt, float("nan"))
+        else:
+            event = ev.ScoreFailed(action.request, action.attempt, outcome)
+        latency_s = self.latency_of(action.request, action.prompt)
+        self.clock.after(latency_s, lambda: self.post(event))

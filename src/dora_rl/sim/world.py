@@ -1,0 +1,141 @@
+"""A whole simulated run: the real core and loop, with clock, fleet, learner and rewards replaced.
+
+The controller may die and come back from its log, as the real one does with `--resume`: its
+memory and all messages on the way to it are gone, the learner's sealed versions and the journals
+are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from dora_rl.core import actions as act
+from dora_rl.core import events as ev
+from dora_rl.core.params import Params
+from dora_rl.core.step import initial
+from dora_rl.observe.eventlog import MemoryLog
+from dora_rl.ports import EventLog, LedgerAction, Ports
+from dora_rl.runtime.loop import Loop
+from dora_rl.sim.clock import VirtualClock
+from dora_rl.sim.faults import Faults
+from dora_rl.sim.fleet import Fleet, InstanceSpec
+from dora_rl.sim.hardware import RolloutCost, TrainCost
+from dora_rl.sim.learner import SimLearner, SimRewards
+from dora_rl.types import GroupId, InstanceId, RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class WorldSpec:
+    """Everything a simulated run is made from."""
+
+    params: Params
+    instances: tuple[tuple[InstanceId, InstanceSpec, RolloutCost], ...]
+    train: TrainCost
+    task: Callable[[int, int], tuple[int, int]]
+    reward_of: Callable[[RequestId, int], float]
+    latency_of: Callable[[RequestId, int], float]
+    report_s: float = 10.0
+    tick_s: float = 5.0
+    colocated_s: float = 0.0
+
+
+@dataclass(slots=True)
+class SimKeeper:
+    """Remembers what the ledger said: who was issued and how each group ended."""
+
+    issued: dict[GroupId, act.IssueGroup] = field(default_factory=dict[GroupId, act.IssueGroup])
+    ended: list[act.EndGroup] = field(default_factory=list[act.EndGroup])
+    stop: act.Stop | None = None
+
+    def do(self, action: LedgerAction) -> None:
+        match action:
+            case act.IssueGroup():
+                self.issued[action.group] = action
+            case act.EndGroup():
+                self.ended.append(action)
+            case act.Stop():
+                self.stop = action
+            case _:
+                pass
+
+
+class World:
+    """Builds the ports, starts the run, lets time pass."""
+
+    def __init__(
+        self, spec: WorldSpec, faults: Faults | None = None, log: EventLog | None = None
+    ) -> None:
+        self.spec = spec
+        self.faults = faults or Faults()
+        self.clock = VirtualClock()
+        self.log: EventLog = log or MemoryLog()
+        self.keeper = SimKeeper()
+        self.fleet = Fleet(self.clock, self.post, spec.task, self.faults, report_s=spec.report_s)
+        self.learner = SimLearner(
+            self.clock, self.post, spec.train, self._tokens_of, colocated_s=spec.colocated_s
+        )
+        self.rewards = SimRewards(
+            self.clock, self.post, spec.reward_of, spec.latency_of, self.faults
+        )
+        self.life = 0  # of the controller; messages to an earlier life are lost
+        self.watchers: list[Callable[[ev.Event, list[act.Action]], None]] = []
+        self.loop: Loop | None = Loop(initial(spec.params), self._ports())
+
+    def _ports(self) -> Ports:
+        return Ports(self.clock, self.fleet, self.learner, self.rewards, self.keeper, self.log)
+
+    def _tokens_of(self, group: GroupId, samples: tuple[int, ...]) -> int:
+        payload = [self.fleet.finished[RequestId(group, sample)] for sample in samples]
+        return sum(int(request.context) for request in payload)
+
+    def post(self, event: ev.Event) -> None:
+        """A message to the controller, late or twice if the faults say so."""
+        life = self.life
+        delay_s = self.faults.delay_s()
+        self.clock.after(delay_s, lambda: self._deliver(event, life))
+        if self.faults.duplicates():
+            self.clock.after(delay_s + 1.0, lambda: self._deliver(event, life))
+
+    def _deliver(self, event: ev.Event, life: int) -> None:
+        if self.loop is None or life != self.life or self.keeper.stop is not None:
+            return
+        actions = self.loop.handle(event)
+        for watcher in self.watchers:
+            watcher(event, actions)
+
+    def start(self) -> None:
+        self._deliver(ev.Started(self.spec.params), self.life)
+        self.learner.join()
+        for name, spec, cost in self.spec.instances:
+            self.fleet.join(name, spec, cost)
+        self._tick()
+
+    def _tick(self) -> None:
+        if self.keeper.stop is None:
+            self._deliver(ev.Tick(), self.life)
+            self.clock.after(self.spec.tick_s, self._tick)
+
+    def kill_controller(self) -> None:
+        """Controller and workers die together; memory and messages are gone."""
+        self.life += 1
+        self.loop = None
+        for name in list(self.fleet.instances):
+            self.fleet.die(name)
+        if self.learner.alive:
+            self.learner.die()
+
+    def resume_controller(self, loop: Loop, **changes: int) -> None:
+        """Go on from a recovered state; K, B or the number of steps may change."""
+        self.loop = loop
+        self.keeper.stop = None
+        params = replace(loop.state.target or loop.state.params, **changes)
+        self._deliver(ev.Resumed(params), self.life)
+        self.learner.join()
+        for name, spec, cost in self.spec.instances:
+            if name not in self.fleet.instances:
+                self.fleet.join(name, spec, cost)
+
+    def run(self, until_s: float = float("inf")) -> bool:
+        """True if the run came to its stop."""
+        return self.clock.run(lambda: self.keeper.stop is not None, until_s)
