@@ -26,7 +26,7 @@ PREFILL_PAIRS_MAX = 16_384  # bounds the scratch memory of one chunk
 class PairTensors:
     """`DecodePairs` as tensors, made once a step and used by every layer."""
 
-    rows: Tensor
+    rows: Tensor | None  # None: every row of the batch
     num_pool: int
     shared: Tensor
     owners: list[Tensor]
@@ -43,7 +43,7 @@ class PairTensors:
         valid = np.zeros((num_rows, padded), np.bool_)
         valid[:, :width] = pairs.valid
         return PairTensors(
-            torch.from_numpy(pairs.rows),
+            None if pairs.rows is None else torch.from_numpy(pairs.rows),
             pairs.num_pool,
             torch.from_numpy(pairs.shared),
             [torch.from_numpy(owner) for owner in pairs.owners],
@@ -77,10 +77,14 @@ def attend_decode(q: Tensor, k: Tensor, v: Tensor, pairs: PairTensors) -> Tensor
         outs.append(torch.bmm(flat[start : start + len(value)], value))
         start += len(value)
     out = (outs[0] if len(outs) == 1 else torch.cat(outs)).view(len(pairs.mask), -1, num_q, dim)
-    if pairs.table.shape[1] == 1:
-        index = pairs.table[:, 0]
-        return out.index_select(0, index) / total.index_select(0, index)[..., None]
-    return _add_up(peak[pairs.table], total[pairs.table], out[pairs.table], pairs.valid)
+    rows, width = pairs.table.shape
+    index = pairs.table.view(-1)
+    out = out.index_select(0, index).view(rows, width, *out.shape[1:])
+    total = total.index_select(0, index).view(rows, width, *total.shape[1:])
+    if width == 1:
+        return out[:, 0].div_(total[:, 0, ..., None])
+    peak = peak.index_select(0, index).view(rows, width, *peak.shape[1:])
+    return _add_up(peak.masked_fill_(~pairs.valid, -torch.inf), total, out)
 
 
 def attend_prefill(q: Tensor, k: Tensor, v: Tensor, chunk: Prefill) -> Tensor:
@@ -121,7 +125,7 @@ def _prefill_part(
             out[first:, j, h] = torch.bmm(weight[:, h], values)
     if width == 1:
         return out[:, 0] / total[:, 0, ..., None]
-    return _add_up(peak, total, out, (peak > -torch.inf))
+    return _add_up(peak, total, out)
 
 
 def _block_softmax(score: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -131,12 +135,12 @@ def _block_softmax(score: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return peak, weight, weight.sum(-1)
 
 
-def _add_up(peak: Tensor, total: Tensor, out: Tensor, valid: Tensor) -> Tensor:
+def _add_up(peak: Tensor, total: Tensor, out: Tensor) -> Tensor:
     """Combine the blocks of each row: a tree of sums over axis 1, whose size is a power of two.
 
-    Blocks a row does not have enter as zeros, and x + 0 is x, so a longer table changes nothing.
+    Blocks a row does not have come with a peak of -inf and so enter as zeros; x + 0 is x, and a
+    longer table changes nothing.
     """
-    peak = peak.masked_fill(~valid, -torch.inf)
     share = (peak - peak.amax(1, keepdim=True)).exp_()
     total = total.mul_(share)
     out = out.mul_(share[..., None])

@@ -12,7 +12,7 @@ Padding rows carry token 0 at position 0 and write into the scrap block. Never t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,10 +47,12 @@ class DecodePairs:
 
     Round 0 covers each block once; a block shared by n rows appears in rounds 0 .. n - 1. Blocks
     are sorted by sharing, so round r uses the first `len(owners[r])` of `shared`. `table[row, j]`
-    is where the pair (row, j-th block) stands in the concatenation of all rounds.
+    is where the pair (row, j-th block) stands in the concatenation of all rounds. In a batch of
+    decode rows only, `rows` is None and the table has every row, padding included (those point at
+    pair 0, whatever it is); otherwise it has the rows listed in `rows`.
     """
 
-    rows: Ints
+    rows: Ints | None
     num_pool: int  # round 0 reads pool blocks [0, num_pool) in place; 0: gathers `shared`
     shared: Ints
     owners: tuple[Ints, ...]
@@ -132,7 +134,11 @@ def build(
         positions.extend([0] * padding)
         write_blocks.extend([scrap_block] * padding)
         segments.append(Segment(slot, begin, len(token_ids)))
-    decode = pair_blocks(decode_rows, decode_spans, tables, block_tokens) if decode_rows else None
+    decode = None
+    if decode_rows:
+        decode = pair_blocks(decode_rows, decode_spans, tables, block_tokens)
+        if not prefills:
+            decode = _spread(decode, decode_rows, len(token_ids))
     return HostBatch(
         np.array(token_ids, np.int64),
         np.array(positions, np.int64),
@@ -143,6 +149,15 @@ def build(
         np.array(logit_rows, np.int64),
         logit_spans,
     )
+
+
+def _spread(pairs: DecodePairs, rows: list[int], num_rows: int) -> DecodePairs:
+    """The same pairs with one table row for every row of the batch."""
+    table = np.zeros((num_rows, pairs.table.shape[1]), np.int64)
+    valid = np.zeros(table.shape, np.bool_)
+    valid[:, 0] = True
+    table[rows], valid[rows] = pairs.table, pairs.valid
+    return replace(pairs, rows=None, table=table, valid=valid)
 
 
 def pair_blocks(

@@ -1,7 +1,7 @@
 """The tensors behind the block ledger: KV pools on the device, spilled blocks on the host.
 
-Knows nothing of requests beyond the key their spilled blocks are stored under. Layout of a pool is
-[layer, block, kv head, token, head dim], one pool for keys and one for values; the last block is a
+Knows nothing of requests beyond the key their spilled blocks are stored under. The pool is one
+tensor, [layer, 2, block, kv head, token, head dim], keys first, then values; the last block is a
 scrap block that padding rows write into. Invariant: content only changes through the plan's cache
 operations, the runner's writes and `import_block`.
 """
@@ -59,52 +59,45 @@ class KvCache:
         self.block_bytes = block_bytes(spec, options)
         shape = (
             spec.num_layers,
+            2,
             num_blocks + 1,
             spec.num_kv_heads,
             options.block_tokens,
             spec.head_dim,
         )
-        kind = {"dtype": DTYPES[options.dtype], "device": options.device}
-        self.k = torch.zeros(shape, **kind)
-        self.v = torch.zeros(shape, **kind)
+        self.kv = torch.zeros(shape, dtype=DTYPES[options.dtype], device=options.device)
         self._host: dict[RequestId, Tensor] = {}
         self._pinned = options.device.startswith("cuda")
 
     def copy(self, source: int, target: int) -> None:
-        self.k[:, target] = self.k[:, source]
-        self.v[:, target] = self.v[:, source]
+        self.kv[:, :, target] = self.kv[:, :, source]
 
     def scrub(self, blocks: Sequence[int]) -> None:
         """Zero blocks that may hold NaN: masked keys are multiplied by zero, and 0 * NaN is NaN."""
         for block in blocks:
-            self.k[:, block] = 0
-            self.v[:, block] = 0
+            self.kv[:, :, block] = 0
 
     def spill(self, key: RequestId, blocks: Sequence[int]) -> None:
         """Device to host. The copy is ordered with the compute stream."""
-        index = torch.tensor(blocks, device=self.k.device)
-        data = torch.stack((self.k.index_select(1, index), self.v.index_select(1, index)))
-        self._host[key] = self._to_host(data)
+        index = torch.tensor(blocks, device=self.kv.device)
+        self._host[key] = self._to_host(self.kv.index_select(2, index))
 
     def restore(self, key: RequestId, blocks: Sequence[int]) -> None:
-        data = self._host.pop(key).to(self.k.device, non_blocking=True)
-        index = torch.tensor(blocks, device=self.k.device)
-        self.k.index_copy_(1, index, data[0])
-        self.v.index_copy_(1, index, data[1])
+        data = self._host.pop(key).to(self.kv.device, non_blocking=True)
+        self.kv.index_copy_(2, torch.tensor(blocks, device=self.kv.device), data)
 
     def drop_host(self, key: RequestId) -> None:
         self._host.pop(key, None)
 
     def export_block(self, block: int) -> Tensor:
-        """[2, layer, kv head, token, head dim] on the host: the content of one block."""
-        return torch.stack((self.k[:, block], self.v[:, block])).cpu()
+        """[layer, 2, kv head, token, head dim] on the host: the content of one block."""
+        return self.kv[:, :, block].cpu()
 
     def export_host_block(self, key: RequestId, index: int) -> Tensor:
         return self._host[key][:, :, index]
 
     def import_block(self, block: int, data: Tensor) -> None:
-        self.k[:, block].copy_(data[0])
-        self.v[:, block].copy_(data[1])
+        self.kv[:, :, block].copy_(data)
 
     def _to_host(self, data: Tensor) -> Tensor:
         if not self._pinned:

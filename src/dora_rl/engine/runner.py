@@ -11,11 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dora_rl.engine import sampler
 from dora_rl.engine.attention import PairTensors
-from dora_rl.engine.batch import BlockTables, HostBatch, Segment, build
+from dora_rl.engine.batch import BlockTables, HostBatch, Prefill, Segment, build
 from dora_rl.engine.cache import KvCache, context_limit, derive_num_blocks
 from dora_rl.engine.linear import RowLinear
 from dora_rl.engine.models.decoder import Decoder, RowBatch
@@ -78,7 +79,7 @@ class CpuRunner:
         padded = -(-count // self.tile_rows) * self.tile_rows
         num_blocks = -(-padded // self.options.block_tokens)
         scratch = KvCache(self.spec, self.options, num_blocks)
-        batch = chunk_batch(token_ids, padded, slot, self.options.block_tokens)
+        batch = chunk_batch(token_ids, padded, slot, scratch)
         hidden = self.decoder.forward(batch, scratch)
         logits = self.decoder.logits(hidden, batch.segments)[: count - 1]
         target = torch.tensor(token_ids[1:])[:, None]
@@ -91,7 +92,7 @@ class CpuRunner:
         host = build(
             groups, self.tables, self.options.block_tokens, self.tile_rows, self.cache.scrap_block
         )
-        batch = to_rows(host, self.options.block_tokens)
+        batch = to_rows(host, self.cache)
         hidden = self.decoder.forward(batch, self.cache)
         if not len(host.logit_rows):
             return []
@@ -122,8 +123,9 @@ class CpuRunner:
         return hidden[torch.cat(index)], segments, torch.cat(order)
 
 
-def to_rows(host: HostBatch, block_tokens: int) -> RowBatch:
+def to_rows(host: HostBatch, cache: KvCache) -> RowBatch:
     """Host arrays as the tensors of one pass."""
+    block_tokens = cache.kv.shape[4]
     row_slots = None
     if len(host.segments) > 1:
         row_slots = torch.cat(
@@ -132,8 +134,7 @@ def to_rows(host: HostBatch, block_tokens: int) -> RowBatch:
     return RowBatch(
         torch.from_numpy(host.token_ids),
         torch.from_numpy(host.positions),
-        torch.from_numpy(host.write_blocks),
-        torch.from_numpy(host.positions % block_tokens),
+        torch.from_numpy(write_index(host, cache)),
         host.segments,
         row_slots,
         PairTensors.make(host.decode, block_tokens) if host.decode else None,
@@ -141,10 +142,18 @@ def to_rows(host: HostBatch, block_tokens: int) -> RowBatch:
     )
 
 
-def chunk_batch(token_ids: Sequence[int], padded: int, slot: int, block_tokens: int) -> RowBatch:
-    """One text as one prefill chunk on blocks 0, 1, .. of a scratch cache."""
-    from dora_rl.engine.batch import Prefill
+def write_index(host: HostBatch, cache: KvCache) -> NDArray[np.int64]:
+    """Rows of `[2 * block * kv head * token, head dim]` that each batch row writes, flat."""
+    _, _, num_blocks, num_kv, block_tokens, _ = cache.kv.shape
+    parts = np.arange(2 * num_kv)
+    planes = parts // num_kv * num_blocks  # keys in plane 0, values in plane 1
+    first = (planes + host.write_blocks[:, None]) * num_kv + parts % num_kv
+    return (first * block_tokens + (host.positions % block_tokens)[:, None]).reshape(-1)
 
+
+def chunk_batch(token_ids: Sequence[int], padded: int, slot: int, cache: KvCache) -> RowBatch:
+    """One text as one prefill chunk on blocks 0, 1, .. of a scratch cache."""
+    block_tokens = cache.kv.shape[4]
     ids = np.zeros(padded, np.int64)
     ids[: len(token_ids)] = token_ids
     positions = np.arange(padded)
@@ -154,7 +163,7 @@ def chunk_batch(token_ids: Sequence[int], padded: int, slot: int, block_tokens: 
     host = HostBatch(
         ids, positions, positions // block_tokens, [segment], None, [chunk], positions[:0]
     )
-    return to_rows(host, block_tokens)
+    return to_rows(host, cache)
 
 
 def sampling_rows(spans: Sequence[Span]) -> sampler.SamplingRows:
@@ -178,6 +187,7 @@ def sampling_rows(spans: Sequence[Span]) -> sampler.SamplingRows:
         top_p=torch.tensor([p.top_p for p in owners]),
         min_p=torch.tensor([p.min_p for p in owners]),
         forced=torch.tensor(forced),
+        scaled=any(p.temperature != 1 for p in owners),
         filtered=any(p.top_k or p.top_p < 1 or p.min_p for p in owners),
         raw=any(p.raw_logprobs for p in owners),
         top_n=max(p.logprobs_top_n for p in owners),

@@ -13,10 +13,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
 _MUL1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _MUL2 = -7723592293110705685  # 0x94D049BB133111EB
+
+CHUNK = 64  # tokens whose weights are summed at once before a draw
 
 
 @dataclass(slots=True)
@@ -30,6 +33,7 @@ class SamplingRows:
     top_p: Tensor
     min_p: Tensor
     forced: Tensor
+    scaled: bool  # any row has a temperature other than 1
     filtered: bool  # any row uses top_k, top_p or min_p
     raw: bool  # any row wants its log-prob at temperature 1
     top_n: int  # most log-probs wanted beside the drawn token
@@ -62,29 +66,50 @@ def _shift(x: Tensor, bits: int) -> Tensor:
 
 def sample(logits: Tensor, rows: SamplingRows) -> Drawn:
     """Draw (or score) one token per row of [rows, vocab] float32 logits."""
-    greedy = rows.temperature <= 0
-    scaled = logits / torch.where(greedy, 1.0, rows.temperature)[:, None]
+    scaled = logits
+    if rows.scaled:
+        greedy = rows.temperature <= 0
+        scaled = logits / torch.where(greedy, 1.0, rows.temperature)[:, None]
     if rows.filtered:
         scaled = _filter(scaled, rows)
-    logprobs = torch.log_softmax(scaled, -1)
-    token = _invert(logprobs, uniform(rows.keys, rows.positions))
-    token = torch.where(greedy, logits.argmax(-1), token)
+    peak = scaled.amax(-1, keepdim=True)
+    token, log_total = _draw((scaled - peak).exp_(), uniform(rows.keys, rows.positions))
+    if rows.scaled:
+        token = torch.where(greedy, logits.argmax(-1), token)
     token = torch.where(rows.forced >= 0, rows.forced, token)
-    chosen = logprobs.gather(1, token[:, None])[:, 0]
+    offset = peak[:, 0] + log_total
+    chosen = scaled.gather(1, token[:, None])[:, 0] - offset
     raw = None
     if rows.raw:
         raw = torch.log_softmax(logits, -1).gather(1, token[:, None])[:, 0]
     top_ids = top_logprobs = None
     if rows.top_n:
-        top_logprobs, top_ids = logprobs.topk(rows.top_n, -1)
+        top_logprobs, top_ids = scaled.topk(rows.top_n, -1)
+        top_logprobs = top_logprobs - offset[:, None]
     return Drawn(token, chosen, raw, top_ids, top_logprobs)
 
 
-def _invert(logprobs: Tensor, u: Tensor) -> Tensor:
-    """The first token whose cumulative probability passes u times the total."""
-    cumulative = logprobs.exp().cumsum(-1)
-    passed = cumulative <= (u * cumulative[:, -1])[:, None]
-    return passed.sum(-1).clamp_(max=logprobs.shape[1] - 1)
+def _draw(weight: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    """Token where the running sum of the weights passes u times their total, and log(total).
+
+    Sums of chunks first, then inside one chunk: a running sum over the whole vocabulary costs more
+    than everything else here. Rounding may leave nothing above the threshold in the chunk; then its
+    last possible token is taken.
+    """
+    count, vocab = weight.shape
+    if vocab % CHUNK:
+        weight = functional.pad(weight, (0, -vocab % CHUNK))
+    weight = weight.view(count, -1, CHUNK)
+    running = weight.sum(-1).to(torch.float64).cumsum(-1)
+    total = running[:, -1:]
+    threshold = u[:, None] * total
+    chunk = (running <= threshold).sum(-1, keepdim=True).clamp_(max=running.shape[1] - 1)
+    before = functional.pad(running, (1, 0)).gather(1, chunk)
+    inside = weight.gather(1, chunk[..., None].expand(-1, -1, CHUNK))[:, 0]
+    place = (inside.cumsum(-1) <= threshold - before).sum(-1)
+    last = CHUNK - 1 - (inside > 0).flip(-1).to(torch.uint8).argmax(-1)
+    token = (chunk[:, 0] * CHUNK + torch.minimum(place, last)).clamp_(max=vocab - 1)
+    return token, total[:, 0].log().to(torch.float32)
 
 
 def _filter(scaled: Tensor, rows: SamplingRows) -> Tensor:

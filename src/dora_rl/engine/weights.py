@@ -112,7 +112,7 @@ class ModelWeights:
         self.norm = self._new("norm", spec.hidden)
         head = self.embed if spec.tied else self._new("lm_head", spec.vocab, spec.hidden)
         self.lm_head = head
-        self.targets = _targets(spec)
+        self.targets = targets_of(spec)
 
     @property
     def bytes_per_version(self) -> int:
@@ -214,7 +214,7 @@ def _layer_order(group: str) -> tuple[int, int]:
     return (1, int(group)) if group.isdigit() else (0 if group == "embed" else 2, 0)
 
 
-def _targets(spec: ModelSpec) -> dict[str, Target]:
+def targets_of(spec: ModelSpec) -> dict[str, Target]:
     """Hugging Face name -> place in the packed parameters."""
     targets = {
         "model.embed_tokens.weight": Target("embed", 0, (spec.vocab, spec.hidden)),

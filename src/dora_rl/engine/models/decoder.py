@@ -28,8 +28,7 @@ class RowBatch:
 
     token_ids: Tensor
     positions: Tensor
-    write_blocks: Tensor
-    write_offsets: Tensor
+    write_index: Tensor  # places of each row's keys, then values, in a layer's pool of vectors
     segments: list[Segment]
     row_slots: Tensor | None  # version slot of each row, when there is more than one
     decode: PairTensors | None
@@ -103,17 +102,24 @@ class Decoder:
         spec = self.spec
         rows, heads, kv_heads, dim = len(h), spec.num_heads, spec.num_kv_heads, spec.head_dim
         qkv = self._project(h, layer.qkv, layer.qkv_bias, batch).view(rows, -1, dim)
-        qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
+        qk = qkv[:, : heads + kv_heads]
         if layer.qk_norm is not None:
             qk = self._norm(qk, layer.qk_norm, batch)
-        qk = (qk * cos + qk.roll(dim // 2, -1) * sin).to(h.dtype)
-        keys, values = cache.k[index], cache.v[index]
-        keys[batch.write_blocks, :, batch.write_offsets] = qk[:, heads:]
-        values[batch.write_blocks, :, batch.write_offsets] = v
-        q = (qk[:, :heads] * self.scale).view(rows, kv_heads, spec.num_groups, dim)
-        out = torch.zeros_like(q)
+        half = dim // 2
+        turned = torch.cat((qk[..., half:], qk[..., :half]), -1).mul_(sin)
+        qkv[:, : heads + kv_heads] = turned.add_(qk * cos)
+        pool = cache.kv[index]
+        pool.view(-1, dim).index_copy_(0, batch.write_index, qkv[:, heads:].reshape(-1, dim))
+        keys, values = pool[0], pool[1]
+        q = (qkv[:, :heads] * self.scale).view(rows, kv_heads, spec.num_groups, dim)
+        decoded = None
         if batch.decode is not None:
-            out[batch.decode.rows] = attend_decode(q, keys, values, batch.decode)
+            decoded = attend_decode(q, keys, values, batch.decode)
+            if batch.decode.rows is None:
+                return decoded.view(rows, heads * dim)
+        out = torch.zeros_like(q)
+        if batch.decode is not None and decoded is not None:
+            out[batch.decode.rows] = decoded
         for chunk in batch.prefills:
             end = chunk.row + chunk.count
             out[chunk.row : end] = attend_prefill(q[chunk.row : end], keys, values, chunk)

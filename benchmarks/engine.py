@@ -1,0 +1,262 @@
+"""Decode throughput of the native engine: prompt of 128 random tokens, 512 new ones, log-probs on.
+
+    python benchmarks/engine.py --model tiny --requests 1,16,64
+    python benchmarks/engine.py --model qwen3-0.6b --device cuda --dtype bfloat16 \
+        --requests 1,16,64,256,1024 --versions 1,3 --json engine.json
+    python benchmarks/engine.py --model qwen3-0.6b --device cuda --dtype bfloat16 --vllm
+
+Weights are random, temperature is 1 and end-of-sequence is ignored, so every request runs to its
+full length. `floor` is the time a step would take if it only read the weights and the KV cache
+once at the memory bandwidth given (`--bandwidth-gbs`, else measured by a copy). `--vllm` also runs
+vLLM, where it is installed, on the same shape in the same call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import platform
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from dora_rl.engine.cache import block_bytes
+from dora_rl.engine.engine import Engine
+from dora_rl.engine.options import EngineOptions
+from dora_rl.engine.random_weights import RandomWeights
+from dora_rl.engine.sequence import Request
+from dora_rl.engine.spec import ModelSpec, RopeSpec
+from dora_rl.types import RequestId, SamplingParams
+
+
+def qwen3_shape(**fields: int) -> ModelSpec:
+    return ModelSpec(
+        family="qwen3",
+        norm_eps=1e-6,
+        rope=RopeSpec(theta=1_000_000.0),
+        tied=True,
+        qk_norm=True,
+        context_max=40_960,
+        **fields,
+    )
+
+
+SHAPES = {
+    "tiny": qwen3_shape(
+        vocab=4096,
+        hidden=256,
+        intermediate=512,
+        num_layers=4,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=64,
+    ),
+    "qwen3-0.6b": qwen3_shape(
+        vocab=151_936,
+        hidden=1024,
+        intermediate=3072,
+        num_layers=28,
+        num_heads=16,
+        num_kv_heads=8,
+        head_dim=128,
+    ),
+    "qwen3-1.7b": qwen3_shape(
+        vocab=151_936,
+        hidden=2048,
+        intermediate=6144,
+        num_layers=28,
+        num_heads=16,
+        num_kv_heads=8,
+        head_dim=128,
+    ),
+}
+
+
+def make_engine(spec: ModelSpec, args: argparse.Namespace, num_requests: int) -> Engine:
+    context = args.prompt + args.new + 1
+    blocks_each = -(-context // args.block_tokens) + 1
+    options = EngineOptions(
+        device=args.device,
+        dtype=args.dtype,
+        block_tokens=args.block_tokens,
+        num_blocks=num_requests * blocks_each,
+        seqs_max=num_requests,
+        step_tokens_max=max(args.step_tokens, num_requests),
+        context_max=context,
+        versions_max=max(args.versions),
+        one_pass=not args.plain,
+        async_steps=not args.sync_steps,
+        cuda_graphs=not args.eager,
+    )
+    return Engine(spec, options)
+
+
+def generate(engine: Engine, args: argparse.Namespace, num_requests: int, versions: int) -> dict:
+    """One timed run; the engine is warm (graphs captured, kernels compiled) when it starts."""
+    generator = torch.Generator().manual_seed(0)
+    params = SamplingParams(tokens_max=args.new, temperature=1.0, ignore_eos=True)
+    prompts = torch.randint(
+        0, engine.spec.vocab, (num_requests, args.prompt), generator=generator
+    ).tolist()
+    start = time.perf_counter()
+    for index, prompt in enumerate(prompts):
+        version = index % versions
+        engine.submit(Request(RequestId(index, 0), version, tuple(prompt), params))
+    num_tokens, first_s = 0, 0.0
+    before = engine.stats().steps
+    while engine.has_work():
+        for output in engine.step():
+            num_tokens += len(output.token_ids)
+        if not first_s and num_tokens >= num_requests:
+            first_s = time.perf_counter() - start
+    wall_s = time.perf_counter() - start
+    steps = engine.stats().steps - before
+    assert num_tokens == num_requests * args.new, (num_tokens, num_requests * args.new)
+    return {
+        "requests": num_requests,
+        "versions": versions,
+        "tokens_per_s": num_tokens / wall_s,
+        "wall_s": wall_s,
+        "prefill_s": first_s,
+        "step_ms": (wall_s - first_s) / max(1, steps - 1) * 1e3,
+    }
+
+
+def floor_ms(engine: Engine, args: argparse.Namespace, num_requests: int, versions: int) -> float:
+    """Weights once per version plus the KV of the mean context, at the memory bandwidth."""
+    context = args.prompt + args.new / 2
+    kv = block_bytes(engine.spec, engine.options) / engine.options.block_tokens
+    weights = engine.runner.weights.bytes_per_version * versions
+    return (weights + num_requests * context * kv) / (args.bandwidth_gbs * 1e9) * 1e3
+
+
+def measure_bandwidth_gbs(device: str) -> float:
+    """Bytes read and written per second by a large copy."""
+    source = torch.empty(1 << (30 if device != "cpu" else 27), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    target.copy_(source)
+    if device != "cpu":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(10):
+        target.copy_(source)
+    if device != "cpu":
+        torch.cuda.synchronize()
+    return 20 * source.numel() / (time.perf_counter() - start) / 1e9
+
+
+def run_vllm(spec: ModelSpec, args: argparse.Namespace, num_requests: int) -> float:
+    """Tokens per second of vLLM on a dummy model of the same shape."""
+    from vllm import LLM
+    from vllm import SamplingParams as VllmParams
+
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": spec.vocab,
+        "hidden_size": spec.hidden,
+        "intermediate_size": spec.intermediate,
+        "num_hidden_layers": spec.num_layers,
+        "num_attention_heads": spec.num_heads,
+        "num_key_value_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+        "rms_norm_eps": spec.norm_eps,
+        "rope_theta": spec.rope.theta,
+        "max_position_embeddings": spec.context_max,
+        "tie_word_embeddings": spec.tied,
+        "hidden_act": "silu",
+        "dtype": args.dtype,
+    }
+    with tempfile.TemporaryDirectory() as directory:
+        (Path(directory) / "config.json").write_text(json.dumps(config))
+        llm = LLM(
+            directory,
+            load_format="dummy",
+            dtype=args.dtype,
+            skip_tokenizer_init=True,
+            enable_prefix_caching=False,
+            max_model_len=args.prompt + args.new + 16,
+            max_num_seqs=max(num_requests, 16),
+            enforce_eager=args.device == "cpu",
+        )
+        params = VllmParams(
+            max_tokens=args.new, temperature=1.0, ignore_eos=True, logprobs=0, detokenize=False
+        )
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(0, spec.vocab, (num_requests, args.prompt), generator=generator)
+        prompts = [{"prompt_token_ids": row} for row in ids.tolist()]
+        llm.generate(prompts, params, use_tqdm=False)
+        start = time.perf_counter()
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        wall_s = time.perf_counter() - start
+    return sum(len(output.outputs[0].token_ids) for output in outputs) / wall_s
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    def numbers(text: str) -> list[int]:
+        return [int(part) for part in text.split(",")]
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=sorted(SHAPES), default="tiny")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--requests", type=numbers, default=[1, 16, 64])
+    parser.add_argument("--versions", type=numbers, default=[1])
+    parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument("--new", type=int, default=512)
+    parser.add_argument("--repeat", type=int, default=2, help="runs per cell; the best is shown")
+    parser.add_argument("--block-tokens", type=int, default=64)
+    parser.add_argument("--step-tokens", type=int, default=8192)
+    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--bandwidth-gbs", type=float, default=0.0)
+    parser.add_argument("--plain", action="store_true", help="one pass per version")
+    parser.add_argument("--sync-steps", action="store_true", help="read tokens before planning")
+    parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
+    parser.add_argument("--vllm", action="store_true")
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str]) -> None:
+    args = parse(argv)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    spec = dataclasses.replace(SHAPES[args.model], dtype=args.dtype)
+    args.bandwidth_gbs = args.bandwidth_gbs or measure_bandwidth_gbs(args.device)
+    rows = []
+    print(f"{args.model} {args.device} {args.dtype}  copy bandwidth {args.bandwidth_gbs:.0f} GB/s")
+    print(
+        f"{'requests':>8} {'versions':>8} {'tok/s':>10} {'step ms':>8} {'floor ms':>8} {'vllm':>8}"
+    )
+    for num_requests in args.requests:
+        engine = make_engine(spec, args, num_requests)
+        for version in range(max(args.versions)):
+            engine.load(version, RandomWeights(spec, version))
+        for versions in args.versions:
+            runs = [generate(engine, args, num_requests, versions) for _ in range(args.repeat)]
+            row = max(runs, key=lambda run: run["tokens_per_s"])
+            row["floor_ms"] = floor_ms(engine, args, num_requests, versions)
+            rows.append(row)
+        del engine
+        if args.device != "cpu":
+            torch.cuda.empty_cache()
+        vllm = run_vllm(spec, args, num_requests) if args.vllm else float("nan")
+        for row in rows[-len(args.versions) :]:
+            row["vllm_tokens_per_s"] = vllm
+            print(
+                f"{row['requests']:>8} {row['versions']:>8} {row['tokens_per_s']:>10,.0f} "
+                f"{row['step_ms']:>8.2f} {row['floor_ms']:>8.2f} {vllm:>8,.0f}",
+                flush=True,
+            )
+    if args.json:
+        machine = torch.cuda.get_device_name() if args.device != "cpu" else platform.processor()
+        report = {"model": args.model, "machine": machine, "torch": torch.__version__, "rows": rows}
+        args.json.write_text(json.dumps(report, indent=1))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
