@@ -1,0 +1,247 @@
+"""The table's file: what was done survives, a torn tail is cut, damage is named."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dora_rl.data import table_log
+from dora_rl.data.table import NewRow, Table, TableCorrupt, TableError
+from dora_rl.data.table_codec import as_value, decode, describe_columns, encode, read_columns
+
+CONSUMERS = {"rewarder": ("token_ids",), "trainer": ("token_ids", "reward")}
+
+
+def state_of(table: Table) -> Any:
+    """Everything a user can ask, in a comparable form."""
+    stats = table.stats()
+    rows = {}
+    for index in range(stats.num_put):
+        try:
+            (row,) = table.read([index])
+        except TableError:
+            continue
+        values = {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in row.columns.items()}
+        rows[index] = (row.group, row.version, row.sample, row.num_tokens, values)
+    ready = {c: [r.index for r in table.peek(c, num_rows=10**6)] for c in CONSUMERS}
+    groups = {c: [r.index for r in table.peek(c, num_groups=10**6)] for c in CONSUMERS}
+    return stats, rows, ready, groups
+
+
+def play(table: Table) -> list[Any]:
+    """A story that uses every operation; returns the state after each."""
+    states = [state_of(table)]
+
+    def done() -> None:
+        states.append(state_of(table))
+
+    first = table.put([NewRow(0, 0, {"token_ids": [1, 2, 3], "text": "é"}, i, 2) for i in (0, 1)])
+    done()
+    table.put([NewRow(1, 1, {"token_ids": np.arange(4, dtype=np.int16), "raw": b"\0x"}, 0, 2)])
+    done()
+    table.take("rewarder", num_rows=2)
+    done()
+    table.extend({i: {"reward": 0.25 * i, "info": {"k": [1, None]}} for i in first})
+    done()
+    table.take("trainer", group=0)
+    done()
+    table.untake("trainer", [first[1]])
+    done()
+    table.release(first)
+    done()
+    table.put([NewRow(2, 1, {"token_ids": []}, 0, 3)])
+    done()
+    table.drop(2)
+    done()
+    return states
+
+
+def test_everything_comes_back(tmp_path: Path) -> None:
+    table = Table(CONSUMERS, path=tmp_path / "t")
+    states = play(table)
+    table.close()
+    again = Table(CONSUMERS, path=tmp_path / "t")
+    assert state_of(again) == states[-1]
+    assert again.put([NewRow(9, 0, {})]) == [states[-1][0].num_put]
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_checkpoint_holds_the_live_rows_only(tmp_path: Path, in_place: bool) -> None:
+    table = Table(CONSUMERS, path=tmp_path / "t")
+    states = play(table)
+    path = tmp_path / ("t" if in_place else "copy")
+    table.checkpoint(None if in_place else path)
+    assert state_of(table) == states[-1]
+    table.put([NewRow(1, 1, {"token_ids": [5]}, 1, 2)])
+    after = state_of(table)
+    table.close()
+    again = Table(CONSUMERS, path=path)
+    assert state_of(again) == (after if in_place else states[-1])
+    again.check_invariants()
+
+
+def test_a_crash_at_any_byte_leaves_an_exact_prefix(tmp_path: Path) -> None:
+    whole = Table(CONSUMERS, path=tmp_path / "whole")
+    states = play(whole)
+    whole.close()
+    content = (tmp_path / "whole").read_bytes()
+    reached = set()
+    cut = tmp_path / "cut"
+    for size in range(len(content) + 1):
+        cut.write_bytes(content[:size])
+        table = Table(CONSUMERS, path=cut)
+        state = state_of(table)
+        assert state in states
+        number = states.index(state)
+        assert not reached or number >= max(reached), "a longer file may not hold less"
+        reached.add(number)
+        # What was cut off is gone for good: going on gives a sound file again.
+        table.put([NewRow(50, 0, {"token_ids": [1]})])
+        expected = state_of(table)
+        table.close()
+        reopened = Table(CONSUMERS, path=cut)
+        assert state_of(reopened) == expected
+        reopened.close()
+    assert reached == set(range(len(states)))
+
+
+def test_a_tail_of_zeros_is_a_torn_tail(tmp_path: Path) -> None:
+    table = Table(CONSUMERS, path=tmp_path / "t")
+    states = play(table)
+    table.close()
+    with (tmp_path / "t").open("ab") as file:
+        file.write(bytes(100))
+    assert state_of(Table(CONSUMERS, path=tmp_path / "t")) == states[-1]
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_damage_is_never_taken_for_data(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    path = tmp_path_factory.mktemp("table") / "t"
+    table = Table(CONSUMERS, path=path)
+    states = play(table)
+    table.close()
+    content = bytearray(path.read_bytes())
+    place = data.draw(st.integers(0, len(content) - 1))
+    content[place] ^= 1 << data.draw(st.integers(0, 7))
+    path.write_bytes(content)
+    try:
+        damaged = Table(CONSUMERS, path=path)
+    except TableCorrupt as error:
+        assert str(path) in str(error)
+        return
+    # Only the last record can look like one that the writer did not finish.
+    assert state_of(damaged) in states[-2:]
+
+
+def test_other_consumers_are_refused(tmp_path: Path) -> None:
+    Table(CONSUMERS, path=tmp_path / "t").close()
+    with pytest.raises(TableError, match="written for consumers"):
+        Table({"someone": ()}, path=tmp_path / "t")
+    (tmp_path / "x").write_bytes(b"something else entirely")
+    with pytest.raises(TableCorrupt, match="not a table"):
+        Table(CONSUMERS, path=tmp_path / "x")
+
+
+def test_a_full_disk_refuses_the_operation_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = Table(CONSUMERS, path=tmp_path / "t", fsync=True)
+    states = play(table)
+    write = os.write
+
+    def half_then_full(file: int, data: memoryview) -> int:
+        if len(data) < 20:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(file, data[: len(data) // 2])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(table_log.os, "write", half_then_full)
+        for operation in (
+            lambda: table.put([NewRow(5, 0, {"token_ids": [1] * 50})]),
+            lambda: table.release([2]),
+            lambda: table.checkpoint(),
+        ):
+            with pytest.raises(TableError, match="No space left"):
+                operation()
+    assert state_of(table) == states[-1]
+    table.put([NewRow(5, 0, {"token_ids": [1] * 50})])
+    expected = state_of(table)
+    table.close()
+    assert state_of(Table(CONSUMERS, path=tmp_path / "t")) == expected
+
+
+def test_the_file_does_not_grow_with_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(table_log, "REWRITE_BYTES_MIN", 20_000)
+    table = Table({"trainer": ()}, auto_release=True, path=tmp_path / "t")
+    largest = 0
+    for group in range(500):
+        table.put([NewRow(group, 0, {"a": np.zeros(200)})])
+        if group >= 5:
+            table.take("trainer", num_rows=1)
+        largest = max(largest, (tmp_path / "t").stat().st_size)
+    assert largest < 20_000 + 7 * 2_000 * (table_log.REWRITE_RATIO + 1)
+    expected = table.stats()
+    table.close()
+    assert expected.num_put == 500
+    assert Table({"trainer": ()}, auto_release=True, path=tmp_path / "t").stats() == expected
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.dictionaries(st.text(), inner, max_size=3) | st.lists(inner, max_size=3),
+    max_leaves=6,
+)
+arrays = st.builds(
+    lambda dtype, shape, seed: np.random.default_rng(seed).integers(0, 2, shape).astype(dtype),
+    st.sampled_from(["int8", "uint16", "int32", "int64", "float16", "float32", "float64", "bool"]),
+    st.lists(st.integers(0, 4), max_size=3).map(tuple),
+    st.integers(0, 100),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(columns=st.dictionaries(st.text(), json_values | arrays | st.binary(), max_size=5))
+def test_values_survive_the_codec(columns: dict[str, Any]) -> None:
+    values = {name: as_value(value) for name, value in columns.items()}
+    blobs: list[Any] = []
+    entries = describe_columns(values, blobs)
+    body = memoryview(b"".join(encode({"row": entries}, blobs)))
+    header, place = decode(body)
+    back, end = read_columns(header["row"], body, place)
+    assert end == len(body)
+    assert list(back) == list(values)
+    for name, value in values.items():
+        assert type(back[name]) is type(value)
+        if isinstance(value, np.ndarray):
+            assert back[name].dtype == value.dtype
+            assert back[name].shape == value.shape
+            assert np.array_equal(back[name], value)
+        else:
+            assert back[name] == value
+
+
+def test_how_sequences_are_kept() -> None:
+    assert as_value((1, 2)).dtype == np.int32
+    assert as_value([2**40]).dtype == np.int64
+    assert as_value([0.5, 1.5]).dtype == np.float64
+    assert as_value([1, 2.5]) == [1, 2.5]
+    assert as_value([1, True])[1] is True
+    assert as_value([2**70]) == [2**70]
+    assert as_value(()).shape == (0,)
+    assert as_value(["a", 1]) == ["a", 1]
+    assert as_value([1, None]) == [1, None]
+    assert as_value(np.float32(0.5)) == 0.5
+    with pytest.raises(TypeError, match="arrays of"):
+        as_value(np.array(["x"]))
