@@ -89,7 +89,7 @@ class TrainerConfig(Section):
     publish_dtype: str = "auto"  # auto: the compute dtype
     device: str = "auto"
     threads: int = 0  # 0: leave torch's setting alone
-    attention: str = "auto"  # auto | varlen | flex | sdpa | buckets | loop
+    attention: str = "auto"  # auto | varlen | flex | blocks | sdpa | loop
     implementation: str = "auto"  # auto | lean | transformers
     compile: str = "auto"  # auto | on | off
     activation_checkpointing: str = "none"  # none | layer

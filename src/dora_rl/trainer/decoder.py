@@ -19,10 +19,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dora_rl.trainer.architecture import Architecture
-from dora_rl.trainer.attention import Attend, Layout
+from dora_rl.trainer.attention import Attend
+from dora_rl.trainer.attention_layout import Layout
 from dora_rl.trainer.experts import SparseMlp
+from dora_rl.trainer.lean_ops import rms_norm, rotate
 from dora_rl.trainer.logprobs import TokenScores, chunk_tokens, token_scores
-from dora_rl.trainer.rope import rotate, rotation
+from dora_rl.trainer.rope import rotation
 
 
 class Linear(nn.Linear):
@@ -39,15 +41,10 @@ class RmsNorm(nn.Module):
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
-        self.width, self.eps = (width,), eps
+        self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.dtype == torch.float32:
-            return F.rms_norm(x, self.width, self.weight, self.eps)
-        # As in transformers: normalise in float32, round, then scale.
-        return F.rms_norm(x.float(), self.width, None, self.eps).to(x.dtype) * self.weight.to(
-            x.dtype
-        )
+        return rms_norm(x, self.weight, self.eps)
 
 
 class Attention(nn.Module):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from dora_rl.trainer.attention import Layout
+from dora_rl.trainer.attention_layout import Layout
 from dora_rl.trainer.batch import GroupBatch, Sample
 from dora_rl.types import Version
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dora_rl.trainer.attention import Layout
+from dora_rl.trainer.attention_layout import Layout
 from dora_rl.trainer.logprobs import TokenScores, chunk_tokens, token_scores
 from dora_rl.trainer.options import TrainerOptions
 from dora_rl.types import UserError

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from dora_rl.ports import WeightStore
 from dora_rl.trainer import distributed, state
+from dora_rl.trainer.allocator import keep_freed_memory
 from dora_rl.trainer.batch import GroupBatch, admit
 from dora_rl.trainer.documents import Document, collate
 from dora_rl.trainer.losses.aggregate import denominator
@@ -82,6 +83,8 @@ class Learner:
             load_policy(self.directory, trainer) if self.directory else model  # type: ignore[assignment]
         )
         self.device = next(self.policy.parameters()).device
+        if self.device.type == "cpu":
+            keep_freed_memory()
         self.rank, self.num_ranks = distributed.world()
         self.optimizer = Optimizer(self.policy, trainer)
         self.pack_tokens = trainer.pack_tokens or _PACK_TOKENS.get(self.device.type, 16384)

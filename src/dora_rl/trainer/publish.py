@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dora_rl.ports import Canary, WeightStore
-from dora_rl.trainer.attention import Layout
+from dora_rl.trainer.attention_layout import Layout
 from dora_rl.trainer.distributed import gathered
 from dora_rl.trainer.model import named_weights
 from dora_rl.types import Version

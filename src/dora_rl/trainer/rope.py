@@ -1,9 +1,9 @@
-"""Rotary positions: frequencies from a Hugging Face config, and the rotation itself.
+"""Rotary positions: frequencies from a Hugging Face config, and the angles of a pack.
 
 Invariant: the same cosines as transformers computes for `default`, `linear` and `llama3`; other
 kinds are refused here and run through transformers instead.
 
-Shapes: T tokens, H heads, D head size; the two halves of D are the two coordinates.
+Shapes: T tokens, D head size; the two halves of D are the two coordinates.
 """
 
 from __future__ import annotations
@@ -48,9 +48,3 @@ def rotation(
     """cos and sin, each (T, 1, D/2); the angles are float32 whatever the dtype."""
     angle = position_T[:, None, None].float() * inv_freq.float()
     return (angle.cos() * scale).to(dtype), (angle.sin() * scale).to(dtype)
-
-
-def rotate(x_THD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pair (x[i], x[i + D/2]) by the token's angle."""
-    a, b = x_THD.chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
