@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from dora_rl.engine.scheduler import Span
+from dora_rl.engine.plan import Span
 
 Ints = NDArray[np.int64]
 

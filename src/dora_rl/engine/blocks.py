@@ -60,6 +60,8 @@ class BlockPool:
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._by_key: dict[bytes, int] = {}
         self._key_of: dict[int, tuple[Version, bytes]] = {}
+        self._poisoned: set[int] = set()
+        self.to_scrub: list[int] = []  # freed blocks whose content must be zeroed before reuse
 
     @property
     def num_available(self) -> int:
@@ -90,6 +92,9 @@ class BlockPool:
             self.refs[block] -= 1
             if self.refs[block]:
                 continue
+            if block in self._poisoned:
+                self._poisoned.discard(block)
+                self.to_scrub.append(block)
             if block in self._key_of:
                 self._cached[block] = None
                 if len(self._cached) > self.cached_max:
@@ -113,6 +118,13 @@ class BlockPool:
         entry = self._key_of.pop(block, None)
         if entry is not None:
             del self._by_key[entry[1]]
+
+    def poison(self, blocks: Iterable[int]) -> None:
+        """Used blocks that may hold NaN: never shared again, zeroed once nobody holds them."""
+        for block in blocks:
+            assert self.refs[block] > 0
+            self.forget_block(block)
+            self._poisoned.add(block)
 
     def forget_version(self, version: Version) -> None:
         """A retired version leaves nothing behind that a later one could find."""

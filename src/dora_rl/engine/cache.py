@@ -89,15 +89,19 @@ class KvCache:
     def drop_host(self, key: RequestId) -> None:
         self._host.pop(key, None)
 
-    def export_block(self, block: int) -> Tensor:
-        """[layer, 2, kv head, token, head dim] on the host: the content of one block."""
-        return self.kv[:, :, block].cpu()
+    def block(self, block: int) -> Tensor:
+        """[layer, 2, kv head, token, head dim]: the content of one block, on the device."""
+        return self.kv[:, :, block]
 
-    def export_host_block(self, key: RequestId, index: int) -> Tensor:
+    def host_block(self, key: RequestId, index: int) -> Tensor:
         return self._host[key][:, :, index]
 
+    def put_host(self, key: RequestId, chunks: Sequence[Tensor]) -> None:
+        """Store chunks that arrived from elsewhere as if they had been spilled here."""
+        self._host[key] = torch.stack(tuple(chunks), 2)
+
     def import_block(self, block: int, data: Tensor) -> None:
-        self.kv[:, :, block].copy_(data)
+        self.kv[:, :, block].copy_(data, non_blocking=True)
 
     def _to_host(self, data: Tensor) -> Tensor:
         if not self._pinned:

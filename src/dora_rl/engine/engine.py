@@ -1,55 +1,47 @@
 """The native engine: plan, run, commit; several policy versions, one device.
 
-Single-threaded and synchronous: nothing happens outside a call. A request names its version; it is
-planned only under that version and nothing else can decode it. Invariants, after every call: blocks
-are conserved, and every submitted request is in exactly one queue or has ended exactly once.
+Single-threaded: nothing happens outside a call. A request names its version; it is planned only
+under that version and nothing else can decode it. Invariants, after every call: blocks are
+conserved, and every submitted request is in exactly one queue or has ended exactly once.
 
     engine = Engine(read_spec(path), EngineOptions())
-    engine.load(0, HfDirectory(path))
+    engine.load(0, path)
     engine.submit(Request(RequestId(0, 0), 0, prompt_ids, SamplingParams()))
     while engine.has_work():
         for output in engine.step():
             ...
+
+On a GPU a step is launched before the tokens of the one before it are read (`async_steps`), so a
+token appears one call later, and a request that stops early has one surplus row in flight, whose
+result is dropped. Every other method first waits for what is in flight.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dora_rl.engine.cache import context_limit
+from dora_rl.engine.journal import Journal
 from dora_rl.engine.options import EngineOptions
+from dora_rl.engine.plan import Plan
+from dora_rl.engine.residency import Residency
 from dora_rl.engine.result import StepResult
-from dora_rl.engine.runner import CpuRunner
+from dora_rl.engine.runner import Launched, make_runner
 from dora_rl.engine.scheduler import Scheduler
 from dora_rl.engine.sequence import Output, Request, Status, new_sequence
 from dora_rl.engine.sequence import Sequence as Seq
 from dora_rl.engine.spec import ModelSpec
+from dora_rl.engine.stats import EngineStats
 from dora_rl.engine.weights import TensorSource
-from dora_rl.types import Finish, RequestId, UserError, Version
+from dora_rl.types import Finish, RequestId, SamplingParams, Segment, UserError, Version
 
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """Counters and gauges; `free + used + cached == total` blocks."""
-
-    free_blocks: int
-    used_blocks: int
-    cached_blocks: int
-    total_blocks: int
-    host_blocks: int
-    running: int
-    waiting: int
-    spilled: int
-    parked: int
-    idle: int
-    kv_tokens: int
-    steps: int
-    decode_tokens: int
-    prefill_tokens: int
-    prefix_tokens: int
-    preemptions: int
+if TYPE_CHECKING:
+    from dora_rl.ports import SealedWeights
 
 
 class Engine:
@@ -60,14 +52,16 @@ class Engine:
         spec: ModelSpec,
         options: EngineOptions | None = None,
         decode: Callable[[Sequence[int]], str] | None = None,
+        journal: Journal | None = None,
     ) -> None:
         self.spec, self.options = spec, options or EngineOptions()
-        self.decode = decode
-        self.runner = CpuRunner(spec, self.options)
+        self.decode, self.journal = decode, journal
+        self.runner = make_runner(spec, self.options)
         self.scheduler = Scheduler(self.options, self.runner.num_blocks)
+        self.residency = Residency(self.runner, self.options.versions_max)
         self.context_max = context_limit(spec, self.options)
-        self._slots: dict[Version, int] = {}
         self._outputs: list[Output] = []
+        self._in_flight: deque[tuple[Plan, Launched]] = deque()
         self._num_arrived = 0
         self._num_steps = 0
         self._num_decode_tokens = 0
@@ -76,112 +70,262 @@ class Engine:
     # ---------------------------------------------------------------- versions
 
     def versions(self) -> tuple[Version, ...]:
-        return tuple(sorted(self._slots))
+        return self.residency.versions()
 
-    def load(self, version: Version, source: TensorSource, where: str = "weights") -> None:
-        for _ in self.runner.load(self._free_slot(version), source, where):
+    def load(
+        self,
+        version: Version,
+        source: SealedWeights | TensorSource | str | Path,
+        verify: bool = True,
+    ) -> None:
+        """Load a version at once. `verify` checks a sealed version's checksum and canary."""
+        for _ in self.load_layers(version, source, verify):
             pass
-        self._slots[version] = self._free_slot(version)
 
-    def _free_slot(self, version: Version) -> int:
-        if version in self._slots:
-            raise UserError(f"version {version} is already resident")
-        for slot in range(self.options.versions_max):
-            if slot not in self._slots.values():
-                return slot
-        raise UserError(f"version {version}: all {self.options.versions_max} slots are taken")
+    def load_layers(
+        self,
+        version: Version,
+        source: SealedWeights | TensorSource | str | Path,
+        verify: bool = True,
+    ) -> Iterator[str]:
+        """Load layer by layer; call `step` between the items and other versions go on decoding."""
+        return self.residency.load(version, source, verify)
+
+    def retire(self, version: Version) -> None:
+        """Free a version's slot; refused while a request of it is here."""
+        self.drain()
+        users = [tuple(seq.id) for seq in self.scheduler.sequences() if seq.version == version]
+        if users:
+            raise UserError(f"version {version} has {len(users)} requests, the first is {users[0]}")
+        self.residency.retire(version)
+        self.scheduler.pool.forget_version(version)
 
     # ---------------------------------------------------------------- requests
 
     def submit(self, request: Request) -> None:
         """Queue a request; a hopeless one ends at once, as a refused output of the next step."""
-        seq = new_sequence(request, self._num_arrived, self.spec.eos_ids)
-        self._num_arrived += 1
-        reason = self._refusal(seq)
+        seq = new_sequence(request, self.next_arrival(), self.spec.eos_ids)
+        reason = self.refusal(seq)
         if reason:
-            seq.finish, seq.error = Finish.REFUSED, reason
-            self._outputs.append(Output(seq.id, (), (), seq.trajectory()))
+            self._refuse(seq, reason)
             return
         self.scheduler.add(seq)
+        if self.journal:
+            self.journal.state(seq)
+        finish = self._finish_of(seq)
+        if finish is not None:
+            self._end(seq, finish, (), ())
 
-    def _refusal(self, seq: Seq) -> str:
-        ids = seq.tokens
-        if self.scheduler.find(seq.id) is not None:
+    def abort(self, request: RequestId) -> bool:
+        """Drop a request (or close a session) without an output; True if it was here."""
+        self.drain()
+        here = self.scheduler.find(request) is not None
+        if here:
+            self.forget(request)
+        return here
+
+    def extend(
+        self, request: RequestId, token_ids: Sequence[int], params: SamplingParams | None = None
+    ) -> None:
+        """Next turn of a kept session: append given tokens, then sample on.
+
+        Only the new tokens are prefilled. They enter the response with loss mask 0.
+        """
+        seq = self._known(request, Status.IDLE)
+        if params is not None:
+            seq.request = replace(seq.request, params=params)
+        seq.tokens.extend(token_ids)
+        seq.num_tokens = len(seq.tokens)
+        seq.logprobs.extend([0.0] * len(token_ids))
+        if seq.request.params.raw_logprobs:
+            seq.raw_logprobs.extend([0.0] * len(token_ids))
+        seq.loss_mask.extend([0] * len(token_ids))
+        seq.num_scored = seq.num_response
+        seq.response_max = seq.num_response + seq.request.params.tokens_max
+        seq.turns += 1
+        seq.finish = None
+        reason = self.refusal(seq, queued=True)
+        if reason:
+            self.forget(request)
+            self._refuse(seq, reason)
+            return
+        self.scheduler.requeue(seq)
+        if self.journal:
+            self.journal.state(seq)
+
+    def park(self, request: RequestId) -> None:
+        """Put a request aside with its KV on the host (recomputed later if the host is full)."""
+        self._set_aside(self._known(request), spill=True)
+
+    def unpark(self, request: RequestId) -> None:
+        self.scheduler.requeue(self._known(request, Status.PARKED))
+
+    def put_aside(self, request: RequestId) -> Seq:
+        """Stop decoding a request and hold its KV where it is, for `transfer`."""
+        seq = self._known(request)
+        self._set_aside(seq, spill=False)
+        return seq
+
+    def reversion(self, request: RequestId, version: Version) -> None:
+        """Continue on other weights (the `partial` baseline only): re-prefilled, and recorded."""
+        seq = self._known(request)
+        if version not in self.versions():
+            raise UserError(f"request {tuple(request)}: version {version} is not resident")
+        parked = seq.status is Status.PARKED
+        self.scheduler.reset(seq)
+        self.runner.cache.drop_host(request)
+        seq.version = version
+        start = seq.num_response
+        if seq.segments[-1].start == start:
+            seq.segments.pop()
+        seq.segments.append(Segment(start, version))
+        if parked:
+            self._set_aside(seq, spill=False)
+        if self.journal:
+            self.journal.state(seq)
+
+    def adopt(self, seq: Seq) -> None:
+        """A request that arrived with its KV (see `transfer`) joins the queue."""
+        self.scheduler.requeue(seq)
+        if self.journal:
+            self.journal.state(seq)
+
+    def forget(self, request: RequestId) -> None:
+        """Drop every trace of a request."""
+        seq = self.scheduler.find(request)
+        assert seq is not None
+        self.scheduler.remove(seq)
+        self.runner.cache.drop_host(request)
+        if self.journal:
+            self.journal.end(request)
+
+    def refusal(self, seq: Seq, queued: bool = False) -> str:
+        """Why a sequence can never run here, or an empty string."""
+        ids, vocab = seq.tokens, self.spec.vocab
+        if not queued and self.scheduler.find(seq.id) is not None:
             return f"request {tuple(seq.id)} is already in this engine"
-        if seq.version not in self._slots:
+        if seq.version not in self.residency.slots:
             return f"version {seq.version} is not resident (resident: {list(self.versions())})"
         if not seq.num_prompt:
             return "the prompt is empty"
-        if min(ids) < 0 or max(ids) >= self.spec.vocab:
-            bad = next(i for i in ids if not 0 <= i < self.spec.vocab)
-            return f"token id {bad} is outside the vocabulary of {self.spec.vocab}"
-        length = seq.num_prompt + seq.response_max
+        if min(ids) < 0 or max(ids) >= vocab:
+            bad = next(token for token in ids if not 0 <= token < vocab)
+            return f"token id {bad} is outside the vocabulary of {vocab}"
+        length = seq.num_prompt + max(seq.response_max, seq.num_response)
         if length > self.context_max:
             return f"{length} tokens (prompt + tokens_max) exceed the context of {self.context_max}"
         if -(-length // self.options.block_tokens) + 1 > self.runner.num_blocks:
             return f"{length} tokens can never fit in {self.runner.num_blocks} KV blocks"
         return ""
 
-    def abort(self, request: RequestId) -> bool:
-        """Drop a request without an output; True if it was here."""
-        seq = self.scheduler.find(request)
-        if seq is None:
-            return False
-        self._forget(seq)
-        return True
+    def next_arrival(self) -> int:
+        self._num_arrived += 1
+        return self._num_arrived
 
     def has_work(self) -> bool:
         s = self.scheduler
-        return bool(self._outputs or s.running or s.waiting or s.spilled)
+        return bool(self._outputs or self._in_flight or s.running or s.waiting or s.spilled)
 
     # -------------------------------------------------------------------- step
 
     def step(self) -> list[Output]:
         """Plan, run, commit. Returns what every request gained."""
         plan = self.scheduler.plan()
-        for result in self.runner.run(plan, self._slots):
-            self._commit(result)
+        if plan.spans or plan.cache_ops:
+            launched = self.runner.launch(plan, self.residency.slots)
+            self._in_flight.append((plan, launched))
+        depth = self.runner.depth if plan.spans else 0
+        while len(self._in_flight) > depth:
+            self._collect()
+        self._num_steps += 1
+        if self.journal:
+            self.journal.step(list(self.scheduler.sequences()))
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def drain(self) -> None:
+        """Wait for what is in flight; its outputs come with the next step."""
+        while self._in_flight:
+            self._collect()
+
+    def _collect(self) -> None:
+        plan, launched = self._in_flight.popleft()
+        for result in self.runner.collect(launched):
+            if result.span.seq.status is not Status.ENDED and result.span.seq.finish is None:
+                self._commit(result)
         for span in plan.spans:
             if span.num_rows > 1:
                 self._num_prefill_tokens += span.num_rows
             if span.seq.status is Status.RUNNING:
                 self.scheduler.register_prompt(span.seq)
-        self._num_steps += 1
-        outputs, self._outputs = self._outputs, []
-        return outputs
 
     def _commit(self, result: StepResult) -> None:
-        span = result.span
-        seq = span.seq
-        if any(math.isnan(value) for value in result.logprobs):
-            self._end(seq, Finish.ERROR, result, f"request {tuple(seq.id)}: non-finite logits")
+        seq = result.span.seq
+        if any(map(math.isnan, result.logprobs)):
+            seq.error = f"request {tuple(seq.id)}: non-finite logits"
+            self.scheduler.pool.poison(seq.blocks)
+            self._end(seq, Finish.ERROR, (), ())
             return
         seq.logprobs.extend(result.logprobs)
         seq.raw_logprobs.extend(result.raw_logprobs)
         seq.loss_mask.extend([1] * len(result.token_ids))
         self._num_decode_tokens += len(result.token_ids)
-        finish = None
-        if span.sample:
+        if result.span.sample:
             seq.tokens.append(result.token_ids[-1])
-            if seq.tokens[-1] in seq.stop_ids or self._hits_stop_string(seq):
-                finish = Finish.STOP
-        if finish is None and len(seq.logprobs) >= seq.response_max:
-            finish = Finish.LENGTH
+        if self.journal:
+            self.journal.tokens(seq.id, *result[1:4])
+        finish = self._finish_of(seq, result.span.sample)
+        tokens, logprobs = tuple(result.token_ids), tuple(result.logprobs)
         if finish is not None:
-            self._end(seq, finish, result)
+            self._end(seq, finish, tokens, logprobs, tuple(result.top_logprobs))
         else:
-            self._outputs.append(_output(result))
+            top = tuple(result.top_logprobs)
+            self._outputs.append(Output(seq.id, tokens, logprobs, None, top))
 
-    def _end(self, seq: Seq, finish: Finish, result: StepResult, error: str = "") -> None:
-        seq.finish, seq.error = finish, error
-        if finish is Finish.ERROR:
-            self.runner.cache.scrub([b for b in seq.blocks if self.scheduler.pool.refs[b] == 1])
-        self._forget(seq)
-        self._outputs.append(_output(result, seq))
+    def _finish_of(self, seq: Seq, sampled: bool = True) -> Finish | None:
+        """Whether the response is complete with its newest token."""
+        num_known = len(seq.logprobs)
+        if not num_known:
+            return None
+        drawn = sampled and num_known == seq.num_response and seq.loss_mask[-1]
+        if drawn and (seq.tokens[-1] in seq.stop_ids or self._hits_stop_string(seq)):
+            return Finish.STOP
+        return Finish.LENGTH if num_known >= seq.response_max else None
 
-    def _forget(self, seq: Seq) -> None:
-        self.scheduler.remove(seq)
-        self.runner.cache.drop_host(seq.id)
+    def _end(
+        self,
+        seq: Seq,
+        finish: Finish,
+        tokens: tuple[int, ...],
+        logprobs: tuple[float, ...],
+        top: tuple = (),
+    ) -> None:
+        seq.finish = finish
+        if seq.request.keep and finish in (Finish.STOP, Finish.LENGTH):
+            seq.num_tokens = len(seq.tokens)
+            seq.num_computed = min(seq.num_computed, seq.num_tokens - 1)
+            self.scheduler.keep_idle(seq)
+        else:
+            self.forget(seq.id)
+        self._outputs.append(Output(seq.id, tokens, logprobs, seq.trajectory(), top))
+
+    def _refuse(self, seq: Seq, reason: str) -> None:
+        seq.finish, seq.error = Finish.REFUSED, reason
+        self._outputs.append(Output(seq.id, (), (), seq.trajectory()))
+
+    def _known(self, request: RequestId, status: Status | None = None) -> Seq:
+        self.drain()
+        seq = self.scheduler.find(request)
+        if seq is None or (status is not None and seq.status is not status):
+            state = "not here" if seq is None else seq.status.name.lower()
+            wanted = "" if status is None else f", not {status.name.lower()}"
+            raise UserError(f"request {tuple(request)} is {state}{wanted}")
+        return seq
+
+    def _set_aside(self, seq: Seq, spill: bool) -> None:
+        plan = Plan()
+        self.scheduler.put_aside(plan, seq, spill)
+        self.runner.perform(plan)
 
     def _hits_stop_string(self, seq: Seq) -> bool:
         strings = seq.request.params.stop_strings
@@ -213,13 +357,3 @@ class Engine:
             prefix_tokens=s.num_prefix_tokens,
             preemptions=s.num_preemptions,
         )
-
-
-def _output(result: StepResult, seq: Seq | None = None) -> Output:
-    return Output(
-        result.span.seq.id,
-        tuple(result.token_ids),
-        tuple(result.logprobs),
-        None if seq is None else seq.trajectory(),
-        tuple(result.top_logprobs),
-    )

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
+from dora_rl.engine.plan import Span
 from dora_rl.engine.sampler import Drawn
-from dora_rl.engine.scheduler import Span
 
 TopLogprobs: TypeAlias = tuple[tuple[int, float], ...]
 

@@ -1,6 +1,6 @@
 """Runs a plan's rows on the CPU: builds the batch, calls the model, samples.
 
-Holds the tensors of one engine (weights, cache, block tables) and no request state. `run` with
+Holds the tensors of one engine (weights, cache, block tables) and no request state. `launch` with
 `one_pass` computes all versions in one pass; without it, one pass per version, which is the oracle
 the tests compare with.
 """
@@ -8,6 +8,7 @@ the tests compare with.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -21,15 +22,20 @@ from dora_rl.engine.cache import KvCache, context_limit, derive_num_blocks
 from dora_rl.engine.linear import RowLinear
 from dora_rl.engine.models.decoder import Decoder, RowBatch
 from dora_rl.engine.options import EngineOptions
+from dora_rl.engine.plan import Copy, Plan, Restore, Scrub, Span, Spill
 from dora_rl.engine.result import StepResult, read_drawn
-from dora_rl.engine.scheduler import Copy, Plan, Restore, Span, Spill
 from dora_rl.engine.spec import ModelSpec
 from dora_rl.engine.weights import ModelWeights, TensorSource
 from dora_rl.types import Version
 
 
+Launched: TypeAlias = list[StepResult]
+
+
 class CpuRunner:
     """The torch half of an engine on the CPU."""
+
+    depth = 0  # steps that may be in flight when a step returns
 
     def __init__(self, spec: ModelSpec, options: EngineOptions) -> None:
         self.spec, self.options = spec, options
@@ -48,7 +54,7 @@ class CpuRunner:
             yield from self.weights.load(slot, source, where)
 
     @torch.inference_mode()
-    def run(self, plan: Plan, slots: Mapping[Version, int]) -> list[StepResult]:
+    def launch(self, plan: Plan, slots: Mapping[Version, int]) -> list[StepResult]:
         """Perform the cache operations, compute the rows, draw the tokens."""
         self.perform(plan)
         groups: dict[int, list[Span]] = {}
@@ -61,6 +67,10 @@ class CpuRunner:
             return self._run_pass(ordered)
         return [result for group in ordered for result in self._run_pass([group])]
 
+    def collect(self, launched: list[StepResult]) -> list[StepResult]:
+        """The results of a launched step; on the CPU they are there already."""
+        return launched
+
     @torch.inference_mode()
     def perform(self, plan: Plan) -> None:
         for op in plan.cache_ops:
@@ -71,6 +81,8 @@ class CpuRunner:
                     self.cache.spill(seq.id, blocks)
                 case Restore(seq, blocks):
                     self.cache.restore(seq.id, blocks)
+                case Scrub(blocks):
+                    self.cache.scrub(blocks)
 
     @torch.inference_mode()
     def score(self, slot: int, token_ids: Sequence[int]) -> list[float]:
@@ -192,3 +204,8 @@ def sampling_rows(spans: Sequence[Span]) -> sampler.SamplingRows:
         raw=any(p.raw_logprobs for p in owners),
         top_n=max(p.logprobs_top_n for p in owners),
     )
+
+
+def make_runner(spec: ModelSpec, options: EngineOptions) -> CpuRunner:
+    """The runner for the options' device."""
+    return CpuRunner(spec, options)

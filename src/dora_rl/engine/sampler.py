@@ -67,8 +67,8 @@ def _shift(x: Tensor, bits: int) -> Tensor:
 def sample(logits: Tensor, rows: SamplingRows) -> Drawn:
     """Draw (or score) one token per row of [rows, vocab] float32 logits."""
     scaled = logits
+    greedy = rows.temperature <= 0
     if rows.scaled:
-        greedy = rows.temperature <= 0
         scaled = logits / torch.where(greedy, 1.0, rows.temperature)[:, None]
     if rows.filtered:
         scaled = _filter(scaled, rows)

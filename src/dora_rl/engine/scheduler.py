@@ -12,121 +12,22 @@ the cache content at that point. Invariant: a plan never writes a block that som
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
-
-from dora_rl.engine.blocks import BlockPool, block_digests
-from dora_rl.engine.options import EngineOptions
+from dora_rl.engine.blocks import block_digests
+from dora_rl.engine.plan import Copy, Plan, Restore, Scrub, Span
+from dora_rl.engine.queues import Queues, insert_by_arrival
 from dora_rl.engine.sequence import Sequence, Status
-from dora_rl.types import RequestId
 
 
-class Copy(NamedTuple):
-    """Copy on write: `target` gets the content of the shared block `source`."""
-
-    source: int
-    target: int
-
-
-class Spill(NamedTuple):
-    """Move the blocks' content to the host, under the sequence's id."""
-
-    seq: Sequence
-    blocks: tuple[int, ...]
-
-
-class Restore(NamedTuple):
-    """Bring the spilled content back into new blocks."""
-
-    seq: Sequence
-    blocks: tuple[int, ...]
-
-
-CacheOp: TypeAlias = Copy | Spill | Restore
-
-
-class Span(NamedTuple):
-    """`num_rows` rows of one sequence from position `start` on.
-
-    The `num_logits` rows from position `logits_start` on need logits: each scores the known token
-    that follows it, and the last one draws a new token when `sample` is set.
-    """
-
-    seq: Sequence
-    start: int
-    num_rows: int
-    logits_start: int
-    num_logits: int
-    sample: bool
-
-
-@dataclass(slots=True)
-class Plan:
-    """One step: cache operations first, in order, then the rows."""
-
-    cache_ops: list[CacheOp] = field(default_factory=list)
-    spans: list[Span] = field(default_factory=list)
-
-    @property
-    def num_rows(self) -> int:
-        return sum(span.num_rows for span in self.spans)
-
-
-class Scheduler:
-    """Queues of sequences and the block ledger they share."""
-
-    def __init__(self, options: EngineOptions, num_blocks: int) -> None:
-        self.options = options
-        self.block_tokens = options.block_tokens
-        cached_max = options.prefix_blocks_max or max(1, num_blocks // 8)
-        self.pool = BlockPool(num_blocks, cached_max if options.prefix_cache else 0)
-        self.waiting: dict[RequestId, Sequence] = {}
-        self.running: dict[RequestId, Sequence] = {}
-        self.spilled: dict[RequestId, Sequence] = {}
-        self.parked: dict[RequestId, Sequence] = {}
-        self.idle: dict[RequestId, Sequence] = {}
-        self.free_slots = list(range(options.seqs_max - 1, -1, -1))
-        self.num_host_blocks = 0
-        self.num_preemptions = 0
-        self.num_prefix_tokens = 0
-
-    # ------------------------------------------------------------------ queues
-
-    def sequences(self) -> Iterator[Sequence]:
-        for queue in (self.running, self.spilled, self.waiting, self.parked, self.idle):
-            yield from queue.values()
-
-    def find(self, request: RequestId) -> Sequence | None:
-        for queue in (self.running, self.spilled, self.waiting, self.parked, self.idle):
-            if request in queue:
-                return queue[request]
-        return None
-
-    def add(self, seq: Sequence) -> None:
-        seq.status = Status.WAITING
-        self.waiting[seq.id] = seq
-
-    def remove(self, seq: Sequence) -> None:
-        """Forget a sequence, wherever it is; its blocks return to the pool."""
-        for queue in (self.running, self.spilled, self.waiting, self.parked, self.idle):
-            queue.pop(seq.id, None)
-        self.num_host_blocks -= seq.num_host_blocks
-        seq.num_host_blocks = 0
-        self._release(seq)
-        seq.status = Status.ENDED
-
-    def keep_idle(self, seq: Sequence) -> None:
-        """A turn ended; its blocks stay until the session continues, ends or spills."""
-        del self.running[seq.id]
-        self._free_slot(seq)
-        seq.status = Status.IDLE
-        self.idle[seq.id] = seq
+class Scheduler(Queues):
+    """Plans steps over the queues."""
 
     # -------------------------------------------------------------------- plan
 
     def plan(self) -> Plan:
         plan = Plan()
+        if self.pool.to_scrub:
+            plan.cache_ops.append(Scrub(tuple(self.pool.to_scrub)))
+            self.pool.to_scrub.clear()
         budget = self.options.step_tokens_max
         before = self.num_preemptions
         num_decode_left = len(self.running)
@@ -175,13 +76,15 @@ class Scheduler:
             for seq in self.running.values()
             if seq.digests and seq.num_computed < seq.num_prompt
         }
-        for seq in [*self.spilled.values(), *self.waiting.values()]:
+        # Those that hold device blocks go first: they need no room, and give theirs back sooner.
+        queue = sorted(self.spilled.values(), key=lambda seq: not seq.blocks)
+        for seq in [*queue, *self.waiting.values()]:
             if budget <= 0 or not self.free_slots:
                 return
             if len(seq.tokens) < seq.num_tokens:
                 return  # its newest token is still in flight
             if seq.status is Status.SPILLED:
-                if not self._restore(plan, seq):
+                if not seq.blocks and not self._restore(plan, seq):
                     return
             else:
                 if not seq.digests:
@@ -203,7 +106,7 @@ class Scheduler:
         seq.slot = self.free_slots.pop()
         seq.table_dirty = True
         seq.status = Status.RUNNING
-        _insert_by_arrival(self.running, seq)
+        insert_by_arrival(self.running, seq)
 
     def _start(self, plan: Plan, seq: Sequence) -> bool:
         """Blocks for everything a waiting sequence has to prefill, sharing what is known."""
@@ -292,24 +195,6 @@ class Scheduler:
                 return None
         return block
 
-    def spill(self, plan: Plan, seq: Sequence) -> None:
-        """Out of the device: to the host if it has room, else dropped and computed again."""
-        was_idle = seq.status is Status.IDLE
-        num_used = -(-seq.num_computed // self.block_tokens)
-        if num_used and self.num_host_blocks + num_used <= self.options.host_blocks_max:
-            plan.cache_ops.append(Spill(seq, tuple(seq.blocks[:num_used])))
-            seq.num_host_blocks = num_used
-            self.num_host_blocks += num_used
-        else:
-            seq.num_computed = 0
-        self._release(seq)
-        if was_idle:
-            return
-        self.running.pop(seq.id, None)
-        queue = self.spilled if seq.num_host_blocks else self.waiting
-        seq.status = Status.SPILLED if seq.num_host_blocks else Status.WAITING
-        _insert_by_arrival(queue, seq)
-
     def _restore(self, plan: Plan, seq: Sequence) -> bool:
         """Take back a spilled sequence, with room for its next token."""
         num_needed = seq.num_host_blocks
@@ -326,24 +211,3 @@ class Scheduler:
         seq.num_host_blocks = 0
         seq.num_registered = len(seq.digests)
         return True
-
-    def _release(self, seq: Sequence) -> None:
-        self.pool.release(reversed(seq.blocks))
-        seq.blocks = []
-        seq.num_registered = 0
-        self._free_slot(seq)
-
-    def _free_slot(self, seq: Sequence) -> None:
-        if seq.slot >= 0:
-            self.free_slots.append(seq.slot)
-            seq.slot = -1
-
-
-def _insert_by_arrival(queue: dict[RequestId, Sequence], seq: Sequence) -> None:
-    """Keep a queue oldest first; a new arrival goes to the end without sorting."""
-    last = next(reversed(queue.values()), None)
-    queue[seq.id] = seq
-    if last is not None and last.arrival > seq.arrival:
-        ordered = sorted(queue.values(), key=lambda other: other.arrival)
-        queue.clear()
-        queue.update((other.id, other) for other in ordered)

@@ -50,6 +50,7 @@ class Request:
     resume_mask: tuple[int, ...] = ()
     resume_segments: tuple[Segment, ...] = ()
     response_max: int = 0  # where the turn ends, when it is not the first; 0: params.tokens_max
+    turns: int = 1
     keep: bool = False
 
 
@@ -65,7 +66,8 @@ class Output:
 
 
 class Status(Enum):
-    """Where a sequence is. IDLE is a session between two turns."""
+    """Where a sequence is: queued from scratch, running, queued with its KV (on the host or, when
+    it just arrived, on the device), put aside, between two turns of a session, gone."""
 
     WAITING = auto()
     RUNNING = auto()
@@ -117,7 +119,6 @@ class Sequence:
     status: Status = Status.WAITING
     stop_ids: frozenset[int] = frozenset()
     turns: int = 1
-    turn_start: int = 0  # response index where the running turn began
     finish: Finish | None = None
     error: str = ""
 
@@ -170,6 +171,7 @@ def new_sequence(request: Request, arrival: int, eos_ids: Seq[int]) -> Sequence:
         num_scored=len(request.resume_ids),
         response_max=max(request.response_max or params.tokens_max, len(params.forced_ids)),
         stop_ids=frozenset(stop),
+        turns=request.turns,
     )
     if seq.segments[-1].version != request.version:
         seq.segments.append(Segment(seq.num_scored, request.version))

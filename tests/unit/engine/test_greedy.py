@@ -14,7 +14,6 @@ from dora_rl.engine.engine import Engine
 from dora_rl.engine.models import read_spec
 from dora_rl.engine.options import EngineOptions
 from dora_rl.engine.sequence import Request
-from dora_rl.engine.weights import HfDirectory
 from dora_rl.types import Finish, RequestId, SamplingParams, Trajectory
 
 Saved = Callable[..., tuple[PreTrainedModel, Path]]
@@ -23,7 +22,7 @@ SMALL = {"block_tokens": 16, "num_blocks": 64, "context_max": 256, "seqs_max": 8
 
 def make_engine(path: Path, **options: int | bool) -> Engine:
     engine = Engine(read_spec(path), EngineOptions(**(SMALL | {"step_tokens_max": 64} | options)))
-    engine.load(0, HfDirectory(path))
+    engine.load(0, path)
     return engine
 
 

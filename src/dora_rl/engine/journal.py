@@ -1,0 +1,184 @@
+"""A token journal: what an instance generated, on disk every few tokens.
+
+Append-only lines, `crc32 JSON`. A `state` line tells everything about a request, `tokens` lines add
+to it, an `end` line closes it. Reading stops at the first damaged line (a torn tail after a kill)
+and gives, for every request that had not ended, a `Request` that continues it: same version, same
+random stream, next position. What was not yet flushed is simply generated again, with the same
+tokens. Never read while it is being written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import IO, Any
+
+from dora_rl.engine.sequence import Request
+from dora_rl.engine.sequence import Sequence as Seq
+from dora_rl.types import RequestId, SamplingParams, Segment
+
+
+class Journal:
+    """Writes one journal file. `every` is the number of steps between two flushes."""
+
+    def __init__(
+        self, path: str | Path, every: int = 16, durable: bool = True, bytes_max: int = 64 << 20
+    ) -> None:
+        self.path = Path(path)
+        self._every, self._durable, self._bytes_max = every, durable, bytes_max
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file: IO[bytes] = self.path.open("ab")
+        self._lines: list[bytes] = []
+        self._tokens: dict[RequestId, tuple[list[int], list[float], list[float]]] = {}
+        self._num_steps = 0
+        self._num_bytes = self._file.tell()
+
+    def state(self, seq: Seq) -> None:
+        """A request arrived, or changed in a way that tokens alone do not tell."""
+        self._tokens.pop(seq.id, None)
+        self._lines.append(_line("state", request_json(continuation(seq))))
+
+    def tokens(
+        self,
+        request: RequestId,
+        ids: Sequence[int],
+        logprobs: Sequence[float],
+        raw: Sequence[float],
+    ) -> None:
+        kept = self._tokens.setdefault(request, ([], [], []))
+        kept[0].extend(ids)
+        kept[1].extend(logprobs)
+        kept[2].extend(raw)
+
+    def end(self, request: RequestId) -> None:
+        self._tokens.pop(request, None)
+        self._lines.append(_line("end", {"id": list(request)}))
+
+    def step(self, live: Sequence[Seq] = ()) -> None:
+        """Called after every engine step; flushes when it is time, compacts when it is large."""
+        self._num_steps += 1
+        if self._num_steps % self._every == 0:
+            self.flush()
+            if self._num_bytes > self._bytes_max:
+                self.compact(live)
+
+    def flush(self) -> None:
+        for request, (ids, logprobs, raw) in self._tokens.items():
+            body = {"id": list(request), "ids": ids, "logprobs": logprobs, "raw": raw}
+            self._lines.append(_line("tokens", body))
+        self._tokens.clear()
+        if not self._lines:
+            return
+        data = b"".join(self._lines)
+        self._lines.clear()
+        self._file.write(data)
+        self._file.flush()
+        if self._durable:
+            os.fdatasync(self._file.fileno())
+        self._num_bytes += len(data)
+
+    def compact(self, live: Sequence[Seq]) -> None:
+        """Replace the file by the present state of the live requests, in one rename."""
+        fresh = self.path.with_suffix(".new")
+        data = b"".join(_line("state", request_json(continuation(seq))) for seq in live)
+        with fresh.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        self._file.close()
+        fresh.replace(self.path)
+        self._file = self.path.open("ab")
+        self._num_bytes = len(data)
+
+    def close(self) -> None:
+        self.flush()
+        self._file.close()
+
+
+def read_journal(path: str | Path) -> list[Request]:
+    """The requests that had not ended, each ready to be submitted to any engine of its version."""
+    live: dict[RequestId, Request] = {}
+    file = Path(path)
+    if not file.is_file():
+        return []
+    for line in file.read_bytes().split(b"\n"):
+        entry = _parse(line)
+        if entry is None:
+            break
+        kind, body = entry
+        if kind == "state":
+            request = request_from_json(body)
+            live[request.id] = request
+            continue
+        key = RequestId(*body["id"])
+        if kind == "end":
+            live.pop(key, None)
+        elif key in live:
+            live[key] = _extended(live[key], body)
+    return list(live.values())
+
+
+def continuation(seq: Seq) -> Request:
+    """A request that picks up where the sequence stands."""
+    num_known = len(seq.logprobs)
+    return replace(
+        seq.request,
+        version=seq.version,
+        resume_ids=tuple(seq.tokens[seq.num_prompt : seq.num_prompt + num_known]),
+        resume_logprobs=tuple(seq.logprobs),
+        resume_raw_logprobs=tuple(seq.raw_logprobs),
+        resume_mask=tuple(seq.loss_mask),
+        resume_segments=tuple(seq.segments),
+        response_max=seq.response_max,
+        turns=seq.turns,
+    )
+
+
+def request_json(request: Request) -> dict[str, object]:
+    return asdict(request)
+
+
+def request_from_json(body: dict[str, Any]) -> Request:
+    fields = _with_tuples(body)
+    fields["id"] = RequestId(*body["id"])
+    fields["params"] = SamplingParams(**_with_tuples(body["params"]))
+    fields["resume_segments"] = tuple(Segment(*pair) for pair in body["resume_segments"])
+    return Request(**fields)
+
+
+def _with_tuples(body: dict[str, Any]) -> dict[str, Any]:
+    return {k: tuple(v) if isinstance(v, list | tuple) else v for k, v in body.items()}
+
+
+def _extended(request: Request, body: dict[str, Any]) -> Request:
+    ids = tuple(body["ids"])
+    return replace(
+        request,
+        resume_ids=request.resume_ids + ids,
+        resume_logprobs=request.resume_logprobs + tuple(body["logprobs"]),
+        resume_raw_logprobs=request.resume_raw_logprobs + tuple(body["raw"]),
+        resume_mask=request.resume_mask + (1,) * len(ids),
+    )
+
+
+def _line(kind: str, body: dict[str, object]) -> bytes:
+    text = json.dumps([kind, body], separators=(",", ":")).encode()
+    return b"%08x %s\n" % (zlib.crc32(text), text)
+
+
+def _parse(line: bytes) -> tuple[str, dict[str, Any]] | None:
+    """None for a line that is torn, damaged or the empty end of the file."""
+    head, _, text = line.partition(b" ")
+    if len(head) != 8 or not text:
+        return None
+    try:
+        if int(head, 16) != zlib.crc32(text):
+            return None
+    except ValueError:
+        return None
+    kind, body = json.loads(text)
+    return kind, body

@@ -1,0 +1,68 @@
+"""What a step does, as values: cache operations in order, then spans of rows.
+
+Pure data between the scheduler, which decides, and the runner, which performs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
+
+from dora_rl.engine.sequence import Sequence
+
+
+class Copy(NamedTuple):
+    """Copy on write: `target` gets the content of the shared block `source`."""
+
+    source: int
+    target: int
+
+
+class Spill(NamedTuple):
+    """Move the blocks' content to the host, under the sequence's id."""
+
+    seq: Sequence
+    blocks: tuple[int, ...]
+
+
+class Scrub(NamedTuple):
+    """Zero blocks that held NaN: masked values are multiplied by zero, and 0 * NaN is NaN."""
+
+    blocks: tuple[int, ...]
+
+
+class Restore(NamedTuple):
+    """Bring the spilled content back into new blocks."""
+
+    seq: Sequence
+    blocks: tuple[int, ...]
+
+
+CacheOp: TypeAlias = Copy | Spill | Restore | Scrub
+
+
+class Span(NamedTuple):
+    """`num_rows` rows of one sequence from position `start` on.
+
+    The `num_logits` rows from position `logits_start` on need logits: each scores the known token
+    that follows it, and the last one draws a new token when `sample` is set.
+    """
+
+    seq: Sequence
+    start: int
+    num_rows: int
+    logits_start: int
+    num_logits: int
+    sample: bool
+
+
+@dataclass(slots=True)
+class Plan:
+    """One step: cache operations first, in order, then the rows."""
+
+    cache_ops: list[CacheOp] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+
+    @property
+    def num_rows(self) -> int:
+        return sum(span.num_rows for span in self.spans)

@@ -1,0 +1,83 @@
+"""Which policy versions an engine holds, and how they come and go.
+
+A version is loaded layer by layer, between steps, into a free slot; it becomes resident only after
+its checksum and canary agreed. Invariant: a version number names one set of weights for as long as
+it is resident, and a slot is never reused while a request of its version is in the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dora_rl.engine.runner import CpuRunner
+from dora_rl.engine.sealed import CheckedSource, check_canary
+from dora_rl.engine.weights import HfDirectory, TensorSource
+from dora_rl.types import UserError, Version
+
+if TYPE_CHECKING:
+    from dora_rl.ports import SealedWeights
+
+
+class Residency:
+    """Version -> weight slot."""
+
+    def __init__(self, runner: CpuRunner, versions_max: int) -> None:
+        self._runner = runner
+        self._versions_max = versions_max
+        self.slots: dict[Version, int] = {}
+        self._loading: dict[Version, int] = {}
+
+    def versions(self) -> tuple[Version, ...]:
+        return tuple(sorted(self.slots))
+
+    def load(
+        self, version: Version, source: SealedWeights | TensorSource | str | Path, verify: bool
+    ) -> Iterator[str]:
+        """Fill a free slot, yielding after each layer; resident once the iterator is exhausted."""
+        slot = self._reserve(version)
+        try:
+            if isinstance(source, str | Path):
+                yield from self._runner.load(slot, HfDirectory(source), str(source))
+            else:
+                yield from self._load_checked(slot, version, source, verify)
+            self.slots[version] = slot
+        finally:
+            del self._loading[version]
+
+    def retire(self, version: Version) -> None:
+        if version not in self.slots:
+            raise UserError(f"version {version} is not resident, so it cannot be retired")
+        del self.slots[version]
+
+    def _load_checked(
+        self, slot: int, version: Version, source: SealedWeights | TensorSource, verify: bool
+    ) -> Iterator[str]:
+        where = f"version {version}"
+        sealed_version = getattr(source, "version", version)
+        if sealed_version != version:
+            raise UserError(f"{where}: the sealed weights say they are version {sealed_version}")
+        if not verify or not hasattr(source, "checksum"):
+            yield from self._runner.load(slot, source, where)
+            return
+        checked = CheckedSource(source)  # pyright: ignore[reportArgumentType]
+        yield from self._runner.load(slot, checked, where)
+        checked.check()
+        canary = getattr(source, "canary", None)
+        if canary is not None:
+            logprobs = self._runner.score(slot, canary.token_ids)
+            check_canary(canary, logprobs, version, self._runner.weights.dtype)
+
+    def _reserve(self, version: Version) -> int:
+        if version in self.slots or version in self._loading:
+            raise UserError(f"version {version} is already resident or being loaded")
+        taken = {*self.slots.values(), *self._loading.values()}
+        free = [slot for slot in range(self._versions_max) if slot not in taken]
+        if not free:
+            raise UserError(
+                f"version {version}: all {self._versions_max} weight slots hold "
+                f"{sorted({*self.slots, *self._loading})}; retire one or raise rollout.versions_max"
+            )
+        self._loading[version] = free[0]
+        return free[0]

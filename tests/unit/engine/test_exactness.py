@@ -1,0 +1,265 @@
+"""A trajectory does not depend on what happens around it.
+
+Hypothesis drives two small engines through arrivals, steps, pre-emptions (the pools are tight),
+parking, migrations, crashes with resume from the journal, and version loads and retirements. Every
+trajectory must equal, bit for bit, the one generated alone in a roomy engine; blocks are conserved
+after every action.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_greedy import random_prompts
+
+from dora_rl.engine.engine import Engine
+from dora_rl.engine.journal import Journal, read_journal
+from dora_rl.engine.models import read_spec
+from dora_rl.engine.options import EngineOptions
+from dora_rl.engine.sequence import Request, Status
+from dora_rl.engine.transfer import begin_import, chunk_bytes, chunk_from_bytes, export_request
+from dora_rl.types import RequestId, SamplingParams, Trajectory, UserError
+
+TIGHT = EngineOptions(
+    block_tokens=16,
+    num_blocks=14,
+    host_blocks_max=12,
+    seqs_max=5,
+    step_tokens_max=13,
+    context_max=128,
+    versions_max=2,
+)
+ROOMY = EngineOptions(
+    block_tokens=16, num_blocks=64, seqs_max=4, step_tokens_max=256, context_max=128, versions_max=3
+)
+PROMPTS = random_prompts((1, 3, 16, 17, 30, 47, 64))
+PARAMS = (
+    SamplingParams(tokens_max=30, temperature=1.0, ignore_eos=True),
+    SamplingParams(tokens_max=50, temperature=0.7, top_p=0.9, top_k=20, stop_ids=(5, 11)),
+    SamplingParams(tokens_max=20, temperature=1.3, min_p=0.05, raw_logprobs=True),
+    SamplingParams(tokens_max=25, temperature=0.0, ignore_eos=True),
+)
+
+
+class World:
+    """Two tight engines and the models they load, reused over examples because they are costly."""
+
+    def __init__(self, paths: list[Path], journal_dir: Path, one_pass: bool = True) -> None:
+        self.paths, self.journal_dir = paths, journal_dir
+        spec = read_spec(paths[0])
+        self.alone = Engine(spec, ROOMY)
+        for version, path in enumerate(paths):
+            self.alone.load(version, path)
+        self.engines = [Engine(spec, TIGHT), Engine(spec, TIGHT)]
+        self.solo = cache(self._solo)
+
+    def reset(self) -> None:
+        for index, engine in enumerate(self.engines):
+            for seq in list(engine.scheduler.sequences()):
+                engine.forget(seq.id)
+            engine._outputs.clear()
+            for version in engine.versions():
+                engine.retire(version)
+            path = self.journal_dir / f"{index}.journal"
+            path.unlink(missing_ok=True)
+            engine.journal = Journal(path, every=3, durable=False)
+
+    def _solo(self, request: Request) -> Trajectory:
+        """Generated with nobody else around, from an empty prefix cache."""
+        self.alone.scheduler.pool.forget_version(request.version)
+        self.alone.submit(request)
+        while True:
+            for output in self.alone.step():
+                if output.trajectory is not None:
+                    return output.trajectory
+
+
+@pytest.fixture(scope="module")
+def world(
+    saved: Callable[..., tuple[object, Path]], tmp_path_factory: pytest.TempPathFactory
+) -> World:
+    paths = [saved("qwen3", seed)[1] for seed in range(3)]
+    return World(paths, tmp_path_factory.mktemp("journals"))
+
+
+class Story:
+    """One random history, driven by a seeded choice of actions."""
+
+    def __init__(self, world: World, seed: int) -> None:
+        self.world, self.random = world, random.Random(seed)
+        self.engines = world.engines
+        self.done: dict[RequestId, Trajectory] = {}
+        self.requests: dict[RequestId, Request] = {}
+        self.num_groups = 0
+        for engine in self.engines:
+            for version in (0, 1):
+                engine.load(version, world.paths[version])
+
+    def act(self) -> None:
+        action = self.random.choices(
+            (self.submit, self.step, self.migrate, self.park, self.unpark, self.crash, self.load),
+            (3, 12, 2, 1, 1.5, 0.4, 0.5),
+        )[0]
+        action()
+        self.check()
+
+    def submit(self) -> None:
+        engine = self.random.choice(self.engines)
+        prompt, params = self.random.choice(PROMPTS), self.random.choice(PARAMS)
+        version = self.random.choice(engine.versions())
+        for sample in range(self.random.choice((1, 1, 3))):
+            key = RequestId(self.num_groups, sample)
+            request = Request(key, version, prompt, params, seed=9)
+            self.requests[key] = request
+            engine.submit(request)
+        self.num_groups += 1
+
+    def step(self) -> None:
+        engine = self.random.choice(self.engines)
+        for _ in range(self.random.randint(1, 6)):
+            self.collect(engine)
+
+    def collect(self, engine: Engine) -> None:
+        for output in engine.step():
+            if output.trajectory is not None:
+                assert output.id not in self.done
+                self.done[output.id] = output.trajectory
+
+    def migrate(self) -> None:
+        source, target = self.random.sample(self.engines, 2)
+        live = [seq.id for seq in source.scheduler.sequences()]
+        if not live:
+            return
+        export = export_request(source, self.random.choice(live))
+        try:
+            arrival = begin_import(target, export.meta)
+        except UserError:
+            export.cancel()
+            return
+        before = target.stats().prefill_tokens
+        for chunk in export.chunks():
+            arrival.write(chunk_from_bytes(target, chunk_bytes(chunk)))
+        if self.random.random() < 0.2:
+            arrival.cancel()
+            export.cancel()
+            return
+        arrival.commit()
+        export.done()
+        assert target.stats().prefill_tokens == before
+
+    def park(self) -> None:
+        engine = self.random.choice(self.engines)
+        live = [seq.id for seq in engine.scheduler.running.values()]
+        if live:
+            engine.park(self.random.choice(live))
+
+    def unpark(self) -> None:
+        for engine in self.engines:
+            for key in list(engine.scheduler.parked):
+                engine.unpark(key)
+
+    def crash(self) -> None:
+        """Engine 0 loses everything but its journal, whose tail is torn; engine 1 goes on."""
+        dead, heir = self.engines
+        assert dead.journal is not None
+        path = dead.journal.path
+        dead.journal._file.flush()
+        outputs = {output.id for output in dead._outputs if output.trajectory is not None}
+        survivors = {seq.id for seq in dead.scheduler.sequences()}
+        with path.open("ab") as file:
+            file.write(b'deadbeef ["tokens",{"id":[0')
+        found = {request.id: request for request in read_journal(path)}
+        dead.journal = None
+        for seq in list(dead.scheduler.sequences()):
+            dead.forget(seq.id)
+        path.unlink()
+        dead.journal = Journal(path, every=3, durable=False)
+        for key in survivors | outputs:
+            if key in self.done:
+                continue
+            request = found.get(key, self.requests[key])
+            target = heir if request.version in heir.versions() else dead
+            if target.scheduler.find(key) is None:
+                target.submit(request)
+        dead._outputs = [output for output in dead._outputs if output.id not in outputs]
+
+    def load(self) -> None:
+        """Swap the last version of an engine that no request uses for another one."""
+        engine = self.random.choice(self.engines)
+        used = {seq.version for seq in engine.scheduler.sequences()}
+        idle = [version for version in engine.versions() if version not in used]
+        fresh = [version for version in range(3) if version not in engine.versions()]
+        if not idle or not fresh:
+            return
+        engine.retire(idle[0])
+        version = self.random.choice(fresh)
+        for _ in engine.load_layers(version, self.world.paths[version]):
+            self.collect(engine)
+
+    def check(self) -> None:
+        for engine in self.engines:
+            engine.scheduler.pool.check()
+            stats = engine.stats()
+            total = stats.free_blocks + stats.used_blocks + stats.cached_blocks
+            assert total == stats.total_blocks
+            held = sum(seq.num_host_blocks for seq in engine.scheduler.sequences())
+            assert held == stats.host_blocks
+
+    def finish(self) -> None:
+        self.unpark()
+        for engine in self.engines:
+            while engine.has_work():
+                self.collect(engine)
+                self.check()
+            assert engine.stats().used_blocks == 0
+
+
+def check_story(world: World, seed: int, num_actions: int) -> None:
+    world.reset()
+    story = Story(world, seed)
+    for _ in range(num_actions):
+        story.act()
+    story.finish()
+    assert story.done.keys() == story.requests.keys()
+    for key, trajectory in story.done.items():
+        assert trajectory == world.solo(story.requests[key]), key
+
+
+STORIES = given(seed=st.integers(0, 1 << 30), num_actions=st.integers(5, 60))
+FIXTURES = [HealthCheck.function_scoped_fixture]
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=FIXTURES, derandomize=True)
+@STORIES
+def test_every_trajectory_equals_the_one_generated_alone(
+    world: World, seed: int, num_actions: int
+) -> None:
+    check_story(world, seed, num_actions)
+
+
+@pytest.mark.full
+@settings(max_examples=300, deadline=None, suppress_health_check=FIXTURES)
+@STORIES
+def test_many_stories(world: World, seed: int, num_actions: int) -> None:
+    check_story(world, seed, num_actions)
+
+
+def test_statuses_are_all_reached(world: World) -> None:
+    """The stories above are not trivial: spills, shared blocks and parking do happen."""
+    world.reset()
+    story = Story(world, 5)
+    seen: set[Status] = set()
+    for _ in range(150):
+        story.act()
+        for engine in story.engines:
+            seen |= {seq.status for seq in engine.scheduler.sequences()}
+    story.finish()
+    assert {Status.WAITING, Status.RUNNING, Status.SPILLED, Status.PARKED} <= seen
+    assert sum(engine.stats().preemptions for engine in story.engines) > 0
+    assert sum(engine.stats().prefix_tokens for engine in story.engines) > 0
