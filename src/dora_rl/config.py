@@ -7,11 +7,11 @@ in `_max`, counts begin with `num_`.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from dora_rl.types import Mode
+from dora_rl.types import Mode, SamplingParams
 
 
 class Section(BaseModel):
@@ -28,7 +28,67 @@ class OrchestrationConfig(Section):
 
 
 class RolloutConfig(Section):
-    """[rollout] the generation engine and how it samples."""
+    """[rollout] the generation engine and how it samples.
+
+    Zero means "derive it": the KV pool from memory, the context from the model, the resident
+    versions from `max_staleness`.
+    """
+
+    backend: Literal["native", "vllm"] = "native"
+    num_instances: int = Field(1, ge=1)
+    num_samples: int = Field(8, ge=1)  # responses per prompt: the size of a group
+    # sampling
+    tokens_max: int = Field(256, ge=1)  # of one response (of one turn, in an environment)
+    temperature: float = Field(1.0, ge=0.0)
+    top_k: int = Field(0, ge=0)
+    top_p: float = Field(1.0, gt=0.0, le=1.0)
+    min_p: float = Field(0.0, ge=0.0, le=1.0)
+    stop_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    raw_logprobs: bool = False  # also record log-probs at temperature 1, without filters
+    # engine
+    dtype: Literal["float32", "bfloat16"] | None = None  # None: float32 on CPU, else bfloat16
+    block_tokens: int = 64
+    num_blocks: int = Field(0, ge=0)
+    kv_bytes_max: int = Field(0, ge=0)
+    host_blocks_max: int = Field(4096, ge=0)
+    seqs_max: int = Field(256, ge=1)  # requests an instance decodes at once
+    step_tokens_max: int = Field(2048, ge=1)
+    context_max: int = Field(0, ge=0)
+    versions_max: int = Field(0, ge=0)
+    prefix_cache: bool = True
+    one_pass: bool = True
+    cuda_graphs: bool = True
+    async_steps: bool = True
+    verify_weights: bool = True  # check the checksum and the canary of every version loaded
+    journal_steps: int = Field(16, ge=1)  # steps between two writes of the token journal
+
+    def engine_options(self, device: str, versions_max: int) -> dict[str, Any]:
+        """Arguments of `engine.options.EngineOptions` for one instance on `device`."""
+        names = (
+            "block_tokens num_blocks kv_bytes_max host_blocks_max seqs_max context_max "
+            "prefix_cache one_pass cuda_graphs async_steps"
+        )
+        return {name: getattr(self, name) for name in names.split()} | {
+            "device": device,
+            "dtype": self.dtype or ("float32" if device == "cpu" else "bfloat16"),
+            "step_tokens_max": max(self.step_tokens_max, self.seqs_max),
+            "versions_max": self.versions_max or versions_max,
+        }
+
+    def sampling_params(self) -> SamplingParams:
+        return SamplingParams(
+            tokens_max=self.tokens_max,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            stop_ids=self.stop_ids,
+            stop_strings=self.stop_strings,
+            ignore_eos=self.ignore_eos,
+            raw_logprobs=self.raw_logprobs,
+        )
 
 
 class AlgorithmConfig(Section):

@@ -28,7 +28,6 @@ from dora_rl.engine.spec import ModelSpec
 from dora_rl.engine.weights import ModelWeights, TensorSource
 from dora_rl.types import Version
 
-
 Launched: TypeAlias = list[StepResult]
 
 
