@@ -59,6 +59,7 @@ class AlgorithmOptions:
     kl_coef: float = 0.0
     kl_estimator: str = "k3"  # k1 | k2 | k3
     kl_in: str = "loss"  # loss | reward
+    kl_ratio_weighted: bool = False  # KL times the ratio: an unbiased gradient off-policy
     entropy_coef: float = 0.0
     temperature: float = 1.0
     skip_zero_advantage: bool = True

@@ -76,6 +76,8 @@ def _reference_penalty(
     meters.add_sum("kl", estimate.sum(), pack.num_trained)
     if options.kl_in == "reward":
         return torch.zeros_like(estimate)
+    if options.kl_ratio_weighted:
+        estimate = estimate * (inputs.logprobs_T - inputs.old_logprobs_T).exp()
     return options.kl_coef * estimate
 
 
