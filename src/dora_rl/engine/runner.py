@@ -8,6 +8,7 @@ the tests compare with.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TypeAlias
 
 import numpy as np
@@ -56,6 +57,10 @@ class CpuRunner:
     def launch(self, plan: Plan, slots: Mapping[Version, int]) -> list[StepResult]:
         """Perform the cache operations, compute the rows, draw the tokens."""
         self.perform(plan)
+        with self._kernels():
+            return self._run(plan, slots)
+
+    def _run(self, plan: Plan, slots: Mapping[Version, int]) -> list[StepResult]:
         groups: dict[int, list[Span]] = {}
         for span in plan.spans:
             groups.setdefault(slots[span.seq.version], []).append(span)
@@ -91,10 +96,18 @@ class CpuRunner:
         num_blocks = -(-padded // self.options.block_tokens)
         scratch = KvCache(self.spec, self.options, num_blocks)
         batch = chunk_batch(token_ids, padded, slot, scratch)
-        hidden = self.decoder.forward(batch, scratch)
-        logits = self.decoder.logits(hidden, batch.segments)[: count - 1]
+        with self._kernels():
+            hidden = self.decoder.forward(batch, scratch)
+            logits = self.decoder.logits(hidden, batch.segments)[: count - 1]
         target = torch.tensor(token_ids[1:])[:, None]
         return torch.log_softmax(logits, -1).gather(1, target)[:, 0].tolist()
+
+    def _kernels(self) -> AbstractContextManager[None]:
+        """Bfloat16 without oneDNN: it uses AMX wherever the CPU names it, and virtual machines
+        that name it without allowing it are killed by the first product."""
+        if self.options.dtype == "float32":
+            return nullcontext()
+        return torch.backends.mkldnn.flags(enabled=False)
 
     def _run_pass(self, groups: list[tuple[int, list[Span]]]) -> list[StepResult]:
         for _, spans in groups:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_greedy import random_prompts
+from test_engine_greedy import random_prompts
 
 from dora_rl.engine.engine import Engine
 from dora_rl.engine.journal import Journal, read_journal
