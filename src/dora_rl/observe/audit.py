@@ -1,0 +1,169 @@
+"""`dora-rl audit RUN`: prove C1, C2, C3 and conservation from the event log alone.
+
+Three checkers read each entry, event first, then its actions in order: `audit_places` (where
+requests are, who holds which weights), `audit_groups` (groups and samples) and `audit_steps`
+(batches, steps, the bound). They share books of their own, and with the core nothing but the event
+and action types. A run that was cut off can be audited too: what is outstanding is reported, and
+is no finding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from dora_rl.core import actions as act
+from dora_rl.core import events as ev
+from dora_rl.observe.audit_books import Books
+from dora_rl.observe.audit_groups import GroupAudit
+from dora_rl.observe.audit_places import PlaceAudit
+from dora_rl.observe.audit_report import AuditFigures, AuditReport, Finding, Notebook, Promise
+from dora_rl.observe.audit_steps import StepAudit
+from dora_rl.observe.eventlog import Entry, Snapshot, read
+
+__all__ = ["AuditFigures", "AuditReport", "Finding", "Promise", "audit", "audit_run"]
+
+Checks: TypeAlias = dict[type, tuple[Callable[[Any], None], ...]]
+
+
+def audit_run(folder: Path) -> AuditReport:
+    """Audit the event log of a run."""
+    return audit(read(folder))
+
+
+def audit(records: Iterable[Entry | Snapshot]) -> AuditReport:
+    """Audit the entries of a run, from its first. Snapshots are not believed, only entries."""
+    auditor = Auditor()
+    for record in records:
+        if isinstance(record, Entry):
+            auditor.see(record)
+    return auditor.report()
+
+
+class Auditor:
+    """Reads entries one by one; can also watch a run as it goes."""
+
+    def __init__(self) -> None:
+        self.notes = Notebook()
+        self.books = Books()
+        self.places = PlaceAudit(self.books, self.notes)
+        self.groups = GroupAudit(self.books, self.notes)
+        self.steps = StepAudit(self.books, self.notes)
+        self.stop: act.Stop | None = None
+        self.num_resumes = 0
+        self._on_event = self._event_checks()
+        self._on_action = self._action_checks()
+
+    def _event_checks(self) -> Checks:
+        places, groups, steps = self.places, self.groups, self.steps
+        return {
+            ev.Started: (steps.on_started,),
+            ev.Resumed: (self._on_resumed, places.on_resumed, steps.on_started),
+            ev.InstanceJoined: (places.on_joined,),
+            ev.InstanceLost: (places.on_lost,),
+            ev.Loaded: (places.on_loaded,),
+            ev.LoadFailed: (places.on_load_failed,),
+            ev.SampleFinished: (places.on_finished,),
+            ev.SampleFailed: (places.on_failed,),
+            ev.Moved: (places.on_moved,),
+            ev.MoveFailed: (places.on_move_failed,),
+            ev.Scored: (groups.on_scored,),
+            ev.BatchAccepted: (steps.on_accepted,),
+            ev.StepCommitted: (steps.on_committed,),
+            ev.TrainerJoined: (steps.on_trainer_joined,),
+            ev.TrainerLost: (steps.on_trainer_lost,),
+        }
+
+    def _action_checks(self) -> Checks:
+        places, groups, steps = self.places, self.groups, self.steps
+        return {
+            act.IssueGroup: (groups.on_issue,),
+            act.Dispatch: (places.on_dispatch,),
+            act.Abort: (places.on_abort,),
+            act.Load: (places.on_load,),
+            act.Unload: (places.on_unload,),
+            act.Move: (places.on_move,),
+            act.Park: (places.on_park,),
+            act.Unpark: (places.on_unpark,),
+            act.Reversion: (places.on_reversion,),
+            act.Sleep: (places.on_sleep,),
+            act.Wake: (places.on_wake,),
+            act.Restart: (places.on_lost,),
+            act.RestartTrainer: (steps.on_trainer_lost,),
+            act.Score: (groups.on_score,),
+            act.Feed: (steps.on_feed,),
+            act.CloseStep: (steps.on_close,),
+            act.EndGroup: (places.on_end, groups.on_end),
+            act.RetireVersion: (steps.on_retire,),
+            act.WaitFor: (groups.on_wait_for,),
+            act.InForce: (steps.on_in_force,),
+            act.Stop: (self._on_stop,),
+        }
+
+    def see(self, entry: Entry) -> None:
+        """Check one entry."""
+        notes = self.notes
+        expected = notes.entry + 1
+        notes.entry, notes.event, notes.finished = entry.number, entry.event, None
+        if entry.number != expected:
+            notes.add(Promise.LOG, f"entry {expected}", f"missing: {entry.number} comes instead")
+        if (entry.number == 0) != isinstance(entry.event, ev.Started):
+            notes.add(Promise.LOG, f"entry {entry.number}", "the run starts once, at entry 0")
+        if self.stop is not None and not isinstance(entry.event, ev.Resumed):
+            if entry.actions:
+                notes.add(Promise.LOG, f"entry {entry.number}", "actions after the stop")
+            return  # nothing is believed after the stop, by the core neither
+        for check in self._on_event.get(type(entry.event), ()):
+            check(entry.event)
+        for action in entry.actions:
+            for check in self._on_action.get(type(action), ()):
+                check(action)
+        self.steps.settle()
+
+    def _on_resumed(self, event: ev.Resumed) -> None:
+        del event
+        self.stop = None
+        self.num_resumes += 1
+
+    def _on_stop(self, action: act.Stop) -> None:
+        self.stop = action
+
+    def report(self) -> AuditReport:
+        """What was found in the entries so far."""
+        done = self.stop is not None and self.stop.done
+        self.steps.finish(done)
+        notes = self.notes
+        return AuditReport(tuple(notes.found), notes.num, self._figures(done))
+
+    def _figures(self, done: bool) -> AuditFigures:
+        books, tally = self.books, self.books.tally
+        trained = sum(tally.staleness.values())
+        stale_max = max(tally.staleness, default=0)
+        ends = {end: tally.ends.get(end, 0) for end in act.End}
+        return AuditFigures(
+            mode=books.params.mode.value,
+            num_entries=self.notes.entry + 1,
+            num_resumes=self.num_resumes,
+            steps=books.committed,
+            groups_issued=books.num_issued,
+            groups_trained=ends[act.End.TRAINED],
+            groups_filtered=ends[act.End.FILTERED],
+            groups_failed=ends[act.End.FAILED],
+            groups_surplus=ends[act.End.SURPLUS],
+            groups_outstanding=len(books.live),
+            groups_discarded=ends[act.End.FAILED] + ends[act.End.SURPLUS],
+            samples_trained=tally.samples,
+            samples_masked=tally.masked,
+            tokens_trained=tally.tokens,
+            discarded_tokens=tally.discarded_tokens,
+            staleness_mean=sum(s * n for s, n in tally.staleness.items()) / max(1, trained),
+            staleness_max=stale_max,
+            staleness_counts=tuple(tally.staleness.get(s, 0) for s in range(stale_max + 1)),
+            mixed_version_frac=tally.mixed / max(1, tally.samples),
+            batch_sizes=tuple(self.steps.batch_sizes),
+            live_versions_max=self.steps.live_versions_max,
+            migrations=self.places.num_moved,
+            kv_bytes_moved=self.places.kv_bytes_moved,
+            finished=done,
+        )

@@ -1,0 +1,74 @@
+"""The auditor's own books: what the log has shown so far about groups, steps and versions.
+
+Plain data, kept by the checkers beside this file and shared between them. Nothing here comes from
+the core's state; a run's books can be rebuilt by anyone who can read the log.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from dora_rl.core import actions as act
+from dora_rl.core.params import Params
+from dora_rl.types import GroupId, StepIndex, Version
+
+
+@dataclass(slots=True)
+class Sample:
+    """`asked` is the last attempt at scoring it, -1 before it finished."""
+
+    asked: int = -1
+    num_tokens: int = 0
+    mixed: bool = False
+    reward: float | None = None
+
+
+@dataclass(slots=True)
+class GroupRecord:
+    version: Version
+    prompt: int
+    samples: list[Sample]
+    step: StepIndex | None = None  # the batch it was fed to
+
+
+@dataclass(slots=True)
+class Tally:
+    """Sums over ended groups."""
+
+    ends: dict[act.End, int] = field(default_factory=dict[act.End, int])
+    staleness: dict[int, int] = field(default_factory=dict[int, int])
+    samples: int = 0
+    masked: int = 0
+    mixed: int = 0
+    tokens: int = 0
+    discarded_tokens: int = 0
+
+
+@dataclass(slots=True)
+class Books:
+    """`expected`: groups whose step this entry commits; each must end as trained in it."""
+
+    params: Params = field(default_factory=Params)
+    live: dict[GroupId, GroupRecord] = field(default_factory=dict[GroupId, GroupRecord])
+    ended: dict[GroupId, act.End] = field(default_factory=dict[GroupId, act.End])
+    num_issued: int = 0
+    untaken: dict[Version, int] = field(default_factory=dict[Version, int])
+    unended: dict[Version, int] = field(default_factory=dict[Version, int])
+    filling: StepIndex = 0
+    committed: StepIndex = 0  # also the newest version
+    taken: int = 0  # groups of the step being filled that the log shows as taken
+    retired: set[Version] = field(default_factory=set[Version])
+    in_force: list[act.InForce] = field(default_factory=list[act.InForce])
+    expected: dict[GroupId, StepIndex] = field(default_factory=dict[GroupId, StepIndex])
+    fed_samples: dict[GroupId, tuple[int, ...]] = field(
+        default_factory=dict[GroupId, tuple[int, ...]]
+    )
+    tally: Tally = field(default_factory=Tally)
+    dirty: bool = False  # a figure of the invariant changed in this entry
+
+    def force(self, step: StepIndex) -> act.InForce:
+        """K and B for this step."""
+        for action in reversed(self.in_force):
+            if action.step <= step:
+                return action
+        return act.InForce(0, self.params.max_staleness, self.params.batch_groups)

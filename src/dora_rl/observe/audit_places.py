@@ -1,0 +1,304 @@
+"""The auditor of places: which instance holds which version, and where every request is.
+
+C1 from the outside: a request is dispatched, moved and unparked only onto an instance that has
+loaded its version and still holds it, and no version is unloaded (and no instance put to sleep)
+with requests running on it. Late messages are told apart by the request's epoch, as their
+definition says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from dora_rl.core import actions as act
+from dora_rl.core import events as ev
+from dora_rl.observe.audit_books import Books
+from dora_rl.observe.audit_report import Notebook, Promise
+from dora_rl.types import InstanceId, Mode, RequestId, Version
+
+
+@dataclass(slots=True)
+class Place:
+    """`dest` is set while the request moves; `parked` while it only keeps its KV here."""
+
+    epoch: int
+    version: Version
+    instance: InstanceId
+    dest: InstanceId | None = None
+    parked: bool = False
+
+
+@dataclass(slots=True)
+class InstanceRecord:
+    """`busy` counts the requests per version that run here, leave or arrive."""
+
+    slots_max: int
+    awake: bool = True
+    loading: Version | None = None
+    held: set[Version] = field(default_factory=set[Version])
+    busy: dict[Version, int] = field(default_factory=dict[Version, int])
+    requests: dict[RequestId, Place] = field(default_factory=dict[RequestId, Place])
+
+    def count(self, version: Version, change: int) -> None:
+        self.busy[version] = self.busy.get(version, 0) + change
+
+
+class PlaceAudit:
+    """Follows every request from its dispatch to its end, and every version's residency."""
+
+    def __init__(self, books: Books, notes: Notebook) -> None:
+        self.books = books
+        self.notes = notes
+        self.instances: dict[InstanceId, InstanceRecord] = {}
+        self.places: dict[RequestId, Place] = {}
+        self.epochs: dict[RequestId, int] = {}  # of the last dispatch
+        self.num_moved = 0
+        self.kv_bytes_moved = 0
+
+    # Instances.
+
+    def on_joined(self, event: ev.InstanceJoined) -> None:
+        self._lose(event.instance)
+        held = {v for v in event.versions if v not in self.books.retired}
+        self.instances[event.instance] = InstanceRecord(event.slots_max, held=held)
+
+    def on_lost(self, event: ev.InstanceLost | act.Restart) -> None:
+        self._lose(event.instance)
+
+    def on_resumed(self, event: ev.Resumed) -> None:
+        del event
+        for name in list(self.instances):
+            self._lose(name)
+
+    def _lose(self, name: InstanceId) -> None:
+        instance = self.instances.get(name)
+        if instance is not None:
+            for request in list(instance.requests):
+                self._remove(request)
+            del self.instances[name]
+
+    def on_load(self, action: act.Load) -> None:
+        instance = self._instance(action.instance, f"load version {action.version}")
+        if instance is None:
+            return
+        instance.loading = action.version
+        if action.version > self.books.committed or action.version in self.books.retired:
+            self._add(action.instance, f"loads version {action.version}, which is not live")
+        if action.donor is not None:
+            donor = self.instances.get(action.donor)
+            if donor is None or action.version not in donor.held:
+                self._add(action.instance, f"loads from {action.donor}, which does not hold it")
+
+    def on_loaded(self, event: ev.Loaded) -> None:
+        instance = self.instances.get(event.instance)
+        if instance is not None and instance.loading == event.version:
+            instance.loading = None
+            instance.held.add(event.version)
+
+    def on_load_failed(self, event: ev.LoadFailed) -> None:
+        instance = self.instances.get(event.instance)
+        if instance is not None and instance.loading == event.version:
+            instance.loading = None
+
+    def on_unload(self, action: act.Unload) -> None:
+        instance = self._instance(action.instance, f"unload version {action.version}")
+        if instance is None:
+            return
+        if action.version not in instance.held:
+            self._add(action.instance, f"unloads version {action.version} it does not hold")
+        if instance.busy.get(action.version):
+            running = [r for r, p in instance.requests.items() if p.version == action.version]
+            text = f"unloads version {action.version} with requests on it"
+            self._add(action.instance, f"{text}: {self._groups(running)}", Promise.C1)
+        instance.held.discard(action.version)
+
+    def on_sleep(self, action: act.Sleep) -> None:
+        instance = self._instance(action.instance, "sleep")
+        if instance is None:
+            return
+        running = [
+            request
+            for request, place in instance.requests.items()
+            if place.instance == action.instance and not place.parked and place.dest is None
+        ]
+        if running:
+            self._add(action.instance, f"sleeps with running requests: {self._groups(running)}")
+        instance.awake = False
+
+    def on_wake(self, action: act.Wake) -> None:
+        instance = self._instance(action.instance, "wake")
+        if instance is not None:
+            instance.awake = True
+
+    # Requests.
+
+    def on_dispatch(self, action: act.Dispatch) -> None:
+        instance = self._instance(action.instance, f"start group {action.group}")
+        record = self.books.live.get(action.group)
+        if record is None:
+            self._add(f"group {action.group}", "dispatched and is not outstanding", Promise.C2)
+        if instance is None or record is None:
+            return
+        self._check_version(action.group, action.version)
+        self._check_holds(action.instance, instance, action.group, action.version)
+        for sample, epoch in zip(action.samples, action.epochs, strict=True):
+            request = RequestId(action.group, sample)
+            repeated = epoch <= self.epochs.get(request, -1)
+            if request in self.places or repeated or record.samples[sample].asked >= 0:
+                text = f"sample {sample} is dispatched again, epoch {epoch}"
+                self._add(f"group {action.group}", text, Promise.C2)
+                self._remove(request)
+            self.epochs[request] = epoch
+            self.places[request] = place = Place(epoch, action.version, action.instance)
+            instance.requests[request] = place
+            instance.count(action.version, 1)
+        self._check_slots(action.instance, instance)
+
+    def on_move(self, action: act.Move) -> None:
+        src = self._instance(action.src, f"hand over group {action.request.group}")
+        dst = self._instance(action.dst, f"take over group {action.request.group}")
+        place = self._placed(action.request, action.epoch, action.src)
+        if src is None or dst is None or place is None:
+            return
+        self._check_version(action.request.group, action.version)
+        self._check_holds(action.dst, dst, action.request.group, action.version)
+        place.dest = action.dst
+        dst.requests[action.request] = place
+        dst.count(place.version, 1)
+        self._check_slots(action.dst, dst)
+
+    def on_moved(self, event: ev.Moved) -> None:
+        place = self.places.get(event.request)
+        if place is None or (place.epoch, place.dest) != (event.epoch, event.dst):
+            return
+        self.num_moved += 1
+        self.kv_bytes_moved += event.num_bytes
+        src = self.instances[place.instance]
+        del src.requests[event.request]
+        if not place.parked:
+            src.count(place.version, -1)
+        place.instance, place.dest, place.parked = event.dst, None, False
+
+    def on_move_failed(self, event: ev.MoveFailed) -> None:
+        place = self.places.get(event.request)
+        if place is None or (place.epoch, place.dest) != (event.epoch, event.dst):
+            return
+        if not event.kept:
+            self._remove(event.request)
+            return
+        dst = self.instances[event.dst]
+        del dst.requests[event.request]
+        dst.count(place.version, -1)
+        place.dest = None
+
+    def on_park(self, action: act.Park) -> None:
+        place = self._placed(action.request, action.epoch, action.instance)
+        if place is not None and not place.parked:
+            self.instances[action.instance].count(place.version, -1)
+            place.parked = True
+
+    def on_unpark(self, action: act.Unpark) -> None:
+        self._continue(action)
+
+    def on_reversion(self, action: act.Reversion) -> None:
+        if self.books.params.mode is not Mode.PARTIAL:
+            name = f"group {action.request.group}"
+            self._add(
+                name, "continued under another version, which only partial may do", Promise.C1
+            )
+        self._continue(action)
+
+    def _continue(self, action: act.Unpark | act.Reversion) -> None:
+        place = self._placed(action.request, action.epoch, action.instance)
+        instance = self.instances.get(action.instance)
+        if place is None or instance is None:
+            return
+        if isinstance(action, act.Unpark):
+            self._check_version(action.request.group, action.version)
+        self._check_holds(action.instance, instance, action.request.group, action.version)
+        if not place.parked:
+            instance.count(place.version, -1)
+        instance.count(action.version, 1)
+        place.version, place.parked = action.version, False
+        self._check_slots(action.instance, instance)
+
+    def on_abort(self, action: act.Abort) -> None:
+        place = self.places.get(action.request)
+        if place is not None and place.epoch == action.epoch:
+            self._remove(action.request)
+
+    def on_finished(self, event: ev.SampleFinished) -> None:
+        place = self.places.get(event.request)
+        if place is not None and place.epoch == event.epoch:
+            self.notes.finished = event.request
+            self._remove(event.request)
+
+    def on_failed(self, event: ev.SampleFailed) -> None:
+        place = self.places.get(event.request)
+        if place is not None and place.epoch == event.epoch:
+            self._remove(event.request)
+
+    def on_end(self, action: act.EndGroup) -> None:
+        for sample in range(self.books.params.group_size):
+            request = RequestId(action.group, sample)
+            if request in self.places:
+                self._add(f"group {action.group}", f"ended while sample {sample} runs", Promise.C2)
+                self._remove(request)
+            self.epochs.pop(request, None)
+
+    def _remove(self, request: RequestId) -> None:
+        place = self.places.pop(request, None)
+        if place is None:
+            return
+        for name, counted in ((place.instance, not place.parked), (place.dest, True)):
+            instance = self.instances.get(name) if name is not None else None
+            if instance is not None:
+                del instance.requests[request]
+                instance.count(place.version, -int(counted))
+
+    # Checks.
+
+    def _instance(self, name: InstanceId, what: str) -> InstanceRecord | None:
+        instance = self.instances.get(name)
+        if instance is None:
+            self._add(name, f"is to {what}, and there is no such instance")
+        return instance
+
+    def _placed(self, request: RequestId, epoch: int, where: InstanceId) -> Place | None:
+        place = self.places.get(request)
+        if place is None or (place.epoch, place.instance, place.dest) != (epoch, where, None):
+            text = f"sample {request.sample} is ordered on {where}, where it is not"
+            self._add(f"group {request.group}", text, Promise.C2)
+            return None
+        return place
+
+    def _check_version(self, group: int, version: Version) -> None:
+        record = self.books.live.get(group)
+        if version > self.books.committed:
+            self._add(f"group {group}", f"decodes under version {version} before its publication")
+        if record is None or record.version == version:
+            return
+        if self.books.params.mode is not Mode.PARTIAL or version < record.version:
+            text = f"issued on version {record.version}, decodes under {version}"
+            self._add(f"group {group}", text, Promise.C1)
+
+    def _check_holds(
+        self, name: InstanceId, instance: InstanceRecord, group: int, version: Version
+    ) -> None:
+        if version not in instance.held:
+            text = f"group {group} is sent to it on version {version}, which it does not hold"
+            self._add(name, text, Promise.C1)
+        if not instance.awake:
+            self._add(name, f"group {group} is sent to it while it sleeps")
+
+    def _check_slots(self, name: InstanceId, instance: InstanceRecord) -> None:
+        load = sum(instance.busy.values())
+        if load > instance.slots_max:
+            self._add(name, f"has {load} requests for {instance.slots_max} slots")
+
+    @staticmethod
+    def _groups(requests: list[RequestId]) -> str:
+        return "groups " + ", ".join(str(g) for g in sorted({r.group for r in requests})[:5])
+
+    def _add(self, subject: str, message: str, promise: Promise = Promise.VERSIONS) -> None:
+        self.notes.add(promise, subject, message)

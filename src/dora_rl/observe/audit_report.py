@@ -1,0 +1,108 @@
+"""What an audit says: findings that name a promise and its culprit, and the figures of the run.
+
+Pure values plus the notebook the checkers write into. Knows nothing of how a promise is checked.
+
+    C1            one version per trajectory
+    C2            every group ends exactly once; every trained sample was finished and scored once
+    C3            staleness at most K, by the invariant of docs/staleness.md
+    batch         every step trains exactly B groups, once, in order
+    conservation  issued = outstanding + ended, after every entry
+    versions      published before use, loaded before decoding, retired last
+    log           the entries themselves: numbered without gaps, nothing done after the stop
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from dora_rl.core.events import Event, Tick
+from dora_rl.types import RequestId
+
+FINDINGS_MAX = 1_000  # kept in full; further ones are only counted
+
+
+class Promise(StrEnum):
+    C1 = "C1"
+    C2 = "C2"
+    C3 = "C3"
+    BATCH = "batch"
+    CONSERVATION = "conservation"
+    VERSIONS = "versions"
+    LOG = "log"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One broken promise: `subject` is the group, instance, version or step that broke it.
+
+    >>> str(Finding(Promise.C3, 812, "group 7", "staleness 3, 2 is allowed"))
+    'C3: group 7: staleness 3, 2 is allowed (entry 812)'
+    """
+
+    promise: Promise
+    entry: int
+    subject: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.promise}: {self.subject}: {self.message} (entry {self.entry})"
+
+
+@dataclass(frozen=True, slots=True)
+class AuditFigures:
+    """Counted from the log alone. Staleness is per trained group; tokens are response tokens."""
+
+    mode: str
+    num_entries: int
+    num_resumes: int
+    steps: int
+    groups_issued: int
+    groups_trained: int
+    groups_filtered: int
+    groups_failed: int
+    groups_surplus: int
+    groups_outstanding: int
+    groups_discarded: int  # failed or surplus
+    samples_trained: int
+    samples_masked: int
+    tokens_trained: int
+    discarded_tokens: int  # of finished samples in discarded groups
+    staleness_mean: float
+    staleness_max: int
+    staleness_counts: tuple[int, ...]  # groups trained at staleness 0, 1, 2, ...
+    mixed_version_frac: float
+    batch_sizes: tuple[int, ...]
+    live_versions_max: int
+    migrations: int
+    kv_bytes_moved: int
+    finished: bool  # the log ends with a completed run
+
+
+@dataclass(frozen=True, slots=True)
+class AuditReport:
+    """`ok` is the proof: no promise was broken."""
+
+    findings: tuple[Finding, ...]
+    num_findings: int
+    figures: AuditFigures
+
+    @property
+    def ok(self) -> bool:
+        return self.num_findings == 0
+
+
+@dataclass(slots=True)
+class Notebook:
+    """Where the checkers write, and what they share about the entry being read."""
+
+    entry: int = -1
+    event: Event = field(default_factory=Tick)
+    finished: RequestId | None = None  # the sample that this entry's event really finished
+    num: int = 0
+    found: list[Finding] = field(default_factory=list[Finding])
+
+    def add(self, promise: Promise, subject: str, message: str) -> None:
+        self.num += 1
+        if len(self.found) < FINDINGS_MAX:
+            self.found.append(Finding(promise, self.entry, subject, message))

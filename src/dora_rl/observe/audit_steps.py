@@ -1,0 +1,216 @@
+"""The auditor of steps: batches of exactly B, commits in order, K and B in force, the bound, C3.
+
+Arithmetic of its own. A take shows in the log when the group is fed, which may be later than it
+was taken. Taking never makes the invariant easier (it costs a place, and frees one only for
+versions that are not older), so the invariant over what the log shows is implied by the true one,
+and the two are the same whenever a step closes.
+"""
+
+from __future__ import annotations
+
+from dora_rl.core import actions as act
+from dora_rl.core import events as ev
+from dora_rl.observe.audit_books import Books, GroupRecord
+from dora_rl.observe.audit_report import Notebook, Promise
+from dora_rl.types import GroupId, Mode, StepIndex
+
+_FIXED_STALENESS = {Mode.SYNC: 0, Mode.ONE_STEP_OFF: 1, Mode.REPLICATION: 0}
+
+
+class StepAudit:
+    """Each step trains exactly B groups, once and in order, none of them too old."""
+
+    def __init__(self, books: Books, notes: Notebook) -> None:
+        self.books = books
+        self.notes = notes
+        self.trainer = False
+        self.fed: dict[GroupId, int] = {}  # of the learner's step, since the learner joined
+        self.closed: tuple[GroupId, ...] | None = None  # the batch of the step in training
+        self.close_sent = False
+        self.checksums: dict[StepIndex, str] = {}
+        self.batch_sizes: list[int] = []
+        self.live_versions_max = 1
+
+    def on_started(self, event: ev.Started | ev.Resumed) -> None:
+        self.books.params = event.params
+        self.trainer = False
+
+    def on_in_force(self, action: act.InForce) -> None:
+        books = self.books
+        params = books.params
+        staleness = _FIXED_STALENESS.get(params.mode, params.max_staleness)
+        wanted = (staleness, params.batch_groups)
+        given = (action.max_staleness, action.batch_groups)
+        old = books.in_force[-1] if books.in_force else None
+        if given != wanted and (old is None or given != (old.max_staleness, old.batch_groups)):
+            self._add(
+                Promise.C3, f"step {action.step}", f"K, B = {given} in force, {wanted} were asked"
+            )
+        if action.step != books.filling:
+            self._add(
+                Promise.C3, f"step {action.step}", f"K, B set while {books.filling} is filled"
+            )
+        books.in_force.append(action)
+        books.dirty = True
+
+    def on_feed(self, action: act.Feed) -> None:
+        books = self.books
+        name, record = f"group {action.group}", books.live.get(action.group)
+        if record is None:
+            self._add(Promise.BATCH, name, f"fed to step {action.step} and is not outstanding")
+            return
+        if not self.trainer or action.step != books.committed:
+            self._add(Promise.BATCH, name, f"fed to step {action.step}, {books.committed} is next")
+        if action.version != record.version:
+            self._add(Promise.C1, name, f"issued on {record.version}, fed as {action.version}")
+        if record.step not in (None, action.step):
+            self._add(Promise.BATCH, name, f"in the batches of {record.step} and {action.step}")
+        elif action.group in self.fed:
+            self._add(Promise.BATCH, name, f"fed twice to step {action.step}")
+        self._check_samples(name, record, action)
+        if record.step is None:
+            record.step = action.step
+            books.untaken[record.version] -= 1
+            books.taken += action.step == books.filling
+            books.dirty = True
+        self.fed[action.group] = action.update
+        books.fed_samples[action.group] = action.samples
+
+    def _check_samples(self, name: str, record: GroupRecord, action: act.Feed) -> None:
+        scored = [s for s, sample in enumerate(record.samples) if sample.reward is not None]
+        if any(sample not in scored for sample in action.samples):
+            self._add(Promise.C2, name, "fed with samples that were not finished and scored")
+        needed = self.books.params.samples_min or len(record.samples)
+        distinct = len(set(action.samples)) == len(action.samples)
+        if not distinct or len(action.samples) < min(needed, len(record.samples)):
+            self._add(Promise.C2, name, f"fed with samples {action.samples}, {needed} are needed")
+
+    def on_close(self, action: act.CloseStep) -> None:
+        name, size = f"step {action.step}", self.books.force(action.step).batch_groups
+        if action.step != self.books.committed:
+            self._add(Promise.BATCH, name, f"closed while {self.books.committed} is next")
+        if len(action.groups) != size or len(set(action.groups)) != size:
+            self._add(Promise.BATCH, name, f"closed with {len(action.groups)} groups, not {size}")
+        if tuple(self.fed) != action.groups:
+            odd = sorted(set(self.fed) ^ set(action.groups)) or list(action.groups)
+            self._add(Promise.BATCH, name, f"closed is not what was fed: groups {odd[:5]}")
+        if self.closed is not None and self.closed != action.groups:
+            self._add(Promise.BATCH, name, "closed again with other groups")
+        per_update = [*self.fed.values()]
+        counts = {per_update.count(update) for update in set(per_update)}
+        if len(counts) > 1 or per_update != sorted(per_update):
+            self._add(Promise.BATCH, name, "its optimizer updates have unequal shares")
+        self.closed, self.close_sent = action.groups, True
+
+    def on_accepted(self, event: ev.BatchAccepted) -> None:
+        if event.step == self.books.filling and self.close_sent:
+            self._next_step()
+
+    def _next_step(self) -> None:
+        books = self.books
+        books.filling += 1
+        books.taken = 0
+        books.dirty = True
+
+    def on_committed(self, event: ev.StepCommitted) -> None:
+        books = self.books
+        earlier = self.checksums.setdefault(event.step, event.checksum)
+        if earlier != event.checksum:
+            self._add(
+                Promise.BATCH, f"step {event.step}", "committed twice, with different weights"
+            )
+        if event.step == books.committed and books.filling == event.step + 1:
+            self._commit()
+
+    def on_trainer_joined(self, event: ev.TrainerJoined) -> None:
+        books = self.books
+        self.trainer = True
+        self.fed.clear()
+        self.close_sent = False
+        if event.version == books.committed + 1 and self.closed is not None:
+            if books.filling == books.committed:
+                self._next_step()
+            self._commit()
+        elif event.version != books.committed:
+            self._add(
+                Promise.VERSIONS, f"version {event.version}", f"joined, {books.committed} is newest"
+            )
+
+    def on_trainer_lost(self, event: object) -> None:
+        del event
+        self.trainer = False
+
+    def _commit(self) -> None:
+        books = self.books
+        groups = self.closed or ()
+        books.expected = dict.fromkeys(groups, books.committed)
+        self.batch_sizes.append(len(groups))
+        self.closed, self.close_sent = None, False
+        self.fed.clear()
+        books.committed += 1
+
+    def on_retire(self, action: act.RetireVersion) -> None:
+        books = self.books
+        name, version = f"version {action.version}", action.version
+        if books.unended.get(version):
+            left = [g for g, record in books.live.items() if record.version == version]
+            self._add(Promise.VERSIONS, name, f"retired before groups {left[:5]} ended")
+        if version >= books.committed or version in books.retired:
+            self._add(Promise.VERSIONS, name, "retired, and it is the newest or retired already")
+        books.retired.add(version)
+        books.unended.pop(version, None)
+        books.untaken.pop(version, None)
+
+    def settle(self) -> None:
+        """The laws that hold between entries."""
+        books = self.books
+        for group, step in books.expected.items():
+            self._add(Promise.C2, f"group {group}", f"in the batch of step {step}, did not end")
+        books.expected.clear()
+        if not books.dirty:
+            return
+        books.dirty = False
+        if books.num_issued != len(books.live) + sum(books.tally.ends.values()):
+            self._add(Promise.CONSERVATION, "groups", "issued is not outstanding plus ended")
+        self.live_versions_max = max(self.live_versions_max, self.num_live_versions)
+        if books.in_force and books.params.mode is not Mode.REPLICATION:
+            self._check_bound()
+
+    @property
+    def num_live_versions(self) -> int:
+        older = sum(1 for v, n in self.books.unended.items() if n and v != self.books.committed)
+        return older + 1
+
+    def _check_bound(self) -> None:
+        """u(<= w) <= f + B * (d(w) - s) for every version w >= s - K."""
+        books = self.books
+        force, step = books.in_force[-1], books.filling
+        staleness, batch = force.max_staleness, force.batch_groups
+        last = books.params.num_steps - 1
+        total = 0
+        for version in sorted(books.untaken):
+            count = books.untaken[version]
+            total += count
+            if count and version < step - staleness:
+                self._add(Promise.C3, f"version {version}", f"{count} groups missed their deadline")
+            elif version >= step - staleness:
+                places = batch - books.taken + batch * (min(version + staleness, last) - step)
+                if total > places:
+                    text = f"{total} untaken groups up to it, {places} places by their deadline"
+                    newest = max(books.live, default=0)
+                    subject = f"version {version}, step {step}, group {newest}"
+                    self._add(Promise.C3, subject, text)
+
+    def finish(self, done: bool) -> None:
+        """A completed run leaves nothing over. One that was cut off may."""
+        books = self.books
+        if not done:
+            return
+        for group in books.live:
+            self._add(Promise.C2, f"group {group}", "never ended")
+        if books.committed != books.params.num_steps:
+            text = f"{books.committed} of {books.params.num_steps} steps were committed"
+            self._add(Promise.BATCH, f"step {books.committed}", f"the run ended: {text}")
+
+    def _add(self, promise: Promise, subject: str, message: str) -> None:
+        self.notes.add(promise, subject, message)
