@@ -284,7 +284,7 @@ class Table:
         """Log before the change, so that a failed write leaves the table as it was."""
         if self._log is None:
             return
-        if self._log.mostly_old:
+        if self._log.mostly_old(self._index.num_bytes):
             self._log.rewrite(records.snapshot(self._index, self._payload))
         self._log.append(make(*arguments))
 

@@ -14,6 +14,8 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from math import prod
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -22,6 +24,8 @@ Value: TypeAlias = Any  # np.ndarray | bytes | str | int | float | bool | None |
 Columns: TypeAlias = Mapping[str, Value]
 
 HEADER = struct.Struct("<I")
+# Smaller arrays are cheaper to copy than to refer to.
+COPY_BYTES_MAX = 1 << 16
 SCALARS = (str, int, float, bool, type(None))
 
 
@@ -82,7 +86,10 @@ def as_values(columns: Columns) -> dict[str, Value]:
 
 
 def num_bytes_of_all(values: Columns) -> int:
-    return sum(num_bytes_of(value) for value in values.values())
+    total = 0
+    for value in values.values():
+        total += value.nbytes if type(value) is np.ndarray else num_bytes_of(value)
+    return total
 
 
 def num_tokens_of_all(values: Columns, token_columns: Iterable[str]) -> int:
@@ -96,14 +103,20 @@ def describe_columns(columns: Columns, blobs: list[Any]) -> list[list[object]]:
     entries: list[list[object]] = []
     for name, value in columns.items():
         if isinstance(value, np.ndarray):
-            blobs.append(value.reshape(-1).data.cast("B") if value.size else b"")
-            entries.append([name, value.dtype.str, value.shape])
+            small = value.nbytes <= COPY_BYTES_MAX
+            blobs.append(value.tobytes() if small else value.reshape(-1).data.cast("B"))
+            entries.append([name, _dtype_code(value.dtype), value.shape])
         elif isinstance(value, bytes):
             blobs.append(value)
             entries.append([name, "bytes", len(value)])
         else:
             entries.append([name, "json", value])
     return entries
+
+
+@cache
+def _dtype_code(dtype: np.dtype) -> str:
+    return dtype.str
 
 
 def read_columns(
@@ -118,10 +131,8 @@ def read_columns(
             columns[name] = bytes(body[place : place + detail])
             place += detail
         else:
-            dtype = np.dtype(kind)
-            count = int(np.prod(detail, dtype=np.int64))
             # A copy, so that one small array does not keep a whole record in memory.
-            array = np.frombuffer(body, dtype, count, place).reshape(detail).copy()
+            array = np.frombuffer(body, kind, prod(detail), place).copy().reshape(detail)
             array.flags.writeable = False
             columns[name] = array
             place += array.nbytes

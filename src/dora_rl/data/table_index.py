@@ -116,6 +116,7 @@ class TableIndex:
         for name, needs in self.consumers.items():
             for column in needs:
                 self._needed_by.setdefault(column, []).append(self._numbers[name])
+        self._needs = [frozenset(needs) for needs in self.consumers.values()]
         self._auto_release = auto_release
         self.rows: dict[int, RowMeta] = {}
         self.groups: dict[GroupId, GroupMeta] = {}
@@ -184,9 +185,7 @@ class TableIndex:
             self.num_charged += num_in_group
         group.rows[row.sample] = row.index
         row.released = row.released or self._auto_release
-        row.missing = [
-            sum(column not in row.columns for column in needs) for needs in self.consumers.values()
-        ]
+        row.missing = [len(needs - row.columns) for needs in self._needs]
         self.rows[row.index] = row
         self.num_bytes += row.num_bytes
         for number, missing in enumerate(row.missing):

@@ -25,7 +25,8 @@ LENGTH = struct.Struct("<I")
 # Smaller records are joined and written by one call.
 JOIN_BYTES_MAX = 1 << 20
 BODY_BYTES_MAX = (1 << 32) - 1
-# A file this much larger than after its last rewriting is mostly operations of the past.
+# A file this much larger than its live rows, and than it was after its last rewriting, is mostly
+# operations of the past.
 REWRITE_BYTES_MIN = 4 << 20
 REWRITE_RATIO = 4
 
@@ -105,10 +106,10 @@ class TableLog:
         self._rewritten_bytes = self.num_bytes
         os.close(old)
 
-    @property
-    def mostly_old(self) -> bool:
+    def mostly_old(self, live_bytes: int) -> bool:
         """Time to rewrite, so that reading the file does not take longer the longer a run is."""
-        return self.num_bytes > REWRITE_BYTES_MIN + REWRITE_RATIO * self._rewritten_bytes
+        live_bytes = max(live_bytes, self._rewritten_bytes)
+        return self.num_bytes > REWRITE_BYTES_MIN + REWRITE_RATIO * live_bytes
 
     def close(self) -> None:
         os.close(self._file)
@@ -140,7 +141,9 @@ def write_log(path: Path, bodies: Iterable[Sequence[Any]]) -> None:
 
 
 def _record(body: Sequence[Any]) -> list[Any]:
-    length = sum(len(part) for part in body)
+    length = sum(map(len, body))
+    if length <= JOIN_BYTES_MAX:
+        body = [b"".join(body)]
     assert length <= BODY_BYTES_MAX, f"one record of {length} bytes; put fewer rows at a time"
     crc = 0
     for part in body:
@@ -149,7 +152,7 @@ def _record(body: Sequence[Any]) -> list[Any]:
 
 
 def _write_all(file: int, parts: Sequence[Any]) -> int:
-    total = sum(len(part) for part in parts)
+    total = sum(map(len, parts))
     if total <= JOIN_BYTES_MAX:
         parts = [b"".join(parts)]
     for part in parts:
