@@ -140,6 +140,10 @@ class Decoder(nn.Module):
         return self.arch.vocab
 
     @property
+    def hidden(self) -> int:
+        return self.arch.hidden
+
+    @property
     def positions_max(self) -> int:
         return self.arch.positions_max
 

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dora_rl.trainer.meters import MEANS
+
 
 def world() -> tuple[int, int]:
     """(rank, number of ranks); (0, 1) without a process group."""
@@ -47,6 +49,26 @@ def shard(module: nn.Module, layers: list[nn.Module], compute_dtype: torch.dtype
     fully_shard(module, mesh=mesh, mp_policy=policy)
 
 
+def like_shard(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """The part of a whole tensor that belongs where `parameter` is sharded."""
+    mesh = getattr(parameter, "device_mesh", None)
+    if mesh is None:
+        return tensor
+    from torch.distributed.tensor import distribute_tensor
+
+    whole = tensor.to(device=parameter.device, dtype=parameter.dtype)
+    # Every rank read the same tensor, so nothing has to be sent.
+    return distribute_tensor(whole, mesh, parameter.placements, src_data_rank=None)  # type: ignore[attr-defined]
+
+
+def add_up_scalar(value: Tensor) -> Tensor:
+    """A scalar summed over ranks."""
+    if world()[1] > 1:
+        value = value.clone()
+        dist.all_reduce(value)
+    return value
+
+
 def gathered(tensor: Tensor) -> Tensor:
     """The whole tensor, if it is a shard; a collective that every rank must enter."""
     full = getattr(tensor, "full_tensor", None)
@@ -54,16 +76,10 @@ def gathered(tensor: Tensor) -> Tensor:
 
 
 def add_up(pairs: dict[str, list[float]]) -> dict[str, list[float]]:
-    """Sums over ranks of dictionaries with the same keys on every rank."""
-    _, size = world()
-    if size == 1:
+    """Sums over ranks of (total, weight) by name; a rank that never saw a name adds nothing."""
+    if world()[1] == 1:
         return pairs
-    names = sorted(pairs)
-    total: dict[str, list[float]] = {}
-    flat = torch.tensor([v for n in names for v in pairs[n]], dtype=torch.float64)
-    if dist.get_backend() == "nccl":
-        flat = flat.cuda()
+    flat = torch.tensor([pairs.get(n, [0.0, 0.0]) for n in MEANS], dtype=torch.float64)
+    flat = flat.cuda() if dist.get_backend() == "nccl" else flat
     dist.all_reduce(flat)
-    for i, name in enumerate(names):
-        total[name] = [float(flat[2 * i]), float(flat[2 * i + 1])]
-    return total
+    return dict(zip(MEANS, flat.tolist(), strict=True))

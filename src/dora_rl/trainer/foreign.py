@@ -41,6 +41,7 @@ class ForeignPolicy(nn.Module):
         self.compute_dtype = dtype
         self.chunk_tokens = options.logits_chunk_tokens
         self.vocab = int(model.config.vocab_size)
+        self.hidden = int(model.config.hidden_size)
         self.positions_max = int(getattr(model.config, "max_position_embeddings", 1 << 30))
         if options.activation_checkpointing == "layer":
             self.inner.gradient_checkpointing_enable()

@@ -29,15 +29,20 @@ from torch import Tensor
 from dora_rl.ports import WeightStore
 from dora_rl.trainer import distributed, state
 from dora_rl.trainer.allocator import keep_freed_memory
-from dora_rl.trainer.batch import GroupBatch, admit
+from dora_rl.trainer.assembly import assemble, attention_crossover_tokens
+from dora_rl.trainer.attention_layout import Layout
+from dora_rl.trainer.batch import GroupBatch
+from dora_rl.trainer.critic import critic_pass, fill_old_values
+from dora_rl.trainer.decoder import Decoder
 from dora_rl.trainer.documents import Document, collate
+from dora_rl.trainer.intake import take_in
 from dora_rl.trainer.losses.aggregate import denominator
 from dora_rl.trainer.losses.registry import resolve
 from dora_rl.trainer.meters import Meters
-from dora_rl.trainer.model import Policy, clone_architecture, load_policy, pick_dtype
-from dora_rl.trainer.optim import Optimizer, learning_rate
+from dora_rl.trainer.model import Policy, pick_dtype
+from dora_rl.trainer.optim import learning_rate
 from dora_rl.trainer.options import AlgorithmOptions, TrainerOptions, from_section
-from dora_rl.trainer.packing import pack_stream
+from dora_rl.trainer.packing import pack_balanced, pack_stream
 from dora_rl.trainer.passes import policy_pass
 from dora_rl.trainer.prepare import group_documents, per_group_advantages, whole_batch_advantages
 from dora_rl.trainer.publish import Publisher, compute_canary, snapshot
@@ -54,7 +59,10 @@ class OpenUpdate:
         self.num_groups = 0
         self.num_tokens = 0
         self.num_sequences = 0
-        self.loss_sum: Tensor | None = None
+        self.loss: Tensor | None = None
+
+    def add_loss(self, total: Tensor) -> None:
+        self.loss = total if self.loss is None else self.loss + total
 
 
 class Learner:
@@ -79,20 +87,24 @@ class Learner:
         if trainer.threads:
             torch.set_num_threads(trainer.threads)
         self.directory = Path(model) if isinstance(model, str | Path) else None
-        self.policy: Policy = (
-            load_policy(self.directory, trainer) if self.directory else model  # type: ignore[assignment]
+        made = assemble(
+            self.directory or model,  # type: ignore[arg-type]
+            self.objective,
+            trainer,
+            self.directory,
         )
+        self.policy, self.reference, self.critic = made.policy, made.reference, made.critic
+        self.optimizer, self.critic_optimizer = made.optimizer, made.critic_optimizer
         self.device = next(self.policy.parameters()).device
         if self.device.type == "cpu":
             keep_freed_memory()
         self.rank, self.num_ranks = distributed.world()
-        self.optimizer = Optimizer(self.policy, trainer)
         self.pack_tokens = trainer.pack_tokens or _PACK_TOKENS.get(self.device.type, 16384)
+        self.quadratic = attention_crossover_tokens(self.policy)
         self.groups_per_update = self._groups_per_update(batch_groups)
         self.scorer = SealedScorer(
-            store, self._twin, self.objective.options.temperature, self.pack_tokens
+            store, made.make_twin, self.objective.options.temperature, self.pack_tokens
         )
-        self.reference = self._make_reference()
         self.meters = Meters(self.device)
         self.publisher = Publisher()
         self.step: StepIndex | None = None
@@ -114,16 +126,16 @@ class Learner:
     def feed(self, groups: Sequence[GroupBatch]) -> None:
         """Take groups. Bad samples are counted and left out; see `batch.admit`."""
         assert self.step is not None, "begin_step first"
-        admitted = [g for g in map(self._admit, groups) if g is not None]
-        skipped = len(groups) - len(admitted)
-        if self.buffered:
-            self._buffer.extend(admitted)
-            return
-        self._update.num_groups += skipped
-        self._close_if_full()
-        for group in admitted:
-            self._take([group])
-            self._run_full_packs()
+        limit = self.options.document_tokens_max or self.policy.positions_max
+        for group in groups:
+            kept = take_in(group, self.step, limit, self.policy.vocab, self.meters)
+            if self.buffered:
+                self._buffer.extend([] if kept is None else [kept])
+            elif kept is None:
+                self._update.num_groups += 1
+            else:
+                self._take(kept)
+                self._run_packs(flush=False)
             self._close_if_full()
 
     @property
@@ -200,35 +212,14 @@ class Learner:
             )
         return batch_groups // updates
 
-    def _admit(self, group: GroupBatch) -> GroupBatch | None:
-        assert self.step is not None
-        limit = self.options.document_tokens_max or self.policy.positions_max
-        kept, faults = admit(group, limit, self.policy.vocab)
-        for reason, count in faults.items():
-            self.meters.count(f"dropped/{reason}", count)
-        if kept is None:
-            return None
-        assert group.version <= self.step, "a trajectory from the future"
-        self.meters.observe("staleness", self.step - group.version)
-        for sample in kept.samples:
-            assert sample.reward is not None
-            self.meters.observe("reward", sample.reward)
-            self.meters.observe("response_length", len(sample.token_ids))
-            mixed = len({s.version for s in sample.segments}) > 1
-            self.meters.add_sum("mixed_version_frac", torch.tensor(float(mixed)), 1)
-            self.meters.add_sum("truncated_frac", torch.tensor(float(sample.truncated)), 1)
-        return kept
-
-    def _take(self, groups: Sequence[GroupBatch]) -> None:
-        """Groups of the open update: documents, advantages, counts for the denominators."""
-        per_group = [group_documents(g, self.objective.options) for g in groups]
-        everything = [d for documents in per_group for d in documents]
-        self._score_reference(everything)
-        if self.objective.needs_whole_batch:
-            raise AssertionError("advantages over the whole batch are set before taking")
-        for documents in per_group:
-            per_group_advantages(documents, self.objective.options)
-        self._enqueue(everything, len(groups))
+    def _take(self, group: GroupBatch) -> None:
+        """A group of the open update: documents, advantages, counts for the denominators."""
+        assert not self.objective.needs_whole_batch
+        documents = group_documents(group, self.objective.options)
+        if self.objective.options.kl_in == "reward":
+            self._score_reference(documents)
+        per_group_advantages(documents, self.objective.options)
+        self._enqueue(documents, num_groups=1)
 
     def _enqueue(self, documents: Sequence[Document], num_groups: int) -> None:
         update = self._update
@@ -236,6 +227,9 @@ class Learner:
         update.num_sequences += len(documents)
         update.num_tokens += sum(d.num_trained for d in documents)
         self.meters.count("train/tokens", sum(d.num_tokens for d in documents))
+        if isinstance(self.policy, Decoder):
+            flops = self.policy.arch.train_flops([d.num_tokens for d in documents])
+            self.meters.count("train/flops", flops)
         for d in documents:
             if self.objective.may_skip_zero_advantage and not bool(d.advantages.any()):
                 self.meters.count("train/tokens_skipped", d.num_tokens)
@@ -243,27 +237,54 @@ class Learner:
                 self._pending.append(d)
 
     def _score_reference(self, documents: Sequence[Document]) -> None:
-        if self.reference is None or not documents:
+        unscored = [d for d in documents if d.ref_logprobs is None]
+        if self.reference is None or not unscored:
             return
         temperature = self.objective.options.temperature
-        found = score(self.reference, documents, temperature, self.pack_tokens)
-        for d, logprobs in zip(documents, found, strict=True):
+        found = score(self.reference, unscored, temperature, self.pack_tokens)
+        for d, logprobs in zip(unscored, found, strict=True):
             d.ref_logprobs = logprobs
 
-    def _run_full_packs(self) -> None:
-        packs, rest = pack_stream([d.num_tokens for d in self._pending], self.pack_tokens)
-        pending = self._pending
+    def _run_packs(self, flush: bool) -> None:
+        """Run the packs that are full; with `flush` also what is left over.
+
+        With several ranks a pack is run by each: the same plan everywhere, each takes its own.
+        """
+        pending, lengths = self._pending, [d.num_tokens for d in self._pending]
+        if self.num_ranks > 1:
+            if not lengths or not (flush or sum(lengths) >= self.num_ranks * self.pack_tokens):
+                return
+            packs = pack_balanced(lengths, self.pack_tokens, self.num_ranks, self.quadratic)
+            packs, rest = packs[self.rank :: self.num_ranks], []
+        else:
+            packs, rest = pack_stream(lengths, self.pack_tokens)
+            if flush and rest:
+                packs, rest = [*packs, rest], []
         self._pending = [pending[i] for i in rest]
         for indices in packs:
             self._run_pack([pending[i] for i in indices])
 
     def _run_pack(self, documents: list[Document]) -> None:
+        if not documents:
+            self._run_nothing()
+            return
         self._fill_old(documents)
+        self._score_reference(documents)
         pack = collate(documents, self.device)
-        total = policy_pass(self.policy, pack, self.objective, self.meters)
-        update = self._update
-        update.loss_sum = total if update.loss_sum is None else update.loss_sum + total
+        self._update.add_loss(policy_pass(self.policy, pack, self.objective, self.meters))
+        if self.critic is not None:
+            self._update.add_loss(
+                critic_pass(self.critic, pack, self.objective.options, self.meters) * 0.0
+            )
         self.meters.count("train/packs")
+
+    def _run_nothing(self) -> None:
+        """Take part in the collectives of a pack that fell to other ranks only."""
+        ids = torch.zeros(2, dtype=torch.int64, device=self.device)
+        row, layout = ids[:1], Layout([2], self.device)
+        (self.policy(ids, layout, row, row).logprobs_N.sum() * 0.0).backward()
+        if self.critic is not None:
+            (self.critic(ids, layout, row).sum() * 0.0).backward()
 
     def _fill_old(self, documents: Sequence[Document]) -> None:
         """Old log-probs: the engine's, or this engine's under a sealed version. Before the step's
@@ -286,28 +307,32 @@ class Learner:
             self._finish_update()
 
     def _finish_update(self) -> None:
-        self._run_full_packs()
-        if self._pending:
-            self._run_pack(self._pending)
-            self._pending = []
+        self._run_packs(flush=True)
         update, self._update = self._update, OpenUpdate()
         self._updates_in_step += 1
         if not update.num_sequences:
-            self.optimizer.zero_grad()
             self.meters.count("update/empty")
             return
         o = self.objective
         den = denominator(
             o.aggregation, update.num_tokens, update.num_sequences, o.options.constant_tokens
         )
-        norm = self.optimizer.apply(self.num_ranks / den, self.num_updates, update.loss_sum)
+        total = torch.zeros((), device=self.device) if update.loss is None else update.loss
+        total = distributed.add_up_scalar(total)
+        norm = self.optimizer.apply(self.num_ranks / den, self.num_updates, total)
+        if self.critic_optimizer is not None:
+            scale = self.num_ranks / update.num_tokens
+            # The two move together or not at all.
+            poisoned = total if norm is not None else total * float("nan")
+            critic_norm = self.critic_optimizer.apply(scale, self.num_updates, poisoned)
+            if critic_norm is not None:
+                self.meters.add_sum("critic/grad_norm", torch.tensor(critic_norm), 1)
         if norm is None:
             self.meters.count("update/skipped_non_finite")
             return
         self.meters.add_sum("grad_norm", torch.tensor(norm), 1)
         self.meters.add_sum("lr", torch.tensor(learning_rate(self.options, self.num_updates)), 1)
-        if update.loss_sum is not None:
-            self.meters.add_sum("loss", update.loss_sum / den, 1)
+        self.meters.add_sum("loss", total / den, 1)
         self.num_updates += 1
 
     def _run_buffer(self) -> None:
@@ -316,7 +341,10 @@ class Learner:
             groups.sort(key=lambda g: g.group)
         documents = [group_documents(g, self.objective.options) for g in groups]
         everything = [d for ds in documents for d in ds]
-        self._score_reference(everything)
+        if self.objective.options.kl_in == "reward":
+            self._score_reference(everything)
+        if self.critic is not None:
+            fill_old_values(self.critic, everything, self.pack_tokens)
         if self.objective.needs_whole_batch and everything:
             whole_batch_advantages(everything, self.objective.options)
         else:
@@ -327,17 +355,3 @@ class Learner:
             mine = documents[i * len(groups) // updates : (i + 1) * len(groups) // updates]
             self._enqueue([d for ds in mine for d in ds], len(mine))
             self._finish_update()
-
-    def _twin(self) -> Policy:
-        return clone_architecture(self.policy, self.options, self.directory)
-
-    def _make_reference(self) -> Policy | None:
-        if not self.objective.needs_reference:
-            return None
-        if self.options.reference_model:
-            return load_policy(Path(self.options.reference_model), self.options).requires_grad_(
-                False
-            )
-        twin = self._twin()
-        twin.load_state_dict(self.policy.state_dict())
-        return twin

@@ -11,6 +11,28 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+# Every mean there is, in a fixed order, so that ranks can add them up without exchanging names.
+MEANS = (
+    "loss",
+    "kl",
+    "ppo_kl",
+    "entropy",
+    "mismatch_kl",
+    "clip_ratio/low",
+    "clip_ratio/high",
+    "correction/weight_mean",
+    "correction/masked_frac",
+    "grad_norm",
+    "lr",
+    "mixed_version_frac",
+    "truncated_frac",
+    "critic/loss",
+    "critic/value_mean",
+    "critic/return_mean",
+    "critic/error_square",
+    "critic/grad_norm",
+)
+
 
 class Meters:
     """Weighted means, counters and extremes by name."""
@@ -24,6 +46,7 @@ class Meters:
 
     def add_sum(self, name: str, total: Tensor, weight: float) -> None:
         """A sum over `weight` items, still on the device."""
+        assert name in MEANS, name
         total = total.detach().to(torch.float64 if self._device.type == "cpu" else torch.float32)
         self._sums[name] = self._sums[name] + total if name in self._sums else total
         self._weights[name] = self._weights.get(name, 0.0) + weight

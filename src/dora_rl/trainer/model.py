@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from dora_rl.trainer.architecture import Architecture, load_config, read_architecture
 from dora_rl.trainer.attention import pick_attention
 from dora_rl.trainer.decoder import Decoder, Layer
+from dora_rl.trainer.distributed import gathered, like_shard
 from dora_rl.trainer.foreign import ForeignPolicy
+from dora_rl.trainer.lora import is_adapter, merged, plain_name
 from dora_rl.trainer.names import from_checkpoint, to_checkpoint
 from dora_rl.trainer.options import TrainerOptions, choose
 from dora_rl.trainer.weights import TensorReader
@@ -58,7 +60,7 @@ def build_decoder(arch: Architecture, options: TrainerOptions) -> Decoder:
     decoder.checkpointing = options.activation_checkpointing == "layer"
     decoder.chunk_tokens = options.logits_chunk_tokens
     if choose("trainer.compile", options.compile, ("auto", "on", "off")) != "off" and (
-        device.type == "cuda" or options.compile == "on"
+        options.compile == "on" or (device.type == "cuda" and not options.lora_rank)
     ):
         _compile_layers(decoder)
     return decoder
@@ -108,32 +110,52 @@ def load_policy(directory: Path, options: TrainerOptions) -> Policy:
 def load_weights(policy: nn.Module, read: Callable[[str], Tensor]) -> None:
     """Fill every parameter from tensors with the checkpoint's names."""
     for name, p in policy.named_parameters():
+        if is_adapter(name):
+            continue
         tensor = from_checkpoint(checkpoint_name(name), p.shape, read)
         if tensor.shape != p.shape:
             raise UserError(
                 f"tensor '{name}' has shape {tuple(tensor.shape)}, the config says {tuple(p.shape)}"
             )
-        p.copy_(tensor)
+        p.copy_(like_shard(tensor, p))
 
 
 def checkpoint_name(name: str) -> str:
-    """A parameter's name without the prefix of the module that wraps a foreign model."""
-    return name.removeprefix("inner.")
+    """A parameter's name without the prefixes of modules that wrap a foreign or adapted model."""
+    return plain_name(name.removeprefix("inner."))
 
 
 def named_weights(
     policy: nn.Module, gather: Callable[[Tensor], Tensor] = lambda t: t
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of the Hugging Face checkpoint, in a fixed order, one at a time."""
+    """The tensors of the Hugging Face checkpoint, adapters merged, one at a time in fixed order."""
     for name, p in policy.named_parameters():
-        yield from to_checkpoint(checkpoint_name(name), gather(p.detach()))
+        if not is_adapter(name):
+            whole = merged(policy, name, gather(p.detach()))
+            yield from to_checkpoint(checkpoint_name(name), whole)
+
+
+def base_weights(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """As `named_weights`, without the adapters: what training with adapters resumes from."""
+    for name, p in policy.named_parameters():
+        if not is_adapter(name):
+            yield from to_checkpoint(checkpoint_name(name), p.detach())
+
+
+def copy_weights(twin: nn.Module, policy: nn.Module) -> None:
+    """Fill a twin from the policy, adapters merged, shards gathered."""
+    tensors = dict(named_weights(policy, gathered))
+    load_weights(twin, tensors.__getitem__)
 
 
 def clone_architecture(policy: Policy, options: TrainerOptions, directory: Path | None) -> Policy:
-    """A second policy of the same shape, to hold a sealed version; its weights are not filled."""
+    """A second policy of the same shape, frozen and in the compute dtype; not yet filled.
+
+    It holds a sealed version or the reference. Every rank has its own, whole.
+    """
     if isinstance(policy, Decoder):
         twin = build_decoder(policy.arch, options)
     else:
         assert directory is not None
         twin = load_policy(directory, options)
-    return twin.requires_grad_(False)
+    return twin.to(policy.compute_dtype).requires_grad_(False)

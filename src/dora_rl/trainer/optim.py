@@ -11,6 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from dora_rl.trainer.distributed import like_shard
 from dora_rl.trainer.options import TrainerOptions, choose
 from dora_rl.types import UserError
 
@@ -111,7 +112,8 @@ class Optimizer:
             name, _, kind = key.rpartition(":")
             p = self.named[name]
             # The fused kernel wants the step count as float32 on the parameter's device.
-            self.adamw.state[p][kind] = value.to(device=p.device, dtype=torch.float32)
+            state = value.to(device=p.device, dtype=torch.float32)
+            self.adamw.state[p][kind] = state if kind == "step" else like_shard(state, p)
 
 
 def total_norm(grads: list[Tensor]) -> float:

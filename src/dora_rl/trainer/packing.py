@@ -19,13 +19,12 @@ def document_cost(num_tokens: int, quadratic_tokens: float) -> float:
     return num_tokens + num_tokens * num_tokens / quadratic_tokens
 
 
-def quadratic_tokens(hidden: int, attention_width: int, num_params_layer: int) -> float:
+def quadratic_tokens(attention_width: int, num_params_layer: int) -> float:
     """The document length at which causal attention costs as much as the layer's matrices.
 
     Per token and layer: 2·P for the matrices; for causal attention over n tokens 2·n·width (scores
     and values, halved by causality).
     """
-    assert hidden > 0
     return max(1.0, num_params_layer / attention_width)
 
 

@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor, nn
 
 from dora_rl.trainer import checkpoint
-from dora_rl.trainer.distributed import gathered
-from dora_rl.trainer.model import load_weights, named_weights
+from dora_rl.trainer.distributed import gathered, like_shard
+from dora_rl.trainer.lora import adapter_tensors, load_adapter_tensors, save_adapter
+from dora_rl.trainer.model import base_weights, load_weights, named_weights
+from dora_rl.trainer.optim import Optimizer
 from dora_rl.trainer.weights import write_model
 
 if TYPE_CHECKING:
@@ -26,8 +29,17 @@ _SHARD_BYTES_MAX = 4 << 30
 def save(learner: Learner, directory: Path) -> Path:
     """Write everything atomically; rank 0 writes, the others take part in gathering."""
     dtype = learner.policy.compute_dtype
-    masters = {n: t.float() for n, t in named_weights(learner.policy, gathered)}
-    moments = {n: gathered(t) for n, t in learner.optimizer.state_tensors().items()}
+    lora = bool(learner.options.lora_rank)
+    weights = {n: t.float() for n, t in named_weights(learner.policy, gathered)}
+    masters = {n: gathered(t) for n, t in base_weights(learner.policy)} if lora else weights
+    parts = {"optimizer": _moments(learner.optimizer)}
+    if lora:
+        parts["adapters"] = {n: gathered(t) for n, t in adapter_tensors(learner.policy).items()}
+    if learner.critic is not None and learner.critic_optimizer is not None:
+        parts["critic"] = {n: gathered(p) for n, p in learner.critic.named_parameters()}
+        parts["critic_optimizer"] = _moments(learner.critic_optimizer)
+    if learner.reference is not None and not learner.options.reference_model:
+        parts["reference"] = dict(learner.reference.named_parameters())
     if learner.rank:
         return directory
 
@@ -36,10 +48,14 @@ def save(learner: Learner, directory: Path) -> Path:
         trainer.mkdir()
         if learner.directory is not None:
             checkpoint.copy_side_files(learner.directory, target)
-        write_model(target, ((n, t.to(dtype)) for n, t in masters.items()), _SHARD_BYTES_MAX)
-        if dtype != torch.float32:
+        write_model(target, ((n, t.to(dtype)) for n, t in weights.items()), _SHARD_BYTES_MAX)
+        if lora or dtype != torch.float32:
             checkpoint.save_tensors(trainer / "masters.safetensors", masters)
-        checkpoint.save_tensors(trainer / "optimizer.safetensors", moments)
+        for name, tensors in parts.items():
+            checkpoint.save_tensors(trainer / f"{name}.safetensors", tensors)
+        if lora:
+            base = str(learner.directory or "")
+            save_adapter(target / "adapter", learner.policy, learner.options, base)
         checkpoint.save_tensors(trainer / "rng.safetensors", checkpoint.rng_tensors())
         state = {
             "format": FORMAT,
@@ -53,6 +69,10 @@ def save(learner: Learner, directory: Path) -> Path:
     return directory
 
 
+def _moments(optimizer: Optimizer) -> dict[str, Tensor]:
+    return {n: gathered(t) for n, t in optimizer.state_tensors().items()}
+
+
 def restore(learner: Learner, directory: Path) -> None:
     """Bring a fresh learner, already holding the directory's weights, to where `save` was."""
     state = checkpoint.read_state(directory)
@@ -60,9 +80,24 @@ def restore(learner: Learner, directory: Path) -> None:
     if (trainer / "masters.safetensors").is_file():
         masters = checkpoint.load_tensors(trainer / "masters.safetensors")
         load_weights(learner.policy, masters.__getitem__)
-    moments = checkpoint.load_tensors(trainer / "optimizer.safetensors")
-    learner.optimizer.load_state_tensors(moments)
+    learner.optimizer.load_state_tensors(checkpoint.load_tensors(trainer / "optimizer.safetensors"))
+    if learner.options.lora_rank:
+        adapters = checkpoint.load_tensors(trainer / "adapters.safetensors")
+        load_adapter_tensors(learner.policy, adapters)
+    if learner.critic is not None and learner.critic_optimizer is not None:
+        _fill(learner.critic, checkpoint.load_tensors(trainer / "critic.safetensors"))
+        learner.critic_optimizer.load_state_tensors(
+            checkpoint.load_tensors(trainer / "critic_optimizer.safetensors")
+        )
+    if learner.reference is not None and not learner.options.reference_model:
+        _fill(learner.reference, checkpoint.load_tensors(trainer / "reference.safetensors"))
     learner.optimizer.num_applied = int(state["num_applied"])
     learner.next_step = int(state["next_step"])
     learner.num_updates = int(state["num_updates"])
     checkpoint.restore_rng(checkpoint.load_tensors(trainer / "rng.safetensors"))
+
+
+@torch.no_grad()
+def _fill(module: nn.Module, tensors: dict[str, Tensor]) -> None:
+    for name, p in module.named_parameters():
+        p.copy_(like_shard(tensors[name], p))

@@ -1,0 +1,86 @@
+"""Putting a learner's models together: policy, adapters, reference, critic, shards, optimizers.
+
+Invariant: copies (reference, critic) are taken from the policy before adapters are added and before
+anything is sharded, so they start from exactly the weights the run starts from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from dora_rl.trainer import distributed
+from dora_rl.trainer.critic import Critic, make_critic
+from dora_rl.trainer.decoder import Decoder
+from dora_rl.trainer.lora import add_lora
+from dora_rl.trainer.losses.registry import Objective
+from dora_rl.trainer.model import Policy, clone_architecture, copy_weights, load_policy
+from dora_rl.trainer.optim import Optimizer
+from dora_rl.trainer.options import TrainerOptions
+from dora_rl.trainer.packing import quadratic_tokens
+
+
+@dataclass(slots=True)
+class Assembly:
+    """What is trained (policy, critic), what is not (reference), and how to make a twin."""
+
+    policy: Policy
+    reference: Policy | None
+    critic: Critic | None
+    optimizer: Optimizer
+    critic_optimizer: Optimizer | None
+    make_twin: Callable[[], Policy]
+
+
+def assemble(
+    model: Path | Policy, objective: Objective, options: TrainerOptions, directory: Path | None
+) -> Assembly:
+    """Load or take the policy and build everything around it."""
+    policy = load_policy(model, options) if isinstance(model, Path) else model
+
+    def make_twin() -> Policy:
+        return clone_architecture(policy, options, directory)
+
+    reference = _reference(policy, objective, options, make_twin)
+    critic = make_critic(make_twin(), policy) if objective.needs_critic else None
+    if options.lora_rank:
+        add_lora(policy, options)
+    if distributed.world()[1] > 1:
+        _shard(policy, critic)
+    critic_lr = objective.options.critic_lr
+    return Assembly(
+        policy,
+        reference,
+        critic,
+        Optimizer(policy, options),
+        Optimizer(critic, options, critic_lr) if critic is not None else None,
+        make_twin,
+    )
+
+
+def _reference(
+    policy: Policy, objective: Objective, options: TrainerOptions, make_twin: Callable[[], Policy]
+) -> Policy | None:
+    if not objective.needs_reference:
+        return None
+    if options.reference_model:
+        return load_policy(Path(options.reference_model), options).requires_grad_(False)
+    twin = make_twin()
+    copy_weights(twin, policy)
+    return twin
+
+
+def _shard(policy: Policy, critic: Critic | None) -> None:
+    for module, body in ((policy, policy), (critic, critic.body if critic else None)):
+        if module is not None:
+            layers = list(body.model.layers) if isinstance(body, Decoder) else []
+            distributed.shard(module, layers, policy.compute_dtype)
+
+
+def attention_crossover_tokens(policy: Policy) -> float:
+    """The document length at which attention costs as much as the matrices; see `packing`."""
+    if not isinstance(policy, Decoder):
+        return 8192.0
+    arch = policy.arch
+    return quadratic_tokens(arch.num_heads * arch.head_dim, arch.layer_params_active())
