@@ -35,12 +35,12 @@ def as_value(value: object) -> Value:
         return _as_array(value)
     if isinstance(value, (tuple, list)):
         return _as_sequence(value)
+    if isinstance(value, np.generic):
+        return value.item()
     if isinstance(value, SCALARS):
         return value
     if isinstance(value, (bytes, bytearray, memoryview)):
         return bytes(value)
-    if isinstance(value, np.generic):
-        return value.item()
     if isinstance(value, dict):
         return json.loads(json.dumps(value))  # also a copy, so that nobody can change it later
     raise TypeError(f"a table cannot hold {type(value).__name__}; give arrays, bytes or JSON")
@@ -49,8 +49,8 @@ def as_value(value: object) -> Value:
 def _as_array(value: np.ndarray) -> np.ndarray:
     if value.dtype.kind not in "iufb":
         raise TypeError(f"a table cannot hold arrays of {value.dtype}")
-    copy = np.array(value, order="C", copy=True)
-    copy.flags.writeable = False
+    copy = value.copy()
+    copy.setflags(write=False)
     return copy
 
 
@@ -63,7 +63,7 @@ def _as_sequence(value: Sequence[object]) -> Value:
         array = np.array(value, np.int32 if fits else np.int64)
     else:
         return json.loads(json.dumps(value))
-    array.flags.writeable = False
+    array.setflags(write=False)
     return array
 
 
@@ -94,8 +94,12 @@ def num_bytes_of_all(values: Columns) -> int:
 
 def num_tokens_of_all(values: Columns, token_columns: Iterable[str]) -> int:
     """The weight of a row when rows are balanced over ranks."""
-    tokens = (values.get(column) for column in token_columns)
-    return sum(len(value) for value in tokens if isinstance(value, (np.ndarray, list)))
+    total = 0
+    for column in token_columns:
+        value = values.get(column)
+        if isinstance(value, (np.ndarray, list)):
+            total += len(value)
+    return total
 
 
 def describe_columns(columns: Columns, blobs: list[Any]) -> list[list[object]]:
@@ -133,7 +137,7 @@ def read_columns(
         else:
             # A copy, so that one small array does not keep a whole record in memory.
             array = np.frombuffer(body, kind, prod(detail), place).copy().reshape(detail)
-            array.flags.writeable = False
+            array.setflags(write=False)
             columns[name] = array
             place += array.nbytes
     return columns, place
