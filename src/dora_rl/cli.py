@@ -1,0 +1,99 @@
+"""`dora-rl`: one program, one command per file in `dora_rl.commands`.
+
+A mistake of the user ends in one line on stderr and exit status 2; `--debug` shows the traceback.
+Never does any work itself. To add a command, write its module and enter it in `COMMANDS`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import NoReturn, Protocol
+
+from dora_rl import __version__
+from dora_rl.commands import audit, plan, replay, sim
+from dora_rl.commands.nearest import hint
+from dora_rl.types import UserError
+
+
+class Command(Protocol):
+    """What a module in `dora_rl.commands` has to offer. `run` returns the exit status."""
+
+    @property
+    def SUMMARY(self) -> str: ...
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
+
+    def run(self, args: argparse.Namespace) -> int: ...
+
+
+COMMANDS: dict[str, Command] = {"sim": sim, "plan": plan, "audit": audit, "replay": replay}
+
+
+class _Parser(argparse.ArgumentParser):
+    """Errors as one line, with the nearest name for a misspelt option."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(message)
+
+    def option_names(self) -> list[str]:
+        return [name for name in self._option_string_actions if name.startswith("--")]
+
+
+def build_parser() -> tuple[_Parser, dict[str, _Parser]]:
+    parser = _Parser(
+        prog="dora-rl",
+        description="Reinforcement-learning post-training with multi-version streaming rollout.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"dora-rl {__version__}")
+    chooser = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
+    parsers: dict[str, _Parser] = {}
+    for name, command in COMMANDS.items():
+        one = chooser.add_parser(
+            name, help=command.SUMMARY, description=command.SUMMARY, allow_abbrev=False
+        )
+        command.add_arguments(one)
+        one.add_argument("--debug", action="store_true", help="show the traceback of an error")
+        parsers[name] = one
+    return parser, parsers
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace | None:
+    """The arguments, or None when there is no command and the help was printed."""
+    parser, parsers = build_parser()
+    first = next(iter(argv), None)
+    if first is None:
+        parser.print_help()
+        return None
+    if not first.startswith("-") and first not in COMMANDS:
+        raise UserError(f"unknown command {first!r}{hint(first, COMMANDS)}")
+    args, extra = parser.parse_known_args(argv)
+    if extra:
+        option = extra[0].partition("=")[0]
+        known = parsers[args.command].option_names() if args.command else parser.option_names()
+        near = hint(option, known) if option.startswith("--") else ""
+        raise UserError(f"unknown argument {extra[0]!r}{near}")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command. 0: fine, 1: it found something, 2: the input is wrong."""
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        args = _parse(argv)
+        return COMMANDS[args.command].run(args) if args is not None else 0
+    except UserError as error:
+        if "--debug" in argv:
+            raise
+        line = " ".join(str(error).split())
+        print(f"dora-rl: error: {line}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("dora-rl: interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

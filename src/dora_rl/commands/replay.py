@@ -1,0 +1,27 @@
+"""`dora-rl replay RUN`: feed a run's event log to the core again; it must decide the same."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from dora_rl.commands.files import events_folder
+
+SUMMARY = "feed a run's event log to the core again and compare its decisions"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, metavar="RUN", help="run directory, or its event log")
+
+
+def run(args: argparse.Namespace) -> int:
+    from dora_rl.observe.eventlog import read
+    from dora_rl.observe.replay import replay
+
+    result = replay(read(events_folder(args.run)))
+    snapshots = f" and {result.num_snapshots} snapshots" if result.num_snapshots else ""
+    if result.ok:
+        print(f"{result.num_entries} entries{snapshots} replayed: the same actions")
+        return 0
+    print(f"after {result.num_entries} entries: {result.difference}")
+    return 1

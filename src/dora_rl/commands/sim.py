@@ -1,0 +1,95 @@
+"""`dora-rl sim PRESET`: compare the modes in simulation."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from dora_rl.commands import testbed
+from dora_rl.commands.files import prepare_output, write_json
+from dora_rl.commands.nearest import hint
+from dora_rl.types import Mode, UserError
+
+SUMMARY = "compare the modes on a testbed, in simulation"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    testbed.add_arguments(parser)
+    parser.add_argument("--mode", default="all", help="all, or one or more of " + ", ".join(Mode))
+    parser.add_argument("--split", type=int, help="GPUs that generate (default: search the best)")
+    parser.add_argument(
+        "--match",
+        action="append",
+        default=[],
+        metavar="MODE=SHARE",
+        help="search the split with this rollout-only share instead, for example one_step_off=0.33",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw bars and a Gantt chart")
+    parser.add_argument("--log", type=Path, metavar="DIR", help="write the event log of the mode")
+
+
+def modes_of(text: str) -> list[Mode]:
+    """`all`, or a comma-separated list, in the order of the enumeration."""
+    if text == "all":
+        return list(Mode)
+    wanted = [_mode(name.strip()) for name in text.split(",")]
+    return [mode for mode in Mode if mode in wanted]
+
+
+def _mode(name: str) -> Mode:
+    if name not in list(Mode):
+        raise UserError(f"unknown mode {name!r}{hint(name, ['all', *Mode])}")
+    return Mode(name)
+
+
+def shares_of(texts: list[str]) -> dict[Mode, float]:
+    shares: dict[Mode, float] = {}
+    for text in texts:
+        name, _, share = text.partition("=")
+        try:
+            shares[_mode(name)] = float(share)
+        except ValueError:
+            raise UserError(
+                f"--match {text!r}: write MODE=SHARE, for example {name}=0.33"
+            ) from None
+        if not 0 <= shares[_mode(name)] <= 1:
+            raise UserError(f"--match {text!r}: a share is from 0 to 1")
+    return shares
+
+
+def run(args: argparse.Namespace) -> int:
+    modes = modes_of(args.mode)
+    preset = testbed.preset_of(args)
+    from dora_rl.commands.progress import console, showing
+    from dora_rl.sim.compare import CompareOptions, compare
+    from dora_rl.sim.report import as_json, promise_table, published_shares, speed_table
+
+    for path in (args.json, args.picture):
+        prepare_output(path)
+    if args.picture is not None:
+        from dora_rl.sim.picture import check_format
+
+        check_format(args.picture)
+    options = CompareOptions(
+        seed=args.seed,
+        split=args.split,
+        shares=published_shares(preset) | shares_of(args.match),
+        num_workers=testbed.workers_of(args),
+        with_timeline=args.picture is not None,
+        log=args.log / "events" if args.log is not None else None,
+    )
+    with showing([mode.value for mode in modes]) as see:
+        comparison = compare(preset, modes, options, see)
+    out = console()
+    out.print(speed_table(comparison), promise_table(comparison))
+    if args.json is not None:
+        write_json(args.json, as_json(comparison))
+    if args.picture is not None:
+        from dora_rl.sim.picture import draw
+
+        draw(comparison, args.picture)
+    for path in (args.json, args.picture, args.log):
+        if path is not None:
+            out.print(f"wrote {path}", highlight=False, soft_wrap=True)
+    return 0

@@ -1,0 +1,89 @@
+"""`dora-rl sim`: the modes side by side on one preset.
+
+Colocated modes run once. For the disaggregated ones the split is searched with short runs; the
+finalists then run at full length, so every reported figure comes from a full run. Where a
+published rollout-only share is known, the split that comes nearest to it is the main result (that
+is what can be compared with the publication) and the best split stands beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from dora_rl.sim.flows import Flow, Job, See, conduct
+from dora_rl.sim.presets import COLOCATED, Preset, world_spec
+from dora_rl.sim.run import ModeResult
+from dora_rl.sim.split import best_of, nearest_to, search_split, shortened, splits_of
+from dora_rl.types import Mode, UserError
+
+_FINALISTS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One mode. `best` is there when the split was searched; `searched` are the short runs."""
+
+    main: ModeResult
+    matched: bool = False
+    best: ModeResult | None = None
+    searched: tuple[ModeResult, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    preset: Preset
+    seed: int
+    outcomes: dict[Mode, Outcome]
+
+
+@dataclass(frozen=True, slots=True)
+class CompareOptions:
+    """`split` fixes the rollout devices; `shares` are rollout-only shares to match."""
+
+    seed: int = 0
+    split: int | None = None
+    shares: Mapping[Mode, float] | None = None
+    num_workers: int = 1
+    with_timeline: bool = False
+    log: Path | None = None
+
+
+def compare(
+    preset: Preset, modes: Sequence[Mode], options: CompareOptions, see: See | None = None
+) -> Comparison:
+    """Run every mode. Wrong input is refused before the first run starts."""
+    if options.log is not None and len(modes) != 1:
+        raise UserError("an event log is of one run; choose one --mode for --log")
+    if options.split is not None and all(mode in COLOCATED for mode in modes):
+        raise UserError("--split is for one_step_off and multi_version; the other modes use all")
+    for mode in modes:
+        world_spec(preset, mode, options.seed, options.split)
+    flows = {mode.value: _flow(preset, mode, options) for mode in modes}
+    found = conduct(flows, options.num_workers, see or (lambda name, job, result: None))
+    return Comparison(preset, options.seed, {mode: found[mode.value] for mode in modes})
+
+
+def _flow(preset: Preset, mode: Mode, options: CompareOptions) -> Flow[Outcome]:
+    job = Job(preset, mode, options.seed, with_timeline=options.with_timeline)
+    if mode in COLOCATED or options.split is not None:
+        split = options.split if mode not in COLOCATED else None
+        (result,) = yield [replace(job, rollout_devices=split, log=options.log)]
+        return Outcome(result)
+    share = (options.shares or {}).get(mode)
+    short = replace(job, preset=shortened(preset), with_timeline=False)
+    tried = yield from search_split(
+        splits_of(preset), lambda split: replace(short, rollout_devices=split), share
+    )
+    finalists = best_of(tried, _FINALISTS)
+    if share is not None:
+        finalists += [s for s in nearest_to(tried, share, _FINALISTS) if s not in finalists]
+    results = yield [replace(job, rollout_devices=split) for split in finalists]
+    full = dict(zip(finalists, results, strict=True))
+    best = main = best_of(full)[0]
+    if share is not None:
+        main = nearest_to(full, share)[0]
+    if options.log is not None:
+        yield [replace(job, rollout_devices=main, log=options.log)]
+    return Outcome(full[main], share is not None, full[best], tuple(tried.values()))

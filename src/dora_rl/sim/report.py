@@ -1,0 +1,225 @@
+"""The figures of a comparison as tables for people and as JSON for scripts.
+
+Never simulates anything. `PAPER` holds the published figures that a preset can be set against;
+they are shown beside the simulated ones and used for nothing but choosing the split to show.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from rich.table import Table
+
+from dora_rl.sim.compare import Comparison, Outcome
+from dora_rl.sim.presets import COLOCATED, PRESETS, Preset
+from dora_rl.sim.run import ModeResult
+from dora_rl.types import Mode
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """What a paper reports for one mode on one testbed."""
+
+    step_s: float
+    rollout_only_share: float
+    tokens_per_s: float
+
+
+# DORA (arXiv 2604.26256), 64 H800: minutes a step, rollout-only share, tokens/s.
+PAPER: dict[tuple[str, int], dict[Mode, Published]] = {
+    ("paper-64", 64): {
+        Mode.SYNC: Published(22.91 * 60, 0.65, 14_143),
+        Mode.ONE_STEP_OFF: Published(22.94 * 60, 0.33, 14_141),
+        Mode.PARTIAL: Published(17.38 * 60, 0.46, 19_872),
+        Mode.MULTI_VERSION: Published(14.67 * 60, 0.12, 23_327),
+    }
+}
+_WORKLOAD = ("device", "model", "batch_groups", "group_size", "prompt_tokens", "lengths")
+
+
+def published(preset: Preset) -> dict[Mode, Published]:
+    """The published figures for this testbed; none when its workload was changed."""
+    original = PRESETS.get(preset.name)
+    if original is None or any(getattr(preset, f) != getattr(original, f) for f in _WORKLOAD):
+        return {}
+    return PAPER.get((preset.name, preset.num_devices), {})
+
+
+def published_shares(preset: Preset) -> dict[Mode, float]:
+    """Rollout-only shares to match, for the modes whose split is not published."""
+    found = published(preset)
+    return {mode: fig.rollout_only_share for mode, fig in found.items() if mode not in COLOCATED}
+
+
+def as_json(comparison: Comparison) -> dict[str, Any]:
+    """The document of `dora-rl sim --json`."""
+    preset = comparison.preset
+    paper = published(preset)
+    modes: dict[str, Any] = {}
+    for mode, outcome in comparison.outcomes.items():
+        entry = outcome.main.as_json()
+        if outcome.best is not None:
+            entry["matched"] = outcome.matched
+            entry["best"] = outcome.best.as_json()
+            entry["searched"] = [_brief(result) for result in outcome.searched]
+        if mode in paper:
+            entry["paper"] = _set_against(outcome.main, paper[mode])
+        modes[mode.value] = entry
+    return {
+        "preset": preset.name,
+        "gpus": preset.num_devices,
+        "seed": comparison.seed,
+        "batch_groups": preset.batch_groups,
+        "max_staleness": preset.max_staleness,
+        "num_steps": preset.num_steps,
+        "modes": modes,
+    }
+
+
+def _brief(result: ModeResult) -> dict[str, Any]:
+    names = ("split", "step_s", "rollout_only_share", "tokens_per_s")
+    return {name: getattr(result, name) for name in names}
+
+
+def _set_against(result: ModeResult, paper: Published) -> dict[str, float]:
+    return {
+        "step_s": paper.step_s,
+        "rollout_only_share": paper.rollout_only_share,
+        "tokens_per_s": paper.tokens_per_s,
+        "step_difference": result.step_s / paper.step_s - 1,
+        "tokens_per_s_difference": result.tokens_per_s / paper.tokens_per_s - 1,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the tables. `kind` says where the split comes from."""
+
+    mode: Mode
+    kind: str
+    result: ModeResult
+    paper: Published | None
+
+
+def rows_of(comparison: Comparison) -> list[Row]:
+    """The modes in order; where the shown split is not the best, the best follows."""
+    rows: list[Row] = []
+    paper = published(comparison.preset)
+    for mode, outcome in comparison.outcomes.items():
+        rows.append(Row(mode, _kind(mode, outcome), outcome.main, paper.get(mode)))
+        if outcome.best is not None and outcome.best.split != outcome.main.split:
+            rows.append(Row(mode, "best", outcome.best, None))
+    return rows
+
+
+def _kind(mode: Mode, outcome: Outcome) -> str:
+    if outcome.best is None:
+        return "shared" if mode in COLOCATED else "given"
+    same = outcome.best.split == outcome.main.split
+    if outcome.matched:
+        return "matched, best" if same else "matched"
+    return "best"
+
+
+def speed_table(comparison: Comparison) -> Table:
+    """How fast each mode is, beside the paper's figures where there are any."""
+    rows = rows_of(comparison)
+    with_paper = any(row.paper is not None for row in rows)
+    preset = comparison.preset
+    table = Table(title=f"{preset.name}: {preset.num_devices} GPUs, seed {comparison.seed}")
+    table.add_column("mode", no_wrap=True)
+    table.add_column("split", no_wrap=True)
+    heads = ["rollout + train", "step", "rollout only", "tokens/s", "×"]
+    if with_paper:
+        heads += ["paper: step", "rollout only", "tokens/s"]
+    for head in heads:
+        table.add_column(head, justify="right", no_wrap=head not in ("rollout + train",))
+    first = rows[0].result.tokens_per_s
+    for row in rows:
+        result = row.result
+        cells = [row.mode.value, row.kind, split_text(result), duration(result.step_s)]
+        cells += [percent(result.rollout_only_share), f"{result.tokens_per_s:,.0f}"]
+        cells.append(f"{result.tokens_per_s / first:.2f}")
+        if with_paper:
+            cells += _paper_cells(result, row.paper)
+        table.add_row(*cells)
+    if any(outcome.matched for outcome in comparison.outcomes.values()):
+        table.caption = (
+            "matched: the split whose rollout-only share is nearest to the one asked for; "
+            "best: the split with the most tokens/s"
+        )
+    return table
+
+
+def _paper_cells(result: ModeResult, paper: Published | None) -> list[str]:
+    if paper is None:
+        return ["", "", ""]
+    step, tokens = result.step_s / paper.step_s - 1, result.tokens_per_s / paper.tokens_per_s - 1
+    return [
+        f"{duration(paper.step_s)} ({step:+.0%})",
+        percent(paper.rollout_only_share),
+        f"{paper.tokens_per_s:,.0f} ({tokens:+.0%})",
+    ]
+
+
+def promise_table(comparison: Comparison) -> Table:
+    """What each mode pays: idle devices, staleness, mixed or discarded data, moves."""
+    table = Table(title="what each mode leaves idle, gives up and moves")
+    table.add_column("mode", no_wrap=True)
+    table.add_column("split", no_wrap=True)
+    for head in (
+        "slots idle",
+        "instances idle",
+        "trainer idle",
+        "staleness mean, max",
+        "mixed versions",
+        "tokens discarded",
+        "length bias",
+        "moves",
+        "KV moved",
+        "overhead",
+    ):
+        table.add_column(head, justify="right")
+    for row in rows_of(comparison):
+        result = row.result
+        table.add_row(
+            row.mode.value,
+            row.kind,
+            percent(result.slot_idle_ratio),
+            percent(result.instance_idle_ratio),
+            percent(result.trainer_idle_ratio),
+            f"{result.staleness_mean:.2f}, {result.staleness_max}",
+            percent(result.mixed_version_frac),
+            amount(result.discarded_tokens),
+            f"{result.length_bias:.2f}",
+            f"{result.migrations:,}",
+            amount(result.kv_bytes_moved) + "B",
+            percent(result.overhead_share),
+        )
+    return table
+
+
+def split_text(result: ModeResult) -> str:
+    """`24 + 40`, or `64 shared` where the same devices do both."""
+    rollout, train = result.split["rollout"], result.split["train"]
+    return f"all {rollout}" if result.mode in COLOCATED else f"{rollout} + {train}"
+
+
+def duration(seconds: float) -> str:
+    return f"{seconds / 60:.2f} min" if seconds >= 120 else f"{seconds:.1f} s"
+
+
+def percent(share: float) -> str:
+    return f"{share:.1%}" if 0.0005 <= share < 0.1 else f"{share:.0%}"
+
+
+def amount(number: float) -> str:
+    """
+    >>> amount(1_234_567)
+    '1.2 M'
+    """
+    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.1f} {letter}"
+    return f"{number:.0f} "
