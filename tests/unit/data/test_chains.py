@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import statistics
 from itertools import islice, product
+from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dora_rl.data import chains
@@ -14,6 +15,7 @@ from dora_rl.data.chains import ChainSpec, Flaws, Problem, Split
 from dora_rl.types import UserError
 
 SPEC = ChainSpec()
+TINY = Path(__file__).parents[3] / "recipes" / "models" / "tiny"
 
 
 def scratchpad_problems(text: str) -> list[Problem]:
@@ -29,6 +31,7 @@ def test_the_worked_example_of_the_docstring() -> None:
     assert problem.answer == "637"
 
 
+@settings(deadline=None)
 @given(st.integers(0, 10**6), st.integers(0, 10**6), st.sampled_from(Split))
 def test_a_solution_is_rewarded_and_stays_in_its_split(seed: int, index: int, split: Split) -> None:
     problem = chains.problem_at(SPEC, split, seed, index)
@@ -148,3 +151,37 @@ def test_a_bad_spec_is_refused_in_one_line(wrong: dict[str, int]) -> None:
     with pytest.raises(UserError, match=next(iter(wrong))) as caught:
         ChainSpec(**wrong)
     assert "\n" not in str(caught.value)
+
+
+def test_the_shipped_tokenizer_reads_and_writes_every_character() -> None:
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(TINY)
+    text = "03:274\n" + chains.solution(Problem((2, 7, 4), 3)) + chains.ALPHABET
+    ids = tokenizer.encode(text)
+    assert len(ids) == len(text)
+    assert tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True) == text
+    assert tokenizer.unk_token_id not in ids
+    assert len({tokenizer.eos_token_id, tokenizer.pad_token_id, *ids}) == len(chains.ALPHABET) + 2
+    message = [{"role": "user", "content": "03:274\n"}]
+    assert tokenizer.apply_chat_template(message, tokenize=False) == "03:274\n"
+
+
+def test_the_shipped_model_has_the_skill_and_the_bad_habit() -> None:
+    """Greedy, it solves the prompts its teachers were calm about and guesses on the others."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    torch.set_num_threads(1)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(TINY)
+    model = transformers.AutoModelForCausalLM.from_pretrained(TINY).eval()
+    assert model.config.architectures == ["Qwen3ForCausalLM"]
+    stream = (chains.problem_at(SPEC, Split.HELDOUT, 0, index) for index in range(200))
+    problems = [problem for problem in stream if problem.num_steps <= 5]
+    ids_BT = tokenizer([p.text for p in problems], return_tensors="pt")["input_ids"]
+    with torch.inference_mode():
+        out_BT = model.generate(ids_BT, do_sample=False, max_new_tokens=48)[:, ids_BT.shape[1] :]
+    texts = tokenizer.batch_decode(out_BT, skip_special_tokens=True)
+    pairs = list(zip(problems, texts, strict=True))
+    right = [chains.reward(text, problem.answer) for problem, text in pairs]
+    wrote_out = [not text.startswith("=") for text in texts]
+    assert 0.3 <= statistics.fmean(right) <= 0.5
+    assert sum(right) / sum(wrote_out) > 0.95
