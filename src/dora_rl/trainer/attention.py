@@ -50,9 +50,10 @@ def attend_loop(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float) -
 
 
 def attend_cpu(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float) -> Tensor:
-    """`blocks`, unless a document is long."""
-    long = layout.length_max > _BLOCKS_LENGTH_MAX
-    return (attend_loop if long else attend_blocks)(q, k, v, layout, scale)
+    """`blocks`, unless a document is long or the numbers are not float32."""
+    if layout.length_max > _BLOCKS_LENGTH_MAX or q.dtype != torch.float32:
+        return attend_loop(q, k, v, layout, scale)
+    return attend_blocks(q, k, v, layout, scale)
 
 
 def attend_sdpa(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float) -> Tensor:
@@ -149,6 +150,6 @@ def pick_attention(name: str, device: torch.device, dtype: torch.dtype) -> Atten
         raise UserError("trainer.attention 'varlen' needs CUDA and bfloat16; use 'auto'")
     if name == "flex" and not cuda:
         raise UserError("trainer.attention 'flex' needs CUDA; use 'auto'")
-    if name == "blocks" and cuda:
-        raise UserError("trainer.attention 'blocks' is for the CPU; use 'auto'")
+    if name == "blocks" and (cuda or dtype != torch.float32):
+        raise UserError("trainer.attention 'blocks' is for float32 on a CPU; use 'auto'")
     return BACKENDS[name]

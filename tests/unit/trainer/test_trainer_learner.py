@@ -1,49 +1,276 @@
-"""The learner from outside: streams, updates, resume, publication, bad input."""
+"""The learner from outside: streams, updates, old log-probs, resume, publication, bad input."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 import torch
-from trainer_cases import make_groups
+from trainer_cases import VOCAB, make_groups
+from trainer_store import MemoryStore
 
+from dora_rl.config import AlgorithmConfig, CheckpointConfig, TrainerConfig
+from dora_rl.trainer.attention_layout import Layout
+from dora_rl.trainer.batch import GroupBatch, Sample
 from dora_rl.trainer.learner import Learner
-from dora_rl.trainer.options import AlgorithmOptions, TrainerOptions
-from dora_rl.types import UserError
+from dora_rl.trainer.model import load_policy
+from dora_rl.trainer.options import AlgorithmOptions, CheckpointOptions, TrainerOptions
+from dora_rl.types import Finish, RequestId, Segment, Trajectory, UserError
 
 TRAINER = TrainerOptions(lr=1e-3, device="cpu", pack_tokens=64)
+GRPO = AlgorithmOptions()
 
 
 def flat(learner: Learner) -> torch.Tensor:
     return torch.cat([p.detach().reshape(-1) for p in learner.policy.parameters()])
 
 
-def run_step(learner: Learner, step: int, groups: list, at_once: int = 1) -> dict[str, float]:
+def run_step(
+    learner: Learner, step: int, groups: list[GroupBatch], at_once: int = 1
+) -> dict[str, float]:
     learner.begin_step(step)
     for i in range(0, len(groups), at_once):
         learner.feed(groups[i : i + at_once])
     return learner.finish_step()
 
 
-def test_resume_continues_the_same_curve(model_dir: Path, tmp_path: Path) -> None:
-    first = Learner(model_dir, AlgorithmOptions(), TRAINER, batch_groups=4)
+def after_one_step(
+    model_dir: Path,
+    groups: list[GroupBatch],
+    algorithm: AlgorithmOptions = GRPO,
+    trainer: TrainerOptions = TRAINER,
+    at_once: int = 1,
+) -> tuple[torch.Tensor, dict[str, float]]:
+    learner = Learner(model_dir, algorithm, trainer, batch_groups=len(groups))
+    metrics = run_step(learner, 0, groups, at_once)
+    return flat(learner), metrics
+
+
+OBJECTIVES = [
+    AlgorithmOptions(loss="grpo"),
+    AlgorithmOptions(loss="dapo"),
+    AlgorithmOptions(loss="dr_grpo", constant_tokens=20),
+    AlgorithmOptions(loss="rloo"),
+    AlgorithmOptions(loss="gspo", clip_low=0.2, clip_high=0.2),
+    AlgorithmOptions(loss="cispo", entropy_coef=0.01),
+    AlgorithmOptions(loss="reinforce++"),
+    AlgorithmOptions(loss="ppo"),
+]
+
+
+@pytest.mark.parametrize("algorithm", OBJECTIVES, ids=lambda o: o.loss)
+def test_a_stream_gives_the_gradient_of_one_big_batch(
+    model_dir: Path, algorithm: AlgorithmOptions
+) -> None:
+    # Plain gradient descent on the clipped gradient would hide a wrong scale; AdamW's first step
+    # nearly does, so the norm before clipping is compared as well.
+    groups = make_groups(3, 6)
+    big = replace(TRAINER, pack_tokens=100_000, streaming=False)
+    want, want_metrics = after_one_step(model_dir, groups, algorithm, big, at_once=6)
+    for pack_tokens, at_once in ((16, 1), (70, 2)):
+        small = replace(TRAINER, pack_tokens=pack_tokens)
+        got, metrics = after_one_step(model_dir, groups, algorithm, small, at_once)
+        assert metrics["train/packs"] > want_metrics["train/packs"]
+        assert metrics["grad_norm"] == pytest.approx(want_metrics["grad_norm"], rel=1e-4)
+        assert metrics["loss"] == pytest.approx(want_metrics["loss"], rel=1e-4, abs=1e-6)
+        assert (got - want).abs().max() < 2e-5
+
+
+def test_updates_take_the_groups_in_turn(model_dir: Path) -> None:
+    groups = make_groups(5, 6)
+    two = Learner(model_dir, GRPO, replace(TRAINER, updates_per_step=2), batch_groups=6)
+    run_step(two, 0, groups, at_once=4)
+    one = Learner(model_dir, GRPO, TRAINER)
+    one.begin_step(0)
+    for half in (groups[:3], groups[3:]):
+        one.feed(half)
+        one.finish_update()
+    one.finish_step()
+    assert two.num_updates == one.num_updates == 2
+    assert torch.equal(flat(two), flat(one))
+    with pytest.raises(UserError, match="does not divide"):
+        Learner(model_dir, GRPO, replace(TRAINER, updates_per_step=4), batch_groups=6)
+
+
+def test_canonical_order_forgets_the_arrival(model_dir: Path) -> None:
+    groups = make_groups(6, 5)
+    canonical = replace(TRAINER, canonical_order=True, updates_per_step=2)
+    results = []
+    for order in (groups, groups[::-1], groups[2:] + groups[:2]):
+        learner = Learner(model_dir, GRPO, canonical)
+        run_step(learner, 0, order)
+        results.append(flat(learner))
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+def test_skipping_groups_without_signal_is_exact(model_dir: Path) -> None:
+    groups = make_groups(7, 4)
+    same = [replace(s, reward=1.0) for s in groups[1].samples]
+    groups[1] = replace(groups[1], samples=tuple(same))
+    for loss in ("grpo", "dapo", "cispo"):
+        skip, metrics = after_one_step(model_dir, groups, AlgorithmOptions(loss=loss))
+        full, _ = after_one_step(
+            model_dir, groups, AlgorithmOptions(loss=loss, skip_zero_advantage=False)
+        )
+        assert metrics["train/tokens_skipped"] > 0
+        assert (skip - full).abs().max() < 2e-5
+    # With an entropy bonus such groups carry a gradient, so nothing may be skipped.
+    _, metrics = after_one_step(model_dir, groups, AlgorithmOptions(entropy_coef=0.1))
+    assert "train/tokens_skipped" not in metrics
+
+
+def true_logprobs(model_dir: Path, groups: list[GroupBatch]) -> list[GroupBatch]:
+    """The same groups with the model's own log-probs, as a perfect engine would report."""
+    policy = load_policy(model_dir, TrainerOptions(device="cpu"))
+    out = []
+    for g in groups:
+        samples = []
+        for s in g.samples:
+            ids = torch.tensor([*g.prompt_ids, *s.token_ids])
+            start = len(g.prompt_ids)
+            rows = torch.arange(start - 1, len(ids) - 1)
+            with torch.no_grad():
+                lp = policy(ids, Layout([len(ids)], torch.device("cpu")), rows, ids[start:])
+            samples.append(replace(s, logprobs=lp.logprobs_N.tolist()))
+        out.append(replace(g, samples=tuple(samples)))
+    return out
+
+
+def test_old_logprobs_come_from_sealed_versions(model_dir: Path) -> None:
+    """With a perfect engine, recomputing under the behaviour version changes nothing, whatever
+    the live weights have become."""
+    store = MemoryStore()
+    first, exact = (true_logprobs(model_dir, make_groups(seed, 4)) for seed in (9, 8))
+    results = []
+    for old in ("rollout", "behaviour"):
+        learner = Learner(model_dir, AlgorithmOptions(old_logprobs=old), TRAINER, store=store)
+        if 0 not in store.sealed:
+            learner.publish(store, 0)
+        run_step(learner, 0, first)
+        metrics = run_step(learner, 1, exact)  # one version old by now
+        assert metrics["ppo_kl"] > 1e-7
+        results.append((flat(learner), metrics))
+    assert (results[0][0] - results[1][0]).abs().max() < 2e-5
+    assert results[1][1]["mismatch_kl"] < 1e-9  # engine gap alone: learning is kept out
+    assert 0 in store.opened
+
+
+def test_proximal_logprobs_stay_at_the_steps_start(model_dir: Path) -> None:
+    """Decoupled PPO with two updates: the second one's trust region is still version s."""
+    store = MemoryStore()
+    algorithm = AlgorithmOptions(loss="decoupled_ppo")
+    trainer = replace(TRAINER, updates_per_step=2)
+    learner = Learner(model_dir, algorithm, trainer, batch_groups=4, store=store)
+    learner.publish(store, 0)
+    groups = make_groups(10, 4)
+    learner.begin_step(0)
+    learner.feed(groups[:2])
+    assert store.opened == []  # at rest: the live weights are version 0
+    learner.feed(groups[2:])
+    metrics = learner.finish_step()
+    assert store.opened == [0]
+    assert metrics["ppo_kl"] > 1e-7
+    without = Learner(model_dir, algorithm, trainer, batch_groups=4)
+    without.begin_step(0)
+    with pytest.raises(UserError, match="weight store"):
+        without.feed(groups)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        AlgorithmOptions(),
+        AlgorithmOptions(loss="ppo", critic_lr=1e-3),
+        AlgorithmOptions(kl_coef=0.1),
+        AlgorithmOptions(kl_coef=0.1, kl_in="reward", kl_estimator="k1"),
+    ],
+    ids=["grpo", "ppo", "kl", "kl in reward"],
+)
+@pytest.mark.parametrize("lora_rank", [0, 2])
+def test_resume_continues_the_same_curve(
+    model_dir: Path, tmp_path: Path, algorithm: AlgorithmOptions, lora_rank: int
+) -> None:
+    trainer = replace(TRAINER, lora_rank=lora_rank, schedule="cosine", num_updates=5)
+    first = Learner(model_dir, algorithm, trainer, batch_groups=4)
     for step in range(2):
         run_step(first, step, make_groups(step, 4, version=step))
     first.save(tmp_path / "ckpt")
-    second = Learner.resume(tmp_path / "ckpt", AlgorithmOptions(), TRAINER, batch_groups=4)
+    second = Learner.resume(tmp_path / "ckpt", algorithm, trainer, batch_groups=4)
     assert second.next_step == 2
     for step in range(2, 4):
         groups = make_groups(step, 4, version=step)
         a, b = run_step(first, step, groups), run_step(second, step, groups)
-        assert a["loss"] == b["loss"] and a["grad_norm"] == b["grad_norm"]
+        assert a == b
     assert torch.equal(flat(first), flat(second))
 
 
+def test_kl_pulls_back_to_the_start(model_dir: Path) -> None:
+    """The first step has no KL (nothing moved); later ones do, and a large weight keeps it low."""
+    kls = []
+    for coef in (0.001, 10.0):
+        learner = Learner(model_dir, AlgorithmOptions(kl_coef=coef), TRAINER)
+        history = [run_step(learner, s, make_groups(s, 4, version=s))["kl"] for s in range(6)]
+        assert history[0] < 1e-9
+        kls.append(history[-1])
+    assert kls[1] < 0.5 * kls[0]
+
+
+def test_critic_learns_the_rewards(model_dir: Path) -> None:
+    algorithm = AlgorithmOptions(loss="ppo", critic_lr=3e-3, value_clip=None)
+    learner = Learner(model_dir, algorithm, replace(TRAINER, lr=1e-6))
+    groups = [
+        replace(g, samples=tuple(replace(s, reward=1.0) for s in g.samples))
+        for g in make_groups(11, 4)
+    ]
+    errors = [run_step(learner, s, groups)["critic/error_square"] for s in range(8)]
+    assert errors[0] == pytest.approx(1.0)  # values start at zero
+    assert errors[-1] < 0.2
+
+
+def test_publication_is_what_the_canary_says(model_dir: Path) -> None:
+    store = MemoryStore()
+    learner = Learner(model_dir, GRPO, TRAINER)
+    run_step(learner, 0, make_groups(0, 2))
+    checksum = learner.publish(store, 1, background=True)
+    before = flat(learner)
+    run_step(learner, 1, make_groups(1, 2))  # the next step does not touch what was published
+    sealed = store.sealed[1] if checksum.result(10) else None
+    assert sealed is not None and sealed.checksum == checksum.result()
+    twin = Learner(model_dir, GRPO, TRAINER)
+    for name, p in twin.policy.named_parameters():
+        p.data.copy_(sealed.tensors[name])
+    assert torch.equal(flat(twin), before)
+    assert sealed.canary is not None
+    ids = torch.tensor(sealed.canary.token_ids)
+    layout = Layout([len(ids)], torch.device("cpu"))
+    scores = twin.policy(ids, layout, torch.arange(len(ids) - 1), ids[1:])
+    assert scores.logprobs_N.tolist() == pytest.approx(sealed.canary.logprobs, abs=1e-6)
+    learner.publisher.close()
+
+
+def test_bfloat16_is_computed_from_float32_masters(model_dir: Path, tmp_path: Path) -> None:
+    """Updates far below bfloat16's resolution accumulate, in training and through a resume."""
+    trainer = replace(TRAINER, compute_dtype="bfloat16", lr=1e-6)
+    learner = Learner(model_dir, GRPO, trainer)
+    store = MemoryStore()
+    before = flat(learner)
+    # Some virtual machines announce matrix instructions for bfloat16 that they then refuse.
+    with torch.backends.mkldnn.flags(enabled=False):
+        run_step(learner, 0, make_groups(0, 2))
+        learner.publish(store, 1)
+    assert all(p.dtype == torch.float32 for p in learner.policy.parameters())
+    moved = flat(learner) != before
+    assert moved.float().mean() > 0.5
+    assert {t.dtype for t in store.sealed[1].tensors.values()} == {torch.bfloat16}
+    learner.save(tmp_path / "ckpt")
+    again = Learner.resume(tmp_path / "ckpt", GRPO, trainer)
+    assert torch.equal(flat(learner), flat(again))
+
+
 def test_non_finite_gradient_is_skipped_and_counted(model_dir: Path) -> None:
-    learner = Learner(model_dir, AlgorithmOptions(), TRAINER)
+    learner = Learner(model_dir, GRPO, TRAINER)
     before = flat(learner)
     groups = make_groups(0, 2)
     sample = groups[0].samples[0]
@@ -57,6 +284,84 @@ def test_non_finite_gradient_is_skipped_and_counted(model_dir: Path) -> None:
     assert math.isfinite(metrics["loss"]) and not torch.equal(before, flat(learner))
 
 
-def test_unknown_loss_names_the_nearest(model_dir: Path) -> None:
+def test_bad_samples_are_counted_by_reason(model_dir: Path) -> None:
+    good = make_groups(0, 1)[0]
+    s = good.samples[0]
+    n = len(s.token_ids)
+    bad = {
+        "no_reward": replace(s, reward=None),
+        "non_finite_reward": replace(s, reward=math.nan),
+        "nothing_to_train": replace(s, loss_mask=[0] * n),
+        "too_long": Sample([1] * 300, [-1.0] * 300, [1] * 300, 1.0),
+        "token_out_of_range": replace(s, token_ids=[VOCAB] * n),
+        "non_finite_logprob": replace(s, logprobs=[math.inf] * n),
+    }
+    mixed = replace(good, samples=(*good.samples, *bad.values()))
+    empty = GroupBatch(9, 0, good.prompt_ids, (bad["no_reward"],))
+    nothing = GroupBatch(10, 0, good.prompt_ids, ())
+    learner = Learner(model_dir, GRPO, TRAINER, batch_groups=3)
+    metrics = run_step(learner, 0, [mixed, empty, nothing])
+    for reason in bad:
+        assert metrics[f"dropped/{reason}"] == (2 if reason == "no_reward" else 1)
+    assert metrics["dropped/empty_group"] == 2
+    want, _ = after_one_step(model_dir, [good])
+    assert torch.equal(flat(learner), want)
+
+
+def test_a_step_of_nothing_changes_nothing(model_dir: Path) -> None:
+    learner = Learner(model_dir, GRPO, TRAINER, batch_groups=1)
+    before = flat(learner)
+    metrics = run_step(learner, 0, [GroupBatch(0, 0, (1,), ())])
+    assert metrics["update/empty"] == 1 and torch.equal(before, flat(learner))
+    learner = Learner(model_dir, AlgorithmOptions(loss="reinforce++"), TRAINER)
+    assert run_step(learner, 0, [])["update/empty"] == 1
+
+
+def test_metrics_describe_the_batch(model_dir: Path) -> None:
+    groups = make_groups(0, 3)
+    groups[2] = replace(groups[2], version=0)
+    learner = Learner(model_dir, AlgorithmOptions(kl_coef=0.01), TRAINER)
+    metrics = run_step(learner, 2, [replace(groups[0], version=2), *groups[1:]])
+    rewards = [s.reward for g in groups for s in g.samples]
+    assert metrics["reward/mean"] == pytest.approx(sum(r or 0 for r in rewards) / len(rewards))
+    assert metrics["staleness/max"] == 2 and metrics["staleness/mean"] == pytest.approx(4 / 3)
+    lengths = [len(s.token_ids) for g in groups for s in g.samples]
+    assert metrics["response_length/max"] == max(lengths)
+    assert 0 < metrics["entropy"] <= math.log(VOCAB)
+    for name in ("kl", "clip_ratio/low", "clip_ratio/high", "grad_norm", "mismatch_kl", "lr"):
+        assert math.isfinite(metrics[name])
+
+
+def test_groups_from_trajectories() -> None:
+    def trajectory(sample: int, version: int) -> Trajectory:
+        segments = (Segment(0, version), Segment(1, version + 1)) if sample else (Segment(0, 1),)
+        return Trajectory(
+            RequestId(7, sample), 1, (5, 6), (8, 9), (-0.1, -0.2), (1, 1), Finish.LENGTH, segments,
+            reward=float(sample),
+        )  # fmt: skip
+
+    group = GroupBatch.from_trajectories([trajectory(1, 1), trajectory(0, 1)])
+    assert group.group == 7 and group.version == 1
+    assert [s.reward for s in group.samples] == [0.0, 1.0]
+    assert all(s.truncated for s in group.samples)
+
+
+def test_config_sections_match_the_options() -> None:
+    pairs = (
+        (AlgorithmConfig, AlgorithmOptions),
+        (TrainerConfig, TrainerOptions),
+        (CheckpointConfig, CheckpointOptions),
+    )
+    for section, options in pairs:
+        names = {f.name: f.default for f in fields(options)}
+        assert {n: f.default for n, f in section.model_fields.items()} == names
+
+
+def test_sections_drive_a_learner(model_dir: Path) -> None:
+    section = AlgorithmConfig(loss="dapo", corrections=("token_tis",))
+    learner = Learner(model_dir, section, TrainerConfig(lr=1e-3, device="cpu"))
+    assert learner.objective.options.clip_high == 0.28
+    metrics = run_step(learner, 0, make_groups(0, 2))
+    assert metrics["correction/weight_mean"] == pytest.approx(1.0)
     with pytest.raises(UserError, match="did you mean 'grpo'"):
-        Learner(model_dir, AlgorithmOptions(loss="grop"), TRAINER)
+        Learner(model_dir, AlgorithmConfig(loss="grop"))
