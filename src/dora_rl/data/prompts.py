@@ -4,9 +4,8 @@ Never keeps a position. Invariant: `prompt(i)` is a pure function of (sources, s
 exact position of a run is the next index and nothing else; each epoch of a source gives every kept
 row once. Rows, the length limit and the templates are checked before the first prompt is asked for.
 
-    source = open_prompts(config.data, tokenizer, "train")
-    source.check()
-    source.prompt(0), source.prompt(10**9), ...
+    train, evaluation = open_data(config.data, tokenizer)
+    train.prompt(0), train.prompt(10**9), ...
 """
 
 from __future__ import annotations
@@ -168,6 +167,21 @@ def open_prompts(
         rows = open_rows(entry, split=split, seed=config.seed, base_dir=Path(base_dir))
         sources.append(_filter(OpenSource(entry, split, rows, None, 0), config, renderer))
     return PromptSource(config, sources, renderer)
+
+
+def open_data(
+    config: DataConfig, tokenizer: Tokenizer, base_dir: str | Path = "."
+) -> tuple[PromptSource, PromptSource | None]:
+    """Training and evaluation prompts, with every check that the configuration asks for."""
+    train = open_prompts(config, tokenizer, "train", base_dir)
+    train.check()
+    if not config.eval:
+        return train, None
+    evaluation = open_prompts(config, tokenizer, "eval", base_dir)
+    evaluation.check()
+    if config.check_disjoint:
+        check_disjoint(train, evaluation)
+    return train, evaluation
 
 
 def _filter(source: OpenSource, config: DataConfig, renderer: Renderer) -> OpenSource:

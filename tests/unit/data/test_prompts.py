@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from dora_rl.config import DataConfig, DataSource
-from dora_rl.data.prompts import check_disjoint, open_prompts
+from dora_rl.data.prompts import check_disjoint, open_data, open_prompts
 from dora_rl.types import UserError
 
 
@@ -343,6 +343,14 @@ def test_overlap_between_training_and_evaluation_is_refused(tmp_path: Path) -> N
     sources = [open_prompts(config, CharTokenizer(), part) for part in ("train", "eval")]
     with pytest.raises(UserError, match=r"train\.jsonl line 4 .*test\.jsonl line 2"):
         check_disjoint(sources[0], sources[1])
+    with pytest.raises(UserError, match="check_disjoint = false"):
+        open_data(config, CharTokenizer())
+    allowed = config.model_copy(update={"check_disjoint": False})
+    opened = open_data(allowed, CharTokenizer())
+    assert opened[1] is not None
+    assert [source.num_prompts for source in opened if source] == [5, 2]
+    alone = config.model_copy(update={"eval": ()})
+    assert open_data(alone, CharTokenizer())[1] is None
 
 
 # Bad input: one clear line, before anything starts

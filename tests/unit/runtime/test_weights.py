@@ -168,6 +168,13 @@ def test_retired_versions_stay_readable_where_mapped(store: SharedMemoryWeightSt
         store.retire(1)
 
 
+def test_an_interrupted_retirement_is_finished_later(store: SharedMemoryWeightStore) -> None:
+    store.publish(1, some_tensors().items())
+    (store.root / "00000001").rename(store.root / ".old-00000001-1")  # and then it was killed
+    SharedMemoryWeightStore(store.root)
+    assert sorted(entry.name for entry in store.root.iterdir()) == [".lock"]
+
+
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_any_flipped_bit_or_cut_is_noticed(
