@@ -52,7 +52,7 @@ def _version_for(state: State, bound: Bound, untaken: Untaken) -> Version | None
 
 def may_admit(state: State, bound: Bound, untaken: Untaken, version: Version) -> bool:
     if not state.policy.keeps_bound:
-        return version >= bound.oldest and bound.filling <= bound.last
+        return bound.free > 0 and version >= bound.oldest and bound.filling <= bound.last
     return bound.may_admit(untaken, version)
 
 

@@ -121,7 +121,8 @@ def adopt_target(state: State, out: list[Action]) -> None:
     bound = Bound(
         state.filling, free, policy.max_staleness, target.batch_groups, target.num_steps - 1
     )
-    if state.batch.closed or free < 1 or not bound.holds(state.untaken):
+    fresh = all(state.groups[g].version >= bound.oldest for g in state.batch.groups)
+    if state.batch.closed or free < 1 or not fresh or not bound.holds(state.untaken):
         return
     state.params, state.policy, state.target = target, policy, None
     out.append(InForce(state.filling, policy.max_staleness, target.batch_groups))

@@ -35,6 +35,7 @@ class InstanceJoined:
     kv_tokens_max: int = 0  # 0: unknown, no pressure handling
     elastic: bool = False
     versions: tuple[Version, ...] = ()  # already loaded and verified
+    life: int = 0  # counts the starts of this instance, so that a repeated message is known
 
 
 @dataclass(frozen=True, slots=True)

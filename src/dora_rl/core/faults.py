@@ -23,7 +23,7 @@ from dora_rl.core.events import (
     TrainerJoined,
     TrainerReport,
 )
-from dora_rl.core.ledger import ask_score, current, retry, score_again, scoring
+from dora_rl.core.ledger import ask_score, current, retry, score_again, scoring, stop
 from dora_rl.core.orchestrate import pump
 from dora_rl.core.placement import (
     attach,
@@ -40,8 +40,10 @@ from dora_rl.types import InstanceId, Mode, RequestId
 
 
 def on_joined(state: State, event: InstanceJoined, now: float, out: list[Action]) -> None:
-    if event.instance in state.instances:
-        lose_instance(state, event.instance, out)
+    known = state.instances.get(event.instance)
+    if known is not None and known.life == event.life:
+        return  # the same message again
+    lose_instance(state, event.instance, out)
     inst = Instance(
         event.instance,
         state.next_instance,
@@ -49,6 +51,7 @@ def on_joined(state: State, event: InstanceJoined, now: float, out: list[Action]
         event.resident_max,
         event.kv_tokens_max,
         event.elastic,
+        event.life,
         awake=not (event.elastic and training_now(state)),
         reported_s=now,
     )
@@ -297,6 +300,9 @@ def on_resumed(state: State, event: Resumed, now: float, out: list[Action]) -> N
         updates_per_step=old.updates_per_step,
     )
     state.target = event.params if changed else None
+    if state.committed >= event.params.num_steps:
+        stop(state, "all steps are trained", out, done=True)
+        return
     if changed:
         adopt_target(state, out)
     else:

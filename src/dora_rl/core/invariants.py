@@ -46,7 +46,7 @@ def _check_groups(state: State) -> None:
     taken_ids = [gid for batch in state.batches.values() for gid in batch.groups]
     assert len(taken_ids) == len(set(taken_ids)), "a group is in two places of a batch"
     assert len(taken_ids) == sum(g.step is not None for g in state.groups.values())
-    assert all(len(b.groups) <= state.params.batch_groups for b in state.batches.values())
+    assert len(state.batch.groups) <= state.params.batch_groups
 
 
 def _check_requests(state: State) -> None:

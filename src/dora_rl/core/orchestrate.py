@@ -183,7 +183,13 @@ def _repartition(state: State, single: list[Instance], now: float, out: list[Act
     given: dict[Version | None, list[Instance]] = {}
     for inst in single:
         given.setdefault(_assigned(inst), []).append(inst)
-    lacking = {v: n - len(given.get(v, ())) for v, n in target.items()}
+    total = sum(demand.values())
+    lacking: dict[Version, int] = {}
+    for version, share in target.items():
+        have = len(given.get(version, ()))
+        quota = len(single) * demand[version] / total
+        if not have or quota - have >= state.params.flip_gain_min:
+            lacking[version] = share - have  # a smaller gap is not worth a load
     if not any(gap > 0 for gap in lacking.values()):
         return
     spare: list[tuple[int, int, Instance, Version | None]] = []
@@ -283,7 +289,7 @@ def _employ(state: State, inst: Instance, now: float, out: list[Action]) -> None
     """An idle instance holds the version that waits for one, else the newest."""
     newest = state.newest
     waiting = [
-        (len(live.holders) + len(live.coming), -live.num_pending, live.version)
+        (bool(live.holders or live.coming), -live.num_pending, live.version)
         for live in state.versions.values()
         if live.num_pending and live.version not in inst.held
     ]

@@ -61,6 +61,7 @@ class Params:
     fill_older_max: int = 0
     rebalance_period_s: float = 30.0
     rebalance_min_s: float = 1.0
+    flip_gain_min: float = 0.75  # instances a version must lack before one is flipped for it
     kv_high: float = 0.95
     kv_low: float = 0.80
     cost: MoveCost = MoveCost()

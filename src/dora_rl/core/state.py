@@ -98,6 +98,7 @@ class Instance:
     resident_max: int
     kv_tokens_max: int
     elastic: bool
+    life: int = 0
     awake: bool = True
     held: dict[Version, Held] = field(default_factory=dict[Version, Held])
     leaving: dict[Version, None] = field(default_factory=dict[Version, None])

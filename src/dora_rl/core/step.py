@@ -3,7 +3,8 @@
 Each event has one handler; after it the same chain of decisions runs, in this order, because new
 groups are admitted first and the partition follows them:
 
-    take ready groups -> feed the learner -> admit -> rebalance -> give out free slots
+    take ready groups -> feed the learner -> admit -> give out free slots -> employ idle
+    instances -> rebalance
 """
 
 from __future__ import annotations
@@ -61,15 +62,21 @@ def _decide(state: State, now: float, out: list[Action]) -> None:
         batching.take(state, now, out)
     batching.feed(state, now, out)
     admit(state, out)
+    _give_out(state, now, out)
     if state.stirred:
         orchestrate.stir(state, now, out)
-    _maybe_rebalance(state, now, out)
+    if _rebalance_due(state, now):
+        orchestrate.rebalance(state, now, out)
+        _give_out(state, now, out)
+
+
+def _give_out(state: State, now: float, out: list[Action]) -> None:
     for live in list(state.versions.values()):
         if live.num_pending:
             fill(state, live, now, out)
 
 
-def _maybe_rebalance(state: State, now: float, out: list[Action]) -> None:
+def _rebalance_due(state: State, now: float) -> bool:
     wanted = state.rebalance_wanted
     for live in state.versions.values():
         if live.num_pending and not live.coming:
@@ -77,8 +84,7 @@ def _maybe_rebalance(state: State, now: float, out: list[Action]) -> None:
                 wanted = True
             elif live.num_pending * len(state.instances) >= state.slots_awake > 0:
                 wanted = True  # enough is waiting to fill a whole instance
-    if wanted and now - state.rebalanced_s >= state.params.rebalance_min_s:
-        orchestrate.rebalance(state, now, out)
+    return wanted and now - state.rebalanced_s >= state.params.rebalance_min_s
 
 
 def _handle(state: State, event: Event, now: float, out: list[Action]) -> None:

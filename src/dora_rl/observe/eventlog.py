@@ -12,7 +12,7 @@ import json
 import os
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -221,22 +221,27 @@ def recover(folder: Path) -> tuple[State, int, Path, int]:
 
 
 def _recover_segment(path: Path) -> tuple[State, int, int] | None:
+    with path.open("rb") as file:
+        return recover_lines(file)
+
+
+def recover_lines(lines: Iterable[bytes]) -> tuple[State, int, int] | None:
+    """State, next entry number and good length of one segment; None if it holds nothing whole."""
     state: State | None = None
     number = size = 0
-    with path.open("rb") as file:
-        for line in file:
-            record = parse_line(line)
-            if record is None:
-                break
-            if isinstance(record, Snapshot):
-                state = record.restore()
-                number = record.number
-            else:
-                state = state if state is not None else initial_of(record)
-                actions = step(state, record.event, record.now)
-                assert actions == record.actions, f"entry {record.number} replays differently"
-                number = record.number + 1
-            size += len(line)
+    for line in lines:
+        record = parse_line(line)
+        if record is None:
+            break
+        if isinstance(record, Snapshot):
+            state = record.restore()
+            number = record.number
+        else:
+            state = state if state is not None else initial_of(record)
+            actions = step(state, record.event, record.now)
+            assert actions == record.actions, f"entry {record.number} replays differently"
+            number = record.number + 1
+        size += len(line)
     return (state, number, size) if state is not None else None
 
 

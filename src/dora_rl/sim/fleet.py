@@ -18,7 +18,8 @@ from dora_rl.sim.hardware import RolloutCost
 from dora_rl.sim.instance import SimInstance, SimRequest
 from dora_rl.types import Finish, InstanceId, RequestId, Segment
 
-Post = Callable[[ev.Event], None]
+Post = Callable[[ev.Event, Callable[[], bool]], None]
+"""Send an event to the controller; it arrives only if the predicate still holds then."""
 Task = Callable[[int, int], tuple[int, int]]
 """(prompt, sample) -> (prompt tokens, response tokens)."""
 
@@ -41,6 +42,7 @@ class FleetStats:
     move_s: float = 0.0
     load_s: float = 0.0
     prefill_tokens_again: float = 0.0
+    aborted_tokens: float = 0.0
 
 
 class Fleet:
@@ -63,6 +65,7 @@ class Fleet:
         self.report_s = report_s
         self.journal_tokens = journal_tokens
         self.instances: dict[InstanceId, SimInstance] = {}
+        self.lives: dict[InstanceId, int] = {}
         self.specs: dict[InstanceId, tuple[InstanceSpec, RolloutCost]] = {}
         self.journal: dict[RequestId, tuple[int, tuple[Segment, ...]]] = {}
         self.finished: dict[RequestId, SimRequest] = {}  # the payload that the table would hold
@@ -71,15 +74,27 @@ class Fleet:
 
     def join(self, name: InstanceId, spec: InstanceSpec, cost: RolloutCost) -> None:
         self.specs[name] = (spec, cost)
+        self.lives[name] = self.lives.get(name, -1) + 1
         instance = SimInstance(name, cost, self.clock.now())
         self.instances[name] = instance
-        self.post(
+        self.tell(
+            name,
             ev.InstanceJoined(
-                name, spec.slots_max, spec.resident_max, spec.kv_tokens_max, spec.elastic
-            )
+                name,
+                spec.slots_max,
+                spec.resident_max,
+                spec.kv_tokens_max,
+                spec.elastic,
+                life=self.lives[name],
+            ),
         )
         if self.report_s:
             self.clock.after(self.report_s, lambda: self._report(instance))
+
+    def tell(self, name: InstanceId, event: ev.Event) -> None:
+        """A message over the instance's connection, which ends when its successor joins."""
+        life = self.lives[name]
+        self.post(event, lambda: self.lives[name] == life)
 
     def die(self, name: InstanceId) -> None:
         """The process is gone, with all it held in memory."""
@@ -102,7 +117,8 @@ class Fleet:
         if not instance.frozen:
             instance.advance(self.clock.now())
             steps, kv = int(instance.counter), int(instance.kv)
-            self.post(ev.InstanceReport(instance.name, steps, kv, instance.speed))
+            report = ev.InstanceReport(instance.name, steps, kv, instance.speed)
+            self.tell(instance.name, report)
         self.clock.after(self.report_s, lambda: self._report(instance))
 
     def do(self, action: FleetAction) -> None:
@@ -128,7 +144,7 @@ class Fleet:
             case act.Load():
                 self._load(instance, action)
             case act.Unload():
-                instance.held.pop(action.version, None)
+                instance.loaded.pop(action.version, None)
             case act.Abort():
                 self._abort(instance, action.request, action.epoch)
             case act.Park():
@@ -152,7 +168,7 @@ class Fleet:
             rid = RequestId(action.group, sample)
             refusal = instance.refuses(action.version)
             if refusal is not None:
-                self.post(ev.SampleFailed(rid, epoch, instance.name, refusal))
+                self.tell(instance.name, ev.SampleFailed(rid, epoch, instance.name, refusal))
                 continue
             prompt_tokens, total = self.task(action.prompt, sample)
             request = SimRequest(rid, epoch, action.version, prompt_tokens, total)
@@ -174,7 +190,9 @@ class Fleet:
             return
         refusal = instance.refuses(action.version)
         if refusal is not None:
-            self.post(ev.SampleFailed(request.id, action.epoch, instance.name, refusal))
+            self.tell(
+                instance.name, ev.SampleFailed(request.id, action.epoch, instance.name, refusal)
+            )
             return
         if request.id in instance.running:
             instance.remove(request)
@@ -192,6 +210,7 @@ class Fleet:
         request = instance.running.get(rid)
         if request is not None and request.epoch == epoch:
             instance.remove(request)
+            self.stats.aborted_tokens += request.done
             self._keep_journal(request)
         for place in (instance.parked, instance.leaving):
             held = place.get(rid)
@@ -213,11 +232,11 @@ class Fleet:
             if self.instances.get(instance.name) is not instance or instance.frozen:
                 return
             if reason is not None:
-                self.post(ev.LoadFailed(instance.name, action.version, reason))
+                self.tell(instance.name, ev.LoadFailed(instance.name, action.version, reason))
                 return
             instance.advance(self.clock.now())
-            instance.held.setdefault(action.version, 0)
-            self.post(ev.Loaded(instance.name, action.version))
+            instance.loaded[action.version] = None
+            self.tell(instance.name, ev.Loaded(instance.name, action.version))
             self.schedule(instance)
 
         self.clock.after(delay, done)
@@ -275,7 +294,10 @@ class Fleet:
             dst.prefill(context)
         self.stats.num_moves += 1
         dst.add(request)
-        self.post(ev.Moved(request.id, request.epoch, src.name, dst.name, num_bytes, int(context)))
+        self.tell(
+            dst.name,
+            ev.Moved(request.id, request.epoch, src.name, dst.name, num_bytes, int(context)),
+        )
         self.schedule(dst)
 
     def _move_failed(
@@ -291,7 +313,9 @@ class Fleet:
             self.schedule(src)
         else:
             self._keep_journal(request)
-        self.post(ev.MoveFailed(request.id, request.epoch, src.name, action.dst, kept, why))
+        self.tell(
+            src.name, ev.MoveFailed(request.id, request.epoch, src.name, action.dst, kept, why)
+        )
 
     def _restart(self, name: InstanceId) -> None:
         if name in self.instances:
@@ -327,16 +351,15 @@ class Fleet:
         reason = self.faults.sample_fails(request.id)
         if reason is not None:
             self._keep_journal(request)
-            self.post(ev.SampleFailed(request.id, request.epoch, instance.name, reason))
+            self.tell(
+                instance.name, ev.SampleFailed(request.id, request.epoch, instance.name, reason)
+            )
             return
         self.finished[request.id] = request
-        self.post(
+        segments = tuple(request.segments)
+        self.tell(
+            instance.name,
             ev.SampleFinished(
-                request.id,
-                request.epoch,
-                instance.name,
-                request.total,
-                Finish.STOP,
-                tuple(request.segments),
-            )
+                request.id, request.epoch, instance.name, request.total, Finish.STOP, segments
+            ),
         )

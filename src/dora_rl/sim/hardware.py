@@ -90,7 +90,7 @@ TINY_100M = ModelShape("tiny-100M", 1e8, 1e8, 12, 768, 4, 64)
 class Efficiency:
     """The three fitted figures: achieved share of a datasheet rate."""
 
-    decode_bandwidth: float = 0.60
+    decode_bandwidth: float = 0.54
     training: float = 0.20
     prefill: float = 0.50
 

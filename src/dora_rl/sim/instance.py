@@ -47,7 +47,8 @@ class SimInstance:
     def __init__(self, name: InstanceId, cost: RolloutCost, now: float) -> None:
         self.name = name
         self.cost = cost
-        self.held: dict[Version, int] = {}  # requests decoding per resident version
+        self.loaded: dict[Version, None] = {}  # versions whose weights are here
+        self.held: dict[Version, int] = {}  # requests decoding per version
         self.running: dict[RequestId, SimRequest] = {}
         self.parked: dict[RequestId, SimRequest] = {}
         self.leaving: dict[RequestId, SimRequest] = {}
@@ -70,7 +71,7 @@ class SimInstance:
     def _pace(self) -> tuple[float, float]:
         """Seconds of the next step, and by how much each further step is longer."""
         n = len(self.running)
-        weights = sum(self.cost.weights_s(count) for count in self.held.values() if count)
+        weights = sum(self.cost.weights_s(count) for count in self.held.values())
         moving = weights + self._kv_s * self.kv
         slope = self._kv_s * n
         computing = self._flops_s * n
@@ -126,7 +127,7 @@ class SimInstance:
 
     def refuses(self, version: Version) -> str | None:
         """A request is decoded under its own version or not at all."""
-        if version not in self.held:
+        if version not in self.loaded:
             return f"{self.name} does not hold version {version}"
         return None
 
@@ -142,6 +143,8 @@ class SimInstance:
         del self.running[request.id]
         request.done = request.total - max(0.0, request.ends_at - self.counter)
         self.held[request.version] -= 1
+        if not self.held[request.version]:
+            del self.held[request.version]
         self.kv -= request.context
         if not self.running:
             self.kv = 0.0

@@ -151,6 +151,7 @@ class SimRewards:
         self.reward_of = reward_of
         self.latency_of = latency_of
         self.faults = faults
+        self.scored: set[RequestId] = set()  # those that really got a reward
 
     def do(self, action: act.Score) -> None:
         outcome = self.faults.score(action.request, action.attempt)
@@ -160,6 +161,7 @@ class SimRewards:
         if outcome is None:
             reward = self.reward_of(action.request, action.prompt)
             event = ev.Scored(action.request, action.attempt, reward)
+            self.scored.add(action.request)
         elif outcome == "nan":
             event = ev.Scored(action.request, action.attempt, float("nan"))
         else:

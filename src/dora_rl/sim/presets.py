@@ -238,7 +238,7 @@ def _params(preset: Preset, mode: Mode, cost: RolloutCost, slots: int) -> Params
         kv_moves=preset.kv_moves,
         repartition=preset.repartition,
         oversample=preset.oversample,
-        rebalance_min_s=5.0,
+        rebalance_min_s=30.0,
         rebalance_period_s=60.0,
         cost=MoveCost(
             kv_bytes_per_token=preset.model.kv_bytes_per_token,

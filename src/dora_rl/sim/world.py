@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
 from dora_rl.core.params import Params
+from dora_rl.core.state import State
 from dora_rl.core.step import initial
 from dora_rl.observe.eventlog import MemoryLog
 from dora_rl.ports import EventLog, LedgerAction, Ports
@@ -60,6 +61,10 @@ class SimKeeper:
                 pass
 
 
+class ControllerCrash(Exception):
+    """Raised by a log in the middle of a turn: the controller dies there."""
+
+
 class World:
     """Builds the ports, starts the run, lets time pass."""
 
@@ -89,18 +94,27 @@ class World:
         payload = [self.fleet.finished[RequestId(group, sample)] for sample in samples]
         return sum(int(request.context) for request in payload)
 
-    def post(self, event: ev.Event) -> None:
+    def post(self, event: ev.Event, valid: Callable[[], bool] = lambda: True) -> None:
         """A message to the controller, late or twice if the faults say so."""
         life = self.life
+
+        def arrive() -> None:
+            if valid():
+                self._deliver(event, life)
+
         delay_s = self.faults.delay_s()
-        self.clock.after(delay_s, lambda: self._deliver(event, life))
+        self.clock.after(delay_s, arrive)
         if self.faults.duplicates():
-            self.clock.after(delay_s + 1.0, lambda: self._deliver(event, life))
+            self.clock.after(delay_s + 1.0, arrive)
 
     def _deliver(self, event: ev.Event, life: int) -> None:
         if self.loop is None or life != self.life or self.keeper.stop is not None:
             return
-        actions = self.loop.handle(event)
+        try:
+            actions = self.loop.handle(event)
+        except ControllerCrash:
+            self.kill_controller()
+            return
         for watcher in self.watchers:
             watcher(event, actions)
 
@@ -125,16 +139,17 @@ class World:
         if self.learner.alive:
             self.learner.die()
 
-    def resume_controller(self, loop: Loop, **changes: int) -> None:
+    def resume_controller(self, state: State, **changes: int) -> None:
         """Go on from a recovered state; K, B or the number of steps may change."""
-        self.loop = loop
+        self.loop = Loop(state, self._ports())
         self.keeper.stop = None
-        params = replace(loop.state.target or loop.state.params, **changes)
+        params = replace(state.target or state.params, **changes)
         self._deliver(ev.Resumed(params), self.life)
         self.learner.join()
         for name, spec, cost in self.spec.instances:
-            if name not in self.fleet.instances:
-                self.fleet.join(name, spec, cost)
+            if name in self.fleet.instances:
+                self.fleet.die(name)  # came up while nobody listened
+            self.fleet.join(name, spec, cost)
 
     def run(self, until_s: float = float("inf")) -> bool:
         """True if the run came to its stop."""

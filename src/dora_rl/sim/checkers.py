@@ -1,0 +1,133 @@
+"""Observers that know the ground truth of a simulated run and compare it with the promises.
+
+They share nothing with the core's decisions: they read what the simulated engines really decoded
+and what the simulated learner really trained.
+"""
+
+from __future__ import annotations
+
+from dora_rl.core import actions as act
+from dora_rl.core import events as ev
+from dora_rl.core.invariants import check_invariants
+from dora_rl.observe.eventlog import MemoryLog
+from dora_rl.sim.world import World
+from dora_rl.types import GroupId, Mode, RequestId
+
+
+class PromiseBroken(AssertionError):
+    """A checker saw a promise broken."""
+
+
+def require(holds: bool, message: str) -> None:
+    if not holds:
+        raise PromiseBroken(message)
+
+
+class Checker:
+    """Watches one world from its start to its end."""
+
+    def __init__(self, world: World, log: MemoryLog, *, every: int = 1) -> None:
+        self.world = world
+        self.log = log
+        self.num_read = 0
+        self.mode = world.spec.params.mode
+        self.every = every
+        self.num_events = 0
+        self.in_force = (-1, 0)  # K, B
+        self.closed: dict[int, tuple[tuple[GroupId, ...], int, int]] = {}
+        self.issued: dict[GroupId, act.IssueGroup] = {}
+        self.ended: dict[GroupId, act.EndGroup] = {}
+        world.watchers.append(self.see)
+
+    def see(self, event: ev.Event, actions: list[act.Action]) -> None:
+        self.num_events += 1
+        self._catch_up()
+        self._check_engines()
+        loop = self.world.loop
+        if loop is not None and self.num_events % self.every == 0:
+            check_invariants(loop.state)
+
+    def _catch_up(self) -> None:
+        """Read what was logged since; a crash may have come between logging and performing."""
+        for entry in self.log.entries[self.num_read :]:
+            for action in entry.actions:
+                self._see_action(action)
+        self.num_read = len(self.log.entries)
+
+    def _see_action(self, action: act.Action) -> None:
+        match action:
+            case act.InForce():
+                self.in_force = (action.max_staleness, action.batch_groups)
+            case act.IssueGroup():
+                require(action.group not in self.issued, f"group {action.group} issued twice")
+                self.issued[action.group] = action
+            case act.EndGroup():
+                require(action.group not in self.ended, f"group {action.group} ended twice")
+                require(action.group in self.issued, f"group {action.group} was never issued")
+                surplus_ok = self.mode is Mode.REPLICATION
+                require(
+                    surplus_ok or action.end is not act.End.SURPLUS,
+                    f"C2: group {action.group} was dropped",
+                )
+                self.ended[action.group] = action
+            case act.CloseStep():
+                # A learner that restarts is told again, maybe under a newer K and B.
+                self.closed.setdefault(action.step, (action.groups, *self.in_force))
+            case _:
+                pass
+
+    def _check_engines(self) -> None:
+        """C1 at the source: nothing is decoded under weights that are not there."""
+        for instance in self.world.fleet.instances.values():
+            for version in instance.held:
+                require(
+                    version in instance.loaded,
+                    f"C1: {instance.name} decodes version {version} without its weights",
+                )
+            spec = self.world.fleet.specs[instance.name][0]
+            require(
+                len(instance.running) <= spec.slots_max, f"{instance.name}: more than its slots"
+            )
+
+    def finish(self) -> None:
+        """The whole run is over: everything that entered has left, exactly once."""
+        self._catch_up()
+        trained: dict[GroupId, int] = {}
+        for index, step in enumerate(self.world.learner.trained):
+            require(step.step == index, f"step {index} was trained out of order")
+            groups, staleness_max, batch = self.closed[step.step]
+            ids = [group for group, _, _ in step.groups]
+            require(sorted(ids) == sorted(groups), f"step {index}: trained other groups")
+            require(len(ids) == batch, f"step {index}: {len(ids)} groups, not {batch}")
+            for group, version, samples in step.groups:
+                require(group not in trained, f"C2: group {group} was trained twice")
+                trained[group] = step.step
+                stale = step.step - self.issued[group].version
+                require(stale <= staleness_max, f"C3: group {group} trained {stale} versions late")
+                require(version == self.issued[group].version, f"group {group}: other version")
+                self._check_samples(group, samples)
+        for group in self.issued:
+            require(group in self.ended, f"C2: group {group} never ended")
+            was_trained = self.ended[group].end is act.End.TRAINED
+            require(was_trained == (group in trained), f"C2: group {group} ended wrongly")
+        require(len(trained) == sum(len(s.groups) for s in self.world.learner.trained), "counts")
+
+    def _check_samples(self, group: GroupId, samples: tuple[int, ...]) -> None:
+        issued = self.issued[group]
+        for sample in samples:
+            request = self.world.fleet.finished.get(RequestId(group, sample))
+            require(request is not None, f"sample {group}.{sample} was trained without its data")
+            assert request is not None
+            scored = request.id in self.world.rewards.scored
+            require(scored, f"sample {group}.{sample} was trained without a reward")
+            total = self.world.spec.task(issued.prompt, sample)[1]
+            require(request.total == total, f"sample {group}.{sample} has another prompt's length")
+            starts = [segment.start for segment in request.segments]
+            require(starts[0] == 0, f"sample {group}.{sample} lost its first tokens")
+            if self.mode is Mode.PARTIAL:
+                continue
+            versions = {segment.version for segment in request.segments}
+            require(
+                versions == {issued.version},
+                f"C1: sample {group}.{sample} of version {issued.version} has {versions}",
+            )

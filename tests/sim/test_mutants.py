@@ -1,0 +1,230 @@
+"""The soak can fail: deliberate bugs, put in from here, are each caught within 200 seeds."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from dora_rl.core import (
+    admission,
+    batching,
+    faults,
+    ledger,
+    modes,
+    orchestrate,
+    placement,
+    state,
+    step,
+    window,
+)
+from dora_rl.core.actions import RetireVersion, Unload
+from dora_rl.core.state import GENERATING, Phase
+from dora_rl.sim import instance, soak
+from dora_rl.types import Mode
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+SEEDS_MAX = 200
+
+
+def everywhere(patch: pytest.MonkeyPatch, name: str, value: Any) -> None:
+    """Replace a function in its home and wherever it was imported by name."""
+    for module in (admission, batching, faults, ledger, orchestrate, placement, step):
+        if hasattr(module, name):
+            patch.setattr(module, name, value)
+
+
+def no_version_check_at_decode(patch: pytest.MonkeyPatch) -> None:
+    """Requests go to any instance, and the engine decodes them under whatever it has."""
+
+    def any_instance(st: Any, live: Any) -> Any:
+        for inst in st.instances.values():
+            if inst.awake and inst.slots_free > 0:
+                inst.held.setdefault(live.version, state.Held())
+                return inst
+        return None
+
+    everywhere(patch, "best_holder", any_instance)
+    patch.setattr(instance.SimInstance, "refuses", lambda self, version: None)
+
+
+def admission_without_the_bound(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(window.Bound, "may_admit", lambda self, untaken, version: True)
+
+
+def taking_without_the_bound(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(window.Bound, "may_take", lambda self, untaken, version: self.free > 0)
+    patch.setattr(window.Bound, "holds", lambda self, untaken: True)  # and no run-time check
+
+
+def request_lost_in_a_migration(patch: pytest.MonkeyPatch) -> None:
+    def forget(st: Any, event: Any, now: float, out: Any) -> None:
+        request = ledger.current(st, event.request, event.epoch)
+        if request is not None and request.phase is Phase.MOVING:
+            placement.end_move(st, request)
+            request.instance = request.dest = None
+
+    patch.setattr(faults, "on_moved", forget)
+
+
+def double_consume(patch: pytest.MonkeyPatch) -> None:
+    original = batching.take_group
+
+    def twice(st: Any, group: Any) -> None:
+        original(st, group)
+        if group.id % 5 == 0 and len(st.batch.groups) < st.params.batch_groups:
+            st.batch.groups.append(group.id)
+
+    patch.setattr(batching, "take_group", twice)
+
+
+def window_slid_early(patch: pytest.MonkeyPatch) -> None:
+    def retire(st: Any, out: Any) -> None:
+        for live in list(st.versions.values()):
+            if live.version != st.newest and not live.num_active:
+                for name in list(live.holders):
+                    orchestrate.unload(st, st.instances[name], live.version, out)
+                out.append(RetireVersion(live.version))
+                live.unended or st.versions.pop(live.version)
+
+    everywhere(patch, "retire_finished", retire)
+
+
+def flip_with_running_requests(patch: pytest.MonkeyPatch) -> None:
+    def unload(st: Any, inst: Any, version: int, out: Any) -> None:
+        inst.held.pop(version, None)
+        inst.leaving.pop(version, None)
+        if version in st.versions:
+            st.versions[version].holders.pop(inst.id, None)
+        out.append(Unload(inst.id, version))
+
+    everywhere(patch, "relocate", lambda *args: None)
+    patch.setattr(orchestrate, "unload", unload)
+    patch.setattr(orchestrate, "_spare_seat", lambda st, inst: next(iter(inst.held), None))
+
+
+def log_entry_skipped_on_resume(patch: pytest.MonkeyPatch) -> None:
+    original = soak.recover_lines
+
+    def skipping(lines: list[bytes]) -> Any:
+        kept = lines[:-2] + lines[-1:] if len(lines) > 3 else lines
+        found = original(kept)
+        number = original(lines)
+        assert found is not None and number is not None
+        return found[0], number[1], number[2]
+
+    patch.setattr(soak, "recover_lines", skipping)
+
+
+def old_epochs_accepted(patch: pytest.MonkeyPatch) -> None:
+    def current(st: Any, rid: Any, epoch: int) -> Any:
+        request = st.request(rid)
+        return request if request is not None and request.phase in GENERATING else None
+
+    everywhere(patch, "current", current)
+
+
+def commit_taken_twice(patch: pytest.MonkeyPatch) -> None:
+    original = batching.on_committed
+
+    def again(st: Any, index: int, now: float, out: Any) -> None:
+        original(st, st.committed, now, out)
+
+    patch.setattr(batching, "on_committed", again)
+    patch.setattr(step.batching, "on_committed", again)
+
+
+def lost_instance_keeps_its_requests(patch: pytest.MonkeyPatch) -> None:
+    original = faults.lose_instance
+
+    def losing(st: Any, name: str, out: Any) -> None:
+        inst = st.instances.get(name)
+        if inst is not None and inst.parked:
+            inst.parked.clear()
+        original(st, name, out)
+
+    patch.setattr(faults, "lose_instance", losing)
+
+
+def nonsense_reward_accepted(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ledger.math, "isfinite", lambda value: True)
+
+
+def new_bound_in_force_at_once(patch: pytest.MonkeyPatch) -> None:
+    def adopt(st: Any, out: Any) -> None:
+        if st.target is not None:
+            st.params, st.policy, st.target = st.target, modes.policy_of(st.target), None
+            bound = st.bound
+            out.append(batching.InForce(st.filling, bound.max_staleness, bound.batch))
+
+    everywhere(patch, "adopt_target", adopt)
+
+
+def slow_groups_dropped(patch: pytest.MonkeyPatch) -> None:
+    original = modes.policy_of
+
+    def dropping(params: Any) -> Any:
+        policy = original(params)
+        if params.mode is Mode.MULTI_VERSION:
+            return replace(policy, surplus_at_close=True)
+        return policy
+
+    for module in (state, batching, modes):
+        patch.setattr(module, "policy_of", dropping)
+
+
+def nothing_fed_again_after_a_trainer_restart(patch: pytest.MonkeyPatch) -> None:
+    def joined(st: Any, event: Any, now: float, out: Any) -> None:
+        st.trainer.alive = True
+
+    patch.setattr(faults, "on_trainer_joined", joined)
+
+
+def sealed_version_trained_again(patch: pytest.MonkeyPatch) -> None:
+    original = faults.on_trainer_joined
+
+    def joined(st: Any, event: Any, now: float, out: Any) -> None:
+        original(st, replace(event, version=st.committed, optimizer_version=st.committed), now, out)
+
+    patch.setattr(faults, "on_trainer_joined", joined)
+
+
+def parked_request_forgotten(patch: pytest.MonkeyPatch) -> None:
+    original = placement.park
+
+    def forgetting(st: Any, request: Any, out: Any) -> None:
+        original(st, request, out)
+        st.versions[request.version].pending.popleft()
+
+    everywhere(patch, "park", forgetting)
+
+
+MUTANTS: list[Patch] = [
+    no_version_check_at_decode,
+    admission_without_the_bound,
+    taking_without_the_bound,
+    request_lost_in_a_migration,
+    double_consume,
+    window_slid_early,
+    flip_with_running_requests,
+    log_entry_skipped_on_resume,
+    old_epochs_accepted,
+    commit_taken_twice,
+    lost_instance_keeps_its_requests,
+    nonsense_reward_accepted,
+    new_bound_in_force_at_once,
+    slow_groups_dropped,
+    nothing_fed_again_after_a_trainer_restart,
+    sealed_version_trained_again,
+    parked_request_forgotten,
+]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
+def test_mutant_is_caught(mutant: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(soak, "LIVENESS_S", 3_000.0)
+    mutant(monkeypatch)
+    caught = next((seed for seed in range(SEEDS_MAX) if soak.run_seed(seed) is not None), None)
+    assert caught is not None, f"{mutant.__name__} survived {SEEDS_MAX} seeds"
+    print(f"{mutant.__name__} was caught by seed {caught}")
