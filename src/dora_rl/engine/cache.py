@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dora_rl.engine.options import EngineOptions
+from dora_rl.engine.plan import Copy, Plan, Restore, Scrub, Spill
 from dora_rl.engine.spec import ModelSpec
 from dora_rl.types import RequestId, UserError
 
@@ -108,3 +109,17 @@ class KvCache:
             return data
         host = torch.empty(data.shape, dtype=data.dtype, pin_memory=True)
         return host.copy_(data, non_blocking=True)
+
+
+def perform(plan: Plan, cache: KvCache) -> None:
+    """A plan's cache operations, in the order they were decided."""
+    for op in plan.cache_ops:
+        match op:
+            case Copy(source, target):
+                cache.copy(source, target)
+            case Spill(seq, blocks):
+                cache.spill(seq.id, blocks)
+            case Restore(seq, blocks):
+                cache.restore(seq.id, blocks)
+            case Scrub(blocks):
+                cache.scrub(blocks)

@@ -23,15 +23,15 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from dora_rl.engine.backend import Runner, make_runner
 from dora_rl.engine.cache import context_limit
 from dora_rl.engine.journal import Journal
 from dora_rl.engine.options import EngineOptions
 from dora_rl.engine.plan import Plan
 from dora_rl.engine.residency import Residency
 from dora_rl.engine.result import StepResult
-from dora_rl.engine.runner import Launched, make_runner
 from dora_rl.engine.scheduler import Scheduler
 from dora_rl.engine.sequence import Output, Request, Status, new_sequence
 from dora_rl.engine.sequence import Sequence as Seq
@@ -53,15 +53,16 @@ class Engine:
         options: EngineOptions | None = None,
         decode: Callable[[Sequence[int]], str] | None = None,
         journal: Journal | None = None,
+        runner: Runner | None = None,
     ) -> None:
         self.spec, self.options = spec, options or EngineOptions()
         self.decode, self.journal = decode, journal
-        self.runner = make_runner(spec, self.options)
+        self.runner = runner or make_runner(spec, self.options)
         self.scheduler = Scheduler(self.options, self.runner.num_blocks)
         self.residency = Residency(self.runner, self.options.versions_max)
         self.context_max = context_limit(spec, self.options)
         self._outputs: list[Output] = []
-        self._in_flight: deque[tuple[Plan, Launched]] = deque()
+        self._in_flight: deque[tuple[Plan, Any]] = deque()
         self._num_arrived = 0
         self._num_steps = 0
         self._num_decode_tokens = 0

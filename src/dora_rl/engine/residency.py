@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dora_rl.engine.runner import CpuRunner
+from dora_rl.engine.backend import Runner
 from dora_rl.engine.sealed import CheckedSource, check_canary
 from dora_rl.engine.weights import HfDirectory, TensorSource
 from dora_rl.types import UserError, Version
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class Residency:
     """Version -> weight slot."""
 
-    def __init__(self, runner: CpuRunner, versions_max: int) -> None:
+    def __init__(self, runner: Runner, versions_max: int) -> None:
         self._runner = runner
         self._versions_max = versions_max
         self.slots: dict[Version, int] = {}

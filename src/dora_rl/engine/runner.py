@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -19,17 +18,15 @@ from torch import Tensor
 from dora_rl.engine import sampler
 from dora_rl.engine.attention import PairTensors
 from dora_rl.engine.batch import BlockTables, HostBatch, Prefill, Segment, build
-from dora_rl.engine.cache import KvCache, context_limit, derive_num_blocks
+from dora_rl.engine.cache import KvCache, context_limit, derive_num_blocks, perform
 from dora_rl.engine.linear import RowLinear
 from dora_rl.engine.models.decoder import Decoder, RowBatch
 from dora_rl.engine.options import EngineOptions
-from dora_rl.engine.plan import Copy, Plan, Restore, Scrub, Span, Spill
+from dora_rl.engine.plan import Plan, Span
 from dora_rl.engine.result import StepResult, read_drawn
 from dora_rl.engine.spec import ModelSpec
 from dora_rl.engine.weights import ModelWeights, TensorSource
 from dora_rl.types import Version
-
-Launched: TypeAlias = list[StepResult]
 
 
 class CpuRunner:
@@ -50,8 +47,7 @@ class CpuRunner:
         self.tables = BlockTables(options.seqs_max, -(-context // options.block_tokens))
 
     def load(self, slot: int, source: TensorSource, where: str) -> Iterator[str]:
-        with torch.inference_mode():
-            yield from self.weights.load(slot, source, where)
+        return self.weights.load(slot, source, where)
 
     @torch.inference_mode()
     def launch(self, plan: Plan, slots: Mapping[Version, int]) -> list[StepResult]:
@@ -77,16 +73,8 @@ class CpuRunner:
 
     @torch.inference_mode()
     def perform(self, plan: Plan) -> None:
-        for op in plan.cache_ops:
-            match op:
-                case Copy(source, target):
-                    self.cache.copy(source, target)
-                case Spill(seq, blocks):
-                    self.cache.spill(seq.id, blocks)
-                case Restore(seq, blocks):
-                    self.cache.restore(seq.id, blocks)
-                case Scrub(blocks):
-                    self.cache.scrub(blocks)
+        """The cache operations alone."""
+        perform(plan, self.cache)
 
     @torch.inference_mode()
     def score(self, slot: int, token_ids: Sequence[int]) -> list[float]:
@@ -124,7 +112,7 @@ class CpuRunner:
         logits = self.decoder.logits(gathered, segments)
         if len(segments) > 1 or len(logits) != len(order):
             logits = logits[order]
-        rows = sampling_rows(host.logit_spans)
+        rows = sampler.sampling_rows(host.logit_spans)
         return read_drawn(host.logit_spans, sampler.sample(logits, rows))
 
     def _gather(self, host: HostBatch, hidden: Tensor) -> tuple[Tensor, list[Segment], Tensor]:
@@ -188,36 +176,3 @@ def chunk_batch(token_ids: Sequence[int], padded: int, slot: int, cache: KvCache
         ids, positions, positions // block_tokens, [segment], None, [chunk], positions[:0]
     )
     return to_rows(host, cache)
-
-
-def sampling_rows(spans: Sequence[Span]) -> sampler.SamplingRows:
-    """Settings of every row that needs logits, in span order."""
-    keys, positions, forced, owners = [], [], [], []
-    for span in spans:
-        seq = span.seq
-        first = span.logits_start + 1  # position of the first token that is scored or drawn
-        num_scored = span.num_logits - span.sample
-        keys.extend([seq.key] * span.num_logits)
-        owners.extend([seq.request.params] * span.num_logits)
-        positions.extend(range(first - seq.num_prompt, first - seq.num_prompt + span.num_logits))
-        forced.extend(seq.tokens[first : first + num_scored])
-        if span.sample:
-            forced.append(-1)
-    return sampler.SamplingRows(
-        keys=torch.tensor(keys),
-        positions=torch.tensor(positions),
-        temperature=torch.tensor([p.temperature for p in owners]),
-        top_k=torch.tensor([p.top_k for p in owners]),
-        top_p=torch.tensor([p.top_p for p in owners]),
-        min_p=torch.tensor([p.min_p for p in owners]),
-        forced=torch.tensor(forced),
-        scaled=any(p.temperature != 1 for p in owners),
-        filtered=any(p.top_k or p.top_p < 1 or p.min_p for p in owners),
-        raw=any(p.raw_logprobs for p in owners),
-        top_n=max(p.logprobs_top_n for p in owners),
-    )
-
-
-def make_runner(spec: ModelSpec, options: EngineOptions) -> CpuRunner:
-    """The runner for the options' device."""
-    return CpuRunner(spec, options)

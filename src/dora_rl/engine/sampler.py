@@ -9,11 +9,14 @@ row, so a row's token does not depend on its batch mates.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from dora_rl.engine.plan import Span
 
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
 _MUL1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
@@ -129,3 +132,31 @@ def _filter(scaled: Tensor, rows: SamplingRows) -> Tensor:
     kept = ((before < rows.top_p[:, None]) | (rows.top_p >= 1)[:, None]).sum(-1).clamp_(min=1)
     lowest = ordered.gather(1, (kept - 1)[:, None])
     return scaled.masked_fill((scaled < lowest) & (rows.top_p < 1)[:, None], off)
+
+
+def sampling_rows(spans: Sequence[Span]) -> SamplingRows:
+    """Settings of every row that needs logits, in span order."""
+    keys, positions, forced, owners = [], [], [], []
+    for span in spans:
+        seq = span.seq
+        first = span.logits_start + 1  # position of the first token that is scored or drawn
+        num_scored = span.num_logits - span.sample
+        keys.extend([seq.key] * span.num_logits)
+        owners.extend([seq.request.params] * span.num_logits)
+        positions.extend(range(first - seq.num_prompt, first - seq.num_prompt + span.num_logits))
+        forced.extend(seq.tokens[first : first + num_scored])
+        if span.sample:
+            forced.append(-1)
+    return SamplingRows(
+        keys=torch.tensor(keys),
+        positions=torch.tensor(positions),
+        temperature=torch.tensor([p.temperature for p in owners]),
+        top_k=torch.tensor([p.top_k for p in owners]),
+        top_p=torch.tensor([p.top_p for p in owners]),
+        min_p=torch.tensor([p.min_p for p in owners]),
+        forced=torch.tensor(forced),
+        scaled=any(p.temperature != 1 for p in owners),
+        filtered=any(p.top_k or p.top_p < 1 or p.min_p for p in owners),
+        raw=any(p.raw_logprobs for p in owners),
+        top_n=max(p.logprobs_top_n for p in owners),
+    )

@@ -104,7 +104,7 @@ class Scheduler(Queues):
         self.spilled.pop(seq.id, None)
         self.waiting.pop(seq.id, None)
         seq.slot = self.free_slots.pop()
-        seq.table_dirty = True
+        seq.table_dirty = seq.slot_dirty = True
         seq.status = Status.RUNNING
         insert_by_arrival(self.running, seq)
 

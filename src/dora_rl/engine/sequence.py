@@ -112,6 +112,7 @@ class Sequence:
     response_max: int = 0  # response length at which the turn ends
     blocks: list[int] = field(default_factory=list)
     table_dirty: bool = True  # `blocks` changed since the runner last copied it
+    slot_dirty: bool = True  # it entered a slot since the runner last wrote its entry
     num_host_blocks: int = 0
     num_registered: int = 0  # leading prompt blocks that the prefix cache knows
     digests: list[bytes] = field(default_factory=list)

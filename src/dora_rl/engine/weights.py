@@ -161,7 +161,7 @@ class ModelWeights:
         return {group: sorted(groups[group]) for group in sorted(groups, key=_layer_order)}
 
     def _put(self, slot: int, name: str, data: Tensor, where: str) -> None:
-        target = self.targets[name]
+        target, data = self.targets[name], data.detach()
         if tuple(data.shape) != target.shape:
             raise UserError(
                 f"{where}: {name} has shape {tuple(data.shape)}, config.json says {target.shape}"

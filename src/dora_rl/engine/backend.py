@@ -1,0 +1,40 @@
+"""What an engine needs of a device, and the choice of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from dora_rl.engine.cache import KvCache
+from dora_rl.engine.options import EngineOptions
+from dora_rl.engine.plan import Plan
+from dora_rl.engine.result import StepResult
+from dora_rl.engine.spec import ModelSpec
+from dora_rl.engine.weights import ModelWeights, TensorSource
+from dora_rl.types import Version
+
+
+class Runner(Protocol):
+    """The torch half of an engine. What `launch` returns is for `collect` alone."""
+
+    weights: ModelWeights
+    cache: KvCache
+    num_blocks: int
+    depth: int  # steps that may be in flight when a step returns
+
+    def load(self, slot: int, source: TensorSource, where: str) -> Iterator[str]: ...
+    def launch(self, plan: Plan, slots: Mapping[Version, int]) -> Any: ...
+    def collect(self, launched: Any) -> list[StepResult]: ...
+    def perform(self, plan: Plan) -> None: ...
+    def score(self, slot: int, token_ids: Sequence[int]) -> list[float]: ...
+
+
+def make_runner(spec: ModelSpec, options: EngineOptions) -> Runner:
+    """The runner for the options' device; GPU code is imported only for a GPU."""
+    if options.device.startswith("cuda"):
+        from dora_rl.engine.cuda.runner import CudaRunner
+
+        return CudaRunner(spec, options)
+    from dora_rl.engine.runner import CpuRunner
+
+    return CpuRunner(spec, options)

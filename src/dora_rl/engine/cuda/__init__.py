@@ -1,0 +1,4 @@
+"""The engine's GPU half: Triton kernels, the forward pass, the runner with its CUDA graphs.
+
+Imported only when the device is a GPU (or, in tests, with Triton's interpreter on the CPU).
+"""

@@ -1,0 +1,239 @@
+"""Paged attention in Triton: one kernel for decode, split over the context, one for prefill.
+
+    pool    [2, block, kv head, token, head dim] of one layer, keys then values
+    table   [slot, block index] -> block number
+    rows    slot and position of each query row
+
+A decode program owns one (row, kv head, split): it loads each key and value tile once for all query
+heads of the kv head. Splits write unnormalised partial sums that `merge_kernel` adds up; with one
+split the result is written directly. Padding rows point at a slot of length one.
+
+Softmax runs in base 2: `scale` already contains log2(e).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+jit: Any = triton.jit  # its stubs do not know of launching
+
+DOT_ROWS_MIN = 16  # the smallest tile of a tensor-core product
+
+
+@jit
+def decode_kernel(
+    q_ptr,
+    pool_ptr,
+    table_ptr,
+    slots_ptr,
+    positions_ptr,
+    out_ptr,
+    acc_ptr,
+    peak_ptr,
+    sum_ptr,
+    scale,
+    plane_stride,
+    table_stride,
+    KV: tl.constexpr,
+    G: tl.constexpr,
+    GP: tl.constexpr,
+    D: tl.constexpr,
+    C: tl.constexpr,
+    SPLITS: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    split = tl.program_id(2)
+    slot = tl.load(slots_ptr + row).to(tl.int64)
+    context = tl.load(positions_ptr + row).to(tl.int32) + 1
+    num_blocks = tl.cdiv(context, C)
+    per_split = tl.cdiv(num_blocks, SPLITS)
+    first = split * per_split
+    last = tl.minimum(first + per_split, num_blocks)
+    g = tl.arange(0, GP)
+    d = tl.arange(0, D)
+    t = tl.arange(0, C)
+    q_index = (row * KV + head).to(tl.int64) * G * D + g[:, None] * D + d[None, :]
+    q = tl.load(q_ptr + q_index, mask=g[:, None] < G, other=0.0)
+    peak = tl.full([GP], -float("inf"), tl.float32)
+    total = tl.zeros([GP], tl.float32)
+    acc = tl.zeros([GP, D], tl.float32)
+    for index in range(first, last):
+        block = tl.load(table_ptr + slot * table_stride + index).to(tl.int64)
+        base = pool_ptr + (block * KV + head) * C * D
+        k = tl.load(base + t[None, :] * D + d[:, None])
+        v = tl.load(base + plane_stride + t[:, None] * D + d[None, :])
+        precision: tl.constexpr = "ieee" if EXACT else "tf32"
+        score = tl.dot(q, k, input_precision=precision) * scale
+        score = tl.where(index * C + t[None, :] < context, score, -float("inf"))
+        new_peak = tl.maximum(peak, tl.max(score, 1))
+        share = tl.exp2(peak - new_peak)
+        weight = tl.exp2(score - new_peak[:, None])
+        total = total * share + tl.sum(weight, 1)
+        acc = acc * share[:, None] + tl.dot(weight.to(v.dtype), v, input_precision=precision)
+        peak = new_peak
+    if SPLITS == 1:
+        out = acc / total[:, None]
+        tl.store(out_ptr + q_index, out.to(out_ptr.dtype.element_ty), mask=g[:, None] < G)
+    else:
+        part = ((row * KV + head) * G + g).to(tl.int64) * SPLITS + split
+        tl.store(peak_ptr + part, peak, mask=g < G)
+        tl.store(sum_ptr + part, total, mask=g < G)
+        tl.store(acc_ptr + part[:, None] * D + d[None, :], acc, mask=g[:, None] < G)
+
+
+@jit
+def merge_kernel(
+    acc_ptr, peak_ptr, sum_ptr, out_ptr, D: tl.constexpr, SPLITS: tl.constexpr, SP: tl.constexpr
+):
+    """One program per (row, query head): add up the splits."""
+    head = tl.program_id(0).to(tl.int64)
+    s = tl.arange(0, SP)
+    d = tl.arange(0, D)
+    part = head * SPLITS + s
+    peak = tl.load(peak_ptr + part, mask=s < SPLITS, other=-float("inf"))
+    total = tl.load(sum_ptr + part, mask=s < SPLITS, other=0.0)
+    share = tl.exp2(peak - tl.max(peak, 0))
+    acc = tl.load(acc_ptr + part[:, None] * D + d[None, :], mask=s[:, None] < SPLITS, other=0.0)
+    out = tl.sum(acc * share[:, None], 0) / tl.sum(total * share, 0)
+    tl.store(out_ptr + head * D + d, out.to(out_ptr.dtype.element_ty))
+
+
+@jit
+def prefill_kernel(
+    q_ptr,
+    pool_ptr,
+    table_ptr,
+    tiles_ptr,
+    out_ptr,
+    scale,
+    plane_stride,
+    table_stride,
+    KV: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    C: tl.constexpr,
+    BM: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """One program per (tile of query rows of one request, query head); tiles are
+    (slot, first row, first position, rows)."""
+    tile = tl.program_id(0)
+    head = tl.program_id(1)
+    slot = tl.load(tiles_ptr + tile * 4).to(tl.int64)
+    first_row = tl.load(tiles_ptr + tile * 4 + 1)
+    position = tl.load(tiles_ptr + tile * 4 + 2)
+    count = tl.load(tiles_ptr + tile * 4 + 3)
+    r = tl.arange(0, BM)
+    d = tl.arange(0, D)
+    t = tl.arange(0, C)
+    q_index = ((first_row + r).to(tl.int64) * KV * G + head)[:, None] * D + d[None, :]
+    q = tl.load(q_ptr + q_index, mask=r[:, None] < count, other=0.0)
+    peak = tl.full([BM], -float("inf"), tl.float32)
+    total = tl.zeros([BM], tl.float32)
+    acc = tl.zeros([BM, D], tl.float32)
+    for index in range(tl.cdiv(position + count, C)):
+        block = tl.load(table_ptr + slot * table_stride + index).to(tl.int64)
+        base = pool_ptr + (block * KV + head // G) * C * D
+        k = tl.load(base + t[None, :] * D + d[:, None])
+        v = tl.load(base + plane_stride + t[:, None] * D + d[None, :])
+        precision: tl.constexpr = "ieee" if EXACT else "tf32"
+        score = tl.dot(q, k, input_precision=precision) * scale
+        seen = index * C + t[None, :] <= position + r[:, None]
+        score = tl.where(seen, score, -float("inf"))
+        new_peak = tl.maximum(peak, tl.max(score, 1))
+        share = tl.exp2(peak - new_peak)
+        weight = tl.exp2(score - new_peak[:, None])
+        total = total * share + tl.sum(weight, 1)
+        acc = acc * share[:, None] + tl.dot(weight.to(v.dtype), v, input_precision=precision)
+        peak = new_peak
+    out = acc / total[:, None]
+    tl.store(out_ptr + q_index, out.to(out_ptr.dtype.element_ty), mask=r[:, None] < count)
+
+
+def choose_splits(num_rows: int, num_kv_heads: int, num_processors: int, blocks_max: int) -> int:
+    """Enough programs for about four per processor; more splits only for few rows."""
+    wanted = -(-4 * num_processors // (num_rows * num_kv_heads))
+    return max(1, min(wanted, blocks_max, 32))
+
+
+def attend_decode(
+    q: Tensor, pool: Tensor, table: Tensor, slots: Tensor, positions: Tensor, splits: int
+) -> Tensor:
+    """[rows, kv head, group, head dim] -> the same shape."""
+    rows, num_kv, num_q, dim = q.shape
+    out = torch.empty_like(q)
+    parts = (rows, num_kv, num_q, splits)
+    if splits > 1:
+        acc = torch.empty((*parts, dim), dtype=torch.float32, device=q.device)
+        peak = torch.empty(parts, dtype=torch.float32, device=q.device)
+        total = torch.empty(parts, dtype=torch.float32, device=q.device)
+    else:
+        acc = peak = total = out
+    decode_kernel[(rows, num_kv, splits)](
+        q,
+        pool,
+        table,
+        slots,
+        positions,
+        out,
+        acc,
+        peak,
+        total,
+        dim**-0.5 * math.log2(math.e),
+        pool.stride(0),
+        table.stride(0),
+        KV=num_kv,
+        G=num_q,
+        GP=max(DOT_ROWS_MIN, triton.next_power_of_2(num_q)),
+        D=dim,
+        C=pool.shape[3],
+        SPLITS=splits,
+        EXACT=q.dtype == torch.float32,
+        num_warps=4,
+        num_stages=3,
+    )
+    if splits > 1:
+        merge_kernel[(rows * num_kv * num_q,)](
+            acc,
+            peak,
+            total,
+            out,
+            D=dim,
+            SPLITS=splits,
+            SP=triton.next_power_of_2(splits),
+            num_warps=4,
+        )
+    return out
+
+
+def attend_prefill(q: Tensor, pool: Tensor, table: Tensor, tiles: Tensor, tile_rows: int) -> Tensor:
+    """Causal attention of prefill rows over everything their request has in the cache."""
+    _, num_kv, num_q, dim = q.shape
+    out = torch.empty_like(q)
+    prefill_kernel[(len(tiles), num_kv * num_q)](
+        q,
+        pool,
+        table,
+        tiles,
+        out,
+        dim**-0.5 * math.log2(math.e),
+        pool.stride(0),
+        table.stride(0),
+        KV=num_kv,
+        G=num_q,
+        D=dim,
+        C=pool.shape[3],
+        BM=tile_rows,
+        EXACT=q.dtype == torch.float32,
+        num_warps=4,
+        num_stages=2,
+    )
+    return out

@@ -1,0 +1,148 @@
+"""The forward pass on a GPU, for decode rows (captured in graphs) and prefill rows.
+
+Rows are [version slot, row] flattened, the same number for each of the S resident versions that
+take part; with one version this is a plain batch. Matrix products over several versions are one
+batched GEMM on the stacked weights. Everything allocates from torch's caching allocator, so that a
+captured graph owns its scratch memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+from torch.nn import functional
+
+from dora_rl.engine.cache import KvCache
+from dora_rl.engine.cuda import rows as kernels
+from dora_rl.engine.linear import RowLinear
+from dora_rl.engine.models.experts import sparse_mlp
+from dora_rl.engine.rope import rope_tables
+from dora_rl.engine.spec import ModelSpec
+from dora_rl.engine.weights import Layer, ModelWeights
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Which rows: version slots [first, first + num_versions), `per_version` rows each."""
+
+    first: int
+    num_versions: int
+    per_version: int
+    token_ids: Tensor
+    slots: Tensor  # request slot of each row
+    positions: Tensor
+    table: Tensor
+
+
+class CudaDecoder:
+    """Computes normed hidden states; `attend(q, pool)` is the attention of the rows at hand."""
+
+    def __init__(self, spec: ModelSpec, weights: ModelWeights, num_positions: int) -> None:
+        self.spec, self.weights = spec, weights
+        device = weights.embed.device
+        cos, sin = rope_tables(spec.rope, spec.head_dim, num_positions)
+        self.cos, self.sin = cos.to(device), sin.to(device)
+        self._expert_linear = RowLinear((), 16)
+
+    def forward(
+        self, rows: Rows, cache: KvCache, attend: Callable[[Tensor, Tensor], Tensor]
+    ) -> Tensor:
+        x = self._embed(rows)
+        delta: Tensor | None = None
+        for index, layer in enumerate(self.weights.layers):
+            h = self._norm(x, delta, layer.norm1, rows)
+            qkv = self._linear(h, layer.qkv, layer.qkv_bias, rows)
+            q = self._rope_write(qkv, layer, rows, cache.kv[index])
+            h = attend(q, cache.kv[index]).view(len(x), -1)
+            delta = self._linear(h, layer.o, layer.o_bias, rows)
+            h = self._norm(x, delta, layer.norm2, rows)
+            delta = self._mlp(h, layer, rows)
+        return self._norm(x, delta, self.weights.norm, rows)
+
+    def logits(self, hidden: Tensor, first: int, num_versions: int) -> Tensor:
+        """Float32 logits; hidden is [version, row] flattened like `Rows`."""
+        head = self.weights.lm_head[first : first + num_versions]
+        if hidden.dtype == torch.float32 or not hidden.is_cuda:
+            return self._multiply(hidden, head).float()
+        # Accumulate and keep float32: rounding logits to bfloat16 costs more log-prob accuracy
+        # than everything before it.
+        if num_versions == 1:
+            return torch.mm(hidden, head[0].t(), out_dtype=torch.float32)
+        parts = hidden.view(num_versions, -1, hidden.shape[1])
+        out = torch.bmm(parts, head.transpose(1, 2), out_dtype=torch.float32)
+        return out.view(len(hidden), -1)
+
+    def _embed(self, rows: Rows) -> Tensor:
+        table = self.weights.embed
+        if rows.num_versions == 1:
+            return functional.embedding(rows.token_ids, table[rows.first])
+        version = torch.arange(len(rows.token_ids), device=table.device) // rows.per_version
+        index = (version + rows.first) * self.spec.vocab + rows.token_ids
+        return functional.embedding(index, table.view(-1, table.shape[-1]))
+
+    def _norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, rows: Rows) -> Tensor:
+        weight = weight[rows.first : rows.first + rows.num_versions]
+        return kernels.add_norm(x, delta, weight, rows.per_version, self.spec.norm_eps)
+
+    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows) -> Tensor:
+        span = slice(rows.first, rows.first + rows.num_versions)
+        out = self._multiply(x, weight[span])
+        if bias is not None:
+            out.view(rows.num_versions, rows.per_version, -1).add_(bias[span][:, None])
+        return out
+
+    @staticmethod
+    def _multiply(x: Tensor, weight: Tensor) -> Tensor:
+        if len(weight) == 1:
+            return functional.linear(x, weight[0])
+        parts = x.view(len(weight), -1, x.shape[1])
+        return torch.bmm(parts, weight.transpose(1, 2)).view(len(x), -1)
+
+    def _rope_write(self, qkv: Tensor, layer: Layer, rows: Rows, pool: Tensor) -> Tensor:
+        spec = self.spec
+        count, heads = len(qkv), spec.num_heads + 2 * spec.num_kv_heads
+        q = torch.empty(
+            (count, spec.num_kv_heads, spec.num_groups, spec.head_dim),
+            dtype=qkv.dtype,
+            device=qkv.device,
+        )
+        norm = layer.qk_norm
+        span = slice(rows.first, rows.first + rows.num_versions)
+        kernels.rope_write_kernel[(count, triton.cdiv(heads, 8))](
+            qkv,
+            qkv if norm is None else norm[span],
+            self.cos,
+            self.sin,
+            rows.slots,
+            rows.positions,
+            rows.table,
+            q,
+            pool,
+            rows.per_version,
+            spec.norm_eps,
+            pool.stride(0),
+            rows.table.stride(0),
+            H=spec.num_heads,
+            KV=spec.num_kv_heads,
+            D=spec.head_dim,
+            C=pool.shape[3],
+            HB=8,
+            NORM=norm is not None,
+            num_warps=4,
+        )
+        return q
+
+    def _mlp(self, h: Tensor, layer: Layer, rows: Rows) -> Tensor:
+        if layer.router is not None:
+            assert self.spec.moe is not None
+            parts = [
+                sparse_mlp(part, layer, rows.first + index, self.spec.moe, self._expert_linear)
+                for index, part in enumerate(h.split(rows.per_version))
+            ]
+            return torch.cat(parts)
+        gate_up = self._linear(h, layer.gate_up, layer.gate_up_bias, rows)
+        return self._linear(kernels.gate(gate_up), layer.down, layer.down_bias, rows)

@@ -1,0 +1,242 @@
+"""Row-wise kernels in Triton: norms, rotary embedding with the cache write, the gate, sampling.
+
+Rows of version slot v are [v * rows_per_slot, (v + 1) * rows_per_slot), so that per-version norm
+weights need no gather. Arithmetic is float32 inside, rounded where `transformers` rounds.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+jit: Any = triton.jit  # its stubs do not know of launching
+
+VOCAB_CHUNK = 4096
+
+
+@jit
+def add_norm_kernel(
+    x_ptr,
+    delta_ptr,
+    weight_ptr,
+    out_ptr,
+    rows_per_slot,
+    eps,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ADD: tl.constexpr,
+):
+    """x += delta (in place), out = norm(x) * weight of the row's version."""
+    row = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, BLOCK)
+    inside = d < D
+    x = tl.load(x_ptr + row * D + d, mask=inside, other=0.0)
+    if ADD:
+        delta = tl.load(delta_ptr + row * D + d, mask=inside, other=0.0)
+        x = (x.to(tl.float32) + delta.to(tl.float32)).to(x_ptr.dtype.element_ty)
+        tl.store(x_ptr + row * D + d, x, mask=inside)
+    x = x.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, 0) / D + eps)
+    weight = tl.load(weight_ptr + row // rows_per_slot * D + d, mask=inside, other=0.0)
+    normed = (x * scale).to(out_ptr.dtype.element_ty).to(tl.float32)
+    out = normed * weight.to(tl.float32)
+    tl.store(out_ptr + row * D + d, out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@jit
+def rope_write_kernel(
+    qkv_ptr,
+    weight_ptr,
+    cos_ptr,
+    sin_ptr,
+    slots_ptr,
+    positions_ptr,
+    table_ptr,
+    q_ptr,
+    pool_ptr,
+    rows_per_slot,
+    eps,
+    plane_stride,
+    table_stride,
+    H: tl.constexpr,
+    KV: tl.constexpr,
+    D: tl.constexpr,
+    C: tl.constexpr,
+    HB: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    """Norm and rotate query and key heads; queries go to `q`, keys and values to the pool."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HB + tl.arange(0, HB)
+    d = tl.arange(0, D)
+    turned = (d + D // 2) % D
+    slot = tl.load(slots_ptr + row).to(tl.int64)
+    position = tl.load(positions_ptr + row).to(tl.int64)
+    inside = head[:, None] < H + 2 * KV
+    rotary = head[:, None] < H + KV
+    base = qkv_ptr + row * (H + 2 * KV) * D + head[:, None] * D
+    x = tl.load(base + d[None, :], mask=inside, other=0.0).to(tl.float32)
+    y = tl.load(base + turned[None, :], mask=rotary, other=0.0).to(tl.float32)
+    kind = qkv_ptr.dtype.element_ty
+    if NORM:
+        scale = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
+        weights = weight_ptr + row // rows_per_slot * (H + KV) * D + head[:, None] * D
+        w = tl.load(weights + d[None, :], mask=rotary, other=1.0).to(tl.float32)
+        w_turned = tl.load(weights + turned[None, :], mask=rotary, other=1.0).to(tl.float32)
+        normed = ((x * scale).to(kind).to(tl.float32) * w).to(kind).to(tl.float32)
+        y = ((y * scale).to(kind).to(tl.float32) * w_turned).to(kind).to(tl.float32)
+        x = tl.where(rotary, normed, x)
+    cos = tl.load(cos_ptr + position * D + d)[None, :]
+    sin = tl.load(sin_ptr + position * D + d)[None, :]
+    x = tl.where(rotary, x * cos + y * sin, x).to(kind)
+    tl.store(q_ptr + row * H * D + head[:, None] * D + d[None, :], x, mask=head[:, None] < H)
+    block = tl.load(table_ptr + slot * table_stride + position // C).to(tl.int64)
+    plane = (head >= H + KV).to(tl.int64)
+    kv_head = head - H - plane * KV
+    place = plane * plane_stride + ((block * KV + kv_head) * C + position % C) * D
+    tl.store(pool_ptr + place[:, None] + d[None, :], x, mask=inside & (head[:, None] >= H))
+
+
+@jit
+def gate_kernel(x_ptr, out_ptr, INNER: tl.constexpr, BLOCK: tl.constexpr):
+    """out = silu(gate) * up for packed [gate, up] rows."""
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < INNER
+    gate = tl.load(x_ptr + row * 2 * INNER + i, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x_ptr + row * 2 * INNER + INNER + i, mask=inside, other=0.0).to(tl.float32)
+    kind = out_ptr.dtype.element_ty
+    activated = (gate * tl.sigmoid(gate)).to(kind).to(tl.float32)
+    tl.store(out_ptr + row * INNER + i, (activated * up).to(kind), mask=inside)
+
+
+@jit
+def chunk_kernel(
+    logits_ptr,
+    slots_ptr,
+    temperature_ptr,
+    peak_ptr,
+    sum_ptr,
+    best_ptr,
+    vocab,
+    num_chunks,
+    CHUNK: tl.constexpr,
+):
+    """Peak, sum of exponentials and best token of one chunk of one row's scaled logits."""
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
+    slot = tl.load(slots_ptr + row).to(tl.int64)
+    temperature = tl.load(temperature_ptr + slot)
+    scale = tl.where(temperature > 0, 1.0 / temperature, 1.0)
+    i = chunk * CHUNK + tl.arange(0, CHUNK)
+    x = tl.load(logits_ptr + row * vocab + i, mask=i < vocab, other=-float("inf"))
+    x = x.to(tl.float32) * scale
+    peak, best = tl.max(x, 0, return_indices=True)
+    part = row * num_chunks + chunk
+    safe = tl.where(peak == -float("inf"), 0.0, peak)
+    tl.store(peak_ptr + part, peak)
+    tl.store(sum_ptr + part, tl.sum(tl.exp(x - safe), 0))
+    tl.store(best_ptr + part, chunk * CHUNK + best)
+
+
+@jit
+def draw_kernel(
+    logits_ptr,
+    slots_ptr,
+    positions_ptr,
+    temperature_ptr,
+    key_ptr,
+    prompt_ptr,
+    peak_ptr,
+    sum_ptr,
+    best_ptr,
+    last_token_ptr,
+    position_ptr,
+    token_out_ptr,
+    logprob_out_ptr,
+    vocab,
+    num_chunks,
+    num_slots,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    """Draw a token by inverting the distribution, first over chunks, then inside one.
+
+    The token becomes its slot's last token and the slot moves to the next position, on the device:
+    the next step can be launched before the host has seen it.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + row).to(tl.int64)
+    row_position = tl.load(positions_ptr + row).to(tl.int64)
+    temperature = tl.load(temperature_ptr + slot)
+    scale = tl.where(temperature > 0, 1.0 / temperature, 1.0)
+    c = tl.arange(0, CHUNKS)
+    part = row * num_chunks + c
+    peaks = tl.load(peak_ptr + part, mask=c < num_chunks, other=-float("inf"))
+    sums = tl.load(sum_ptr + part, mask=c < num_chunks, other=0.0)
+    peak, best_chunk = tl.max(peaks, 0, return_indices=True)
+    sums = sums * tl.exp(peaks - peak)
+    running = tl.cumsum(sums, 0)
+    total = tl.sum(tl.where(c == CHUNKS - 1, running, 0.0), 0)
+    # splitmix64 of (key, index in the response), as in sampler.uniform
+    index = row_position + 1 - tl.load(prompt_ptr + slot).to(tl.int64)
+    x = tl.load(key_ptr + slot).to(tl.uint64, bitcast=True)
+    x = x + (index + 1).to(tl.uint64, bitcast=True) * 0x9E3779B97F4A7C15
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    x = x ^ (x >> 31)
+    u = (x >> 40).to(tl.float32) * 5.9604644775390625e-08
+    threshold = u * total
+    chunk = tl.minimum(tl.sum((running <= threshold).to(tl.int32), 0), num_chunks - 1)
+    before = tl.sum(tl.where(c == chunk - 1, running, 0.0), 0)
+    i = tl.arange(0, CHUNK)
+    inside = chunk * CHUNK + i < vocab
+    logits = logits_ptr + row * vocab
+    w = tl.load(logits + chunk * CHUNK + i, mask=inside, other=-float("inf")).to(tl.float32)
+    w = tl.exp(w * scale - peak)
+    place = tl.sum((tl.cumsum(w, 0) <= threshold - before).to(tl.int32), 0)
+    last = tl.max(tl.where(w > 0, i, 0), 0)
+    token = chunk * CHUNK + tl.minimum(place, last)
+    best = tl.load(best_ptr + row * num_chunks + best_chunk)
+    token = tl.where(temperature > 0, token, best)
+    token = tl.minimum(token, vocab - 1).to(tl.int64)
+    logprob = tl.load(logits + token).to(tl.float32) * scale - peak - tl.log(total)
+    tl.store(token_out_ptr + row, token)
+    tl.store(logprob_out_ptr + row, logprob)
+    real = slot < num_slots
+    tl.store(last_token_ptr + slot, token, mask=real)
+    tl.store(position_ptr + slot, (row_position + 1).to(tl.int32), mask=real)
+
+
+def add_norm(
+    x: Tensor, delta: Tensor | None, weight: Tensor, rows_per_slot: int, eps: float
+) -> Tensor:
+    """Residual add in place, then RMS norm with `weight` [slots, width]."""
+    rows, width = x.shape
+    out = torch.empty_like(x)
+    block = triton.next_power_of_2(width)
+    add_norm_kernel[(rows,)](
+        x,
+        x if delta is None else delta,
+        weight,
+        out,
+        rows_per_slot,
+        eps,
+        D=width,
+        BLOCK=block,
+        ADD=delta is not None,
+        num_warps=4 if block <= 2048 else 8,
+    )
+    return out
+
+
+def gate(x: Tensor) -> Tensor:
+    rows, inner = x.shape[0], x.shape[1] // 2
+    out = torch.empty((rows, inner), dtype=x.dtype, device=x.device)
+    block = min(1024, triton.next_power_of_2(inner))
+    gate_kernel[(rows, triton.cdiv(inner, block))](x, out, INNER=inner, BLOCK=block, num_warps=4)
+    return out

@@ -1,0 +1,278 @@
+"""Runs plans on a GPU and never makes it wait for the host.
+
+A step is at most: cache operations, one eager prefill pass per version, one decode pass for all
+versions. The decode pass is a CUDA graph per (version slots, rows) bucket; its inputs (tokens,
+positions, block tables) already live on the device, so a steady step is one graph launch, two
+sampling kernels and one small copy back, which the host reads a step later.
+
+    launch n     prefill -> decode graph -> draw -> copy tokens to pinned memory, record event
+    launch n+1   ... enqueued while n still runs
+    collect n    wait for n's event, hand the tokens to the engine
+
+Never reads a device value outside `collect`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dora_rl.engine import sampler
+from dora_rl.engine.cache import KvCache, context_limit, derive_num_blocks, perform
+from dora_rl.engine.cuda.attention import attend_decode, attend_prefill, choose_splits
+from dora_rl.engine.cuda.decoder import CudaDecoder, Rows
+from dora_rl.engine.cuda.graphs import DecodeGraphs
+from dora_rl.engine.cuda.sampling import draw
+from dora_rl.engine.cuda.slots import DeviceSlots
+from dora_rl.engine.options import EngineOptions
+from dora_rl.engine.plan import Plan, Span
+from dora_rl.engine.result import StepResult, read_drawn
+from dora_rl.engine.sampler import Drawn
+from dora_rl.engine.spec import ModelSpec
+from dora_rl.engine.weights import ModelWeights, TensorSource
+from dora_rl.types import Version
+
+PREFILL_TILE = 64
+LOGIT_ROWS_MAX = 512  # rows of logits alive at once in a prefill pass
+
+
+@dataclass(slots=True)
+class Flight:
+    """One launched step: what to read once `event` has passed."""
+
+    parts: list[tuple[list[Span], Drawn]] = field(default_factory=list)
+    event: torch.cuda.Event | None = None
+
+
+class CudaRunner:
+    """The torch half of an engine on a GPU."""
+
+    def __init__(self, spec: ModelSpec, options: EngineOptions) -> None:
+        self.spec, self.options = spec, options
+        self.depth = 1 if options.async_steps else 0
+        self.on_gpu = options.device.startswith("cuda")
+        if self.on_gpu:
+            torch.cuda.set_device(torch.device(options.device))
+        self.weights = ModelWeights(spec, options.versions_max, options.device, options.dtype)
+        self.num_blocks = derive_num_blocks(spec, options)
+        self.cache = KvCache(spec, options, self.num_blocks)
+        context = context_limit(spec, options)
+        self._blocks_max = -(-context // options.block_tokens)
+        self.decoder = CudaDecoder(spec, self.weights, context)
+        self.slots = DeviceSlots(
+            options.seqs_max, self._blocks_max, self.cache.scrap_block, options.device
+        )
+        graphs = options.cuda_graphs and self.on_gpu and spec.moe is None
+        self.graphs = DecodeGraphs(self._decode_pass, options.seqs_max, options.device, graphs)
+        self._num_processors = 1
+        if self.on_gpu:
+            device = torch.cuda.get_device_properties(torch.device(options.device))
+            self._num_processors = device.multi_processor_count
+
+    def load(self, slot: int, source: TensorSource, where: str) -> Iterator[str]:
+        return self.weights.load(slot, source, where)
+
+    def perform(self, plan: Plan) -> None:
+        with torch.inference_mode():
+            perform(plan, self.cache)
+
+    @torch.inference_mode()
+    def launch(self, plan: Plan, slots: Mapping[Version, int]) -> Flight:
+        perform(plan, self.cache)
+        flight = Flight()
+        self.slots.update(plan.spans)
+        decode: dict[int, list[Span]] = {}
+        prefill: dict[int, list[Span]] = {}
+        for span in plan.spans:
+            drawn_alone = span.num_rows == 1 and span.sample and span.num_logits == 1
+            group = decode if drawn_alone else prefill
+            group.setdefault(slots[span.seq.version], []).append(span)
+        for slot in sorted(prefill):
+            self._prefill(slot, prefill[slot], flight)
+        if decode:
+            passes = [decode] if self.options.one_pass else [{v: s} for v, s in decode.items()]
+            for part in passes:
+                self._decode(part, flight)
+        if self.on_gpu:
+            flight.event = torch.cuda.Event()
+            flight.event.record()
+        return flight
+
+    def collect(self, flight: Flight) -> list[StepResult]:
+        if flight.event is not None:
+            flight.event.synchronize()
+        return [r for spans, drawn in flight.parts for r in read_drawn(spans, drawn)]
+
+    @torch.inference_mode()
+    def score(self, slot: int, token_ids: Sequence[int]) -> list[float]:
+        """Float32 log-prob of each token after the first, without touching the KV pool."""
+        count = len(token_ids)
+        num_blocks = -(-count // self.options.block_tokens)
+        scratch = KvCache(self.spec, self.options, num_blocks)
+        ids = self.slots.upload(token_ids, torch.int64)
+        zeros = torch.zeros(count, dtype=torch.int64, device=ids.device)
+        positions = torch.arange(count, dtype=torch.int32, device=ids.device)
+        table = torch.arange(num_blocks, dtype=torch.int32, device=ids.device)[None]
+        rows = Rows(slot, 1, count, ids, zeros, positions, table)
+        tiles = self._tiles([(0, 0, 0, count)])
+        hidden = self.decoder.forward(
+            rows, scratch, lambda q, pool: attend_prefill(q, pool, table, tiles, PREFILL_TILE)
+        )
+        logits = self.decoder.logits(hidden[:-1], slot, 1)
+        return torch.log_softmax(logits, -1).gather(1, ids[1:, None])[:, 0].tolist()
+
+    # ----------------------------------------------------------------- prefill
+
+    def _prefill(self, slot: int, spans: list[Span], flight: Flight) -> None:
+        """All prefill rows of one version in one eager pass, then their logits."""
+        token_ids: list[int] = []
+        positions: list[int] = []
+        request_slots: list[int] = []
+        pieces: list[tuple[int, int, int, int]] = []
+        logit_rows: list[int] = []
+        for span in spans:
+            row, seq, end = len(token_ids), span.seq, span.start + span.num_rows
+            token_ids.extend(seq.tokens[span.start : end])
+            positions.extend(range(span.start, end))
+            request_slots.extend([seq.slot] * span.num_rows)
+            pieces.append((seq.slot, row, span.start, span.num_rows))
+            first = row + span.logits_start - span.start
+            logit_rows.extend(range(first, first + span.num_logits))
+        rows = Rows(
+            slot,
+            1,
+            len(token_ids),
+            self.slots.upload(token_ids, torch.int64),
+            self.slots.upload(request_slots, torch.int64),
+            self.slots.upload(positions, torch.int32),
+            self.slots.table,
+        )
+        tiles = self._tiles(pieces)
+        hidden = self.decoder.forward(
+            rows,
+            self.cache,
+            lambda q, pool: attend_prefill(q, pool, self.slots.table, tiles, PREFILL_TILE),
+        )
+        if logit_rows:
+            index = self.slots.upload(logit_rows, torch.int64)
+            self._sample_prefill(slot, spans, hidden[index], flight)
+
+    def _sample_prefill(self, slot: int, spans: list[Span], hidden: Tensor, flight: Flight) -> None:
+        """Logits in bounded pieces; tokens go back to their slots."""
+        start = 0
+        for part in _bounded([span for span in spans if span.num_logits]):
+            count = sum(span.num_logits for span in part)
+            logits = self.decoder.logits(hidden[start : start + count], slot, 1)
+            start += count
+            flight.parts.append((part, self._to_host(self._sample(part, logits))))
+
+    def _tiles(self, pieces: Sequence[tuple[int, int, int, int]]) -> Tensor:
+        """(slot, row, position, rows) of every tile of query rows."""
+        tiles = [
+            (slot, row + i, position + i, min(PREFILL_TILE, count - i))
+            for slot, row, position, count in pieces
+            for i in range(0, count, PREFILL_TILE)
+        ]
+        return self.slots.upload(tiles, torch.int32)
+
+    # ------------------------------------------------------------------ decode
+
+    def _decode(self, groups: dict[int, list[Span]], flight: Flight) -> None:
+        spans = [span for slot in sorted(groups) for span in groups[slot]]
+        self.slots.sync_tokens(spans)
+        logits, slots, positions, index = self.graphs.run(groups, self.slots)
+        if _plain(spans):
+            drawn = draw(logits, slots, positions, self.slots)
+            token_ids, logprobs = drawn.token_ids, drawn.logprobs
+            result = Drawn(token_ids[index], logprobs[index], None, None, None)
+            self.slots.mark(spans)
+        else:
+            result = self._sample(spans, logits[index])
+        flight.parts.append((spans, self._to_host(result)))
+
+    def _decode_pass(
+        self, first: int, num_versions: int, per_version: int, slots: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Logits and positions of [version, row] rows; what a graph captures."""
+        positions = self.slots.position[slots]
+        tokens = self.slots.last_token[slots]
+        table = self.slots.table
+        rows = Rows(first, num_versions, per_version, tokens, slots, positions, table)
+        splits = choose_splits(
+            len(slots), self.spec.num_kv_heads, self._num_processors, self._blocks_max
+        )
+        hidden = self.decoder.forward(
+            rows,
+            self.cache,
+            lambda q, pool: attend_decode(q, pool, table, slots, positions, splits),
+        )
+        return self.decoder.logits(hidden, first, num_versions), positions
+
+    # ---------------------------------------------------------------- sampling
+
+    def _sample(self, spans: list[Span], logits: Tensor) -> Drawn:
+        """The general sampler (filters, forced tokens, top log-probs), still on the device."""
+        rows = sampler.sampling_rows(spans)
+        for name in ("keys", "positions", "temperature", "top_k", "top_p", "min_p", "forced"):
+            value: Tensor = getattr(rows, name)
+            setattr(rows, name, self.slots.upload(value.numpy(), value.dtype))
+        drawn = sampler.sample(logits, rows)
+        ends = np.cumsum([span.num_logits for span in spans]) - 1
+        sampled = [(span, end) for span, end in zip(spans, ends, strict=True) if span.sample]
+        if sampled:
+            slots = self.slots.upload([span.seq.slot for span, _ in sampled], torch.int64)
+            last = self.slots.upload([int(end) for _, end in sampled], torch.int64)
+            positions = [span.start + span.num_rows for span, _ in sampled]
+            self.slots.last_token[slots] = drawn.token_ids[last]
+            self.slots.position[slots] = self.slots.upload(positions, torch.int32)
+            self.slots.mark([span for span, _ in sampled])
+        return drawn
+
+    def _to_host(self, drawn: Drawn) -> Drawn:
+        """Start copying the results back; they are complete once the flight's event passed."""
+        if not self.on_gpu:
+            return drawn
+
+        def copy(data: Tensor | None) -> Tensor | None:
+            if data is None:
+                return None
+            host = torch.empty(data.shape, dtype=data.dtype, pin_memory=True)
+            return host.copy_(data, non_blocking=True)
+
+        token_ids, logprobs = copy(drawn.token_ids), copy(drawn.logprobs)
+        assert token_ids is not None
+        assert logprobs is not None
+        return Drawn(
+            token_ids,
+            logprobs,
+            copy(drawn.raw_logprobs),
+            copy(drawn.top_ids),
+            copy(drawn.top_logprobs),
+        )
+
+
+def _plain(spans: Sequence[Span]) -> bool:
+    """No row needs more than its temperature."""
+    for span in spans:
+        p = span.seq.request.params
+        if p.top_k or p.top_p < 1 or p.min_p or p.raw_logprobs or p.logprobs_top_n:
+            return False
+    return True
+
+
+def _bounded(spans: Sequence[Span]) -> Iterator[list[Span]]:
+    """Groups of spans with at most `LOGIT_ROWS_MAX` logit rows (or one long span alone)."""
+    part: list[Span] = []
+    count = 0
+    for span in spans:
+        if part and count + span.num_logits > LOGIT_ROWS_MAX:
+            yield part
+            part, count = [], 0
+        part.append(span)
+        count += span.num_logits
+    if part:
+        yield part

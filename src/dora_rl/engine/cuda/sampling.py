@@ -1,0 +1,66 @@
+"""Sampling on the device: two kernels, and tokens stay where the next step needs them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from dora_rl.engine.cuda.rows import VOCAB_CHUNK, chunk_kernel, draw_kernel
+from dora_rl.engine.cuda.slots import DeviceSlots
+
+
+@dataclass(slots=True)
+class DrawnRows:
+    """Device tensors, [rows] each."""
+
+    token_ids: Tensor
+    logprobs: Tensor
+
+
+def draw(logits: Tensor, slots: Tensor, positions: Tensor, state: DeviceSlots) -> DrawnRows:
+    """Draw one token per row at its slot's temperature, and advance the slots."""
+    rows, vocab = logits.shape
+    num_chunks = triton.cdiv(vocab, VOCAB_CHUNK)
+    device = logits.device
+    peak = torch.empty((rows, num_chunks), dtype=torch.float32, device=device)
+    total = torch.empty_like(peak)
+    best = torch.empty((rows, num_chunks), dtype=torch.int32, device=device)
+    chunk_kernel[(rows, num_chunks)](
+        logits,
+        slots,
+        state.temperature,
+        peak,
+        total,
+        best,
+        vocab,
+        num_chunks,
+        CHUNK=VOCAB_CHUNK,
+        num_warps=8,
+    )
+    token_ids = torch.empty(rows, dtype=torch.int64, device=device)
+    logprobs = torch.empty(rows, dtype=torch.float32, device=device)
+    draw_kernel[(rows,)](
+        logits,
+        slots,
+        positions,
+        state.temperature,
+        state.key,
+        state.prompt,
+        peak,
+        total,
+        best,
+        state.last_token,
+        state.position,
+        token_ids,
+        logprobs,
+        vocab,
+        num_chunks,
+        state.num_slots,
+        CHUNK=VOCAB_CHUNK,
+        CHUNKS=triton.next_power_of_2(num_chunks),
+        num_warps=8,
+    )
+    return DrawnRows(token_ids, logprobs)

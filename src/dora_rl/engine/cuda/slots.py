@@ -1,0 +1,77 @@
+"""Per-request state that lives on the device, so that decoding needs no host between two steps.
+
+One entry per engine slot: the last token, the next position, the random key, the temperature and
+the block table. The extra last slot is a dummy for padding rows: position 0, scrap block, never
+advanced. The host writes an entry when a request enters a slot or its blocks change; the sampling
+kernel advances it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dora_rl.engine.plan import Span
+from dora_rl.engine.sequence import Sequence as Seq
+
+
+class DeviceSlots:
+    """The arrays, and what the host knows of them."""
+
+    def __init__(self, num_slots: int, blocks_max: int, scrap_block: int, device: str) -> None:
+        self.num_slots = num_slots
+        self._device = device
+        count = num_slots + 1
+        self.last_token = torch.zeros(count, dtype=torch.int64, device=device)
+        self.position = torch.zeros(count, dtype=torch.int32, device=device)
+        self.key = torch.zeros(count, dtype=torch.int64, device=device)
+        self.prompt = torch.zeros(count, dtype=torch.int32, device=device)
+        self.temperature = torch.ones(count, dtype=torch.float32, device=device)
+        self.table = torch.full((count, blocks_max), scrap_block, dtype=torch.int32, device=device)
+        # Which sequence an entry's token and position belong to, and up to which position.
+        self._synced: list[tuple[Seq | None, int]] = [(None, -1)] * count
+
+    def upload(self, values: object, dtype: torch.dtype) -> Tensor:
+        """A small host array on the device, without waiting for the copy."""
+        data = torch.as_tensor(np.asarray(values)).to(dtype)
+        if self._device == "cpu":
+            return data
+        return data.pin_memory().to(self._device, non_blocking=True)
+
+    def update(self, spans: Sequence[Span]) -> None:
+        """Bring entries up to date for requests that entered a slot or got new blocks."""
+        fresh = [span.seq for span in spans if span.seq.slot_dirty]
+        if fresh:
+            slots = self.upload([seq.slot for seq in fresh], torch.int64)
+            self.key[slots] = self.upload([seq.key for seq in fresh], torch.int64)
+            self.prompt[slots] = self.upload([seq.num_prompt for seq in fresh], torch.int32)
+            temperatures = [seq.request.params.temperature for seq in fresh]
+            self.temperature[slots] = self.upload(temperatures, torch.float32)
+        moved = [span.seq for span in spans if span.seq.table_dirty]
+        if moved:
+            width = max(len(seq.blocks) for seq in moved)
+            rows = np.zeros((len(moved), width), np.int32)
+            for row, seq in enumerate(moved):
+                rows[row, : len(seq.blocks)] = seq.blocks
+                seq.table_dirty = False
+            slots = self.upload([seq.slot for seq in moved], torch.int64)
+            self.table[slots, :width] = self.upload(rows, torch.int32)
+        for seq in fresh:
+            seq.slot_dirty = False
+
+    def sync_tokens(self, spans: Sequence[Span]) -> None:
+        """Give decode rows their token where the device does not hold it already."""
+        stale = [s for s in spans if self._synced[s.seq.slot] != (s.seq, s.start)]
+        if stale:
+            slots = self.upload([s.seq.slot for s in stale], torch.int64)
+            tokens = [s.seq.tokens[s.start] for s in stale]
+            self.last_token[slots] = self.upload(tokens, torch.int64)
+            self.position[slots] = self.upload([s.start for s in stale], torch.int32)
+
+    def mark(self, spans: Sequence[Span]) -> None:
+        """These spans drew a token on the device: it is the input at their end position."""
+        for span in spans:
+            self._synced[span.seq.slot] = (span.seq, span.start + span.num_rows)
