@@ -145,7 +145,8 @@ class GroupAudit:
             self._add(Promise.C3, name, f"trained at staleness {staleness}, {limit} is allowed")
         tally = self.books.tally
         tally.staleness[staleness] = tally.staleness.get(staleness, 0) + 1
-        trained = [record.samples[s] for s in self.books.fed_samples.pop(action.group, ())]
+        fed = self.books.fed_samples.pop(action.group, ())
+        trained = [sample for s, sample in enumerate(record.samples) if s in fed]
         tally.samples += len(trained)
         tally.masked += len(record.samples) - len(trained)
         tally.mixed += sum(sample.mixed for sample in trained)

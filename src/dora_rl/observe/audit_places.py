@@ -33,6 +33,7 @@ class InstanceRecord:
     """`busy` counts the requests per version that run here, leave or arrive."""
 
     slots_max: int
+    life: int = 0
     awake: bool = True
     loading: Version | None = None
     held: set[Version] = field(default_factory=set[Version])
@@ -58,9 +59,12 @@ class PlaceAudit:
     # Instances.
 
     def on_joined(self, event: ev.InstanceJoined) -> None:
+        known = self.instances.get(event.instance)
+        if known is not None and known.life == event.life:
+            return  # the same message again
         self._lose(event.instance)
         held = {v for v in event.versions if v not in self.books.retired}
-        self.instances[event.instance] = InstanceRecord(event.slots_max, held=held)
+        self.instances[event.instance] = InstanceRecord(event.slots_max, event.life, held=held)
 
     def on_lost(self, event: ev.InstanceLost | act.Restart) -> None:
         self._lose(event.instance)
@@ -141,8 +145,11 @@ class PlaceAudit:
             return
         self._check_version(action.group, action.version)
         self._check_holds(action.instance, instance, action.group, action.version)
-        for sample, epoch in zip(action.samples, action.epochs, strict=True):
+        for sample, epoch in zip(action.samples, action.epochs, strict=False):
             request = RequestId(action.group, sample)
+            if sample >= len(record.samples):
+                self._add(f"group {action.group}", f"has no sample {sample}", Promise.C2)
+                continue
             repeated = epoch <= self.epochs.get(request, -1)
             if request in self.places or repeated or record.samples[sample].asked >= 0:
                 text = f"sample {sample} is dispatched again, epoch {epoch}"
@@ -174,7 +181,7 @@ class PlaceAudit:
         self.num_moved += 1
         self.kv_bytes_moved += event.num_bytes
         src = self.instances[place.instance]
-        del src.requests[event.request]
+        src.requests.pop(event.request, None)
         if not place.parked:
             src.count(place.version, -1)
         place.instance, place.dest, place.parked = event.dst, None, False
@@ -187,7 +194,7 @@ class PlaceAudit:
             self._remove(event.request)
             return
         dst = self.instances[event.dst]
-        del dst.requests[event.request]
+        dst.requests.pop(event.request, None)
         dst.count(place.version, -1)
         place.dest = None
 
@@ -239,7 +246,8 @@ class PlaceAudit:
             self._remove(event.request)
 
     def on_end(self, action: act.EndGroup) -> None:
-        for sample in range(self.books.params.group_size):
+        record = self.books.live.get(action.group)
+        for sample in range(len(record.samples) if record is not None else 0):
             request = RequestId(action.group, sample)
             if request in self.places:
                 self._add(f"group {action.group}", f"ended while sample {sample} runs", Promise.C2)
@@ -253,7 +261,7 @@ class PlaceAudit:
         for name, counted in ((place.instance, not place.parked), (place.dest, True)):
             instance = self.instances.get(name) if name is not None else None
             if instance is not None:
-                del instance.requests[request]
+                instance.requests.pop(request, None)
                 instance.count(place.version, -int(counted))
 
     # Checks.

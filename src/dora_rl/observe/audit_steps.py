@@ -158,8 +158,9 @@ class StepAudit:
         if version >= books.committed or version in books.retired:
             self._add(Promise.VERSIONS, name, "retired, and it is the newest or retired already")
         books.retired.add(version)
-        books.unended.pop(version, None)
-        books.untaken.pop(version, None)
+        if not books.unended.get(version):
+            books.unended.pop(version, None)
+            books.untaken.pop(version, None)
 
     def settle(self) -> None:
         """The laws that hold between entries."""
