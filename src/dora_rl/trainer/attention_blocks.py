@@ -1,4 +1,4 @@
-"""Packed causal attention for float32 on a CPU: batched matrix products over documents of similar length.
+"""Packed causal attention for float32 on a CPU: batched products over documents of similar length.
 
 torch's flash kernel for the CPU spends most of its time on overhead when documents are short; plain
 batched products of query blocks against the keys before them are two to three times faster there.

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dora_rl.trainer.attention_layout import Layout
+from dora_rl.trainer.distributed import back_to_shards
 from dora_rl.trainer.documents import Document, Pack, collate
 from dora_rl.trainer.losses.penalties import value_loss
 from dora_rl.trainer.meters import Meters
@@ -52,6 +53,7 @@ def fill_old_values(critic: Critic, documents: Sequence[Document], pack_tokens: 
             values = critic(pack.token_ids_T, pack.layout, pack.rows_N)
             for d, v in zip(pack.documents, pack.split(values), strict=True):
                 d.old_values = v
+    back_to_shards(critic)
 
 
 def critic_pass(critic: Critic, pack: Pack, options: AlgorithmOptions, meters: Meters) -> Tensor:

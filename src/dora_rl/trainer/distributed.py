@@ -61,6 +61,19 @@ def like_shard(tensor: Tensor, parameter: Tensor) -> Tensor:
     return distribute_tensor(whole, mesh, parameter.placements, src_data_rank=None)  # type: ignore[attr-defined]
 
 
+def back_to_shards(module: nn.Module) -> None:
+    """After a forward pass that no backward follows, FSDP2's root would stay gathered."""
+    reshard = getattr(module, "reshard", None)
+    if reshard is not None:
+        reshard()
+
+
+def wait_for_all() -> None:
+    """Return on no rank before every rank is here."""
+    if world()[1] > 1:
+        dist.barrier()
+
+
 def add_up_scalar(value: Tensor) -> Tensor:
     """A scalar summed over ranks."""
     if world()[1] > 1:

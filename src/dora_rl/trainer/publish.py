@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dora_rl.ports import Canary, WeightStore
 from dora_rl.trainer.attention_layout import Layout
-from dora_rl.trainer.distributed import gathered
+from dora_rl.trainer.distributed import back_to_shards, gathered
 from dora_rl.trainer.model import named_weights
 from dora_rl.types import Version
 
@@ -35,6 +35,7 @@ def compute_canary(policy: nn.Module, vocab: int, positions_max: int) -> Canary:
     tokens = torch.tensor(ids, device=device)
     rows = torch.arange(len(ids) - 1, device=device)
     scores = policy(tokens, Layout([len(ids)], device), rows, tokens[1:], 1.0)
+    back_to_shards(policy)
     return Canary(ids, tuple(scores.logprobs_N.float().tolist()))
 
 

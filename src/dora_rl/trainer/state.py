@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dora_rl.trainer import checkpoint
-from dora_rl.trainer.distributed import gathered, like_shard
+from dora_rl.trainer.distributed import gathered, like_shard, wait_for_all
 from dora_rl.trainer.lora import adapter_tensors, load_adapter_tensors, save_adapter
 from dora_rl.trainer.model import base_weights, load_weights, named_weights
 from dora_rl.trainer.optim import Optimizer
@@ -27,7 +27,7 @@ _SHARD_BYTES_MAX = 4 << 30
 
 
 def save(learner: Learner, directory: Path) -> Path:
-    """Write everything atomically; rank 0 writes, the others take part in gathering."""
+    """Write everything atomically; rank 0 writes, the others take part in gathering and wait."""
     dtype = learner.policy.compute_dtype
     lora = bool(learner.options.lora_rank)
     weights = {n: t.float() for n, t in named_weights(learner.policy, gathered)}
@@ -40,8 +40,6 @@ def save(learner: Learner, directory: Path) -> Path:
         parts["critic_optimizer"] = _moments(learner.critic_optimizer)
     if learner.reference is not None and not learner.options.reference_model:
         parts["reference"] = dict(learner.reference.named_parameters())
-    if learner.rank:
-        return directory
 
     def fill(target: Path) -> None:
         trainer = target / checkpoint.TRAINER
@@ -65,7 +63,9 @@ def save(learner: Learner, directory: Path) -> Path:
         }
         (trainer / "state.json").write_text(json.dumps(state, indent=2))
 
-    checkpoint.write_atomically(directory, fill)
+    if learner.rank == 0:
+        checkpoint.write_atomically(directory, fill)
+    wait_for_all()
     return directory
 
 

@@ -1,0 +1,57 @@
+"""One rank of the distributed test: trains two steps, publishes, saves, writes what came out.
+
+python trainer_rank.py RANK RANKS PORT MODEL OUT LOSS PACK_TOKENS
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from trainer_cases import make_groups
+from trainer_store import MemoryStore
+
+from dora_rl.trainer.learner import Learner
+from dora_rl.trainer.options import AlgorithmOptions, TrainerOptions
+
+METRICS = ("loss", "grad_norm", "entropy", "kl", "reward/mean")
+
+
+def run_rank(model: Path, out: Path, loss: str, pack_tokens: int) -> None:
+    trainer = TrainerOptions(lr=1e-3, device="cpu", pack_tokens=pack_tokens, updates_per_step=2)
+    algorithm = AlgorithmOptions(loss=loss, kl_coef=0.05)
+    learner = Learner(model, algorithm, trainer, batch_groups=4)
+    metrics: dict[str, float] = {}
+    for step in range(2):
+        learner.begin_step(step)
+        learner.feed(make_groups(step, 4, version=step))
+        metrics = learner.finish_step()
+    store = MemoryStore()
+    learner.publish(store, 2)
+    learner.save(out / "ckpt")
+    if learner.rank == 0:
+        tensors = dict(store.sealed[2].tensors)
+        tensors.update({f"metric:{n}": torch.tensor(metrics[n]) for n in METRICS})
+        save_file(tensors, out / "result.safetensors")
+    if learner.num_ranks > 1:
+        again = Learner.resume(out / "ckpt", algorithm, trainer, batch_groups=4)
+        for a, b in zip(again.policy.parameters(), learner.policy.parameters(), strict=True):
+            assert torch.equal(a.full_tensor(), b.full_tensor())  # type: ignore[attr-defined]
+
+
+def main() -> None:
+    rank, ranks, port = (int(a) for a in sys.argv[1:4])
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks
+    )
+    run_rank(Path(sys.argv[4]), Path(sys.argv[5]), sys.argv[6], int(sys.argv[7]))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
