@@ -1,0 +1,102 @@
+"""How fast the core decides: events per second on one core, for few and for many instances.
+
+    python benchmarks/core_events.py --json core_events.json
+
+A multi-version run is recorded in the simulator and its events are fed to the core again, timed
+as a whole, rebalances included. The work per instance is the same in every row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from dora_rl.core.step import initial, step
+from dora_rl.observe.eventlog import Entry, MemoryLog
+from dora_rl.sim.lengths import LogNormal
+from dora_rl.sim.presets import preset_named, world_spec
+from dora_rl.sim.world import World
+from dora_rl.types import Mode
+
+REQUESTS_PER_INSTANCE = 4
+GROUP_SIZE = 16
+
+
+def record(num_instances: int, num_steps: int) -> tuple[list[Entry], Any, float, float]:
+    """A simulated run on so many instances, its params, wall seconds per step, virtual step."""
+    groups = max(4, num_instances * REQUESTS_PER_INSTANCE // GROUP_SIZE)
+    preset = replace(
+        preset_named("small"),
+        num_devices=num_instances + max(1, num_instances // 2),
+        batch_groups=groups,
+        group_size=GROUP_SIZE,
+        updates_per_step=1,
+        lengths=LogNormal.with_mean(1500, 1.2, 16_384),
+        num_steps=num_steps,
+        warmup_steps=1,
+        report_s=30.0,
+        inflight_share=2.0,
+    )
+    spec = world_spec(preset, Mode.MULTI_VERSION, 0, num_instances)
+    few_slots = tuple((name, replace(s, slots_max=8), cost) for name, s, cost in spec.instances)
+    log = MemoryLog()
+    world = World(replace(spec, instances=few_slots), log=log)
+    began = time.perf_counter()
+    world.start()
+    assert world.run(1e9)
+    return log.entries, spec.params, (time.perf_counter() - began) / num_steps, groups * GROUP_SIZE
+
+
+def measure(entries: list[Entry], params: Any) -> float:
+    """Seconds of processor time to feed all entries to the core."""
+    state = initial(params)
+    gc.collect()
+    gc.disable()
+    began = time.process_time()
+    for entry in entries:
+        step(state, entry.event, entry.now)
+    took = time.process_time() - began
+    gc.enable()
+    return took
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--instances", type=int, nargs="+", default=[64, 1024, 4096, 16_384])
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    rows: list[dict[str, float]] = []
+    print(f"{'instances':>9} {'events':>9} {'events/s':>9} {'us/event':>9} {'sim s/step':>10}")
+    for num_instances in args.instances:
+        num_steps = max(3, min(200, 16_384 // num_instances * 2))
+        entries, params, step_wall_s, trajectories = record(num_instances, num_steps)
+        took = min(measure(entries, params) for _ in range(2))
+        row = {
+            "instances": num_instances,
+            "events": len(entries),
+            "events_per_s": len(entries) / took,
+            "us_per_event": 1e6 * took / len(entries),
+            "simulated_step_wall_s": step_wall_s,
+            "trajectories_per_step": trajectories,
+        }
+        rows.append(row)
+        print(
+            f"{num_instances:9d} {len(entries):9d} {row['events_per_s']:9.0f} "
+            f"{row['us_per_event']:9.1f} {step_wall_s:10.2f}",
+            flush=True,
+        )
+    ratio = rows[-1]["us_per_event"] / rows[0]["us_per_event"]
+    print(
+        f"time per event, {args.instances[-1]} against {args.instances[0]} instances: {ratio:.2f}"
+    )
+    if args.json:
+        args.json.write_text(json.dumps({"rows": rows, "ratio": ratio}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
