@@ -8,7 +8,7 @@
 Weights are random, temperature is 1 and end-of-sequence is ignored, so every request runs to its
 full length. `floor` is the time a step would take if it only read the weights and the KV cache
 once at the memory bandwidth given (`--bandwidth-gbs`, else measured by a copy). `--vllm` also runs
-vLLM, where it is installed, on the same shape in the same call.
+vLLM, where it is installed, on the same shape in the same call (before ours takes the memory).
 """
 
 from __future__ import annotations
@@ -77,6 +77,7 @@ SHAPES = {
 
 
 def make_engine(spec: ModelSpec, args: argparse.Namespace, num_requests: int) -> Engine:
+    """An engine with room for the largest number of requests, and its versions loaded."""
     context = args.prompt + args.new + 1
     blocks_each = -(-context // args.block_tokens) + 1
     options = EngineOptions(
@@ -92,7 +93,10 @@ def make_engine(spec: ModelSpec, args: argparse.Namespace, num_requests: int) ->
         async_steps=not args.sync_steps,
         cuda_graphs=not args.eager,
     )
-    return Engine(spec, options)
+    engine = Engine(spec, options)
+    for version in range(max(args.versions)):
+        engine.load(version, RandomWeights(spec, version, device=args.device))
+    return engine
 
 
 def generate(engine: Engine, args: argparse.Namespace, num_requests: int, versions: int) -> dict:
@@ -232,19 +236,15 @@ def main(argv: list[str]) -> None:
     print(
         f"{'requests':>8} {'versions':>8} {'tok/s':>10} {'step ms':>8} {'floor ms':>8} {'vllm':>8}"
     )
+    vllm_of = {n: run_vllm(spec, args, n) for n in args.requests} if args.vllm else {}
+    engine = make_engine(spec, args, max(args.requests))
     for num_requests in args.requests:
-        engine = make_engine(spec, args, num_requests)
-        for version in range(max(args.versions)):
-            engine.load(version, RandomWeights(spec, version))
         for versions in args.versions:
             runs = [generate(engine, args, num_requests, versions) for _ in range(args.repeat)]
             row = max(runs, key=lambda run: run["tokens_per_s"])
             row["floor_ms"] = floor_ms(engine, args, num_requests, versions)
             rows.append(row)
-        del engine
-        if args.device != "cpu":
-            torch.cuda.empty_cache()
-        vllm = run_vllm(spec, args, num_requests) if args.vllm else float("nan")
+        vllm = vllm_of.get(num_requests, float("nan"))
         for row in rows[-len(args.versions) :]:
             row["vllm_tokens_per_s"] = vllm
             print(

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dora_rl.engine.batch import DecodePairs, Prefill
 
-PREFILL_PAIRS_MAX = 16_384  # bounds the scratch memory of one chunk
+PREFILL_PAIRS_MAX = 4096  # keeps the scratch memory of one chunk near the cache
 
 
 @dataclass(slots=True)

@@ -14,16 +14,17 @@ Softmax runs in base 2: `scale` already contains log2(e).
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-jit: Any = triton.jit  # its stubs do not know of launching
+from dora_rl.engine.cuda import jit
 
 DOT_ROWS_MIN = 16  # the smallest tile of a tensor-core product
+DECODE_WARPS = 4
+DECODE_STAGES = 3  # key and value tiles in flight per program
 
 
 @jit
@@ -46,7 +47,7 @@ def decode_kernel(
     D: tl.constexpr,
     C: tl.constexpr,
     SPLITS: tl.constexpr,
-    EXACT: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     row = tl.program_id(0)
     head = tl.program_id(1)
@@ -70,14 +71,13 @@ def decode_kernel(
         base = pool_ptr + (block * KV + head) * C * D
         k = tl.load(base + t[None, :] * D + d[:, None])
         v = tl.load(base + plane_stride + t[:, None] * D + d[None, :])
-        precision: tl.constexpr = "ieee" if EXACT else "tf32"
-        score = tl.dot(q, k, input_precision=precision) * scale
+        score = tl.dot(q, k, input_precision=PRECISION) * scale
         score = tl.where(index * C + t[None, :] < context, score, -float("inf"))
         new_peak = tl.maximum(peak, tl.max(score, 1))
         share = tl.exp2(peak - new_peak)
         weight = tl.exp2(score - new_peak[:, None])
         total = total * share + tl.sum(weight, 1)
-        acc = acc * share[:, None] + tl.dot(weight.to(v.dtype), v, input_precision=precision)
+        acc = acc * share[:, None] + tl.dot(weight.to(v.dtype), v, input_precision=PRECISION)
         peak = new_peak
     if SPLITS == 1:
         out = acc / total[:, None]
@@ -121,7 +121,7 @@ def prefill_kernel(
     D: tl.constexpr,
     C: tl.constexpr,
     BM: tl.constexpr,
-    EXACT: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """One program per (tile of query rows of one request, query head); tiles are
     (slot, first row, first position, rows)."""
@@ -144,15 +144,14 @@ def prefill_kernel(
         base = pool_ptr + (block * KV + head // G) * C * D
         k = tl.load(base + t[None, :] * D + d[:, None])
         v = tl.load(base + plane_stride + t[:, None] * D + d[None, :])
-        precision: tl.constexpr = "ieee" if EXACT else "tf32"
-        score = tl.dot(q, k, input_precision=precision) * scale
+        score = tl.dot(q, k, input_precision=PRECISION) * scale
         seen = index * C + t[None, :] <= position + r[:, None]
         score = tl.where(seen, score, -float("inf"))
         new_peak = tl.maximum(peak, tl.max(score, 1))
         share = tl.exp2(peak - new_peak)
         weight = tl.exp2(score - new_peak[:, None])
         total = total * share + tl.sum(weight, 1)
-        acc = acc * share[:, None] + tl.dot(weight.to(v.dtype), v, input_precision=precision)
+        acc = acc * share[:, None] + tl.dot(weight.to(v.dtype), v, input_precision=PRECISION)
         peak = new_peak
     out = acc / total[:, None]
     tl.store(out_ptr + q_index, out.to(out_ptr.dtype.element_ty), mask=r[:, None] < count)
@@ -196,9 +195,9 @@ def attend_decode(
         D=dim,
         C=pool.shape[3],
         SPLITS=splits,
-        EXACT=q.dtype == torch.float32,
-        num_warps=4,
-        num_stages=3,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        num_warps=DECODE_WARPS,
+        num_stages=DECODE_STAGES,
     )
     if splits > 1:
         merge_kernel[(rows * num_kv * num_q,)](
@@ -232,7 +231,7 @@ def attend_prefill(q: Tensor, pool: Tensor, table: Tensor, tiles: Tensor, tile_r
         D=dim,
         C=pool.shape[3],
         BM=tile_rows,
-        EXACT=q.dtype == torch.float32,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=4,
         num_stages=2,
     )

@@ -63,18 +63,14 @@ class CudaDecoder:
             delta = self._mlp(h, layer, rows)
         return self._norm(x, delta, self.weights.norm, rows)
 
-    def logits(self, hidden: Tensor, first: int, num_versions: int) -> Tensor:
-        """Float32 logits; hidden is [version, row] flattened like `Rows`."""
-        head = self.weights.lm_head[first : first + num_versions]
+    def logits(self, hidden: Tensor, slot: int) -> Tensor:
+        """Float32 logits of rows of one version."""
+        head = self.weights.lm_head[slot]
         if hidden.dtype == torch.float32 or not hidden.is_cuda:
-            return self._multiply(hidden, head).float()
-        # Accumulate and keep float32: rounding logits to bfloat16 costs more log-prob accuracy
-        # than everything before it.
-        if num_versions == 1:
-            return torch.mm(hidden, head[0].t(), out_dtype=torch.float32)
-        parts = hidden.view(num_versions, -1, hidden.shape[1])
-        out = torch.bmm(parts, head.transpose(1, 2), out_dtype=torch.float32)
-        return out.view(len(hidden), -1)
+            return functional.linear(hidden, head).float()
+        # Keep the accumulator: rounding logits to bfloat16 costs more log-prob accuracy than
+        # everything before it.
+        return torch.mm(hidden, head.t(), out_dtype=torch.float32)
 
     def _embed(self, rows: Rows) -> Tensor:
         table = self.weights.embed

@@ -28,16 +28,20 @@ def bucket_of(count: int, count_max: int) -> int:
 
 
 @dataclass(slots=True)
-class Captured:
-    """A graph and the static tensors around it."""
+class DecodeRows:
+    """A pass that ran (or was launched): [version, row] flattened, `per_version` rows each."""
 
     slots: Tensor
-    logits: Tensor
+    hidden: Tensor
     positions: Tensor
-    graph: torch.cuda.CUDAGraph | None
-    rows: list[int]
-    index: Tensor | None = None
-    num_rows: int = -1
+    first: int
+    per_version: int
+
+    def of_version(self, slot: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Hidden states, request slots and positions of one version's first `count` rows."""
+        start = (slot - self.first) * self.per_version
+        rows = slice(start, start + count)
+        return self.hidden[rows], self.slots[rows], self.positions[rows]
 
 
 class DecodeGraphs:
@@ -46,65 +50,45 @@ class DecodeGraphs:
     def __init__(self, decode: Pass, rows_max: int, device: str, enabled: bool) -> None:
         self._pass, self._rows_max = decode, rows_max
         self._device, self._enabled = device, enabled
-        self._captured: dict[tuple[int, int, int], Captured] = {}
+        self._captured: dict[tuple[int, int, int], tuple[torch.cuda.CUDAGraph, DecodeRows]] = {}
+        self._listed: dict[tuple[int, int, int], list[int]] = {}
         self._pool = None
 
-    def run(
-        self, groups: Mapping[int, Sequence[Span]], state: DeviceSlots
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | slice]:
-        """Logits, slots and positions of all rows, and where the real rows stand, in order of
-        version slot."""
+    def run(self, groups: Mapping[int, Sequence[Span]], state: DeviceSlots) -> DecodeRows:
         first, last = min(groups), max(groups)
-        num_versions = last - first + 1
         per_version = bucket_of(max(len(spans) for spans in groups.values()), self._rows_max)
-        rows = [state.num_slots] * (num_versions * per_version)
+        key = (first, last - first + 1, per_version)
+        rows = [state.num_slots] * (key[1] * per_version)
         for slot, spans in groups.items():
             start = (slot - first) * per_version
             rows[start : start + len(spans)] = [span.seq.slot for span in spans]
-        index = None
-        if num_versions > 1:
-            index = [
-                (slot - first) * per_version + i
-                for slot in sorted(groups)
-                for i in range(len(groups[slot]))
-            ]
-        num_rows = sum(len(spans) for spans in groups.values())
         if not self._enabled:
             slots = state.upload(rows, torch.int64)
-            logits, positions = self._pass(first, num_versions, per_version, slots)
-            where = slice(num_rows) if index is None else state.upload(index, torch.int64)
-            return logits, slots, positions, where
-        captured = self._get(first, num_versions, per_version, state)
-        if captured.rows != rows:
-            captured.slots.copy_(state.upload(rows, torch.int64))
-            captured.rows = rows
-            captured.index = None if index is None else state.upload(index, torch.int64)
-        assert captured.graph is not None
-        captured.graph.replay()
-        where = captured.index if captured.index is not None else slice(num_rows)
-        return captured.logits, captured.slots, captured.positions, where
-
-    def _get(self, first: int, num_versions: int, per_version: int, state: DeviceSlots) -> Captured:
-        key = (first, num_versions, per_version)
+            hidden, positions = self._pass(*key, slots)
+            return DecodeRows(slots, hidden, positions, first, per_version)
         if key not in self._captured:
-            self._captured[key] = self._capture(first, num_versions, per_version, state)
-        return self._captured[key]
+            self._captured[key] = self._capture(key, state)
+        graph, decoded = self._captured[key]
+        if self._listed.get(key) != rows:
+            decoded.slots.copy_(state.upload(rows, torch.int64))
+            self._listed[key] = rows
+        graph.replay()
+        return decoded
 
     def _capture(
-        self, first: int, num_versions: int, per_version: int, state: DeviceSlots
-    ) -> Captured:
+        self, key: tuple[int, int, int], state: DeviceSlots
+    ) -> tuple[torch.cuda.CUDAGraph, DecodeRows]:
         """Two eager runs on padding rows compile the kernels; the third is recorded."""
-        count = num_versions * per_version
-        rows = [state.num_slots] * count
+        count = key[1] * key[2]
         slots = torch.full((count,), state.num_slots, dtype=torch.int64, device=self._device)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(2):
-                self._pass(first, num_versions, per_version, slots)
+                self._pass(*key, slots)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            logits, positions = self._pass(first, num_versions, per_version, slots)
+            hidden, positions = self._pass(*key, slots)
         self._pool = self._pool or graph.pool()
-        return Captured(slots, logits, positions, graph, rows)
+        return graph, DecodeRows(slots, hidden, positions, key[0], key[2])

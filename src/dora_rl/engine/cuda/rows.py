@@ -6,14 +6,12 @@ weights need no gather. Arithmetic is float32 inside, rounded where `transformer
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-jit: Any = triton.jit  # its stubs do not know of launching
+from dora_rl.engine.cuda import jit
 
 VOCAB_CHUNK = 4096
 

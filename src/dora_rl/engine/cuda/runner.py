@@ -102,10 +102,10 @@ class CudaRunner:
             flight.event.record()
         return flight
 
-    def collect(self, flight: Flight) -> list[StepResult]:
-        if flight.event is not None:
-            flight.event.synchronize()
-        return [r for spans, drawn in flight.parts for r in read_drawn(spans, drawn)]
+    def collect(self, launched: Flight) -> list[StepResult]:
+        if launched.event is not None:
+            launched.event.synchronize()
+        return [r for spans, drawn in launched.parts for r in read_drawn(spans, drawn)]
 
     @torch.inference_mode()
     def score(self, slot: int, token_ids: Sequence[int]) -> list[float]:
@@ -122,7 +122,7 @@ class CudaRunner:
         hidden = self.decoder.forward(
             rows, scratch, lambda q, pool: attend_prefill(q, pool, table, tiles, PREFILL_TILE)
         )
-        logits = self.decoder.logits(hidden[:-1], slot, 1)
+        logits = self.decoder.logits(hidden[:-1], slot)
         return torch.log_softmax(logits, -1).gather(1, ids[1:, None])[:, 0].tolist()
 
     # ----------------------------------------------------------------- prefill
@@ -166,7 +166,7 @@ class CudaRunner:
         start = 0
         for part in _bounded([span for span in spans if span.num_logits]):
             count = sum(span.num_logits for span in part)
-            logits = self.decoder.logits(hidden[start : start + count], slot, 1)
+            logits = self.decoder.logits(hidden[start : start + count], slot)
             start += count
             flight.parts.append((part, self._to_host(self._sample(part, logits))))
 
@@ -182,22 +182,23 @@ class CudaRunner:
     # ------------------------------------------------------------------ decode
 
     def _decode(self, groups: dict[int, list[Span]], flight: Flight) -> None:
-        spans = [span for slot in sorted(groups) for span in groups[slot]]
-        self.slots.sync_tokens(spans)
-        logits, slots, positions, index = self.graphs.run(groups, self.slots)
-        if _plain(spans):
-            drawn = draw(logits, slots, positions, self.slots)
-            token_ids, logprobs = drawn.token_ids, drawn.logprobs
-            result = Drawn(token_ids[index], logprobs[index], None, None, None)
-            self.slots.mark(spans)
-        else:
-            result = self._sample(spans, logits[index])
-        flight.parts.append((spans, self._to_host(result)))
+        self.slots.sync_tokens([span for spans in groups.values() for span in spans])
+        decoded = self.graphs.run(groups, self.slots)
+        for slot in sorted(groups):
+            spans = groups[slot]
+            hidden, slots, positions = decoded.of_version(slot, len(spans))
+            logits = self.decoder.logits(hidden, slot)
+            if _plain(spans):
+                drawn = draw(logits, slots, positions, self.slots)
+                self.slots.mark(spans)
+            else:
+                drawn = self._sample(spans, logits)
+            flight.parts.append((spans, self._to_host(drawn)))
 
     def _decode_pass(
         self, first: int, num_versions: int, per_version: int, slots: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Logits and positions of [version, row] rows; what a graph captures."""
+        """Hidden states and positions of [version, row] rows; what a graph captures."""
         positions = self.slots.position[slots]
         tokens = self.slots.last_token[slots]
         table = self.slots.table
@@ -210,7 +211,7 @@ class CudaRunner:
             self.cache,
             lambda q, pool: attend_decode(q, pool, table, slots, positions, splits),
         )
-        return self.decoder.logits(hidden, first, num_versions), positions
+        return hidden, positions
 
     # ---------------------------------------------------------------- sampling
 

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 from torch import Tensor
 
 from dora_rl.engine.cuda.rows import VOCAB_CHUNK, chunk_kernel, draw_kernel
 from dora_rl.engine.cuda.slots import DeviceSlots
+from dora_rl.engine.sampler import Drawn
 
 
-@dataclass(slots=True)
-class DrawnRows:
-    """Device tensors, [rows] each."""
-
-    token_ids: Tensor
-    logprobs: Tensor
-
-
-def draw(logits: Tensor, slots: Tensor, positions: Tensor, state: DeviceSlots) -> DrawnRows:
+def draw(logits: Tensor, slots: Tensor, positions: Tensor, state: DeviceSlots) -> Drawn:
     """Draw one token per row at its slot's temperature, and advance the slots."""
     rows, vocab = logits.shape
     num_chunks = triton.cdiv(vocab, VOCAB_CHUNK)
@@ -63,4 +54,4 @@ def draw(logits: Tensor, slots: Tensor, positions: Tensor, state: DeviceSlots) -
         CHUNKS=triton.next_power_of_2(num_chunks),
         num_warps=8,
     )
-    return DrawnRows(token_ids, logprobs)
+    return Drawn(token_ids, logprobs, None, None, None)

@@ -1,0 +1,199 @@
+"""The engine on a GPU: the same answers as `transformers` and as its own plain paths.
+
+Run with `pytest tests/gpu/test_engine_gpu.py -m gpu` on a machine with a CUDA device and Triton.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "engine"))
+
+from tiny_models import VOCAB, save_model  # noqa: E402
+
+from dora_rl.engine.engine import Engine  # noqa: E402
+from dora_rl.engine.models import read_spec  # noqa: E402
+from dora_rl.engine.options import EngineOptions  # noqa: E402
+from dora_rl.engine.sequence import Request  # noqa: E402
+from dora_rl.engine.transfer import move  # noqa: E402
+from dora_rl.types import RequestId, SamplingParams, Trajectory  # noqa: E402
+
+GREEDY = SamplingParams(tokens_max=40, temperature=0, ignore_eos=True)
+SMALL = {
+    "device": "cuda",
+    "block_tokens": 16,
+    "num_blocks": 256,
+    "context_max": 256,
+    "seqs_max": 32,
+    "step_tokens_max": 256,
+    "versions_max": 3,
+}
+
+
+def make_engine(paths: list[Path], **options: object) -> Engine:
+    engine = Engine(read_spec(paths[0]), EngineOptions(**(SMALL | options)))
+    for version, path in enumerate(paths):
+        engine.load(version, path)
+    return engine
+
+
+def finish_all(engine: Engine) -> dict[RequestId, Trajectory]:
+    done: dict[RequestId, Trajectory] = {}
+    while engine.has_work():
+        for output in engine.step():
+            if output.trajectory is not None:
+                done[output.id] = output.trajectory
+        engine.scheduler.pool.check()
+    return done
+
+
+def prompts(lengths: tuple[int, ...]) -> list[tuple[int, ...]]:
+    generator = torch.Generator().manual_seed(0)
+    return [tuple(torch.randint(0, VOCAB, (n,), generator=generator).tolist()) for n in lengths]
+
+
+LENGTHS = (1, 5, 17, 40, 33, 64, 100, 3)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory):
+    made = {}
+
+    def get(family: str, seed: int = 0):
+        if (family, seed) not in made:
+            path = tmp_path_factory.mktemp(f"{family}{seed}")
+            made[family, seed] = (save_model(family, path, seed), path)
+        return made[family, seed]
+
+    return get
+
+
+@torch.no_grad()
+def check_against(model, trajectory: Trajectory, tolerance: float) -> None:
+    prompt, response = trajectory.prompt_ids, trajectory.token_ids
+    logits = model(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1].float()
+    chosen = torch.tensor(response)[:, None]
+    gap = logits.amax(-1) - logits.gather(1, chosen)[:, 0]
+    assert gap.max() <= tolerance
+    logprobs = torch.log_softmax(logits, -1).gather(1, chosen)[:, 0]
+    assert (logprobs - torch.tensor(trajectory.logprobs)).abs().max() < tolerance
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3-yarn", "qwen3-moe"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"cuda_graphs": False, "async_steps": False}, {"num_blocks": 24, "step_tokens_max": 40}],
+    ids=["fast", "plain", "pre-empted"],
+)
+def test_greedy_equals_transformers(models, family: str, options: dict) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    pair = [models(family, seed) for seed in (0, 1)]
+    engine = make_engine([path for _, path in pair], **options)
+    for group, prompt in enumerate(prompts(LENGTHS)):
+        for sample in range(2):
+            engine.submit(Request(RequestId(group, sample), sample, prompt, GREEDY))
+    done = finish_all(engine)
+    assert len(done) == 2 * len(LENGTHS)
+    for key, trajectory in done.items():
+        check_against(pair[key.sample][0], trajectory, 1e-4)
+
+
+def test_bfloat16_is_close(models) -> None:
+    model, path = models("qwen3")
+    engine = make_engine([path], dtype="bfloat16")
+    for group, prompt in enumerate(prompts(LENGTHS)):
+        engine.submit(Request(RequestId(group, 0), 0, prompt, GREEDY))
+    for trajectory in finish_all(engine).values():
+        check_against(model, trajectory, 0.3)
+
+
+def test_sampling_equals_the_cpu(models) -> None:
+    """Same random numbers, same filters: float32 engines draw the same tokens."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    _, path = models("qwen3")
+    kinds = (
+        SamplingParams(tokens_max=30, ignore_eos=True),
+        SamplingParams(tokens_max=30, temperature=0.7, top_p=0.9, top_k=20, stop_ids=(5, 11)),
+        SamplingParams(tokens_max=30, temperature=1.3, min_p=0.02, raw_logprobs=True),
+    )
+    results = []
+    for device in ("cuda", "cpu"):
+        engine = make_engine([path], device=device)
+        for group, prompt in enumerate(prompts(LENGTHS)):
+            engine.submit(Request(RequestId(group, 0), 0, prompt, kinds[group % 3], seed=3))
+        results.append(finish_all(engine))
+    same = sum(results[0][key].token_ids == results[1][key].token_ids for key in results[0])
+    assert same >= len(results[0]) - 1  # a draw within rounding of a boundary may differ
+    for key, trajectory in results[0].items():
+        other = results[1][key]
+        if trajectory.token_ids == other.token_ids:
+            gaps = [abs(a - b) for a, b in zip(trajectory.logprobs, other.logprobs, strict=True)]
+            assert max(gaps) < 1e-4
+
+
+@pytest.mark.parametrize("one_pass", [True, False])
+def test_three_versions(models, one_pass: bool) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    trio = [models("qwen3", seed) for seed in range(3)]
+    engine = make_engine([path for _, path in trio], one_pass=one_pass)
+    for group, prompt in enumerate(prompts(LENGTHS)):
+        for version in range(3):
+            engine.submit(Request(RequestId(group, version), version, prompt, GREEDY))
+    for key, trajectory in finish_all(engine).items():
+        check_against(trio[key.sample][0], trajectory, 1e-4)
+
+
+def test_migration_and_parking(models) -> None:
+    model, path = models("qwen3")
+    first, second = make_engine([path]), make_engine([path])
+    for group, prompt in enumerate(prompts(LENGTHS)):
+        first.submit(Request(RequestId(group, 0), 0, prompt, GREEDY))
+    for _ in range(6):
+        first.step()
+    for group in range(0, len(LENGTHS), 2):
+        move(first, second, RequestId(group, 0))
+    first.park(RequestId(1, 0))
+    first.step()
+    first.unpark(RequestId(1, 0))
+    done = finish_all(first) | finish_all(second)
+    assert second.stats().prefill_tokens == 0
+    assert len(done) == len(LENGTHS)
+    for trajectory in done.values():
+        check_against(model, trajectory, 1e-4)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 7])
+@pytest.mark.parametrize("shape", [(8, 2, 128), (2, 4, 64), (1, 1, 64), (4, 8, 128)])
+def test_decode_attention_kernel(splits: int, shape: tuple[int, int, int]) -> None:
+    from dora_rl.engine.cuda.attention import attend_decode
+
+    kv_heads, group, dim = shape
+    rows, num_blocks, tokens = 9, 80, 16
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def randn(*size: int) -> torch.Tensor:
+        return torch.randn(size, generator=generator, device="cuda")
+
+    pool = randn(2, num_blocks, kv_heads, tokens, dim)
+    q = randn(rows, kv_heads, group, dim)
+    table = torch.randperm(num_blocks, device="cuda", generator=generator)[: rows * 8]
+    table = table.view(rows, 8).to(torch.int32)
+    positions = torch.tensor([0, 1, 15, 16, 17, 60, 100, 126, 127], dtype=torch.int32).cuda()
+    slots = torch.arange(rows, device="cuda").flip(0)
+    out = attend_decode(q, pool, table, slots, positions, splits)
+    for row in range(rows):
+        context = int(positions[row]) + 1
+        blocks = table[slots[row]].long()
+        k = pool[0, blocks].transpose(0, 1).reshape(kv_heads, -1, dim)[:, :context]
+        v = pool[1, blocks].transpose(0, 1).reshape(kv_heads, -1, dim)[:, :context]
+        score = (q[row].double() @ k.double().transpose(1, 2)) * dim**-0.5
+        expected = torch.softmax(score, -1) @ v.double()
+        assert (out[row].double() - expected).abs().max() < 1e-4
