@@ -1,0 +1,240 @@
+"""Supervised warm start: imitate demonstrations, packed, with the learner's model and optimizer.
+
+    result = run_sft(Path("model"), [Path("demos.jsonl")], Path("out"), SftOptions(epochs=2),
+                     TrainerOptions(lr=2e-3), on_progress=print)
+
+The loss of an update is the mean negative log-prob over all its completion tokens, whatever the
+packs. Never trains on prompt tokens; never updates from a non-finite gradient. Invariant: `out` is
+a complete Hugging Face directory or is not there.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from dora_rl.trainer.allocator import keep_freed_memory
+from dora_rl.trainer.checkpoint import copy_side_files, write_atomically
+from dora_rl.trainer.documents import Document, collate
+from dora_rl.trainer.lora import add_lora
+from dora_rl.trainer.model import Policy, load_policy, named_weights, pick_dtype
+from dora_rl.trainer.optim import Optimizer, learning_rate
+from dora_rl.trainer.options import TrainerOptions
+from dora_rl.trainer.packing import pack_balanced, pack_stream
+from dora_rl.trainer.sft_data import Demonstration, Tokenizer, encode_row, read_rows
+from dora_rl.trainer.weights import write_model
+from dora_rl.types import UserError
+
+_SHARD_BYTES_MAX = 4 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class SftOptions:
+    """How to go through the demonstrations."""
+
+    epochs: float = 1.0
+    batch_examples: int = 64  # demonstrations of one update
+    tokens_max: int = 0  # longer demonstrations are left out and counted; 0: what the model allows
+    shuffle: bool = True  # False keeps the file's order, for curricula
+    eval_examples: int = 0  # held out from the end, scored before and after
+    add_eos: bool = True
+    dtype: str = "auto"  # of the files written
+
+
+@dataclass(frozen=True, slots=True)
+class SftProgress:
+    """Where the run is; given to `on_progress` after every update."""
+
+    update: int
+    num_updates: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    tokens_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SftResult:
+    """What came of it. Losses are means over completion tokens."""
+
+    out: Path
+    num_examples: int
+    num_too_long: int
+    num_updates: int
+    num_skipped: int
+    tokens: int
+    wall_s: float
+    loss_first: float
+    loss_last: float
+    eval_first: float | None
+    eval_last: float | None
+
+
+def run_sft(
+    model: Path,
+    data: Sequence[Path],
+    out: Path,
+    options: SftOptions,
+    trainer: TrainerOptions,
+    on_progress: Callable[[SftProgress], None] | None = None,
+    tokenizer: Tokenizer | None = None,
+) -> SftResult:
+    """Train, write `out`, say what happened."""
+    if out.exists() and any(out.iterdir()):
+        raise UserError(f"sft output '{out}' is not empty; choose another directory")
+    if tokenizer is None:
+        tokenizer = _load_tokenizer(model, trainer)
+    policy = load_policy(model, trainer)
+    device = next(policy.parameters()).device
+    if trainer.threads:
+        torch.set_num_threads(trainer.threads)
+    if device.type == "cpu":
+        keep_freed_memory()
+    limit = options.tokens_max or policy.positions_max
+    rows = [encode_row(r, tokenizer, w, options.add_eos) for w, r in read_rows(data)]
+    kept = [_document(d) for d in rows if len(d.token_ids) <= limit]
+    held = kept[len(kept) - options.eval_examples :] if options.eval_examples else []
+    train = kept[: len(kept) - len(held)]
+    if not train:
+        raise UserError(f"sft data: no demonstration of at most {limit} tokens to train on")
+    run = _Run(policy, train, options, trainer)
+    before = run.evaluate(held)
+    start = time.monotonic()
+    run.train(on_progress)
+    wall_s = time.monotonic() - start
+    after = run.evaluate(held)
+    name = options.dtype
+    dtype = policy.compute_dtype if name == "auto" else pick_dtype(name, device, "sft.dtype")
+    _write(policy, model, out, dtype)
+    return SftResult(
+        out=out,
+        num_examples=len(train),
+        num_too_long=len(rows) - len(kept),
+        num_updates=run.num_applied,
+        num_skipped=run.num_updates - run.num_applied,
+        tokens=run.tokens,
+        wall_s=wall_s,
+        loss_first=run.losses[0],
+        loss_last=run.losses[-1],
+        eval_first=before,
+        eval_last=after,
+    )
+
+
+def _load_tokenizer(model: Path, trainer: TrainerOptions) -> Tokenizer:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(
+            str(model), trust_remote_code=trainer.trust_remote_code
+        )
+    except (ValueError, OSError) as error:
+        line = str(error).strip().splitlines()[0]
+        raise UserError(f"model '{model}': no usable tokenizer ({line})") from error
+
+
+def _document(demo: Demonstration) -> Document:
+    count = len(demo.token_ids)
+    rows = torch.arange(demo.prompt_tokens - 1, count - 1)
+    empty = torch.zeros(count - demo.prompt_tokens)
+    return Document(torch.tensor(demo.token_ids), rows, empty, 0.0, 0)
+
+
+class _Run:
+    """The loop over updates; one order of examples per epoch, fixed by the seed."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        train: list[Document],
+        options: SftOptions,
+        trainer: TrainerOptions,
+    ) -> None:
+        self.policy, self.documents, self.options = policy, train, options
+        self.device = next(policy.parameters()).device
+        per_epoch = math.ceil(len(train) / options.batch_examples)
+        self.num_updates = max(1, round(per_epoch * options.epochs))
+        # A decaying schedule without a horizon ends with the run.
+        self.trainer = replace(trainer, num_updates=trainer.num_updates or self.num_updates)
+        if trainer.lora_rank:
+            add_lora(policy, trainer)
+        self.optimizer = Optimizer(policy, self.trainer)
+        default = 32768 if self.device.type == "cuda" else 4096
+        self.pack_tokens = trainer.pack_tokens or default
+        self.losses: list[float] = []
+        self.num_applied = 0
+        self.tokens = 0
+
+    def train(self, on_progress: Callable[[SftProgress], None] | None) -> None:
+        start = time.monotonic()
+        order: list[int] = []
+        epoch = 0
+        for update in range(self.num_updates):
+            if not order:
+                order = self._order(epoch)
+                epoch += 1
+            batch, order = (
+                order[: self.options.batch_examples],
+                order[self.options.batch_examples :],
+            )
+            loss, norm = self._update([self.documents[i] for i in batch], update)
+            self.losses.append(loss)
+            if on_progress is not None:
+                elapsed = max(1e-9, time.monotonic() - start)
+                rate = learning_rate(self.trainer, update)
+                speed = self.tokens / elapsed
+                on_progress(
+                    SftProgress(update, self.num_updates, loss, norm, rate, self.tokens, speed)
+                )
+
+    def _order(self, epoch: int) -> list[int]:
+        order = list(range(len(self.documents)))
+        if self.options.shuffle:
+            random.Random(self.trainer.seed * 1_000_003 + epoch).shuffle(order)
+        return order
+
+    def _update(self, batch: list[Document], update: int) -> tuple[float, float]:
+        total = torch.zeros((), device=self.device)
+        for indices in pack_balanced([d.num_tokens for d in batch], self.pack_tokens, 1, 8192.0):
+            pack = collate([batch[i] for i in indices], self.device)
+            scores = self.policy(pack.token_ids_T, pack.layout, pack.rows_N, pack.target_N)
+            loss = -scores.logprobs_N.sum()
+            loss.backward()
+            total += loss.detach()
+            self.tokens += pack.num_tokens
+        count = sum(d.num_trained for d in batch)
+        norm = self.optimizer.apply(1.0 / count, update, total)
+        self.num_applied += norm is not None
+        return float(total) / count, math.nan if norm is None else norm
+
+    @torch.no_grad()
+    def evaluate(self, documents: list[Document]) -> float | None:
+        """Mean negative log-prob of held-out completion tokens."""
+        if not documents:
+            return None
+        total, count = 0.0, 0
+        packs, rest = pack_stream([d.num_tokens for d in documents], self.pack_tokens)
+        for indices in [*packs, rest]:
+            if indices:
+                pack = collate([documents[i] for i in indices], self.device)
+                scores = self.policy(pack.token_ids_T, pack.layout, pack.rows_N, pack.target_N)
+                total -= float(scores.logprobs_N.sum())
+                count += pack.num_trained
+        return total / count
+
+
+def _write(policy: Policy, model: Path, out: Path, dtype: torch.dtype) -> None:
+    def fill(target: Path) -> None:
+        copy_side_files(model, target)
+        write_model(
+            target, ((n, t.detach().to(dtype)) for n, t in named_weights(policy)), _SHARD_BYTES_MAX
+        )
+
+    write_atomically(out, fill)

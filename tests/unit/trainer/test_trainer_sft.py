@@ -1,0 +1,111 @@
+"""The supervised warm start: learns, masks prompts, names bad rows, writes a loadable model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from trainer_cases import write_tiny_model
+
+from dora_rl.trainer.attention_layout import Layout
+from dora_rl.trainer.model import load_policy
+from dora_rl.trainer.options import TrainerOptions
+from dora_rl.trainer.sft import SftOptions, SftProgress, run_sft
+from dora_rl.trainer.sft_data import encode_row
+from dora_rl.types import UserError
+
+TRAINER = TrainerOptions(lr=1e-2, device="cpu", pack_tokens=64)
+
+
+class Letters:
+    """a is 2, b is 3, ...; 1 ends a sequence. Messages are written as their letters."""
+
+    eos_token_id = 1
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> Sequence[int]:
+        return [ord(c) - ord("a") + 2 for c in text]
+
+    def apply_chat_template(self, conversation: Any, **options: Any) -> Any:
+        return "".join(m["content"] for m in conversation)
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("\n".join(json.dumps(r) for r in rows) + "\n\n")
+    return path
+
+
+def test_it_learns_and_writes_a_model(model_dir: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": p, "completion": p[::-1]} for p in ("abc", "de", "f", "ghij")] * 8
+    data = write_rows(tmp_path / "demos.jsonl", [*rows, {"prompt": "a" * 200, "completion": "b"}])
+    seen: list[SftProgress] = []
+    out = tmp_path / "out"
+    result = run_sft(
+        model_dir,
+        [data],
+        out,
+        SftOptions(epochs=24, batch_examples=8, eval_examples=8),
+        TRAINER,
+        seen.append,
+        Letters(),
+    )
+    assert result.num_examples == 24 and result.num_too_long == 1
+    assert result.num_updates == len(seen) == 72 and result.num_skipped == 0
+    assert result.eval_first is not None and result.eval_last is not None
+    assert result.eval_last < 0.1 < 1.0 < result.eval_first
+    assert seen[-1].loss == result.loss_last < 0.1
+    policy = load_policy(out, TRAINER)
+    ids = torch.tensor([*Letters().encode("abc"), *Letters().encode("cba"), 1])
+    with torch.no_grad():
+        scores = policy(ids, Layout([7], ids.device), torch.arange(2, 6), ids[3:])
+    assert scores.logprobs_N.exp().min() > 0.8
+    assert (out / "tokenizer.json").is_file()
+    with pytest.raises(UserError, match="not empty"):
+        run_sft(model_dir, [data], out, SftOptions(), TRAINER, None, Letters())
+
+
+def test_the_same_seed_gives_the_same_weights(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "model", "llama")
+    data = write_rows(tmp_path / "d.jsonl", [{"prompt": "ab", "completion": "c"}] * 5)
+    results = []
+    for name in ("one", "two"):
+        options = SftOptions(epochs=2, batch_examples=2)
+        run_sft(model, [data], tmp_path / name, options, TRAINER, None, Letters())
+        results.append((tmp_path / name / "model.safetensors").read_bytes())
+    assert results[0] == results[1]
+
+
+def test_rows_are_encoded_as_the_rollout_does() -> None:
+    tok = Letters()
+    row = encode_row({"prompt": "ab", "completion": "c"}, tok, "f:1", True)
+    assert row.token_ids == (2, 3, 4, 1) and row.prompt_tokens == 2
+    messages = [{"role": "user", "content": "ab"}]
+    row = encode_row({"prompt": messages, "response": "c"}, tok, "f:1", False)
+    assert row.token_ids == (2, 3, 4) and row.prompt_tokens == 2
+    answer = [{"role": "assistant", "content": "cd"}]
+    row = encode_row({"prompt": messages, "completion": answer}, tok, "f:1", True)
+    assert row.token_ids == (2, 3, 4, 5) and row.prompt_tokens == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "demos.jsonl:1: not valid JSON"),
+        ("[1]", "must be an object"),
+        ('{"prompt": "a"}', "needs 'prompt' and 'completion'"),
+        ('{"prompt": "a", "completion": 3}', "must be a string"),
+        ('{"prompt": "", "completion": "b"}', "at least one token"),
+    ],
+)
+def test_bad_rows_are_named(model_dir: Path, tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "demos.jsonl"
+    path.write_text(line)
+    with pytest.raises(UserError, match=message):
+        run_sft(model_dir, [path], tmp_path / "out", SftOptions(), TRAINER, None, Letters())
+    with pytest.raises(UserError, match="no such file"):
+        run_sft(
+            model_dir, [tmp_path / "x"], tmp_path / "out", SftOptions(), TRAINER, None, Letters()
+        )
