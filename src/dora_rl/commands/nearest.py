@@ -12,6 +12,6 @@ def hint(word: str, names: Iterable[str]) -> str:
     >>> hint("snyc", ["sync", "partial"])
     "; did you mean 'sync'?"
     """
-    known = list(names)
+    known = [str(name) for name in names]
     near = difflib.get_close_matches(word, known, n=1)
     return f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(known)}"

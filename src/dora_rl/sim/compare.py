@@ -1,9 +1,9 @@
 """`dora-rl sim`: the modes side by side on one preset.
 
-Colocated modes run once. For the disaggregated ones the split is searched with short runs; the
-finalists then run at full length, so every reported figure comes from a full run. Where a
-published rollout-only share is known, the split that comes nearest to it is the main result (that
-is what can be compared with the publication) and the best split stands beside it.
+Colocated modes run once. For the disaggregated ones the split is searched, with runs of full
+length: the first steps are filled by the quickest groups and say little. Where a published
+rollout-only share is known, the split that comes nearest to it is the main result (that is what
+can be compared with the publication) and the best split stands beside it.
 """
 
 from __future__ import annotations
@@ -15,15 +15,13 @@ from pathlib import Path
 from dora_rl.sim.flows import Flow, Job, See, conduct
 from dora_rl.sim.presets import COLOCATED, Preset, world_spec
 from dora_rl.sim.run import ModeResult
-from dora_rl.sim.split import best_of, nearest_to, search_split, shortened, splits_of
+from dora_rl.sim.split import best_of, nearest_to, search_split, splits_of
 from dora_rl.types import Mode, UserError
-
-_FINALISTS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One mode. `best` is there when the split was searched; `searched` are the short runs."""
+    """One mode. `best` is there when the split was searched; `searched` are all runs."""
 
     main: ModeResult
     matched: bool = False
@@ -59,7 +57,7 @@ def compare(
     if options.split is not None and all(mode in COLOCATED for mode in modes):
         raise UserError("--split is for one_step_off and multi_version; the other modes use all")
     for mode in modes:
-        world_spec(preset, mode, options.seed, options.split)
+        world_spec(preset, mode, options.seed, options.split).params.validate()
     flows = {mode.value: _flow(preset, mode, options) for mode in modes}
     found = conduct(flows, options.num_workers, see or (lambda name, job, result: None))
     return Comparison(preset, options.seed, {mode: found[mode.value] for mode in modes})
@@ -72,18 +70,12 @@ def _flow(preset: Preset, mode: Mode, options: CompareOptions) -> Flow[Outcome]:
         (result,) = yield [replace(job, rollout_devices=split, log=options.log)]
         return Outcome(result)
     share = (options.shares or {}).get(mode)
-    short = replace(job, preset=shortened(preset), with_timeline=False)
     tried = yield from search_split(
-        splits_of(preset), lambda split: replace(short, rollout_devices=split), share
+        splits_of(preset), lambda split: replace(job, rollout_devices=split), share
     )
-    finalists = best_of(tried, _FINALISTS)
+    best = main = best_of(tried)[0]
     if share is not None:
-        finalists += [s for s in nearest_to(tried, share, _FINALISTS) if s not in finalists]
-    results = yield [replace(job, rollout_devices=split) for split in finalists]
-    full = dict(zip(finalists, results, strict=True))
-    best = main = best_of(full)[0]
-    if share is not None:
-        main = nearest_to(full, share)[0]
+        main = nearest_to(tried, share)[0]
     if options.log is not None:
         yield [replace(job, rollout_devices=main, log=options.log)]
-    return Outcome(full[main], share is not None, full[best], tuple(tried.values()))
+    return Outcome(tried[main], share is not None, tried[best], tuple(tried.values()))

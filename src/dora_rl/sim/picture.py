@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dora_rl.sim.compare import Comparison
-from dora_rl.sim.report import Row, published, rows_of, split_text
+from dora_rl.sim.presets import COLOCATED
+from dora_rl.sim.report import Row, rows_of, split_text
 from dora_rl.sim.run import ModeResult
 from dora_rl.sim.timeline import Bar
 from dora_rl.types import Mode, UserError
@@ -27,7 +28,7 @@ _FORMATS = (".png", ".svg", ".pdf")
 _GANTT_MODES = (Mode.SYNC, Mode.ONE_STEP_OFF, Mode.PARTIAL, Mode.MULTI_VERSION, Mode.REPLICATION)
 _GANTTS_MAX = 3
 _INSTANCES_MAX = 12
-_STEPS_SHOWN = 3  # of the slowest mode shown
+_STEPS_SHOWN = 2  # of the slowest mode shown
 _INK, _PALE, _GRID = "#2b2b2b", "#f1f1ee", "#d9d9d4"
 _ROLLOUT, _REST = "#d1495b", "#8fa3ad"
 # Neighbouring versions differ in hue and lightness; ten live versions are never on screen at once.
@@ -60,7 +61,7 @@ def draw(comparison: Comparison, path: Path) -> None:
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    style: dict[str, Any] = {
+    style: Any = {
         "font.size": 9,
         "axes.edgecolor": _GRID,
         "axes.labelcolor": _INK,
@@ -95,9 +96,8 @@ def _compose(figure: Figure, comparison: Comparison) -> None:
         fontsize=13,
         fontweight="bold",
     )
-    with_paper = bool(published(preset))
-    _step_bars(figure.add_subplot(grid[0, 0]), rows, with_paper)
-    _rate_bars(figure.add_subplot(grid[0, 1]), rows, with_paper)
+    _step_bars(figure.add_subplot(grid[0, 0]), rows)
+    _rate_bars(figure.add_subplot(grid[0, 1]), rows)
     if charts:
         _gantts(figure, grid, charts, comparison)
 
@@ -128,7 +128,7 @@ def _bar_axes(axes: Axes, rows: Sequence[Row], title: str) -> None:
     axes.spines[["top", "right", "left"]].set_visible(False)
 
 
-def _step_bars(axes: Axes, rows: Sequence[Row], with_paper: bool) -> None:
+def _step_bars(axes: Axes, rows: Sequence[Row]) -> None:
     unit_s, unit = _unit(max(row.result.step_s for row in rows))
     steps = [row.result.step_s / unit_s for row in rows]
     alone = [row.result.rollout_only_share * step for row, step in zip(rows, steps, strict=True)]
@@ -136,9 +136,10 @@ def _step_bars(axes: Axes, rows: Sequence[Row], with_paper: bool) -> None:
     places = range(len(rows))
     axes.barh(places, alone, 0.62, color=_ROLLOUT, label="rollout only, the trainer waits")
     axes.barh(places, rest, 0.62, left=alone, color=_REST, label="training (rollout may go on)")
-    _marks(axes, rows, lambda paper: paper.step_s / unit_s)
-    for place, step in zip(places, steps, strict=True):
-        axes.text(step, place, f" {step:.1f}", va="center", ha="left", fontsize=8.5)
+    marks = [row.paper.step_s / unit_s if row.paper else 0.0 for row in rows]
+    _marks(axes, marks)
+    for place, (step, mark) in enumerate(zip(steps, marks, strict=True)):
+        axes.text(max(step, mark), place, f"  {step:.1f}", va="center", ha="left", fontsize=8.5)
     _bar_axes(axes, rows, f"time of a step, {unit} (less is better)")
     axes.set_xlim(0, max(steps) * 1.12)
     axes.legend(
@@ -151,23 +152,24 @@ def _step_bars(axes: Axes, rows: Sequence[Row], with_paper: bool) -> None:
     )
 
 
-def _rate_bars(axes: Axes, rows: Sequence[Row], with_paper: bool) -> None:
+def _rate_bars(axes: Axes, rows: Sequence[Row]) -> None:
     rates = [row.result.tokens_per_s for row in rows]
     colours = [_VERSIONS[0] if row.mode is Mode.MULTI_VERSION else _REST for row in rows]
     axes.barh(range(len(rows)), rates, 0.62, color=colours)
-    _marks(axes, rows, lambda paper: paper.tokens_per_s)
-    for place, rate in enumerate(rates):
-        text = f" {rate:,.0f}  (×{rate / rates[0]:.2f})"
-        axes.text(rate, place, text, va="center", ha="left", fontsize=8.5)
+    marks = [row.paper.tokens_per_s if row.paper else 0.0 for row in rows]
+    _marks(axes, marks)
+    for place, (rate, mark) in enumerate(zip(rates, marks, strict=True)):
+        text = f"  {rate:,.0f}  (×{rate / rates[0]:.2f})"
+        axes.text(max(rate, mark), place, text, va="center", ha="left", fontsize=8.5)
     _bar_axes(axes, rows, "tokens trained per second (more is better)")
     axes.set_yticks([])
     axes.set_xlim(0, max(rates) * 1.25)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
 
 
-def _marks(axes: Axes, rows: Sequence[Row], value: Any) -> None:
-    """The published figure of each row that has one."""
-    known = [(value(row.paper), place) for place, row in enumerate(rows) if row.paper is not None]
+def _marks(axes: Axes, values: Sequence[float]) -> None:
+    """The published figure of each row that has one (0: none)."""
+    known = [(value, place) for place, value in enumerate(values) if value]
     if known:
         across, places = zip(*known, strict=True)
         axes.scatter(across, places, marker="D", s=26, color=_INK, zorder=3, label="published")
@@ -189,8 +191,7 @@ def _gantts(
         axes = figure.add_subplot(grid[place, :])
         start = _steady_s(result, comparison.preset.warmup_steps) or begin
         shown |= _gantt(axes, result, start, span, unit_s)
-        mode = f"{result.mode}, {split_text(result)}"
-        axes.set_title(mode, loc="left", fontsize=10.5, fontweight="bold")
+        axes.set_title(_chart_title(result), loc="left", fontsize=10.5, fontweight="bold")
         axes.set_xlim(0, span / unit_s)
     assert axes is not None
     axes.set_xlabel(
@@ -198,6 +199,13 @@ def _gantts(
         "height: requests running"
     )
     _legend(figure, sorted(shown))
+
+
+def _chart_title(result: ModeResult) -> str:
+    rollout, train = result.split["rollout"], result.split["train"]
+    if result.mode in COLOCATED:
+        return f"{result.mode}: the same {rollout} GPUs generate, then train"
+    return f"{result.mode}: {rollout} GPUs generate, {train} train"
 
 
 def _steady_s(result: ModeResult, warmup_steps: int) -> float:

@@ -16,25 +16,26 @@ from dora_rl.sim.flows import Flow, Job, See, conduct
 from dora_rl.sim.plan_result import Candidate, Change, Knobs, PlanResult, consequences, explain
 from dora_rl.sim.presets import Preset, world_spec
 from dora_rl.sim.run import ModeResult
-from dora_rl.sim.split import best_of, search_split, shortened, splits_of
+from dora_rl.sim.split import best_of, search_split, splits_of
 from dora_rl.types import Mode
 
 __all__ = ["Candidate", "Change", "Knobs", "PlanResult", "plan"]
 
-_INFLIGHT = (1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0)  # groups in flight, in batches
-_STALENESS = (1, 2, 3, 4)
+_INFLIGHT = (1.0, 1.25, 1.5, 2.0, 2.5, 3.0)  # groups in flight, in batches
+_STALENESS = (1, 2, 3)
 _TIE = 0.01  # a gain below this is not worth more staleness
 _ROUNDS_MAX = 4
 _SHOWN = 5
-_STEPS_MAX = 40
-_TRAJECTORIES = 10_000
+_STEPS_MIN, _STEPS_MAX = 3, 30  # measured
+_TRAJECTORIES = 2_000
 
 
 def plan(
     preset: Preset, *, seed: int = 0, num_workers: int = 1, see: See | None = None
 ) -> PlanResult:
     """Search the best setting of `multi_version` on this testbed."""
-    world_spec(preset, Mode.MULTI_VERSION, seed)  # refuses wrong input before the first run
+    # Wrong input is refused before the first run.
+    world_spec(preset, Mode.MULTI_VERSION, seed).params.validate()
     flow = _Search(preset, seed).flow()
     return conduct({"plan": flow}, num_workers, see or (lambda name, job, result: None))["plan"]
 
@@ -154,12 +155,16 @@ class _Search:
 
 
 def _measured(preset: Preset) -> Preset:
-    """The same number of steps for every setting: enough for the largest K, and, where a step is
-    small, so many that a few long responses do not decide."""
-    short = shortened(replace(preset, max_staleness=max(_STALENESS)))
-    per_step = preset.batch_groups * preset.group_size
-    steps = min(_STEPS_MAX, _TRAJECTORIES // per_step)
-    return replace(short, num_steps=max(short.num_steps, steps))
+    """The same steps for every setting, and so many that a few long responses do not decide.
+
+    The first K + 1 steps are no steady state: until the bound binds, the quickest groups fill
+    them. The last K are not measured, because admission runs dry there.
+    """
+    staleness = max(_STALENESS)
+    wanted = _TRAJECTORIES // (preset.batch_groups * preset.group_size)
+    measured = min(_STEPS_MAX, max(_STEPS_MIN, wanted))
+    steps = staleness + 1 + measured + staleness
+    return replace(preset, num_steps=steps, warmup_steps=staleness + 1)
 
 
 def _inflight_choices(knobs: Knobs) -> list[Knobs]:

@@ -2,39 +2,27 @@
 
 Throughput has one peak over the split (too few generate, or too few train), and the share of a
 step in which only rollout works falls as devices move to rollout. So both the best split and the
-one with a given rollout-only share are found by narrowing a coarse grid, with short runs.
+one with a given rollout-only share are found by narrowing a coarse grid.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from dora_rl.sim.flows import Flow, Job
 from dora_rl.sim.presets import Preset
 from dora_rl.sim.run import ModeResult
 
 _GRID = 5
-_WARMUP_STEPS = 2
-_SHORT_TRAJECTORIES = 20_000  # a run below this is quick enough as it is
+_CHOICES_MAX = 32
 
 
 def splits_of(preset: Preset) -> list[int]:
-    """Every possible number of rollout devices."""
+    """Numbers of rollout devices worth trying: whole instances, at most about 32 of them."""
     tensor = preset.tensor_parallel
-    return list(range(tensor, preset.num_devices - tensor + 1, tensor))
-
-
-def shortened(preset: Preset) -> Preset:
-    """The preset with only as many steps as it takes to measure one in a steady state.
-
-    The last `max_staleness` steps are not measured: admission runs dry there.
-    """
-    if preset.num_steps * preset.batch_groups * preset.group_size <= _SHORT_TRAJECTORIES:
-        return preset
-    warmup = min(preset.warmup_steps, _WARMUP_STEPS)
-    steps = min(preset.num_steps, warmup + 1 + max(1, preset.max_staleness))
-    return replace(preset, num_steps=steps, warmup_steps=warmup)
+    every = list(range(tensor, preset.num_devices - tensor + 1, tensor))
+    stride = -(-len(every) // _CHOICES_MAX)
+    return every[stride - 1 :: stride]
 
 
 def search_split(
