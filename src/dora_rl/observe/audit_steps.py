@@ -69,10 +69,13 @@ class StepAudit:
             self._add(Promise.BATCH, name, f"fed twice to step {action.step}")
         self._check_samples(name, record, action)
         if record.step is None:
-            record.step = action.step
+            record.step, record.update = action.step, action.update
             books.untaken[record.version] -= 1
             books.taken += action.step == books.filling
             books.dirty = True
+        elif record.update != action.update:
+            text = f"fed to update {record.update}, then to update {action.update}"
+            self._add(Promise.BATCH, name, text)
         self.fed[action.group] = action.update
         books.fed_samples[action.group] = action.samples
 

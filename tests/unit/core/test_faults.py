@@ -12,7 +12,7 @@ from dora_rl.core import events as ev
 from dora_rl.core.params import MoveCost
 from dora_rl.core.state import Phase
 from dora_rl.core.waits import waits
-from dora_rl.types import Finish, RequestId, Segment
+from dora_rl.types import Finish, RequestId, Segment, UserError
 
 
 def versions_apart(**params: object) -> Hand:
@@ -380,6 +380,44 @@ def test_a_smaller_k_does_not_cover_groups_the_step_took_before() -> None:
     hand.audit()
     forces = [a for e in hand.entries for a in only(e.actions, act.InForce)]
     assert [f.max_staleness for f in forces] == [2, 1] and forces[1].step > 2
+
+
+@pytest.mark.xfail(
+    strict=True,
+    raises=AssertionError,
+    reason="a smaller num_steps is in force at once, although issued groups need more steps",
+)
+def test_fewer_steps_than_the_outstanding_groups_need_are_refused_or_waited_for() -> None:
+    hand = Hand(batch_groups=2, group_size=1, num_steps=6, max_staleness=3)
+    hand.begin({"a": 64})
+    hand.complete(0)
+    hand.complete(1)
+    hand.train()
+    assert len(hand.state.groups) == 8, "four more steps are needed to train them"
+    try:
+        resumed(hand, num_steps=3)
+    except UserError:
+        return
+    hand.to_the_end()
+    hand.audit()
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="a closed batch is fed again with the update shares of the new B",
+)
+@pytest.mark.parametrize(("batch", "staleness"), [(2, 0), (8, 2)])
+def test_a_closed_batch_keeps_its_updates_when_b_changes(batch: int, staleness: int) -> None:
+    """Step 0 was closed with B = 4 and two updates, then everything died."""
+    hand = Hand(
+        batch_groups=4, updates_per_step=2, group_size=1, num_steps=6, max_staleness=staleness
+    )
+    hand.begin({"a": 64})
+    for group in range(4):
+        hand.complete(group)
+    hand.tell(ev.BatchAccepted(0))
+    fed = only(resumed(hand, batch_groups=batch), act.Feed)
+    assert [f.update for f in fed if f.step == 0] == [0, 0, 1, 1]
 
 
 def test_more_steps_may_be_asked_for_after_the_end() -> None:
