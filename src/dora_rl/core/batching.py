@@ -13,7 +13,7 @@ from dora_rl.core.ledger import abandon, end_group, stop
 from dora_rl.core.modes import policy_of
 from dora_rl.core.orchestrate import retire_finished
 from dora_rl.core.reversion import reversion_all
-from dora_rl.core.state import Batch, Group, GroupPhase, Live, Phase, State
+from dora_rl.core.state import Group, GroupPhase, Live, Phase, State
 from dora_rl.core.window import Bound
 from dora_rl.types import StepIndex
 
@@ -66,7 +66,7 @@ def feed(state: State, now: float, out: list[Action]) -> None:
     streaming = state.policy.streaming and not state.num_elastic
     if not batch.closed and not streaming:
         return
-    per_update = state.params.batch_groups // state.params.updates_per_step
+    per_update = batch.size // batch.updates
     for place in range(batch.num_fed, len(batch.groups)):
         group = state.groups[batch.groups[place]]
         scored = tuple(r.id.sample for r in group.requests if r.phase is Phase.SCORED)
@@ -83,7 +83,7 @@ def on_accepted(state: State, step: StepIndex, out: list[Action]) -> None:
     if step != state.filling or not state.batch.close_sent:
         return
     state.filling += 1
-    state.batches[state.filling] = Batch(state.filling)
+    state.open_batch()
     state.filled_older = 0
     state.waiting_for = ()
     adopt_target(state, out)
@@ -125,4 +125,5 @@ def adopt_target(state: State, out: list[Action]) -> None:
     if state.batch.closed or free < 1 or not fresh or not bound.holds(state.untaken):
         return
     state.params, state.policy, state.target = target, policy, None
+    state.batch.size, state.batch.updates = target.batch_groups, target.updates_per_step
     out.append(InForce(state.filling, policy.max_staleness, target.batch_groups))

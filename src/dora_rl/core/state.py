@@ -144,7 +144,11 @@ class Live:
 
 @dataclass(slots=True)
 class Batch:
+    """The groups of one step, filled under B = `size`, trained in `updates` optimizer updates."""
+
     step: StepIndex
+    size: int
+    updates: int
     groups: list[GroupId] = field(default_factory=list[GroupId])
     num_fed: int = 0
     closed: bool = False
@@ -204,7 +208,7 @@ class State:
         if not self.versions:
             self.versions[self.committed] = Live(self.committed)
         if not self.batches:
-            self.batches[self.filling] = Batch(self.filling)
+            self.open_batch()
 
     @property
     def newest(self) -> Version:
@@ -213,6 +217,13 @@ class State:
     @property
     def batch(self) -> Batch:
         return self.batches[self.filling]
+
+    def open_batch(self) -> None:
+        """Begin to fill a step under the B in force."""
+        params = self.params
+        self.batches[self.filling] = Batch(
+            self.filling, params.batch_groups, params.updates_per_step
+        )
 
     @property
     def bound(self) -> Bound:

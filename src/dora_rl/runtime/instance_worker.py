@@ -1,0 +1,281 @@
+"""A rollout instance as a process: commands in, engine steps, events and trajectories out.
+
+Single-threaded: between two engine steps it reads the commands that have come. It decides nothing;
+what to load, run, move or park comes from the core. KV of a migrating request goes through a file
+in shared memory from instance to instance, never through the controller.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from dora_rl.core import actions as act
+from dora_rl.core import events as ev
+from dora_rl.engine.engine import Engine
+from dora_rl.engine.journal import Journal, continuation, request_from_json, request_json
+from dora_rl.engine.models import read_spec
+from dora_rl.engine.options import EngineOptions
+from dora_rl.engine.sequence import Request
+from dora_rl.engine.transfer import (
+    Export,
+    begin_import,
+    chunk_bytes,
+    chunk_from_bytes,
+    export_request,
+)
+from dora_rl.runtime.weights import SharedMemoryWeightStore, WeightsError
+from dora_rl.runtime.wire import Channel, Message, decode_fleet, encode_event
+from dora_rl.runtime.worker import Setup
+from dora_rl.types import Finish, RequestId, Trajectory, UserError, Version
+
+REPORT_S = 1.0
+IDLE_S = 0.2
+
+
+class InstanceWorker:
+    """The loop of one instance."""
+
+    def __init__(self, setup: Setup, channel: Channel) -> None:
+        config = setup.config
+        torch.set_num_threads(max(1, config.rollout.threads))
+        self.setup, self.channel = setup, channel
+        self.name = setup.name
+        self.seed = config.runtime.seed
+        self.params = config.rollout.sampling_params()
+        self.resident_max = int(setup.extra["resident_max"])
+        options = config.rollout.engine_options(setup.extra["device"], self.resident_max)
+        folder = Path(setup.run_dir) / "journal"
+        journal = Journal(
+            folder / f"{setup.name}.{setup.life}.jsonl", config.rollout.journal_steps
+        )
+        decode = _decoder(config.model.path) if self.params.stop_strings else None
+        self.engine = Engine(
+            read_spec(config.model.path), EngineOptions(**options), decode, journal
+        )
+        self.store = SharedMemoryWeightStore(
+            setup.extra["weights_root"], verify=config.weights.verify
+        )
+        self.transfer_root = Path(setup.extra["transfer_root"])
+        self.epochs: dict[RequestId, int] = {}
+        self.exports: dict[RequestId, Export] = {}
+        self.loads: deque[tuple[Version, Iterator[str]]] = deque()
+        self.awake = True
+        self.reported_s = 0.0
+
+    def run(self) -> None:
+        stats = self.engine.stats()
+        tokens = stats.total_blocks * self.engine.options.block_tokens
+        self.channel.send_event(
+            ev.InstanceJoined(
+                self.name,
+                self.engine.options.seqs_max,
+                self.resident_max,
+                tokens,
+                bool(self.setup.extra["elastic"]),
+                life=self.setup.life,
+            )
+        )
+        while True:
+            busy = (self.awake and self.engine.has_work()) or bool(self.loads)
+            while self.channel.poll(0.0 if busy else IDLE_S):
+                message = self.channel.receive()
+                if message.kind == "end":
+                    self.engine.drain()
+                    return
+                self._command(message)
+                busy = True
+            if self.loads:
+                self._load_some()
+            if self.awake and self.engine.has_work():
+                for output in self.engine.step():
+                    if output.trajectory is not None:
+                        self._finished(output.trajectory)
+            self._report()
+
+    def _report(self) -> None:
+        now = time.monotonic()
+        if now - self.reported_s >= REPORT_S:
+            self.reported_s = now
+            stats = self.engine.stats()
+            self.channel.send_event(ev.InstanceReport(self.name, stats.steps, stats.kv_tokens))
+
+    def _command(self, message: Message) -> None:
+        match message.kind:
+            case "import":
+                self._import(message.body)
+            case "move_done":
+                self._end_export(_rid(message.body), done=True)
+            case "move_cancel":
+                self._end_export(_rid(message.body), done=False)
+            case _:
+                self._order(message)
+
+    def _order(self, message: Message) -> None:
+        action = decode_fleet(message.body["action"])
+        match action:
+            case act.Dispatch():
+                self._dispatch(action, message)
+            case act.Load():
+                self._load(action.version)
+            case act.Unload():
+                self.engine.retire(action.version)
+            case act.Abort():
+                if self.epochs.get(action.request) == action.epoch:
+                    self.exports.pop(action.request, None)
+                    self.engine.abort(action.request)
+                    self.epochs.pop(action.request, None)
+            case act.Park() | act.Unpark() | act.Reversion():
+                if self.epochs.get(action.request) == action.epoch:
+                    self._aside(action)
+            case act.Move():
+                self._export(action)
+            case act.Sleep():
+                self.engine.drain()
+                self.awake = False
+            case act.Wake():
+                self.awake = True
+            case _:
+                raise AssertionError(f"an instance does not perform {action!r}")
+
+    def _aside(self, action: act.Park | act.Unpark | act.Reversion) -> None:
+        """Ended requests are gone; their end is already on its way to the controller."""
+        if self.engine.scheduler.find(action.request) is None:
+            return
+        if isinstance(action, act.Park):
+            self.engine.park(action.request)
+        elif isinstance(action, act.Unpark):
+            self.engine.unpark(action.request)
+        else:
+            self.engine.reversion(action.request, action.version)
+            if self.engine.scheduler.find(action.request) in self.engine.scheduler.parked:
+                self.engine.unpark(action.request)
+
+    def _dispatch(self, action: act.Dispatch, message: Message) -> None:
+        prompt_ids = tuple(int(t) for t in message.arrays["prompt_ids"])
+        resumes: dict[str, Any] = message.body["resumes"]
+        for sample, epoch in zip(action.samples, action.epochs, strict=True):
+            rid = RequestId(action.group, sample)
+            if self.epochs.pop(rid, None) is not None:
+                self.engine.abort(rid)  # an earlier placement that the controller gave up
+            self.epochs[rid] = epoch
+            saved = resumes.get(str(sample))
+            if saved is not None:
+                request = replace(request_from_json(saved), version=action.version)
+            else:
+                request = Request(rid, action.version, prompt_ids, self.params, self.seed)
+            self.engine.submit(request)
+
+    def _finished(self, trajectory: Trajectory) -> None:
+        rid = trajectory.request
+        epoch = self.epochs.pop(rid, None)
+        if epoch is None:
+            return
+        if trajectory.finish in (Finish.REFUSED, Finish.ERROR):
+            final = trajectory.finish is Finish.REFUSED and "resident" not in trajectory.error
+            self.channel.send_event(
+                ev.SampleFailed(rid, epoch, self.name, trajectory.error, final)
+            )
+            return
+        event = ev.SampleFinished(
+            rid, epoch, self.name, len(trajectory.token_ids), trajectory.finish, trajectory.segments
+        )
+        arrays = {
+            "token_ids": np.asarray(trajectory.token_ids, dtype=np.int32),
+            "logprobs": np.asarray(trajectory.logprobs, dtype=np.float32),
+            "loss_mask": np.asarray(trajectory.loss_mask, dtype=np.uint8),
+        }
+        self.channel.send("finished", encode_event(event), arrays)
+
+    def _load(self, version: Version) -> None:
+        try:
+            sealed = self.store.open(version)
+            verify = self.setup.config.rollout.verify_weights
+            self.loads.append((version, self.engine.load_layers(version, sealed, verify)))
+        except (WeightsError, UserError) as error:
+            self.channel.send_event(ev.LoadFailed(self.name, version, str(error)))
+
+    def _load_some(self) -> None:
+        """One layer, so that other versions go on decoding."""
+        version, layers = self.loads[0]
+        try:
+            next(layers)
+            return
+        except StopIteration:
+            event: ev.Event = ev.Loaded(self.name, version)
+        except (WeightsError, UserError) as error:
+            event = ev.LoadFailed(self.name, version, str(error))
+        self.loads.popleft()
+        self.channel.send_event(event)
+
+    def _export(self, action: act.Move) -> None:
+        """Write the request to shared memory and say where; it stays here until it has arrived."""
+        rid = action.request
+        if self.epochs.get(rid) != action.epoch or self.engine.scheduler.find(rid) is None:
+            return
+        export = export_request(self.engine, rid)
+        self.exports[rid] = export
+        path = self.transfer_root / f"{rid.group}.{rid.sample}.{action.epoch}.kv"
+        seq = self.engine.scheduler.find(rid)
+        assert seq is not None
+        body = {"group": rid.group, "sample": rid.sample, "epoch": action.epoch}
+        body |= {"dst": action.dst, "num_tokens": seq.num_tokens, "path": str(path)}
+        if action.how is act.How.KV:
+            with path.open("wb") as file:
+                file.write(len(export.meta).to_bytes(4, "little") + export.meta)
+                for chunk in export.chunks():
+                    file.write(chunk_bytes(chunk))
+            self.channel.send("exported", body | {"num_bytes": export.num_bytes})
+        else:
+            saved = request_json(continuation(seq))
+            self.channel.send("exported", body | {"num_bytes": 0, "request": saved})
+
+    def _end_export(self, rid: RequestId, *, done: bool) -> None:
+        export = self.exports.pop(rid, None)
+        if export is None:
+            return
+        if done:
+            export.done()
+            self.epochs.pop(rid, None)
+        else:
+            export.cancel()
+
+    def _import(self, body: dict[str, Any]) -> None:
+        rid = _rid(body)
+        try:
+            if "request" in body:
+                self.engine.submit(request_from_json(body["request"]))
+            else:
+                self._read_blocks(Path(body["path"]))
+        except (UserError, OSError) as error:
+            self.channel.send("import_failed", body | {"reason": str(error)})
+            return
+        self.epochs[rid] = int(body["epoch"])
+        self.channel.send("imported", body)
+
+    def _read_blocks(self, path: Path) -> None:
+        data = memoryview(path.read_bytes())
+        length = int.from_bytes(data[:4], "little")
+        arrival = begin_import(self.engine, bytes(data[4 : 4 + length]))
+        size = self.engine.runner.cache.block_bytes
+        for at in range(4 + length, len(data), size):
+            arrival.write(chunk_from_bytes(self.engine, data[at : at + size]))
+        arrival.commit()
+        path.unlink(missing_ok=True)
+
+
+def _rid(body: dict[str, Any]) -> RequestId:
+    return RequestId(int(body["group"]), int(body["sample"]))
+
+
+def _decoder(path: str) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(path).decode

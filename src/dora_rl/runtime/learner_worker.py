@@ -1,0 +1,160 @@
+"""The learner as a process: groups in, sealed versions out.
+
+Durable order at a step's end: trainer state (where a checkpoint is due), sealed weights on disk,
+sealed weights in shared memory, then the event that becomes the log record. A version that is
+sealed on disk is never trained again under the same number.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from dora_rl.core import actions as act
+from dora_rl.core import events as ev
+from dora_rl.runtime.weights import DiskWeightStore, SharedMemoryWeightStore, copy_version
+from dora_rl.runtime.wire import Channel, Message, decode_learner, encode_event
+from dora_rl.runtime.worker import Setup, beat
+from dora_rl.trainer.batch import GroupBatch, Sample
+from dora_rl.trainer.checkpoint import Checkpoints
+from dora_rl.trainer.learner import Learner
+from dora_rl.trainer.model import load_weights
+from dora_rl.trainer.options import CheckpointOptions, from_section
+from dora_rl.types import GroupId, Segment, StepIndex, Version
+
+BEAT_S = 1.0
+
+
+class LearnerWorker:
+    """The loop of the learner process."""
+
+    def __init__(self, setup: Setup, channel: Channel) -> None:
+        config = setup.config
+        torch.set_num_threads(max(1, config.trainer.threads or int(setup.extra["threads"])))
+        self.setup, self.channel = setup, channel
+        run_dir = Path(setup.run_dir)
+        self.shared = SharedMemoryWeightStore(setup.extra["weights_root"])
+        self.disk = DiskWeightStore(run_dir / "weights")
+        options = from_section(CheckpointOptions, config.checkpoint)
+        self.checkpoints = Checkpoints(run_dir / "checkpoints", options)
+        self.learner, self.optimizer_version = self._open_learner()
+        self.version: Version = max(self.disk.versions(), default=-1)
+        self.fed: set[GroupId] = set()
+        self.busy_s = 0.0
+        self.progress = 0
+
+    def _open_learner(self) -> tuple[Learner, Version]:
+        config = self.setup.config
+        batch = config.orchestration.batch_groups
+        kwargs: dict[str, Any] = {"batch_groups": batch, "store": self.shared}
+        sealed = max(self.disk.versions(), default=-1)
+        saved = [c for c in self.checkpoints.saved() if c.step + 1 <= sealed]
+        if not saved:
+            learner = Learner(config.model.path, config.algorithm, config.trainer, **kwargs)
+            if sealed > 0:
+                self._take_weights(learner, sealed)
+            return learner, 0
+        newest = saved[-1]
+        learner = Learner.resume(newest.path, config.algorithm, config.trainer, **kwargs)
+        if newest.step + 1 < sealed:
+            self._take_weights(learner, sealed)
+        return learner, newest.step + 1
+
+    def _take_weights(self, learner: Learner, version: Version) -> None:
+        """The newest sealed weights, where the optimizer's checkpoint is older."""
+        sealed = self.disk.open(version)
+        load_weights(learner.policy, {name: sealed.tensor(name) for name in sealed.names()})
+
+    def run(self) -> None:
+        if self.version < 0:
+            self._seal(0)
+        for version in self.disk.versions():
+            copy_version(self.disk, self.shared, version)
+        optimizer = self.optimizer_version if self.version else 0
+        self.channel.send_event(ev.TrainerJoined(self.version, optimizer))
+        beat(self.channel, self._beat, BEAT_S)
+        while True:
+            message = self.channel.receive()
+            if message.kind == "end":
+                return
+            self._handle(message)
+
+    def _beat(self) -> None:
+        self.channel.send_event(ev.TrainerReport(self.version, self.progress))
+
+    def _handle(self, message: Message) -> None:
+        action = decode_learner(message.body["action"])
+        if isinstance(action, act.Feed):
+            self._feed(action, message)
+        elif isinstance(action, act.CloseStep):
+            self._close(action)
+
+    def _begin(self, step: StepIndex) -> bool:
+        """True if this step is the one to train; messages of a finished one are ignored."""
+        if step != self.version:
+            return False
+        if self.learner.step is None:
+            self.learner.begin_step(step)
+            self.fed = set()
+            self.busy_s = 0.0
+        return True
+
+    def _feed(self, action: act.Feed, message: Message) -> None:
+        if not self._begin(action.step) or action.group in self.fed:
+            return
+        began = time.monotonic()
+        self.fed.add(action.group)
+        self.learner.feed([read_group(action, message)])
+        self.progress += 1
+        self.busy_s += time.monotonic() - began
+
+    def _close(self, action: act.CloseStep) -> None:
+        if not self._begin(action.step):
+            return
+        assert set(action.groups) == self.fed, "the batch closed with other groups than were fed"
+        self.channel.send_event(ev.BatchAccepted(action.step))
+        began = time.monotonic()
+        metrics = self.learner.finish_step()
+        self.busy_s += time.monotonic() - began
+        trained_s = time.monotonic()
+        if self.checkpoints.due(action.step):
+            self.learner.save(self.checkpoints.path_of(action.step))
+            self.checkpoints.prune()
+        checksum = self._seal(action.step + 1)
+        metrics["time/train"] = self.busy_s
+        metrics["time/weight_sync"] = time.monotonic() - trained_s
+        self.progress += 1
+        self.version = action.step + 1
+        event = ev.StepCommitted(action.step, checksum)
+        self.channel.send("committed", {"event": encode_event(event), "metrics": metrics})
+
+    def _seal(self, version: Version) -> str:
+        checksum = self.learner.publish(self.disk, version).result()
+        copy_version(self.disk, self.shared, version)
+        return checksum
+
+
+def read_group(action: act.Feed, message: Message) -> GroupBatch:
+    """The group's samples from the flat arrays of a message."""
+    ids, logprobs, mask = (message.arrays[n] for n in ("token_ids", "logprobs", "loss_mask"))
+    ends = np.cumsum(message.body["lengths"])
+    samples: list[Sample] = []
+    for place, end in enumerate(ends):
+        begin = int(end) - message.body["lengths"][place]
+        segments = tuple(Segment(*pair) for pair in message.body["segments"][place])
+        samples.append(
+            Sample(
+                token_ids=ids[begin:end].tolist(),
+                logprobs=logprobs[begin:end].tolist(),
+                loss_mask=mask[begin:end].tolist(),
+                reward=message.body["rewards"][place],
+                segments=segments,
+                truncated=message.body["truncated"][place],
+            )
+        )
+    prompt_ids = message.arrays["prompt_ids"].tolist()
+    return GroupBatch(action.group, action.version, prompt_ids, tuple(samples))

@@ -1,0 +1,94 @@
+"""Messages between the controller and its workers: a JSON header and raw arrays, no pickle.
+
+A connection is a socket of the operating system on which both sides first prove that they know
+the run's key (HMAC challenge of `multiprocessing.connection`); after that only bytes travel.
+
+    u32 header length | header JSON {"kind", "body", "arrays": [[name, dtype, length], ...]} | bytes
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from multiprocessing.connection import Client, Connection
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dora_rl.core.codec import decoder, encoder
+from dora_rl.core.events import Event
+from dora_rl.ports import FleetAction, LearnerAction
+
+encode_event, decode_event = encoder(Event), decoder(Event)
+encode_fleet, decode_fleet = encoder(FleetAction), decoder(FleetAction)
+encode_learner, decode_learner = encoder(LearnerAction), decoder(LearnerAction)
+
+_LENGTH = struct.Struct("<I")
+_DTYPES = {"<i4", "<i8", "<f4", "<f8", "|u1"}
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """`kind` says what to do with `body`; one-dimensional arrays travel beside it as bytes."""
+
+    kind: str
+    body: dict[str, Any]
+    arrays: dict[str, NDArray[Any]] = field(default_factory=dict[str, NDArray[Any]])
+
+
+def pack(kind: str, body: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> bytes:
+    shapes = [[name, array.dtype.str, len(array)] for name, array in arrays.items()]
+    header = json.dumps({"kind": kind, "body": body, "arrays": shapes}).encode()
+    parts = [_LENGTH.pack(len(header)), header]
+    parts.extend(np.ascontiguousarray(array).tobytes() for array in arrays.values())
+    return b"".join(parts)
+
+
+def unpack(data: bytes) -> Message:
+    (length,) = _LENGTH.unpack_from(data)
+    header = json.loads(data[4 : 4 + length])
+    arrays: dict[str, NDArray[Any]] = {}
+    at = 4 + length
+    for name, dtype, count in header["arrays"]:
+        if dtype not in _DTYPES:
+            raise ValueError(f"an array of type {dtype!r} does not travel")
+        size = np.dtype(dtype).itemsize * count
+        arrays[name] = np.frombuffer(data[at : at + size], dtype=dtype)
+        at += size
+    return Message(header["kind"], header["body"], arrays)
+
+
+class Channel:
+    """One end of a connection. Sending is safe from several threads."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._lock = threading.Lock()
+
+    @classmethod
+    def connect(cls, address: str, key: bytes) -> Channel:
+        return cls(Client(address, family="AF_UNIX", authkey=key))
+
+    def send(
+        self, kind: str, body: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]] | None = None
+    ) -> None:
+        data = pack(kind, body, arrays or {})
+        with self._lock:
+            self._connection.send_bytes(data)
+
+    def send_event(self, event: Event) -> None:
+        self.send("event", encode_event(event))
+
+    def poll(self, timeout_s: float) -> bool:
+        return self._connection.poll(timeout_s)
+
+    def receive(self) -> Message:
+        """Raises EOFError when the other side is gone."""
+        return unpack(self._connection.recv_bytes())
+
+    def close(self) -> None:
+        self._connection.close()

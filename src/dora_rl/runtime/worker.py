@@ -1,0 +1,92 @@
+"""`python -m dora_rl.runtime.worker`: one worker process of a local run.
+
+The parent writes one JSON line to standard input: the role, the name, where to connect, the key of
+the run and what the role needs. The worker ends when its connection does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from dora_rl.config import RunConfig
+from dora_rl.runtime.wire import Channel
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What a worker is told at its start."""
+
+    role: str
+    name: str
+    life: int
+    address: str
+    key: str
+    run_dir: str
+    config: RunConfig
+    extra: dict[str, Any]
+
+
+def read_setup(line: str) -> Setup:
+    data = json.loads(line)
+    return Setup(**{**data, "config": RunConfig.model_validate(data["config"])})
+
+
+def beat(channel: Channel, send: Any, period_s: float) -> None:
+    """Call `send` every so often from a thread of its own, until the connection ends."""
+
+    def run() -> None:
+        while True:
+            time.sleep(period_s)
+            try:
+                send()
+            except (OSError, EOFError):
+                return
+
+    del channel
+    threading.Thread(target=run, daemon=True).start()
+
+
+def main() -> int:
+    setup = read_setup(sys.stdin.readline())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the controller decides when to end
+    if setup.config.runtime.threads:
+        os.environ.setdefault("OMP_NUM_THREADS", str(setup.config.runtime.threads))
+    channel = Channel.connect(setup.address, bytes.fromhex(setup.key))
+    channel.send("hello", {"role": setup.role, "name": setup.name, "life": setup.life})
+    try:
+        _run(setup, channel)
+    except (EOFError, ConnectionError):
+        return 0  # the controller is gone
+    return 0
+
+
+def _run(setup: Setup, channel: Channel) -> None:
+    if setup.role == "instance":
+        from dora_rl.runtime.instance_worker import InstanceWorker
+
+        InstanceWorker(setup, channel).run()
+    elif setup.role == "learner":
+        from dora_rl.runtime.learner_worker import LearnerWorker
+
+        LearnerWorker(setup, channel).run()
+    elif setup.role == "reward":
+        from dora_rl.runtime.reward_worker import serve_rewards
+
+        serve_rewards(setup, channel)
+    elif setup.role == "evaluator":
+        from dora_rl.runtime.eval_worker import serve_evaluations
+
+        serve_evaluations(setup, channel)
+    else:
+        raise AssertionError(f"no worker has the role {setup.role!r}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
