@@ -68,6 +68,20 @@ class Hand:
                 if inst.loading is not None:
                     done += self.tell(ev.Loaded(inst.id, inst.loading))
 
+    def settle(self) -> list[act.Action]:
+        """Every move and load that is under way succeeds, and those that follow."""
+        done: list[act.Action] = []
+        while True:
+            requests = [r for g in self.state.groups.values() for r in g.requests]
+            moving = [r for r in requests if r.phase is Phase.MOVING]
+            for request in moving:
+                src, dst = request.instance or "", request.dest or ""
+                done += self.tell(ev.Moved(request.id, request.epoch, src, dst, 1, 1))
+            loaded = self.load_all()
+            done += loaded
+            if not moving and not loaded:
+                return done
+
     def request(self, group: int, sample: int = 0) -> Request:
         request = self.state.request(RequestId(group, sample))
         assert request is not None
@@ -118,10 +132,10 @@ class Hand:
         for _ in range(10_000):
             if self.state.stopped is not None:
                 return
-            self.load_all()
+            self.settle()
             for group in self.running():
                 for request in group.requests if group.id in self.state.groups else ():
-                    if request.phase in (Phase.RUNNING, Phase.MOVING):
+                    if request.phase is Phase.RUNNING:
                         self.finish(group.id, request.id.sample)
                     if request.phase is Phase.SCORING:
                         self.score(group.id, request.id.sample)

@@ -402,10 +402,6 @@ def test_fewer_steps_than_the_outstanding_groups_need_are_refused_or_waited_for(
     hand.audit()
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="a closed batch is fed again with the update shares of the new B",
-)
 @pytest.mark.parametrize(("batch", "staleness"), [(2, 0), (8, 2)])
 def test_a_closed_batch_keeps_its_updates_when_b_changes(batch: int, staleness: int) -> None:
     """Step 0 was closed with B = 4 and two updates, then everything died."""

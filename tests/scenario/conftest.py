@@ -1,0 +1,8 @@
+"""Scenarios borrow the hand-driven core of the unit tests."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "unit" / "core"))
