@@ -49,6 +49,12 @@ def _reduce(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return logprob, entropy, lse
 
 
+def _differentiate_logprob(logits: Tensor, target: Tensor, lse: Tensor, g_lp: Tensor) -> Tensor:
+    """d/dlogit of the log-prob alone: g_lp·(1[target] − p)."""
+    grad = (logits - lse[:, None]).exp() * -g_lp[:, None]
+    return grad.scatter_add(-1, target[:, None], g_lp[:, None])
+
+
 def _differentiate(
     logits: Tensor, target: Tensor, lse: Tensor, entropy: Tensor, g_lp: Tensor, g_ent: Tensor
 ) -> Tensor:
@@ -60,7 +66,11 @@ def _differentiate(
 
 @cache
 def _compiled(name: str) -> Any:
-    function = {"reduce": _reduce, "differentiate": _differentiate}[name]
+    function = {
+        "reduce": _reduce,
+        "logprob": _differentiate_logprob,
+        "both": _differentiate,
+    }[name]
     return torch.compile(function, dynamic=True)
 
 
@@ -76,6 +86,7 @@ class _Chunked(torch.autograd.Function):
             for s, t in zip(states.split(chunk), target.split(chunk), strict=True)
         ]
         logprob, entropy, lse = (torch.cat(p) for p in zip(*parts, strict=True))
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(states, weight, target, lse, entropy)
         ctx.temperature, ctx.chunk = temperature, chunk
         return logprob, entropy
@@ -85,13 +96,12 @@ class _Chunked(torch.autograd.Function):
         states, weight, target, lse, entropy = ctx.saved_tensors
         g_lp, g_ent = grads
         cast = weight.to(states.dtype)
-        differentiate = _compiled("differentiate") if states.is_cuda else _differentiate
         grad_states = torch.empty_like(states) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         for start in range(0, states.shape[0], ctx.chunk):
             at = slice(start, start + ctx.chunk)
             logits = _logits(states[at], cast, ctx.temperature)
-            grad = differentiate(logits, target[at], lse[at], entropy[at], g_lp[at], g_ent[at])
+            grad = _grad_logits(logits, target[at], lse[at], entropy[at], g_lp, g_ent, at)
             if ctx.temperature != 1.0:
                 grad = grad / ctx.temperature
             grad = grad.to(states.dtype)
@@ -100,6 +110,24 @@ class _Chunked(torch.autograd.Function):
             if grad_weight is not None:
                 grad_weight += grad.t() @ states[at]
         return grad_states, grad_weight, None, None, None
+
+
+def _grad_logits(
+    logits: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    entropy: Tensor,
+    g_lp: Tensor | None,
+    g_ent: Tensor | None,
+    at: slice,
+) -> Tensor:
+    """The chunk's gradient; most losses do not use the entropy, which saves a third of the work."""
+    outer = torch.zeros_like(lse) if g_lp is None else g_lp[at]
+    if g_ent is None:
+        run = _compiled("logprob") if logits.is_cuda else _differentiate_logprob
+        return run(logits, target, lse, outer)
+    run = _compiled("both") if logits.is_cuda else _differentiate
+    return run(logits, target, lse, entropy, outer, g_ent[at])
 
 
 def token_scores(

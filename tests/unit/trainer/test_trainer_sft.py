@@ -47,21 +47,21 @@ def test_it_learns_and_writes_a_model(model_dir: Path, tmp_path: Path) -> None:
         model_dir,
         [data],
         out,
-        SftOptions(epochs=24, batch_examples=8, eval_examples=8),
+        SftOptions(epochs=12, batch_examples=8, eval_examples=8),
         TRAINER,
         seen.append,
         Letters(),
     )
     assert result.num_examples == 24 and result.num_too_long == 1
-    assert result.num_updates == len(seen) == 72 and result.num_skipped == 0
+    assert result.num_updates == len(seen) == 36 and result.num_skipped == 0
     assert result.eval_first is not None and result.eval_last is not None
-    assert result.eval_last < 0.1 < 1.0 < result.eval_first
-    assert seen[-1].loss == result.loss_last < 0.1
+    assert result.eval_last < 0.3 < 1.0 < result.eval_first
+    assert seen[-1].loss == result.loss_last < 0.3
     policy = load_policy(out, TRAINER)
     ids = torch.tensor([*Letters().encode("abc"), *Letters().encode("cba"), 1])
     with torch.no_grad():
         scores = policy(ids, Layout([7], ids.device), torch.arange(2, 6), ids[3:])
-    assert scores.logprobs_N.exp().min() > 0.8
+    assert scores.logprobs_N.exp().min() > 0.5
     assert (out / "tokenizer.json").is_file()
     with pytest.raises(UserError, match="not empty"):
         run_sft(model_dir, [data], out, SftOptions(), TRAINER, None, Letters())
