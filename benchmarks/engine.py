@@ -200,6 +200,28 @@ def run_vllm(spec: ModelSpec, args: argparse.Namespace, num_requests: int) -> fl
     return sum(len(output.outputs[0].token_ids) for output in outputs) / wall_s
 
 
+def profile(engine: Engine, args: argparse.Namespace, num_requests: int, versions: int) -> None:
+    """Kernels of twenty decode steps in the middle of a run."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as torch_profile
+
+    params = SamplingParams(tokens_max=args.new, temperature=1.0, ignore_eos=True)
+    for index in range(num_requests):
+        prompt = tuple((index * 7 + i) % engine.spec.vocab for i in range(args.prompt))
+        engine.submit(Request(RequestId(index, 1), index % versions, prompt, params))
+    for _ in range(args.new // 2):
+        engine.step()
+    kinds = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if args.device != "cpu" else [])
+    with torch_profile(activities=kinds) as profiler:
+        for _ in range(20):
+            engine.step()
+        engine.drain()
+    key = "self_cpu_time_total" if args.device == "cpu" else "self_cuda_time_total"
+    print(profiler.key_averages().table(sort_by=key, row_limit=18, max_name_column_width=60))
+    while engine.has_work():
+        engine.step()
+
+
 def parse(argv: list[str]) -> argparse.Namespace:
     def numbers(text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
@@ -221,6 +243,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--sync-steps", action="store_true", help="read tokens before planning")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--vllm", action="store_true")
+    parser.add_argument("--warps", type=int, default=0, help="of the decode attention kernel")
+    parser.add_argument("--stages", type=int, default=0, help="of the decode attention kernel")
+    parser.add_argument("--profile", action="store_true", help="print the kernels of 20 steps")
     parser.add_argument("--json", type=Path)
     return parser.parse_args(argv)
 
@@ -229,6 +254,11 @@ def main(argv: list[str]) -> None:
     args = parse(argv)
     if args.threads:
         torch.set_num_threads(args.threads)
+    if args.warps or args.stages:
+        from dora_rl.engine.cuda import attention
+
+        attention.DECODE_WARPS = args.warps or attention.DECODE_WARPS
+        attention.DECODE_STAGES = args.stages or attention.DECODE_STAGES
     spec = dataclasses.replace(SHAPES[args.model], dtype=args.dtype)
     args.bandwidth_gbs = args.bandwidth_gbs or measure_bandwidth_gbs(args.device)
     rows = []
@@ -244,6 +274,8 @@ def main(argv: list[str]) -> None:
             row = max(runs, key=lambda run: run["tokens_per_s"])
             row["floor_ms"] = floor_ms(engine, args, num_requests, versions)
             rows.append(row)
+            if args.profile:
+                profile(engine, args, num_requests, versions)
         vllm = vllm_of.get(num_requests, float("nan"))
         for row in rows[-len(args.versions) :]:
             row["vllm_tokens_per_s"] = vllm

@@ -66,9 +66,13 @@ def decode_kernel(
     peak = tl.full([GP], -float("inf"), tl.float32)
     total = tl.zeros([GP], tl.float32)
     acc = tl.zeros([GP, D], tl.float32)
+    blocks = table_ptr + slot * table_stride
+    block = tl.load(blocks + first, mask=first < last, other=0).to(tl.int64)
     for index in range(first, last):
-        block = tl.load(table_ptr + slot * table_stride + index).to(tl.int64)
         base = pool_ptr + (block * KV + head) * C * D
+        # The number of the next block is fetched while this one is used; only so does the compiler
+        # keep several tiles in flight.
+        block = tl.load(blocks + index + 1, mask=index + 1 < last, other=0).to(tl.int64)
         k = tl.load(base + t[None, :] * D + d[:, None])
         v = tl.load(base + plane_stride + t[:, None] * D + d[None, :])
         score = tl.dot(q, k, input_precision=PRECISION) * scale
@@ -139,9 +143,12 @@ def prefill_kernel(
     peak = tl.full([BM], -float("inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, D], tl.float32)
-    for index in range(tl.cdiv(position + count, C)):
-        block = tl.load(table_ptr + slot * table_stride + index).to(tl.int64)
+    blocks = table_ptr + slot * table_stride
+    num_blocks = tl.cdiv(position + count, C)
+    block = tl.load(blocks).to(tl.int64)
+    for index in range(num_blocks):
         base = pool_ptr + (block * KV + head // G) * C * D
+        block = tl.load(blocks + index + 1, mask=index + 1 < num_blocks, other=0).to(tl.int64)
         k = tl.load(base + t[None, :] * D + d[:, None])
         v = tl.load(base + plane_stride + t[:, None] * D + d[None, :])
         score = tl.dot(q, k, input_precision=PRECISION) * scale
