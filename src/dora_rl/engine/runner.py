@@ -20,6 +20,7 @@ from dora_rl.engine.attention import PairTensors
 from dora_rl.engine.batch import BlockTables, HostBatch, Prefill, Segment, build
 from dora_rl.engine.cache import KvCache, context_limit, derive_num_blocks, perform
 from dora_rl.engine.linear import RowLinear
+from dora_rl.engine.memory import check_memory
 from dora_rl.engine.models.decoder import Decoder, RowBatch
 from dora_rl.engine.options import EngineOptions
 from dora_rl.engine.plan import Plan, Span
@@ -36,6 +37,7 @@ class CpuRunner:
 
     def __init__(self, spec: ModelSpec, options: EngineOptions) -> None:
         self.spec, self.options = spec, options
+        check_memory(spec, options)
         self.weights = ModelWeights(spec, options.versions_max, options.device, options.dtype)
         self.num_blocks = derive_num_blocks(spec, options)
         self.cache = KvCache(spec, options, self.num_blocks)

@@ -151,6 +151,12 @@ def test_a_sealed_version_that_is_not_what_was_published(
     engine.load(3, store.open(3))
 
 
+def test_versions_that_do_not_fit_in_memory(saved: Saved) -> None:
+    spec = read_spec(saved("qwen3")[1])
+    with pytest.raises(UserError, match=r"versions_max is 100000000: each version takes .* fit"):
+        Engine(spec, EngineOptions(versions_max=100_000_000, num_blocks=4, context_max=64))
+
+
 def test_names_of_a_directory(saved: Saved) -> None:
     model, path = saved("llama")
     assert set(HfDirectory(path).names()) == set(model.state_dict())

@@ -28,6 +28,7 @@ from dora_rl.engine.cuda.decoder import CudaDecoder, Rows
 from dora_rl.engine.cuda.graphs import DecodeGraphs
 from dora_rl.engine.cuda.sampling import draw
 from dora_rl.engine.cuda.slots import DeviceSlots
+from dora_rl.engine.memory import check_memory
 from dora_rl.engine.options import EngineOptions
 from dora_rl.engine.plan import Plan, Span
 from dora_rl.engine.result import StepResult, read_drawn
@@ -57,6 +58,7 @@ class CudaRunner:
         self.on_gpu = options.device.startswith("cuda")
         if self.on_gpu:
             torch.cuda.set_device(torch.device(options.device))
+        check_memory(spec, options)
         self.weights = ModelWeights(spec, options.versions_max, options.device, options.dtype)
         self.num_blocks = derive_num_blocks(spec, options)
         self.cache = KvCache(spec, options, self.num_blocks)
