@@ -26,6 +26,7 @@ class Document:
     rollout_logprobs: Tensor  # (m,)
     reward: float
     version: Version
+    mixed: bool = False  # decoded under several versions (the `partial` baseline)
     advantages: Tensor = field(default_factory=lambda: torch.empty(0))
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
@@ -53,6 +54,7 @@ def document_of(group: GroupBatch, sample: Sample, reward: float) -> Document:
         rollout_logprobs=logprobs[place],
         reward=reward,
         version=group.version,
+        mixed=len({s.version for s in sample.segments}) > 1,
     )
 
 

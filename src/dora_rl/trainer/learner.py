@@ -39,9 +39,14 @@ from dora_rl.trainer.intake import take_in
 from dora_rl.trainer.losses.aggregate import denominator
 from dora_rl.trainer.losses.registry import resolve
 from dora_rl.trainer.meters import Meters
-from dora_rl.trainer.model import Policy, pick_dtype
+from dora_rl.trainer.model import Policy, load_weights, pick_dtype
 from dora_rl.trainer.optim import learning_rate
-from dora_rl.trainer.options import AlgorithmOptions, TrainerOptions, from_section
+from dora_rl.trainer.options import (
+    AlgorithmOptions,
+    CheckpointOptions,
+    TrainerOptions,
+    from_section,
+)
 from dora_rl.trainer.packing import pack_balanced, pack_stream
 from dora_rl.trainer.passes import policy_pass
 from dora_rl.trainer.prepare import group_documents, per_group_advantages, whole_batch_advantages
@@ -128,6 +133,7 @@ class Learner:
         assert self.step is not None, "begin_step first"
         limit = self.options.document_tokens_max or self.policy.positions_max
         for group in groups:
+            assert not self._is_over(), "the step has all its groups"
             kept = take_in(group, self.step, limit, self.policy.vocab, self.meters)
             if self.buffered:
                 self._buffer.extend([] if kept is None else [kept])
@@ -178,10 +184,19 @@ class Learner:
             return done
         return self.publisher.publish(store, version, tensors, canary, background)
 
-    def save(self, directory: str | Path) -> Path:
+    def save(self, directory: str | Path, options: CheckpointOptions | None = None) -> Path:
         """Write a checkpoint (see `checkpoint`) atomically under this very name."""
         assert self.step is None, "a checkpoint is taken between steps"
-        return state.save(self, Path(directory))
+        return state.save(self, Path(directory), options or CheckpointOptions())
+
+    def adopt(self, store: WeightStore, version: Version) -> None:
+        """Take the weights of a sealed version and go on from there, with the moments as they are:
+        what a resume does when published weights are newer than the last checkpoint."""
+        assert self.step is None, "weights in motion are not replaced"
+        if self.options.lora_rank:
+            raise UserError("a published version has its adapters merged; resume a checkpoint")
+        load_weights(self.policy, store.open(version).tensor)
+        self.next_step = version
 
     @classmethod
     def resume(
@@ -289,18 +304,24 @@ class Learner:
     def _fill_old(self, documents: Sequence[Document]) -> None:
         """Old log-probs: the engine's, or this engine's under a sealed version. Before the step's
         first update the live weights *are* version `step`, at rest; `None` says to use them."""
-        kind = self.objective.options.old_logprobs
-        if kind == "rollout":
-            for d in documents:
-                d.old_logprobs = d.rollout_logprobs
-            return
         assert self.step is not None
-        want = [self.step if kind == "proximal" else d.version for d in documents]
+        kind = self.objective.options.old_logprobs
         at_rest = self._updates_in_step == 0
-        sealed = [i for i, v in enumerate(want) if not (at_rest and v == self.step)]
-        found = self.scorer.score([documents[i] for i in sealed], [want[i] for i in sealed])
-        for i, logprobs in zip(sealed, found, strict=True):
-            documents[i].old_logprobs = logprobs
+        sealed: list[tuple[Document, Version]] = []
+        for d in documents:
+            version = self.step if kind == "proximal" else d.version
+            # No single version gave a mixed trajectory its tokens; only the engine knows them.
+            if kind == "rollout" or (kind == "behaviour" and d.mixed):
+                d.old_logprobs = d.rollout_logprobs
+            elif not (at_rest and version == self.step):
+                sealed.append((d, version))
+        found = self.scorer.score([d for d, _ in sealed], [v for _, v in sealed])
+        for (d, _), logprobs in zip(sealed, found, strict=True):
+            d.old_logprobs = logprobs
+
+    def _is_over(self) -> bool:
+        counted = self.groups_per_update is not None and not self.buffered
+        return counted and self._updates_in_step >= self.options.updates_per_step
 
     def _close_if_full(self) -> None:
         if self.groups_per_update and self._update.num_groups >= self.groups_per_update:

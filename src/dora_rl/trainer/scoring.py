@@ -78,8 +78,3 @@ class SealedScorer:
         load_weights(model, self.store.open(version).tensor)
         self._models[version] = model
         return model
-
-    def drop_before(self, version: Version) -> None:
-        """Forget versions that no live trajectory can have."""
-        for old in [v for v in self._models if v < version]:
-            del self._models[old]

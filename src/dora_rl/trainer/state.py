@@ -15,20 +15,22 @@ from torch import Tensor, nn
 from dora_rl.trainer import checkpoint
 from dora_rl.trainer.distributed import gathered, like_shard, wait_for_all
 from dora_rl.trainer.lora import adapter_tensors, load_adapter_tensors, save_adapter
-from dora_rl.trainer.model import base_weights, load_weights, named_weights
+from dora_rl.trainer.model import base_weights, load_weights, named_weights, pick_dtype
 from dora_rl.trainer.optim import Optimizer
+from dora_rl.trainer.options import CheckpointOptions
 from dora_rl.trainer.weights import write_model
 
 if TYPE_CHECKING:
     from dora_rl.trainer.learner import Learner
 
 FORMAT = 1
-_SHARD_BYTES_MAX = 4 << 30
 
 
-def save(learner: Learner, directory: Path) -> Path:
+def save(learner: Learner, directory: Path, options: CheckpointOptions) -> Path:
     """Write everything atomically; rank 0 writes, the others take part in gathering and wait."""
     dtype = learner.policy.compute_dtype
+    if options.dtype != "auto":
+        dtype = pick_dtype(options.dtype, learner.device, "checkpoint.dtype")
     lora = bool(learner.options.lora_rank)
     weights = {n: t.float() for n, t in named_weights(learner.policy, gathered)}
     masters = {n: gathered(t) for n, t in base_weights(learner.policy)} if lora else weights
@@ -46,7 +48,7 @@ def save(learner: Learner, directory: Path) -> Path:
         trainer.mkdir()
         if learner.directory is not None:
             checkpoint.copy_side_files(learner.directory, target)
-        write_model(target, ((n, t.to(dtype)) for n, t in weights.items()), _SHARD_BYTES_MAX)
+        write_model(target, ((n, t.to(dtype)) for n, t in weights.items()), options.shard_bytes_max)
         if lora or dtype != torch.float32:
             checkpoint.save_tensors(trainer / "masters.safetensors", masters)
         for name, tensors in parts.items():

@@ -7,12 +7,11 @@ expect (`model.safetensors`, or shards with `model.safetensors.index.json`).
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -89,13 +88,3 @@ def _write_shards(directory: Path, shards: list[dict[str, Tensor]]) -> list[Path
     index = {"metadata": {"total_size": total}, "weight_map": place}
     (directory / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True))
     return [*files, directory / INDEX]
-
-
-def reader_of(tensors: Callable[[str], Tensor], dtype: torch.dtype) -> Callable[[str], Tensor]:
-    """The same reader, with floating tensors in `dtype`."""
-
-    def read(name: str) -> Tensor:
-        tensor = tensors(name)
-        return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-    return read

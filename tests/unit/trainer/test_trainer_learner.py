@@ -365,3 +365,32 @@ def test_sections_drive_a_learner(model_dir: Path) -> None:
     assert metrics["correction/weight_mean"] == pytest.approx(1.0)
     with pytest.raises(UserError, match="did you mean 'grpo'"):
         Learner(model_dir, AlgorithmConfig(loss="grop"))
+
+
+def test_adopting_sealed_weights(model_dir: Path) -> None:
+    """A resume whose checkpoint is older than the newest published version."""
+    store = MemoryStore()
+    first = Learner(model_dir, GRPO, TRAINER)
+    run_step(first, 0, make_groups(0, 2))
+    first.publish(store, 1)
+    second = Learner(model_dir, GRPO, TRAINER)
+    second.adopt(store, 1)
+    assert second.next_step == 1 and torch.equal(flat(first), flat(second))
+
+
+def test_mixed_trajectories_keep_the_engines_logprobs(model_dir: Path) -> None:
+    """No single version gave them their tokens, so recomputing under one would be wrong."""
+    groups = make_groups(0, 1, version=0)
+    segments = (Segment(0, 0), Segment(1, 1))
+    mixed = tuple(replace(s, segments=segments) for s in groups[0].samples)
+    learner = Learner(model_dir, AlgorithmOptions(old_logprobs="behaviour"), TRAINER)
+    metrics = run_step(learner, 1, [replace(groups[0], samples=mixed)])  # needs no store
+    assert metrics["mixed_version_frac"] == 1.0
+
+
+def test_more_groups_than_the_batch_is_our_own_mistake(model_dir: Path) -> None:
+    learner = Learner(model_dir, GRPO, TRAINER, batch_groups=2)
+    learner.begin_step(0)
+    learner.feed(make_groups(0, 2))
+    with pytest.raises(AssertionError, match="all its groups"):
+        learner.feed(make_groups(1, 1))
