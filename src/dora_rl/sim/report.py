@@ -169,7 +169,6 @@ def promise_table(comparison: Comparison) -> Table:
     table.add_column("mode", no_wrap=True)
     table.add_column("split", no_wrap=True)
     for head in (
-        "slots idle",
         "instances idle",
         "trainer idle",
         "staleness mean, max",
@@ -186,7 +185,6 @@ def promise_table(comparison: Comparison) -> Table:
         table.add_row(
             row.mode.value,
             row.kind,
-            percent(result.slot_idle_ratio),
             percent(result.instance_idle_ratio),
             percent(result.trainer_idle_ratio),
             f"{result.staleness_mean:.2f}, {result.staleness_max}",

@@ -1,0 +1,197 @@
+"""The figures of docs/reproduction.md: paper against simulation, other GPU counts, ablations.
+
+    python benchmarks/reproduction.py --json reproduction.json
+
+Prints markdown. The split of a disaggregated mode is searched once per GPU count, with seed 0;
+the other seeds and the ablations run on the split that was found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from dora_rl.sim.compare import CompareOptions, Comparison, compare
+from dora_rl.sim.flows import Flow, Job, conduct
+from dora_rl.sim.presets import PRESETS, Preset, scaled
+from dora_rl.sim.report import as_json, published, published_shares, rows_of, split_text
+from dora_rl.sim.run import ModeResult
+from dora_rl.types import Mode
+
+ABLATIONS = {
+    "all on": {},
+    "no KV moves (re-prefill)": {"kv_moves": False},
+    "no repartition": {"repartition": False},
+    "no streaming into a running step": {"streaming": False},
+}
+
+
+def searched(preset: Preset, workers: int) -> Comparison:
+    options = CompareOptions(shares=published_shares(preset), num_workers=workers)
+    return compare(preset, list(Mode), options, tell)
+
+
+def tell(name: str, job: Job, result: ModeResult) -> None:
+    print(f"{time.strftime('%X')} {job.preset.num_devices} GPUs, seed {job.seed}: {name} ", end="")
+    print(f"{split_text(result)}: {result.step_s / 60:.2f} min", flush=True)
+
+
+def seeds_of(
+    comparison: Comparison, seeds: Sequence[int], workers: int
+) -> dict[Mode, list[ModeResult]]:
+    """Every mode on its shown split, with other seeds."""
+
+    def flow(mode: Mode) -> Flow[list[ModeResult]]:
+        main = comparison.outcomes[mode].main
+        results = yield [Job(comparison.preset, mode, s, main.split["rollout"]) for s in seeds]
+        return [main, *results]
+
+    found = conduct({mode.value: flow(mode) for mode in comparison.outcomes}, workers, tell)
+    return {mode: found[mode.value] for mode in comparison.outcomes}
+
+
+def ablations(comparison: Comparison, workers: int) -> dict[str, ModeResult]:
+    split = comparison.outcomes[Mode.MULTI_VERSION].main.split["rollout"]
+
+    def flow(changes: dict[str, bool]) -> Flow[ModeResult]:
+        preset = replace(comparison.preset, **changes)
+        (result,) = yield [Job(preset, Mode.MULTI_VERSION, comparison.seed, split)]
+        return result
+
+    return conduct({name: flow(changes) for name, changes in ABLATIONS.items()}, workers, tell)
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def paper_table(comparison: Comparison, others: dict[Mode, list[ModeResult]]) -> str:
+    heads = ["mode", "split", "step, min: paper", "simulated", "difference", "over seeds"]
+    heads += ["rollout only: paper", "simulated", "tokens/s: paper", "simulated", "difference"]
+    rows: list[list[str]] = []
+    paper = published(comparison.preset)
+    for row in rows_of(comparison):
+        result, known = row.result, paper.get(row.mode)
+        shown = result is comparison.outcomes[row.mode].main
+        known = known if shown else None
+        minutes = sorted(r.step_s / 60 for r in others[row.mode]) if shown else []
+        rows.append(
+            [
+                row.mode.value,
+                f"{split_text(result)} ({row.kind})",
+                f"{known.step_s / 60:.2f}" if known else "–",
+                f"{result.step_s / 60:.2f}",
+                f"{result.step_s / known.step_s - 1:+.1%}" if known else "–",
+                f"{minutes[0]:.2f}–{minutes[-1]:.2f}" if minutes else "–",
+                f"{known.rollout_only_share:.0%}" if known else "–",
+                f"{result.rollout_only_share:.0%}",
+                f"{known.tokens_per_s:,.0f}" if known else "–",
+                f"{result.tokens_per_s:,.0f}",
+                f"{result.tokens_per_s / known.tokens_per_s - 1:+.1%}" if known else "–",
+            ]
+        )
+    return table(heads, rows)
+
+
+def cost_cells(result: ModeResult) -> list[str]:
+    return [
+        f"{result.instance_idle_ratio:.1%}",
+        f"{result.trainer_idle_ratio:.1%}",
+        f"{result.staleness_mean:.2f}",
+        str(result.staleness_max),
+        f"{result.mixed_version_frac:.1%}",
+        f"{result.discarded_tokens / 1e6:.1f} M",
+        f"{result.length_bias:.2f}",
+        f"{result.migrations:,}",
+        f"{result.kv_bytes_moved / 1e12:.1f} TB",
+        *(f"{result.overheads[name]:.2%}" for name in ("load", "transfer", "prefill_again")),
+    ]
+
+
+COSTS = ["instances idle", "trainer idle", "staleness mean", "max", "mixed", "discarded"]
+COSTS += ["length bias", "moves", "KV moved", "weight loads", "KV transfer", "prefill again"]
+
+
+def cost_table(comparison: Comparison) -> str:
+    rows = [
+        [row.mode.value, split_text(row.result), *cost_cells(row.result)]
+        for row in rows_of(comparison)
+    ]
+    return table(["mode", "split", *COSTS], rows)
+
+
+def prediction_table(comparisons: Sequence[Comparison]) -> str:
+    rows: list[list[str]] = []
+    for comparison in comparisons:
+        sync = comparison.outcomes[Mode.SYNC].main.step_s
+        for row in rows_of(comparison):
+            result = row.result
+            rows.append(
+                [
+                    str(comparison.preset.num_devices),
+                    row.mode.value,
+                    f"{split_text(result)} ({row.kind})",
+                    f"{result.step_s / 60:.2f}",
+                    f"{result.rollout_only_share:.0%}",
+                    f"{result.tokens_per_s:,.0f}",
+                    f"{sync / result.step_s:.2f}",
+                    f"{result.staleness_mean:.2f}",
+                ]
+            )
+    heads = ["GPUs", "mode", "split", "step, min", "rollout only", "tokens/s", "speed-up"]
+    return table([*heads, "staleness"], rows)
+
+
+def ablation_table(results: dict[str, ModeResult]) -> str:
+    full = results["all on"].step_s
+    rows = [
+        [
+            name,
+            f"{r.step_s / 60:.2f}",
+            f"{r.step_s / full - 1:+.1%}",
+            f"{r.rollout_only_share:.0%}",
+            f"{r.tokens_per_s:,.0f}",
+            f"{r.staleness_mean:.2f}",
+            f"{r.migrations:,}",
+            *(f"{r.overheads[part]:.2%}" for part in ("load", "transfer", "prefill_again")),
+        ]
+        for name, r in results.items()
+    ]
+    heads = ["multi_version", "step, min", "difference", "rollout only", "tokens/s", "staleness"]
+    return table([*heads, "moves", "weight loads", "KV transfer", "prefill again"], rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="the figures of docs/reproduction.md")
+    parser.add_argument("--gpus", type=int, nargs="*", default=[32, 128, 256])
+    parser.add_argument("--seeds", type=int, nargs="*", default=[1, 2])
+    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    preset = PRESETS["paper-64"]
+    base = searched(preset, args.workers)
+    others = seeds_of(base, args.seeds, args.workers)
+    ablated = ablations(base, args.workers)
+    document: dict[str, Any] = {
+        "comparison": as_json(base),
+        "seeds": {mode: [r.as_json() for r in results] for mode, results in others.items()},
+        "ablations": {name: result.as_json() for name, result in ablated.items()},
+    }
+    parts = [paper_table(base, others), cost_table(base), ablation_table(ablated)]
+    predicted = [searched(scaled(preset, gpus, 1.0), args.workers) for gpus in args.gpus]
+    document["predictions"] = [as_json(comparison) for comparison in predicted]
+    parts.append(prediction_table(predicted))
+    print("\n\n".join(["", *parts]))
+    if args.json is not None:
+        args.json.write_text(json.dumps(document, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
