@@ -95,6 +95,8 @@ class KvCache:
         return self.kv[:, :, block]
 
     def host_block(self, key: RequestId, index: int) -> Tensor:
+        if self._pinned:
+            torch.cuda.current_stream().synchronize()  # the spill may still be on its way
         return self._host[key][:, :, index]
 
     def put_host(self, key: RequestId, chunks: Sequence[Tensor]) -> None:

@@ -18,8 +18,8 @@ from torch.nn import functional
 
 from dora_rl.engine.cache import KvCache
 from dora_rl.engine.cuda import rows as kernels
-from dora_rl.engine.linear import RowLinear
-from dora_rl.engine.models.experts import sparse_mlp
+from dora_rl.engine.cuda.experts import sparse_rows
+from dora_rl.engine.models.experts import route
 from dora_rl.engine.rope import rope_tables
 from dora_rl.engine.spec import ModelSpec
 from dora_rl.engine.weights import Layer, ModelWeights
@@ -46,7 +46,6 @@ class CudaDecoder:
         device = weights.embed.device
         cos, sin = rope_tables(spec.rope, spec.head_dim, num_positions)
         self.cos, self.sin = cos.to(device), sin.to(device)
-        self._expert_linear = RowLinear((), 16)
 
     def forward(
         self, rows: Rows, cache: KvCache, attend: Callable[[Tensor, Tensor], Tensor]
@@ -135,10 +134,13 @@ class CudaDecoder:
     def _mlp(self, h: Tensor, layer: Layer, rows: Rows) -> Tensor:
         if layer.router is not None:
             assert self.spec.moe is not None
-            parts = [
-                sparse_mlp(part, layer, rows.first + index, self.spec.moe, self._expert_linear)
-                for index, part in enumerate(h.split(rows.per_version))
-            ]
-            return torch.cat(parts)
+            logits = self._linear(h, layer.router, None, rows)
+            share, expert = route(logits, self.spec.moe, h.dtype)
+            span = slice(rows.first, rows.first + rows.num_versions)
+            if rows.num_versions > 1:
+                version = torch.arange(len(h), device=h.device) // rows.per_version
+                expert = expert + version[:, None] * self.spec.moe.num_experts
+            stacked = (layer.gate_up[span].flatten(0, 1), layer.down[span].flatten(0, 1))
+            return sparse_rows(h, share, expert, *stacked)
         gate_up = self._linear(h, layer.gate_up, layer.gate_up_bias, rows)
         return self._linear(kernels.gate(gate_up), layer.down, layer.down_bias, rows)

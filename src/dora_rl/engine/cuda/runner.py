@@ -68,7 +68,7 @@ class CudaRunner:
         self.slots = DeviceSlots(
             options.seqs_max, self._blocks_max, self.cache.scrap_block, options.device
         )
-        graphs = options.cuda_graphs and self.on_gpu and spec.moe is None
+        graphs = options.cuda_graphs and self.on_gpu
         self.graphs = DecodeGraphs(self._decode_pass, options.seqs_max, options.device, graphs)
         self._num_processors = 1
         if self.on_gpu:
