@@ -110,7 +110,7 @@ def make_documents(seed: int) -> tuple[list[Document], list[int], list[list[int]
         ids = torch.randint(3, VOCAB, (start + n,), generator=generator)
         old = torch.randn(count, generator=generator) * 0.4
         advantage = torch.full((count,), rng.gauss(0, 1))
-        d = Document(ids, place + start - 1, old, 0.0, 0, advantage)
+        d = Document(ids, place + start - 1, old, 0.0, 0, advantages=advantage)
         d.ref_logprobs = old + 0.3 * torch.randn(count, generator=generator)
         documents.append(d)
         prompts.append(start)

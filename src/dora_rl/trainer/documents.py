@@ -26,12 +26,12 @@ class Document:
     rollout_logprobs: Tensor  # (m,)
     reward: float
     version: Version
-    mixed: bool = False  # decoded under several versions (the `partial` baseline)
     advantages: Tensor = field(default_factory=lambda: torch.empty(0))
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
     old_values: Tensor | None = None
     returns: Tensor | None = None
+    mixed: bool = False  # decoded under several versions (the `partial` baseline)
 
     @property
     def num_tokens(self) -> int:
