@@ -1,8 +1,9 @@
-"""Scenarios borrow the hand-driven core of the unit tests."""
+"""Scenarios borrow the hand-driven core and the small simulated runs of the unit tests."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "unit" / "core"))
+UNIT = Path(__file__).parent.parent / "unit"
+sys.path[:0] = [str(UNIT / "core"), str(UNIT / "observe")]
