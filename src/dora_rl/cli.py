@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NoReturn, Protocol
 
 from dora_rl import __version__
-from dora_rl.commands import audit, plan, replay, sim
+from dora_rl.commands import audit, plan, replay, sim, train
 from dora_rl.commands.nearest import hint
 from dora_rl.types import UserError
 
@@ -28,7 +28,13 @@ class Command(Protocol):
     def run(self, args: argparse.Namespace) -> int: ...
 
 
-COMMANDS: dict[str, Command] = {"sim": sim, "plan": plan, "audit": audit, "replay": replay}
+COMMANDS: dict[str, Command] = {
+    "train": train,
+    "sim": sim,
+    "plan": plan,
+    "audit": audit,
+    "replay": replay,
+}
 
 
 class _Parser(argparse.ArgumentParser):

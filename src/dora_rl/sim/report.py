@@ -73,6 +73,9 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
         "batch_groups": preset.batch_groups,
         "max_staleness": preset.max_staleness,
         "num_steps": preset.num_steps,
+        "streaming": preset.streaming,
+        "kv_moves": preset.kv_moves,
+        "repartition": preset.repartition,
         "modes": modes,
     }
 
