@@ -20,6 +20,7 @@ class Runner(Protocol):
     weights: ModelWeights
     cache: KvCache
     num_blocks: int
+    exact: bool  # rows were measured not to depend on their batch mates
     depth: int  # steps that may be in flight when a step returns
 
     def load(self, slot: int, source: TensorSource, where: str) -> Iterator[str]: ...

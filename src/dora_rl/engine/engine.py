@@ -357,4 +357,5 @@ class Engine:
             prefill_tokens=self._num_prefill_tokens,
             prefix_tokens=s.num_prefix_tokens,
             preemptions=s.num_preemptions,
+            exact=self.runner.exact,
         )

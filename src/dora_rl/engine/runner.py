@@ -44,6 +44,7 @@ class CpuRunner:
         shapes = self.weights.linear_shapes() if options.dtype == "float32" else []
         linear = RowLinear(shapes, options.tile_rows)
         self.tile_rows = linear.tile_rows
+        self.exact = bool(shapes) and linear.exact
         context = context_limit(spec, options)
         self.decoder = Decoder(spec, self.weights, linear, context)
         self.tables = BlockTables(options.seqs_max, -(-context // options.block_tokens))

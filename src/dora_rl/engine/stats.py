@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Counters and gauges; `free + used + cached == total` blocks."""
+    """Counters and gauges; `free + used + cached == total` blocks, and `exact` says whether
+    rows were measured not to depend on their batch mates."""
 
     free_blocks: int
     used_blocks: int
@@ -25,3 +26,4 @@ class EngineStats:
     prefill_tokens: int
     prefix_tokens: int
     preemptions: int
+    exact: bool

@@ -250,6 +250,10 @@ def test_many_stories(world: World, seed: int, num_actions: int) -> None:
     check_story(world, seed, num_actions)
 
 
+def test_the_engine_knows_that_it_is_exact(world: World) -> None:
+    assert all(engine.stats().exact for engine in world.engines)
+
+
 def test_statuses_are_all_reached(world: World) -> None:
     """The stories above are not trivial: spills, shared blocks and parking do happen."""
     world.reset()
