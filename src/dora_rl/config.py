@@ -20,11 +20,76 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=False, validate_default=True)
 
 
+class ModelConfig(Section):
+    """[model] what is trained: a Hugging Face directory or id."""
+
+    path: str = Field(min_length=1)
+    trust_remote_code: bool = False
+
+
 class OrchestrationConfig(Section):
-    """[orchestration] which paradigm, how stale, how much in flight."""
+    """[orchestration] which paradigm, how stale, how much in flight.
+
+    Zero means "derive it": groups in flight from the batch, samples needed from the group.
+    """
 
     mode: Mode = Mode.MULTI_VERSION
-    max_staleness: int = 2
+    max_staleness: int = Field(2, ge=0)  # K: the oldest version a step may train is its own - K
+    num_steps: int = Field(100, ge=1)
+    batch_groups: int = Field(32, ge=1)  # prompts per training step
+    inflight_groups: int = Field(0, ge=0)  # 0: one and a half batches
+    ready_max: int = Field(0, ge=0)  # ready, untaken groups above which nothing new starts; 0: 2 B
+    samples_min: int = Field(0, ge=0)  # scored samples a group needs to train; 0: all
+    streaming: bool = True  # train on groups while the rest of the batch still generates
+    kv_moves: bool = True
+    repartition: bool = True
+    level_running: bool = False
+    filter_equal: bool = False  # leave out groups whose rewards are all equal
+    filtered_max: int = Field(1000, ge=1)
+    failed_share_max: float = Field(0.5, ge=0, le=1)
+    attempts_max: int = Field(4, ge=1)
+    oversample: float = Field(1.25, ge=1)  # replication: groups issued over groups needed
+    fill_older_max: int = Field(0, ge=0)
+    rebalance_period_s: float = Field(30.0, gt=0)
+    report_timeout_s: float = Field(60.0, gt=0)
+    load_timeout_s: float = Field(300.0, gt=0)
+    move_timeout_s: float = Field(60.0, gt=0)
+    trainer_timeout_s: float = Field(1800.0, gt=0)
+
+
+class RewardFunction(Section):
+    """One entry of `reward.functions`. A plain string stands for its `name`."""
+
+    # `path/to/file.py:name`, `package.module:name`, or a built-in: exact, regex, math, format,
+    # length, code, judge, model.
+    name: str = Field(min_length=1)
+    weight: float = Field(default=1.0, allow_inf_nan=False)
+    label: str = ""  # in the metrics; empty: the name
+    form: Literal["auto", "trl", "verl", "verifiers", "plain"] = "auto"
+    # Arguments of a built-in, or keyword arguments of a function.
+    options: dict[str, Any] = {}
+    # Remember scores of equal samples. None: only where a score is dear (code, judge, model).
+    cache: bool | None = None
+
+
+class RewardConfig(Section):
+    """[reward] what responses are worth: the weighted sum of `functions`."""
+
+    functions: tuple[RewardFunction, ...] = ()
+    timeout_s: float = Field(30.0, gt=0)  # of one call of one function
+    # Tries of a call that raises or times out. 0: three for asynchronous functions and the judge,
+    # otherwise one.
+    attempts: int = Field(0, ge=0)
+    retry_wait_s: float = Field(0.5, ge=0)  # before the second try; grows with each
+    num_workers: int = Field(1, ge=1)  # processes that score
+    concurrent_max: int = Field(16, ge=1)  # asynchronous calls at once, in one worker
+    cache_entries_max: int = Field(65536, ge=0)  # per function and worker; 0: no cache
+
+    @field_validator("functions", mode="before")
+    @classmethod
+    def _strings_are_names(cls, value: object) -> object:
+        entries = value if isinstance(value, (list, tuple)) else (value,)
+        return tuple({"name": entry} if isinstance(entry, str) else entry for entry in entries)
 
 
 class RolloutConfig(Section):
@@ -36,6 +101,7 @@ class RolloutConfig(Section):
 
     backend: Literal["native", "vllm"] = "native"
     num_instances: int = Field(1, ge=1)
+    threads: int = Field(1, ge=1)  # of each instance, on the CPU
     num_samples: int = Field(8, ge=1)  # responses per prompt: the size of a group
     # sampling
     tokens_max: int = Field(256, ge=1)  # of one response (of one turn, in an environment)
@@ -226,3 +292,56 @@ class WeightsConfig(Section):
     root: str = ""
     # Hash a version's bytes before its first use in each process.
     verify: bool = True
+
+
+class EvaluationConfig(Section):
+    """[evaluation] held-out prompts, generated under one pinned version while training goes on."""
+
+    every_steps: int = Field(0, ge=0)  # 0: only before the first and after the last step
+    num_prompts: int = Field(200, ge=1)
+    num_samples: int = Field(1, ge=1)  # sampled responses per prompt, for accuracy and pass@k
+
+
+class LoggingConfig(Section):
+    """[logging] what is written beside metrics.jsonl and the event log."""
+
+    rollouts: bool = True  # every trained sample as a line of rollouts.jsonl
+    progress: bool = True
+    sinks: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ()
+
+
+class RuntimeConfig(Section):
+    """[runtime] where the workers run."""
+
+    kind: Literal["local", "ray"] = "local"
+    run_dir: str = "runs/latest"
+    seed: int = 0
+    device: str = "auto"  # auto: cuda where there is one, else cpu
+    threads: int = Field(0, ge=0)  # of every worker; 0: each section's own
+    grace_s: float = Field(30.0, gt=0)  # to end cleanly after a signal
+    address: str = ""  # of a cluster
+
+
+class ResourcesConfig(Section):
+    """[resources] devices of a cluster: how many for each role."""
+
+    learner_ranks: int = Field(1, ge=1)
+    devices_per_instance: int = Field(1, ge=1)
+
+
+class RunConfig(Section):
+    """One run: every section, resolved."""
+
+    model: ModelConfig
+    data: DataConfig = DataConfig()
+    reward: RewardConfig = RewardConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    orchestration: OrchestrationConfig = OrchestrationConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    weights: WeightsConfig = WeightsConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    logging: LoggingConfig = LoggingConfig()
+    runtime: RuntimeConfig = RuntimeConfig()
+    resources: ResourcesConfig = ResourcesConfig()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ def serve_evaluations(setup: Setup, channel: Channel) -> None:
     config = setup.config
     torch.set_num_threads(max(1, config.rollout.threads))
     options = config.rollout.engine_options(setup.extra["device"], 1)
-    engine = Engine(read_spec(config.model.path), EngineOptions(**options | {"versions_max": 1}))
+    options["versions_max"] = 1
+    engine = Engine(read_spec(config.model.path), EngineOptions(**options))
     store = DiskWeightStore(Path(setup.run_dir) / "weights")
     channel.send("ready", {})
     while True:
@@ -51,8 +53,6 @@ def evaluate(
     params: SamplingParams,
 ) -> list[dict[str, Any]]:
     """Per prompt: the greedy response and `num_samples` sampled ones, as token ids."""
-    from dataclasses import replace
-
     greedy = replace(params, temperature=0.0)
     for index, ids in enumerate(prompts):
         engine.submit(Request(RequestId(index, 0), version, ids, greedy, seed=1))
@@ -66,9 +66,7 @@ def evaluate(
     return [
         {
             "greedy": list(done[RequestId(index, 0)].token_ids),
-            "sampled": [
-                list(done[RequestId(index, 1 + s)].token_ids) for s in range(num_samples)
-            ],
+            "sampled": [list(done[RequestId(index, 1 + s)].token_ids) for s in range(num_samples)],
         }
         for index in range(len(prompts))
     ]

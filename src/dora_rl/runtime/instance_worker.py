@@ -53,9 +53,7 @@ class InstanceWorker:
         self.resident_max = int(setup.extra["resident_max"])
         options = config.rollout.engine_options(setup.extra["device"], self.resident_max)
         folder = Path(setup.run_dir) / "journal"
-        journal = Journal(
-            folder / f"{setup.name}.{setup.life}.jsonl", config.rollout.journal_steps
-        )
+        journal = Journal(folder / f"{setup.name}.{setup.life}.jsonl", config.rollout.journal_steps)
         decode = _decoder(config.model.path) if self.params.stop_strings else None
         self.engine = Engine(
             read_spec(config.model.path), EngineOptions(**options), decode, journal
@@ -69,6 +67,7 @@ class InstanceWorker:
         self.loads: deque[tuple[Version, Iterator[str]]] = deque()
         self.awake = True
         self.reported_s = 0.0
+        self.busy_s = 0.0
 
     def run(self) -> None:
         stats = self.engine.stats()
@@ -95,9 +94,11 @@ class InstanceWorker:
             if self.loads:
                 self._load_some()
             if self.awake and self.engine.has_work():
+                began = time.monotonic()
                 for output in self.engine.step():
                     if output.trajectory is not None:
                         self._finished(output.trajectory)
+                self.busy_s += time.monotonic() - began
             self._report()
 
     def _report(self) -> None:
@@ -106,6 +107,7 @@ class InstanceWorker:
             self.reported_s = now
             stats = self.engine.stats()
             self.channel.send_event(ev.InstanceReport(self.name, stats.steps, stats.kv_tokens))
+            self.channel.send("usage", {"busy_s": self.busy_s, "cpu_s": time.process_time()})
 
     def _command(self, message: Message) -> None:
         match message.kind:
@@ -180,9 +182,7 @@ class InstanceWorker:
             return
         if trajectory.finish in (Finish.REFUSED, Finish.ERROR):
             final = trajectory.finish is Finish.REFUSED and "resident" not in trajectory.error
-            self.channel.send_event(
-                ev.SampleFailed(rid, epoch, self.name, trajectory.error, final)
-            )
+            self.channel.send_event(ev.SampleFailed(rid, epoch, self.name, trajectory.error, final))
             return
         event = ev.SampleFinished(
             rid, epoch, self.name, len(trajectory.token_ids), trajectory.finish, trajectory.segments

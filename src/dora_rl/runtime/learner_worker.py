@@ -45,6 +45,7 @@ class LearnerWorker:
         self.version: Version = max(self.disk.versions(), default=-1)
         self.fed: set[GroupId] = set()
         self.busy_s = 0.0
+        self.total_busy_s = 0.0
         self.progress = 0
 
     def _open_learner(self) -> tuple[Learner, Version]:
@@ -67,11 +68,13 @@ class LearnerWorker:
     def _take_weights(self, learner: Learner, version: Version) -> None:
         """The newest sealed weights, where the optimizer's checkpoint is older."""
         sealed = self.disk.open(version)
-        load_weights(learner.policy, {name: sealed.tensor(name) for name in sealed.names()})
+        with torch.no_grad():
+            load_weights(learner.policy, sealed.tensor)
 
     def run(self) -> None:
         if self.version < 0:
             self._seal(0)
+            self.version = 0
         for version in self.disk.versions():
             copy_version(self.disk, self.shared, version)
         optimizer = self.optimizer_version if self.version else 0
@@ -125,12 +128,15 @@ class LearnerWorker:
             self.learner.save(self.checkpoints.path_of(action.step))
             self.checkpoints.prune()
         checksum = self._seal(action.step + 1)
+        self.total_busy_s += self.busy_s
         metrics["time/train"] = self.busy_s
         metrics["time/weight_sync"] = time.monotonic() - trained_s
         self.progress += 1
         self.version = action.step + 1
         event = ev.StepCommitted(action.step, checksum)
-        self.channel.send("committed", {"event": encode_event(event), "metrics": metrics})
+        usage = {"busy_s": self.total_busy_s, "cpu_s": time.process_time()}
+        body = {"event": encode_event(event), "metrics": metrics, "usage": usage}
+        self.channel.send("committed", body)
 
     def _seal(self, version: Version) -> str:
         checksum = self.learner.publish(self.disk, version).result()

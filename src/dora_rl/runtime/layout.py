@@ -1,0 +1,73 @@
+"""Who runs where on one machine: instances, learner threads, resident versions, shared memory.
+
+Same devices for every mode: the colocated ones (sync, partial, replication) give all cores to the
+learner while the instances sleep; the others share the cores all the time.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dora_rl.config import RunConfig
+from dora_rl.core.modes import policy_of
+from dora_rl.runtime.settings import core_params
+from dora_rl.runtime.weights import shared_memory_root
+from dora_rl.types import Mode
+
+COLOCATED = (Mode.SYNC, Mode.PARTIAL, Mode.REPLICATION)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The processes of a local run."""
+
+    device: str
+    num_cores: int
+    instances: tuple[str, ...]
+    resident_max: int
+    elastic: bool
+    learner_threads: int
+    weights_root: Path
+    transfer_root: Path
+
+    def instance_extra(self, name: str) -> dict[str, Any]:
+        del name
+        return {
+            "device": self.device,
+            "resident_max": self.resident_max,
+            "elastic": self.elastic,
+            "weights_root": str(self.weights_root),
+            "transfer_root": str(self.transfer_root),
+        }
+
+    def learner_extra(self) -> dict[str, Any]:
+        return {
+            "device": self.device,
+            "threads": self.learner_threads,
+            "weights_root": str(self.weights_root),
+        }
+
+
+def plan_layout(config: RunConfig, device: str) -> Layout:
+    """Derive what the configuration leaves open."""
+    mode = config.orchestration.mode
+    policy = policy_of(core_params(config))
+    num_cores = len(os.sched_getaffinity(0))
+    colocated = mode in COLOCATED
+    resident = config.rollout.versions_max or policy.max_staleness + 1
+    root = shared_memory_root(config.weights, config.runtime.run_dir)
+    transfer = root.with_name(root.name + "-transfer")
+    transfer.mkdir(parents=True, exist_ok=True)
+    return Layout(
+        device=device,
+        num_cores=num_cores,
+        instances=tuple(f"instance{i}" for i in range(config.rollout.num_instances)),
+        resident_max=resident,
+        elastic=colocated,
+        learner_threads=config.trainer.threads or (num_cores if colocated else 1),
+        weights_root=root,
+        transfer_root=transfer,
+    )

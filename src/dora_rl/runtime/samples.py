@@ -1,0 +1,124 @@
+"""The samples of a local run: rows of the table from the end of generation to the end of a group.
+
+The row is written before the event that tells of it is logged, so whatever the log says is ready
+is there after a crash.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dora_rl.core import actions as act
+from dora_rl.core import events as ev
+from dora_rl.data.table import Table
+from dora_rl.data.table_rows import NewRow, Row
+from dora_rl.runtime.records import TrainedSample
+from dora_rl.runtime.wire import Message
+from dora_rl.types import Finish, GroupId, RequestId, Version
+
+CONSUMER = "learner"
+
+
+class Samples:
+    """The table as the controller uses it."""
+
+    def __init__(self, path: Path, group_size: int) -> None:
+        self._table = Table({CONSUMER: ("token_ids", "reward")}, path=path)
+        self._group_size = group_size
+
+    def row(self, request: RequestId) -> Row | None:
+        for row in self._table.read(self._table.rows_of(request.group)):
+            if row.sample == request.sample:
+                return row
+        return None
+
+    def put(self, event: ev.SampleFinished, version: Version, message: Message, text: str) -> None:
+        """A sample was generated. One that is there already came again after a restart."""
+        if self.row(event.request) is not None:
+            return
+        columns: dict[str, Any] = {
+            "token_ids": message.arrays["token_ids"],
+            "logprobs": message.arrays["logprobs"],
+            "loss_mask": message.arrays["loss_mask"],
+            "finish": event.finish.value,
+            "segments": [list(segment) for segment in event.segments],
+            "text": text,
+        }
+        row = NewRow(event.request.group, version, columns, event.request.sample, self._group_size)
+        self._table.put([row])
+
+    def reward(self, request: RequestId, reward: float) -> None:
+        row = self.row(request)
+        if row is not None and "reward" not in row.columns:
+            self._table.extend({row.index: {"reward": reward}})
+
+    def feed(
+        self, action: act.Feed, prompt_ids: tuple[int, ...]
+    ) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
+        """Body and arrays of the message that gives a group to the learner."""
+        rows = self._rows(action.group, action.samples)
+        body = {
+            "lengths": [len(_array(row, "token_ids")) for row in rows],
+            "segments": [row.columns["segments"] for row in rows],
+            "rewards": [row.columns["reward"] for row in rows],
+            "truncated": [row.columns["finish"] == Finish.LENGTH.value for row in rows],
+        }
+        arrays = {
+            name: np.concatenate([_array(row, name) for row in rows])
+            for name in ("token_ids", "logprobs", "loss_mask")
+        }
+        arrays["prompt_ids"] = np.asarray(prompt_ids, dtype=np.int32)
+        return body, arrays
+
+    def trained(
+        self, group: GroupId, samples: tuple[int, ...], prompt: str, num_prompt: int
+    ) -> list[TrainedSample]:
+        return [
+            TrainedSample(
+                group=group,
+                sample=row.sample,
+                version=row.version,
+                num_prompt=num_prompt,
+                num_tokens=len(_array(row, "token_ids")),
+                reward=float(str(row.columns["reward"])),
+                finish=str(row.columns["finish"]),
+                text=str(row.columns["text"]),
+                prompt=prompt,
+                segments=len(_list(row, "segments")),
+            )
+            for row in self._rows(group, samples)
+        ]
+
+    def scored(self, group: GroupId) -> tuple[int, ...]:
+        rows = self._table.read(self._table.rows_of(group))
+        return tuple(sorted(row.sample for row in rows if "reward" in row.columns))
+
+    def num_tokens(self, group: GroupId) -> int:
+        rows = self._table.read(self._table.rows_of(group))
+        return sum(len(_array(row, "token_ids")) for row in rows)
+
+    def drop(self, group: GroupId) -> None:
+        self._table.drop(group)
+
+    def close(self) -> None:
+        self._table.close()
+
+    def _rows(self, group: GroupId, samples: tuple[int, ...]) -> list[Row]:
+        rows = {row.sample: row for row in self._table.read(self._table.rows_of(group))}
+        return [rows[sample] for sample in samples]
+
+
+def _array(row: Row, name: str) -> NDArray[Any]:
+    value = row.columns[name]
+    assert isinstance(value, np.ndarray)
+    return value
+
+
+def _list(row: Row, name: str) -> list[Any]:
+    value = row.columns[name]
+    assert isinstance(value, list)
+    return value

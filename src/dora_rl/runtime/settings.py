@@ -1,0 +1,111 @@
+"""From a configuration file to a resolved run: TOML, overrides, checks, and the core's numbers.
+
+Every mistake is one line that names the key and, for a misspelt one, the nearest that exists.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from dora_rl.config import RunConfig
+from dora_rl.core.params import Deadlines, Params
+from dora_rl.types import UserError
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a TOML file (or a run's config.json) and put `a.b=c` overrides in."""
+    if not path.is_file():
+        raise UserError(f"configuration {path} does not exist")
+    try:
+        text = path.read_text()
+        data = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: {error}") from None
+    for override in overrides:
+        _override(data, override)
+    return resolve(data, str(path))
+
+
+def resolve(data: dict[str, Any], where: str) -> RunConfig:
+    """Check every key and value."""
+    _check_keys(RunConfig, data, where, "")
+    try:
+        config = RunConfig.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        raise UserError(f"{where}: {key}: {first['msg']}") from None
+    core_params(config)
+    return config
+
+
+def _override(data: dict[str, Any], override: str) -> None:
+    key, sign, text = override.partition("=")
+    if not sign or "." not in key:
+        raise UserError(f"override {override!r}: write section.key=value")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    *sections, last = key.strip().split(".")
+    for section in sections:
+        data = data.setdefault(section, {})
+        if not isinstance(data, dict):
+            raise UserError(f"override {override!r}: {section} is not a section")
+    data[last] = value
+
+
+def _check_keys(kind: type[BaseModel], data: dict[str, Any], where: str, prefix: str) -> None:
+    for key, value in data.items():
+        if key not in kind.model_fields:
+            near = difflib.get_close_matches(key, kind.model_fields, n=1)
+            hint = f"; did you mean {prefix}{near[0]}?" if near else ""
+            raise UserError(f"{where}: unknown key {prefix}{key}{hint}")
+        inner = kind.model_fields[key].annotation
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            if not isinstance(value, dict):
+                raise UserError(f"{where}: {prefix}{key} is a section, not a value")
+            _check_keys(inner, value, where, f"{prefix}{key}.")
+
+
+def core_params(config: RunConfig) -> Params:
+    """What the core is told of a run."""
+    o = config.orchestration
+    params = Params(
+        mode=o.mode,
+        max_staleness=o.max_staleness,
+        batch_groups=o.batch_groups,
+        group_size=config.rollout.num_samples,
+        num_steps=o.num_steps,
+        inflight_groups=o.inflight_groups or max(1, 3 * o.batch_groups // 2),
+        ready_max=o.ready_max or 2 * o.batch_groups,
+        samples_min=o.samples_min,
+        updates_per_step=config.trainer.updates_per_step,
+        streaming=o.streaming,
+        kv_moves=o.kv_moves,
+        repartition=o.repartition,
+        level_running=o.level_running,
+        filter_equal=o.filter_equal,
+        filtered_max=o.filtered_max,
+        failed_share_max=o.failed_share_max,
+        attempts_max=o.attempts_max,
+        oversample=o.oversample,
+        fill_older_max=o.fill_older_max,
+        rebalance_period_s=o.rebalance_period_s,
+        deadlines=Deadlines(
+            report_s=o.report_timeout_s,
+            load_s=o.load_timeout_s,
+            move_s=o.move_timeout_s,
+            score_s=config.reward.timeout_s * 1.5 + 10,
+            trainer_s=o.trainer_timeout_s,
+        ),
+    )
+    params.validate()
+    return params
