@@ -18,6 +18,7 @@ MEANS = (
     "ppo_kl",
     "entropy",
     "mismatch_kl",
+    "mismatch_abs",
     "clip_ratio/low",
     "clip_ratio/high",
     "correction/weight_mean",

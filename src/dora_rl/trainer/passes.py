@@ -93,6 +93,7 @@ def _meter(
     train = inputs.old_logprobs_T if recomputed else inputs.logprobs_T
     gap = kl_k3(inputs.rollout_logprobs_T, train)
     meters.add_sum("mismatch_kl", gap.sum(), n)
+    meters.add_sum("mismatch_abs", (inputs.rollout_logprobs_T - train).abs().sum(), n)
     meters.add_sum("ppo_kl", kl_k3(inputs.old_logprobs_T, inputs.logprobs_T).sum(), n)
     for name, mark in (("low", output.clipped_low_T), ("high", output.clipped_high_T)):
         if mark is not None:

@@ -22,7 +22,8 @@ def kl_k2(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
 def kl_k3(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
     """k3 = exp(d) − d − 1 with d = log π_ref − log π_θ: unbiased, never negative."""
     d = ref_logprobs_T - logprobs_T
-    return d.exp() - d - 1.0
+    # expm1 keeps the digits that exp(d) − 1 loses for small d.
+    return torch.expm1(d) - d
 
 
 KL = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
