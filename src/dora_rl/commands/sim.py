@@ -16,7 +16,9 @@ SUMMARY = "compare the modes on a testbed, in simulation"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     testbed.add_arguments(parser)
     parser.add_argument("--mode", default="all", help="all, or one or more of " + ", ".join(Mode))
-    parser.add_argument("--split", type=int, help="GPUs that generate (default: search the best)")
+    parser.add_argument(
+        "--split", type=int, metavar="N", help="GPUs that generate (default: search the best)"
+    )
     parser.add_argument(
         "--match",
         action="append",

@@ -17,10 +17,16 @@ _WORKERS_MAX = 8
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("preset", metavar="PRESET", help="testbed: paper-64, moe-agentic, small, …")
-    parser.add_argument("--gpus", type=_count, help="number of GPUs; the batch stays as it is")
-    parser.add_argument("--seed", type=int, default=0, help="of the response lengths (default 0)")
-    parser.add_argument("--steps", type=_count, help="training steps to simulate")
-    parser.add_argument("--batch-scale", type=float, default=1.0, help="scale the batch by this")
+    parser.add_argument(
+        "--gpus", type=_count, metavar="N", help="number of GPUs; the batch stays as it is"
+    )
+    parser.add_argument(
+        "--seed", type=int, metavar="N", default=0, help="of the response lengths (default 0)"
+    )
+    parser.add_argument("--steps", type=_count, metavar="N", help="training steps to simulate")
+    parser.add_argument(
+        "--batch-scale", type=float, metavar="X", default=1.0, help="scale the batch by this"
+    )
     parser.add_argument(
         "--set",
         dest="settings",
@@ -33,7 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-kv-moves", action="store_true", help="re-prefill instead of moving")
     parser.add_argument("--no-repartition", action="store_true", help="no proportional partition")
     parser.add_argument("--no-streaming", action="store_true", help="train on whole batches only")
-    parser.add_argument("--jobs", type=_count, help="simulations at once (default: one per core)")
+    parser.add_argument(
+        "--jobs", type=_count, metavar="N", help="simulations at once (default: one per core)"
+    )
 
 
 def _count(text: str) -> int:

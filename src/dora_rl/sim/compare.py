@@ -15,7 +15,7 @@ from pathlib import Path
 from dora_rl.sim.flows import Flow, Job, See, conduct
 from dora_rl.sim.presets import COLOCATED, Preset, world_spec
 from dora_rl.sim.run import ModeResult
-from dora_rl.sim.split import best_of, nearest_to, search_split, splits_of
+from dora_rl.sim.split import balanced_split, best_of, nearest_to, search_split, splits_of
 from dora_rl.types import Mode, UserError
 
 
@@ -71,7 +71,10 @@ def _flow(preset: Preset, mode: Mode, options: CompareOptions) -> Flow[Outcome]:
         return Outcome(result)
     share = (options.shares or {}).get(mode)
     tried = yield from search_split(
-        splits_of(preset), lambda split: replace(job, rollout_devices=split), share
+        splits_of(preset),
+        balanced_split(preset),
+        lambda split: replace(job, rollout_devices=split),
+        share,
     )
     best = main = best_of(tried)[0]
     if share is not None:

@@ -16,7 +16,7 @@ from dora_rl.sim.flows import Flow, Job, See, conduct
 from dora_rl.sim.plan_result import Candidate, Change, Knobs, PlanResult, consequences, explain
 from dora_rl.sim.presets import Preset, world_spec
 from dora_rl.sim.run import ModeResult
-from dora_rl.sim.split import best_of, search_split, splits_of
+from dora_rl.sim.split import balanced_split, best_of, search_split, splits_of
 from dora_rl.types import Mode
 
 __all__ = ["Candidate", "Change", "Knobs", "PlanResult", "plan"]
@@ -78,7 +78,9 @@ class _Search:
         """The best split at the preset's own K and groups in flight."""
         start = Knobs(0, self.preset.max_staleness, self.preset.inflight_share)
         found = yield from search_split(
-            splits_of(self.preset), lambda split: self.job(replace(start, rollout_devices=split))
+            splits_of(self.preset),
+            balanced_split(self.preset),
+            lambda split: self.job(replace(start, rollout_devices=split)),
         )
         for split, result in found.items():
             self.tried[replace(start, rollout_devices=split)] = result

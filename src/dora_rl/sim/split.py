@@ -2,19 +2,23 @@
 
 Throughput has one peak over the split (too few generate, or too few train), and the share of a
 step in which only rollout works falls as devices move to rollout. So both the best split and the
-one with a given rollout-only share are found by narrowing a coarse grid.
+one with a given rollout-only share are found by narrowing the gaps between a few first guesses,
+laid around the split at which decoding and training would take equally long.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from dora_rl.sim.flows import Flow, Job
-from dora_rl.sim.presets import Preset
+from dora_rl.sim.lengths import mean_of
+from dora_rl.sim.presets import Preset, world_spec
 from dora_rl.sim.run import ModeResult
+from dora_rl.types import Mode
 
-_GRID = 5
 _CHOICES_MAX = 32
+_REACH = 0.12  # of the choices, on both sides of the first guess
 
 
 def splits_of(preset: Preset) -> list[int]:
@@ -25,12 +29,35 @@ def splits_of(preset: Preset) -> list[int]:
     return every[stride - 1 :: stride]
 
 
+def balanced_split(preset: Preset) -> int:
+    """Where full decode slots and the trainer need the same time for a step; a guess, no run."""
+    choices = splits_of(preset)
+    spec = world_spec(preset, Mode.MULTI_VERSION, 0, choices[0])
+    _, instance, cost = spec.instances[0]
+    context, slots = instance.kv_tokens_max / instance.slots_max, instance.slots_max
+    per_request_s = cost.engine.host_s_per_request + cost.flops_s_per_request()
+    per_request_s += context * cost.kv_s_per_token()
+    decode_s = cost.step_base_s() + cost.weights_s(slots) + slots * per_request_s
+    num_trajectories = preset.batch_groups * preset.group_size
+    response = mean_of(preset.lengths)
+
+    def step_s(split: int) -> float:
+        train = replace(spec.train, num_devices=preset.num_devices - split)
+        tokens = num_trajectories * (preset.prompt_tokens + response)
+        rollout_s = (
+            num_trajectories * response * decode_s / slots / (split / preset.tensor_parallel)
+        )
+        return max(rollout_s, tokens / train.tokens_per_s() + train.update_s())
+
+    return min(choices, key=step_s)
+
+
 def search_split(
-    choices: Sequence[int], job_of: Callable[[int], Job], share: float | None = None
+    choices: Sequence[int], guess: int, job_of: Callable[[int], Job], share: float | None = None
 ) -> Flow[dict[int, ModeResult]]:
     """Try splits until the best, and the one nearest to `share`, has no untried neighbour."""
     tried: dict[int, ModeResult] = {}
-    places = _spread(len(choices))
+    places = _first(len(choices), choices.index(guess))
     while places:
         results = yield [job_of(choices[place]) for place in places]
         tried.update(zip(places, results, strict=True))
@@ -41,10 +68,9 @@ def search_split(
     return {choices[place]: tried[place] for place in sorted(tried)}
 
 
-def _spread(count: int) -> list[int]:
-    if count <= _GRID + 1:
-        return list(range(count))
-    return sorted({(2 * i + 1) * count // (2 * _GRID) for i in range(_GRID)})
+def _first(count: int, guess: int) -> list[int]:
+    reach = max(1, round(_REACH * count))
+    return sorted({max(0, guess - reach), guess, min(count - 1, guess + reach)})
 
 
 def _around_best(tried: dict[int, ModeResult], count: int) -> set[int]:

@@ -14,16 +14,20 @@ from dora_rl.sim.plan import Knobs, _Search, plan
 from dora_rl.sim.plan_result import Candidate, Change, consequences, explain
 from dora_rl.sim.presets import PRESETS
 from dora_rl.sim.run import ModeResult
-from dora_rl.sim.split import best_of, nearest_to, search_split, splits_of
+from dora_rl.sim.split import balanced_split, best_of, nearest_to, search_split, splits_of
 from dora_rl.types import Mode
 
 SMALL = PRESETS["small"]
 PAPER_64 = PRESETS["paper-64"]
 
 
-def search(rates: list[float], shares: list[float], share: float | None) -> dict[int, ModeResult]:
+def search(
+    rates: list[float], shares: list[float], share: float | None, guess: int = 0
+) -> dict[int, ModeResult]:
     """Drive the search over made-up results; split n has rates[n] and shares[n]."""
-    flow = search_split(range(len(rates)), lambda n: Job(SMALL, Mode.MULTI_VERSION, 0, n), share)
+    flow = search_split(
+        range(len(rates)), guess, lambda n: Job(SMALL, Mode.MULTI_VERSION, 0, n), share
+    )
     jobs = next(flow)
     while True:
         places = [job.rollout_devices or 0 for job in jobs]
@@ -42,7 +46,8 @@ def test_search_finds_peak_and_share(data):
     cross = data.draw(st.integers(0, count - 1))
     rates = [1000.0 - abs(n - peak) for n in range(count)]
     shares = [max(0.0, 0.5 + (cross - n) / 1000) for n in range(count)]
-    tried = search(rates, shares, 0.5)
+    guess = data.draw(st.integers(0, count - 1))
+    tried = search(rates, shares, 0.5, guess)
     assert best_of(tried) == [peak]
     assert nearest_to(tried, 0.5) == [cross]
     assert len(tried) <= 5 + 6 * count.bit_length()
@@ -53,6 +58,12 @@ def test_search_without_a_share_tries_fewer():
     shares = [1 - n / 63 for n in range(63)]
     without, with_share = search(rates, shares, None), search(rates, shares, 0.9)
     assert best_of(without) == [20] and len(without) < len(with_share) < 25
+
+
+def test_the_first_guess_is_near_the_best_split():
+    assert 24 <= balanced_split(PAPER_64) <= 36  # 28 is the best in simulation
+    tried = search([100.0 - abs(n - 20) for n in range(63)], [0.5] * 63, None, guess=19)
+    assert best_of(tried) == [20] and len(tried) <= 10
 
 
 def test_search_reaches_the_ends():
