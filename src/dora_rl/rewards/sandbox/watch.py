@@ -1,0 +1,129 @@
+"""Watching a run from outside until nothing of it is left, and judging how it ended.
+
+Memory, CPU time and output are summed over all processes of the run; passing a bound kills its
+init, and with that everything. Invariant: `until_ended` returns only when the run is dead.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from dora_rl.rewards.sandbox.limits import End, Limits, Run
+
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+WATCHED_MAX = 4096
+# The first look comes soon, because memory fills at gigabytes a second; then ever rarer.
+TICK_S_MIN, TICK_S_MAX = 0.01, 0.04
+GRACE_S = 2.0  # for init to report after the wall limit
+
+
+def until_ended(pid: int, pidfd: int, outputs: Sequence[int], limits: Limits) -> End | None:
+    """Why we killed it, or None if it ended by itself (or by its own init, for time)."""
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    begin_s, tick_s = time.monotonic(), TICK_S_MIN
+    reason: End | None = None
+    while not poll.poll(tick_s * 1000):
+        tick_s = min(tick_s * 1.5, TICK_S_MAX)
+        if reason is None:
+            reason = _passed_bound(pid, outputs, limits)
+            if reason is None and time.monotonic() - begin_s > limits.wall_s + GRACE_S:
+                reason = End.TIME
+        if reason is not None:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+    return reason
+
+
+def _passed_bound(pid: int, outputs: Sequence[int], limits: Limits) -> End | None:
+    if any(os.fstat(fd).st_size > limits.output_bytes_max for fd in outputs):
+        return End.OUTPUT
+    cpu_s, memory_bytes = usage_of(pid)
+    if memory_bytes > limits.memory_total_bytes_max:
+        return End.MEMORY
+    return End.CPU if cpu_s > limits.cpu_s else None
+
+
+def usage_of(pid: int) -> tuple[float, int]:
+    """CPU seconds and resident bytes of the tree below `pid`. What ends meanwhile is left out;
+    its parent counts its time."""
+    ticks, pages, num_seen = 0, 0, 0
+    waiting = [pid]
+    while waiting and num_seen < WATCHED_MAX:
+        place = f"/proc/{waiting.pop()}"
+        num_seen += 1
+        with suppress(FileNotFoundError, ProcessLookupError):
+            with open(f"{place}/stat", "rb") as file:
+                # Fields after the command name, which may hold spaces and brackets.
+                fields = file.read().rpartition(b")")[2].split()
+            with open(f"{place}/statm", "rb") as file:
+                pages += int(file.read().split()[1])
+            ticks += sum(map(int, fields[11:15]))
+            for thread in os.listdir(f"{place}/task"):
+                with open(f"{place}/task/{thread}/children", "rb") as file:
+                    waiting += map(int, file.read().split())
+    return ticks / TICKS_PER_S, pages * PAGE_BYTES
+
+
+def read_status(pipe: int) -> dict[str, Any]:
+    """What init wrote before it ended; empty if it did not."""
+    os.set_blocking(pipe, False)
+    text = b""
+    with suppress(BlockingIOError):
+        while more := os.read(pipe, 65536):
+            text += more
+    return json.loads(text) if text else {}
+
+
+def read_text(fd: int, bytes_max: int) -> str:
+    return os.pread(fd, bytes_max, 0).decode(errors="replace")
+
+
+def verdict(
+    report: Mapping[str, Any],
+    stopped: End | None,
+    over: bool,
+    texts: Sequence[str],
+    limits: Limits,
+    wall_s: float,
+) -> Run:
+    stdout, stderr = texts
+    status = report.get("exit")
+    number = report.get("signal", 0)
+    end = stopped or _end(report, stderr)
+    if over and stopped is None:
+        end = End.OUTPUT
+    if "broken" in report:
+        stderr += f"\nsandbox: {report['broken']}"
+    return Run(
+        end=end,
+        exit_status=status if isinstance(status, int) else -number,
+        stdout=stdout,
+        stderr=stderr,
+        wall_s=wall_s,
+        cpu_s=report.get("cpu_s", 0.0),
+        passed=tuple(report.get("passed", ())),
+    )
+
+
+def _end(report: Mapping[str, Any], stderr: str) -> End:
+    if not report or "broken" in report:
+        return End.LOST
+    if report["signal"] in (signal.SIGXCPU,):
+        return End.CPU
+    if report["signal"]:
+        return End.SIGNAL
+    if report["exit"] is None:
+        return End.TIME
+    if report["exit"] == 0:
+        return End.OK
+    last = stderr.rstrip().rpartition("\n")[2]
+    return End.MEMORY if last.startswith("MemoryError") else End.FAILED

@@ -1,0 +1,253 @@
+"""The zygote: a warm interpreter inside the view that makes one process tree for each request.
+
+Runs without any package and without the user's environment. It parses nothing: a request is four
+file descriptors that go straight to the new init. One thread only, because `clone` is not for
+more. Invariant: nothing of one run (processes, files, memory) is there in the next.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import resource
+import signal
+import socket
+import sys
+import time
+from contextlib import suppress
+from typing import Any, NoReturn
+
+from dora_rl.rewards.sandbox import kernel, program, seccomp, view
+
+NUM_FDS = 4  # request, stdout, stderr, status
+WARM = (
+    "bisect cmath collections.abc copy ctypes dataclasses datetime decimal enum fractions "
+    "functools heapq itertools json math operator queue random re signal statistics string struct "
+    "typing unittest"
+)
+NAMESPACES = kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWIPC
+STACK_BYTES = 64 << 20
+REPORT_BYTES_MAX = 1 << 20
+
+
+def main(door: int, setup: str) -> None:
+    """Serve requests from the socket `door` until its other end closes."""
+    options: dict[str, Any] = json.loads(setup)
+    peer = socket.socket(fileno=door)
+    proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    sys.path[:] = [*sys.path, *options["import_paths"]]
+    for name in (*WARM.split(), *options["preload"]):
+        importlib.import_module(name)
+    isolated: bool = options["isolated"]
+    try:
+        if isolated:
+            view.enter(options["base"], options["readable"], proc)
+    except OSError as error:
+        peer.send(f"cannot isolate: {error.strerror}".encode())
+        return
+    # Ended runs need no burial, and `pidfd` tells the other side of their end.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    gc.freeze()
+    peer.send(b"ready")
+    while True:
+        _, fds, _, _ = socket.recv_fds(peer, 1, NUM_FDS)
+        if len(fds) != NUM_FDS:
+            return
+        _start(peer, fds, proc, isolated)
+
+
+def _start(peer: socket.socket, fds: list[int], proc: int, isolated: bool) -> None:
+    ids = os.geteuid(), os.getegid()
+    try:
+        pid = kernel.clone(NAMESPACES if isolated else 0)
+    except OSError as error:
+        peer.send(f"cannot start: {error.strerror}".encode())
+        pid = -1
+    if pid == 0:
+        peer.close()
+        _init(fds, proc, ids, isolated)
+    if pid > 0:
+        pidfd = os.pidfd_open(pid)
+        socket.send_fds(peer, [b"run %d" % pid], [pidfd])
+        os.close(pidfd)
+    for fd in fds:
+        os.close(fd)
+
+
+def _init(fds: list[int], proc: int, ids: tuple[int, int], isolated: bool) -> NoReturn:
+    """Process 1 of the run. Whatever goes wrong here must not return into the zygote's loop."""
+    request, _, _, status = fds
+    try:
+        kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        with open(request, "rb") as file:
+            asked = json.loads(file.read())
+        if isolated:
+            _make_private(proc, ids, asked["limits"]["files_bytes_max"])
+        else:
+            kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
+        os.close(proc)
+        report = _supervise(asked, fds)
+        if not isolated:
+            _kill_children()
+        os.write(status, json.dumps(report).encode())
+    except BaseException as error:  # noqa: BLE001 - told to the parent, then the run is over
+        os.write(status, json.dumps({"broken": f"{type(error).__name__}: {error}"}).encode())
+    os._exit(0)
+
+
+def _make_private(proc: int, ids: tuple[int, int], bytes_max: int) -> None:
+    view.map_ids(proc, *ids)
+    flags = kernel.MS_NOSUID | kernel.MS_NODEV
+    for place in ("/tmp", "/dev/shm"):
+        kernel.mount("tmpfs", place, "tmpfs", flags, f"size={bytes_max},nr_inodes=4096,mode=755")
+
+
+def _supervise(asked: dict[str, Any], fds: list[int]) -> dict[str, Any]:
+    """Start the program, wait until it ends or its time is over, say what happened."""
+    os.chdir(asked["workdir"])
+    with open(".stdin", "w", encoding="utf-8", errors="surrogateescape") as file:
+        file.write(asked["stdin"])
+    tests_read, tests_write = os.pipe()
+    report_read, report_write = os.pipe()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+    begin_s = time.monotonic()
+    pid = os.fork()
+    if pid == 0:
+        _become_program(asked, fds, tests_read, report_write)
+    kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
+    kernel.drop_capabilities()
+    os.close(tests_read)
+    os.close(report_write)
+    # Tests arrive only once the program's own code is through; see `program.run`.
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    feeder = _Feeder(tests_write, json.dumps({k: asked[k] for k in ("tests", "token")}).encode())
+    ended = _wait(pid, begin_s + asked["limits"]["wall_s"], feeder)
+    passed = _read_report(report_read, asked)
+    report = {"wall_s": time.monotonic() - begin_s, "passed": passed, "exit": None, "signal": 0}
+    if ended is not None:
+        status, usage = ended
+        report["cpu_s"] = usage.ru_utime + usage.ru_stime
+        if os.WIFSIGNALED(status):
+            report["signal"] = os.WTERMSIG(status)
+        else:
+            report["exit"] = os.WEXITSTATUS(status)
+    return report
+
+
+class _Feeder:
+    """Writes the tests into a pipe that may be smaller than they are, and never blocks."""
+
+    def __init__(self, fd: int, data: bytes) -> None:
+        self._fd, self._rest = fd, memoryview(data)
+        os.set_blocking(fd, False)
+
+    def feed(self) -> bool:
+        """True while there is something left to write."""
+        if self._fd < 0:
+            return False
+        with suppress(BlockingIOError):
+            try:
+                while self._rest:
+                    self._rest = self._rest[os.write(self._fd, self._rest) :]
+            except BrokenPipeError:
+                self._rest = self._rest[:0]
+        if not self._rest:
+            os.close(self._fd)
+            self._fd = -1
+        return self._fd >= 0
+
+
+def _wait(pid: int, end_s: float, feeder: _Feeder) -> tuple[int, Any] | None:
+    """The program's status and usage; None when its time is over. Also buries orphans."""
+    while True:
+        try:
+            found, status, usage = os.wait4(-1, os.WNOHANG)
+        except ChildProcessError:
+            return None
+        if found == pid:
+            return status, usage
+        if found:
+            continue
+        left_s = end_s - time.monotonic()
+        if left_s <= 0:
+            return None
+        signal.sigtimedwait({signal.SIGCHLD}, min(left_s, 0.01) if feeder.feed() else left_s)
+
+
+def _read_report(fd: int, asked: dict[str, Any]) -> list[bool]:
+    os.set_blocking(fd, False)
+    text = b""
+    with suppress(BlockingIOError):
+        while len(text) < REPORT_BYTES_MAX and (more := os.read(fd, 65536)):
+            text += more
+    lines = set(text.decode(errors="replace").splitlines())
+    return [f"{asked['token']} {index}" in lines for index in range(len(asked["tests"]))]
+
+
+def _become_program(asked: dict[str, Any], fds: list[int], tests: int, report: int) -> NoReturn:
+    try:
+        _, stdout, stderr, _ = fds
+        os.setsid()
+        stdin = os.open(".stdin", os.O_RDONLY)
+        # First up and out of the way, then down to their places.
+        high = [os.dup2(fd, 100 + n) for n, fd in enumerate((stdin, stdout, stderr, tests, report))]
+        for place, fd in enumerate(high):
+            os.dup2(fd, place)
+        kernel.close_from(len(high))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.environ.clear()
+        os.environ.update(PATH="/usr/bin:/bin", HOME=asked["workdir"], LANG="C.UTF-8")
+        _limit(asked["limits"])
+        kernel.drop_capabilities()
+        seccomp.install()
+    except BaseException as error:  # noqa: BLE001 - must not return into init's code
+        os.write(2, f"sandbox: {type(error).__name__}: {error}".encode())
+        os._exit(125)
+    code = asked["code"]
+    # The tests are not to be found in the frames below the program's.
+    asked.clear()
+    program.run(code, 3, 4)
+
+
+def _limit(limits: dict[str, Any]) -> None:
+    cpu_s = max(1, int(limits["cpu_s"] + 0.999))
+    size = max(limits["files_bytes_max"], limits["output_bytes_max"])
+    bounds = {
+        resource.RLIMIT_AS: limits["memory_bytes_max"],
+        resource.RLIMIT_NPROC: limits["processes_max"] + 1,  # init counts too
+        resource.RLIMIT_FSIZE: size,
+        resource.RLIMIT_NOFILE: limits["open_files_max"],
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_MEMLOCK: 0,
+        resource.RLIMIT_MSGQUEUE: 0,
+        resource.RLIMIT_RTPRIO: 0,
+        resource.RLIMIT_SIGPENDING: 256,
+    }
+    for kind, value in bounds.items():
+        _, hard = resource.getrlimit(kind)
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(kind, (value, value))
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))
+    _, hard = resource.getrlimit(resource.RLIMIT_STACK)
+    stack = STACK_BYTES if hard == resource.RLIM_INFINITY else min(STACK_BYTES, hard)
+    resource.setrlimit(resource.RLIMIT_STACK, (stack, stack))
+
+
+def _kill_children() -> None:
+    """Without a pid namespace: everything that was started comes back to us, and dies."""
+    for _ in range(1000):
+        path = f"/proc/self/task/{os.getpid()}/children"
+        with open(path) as file:
+            pids = [int(word) for word in file.read().split()]
+        if not pids:
+            return
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            with suppress(ChildProcessError):
+                os.waitpid(pid, 0)
