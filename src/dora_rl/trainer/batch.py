@@ -34,7 +34,7 @@ class Sample:
 
     @property
     def num_trained(self) -> int:
-        return sum(1 for m in self.loss_mask if m)
+        return len(self.loss_mask) - list(self.loss_mask).count(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +78,14 @@ def sample_fault(prompt_ids: Sequence[int], sample: Sample, tokens_max: int, voc
         return "nothing_to_train"
     if len(prompt_ids) + len(sample.token_ids) > tokens_max:
         return "too_long"
-    if not all(0 <= i < vocab for i in (*prompt_ids, *sample.token_ids)):
+    ids = (*prompt_ids, *sample.token_ids)
+    if min(ids) < 0 or max(ids) >= vocab:
         return "token_out_of_range"
-    trained = zip(sample.logprobs, sample.loss_mask, strict=True)
-    if not all(math.isfinite(p) for p, m in trained if m):
-        return "non_finite_logprob"
+    # The sum is the quick test; tokens that are not trained on may have any log-prob.
+    if not math.isfinite(sum(sample.logprobs)):
+        trained = zip(sample.logprobs, sample.loss_mask, strict=True)
+        if not all(math.isfinite(p) for p, m in trained if m):
+            return "non_finite_logprob"
     return ""
 
 

@@ -97,7 +97,8 @@ class _Chunked(torch.autograd.Function):
         g_lp, g_ent = grads
         cast = weight.to(states.dtype)
         grad_states = torch.empty_like(states) if ctx.needs_input_grad[0] else None
-        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        wanted = ctx.needs_input_grad[1]
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wanted else None
         for start in range(0, states.shape[0], ctx.chunk):
             at = slice(start, start + ctx.chunk)
             logits = _logits(states[at], cast, ctx.temperature)
@@ -109,6 +110,8 @@ class _Chunked(torch.autograd.Function):
                 torch.mm(grad, cast, out=grad_states[at])
             if grad_weight is not None:
                 grad_weight += grad.t() @ states[at]
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight.dtype)
         return grad_states, grad_weight, None, None, None
 
 

@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dora_rl.trainer import advantages as adv
+from dora_rl.trainer.batch import GroupBatch, Sample
+from dora_rl.trainer.documents import collate, document_of
 from dora_rl.trainer.packing import document_cost, pack_balanced, pack_stream, quadratic_tokens
 
 lengths = st.lists(st.integers(1, 300), max_size=60)
@@ -53,6 +55,39 @@ def test_balancing_counts_attention() -> None:
     assert max(cost) < 1.1 * min(cost)
     tokens = [sum(lengths[i] for i in p) for p in packs]
     assert tokens[0] != tokens[1]
+
+
+@st.composite
+def samples(draw: st.DrawFn) -> list[tuple[list[int], Sample]]:
+    """Responses with holes in their masks, each after its own prompt."""
+    out = []
+    for _ in range(draw(st.integers(1, 5))):
+        prompt = draw(st.lists(st.integers(0, 9), min_size=1, max_size=4))
+        ids = draw(st.lists(st.integers(0, 9), min_size=1, max_size=9))
+        mask = [draw(st.integers(0, 1)) for _ in ids]
+        mask[draw(st.integers(0, len(ids) - 1))] = 1
+        logprobs = [-0.5 * (i + 1) for i in range(len(ids))]
+        out.append((prompt, Sample(ids, logprobs, mask, 1.0)))
+    return out
+
+
+@given(rows=samples())
+def test_a_pack_holds_exactly_the_trained_tokens(rows: list[tuple[list[int], Sample]]) -> None:
+    documents = [document_of(GroupBatch(0, 0, p, (s,)), s, 1.0) for p, s in rows]
+    pack = collate(documents, torch.device("cpu"))
+    want, start = [], 0
+    for i, (prompt, s) in enumerate(rows):
+        full = [*prompt, *s.token_ids]
+        for t, m in enumerate(s.loss_mask):
+            if m:
+                row = start + len(prompt) + t - 1
+                want.append((row, s.token_ids[t], i, s.logprobs[t]))
+        assert pack.token_ids_T[start : start + len(full)].tolist() == full
+        start += len(full)
+    rollout = pack.gather([d.rollout_logprobs for d in documents])
+    columns = (pack.rows_N, pack.target_N, pack.sequence_N, rollout)
+    assert list(zip(*(c.tolist() for c in columns), strict=True)) == want
+    assert [d.num_trained for d in documents] == [s.num_trained for _, s in rows]
 
 
 rewards = st.lists(st.floats(-5, 5, allow_nan=False), min_size=1, max_size=8)
