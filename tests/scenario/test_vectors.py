@@ -29,7 +29,7 @@ def group_on(hand: Hand, name: str, nth: int = 0) -> int:
     return list(hand.state.instances[name].requests)[nth].group
 
 
-def lose_helper(hand: Hand) -> list[act.Action]:
+def lose_x(hand: Hand) -> list[act.Action]:
     """The instance `X` dies. Groups without attempts left fail and their prompts are issued again.
 
     This makes room for several new groups in one event.
@@ -81,7 +81,7 @@ def test_figure_6_is_one_load_balancing_action() -> None:
         assert figure.versions()[name] == version
         assert figure.running()[name] == sorted(paper[r] for r in running)
 
-    actions = lose_helper(hand)
+    actions = lose_x(hand)
     issued = only(actions, act.IssueGroup)
     moves = only(actions, act.Move)
     for move in moves:
@@ -124,21 +124,21 @@ class Figure5:
         for name in ("S0", "S1", "E3"):
             hand.join(name, 1, versions=(0,))
         hand.join("X", 5, versions=(0,), resident_max=3)
-        self.one_step_by_helper()
+        self.one_step_on_x()
         for name in ("S2", "S3"):
             hand.join(name, 1, versions=(1,))
             hand.complete(group_on(hand, "X"))  # its place is taken on this instance
         hand.load_all()
-        self.one_step_by_helper()
-        lose_helper(hand)
+        self.one_step_on_x()
+        lose_x(hand)
         hand.join("X", 5, versions=(1,))
-        lose_helper(hand)
+        lose_x(hand)
         hand.join("E3", 1, versions=(0,), elastic=True)  # goes on with its request
         for name in ("E0", "E1", "E2"):
             hand.join(name, 1, versions=(2,), elastic=True)
         self.paper = {prompt: group_on(hand, slot) for slot, (prompt, _) in facts["start"].items()}
 
-    def one_step_by_helper(self) -> None:
+    def one_step_on_x(self) -> None:
         """Short groups on X fill the step being filled; everything else goes on running."""
         hand = self.hand
         step = hand.state.filling

@@ -209,7 +209,7 @@ def _change(counts: tuple[int, ...], version: int, by: int) -> tuple[int, ...]:
 
 @pytest.mark.parametrize(
     ("staleness", "batch", "last"),
-    [(0, 1, 3), (0, 3, 3), (1, 1, 4), (1, 2, 3), (2, 1, 4), (2, 2, 2), (3, 1, 4)],
+    [(0, 1, 3), (0, 3, 3), (1, 1, 4), (1, 3, 4), (2, 1, 4), (2, 3, 4), (3, 2, 5), (4, 1, 6)],
 )
 def test_no_order_of_events_misses_a_deadline_or_leaves_anything_over(
     staleness: int, batch: int, last: int

@@ -38,7 +38,7 @@ def test_log_normal_has_the_quantiles_of_a_normal_distribution_of_logarithms() -
         assert quantile == pytest.approx(math.log(5e6) + sigmas * 1.5, abs=0.01)
 
 
-@pytest.mark.parametrize(("mean", "sigma"), [(50, 0.3), (2400, 1.3), (5_000, 1.6)])
+@pytest.mark.parametrize(("mean", "sigma"), [(2400, 1.3), (5_000, 1.6)])
 def test_log_normal_with_a_mean_has_that_mean_after_cutting(mean: float, sigma: float) -> None:
     model = LogNormal.with_mean(mean, sigma, 30_720)
     assert mean_of(model) == pytest.approx(mean, rel=0.02)
