@@ -59,7 +59,7 @@ class CudaRunner:
         self.depth = 1 if options.async_steps else 0
         self.on_gpu = options.device.startswith("cuda")
         if self.on_gpu:
-            torch.cuda.set_device(torch.device(options.device))
+            torch.cuda.set_device(torch.device(options.device).index or 0)
         check_memory(spec, options)
         self.weights = ModelWeights(spec, options.versions_max, options.device, options.dtype)
         self.num_blocks = derive_num_blocks(spec, options)
