@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NoReturn, Protocol
 
 from dora_rl import __version__
-from dora_rl.commands import audit, plan, replay, sim, train
+from dora_rl.commands import audit, check, eval, export, plan, replay, sft, sim, train
 from dora_rl.commands.nearest import hint
 from dora_rl.types import UserError
 
@@ -29,11 +29,15 @@ class Command(Protocol):
 
 
 COMMANDS: dict[str, Command] = {
+    "check": check,
+    "sft": sft,
     "train": train,
     "sim": sim,
     "plan": plan,
     "audit": audit,
     "replay": replay,
+    "eval": eval,
+    "export": export,
 }
 
 

@@ -1,0 +1,60 @@
+"""`dora-rl check [CONFIG]`: what this machine has, and what a configuration would do on it.
+
+0: fine, 1: something does not fit. Starts no worker and leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from dora_rl.commands.files import prepare_output, write_json
+
+SUMMARY = "say what this machine has and what a configuration would do on it"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", type=Path, nargs="?", help="a TOML file or a run's config.json")
+    parser.add_argument("overrides", nargs="*", help="section.key=value")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
+
+
+def run(args: argparse.Namespace) -> int:
+    from dora_rl.runtime.machine import look
+
+    prepare_output(args.json)
+    machine = look()
+    for line in machine.lines():
+        print(line)
+    document: dict[str, Any] = {"machine": asdict(machine)}
+    problems: list[str] = []
+    if args.config is not None:
+        plan, described = _plan(args, machine)
+        document["plan"] = plan
+        problems = list(plan["problems"])
+        for line in described:
+            print(line)
+    for problem in problems:
+        print(f"problem: {problem}")
+    if args.config is not None and not problems:
+        print("this run fits")
+    if args.json is not None:
+        write_json(args.json, document)
+    return 1 if problems else 0
+
+
+def _plan(args: argparse.Namespace, machine: Any) -> tuple[dict[str, Any], list[str]]:
+    """Every check of `train`, then the forecast."""
+    from dora_rl.runtime.machine import forecast
+    from dora_rl.runtime.prepare import prepare
+    from dora_rl.runtime.settings import load_config
+
+    config = load_config(args.config, args.overrides)
+    prepared = prepare(config)
+    plan = forecast(config, machine)
+    transfer = prepared.layout.transfer_root
+    if transfer.is_dir() and not any(transfer.iterdir()):
+        transfer.rmdir()  # the layout makes it for a run
+    return asdict(plan), [*prepared.describe(), *plan.lines()]

@@ -1,0 +1,50 @@
+"""`dora-rl eval RUN_OR_MODEL`: held-out accuracy of one version, greedy, sampled and pass@k."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from dora_rl.commands.files import prepare_output, write_json
+from dora_rl.types import UserError
+
+SUMMARY = "evaluate a run's weights or a model on held-out prompts"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", type=Path, metavar="RUN_OR_MODEL", help="a run or a model")
+    parser.add_argument("overrides", nargs="*", help="section.key=value of the configuration")
+    parser.add_argument(
+        "--config", type=Path, help="data, reward and sampling (default: those of the run)"
+    )
+    parser.add_argument("--step", default="last", metavar="N|best|last", help="which weights")
+    parser.add_argument("--num-prompts", type=int, metavar="N", help="held-out prompts")
+    parser.add_argument("--samples", type=int, metavar="K", help="sampled answers per prompt")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
+
+
+def run(args: argparse.Namespace) -> int:
+    from dora_rl.runtime.evaluate_once import evaluate_once
+    from dora_rl.runtime.run_models import find_model, is_run
+    from dora_rl.runtime.settings import load_config
+
+    prepare_output(args.json)
+    for name in ("num_prompts", "samples"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} must be at least 1")
+    found = find_model(args.model, args.step)
+    if args.config is None and not is_run(args.model):
+        raise UserError(f"{args.model} is a model; add --config FILE.toml with data and reward")
+    config = load_config(args.config or args.model / "config.json", args.overrides)
+    figures = evaluate_once(
+        config,
+        found,
+        num_prompts=args.num_prompts or config.evaluation.num_prompts,
+        num_samples=args.samples or config.evaluation.num_samples,
+    )
+    print(found.label)
+    for name, value in figures.items():
+        print(f"  {name:14} {value:.4g}")
+    if args.json is not None:
+        write_json(args.json, {"model": found.label, "version": found.version, **figures})
+    return 0

@@ -1,0 +1,159 @@
+"""Which weights a run directory or a model directory stands for, and how to write them out.
+
+Reads only; a run may still be going on. Invariant: what is found is complete: checkpoints and
+sealed versions appear under their names only when every byte is there.
+
+    find_model(Path("runs/quickstart"), "last")   newest sealed version or checkpoint
+    find_model(Path("runs/quickstart"), "best")   the checkpoint with the best evaluation
+    find_model(Path("Qwen3-0.6B"))                a Hugging Face directory, as it is
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dora_rl.types import UserError, Version
+
+if TYPE_CHECKING:
+    from dora_rl.config import RunConfig
+    from dora_rl.runtime.weights import SealedFile
+
+FALLBACK_METRIC = "eval/sampled"  # where the configured one was never measured
+
+
+@dataclass(frozen=True, slots=True)
+class FoundModel:
+    """`directory` has config and tokenizer; the weights are `sealed`, or lie in `directory`."""
+
+    label: str
+    version: Version
+    directory: Path
+    sealed: SealedFile | None = None
+
+    @property
+    def source(self) -> Any:
+        """What `Engine.load` takes."""
+        return self.directory if self.sealed is None else self.sealed
+
+
+def is_run(path: Path) -> bool:
+    """A run directory has an event log; its config.json has the sections of a run."""
+    if (path / "events").is_dir():
+        return True
+    config = path / "config.json"
+    if not config.is_file():
+        return False
+    try:
+        return "orchestration" in json.loads(config.read_text())
+    except ValueError:
+        return False
+
+
+def run_config(run: Path) -> RunConfig:
+    from dora_rl.runtime.settings import load_config
+
+    if not is_run(run):
+        raise UserError(f"{run} is not a run directory (no events/)")
+    return load_config(run / "config.json")
+
+
+def find_model(path: Path, step: str = "last") -> FoundModel:
+    """The weights that `path` and `step` name. `step`: last, best, or a number."""
+    if not path.is_dir():
+        raise UserError(f"{path} is neither a run nor a model directory")
+    if not is_run(path):
+        if not (path / "config.json").is_file():
+            raise UserError(f"{path} has no config.json; give a run or a Hugging Face directory")
+        if step != "last":
+            raise UserError(f"--step {step}: {path} is a model directory; only a run has steps")
+        return FoundModel(f"model {path}", 0, path)
+    found = _in_run(path)
+    if not found:
+        raise UserError(f"{path} has no checkpoint and no sealed weights yet")
+    if step == "last":
+        return found[max(found)]
+    version = _best(path, found) if step == "best" else _number(step, found)
+    return found[version]
+
+
+def _in_run(run: Path) -> dict[Version, FoundModel]:
+    """Every version that is still there; a checkpoint is preferred to sealed weights."""
+    from dora_rl.runtime.weights import DiskWeightStore
+
+    config = run_config(run)
+    found: dict[Version, FoundModel] = {}
+    if (run / "weights").is_dir():
+        store = DiskWeightStore(run / "weights")
+        for version in store.versions():
+            label = f"version {version} of {run} (sealed)"
+            sealed = store.open(version)
+            found[version] = FoundModel(label, version, Path(config.model.path), sealed)
+    for saved in _checkpoints(run, config).saved():
+        version = saved.step + 1
+        label = f"version {version} of {run} ({saved.path.name})"
+        found[version] = FoundModel(label, version, saved.path)
+    return found
+
+
+def _checkpoints(run: Path, config: RunConfig) -> Any:
+    from dora_rl.trainer.checkpoint import Checkpoints
+    from dora_rl.trainer.options import CheckpointOptions, from_section
+
+    return Checkpoints(run / "checkpoints", from_section(CheckpointOptions, config.checkpoint))
+
+
+def _number(step: str, found: dict[Version, FoundModel]) -> Version:
+    there = ", ".join(str(version) for version in sorted(found))
+    if not step.isdigit():
+        raise UserError(f"--step {step!r}: give a number of steps trained, best or last")
+    if int(step) not in found:
+        raise UserError(f"--step {step}: the run keeps only the weights after steps {there}")
+    return int(step)
+
+
+def _best(run: Path, found: dict[Version, FoundModel]) -> Version:
+    """By the rating beside a checkpoint, else by what metrics.jsonl says of versions still here."""
+    config = run_config(run)
+    best = _checkpoints(run, config).best()
+    if best is not None:
+        return best.step + 1
+    scores = _scores(run, config.checkpoint.best_metric) or _scores(run, FALLBACK_METRIC)
+    kept = {version: score for version, score in scores.items() if version in found}
+    if not kept:
+        raise UserError(f"--step best: no version that {run} still keeps was evaluated; use last")
+    sign = 1.0 if config.checkpoint.best_is_max else -1.0
+    return max(kept, key=lambda version: (sign * kept[version], -version))
+
+
+def _scores(run: Path, metric: str) -> dict[Version, float]:
+    path = run / "metrics.jsonl"
+    if not path.is_file():
+        return {}
+    lines = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+    return {line["version"]: line[metric] for line in lines if metric in line}
+
+
+def export_model(found: FoundModel, out: Path, shard_bytes_max: int = 4 << 30) -> None:
+    """Write a complete Hugging Face directory, or nothing."""
+    from dora_rl.trainer.checkpoint import copy_side_files, write_atomically
+    from dora_rl.trainer.weights import tensor_files, write_model
+
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} is not an empty directory; choose another")
+    sealed = found.sealed
+
+    def fill(target: Path) -> None:
+        copy_side_files(found.directory, target)
+        if sealed is not None:
+            write_model(target, sealed.tensors(), shard_bytes_max)
+            return
+        files = {*tensor_files(found.directory).values()}
+        files |= {*found.directory.glob("*.index.json")}
+        for file in sorted(files):
+            shutil.copy2(file, target / file.name)
+
+    write_atomically(out, fill)
