@@ -67,10 +67,12 @@ class SparseMlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         share, expert = self.gate(x)
-        t, k = expert.shape
-        order = expert.reshape(-1).argsort(stable=True)
-        count_E = torch.bincount(expert.reshape(-1), minlength=self.num_experts)
-        token = order // k
+        flat = expert.reshape(-1)
+        order = flat.argsort(stable=True)
+        # Not bincount: its output size is unknown to the compiler.
+        count_E = torch.zeros(self.num_experts, dtype=torch.int64, device=x.device)
+        count_E = count_E.index_add(0, flat, torch.ones_like(flat))
+        token = order // expert.shape[1]
         y = self.experts(x.index_select(0, token), count_E)
         y = y * share.reshape(-1).index_select(0, order)[:, None]
-        return torch.zeros_like(x).index_add(0, token, y) if t else x
+        return torch.zeros_like(x).index_add(0, token, y)

@@ -159,6 +159,33 @@ def test_chunks_change_nothing(temperature: float) -> None:
             assert a is not None and b is not None and torch.allclose(a, b, atol=1e-4)
 
 
+@pytest.mark.full
+def test_all_layers_share_one_compiled_body(model_dir: Path) -> None:
+    """What is compiled on a GPU has no graph break, and neither another layer nor another number
+    of tokens compiles it again. In float64, which takes the GPU's plain formulas on a CPU too."""
+    from torch._dynamo.utils import counters
+
+    policy, plain = (
+        load_policy(model_dir, TrainerOptions(device="cpu", attention="loop")).double()
+        for _ in range(2)
+    )
+    policy.compute_dtype = plain.compute_dtype = torch.float64
+    torch._dynamo.reset()
+    counters.clear()
+    how = {"dynamic": True, "fullgraph": True, "backend": "aot_eager"}
+    for layer in policy.model.layers:  # type: ignore[union-attr]
+        layer.before = torch.compile(layer._before, **how)
+        layer.after = torch.compile(layer._after, **how)
+    docs, target = documents()
+    for num in (2, 5, len(docs)):
+        ids, lengths = torch.cat(docs[:num]), LENGTHS[:num]
+        args = (ids, Layout(lengths, CPU), torch.arange(len(ids)), target[: len(ids)])
+        got, want = policy(*args).logprobs_N, plain(*args).logprobs_N
+        assert (got - want).abs().max() < 1e-5
+        got.sum().backward()
+    assert counters["stats"]["unique_graphs"] == 2
+
+
 def test_shards_are_read_back(model_dir: Path, tmp_path: Path) -> None:
     policy = load_policy(model_dir, TrainerOptions(device="cpu"))
     tensors = dict(named_weights(policy))
