@@ -119,7 +119,7 @@ def on_loaded(
 def _level(state: State, inst: Instance, live: Live, now: float, out: list[Action]) -> None:
     """Take running requests over from the donor until the two are level."""
     donor = state.instances.get(inst.donor or "")
-    if donor is None or donor.id not in live.holders or live.num_pending:
+    if donor is None or donor.id not in live.holders or live.num_pending or not inst.awake:
         return
     gap = donor.load - inst.load
     if gap <= state.params.level_slack * donor.slots_max:

@@ -85,7 +85,7 @@ def core_params(config: RunConfig) -> Params:
         group_size=config.rollout.num_samples,
         num_steps=o.num_steps,
         inflight_groups=o.inflight_groups or max(1, 3 * o.batch_groups // 2),
-        ready_max=o.ready_max or 2 * o.batch_groups,
+        ready_max=o.ready_max or max(1, o.batch_groups // 4),
         samples_min=o.samples_min,
         updates_per_step=config.trainer.updates_per_step,
         streaming=o.streaming,
