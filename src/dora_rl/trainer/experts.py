@@ -7,11 +7,16 @@ that were hit elsewhere.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dora_rl.trainer.architecture import Architecture
+
+# Public since torch 2.10; the private name is older.
+_grouped_mm: Any = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 
 
 class Router(nn.Module):
@@ -45,9 +50,9 @@ class Experts(nn.Module):
         down = self.down_proj.to(x.dtype)
         if x.is_cuda and x.dtype == torch.bfloat16:
             ends = count_E.cumsum(0).to(torch.int32)
-            hidden = F.grouped_mm(x, gate_up.transpose(1, 2), offs=ends)
+            hidden = _grouped_mm(x, gate_up.transpose(1, 2), offs=ends)
             gate, up = hidden.chunk(2, dim=-1)
-            return F.grouped_mm(F.silu(gate) * up, down.transpose(1, 2), offs=ends)
+            return _grouped_mm(F.silu(gate) * up, down.transpose(1, 2), offs=ends)
         out = []
         for expert, rows in enumerate(x.split(count_E.tolist())):
             if rows.shape[0]:
