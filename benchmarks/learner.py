@@ -190,9 +190,9 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, float | str]:
         "step_s": best,
         "tokens_per_s": sum(tokens) / best,
         "tflops": flops / best / 1e12,
-        "mfu": flops / best / (args.peak_tflops * 1e12),
     }
     if learner.device.type == "cuda":
+        row["mfu"] = flops / best / (args.peak_tflops * 1e12)
         row["memory_gib_max"] = torch.cuda.max_memory_allocated() / 2**30
     if args.padded:
         row["padded_s"] = time_padded(learner, groups, args.repeats)
@@ -300,7 +300,7 @@ def show(row: dict[str, float | str]) -> None:
     print(
         f"{row['model']:<12}{row['dtype']:<10}{row['pack_tokens']:>7}{row['tokens']:>9}"
         f"{number('step_s', '9.3f')}{number('tokens_per_s', '10.0f')}"
-        f"{number('tflops', '9.2f')}{number('mfu', '7.1%')}"
+        f"{number('tflops', '9.3f')}{number('mfu', '7.1%'):>7}"
         f"{number('memory_gib_max', '9.1f'):>9}{number('padded_s', '9.3f'):>9}"
         f"{number('speedup_over_padding', '8.2f'):>8}{number('gap_mean', '10.1e'):>10}"
         f"{number('gap_max', '10.1e'):>10}",
@@ -310,6 +310,8 @@ def show(row: dict[str, float | str]) -> None:
 
 def main() -> int:
     args = arguments()
+    if args.threads:
+        torch.set_num_threads(args.threads)
     machine = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
     print(f"{machine}, torch {torch.__version__}, {torch.get_num_threads()} threads, "
           f"{args.samples} responses, mean {args.mean}, longest {args.longest}")  # fmt: skip
