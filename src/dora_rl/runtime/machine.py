@@ -17,10 +17,25 @@ from dora_rl.config import RunConfig
 from dora_rl.runtime.weights import SHARED_MEMORY
 
 GIB = 1 << 30
-LIBRARIES = (
-    "torch transformers tokenizers safetensors peft pyarrow datasets math-verify matplotlib ray "
-    "vllm flash-attn starlette tensorboard wandb mlflow trackio"
-).split()
+LIBRARIES = [
+    "torch",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "peft",
+    "pyarrow",
+    "datasets",
+    "math-verify",
+    "matplotlib",
+    "ray",
+    "vllm",
+    "flash-attn",
+    "starlette",
+    "tensorboard",
+    "wandb",
+    "mlflow",
+    "trackio",
+]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,326 @@
+"""The paradigms compared: every mode trains for real, on the same cores, seeds, model and task.
+
+Each mode first runs briefly on every split of the cores that it can use and keeps the fastest; then
+all seeds run with that split. Modes that alternate (sync, partial, replication) give every core to
+both phases; the others share the cores between instances and learner. Every run is a process of its
+own (`dora-rl train`), so that nothing is warm for one and cold for another; the final weights are
+evaluated after the run, never beside it. Never changes what a mode does: only `rollout` and
+`trainer` threads, seeds, steps and the mode differ between runs.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dora_rl.config import RunConfig
+from dora_rl.runtime.bench_log import Window, run_figures
+from dora_rl.runtime.settings import resolve
+from dora_rl.types import Mode, UserError
+
+ALTERNATING = (Mode.SYNC, Mode.PARTIAL, Mode.REPLICATION)
+START_UP_STEPS = 3
+RUN_TIMEOUT_S = 1800.0
+SAMPLE_S = 0.25
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How the cores are used: `Split(2, 1, 2)` is two instances of one thread, learner with two."""
+
+    num_instances: int
+    threads: int
+    learner_threads: int
+
+    def __str__(self) -> str:
+        return f"{self.num_instances}x{self.threads}+{self.learner_threads}"
+
+
+def splits_of(mode: Mode, num_cores: int) -> tuple[Split, ...]:
+    """The stated sweep.
+
+    >>> [str(split) for split in splits_of(Mode.SYNC, 2)]
+    ['2x1+2', '1x2+2']
+    """
+    if mode in ALTERNATING:
+        found = (Split(num_cores, 1, num_cores), Split(1, num_cores, num_cores))
+    else:
+        half = max(1, num_cores // 2)
+        found = (
+            Split(half, 1, max(1, num_cores - half)),
+            Split(num_cores, 1, max(1, num_cores - half)),
+            Split(num_cores, 1, num_cores),
+        )
+    return tuple(dict.fromkeys(found))
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One row of the comparison: a mode, or an ablation of one, with what it changes."""
+
+    name: str
+    mode: Mode
+    changes: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
+
+
+# Flips and moves only happen where an instance cannot hold every live version, so two of the
+# ablations start from one resident version, as in the paper.
+ONE_RESIDENT = {"rollout": {"versions_max": 1}}
+ABLATIONS = (
+    Case("no streaming", Mode.MULTI_VERSION, {"orchestration": {"streaming": False}}),
+    Case("one resident version", Mode.MULTI_VERSION, ONE_RESIDENT),
+    Case(
+        "one resident, no KV moves",
+        Mode.MULTI_VERSION,
+        ONE_RESIDENT | {"orchestration": {"kv_moves": False}},
+    ),
+    Case(
+        "one resident, no repartition",
+        Mode.MULTI_VERSION,
+        ONE_RESIDENT | {"orchestration": {"repartition": False}},
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class BenchOptions:
+    modes: Sequence[Mode]
+    seeds: Sequence[int]
+    num_steps: int
+    sweep_steps: int
+    folder: Path
+    ablations: bool = False
+    num_eval_prompts: int = 400
+    num_cores: int = 0  # 0: all that may be used
+    split: Split | None = None  # given: no sweep
+
+
+def case_config(
+    config: RunConfig, case: Case, split: Split, seed: int, num_steps: int, run_dir: Path
+) -> RunConfig:
+    """The configuration of one run."""
+    data = config.model_dump(mode="json")
+    changes: dict[str, dict[str, Any]] = {
+        "orchestration": {"mode": case.mode.value, "num_steps": num_steps},
+        "rollout": {"num_instances": split.num_instances, "threads": split.threads},
+        "trainer": {"threads": split.learner_threads, "seed": seed},
+        # Held-out prompts are answered after the run; beside it they would take its cores.
+        "data": {"seed": seed, "eval": []},
+        "logging": {"rollouts": False, "progress": False},
+        "checkpoint": {"every_steps": 0},
+        "runtime": {"seed": seed, "run_dir": str(run_dir)},
+    }
+    for part in (changes, case.changes):
+        for section, values in part.items():
+            data[section] |= values
+    return resolve(data, "bench")
+
+
+class CpuMeter(threading.Thread):
+    """CPU seconds of a process and all its descendants, sampled; children that end are kept."""
+
+    def __init__(self, pid: int) -> None:
+        super().__init__(daemon=True)
+        self._pid = pid
+        self._ended = threading.Event()
+        self._last: dict[int, float] = {}
+        self.samples: list[tuple[float, float]] = []
+
+    def run(self) -> None:
+        while not self._ended.wait(SAMPLE_S):
+            self._last |= _cpu_of_tree(self._pid)
+            self.samples.append((time.monotonic(), sum(self._last.values())))
+
+    def end(self) -> None:
+        self._ended.set()
+        self.join()
+
+    def between(self, begin: float, end: float) -> float:
+        """CPU seconds per second of wall time in a stretch of monotonic time."""
+        inside = [sample for sample in self.samples if begin <= sample[0] <= end]
+        if len(inside) < 2:
+            return 0.0
+        (t0, c0), (t1, c1) = inside[0], inside[-1]
+        return (c1 - c0) / (t1 - t0)
+
+
+def _cpu_of_tree(root: int) -> dict[int, float]:
+    parents: dict[int, int] = {}
+    cpu: dict[int, float] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                rest = (entry / "stat").read_text().rpartition(")")[2].split()
+            except (FileNotFoundError, ProcessLookupError):
+                continue  # it ended while we looked
+            pid = int(entry.name)
+            parents[pid] = int(rest[1])
+            cpu[pid] = (int(rest[11]) + int(rest[12])) / TICKS_PER_S
+    found: dict[int, float] = {}
+    for pid in parents:
+        at = pid
+        while at in parents and at != root:
+            at = parents[at]
+        if at == root:
+            found[pid] = cpu[pid]
+    return found
+
+
+class Bench:
+    """All runs of one comparison; `see` is told of each as it ends."""
+
+    def __init__(
+        self, config: RunConfig, options: BenchOptions, see: Callable[[str, dict[str, Any]], None]
+    ) -> None:
+        self.config, self.options, self._see = config, options, see
+        cores = sorted(os.sched_getaffinity(0))
+        self.cores = cores[: options.num_cores or len(cores)]
+        # Every child inherits it, and the layout counts the cores it may use.
+        os.sched_setaffinity(0, self.cores)
+        self._difficulty = _difficulties(config)
+        staleness = config.orchestration.max_staleness
+        self.window = Window.of(options.num_steps, staleness, START_UP_STEPS)
+        self.sweep_window = Window.of(options.sweep_steps, staleness, START_UP_STEPS)
+
+    def run(self) -> dict[str, Any]:
+        options = self.options
+        cases = [Case(mode.value, mode) for mode in options.modes]
+        rows = []
+        for case in cases:
+            split, tried = self._best_split(case)
+            runs = [self._one(case, split, seed, options.num_steps) for seed in options.seeds]
+            rows.append(_row(case, split, tried, runs))
+        splits = {row["name"]: row for row in rows}
+        if options.ablations and Mode.MULTI_VERSION.value in splits:
+            parts = splits[Mode.MULTI_VERSION.value]["split_parts"]
+            for case in ABLATIONS:
+                split = Split(*parts)
+                runs = [self._one(case, split, seed, options.num_steps) for seed in options.seeds]
+                rows.append(_row(case, split, {}, runs))
+        return {
+            "cores": len(self.cores),
+            "seeds": list(options.seeds),
+            "steps": options.num_steps,
+            "window": [self.window.first, self.window.last],
+            "model": self.config.model.path,
+            "rows": rows,
+        }
+
+    def _best_split(self, case: Case) -> tuple[Split, dict[str, float]]:
+        if self.options.split is not None:
+            return self.options.split, {}
+        splits = splits_of(case.mode, len(self.cores))
+        seed = self.options.seeds[0]
+        tried = {
+            split: self._one(case, split, seed, self.options.sweep_steps, sweep=True)
+            for split in splits
+        }
+        best = max(tried, key=lambda split: tried[split]["tokens_per_s"])
+        return best, {str(split): run["tokens_per_s"] for split, run in tried.items()}
+
+    def _one(
+        self, case: Case, split: Split, seed: int, num_steps: int, *, sweep: bool = False
+    ) -> dict[str, Any]:
+        name = f"{case.name.replace(' ', '_').replace(',', '')}-{split}-{seed}"
+        run_dir = self.options.folder / ("sweep" if sweep else "runs") / name
+        if (run_dir / "events").exists():
+            raise UserError(f"{run_dir} already holds a run; choose another --runs folder")
+        run_dir.mkdir(parents=True, exist_ok=True)
+        config = case_config(self.config, case, split, seed, num_steps, run_dir)
+        meter = _train(config, run_dir)
+        window = self.sweep_window if sweep else self.window
+        figures = run_figures(run_dir, window, self._difficulty)
+        cpu = meter.between(figures.pop("begin"), figures.pop("end"))
+        figures["device_idle_ratio"] = max(0.0, 1 - cpu / len(self.cores))
+        if not sweep and self.config.data.eval:
+            figures["eval"] = self._evaluate(run_dir)
+        figures |= {"seed": seed, "split": str(split), "load_1m": os.getloadavg()[0]}
+        self._see(f"{case.name} {split} seed {seed}{' (sweep)' if sweep else ''}", figures)
+        return figures
+
+    def _evaluate(self, run_dir: Path) -> dict[str, float]:
+        from dora_rl.runtime.evaluate_once import evaluate_once
+        from dora_rl.runtime.run_models import find_model
+
+        num = self.options.num_eval_prompts
+        return evaluate_once(self.config, find_model(run_dir), num_prompts=num, num_samples=1)
+
+
+def _train(config: RunConfig, run_dir: Path) -> CpuMeter:
+    """One run to its end, in a process of its own."""
+    path = run_dir / "bench.json"
+    path.write_text(config.model_dump_json(indent=1))
+    with (run_dir / "train.log").open("wb") as log:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "dora_rl.cli", "train", str(path)], stdout=log, stderr=log
+        )
+        meter = CpuMeter(child.pid)
+        meter.start()
+        try:
+            status = child.wait(RUN_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            raise UserError(f"{run_dir} did not end within {RUN_TIMEOUT_S:.0f} s") from None
+        finally:
+            if child.poll() is None:
+                child.terminate()
+                child.wait()
+            meter.end()
+    if status != 0:
+        last = (run_dir / "train.log").read_text().strip().splitlines()[-1:]
+        raise UserError(f"{run_dir} ended with status {status}: {' '.join(last)}")
+    return meter
+
+
+def _difficulties(config: RunConfig) -> Callable[[int], float | None]:
+    """The expected length of a prompt's answer, where the data has a `difficulty` column."""
+    from dora_rl.data.prompts import open_prompts
+    from dora_rl.runtime.prepare import open_tokenizer
+
+    tokenizer = open_tokenizer(Path(config.model.path), config.model.trust_remote_code)
+    source = open_prompts(config.data, tokenizer)
+
+    def difficulty(index: int) -> float | None:
+        value = source.prompt(index).columns.get("difficulty")
+        return float(value) if isinstance(value, int | float) else None
+
+    return difficulty
+
+
+def _row(
+    case: Case, split: Split, tried: dict[str, float], runs: list[dict[str, Any]]
+) -> dict[str, Any]:
+    mean = {
+        key: sum(run[key] for run in runs) / len(runs)
+        for key, value in runs[0].items()
+        if isinstance(value, int | float) and all(run[key] is not None for run in runs)
+    }
+    if "eval" in runs[0]:
+        mean["eval_sampled"] = sum(run["eval"]["sampled"] for run in runs) / len(runs)
+        mean["eval_greedy"] = sum(run["eval"]["greedy"] for run in runs) / len(runs)
+    return {
+        "name": case.name,
+        "mode": case.mode.value,
+        "split": str(split),
+        "split_parts": [split.num_instances, split.threads, split.learner_threads],
+        "tried": tried,
+        "mean": mean,
+        "runs": runs,
+    }
+
+
+def ratios(result: dict[str, Any]) -> dict[str, float]:
+    """Tokens/s of multi-version over each other mode: means over the seeds."""
+    speed = {row["name"]: row["mean"]["tokens_per_s"] for row in result["rows"]}
+    ours = speed.get(Mode.MULTI_VERSION.value)
+    if ours is None:
+        return {}
+    others = (mode.value for mode in Mode if mode is not Mode.MULTI_VERSION)
+    return {name: ours / speed[name] for name in others if name in speed}
