@@ -20,7 +20,7 @@ from typing import Any
 from dora_rl.sim.compare import CompareOptions, Comparison, compare
 from dora_rl.sim.flows import Flow, Job, conduct
 from dora_rl.sim.presets import PRESETS, Preset, scaled
-from dora_rl.sim.report import as_json, published, published_shares, rows_of, split_text
+from dora_rl.sim.report import as_json, published, published_shares, row_split, rows_of, split_text
 from dora_rl.sim.run import ModeResult
 from dora_rl.types import Mode
 
@@ -85,7 +85,7 @@ def paper_table(comparison: Comparison, others: dict[Mode, list[ModeResult]]) ->
         rows.append(
             [
                 row.mode.value,
-                f"{split_text(result)} ({row.kind})",
+                row_split(row),
                 f"{known.step_s / 60:.2f}" if known else "–",
                 f"{result.step_s / 60:.2f}",
                 f"{result.step_s / known.step_s - 1:+.1%}" if known else "–",
@@ -137,7 +137,7 @@ def prediction_table(comparisons: Sequence[Comparison]) -> str:
                 [
                     str(comparison.preset.num_devices),
                     row.mode.value,
-                    f"{split_text(result)} ({row.kind})",
+                    row_split(row),
                     f"{result.step_s / 60:.2f}",
                     f"{result.rollout_only_share:.0%}",
                     f"{result.tokens_per_s:,.0f}",

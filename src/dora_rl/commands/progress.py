@@ -12,7 +12,7 @@ from dora_rl.sim.flows import Job, See
 from dora_rl.sim.report import duration, split_text
 from dora_rl.sim.run import ModeResult
 
-_WIDTH_MIN = 140
+_WIDTH_MIN = 120
 
 
 def console() -> Console:

@@ -1,16 +1,24 @@
-"""`dora-rl train CONFIG.toml a.b=c --resume --dry-run`: train on this machine."""
+"""`dora-rl train CONFIG.toml a.b=c --resume --dry-run`: train on this machine.
+
+Exit status: 0 all steps are trained, 2 the input is wrong, 3 stopped and resumable, 130 cut off by
+a second signal (resumable too).
+"""
 
 from __future__ import annotations
 
 import argparse
 import signal
+import sys
 import threading
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dora_rl.types import UserError
+if TYPE_CHECKING:
+    from dora_rl.runtime.local import LocalRun
+    from dora_rl.runtime.prepare import Prepared
 
 SUMMARY = "train a model: dora-rl train CONFIG.toml section.key=value ..."
+STOPPED = 3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,29 +30,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from dora_rl.runtime.prepare import prepare
+    from dora_rl.runtime.resume import check_run_dir, check_same_data, check_same_run, write_config
     from dora_rl.runtime.settings import load_config
 
     config = load_config(args.config, args.overrides)
+    run_dir = Path(config.runtime.run_dir)
+    check_run_dir(run_dir, resume=args.resume)
+    if args.resume:
+        check_same_run(config, run_dir)
     prepared = prepare(config)
     if args.dry_run:
         for line in prepared.describe():
             print(line)
         return 0
-    run_dir = Path(config.runtime.run_dir)
-    if args.resume and not (run_dir / "events").is_dir():
-        raise UserError(f"{run_dir} holds no run to resume")
-    if not args.resume and (run_dir / "events").is_dir():
-        raise UserError(
-            f"{run_dir} already holds a run; add --resume, or set runtime.run_dir=DIRECTORY"
-        )
     run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / "config.json").write_text(config.model_dump_json(indent=1))
+    check_same_data(prepared.train, run_dir)
+    write_config(config, run_dir)
     summary, done, reason = _train(prepared, resume=args.resume)
+    if not done:
+        print(f"dora-rl: stopped: {reason}", file=sys.stderr)
+        print(f"go on with  dora-rl train {run_dir}/config.json --resume", file=sys.stderr)
+        return STOPPED
     _report(run_dir, summary, reason)
-    return 0 if done else 3
+    return 0
 
 
-def _train(prepared: Any, *, resume: bool) -> tuple[dict[str, Any], bool, str]:
+def _train(prepared: Prepared, *, resume: bool) -> tuple[dict[str, Any], bool, str]:
     from dora_rl.commands.train_progress import Progress
     from dora_rl.runtime.local import LocalRun
 
@@ -57,21 +68,24 @@ def _train(prepared: Any, *, resume: bool) -> tuple[dict[str, Any], bool, str]:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, on_signal)
-    config = prepared.config
-    local = LocalRun(
-        config,
-        prepared.layout,
-        prepared.train,
-        prepared.evaluation,
-        prepared.decode,
-        resume=resume,
-    )
-    progress = Progress(local, show=config.logging.progress)
-    with progress:
-        try:
-            stop = local.run(interrupted.is_set)
-        finally:
-            summary = local.close()
+    config, layout = prepared.config, prepared.layout
+    data = (prepared.train, prepared.evaluation, prepared.decode)
+    local = LocalRun(config, layout, *data, resume=resume)
+    try:
+        with Progress(local, show=config.logging.progress):
+            return _until_closed(local, interrupted)
+    except KeyboardInterrupt:
+        local.crew.kill_all()
+        raise
+
+
+def _until_closed(
+    local: LocalRun, interrupted: threading.Event
+) -> tuple[dict[str, Any], bool, str]:
+    try:
+        stop = local.run(interrupted.is_set)
+    finally:
+        summary = local.close()
     return summary, stop.done, stop.reason
 
 

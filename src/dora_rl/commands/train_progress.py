@@ -25,6 +25,7 @@ class Progress:
         self._show = show
         self._began = time.monotonic()
         run.on_step = self._step
+        run.on_wait = self._tell
 
     def __enter__(self) -> Progress:
         if self._show and self._console.is_terminal:
@@ -62,6 +63,12 @@ class Progress:
             else:
                 text = "  ".join(f"{k[5:]} {v:.3f}" for k, v in line.items() if "length" not in k)
                 self._console.print(f"evaluation  {text}", highlight=False)
+
+    def _tell(self, lines: list[str]) -> None:
+        """Something the user should know now: a watchdog's words, a repair."""
+        if self._show:
+            for line in lines:
+                self._console.print(line, highlight=False, soft_wrap=True)
 
     def _table(self) -> Table:
         state, lines = self._run.state, self._lines

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from dora_rl.sim.compare import Comparison
 from dora_rl.sim.presets import COLOCATED
-from dora_rl.sim.report import Row, rows_of, split_text
+from dora_rl.sim.report import Row, row_split, rows_of, unit_of
 from dora_rl.sim.run import ModeResult
 from dora_rl.sim.timeline import Bar
 from dora_rl.types import Mode, UserError
@@ -113,9 +113,7 @@ def _charts(comparison: Comparison) -> list[ModeResult]:
 
 
 def _label(row: Row) -> str:
-    return f"{row.mode.value}\n{split_text(row.result)}" + (
-        f" ({row.kind})" if row.kind != "shared" else ""
-    )
+    return f"{row.mode.value}\n{row_split(row)}"
 
 
 def _bar_axes(axes: Axes, rows: Sequence[Row], title: str) -> None:
@@ -129,7 +127,7 @@ def _bar_axes(axes: Axes, rows: Sequence[Row], title: str) -> None:
 
 
 def _step_bars(axes: Axes, rows: Sequence[Row]) -> None:
-    unit_s, unit = _unit(max(row.result.step_s for row in rows))
+    unit_s, unit = unit_of(max(row.result.step_s for row in rows))
     steps = [row.result.step_s / unit_s for row in rows]
     alone = [row.result.rollout_only_share * step for row, step in zip(rows, steps, strict=True)]
     rest = [step - part for step, part in zip(steps, alone, strict=True)]
@@ -175,16 +173,12 @@ def _marks(axes: Axes, values: Sequence[float]) -> None:
         axes.scatter(across, places, marker="D", s=26, color=_INK, zorder=3, label="published")
 
 
-def _unit(longest_s: float) -> tuple[float, str]:
-    return (60.0, "minutes") if longest_s >= 120 else (1.0, "seconds")
-
-
 def _gantts(
     figure: Figure, grid: Any, charts: Sequence[ModeResult], comparison: Comparison
 ) -> None:
     begin = min(_steady_s(result, comparison.preset.warmup_steps) for result in charts)
     span = _STEPS_SHOWN * max(result.step_s for result in charts)
-    unit_s, unit = _unit(span)
+    unit_s, unit = unit_of(span)
     shown: set[int] = set()
     axes: Axes | None = None
     for place, result in enumerate(charts, start=1):

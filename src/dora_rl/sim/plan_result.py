@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from dora_rl.sim.report import duration, percent, split_text
@@ -140,10 +141,10 @@ def _effect(best: Candidate, result: ModeResult) -> str:
 def plan_table(plan: PlanResult) -> Table:
     """The best settings, best first."""
     title = f"{plan.preset}: {plan.gpus} GPUs, seed {plan.seed}, {plan.num_runs} settings tried"
-    table = Table(title=title)
+    table = Table(title=title, box=SIMPLE_HEAD)
     for head in ("rollout + train", "K", "in flight", "tokens/s", "step", "trainer busy"):
         table.add_column(head, justify="right")
-    for head in ("decode busy", "slots used", "staleness mean, max"):
+    for head in ("decode busy", "slots used", "staleness, max"):
         table.add_column(head, justify="right")
     for candidate in plan.top:
         result = candidate.result

@@ -6,9 +6,11 @@ they are shown beside the simulated ones and used for nothing but choosing the s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from dora_rl.sim.compare import Comparison, Outcome
@@ -121,76 +123,98 @@ def _kind(mode: Mode, outcome: Outcome) -> str:
         return "shared" if mode in COLOCATED else "given"
     same = outcome.best.split == outcome.main.split
     if outcome.matched:
-        return "matched, best" if same else "matched"
+        return "both" if same else "matched"
     return "best"
 
 
+def row_split(row: Row) -> str:
+    """`28 + 36 matched`, or `all 64`."""
+    kind = "" if row.kind == "shared" else f" {row.kind}"
+    return split_text(row.result) + kind
+
+
+def _table(title: str, heads: Sequence[str]) -> Table:
+    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("\nmode", no_wrap=True)
+    for head in heads:
+        table.add_column(head, justify="right", no_wrap=True)
+    return table
+
+
 def speed_table(comparison: Comparison) -> Table:
-    """How fast each mode is, beside the paper's figures where there are any."""
+    """How fast each mode is, beside the published figures where there are any."""
     rows = rows_of(comparison)
     with_paper = any(row.paper is not None for row in rows)
+    unit_s, unit = unit_of(max(row.result.step_s for row in rows))
+    paper = ("\npaper",) if with_paper else ()
+    heads = ["rollout\n+ train", f"step,\n{unit}", *paper, "rollout\nonly", *paper]
     preset = comparison.preset
-    table = Table(title=f"{preset.name}: {preset.num_devices} GPUs, seed {comparison.seed}")
-    table.add_column("mode", no_wrap=True)
-    table.add_column("split", no_wrap=True)
-    heads = ["rollout + train", "step", "rollout only", "tokens/s", "×"]
-    if with_paper:
-        heads += ["paper: step", "rollout only", "tokens/s"]
-    for head in heads:
-        table.add_column(head, justify="right", no_wrap=head not in ("rollout + train",))
+    table = _table(
+        f"{preset.name}: {preset.num_devices} GPUs, seed {comparison.seed}",
+        [*heads, "\ntokens/s", *paper, "\n×"],
+    )
     first = rows[0].result.tokens_per_s
     for row in rows:
-        result = row.result
-        cells = [row.mode.value, row.kind, split_text(result), duration(result.step_s)]
-        cells += [percent(result.rollout_only_share), f"{result.tokens_per_s:,.0f}"]
-        cells.append(f"{result.tokens_per_s / first:.2f}")
-        if with_paper:
-            cells += _paper_cells(result, row.paper)
-        table.add_row(*cells)
+        cells = [
+            (f"{row.result.step_s / unit_s:.2f}", _step_of(row, unit_s)),
+            (percent(row.result.rollout_only_share), _share_of(row)),
+            (f"{row.result.tokens_per_s:,.0f}", _rate_of(row)),
+        ]
+        shown = [cell for pair in cells for cell in (pair if with_paper else pair[:1])]
+        ratio = f"{row.result.tokens_per_s / first:.2f}"
+        table.add_row(row.mode.value, row_split(row), *shown, ratio)
     if any(outcome.matched for outcome in comparison.outcomes.values()):
         table.caption = (
             "matched: the split whose rollout-only share is nearest to the one asked for; "
-            "best: the split with the most tokens/s"
+            "best: the split with the most tokens/s; both: they are the same"
         )
     return table
 
 
-def _paper_cells(result: ModeResult, paper: Published | None) -> list[str]:
-    if paper is None:
-        return ["", "", ""]
-    step, tokens = result.step_s / paper.step_s - 1, result.tokens_per_s / paper.tokens_per_s - 1
-    return [
-        f"{duration(paper.step_s)} ({step:+.0%})",
-        percent(paper.rollout_only_share),
-        f"{paper.tokens_per_s:,.0f} ({tokens:+.0%})",
-    ]
+def _step_of(row: Row, unit_s: float) -> str:
+    if row.paper is None:
+        return ""
+    return f"{row.paper.step_s / unit_s:.2f} {row.result.step_s / row.paper.step_s - 1:+.0%}"
+
+
+def _share_of(row: Row) -> str:
+    return percent(row.paper.rollout_only_share) if row.paper is not None else ""
+
+
+def _rate_of(row: Row) -> str:
+    if row.paper is None:
+        return ""
+    change = row.result.tokens_per_s / row.paper.tokens_per_s - 1
+    return f"{row.paper.tokens_per_s:,.0f} {change:+.0%}"
 
 
 def promise_table(comparison: Comparison) -> Table:
     """What each mode pays: idle devices, staleness, mixed or discarded data, moves."""
-    table = Table(title="what each mode leaves idle, gives up and moves")
-    table.add_column("mode", no_wrap=True)
-    table.add_column("split", no_wrap=True)
-    for head in (
-        "instances idle",
-        "trainer idle",
-        "staleness mean, max",
-        "mixed versions",
-        "tokens discarded",
-        "length bias",
-        "moves",
-        "KV moved",
-        "overhead",
-    ):
-        table.add_column(head, justify="right")
+    table = _table(
+        "what each mode leaves idle, gives up and moves",
+        [
+            "rollout\n+ train",
+            "inst.\nidle",
+            "trainer\nidle",
+            "stale-\nness",
+            "\nmax",
+            "\nmixed",
+            "tokens\ndropped",
+            "length\nbias",
+            "\nmoves",
+            "KV\nmoved",
+            "over-\nhead",
+        ],
+    )
     for row in rows_of(comparison):
         result = row.result
         table.add_row(
             row.mode.value,
-            row.kind,
+            row_split(row),
             percent(result.instance_idle_ratio),
             percent(result.trainer_idle_ratio),
-            f"{result.staleness_mean:.2f}, {result.staleness_max}",
+            f"{result.staleness_mean:.2f}",
+            str(result.staleness_max),
             percent(result.mixed_version_frac),
             amount(result.discarded_tokens),
             f"{result.length_bias:.2f}",
@@ -199,6 +223,11 @@ def promise_table(comparison: Comparison) -> Table:
             percent(result.overhead_share),
         )
     return table
+
+
+def unit_of(longest_s: float) -> tuple[float, str]:
+    """Seconds per unit of time to show, and its name."""
+    return (60.0, "min") if longest_s >= 120 else (1.0, "s")
 
 
 def split_text(result: ModeResult) -> str:
