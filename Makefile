@@ -9,7 +9,10 @@ SEED0 ?= 0
 .PHONY: quickstart setup test test-full check lint types soak clean
 
 quickstart: setup
-	$(BIN)/dora-rl sim paper-64 --mode all --picture runs/quickstart/sim.png --json runs/quickstart/sim.json
+	rm -rf runs/quickstart
+	$(BIN)/dora-rl train recipes/quickstart.toml
+	$(BIN)/dora-rl audit runs/quickstart
+	$(BIN)/dora-rl sim small --mode all --picture runs/quickstart/sim.png --json runs/quickstart/sim.json
 
 setup: $(STAMP)
 

@@ -186,9 +186,10 @@ def fill(state: State, live: Live, now: float, out: list[Action]) -> None:
             live.pending.popleft()
             continue
         inst = _place_for(state, live, request)
-        if inst is None:
+        room = _room_for(live, inst) if inst is not None else 0
+        if inst is None or room < 1:
             if state.params.mode is not Mode.PARTIAL or request.instance is None:
-                break
+                break  # the next ones would find nothing either
             stuck.append(request)  # only its own instance may continue it
             live.pending.popleft()
             continue
@@ -196,8 +197,17 @@ def fill(state: State, live: Live, now: float, out: list[Action]) -> None:
         if request.instance is not None:
             _restart_parked(state, request, inst, now, out)
         else:
-            _dispatch(state, live, request, inst, out)
+            _dispatch(state, live, request, inst, room, out)
     live.pending.extendleft(request.id for request in reversed(stuck))
+
+
+def _room_for(live: Live, inst: Instance) -> int:
+    """Slots to give out now: while others are loading the version, not more than a fair share."""
+    if not live.coming:
+        return inst.slots_free
+    share = -(-live.num_active // (len(live.holders) + len(live.coming)))
+    held = inst.held[live.version]
+    return min(inst.slots_free, share - held.num - held.incoming)
 
 
 def _place_for(state: State, live: Live, request: Request) -> Instance | None:
@@ -224,8 +234,10 @@ def _restart_parked(
     attach(state, request, inst)
 
 
-def _dispatch(state: State, live: Live, first: Request, inst: Instance, out: list[Action]) -> None:
-    """Start `first` and the pending samples of its group behind it, as many as there are slots."""
+def _dispatch(
+    state: State, live: Live, first: Request, inst: Instance, room: int, out: list[Action]
+) -> None:
+    """Start `first` and the pending samples of its group behind it, as many as there is room."""
     group = state.groups[first.id.group]
     resume = first.epoch > 0
     samples: list[int] = []
@@ -237,7 +249,7 @@ def _dispatch(state: State, live: Live, first: Request, inst: Instance, out: lis
         samples.append(request.id.sample)
         epochs.append(request.epoch)
         request = None
-        while live.pending and inst.slots_free > 0:
+        while live.pending and len(samples) < room:
             rid = live.pending[0]
             if rid.group != group.id:
                 break
