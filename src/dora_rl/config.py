@@ -319,6 +319,7 @@ class RuntimeConfig(Section):
     device: str = "auto"  # auto: cuda where there is one, else cpu
     threads: int = Field(0, ge=0)  # of every worker; 0: each section's own
     grace_s: float = Field(30.0, gt=0)  # to end cleanly after a signal
+    watchdog_s: float = Field(60.0, gt=0)  # without progress before it is said who waits for whom
     address: str = ""  # of a cluster
 
 

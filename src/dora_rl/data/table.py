@@ -304,6 +304,11 @@ class Table:
         with self._lock:
             return self._index.rows_of(group)
 
+    def groups(self) -> list[GroupId]:
+        """The groups that have rows here."""
+        with self._lock:
+            return list(self._index.groups)
+
     def waiting(self) -> list[Waiting]:
         """Who waits, for what and since when."""
         with self._lock:

@@ -1,8 +1,12 @@
 """The worker processes of a local run: started, connected, heard, replaced.
 
-Every worker is a fresh interpreter (no fork, no pickle). One thread accepts connections, one per
-worker reads; all they do is put messages into the inbox, which the controller's single thread
-empties. A worker that ends puts None there.
+Every worker is a fresh interpreter (no fork, no pickle). Threads only carry messages: one accepts
+connections, and each worker has one that reads into the inbox, one that writes from its outbox and
+one that waits for its end. The controller's single thread empties the inbox and never blocks on a
+worker. A worker that ended puts None into the inbox, after everything it had said.
+
+A worker holds the run's lock with the controller, and ends with it: its standard input is a pipe
+that nobody writes to any more, and whose end means that the controller is gone.
 """
 
 from __future__ import annotations
@@ -17,17 +21,20 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Listener
+from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge
 from pathlib import Path
 from typing import Any
 
 from numpy.typing import NDArray
 
 from dora_rl.config import RunConfig
-from dora_rl.runtime.wire import Channel, Message
+from dora_rl.runtime.wire import Channel, Message, pack
+
+KILL_WAIT_S = 30.0  # for a killed process to be gone
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,80 +53,122 @@ class Worker:
     life: int
     process: subprocess.Popen[bytes]
     extra: dict[str, Any]
+    started_s: float
     channel: Channel | None = None
+    reader: threading.Thread | None = None
+    outbox: queue.SimpleQueue[bytes | None] = field(default_factory=queue.SimpleQueue)
+    joined: bool = False  # it has said that it is ready for work
 
 
 class Crew:
     """All workers of one run."""
 
-    def __init__(self, config: RunConfig, run_dir: Path) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        run_dir: Path,
+        *,
+        first_life: int = 0,
+        keep_fds: tuple[int, ...] = (),
+    ) -> None:
         self._config = config.model_dump(mode="json")
         self._run_dir = run_dir
+        self._first_life, self._keep_fds = first_life, keep_fds
         self._key = secrets.token_bytes(32)
         self._home = Path(tempfile.mkdtemp(prefix="dora-rl-"))
-        self._address = str(self._home / "controller")
-        self._listener = Listener(self._address, family="AF_UNIX", authkey=self._key)
+        self.address = str(self._home / "controller")
+        self._listener = Listener(self.address, family="AF_UNIX")
         self._lock = threading.Lock()
         self.inbox: queue.Queue[Letter] = queue.Queue()
         self.workers: dict[str, Worker] = {}
         self.lives: dict[str, int] = {}
+        self.num_refused = 0  # connections that did not know the key
         self.closing = False
         (run_dir / "logs").mkdir(parents=True, exist_ok=True)
         threading.Thread(target=self._accept, daemon=True).start()
 
     def start(self, role: str, name: str, extra: dict[str, Any]) -> Worker:
         """Start (or start again) a worker under this name."""
-        life = self.lives.get(name, -1) + 1
-        self.lives[name] = life
-        log = (self._run_dir / "logs" / f"{name}.log").open("ab")
-        environment = dict(os.environ)
-        environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-        environment.setdefault("TOKENIZERS_PARALLELISM", "false")
-        process = subprocess.Popen(
-            [sys.executable, "-m", "dora_rl.runtime.worker"],
-            stdin=subprocess.PIPE,
-            stdout=log,
-            stderr=log,
-            env=environment,
-            start_new_session=True,  # a Ctrl-C reaches the controller alone
-        )
-        log.close()
+        life = self.lives.get(name, self._first_life - 1) + 1
+        process = self._spawn(name)
+        worker = Worker(role, name, life, process, extra, time.monotonic())
+        with self._lock:
+            self.lives[name] = life
+            self.workers[name] = worker
         setup = {
             "role": role,
             "name": name,
             "life": life,
-            "address": self._address,
+            "address": self.address,
             "key": self._key.hex(),
             "run_dir": str(self._run_dir),
             "config": self._config,
             "extra": extra,
         }
         assert process.stdin is not None
-        process.stdin.write(json.dumps(setup).encode() + b"\n")
-        process.stdin.flush()
-        worker = Worker(role, name, life, process, extra)
-        with self._lock:
-            self.workers[name] = worker
+        try:
+            process.stdin.write(json.dumps(setup).encode() + b"\n")
+            process.stdin.flush()
+        except BrokenPipeError:
+            pass  # it is gone already, as its waiting thread will say
         threading.Thread(target=self._wait, args=(worker,), daemon=True).start()
         return worker
 
+    def _spawn(self, name: str) -> subprocess.Popen[bytes]:
+        environment = dict(os.environ)
+        environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        environment.setdefault("TOKENIZERS_PARALLELISM", "false")
+        with (self._run_dir / "logs" / f"{name}.log").open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "dora_rl.runtime.worker"],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                env=environment,
+                start_new_session=True,  # a Ctrl-C reaches the controller alone
+                pass_fds=self._keep_fds,
+            )
+
     def _wait(self, worker: Worker) -> None:
         worker.process.wait()
+        if worker.reader is not None:
+            worker.reader.join(KILL_WAIT_S)  # what it said comes before its end
+        worker.outbox.put(None)
         self.inbox.put(Letter(worker.name, worker.life, None))
 
     def restart(self, name: str) -> None:
+        """Replace a worker; returns when the old process is gone, so the two never meet."""
         worker = self.workers[name]
         self.kill(name)
         self.start(worker.role, name, worker.extra)
 
     def kill(self, name: str) -> None:
+        """End a worker at once and wait until it is gone."""
         worker = self.workers[name]
         if worker.process.poll() is None:
             worker.process.send_signal(signal.SIGKILL)
+            worker.process.wait(KILL_WAIT_S)
+
+    def kill_all(self) -> None:
+        """The second signal: nobody is asked."""
+        self.closing = True
+        for worker in self.workers.values():
+            if worker.process.poll() is None:
+                worker.process.send_signal(signal.SIGKILL)
+        self._close()
 
     def current(self, letter: Letter) -> bool:
         """Whether the letter comes from the worker that has this name now."""
         return self.lives.get(letter.name) == letter.life
+
+    def overdue(self, limit_s: float) -> list[str]:
+        """Workers that were started long ago and have not said that they are ready."""
+        now = time.monotonic()
+        return [
+            worker.name
+            for worker in self.workers.values()
+            if not worker.joined and now - worker.started_s > limit_s
+        ]
 
     def send(
         self,
@@ -128,38 +177,73 @@ class Crew:
         body: Mapping[str, Any],
         arrays: Mapping[str, NDArray[Any]] | None = None,
     ) -> None:
-        """To a worker that is gone nothing is sent; its end is already in the inbox."""
+        """Never blocks. To a worker that is gone nothing is sent; its end is in the inbox."""
         worker = self.workers.get(name)
-        if worker is None or worker.channel is None:
-            return
-        try:
-            worker.channel.send(kind, body, arrays)
-        except OSError:
-            return
+        if worker is not None and worker.channel is not None:
+            worker.outbox.put(pack(kind, body, arrays or {}))
 
     def _accept(self) -> None:
         while not self.closing:
             try:
-                channel = Channel(self._listener.accept())
-                hello = channel.receive()
-            except (OSError, EOFError, AuthenticationError):
-                continue  # somebody without the key, or a worker that died at once
-            name, life = hello.body["name"], hello.body["life"]
-            with self._lock:
-                worker = self.workers.get(name)
-                if worker is None or worker.life != life:
-                    channel.close()
-                    continue
-                worker.channel = channel
-            threading.Thread(target=self._read, args=(name, life, channel), daemon=True).start()
+                connection = self._listener.accept()
+            except OSError:
+                if self.closing:
+                    return
+                time.sleep(0.1)  # out of file descriptors, for a moment
+                continue
+            # A stranger that says nothing keeps its own thread waiting, nobody else.
+            threading.Thread(target=self._greet, args=(connection,), daemon=True).start()
 
-    def _read(self, name: str, life: int, channel: Channel) -> None:
+    def _greet(self, connection: Connection) -> None:
+        """Both sides prove that they know the key; then the worker says who it is."""
+        try:
+            deliver_challenge(connection, self._key)
+            answer_challenge(connection, self._key)
+            channel = Channel(connection)
+            hello = channel.receive()
+        except AuthenticationError:
+            self.num_refused += 1
+            connection.close()
+            return
+        except (OSError, EOFError, ValueError):
+            connection.close()
+            return
+        self._welcome(hello, channel)
+
+    def _welcome(self, hello: Message, channel: Channel) -> None:
+        name, life = hello.body["name"], hello.body["life"]
+        with self._lock:
+            worker = self.workers.get(name)
+            if worker is None or worker.life != life:
+                channel.close()
+                return
+            worker.channel = channel
+            worker.reader = threading.Thread(target=self._read, args=(worker,), daemon=True)
+        worker.reader.start()
+        threading.Thread(target=self._write, args=(worker,), daemon=True).start()
+
+    def _read(self, worker: Worker) -> None:
+        assert worker.channel is not None
         while True:
             try:
-                message = channel.receive()
+                message = worker.channel.receive()
             except (EOFError, OSError):
                 return
-            self.inbox.put(Letter(name, life, message))
+            except (ValueError, KeyError):
+                worker.process.kill()  # it speaks another language
+                return
+            self.inbox.put(Letter(worker.name, worker.life, message))
+
+    def _write(self, worker: Worker) -> None:
+        assert worker.channel is not None
+        while True:
+            data = worker.outbox.get()
+            if data is None:
+                return
+            try:
+                worker.channel.send_packed(data)
+            except OSError:
+                return
 
     def log_tail(self, name: str, num_lines: int = 3) -> str:
         path = self._run_dir / "logs" / f"{name}.log"
@@ -167,14 +251,20 @@ class Crew:
         return " | ".join(line.strip() for line in lines[-num_lines:])
 
     def end(self, grace_s: float) -> None:
-        """Ask everybody to end, wait a while, then end the rest."""
+        """Ask everybody to end, wait a while (all together), then end the rest."""
         self.closing = True
+        until = time.monotonic() + grace_s
         for name in self.workers:
             self.send(name, "end", {})
         for worker in self.workers.values():
+            wait_s = until - time.monotonic() if worker.channel is not None else 0.0
             try:
-                worker.process.wait(grace_s)
+                worker.process.wait(max(0.0, wait_s))
             except subprocess.TimeoutExpired:
                 worker.process.kill()
+                worker.process.wait(KILL_WAIT_S)
+        self._close()
+
+    def _close(self) -> None:
         self._listener.close()
         shutil.rmtree(self._home, ignore_errors=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,8 @@ from dora_rl.runtime.weights import DiskWeightStore
 from dora_rl.runtime.wire import Channel
 from dora_rl.runtime.worker import Setup
 from dora_rl.types import RequestId, SamplingParams, Trajectory, Version
+
+ALIVE_S = 1.0
 
 
 def serve_evaluations(setup: Setup, channel: Channel) -> None:
@@ -41,8 +45,22 @@ def serve_evaluations(setup: Setup, channel: Channel) -> None:
         engine.load(version, store.open(version))
         channel.send("loaded", {"version": version})
         samples = message.body["num_samples"]
-        answers = evaluate(engine, version, prompts, samples, config.rollout.sampling_params())
+        params, alive = config.rollout.sampling_params(), _Alive(channel)
+        answers = evaluate(engine, version, prompts, samples, params, alive.say)
         channel.send("evaluated", {"version": version, "answers": answers})
+
+
+class _Alive:
+    """Says now and then that the evaluator is still generating."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._said_s = time.monotonic()
+
+    def say(self) -> None:
+        if time.monotonic() - self._said_s > ALIVE_S:
+            self._said_s = time.monotonic()
+            self._channel.send("progress", {})
 
 
 def evaluate(
@@ -51,8 +69,12 @@ def evaluate(
     prompts: list[tuple[int, ...]],
     num_samples: int,
     params: SamplingParams,
+    alive: Callable[[], None] = lambda: None,
 ) -> list[dict[str, Any]]:
-    """Per prompt: the greedy response and `num_samples` sampled ones, as token ids."""
+    """Per prompt: the greedy response and `num_samples` sampled ones, as token ids.
+
+    `alive` is called after every engine step.
+    """
     greedy = replace(params, temperature=0.0)
     for index, ids in enumerate(prompts):
         engine.submit(Request(RequestId(index, 0), version, ids, greedy, seed=1))
@@ -63,6 +85,7 @@ def evaluate(
         for output in engine.step():
             if output.trajectory is not None:
                 done[output.id] = output.trajectory
+        alive()
     return [
         {
             "greedy": list(done[RequestId(index, 0)].token_ids),

@@ -6,6 +6,8 @@ the evaluator has loaded them.
 
 from __future__ import annotations
 
+import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +19,7 @@ from dora_rl.runtime.scoring import ScoringPool
 from dora_rl.types import Prompt, Version
 
 NAME = "evaluator"
+ATTEMPTS_MAX = 3  # of one evaluation whose evaluator dies
 
 
 @dataclass(slots=True)
@@ -50,15 +53,22 @@ class Evaluations:
         self.pinned: Version | None = None
         self._sheets: list[Sheet] = []
         self._open = 0
-        crew.start("evaluator", NAME, extra)
+        self._extra = extra
+        self._attempts: Counter[Version] = Counter()
+        self._generating = False
+        self._heard_s = time.monotonic()
+
+    def start(self) -> None:
+        self._crew.start("evaluator", NAME, self._extra)
 
     @property
     def idle(self) -> bool:
         return self.running is None and not self._waiting
 
     def ask(self, version: Version) -> None:
-        self._waiting.append(version)
-        self._next()
+        if version != self.running and version not in self._waiting:
+            self._waiting.append(version)
+            self._next()
 
     def pins(self) -> set[Version]:
         """Versions whose files must stay."""
@@ -70,25 +80,41 @@ class Evaluations:
         self.running = self.pinned = self._waiting.pop(0)
         prompts = [list(prompt.token_ids) for prompt in self._prompts]
         body = {"version": self.running, "prompts": prompts, "num_samples": self._num_samples}
+        self._generating, self._heard_s = True, time.monotonic()
         self._crew.send(NAME, "evaluate", body)
 
+    def check_time(self, limit_s: float) -> None:
+        """End an evaluator that generates and has said nothing for too long."""
+        if self._generating and time.monotonic() - self._heard_s > limit_s:
+            self._generating = False
+            self._crew.kill(NAME)
+
     def hear(self, kind: str, body: dict[str, Any]) -> None:
+        self._heard_s = time.monotonic()
         if kind == "ready":
             self._ready = True
             self._next()
         elif kind == "loaded":
             self.pinned = None
         elif kind == "evaluated":
+            self._generating = False
             self._score(body["answers"])
 
     def lost(self) -> None:
-        """The evaluator died: the evaluation it was at begins again."""
+        """The evaluator died: the evaluation it was at begins again, a few times."""
         self._ready = False
-        if self.running is not None:
-            self._waiting.insert(0, self.running)
+        if self.running is not None and self._generating:
+            self._attempts[self.running] += 1
+            if self._attempts[self.running] < ATTEMPTS_MAX:
+                self._waiting.insert(0, self.running)
             self.running = self.pinned = None
-        if not self._crew.closing:
-            self._crew.restart(NAME)
+        self._generating = False
+        self._crew.restart(NAME)
+
+    def give_up(self) -> None:
+        """No evaluator can be had: nothing waits for one any more."""
+        self._waiting.clear()
+        self.running = self.pinned = None
 
     def _score(self, answers: list[dict[str, Any]]) -> None:
         self._sheets = [Sheet(prompt) for prompt in self._prompts]
@@ -115,8 +141,8 @@ class Evaluations:
 
     def _finish(self) -> None:
         version, self.running = self.running, None
-        assert version is not None
-        self._done(version, figures(self._sheets))
+        if version is not None:
+            self._done(version, figures(self._sheets))
         self._next()
 
 

@@ -64,6 +64,7 @@ class InstanceWorker:
         self.transfer_root = Path(setup.extra["transfer_root"])
         self.epochs: dict[RequestId, int] = {}
         self.exports: dict[RequestId, Export] = {}
+        self.awaited: list[Version] = []  # to be loaded, and not in the store yet
         self.loads: deque[tuple[Version, Iterator[str]]] = deque()
         self.awake = True
         self.reported_s = 0.0
@@ -87,10 +88,12 @@ class InstanceWorker:
             while self.channel.poll(0.0 if busy else IDLE_S):
                 message = self.channel.receive()
                 if message.kind == "end":
-                    self.engine.drain()
+                    self._close()
                     return
                 self._command(message)
                 busy = True
+            if self.awaited:
+                self._begin_loads()
             if self.loads:
                 self._load_some()
             if self.awake and self.engine.has_work():
@@ -100,6 +103,12 @@ class InstanceWorker:
                         self._finished(output.trajectory)
                 self.busy_s += time.monotonic() - began
             self._report()
+
+    def _close(self) -> None:
+        """What is in flight continues from the journal, to the last token."""
+        self.engine.drain()
+        assert self.engine.journal is not None
+        self.engine.journal.close()
 
     def _report(self) -> None:
         now = time.monotonic()
@@ -126,7 +135,7 @@ class InstanceWorker:
             case act.Dispatch():
                 self._dispatch(action, message)
             case act.Load():
-                self._load(action.version)
+                self.awaited.append(action.version)
             case act.Unload():
                 self.engine.retire(action.version)
             case act.Abort():
@@ -194,6 +203,13 @@ class InstanceWorker:
         }
         self.channel.send("finished", encode_event(event), arrays)
 
+    def _begin_loads(self) -> None:
+        """An instance may be up before the learner has sealed (or copied back) a version."""
+        there = self.store.versions()
+        for version in [version for version in self.awaited if version in there]:
+            self.awaited.remove(version)
+            self._load(version)
+
     def _load(self, version: Version) -> None:
         try:
             sealed = self.store.open(version)
@@ -227,15 +243,19 @@ class InstanceWorker:
         assert seq is not None
         body = {"group": rid.group, "sample": rid.sample, "epoch": action.epoch}
         body |= {"dst": action.dst, "num_tokens": seq.num_tokens, "path": str(path)}
-        if action.how is act.How.KV:
-            with path.open("wb") as file:
-                file.write(len(export.meta).to_bytes(4, "little") + export.meta)
-                for chunk in export.chunks():
-                    file.write(chunk_bytes(chunk))
-            self.channel.send("exported", body | {"num_bytes": export.num_bytes})
-        else:
+        if action.how is not act.How.KV:
             saved = request_json(continuation(seq))
             self.channel.send("exported", body | {"num_bytes": 0, "request": saved})
+            return
+        try:
+            write_export(export, path)
+        except OSError as error:  # shared memory is full: the request stays
+            path.unlink(missing_ok=True)
+            self._end_export(rid, done=False)
+            failed = ev.MoveFailed(rid, action.epoch, self.name, action.dst, True, str(error))
+            self.channel.send_event(failed)
+            return
+        self.channel.send("exported", body | {"num_bytes": export.num_bytes})
 
     def _end_export(self, rid: RequestId, *, done: bool) -> None:
         export = self.exports.pop(rid, None)
@@ -269,6 +289,14 @@ class InstanceWorker:
             arrival.write(chunk_from_bytes(self.engine, data[at : at + size]))
         arrival.commit()
         path.unlink(missing_ok=True)
+
+
+def write_export(export: Export, path: Path) -> None:
+    """Metadata and KV blocks, one after the other."""
+    with path.open("wb") as file:
+        file.write(len(export.meta).to_bytes(4, "little") + export.meta)
+        for chunk in export.chunks():
+            file.write(chunk_bytes(chunk))
 
 
 def _rid(body: dict[str, Any]) -> RequestId:

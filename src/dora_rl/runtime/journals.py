@@ -1,4 +1,8 @@
-"""What instances had generated when they died: their token journals, ready to continue."""
+"""What instances had generated when they died: their token journals, ready to continue.
+
+A journal's file stays until every request in it has ended, so that a controller that dies between
+reading it and starting the request again loses nothing. Never read while it is being written.
+"""
 
 from __future__ import annotations
 
@@ -10,25 +14,44 @@ from dora_rl.types import GroupId, RequestId
 
 
 class Journals:
-    """Read when an instance is gone; a request is handed out once."""
+    """Read when an instance is gone; of several records of a request the longest counts."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._saved: dict[RequestId, dict[str, Any]] = {}
+        self._groups_of: dict[Path, set[GroupId]] = {}
 
-    def collect(self, name: str | None = None) -> None:
+    def next_life(self) -> int:
+        """A number of life that no journal here has, so that no file is written twice."""
+        lives = [int(path.stem.rpartition(".")[2]) for path in self._folder.glob("*.*.jsonl")]
+        return max(lives, default=-1) + 1
+
+    def collect(self, name: str | None = None, *, alive: set[GroupId]) -> None:
         """Take in the journals of a dead instance, or of all (after a restart of the run)."""
-        pattern = f"{name}.*.jsonl" if name is not None else "*.jsonl"
+        pattern = f"{name}.*.jsonl" if name is not None else "*.*.jsonl"
         for path in sorted(self._folder.glob(pattern)):
-            for request in read_journal(path):
+            if path in self._groups_of:
+                continue
+            requests = [r for r in read_journal(path) if r.id.group in alive]
+            for request in requests:
                 saved = self._saved.get(request.id)
                 if saved is None or len(saved["resume_ids"]) < len(request.resume_ids):
                     self._saved[request.id] = request_json(request)
-            path.unlink()
+            self._groups_of[path] = {request.id.group for request in requests}
+        self._sweep()
 
-    def take(self, request: RequestId) -> dict[str, Any] | None:
-        return self._saved.pop(request, None)
+    def look_up(self, request: RequestId) -> dict[str, Any] | None:
+        """How far a request had come. Stays known: whoever continues it may die as well."""
+        return self._saved.get(request)
 
     def forget(self, group: GroupId, num_samples: int) -> None:
         for sample in range(num_samples):
             self._saved.pop(RequestId(group, sample), None)
+        for groups in self._groups_of.values():
+            groups.discard(group)
+        self._sweep()
+
+    def _sweep(self) -> None:
+        for path in [path for path, groups in self._groups_of.items() if not groups]:
+            path.unlink(missing_ok=True)
+            del self._groups_of[path]

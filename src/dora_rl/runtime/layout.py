@@ -60,7 +60,6 @@ def plan_layout(config: RunConfig, device: str) -> Layout:
     resident = config.rollout.versions_max or policy.max_staleness + 1
     root = shared_memory_root(config.weights, config.runtime.run_dir)
     transfer = root.with_name(root.name + "-transfer")
-    transfer.mkdir(parents=True, exist_ok=True)
     return Layout(
         device=device,
         num_cores=num_cores,

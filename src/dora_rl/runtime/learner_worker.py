@@ -7,6 +7,7 @@ sealed on disk is never trained again under the same number.
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,6 @@ from dora_rl.runtime.worker import Setup, beat
 from dora_rl.trainer.batch import GroupBatch, Sample
 from dora_rl.trainer.checkpoint import Checkpoints
 from dora_rl.trainer.learner import Learner
-from dora_rl.trainer.model import load_weights
 from dora_rl.trainer.options import CheckpointOptions, from_section
 from dora_rl.types import GroupId, Segment, StepIndex, Version
 
@@ -67,9 +67,8 @@ class LearnerWorker:
 
     def _take_weights(self, learner: Learner, version: Version) -> None:
         """The newest sealed weights, where the optimizer's checkpoint is older."""
-        sealed = self.disk.open(version)
         with torch.no_grad():
-            load_weights(learner.policy, sealed.tensor)
+            learner.adopt(self.disk, version)
 
     def run(self) -> None:
         if self.version < 0:
@@ -96,6 +95,12 @@ class LearnerWorker:
         elif isinstance(action, act.CloseStep):
             self._close(action)
 
+    def _plan_updates(self, body: dict[str, Any]) -> None:
+        """A batch keeps the B it was filled under, even where a resumed run has another."""
+        updates = self.learner.options.updates_per_step
+        same = body["updates"] == updates
+        self.learner.groups_per_update = body["batch_groups"] // updates if same else None
+
     def _begin(self, step: StepIndex) -> bool:
         """True if this step is the one to train; messages of a finished one are ignored."""
         if step != self.version:
@@ -110,6 +115,7 @@ class LearnerWorker:
         if not self._begin(action.step) or action.group in self.fed:
             return
         began = time.monotonic()
+        self._plan_updates(message.body)
         self.fed.add(action.group)
         self.learner.feed([read_group(action, message)])
         self.progress += 1
@@ -127,9 +133,10 @@ class LearnerWorker:
         if self.checkpoints.due(action.step):
             self.learner.save(self.checkpoints.path_of(action.step))
             self.checkpoints.prune()
-        checksum = self._seal(action.step + 1)
         self.total_busy_s += self.busy_s
         metrics["time/train"] = self.busy_s
+        self._leave_metrics(action.step, metrics)
+        checksum = self._seal(action.step + 1)
         metrics["time/weight_sync"] = time.monotonic() - trained_s
         self.progress += 1
         self.version = action.step + 1
@@ -137,6 +144,13 @@ class LearnerWorker:
         usage = {"busy_s": self.total_busy_s, "cpu_s": time.process_time()}
         body = {"event": encode_event(event), "metrics": metrics, "usage": usage}
         self.channel.send("committed", body)
+
+    def _leave_metrics(self, step: StepIndex, metrics: dict[str, float]) -> None:
+        """For the controller, in case that a crash comes between the seal and its log record."""
+        path = Path(self.setup.run_dir) / "learner.json"
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps({"step": step, "metrics": metrics}))
+        temporary.replace(path)
 
     def _seal(self, version: Version) -> str:
         checksum = self.learner.publish(self.disk, version).result()

@@ -9,45 +9,56 @@ never takes the run with it.
     finished + arrays    row into the table                    SampleFinished
     exported             tells the destination to import       -
     imported             tells the source to forget            Moved
-    committed + metrics  writes a line of metrics.jsonl        StepCommitted
+    committed + metrics  writes the step's records             StepCommitted
+    fatal                stops the run with the reason         StopRequested
     (gone)               reads its journal, starts it again    InstanceLost / TrainerLost
+
+Invariant: whatever must survive a crash (a sample's row, a step's records) is written before the
+log entry that relies on it, and what is written without that entry is recognised on resume.
 """
 
 from __future__ import annotations
 
 import contextlib
 import queue
+import shutil
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from dora_rl.config import RunConfig
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
-from dora_rl.core.state import State
+from dora_rl.core.ledger import current
+from dora_rl.core.state import Phase, State
 from dora_rl.core.step import initial
 from dora_rl.data.prompts import PromptSource
 from dora_rl.observe.eventlog import FileLog
-from dora_rl.ports import FleetAction, LearnerAction, LedgerAction, Ports
+from dora_rl.ports import Ports
 from dora_rl.runtime.crew import Crew, Letter
 from dora_rl.runtime.evaluation import Evaluations
+from dora_rl.runtime.full_disk import full_line, is_full
 from dora_rl.runtime.journals import Journals
 from dora_rl.runtime.layout import Layout
+from dora_rl.runtime.lines import read_lines
+from dora_rl.runtime.local_ports import FleetPort, KeeperPort, LearnerPort, RewardPort
+from dora_rl.runtime.lock import RunLock
 from dora_rl.runtime.loop import Loop
 from dora_rl.runtime.records import Records, TrainedSample
 from dora_rl.runtime.samples import Samples
 from dora_rl.runtime.scoring import ScoringPool
 from dora_rl.runtime.settings import core_params
-from dora_rl.runtime.weights import DiskWeightStore, SharedMemoryWeightStore
-from dora_rl.runtime.wire import Message, decode_event, encode_fleet, encode_learner
-from dora_rl.types import RequestId, Version
+from dora_rl.runtime.versions import Versions
+from dora_rl.runtime.watchdog import Watchdog
+from dora_rl.runtime.weights import WeightsError
+from dora_rl.runtime.wire import Message, decode_event
+from dora_rl.types import RequestId, StepIndex, Version
 
 TICK_S = 0.5
-RESTARTS_MAX = 20
+RESTARTS_MAX = 20  # of workers, while no step is committed
+STARTS_MAX = 3  # of one worker that ends before it is ready
 
 
 class MonotonicClock:
@@ -70,38 +81,36 @@ class LocalRun:
     ) -> None:
         self.config, self.layout = config, layout
         self.run_dir = Path(config.runtime.run_dir)
-        self.train, self.decode = train, decode
-        self.resume = resume
-        params = core_params(config)
+        self.train, self.decode, self.resume = train, decode, resume
+        self.lock = RunLock(self.run_dir)
+        self.params = core_params(config)
         events = self.run_dir / "events"
         if resume:
             self.log, state = FileLog.resume(events)
         else:
-            self.log, state = FileLog.create(events), initial(params)
-        self.params = params
-        self.samples = Samples(self.run_dir / "table.log", params.group_size)
-        self.records = Records(self.run_dir, rollouts=config.logging.rollouts)
+            self.log, state = FileLog.create(events), initial(self.params)
+        self.samples = Samples(self.run_dir / "table.log", self.params.group_size)
+        committed = state.committed if resume else None
+        self.records = Records(self.run_dir, rollouts=config.logging.rollouts, committed=committed)
         self.journals = Journals(self.run_dir / "journal")
-        self.shared = SharedMemoryWeightStore(layout.weights_root)
-        self.disk = DiskWeightStore(self.run_dir / "weights")
-        self.crew = Crew(config, self.run_dir)
-        self.loop = Loop(
-            state,
-            Ports(MonotonicClock(), _Fleet(self), _Learner(self), _Rewards(self), self, self.log),
-        )
+        self.versions = Versions(self.run_dir / "weights", layout.weights_root)
+        keep = (self.lock.fd,)
+        self.crew = Crew(config, self.run_dir, first_life=self.journals.next_life(), keep_fds=keep)
         self.pool = ScoringPool(
             self.crew, config.reward.num_workers, config.reward.timeout_s, {"base_dir": "."}
         )
         self.evaluations = self._evaluations(evaluation)
+        self.keeper = KeeperPort(self)
+        ports = (FleetPort(self), LearnerPort(self), RewardPort(self), self.keeper)
+        self.loop = Loop(state, Ports(MonotonicClock(), *ports, self.log))
+        self.watchdog = Watchdog(self.run_dir / "watchdog.jsonl", config.runtime.watchdog_s)
         self.stop: act.Stop | None = None
-        self.fed: dict[int, dict[int, act.Feed]] = {}
-        self.prompt_of = {group.id: group.prompt for group in state.groups.values()}
-        self.trained: list[TrainedSample] = []
         self.later: deque[ev.Event] = deque()
-        self.dropped: dict[str, int] = {}
-        self.to_retire: set[Version] = set()
+        self.dropped: Counter[str] = Counter()
         self.num_restarts = 0
+        self.num_starts: Counter[str] = Counter()
         self.on_step: Callable[[dict[str, float]], None] = lambda line: None
+        self.on_wait: Callable[[list[str]], None] = lambda lines: None
 
     @property
     def state(self) -> State:
@@ -120,60 +129,103 @@ class LocalRun:
     def _evaluated(self, version: Version, figures: dict[str, float]) -> None:
         self.records.evaluation(version, figures)
         self.on_step({f"eval/{name}": value for name, value in figures.items()})
-        self._retire_unpinned()
+        self.retire_unpinned()
 
     # -- the loop ---------------------------------------------------------------------------------
 
-    def start(self) -> None:
+    def run(self, interrupted: Callable[[], bool]) -> act.Stop:
+        """Until the core says stop and the last evaluation is in. A full disk stops it too."""
+        try:
+            self._start()
+            return self._run(interrupted)
+        except OSError as error:
+            if not is_full(error):
+                raise
+            self.stop = act.Stop(full_line(self.run_dir, error), done=False)
+            return self.stop
+
+    def _start(self) -> None:
+        shutil.rmtree(self.layout.transfer_root, ignore_errors=True)
+        self.layout.transfer_root.mkdir(parents=True)
         if self.resume:
-            self.journals.collect()
+            self.samples.keep_only(self.state.groups.keys())
+            self.journals.collect(alive=set(self.state.groups))
+            self.versions.keep_only(self.state, self._evaluations_missing())
             self.handle(ev.Resumed(self.params))
+            for version in self._evaluations_missing():
+                self._ask_evaluation(version)
         else:
             self.handle(ev.Started(self.params))
-        if self.stop is not None:
-            return
-        self.crew.start("learner", "learner", self.layout.learner_extra())
-        for name in self.layout.instances:
-            self.crew.start("instance", name, self.layout.instance_extra(name))
+        if self.stop is None:
+            self.crew.start("learner", "learner", self.layout.learner_extra())
+            for name in self.layout.instances:
+                self.crew.start("instance", name, self.layout.instance_extra(name))
+        if not self._settled() or self.stop is None:
+            self.pool.start()
+            if self.evaluations is not None:
+                self.evaluations.start()
 
-    def run(self, interrupted: Callable[[], bool]) -> act.Stop:
-        """Until the core says stop and the last evaluation is in."""
-        self.start()
+    def _run(self, interrupted: Callable[[], bool]) -> act.Stop:
         ticked = 0.0
         while self.stop is None or not self._settled():
-            if interrupted() and self.stop is None:
-                self.handle(ev.StopRequested("interrupted"))
-                break
+            if interrupted():
+                return self._interrupt()
             with contextlib.suppress(queue.Empty):
                 self.read(self.crew.inbox.get(timeout=TICK_S))
             now = time.monotonic()
             if now - ticked >= TICK_S:
                 ticked = now
-                self.handle(ev.Tick())
-                self.pool.check_time()
+                self._tick()
         assert self.stop is not None
         return self.stop
+
+    def _interrupt(self) -> act.Stop:
+        if self.stop is None:
+            self.handle(ev.StopRequested("interrupted"))
+        else:
+            self.stop = act.Stop("interrupted before the last evaluation", done=False)
+        assert self.stop is not None
+        return self.stop
+
+    def _tick(self) -> None:
+        self.handle(ev.Tick())
+        self.pool.check_time()
+        if self.evaluations is not None:
+            self.evaluations.check_time(self.config.orchestration.report_timeout_s)
+        for name in self.crew.overdue(self.config.orchestration.load_timeout_s):
+            self.crew.kill(name)  # its end comes through the inbox, like any other
+        lines = self.watchdog.look(self.state, self.pool.num_answered) if self.stop is None else []
+        if lines:
+            self.on_wait(lines)
 
     def _settled(self) -> bool:
         done = self.stop is not None and self.stop.done
         return not done or self.evaluations is None or self.evaluations.idle
 
     def handle(self, event: ev.Event) -> None:
-        if self.stop is None or isinstance(event, ev.Resumed):
+        if self.stop is None:
             self.loop.handle(event)
         while self.later and self.stop is None:
             self.loop.handle(self.later.popleft())
 
     def close(self) -> dict[str, Any]:
+        """End the workers and write the summary. What the disk has no room for is left out."""
         self.crew.end(self.config.runtime.grace_s)
         reason = self.stop.reason if self.stop is not None else "cut off"
-        mode = self.params.mode.value
-        summary = self.records.summary(mode, self.state.committed, reason, self.layout.num_cores)
-        self.records.close()
-        self.samples.close()
-        self.log.close()
+        mode, cores = self.params.mode.value, self.layout.num_cores
+        summary: dict[str, Any] = {}
+        try:
+            summary = self.records.summary(mode, self.state.committed, reason, cores)
+            self.records.close()
+            self.samples.close()
+            self.log.close()
+        except OSError as error:
+            if not is_full(error):
+                raise
+        shutil.rmtree(self.layout.transfer_root, ignore_errors=True)
         if self.stop is not None and self.stop.done:
-            self.shared.destroy()
+            self.versions.shared.destroy()
+        self.lock.release()
         return summary
 
     # -- what workers say -------------------------------------------------------------------------
@@ -184,76 +236,106 @@ class LocalRun:
         if letter.message is None:
             self._lost(letter.name)
             return
-        message = letter.message
+        message, name = letter.message, letter.name
+        if message.kind == "fatal":
+            self._fatal(name, message.body)
+            return
+        self.crew.workers[name].joined = True
+        self.num_starts.pop(name, None)
         match message.kind:
             case "event":
                 self._event(decode_event(message.body))
             case "finished":
                 self._finished(message)
             case "committed":
-                self._committed(message)
+                self._committed(letter.life, message)
             case "usage":
-                self._usage(letter.name, message.body)
+                body = message.body
+                self.records.usage(name, letter.life, body["busy_s"], body["cpu_s"])
             case "exported" | "imported" | "import_failed":
-                self._moving(letter.name, message)
+                self._moving(name, message)
             case "scored":
-                self.pool.scored(letter.name, message.body)
-            case _ if letter.name.startswith("reward"):
-                self.pool.ready(letter.name)
+                self.pool.scored(name, message.body)
+            case _ if name.startswith("reward"):
+                self.pool.ready(name)
             case _:
                 assert self.evaluations is not None
                 self.evaluations.hear(message.kind, message.body)
-                self._retire_unpinned()
+                self.retire_unpinned()
 
     def _event(self, event: ev.Event) -> None:
-        first = isinstance(event, ev.TrainerJoined) and event.version == 0 and not self.resume
-        if first and self.evaluations is not None and not self.records.totals.evaluations:
-            self.evaluations.ask(0)
-        committed = self.state.committed
+        if isinstance(event, ev.TrainerJoined):
+            self._trainer_joined(event)
+        if isinstance(event, ev.LoadFailed):
+            self._repair(event.version)
         self.handle(event)
-        if self.state.committed > committed:  # sealed before a crash, logged only now
-            self._record_step(committed, {})
+
+    def _trainer_joined(self, event: ev.TrainerJoined) -> None:
+        missing = self._evaluations_missing()
+        if event.version == 0 and 0 in missing:
+            self._ask_evaluation(0)
+        if event.version == self.state.committed + 1:
+            # Sealed before a crash, logged only now. The learner left its figures on disk.
+            step = self.state.committed
+            left = list(read_lines(self.run_dir / "learner.json"))
+            metrics = left[0]["metrics"] if left and left[0]["step"] == step else {}
+            self._record_step(step, metrics)
+
+    def _repair(self, version: Version) -> None:
+        """An instance could not load a version: make sure that the shared copy is good."""
+        try:
+            if self.versions.repair(version):
+                self.on_wait(
+                    [f"version {version} was damaged in shared memory; restored from disk"]
+                )
+        except WeightsError as error:
+            self.handle(ev.StopRequested(f"version {version} is damaged on disk too: {error}"))
 
     def _finished(self, message: Message) -> None:
         event = decode_event(message.body)
         assert isinstance(event, ev.SampleFinished)
-        group = self.state.groups.get(event.request.group)
-        if group is None or self.stop is not None:
+        if self.stop is not None or current(self.state, event.request, event.epoch) is None:
             return
         self.records.totals.tokens_generated += event.num_tokens
         text = self.decode(message.arrays["token_ids"].tolist())
-        self.samples.put(event, group.version, message, text)
+        version = self.state.groups[event.request.group].version
+        self.samples.put(event, version, message, text)
         self.handle(event)
 
-    def _committed(self, message: Message) -> None:
-        event = decode_event(message.body["event"])
-        self._usage("learner", message.body["usage"])
+    def _committed(self, life: int, message: Message) -> None:
+        event, usage = decode_event(message.body["event"]), message.body["usage"]
         assert isinstance(event, ev.StepCommitted)
-        self.handle(event)
-        self._record_step(event.step, message.body["metrics"])
+        self.records.usage("learner", life, usage["busy_s"], usage["cpu_s"])
+        if self.stop is None:
+            self._record_step(event.step, message.body["metrics"])
+            self.handle(event)
 
-    def _record_step(self, step: int, metrics: dict[str, float]) -> None:
-        trained, self.trained = self.trained, []
-        if not trained:
+    def _record_step(self, step: StepIndex, metrics: dict[str, float]) -> None:
+        if step != self.state.committed:
             return
+        trained: list[TrainedSample] = []
+        for gid in self.state.batches[step].groups:
+            group = self.state.groups[gid]
+            scored = tuple(r.id.sample for r in group.requests if r.phase is Phase.SCORED)
+            prompt = self.train.prompt(group.prompt)
+            num_prompt = len(prompt.token_ids)
+            trained.extend(self.samples.trained(gid, scored, prompt.text, num_prompt))
         line = self.records.step(step, metrics, trained, self.dropped)
-        self.dropped = {}
+        self.dropped = Counter()
+        self.num_restarts = 0
         self.on_step(line)
-        every = self.config.evaluation.every_steps
-        version = step + 1
-        due = (every and version % every == 0) or version == self.params.num_steps
-        if due and self.evaluations is not None:
-            self.evaluations.ask(version)
-
-    def _usage(self, name: str, body: dict[str, float]) -> None:
-        self.records.totals.busy_s[name] = body["busy_s"]
-        self.records.totals.cpu_s[name] = body["cpu_s"]
+        if step + 1 in self._evaluations_due(step + 1):
+            self._ask_evaluation(step + 1)
 
     def _moving(self, name: str, message: Message) -> None:
         body = message.body
         rid, epoch = RequestId(body["group"], body["sample"]), body["epoch"]
         if message.kind == "exported":
-            self.crew.send(body["dst"], "import", {**body, "src": name})
+            request = current(self.state, rid, epoch)
+            if request is not None and request.dest == body["dst"]:
+                self.crew.send(body["dst"], "import", {**body, "src": name})
+            else:
+                Path(body["path"]).unlink(missing_ok=True)  # the core gave this move up
         elif message.kind == "imported":
             self.crew.send(body["src"], "move_done", body)
             self.records.totals.migrations += 1
@@ -265,142 +347,66 @@ class LocalRun:
             self.crew.send(body["src"], "move_cancel", body)
             self.handle(ev.MoveFailed(rid, epoch, body["src"], name, True, body["reason"]))
 
+    # -- losses -----------------------------------------------------------------------------------
+
+    def _fatal(self, name: str, body: dict[str, Any]) -> None:
+        """A worker says why it ends. What is wrong from the start, or everywhere, ends the run."""
+        if body["full"] or not self.crew.workers[name].joined:
+            self.handle(ev.StopRequested(f"{name}: {body['reason']}"))
+
     def _lost(self, name: str) -> None:
         """A process ended that should not have."""
         if self.crew.closing or (self.stop is not None and not self.stop.done):
             return
-        if name.startswith("reward"):
+        self.num_starts[name] += 1
+        self.num_restarts += not name.startswith("reward")
+        if self.num_starts[name] >= STARTS_MAX or self.num_restarts > RESTARTS_MAX:
+            self._give_up(name)
+        elif name.startswith("reward"):
             self.pool.lost(name)
-            return
-        if name == "evaluator":
+        elif name == "evaluator":
             assert self.evaluations is not None
             self.evaluations.lost()
+        elif self.stop is None:
+            self._replace(name)
+
+    def _give_up(self, name: str) -> None:
+        if name == "evaluator":
+            assert self.evaluations is not None
+            self.evaluations.give_up()
+            self.on_wait([f"evaluation given up; the evaluator said: {self.crew.log_tail(name)}"])
             return
-        if self.stop is not None:
-            return
-        self.num_restarts += 1
-        if self.num_restarts > RESTARTS_MAX + 10 * self.state.committed:
-            tail = self.crew.log_tail(name)
-            self.handle(ev.StopRequested(f"workers keep dying; {name} last said: {tail}"))
-            return
+        tail = self.crew.log_tail(name)
+        self.handle(ev.StopRequested(f"{name} keeps ending; it last said: {tail}"))
+
+    def _replace(self, name: str) -> None:
         if name == "learner":
             self.handle(ev.TrainerLost("its process ended"))
         else:
-            self.journals.collect(name)
+            self.journals.collect(name, alive=set(self.state.groups))
             self.handle(ev.InstanceLost(name, "its process ended"))
         self.crew.restart(name)
 
-    # -- Keeper -----------------------------------------------------------------------------------
+    # -- evaluations and versions -----------------------------------------------------------------
 
-    def do(self, action: LedgerAction) -> None:
-        match action:
-            case act.IssueGroup():
-                self.prompt_of[action.group] = action.prompt
-            case act.EndGroup():
-                self._ended(action)
-            case act.RetireVersion():
-                self.to_retire.add(action.version)
-                self._retire_unpinned()
-            case act.Stop():
-                self.stop = action
-            case _:
-                pass
+    def _evaluations_due(self, newest: Version) -> list[Version]:
+        """Versions up to `newest` that the configuration wants evaluated."""
+        if self.evaluations is None:
+            return []
+        every, last = self.config.evaluation.every_steps, self.params.num_steps
+        due = {0, last} | set(range(every, last, every) if every else ())
+        return sorted(version for version in due if version <= newest)
 
-    def _ended(self, action: act.EndGroup) -> None:
-        if action.end is act.End.TRAINED and action.step is not None:
-            feed = self.fed.get(action.step, {}).pop(action.group, None)
-            if not self.fed.get(action.step):
-                self.fed.pop(action.step, None)
-            samples = feed.samples if feed is not None else self.samples.scored(action.group)
-            prompt = self.train.prompt(self.prompt_of[action.group])
-            self.trained.extend(
-                self.samples.trained(action.group, samples, prompt.text, len(prompt.token_ids))
-            )
-        else:
-            self.dropped[action.end.value] = self.dropped.get(action.end.value, 0) + 1
-            if action.end is not act.End.FILTERED:
-                self.records.totals.discarded_tokens += self.samples.num_tokens(action.group)
-        self.prompt_of.pop(action.group, None)
-        self.samples.drop(action.group)
-        self.journals.forget(action.group, self.params.group_size)
+    def _evaluations_missing(self) -> list[Version]:
+        """Due, not done, and still possible: a crash came between."""
+        done, there = self.records.totals.evaluations, self.versions.disk.versions()
+        due = self._evaluations_due(self.state.committed)
+        return [version for version in due if version not in done and version in there]
 
-    def _retire_unpinned(self) -> None:
-        pins: set[Version] = self.evaluations.pins() if self.evaluations is not None else set()
-        for version in self.to_retire - pins:
-            self.shared.retire(version)
-            self.disk.retire(version)
-            self.to_retire.discard(version)
+    def _ask_evaluation(self, version: Version) -> None:
+        assert self.evaluations is not None
+        self.evaluations.ask(version)
 
-
-class _Fleet:
-    """The instances behind the `Generator` port."""
-
-    def __init__(self, run: LocalRun) -> None:
-        self.run = run
-
-    def do(self, action: FleetAction) -> None:
-        run = self.run
-        if isinstance(action, act.Restart):
-            run.journals.collect(action.instance)
-            run.crew.restart(action.instance)
-            return
-        name = action.src if isinstance(action, act.Move) else action.instance
-        body: dict[str, Any] = {"action": encode_fleet(action)}
-        if not isinstance(action, act.Dispatch):
-            run.crew.send(name, "order", body)
-            return
-        prompt = run.train.prompt(action.prompt)
-        resumes: dict[str, Any] = {}
-        for sample in action.samples if action.resume else ():
-            saved = run.journals.take(RequestId(action.group, sample))
-            if saved is not None:
-                resumes[str(sample)] = saved
-        arrays = {"prompt_ids": np.asarray(prompt.token_ids, dtype=np.int32)}
-        run.crew.send(name, "order", body | {"resumes": resumes}, arrays)
-
-
-class _Learner:
-    """The learner process behind its port."""
-
-    def __init__(self, run: LocalRun) -> None:
-        self.run = run
-
-    def do(self, action: LearnerAction) -> None:
-        run = self.run
-        if isinstance(action, act.RestartTrainer):
-            run.crew.restart("learner")
-            return
-        body: dict[str, Any] = {"action": encode_learner(action)}
-        arrays = None
-        if isinstance(action, act.Feed):
-            run.fed.setdefault(action.step, {})[action.group] = action
-            prompt = run.train.prompt(run.prompt_of[action.group])
-            more, arrays = run.samples.feed(action, prompt.token_ids)
-            body |= more
-        run.crew.send("learner", "order", body, arrays)
-
-
-class _Rewards:
-    """The scoring pool behind its port."""
-
-    def __init__(self, run: LocalRun) -> None:
-        self.run = run
-
-    def do(self, action: act.Score) -> None:
-        run = self.run
-        row = run.samples.row(action.request)
-        if row is None:
-            lost = ev.ScoreFailed(action.request, action.attempt, "its row is not in the table")
-            run.later.append(lost)
-            return
-
-        def answer(reward: float | None, why: str) -> None:
-            if reward is None:
-                run.handle(ev.ScoreFailed(action.request, action.attempt, why))
-                return
-            run.samples.reward(action.request, reward)
-            run.handle(ev.Scored(action.request, action.attempt, reward))
-
-        prompt = run.train.prompt(action.prompt)
-        ids = row.columns["token_ids"]
-        run.pool.submit(prompt, str(row.columns["text"]), ids, str(row.columns["finish"]), answer)  # type: ignore[arg-type]
+    def retire_unpinned(self) -> None:
+        pins = self.evaluations.pins() if self.evaluations is not None else set[Version]()
+        self.versions.retire_all_but(pins)

@@ -1,17 +1,21 @@
-"""Everything that can be wrong is found here, before anything starts."""
+"""Everything that can be wrong is found here, before anything starts.
+
+Imports neither torch nor transformers unless the model or the machine calls for them, so that a
+mistake is answered in a second.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from dora_rl.config import RunConfig
 from dora_rl.data.prompts import PromptSource, open_data
 from dora_rl.engine.models import read_spec
 from dora_rl.rewards.base import build
 from dora_rl.runtime.layout import Layout, plan_layout
+from dora_rl.runtime.tokenizer import open_tokenizer
 from dora_rl.types import UserError
 
 
@@ -39,32 +43,41 @@ class Prepared:
 
 def prepare(config: RunConfig) -> Prepared:
     """Open model, data and rewards; a mistake in any of them is one line."""
-    import torch
-
     path = Path(config.model.path)
-    if not path.is_dir():
-        raise UserError(f"model.path: {path} is not a directory with a Hugging Face model")
-    read_spec(path)
-    tokenizer = open_tokenizer(path, config.model.trust_remote_code)
-    train, evaluation = open_data(config.data, tokenizer, ".")
+    check_model_files(path)
     if not config.reward.functions:
         raise UserError("reward.functions is empty; give path/to/file.py:name or a built-in")
     build(config.reward, Path(".")).close()
-    device = config.runtime.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    tokenizer = open_tokenizer(path, config.model.trust_remote_code)
+    train, evaluation = open_data(config.data, tokenizer, ".")
 
     def decode(ids: Sequence[int]) -> str:
         return tokenizer.decode(ids, skip_special_tokens=True)
 
-    return Prepared(config, plan_layout(config, device), train, evaluation, decode)
+    layout = plan_layout(config, choose_device(config.runtime.device))
+    return Prepared(config, layout, train, evaluation, decode)
 
 
-def open_tokenizer(path: Path, trust_remote_code: bool) -> Any:
-    from transformers import AutoTokenizer
+def check_model_files(path: Path) -> None:
+    """A Hugging Face directory of a known architecture with safetensors and a tokenizer."""
+    if not path.is_dir():
+        raise UserError(f"model.path: {path} is not a directory with a Hugging Face model")
+    read_spec(path)
+    if not any(path.glob("*.safetensors")):
+        raise UserError(f"model.path: no *.safetensors in {path}; convert the model to safetensors")
+    if not any(path.glob("tokenizer*")) and not any(path.glob("vocab*")):
+        raise UserError(f"model.path: no tokenizer in {path}; copy tokenizer.json into it")
 
-    try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        first = str(error).splitlines()[0]
-        raise UserError(f"model.path: no tokenizer in {path} ({first})") from None
+
+def choose_device(wanted: str) -> str:
+    """`auto` is a GPU where there is one. Torch is imported only where the system shows one."""
+    shows_gpu = any(Path(place).exists() for place in ("/proc/driver/nvidia", "/dev/nvidiactl"))
+    if wanted == "cpu" or (wanted == "auto" and not shows_gpu):
+        return "cpu"
+    import torch
+
+    if wanted == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if wanted.startswith("cuda") and not torch.cuda.is_available():
+        raise UserError(f"runtime.device: {wanted} is asked for and torch sees no GPU")
+    return wanted

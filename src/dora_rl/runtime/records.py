@@ -1,6 +1,10 @@
 """What a run writes for people: metrics.jsonl, rollouts.jsonl, summary.json.
 
 Only adds up what it is told; never decides. Names follow the field (design, section 7).
+
+A step's lines are written before its log record. Invariant: after a resume the files hold exactly
+the steps that the log calls committed, each once; totals go over the whole run, not over the time
+since the last resume.
 """
 
 from __future__ import annotations
@@ -8,12 +12,13 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from dora_rl.runtime.lines import cut_lines, read_lines
 from dora_rl.types import StepIndex, Version
 
 
@@ -31,36 +36,79 @@ class TrainedSample:
     text: str
     prompt: str
     segments: int
+    logprob_sum: float
+    token_ids: list[int]
 
 
 @dataclass(slots=True)
 class Totals:
+    """Of the whole run. The second half is not in metrics.jsonl and is kept in totals.json."""
+
     tokens_trained: int = 0
+    mixed: float = 0.0
+    samples: int = 0
+    staleness_sum: float = 0.0
+    staleness_max: int = 0
+    rewards: list[float] = field(default_factory=list[float])
+    evaluations: dict[int, dict[str, float]] = field(default_factory=dict[int, dict[str, float]])
+    wall_s: float = 0.0  # before the last resume
     tokens_generated: int = 0
     discarded_tokens: int = 0
     migrations: int = 0
     kv_bytes_moved: int = 0
-    mixed: int = 0
-    samples: int = 0
-    staleness_sum: int = 0
-    staleness_max: int = 0
-    wait_s: float = 0.0
-    rewards: list[float] = field(default_factory=list[float])
-    evaluations: dict[int, dict[str, float]] = field(default_factory=dict[int, dict[str, float]])
+    num_resumes: int = 0
     cpu_s: dict[str, float] = field(default_factory=dict[str, float])
     busy_s: dict[str, float] = field(default_factory=dict[str, float])
 
+    def add(self, line: dict[str, Any]) -> None:
+        """One line of metrics.jsonl."""
+        if "step" not in line:
+            self.evaluations[line["version"]] = {
+                name.removeprefix("eval/"): value
+                for name, value in line.items()
+                if name.startswith("eval/")
+            }
+            return
+        self.tokens_trained += line["num_tokens"]
+        self.samples += line["num_samples"]
+        self.staleness_sum += line["staleness/mean"] * line["num_samples"]
+        self.staleness_max = max(self.staleness_max, line["staleness/max"])
+        self.mixed += line["mixed_version_frac"] * line["num_samples"]
+        self.rewards.append(line["reward/mean"])
+
+
+KEPT = "wall_s tokens_generated discarded_tokens migrations kv_bytes_moved num_resumes cpu_s busy_s"
+
 
 class Records:
-    """The files of one run directory."""
+    """The files of one run directory. `committed`: how many steps a resumed run's log holds."""
 
-    def __init__(self, run_dir: Path, *, rollouts: bool) -> None:
+    def __init__(self, run_dir: Path, *, rollouts: bool, committed: int | None = None) -> None:
         self.run_dir = run_dir
-        self._metrics = (run_dir / "metrics.jsonl").open("a")
-        self._rollouts = (run_dir / "rollouts.jsonl").open("a") if rollouts else None
+        metrics, samples = run_dir / "metrics.jsonl", run_dir / "rollouts.jsonl"
+        self.totals = Totals()
+        if committed is not None:
+            for path in (metrics, samples):
+                cut_lines(path, lambda line: line.get("step", -1) < committed)
+            self._recall(metrics)
+        self._metrics = metrics.open("a")
+        self._rollouts = samples.open("a") if rollouts else None
         self.began = time.monotonic()
         self.step_began = self.began
-        self.totals = Totals()
+        self._lives: dict[str, int] = {}
+        self._base: dict[str, tuple[float, float]] = {}
+
+    def _recall(self, metrics: Path) -> None:
+        for line in read_lines(metrics):
+            self.totals.add(line)
+        path = self.run_dir / "totals.json"
+        for name, value in (json.loads(path.read_text()) if path.is_file() else {}).items():
+            setattr(self.totals, name, value)
+        self.totals.num_resumes += 1
+
+    @property
+    def wall_s(self) -> float:
+        return self.totals.wall_s + time.monotonic() - self.began
 
     def step(
         self,
@@ -69,23 +117,18 @@ class Records:
         samples: Sequence[TrainedSample],
         dropped: dict[str, int],
     ) -> dict[str, float]:
-        """A step was committed: its line of metrics.jsonl."""
+        """A step is about to be committed: its line of metrics.jsonl."""
         now = time.monotonic()
         took, self.step_began = now - self.step_began, now
-        totals = self.totals
         stale = [step - s.version for s in samples]
         lengths = np.array([s.num_tokens for s in samples])
         rewards = [s.reward for s in samples]
         tokens = int(lengths.sum()) + sum(s.num_prompt for s in samples)
-        totals.tokens_trained += tokens
-        totals.samples += len(samples)
-        totals.staleness_sum += sum(stale)
-        totals.staleness_max = max(totals.staleness_max, *stale)
-        totals.mixed += sum(s.segments > 1 for s in samples)
-        totals.rewards.append(float(np.mean(rewards)))
         line = {
             "step": step,
             **metrics,
+            "num_tokens": tokens,
+            "num_samples": len(samples),
             "reward/mean": float(np.mean(rewards)),
             "reward/std": float(np.std(rewards)),
             "staleness/mean": sum(stale) / len(stale),
@@ -99,9 +142,10 @@ class Records:
             "perf/tokens_per_s": tokens / took,
             **{f"dropped/{name}": count for name, count in dropped.items()},
         }
-        self._write(line)
         for sample in samples if self._rollouts is not None else ():
             self._rollout(step, sample)
+        self._write(line)
+        self._keep()
         return line
 
     def _rollout(self, step: StepIndex, sample: TrainedSample) -> None:
@@ -110,25 +154,45 @@ class Records:
         self._rollouts.write(json.dumps({"step": step, **record}) + "\n")
 
     def evaluation(self, version: Version, figures: dict[str, float]) -> None:
-        self.totals.evaluations[version] = figures
         self._write({"version": version, **{f"eval/{k}": v for k, v in figures.items()}})
 
+    def continued(self, record: dict[str, Any]) -> None:
+        """A request goes on from its journal: a line of continued.jsonl."""
+        with (self.run_dir / "continued.jsonl").open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
     def _write(self, line: dict[str, Any]) -> None:
-        self._metrics.write(json.dumps(line) + "\n")
-        self._metrics.flush()
         if self._rollouts is not None:
             self._rollouts.flush()
+        self._metrics.write(json.dumps(line) + "\n")
+        self._metrics.flush()
+        self.totals.add(line)
+
+    def usage(self, name: str, life: int, busy_s: float, cpu_s: float) -> None:
+        """What a worker has used since it was started; a new life begins at zero."""
+        totals = self.totals
+        if self._lives.get(name) != life:
+            self._lives[name] = life
+            self._base[name] = (totals.busy_s.get(name, 0.0), totals.cpu_s.get(name, 0.0))
+        busy_before, cpu_before = self._base[name]
+        totals.busy_s[name] = busy_before + busy_s
+        totals.cpu_s[name] = cpu_before + cpu_s
+
+    def _keep(self) -> None:
+        kept = asdict(self.totals)
+        body = {name: kept[name] for name in KEPT.split()} | {"wall_s": self.wall_s}
+        self._replace("totals.json", body)
 
     def summary(self, mode: str, steps: int, reason: str, num_cores: int) -> dict[str, Any]:
         """The figures of the whole run; written to summary.json."""
-        totals = self.totals
-        wall = time.monotonic() - self.began
+        totals, wall = self.totals, self.wall_s
         rollout = [busy for name, busy in totals.busy_s.items() if name != "learner"]
         evaluations = [totals.evaluations[v] for v in sorted(totals.evaluations)]
         figures = {
             "mode": mode,
             "steps": steps,
             "stopped": reason,
+            "num_resumes": totals.num_resumes,
             "wall_s": wall,
             "tokens_trained": totals.tokens_trained,
             "tokens_generated": totals.tokens_generated,
@@ -147,11 +211,15 @@ class Records:
             "migrations": totals.migrations,
             "kv_bytes_moved": totals.kv_bytes_moved,
         }
-        path = self.run_dir / "summary.json"
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(figures, indent=1))
-        temporary.replace(path)
+        self._keep()
+        self._replace("summary.json", figures)
         return figures
+
+    def _replace(self, name: str, body: dict[str, Any]) -> None:
+        path = self.run_dir / name
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(body, indent=1))
+        temporary.replace(path)
 
     def close(self) -> None:
         self._metrics.close()

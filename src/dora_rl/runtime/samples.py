@@ -6,6 +6,7 @@ is there after a crash.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +37,14 @@ class Samples:
                 return row
         return None
 
+    def keep_only(self, groups: Collection[GroupId]) -> None:
+        """After a crash: drop groups that the log knows to have ended."""
+        for group in self._table.groups():
+            if group not in groups:
+                self._table.drop(group)
+
     def put(self, event: ev.SampleFinished, version: Version, message: Message, text: str) -> None:
-        """A sample was generated. One that is there already came again after a restart."""
-        if self.row(event.request) is not None:
-            return
+        """A sample was generated. One that is there already was written just before a crash."""
         columns: dict[str, Any] = {
             "token_ids": message.arrays["token_ids"],
             "logprobs": message.arrays["logprobs"],
@@ -49,7 +54,26 @@ class Samples:
             "text": text,
         }
         row = NewRow(event.request.group, version, columns, event.request.sample, self._group_size)
-        self._table.put([row])
+        there = self.row(event.request)
+        if there is None:
+            self._table.put([row])
+        elif not np.array_equal(_array(there, "token_ids"), message.arrays["token_ids"]):
+            self._replace(row)
+
+    def _replace(self, new: NewRow) -> None:
+        """The new row counts: where kernels are not exact, its tokens may be others."""
+        rows = [new]
+        for row in self._table.read(self._table.rows_of(new.group)):
+            if row.sample != new.sample:
+                rows.append(
+                    NewRow(row.group, row.version, row.columns, row.sample, self._group_size)
+                )
+        self._table.drop(new.group)
+        self._table.put(rows)
+
+    def stored_reward(self, request: RequestId) -> float | None:
+        row = self.row(request)
+        return float(str(row.columns["reward"])) if row and "reward" in row.columns else None
 
     def reward(self, request: RequestId, reward: float) -> None:
         row = self.row(request)
@@ -89,13 +113,11 @@ class Samples:
                 text=str(row.columns["text"]),
                 prompt=prompt,
                 segments=len(_list(row, "segments")),
+                logprob_sum=float(_array(row, "logprobs").sum(dtype=np.float64)),
+                token_ids=_array(row, "token_ids").tolist(),
             )
             for row in self._rows(group, samples)
         ]
-
-    def scored(self, group: GroupId) -> tuple[int, ...]:
-        rows = self._table.read(self._table.rows_of(group))
-        return tuple(sorted(row.sample for row in rows if "reward" in row.columns))
 
     def num_tokens(self, group: GroupId) -> int:
         rows = self._table.read(self._table.rows_of(group))

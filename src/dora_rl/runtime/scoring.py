@@ -39,9 +39,13 @@ class ScoringPool:
         self._free: list[str] = []
         self._busy: dict[str, tuple[Job, float]] = {}
         self._next = 0
+        self._extra = extra
+        self.num_answered = 0
         self.names = [f"reward{index}" for index in range(num_workers)]
+
+    def start(self) -> None:
         for name in self.names:
-            crew.start("reward", name, extra)
+            self._crew.start("reward", name, self._extra)
 
     def submit(
         self, prompt: Prompt, text: str, token_ids: NDArray[np.int32], finish: str, answer: Answer
@@ -73,6 +77,7 @@ class ScoringPool:
         """A worker answered."""
         held = self._busy.pop(name, None)
         self._free.append(name)
+        self.num_answered += 1
         if held is not None and held[0].body["id"] == body["id"]:
             if "reward" in body:
                 held[0].answer(body["reward"], "")

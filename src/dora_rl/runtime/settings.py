@@ -103,7 +103,8 @@ def core_params(config: RunConfig) -> Params:
             report_s=o.report_timeout_s,
             load_s=o.load_timeout_s,
             move_s=o.move_timeout_s,
-            score_s=config.reward.timeout_s * 1.5 + 10,
+            # The pool answers for every sample it was given; only its queue may be long.
+            score_s=max(3600.0, 100 * config.reward.timeout_s),
             trainer_s=o.trainer_timeout_s,
         ),
     )

@@ -76,7 +76,9 @@ class Channel:
     def send(
         self, kind: str, body: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]] | None = None
     ) -> None:
-        data = pack(kind, body, arrays or {})
+        self.send_packed(pack(kind, body, arrays or {}))
+
+    def send_packed(self, data: bytes) -> None:
         with self._lock:
             self._connection.send_bytes(data)
 

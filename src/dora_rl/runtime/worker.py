@@ -1,11 +1,13 @@
 """`python -m dora_rl.runtime.worker`: one worker process of a local run.
 
 The parent writes one JSON line to standard input: the role, the name, where to connect, the key of
-the run and what the role needs. The worker ends when its connection does.
+the run and what the role needs. The worker ends when its controller does, whatever it is doing:
+nobody may write into the run directory beside the controller that resumes the run.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -15,8 +17,15 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from safetensors import SafetensorError
+
 from dora_rl.config import RunConfig
+from dora_rl.runtime.full_disk import full_line, is_full
+from dora_rl.runtime.weights_file import WeightsError
 from dora_rl.runtime.wire import Channel
+from dora_rl.types import UserError
+
+PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +62,28 @@ def beat(channel: Channel, send: Any, period_s: float) -> None:
     threading.Thread(target=run, daemon=True).start()
 
 
+def end_with_parent() -> None:
+    """Die with the controller, at once, even in the middle of a long computation.
+
+    Linux kills us itself, which also works where user code holds the interpreter's lock. Anywhere
+    else (and where the parent died before the call) the end of standard input says it.
+    """
+
+    def watch() -> None:
+        while os.read(0, 4096):
+            pass
+        os._exit(1)
+
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def main() -> int:
     setup = read_setup(sys.stdin.readline())
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the controller decides when to end
+    end_with_parent()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # the controller decides when to end
     if setup.config.runtime.threads:
         os.environ.setdefault("OMP_NUM_THREADS", str(setup.config.runtime.threads))
     channel = Channel.connect(setup.address, bytes.fromhex(setup.key))
@@ -64,6 +92,10 @@ def main() -> int:
         _run(setup, channel)
     except (EOFError, ConnectionError):
         return 0  # the controller is gone
+    except (UserError, WeightsError, SafetensorError, OSError) as error:
+        reason = full_line(setup.run_dir, error) if is_full(error) else str(error)
+        channel.send("fatal", {"reason": reason, "full": is_full(error)})
+        raise
     return 0
 
 

@@ -1,0 +1,33 @@
+"""Files of JSON lines that are only ever appended to: read them, and cut off a bad end."""
+
+from __future__ import annotations
+
+import json
+import mmap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    if path.is_file():
+        with path.open() as file:
+            yield from map(json.loads, file)
+
+
+def cut_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
+    """Remove a torn last line, and whole lines from the end on until one is to be kept.
+
+    Costs what is removed, not what is there.
+    """
+    if not path.is_file() or not path.stat().st_size:
+        return
+    with path.open("r+b") as file:
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            end = data.rfind(b"\n") + 1
+            while end:
+                start = data.rfind(b"\n", 0, end - 1) + 1
+                if keep(json.loads(data[start:end])):
+                    break
+                end = start
+        file.truncate(end)

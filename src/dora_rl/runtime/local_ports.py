@@ -1,0 +1,152 @@
+"""The ports of a local run: the core's actions as messages to worker processes.
+
+They decide nothing and never wait for an answer; what comes of an action arrives in the inbox.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dora_rl.core import actions as act
+from dora_rl.core import events as ev
+from dora_rl.core.ledger import scoring
+from dora_rl.ports import FleetAction, LearnerAction, LedgerAction
+from dora_rl.runtime.wire import encode_fleet, encode_learner
+from dora_rl.types import RequestId
+
+if TYPE_CHECKING:
+    from dora_rl.runtime.local import LocalRun
+
+
+class FleetPort:
+    """The instances behind the `Generator` port."""
+
+    def __init__(self, run: LocalRun) -> None:
+        self.run = run
+
+    def do(self, action: FleetAction) -> None:
+        run = self.run
+        if isinstance(action, act.Restart):
+            run.crew.kill(action.instance)
+            run.journals.collect(action.instance, alive=set(run.state.groups))
+            run.crew.restart(action.instance)
+            return
+        name = action.src if isinstance(action, act.Move) else action.instance
+        body: dict[str, Any] = {"action": encode_fleet(action)}
+        if not isinstance(action, act.Dispatch):
+            run.crew.send(name, "order", body)
+            return
+        prompt = run.train.prompt(action.prompt)
+        resumes: dict[str, Any] = {}
+        for sample in action.samples if action.resume else ():
+            saved = run.journals.look_up(RequestId(action.group, sample))
+            if saved is not None:
+                resumes[str(sample)] = saved
+        run.keeper.note_continued(action, resumes)
+        arrays = {"prompt_ids": np.asarray(prompt.token_ids, dtype=np.int32)}
+        run.crew.send(name, "order", body | {"resumes": resumes}, arrays)
+
+
+class LearnerPort:
+    """The learner process behind its port."""
+
+    def __init__(self, run: LocalRun) -> None:
+        self.run = run
+
+    def do(self, action: LearnerAction) -> None:
+        run = self.run
+        if isinstance(action, act.RestartTrainer):
+            run.crew.restart("learner")
+            return
+        if isinstance(action, act.OptimizerRewound):
+            run.on_wait(
+                [
+                    f"the weights are those of version {action.version}, the optimizer's state is "
+                    f"that of version {action.optimizer_version}: the newest that was saved"
+                ]
+            )
+            return
+        body: dict[str, Any] = {"action": encode_learner(action)}
+        arrays = None
+        if isinstance(action, act.Feed):
+            batch = run.state.batches[action.step]
+            prompt = run.train.prompt(run.state.groups[action.group].prompt)
+            more, arrays = run.samples.feed(action, prompt.token_ids)
+            body |= more | {"batch_groups": batch.size, "updates": batch.updates}
+        run.crew.send("learner", "order", body, arrays)
+
+
+class RewardPort:
+    """The scoring pool behind its port."""
+
+    def __init__(self, run: LocalRun) -> None:
+        self.run = run
+
+    def do(self, action: act.Score) -> None:
+        run, rid, attempt = self.run, action.request, action.attempt
+        row = run.samples.row(rid)
+        if row is None:
+            run.later.append(ev.ScoreFailed(rid, attempt, "its row is not in the table"))
+            return
+        known = run.samples.stored_reward(rid)
+        if known is not None:  # scored just before a crash
+            run.later.append(ev.Scored(rid, attempt, known))
+            return
+
+        def answer(reward: float | None, why: str) -> None:
+            if scoring(run.state, rid, attempt) is None:
+                return  # too late: asked again, or ended
+            if reward is None or not math.isfinite(reward):
+                run.handle(ev.ScoreFailed(rid, attempt, why or f"the reward is {reward}"))
+                return
+            run.samples.reward(rid, reward)
+            run.handle(ev.Scored(rid, attempt, reward))
+
+        prompt, columns = run.train.prompt(action.prompt), row.columns
+        ids = np.asarray(columns["token_ids"], dtype=np.int32)
+        run.pool.submit(prompt, str(columns["text"]), ids, str(columns["finish"]), answer)
+
+
+class KeeperPort:
+    """Rows, journals and versions: kept while they live."""
+
+    def __init__(self, run: LocalRun) -> None:
+        self.run = run
+
+    def do(self, action: LedgerAction) -> None:
+        run = self.run
+        match action:
+            case act.EndGroup():
+                self._ended(action)
+            case act.RetireVersion():
+                run.versions.to_retire.add(action.version)
+                run.retire_unpinned()
+            case act.Stop():
+                run.stop = action
+            case _:
+                pass
+
+    def _ended(self, action: act.EndGroup) -> None:
+        run = self.run
+        if action.end is not act.End.TRAINED:
+            run.dropped[action.end.value] += 1
+            if action.end is not act.End.FILTERED:
+                run.records.totals.discarded_tokens += run.samples.num_tokens(action.group)
+        run.samples.drop(action.group)
+        run.journals.forget(action.group, run.params.group_size)
+
+    def note_continued(self, action: act.Dispatch, resumes: dict[str, Any]) -> None:
+        """For the record: which requests went on from their journal, and how far they were."""
+        for sample, saved in resumes.items():
+            self.run.records.continued(
+                {
+                    "group": action.group,
+                    "sample": int(sample),
+                    "version": action.version,
+                    "journal_version": saved["version"],
+                    "token_ids": list(saved["resume_ids"]),
+                }
+            )

@@ -1,0 +1,40 @@
+"""One controller for a run directory: a lock that its workers hold too.
+
+The lock lives as long as any process that inherited it, so a resumed run begins only when the last
+worker of the one before is gone.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from pathlib import Path
+
+from dora_rl.types import UserError
+
+WAIT_S = 10.0
+POLL_S = 0.05
+
+
+class RunLock:
+    """Taken when made; `fd` is what workers inherit."""
+
+    def __init__(self, run_dir: Path, wait_s: float = WAIT_S) -> None:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self.fd = os.open(run_dir / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        until = time.monotonic() + wait_s
+        while True:
+            try:
+                fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    os.close(self.fd)
+                    raise UserError(
+                        f"{run_dir} is in use by another dora-rl; end it, or set runtime.run_dir"
+                    ) from None
+            time.sleep(POLL_S)
+
+    def release(self) -> None:
+        os.close(self.fd)

@@ -1,0 +1,72 @@
+"""What may change between a run and its continuation, and what may not.
+
+K, B, the number of steps, learning rates, limits and the number of instances may change. What
+decides which tokens a group has may not: the groups in flight go on.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from dora_rl.config import RunConfig
+from dora_rl.data.prompts import PromptSource
+from dora_rl.types import UserError
+
+FIXED = (
+    "model.path",
+    "orchestration.mode",
+    "rollout.num_samples",
+    "runtime.seed",
+    "data.seed",
+    "data.shuffle",
+    "trainer.lora_rank",
+)
+
+
+def check_run_dir(run_dir: Path, *, resume: bool) -> None:
+    """A run is begun in a directory without one and resumed in a directory with one."""
+    used = any((run_dir / "events").glob("*.jsonl"))
+    if resume and not used:
+        raise UserError(f"{run_dir} holds no run to resume; leave --resume out to begin one")
+    if used and not resume:
+        raise UserError(
+            f"{run_dir} already holds a run; add --resume, or set runtime.run_dir=DIRECTORY"
+        )
+
+
+def check_same_run(config: RunConfig, run_dir: Path) -> None:
+    """Refuse to continue a run as another one."""
+    path = run_dir / "config.json"
+    if not path.is_file():
+        return
+    old, new = json.loads(path.read_text()), config.model_dump(mode="json")
+    for key in FIXED:
+        before, now = _value(old, key), _value(new, key)
+        if before != now:
+            raise UserError(f"{key} was {before!r} and cannot become {now!r} in a resumed run")
+
+
+def check_same_data(train: PromptSource, run_dir: Path) -> None:
+    """The prompts of a run are remembered by a fingerprint."""
+    path, found = run_dir / "data.json", train.fingerprint()
+    if not path.is_file():
+        path.write_text(json.dumps({"fingerprint": found}))
+    elif json.loads(path.read_text())["fingerprint"] != found:
+        raise UserError(
+            f"the training data is not what {run_dir} began with; restore it, or begin a new run"
+        )
+
+
+def write_config(config: RunConfig, run_dir: Path) -> None:
+    temporary = run_dir / "config.json.tmp"
+    temporary.write_text(config.model_dump_json(indent=1))
+    temporary.replace(run_dir / "config.json")
+
+
+def _value(data: dict[str, Any], key: str) -> Any:
+    value: Any = data
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value

@@ -1,0 +1,79 @@
+"""The controller's tokenizer: the `tokenizers` library alone where that is enough.
+
+Importing transformers takes seconds, and the controller needs it only for chat templates and for
+tokenizers that exist as Python code. Invariant: `encode` and `decode` give what transformers'
+`AutoTokenizer` gives; where that is not certain from the files, transformers is used.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from dora_rl.types import UserError
+
+# Classes that are nothing but their tokenizer.json.
+PLAIN_CLASSES = {"PreTrainedTokenizerFast", "TokenizersBackend", "Qwen2Tokenizer"}
+PLAIN_CLASSES |= {"Qwen2TokenizerFast"}
+# Settings by which transformers changes what tokenizer.json says.
+CHANGES = ("add_bos_token", "add_eos_token", "auto_map", "clean_up_tokenization_spaces")
+
+
+class LightTokenizer:
+    """What data and rewards ask of a tokenizer (`data.render.Tokenizer`, and `decode`)."""
+
+    def __init__(self, path: Path, settings: dict[str, Any], trust_remote_code: bool) -> None:
+        from tokenizers import Tokenizer
+
+        self._path, self._trust = path, trust_remote_code
+        self._light = Tokenizer.from_file(str(path / "tokenizer.json"))
+        template = path / "chat_template.jinja"
+        self.chat_template = settings.get("chat_template") or (
+            template.read_text() if template.is_file() else None
+        )
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> Sequence[int]:
+        return self._light.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        return self._light.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def apply_chat_template(self, conversation: Any, **options: Any) -> Any:
+        return self._whole.apply_chat_template(conversation, **options)
+
+    @cached_property
+    def _whole(self) -> Any:
+        return _auto_tokenizer(self._path, self._trust)
+
+
+def open_tokenizer(path: Path, trust_remote_code: bool) -> Any:
+    """The tokenizer of a model directory, or one line that says what is missing."""
+    settings = _read_json(path / "tokenizer_config.json")
+    plain = settings.get("tokenizer_class") in PLAIN_CLASSES
+    if plain and (path / "tokenizer.json").is_file() and not any(map(settings.get, CHANGES)):
+        _read_json(path / "tokenizer.json")  # a damaged file gets its line here
+        return LightTokenizer(path, settings, trust_remote_code)
+    return _auto_tokenizer(path, trust_remote_code)
+
+
+def _auto_tokenizer(path: Path, trust_remote_code: bool) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        first = next(iter(str(error).splitlines()), type(error).__name__)
+        raise UserError(f"model.path: no tokenizer in {path} ({first})") from None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text()) if path.is_file() else {}
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"model.path: {path} is damaged ({error})") from None
+    if not isinstance(data, dict):
+        raise UserError(f"model.path: {path} is not an object")
+    return data

@@ -1,0 +1,63 @@
+"""The sealed versions of a local run: on disk for resume, in shared memory for the instances.
+
+Invariant: the disk holds every live version; shared memory is a copy that can be made again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection
+from pathlib import Path
+
+from dora_rl.core.state import State
+from dora_rl.runtime.weights import (
+    DiskWeightStore,
+    SharedMemoryWeightStore,
+    VersionMissing,
+    WeightsError,
+    copy_version,
+)
+from dora_rl.types import Version
+
+
+class Versions:
+    """Both stores as the controller uses them."""
+
+    def __init__(self, disk: Path, shared: Path) -> None:
+        self.disk = DiskWeightStore(disk)
+        self.shared = SharedMemoryWeightStore(shared)
+        self.to_retire: set[Version] = set()
+
+    def keep_only(self, state: State, wanted: Collection[Version]) -> None:
+        """After a crash: what is neither live, nor newer than the log, nor wanted goes."""
+        for version in self.disk.versions():
+            live = version in state.versions or version >= state.committed
+            if not live and version not in wanted:
+                self.disk.retire(version)
+            elif not live:
+                self.to_retire.add(version)
+        for version in set(self.shared.versions()) - set(self.disk.versions()):
+            self.shared.retire(version)
+
+    def retire_all_but(self, pins: Collection[Version]) -> None:
+        for version in self.to_retire - set(pins):
+            for store in (self.shared, self.disk):
+                with contextlib.suppress(VersionMissing):
+                    store.retire(version)
+            self.to_retire.discard(version)
+
+    def repair(self, version: Version) -> bool:
+        """Copy a version from the disk again if its shared copy is damaged or gone.
+
+        True if it was; raises `WeightsError` if the disk's copy is no better.
+        """
+        if version not in self.disk.versions():
+            return False  # not sealed yet
+        try:
+            SharedMemoryWeightStore(self.shared.root).open(version)
+            return False
+        except WeightsError:
+            with contextlib.suppress(VersionMissing):
+                self.shared.retire(version)
+            copy_version(DiskWeightStore(self.disk.root), self.shared, version)
+            return True
