@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dora_rl.rewards import match
+from dora_rl.rewards import match, mathematics
 from dora_rl.rewards.base import CallLimits, Reward, ScoreError, ScoreItem, one_line
 from dora_rl.rewards.calls import Expired, deadline
 from dora_rl.rewards.function import read_score
@@ -25,6 +25,7 @@ SIMPLE: dict[str, Maker] = {
     "regex": match.regex,
     "format": match.format_tags,
     "length": match.length,
+    "math": mathematics.math,
 }
 
 
@@ -57,28 +58,57 @@ class ItemReward:
             return ScoreError(f"raised {one_line(error)}")
 
 
-def names() -> list[str]:
-    return sorted(SIMPLE)
+def _makers(base_dir: Path, limits: CallLimits) -> dict[str, Callable[..., Reward]]:
+    """Those that are more than a function of one item. Imports happen when one is made."""
+
+    def code(**options: Any) -> Reward:
+        from dora_rl.rewards.code import CodeReward
+
+        check_options("code", CodeReward, options)
+        return CodeReward(limits, **options)
+
+    def judge(**options: Any) -> Reward:
+        from dora_rl.rewards.judge import JudgeReward
+
+        check_options("judge", JudgeReward, options)
+        return JudgeReward(limits, **options)
+
+    def model(**options: Any) -> Reward:
+        from dora_rl.rewards.model import ModelReward
+
+        check_options("model", ModelReward, options)
+        return ModelReward(limits, base_dir, **options)
+
+    return {"code": code, "judge": judge, "model": model}
 
 
 def make_builtin(
     name: str, base_dir: Path, options: Mapping[str, Any], limits: CallLimits
 ) -> Reward:
-    if name not in names():
-        near = difflib.get_close_matches(name, names(), n=1)
-        raise UserError(
-            f"reward: no built-in {name!r}"
-            + (f", did you mean {near[0]!r}?" if near else "")
-            + f"; give one of {', '.join(names())}, path/to/file.py:name or package.module:name"
-        )
-    maker = SIMPLE[name]
-    check_options(name, maker, options)
-    return ItemReward(name, maker(**options), limits)
+    makers = _makers(base_dir, limits)
+    names = sorted([*SIMPLE, *makers])
+    try:
+        if name in makers:
+            return makers[name](**options)
+        if name in SIMPLE:
+            check_options(name, SIMPLE[name], options)
+            return ItemReward(name, SIMPLE[name](**options), limits)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"reward: {name}: an option is wrong ({one_line(error)})") from error
+    near = difflib.get_close_matches(name, names, n=1)
+    raise UserError(
+        f"reward: no built-in {name!r}"
+        + (f", did you mean {near[0]!r}?" if near else "")
+        + f"; give one of {', '.join(names)}, path/to/file.py:name or package.module:name"
+    )
 
 
 def check_options(name: str, maker: Callable[..., Any], options: Mapping[str, Any]) -> None:
-    try:
-        inspect.signature(maker).bind(**options)
-    except TypeError as error:
-        known = ", ".join(p for p in inspect.signature(maker).parameters)
-        raise UserError(f"reward: {name}: {error}; its options are {known}") from error
+    """Options are keyword-only arguments; what comes before them is ours to give."""
+    parameters = inspect.signature(maker).parameters.values()
+    known = {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY}
+    unknown = [option for option in options if option not in known]
+    absent = [n for n, p in known.items() if p.default is p.empty and n not in options]
+    if unknown or absent:
+        wrong = f"no option {unknown[0]!r}" if unknown else f"option {absent[0]!r} is not set"
+        raise UserError(f"reward: {name}: {wrong}; its options are {', '.join(known)}")

@@ -113,6 +113,8 @@ class Sandbox:
             report = watch.read_status(read)
             texts = [watch.read_text(fd, limits.output_bytes_max) for fd in outputs]
             over = any(os.fstat(fd).st_size > limits.output_bytes_max for fd in outputs)
+        if "broken" in report:
+            raise SandboxLost(report["broken"])
         wall_s = report.get("wall_s", time.monotonic() - begin_s)
         return watch.verdict(report, stopped, over, texts, limits, wall_s)
 

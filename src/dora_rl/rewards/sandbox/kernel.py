@@ -23,11 +23,10 @@ MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 32, 4096, 16384, 1 << 18
 MNT_DETACH = 2
 MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID, MOUNT_ATTR_NODEV = 1, 2, 4
 
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 4, 24, 38
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS = 1, 4, 38
 PR_SET_CHILD_SUBREAPER = 36
 PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL = 47, 4
 CAPABILITY_VERSION_3 = 0x20080522
-CAPABILITIES_MAX = 64
 
 AT_FDCWD, AT_RECURSIVE = -100, 0x8000
 
@@ -110,13 +109,7 @@ def prctl(option: int, value: int, more: int = 0) -> None:
 
 
 def drop_capabilities() -> None:
-    """None now, none after any `execve`."""
-    for capability in range(CAPABILITIES_MAX):
-        try:
-            prctl(PR_CAPBSET_DROP, capability)
-        except OSError:
-            # The first number the kernel does not know, or a process that has none to drop.
-            break
+    """None now; and with no_new_privs and a user other than root, none after an `execve`."""
     prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL)
     header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0)
     nothing = (ctypes.c_uint32 * 6)()

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import atexit
 import builtins
-import io
 import json
 import linecache
 import os
 import sys
-import threading
 import traceback
 import types
 from typing import Any, NoReturn
@@ -24,9 +22,6 @@ NAME = "program.py"
 
 def run(code: str, tests: int, report: int) -> NoReturn:
     """`tests` and `report` are pipes: what to run afterwards, and which of them passed."""
-    _fresh_streams()
-    for name in [name for name in sys.modules if name.split(".")[0] == "dora_rl"]:
-        del sys.modules[name]
     main = types.ModuleType("__main__")
     main.__dict__["__builtins__"] = builtins
     main.__dict__["__file__"] = NAME
@@ -36,23 +31,6 @@ def run(code: str, tests: int, report: int) -> NoReturn:
     if status is None:
         status = _run_tests(tests, report, main.__dict__)
     _leave(status)
-
-
-def _fresh_streams() -> None:
-    sys.stdin = sys.__stdin__ = io.TextIOWrapper(_open(0, "rb"), encoding="utf-8")
-    for number, name in ((1, "stdout"), (2, "stderr")):
-        stream = io.TextIOWrapper(
-            _open(number, "wb"),
-            encoding="utf-8",
-            errors="backslashreplace" if name == "stderr" else "surrogateescape",
-            line_buffering=name == "stderr",
-        )
-        setattr(sys, name, stream)
-        setattr(sys, f"__{name}__", stream)
-
-
-def _open(number: int, mode: str) -> Any:
-    return open(number, mode, closefd=False)
 
 
 def _execute(code: str, name: str, scope: dict[str, Any]) -> int | None:
@@ -88,7 +66,8 @@ def _run_tests(tests: int, report: int, scope: dict[str, Any]) -> int:
 def _leave(status: int) -> NoReturn:
     """The useful part of the interpreter's own end, without tearing everything down."""
     try:
-        threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
+        if "threading" in sys.modules:
+            sys.modules["threading"]._shutdown()
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()

@@ -175,12 +175,17 @@ def program(machine: str) -> bytes:
     return b"".join([*parts, allow])
 
 
-def install() -> None:
-    """From here on, for this process and all it starts."""
-    code = program(os.uname().machine)
-    buffer = ctypes.create_string_buffer(code, len(code))
-    address = ctypes.addressof(buffer)
-    # struct sock_fprog: a 16-bit count, padding, a pointer.
-    header = ctypes.create_string_buffer(struct.pack("@HP", len(code) // 8, address))
-    kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
-    kernel.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.addressof(header))
+class Filter:
+    """Made once in the zygote; installing it in a run is two system calls."""
+
+    def __init__(self) -> None:
+        code = program(os.uname().machine)
+        self._code = ctypes.create_string_buffer(code, len(code))
+        # struct sock_fprog: a 16-bit count, padding, a pointer.
+        header = struct.pack("@HP", len(code) // 8, ctypes.addressof(self._code))
+        self._header = ctypes.create_string_buffer(header)
+
+    def install(self) -> None:
+        """From here on, for this process and all it starts."""
+        kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+        kernel.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.addressof(self._header))

@@ -14,6 +14,13 @@ from dora_rl.rewards.sandbox import kernel
 
 DEVICES = ("null", "zero", "full", "random", "urandom")
 LINKED = ("bin", "sbin", "lib", "lib32", "lib64")
+SPACES = (
+    kernel.CLONE_NEWNS
+    | kernel.CLONE_NEWNET
+    | kernel.CLONE_NEWIPC
+    | kernel.CLONE_NEWUTS
+    | kernel.CLONE_NEWCGROUP
+)
 NOBODY = 65534
 INNER_ID = 1000
 
@@ -38,18 +45,7 @@ def _write_proc(proc: int, name: str, text: str) -> None:
 
 def enter(base: str, readable: Sequence[str], proc: int) -> None:
     """Make `base`, an empty directory, the root of a view that shows only `readable`."""
-    as_root = os.geteuid() == 0
-    if not as_root:
-        uid, gid = os.geteuid(), os.getegid()
-        kernel.unshare(kernel.CLONE_NEWUSER)
-        map_ids(proc, uid, gid)
-    kernel.unshare(
-        kernel.CLONE_NEWNS
-        | kernel.CLONE_NEWNET
-        | kernel.CLONE_NEWIPC
-        | kernel.CLONE_NEWUTS
-        | kernel.CLONE_NEWCGROUP
-    )
+    powerful = _leave_namespaces(proc)
     kernel.mount("none", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
     flags = kernel.MS_NOSUID | kernel.MS_NODEV
     kernel.mount("tmpfs", base, "tmpfs", flags, "size=1m,mode=755")
@@ -60,8 +56,22 @@ def enter(base: str, readable: Sequence[str], proc: int) -> None:
     kernel.unmount(".")
     os.chdir("/")
     kernel.mount("none", "/", "", flags | kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY)
-    if as_root:
+    if powerful:
         _become_nobody()
+
+
+def _leave_namespaces(proc: int) -> bool:
+    """New mount, network, ipc, host name and cgroup namespaces. True if we are really root."""
+    try:
+        kernel.unshare(SPACES)
+    except PermissionError:
+        # An ordinary user may do this in a user namespace of its own.
+        uid, gid = os.geteuid(), os.getegid()
+        kernel.unshare(kernel.CLONE_NEWUSER)
+        map_ids(proc, uid, gid)
+        kernel.unshare(SPACES)
+        return False
+    return True
 
 
 def _become_nobody() -> None:
@@ -102,8 +112,13 @@ def _outermost(paths: Sequence[str]) -> list[str]:
     return kept[1:]
 
 
+def placed(path: str) -> str:
+    """Where a path lies in the view: the private /tmp of a run would hide what is below it."""
+    return f"/view{path}" if path.startswith("/tmp/") else path
+
+
 def _bind(path: str, base: str, *, device: bool = False) -> None:
-    target = base + path
+    target = base + placed(path)
     if os.path.isdir(path):
         os.makedirs(target, exist_ok=True)
     else:

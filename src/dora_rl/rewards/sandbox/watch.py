@@ -101,8 +101,6 @@ def verdict(
     end = stopped or _end(report, stderr)
     if over and stopped is None:
         end = End.OUTPUT
-    if "broken" in report:
-        stderr += f"\nsandbox: {report['broken']}"
     return Run(
         end=end,
         exit_status=status if isinstance(status, int) else -number,
@@ -115,9 +113,9 @@ def verdict(
 
 
 def _end(report: Mapping[str, Any], stderr: str) -> End:
-    if not report or "broken" in report:
+    if not report:
         return End.LOST
-    if report["signal"] in (signal.SIGXCPU,):
+    if report["signal"] == signal.SIGXCPU:
         return End.CPU
     if report["signal"]:
         return End.SIGNAL

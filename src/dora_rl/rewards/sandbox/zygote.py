@@ -22,10 +22,10 @@ from typing import Any, NoReturn
 from dora_rl.rewards.sandbox import kernel, program, seccomp, view
 
 NUM_FDS = 4  # request, stdout, stderr, status
+# Not threading, nor what imports it: its hook after a fork costs every run a millisecond.
 WARM = (
     "bisect cmath collections.abc copy ctypes dataclasses datetime decimal enum fractions "
-    "functools heapq itertools json math operator queue random re signal statistics string struct "
-    "typing unittest"
+    "functools heapq itertools json math operator random re signal statistics string struct typing"
 )
 NAMESPACES = kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWIPC
 STACK_BYTES = 64 << 20
@@ -40,10 +40,13 @@ def main(door: int, setup: str) -> None:
     sys.path[:] = [*sys.path, *options["import_paths"]]
     for name in (*WARM.split(), *options["preload"]):
         importlib.import_module(name)
+    _forget_ourselves()
     isolated: bool = options["isolated"]
+    filter_ = seccomp.Filter()
     try:
         if isolated:
             view.enter(options["base"], options["readable"], proc)
+            sys.path[:] = map(view.placed, sys.path)
     except OSError as error:
         peer.send(f"cannot isolate: {error.strerror}".encode())
         return
@@ -55,10 +58,21 @@ def main(door: int, setup: str) -> None:
         _, fds, _, _ = socket.recv_fds(peer, 1, NUM_FDS)
         if len(fds) != NUM_FDS:
             return
-        _start(peer, fds, proc, isolated)
+        _start(peer, fds, proc, isolated, filter_)
 
 
-def _start(peer: socket.socket, fds: list[int], proc: int, isolated: bool) -> None:
+def _forget_ourselves() -> None:
+    """What programs find: no module of ours, no environment but this. The standard streams stay:
+    each run puts its own files behind their descriptors."""
+    for name in [name for name in sys.modules if name.split(".")[0] == "dora_rl"]:
+        del sys.modules[name]
+    os.environ.clear()
+    os.environ.update(PATH="/usr/bin:/bin", HOME="/tmp", LANG="C.UTF-8")
+
+
+def _start(
+    peer: socket.socket, fds: list[int], proc: int, isolated: bool, filter_: seccomp.Filter
+) -> None:
     ids = os.geteuid(), os.getegid()
     try:
         pid = kernel.clone(NAMESPACES if isolated else 0)
@@ -67,7 +81,7 @@ def _start(peer: socket.socket, fds: list[int], proc: int, isolated: bool) -> No
         pid = -1
     if pid == 0:
         peer.close()
-        _init(fds, proc, ids, isolated)
+        _init(fds, proc, ids, isolated, filter_)
     if pid > 0:
         pidfd = os.pidfd_open(pid)
         socket.send_fds(peer, [b"run %d" % pid], [pidfd])
@@ -76,7 +90,9 @@ def _start(peer: socket.socket, fds: list[int], proc: int, isolated: bool) -> No
         os.close(fd)
 
 
-def _init(fds: list[int], proc: int, ids: tuple[int, int], isolated: bool) -> NoReturn:
+def _init(
+    fds: list[int], proc: int, ids: tuple[int, int], isolated: bool, filter_: seccomp.Filter
+) -> NoReturn:
     """Process 1 of the run. Whatever goes wrong here must not return into the zygote's loop."""
     request, _, _, status = fds
     try:
@@ -89,8 +105,10 @@ def _init(fds: list[int], proc: int, ids: tuple[int, int], isolated: bool) -> No
             _make_private(proc, ids, asked["limits"]["files_bytes_max"])
         else:
             kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
+            os.environ["HOME"] = asked["workdir"]
         os.close(proc)
-        report = _supervise(asked, fds)
+        kernel.drop_capabilities()
+        report = _supervise(asked, fds, filter_)
         if not isolated:
             _kill_children()
         os.write(status, json.dumps(report).encode())
@@ -106,7 +124,7 @@ def _make_private(proc: int, ids: tuple[int, int], bytes_max: int) -> None:
         kernel.mount("tmpfs", place, "tmpfs", flags, f"size={bytes_max},nr_inodes=4096,mode=755")
 
 
-def _supervise(asked: dict[str, Any], fds: list[int]) -> dict[str, Any]:
+def _supervise(asked: dict[str, Any], fds: list[int], filter_: seccomp.Filter) -> dict[str, Any]:
     """Start the program, wait until it ends or its time is over, say what happened."""
     os.chdir(asked["workdir"])
     with open(".stdin", "w", encoding="utf-8", errors="surrogateescape") as file:
@@ -117,9 +135,8 @@ def _supervise(asked: dict[str, Any], fds: list[int]) -> dict[str, Any]:
     begin_s = time.monotonic()
     pid = os.fork()
     if pid == 0:
-        _become_program(asked, fds, tests_read, report_write)
+        _become_program(asked, fds, tests_read, report_write, filter_)
     kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
-    kernel.drop_capabilities()
     os.close(tests_read)
     os.close(report_write)
     # Tests arrive only once the program's own code is through; see `program.run`.
@@ -188,7 +205,9 @@ def _read_report(fd: int, asked: dict[str, Any]) -> list[bool]:
     return [f"{asked['token']} {index}" in lines for index in range(len(asked["tests"]))]
 
 
-def _become_program(asked: dict[str, Any], fds: list[int], tests: int, report: int) -> NoReturn:
+def _become_program(
+    asked: dict[str, Any], fds: list[int], tests: int, report: int, filter_: seccomp.Filter
+) -> NoReturn:
     try:
         _, stdout, stderr, _ = fds
         os.setsid()
@@ -200,11 +219,8 @@ def _become_program(asked: dict[str, Any], fds: list[int], tests: int, report: i
         kernel.close_from(len(high))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        os.environ.clear()
-        os.environ.update(PATH="/usr/bin:/bin", HOME=asked["workdir"], LANG="C.UTF-8")
         _limit(asked["limits"])
-        kernel.drop_capabilities()
-        seccomp.install()
+        filter_.install()
     except BaseException as error:  # noqa: BLE001 - must not return into init's code
         os.write(2, f"sandbox: {type(error).__name__}: {error}".encode())
         os._exit(125)
