@@ -13,8 +13,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,14 +20,13 @@ from typing import Any
 
 from dora_rl.config import RunConfig
 from dora_rl.runtime.bench_log import Window, run_figures
+from dora_rl.runtime.cpu_meter import CpuMeter
 from dora_rl.runtime.settings import resolve
 from dora_rl.types import Mode, UserError
 
 ALTERNATING = (Mode.SYNC, Mode.PARTIAL, Mode.REPLICATION)
 START_UP_STEPS = 3
 RUN_TIMEOUT_S = 1800.0
-SAMPLE_S = 0.25
-TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,56 +121,6 @@ def case_config(
     return resolve(data, "bench")
 
 
-class CpuMeter(threading.Thread):
-    """CPU seconds of a process and all its descendants, sampled; children that end are kept."""
-
-    def __init__(self, pid: int) -> None:
-        super().__init__(daemon=True)
-        self._pid = pid
-        self._ended = threading.Event()
-        self._last: dict[int, float] = {}
-        self.samples: list[tuple[float, float]] = []
-
-    def run(self) -> None:
-        while not self._ended.wait(SAMPLE_S):
-            self._last |= _cpu_of_tree(self._pid)
-            self.samples.append((time.monotonic(), sum(self._last.values())))
-
-    def end(self) -> None:
-        self._ended.set()
-        self.join()
-
-    def between(self, begin: float, end: float) -> float:
-        """CPU seconds per second of wall time in a stretch of monotonic time."""
-        inside = [sample for sample in self.samples if begin <= sample[0] <= end]
-        if len(inside) < 2:
-            return 0.0
-        (t0, c0), (t1, c1) = inside[0], inside[-1]
-        return (c1 - c0) / (t1 - t0)
-
-
-def _cpu_of_tree(root: int) -> dict[int, float]:
-    parents: dict[int, int] = {}
-    cpu: dict[int, float] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                rest = (entry / "stat").read_text().rpartition(")")[2].split()
-            except (FileNotFoundError, ProcessLookupError):
-                continue  # it ended while we looked
-            pid = int(entry.name)
-            parents[pid] = int(rest[1])
-            cpu[pid] = (int(rest[11]) + int(rest[12])) / TICKS_PER_S
-    found: dict[int, float] = {}
-    for pid in parents:
-        at = pid
-        while at in parents and at != root:
-            at = parents[at]
-        if at == root:
-            found[pid] = cpu[pid]
-    return found
-
-
 class Bench:
     """All runs of one comparison; `see` is told of each as it ends."""
 
@@ -239,7 +186,8 @@ class Bench:
         window = self.sweep_window if sweep else self.window
         figures = run_figures(run_dir, window, self._difficulty)
         cpu = meter.between(figures.pop("begin"), figures.pop("end"))
-        figures["device_idle_ratio"] = max(0.0, 1 - cpu / len(self.cores))
+        figures["cores_used"] = cpu
+        figures["device_idle_ratio"] = max(0.0, 1 - sum(cpu.values()) / len(self.cores))
         if not sweep and self.config.data.eval:
             figures["eval"] = self._evaluate(run_dir)
         figures |= {"seed": seed, "split": str(split), "load_1m": os.getloadavg()[0]}

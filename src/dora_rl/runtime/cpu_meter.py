@@ -1,0 +1,78 @@
+"""How many cores each process of a run uses, sampled from outside; never touches the run."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+
+SAMPLE_S = 0.25
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+class CpuMeter(threading.Thread):
+    """CPU seconds of a run's processes by role, sampled; a process that ends keeps its figure."""
+
+    def __init__(self, pid: int) -> None:
+        super().__init__(daemon=True)
+        self._pid = pid
+        self._ended = threading.Event()
+        self._roles: dict[int, str] = {}
+        self.samples: list[tuple[float, dict[int, float]]] = []
+
+    def run(self) -> None:
+        last: dict[int, float] = {}
+        while not self._ended.wait(SAMPLE_S):
+            last = last | _cpu_of_tree(self._pid)
+            for pid in last.keys() - self._roles.keys():
+                self._roles[pid] = _role(pid)
+            self.samples.append((time.monotonic(), last))
+
+    def end(self) -> None:
+        self._ended.set()
+        self.join()
+
+    def between(self, begin: float, end: float) -> dict[str, float]:
+        """Cores in use, on average, by each role in a stretch of monotonic time."""
+        inside = [sample for sample in self.samples if begin <= sample[0] <= end]
+        if len(inside) < 2:
+            return {}
+        (t0, before), (t1, after) = inside[0], inside[-1]
+        used: dict[str, float] = {}
+        for pid, cpu_s in after.items():
+            role = self._roles[pid]
+            used[role] = used.get(role, 0.0) + (cpu_s - before.get(pid, 0.0)) / (t1 - t0)
+        return used
+
+
+def _role(pid: int) -> str:
+    """A worker writes to logs/NAME.log; the controller to train.log."""
+    try:
+        name = Path(os.readlink(f"/proc/{pid}/fd/1")).stem
+    except OSError:
+        return "ended"
+    return "controller" if name == "train" else name
+
+
+def _cpu_of_tree(root: int) -> dict[int, float]:
+    """CPU seconds of `root` and of every process below it."""
+    parents: dict[int, int] = {}
+    cpu: dict[int, float] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                rest = (entry / "stat").read_text().rpartition(")")[2].split()
+            except (FileNotFoundError, ProcessLookupError):
+                continue  # it ended while we looked
+            pid = int(entry.name)
+            parents[pid] = int(rest[1])
+            cpu[pid] = (int(rest[11]) + int(rest[12])) / TICKS_PER_S
+    found: dict[int, float] = {}
+    for pid in parents:
+        at = pid
+        while at in parents and at != root:
+            at = parents[at]
+        if at == root:
+            found[pid] = cpu[pid]
+    return found
