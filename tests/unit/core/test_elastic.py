@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hand_driven import Hand, only
 
 from dora_rl.core import actions as act
@@ -87,3 +88,22 @@ def test_one_that_dies_in_its_sleep_loses_nothing() -> None:
     assert again == {rid.group for rid in parked}
     hand.to_the_end()
     hand.audit()
+
+
+@pytest.mark.xfail(strict=True, reason="levelling does not look whether the new holder is awake")
+def test_levelling_leaves_a_sleeping_instance_alone() -> None:
+    """Its load was under way when the batch closed, and ends while it sleeps."""
+    hand = Hand(
+        batch_groups=1,
+        group_size=1,
+        num_steps=4,
+        max_staleness=3,
+        inflight_groups=4,
+        level_running=True,
+        level_slack=0.0,
+    )
+    hand.begin({"s": 4})
+    hand.join("e", 4, elastic=True)
+    hand.complete(0)
+    assert not hand.state.instances["e"].awake and hand.state.instances["e"].loading == 0
+    assert not only(hand.tell(ev.Loaded("e", 0)), act.Move)

@@ -131,3 +131,22 @@ def test_partial_continues_running_requests_on_the_new_version() -> None:
 def test_numbers_no_run_can_keep_its_promises_with_are_refused(field: str, value: float) -> None:
     with pytest.raises(UserError, match=field.split("_")[0]):
         Hand(**{field: value})
+
+
+@pytest.mark.xfail(
+    strict=True, reason="levelling moves requests in partial, which fails at the next publication"
+)
+def test_partial_moves_no_request_even_when_levelling_is_on() -> None:
+    hand = Hand(
+        mode=Mode.PARTIAL,
+        batch_groups=4,
+        group_size=1,
+        num_steps=3,
+        max_staleness=2,
+        inflight_groups=4,
+        level_running=True,
+        level_slack=0.0,
+    )
+    hand.begin({"a": 4})
+    hand.join("b", 4)
+    assert not only(hand.load_all(), act.Move)
