@@ -210,7 +210,7 @@ def promise_table(comparison: Comparison) -> Table:
         result = row.result
         table.add_row(
             row.mode.value,
-            row_split(row),
+            split_text(result),
             percent(result.instance_idle_ratio),
             percent(result.trainer_idle_ratio),
             f"{result.staleness_mean:.2f}",
