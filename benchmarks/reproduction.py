@@ -3,7 +3,8 @@
     python benchmarks/reproduction.py --json reproduction.json
 
 Prints markdown. The split of a disaggregated mode is searched once per GPU count, with seed 0;
-the other seeds and the ablations run on the split that was found.
+the other seeds and the ablations run on the split that was found. Ablations run longer and with
+every seed: what they change is of the order by which single steps differ.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from dora_rl.sim.report import as_json, published, published_shares, row_split, 
 from dora_rl.sim.run import ModeResult
 from dora_rl.types import Mode
 
+ABLATION_STEPS = 16
 ABLATIONS = {
     "all on": {},
     "no KV moves (re-prefill)": {"kv_moves": False},
@@ -56,13 +58,16 @@ def seeds_of(
     return {mode: found[mode.value] for mode in comparison.outcomes}
 
 
-def ablations(comparison: Comparison, workers: int) -> dict[str, ModeResult]:
+def ablations(
+    comparison: Comparison, seeds: Sequence[int], workers: int
+) -> dict[str, list[ModeResult]]:
     split = comparison.outcomes[Mode.MULTI_VERSION].main.split["rollout"]
 
-    def flow(changes: dict[str, bool]) -> Flow[ModeResult]:
-        preset = replace(comparison.preset, **changes)
-        (result,) = yield [Job(preset, Mode.MULTI_VERSION, comparison.seed, split)]
-        return result
+    def flow(changes: dict[str, bool]) -> Flow[list[ModeResult]]:
+        preset = replace(comparison.preset, num_steps=ABLATION_STEPS, **changes)
+        jobs = [Job(preset, Mode.MULTI_VERSION, seed, split) for seed in seeds]
+        results = yield jobs
+        return results
 
     return conduct({name: flow(changes) for name, changes in ABLATIONS.items()}, workers, tell)
 
@@ -111,10 +116,11 @@ def cost_cells(result: ModeResult) -> list[str]:
         f"{result.length_bias:.2f}",
         f"{result.migrations:,}",
         f"{result.kv_bytes_moved / 1e12:.1f} TB",
-        *(f"{result.overheads[name]:.2%}" for name in ("load", "transfer", "prefill_again")),
+        *(f"{result.overheads[name]:.2%}" for name in OVERHEADS),
     ]
 
 
+OVERHEADS = ("load", "transfer", "prefill_again")
 COSTS = ["instances idle", "trainer idle", "staleness mean", "max", "mixed", "discarded"]
 COSTS += ["length bias", "moves", "KV moved", "weight loads", "KV transfer", "prefill again"]
 
@@ -149,23 +155,33 @@ def prediction_table(comparisons: Sequence[Comparison]) -> str:
     return table([*heads, "staleness"], rows)
 
 
-def ablation_table(results: dict[str, ModeResult]) -> str:
-    full = results["all on"].step_s
-    rows = [
-        [
-            name,
-            f"{r.step_s / 60:.2f}",
-            f"{r.step_s / full - 1:+.1%}",
-            f"{r.rollout_only_share:.0%}",
-            f"{r.tokens_per_s:,.0f}",
-            f"{r.staleness_mean:.2f}",
-            f"{r.migrations:,}",
-            *(f"{r.overheads[part]:.2%}" for part in ("load", "transfer", "prefill_again")),
-        ]
-        for name, r in results.items()
-    ]
-    heads = ["multi_version", "step, min", "difference", "rollout only", "tokens/s", "staleness"]
-    return table([*heads, "moves", "weight loads", "KV transfer", "prefill again"], rows)
+def mean(results: Sequence[ModeResult], name: str) -> float:
+    return sum(getattr(result, name) for result in results) / len(results)
+
+
+def ablation_table(found: dict[str, list[ModeResult]]) -> str:
+    full = mean(found["all on"], "step_s")
+    rows: list[list[str]] = []
+    for name, results in found.items():
+        minutes = sorted(result.step_s / 60 for result in results)
+        step_s = mean(results, "step_s")
+        shares = [sum(r.overheads[part] for r in results) / len(results) for part in OVERHEADS]
+        rows.append(
+            [
+                name,
+                f"{step_s / 60:.2f}",
+                f"{minutes[0]:.2f}–{minutes[-1]:.2f}",
+                f"{step_s / full - 1:+.1%}",
+                f"{mean(results, 'rollout_only_share'):.0%}",
+                f"{mean(results, 'tokens_per_s'):,.0f}",
+                f"{mean(results, 'staleness_mean'):.2f}",
+                f"{mean(results, 'migrations') / results[0].steps_measured:,.0f}",
+                *(f"{share:.2%}" for share in shares),
+            ]
+        )
+    heads = ["multi_version", "step, min", "over seeds", "difference", "rollout only", "tokens/s"]
+    heads += ["staleness", "moves a step", "weight loads", "KV transfer", "prefill again"]
+    return table(heads, rows)
 
 
 def main() -> None:
@@ -178,11 +194,11 @@ def main() -> None:
     preset = PRESETS["paper-64"]
     base = searched(preset, args.workers)
     others = seeds_of(base, args.seeds, args.workers)
-    ablated = ablations(base, args.workers)
+    ablated = ablations(base, [base.seed, *args.seeds], args.workers)
     document: dict[str, Any] = {
         "comparison": as_json(base),
         "seeds": {mode: [r.as_json() for r in results] for mode, results in others.items()},
-        "ablations": {name: result.as_json() for name, result in ablated.items()},
+        "ablations": {name: [r.as_json() for r in results] for name, results in ablated.items()},
     }
     parts = [paper_table(base, others), cost_table(base), ablation_table(ablated)]
     predicted = [searched(scaled(preset, gpus, 1.0), args.workers) for gpus in args.gpus]
