@@ -41,8 +41,8 @@ class Chaos:
             attempts_max=rng.choice([2, 50]),
             failed_min=10**6,
             fill_older_max=rng.choice([0, 2]),
-            # Levelling on sleeping instances and in `partial` has tests of its own.
-            level_running=not self.elastic and mode is not Mode.PARTIAL and rng.random() < 0.5,
+            # Levelling in `partial` has a test of its own.
+            level_running=mode is not Mode.PARTIAL and rng.random() < 0.5,
             level_slack=0.0,
             repartition=rng.random() < 0.8,
         )

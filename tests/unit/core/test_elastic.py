@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hand_driven import Hand, only
 
 from dora_rl.core import actions as act
@@ -90,7 +89,6 @@ def test_one_that_dies_in_its_sleep_loses_nothing() -> None:
     hand.audit()
 
 
-@pytest.mark.xfail(strict=True, reason="levelling does not look whether the new holder is awake")
 def test_levelling_leaves_a_sleeping_instance_alone() -> None:
     """Its load was under way when the batch closed, and ends while it sleeps."""
     hand = Hand(

@@ -133,9 +133,6 @@ def test_numbers_no_run_can_keep_its_promises_with_are_refused(field: str, value
         Hand(**{field: value})
 
 
-@pytest.mark.xfail(
-    strict=True, reason="levelling moves requests in partial, which fails at the next publication"
-)
 def test_partial_moves_no_request_even_when_levelling_is_on() -> None:
     hand = Hand(
         mode=Mode.PARTIAL,

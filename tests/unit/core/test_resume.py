@@ -90,11 +90,6 @@ def test_a_smaller_k_does_not_cover_groups_the_step_took_before() -> None:
     assert [f.max_staleness for f in forces] == [2, 1] and forces[1].step > 2
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="a smaller num_steps is in force at once, although issued groups need more steps",
-)
 def test_fewer_steps_than_the_outstanding_groups_need_are_refused_or_waited_for() -> None:
     hand = Hand(batch_groups=2, group_size=1, num_steps=6, max_staleness=3)
     hand.begin({"a": 64})

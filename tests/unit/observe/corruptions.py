@@ -74,8 +74,9 @@ def trajectory_of_two_versions(entries: list[Entry]) -> Corrupted:
 
 
 def dispatched_under_another_version(entries: list[Entry]) -> Corrupted:
-    place, inner, action = find(entries, act.Dispatch, 15)
-    assert action.version > 0
+    later = [a for a in all_of(entries, act.Dispatch) if a.version > 0]
+    nth = all_of(entries, act.Dispatch).index(later[0])
+    place, inner, action = find(entries, act.Dispatch, nth)
     other = replace(action, version=action.version - 1)
     return edit(entries, place, inner, other), Promise.C1, f"group {action.group}"
 
@@ -151,17 +152,15 @@ def dropped_as_surplus(entries: list[Entry]) -> Corrupted:
 
 
 def filtered_by_nobodys_rule(entries: list[Entry]) -> Corrupted:
-    place, _, action = find(entries, act.WaitFor)
-    group = action.groups[0]
-    version = next(a.version for a in all_of(entries, act.IssueGroup) if a.group == group)
+    place, _, issued = find(entries, act.IssueGroup, 3)
+    group, version = issued.group, issued.version
     end = act.EndGroup(group, version, act.End.FILTERED, None, "dull")
     return add_action(entries, place, end), Promise.C2, f"group {group}"
 
 
 def failed_without_a_reason(entries: list[Entry]) -> Corrupted:
-    place, _, action = find(entries, act.WaitFor)
-    group = action.groups[0]
-    version = next(a.version for a in all_of(entries, act.IssueGroup) if a.group == group)
+    place, _, issued = find(entries, act.IssueGroup, 3)
+    group, version = issued.group, issued.version
     end = act.EndGroup(group, version, act.End.FAILED, None, "")
     return add_action(entries, place, end), Promise.C2, f"group {group}"
 
@@ -227,14 +226,18 @@ def one_admission_too_many(entries: list[Entry]) -> Corrupted:
 
 
 def admitted_on_a_due_version(entries: list[Entry]) -> Corrupted:
-    place, inner, action = next(
-        (place, inner, action)
-        for place, entry in enumerate(entries)
-        for inner, action in enumerate(entry.actions)
-        if isinstance(action, act.IssueGroup) and action.version == action.step == 2
-    )
-    other = replace(action, version=0)
-    return edit(entries, place, inner, other), Promise.C3, f"group {action.group}"
+    """A group of the newest version was in truth issued on one that is due in this step."""
+    retired: set[int] = set()
+    for place, entry in enumerate(entries):
+        for inner, action in enumerate(entry.actions):
+            if isinstance(action, act.RetireVersion):
+                retired.add(action.version)
+            elif isinstance(action, act.IssueGroup):
+                due = action.step - 2
+                if 0 <= due < action.version and due not in retired:
+                    changed = edit(entries, place, inner, replace(action, version=due))
+                    return changed, Promise.C3, f"group {action.group}"
+    raise AssertionError("no step of the log has a due version")
 
 
 def batch_one_short(entries: list[Entry]) -> Corrupted:

@@ -161,9 +161,6 @@ def test_the_newest_segment_stays_short(folder: Path) -> None:
     assert all(whole_lines(path) <= PER_SEGMENT + 1 for path in segments(folder))
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a resumed log forgets how many entries its segment already holds"
-)
 def test_the_newest_segment_stays_short_when_the_run_keeps_crashing(
     folder: Path, tmp_path: Path
 ) -> None:
@@ -203,9 +200,6 @@ def test_a_damaged_line_in_the_middle_is_named(folder: Path, tmp_path: Path, pla
         list(read(copy))
 
 
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="recovery cuts the log at a damaged line"
-)
 @pytest.mark.parametrize("line", [1, 5])
 def test_a_damaged_line_is_an_error_on_resume_not_the_end_of_the_log(
     folder: Path, tmp_path: Path, line: int
