@@ -14,10 +14,17 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from dora_rl.rewards.base import CallLimits, ScoreError, ScoreItem
+from dora_rl.rewards.problem_tests import (
+    BadTests,
+    Exchange,
+    Statement,
+    Test,
+    problem_tests,
+    same_output,
+)
 from dora_rl.rewards.sandbox.box import Sandbox
 from dora_rl.rewards.sandbox.door import SandboxLost
 from dora_rl.rewards.sandbox.limits import End, Limits
-from dora_rl.rewards.tests_of import BadTests, Exchange, Statement, Test, same_output, tests_of
 
 FENCE = re.compile(r"```[ \t]*(?:python3?|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 MEBIBYTE = 1 << 20
@@ -86,7 +93,7 @@ class CodeReward:
 
     def _one(self, item: ScoreItem) -> float | ScoreError:
         try:
-            tests = tests_of(item, self._column)[: self._tests_max]
+            tests = problem_tests(item, self._column)[: self._tests_max]
             num_passed = self._num_passed(self._preamble + program_in(item.completion), tests)
         except BadTests as error:
             return ScoreError(str(error))

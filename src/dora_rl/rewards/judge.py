@@ -61,7 +61,7 @@ class JudgeReward:
         model: str,
         template: str = TEMPLATE,
         score_max: float = 10.0,
-        pattern: str = r"(?i:score)\W{0,4}(-?\d+(?:\.\d+)?)",
+        pattern: str = r"(?i:score)[^\w-]{0,4}(-?\d+(?:\.\d+)?)",
         key_variable: str = "OPENAI_API_KEY",
         temperature: float = 0.0,
         tokens_max: int = 512,

@@ -162,6 +162,7 @@ def test_no_descriptor_and_no_directory_leaks(sandbox: Sandbox) -> None:
 
 def test_packages_only_where_allowed(sandbox: Sandbox, tmp_path: Path) -> None:
     (tmp_path / "offered.py").write_text("value = 7")
+    (tmp_path / "offered.py").chmod(0o666)
     tmp_path.chmod(0o755)
     assert sandbox.run("import offered").end is End.FAILED
     offering = Sandbox(import_paths=[str(tmp_path)])

@@ -44,7 +44,7 @@ class Exchange:
 Test = Statement | Exchange
 
 
-def tests_of(item: ScoreItem, column: str = "") -> list[Test]:
+def problem_tests(item: ScoreItem, column: str = "") -> list[Test]:
     names = (column,) if column else COLUMNS
     name = next((name for name in names if item.columns.get(name)), None)
     found: object = item.columns[name] if name else None if column else item.answer
