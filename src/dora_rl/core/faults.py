@@ -25,6 +25,7 @@ from dora_rl.core.events import (
 )
 from dora_rl.core.ledger import ask_score, current, retry, score_again, scoring, stop
 from dora_rl.core.orchestrate import pump
+from dora_rl.core.params import Params
 from dora_rl.core.placement import (
     attach,
     best_holder,
@@ -36,7 +37,7 @@ from dora_rl.core.placement import (
     touch,
 )
 from dora_rl.core.state import GENERATING, Held, Instance, Phase, State
-from dora_rl.types import InstanceId, Mode, RequestId
+from dora_rl.types import InstanceId, Mode, RequestId, UserError
 
 
 def on_joined(state: State, event: InstanceJoined, now: float, out: list[Action]) -> None:
@@ -273,9 +274,24 @@ def _expire_trainer(state: State, now: float, out: list[Action]) -> None:
         watch_trainer(state, now)
 
 
+def _check_num_steps(state: State, params: Params) -> None:
+    """Fewer steps than before are fine as long as every issued group still finds a place."""
+    if params.num_steps >= state.params.num_steps or not state.policy.keeps_bound:
+        return
+    if replace(state.bound, last=params.num_steps - 1).holds(state.untaken):
+        return
+    left = sum(count for _, count in state.untaken) - state.bound.free
+    least = state.filling + 1 + max(0, -(-left // state.params.batch_groups))
+    raise UserError(
+        f"num_steps = {params.num_steps} is too few: the groups that were already issued need "
+        f"{least} steps"
+    )
+
+
 def on_resumed(state: State, event: Resumed, now: float, out: list[Action]) -> None:
     """The controller is back: all workers are new, groups and batches are as they were."""
     event.params.validate()
+    _check_num_steps(state, event.params)
     for name in list(state.instances):
         lose_instance(state, name, out)
     on_trainer_lost(state)

@@ -17,7 +17,7 @@ from dora_rl.core.deadlines import watch_load
 from dora_rl.core.partition import shares
 from dora_rl.core.placement import best_holder, kv_estimate, relocate, start_move, touch
 from dora_rl.core.state import Held, Instance, Live, Phase, State
-from dora_rl.types import Version
+from dora_rl.types import Mode, Version
 
 
 def want(state: State, inst: Instance, version: Version, now: float, out: list[Action]) -> None:
@@ -111,7 +111,7 @@ def on_loaded(
         live.coming.pop(inst.id, None)
         live.holders[inst.id] = None
         touch(state, inst)
-        if state.params.level_running:
+        if state.params.level_running and state.params.mode is not Mode.PARTIAL:
             _level(state, inst, live, now, out)
     pump(state, inst, now, out)
 
@@ -188,8 +188,11 @@ def _repartition(state: State, single: list[Instance], now: float, out: list[Act
     for version, share in target.items():
         have = len(given.get(version, ()))
         quota = len(single) * demand[version] / total
-        if not have or quota - have >= state.params.flip_gain_min:
-            lacking[version] = share - have  # a smaller gap is not worth a load
+        useful = state.versions[version].num_pending or state.params.level_running
+        if not have or (useful and quota - have >= state.params.flip_gain_min):
+            # A smaller gap is not worth a load, and an instance that nothing waits for and
+            # nothing moves to would stay empty.
+            lacking[version] = share - have
     if not any(gap > 0 for gap in lacking.values()):
         return
     spare: list[tuple[int, int, Instance, Version | None]] = []

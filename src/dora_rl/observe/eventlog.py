@@ -116,6 +116,7 @@ class FileLog:
         state, number, path, size = recover(folder)
         log = cls(folder, **options)
         log._number = number
+        log._in_segment = number - int(path.stem)
         log._file = os.open(path, os.O_WRONLY)
         os.ftruncate(log._file, size)  # a torn last line goes
         os.lseek(log._file, 0, os.SEEK_END)
@@ -222,16 +223,22 @@ def recover(folder: Path) -> tuple[State, int, Path, int]:
 
 def _recover_segment(path: Path) -> tuple[State, int, int] | None:
     with path.open("rb") as file:
-        return recover_lines(file)
+        return recover_lines(file, path.name)
 
 
-def recover_lines(lines: Iterable[bytes]) -> tuple[State, int, int] | None:
-    """State, next entry number and good length of one segment; None if it holds nothing whole."""
+def recover_lines(lines: Iterable[bytes], name: str = "the log") -> tuple[State, int, int] | None:
+    """State, next entry number and good length of one segment; None if it holds nothing whole.
+
+    Only a last line can be torn by a crash; a damaged one before it is an error.
+    """
     state: State | None = None
     number = size = 0
-    for line in lines:
+    rest = iter(lines)
+    for place, line in enumerate(rest, start=1):
         record = parse_line(line)
         if record is None:
+            if next(rest, None) is not None:
+                raise UserError(f"{name} line {place} of the event log is damaged")
             break
         if isinstance(record, Snapshot):
             state = record.restore()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import pytest
 from hand_driven import Hand, only
 
 from dora_rl.core import actions as act

@@ -93,10 +93,17 @@ def dispatched_without_the_weights(entries: list[Entry]) -> Corrupted:
 
 
 def moved_to_an_instance_without_the_weights(entries: list[Entry]) -> Corrupted:
-    place, inner, action = find(entries, act.Move)
-    held_by = holders(entries[: place + 1], action.version)
-    other = next(name for name in instances(entries) if name not in held_by)
-    return edit(entries, place, inner, replace(action, dst=other)), Promise.C1, other
+    """Right after its dispatch a request is sent on to an instance of another version."""
+    for nth, action in enumerate(all_of(entries, act.Dispatch)):
+        place, _, _ = find(entries, act.Dispatch, nth)
+        held_by = holders(entries[: place + 1], action.version)
+        others = [name for name in instances(entries) if name not in held_by]
+        if action.version > 0 and others:
+            request = RequestId(action.group, action.samples[0])
+            src, epoch = action.instance, action.epochs[0]
+            move = act.Move(request, epoch, action.version, src, others[0], act.How.KV)
+            return add_action(entries, place, move), Promise.C1, others[0]
+    raise AssertionError("every version is everywhere")
 
 
 def unloaded_with_running_requests(entries: list[Entry]) -> Corrupted:
