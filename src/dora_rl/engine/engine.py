@@ -257,40 +257,43 @@ class Engine:
         for span in plan.spans:
             if span.num_rows > 1:
                 self._num_prefill_tokens += span.num_rows
-            if span.seq.status is Status.RUNNING:
-                self.scheduler.register_prompt(span.seq)
+            seq = span.seq
+            if seq.num_registered < len(seq.digests) and seq.status is Status.RUNNING:
+                self.scheduler.register_prompt(seq)
 
     def _commit(self, result: StepResult) -> None:
-        seq = result.span.seq
-        if any(map(math.isnan, result.logprobs)):
+        span, token_ids, logprobs, raw_logprobs, top = result
+        seq = span.seq
+        if any(map(math.isnan, logprobs)):
             seq.error = f"request {tuple(seq.id)}: non-finite logits"
             self.scheduler.pool.poison(seq.blocks)
             self._end(seq, Finish.ERROR, (), ())
             return
-        seq.logprobs.extend(result.logprobs)
-        seq.raw_logprobs.extend(result.raw_logprobs)
-        seq.loss_mask.extend([1] * len(result.token_ids))
-        self._num_decode_tokens += len(result.token_ids)
-        if result.span.sample:
-            seq.tokens.append(result.token_ids[-1])
+        seq.logprobs += logprobs
+        if raw_logprobs:
+            seq.raw_logprobs += raw_logprobs
+        seq.loss_mask += [1] * len(token_ids)
+        self._num_decode_tokens += len(token_ids)
+        if span.sample:
+            seq.tokens.append(token_ids[-1])
         if self.journal:
-            self.journal.tokens(seq.id, *result[1:4])
-        finish = self._finish_of(seq, result.span.sample)
-        tokens, logprobs = tuple(result.token_ids), tuple(result.logprobs)
+            self.journal.tokens(seq.id, token_ids, logprobs, raw_logprobs)
+        finish = self._finish_of(seq, span.sample)
         if finish is not None:
-            self._end(seq, finish, tokens, logprobs, tuple(result.top_logprobs))
+            self._end(seq, finish, tuple(token_ids), tuple(logprobs), tuple(top))
         else:
-            top = tuple(result.top_logprobs)
-            self._outputs.append(Output(seq.id, tokens, logprobs, None, top))
+            key = seq.request.id
+            self._outputs.append(Output(key, tuple(token_ids), tuple(logprobs), None, tuple(top)))
 
     def _finish_of(self, seq: Seq, sampled: bool = True) -> Finish | None:
         """Whether the response is complete with its newest token."""
         num_known = len(seq.logprobs)
         if not num_known:
             return None
-        drawn = sampled and num_known == seq.num_response and seq.loss_mask[-1]
-        if drawn and (seq.tokens[-1] in seq.stop_ids or self._hits_stop_string(seq)):
-            return Finish.STOP
+        if seq.stop_ids or seq.request.params.stop_strings:
+            drawn = sampled and num_known == seq.num_response and seq.loss_mask[-1]
+            if drawn and (seq.tokens[-1] in seq.stop_ids or self._hits_stop_string(seq)):
+                return Finish.STOP
         return Finish.LENGTH if num_known >= seq.response_max else None
 
     def _end(

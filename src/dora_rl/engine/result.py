@@ -26,6 +26,9 @@ def read_drawn(spans: Sequence[Span], drawn: Drawn) -> list[StepResult]:
     token_ids = drawn.token_ids.tolist()
     logprobs = drawn.logprobs.tolist()
     raw = drawn.raw_logprobs.tolist() if drawn.raw_logprobs is not None else []
+    if drawn.raw_logprobs is None and drawn.top_ids is None and len(spans) == len(token_ids):
+        rows = zip(spans, token_ids, logprobs, strict=True)
+        return [StepResult(span, [token], [logprob], [], []) for span, token, logprob in rows]
     top = _top(drawn)
     results: list[StepResult] = []
     start = 0

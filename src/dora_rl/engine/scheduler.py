@@ -35,10 +35,33 @@ class Scheduler(Queues):
             num_decode_left -= 1
             if seq.status is not Status.RUNNING:
                 continue  # pre-empted for an older one, a moment ago
+            span = self._steady(seq)
+            if span is not None:
+                plan.spans.append(span)
+                budget -= 1
+                continue
             budget -= self._plan_running(plan, seq, budget - num_decode_left)
         if self.num_preemptions == before and (self.spilled or self.waiting):
             self._admit(plan, budget)
         return plan
+
+    def _steady(self, seq: Sequence) -> Span | None:
+        """The next row of a request that decodes inside a block of its own, which is nearly every
+        row there is; the same as `_plan_running`, in fewer operations."""
+        start = seq.num_computed
+        end = start + 1
+        num_response = end - seq.num_prompt
+        if seq.num_tokens != end or num_response != seq.num_scored:
+            return None
+        index = start // self.block_tokens
+        if num_response >= seq.response_max or index >= len(seq.blocks):
+            return None
+        if self.pool.refs[seq.blocks[index]] != 1:
+            return None
+        seq.num_computed = end
+        seq.num_tokens = end + 1
+        seq.num_scored = num_response + 1
+        return Span(seq, start, 1, start, 1, True)
 
     def _plan_running(self, plan: Plan, seq: Sequence, budget: int) -> int:
         todo = seq.num_tokens - seq.num_computed

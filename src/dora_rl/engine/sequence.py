@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import NamedTuple
 
 from dora_rl.types import (
     Finish,
@@ -54,8 +55,7 @@ class Request:
     keep: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
+class Output(NamedTuple):
     """What one step gave one request: its new tokens and, when it ended, the whole trajectory."""
 
     id: RequestId
