@@ -268,6 +268,12 @@ def test_a_simulated_log_passes_audit_and_replay(logged, tmp_path, capsys):
     assert main(["replay", str(logged / "events")]) == 0
 
 
+def test_audit_says_what_a_baseline_does_not_promise(tmp_path, capsys):
+    assert sim("--mode", "partial", "--log", str(tmp_path)) == 0
+    assert main(["audit", str(tmp_path)]) == 0
+    assert "does not promise C1" in capsys.readouterr().out
+
+
 def test_audit_and_replay_find_a_changed_log(logged, tmp_path, capsys):
     def drop_feed(entry: Entry) -> Entry | None:
         kept = [action for action in entry.actions if not isinstance(action, Feed)]

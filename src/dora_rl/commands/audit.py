@@ -13,6 +13,10 @@ if TYPE_CHECKING:
 
 SUMMARY = "prove from the event log that nothing was lost, mixed or too old"
 _LINES_MAX = 20
+_GIVEN_UP = {
+    "partial": "; this mode does not promise C1, one version per trajectory",
+    "replication": "; this mode does not promise C2, no group dropped",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,8 +51,9 @@ def _lines(report: AuditReport) -> list[str]:
     lines += [str(finding) for finding in report.findings[:_LINES_MAX]]
     if report.num_findings > _LINES_MAX:
         lines.append(f"… and {report.num_findings - _LINES_MAX} more")
-    verdict = "every promise was kept" if report.ok else f"{report.num_findings} findings"
-    return [*lines, verdict]
+    if report.ok:
+        return [*lines, f"every promise was kept{_GIVEN_UP.get(figures.mode, '')}"]
+    return [*lines, f"{report.num_findings} findings"]
 
 
 def _document(report: AuditReport) -> dict[str, Any]:
