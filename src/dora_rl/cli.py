@@ -81,6 +81,10 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace | None:
     if not first.startswith("-") and first not in COMMANDS:
         raise UserError(f"unknown command {first!r}{hint(first, COMMANDS)}")
     args, extra = parser.parse_known_args(argv)
+    if hasattr(args, "overrides"):  # argparse leaves those that follow an option behind
+        late = [word for word in extra if "=" in word and not word.startswith("-")]
+        args.overrides = [*args.overrides, *late]
+        extra = [word for word in extra if word not in late]
     if extra:
         option = extra[0].partition("=")[0]
         known = parsers[args.command].option_names() if args.command else parser.option_names()

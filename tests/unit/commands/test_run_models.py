@@ -1,0 +1,111 @@
+"""Which weights a directory stands for: last, best, numbered, sealed or checkpointed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from dora_rl.cli import main
+from dora_rl.config import ModelConfig, RunConfig
+from dora_rl.runtime.evaluate_once import pass_at
+from dora_rl.runtime.evaluation import Sheet
+from dora_rl.runtime.run_models import export_model, find_model, is_run
+from dora_rl.runtime.weights import DiskWeightStore
+from dora_rl.types import Prompt, UserError
+
+MODEL = Path(__file__).parents[3] / "recipes" / "models" / "tiny"
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Sealed versions 2 and 3, checkpoints after steps 1 and 2, evaluations in metrics.jsonl."""
+    folder = tmp_path / "run"
+    (folder / "events").mkdir(parents=True)
+    config = RunConfig(model=ModelConfig(path=str(MODEL)))
+    (folder / "config.json").write_text(config.model_dump_json())
+    store = DiskWeightStore(folder / "weights")
+    for version in (2, 3):
+        store.publish(version, [("model.norm.weight", torch.full((4,), float(version)))], None)
+    for step in (0, 1):
+        path = folder / "checkpoints" / f"step_{step:06d}"
+        shutil.copytree(MODEL, path)
+        (path / "trainer").mkdir()
+        (path / "trainer" / "state.json").write_text("{}")
+    lines = [{"version": 1, "eval/sampled": 0.9}, {"version": 2, "eval/sampled": 0.7}]
+    lines += [{"version": 0, "eval/sampled": 0.99}, {"step": 0, "loss": 1.0}]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def test_last_is_the_newest_and_a_checkpoint_goes_before_sealed_weights(run):
+    last = find_model(run, "last")
+    assert (last.version, last.sealed is not None) == (3, True)
+    assert find_model(run, "2").directory.name == "step_000001"
+
+
+def test_best_is_the_best_that_is_still_there(run):
+    # Version 0 was better but its weights are gone.
+    assert find_model(run, "best").version == 1
+    (run / "checkpoints" / "step_000001" / "trainer" / "score.json").write_text('{"score": 0.1}')
+    assert find_model(run, "best").version == 2
+
+
+@pytest.mark.parametrize(
+    ("step", "says"), [("7", "after steps 1, 2, 3"), ("newest", "give a number of steps")]
+)
+def test_a_step_that_is_not_there_is_one_line(run, step, says):
+    with pytest.raises(UserError, match=says):
+        find_model(run, step)
+
+
+def test_best_needs_an_evaluation(run):
+    (run / "metrics.jsonl").unlink()
+    with pytest.raises(UserError, match="was evaluated; use last"):
+        find_model(run, "best")
+
+
+def test_models_and_runs_are_told_apart(run, tmp_path):
+    assert is_run(run)
+    assert not is_run(MODEL)
+    assert find_model(MODEL).directory == MODEL
+    with pytest.raises(UserError, match="only a run has steps"):
+        find_model(MODEL, "3")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=r"no config\.json"):
+        find_model(tmp_path / "empty")
+
+
+def test_export_writes_sealed_weights_beside_the_tokenizer(run, tmp_path):
+    from safetensors.torch import load_file
+
+    out = tmp_path / "out"
+    export_model(find_model(run, "last"), out)
+    names = {path.name for path in out.iterdir()}
+    assert {"config.json", "tokenizer.json", "model.safetensors"} <= names
+    assert load_file(out / "model.safetensors")["model.norm.weight"].tolist() == [3.0] * 4
+    with pytest.raises(UserError, match="not an empty directory"):
+        export_model(find_model(run, "last"), out)
+
+
+def test_export_of_a_checkpoint_leaves_the_trainer_behind(run, tmp_path):
+    out = tmp_path / "out"
+    assert main(["export", str(run), str(out), "--step", "2"]) == 0
+    assert not (out / "trainer").exists()
+    assert (out / "model.safetensors").read_bytes() == (MODEL / "model.safetensors").read_bytes()
+
+
+def test_pass_at_k_is_the_expected_best_of_k():
+    sheets = [
+        Sheet(Prompt(0, ()), sampled=[0.0, 0.0, 0.0, 1.0]),
+        Sheet(Prompt(1, ()), sampled=[1.0, 1.0, 1.0, 1.0]),
+    ]
+    found = pass_at(sheets)
+    assert found == {"pass@1": 0.625, "pass@2": 0.75, "pass@4": 1.0}
+    one = pass_at([Sheet(Prompt(0, ()), sampled=[0.2, 0.8, 0.5])])
+    assert one["pass@1"] == pytest.approx(0.5)
+    assert one["pass@2"] == pytest.approx((0.8 + 0.5 + 0.8) / 3)
+    assert one["pass@3"] == pytest.approx(0.8)
