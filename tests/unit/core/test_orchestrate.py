@@ -11,6 +11,7 @@ from dora_rl.core import actions as act
 from dora_rl.core import events as ev
 from dora_rl.core.migration import cheaper_way
 from dora_rl.core.params import MoveCost, Params
+from dora_rl.core.state import Phase
 
 
 def two_versions(slots: int, names: str, **params: Any) -> Hand:
@@ -37,12 +38,25 @@ def test_a_new_version_is_loaded_where_it_is_needed_and_the_rest_goes_on() -> No
     for group in list(hand.state.groups)[:4]:
         hand.complete(group)
     hand.settle()
-    hand.tell(ev.Tick(), after_s=31)  # the periodic rebalance
-    hand.settle()
     demand = {v: live.num_active for v, live in hand.state.versions.items()}
     assert demand == {0: 4, 1: 4}
+    assert {v: len(names) for v, names in holders(hand).items()} == {0: 3, 1: 1}, "one flip"
+    assert all(r.phase is Phase.RUNNING for g in hand.running() for r in g.requests)
+    hand.to_the_end()
+    hand.audit()
+
+
+def test_instances_are_shared_out_in_proportion_when_requests_wait() -> None:
+    """Two slots each: four requests of version 1 need two instances."""
+    hand = two_versions(2, "abcd")
+    for group in list(hand.state.groups)[:4]:
+        hand.complete(group)
+    hand.settle()
+    hand.tell(ev.Tick(), after_s=31)
+    hand.settle()
+    assert {v: live.num_active for v, live in hand.state.versions.items()} == {0: 4, 1: 4}
     assert {v: len(names) for v, names in holders(hand).items()} == {0: 2, 1: 2}
-    assert all(r.phase != "pending" for g in hand.running() for r in g.requests)
+    assert all(r.phase is Phase.RUNNING for g in hand.running() for r in g.requests)
     hand.to_the_end()
     hand.audit()
 

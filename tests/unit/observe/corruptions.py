@@ -68,8 +68,7 @@ def segment_of_another_version(entries: list[Entry]) -> Corrupted:
 
 def trajectory_of_two_versions(entries: list[Entry]) -> Corrupted:
     place, event = find_event(entries, ev.SampleFinished, 20)
-    (segment,) = event.segments
-    other = replace(event, segments=(segment, Segment(3, segment.version)))
+    other = replace(event, segments=(*event.segments, Segment(3, event.segments[0].version)))
     return with_event(entries, place, other), Promise.C1, f"group {event.request.group}"
 
 
@@ -211,10 +210,7 @@ def trained_too_stale(entries: list[Entry]) -> Corrupted:
     changed = with_event(entries, 0, ev.Started(replace(params, max_staleness=1)))
     changed = with_actions(changed, 0, [act.InForce(0, 1, params.batch_groups)])
     issued = {a.group: a.version for a in all_of(entries, act.IssueGroup)}
-    late = next(
-        a for a in all_of(entries, act.EndGroup) if a.step is not None and a.step - a.version == 2
-    )
-    assert issued[late.group] == late.version
+    late = next(a for a in all_of(entries, act.EndGroup) if a.step - issued[a.group] == 2)
     return changed, Promise.C3, f"group {late.group}"
 
 
@@ -319,11 +315,8 @@ def used_before_its_publication(entries: list[Entry]) -> Corrupted:
 def loaded_from_a_peer_without_it(entries: list[Entry]) -> Corrupted:
     place, inner, action = find(entries, act.Load)
     donor = next(name for name in instances(entries) if name != action.instance)
-    return (
-        edit(entries, place, inner, replace(action, donor=donor)),
-        (Promise.VERSIONS),
-        (action.instance),
-    )
+    changed = edit(entries, place, inner, replace(action, donor=donor))
+    return changed, Promise.VERSIONS, action.instance
 
 
 def learner_of_another_run(entries: list[Entry]) -> Corrupted:
