@@ -97,7 +97,7 @@ class CodeReward:
             num_passed = self._num_passed(self._preamble + program_in(item.completion), tests)
         except BadTests as error:
             return ScoreError(str(error))
-        except SandboxLost as error:
+        except (SandboxLost, OSError) as error:
             return ScoreError(f"could not run the program ({error})")
         return num_passed / len(tests) if self._partial else float(num_passed == len(tests))
 

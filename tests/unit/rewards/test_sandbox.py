@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -149,6 +151,40 @@ def test_a_killed_zygote_is_replaced(sandbox: Sandbox) -> None:
     assert sandbox._zygote is not None
     os.kill(sandbox._zygote._process.pid, signal.SIGKILL)
     assert sandbox.run("print(1)").stdout == "1\n"
+
+
+OWNER = """
+from dora_rl.rewards.sandbox.box import Sandbox
+from dora_rl.rewards.sandbox.limits import Limits
+code = '''
+import ctypes, time
+ctypes.CDLL(None).prctl(15, b"doraorphan", 0, 0, 0)
+time.sleep(600)
+'''
+Sandbox().run(code, limits=Limits(wall_s=600))
+"""
+
+
+def orphans() -> list[str]:
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/comm"):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            if entry.read_text().strip() == "doraorphan":
+                found.append(entry.parent.name)
+    return found
+
+
+def test_a_killed_owner_takes_its_runs_along(sandbox: Sandbox) -> None:
+    owner = subprocess.Popen([sys.executable, "-c", OWNER])
+    deadline_s = time.monotonic() + 60
+    while not orphans() and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert orphans()
+    owner.kill()
+    owner.wait()
+    while orphans() and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert not orphans()
 
 
 def test_no_descriptor_and_no_directory_leaks(sandbox: Sandbox) -> None:

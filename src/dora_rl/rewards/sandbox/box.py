@@ -79,7 +79,11 @@ class Sandbox:
         tests: Sequence[str] = (),
         limits: Limits | None = None,
     ) -> Run:
-        """Run `code`, then each of `tests` in its scope. Raises `SandboxLost`, nothing else."""
+        """Run `code`, then each of `tests` in its scope.
+
+        What the program does is in the result; `SandboxLost` and `OSError` say that it did not
+        run, and that the machine is to blame.
+        """
         limits = limits or Limits()
         with ExitStack() as stack:
             workdir = "/tmp"

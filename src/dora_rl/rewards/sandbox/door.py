@@ -82,24 +82,28 @@ class Zygote:
         except TimeoutError as error:
             raise SandboxLost("the zygote does not answer") from error
         if not data:
+            # It is on its way out; what it said on stderr is why.
+            self._process.wait()
+            words = self._last_words()
             self.close()
-            raise SandboxLost(f"the zygote ended: {self._last_words()}")
+            raise SandboxLost(f"the zygote ended: {words}")
         return data.decode(), fds
 
     def _last_words(self) -> str:
         assert self._process.stderr is not None
-        if self._process.stderr.closed:
-            return "no message"
-        lines = self._process.stderr.read().decode(errors="replace").strip().splitlines()
-        return lines[-1] if lines else "no message"
+        # Runs that are still dying hold the other end: do not wait for them.
+        os.set_blocking(self._process.stderr.fileno(), False)
+        lines = (self._process.stderr.read() or b"").decode(errors="replace").splitlines()
+        return next((line for line in reversed(lines) if line.strip()), "no message")
 
     def close(self) -> None:
         """Closing the socket ends the zygote, and its end kills what it has started."""
         self._socket.close()
-        if self._process.returncode is None:
-            with suppress(ProcessLookupError):
-                self._process.kill()
+        if self._process.poll() is None:
+            self._process.kill()
             self._process.wait()
+        if self._process.stderr is not None:
+            self._process.stderr.close()
 
 
 def interpreter() -> str:

@@ -127,7 +127,7 @@ def _make_private(proc: int, ids: tuple[int, int], bytes_max: int) -> None:
 def _supervise(asked: dict[str, Any], fds: list[int], filter_: seccomp.Filter) -> dict[str, Any]:
     """Start the program, wait until it ends or its time is over, say what happened."""
     os.chdir(asked["workdir"])
-    with open(".stdin", "w", encoding="utf-8", errors="surrogateescape") as file:
+    with open(".stdin", "w", encoding="utf-8", errors="replace") as file:
         file.write(asked["stdin"])
     tests_read, tests_write = os.pipe()
     report_read, report_write = os.pipe()
