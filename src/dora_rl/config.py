@@ -85,6 +85,13 @@ class RewardConfig(Section):
     concurrent_max: int = Field(16, ge=1)  # asynchronous calls at once, in one worker
     cache_entries_max: int = Field(65536, ge=0)  # per function and worker; 0: no cache
 
+    @property
+    def worker_timeout_s(self) -> float:
+        """All tries of all functions: a worker that takes longer over one sample hangs."""
+        tries = self.attempts or 3
+        one_s = tries * (self.timeout_s + self.retry_wait_s * tries)
+        return max(1, len(self.functions)) * one_s + 10.0
+
     @field_validator("functions", mode="before")
     @classmethod
     def _strings_are_names(cls, value: object) -> object:
