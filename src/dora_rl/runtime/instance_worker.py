@@ -166,7 +166,7 @@ class InstanceWorker:
             self.engine.unpark(action.request)
         else:
             self.engine.reversion(action.request, action.version)
-            if self.engine.scheduler.find(action.request) in self.engine.scheduler.parked:
+            if action.request in self.engine.scheduler.parked:
                 self.engine.unpark(action.request)
 
     def _dispatch(self, action: act.Dispatch, message: Message) -> None:

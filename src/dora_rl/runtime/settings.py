@@ -15,7 +15,8 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from dora_rl.config import RunConfig
-from dora_rl.core.params import Deadlines, Params
+from dora_rl.core.params import Deadlines, MoveCost, Params
+from dora_rl.engine.models import read_spec
 from dora_rl.types import UserError
 
 
@@ -99,6 +100,7 @@ def core_params(config: RunConfig) -> Params:
         oversample=o.oversample,
         fill_older_max=o.fill_older_max,
         rebalance_period_s=o.rebalance_period_s,
+        cost=move_cost(config),
         deadlines=Deadlines(
             report_s=o.report_timeout_s,
             load_s=o.load_timeout_s,
@@ -110,3 +112,25 @@ def core_params(config: RunConfig) -> Params:
     )
     params.validate()
     return params
+
+
+def move_cost(config: RunConfig) -> MoveCost:
+    """What moving a request costs between processes of one machine, for this model.
+
+    Either way the request's description travels through the controller; the KV cache goes through
+    a file in shared memory. Prefilling is bound by arithmetic, on a GPU far faster than on a core.
+    """
+    try:
+        spec = read_spec(config.model.path)
+    except UserError:
+        return MoveCost()  # `prepare` says what is wrong with the model
+    num_bytes = 4 if config.runtime.device == "cpu" else 2
+    per_token = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * num_bytes
+    weights = spec.num_layers * spec.hidden * (4 * spec.hidden + 3 * spec.intermediate)
+    flops_per_s = 5.0e9 if config.runtime.device in ("cpu", "auto") else 1.0e14
+    return MoveCost(
+        kv_bytes_per_token=float(per_token),
+        link_bytes_per_s=1.0e9,
+        move_overhead_s=0.001,
+        prefill_tokens_per_s=flops_per_s / (2.0 * weights),
+    )

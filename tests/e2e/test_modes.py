@@ -1,0 +1,146 @@
+"""A short real training of every mode: it ends, the audit is clean, the replay is equal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_runs import TinyRun, tiny_run
+
+from dora_rl.core.actions import End
+
+# Staleness that a mode may have. `partial` counts from the version a group was begun on.
+STALENESS_MAX = {"one_step_off": 1, "partial": 2, "replication": 0, "multi_version": 2}
+
+
+def assert_sound(run: TinyRun, num_steps: int, batch_groups: int = 4) -> dict[str, Any]:
+    figures = run.proven().figures
+    assert figures.finished
+    assert figures.steps == num_steps
+    assert figures.groups_trained == num_steps * batch_groups
+    assert run.steps() == list(range(num_steps))
+    rollouts = run.lines("rollouts.jsonl")
+    assert len(rollouts) == num_steps * batch_groups * 4
+    assert all(len(row["token_ids"]) == row["num_tokens"] for row in rollouts)
+    summary = run.summary()
+    assert summary["steps"] == num_steps
+    assert summary["tokens_trained"] == sum(r["num_tokens"] + r["num_prompt"] for r in rollouts)
+    assert not list((run.run_dir / "journal").glob("*.new"))
+    return summary
+
+
+@pytest.mark.parametrize("mode", list(STALENESS_MAX))
+def test_every_mode_trains_and_is_proven(tmp_path: Path, mode: str) -> None:
+    run = tiny_run(tmp_path, orchestration__mode=mode, orchestration__num_steps=3)
+    run.train()
+    summary = assert_sound(run, 3)
+    assert summary["mode"] == mode
+    assert summary["staleness_max"] <= STALENESS_MAX[mode]
+    if mode != "partial":
+        assert summary["mixed_version_frac"] == 0
+        assert {len(row["token_ids"]) > 0 for row in run.lines("rollouts.jsonl")} == {True}
+    if mode != "replication":
+        assert summary["discarded_tokens"] == 0
+    start = _start()
+    assert any((tensor != start.get(name, tensor)).any() for name, tensor in run.weights(3).items())
+
+
+def test_one_seat_instances_flip_and_migrate(tmp_path: Path) -> None:
+    """Instances that hold one version each: requests move between processes with their KV."""
+    run = tiny_run(
+        tmp_path,
+        rollout__versions_max=1,
+        rollout__tokens_max=448,
+        orchestration__num_steps=4,
+        orchestration__inflight_groups=12,
+        orchestration__ready_max=8,
+        # A long tail: whenever a step ends, some responses are under way.
+        data__train=[
+            {
+                "path": "dora_rl.data.tasks:Chains",
+                "options": {"num_steps_median": 8.0, "num_steps_sigma": 1.5},
+            }
+        ],
+    )
+    run.train()
+    summary = assert_sound(run, 4)
+    assert summary["migrations"] > 0
+    assert summary["kv_bytes_moved"] > 0
+    assert summary["mixed_version_frac"] == 0
+    assert summary["discarded_tokens"] == 0
+    assert summary["staleness_max"] <= 2
+
+
+def test_multi_version_with_no_staleness_is_sync(tmp_path: Path) -> None:
+    """Same trajectories, token for token, and in canonical order the same weights."""
+    settings = {"trainer__canonical_order": True, "trainer__lr": 1e-3}
+    sync = tiny_run(tmp_path / "sync", orchestration__mode="sync", **settings)
+    multi = tiny_run(
+        tmp_path / "multi",
+        orchestration__mode="multi_version",
+        orchestration__max_staleness=0,
+        **settings,
+    )
+    for run in (sync, multi):
+        run.train()
+        assert assert_sound(run, 3)["staleness_max"] == 0
+    first, second = (_by_place(run) for run in (sync, multi))
+    assert first.keys() == second.keys()
+    for place, row in first.items():
+        assert row["token_ids"] == second[place]["token_ids"], place
+        assert row["reward"] == second[place]["reward"], place
+        # The weights of later versions agree to rounding, and so do their log-probs.
+        assert row["logprob_sum"] == pytest.approx(second[place]["logprob_sum"], abs=1e-3), place
+    one, other, start = sync.weights(3), multi.weights(3), _start()
+    for name, tensor in one.items():
+        np.testing.assert_allclose(tensor, other[name], atol=1e-5, rtol=0, err_msg=name)
+    moved = max(float(np.abs(one[name] - start[name]).max()) for name in start)
+    assert moved > 1e-4, "the comparison would not notice a run that trains nothing"
+
+
+def test_without_a_learning_rate_nothing_changes(tmp_path: Path) -> None:
+    run = tiny_run(
+        tmp_path, trainer__lr=0.0, orchestration__num_steps=2, orchestration__mode="sync"
+    )
+    run.train()
+    assert_sound(run, 2)
+    start = _start()
+    for name, tensor in run.weights(2).items():
+        np.testing.assert_array_equal(tensor, start.get(name, tensor), err_msg=name)
+
+
+def test_filtered_groups_are_counted_and_replaced(tmp_path: Path) -> None:
+    """Every group with equal rewards ends as filtered; the batches are full all the same."""
+    run = tiny_run(tmp_path, orchestration__filter_equal=True, orchestration__num_steps=2)
+    run.train()
+    report = run.proven()
+    ends = [
+        action.end
+        for entry in run.entries()
+        for action in entry.actions
+        if type(action).__name__ == "EndGroup"
+    ]
+    assert ends.count(End.TRAINED) == 8
+    assert report.figures.groups_filtered == ends.count(End.FILTERED)
+    for row in _groups(run).values():
+        assert len({sample["reward"] for sample in row}) > 1
+
+
+def _start() -> dict[str, Any]:
+    from safetensors.numpy import load_file
+    from tiny_runs import MODEL
+
+    return load_file(MODEL / "model.safetensors")
+
+
+def _by_place(run: TinyRun) -> dict[tuple[int, int], dict[str, Any]]:
+    return {(row["group"], row["sample"]): row for row in run.lines("rollouts.jsonl")}
+
+
+def _groups(run: TinyRun) -> dict[int, list[dict[str, Any]]]:
+    out: dict[int, list[dict[str, Any]]] = {}
+    for row in run.lines("rollouts.jsonl"):
+        out.setdefault(row["group"], []).append(row)
+    return out

@@ -1,0 +1,157 @@
+"""Tiny real runs for the end-to-end tests: the shipped model, two or three steps, seconds each.
+
+Every run is the command line in a process of its own, as a user starts it. Nothing is patched.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dora_rl.observe.audit import AuditReport, audit_run
+from dora_rl.observe.eventlog import Entry, read
+from dora_rl.observe.replay import replay
+
+ROOT = Path(__file__).parents[2]
+MODEL = ROOT / "recipes" / "models" / "tiny"
+RUN_S_MAX = 120.0
+STOPPED = 3
+
+TINY = f"""
+[model]
+path = "{MODEL}"
+[data]
+train = [{{path = "dora_rl.data.tasks:Chains", options = {{num_steps_max = 12}}}}]
+[reward]
+functions = ["dora_rl.data.chains:reward"]
+timeout_s = 5.0
+[rollout]
+num_instances = 2
+num_samples = 4
+tokens_max = 128
+seqs_max = 16
+kv_bytes_max = 33554432
+journal_steps = 4
+[orchestration]
+num_steps = 3
+batch_groups = 4
+[trainer]
+lr = 1e-4
+threads = 1
+[checkpoint]
+every_steps = 1
+[logging]
+progress = false
+[runtime]
+grace_s = 20.0
+"""
+
+
+@dataclass(frozen=True)
+class TinyRun:
+    """A configuration file and its run directory."""
+
+    config: Path
+    run_dir: Path
+
+    def command(self, *arguments: str) -> list[str]:
+        where = f"runtime.run_dir={self.run_dir}"
+        return [sys.executable, "-m", "dora_rl.cli", "train", str(self.config), where, *arguments]
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        environment = dict(os.environ) | {"OMP_NUM_THREADS": "1"}
+        return subprocess.Popen(
+            self.command(*arguments),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+            cwd=ROOT,
+        )
+
+    def train(self, *arguments: str, status: int = 0) -> str:
+        """Run to the end; returns what it said on both streams."""
+        process = self.start(*arguments)
+        return finish(process, status)
+
+    def summary(self) -> dict[str, Any]:
+        return json.loads((self.run_dir / "summary.json").read_text())
+
+    def lines(self, name: str) -> list[dict[str, Any]]:
+        path = self.run_dir / name
+        text = path.read_text() if path.is_file() else ""
+        return [json.loads(line) for line in text.splitlines()]
+
+    def steps(self) -> list[int]:
+        return [line["step"] for line in self.lines("metrics.jsonl") if "step" in line]
+
+    def entries(self) -> list[Entry]:
+        return [record for record in read(self.run_dir / "events") if isinstance(record, Entry)]
+
+    def weights(self, version: int) -> dict[str, Any]:
+        from safetensors.numpy import load_file
+
+        return load_file(self.run_dir / "weights" / f"{version:08d}" / "model.safetensors")
+
+    def proven(self) -> AuditReport:
+        """The audit, which must find nothing, after a replay, which must give the same actions."""
+        assert replay(read(self.run_dir / "events")).difference is None
+        report = audit_run(self.run_dir / "events")
+        assert not report.findings, [str(finding) for finding in report.findings]
+        return report
+
+
+def finish(process: subprocess.Popen[str], status: int = 0) -> str:
+    out, err = process.communicate(timeout=RUN_S_MAX)
+    assert process.returncode == status, f"status {process.returncode}\n{out}\n{err}"
+    return out + err
+
+
+def tiny_run(folder: Path, **settings: Any) -> TinyRun:
+    """A run below `folder`; `settings` are `section__key=value` on top of `TINY`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    data = tomllib.loads(TINY)
+    for name, value in settings.items():
+        section, _, key = name.partition("__")
+        data.setdefault(section, {})[key] = value
+    config = folder / "tiny.json"
+    config.write_text(json.dumps(data))
+    return TinyRun(config, folder / "run")
+
+
+def wait_until(
+    what: str, ready: Callable[[], bool], process: subprocess.Popen[str] | None = None
+) -> None:
+    """Poll; a run that ended meanwhile is shown."""
+    until = time.monotonic() + RUN_S_MAX
+    while not ready():
+        if process is not None and process.poll() is not None:
+            out, err = process.communicate()
+            raise AssertionError(f"the run ended before {what}:\n{out}\n{err}")
+        assert time.monotonic() < until, f"waited too long for {what}"
+        time.sleep(0.02)
+
+
+def workers_of(run_dir: Path) -> dict[int, str]:
+    """Live processes that hold the run's lock: {process id: command line}."""
+    lock = str(run_dir / ".lock")
+    found: dict[int, str] = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            held = {os.readlink(link) for link in (entry / "fd").iterdir()}
+            if lock in held:
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+                found[int(entry.name)] = " ".join(word.decode() for word in words)
+        except OSError:
+            continue  # it ended while we looked
+    return found
