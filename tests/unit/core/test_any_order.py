@@ -41,8 +41,7 @@ class Chaos:
             attempts_max=rng.choice([2, 50]),
             failed_min=10**6,
             fill_older_max=rng.choice([0, 2]),
-            # Levelling in `partial` has a test of its own.
-            level_running=mode is not Mode.PARTIAL and rng.random() < 0.5,
+            level_running=rng.random() < 0.5,
             level_slack=0.0,
             repartition=rng.random() < 0.8,
         )
@@ -168,6 +167,8 @@ class Chaos:
             params = replace(
                 params, max_staleness=rng.randint(0, 3), batch_groups=rng.randint(1, 4)
             )
+        if rng.random() < 0.3:
+            params = replace(params, num_steps=params.num_steps + rng.randint(0, 2))
         hand.tell(ev.Resumed(params))
         self.learner()
 

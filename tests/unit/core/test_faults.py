@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 from hand_driven import Hand, only
 
@@ -88,6 +90,31 @@ def test_a_silent_instance_is_restarted_after_its_deadline_and_not_before() -> N
     restarted = only(hand.tell(ev.Tick(), after_s=2), act.Restart)
     assert [r.instance for r in restarted] == ["b"] and "no report" in restarted[0].reason
     assert "a" in hand.state.instances
+
+
+@pytest.mark.xfail(
+    strict=True,
+    raises=TimeoutError,
+    reason="the deadline is set with a sum and looked at with a difference: on_tick never ends",
+)
+def test_a_deadline_that_falls_on_a_rounding_error_is_looked_at_once() -> None:
+    """5.1 + 60 <= 65.1, and yet 65.1 - 5.1 < 60."""
+    hand = Hand(batch_groups=4, group_size=1, num_steps=2)
+    hand.tell(ev.Started(hand.params))
+    hand.now = 5.1
+    hand.join("a", 4, versions=(0,))
+    hand.now = 65.1
+
+    def give_up(signum: int, frame: object) -> None:
+        raise TimeoutError("the tick does not come back")
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(3)
+    try:
+        hand.tell(ev.Tick())
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 # Loads.
