@@ -1,0 +1,1 @@
+"""Rewards: from finished responses to numbers. `base` is the door; see docs/rewards.md."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dora_rl.rewards import match, mathematics
+from dora_rl.rewards import match
 from dora_rl.rewards.base import CallLimits, Reward, ScoreError, ScoreItem, one_line
 from dora_rl.rewards.calls import Expired, deadline
 from dora_rl.rewards.function import read_score
@@ -25,19 +25,26 @@ SIMPLE: dict[str, Maker] = {
     "regex": match.regex,
     "format": match.format_tags,
     "length": match.length,
-    "math": mathematics.math,
 }
 
 
 class ItemReward:
-    """A scorer of single items, with the time limit."""
+    """A scorer of single items, with the time limit.
+
+    `late` is the score where time runs out and the response is to blame; None makes it an error.
+    """
 
     def __init__(
-        self, name: str, scorer: Callable[[ScoreItem], float | None], limits: CallLimits
+        self,
+        name: str,
+        scorer: Callable[[ScoreItem], float | None],
+        timeout_s: float,
+        late: float | None = None,
     ) -> None:
         self.name = name
         self._scorer = scorer
-        self._limits = limits
+        self._timeout_s = timeout_s
+        self._late = late
 
     def missing(self, columns: Collection[str]) -> list[str]:
         return []
@@ -50,16 +57,27 @@ class ItemReward:
 
     def _one(self, item: ScoreItem) -> float | ScoreError:
         try:
-            with deadline(self._limits.timeout_s):
+            with deadline(self._timeout_s):
                 return read_score(self._scorer(item))
         except Expired:
-            return ScoreError(f"took longer than timeout_s = {self._limits.timeout_s:g}")
+            if self._late is not None:
+                return self._late
+            return ScoreError(f"took longer than timeout_s = {self._timeout_s:g}")
         except Exception as error:  # noqa: BLE001 - libraries raise anything on strange input
             return ScoreError(f"raised {one_line(error)}")
 
 
 def _makers(base_dir: Path, limits: CallLimits) -> dict[str, Callable[..., Reward]]:
     """Those that are more than a function of one item. Imports happen when one is made."""
+
+    def math(**options: Any) -> Reward:
+        from dora_rl.rewards import mathematics
+
+        check_options("math", mathematics.math, options)
+        # A formula that takes for ever (9^9^9) is a wrong answer, not a broken reward.
+        timeout_s = min(options.pop("timeout_s", mathematics.TIMEOUT_S), limits.timeout_s)
+        scorer = mathematics.math(**options)
+        return ItemReward("math", scorer, timeout_s, late=options.get("miss", 0.0))
 
     def code(**options: Any) -> Reward:
         from dora_rl.rewards.code import CodeReward
@@ -79,7 +97,7 @@ def _makers(base_dir: Path, limits: CallLimits) -> dict[str, Callable[..., Rewar
         check_options("model", ModelReward, options)
         return ModelReward(limits, base_dir, **options)
 
-    return {"code": code, "judge": judge, "model": model}
+    return {"math": math, "code": code, "judge": judge, "model": model}
 
 
 def make_builtin(
@@ -92,7 +110,7 @@ def make_builtin(
             return makers[name](**options)
         if name in SIMPLE:
             check_options(name, SIMPLE[name], options)
-            return ItemReward(name, SIMPLE[name](**options), limits)
+            return ItemReward(name, SIMPLE[name](**options), limits.timeout_s)
     except (TypeError, ValueError) as error:
         raise UserError(f"reward: {name}: an option is wrong ({one_line(error)})") from error
     near = difflib.get_close_matches(name, names, n=1)

@@ -1,10 +1,12 @@
 """Calling the user's code with a time limit, synchronous or not.
 
 A synchronous call is interrupted by an exception: raised by a timer signal in the main thread
-(which also stops a runaway regular expression), or injected into any other thread. What holds the
-interpreter in foreign code cannot be stopped from inside; the process that owns the worker is
-the outer guard. Asynchronous calls run on one event loop in a thread of its own, so that they work
-whether or not the caller is itself inside a loop. Invariant: no call outlives its limit silently.
+(which also stops a runaway regular expression or a power with millions of digits), or injected
+into any other thread (which stops Python code only; so workers score in their main thread). What
+holds the interpreter in foreign code cannot be stopped from inside; the process that owns the
+worker is the outer guard. Asynchronous calls run on one event loop in a thread of its own, so
+that they work whether or not the caller is itself inside a loop. Invariant: no call outlives its
+limit silently.
 """
 
 from __future__ import annotations

@@ -14,13 +14,20 @@ from dora_rl.rewards.base import ScoreItem
 from dora_rl.rewards.match import compiled, last_match
 from dora_rl.types import UserError
 
+TIMEOUT_S = 5.0
+
 
 def math(
-    *, extract: str = "", precision_digits: int = 6, miss: float = 0.0
+    *,
+    extract: str = "",
+    precision_digits: int = 6,
+    miss: float = 0.0,
+    timeout_s: float = TIMEOUT_S,
 ) -> Callable[[ScoreItem], float | None]:
     """1 if the completion's final answer equals the gold one. `extract`: look only there.
 
-    An answer that names no formula (`Paris`) is compared as text.
+    An answer that names no formula (`Paris`) is compared as text. `timeout_s` is kept by the
+    caller.
     """
     try:
         import math_verify

@@ -105,6 +105,12 @@ def test_math(completion: str, answer: str, expected: float) -> None:
     assert one("math", item(completion, answer)) == expected
 
 
+def test_endless_mathematics_is_wrong() -> None:
+    pytest.importorskip("math_verify")
+    reward = load_reward("math", options={"timeout_s": 0.3, "miss": -0.1})
+    assert reward.score([item(r"\boxed{9^{9^{9}}}", "5"), item("5", "5")]) == [-0.1, 1.0]
+
+
 def test_math_in_a_thread_and_where_told() -> None:
     pytest.importorskip("math_verify")
     reward = load_reward("math", options={"extract": "<answer>(.*?)</answer>"})

@@ -38,12 +38,18 @@ def test_toml() -> None:
 def test_every_built_in_and_its_options_are_documented() -> None:
     import inspect
 
-    from dora_rl.rewards import builtin
+    from dora_rl.rewards import builtin, mathematics
     from dora_rl.rewards.code import CodeReward
     from dora_rl.rewards.judge import JudgeReward
     from dora_rl.rewards.model import ModelReward
 
-    makers = {**builtin.SIMPLE, "code": CodeReward, "judge": JudgeReward, "model": ModelReward}
+    makers = {
+        **builtin.SIMPLE,
+        "math": mathematics.math,
+        "code": CodeReward,
+        "judge": JudgeReward,
+        "model": ModelReward,
+    }
     for name, maker in makers.items():
         assert f"`{name}`" in TEXT
         for option in inspect.signature(maker).parameters.values():

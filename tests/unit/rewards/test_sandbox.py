@@ -193,7 +193,9 @@ def test_no_descriptor_and_no_directory_leaks(sandbox: Sandbox) -> None:
     for _ in range(10):
         sandbox.run("print(1)")
     assert len(os.listdir("/proc/self/fd")) == before
-    assert not [name for name in os.listdir("/tmp") if name.startswith("dora-rl-view-")]
+    assert not [
+        name for name in os.listdir("/tmp") if name.startswith(f"dora-rl-view-{os.getpid()}-")
+    ]
 
 
 def test_packages_only_where_allowed(sandbox: Sandbox, tmp_path: Path) -> None:

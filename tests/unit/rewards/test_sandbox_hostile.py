@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import hostile_kernel
@@ -17,14 +17,16 @@ from dora_rl.rewards.sandbox.limits import End, Limits
 
 PROGRAMS = hostile_programs.PROGRAMS | hostile_kernel.PROGRAMS
 LIMITS = Limits(
-    wall_s=1.5,
-    cpu_s=1.0,
+    wall_s=30.0,
+    cpu_s=20.0,
     memory_bytes_max=256 << 20,
     memory_total_bytes_max=300 << 20,
     processes_max=16,
     output_bytes_max=1 << 20,
     files_bytes_max=16 << 20,
 )
+# For programs that never end by themselves.
+SHORT = replace(LIMITS, wall_s=0.6, cpu_s=0.5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,8 @@ def processes_with(marker: str) -> list[str]:
 @pytest.mark.parametrize("name", list(PROGRAMS))
 def test_is_harmless_and_reported(name: str, sandbox: Sandbox, surroundings: Surroundings) -> None:
     hostile = PROGRAMS[name]
-    run = sandbox.run(surroundings.fill(hostile.code), limits=LIMITS)
+    limits = SHORT if "time" in hostile.ends else LIMITS
+    run = sandbox.run(surroundings.fill(hostile.code), limits=limits)
     assert "BREACH" not in run.stdout, run
     assert run.end in hostile.ends, run
     assert hostile.says in run.stdout + run.stderr, run
@@ -117,7 +120,7 @@ while True:
     except OSError:
         pass
 """
-    assert sandbox.run(code, limits=LIMITS).end in (End.TIME, End.CPU)
+    assert sandbox.run(code, limits=SHORT).end in (End.TIME, End.CPU)
     assert processes_with("dorabomb") == []
 
 

@@ -31,7 +31,7 @@ class Zygote:
 
     def __init__(self, isolated: bool, import_paths: list[str], preload: list[str]) -> None:
         self.pid_owner = os.getpid()
-        base = tempfile.mkdtemp(prefix="dora-rl-view-")
+        base = tempfile.mkdtemp(prefix=f"dora-rl-view-{self.pid_owner}-")
         setup = {
             "isolated": isolated,
             "base": base,
