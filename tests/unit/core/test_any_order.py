@@ -136,7 +136,7 @@ class Chaos:
         self.hand.tell(ev.InstanceReport(self.some_instance(), steps, kv, speed))
 
     def tick(self) -> None:
-        self.hand.tell(ev.Tick(), after_s=self.rng.choice([0.1, 5.0, 40.0]))
+        self.hand.tell(ev.Tick(), after_s=self.rng.choice([0.125, 5.0, 40.0]))
 
     def train(self) -> None:
         """Accepted and committed, each maybe lost, repeated or for another step."""
