@@ -222,6 +222,18 @@ def profile(engine: Engine, args: argparse.Namespace, num_requests: int, version
         engine.step()
 
 
+def set_kernels(args: argparse.Namespace) -> None:
+    """Other choices of the decode kernels than the engine's own."""
+    from dora_rl.engine.cuda import attention, fused, skinny
+
+    attention.DECODE_WARPS = fused.WARPS = args.warps or fused.WARPS
+    attention.DECODE_STAGES = fused.STAGES = args.stages or fused.STAGES
+    if args.fused_rows is not None:
+        fused.ROWS_MAX = args.fused_rows
+    if args.skinny_rows is not None:
+        skinny.ROWS_MAX = args.skinny_rows
+
+
 def parse(argv: list[str]) -> argparse.Namespace:
     def numbers(text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
@@ -245,6 +257,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--vllm", action="store_true")
     parser.add_argument("--warps", type=int, default=0, help="of the decode attention kernel")
     parser.add_argument("--stages", type=int, default=0, help="of the decode attention kernel")
+    parser.add_argument("--fused-rows", type=int, help="rows up to which attention is fused")
+    parser.add_argument("--skinny-rows", type=int, help="rows up to which cuBLAS is not used")
     parser.add_argument("--profile", action="store_true", help="print the kernels of 20 steps")
     parser.add_argument("--json", type=Path)
     return parser.parse_args(argv)
@@ -254,11 +268,8 @@ def main(argv: list[str]) -> None:
     args = parse(argv)
     if args.threads:
         torch.set_num_threads(args.threads)
-    if args.warps or args.stages:
-        from dora_rl.engine.cuda import attention
-
-        attention.DECODE_WARPS = args.warps or attention.DECODE_WARPS
-        attention.DECODE_STAGES = args.stages or attention.DECODE_STAGES
+    if args.device != "cpu":
+        set_kernels(args)
     spec = dataclasses.replace(SHAPES[args.model], dtype=args.dtype)
     args.bandwidth_gbs = args.bandwidth_gbs or measure_bandwidth_gbs(args.device)
     rows = []

@@ -197,3 +197,71 @@ def test_decode_attention_kernel(splits: int, shape: tuple[int, int, int]) -> No
         score = (q[row].double() @ k.double().transpose(1, 2)) * dim**-0.5
         expected = torch.softmax(score, -1) @ v.double()
         assert (out[row].double() - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("rows", [1, 16, 33, 128])
+@pytest.mark.parametrize("versions", [1, 3])
+@pytest.mark.parametrize("splits", [1, 4])
+def test_skinny_product(rows: int, versions: int, splits: int) -> None:
+    from dora_rl.engine.cuda.skinny import Tiles, multiply
+
+    n, k = 384, 1024
+    generator = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(versions * rows, k, generator=generator, device="cuda").bfloat16()
+    weight = torch.randn(versions, n, k, generator=generator, device="cuda").bfloat16() * k**-0.5
+    want = torch.bmm(x.view(versions, rows, k).float(), weight.float().transpose(1, 2))
+    want = want.view(versions * rows, n)
+    got = multiply(x, weight, Tiles(64, 128, splits, 4))
+    assert got.shape == (splits, versions * rows, n)
+    assert (got.sum(0) - want).abs().max() < 1e-3
+    gated = multiply(x, weight, Tiles(64, 128, 1, 3), gate=True)
+    expected = torch.nn.functional.silu(want[:, : n // 2]) * want[:, n // 2 :]
+    assert (gated.float() - expected).abs().max() < 0.1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("num_parts", [1, 2])
+def test_fused_attention_equals_its_pieces(dtype, splits: int, num_parts: int) -> None:
+    """Rotary embedding with the cache write, then decode attention, each by its own kernel."""
+    from dora_rl.engine.cuda.attention import attend_decode
+    from dora_rl.engine.cuda.fused import attend_fused
+    from dora_rl.engine.cuda.rows import rope_write_kernel
+
+    num_kv, num_q, dim, tokens, rows = 4, 2, 128, 16, 7
+    heads = num_kv * num_q + 2 * num_kv
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def randn(*size: int) -> torch.Tensor:
+        return torch.randn(size, generator=generator, device="cuda")
+
+    parts = randn(num_parts, rows, heads * dim)
+    qkv = parts.sum(0).to(dtype)
+    if num_parts == 1:
+        parts = parts.to(dtype)
+    norm = randn(1, heads - num_kv, dim).to(dtype)
+    cos, sin = randn(128, dim), randn(128, dim)
+    table = torch.randperm(64, device="cuda", generator=generator)[: rows * 8]
+    table = table.view(rows, 8).to(torch.int32)
+    positions = torch.tensor([0, 1, 15, 16, 17, 60, 127], dtype=torch.int32).cuda()
+    slots = torch.arange(rows, device="cuda").flip(0)
+    pool = randn(2, 64, num_kv, tokens, dim).to(dtype)
+    pool_fused = pool.clone()
+    q = torch.empty(rows, num_kv, num_q, dim, dtype=dtype, device="cuda")
+    rope_write_kernel[(rows, heads // 8)](
+        *(qkv, norm, cos, sin, slots, positions, table, q, pool, rows, 1e-6),
+        *(pool.stride(0), table.stride(0)),
+        H=num_kv * num_q,
+        KV=num_kv,
+        D=dim,
+        C=tokens,
+        HB=8,
+        NORM=True,
+        OVERLAP=False,
+    )
+    want = attend_decode(q, pool, table, slots, positions, splits).view(rows, -1)
+    where, shape = (slots, positions, table), (num_kv, num_q)
+    got = attend_fused(parts, norm, (cos, sin), pool_fused, where, shape, splits, 1e-6, dtype)
+    tolerance = 1e-4 if dtype == torch.float32 else 0.06
+    assert (pool.float() - pool_fused.float()).abs().max() < tolerance
+    assert (got.float() - want.float()).abs().max() < tolerance

@@ -18,6 +18,7 @@ import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -163,8 +164,10 @@ def shape_of(engine: Engine) -> list[object]:
 
 
 def chunk_bytes(chunk: Tensor) -> memoryview:
-    """The raw bytes of a chunk, for a wire."""
-    return chunk.contiguous().cpu().view(-1).view(torch.uint8).numpy().data
+    """The raw bytes of a chunk, for a wire. The view owns them."""
+    host = torch.empty(chunk.shape, dtype=chunk.dtype, pin_memory=chunk.is_cuda)
+    host.copy_(chunk.contiguous())
+    return host.view(-1).view(torch.uint8).numpy().data
 
 
 def chunk_from_bytes(engine: Engine, data: bytes | bytearray | memoryview) -> Tensor:
@@ -175,4 +178,8 @@ def chunk_from_bytes(engine: Engine, data: bytes | bytearray | memoryview) -> Te
         raise UserError(
             f"a KV chunk has {len(data)} bytes, {engine.runner.cache.block_bytes} were expected"
         )
-    return torch.frombuffer(bytearray(data), dtype=kv.dtype).view(shape)
+    # Pinned memory comes back from a cache of torch, after the copies out of it: no page is ever
+    # touched for the first time here, which is what made this path slow.
+    chunk = torch.empty(shape, dtype=kv.dtype, pin_memory=kv.is_cuda)
+    chunk.view(-1).view(torch.uint8).numpy()[:] = np.frombuffer(data, np.uint8)
+    return chunk

@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dora_rl.engine.cuda import jit
+from dora_rl.engine.cuda.overlap import begin, overlap, ready
 
 DOT_ROWS_MIN = 16  # the smallest tile of a tensor-core product
 DECODE_WARPS = 4
@@ -48,7 +49,9 @@ def decode_kernel(
     C: tl.constexpr,
     SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    begin(OVERLAP)
     row = tl.program_id(0)
     head = tl.program_id(1)
     split = tl.program_id(2)
@@ -62,6 +65,7 @@ def decode_kernel(
     d = tl.arange(0, D)
     t = tl.arange(0, C)
     q_index = (row * KV + head).to(tl.int64) * G * D + g[:, None] * D + d[None, :]
+    ready(OVERLAP)
     q = tl.load(q_ptr + q_index, mask=g[:, None] < G, other=0.0)
     peak = tl.full([GP], -float("inf"), tl.float32)
     total = tl.zeros([GP], tl.float32)
@@ -73,10 +77,13 @@ def decode_kernel(
         # The number of the next block is fetched while this one is used; only so does the compiler
         # keep several tiles in flight.
         block = tl.load(blocks + index + 1, mask=index + 1 < last, other=0).to(tl.int64)
-        k = tl.load(base + t[None, :] * D + d[:, None])
-        v = tl.load(base + plane_stride + t[:, None] * D + d[None, :])
+        # The rest of the last block is not read: it would be a tenth of all bytes.
+        seen = index * C + t < context
+        k = tl.load(base + t[None, :] * D + d[:, None], mask=seen[None, :], other=0.0)
+        v_tile = base + plane_stride + t[:, None] * D + d[None, :]
+        v = tl.load(v_tile, mask=seen[:, None], other=0.0)
         score = tl.dot(q, k, input_precision=PRECISION) * scale
-        score = tl.where(index * C + t[None, :] < context, score, -float("inf"))
+        score = tl.where(seen[None, :], score, -float("inf"))
         new_peak = tl.maximum(peak, tl.max(score, 1))
         share = tl.exp2(peak - new_peak)
         weight = tl.exp2(score - new_peak[:, None])
@@ -95,9 +102,18 @@ def decode_kernel(
 
 @jit
 def merge_kernel(
-    acc_ptr, peak_ptr, sum_ptr, out_ptr, D: tl.constexpr, SPLITS: tl.constexpr, SP: tl.constexpr
+    acc_ptr,
+    peak_ptr,
+    sum_ptr,
+    out_ptr,
+    D: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SP: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One program per (row, query head): add up the splits."""
+    begin(OVERLAP)
+    ready(OVERLAP)
     head = tl.program_id(0).to(tl.int64)
     s = tl.arange(0, SP)
     d = tl.arange(0, D)
@@ -165,8 +181,8 @@ def prefill_kernel(
 
 
 def choose_splits(num_rows: int, num_kv_heads: int, num_processors: int, blocks_max: int) -> int:
-    """Enough programs for about four per processor; more splits only for few rows."""
-    wanted = -(-4 * num_processors // (num_rows * num_kv_heads))
+    """Enough programs for nearly two waves of two per processor; splits only for few rows."""
+    wanted = -(-7 * num_processors // (2 * num_rows * num_kv_heads))
     return max(1, min(wanted, blocks_max, 32))
 
 
@@ -183,6 +199,7 @@ def attend_decode(
         total = torch.empty(parts, dtype=torch.float32, device=q.device)
     else:
         acc = peak = total = out
+    launch = overlap(q.device)
     decode_kernel[(rows, num_kv, splits)](
         q,
         pool,
@@ -205,6 +222,7 @@ def attend_decode(
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=DECODE_WARPS,
         num_stages=DECODE_STAGES,
+        **launch,
     )
     if splits > 1:
         merge_kernel[(rows * num_kv * num_q,)](
@@ -216,6 +234,7 @@ def attend_decode(
             SPLITS=splits,
             SP=triton.next_power_of_2(splits),
             num_warps=4,
+            **launch,
         )
     return out
 

@@ -17,8 +17,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from dora_rl.engine.cache import KvCache
+from dora_rl.engine.cuda import fused, skinny
 from dora_rl.engine.cuda import rows as kernels
+from dora_rl.engine.cuda.attention import attend_decode, choose_splits
 from dora_rl.engine.cuda.experts import sparse_rows
+from dora_rl.engine.cuda.overlap import overlap
 from dora_rl.engine.models.experts import route
 from dora_rl.engine.rope import rope_tables
 from dora_rl.engine.spec import ModelSpec
@@ -39,28 +42,56 @@ class Rows:
 
 
 class CudaDecoder:
-    """Computes normed hidden states; `attend(q, pool)` is the attention of the rows at hand."""
+    """Computes normed hidden states; `attend` is the attention of prefill rows."""
 
     def __init__(self, spec: ModelSpec, weights: ModelWeights, num_positions: int) -> None:
         self.spec, self.weights = spec, weights
         device = weights.embed.device
         cos, sin = rope_tables(spec.rope, spec.head_dim, num_positions)
         self.cos, self.sin = cos.to(device), sin.to(device)
+        self._num_processors = 1
+        if device.type == "cuda":
+            self._num_processors = torch.cuda.get_device_properties(device).multi_processor_count
 
     def forward(
-        self, rows: Rows, cache: KvCache, attend: Callable[[Tensor, Tensor], Tensor]
+        self, rows: Rows, cache: KvCache, attend: Callable[[Tensor, Tensor], Tensor] | None
     ) -> Tensor:
+        """Hidden states of prefill rows, or of decode rows when there is no `attend`."""
         x = self._embed(rows)
         delta: Tensor | None = None
         for index, layer in enumerate(self.weights.layers):
             h = self._norm(x, delta, layer.norm1, rows)
-            qkv = self._linear(h, layer.qkv, layer.qkv_bias, rows)
-            q = self._rope_write(qkv, layer, rows, cache.kv[index])
-            h = attend(q, cache.kv[index]).view(len(x), -1)
-            delta = self._linear(h, layer.o, layer.o_bias, rows)
+            pool = cache.kv[index]
+            if attend is None:
+                h = self._attend_decode(h, layer, rows, pool)
+            else:
+                qkv = self._linear(h, layer.qkv, layer.qkv_bias, rows)
+                h = attend(self._rope_write(qkv, layer, rows, pool), pool).view(len(x), -1)
+            delta = self._parts(h, layer.o, layer.o_bias, rows)
             h = self._norm(x, delta, layer.norm2, rows)
             delta = self._mlp(h, layer, rows)
         return self._norm(x, delta, self.weights.norm, rows)
+
+    def _attend_decode(self, h: Tensor, layer: Layer, rows: Rows, pool: Tensor) -> Tensor:
+        spec, table = self.spec, rows.table
+        splits = choose_splits(len(h), spec.num_kv_heads, self._num_processors, table.shape[1])
+        if len(h) > fused.ROWS_MAX:
+            qkv = self._linear(h, layer.qkv, layer.qkv_bias, rows)
+            q = self._rope_write(qkv, layer, rows, pool)
+            out = attend_decode(q, pool, table, rows.slots, rows.positions, splits)
+            return out.view(len(h), -1)
+        span = slice(rows.first, rows.first + rows.num_versions)
+        return fused.attend_fused(
+            self._parts(h, layer.qkv, layer.qkv_bias, rows),
+            None if layer.qk_norm is None else layer.qk_norm[span],
+            (self.cos, self.sin),
+            pool,
+            (rows.slots, rows.positions, table),
+            (spec.num_kv_heads, spec.num_groups),
+            splits,
+            spec.norm_eps,
+            h.dtype,
+        )
 
     def logits(self, hidden: Tensor, slot: int) -> Tensor:
         """Float32 logits of rows of one version."""
@@ -82,6 +113,16 @@ class CudaDecoder:
     def _norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, rows: Rows) -> Tensor:
         weight = weight[rows.first : rows.first + rows.num_versions]
         return kernels.add_norm(x, delta, weight, rows.per_version, self.spec.norm_eps)
+
+    def _parts(self, x: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows) -> Tensor:
+        """A product as parts [part, row, out] whose sum it is; one part where cuBLAS made it."""
+        weight_span = weight[rows.first : rows.first + rows.num_versions]
+        tiles = None
+        if bias is None:
+            tiles = skinny.tiles_of(rows.per_version, weight_span, self._num_processors)
+        if tiles is None:
+            return self._linear(x, weight, bias, rows)[None]
+        return skinny.multiply(x, weight_span, tiles)
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows) -> Tensor:
         span = slice(rows.first, rows.first + rows.num_versions)
@@ -128,6 +169,7 @@ class CudaDecoder:
             HB=8,
             NORM=norm is not None,
             num_warps=4,
+            **overlap(qkv.device),
         )
         return q
 
@@ -141,6 +183,15 @@ class CudaDecoder:
                 version = torch.arange(len(h), device=h.device) // rows.per_version
                 expert = expert + version[:, None] * self.spec.moe.num_experts
             stacked = (layer.gate_up[span].flatten(0, 1), layer.down[span].flatten(0, 1))
-            return sparse_rows(h, share, expert, *stacked)
-        gate_up = self._linear(h, layer.gate_up, layer.gate_up_bias, rows)
-        return self._linear(kernels.gate(gate_up), layer.down, layer.down_bias, rows)
+            return sparse_rows(h, share, expert, *stacked)[None]
+        return self._parts(self._gated(h, layer, rows), layer.down, layer.down_bias, rows)
+
+    def _gated(self, h: Tensor, layer: Layer, rows: Rows) -> Tensor:
+        """silu(gate) * up."""
+        weight = layer.gate_up[rows.first : rows.first + rows.num_versions]
+        tiles = None
+        if layer.gate_up_bias is None:
+            tiles = skinny.tiles_of(rows.per_version, weight, self._num_processors, gate=True)
+        if tiles is not None:
+            return skinny.multiply(h, weight, tiles, gate=True)
+        return kernels.gate(self._linear(h, layer.gate_up, layer.gate_up_bias, rows))

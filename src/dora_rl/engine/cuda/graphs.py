@@ -7,6 +7,7 @@ runs eagerly, which is the oracle.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -91,4 +92,8 @@ class DecodeGraphs:
         with torch.cuda.graph(graph, pool=self._pool):
             hidden, positions = self._pass(*key, slots)
         self._pool = self._pool or graph.pool()
+        # A full collection that walks every imported module stalls the decode loop for longer than
+        # a step; what is here now stays until the process ends.
+        gc.collect()
+        gc.freeze()
         return graph, DecodeRows(slots, hidden, positions, key[0], key[2])

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dora_rl.engine.cuda import jit
+from dora_rl.engine.cuda.overlap import begin, overlap, ready
 
 VOCAB_CHUNK = 4096
 
@@ -23,23 +24,32 @@ def add_norm_kernel(
     weight_ptr,
     out_ptr,
     rows_per_slot,
+    part_stride,
     eps,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
-    ADD: tl.constexpr,
+    PARTS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    """x += delta (in place), out = norm(x) * weight of the row's version."""
+    """x += sum of delta's parts (in place), out = norm(x) * weight of the row's version."""
+    begin(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK)
     inside = d < D
+    weight = tl.load(weight_ptr + row // rows_per_slot * D + d, mask=inside, other=0.0)
+    ready(OVERLAP)
     x = tl.load(x_ptr + row * D + d, mask=inside, other=0.0)
-    if ADD:
-        delta = tl.load(delta_ptr + row * D + d, mask=inside, other=0.0)
-        x = (x.to(tl.float32) + delta.to(tl.float32)).to(x_ptr.dtype.element_ty)
+    if PARTS > 0:
+        delta = tl.zeros([BLOCK], tl.float32)
+        for part in tl.static_range(PARTS):
+            place = delta_ptr + part * part_stride + row * D + d
+            delta += tl.load(place, mask=inside, other=0.0).to(tl.float32)
+        # Rounded first, as the product alone would have been.
+        delta = delta.to(x_ptr.dtype.element_ty).to(tl.float32)
+        x = (x.to(tl.float32) + delta).to(x_ptr.dtype.element_ty)
         tl.store(x_ptr + row * D + d, x, mask=inside)
     x = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, 0) / D + eps)
-    weight = tl.load(weight_ptr + row // rows_per_slot * D + d, mask=inside, other=0.0)
     normed = (x * scale).to(out_ptr.dtype.element_ty).to(tl.float32)
     out = normed * weight.to(tl.float32)
     tl.store(out_ptr + row * D + d, out.to(out_ptr.dtype.element_ty), mask=inside)
@@ -66,8 +76,10 @@ def rope_write_kernel(
     C: tl.constexpr,
     HB: tl.constexpr,
     NORM: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Norm and rotate query and key heads; queries go to `q`, keys and values to the pool."""
+    begin(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HB + tl.arange(0, HB)
     d = tl.arange(0, D)
@@ -77,6 +89,7 @@ def rope_write_kernel(
     inside = head[:, None] < H + 2 * KV
     rotary = head[:, None] < H + KV
     base = qkv_ptr + row * (H + 2 * KV) * D + head[:, None] * D
+    ready(OVERLAP)
     x = tl.load(base + d[None, :], mask=inside, other=0.0).to(tl.float32)
     y = tl.load(base + turned[None, :], mask=rotary, other=0.0).to(tl.float32)
     kind = qkv_ptr.dtype.element_ty
@@ -100,8 +113,10 @@ def rope_write_kernel(
 
 
 @jit
-def gate_kernel(x_ptr, out_ptr, INNER: tl.constexpr, BLOCK: tl.constexpr):
+def gate_kernel(x_ptr, out_ptr, INNER: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     """out = silu(gate) * up for packed [gate, up] rows."""
+    begin(OVERLAP)
+    ready(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < INNER
@@ -213,7 +228,8 @@ def draw_kernel(
 def add_norm(
     x: Tensor, delta: Tensor | None, weight: Tensor, rows_per_slot: int, eps: float
 ) -> Tensor:
-    """Residual add in place, then RMS norm with `weight` [slots, width]."""
+    """Residual add of `delta` [part, row, width] in place, then RMS norm with `weight` [slots,
+    width]."""
     rows, width = x.shape
     out = torch.empty_like(x)
     block = triton.next_power_of_2(width)
@@ -223,11 +239,13 @@ def add_norm(
         weight,
         out,
         rows_per_slot,
+        0 if delta is None else delta.stride(0),
         eps,
         D=width,
         BLOCK=block,
-        ADD=delta is not None,
+        PARTS=0 if delta is None else len(delta),
         num_warps=4 if block <= 2048 else 8,
+        **overlap(x.device),
     )
     return out
 
@@ -236,5 +254,7 @@ def gate(x: Tensor) -> Tensor:
     rows, inner = x.shape[0], x.shape[1] // 2
     out = torch.empty((rows, inner), dtype=x.dtype, device=x.device)
     block = min(1024, triton.next_power_of_2(inner))
-    gate_kernel[(rows, triton.cdiv(inner, block))](x, out, INNER=inner, BLOCK=block, num_warps=4)
+    gate_kernel[(rows, triton.cdiv(inner, block))](
+        x, out, INNER=inner, BLOCK=block, num_warps=4, **overlap(x.device)
+    )
     return out

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from dora_rl.engine import sampler
 from dora_rl.engine.cache import KvCache, context_limit, derive_num_blocks, perform
-from dora_rl.engine.cuda.attention import attend_decode, attend_prefill, choose_splits
+from dora_rl.engine.cuda.attention import attend_prefill
 from dora_rl.engine.cuda.decoder import CudaDecoder, Rows
 from dora_rl.engine.cuda.graphs import DecodeGraphs
 from dora_rl.engine.cuda.sampling import draw
@@ -72,10 +72,6 @@ class CudaRunner:
         )
         graphs = options.cuda_graphs and self.on_gpu
         self.graphs = DecodeGraphs(self._decode_pass, options.seqs_max, options.device, graphs)
-        self._num_processors = 1
-        if self.on_gpu:
-            device = torch.cuda.get_device_properties(torch.device(options.device))
-            self._num_processors = device.multi_processor_count
 
     def load(self, slot: int, source: TensorSource, where: str) -> Iterator[str]:
         return self.weights.load(slot, source, where)
@@ -207,14 +203,7 @@ class CudaRunner:
         tokens = self.slots.last_token[slots]
         table = self.slots.table
         rows = Rows(first, num_versions, per_version, tokens, slots, positions, table)
-        splits = choose_splits(
-            len(slots), self.spec.num_kv_heads, self._num_processors, self._blocks_max
-        )
-        hidden = self.decoder.forward(
-            rows,
-            self.cache,
-            lambda q, pool: attend_decode(q, pool, table, slots, positions, splits),
-        )
+        hidden = self.decoder.forward(rows, self.cache, None)
         return hidden, positions
 
     # ---------------------------------------------------------------- sampling
