@@ -33,7 +33,7 @@ class Checker:
         self.mode = world.spec.params.mode
         self.every = every
         self.num_events = 0
-        self.in_force = (-1, 0)  # K, B
+        self.in_force: tuple[int, int] = (-1, 0)  # K, B
         self.closed: dict[int, tuple[tuple[GroupId, ...], int, int]] = {}
         self.issued: dict[GroupId, act.IssueGroup] = {}
         self.ended: dict[GroupId, act.EndGroup] = {}
