@@ -53,6 +53,7 @@ def test_one_seat_instances_flip_and_migrate(tmp_path: Path) -> None:
         tmp_path,
         rollout__versions_max=1,
         rollout__tokens_max=448,
+        rollout__seqs_max=64,  # room for the requests that come from the other instance
         orchestration__num_steps=4,
         orchestration__inflight_groups=12,
         orchestration__ready_max=8,
@@ -60,7 +61,7 @@ def test_one_seat_instances_flip_and_migrate(tmp_path: Path) -> None:
         data__train=[
             {
                 "path": "dora_rl.data.tasks:Chains",
-                "options": {"num_steps_median": 8.0, "num_steps_sigma": 1.5},
+                "options": {"num_steps_median": 16.0, "num_steps_sigma": 1.0},
             }
         ],
     )

@@ -1,0 +1,154 @@
+"""Mistakes of the user: one clear line each, before anything starts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_runs import MODEL, tiny_run
+
+from dora_rl.cli import main
+
+
+def refuse(
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    *arguments: str,
+    **settings: Any,
+) -> str:
+    """The line that `dora-rl train` answers with; nothing may have been started or written."""
+    run = tiny_run(folder, **settings)
+    status = main([str(word) for word in run.command(*arguments)[3:]])
+    captured = capsys.readouterr()
+    assert status == 2, captured
+    lines = captured.err.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("dora-rl: error: "), captured.err
+    assert not run.run_dir.exists() or not (run.run_dir / "logs").exists()
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("rollout.num_sample=4", ["rollout.num_sample", "did you mean rollout.num_samples?"]),
+        ("rolout.num_samples=4", ["rolout", "did you mean rollout?"]),
+        ("orchestration.num_steps=many", ["orchestration.num_steps", "integer"]),
+        ("orchestration.mode=fast", ["orchestration.mode", "multi_version"]),
+        ("trainer.updates_per_step=3", ["batch_groups (4)", "updates_per_step (3)"]),
+        ("orchestration.samples_min=9", ["samples_min (9)", "group_size (4)"]),
+        ("model.path=/nowhere", ["model.path", "/nowhere", "not a directory"]),
+        ("data.train=/nowhere.jsonl", ["/nowhere.jsonl"]),
+        ("reward.functions=/nowhere.py:reward", ["/nowhere.py"]),
+        ("reward.functions=exactly", ["exactly", "exact"]),
+        ("runtime.device=cuda:7", ["runtime.device"]),
+        ("num_steps=4", ["num_steps=4", "section.key=value"]),
+    ],
+)
+def test_settings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, words: list[str]
+) -> None:
+    line = refuse(tmp_path, capsys, override)
+    for word in words:
+        assert word in line, line
+
+
+def test_a_file_that_is_not_toml(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "broken.toml"
+    path.write_text("[model\npath = 3")
+    assert main(["train", str(path)]) == 2
+    assert "broken.toml" in capsys.readouterr().err
+    assert main(["train", str(tmp_path / "missing.toml")]) == 2
+    assert "does not exist" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("without", "words"),
+    [
+        ("*.safetensors", ["no *.safetensors"]),
+        ("tokenizer*", ["no tokenizer"]),
+        ("config.json", ["config.json"]),
+    ],
+)
+def test_model_directories(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], without: str, words: list[str]
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(MODEL, model)
+    for path in model.glob(without):
+        path.unlink()
+    line = refuse(tmp_path, capsys, model__path=str(model))
+    for word in [*words, str(model)]:
+        assert word in line, line
+
+
+def test_a_model_that_the_engine_does_not_know(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(MODEL, model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"architectures": ["OtherModel"]}))
+    line = refuse(tmp_path, capsys, model__path=str(model))
+    assert "OtherModel" in line and "Qwen3ForCausalLM" in line
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("def other(completion): return 0.0", ["reward"]),
+        ("reward = 3", ["reward"]),
+        ("def reward(): return 0.0", ["reward"]),
+        ("import nothing_like_this", ["nothing_like_this"]),
+    ],
+)
+def test_reward_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], code: str, words: list[str]
+) -> None:
+    path = tmp_path / "my_reward.py"
+    path.write_text(code)
+    line = refuse(tmp_path, capsys, reward__functions=[f"{path}:reward"])
+    for word in [*words, "my_reward.py"]:
+        assert word in line, line
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ('{"question": "1:23"}', ["prompt", "question", "prompt_column"]),
+        ('{"prompt": ""}', ["empty"]),
+        ('{"prompt": 7}', ["must be a string"]),
+        ('{"prompt": "1', ["rows.jsonl"]),
+    ],
+)
+def test_data_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], row: str, words: list[str]
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "03:274\\n", "answer": "637"}\n' + row + "\n")
+    line = refuse(tmp_path, capsys, data__train=[str(path)])
+    for word in [*words, "rows.jsonl", "2"]:
+        assert word in line, line
+
+
+def test_a_directory_that_holds_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tiny_run(tmp_path)
+    words = [str(word) for word in run.command()[3:]]
+    assert main([*words, "--resume"]) == 2
+    assert "holds no run to resume" in capsys.readouterr().err
+    (run.run_dir / "events").mkdir(parents=True)
+    (run.run_dir / "events" / "000000000000.jsonl").touch()
+    assert main(words) == 2
+    line = capsys.readouterr().err
+    assert "already holds a run" in line and "--resume" in line
+
+
+def test_a_dry_run_starts_and_writes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tiny_run(tmp_path)
+    assert main([str(word) for word in run.command("--dry-run")[3:]]) == 0
+    assert "3 steps of 4 groups x 4 samples" in capsys.readouterr().out
+    assert not run.run_dir.exists()
