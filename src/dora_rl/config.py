@@ -34,27 +34,29 @@ class OrchestrationConfig(Section):
     """
 
     mode: Mode = Mode.MULTI_VERSION
-    max_staleness: int = Field(2, ge=0)  # K: the oldest version a step may train is its own - K
-    num_steps: int = Field(100, ge=1)
-    batch_groups: int = Field(32, ge=1)  # prompts per training step
-    inflight_groups: int = Field(0, ge=0)  # 0: one and a half batches
-    ready_max: int = Field(0, ge=0)  # ready groups above which nothing new starts; 0: B / 4
-    samples_min: int = Field(0, ge=0)  # scored samples a group needs to train; 0: all
+    max_staleness: int = Field(
+        default=2, ge=0
+    )  # K: the oldest version a step may train is its own - K
+    num_steps: int = Field(default=100, ge=1)
+    batch_groups: int = Field(default=32, ge=1)  # prompts per training step
+    inflight_groups: int = Field(default=0, ge=0)  # 0: one and a half batches
+    ready_max: int = Field(default=0, ge=0)  # ready groups above which nothing new starts; 0: B / 4
+    samples_min: int = Field(default=0, ge=0)  # scored samples a group needs to train; 0: all
     streaming: bool = True  # train on groups while the rest of the batch still generates
     kv_moves: bool = True
     repartition: bool = True
     level_running: bool = False
     filter_equal: bool = False  # leave out groups whose rewards are all equal
-    filtered_max: int = Field(1000, ge=1)
-    failed_share_max: float = Field(0.5, ge=0, le=1)
-    attempts_max: int = Field(4, ge=1)
-    oversample: float = Field(1.25, ge=1)  # replication: groups issued over groups needed
-    fill_older_max: int = Field(0, ge=0)
-    rebalance_period_s: float = Field(30.0, gt=0)
-    report_timeout_s: float = Field(60.0, gt=0)
-    load_timeout_s: float = Field(300.0, gt=0)
-    move_timeout_s: float = Field(60.0, gt=0)
-    trainer_timeout_s: float = Field(1800.0, gt=0)
+    filtered_max: int = Field(default=1000, ge=1)
+    failed_share_max: float = Field(default=0.5, ge=0, le=1)
+    attempts_max: int = Field(default=4, ge=1)
+    oversample: float = Field(default=1.25, ge=1)  # replication: groups issued over groups needed
+    fill_older_max: int = Field(default=0, ge=0)
+    rebalance_period_s: float = Field(default=30.0, gt=0)
+    report_timeout_s: float = Field(default=60.0, gt=0)
+    load_timeout_s: float = Field(default=300.0, gt=0)
+    move_timeout_s: float = Field(default=60.0, gt=0)
+    trainer_timeout_s: float = Field(default=1800.0, gt=0)
 
 
 class RewardFunction(Section):
@@ -76,14 +78,14 @@ class RewardConfig(Section):
     """[reward] what responses are worth: the weighted sum of `functions`."""
 
     functions: tuple[RewardFunction, ...] = ()
-    timeout_s: float = Field(30.0, gt=0)  # of one call of one function
+    timeout_s: float = Field(default=30.0, gt=0)  # of one call of one function
     # Tries of a call that raises or times out. 0: three for asynchronous functions and the judge,
     # otherwise one.
-    attempts: int = Field(0, ge=0)
-    retry_wait_s: float = Field(0.5, ge=0)  # before the second try; grows with each
-    num_workers: int = Field(1, ge=1)  # processes that score
-    concurrent_max: int = Field(16, ge=1)  # asynchronous calls at once, in one worker
-    cache_entries_max: int = Field(65536, ge=0)  # per function and worker; 0: no cache
+    attempts: int = Field(default=0, ge=0)
+    retry_wait_s: float = Field(default=0.5, ge=0)  # before the second try; grows with each
+    num_workers: int = Field(default=1, ge=1)  # processes that score
+    concurrent_max: int = Field(default=16, ge=1)  # asynchronous calls at once, in one worker
+    cache_entries_max: int = Field(default=65536, ge=0)  # per function and worker; 0: no cache
 
     @property
     def worker_timeout_s(self) -> float:
@@ -107,15 +109,15 @@ class RolloutConfig(Section):
     """
 
     backend: Literal["native", "vllm"] = "native"
-    num_instances: int = Field(1, ge=1)
-    threads: int = Field(1, ge=1)  # of each instance, on the CPU
-    num_samples: int = Field(8, ge=1)  # responses per prompt: the size of a group
+    num_instances: int = Field(default=1, ge=1)
+    threads: int = Field(default=1, ge=1)  # of each instance, on the CPU
+    num_samples: int = Field(default=8, ge=1)  # responses per prompt: the size of a group
     # sampling
-    tokens_max: int = Field(256, ge=1)  # of one response (of one turn, in an environment)
-    temperature: float = Field(1.0, ge=0.0)
-    top_k: int = Field(0, ge=0)
-    top_p: float = Field(1.0, gt=0.0, le=1.0)
-    min_p: float = Field(0.0, ge=0.0, le=1.0)
+    tokens_max: int = Field(default=256, ge=1)  # of one response (of one turn, in an environment)
+    temperature: float = Field(default=1.0, ge=0.0)
+    top_k: int = Field(default=0, ge=0)
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    min_p: float = Field(default=0.0, ge=0.0, le=1.0)
     stop_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
     ignore_eos: bool = False
@@ -123,19 +125,19 @@ class RolloutConfig(Section):
     # engine
     dtype: Literal["float32", "bfloat16"] | None = None  # None: float32 on CPU, else bfloat16
     block_tokens: int = 64
-    num_blocks: int = Field(0, ge=0)
-    kv_bytes_max: int = Field(0, ge=0)
-    host_blocks_max: int = Field(4096, ge=0)
-    seqs_max: int = Field(256, ge=1)  # requests an instance decodes at once
-    step_tokens_max: int = Field(2048, ge=1)
-    context_max: int = Field(0, ge=0)
-    versions_max: int = Field(0, ge=0)
+    num_blocks: int = Field(default=0, ge=0)
+    kv_bytes_max: int = Field(default=0, ge=0)
+    host_blocks_max: int = Field(default=4096, ge=0)
+    seqs_max: int = Field(default=256, ge=1)  # requests an instance decodes at once
+    step_tokens_max: int = Field(default=2048, ge=1)
+    context_max: int = Field(default=0, ge=0)
+    versions_max: int = Field(default=0, ge=0)
     prefix_cache: bool = True
     one_pass: bool = True
     cuda_graphs: bool = True
     async_steps: bool = True
     verify_weights: bool = True  # check the checksum and the canary of every version loaded
-    journal_steps: int = Field(16, ge=1)  # steps between two writes of the token journal
+    journal_steps: int = Field(default=16, ge=1)  # steps between two writes of the token journal
 
     def engine_options(self, device: str, versions_max: int) -> dict[str, Any]:
         """Arguments of `engine.options.EngineOptions` for one instance on `device`."""
@@ -304,9 +306,11 @@ class WeightsConfig(Section):
 class EvaluationConfig(Section):
     """[evaluation] held-out prompts, generated under one pinned version while training goes on."""
 
-    every_steps: int = Field(0, ge=0)  # 0: only before the first and after the last step
-    num_prompts: int = Field(200, ge=1)
-    num_samples: int = Field(1, ge=1)  # sampled responses per prompt, for accuracy and pass@k
+    every_steps: int = Field(default=0, ge=0)  # 0: only before the first and after the last step
+    num_prompts: int = Field(default=200, ge=1)
+    num_samples: int = Field(
+        default=1, ge=1
+    )  # sampled responses per prompt, for accuracy and pass@k
 
 
 class LoggingConfig(Section):
@@ -324,17 +328,19 @@ class RuntimeConfig(Section):
     run_dir: str = "runs/latest"
     seed: int = 0
     device: str = "auto"  # auto: cuda where there is one, else cpu
-    threads: int = Field(0, ge=0)  # of every worker; 0: each section's own
-    grace_s: float = Field(30.0, gt=0)  # to end cleanly after a signal
-    watchdog_s: float = Field(60.0, gt=0)  # without progress before it is said who waits for whom
+    threads: int = Field(default=0, ge=0)  # of every worker; 0: each section's own
+    grace_s: float = Field(default=30.0, gt=0)  # to end cleanly after a signal
+    watchdog_s: float = Field(
+        default=60.0, gt=0
+    )  # without progress before it is said who waits for whom
     address: str = ""  # of a cluster
 
 
 class ResourcesConfig(Section):
     """[resources] devices of a cluster: how many for each role."""
 
-    learner_ranks: int = Field(1, ge=1)
-    devices_per_instance: int = Field(1, ge=1)
+    learner_ranks: int = Field(default=1, ge=1)
+    devices_per_instance: int = Field(default=1, ge=1)
 
 
 class RunConfig(Section):
