@@ -256,7 +256,7 @@ def _expire_instance(
     inst = state.instances.get(name)
     if inst is None or inst.index != index:
         return
-    if now - inst.reported_s >= state.params.deadlines.report_s:
+    if now >= inst.reported_s + state.params.deadlines.report_s:  # the sum that was watched
         out.append(Restart(name, f"no report for {now - inst.reported_s:.0f} s"))
         lose_instance(state, name, out)
     else:
