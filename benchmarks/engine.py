@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -33,7 +34,7 @@ from dora_rl.engine.spec import ModelSpec, RopeSpec
 from dora_rl.types import RequestId, SamplingParams
 
 
-def qwen3_shape(**fields: int) -> ModelSpec:
+def qwen3_shape(**fields: Any) -> ModelSpec:
     return ModelSpec(
         family="qwen3",
         norm_eps=1e-6,
@@ -238,7 +239,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     def numbers(text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
 
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", choices=sorted(SHAPES), default="tiny")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
