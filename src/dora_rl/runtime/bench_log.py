@@ -113,7 +113,8 @@ def _follow(fleet: dict[InstanceId, Busy], entry: Entry, begin: float, end: floa
     event = entry.event
     match event:
         case ev.InstanceJoined():
-            fleet[event.instance] = Busy(since=entry.now)
+            busy = _change(fleet, event.instance, entry.now, begin, end)
+            busy.requests, busy.awake = set(), True  # a new life begins with nothing
         case ev.SampleFinished() | ev.SampleFailed():
             _change(fleet, event.instance, entry.now, begin, end).requests.discard(event.request)
         case ev.Moved():

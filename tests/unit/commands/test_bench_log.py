@@ -127,3 +127,15 @@ def test_a_window_needs_steps_between_start_and_drain():
     assert Window.of(6, 2, 3) == Window(3, 3)
     with pytest.raises(UserError, match="5 steps are too few"):
         Window.of(5, 2, 3)
+
+
+def test_an_instance_that_comes_back_keeps_its_time_and_loses_its_requests(tmp_path):
+    log = FileLog.create(tmp_path / "events")
+    log.append(0.0, ev.Started(PARAMS), [])
+    log.append(0.0, ev.InstanceJoined("a", 8), [act.IssueGroup(0, 0, 0, 0), dispatch(0, "a")])
+    log.append(10.0, ev.StepCommitted(0, "x"), [])
+    log.append(13.0, ev.InstanceJoined("a", 8, life=1), [])
+    log.append(20.0, ev.StepCommitted(1, "x"), [])
+    log.close()
+    figures = read_log(tmp_path / "events", Window(1, 1))
+    assert figures.rollout_idle_ratio == pytest.approx(0.7)
