@@ -31,3 +31,14 @@ def cut_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
                     break
                 end = start
         file.truncate(end)
+
+
+def keep_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
+    """Remove a torn last line, and every line that is not to be kept. Reads the whole file."""
+    cut_lines(path, lambda line: True)
+    lines = list(read_lines(path))
+    if all(map(keep, lines)):
+        return
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text("".join(json.dumps(line) + "\n" for line in lines if keep(line)))
+    temporary.replace(path)

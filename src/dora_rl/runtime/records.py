@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from dora_rl.runtime.lines import cut_lines, read_lines
+from dora_rl.runtime.lines import cut_lines, keep_lines, read_lines
 from dora_rl.types import StepIndex, Version
 
 
@@ -88,8 +88,8 @@ class Records:
         metrics, samples = run_dir / "metrics.jsonl", run_dir / "rollouts.jsonl"
         self.totals = Totals()
         if committed is not None:
-            for path in (metrics, samples):
-                cut_lines(path, lambda line: line.get("step", -1) < committed)
+            cut_lines(samples, lambda line: line["step"] < committed)
+            keep_lines(metrics, lambda line: line.get("step", -1) < committed)
             self._recall(metrics)
         self._metrics = metrics.open("a")
         self._rollouts = samples.open("a") if rollouts else None

@@ -1,0 +1,105 @@
+"""Workers and strangers: who may speak, who is heard, how one ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client
+from pathlib import Path
+
+import pytest
+
+from dora_rl.config import ModelConfig, RewardConfig, RunConfig
+from dora_rl.runtime.crew import Crew, Letter
+
+CONFIG = RunConfig(
+    model=ModelConfig(path="unused"), reward=RewardConfig.model_validate({"functions": ["exact"]})
+)
+
+
+def next_letter(crew: Crew) -> Letter:
+    return crew.inbox.get(timeout=60)
+
+
+@pytest.fixture
+def crew(tmp_path: Path):
+    crew = Crew(CONFIG, tmp_path)
+    yield crew
+    crew.end(10.0)
+
+
+def test_a_stranger_is_refused_and_the_workers_go_on(crew: Crew) -> None:
+    with pytest.raises((AuthenticationError, EOFError, OSError)):
+        Client(crew.address, family="AF_UNIX", authkey=b"a guess")
+    silent = Client(crew.address, family="AF_UNIX")  # connects and proves nothing
+    crew.start("reward", "reward0", {"base_dir": "."})
+    letter = next_letter(crew)
+    assert letter.name == "reward0" and letter.message is not None
+    assert letter.message.kind == "ready"
+    assert crew.num_refused >= 1
+    silent.close()
+
+
+def test_an_old_life_is_not_heard(crew: Crew) -> None:
+    crew.start("reward", "reward0", {"base_dir": "."})
+    first = next_letter(crew)
+    crew.restart("reward0")
+    assert not crew.current(first)
+    letters = [next_letter(crew), next_letter(crew)]
+    assert [crew.current(letter) for letter in letters if letter.message is None] == [False]
+    assert [crew.current(letter) for letter in letters if letter.message is not None] == [True]
+
+
+def test_a_killed_worker_is_reported_after_its_last_word(crew: Crew) -> None:
+    worker = crew.start("reward", "reward0", {"base_dir": "."})
+    assert next_letter(crew).message is not None
+    os.kill(worker.process.pid, signal.SIGKILL)
+    assert next_letter(crew) == Letter("reward0", worker.life, None)
+    crew.send("reward0", "score", {})  # to nobody: no error
+
+
+def test_a_worker_that_does_not_read_never_blocks_the_controller(crew: Crew) -> None:
+    worker = crew.start("reward", "reward0", {"base_dir": "."})
+    assert next_letter(crew).message is not None
+    os.kill(worker.process.pid, signal.SIGSTOP)
+    began = time.monotonic()
+    for _ in range(64):
+        crew.send("reward0", "score", {"text": "x" * (1 << 20)})
+    assert time.monotonic() - began < 60, "64 MiB to a stopped process are queued, not waited for"
+    crew.kill("reward0")
+
+
+def test_a_worker_that_is_never_ready_is_overdue(crew: Crew) -> None:
+    crew.start("reward", "reward0", {"base_dir": "."})
+    assert crew.overdue(0.0) == ["reward0"]
+    assert crew.overdue(1e6) == []
+
+
+def test_workers_end_with_their_controller(tmp_path: Path) -> None:
+    code = (
+        "import json, sys, time\n"
+        "from pathlib import Path\n"
+        "from dora_rl.config import RunConfig\n"
+        "from dora_rl.runtime.crew import Crew\n"
+        f"crew = Crew(RunConfig.model_validate(json.loads({CONFIG.model_dump_json()!r})),"
+        f" Path({str(tmp_path)!r}))\n"
+        "worker = crew.start('reward', 'reward0', {'base_dir': '.'})\n"
+        "crew.inbox.get(timeout=60)\n"
+        "print(json.dumps(worker.process.pid), flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    pid = json.loads(parent.stdout.readline())
+    assert Path(f"/proc/{pid}").exists()
+    parent.kill()
+    parent.communicate()
+    until = time.monotonic() + 60
+    while Path(f"/proc/{pid}").exists():
+        assert time.monotonic() < until, "an orphan stays behind"
+        time.sleep(0.05)

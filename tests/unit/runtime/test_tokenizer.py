@@ -1,0 +1,67 @@
+"""The light tokenizer gives what transformers gives; where that is not certain it is not used."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dora_rl.runtime.tokenizer import LightTokenizer, open_tokenizer
+from dora_rl.types import UserError
+
+MODEL = Path(__file__).parents[3] / "recipes" / "models" / "tiny"
+TEXTS = ("03:274\n", "02:746\n01:463\n00:637\n=637", "=", "0 1", "x?")
+
+
+def test_same_tokens_and_text_as_transformers() -> None:
+    from transformers import AutoTokenizer
+
+    light, whole = open_tokenizer(MODEL, False), AutoTokenizer.from_pretrained(MODEL)
+    assert isinstance(light, LightTokenizer)
+    for text in TEXTS:
+        for special in (True, False):
+            ids = light.encode(text, add_special_tokens=special)
+            assert list(ids) == whole.encode(text, add_special_tokens=special)
+        ids = [*light.encode(text), 1]
+        for skip in (True, False):
+            assert light.decode(ids, skip) == whole.decode(ids, skip_special_tokens=skip)
+    messages = [{"role": "user", "content": "03:274\n"}]
+    asked = {"tokenize": False, "add_generation_prompt": True}
+    assert light.apply_chat_template(messages, **asked) == whole.apply_chat_template(
+        messages, **asked
+    )
+
+
+def test_settings_that_change_the_tokens_call_for_transformers(tmp_path: Path) -> None:
+    shutil.copytree(MODEL, tmp_path / "model")
+    path = tmp_path / "model" / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"add_bos_token": True}))
+    assert not isinstance(open_tokenizer(tmp_path / "model", False), LightTokenizer)
+
+
+def test_a_damaged_file_is_one_line(tmp_path: Path) -> None:
+    shutil.copytree(MODEL, tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").write_text("{")
+    with pytest.raises(UserError, match=r"tokenizer\.json is damaged"):
+        open_tokenizer(tmp_path / "model", False)
+
+
+def test_preparing_a_run_imports_neither_torch_nor_transformers() -> None:
+    code = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "import dora_rl.runtime.local\n"
+        "from dora_rl.runtime.prepare import prepare\n"
+        "from dora_rl.runtime.settings import load_config\n"
+        "prepare(load_config(Path('recipes/quickstart.toml'), ['runtime.device=cpu']))\n"
+        "print([name for name in ('torch', 'transformers') if name in sys.modules])\n"
+    )
+    root = MODEL.parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"
