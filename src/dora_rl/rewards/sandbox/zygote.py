@@ -17,7 +17,7 @@ import socket
 import sys
 import time
 from contextlib import suppress
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from dora_rl.rewards.sandbox import kernel, program, seccomp, view
 
@@ -32,6 +32,17 @@ STACK_BYTES = 64 << 20
 REPORT_BYTES_MAX = 1 << 20
 
 
+class Home(NamedTuple):
+    """What every run is made from. `proc` is a descriptor of the machine's own /proc, through which
+    a run writes its id maps; it is closed before a program starts."""
+
+    proc: int
+    uid: int
+    gid: int
+    isolated: bool
+    filter: seccomp.Filter
+
+
 def main(door: int, setup: str) -> None:
     """Serve requests from the socket `door` until its other end closes."""
     options: dict[str, Any] = json.loads(setup)
@@ -41,10 +52,8 @@ def main(door: int, setup: str) -> None:
     for name in (*WARM.split(), *options["preload"]):
         importlib.import_module(name)
     _forget_ourselves()
-    isolated: bool = options["isolated"]
-    filter_ = seccomp.Filter()
     try:
-        if isolated:
+        if options["isolated"]:
             view.enter(options["base"], options["readable"], proc)
             sys.path[:] = map(view.placed, sys.path)
     except OSError as error:
@@ -53,12 +62,13 @@ def main(door: int, setup: str) -> None:
     # Ended runs need no burial, and `pidfd` tells the other side of their end.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     gc.freeze()
+    home = Home(proc, os.geteuid(), os.getegid(), options["isolated"], seccomp.Filter())
     peer.send(b"ready")
     while True:
         _, fds, _, _ = socket.recv_fds(peer, 1, NUM_FDS)
         if len(fds) != NUM_FDS:
             return
-        _start(peer, fds, proc, isolated, filter_)
+        _start(peer, fds, home)
 
 
 def _forget_ourselves() -> None:
@@ -70,18 +80,15 @@ def _forget_ourselves() -> None:
     os.environ.update(PATH="/usr/bin:/bin", HOME="/tmp", LANG="C.UTF-8")
 
 
-def _start(
-    peer: socket.socket, fds: list[int], proc: int, isolated: bool, filter_: seccomp.Filter
-) -> None:
-    ids = os.geteuid(), os.getegid()
+def _start(peer: socket.socket, fds: list[int], home: Home) -> None:
     try:
-        pid = kernel.clone(NAMESPACES if isolated else 0)
+        pid = kernel.clone(NAMESPACES if home.isolated else 0)
     except OSError as error:
         peer.send(f"cannot start: {error.strerror}".encode())
         pid = -1
     if pid == 0:
         peer.close()
-        _init(fds, proc, ids, isolated, filter_)
+        _init(fds, home)
     if pid > 0:
         pidfd = os.pidfd_open(pid)
         socket.send_fds(peer, [b"run %d" % pid], [pidfd])
@@ -90,9 +97,7 @@ def _start(
         os.close(fd)
 
 
-def _init(
-    fds: list[int], proc: int, ids: tuple[int, int], isolated: bool, filter_: seccomp.Filter
-) -> NoReturn:
+def _init(fds: list[int], home: Home) -> NoReturn:
     """Process 1 of the run. Whatever goes wrong here must not return into the zygote's loop."""
     request, _, _, status = fds
     try:
@@ -101,15 +106,15 @@ def _init(
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         with open(request, "rb") as file:
             asked = json.loads(file.read())
-        if isolated:
-            _make_private(proc, ids, asked["limits"]["files_bytes_max"])
+        if home.isolated:
+            _make_private(home, asked["limits"]["files_bytes_max"])
         else:
             kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
             os.environ["HOME"] = asked["workdir"]
-        os.close(proc)
+        os.close(home.proc)
         kernel.drop_capabilities()
-        report = _supervise(asked, fds, filter_)
-        if not isolated:
+        report = _supervise(asked, fds, home)
+        if not home.isolated:
             _kill_children()
         os.write(status, json.dumps(report).encode())
     except BaseException as error:  # noqa: BLE001 - told to the parent, then the run is over
@@ -117,14 +122,14 @@ def _init(
     os._exit(0)
 
 
-def _make_private(proc: int, ids: tuple[int, int], bytes_max: int) -> None:
-    view.map_ids(proc, *ids)
+def _make_private(home: Home, bytes_max: int) -> None:
+    view.map_ids(home.proc, home.uid, home.gid)
     flags = kernel.MS_NOSUID | kernel.MS_NODEV
     for place in ("/tmp", "/dev/shm"):
         kernel.mount("tmpfs", place, "tmpfs", flags, f"size={bytes_max},nr_inodes=4096,mode=755")
 
 
-def _supervise(asked: dict[str, Any], fds: list[int], filter_: seccomp.Filter) -> dict[str, Any]:
+def _supervise(asked: dict[str, Any], fds: list[int], home: Home) -> dict[str, Any]:
     """Start the program, wait until it ends or its time is over, say what happened."""
     os.chdir(asked["workdir"])
     with open(".stdin", "w", encoding="utf-8", errors="replace") as file:
@@ -132,11 +137,12 @@ def _supervise(asked: dict[str, Any], fds: list[int], filter_: seccomp.Filter) -
     tests_read, tests_write = os.pipe()
     report_read, report_write = os.pipe()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+    # Memory of ours is not for the program to read, whatever the filter lets through.
+    kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
     begin_s = time.monotonic()
     pid = os.fork()
     if pid == 0:
-        _become_program(asked, fds, tests_read, report_write, filter_)
-    kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
+        _become_program(asked, fds, tests_read, report_write, home)
     os.close(tests_read)
     os.close(report_write)
     # Tests arrive only once the program's own code is through; see `program.run`.
@@ -206,7 +212,7 @@ def _read_report(fd: int, asked: dict[str, Any]) -> list[bool]:
 
 
 def _become_program(
-    asked: dict[str, Any], fds: list[int], tests: int, report: int, filter_: seccomp.Filter
+    asked: dict[str, Any], fds: list[int], tests: int, report: int, home: Home
 ) -> NoReturn:
     try:
         _, stdout, stderr, _ = fds
@@ -220,7 +226,7 @@ def _become_program(
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
         signal.signal(signal.SIGINT, signal.default_int_handler)
         _limit(asked["limits"])
-        filter_.install()
+        home.filter.install()
     except BaseException as error:  # noqa: BLE001 - must not return into init's code
         os.write(2, f"sandbox: {type(error).__name__}: {error}".encode())
         os._exit(125)
