@@ -157,7 +157,8 @@ def test_rewards_that_hang_raise_return_nan_or_end_their_process(tmp_path: Path)
     run = tiny_run(
         tmp_path,
         reward__functions=[f"{code}:reward"],
-        reward__timeout_s=2.0,
+        reward__timeout_s=4.0,
+        runtime__watchdog_s=1.0,
         orchestration__num_steps=2,
     )
     run.train()
@@ -168,6 +169,9 @@ def test_rewards_that_hang_raise_return_nan_or_end_their_process(tmp_path: Path)
     assert all(row["reward"] in (0.0, 1.0, 2.0) for row in run.lines("rollouts.jsonl"))
     failed = [e.event for e in run.entries() if type(e.event).__name__ == "ScoreFailed"]
     assert len(failed) >= 4
+    waits = [wait for line in run.lines("watchdog.jsonl") for wait in line["waits"]]
+    hung = [wait for wait in waits if "rewards outstanding" in wait["for"]]
+    assert hung and max(wait["since_s"] for wait in hung) > 1, "the watchdog named the wait"
 
 
 def test_a_reward_that_always_fails_stops_the_run_with_its_reason(tmp_path: Path) -> None:

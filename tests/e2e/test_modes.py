@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import tempfile
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tiny_runs import TinyRun, tiny_run
+from tiny_runs import TinyRun, finish, tiny_run, wait_until
 
 from dora_rl.core.actions import End
 
@@ -112,10 +115,20 @@ def test_without_a_learning_rate_nothing_changes(tmp_path: Path) -> None:
         np.testing.assert_array_equal(tensor, start.get(name, tensor), err_msg=name)
 
 
-def test_filtered_groups_are_counted_and_replaced(tmp_path: Path) -> None:
-    """Every group with equal rewards ends as filtered; the batches are full all the same."""
+def test_filtered_groups_are_replaced_and_strangers_are_refused(tmp_path: Path) -> None:
+    """Every group with equal rewards ends as filtered; the batches are full all the same.
+
+    Meanwhile somebody who does not know the run's key tries to join.
+    """
     run = tiny_run(tmp_path, orchestration__filter_equal=True, orchestration__num_steps=2)
-    run.train()
+    with tempfile.TemporaryDirectory(prefix="e2e-", dir="/tmp") as home:
+        process = run.start(TMPDIR=home)
+        wait_until("the socket", lambda: any(Path(home).glob("*/controller")), process)
+        address = str(next(Path(home).glob("*/controller")))
+        for _ in range(3):
+            with pytest.raises((AuthenticationError, EOFError, OSError)):
+                Client(address, family="AF_UNIX", authkey=b"a guess")
+        finish(process)
     report = run.proven()
     ends = [
         action.end

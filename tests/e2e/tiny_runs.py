@@ -66,8 +66,8 @@ class TinyRun:
         where = f"runtime.run_dir={self.run_dir}"
         return [sys.executable, "-m", "dora_rl.cli", "train", str(self.config), where, *arguments]
 
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
-        environment = dict(os.environ) | {"OMP_NUM_THREADS": "1"}
+    def start(self, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+        environment = dict(os.environ) | {"OMP_NUM_THREADS": "1"} | environment
         return subprocess.Popen(
             self.command(*arguments),
             stdout=subprocess.PIPE,

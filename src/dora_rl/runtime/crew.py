@@ -34,6 +34,7 @@ from numpy.typing import NDArray
 from dora_rl.config import RunConfig
 from dora_rl.runtime.wire import Channel, Message, pack
 
+TMP_CHARS_MAX = 70
 KILL_WAIT_S = 30.0  # for a killed process to be gone
 
 
@@ -60,6 +61,12 @@ class Worker:
     joined: bool = False  # it has said that it is ready for work
 
 
+def socket_home() -> Path:
+    """A private directory for the socket, whose whole path must fit into about 100 bytes."""
+    fits = len(tempfile.gettempdir()) <= TMP_CHARS_MAX
+    return Path(tempfile.mkdtemp(prefix="dora-rl-", dir=None if fits else "/tmp"))
+
+
 class Crew:
     """All workers of one run."""
 
@@ -75,7 +82,7 @@ class Crew:
         self._run_dir = run_dir
         self._first_life, self._keep_fds = first_life, keep_fds
         self._key = secrets.token_bytes(32)
-        self._home = Path(tempfile.mkdtemp(prefix="dora-rl-"))
+        self._home = socket_home()
         self.address = str(self._home / "controller")
         self._listener = Listener(self.address, family="AF_UNIX")
         self._lock = threading.Lock()

@@ -17,7 +17,8 @@ import torch
 
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
-from dora_rl.runtime.weights import DiskWeightStore, SharedMemoryWeightStore, copy_version
+from dora_rl.runtime.versions import share
+from dora_rl.runtime.weights import DiskWeightStore, SharedMemoryWeightStore
 from dora_rl.runtime.wire import Channel, Message, decode_learner, encode_event
 from dora_rl.runtime.worker import Setup, beat
 from dora_rl.trainer.batch import GroupBatch, Sample
@@ -75,7 +76,7 @@ class LearnerWorker:
             self._seal(0)
             self.version = 0
         for version in self.disk.versions():
-            copy_version(self.disk, self.shared, version)
+            share(self.disk, self.shared, version)
         optimizer = self.optimizer_version if self.version else 0
         self.channel.send_event(ev.TrainerJoined(self.version, optimizer))
         beat(self.channel, self._beat, BEAT_S)
@@ -154,7 +155,7 @@ class LearnerWorker:
 
     def _seal(self, version: Version) -> str:
         checksum = self.learner.publish(self.disk, version).result()
-        copy_version(self.disk, self.shared, version)
+        share(self.disk, self.shared, version)
         return checksum
 
 

@@ -47,6 +47,7 @@ from dora_rl.runtime.local_ports import FleetPort, KeeperPort, LearnerPort, Rewa
 from dora_rl.runtime.lock import RunLock
 from dora_rl.runtime.loop import Loop
 from dora_rl.runtime.records import Records, TrainedSample
+from dora_rl.runtime.recovery import Recovery
 from dora_rl.runtime.samples import Samples
 from dora_rl.runtime.scoring import ScoringPool
 from dora_rl.runtime.settings import core_params
@@ -57,8 +58,6 @@ from dora_rl.runtime.wire import Message, decode_event
 from dora_rl.types import RequestId, StepIndex, Version
 
 TICK_S = 0.5
-RESTARTS_MAX = 20  # of workers, while no step is committed
-STARTS_MAX = 3  # of one worker that ends before it is ready
 
 
 class MonotonicClock:
@@ -104,11 +103,10 @@ class LocalRun:
         ports = (FleetPort(self), LearnerPort(self), RewardPort(self), self.keeper)
         self.loop = Loop(state, Ports(MonotonicClock(), *ports, self.log))
         self.watchdog = Watchdog(self.run_dir / "watchdog.jsonl", config.runtime.watchdog_s)
+        self.recovery = Recovery(self)
         self.stop: act.Stop | None = None
         self.later: deque[ev.Event] = deque()
         self.dropped: Counter[str] = Counter()
-        self.num_restarts = 0
-        self.num_starts: Counter[str] = Counter()
         self.on_step: Callable[[dict[str, float]], None] = lambda line: None
         self.on_wait: Callable[[list[str]], None] = lambda lines: None
 
@@ -234,14 +232,13 @@ class LocalRun:
         if not self.crew.current(letter):
             return
         if letter.message is None:
-            self._lost(letter.name)
+            self.recovery.lost(letter.name)
             return
         message, name = letter.message, letter.name
         if message.kind == "fatal":
-            self._fatal(name, message.body)
+            self.recovery.fatal(name, message.body)
             return
-        self.crew.workers[name].joined = True
-        self.num_starts.pop(name, None)
+        self.recovery.joined(name)
         match message.kind:
             case "event":
                 self._event(decode_event(message.body))
@@ -322,7 +319,7 @@ class LocalRun:
             trained.extend(self.samples.trained(gid, scored, prompt.text, num_prompt))
         line = self.records.step(step, metrics, trained, self.dropped)
         self.dropped = Counter()
-        self.num_restarts = 0
+        self.recovery.committed()
         self.on_step(line)
         if step + 1 in self._evaluations_due(step + 1):
             self._ask_evaluation(step + 1)
@@ -346,46 +343,6 @@ class LocalRun:
         else:
             self.crew.send(body["src"], "move_cancel", body)
             self.handle(ev.MoveFailed(rid, epoch, body["src"], name, True, body["reason"]))
-
-    # -- losses -----------------------------------------------------------------------------------
-
-    def _fatal(self, name: str, body: dict[str, Any]) -> None:
-        """A worker says why it ends. What is wrong from the start, or everywhere, ends the run."""
-        if body["full"] or not self.crew.workers[name].joined:
-            self.handle(ev.StopRequested(f"{name}: {body['reason']}"))
-
-    def _lost(self, name: str) -> None:
-        """A process ended that should not have."""
-        if self.crew.closing or (self.stop is not None and not self.stop.done):
-            return
-        self.num_starts[name] += 1
-        self.num_restarts += not name.startswith("reward")
-        if self.num_starts[name] >= STARTS_MAX or self.num_restarts > RESTARTS_MAX:
-            self._give_up(name)
-        elif name.startswith("reward"):
-            self.pool.lost(name)
-        elif name == "evaluator":
-            assert self.evaluations is not None
-            self.evaluations.lost()
-        elif self.stop is None:
-            self._replace(name)
-
-    def _give_up(self, name: str) -> None:
-        if name == "evaluator":
-            assert self.evaluations is not None
-            self.evaluations.give_up()
-            self.on_wait([f"evaluation given up; the evaluator said: {self.crew.log_tail(name)}"])
-            return
-        tail = self.crew.log_tail(name)
-        self.handle(ev.StopRequested(f"{name} keeps ending; it last said: {tail}"))
-
-    def _replace(self, name: str) -> None:
-        if name == "learner":
-            self.handle(ev.TrainerLost("its process ended"))
-        else:
-            self.journals.collect(name, alive=set(self.state.groups))
-            self.handle(ev.InstanceLost(name, "its process ended"))
-        self.crew.restart(name)
 
     # -- evaluations and versions -----------------------------------------------------------------
 

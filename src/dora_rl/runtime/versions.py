@@ -13,6 +13,7 @@ from dora_rl.core.state import State
 from dora_rl.runtime.weights import (
     DiskWeightStore,
     SharedMemoryWeightStore,
+    VersionExists,
     VersionMissing,
     WeightsError,
     copy_version,
@@ -59,5 +60,16 @@ class Versions:
         except WeightsError:
             with contextlib.suppress(VersionMissing):
                 self.shared.retire(version)
-            copy_version(DiskWeightStore(self.disk.root), self.shared, version)
+            share(DiskWeightStore(self.disk.root), self.shared, version)
             return True
+
+
+def share(disk: SharedMemoryWeightStore, shared: SharedMemoryWeightStore, version: Version) -> str:
+    """Copy a version to shared memory; returns its checksum. Controller and learner may both."""
+    try:
+        return copy_version(disk, shared, version)
+    except VersionExists:
+        checksum = disk.checksum(version)
+        if shared.checksum(version) != checksum:
+            raise
+        return checksum  # the other one was faster

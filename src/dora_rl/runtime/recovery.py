@@ -1,0 +1,75 @@
+"""What happens when a worker ends: it is replaced, given up, or the run stops with the reason.
+
+A worker that ends at its start again and again, or workers that keep ending while no step is
+committed, stop the run: it is resumable, and the reason names the worker and its last words.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from dora_rl.core import events as ev
+
+if TYPE_CHECKING:
+    from dora_rl.runtime.local import LocalRun
+
+RESTARTS_MAX = 20  # of workers, while no step is committed
+STARTS_MAX = 3  # of one worker that ends before it is ready
+
+
+class Recovery:
+    """Counts the ends and acts on each."""
+
+    def __init__(self, run: LocalRun) -> None:
+        self._run = run
+        self._num_restarts = 0
+        self._num_starts: Counter[str] = Counter()
+
+    def joined(self, name: str) -> None:
+        """A worker has said something: its start went well."""
+        self._run.crew.workers[name].joined = True
+        self._num_starts.pop(name, None)
+
+    def committed(self) -> None:
+        self._num_restarts = 0
+
+    def fatal(self, name: str, body: dict[str, Any]) -> None:
+        """A worker says why it ends. What is wrong from the start, or everywhere, ends the run."""
+        if body["full"] or not self._run.crew.workers[name].joined:
+            self._run.handle(ev.StopRequested(f"{name}: {body['reason']}"))
+
+    def lost(self, name: str) -> None:
+        """A process ended that should not have."""
+        run = self._run
+        if run.crew.closing or (run.stop is not None and not run.stop.done):
+            return
+        self._num_starts[name] += 1
+        self._num_restarts += not name.startswith("reward")
+        if self._num_starts[name] >= STARTS_MAX or self._num_restarts > RESTARTS_MAX:
+            self._give_up(name)
+        elif name.startswith("reward"):
+            run.pool.lost(name)
+        elif name == "evaluator":
+            assert run.evaluations is not None
+            run.evaluations.lost()
+        elif run.stop is None:
+            self._replace(name)
+
+    def _give_up(self, name: str) -> None:
+        run, tail = self._run, self._run.crew.log_tail(name)
+        if name == "evaluator":
+            assert run.evaluations is not None
+            run.evaluations.give_up()
+            run.on_wait([f"evaluation given up; the evaluator said: {tail}"])
+        else:
+            run.handle(ev.StopRequested(f"{name} keeps ending; it last said: {tail}"))
+
+    def _replace(self, name: str) -> None:
+        run = self._run
+        if name == "learner":
+            run.handle(ev.TrainerLost("its process ended"))
+        else:
+            run.journals.collect(name, alive=set(run.state.groups))
+            run.handle(ev.InstanceLost(name, "its process ended"))
+        run.crew.restart(name)
