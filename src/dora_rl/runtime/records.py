@@ -97,6 +97,7 @@ class Records:
         self.step_began = self.began
         self._lives: dict[str, int] = {}
         self._base: dict[str, tuple[float, float]] = {}
+        self._keep()
 
     def _recall(self, metrics: Path) -> None:
         for line in read_lines(metrics):
