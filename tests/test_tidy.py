@@ -70,7 +70,9 @@ LARGE_FILES: dict[str, int] = {
     "tests/unit/data/test_prompts.py": 435,
 }
 # path::function -> lines it has today.
-LARGE_FUNCTIONS: dict[str, int] = {}
+LARGE_FUNCTIONS: dict[str, int] = {
+    "src/dora_rl/engine/cuda/fused.py::fused_kernel": 111,  # one Triton kernel cannot be split
+}
 
 
 @cache

@@ -233,7 +233,6 @@ def _params(preset: Preset, mode: Mode, cost: RolloutCost, slots: int) -> Params
         group_size=preset.group_size,
         num_steps=preset.num_steps,
         inflight_groups=max(1, int(preset.inflight_share * preset.batch_groups)),
-        ready_max=max(1, preset.batch_groups // 4),
         updates_per_step=preset.updates_per_step,
         streaming=preset.streaming,
         kv_moves=preset.kv_moves,
