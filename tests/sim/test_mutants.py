@@ -137,11 +137,11 @@ def commit_taken_twice(patch: pytest.MonkeyPatch) -> None:
 def lost_instance_keeps_its_requests(patch: pytest.MonkeyPatch) -> None:
     original = faults.lose_instance
 
-    def losing(st: Any, name: str, out: Any) -> None:
+    def losing(st: Any, name: str, out: Any, **options: Any) -> None:
         inst = st.instances.get(name)
         if inst is not None and inst.parked:
             inst.parked.clear()
-        original(st, name, out)
+        original(st, name, out, **options)
 
     patch.setattr(faults, "lose_instance", losing)
 

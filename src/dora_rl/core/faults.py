@@ -71,7 +71,7 @@ def on_joined(state: State, event: InstanceJoined, now: float, out: list[Action]
     state.rebalance_wanted = True
 
 
-def lose_instance(state: State, name: InstanceId, out: list[Action]) -> None:
+def lose_instance(state: State, name: InstanceId, out: list[Action], *, blame: bool = True) -> None:
     """Forget an instance; everything it had continues elsewhere from the journal."""
     inst = state.instances.get(name)
     if inst is None:
@@ -85,7 +85,7 @@ def lose_instance(state: State, name: InstanceId, out: list[Action]) -> None:
             other = request.dest if request.instance == name else request.instance
             if other is not None and other != name:
                 out.append(Abort(other, rid, request.epoch))
-        retry(state, request, f"instance {name} was lost", out)
+        retry(state, request, f"instance {name} was lost", out, blame=blame)
     for version in inst.held:
         if version in state.versions:
             state.versions[version].holders.pop(name, None)
@@ -293,7 +293,7 @@ def on_resumed(state: State, event: Resumed, now: float, out: list[Action]) -> N
     event.params.validate()
     _check_num_steps(state, event.params)
     for name in list(state.instances):
-        lose_instance(state, name, out)
+        lose_instance(state, name, out, blame=False)
     on_trainer_lost(state)
     state.stopped = None
     state.filtered_streak = 0

@@ -66,10 +66,15 @@ def on_sample_failed(state: State, event: SampleFailed, now: float, out: list[Ac
         retry(state, request, event.reason, out)
 
 
-def retry(state: State, request: Request, reason: str, out: list[Action]) -> None:
-    """Start a generating request again from its journal, on the same version."""
-    request.attempts += 1
-    if request.attempts >= state.params.attempts_max:
+def retry(
+    state: State, request: Request, reason: str, out: list[Action], *, blame: bool = True
+) -> None:
+    """Start a generating request again from its journal, on the same version.
+
+    A restart of the whole run is nobody's fault and counts as no attempt.
+    """
+    request.attempts += blame
+    if blame and request.attempts >= state.params.attempts_max:
         stop_generating(state, request)
         fail_sample(state, request, f"{reason} (after {request.attempts} attempts)", out)
         return
