@@ -26,7 +26,7 @@ lint: setup
 	$(BIN)/ruff check src tests benchmarks
 
 types: setup
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 test: setup
 	$(BIN)/pytest -m 'not full and not gpu' -n 2
