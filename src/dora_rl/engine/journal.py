@@ -15,27 +15,68 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 from dora_rl.engine.sequence import Request
 from dora_rl.engine.sequence import Sequence as Seq
 from dora_rl.types import RequestId, SamplingParams, Segment
 
 
+class Sink(Protocol):
+    """Where the lines go: a file here, or a connection to whoever keeps them."""
+
+    def append(self, data: bytes) -> None: ...
+    def replace(self, data: bytes) -> None:
+        """All lines so far give way to these, at once."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class FileSink:
+    """A file, synced after every append."""
+
+    def __init__(self, path: Path, durable: bool) -> None:
+        self.path, self._durable = path, durable
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file: IO[bytes] = path.open("ab")
+
+    def append(self, data: bytes) -> None:
+        self._file.write(data)
+        self._file.flush()
+        if self._durable:
+            os.fdatasync(self._file.fileno())
+
+    def replace(self, data: bytes) -> None:
+        fresh = self.path.with_suffix(".new")
+        with fresh.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        self._file.close()
+        fresh.replace(self.path)
+        self._file = self.path.open("ab")
+
+    def close(self) -> None:
+        self._file.close()
+
+
 class Journal:
-    """Writes one journal file. `every` is the number of steps between two flushes."""
+    """Writes one journal. `every` is the number of steps between two flushes."""
 
     def __init__(
-        self, path: str | Path, every: int = 16, durable: bool = True, bytes_max: int = 64 << 20
+        self,
+        path: str | Path | Sink,
+        every: int = 16,
+        durable: bool = True,
+        bytes_max: int = 64 << 20,
     ) -> None:
-        self.path = Path(path)
-        self._every, self._durable, self._bytes_max = every, durable, bytes_max
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: IO[bytes] = self.path.open("ab")
+        self._sink = FileSink(Path(path), durable) if isinstance(path, str | Path) else path
+        self._every, self._bytes_max = every, bytes_max
         self._lines: list[bytes] = []
         self._tokens: dict[RequestId, tuple[list[int], list[float], list[float]]] = {}
         self._num_steps = 0
-        self._num_bytes = self._file.tell()
+        self._num_bytes = 0
 
     def state(self, seq: Seq) -> None:
         """A request arrived, or changed in a way that tokens alone do not tell."""
@@ -75,28 +116,18 @@ class Journal:
             return
         data = b"".join(self._lines)
         self._lines.clear()
-        self._file.write(data)
-        self._file.flush()
-        if self._durable:
-            os.fdatasync(self._file.fileno())
+        self._sink.append(data)
         self._num_bytes += len(data)
 
     def compact(self, live: Sequence[Seq]) -> None:
-        """Replace the file by the present state of the live requests, in one rename."""
-        fresh = self.path.with_suffix(".new")
+        """Replace everything by the present state of the live requests."""
         data = b"".join(_line("state", request_json(continuation(seq))) for seq in live)
-        with fresh.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        self._file.close()
-        fresh.replace(self.path)
-        self._file = self.path.open("ab")
+        self._sink.replace(data)
         self._num_bytes = len(data)
 
     def close(self) -> None:
         self.flush()
-        self._file.close()
+        self._sink.close()
 
 
 def read_journal(path: str | Path) -> list[Request]:

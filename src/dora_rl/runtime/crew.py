@@ -16,7 +16,6 @@ import os
 import queue
 import secrets
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -27,7 +26,7 @@ from dataclasses import dataclass, field
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
@@ -36,6 +35,14 @@ from dora_rl.runtime.wire import Channel, Message, pack
 
 TMP_CHARS_MAX = 70
 KILL_WAIT_S = 30.0  # for a killed process to be gone
+
+
+class Process(Protocol):
+    """What the crew asks of a worker's process, here or on another host (as `subprocess.Popen`)."""
+
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def kill(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +59,7 @@ class Worker:
     role: str
     name: str
     life: int
-    process: subprocess.Popen[bytes]
+    process: Process
     extra: dict[str, Any]
     started_s: float
     channel: Channel | None = None
@@ -82,9 +89,7 @@ class Crew:
         self._run_dir = run_dir
         self._first_life, self._keep_fds = first_life, keep_fds
         self._key = secrets.token_bytes(32)
-        self._home = socket_home()
-        self.address = str(self._home / "controller")
-        self._listener = Listener(self.address, family="AF_UNIX")
+        self._listener, self.address = self._listen()
         self._lock = threading.Lock()
         self.inbox: queue.Queue[Letter] = queue.Queue()
         self.workers: dict[str, Worker] = {}
@@ -94,10 +99,15 @@ class Crew:
         (run_dir / "logs").mkdir(parents=True, exist_ok=True)
         threading.Thread(target=self._accept, daemon=True).start()
 
+    def _listen(self) -> tuple[Listener, str]:
+        """Where workers connect to."""
+        address = str(socket_home() / "controller")
+        return Listener(address, family="AF_UNIX"), address
+
     def start(self, role: str, name: str, extra: dict[str, Any]) -> Worker:
         """Start (or start again) a worker under this name."""
         life = self.lives.get(name, self._first_life - 1) + 1
-        process = self._spawn(name)
+        process = self._spawn(role, name)
         worker = Worker(role, name, life, process, extra, time.monotonic())
         with self._lock:
             self.lives[name] = life
@@ -112,16 +122,13 @@ class Crew:
             "config": self._config,
             "extra": extra,
         }
-        assert process.stdin is not None
-        try:
-            process.stdin.write(json.dumps(setup).encode() + b"\n")
-            process.stdin.flush()
-        except BrokenPipeError:
-            pass  # it is gone already, as its waiting thread will say
+        self._deliver(process, json.dumps(setup))
         threading.Thread(target=self._wait, args=(worker,), daemon=True).start()
         return worker
 
-    def _spawn(self, name: str) -> subprocess.Popen[bytes]:
+    def _spawn(self, role: str, name: str) -> Process:
+        """A process that waits for its setup; nobody hears of it before it has one."""
+        del role
         environment = dict(os.environ)
         environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         environment.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -135,6 +142,14 @@ class Crew:
                 start_new_session=True,  # a Ctrl-C reaches the controller alone
                 pass_fds=self._keep_fds,
             )
+
+    def _deliver(self, process: Process, setup: str) -> None:
+        assert isinstance(process, subprocess.Popen) and process.stdin is not None
+        try:
+            process.stdin.write(setup.encode() + b"\n")
+            process.stdin.flush()
+        except BrokenPipeError:
+            pass  # it is gone already, as its waiting thread will say
 
     def _wait(self, worker: Worker) -> None:
         worker.process.wait()
@@ -153,7 +168,7 @@ class Crew:
         """End a worker at once and wait until it is gone."""
         worker = self.workers[name]
         if worker.process.poll() is None:
-            worker.process.send_signal(signal.SIGKILL)
+            worker.process.kill()
             worker.process.wait(KILL_WAIT_S)
 
     def kill_all(self) -> None:
@@ -161,7 +176,7 @@ class Crew:
         self.closing = True
         for worker in self.workers.values():
             if worker.process.poll() is None:
-                worker.process.send_signal(signal.SIGKILL)
+                worker.process.kill()
         self._close()
 
     def current(self, letter: Letter) -> bool:
@@ -274,4 +289,5 @@ class Crew:
 
     def _close(self) -> None:
         self._listener.close()
-        shutil.rmtree(self._home, ignore_errors=True)
+        if self.address.startswith("/"):
+            shutil.rmtree(Path(self.address).parent, ignore_errors=True)

@@ -7,6 +7,8 @@ learner while the instances sleep; the others share the cores all the time.
 from __future__ import annotations
 
 import os
+import secrets
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ class Layout:
     device: str
     num_cores: int
     instances: tuple[str, ...]
+    learners: tuple[str, ...]  # one per rank
     resident_max: int
     elastic: bool
     learner_threads: int
@@ -43,12 +46,32 @@ class Layout:
             "transfer_root": str(self.transfer_root),
         }
 
-    def learner_extra(self) -> dict[str, Any]:
+    def learner_extra(self, name: str, meeting: Path) -> dict[str, Any]:
         return {
             "device": self.device,
-            "threads": self.learner_threads,
+            "rank": self.learners.index(name),
+            "num_ranks": len(self.learners),
+            "meeting": str(meeting),
+            "threads": max(1, self.learner_threads // len(self.learners)),
             "weights_root": str(self.weights_root),
         }
+
+
+def rank_names(num_ranks: int) -> tuple[str, ...]:
+    """The first rank is "the" learner: it alone seals, saves and reports.
+
+    >>> rank_names(3)
+    ('learner', 'learner.1', 'learner.2')
+    """
+    return ("learner", *(f"learner.{rank}" for rank in range(1, num_ranks)))
+
+
+def prepare_meeting(run_dir: Path) -> Path:
+    """A file that no group of ranks has used, where the next one finds itself together."""
+    folder = run_dir / "meeting"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True, mode=0o700)
+    return folder / secrets.token_hex(8)
 
 
 def plan_layout(config: RunConfig, device: str) -> Layout:
@@ -64,6 +87,7 @@ def plan_layout(config: RunConfig, device: str) -> Layout:
         device=device,
         num_cores=num_cores,
         instances=tuple(f"instance{i}" for i in range(config.rollout.num_instances)),
+        learners=rank_names(config.resources.learner_ranks),
         resident_max=resident,
         elastic=colocated,
         learner_threads=config.trainer.threads or (num_cores if colocated else 1),

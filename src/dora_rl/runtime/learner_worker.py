@@ -1,4 +1,7 @@
-"""The learner as a process: groups in, sealed versions out.
+"""The learner as a process (one per rank): groups in, sealed versions out.
+
+With several ranks every one of them is fed the same groups in the same order; the first one alone
+seals, saves and speaks to the controller.
 
 Durable order at a step's end: trainer state (where a checkpoint is due), sealed weights on disk,
 sealed weights in shared memory, then the event that becomes the log record. A version that is
@@ -7,7 +10,9 @@ sealed on disk is never trained again under the same number.
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -21,6 +26,7 @@ from dora_rl.runtime.versions import share
 from dora_rl.runtime.weights import DiskWeightStore, SharedMemoryWeightStore
 from dora_rl.runtime.wire import Channel, Message, decode_learner, encode_event
 from dora_rl.runtime.worker import Setup, beat
+from dora_rl.trainer import distributed
 from dora_rl.trainer.batch import GroupBatch, Sample
 from dora_rl.trainer.checkpoint import Checkpoints
 from dora_rl.trainer.learner import Learner
@@ -38,12 +44,16 @@ class LearnerWorker:
         torch.set_num_threads(max(1, config.trainer.threads or int(setup.extra["threads"])))
         self.setup, self.channel = setup, channel
         run_dir = Path(setup.run_dir)
+        self.rank, num_ranks = int(setup.extra["rank"]), int(setup.extra["num_ranks"])
+        self.lock = wait_for_lock(run_dir / ".learner-lock") if self.rank == 0 else None
+        distributed.join(setup.extra["meeting"], self.rank, num_ranks)
         self.shared = SharedMemoryWeightStore(setup.extra["weights_root"])
         self.disk = DiskWeightStore(run_dir / "weights")
         options = from_section(CheckpointOptions, config.checkpoint)
         self.checkpoints = Checkpoints(run_dir / "checkpoints", options)
         self.learner, self.optimizer_version = self._open_learner()
         self.version: Version = max(self.disk.versions(), default=-1)
+        distributed.agree("the newest sealed version to be", self.version)
         self.fed: set[GroupId] = set()
         self.busy_s = 0.0
         self.total_busy_s = 0.0
@@ -52,7 +62,8 @@ class LearnerWorker:
     def _open_learner(self) -> tuple[Learner, Version]:
         config = self.setup.config
         batch = config.orchestration.batch_groups
-        kwargs: dict[str, Any] = {"batch_groups": batch, "store": self.shared}
+        store = self.disk if self.rank else self.shared  # another rank may be on another host
+        kwargs: dict[str, Any] = {"batch_groups": batch, "store": store}
         sealed = max(self.disk.versions(), default=-1)
         saved = [c for c in self.checkpoints.saved() if c.step + 1 <= sealed]
         if not saved:
@@ -75,16 +86,22 @@ class LearnerWorker:
         if self.version < 0:
             self._seal(0)
             self.version = 0
-        for version in self.disk.versions():
-            share(self.disk, self.shared, version)
-        optimizer = self.optimizer_version if self.version else 0
-        self.channel.send_event(ev.TrainerJoined(self.version, optimizer))
-        beat(self.channel, self._beat, BEAT_S)
+        if self.rank == 0:
+            self._say_joined()
+        else:
+            self.channel.send("ready", {})
         while True:
             message = self.channel.receive()
             if message.kind == "end":
                 return
             self._handle(message)
+
+    def _say_joined(self) -> None:
+        for version in self.disk.versions():
+            share(self.disk, self.shared, version)
+        optimizer = self.optimizer_version if self.version else 0
+        self.channel.send_event(ev.TrainerJoined(self.version, optimizer))
+        beat(self.channel, self._beat, BEAT_S)
 
     def _beat(self) -> None:
         self.channel.send_event(ev.TrainerReport(self.version, self.progress))
@@ -126,21 +143,30 @@ class LearnerWorker:
         if not self._begin(action.step):
             return
         assert set(action.groups) == self.fed, "the batch closed with other groups than were fed"
-        self.channel.send_event(ev.BatchAccepted(action.step))
+        if self.rank == 0:
+            self.channel.send_event(ev.BatchAccepted(action.step))
         began = time.monotonic()
         metrics = self.learner.finish_step()
         self.busy_s += time.monotonic() - began
         trained_s = time.monotonic()
         if self.checkpoints.due(action.step):
             self.learner.save(self.checkpoints.path_of(action.step))
-            self.checkpoints.prune()
+            if self.rank == 0:
+                self.checkpoints.prune()
         self.total_busy_s += self.busy_s
         metrics["time/train"] = self.busy_s
-        self._leave_metrics(action.step, metrics)
+        if self.rank == 0:
+            self._leave_metrics(action.step, metrics)
         checksum = self._seal(action.step + 1)
         metrics["time/weight_sync"] = time.monotonic() - trained_s
         self.progress += 1
         self.version = action.step + 1
+        if self.rank == 0:
+            self._say_committed(action, checksum, metrics)
+
+    def _say_committed(
+        self, action: act.CloseStep, checksum: str, metrics: dict[str, float]
+    ) -> None:
         event = ev.StepCommitted(action.step, checksum)
         usage = {"busy_s": self.total_busy_s, "cpu_s": time.process_time()}
         body = {"event": encode_event(event), "metrics": metrics, "usage": usage}
@@ -154,9 +180,19 @@ class LearnerWorker:
         temporary.replace(path)
 
     def _seal(self, version: Version) -> str:
+        """All ranks gather; the first one writes."""
         checksum = self.learner.publish(self.disk, version).result()
-        share(self.disk, self.shared, version)
+        if self.rank == 0:
+            share(self.disk, self.shared, version)
+        distributed.wait_for_all()
         return checksum
+
+
+def wait_for_lock(path: Path) -> int:
+    """Held until this process ends: a learner that was given up and lives on never meets us."""
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    return handle
 
 
 def read_group(action: act.Feed, message: Message) -> GroupBatch:

@@ -37,11 +37,12 @@ from dora_rl.core.step import initial
 from dora_rl.data.prompts import PromptSource
 from dora_rl.observe.eventlog import FileLog
 from dora_rl.ports import Ports
+from dora_rl.runtime.carrier import Carrier, SameHost
 from dora_rl.runtime.crew import Crew, Letter
 from dora_rl.runtime.evaluation import Evaluations
 from dora_rl.runtime.full_disk import full_line, is_full
 from dora_rl.runtime.journals import Journals
-from dora_rl.runtime.layout import Layout
+from dora_rl.runtime.layout import Layout, prepare_meeting
 from dora_rl.runtime.lines import read_lines
 from dora_rl.runtime.local_ports import FleetPort, KeeperPort, LearnerPort, RewardPort
 from dora_rl.runtime.lock import RunLock
@@ -93,8 +94,7 @@ class LocalRun:
         self.records = Records(self.run_dir, rollouts=config.logging.rollouts, committed=committed)
         self.journals = Journals(self.run_dir / "journal")
         self.versions = Versions(self.run_dir / "weights", layout.weights_root)
-        keep = (self.lock.fd,)
-        self.crew = Crew(config, self.run_dir, first_life=self.journals.next_life(), keep_fds=keep)
+        self.crew, self.carrier = self._hire()
         self.pool = ScoringPool(
             self.crew, config.reward.num_workers, config.reward.timeout_s, {"base_dir": "."}
         )
@@ -109,6 +109,11 @@ class LocalRun:
         self.dropped: Counter[str] = Counter()
         self.on_step: Callable[[dict[str, float]], None] = lambda line: None
         self.on_wait: Callable[[list[str]], None] = lambda lines: None
+
+    def _hire(self) -> tuple[Crew, Carrier]:
+        """Who starts workers and carries messages, and how weights and KV travel."""
+        keep, life = (self.lock.fd,), self.journals.next_life()
+        return Crew(self.config, self.run_dir, first_life=life, keep_fds=keep), SameHost()
 
     @property
     def state(self) -> State:
@@ -155,13 +160,22 @@ class LocalRun:
         else:
             self.handle(ev.Started(self.params))
         if self.stop is None:
-            self.crew.start("learner", "learner", self.layout.learner_extra())
+            self.start_learner()
             for name in self.layout.instances:
                 self.crew.start("instance", name, self.layout.instance_extra(name))
         if not self._settled() or self.stop is None:
             self.pool.start()
             if self.evaluations is not None:
                 self.evaluations.start()
+
+    def start_learner(self) -> None:
+        """All ranks, which begin and end together; a rank that is still there ends first."""
+        meeting = prepare_meeting(self.run_dir)
+        for name in self.layout.learners:
+            if name in self.crew.workers:
+                self.crew.kill(name)
+        for name in self.layout.learners:
+            self.crew.start("learner", name, self.layout.learner_extra(name, meeting))
 
     def _run(self, interrupted: Callable[[], bool]) -> act.Stop:
         ticked = 0.0
@@ -187,6 +201,7 @@ class LocalRun:
 
     def _tick(self) -> None:
         self.handle(ev.Tick())
+        self.carrier.tick()
         self.pool.check_time()
         if self.evaluations is not None:
             self.evaluations.check_time(self.config.orchestration.report_timeout_s)
@@ -253,6 +268,8 @@ class LocalRun:
                 self._moving(name, message)
             case "scored":
                 self.pool.scored(name, message.body)
+            case "ready" if name.startswith("learner"):
+                pass  # a rank that has nothing to tell
             case _ if name.startswith("reward"):
                 self.pool.ready(name)
             case _:
@@ -330,9 +347,10 @@ class LocalRun:
         if message.kind == "exported":
             request = current(self.state, rid, epoch)
             if request is not None and request.dest == body["dst"]:
-                self.crew.send(body["dst"], "import", {**body, "src": name})
+                more = self.carrier.exported(body, name)
+                self.crew.send(body["dst"], "import", {**body, "src": name, **more})
             else:
-                Path(body["path"]).unlink(missing_ok=True)  # the core gave this move up
+                self.carrier.given_up(body, name)  # by the core
         elif message.kind == "imported":
             self.crew.send(body["src"], "move_done", body)
             self.records.totals.migrations += 1
@@ -366,4 +384,4 @@ class LocalRun:
 
     def retire_unpinned(self) -> None:
         pins = self.evaluations.pins() if self.evaluations is not None else set[Version]()
-        self.versions.retire_all_but(pins)
+        self.carrier.retire(self.versions.retire_all_but(pins))

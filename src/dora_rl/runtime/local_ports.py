@@ -36,6 +36,8 @@ class FleetPort:
             return
         name = action.src if isinstance(action, act.Move) else action.instance
         body: dict[str, Any] = {"action": encode_fleet(action)}
+        if isinstance(action, act.Load):
+            run.carrier.load(action)
         if not isinstance(action, act.Dispatch):
             run.crew.send(name, "order", body)
             return
@@ -59,7 +61,7 @@ class LearnerPort:
     def do(self, action: LearnerAction) -> None:
         run = self.run
         if isinstance(action, act.RestartTrainer):
-            run.crew.restart("learner")
+            run.start_learner()
             return
         if isinstance(action, act.OptimizerRewound):
             run.on_wait(
@@ -76,7 +78,8 @@ class LearnerPort:
             prompt = run.train.prompt(run.state.groups[action.group].prompt)
             more, arrays = run.samples.feed(action, prompt.token_ids)
             body |= more | {"batch_groups": batch.size, "updates": batch.updates}
-        run.crew.send("learner", "order", body, arrays)
+        for name in run.layout.learners:  # every rank is fed the same, in the same order
+            run.crew.send(name, "order", body, arrays)
 
 
 class RewardPort:

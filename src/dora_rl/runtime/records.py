@@ -187,7 +187,7 @@ class Records:
     def summary(self, mode: str, steps: int, reason: str, num_cores: int) -> dict[str, Any]:
         """The figures of the whole run; written to summary.json."""
         totals, wall = self.totals, self.wall_s
-        rollout = [busy for name, busy in totals.busy_s.items() if name != "learner"]
+        rollout = [busy for n, busy in totals.busy_s.items() if not n.startswith("learner")]
         evaluations = [totals.evaluations[v] for v in sorted(totals.evaluations)]
         figures = {
             "mode": mode,

@@ -67,9 +67,10 @@ class Recovery:
 
     def _replace(self, name: str) -> None:
         run = self._run
-        if name == "learner":
+        if name.startswith("learner"):
             run.handle(ev.TrainerLost("its process ended"))
+            run.start_learner()
         else:
             run.journals.collect(name, alive=set(run.state.groups))
             run.handle(ev.InstanceLost(name, "its process ended"))
-        run.crew.restart(name)
+            run.crew.restart(name)

@@ -40,12 +40,15 @@ class Versions:
         for version in set(self.shared.versions()) - set(self.disk.versions()):
             self.shared.retire(version)
 
-    def retire_all_but(self, pins: Collection[Version]) -> None:
-        for version in self.to_retire - set(pins):
+    def retire_all_but(self, pins: Collection[Version]) -> set[Version]:
+        """Retire what is due and not pinned; returns what went."""
+        gone = self.to_retire - set(pins)
+        for version in gone:
             for store in (self.shared, self.disk):
                 with contextlib.suppress(VersionMissing):
                     store.retire(version)
-            self.to_retire.discard(version)
+        self.to_retire -= gone
+        return gone
 
     def repair(self, version: Version) -> bool:
         """Copy a version from the disk again if its shared copy is damaged or gone.

@@ -8,7 +8,10 @@ the run's key (HMAC challenge of `multiprocessing.connection`); after that only 
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import socket
 import struct
 import threading
 from collections.abc import Mapping
@@ -71,7 +74,12 @@ class Channel:
 
     @classmethod
     def connect(cls, address: str, key: bytes) -> Channel:
-        return cls(Client(address, family="AF_UNIX", authkey=key))
+        """To a socket of this machine (a path) or of another (`tcp://host:port`)."""
+        if address.startswith("/"):
+            return cls(Client(address, family="AF_UNIX", authkey=key))
+        connection = Client(host_and_port(address), family="AF_INET", authkey=key)
+        answer_at_once(connection)
+        return cls(connection)
 
     def send(
         self, kind: str, body: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]] | None = None
@@ -92,5 +100,33 @@ class Channel:
         """Raises EOFError when the other side is gone."""
         return unpack(self._connection.recv_bytes())
 
+    def cut(self) -> None:
+        """End the connection under whoever reads or writes it; what has arrived is still read."""
+        with contextlib.suppress(OSError), _socket_of(self._connection) as link:
+            link.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
         self._connection.close()
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """Of `tcp://host:port`."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    return host, int(port)
+
+
+def answer_at_once(connection: Connection, silent_s_max: float = 30.0) -> None:
+    """Small messages leave at once, and a peer that has vanished without a word is noticed."""
+    with _socket_of(connection) as link:
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, int(silent_s_max / 3))
+            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, int(silent_s_max / 3))
+            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(silent_s_max * 1e3))
+
+
+def _socket_of(connection: Connection) -> socket.socket:
+    """The same socket under a handle of its own."""
+    return socket.socket(fileno=os.dup(connection.fileno()))

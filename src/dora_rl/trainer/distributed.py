@@ -7,11 +7,14 @@ about it; only gradients (through FSDP2) and metrics are exchanged.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from dora_rl.trainer.meters import MEANS
+from dora_rl.types import UserError
 
 
 def world() -> tuple[int, int]:
@@ -28,6 +31,36 @@ def init_from_environment(device_type: str) -> tuple[int, int]:
         if device_type == "cuda":
             torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
     return world()
+
+
+def join(meeting: str | Path, rank: int, num_ranks: int) -> None:
+    """Meet the other ranks through a fresh file that all of them see; one rank needs nobody."""
+    if num_ranks == 1:
+        return
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    dist.init_process_group(
+        "nccl" if cuda else "gloo",
+        init_method=f"file://{Path(meeting).resolve()}",
+        rank=rank,
+        world_size=num_ranks,
+    )
+
+
+def agree(what: str, value: int) -> None:
+    """Every rank must have found the same; a collective."""
+    rank, num_ranks = world()
+    if num_ranks == 1:
+        return
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    found = torch.tensor([value], dtype=torch.int64, device=device)
+    dist.broadcast(found, 0)
+    if int(found) != value:
+        raise UserError(
+            f"rank {rank} finds {what} {value}, the first rank {int(found)}; "
+            "put runtime.run_dir on a file system that all learner ranks share"
+        )
 
 
 def shard(module: nn.Module, layers: list[nn.Module], compute_dtype: torch.dtype) -> None:
