@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from dora_rl.core.step import initial, step
+from dora_rl.data.lengths import LogNormal
 from dora_rl.observe.eventlog import Entry, MemoryLog
-from dora_rl.sim.lengths import LogNormal
 from dora_rl.sim.presets import preset_named, world_spec
 from dora_rl.sim.world import World
 from dora_rl.types import Mode

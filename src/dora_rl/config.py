@@ -122,6 +122,10 @@ class RolloutConfig(Section):
     stop_strings: tuple[str, ...] = ()
     ignore_eos: bool = False
     raw_logprobs: bool = False  # also record log-probs at temperature 1, without filters
+    # For comparisons of speed: responses are cut off (and kept going) at a log-normal length that
+    # depends on (seed, prompt, sample) alone, the same in every mode. A median of 0: no forcing.
+    forced_length_median: float = Field(default=0.0, ge=0.0)
+    forced_length_sigma: float = Field(default=1.0, gt=0.0)
     # engine
     dtype: Literal["float32", "bfloat16"] | None = None  # None: float32 on CPU, else bfloat16
     block_tokens: int = 64
@@ -245,7 +249,7 @@ class CheckpointConfig(Section):
     every_steps: int = 10
     keep: int = 2  # newest ones; 0 keeps all
     keep_best: bool = True
-    best_metric: str = "eval/accuracy"
+    best_metric: str = "eval/greedy"
     best_is_max: bool = True
     dtype: str = "auto"  # of the model files; the float32 masters are always beside them
     shard_bytes_max: int = 4 << 30

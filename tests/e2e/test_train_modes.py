@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client
@@ -158,3 +159,32 @@ def _groups(run: TinyRun) -> dict[int, list[dict[str, Any]]]:
     for row in run.lines("rollouts.jsonl"):
         out.setdefault(row["group"], []).append(row)
     return out
+
+
+def test_forced_lengths_are_the_same_in_every_mode(tmp_path: Path) -> None:
+    """And the checkpoint that evaluates best is known by its score."""
+    found: list[dict[tuple[int, int], int]] = []
+    for mode in ("sync", "multi_version"):
+        run = tiny_run(
+            tmp_path / mode,
+            orchestration__mode=mode,
+            orchestration__num_steps=2,
+            rollout__forced_length_median=20.0,
+            data__eval=["dora_rl.data.tasks:Chains"],
+            evaluation__num_prompts=4,
+            evaluation__every_steps=1,
+        )
+        run.train()
+        rows = run.lines("rollouts.jsonl")
+        assert {row["finish"] for row in rows} == {"length"}
+        found.append({(r["group"], r["sample"]): r["num_tokens"] for r in rows})
+        evaluations = {
+            r["version"]: r["eval/greedy"] for r in run.lines("metrics.jsonl") if "version" in r
+        }
+        for step in (0, 1):
+            score = run.run_dir / "checkpoints" / f"step_{step:06d}" / "trainer" / "score.json"
+            assert json.loads(score.read_text())["score"] == evaluations[step + 1]
+    sync, multi = found
+    assert len(set(sync.values())) > 4
+    both = sync.keys() & multi.keys()
+    assert both and all(sync[key] == multi[key] for key in both)

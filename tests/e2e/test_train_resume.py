@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tiny_runs import STOPPED, TinyRun, finish, tiny_run, wait_until, workers_of
 
-from dora_rl.core.actions import InForce, OptimizerRewound
+from dora_rl.core.actions import EndGroup, InForce, IssueGroup, OptimizerRewound
 from dora_rl.core.events import Resumed, TrainerJoined
 
 # Long responses (the model never stops by itself), so that a signal finds some under way.
@@ -77,6 +77,12 @@ def test_a_signal_stops_and_resume_goes_on_with_the_same_tokens(tmp_path: Path) 
 def test_staleness_and_batch_may_change_on_resume(tmp_path: Path) -> None:
     run = tiny_run(tmp_path, orchestration__num_steps=5, **LONG)
     stop_after_step(run, signal.SIGINT)
+    kept = (run.run_dir / "config.json").read_text()
+    committed = len(run.steps())
+    if len(_outstanding(run)) > 4:  # more than one step can take
+        said = run.train("--resume", f"orchestration.num_steps={committed + 1}", status=2)
+        assert "too few" in said
+    assert (run.run_dir / "config.json").read_text() == kept
     run.train("--resume", "orchestration.max_staleness=1", "orchestration.batch_groups=3")
     assert run.proven().figures.finished
     entries = run.entries()
@@ -140,6 +146,17 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
     run = tiny_run(tmp_path_factory.mktemp("stopped"), orchestration__num_steps=1)
     run.train()
     return run
+
+
+def _outstanding(run: TinyRun) -> set[int]:
+    issued: set[int] = set()
+    for entry in run.entries():
+        for action in entry.actions:
+            if isinstance(action, IssueGroup):
+                issued.add(action.group)
+            elif isinstance(action, EndGroup):
+                issued.remove(action.group)
+    return issued
 
 
 def _log_text(run: TinyRun) -> str:

@@ -15,8 +15,8 @@ from dora_rl import __version__
 from dora_rl.cli import build_parser, main
 from dora_rl.commands.testbed import preset_of
 from dora_rl.core.actions import Feed
+from dora_rl.data.lengths import Pareto
 from dora_rl.observe.eventlog import Entry, encode_entry, parse_line
-from dora_rl.sim.lengths import Pareto
 from dora_rl.sim.presets import PRESETS, Preset
 from dora_rl.types import UserError
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dora_rl.commands.nearest import hint
-from dora_rl.sim.lengths import Empirical, LengthModel, LogNormal, Pareto, mean_of
+from dora_rl.data.lengths import Empirical, LengthModel, LogNormal, Pareto, mean_of
 from dora_rl.sim.presets import Preset
 from dora_rl.types import UserError
 

@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from dora_rl.runtime.prepare import prepare
-    from dora_rl.runtime.resume import check_run_dir, check_same_data, check_same_run, write_config
+    from dora_rl.runtime.resume import check_run_dir, check_same_data, check_same_run
     from dora_rl.runtime.settings import load_config
 
     config = load_config(args.config, args.overrides)
@@ -45,7 +45,6 @@ def run(args: argparse.Namespace) -> int:
         return 0
     run_dir.mkdir(parents=True, exist_ok=True)
     check_same_data(prepared.train, run_dir)
-    write_config(config, run_dir)
     summary, done, reason = _train(prepared, resume=args.resume)
     if not done:
         print(f"dora-rl: stopped: {reason}", file=sys.stderr)

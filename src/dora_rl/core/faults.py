@@ -291,6 +291,9 @@ def _check_num_steps(state: State, params: Params) -> None:
 def on_resumed(state: State, event: Resumed, now: float, out: list[Action]) -> None:
     """The controller is back: all workers are new, groups and batches are as they were."""
     event.params.validate()
+    if event.params.mode is not state.params.mode:
+        was = state.params.mode.value
+        raise UserError(f"mode = {event.params.mode.value}: this run is {was}; start a new run")
     _check_num_steps(state, event.params)
     for name in list(state.instances):
         lose_instance(state, name, out, blame=False)

@@ -93,9 +93,13 @@ class Engine:
         return self.residency.load(version, source, verify)
 
     def retire(self, version: Version) -> None:
-        """Free a version's slot; refused while a request of it is here."""
+        """Free a version's slot; refused while a request runs on it (a parked one needs none)."""
         self.drain()
-        users = [tuple(seq.id) for seq in self.scheduler.sequences() if seq.version == version]
+        users = [
+            tuple(seq.id)
+            for seq in self.scheduler.sequences()
+            if seq.version == version and seq.status is not Status.PARKED
+        ]
         if users:
             raise UserError(f"version {version} has {len(users)} requests, the first is {users[0]}")
         self.residency.retire(version)
@@ -159,7 +163,10 @@ class Engine:
         self._set_aside(self._known(request), spill=True)
 
     def unpark(self, request: RequestId) -> None:
-        self.scheduler.requeue(self._known(request, Status.PARKED))
+        seq = self._known(request, Status.PARKED)
+        if seq.version not in self.residency.slots:
+            raise UserError(f"request {tuple(request)}: version {seq.version} is not resident")
+        self.scheduler.requeue(seq)
 
     def put_aside(self, request: RequestId) -> Seq:
         """Stop decoding a request and hold its KV where it is, for `transfer`."""

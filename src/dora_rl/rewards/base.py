@@ -57,6 +57,11 @@ class Reward(Protocol):
 
     name: str
 
+    @property
+    def many(self) -> bool:
+        """Whether many samples in one call are faster than one by one."""
+        ...
+
     def score(self, items: Sequence[ScoreItem]) -> list[float | ScoreError]: ...
     def missing(self, columns: Collection[str]) -> list[str]:
         """Columns the reward cannot do without and the data do not have; checked at the start."""

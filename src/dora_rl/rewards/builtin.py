@@ -34,6 +34,8 @@ class ItemReward:
     `late` is the score where time runs out and the response is to blame; None makes it an error.
     """
 
+    many = False
+
     def __init__(
         self,
         name: str,

@@ -43,6 +43,8 @@ class CodeReward:
     has not passed. `preamble` stands before every program (imports that a dataset takes as given).
     """
 
+    many = False
+
     def __init__(
         self,
         limits: CallLimits,

@@ -47,8 +47,8 @@ class FunctionReward:
         self.form = found(name, function, self._signature)
         annotation = getattr(function, "__annotations__", {}).get("completion")
         self._text = annotation in (str, "str")
-        waits = self._signature.asynchronous
-        self._attempts = self.limits.attempts or (NUM_ATTEMPTS_WAITING if waits else 1)
+        self.many = self._signature.asynchronous
+        self._attempts = self.limits.attempts or (NUM_ATTEMPTS_WAITING if self.many else 1)
 
     def _check_options(self) -> None:
         unknown = set(self._options) - set(self._signature.names)

@@ -53,6 +53,8 @@ class JudgeFailed(Exception):
 class JudgeReward:
     """`url` is the API's base, such as `http://localhost:8000/v1`."""
 
+    many = True
+
     def __init__(
         self,
         limits: CallLimits,

@@ -18,6 +18,8 @@ from dora_rl.types import UserError
 class ModelReward:
     """The model's only label, or the probability of `label` where it has several."""
 
+    many = True
+
     def __init__(
         self,
         limits: CallLimits,

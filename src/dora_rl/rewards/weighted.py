@@ -38,6 +38,7 @@ class CachedReward:
         self._entries_max = entries_max
         self._scores: OrderedDict[bytes, float] = OrderedDict()
         self.num_hits = 0
+        self.many = reward.many
 
     def missing(self, columns: Collection[str]) -> list[str]:
         return self._reward.missing(columns)
@@ -77,6 +78,7 @@ class WeightedSum:
         self.name = " + ".join(reward.name for reward in rewards)
         self.rewards = tuple(rewards)
         self.weights = tuple(weights)
+        self.many = any(reward.many for reward in rewards)
 
     def missing(self, columns: Collection[str]) -> list[str]:
         found = [name for reward in self.rewards for name in reward.missing(columns)]

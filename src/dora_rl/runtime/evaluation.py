@@ -19,6 +19,7 @@ from dora_rl.runtime.scoring import ScoringPool
 from dora_rl.types import Prompt, Version
 
 NAME = "evaluator"
+FIGURES = ["greedy", "sampled", "pass_at_k", "tail_greedy", "tail_sampled"]
 ATTEMPTS_MAX = 3  # of one evaluation whose evaluator dies
 
 

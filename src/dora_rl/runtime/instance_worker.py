@@ -19,6 +19,7 @@ import torch
 
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
+from dora_rl.data.lengths import LogNormal, uniforms
 from dora_rl.engine.engine import Engine
 from dora_rl.engine.journal import Journal, continuation, request_from_json, request_json
 from dora_rl.engine.models import read_spec
@@ -34,7 +35,7 @@ from dora_rl.engine.transfer import (
 from dora_rl.runtime.weights import SharedMemoryWeightStore, WeightsError
 from dora_rl.runtime.wire import Channel, Message, decode_fleet, encode_event
 from dora_rl.runtime.worker import Setup
-from dora_rl.types import Finish, RequestId, Trajectory, UserError, Version
+from dora_rl.types import Finish, RequestId, SamplingParams, Trajectory, UserError, Version
 
 REPORT_S = 1.0
 REPORT_BUSY_S = 0.25  # the core reads off the lengths of running requests
@@ -183,8 +184,18 @@ class InstanceWorker:
             if saved is not None:
                 request = replace(request_from_json(saved), version=action.version)
             else:
-                request = Request(rid, action.version, prompt_ids, self.params, self.seed)
+                params = self._params_of(action.prompt, sample)
+                request = Request(rid, action.version, prompt_ids, params, self.seed)
             self.engine.submit(request)
+
+    def _params_of(self, prompt: int, sample: int) -> SamplingParams:
+        rollout = self.setup.config.rollout
+        if not rollout.forced_length_median:
+            return self.params
+        lengths = LogNormal(
+            rollout.forced_length_median, rollout.forced_length_sigma, rollout.tokens_max
+        ).draw(uniforms(self.seed, prompt, rollout.num_samples))
+        return replace(self.params, tokens_max=int(lengths[sample]), ignore_eos=True, stop_ids=())
 
     def _finished(self, trajectory: Trajectory) -> None:
         rid = trajectory.request

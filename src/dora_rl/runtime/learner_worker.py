@@ -94,7 +94,10 @@ class LearnerWorker:
             message = self.channel.receive()
             if message.kind == "end":
                 return
-            self._handle(message)
+            if message.kind == "rate":
+                self.checkpoints.rate(message.body["step"], message.body["score"])
+            else:
+                self._handle(message)
 
     def _say_joined(self) -> None:
         for version in self.disk.versions():
@@ -150,7 +153,8 @@ class LearnerWorker:
         self.busy_s += time.monotonic() - began
         trained_s = time.monotonic()
         if self.checkpoints.due(action.step):
-            self.learner.save(self.checkpoints.path_of(action.step))
+            options = self.checkpoints.options
+            self.learner.save(self.checkpoints.path_of(action.step), options)
             if self.rank == 0:
                 self.checkpoints.prune()
         self.total_busy_s += self.busy_s

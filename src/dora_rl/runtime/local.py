@@ -49,6 +49,7 @@ from dora_rl.runtime.lock import RunLock
 from dora_rl.runtime.loop import Loop
 from dora_rl.runtime.records import Records, TrainedSample
 from dora_rl.runtime.recovery import Recovery
+from dora_rl.runtime.resume import write_config
 from dora_rl.runtime.samples import Samples
 from dora_rl.runtime.scoring import ScoringPool
 from dora_rl.runtime.settings import core_params
@@ -96,7 +97,7 @@ class LocalRun:
         self.versions = Versions(self.run_dir / "weights", layout.weights_root)
         self.crew, self.carrier = self._hire()
         self.pool = ScoringPool(
-            self.crew, config.reward.num_workers, config.reward.timeout_s, {"base_dir": "."}
+            self.crew, config.reward.num_workers, config.reward.worker_timeout_s, {"base_dir": "."}
         )
         self.evaluations = self._evaluations(evaluation)
         self.keeper = KeeperPort(self)
@@ -131,6 +132,9 @@ class LocalRun:
 
     def _evaluated(self, version: Version, figures: dict[str, float]) -> None:
         self.records.evaluation(version, figures)
+        score = figures.get(self.config.checkpoint.best_metric.removeprefix("eval/"))
+        if score is not None and version:
+            self.crew.send("learner", "rate", {"step": version - 1, "score": score})
         self.on_step({f"eval/{name}": value for name, value in figures.items()})
         self.retire_unpinned()
 
@@ -158,7 +162,9 @@ class LocalRun:
             for version in self._evaluations_missing():
                 self._ask_evaluation(version)
         else:
+            self.versions.clear()
             self.handle(ev.Started(self.params))
+        write_config(self.config, self.run_dir)  # the core has not refused it
         if self.stop is None:
             self.start_learner()
             for name in self.layout.instances:
@@ -271,7 +277,7 @@ class LocalRun:
             case "ready" if name.startswith("learner"):
                 pass  # a rank that has nothing to tell
             case _ if name.startswith("reward"):
-                self.pool.ready(name)
+                self.pool.ready(name, message.body["at_once"])
             case _:
                 assert self.evaluations is not None
                 self.evaluations.hear(message.kind, message.body)

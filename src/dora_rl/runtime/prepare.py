@@ -10,10 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dora_rl.config import RunConfig
+from dora_rl.config import RewardConfig, RunConfig
 from dora_rl.data.prompts import PromptSource, open_data
 from dora_rl.engine.models import read_spec
 from dora_rl.rewards.base import build
+from dora_rl.runtime.evaluation import FIGURES
 from dora_rl.runtime.layout import Layout, plan_layout
 from dora_rl.runtime.tokenizer import open_tokenizer
 from dora_rl.types import UserError
@@ -47,15 +48,36 @@ def prepare(config: RunConfig) -> Prepared:
     check_model_files(path)
     if not config.reward.functions:
         raise UserError("reward.functions is empty; give path/to/file.py:name or a built-in")
-    build(config.reward, Path(".")).close()
+    reward = build(config.reward, Path("."))
     tokenizer = open_tokenizer(path, config.model.trust_remote_code)
     train, evaluation = open_data(config.data, tokenizer, ".")
+    check_columns(reward.missing(train.prompt(0).columns), config.reward)
+    reward.close()
+    check_best_metric(config)
 
     def decode(ids: Sequence[int]) -> str:
         return tokenizer.decode(ids, skip_special_tokens=True)
 
     layout = plan_layout(config, choose_device(config.runtime.device))
     return Prepared(config, layout, train, evaluation, decode)
+
+
+def check_columns(missing: Sequence[str], section: RewardConfig) -> None:
+    """What a reward cannot do without, the data must have."""
+    if missing:
+        names = ", ".join(function.name for function in section.functions)
+        raise UserError(
+            f"reward.functions: {names}: the data have no column {missing[0]!r}; "
+            "add it to the rows of data.train or rename the argument"
+        )
+
+
+def check_best_metric(config: RunConfig) -> None:
+    """The best checkpoint is chosen by a figure that evaluations have."""
+    metric = config.checkpoint.best_metric
+    if config.checkpoint.keep_best and metric.removeprefix("eval/") not in FIGURES:
+        names = ", ".join(f"eval/{name}" for name in FIGURES)
+        raise UserError(f"checkpoint.best_metric: {metric!r} is not measured; give one of {names}")
 
 
 def check_model_files(path: Path) -> None:

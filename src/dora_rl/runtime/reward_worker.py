@@ -1,8 +1,13 @@
-"""A reward worker: one sample at a time, so that a hang or a crash costs one sample only."""
+"""A reward worker: scores what it is given. Where functions only wait (a judge, asynchronous code)
+it takes many samples at once, otherwise one, so that a hang or a crash costs that sample alone."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from dora_rl.rewards.base import ScoreError, ScoreItem, build
 from dora_rl.runtime.wire import Channel
@@ -11,24 +16,36 @@ from dora_rl.runtime.worker import Setup
 
 def serve_rewards(setup: Setup, channel: Channel) -> None:
     """Answer every "score" with "scored"; a bad sample is an error, not an end."""
-    reward = build(setup.config.reward, Path(setup.extra["base_dir"]))
-    channel.send("ready", {})
+    section = setup.config.reward
+    reward = build(section, Path(setup.extra["base_dir"]))
+    channel.send("ready", {"at_once": section.concurrent_max if reward.many else 1})
     while True:
         message = channel.receive()
         if message.kind == "end":
             return
-        body = message.body
-        item = ScoreItem(
-            prompt=body["prompt"],
-            prompt_text=body["prompt_text"],
-            completion=body["completion"],
-            completion_ids=tuple(int(t) for t in message.arrays["token_ids"]),
-            answer=body["answer"],
-            columns=body["columns"],
-            finish=body["finish"],
+        items = read_items(message.body["items"], message.arrays["token_ids"])
+        results = [
+            {"error": result.reason} if isinstance(result, ScoreError) else {"reward": result}
+            for result in reward.score(items)
+        ]
+        channel.send("scored", {"id": message.body["id"], "results": results})
+
+
+def read_items(items: list[dict[str, Any]], token_ids: NDArray[Any]) -> list[ScoreItem]:
+    """The samples of a message; their token ids lie one after the other."""
+    found: list[ScoreItem] = []
+    ends = np.cumsum([item["num_tokens"] for item in items])
+    for item, end in zip(items, ends, strict=True):
+        ids = token_ids[int(end) - item["num_tokens"] : int(end)]
+        found.append(
+            ScoreItem(
+                prompt=item["prompt"],
+                prompt_text=item["prompt_text"],
+                completion=item["completion"],
+                completion_ids=tuple(int(t) for t in ids),
+                answer=item["answer"],
+                columns=item["columns"],
+                finish=item["finish"],
+            )
         )
-        result = reward.score([item])[0]
-        if isinstance(result, ScoreError):
-            channel.send("scored", {"id": body["id"], "error": result.reason})
-        else:
-            channel.send("scored", {"id": body["id"], "reward": float(result)})
+    return found

@@ -40,6 +40,12 @@ class Versions:
         for version in set(self.shared.versions()) - set(self.disk.versions()):
             self.shared.retire(version)
 
+    def clear(self) -> None:
+        """A new run: an interrupted one under the same name may have left its versions."""
+        for store in (self.shared, self.disk):
+            for version in store.versions():
+                store.retire(version)
+
     def retire_all_but(self, pins: Collection[Version]) -> set[Version]:
         """Retire what is due and not pinned; returns what went."""
         gone = self.to_retire - set(pins)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from dora_rl.core.params import Deadlines, MoveCost, Params
+from dora_rl.data.lengths import LengthModel, LogNormal, Pareto, uniforms
 from dora_rl.sim.fleet import InstanceSpec
 from dora_rl.sim.hardware import (
     H800,
@@ -25,7 +26,6 @@ from dora_rl.sim.hardware import (
     RolloutCost,
     TrainCost,
 )
-from dora_rl.sim.lengths import LengthModel, LogNormal, Pareto, uniforms
 from dora_rl.sim.world import WorldSpec
 from dora_rl.types import Mode, RequestId, UserError
 

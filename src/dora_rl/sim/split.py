@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from dora_rl.data.lengths import mean_of
 from dora_rl.sim.flows import Flow, Job
-from dora_rl.sim.lengths import mean_of
 from dora_rl.sim.presets import Preset, world_spec
 from dora_rl.sim.run import ModeResult
 from dora_rl.types import Mode

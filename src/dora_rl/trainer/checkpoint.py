@@ -144,8 +144,10 @@ class Checkpoints:
         return max(scored, key=lambda s: (sign * (s.score or 0.0), -s.step), default=None)
 
     def rate(self, step: StepIndex, score: float) -> None:
-        """Note the evaluation of a checkpoint; it may be the best."""
+        """Note the evaluation of a checkpoint, if there is one of this step; it may be the best."""
         path = self.path_of(step) / TRAINER / "score.json"
+        if not path.parent.is_dir():
+            return
         temporary = path.with_suffix(".tmp")
         temporary.write_text(json.dumps({"metric": self.options.best_metric, "score": score}))
         _flush(temporary)

@@ -117,7 +117,7 @@ class CheckpointOptions:
     every_steps: int = 10
     keep: int = 2  # newest ones; 0 keeps all
     keep_best: bool = True
-    best_metric: str = "eval/accuracy"
+    best_metric: str = "eval/greedy"
     best_is_max: bool = True
     dtype: str = "auto"  # of the model files; the float32 masters are always beside them
     shard_bytes_max: int = 4 << 30

@@ -9,7 +9,7 @@ from hand_driven import Hand, only
 
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
-from dora_rl.types import RequestId, UserError
+from dora_rl.types import Mode, RequestId, UserError
 
 
 def resumed(hand: Hand, **changes: int) -> list[act.Action]:
@@ -127,3 +127,10 @@ def test_more_steps_may_be_asked_for_after_the_end() -> None:
     hand.to_the_end()
     assert hand.state.committed == 4
     hand.audit()
+
+
+def test_another_mode_is_refused() -> None:
+    hand = Hand(batch_groups=2, group_size=1, num_steps=3)
+    hand.begin({"a": 8})
+    with pytest.raises(UserError, match="this run is multi_version"):
+        hand.tell(ev.Resumed(replace(hand.params, mode=Mode.SYNC)))

@@ -213,6 +213,21 @@ def test_reversion_records_segments(engine: Engine, saved: Saved) -> None:
 # -------------------------------------------------------------------- sessions
 
 
+def test_a_parked_request_needs_no_version(engine: Engine, saved: Saved) -> None:
+    alone = run(engine, Request(KEY, 0, PROMPT, GREEDY))
+    engine.submit(Request(KEY, 0, PROMPT, GREEDY))
+    engine.step()
+    with pytest.raises(UserError, match="has 1 requests"):
+        engine.retire(0)
+    engine.park(KEY)
+    engine.retire(0)
+    with pytest.raises(UserError, match="version 0 is not resident"):
+        engine.unpark(KEY)
+    engine.load(0, saved("qwen3")[1])
+    engine.unpark(KEY)
+    assert finish_all(engine)[KEY].token_ids == alone.token_ids
+
+
 def test_a_session_continues_without_recomputing(engine: Engine, saved: Saved) -> None:
     model, _ = saved("qwen3")
     first = run(engine, Request(KEY, 0, PROMPT, GREEDY, keep=True))

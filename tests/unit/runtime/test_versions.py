@@ -64,3 +64,9 @@ def test_a_version_waits_for_its_evaluation(tmp_path: Path) -> None:
     assert list(versions.disk.versions()) == [0]
     versions.retire_all_but(set())
     assert list(versions.disk.versions()) == []
+
+
+def test_a_new_run_begins_with_empty_stores(tmp_path: Path) -> None:
+    versions = made(tmp_path, 0, 7)
+    versions.clear()
+    assert not versions.disk.versions() and not versions.shared.versions()

@@ -34,10 +34,11 @@ class LogNormal:
     @staticmethod
     def with_mean(mean: float, sigma: float, tokens_max: int) -> LogNormal:
         """The median for which the mean after cutting is `mean`."""
+        factors = np.exp(sigma * _normal_quantile(_grid()))
         low, high = 1.0, mean
-        for _ in range(60):
+        for _ in range(50):
             middle = (low + high) / 2
-            if mean_of(LogNormal(middle, sigma, tokens_max)) < mean:
+            if float(np.clip(middle * factors, 1, tokens_max).astype(np.int64).mean()) < mean:
                 low = middle
             else:
                 high = middle
@@ -91,8 +92,11 @@ class Empirical:
 
 def mean_of(model: LengthModel) -> float:
     """Mean length, by quantiles (no randomness)."""
-    grid = (np.arange(_SAMPLES) + 0.5) / _SAMPLES
-    return float(model.draw(grid).mean())
+    return float(model.draw(_grid()).mean())
+
+
+def _grid() -> NDArray[np.float64]:
+    return (np.arange(_SAMPLES) + 0.5) / _SAMPLES
 
 
 def uniforms(seed: int, prompt: int, count: int) -> NDArray[np.float64]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dora_rl.sim.lengths import Empirical, LengthModel, LogNormal, Pareto, mean_of, uniforms
+from dora_rl.data.lengths import Empirical, LengthModel, LogNormal, Pareto, mean_of, uniforms
 from dora_rl.types import UserError
 
 GRID = (np.arange(20_000) + 0.5) / 20_000
