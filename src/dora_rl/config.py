@@ -337,6 +337,9 @@ class RuntimeConfig(Section):
     watchdog_s: float = Field(
         default=60.0, gt=0
     )  # without progress before it is said who waits for whom
+    # Kernels of instances and learner side by side on one shared GPU (NVIDIA's MPS). A fault on
+    # the device in one process then ends them all; the run goes on from its journals.
+    mps: bool = False
     address: str = ""  # of a cluster
 
 

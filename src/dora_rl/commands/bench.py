@@ -97,4 +97,4 @@ def _see(name: str, figures: dict[str, Any]) -> None:
     text = f"{name}: {figures['tokens_per_s']:.0f} tokens/s"
     if "eval" in figures:
         text += f", held-out greedy {figures['eval']['greedy']:.3f}"
-    print(f"{text}, {figures['device_idle_ratio']:.0%} of the cores idle", flush=True)
+    print(f"{text}, {figures['device_idle_ratio']:.0%} of the device idle", flush=True)

@@ -21,6 +21,8 @@ from typing import Any
 from dora_rl.config import RunConfig
 from dora_rl.runtime.bench_log import Window, run_figures
 from dora_rl.runtime.cpu_meter import CpuMeter
+from dora_rl.runtime.gpu_meter import GpuMeter, start_meter
+from dora_rl.runtime.prepare import choose_device
 from dora_rl.runtime.settings import resolve
 from dora_rl.types import Mode, UserError
 
@@ -133,6 +135,7 @@ class Bench:
         # Every child inherits it, and the layout counts the cores it may use.
         os.sched_setaffinity(0, self.cores)
         self._difficulty = _difficulties(config)
+        self.device = choose_device(config.runtime.device)
         staleness = config.orchestration.max_staleness
         self.window = Window.of(options.num_steps, staleness, START_UP_STEPS)
         self.sweep_window = Window.of(options.sweep_steps, staleness, START_UP_STEPS)
@@ -182,12 +185,15 @@ class Bench:
             raise UserError(f"{run_dir} already holds a run; choose another --runs folder")
         run_dir.mkdir(parents=True, exist_ok=True)
         config = case_config(self.config, case, split, seed, num_steps, run_dir)
-        meter = _train(config, run_dir)
+        meter, gpu = _train(config, run_dir, self.device)
         window = self.sweep_window if sweep else self.window
         figures = run_figures(run_dir, window, self._difficulty)
-        cpu = meter.between(figures.pop("begin"), figures.pop("end"))
+        begin, end = figures.pop("begin"), figures.pop("end")
+        cpu = meter.between(begin, end)
         figures["cores_used"] = cpu
         figures["device_idle_ratio"] = max(0.0, 1 - sum(cpu.values()) / len(self.cores))
+        if gpu is not None:
+            figures["device_idle_ratio"] = gpu.idle_ratio(begin, end)
         if not sweep and self.config.data.eval:
             figures["eval"] = self._evaluate(run_dir)
         figures |= {"seed": seed, "split": str(split), "load_1m": os.getloadavg()[0]}
@@ -202,15 +208,15 @@ class Bench:
         return evaluate_once(self.config, find_model(run_dir), num_prompts=num, num_samples=1)
 
 
-def _train(config: RunConfig, run_dir: Path) -> CpuMeter:
-    """One run to its end, in a process of its own."""
+def _train(config: RunConfig, run_dir: Path, device: str) -> tuple[CpuMeter, GpuMeter | None]:
+    """One run to its end, in a process of its own, watched from outside."""
     path = run_dir / "bench.json"
     path.write_text(config.model_dump_json(indent=1))
     with (run_dir / "train.log").open("wb") as log:
         child = subprocess.Popen(
             [sys.executable, "-m", "dora_rl.cli", "train", str(path)], stdout=log, stderr=log
         )
-        meter = CpuMeter(child.pid)
+        meter, gpu = CpuMeter(child.pid), start_meter(device)
         meter.start()
         try:
             status = child.wait(RUN_TIMEOUT_S)
@@ -221,10 +227,12 @@ def _train(config: RunConfig, run_dir: Path) -> CpuMeter:
                 child.terminate()
                 child.wait()
             meter.end()
+            if gpu is not None:
+                gpu.end()
     if status != 0:
         last = (run_dir / "train.log").read_text().strip().splitlines()[-1:]
         raise UserError(f"{run_dir} ended with status {status}: {' '.join(last)}")
-    return meter
+    return meter, gpu
 
 
 def _difficulties(config: RunConfig) -> Callable[[int], float | None]:

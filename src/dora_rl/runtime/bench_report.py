@@ -12,7 +12,7 @@ from dora_rl.runtime.bench import ratios
 COLUMNS = (
     ("tokens/s", "tokens_per_s", ".0f"),
     ("wall s", "wall_s", ".1f"),
-    ("cpu idle", "device_idle_ratio", ".2f"),
+    ("device idle", "device_idle_ratio", ".2f"),
     ("rollout idle", "rollout_idle_ratio", ".2f"),
     ("trainer idle", "trainer_idle_ratio", ".2f"),
     ("running", "requests_mean", ".0f"),
@@ -73,7 +73,7 @@ def draw_bench(result: dict[str, Any], path: Path) -> None:
     speed.invert_yaxis()
     for offset, (key, label, colour) in enumerate(
         (
-            ("device_idle_ratio", "cores idle", "#444444"),
+            ("device_idle_ratio", "device idle", "#444444"),
             ("rollout_idle_ratio", "rollout idle", "#e08e45"),
             ("trainer_idle_ratio", "trainer idle", "#7aa95c"),
         )

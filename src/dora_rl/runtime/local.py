@@ -41,12 +41,14 @@ from dora_rl.runtime.carrier import Carrier, SameHost
 from dora_rl.runtime.crew import Crew, Letter
 from dora_rl.runtime.evaluation import Evaluations
 from dora_rl.runtime.full_disk import full_line, is_full
+from dora_rl.runtime.gpu_meter import GpuMeter, start_meter
 from dora_rl.runtime.journals import Journals
 from dora_rl.runtime.layout import Layout, prepare_meeting
 from dora_rl.runtime.lines import read_lines
 from dora_rl.runtime.local_ports import FleetPort, KeeperPort, LearnerPort, RewardPort
 from dora_rl.runtime.lock import RunLock
 from dora_rl.runtime.loop import Loop
+from dora_rl.runtime.mps import Mps
 from dora_rl.runtime.records import Records, TrainedSample
 from dora_rl.runtime.recovery import Recovery
 from dora_rl.runtime.resume import write_config
@@ -105,6 +107,8 @@ class LocalRun:
         self.loop = Loop(state, Ports(MonotonicClock(), *ports, self.log))
         self.watchdog = Watchdog(self.run_dir / "watchdog.jsonl", config.runtime.watchdog_s)
         self.recovery = Recovery(self)
+        self.mps: Mps | None = None
+        self.meter: GpuMeter | None = None
         self.stop: act.Stop | None = None
         self.later: deque[ev.Event] = deque()
         self.dropped: Counter[str] = Counter()
@@ -152,6 +156,8 @@ class LocalRun:
             return self.stop
 
     def _start(self) -> None:
+        self.mps = Mps() if self.config.runtime.mps and self.layout.device != "cpu" else None
+        self.meter = start_meter(self.layout.device)
         shutil.rmtree(self.layout.transfer_root, ignore_errors=True)
         self.layout.transfer_root.mkdir(parents=True)
         if self.resume:
@@ -233,8 +239,9 @@ class LocalRun:
         reason = self.stop.reason if self.stop is not None else "cut off"
         mode, cores = self.params.mode.value, self.layout.num_cores
         summary: dict[str, Any] = {}
+        idle = self._end_device()
         try:
-            summary = self.records.summary(mode, self.state.committed, reason, cores)
+            summary = self.records.summary(mode, self.state.committed, reason, cores, idle)
             self.records.close()
             self.samples.close()
             self.log.close()
@@ -246,6 +253,15 @@ class LocalRun:
             self.versions.shared.destroy()
         self.lock.release()
         return summary
+
+    def _end_device(self) -> float | None:
+        """The GPU's idle ratio, where the run used one."""
+        if self.mps is not None:
+            self.mps.end()
+        if self.meter is None:
+            return None
+        self.meter.end()
+        return self.meter.idle_ratio()
 
     # -- what workers say -------------------------------------------------------------------------
 

@@ -184,9 +184,12 @@ class Records:
         body = {name: kept[name] for name in KEPT.split()} | {"wall_s": self.wall_s}
         self._replace("totals.json", body)
 
-    def summary(self, mode: str, steps: int, reason: str, num_cores: int) -> dict[str, Any]:
-        """The figures of the whole run; written to summary.json."""
+    def summary(
+        self, mode: str, steps: int, reason: str, num_cores: int, idle: float | None = None
+    ) -> dict[str, Any]:
+        """The figures of the whole run; written to summary.json. `idle`: of its GPU, if any."""
         totals, wall = self.totals, self.wall_s
+        cores_idle = max(0.0, 1 - sum(totals.cpu_s.values()) / (wall * num_cores))
         rollout = [busy for n, busy in totals.busy_s.items() if not n.startswith("learner")]
         evaluations = [totals.evaluations[v] for v in sorted(totals.evaluations)]
         figures = {
@@ -206,7 +209,7 @@ class Records:
             "staleness_max": totals.staleness_max,
             "mixed_version_frac": totals.mixed / max(1, totals.samples),
             "discarded_tokens": totals.discarded_tokens,
-            "device_idle_ratio": max(0.0, 1 - sum(totals.cpu_s.values()) / (wall * num_cores)),
+            "device_idle_ratio": cores_idle if idle is None else idle,
             "rollout_idle_ratio": 1 - sum(rollout) / (wall * max(1, len(rollout))),
             "trainer_idle_ratio": 1 - totals.busy_s.get("learner", 0.0) / wall,
             "migrations": totals.migrations,
