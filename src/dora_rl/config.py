@@ -40,7 +40,9 @@ class OrchestrationConfig(Section):
     num_steps: int = Field(default=100, ge=1)
     batch_groups: int = Field(default=32, ge=1)  # prompts per training step
     inflight_groups: int = Field(default=0, ge=0)  # 0: one and a half batches
-    ready_max: int = Field(default=0, ge=0)  # ready groups above which nothing new starts; 0: B / 4
+    ready_max: int = Field(
+        default=0, ge=0
+    )  # ready groups above which nothing new starts; 0: K batches
     samples_min: int = Field(default=0, ge=0)  # scored samples a group needs to train; 0: all
     streaming: bool = True  # train on groups while the rest of the batch still generates
     kv_moves: bool = True

@@ -86,7 +86,7 @@ def core_params(config: RunConfig) -> Params:
         group_size=config.rollout.num_samples,
         num_steps=o.num_steps,
         inflight_groups=o.inflight_groups or max(1, 3 * o.batch_groups // 2),
-        ready_max=o.ready_max or max(1, o.batch_groups // 4),
+        ready_max=o.ready_max or max(1, o.max_staleness) * o.batch_groups,
         samples_min=o.samples_min,
         updates_per_step=config.trainer.updates_per_step,
         streaming=o.streaming,
