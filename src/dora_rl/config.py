@@ -103,6 +103,35 @@ class RewardConfig(Section):
         return tuple({"name": entry} if isinstance(entry, str) else entry for entry in entries)
 
 
+class EnvironmentEntry(Section):
+    """One entry of `env.environments`. A plain string stands for its `name`."""
+
+    # A built-in (calculator, guess, single_turn), `package.module:Name` or `path/to/file.py:Name`.
+    name: str = Field(min_length=1)
+    label: str = ""  # what `data.train[].env` and the records call it; empty: the name
+    options: dict[str, Any] = {}  # arguments of the environment's constructor
+    weight: float = Field(default=1.0, gt=0)  # how often its prompts come, against the others'
+    turns_max: int = Field(default=8, ge=1)
+    timeout_s: float = Field(default=60.0, gt=0)  # of one reset or step
+    concurrent_max: int = Field(default=256, ge=1)  # steps under way at once, in all workers
+    latency_s: tuple[float, float] = (0.0, 0.0)  # waited before each step, for tests: from, to
+
+
+class EnvConfig(Section):
+    """[env] multi-turn environments; without one, every run has a single turn."""
+
+    environments: tuple[EnvironmentEntry, ...] = ()
+    num_workers: int = Field(default=1, ge=1)  # processes that hold environments
+    # Requests an instance takes over those it decodes at once: the others wait for their step.
+    slots_factor: float = Field(default=2.0, ge=1)
+
+    @field_validator("environments", mode="before")
+    @classmethod
+    def _strings_are_names(cls, value: object) -> object:
+        entries = value if isinstance(value, (list, tuple)) else (value,)
+        return tuple({"name": entry} if isinstance(entry, str) else entry for entry in entries)
+
+
 class RolloutConfig(Section):
     """[rollout] the generation engine and how it samples.
 
@@ -272,6 +301,7 @@ class DataSource(Section):
     answer_column: str = ""
     # Arguments of a source that is code.
     options: dict[str, str | int | float | bool] = {}
+    env: str = ""  # label of its environment; empty: the only one
 
 
 class DataConfig(Section):
@@ -358,6 +388,7 @@ class RunConfig(Section):
     model: ModelConfig
     data: DataConfig = Field(default_factory=DataConfig)
     reward: RewardConfig = Field(default_factory=RewardConfig)
+    env: EnvConfig = Field(default_factory=EnvConfig)
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     orchestration: OrchestrationConfig = Field(default_factory=OrchestrationConfig)

@@ -90,6 +90,7 @@ class Prompt:
     text: str = ""
     answer: str | None = None
     columns: dict[str, object] = field(default_factory=dict[str, object])
+    env: str = ""  # label of its environment, where the run has several
 
 
 @dataclass(frozen=True, slots=True)

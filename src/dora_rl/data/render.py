@@ -47,7 +47,7 @@ class Renderer:
         columns["prompt"] = written
         columns.setdefault("data_source", source.name or source.path)
         answer = read_answer(row, source, where)
-        return Prompt(index, token_ids, text, answer, columns)
+        return Prompt(index, token_ids, text, answer, columns, source.env)
 
     def fits(self, row: Row, source: DataSource, where: str) -> bool:
         """Whether the prompt is within the limit. Most rows are passed without tokenizing them.

@@ -166,7 +166,7 @@ class Engine:
         seq = self._known(request, Status.PARKED)
         if seq.version not in self.residency.slots:
             raise UserError(f"request {tuple(request)}: version {seq.version} is not resident")
-        self.scheduler.requeue(seq)
+        self._go_on(seq)
 
     def put_aside(self, request: RequestId) -> Seq:
         """Stop decoding a request and hold its KV where it is, for `transfer`."""
@@ -179,7 +179,7 @@ class Engine:
         seq = self._known(request)
         if version not in self.versions():
             raise UserError(f"request {tuple(request)}: version {version} is not resident")
-        parked = seq.status is Status.PARKED
+        parked, idle = seq.status is Status.PARKED, seq.status is Status.IDLE
         self.scheduler.reset(seq)
         self.runner.cache.drop_host(request)
         seq.version = version
@@ -189,14 +189,24 @@ class Engine:
         seq.segments.append(Segment(start, version))
         if parked:
             self._set_aside(seq, spill=False)
+        elif idle:
+            self._go_on(seq)
         if self.journal:
             self.journal.state(seq)
 
     def adopt(self, seq: Seq) -> None:
         """A request that arrived with its KV (see `transfer`) joins the queue."""
-        self.scheduler.requeue(seq)
+        self._go_on(seq)
         if self.journal:
             self.journal.state(seq)
+
+    def _go_on(self, seq: Seq) -> None:
+        """Queue it to decode; a session whose turn had ended is idle again, and says so again."""
+        finish = self._finish_of(seq) if seq.request.keep else None
+        if finish is None:
+            self.scheduler.requeue(seq)
+        else:
+            self._end(seq, finish, (), ())
 
     def forget(self, request: RequestId) -> None:
         """Drop every trace of a request."""
@@ -225,6 +235,11 @@ class Engine:
         if -(-length // self.options.block_tokens) + 1 > self.runner.num_blocks:
             return f"{length} tokens can never fit in {self.runner.num_blocks} KV blocks"
         return ""
+
+    @property
+    def length_max(self) -> int:
+        """Tokens that a request can ever have here, prompt included."""
+        return min(self.context_max, (self.runner.num_blocks - 1) * self.options.block_tokens)
 
     def next_arrival(self) -> int:
         self._num_arrived += 1
@@ -294,6 +309,8 @@ class Engine:
 
     def _finish_of(self, seq: Seq, sampled: bool = True) -> Finish | None:
         """Whether the response is complete with its newest token."""
+        if not seq.turns:
+            return Finish.STOP  # a session that others open: see `Request.turns`
         num_known = len(seq.logprobs)
         if not num_known:
             return None
@@ -361,7 +378,7 @@ class Engine:
             spilled=len(s.spilled),
             parked=len(s.parked),
             idle=len(s.idle),
-            kv_tokens=sum(seq.num_computed for seq in s.sequences()),
+            kv_tokens=sum(seq.num_computed for seq in s.sequences() if seq.blocks),
             steps=self._num_steps,
             decode_tokens=self._num_decode_tokens,
             prefill_tokens=self._num_prefill_tokens,

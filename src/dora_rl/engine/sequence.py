@@ -35,7 +35,8 @@ class Request:
     `resume_ids` are response tokens that were already sampled elsewhere (from a journal); they are
     prefilled, keep their log-probs, and sampling goes on at the next position. `resume_mask` is
     their loss mask (all ones when empty). `keep` keeps the blocks after the turn ends, so that
-    `Engine.extend` can continue the session.
+    `Engine.extend` can continue the session; with `turns=0` it begins idle, and the first `extend`
+    opens it.
 
         Request(RequestId(7, 3), 2, (5, 6, 7), SamplingParams(tokens_max=16), seed=1)
     """

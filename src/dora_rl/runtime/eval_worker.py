@@ -15,10 +15,14 @@ from dora_rl.engine.engine import Engine
 from dora_rl.engine.models import read_spec
 from dora_rl.engine.options import EngineOptions
 from dora_rl.engine.sequence import Request
+from dora_rl.envs.host import Answer
+from dora_rl.runtime.eval_turns import EvalTurns
+from dora_rl.runtime.tokenizer import open_tokenizer
+from dora_rl.runtime.turns import apply_answer
 from dora_rl.runtime.weights import DiskWeightStore
 from dora_rl.runtime.wire import Channel
 from dora_rl.runtime.worker import Setup
-from dora_rl.types import RequestId, SamplingParams, Trajectory, Version
+from dora_rl.types import Finish, RequestId, SamplingParams, Trajectory, Version
 
 ALIVE_S = 1.0
 
@@ -31,8 +35,13 @@ def serve_evaluations(setup: Setup, channel: Channel) -> None:
     torch.set_num_threads(max(1, config.rollout.threads))
     options = config.rollout.engine_options(setup.extra["device"], 1)
     options["versions_max"] = 1
-    engine = Engine(read_spec(config.model.path), EngineOptions(**options))
+    decode = None
+    if config.rollout.stop_strings:
+        path = Path(config.model.path)
+        decode = open_tokenizer(path, config.model.trust_remote_code).decode
+    engine = Engine(read_spec(config.model.path), EngineOptions(**options), decode)
     store = DiskWeightStore(Path(setup.run_dir) / "weights")
+    turns = EvalTurns(config, Path(".")) if config.env.environments else None
     channel.send("ready", {})
     while True:
         message = channel.receive()
@@ -46,7 +55,9 @@ def serve_evaluations(setup: Setup, channel: Channel) -> None:
         channel.send("loaded", {"version": version})
         samples = message.body["num_samples"]
         params, alive = config.rollout.sampling_params(), _Alive(channel)
-        answers = evaluate(engine, version, prompts, samples, params, alive.say)
+        if turns is not None:
+            turns.begin(message.body["rows"])
+        answers = evaluate(engine, version, prompts, samples, params, alive.say, turns)
         channel.send("evaluated", {"version": version, "answers": answers})
 
 
@@ -70,26 +81,72 @@ def evaluate(
     num_samples: int,
     params: SamplingParams,
     alive: Callable[[], None] = lambda: None,
+    turns: EvalTurns | None = None,
 ) -> list[dict[str, Any]]:
-    """Per prompt: the greedy response and `num_samples` sampled ones, as token ids.
+    """Per prompt: the greedy response and `num_samples` sampled ones, as token ids, and the
+    rewards that an environment gave (None: scored by functions).
 
     `alive` is called after every engine step.
     """
     greedy = replace(params, temperature=0.0)
     for index, ids in enumerate(prompts):
-        engine.submit(Request(RequestId(index, 0), version, ids, greedy, seed=1))
-        for sample in range(num_samples):
-            engine.submit(Request(RequestId(index, 1 + sample), version, ids, params, seed=1))
-    done: dict[RequestId, Trajectory] = {}
-    while engine.has_work():
-        for output in engine.step():
-            if output.trajectory is not None:
-                done[output.id] = output.trajectory
-        alive()
+        for sample in range(1 + num_samples):
+            how = params if sample else greedy
+            request = Request(RequestId(index, sample), version, ids, how, seed=1)
+            if turns is not None:
+                request = replace(request, keep=True, turns=0 if turns.opens(index) else 1)
+            engine.submit(request)
+    done = _generate(engine, turns, (greedy, params), alive)
     return [
         {
             "greedy": list(done[RequestId(index, 0)].token_ids),
             "sampled": [list(done[RequestId(index, 1 + s)].token_ids) for s in range(num_samples)],
+            "rewards": [done[RequestId(index, s)].reward for s in range(1 + num_samples)],
         }
         for index in range(len(prompts))
     ]
+
+
+def _generate(
+    engine: Engine,
+    turns: EvalTurns | None,
+    params: tuple[SamplingParams, SamplingParams],
+    alive: Callable[[], None],
+) -> dict[RequestId, Trajectory]:
+    """Until every response is whole; sample 0 of a prompt is greedy."""
+    done: dict[RequestId, Trajectory] = {}
+    while engine.has_work() or (turns is not None and turns.num_open):
+        for output in engine.step():
+            if output.trajectory is None:
+                continue
+            seq = engine.scheduler.find(output.id)
+            if turns is not None and seq is not None:
+                turns.ask(output.trajectory)
+            else:
+                done[output.id] = output.trajectory
+        if turns is not None:
+            for rid, answer in turns.take(0.0 if engine.has_work() else ALIVE_S):
+                ended = _answered(engine, rid, answer, params[rid.sample > 0], turns.cut_reward)
+                if ended is not None:
+                    done[rid] = ended
+        alive()
+    if turns is not None:
+        turns.end()
+    return done
+
+
+def _answered(
+    engine: Engine,
+    rid: RequestId,
+    answer: Answer,
+    params: SamplingParams,
+    cut_reward: float | None,
+) -> Trajectory | None:
+    """An answer whose environment failed counts as wrong."""
+    if answer.error:
+        answer = replace(answer, done=True, cut=True, reward=0.0, error="")
+    ended = apply_answer(engine, rid, answer, params)
+    if ended is None:
+        return None
+    cut = answer.reward is None and ended.finish is Finish.LENGTH
+    return replace(ended, reward=cut_reward if cut else answer.reward)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dora_rl.config import RunConfig
-from dora_rl.rewards.base import ScoreError, ScoreItem, build
+from dora_rl.rewards.base import Reward, ScoreError, ScoreItem, build
 from dora_rl.runtime.evaluation import Sheet, figures
 from dora_rl.runtime.run_models import FoundModel
 from dora_rl.types import Prompt, UserError
@@ -28,8 +28,10 @@ def evaluate_once(
     from dora_rl.engine.engine import Engine
     from dora_rl.engine.models import read_spec
     from dora_rl.engine.options import EngineOptions
+    from dora_rl.runtime.eval_turns import EvalTurns
     from dora_rl.runtime.eval_worker import evaluate
     from dora_rl.runtime.prepare import open_tokenizer
+    from dora_rl.runtime.turns import row_of
 
     torch.set_num_threads(max(1, config.rollout.threads))
     tokenizer = open_tokenizer(model.directory, config.model.trust_remote_code)
@@ -46,7 +48,10 @@ def evaluate_once(
     engine.load(model.version, model.source)
     ids = [prompt.token_ids for prompt in prompts]
     params = config.rollout.sampling_params()
-    answers = evaluate(engine, model.version, ids, num_samples, params)
+    turns = EvalTurns(config, Path(".")) if config.env.environments else None
+    if turns is not None:
+        turns.begin([{**row_of(prompt), "env": prompt.env} for prompt in prompts])
+    answers = evaluate(engine, model.version, ids, num_samples, params, turns=turns)
     sheets = [
         Sheet(prompt, greedy_tokens=len(answer["greedy"]))
         for prompt, answer in zip(prompts, answers, strict=True)
@@ -69,21 +74,29 @@ def _score(
     answers: list[dict[str, Any]],
 ) -> int:
     """Fill the sheets in; an answer that cannot be scored counts as wrong and is counted."""
-    if not config.reward.functions:
+    reward = build(config.reward, Path(".")) if config.reward.functions else None
+    if reward is None and not config.env.environments:
         raise UserError("reward.functions is empty; give path/to/file.py:name or a built-in")
-    reward = build(config.reward, Path("."))
     failed = 0
     try:
         for sheet, completions, answer in zip(sheets, texts, answers, strict=True):
             tokens = (answer["greedy"], *answer["sampled"])
             items = [_item(sheet.prompt, t, i) for t, i in zip(completions, tokens, strict=True)]
-            scores = reward.score(items)
-            failed += sum(isinstance(score, ScoreError) for score in scores)
-            values = [0.0 if isinstance(score, ScoreError) else float(score) for score in scores]
-            sheet.greedy, sheet.sampled = values[0], values[1:]
+            values = [
+                known if known is not None else _score_one(reward, item)
+                for known, item in zip(answer["rewards"], items, strict=True)
+            ]
+            failed += sum(value is None for value in values)
+            sheet.greedy, *sheet.sampled = [value or 0.0 for value in values]
     finally:
-        reward.close()
+        if reward is not None:
+            reward.close()
     return failed
+
+
+def _score_one(reward: Reward | None, item: ScoreItem) -> float | None:
+    score = reward.score([item])[0] if reward is not None else None
+    return None if score is None or isinstance(score, ScoreError) else float(score)
 
 
 def _item(prompt: Prompt, completion: str, token_ids: Sequence[int]) -> ScoreItem:

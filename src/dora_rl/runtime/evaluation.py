@@ -16,6 +16,7 @@ import numpy as np
 
 from dora_rl.runtime.crew import Crew
 from dora_rl.runtime.scoring import ScoringPool
+from dora_rl.runtime.turns import row_of
 from dora_rl.types import Prompt, Version
 
 NAME = "evaluator"
@@ -48,6 +49,7 @@ class Evaluations:
     ) -> None:
         self._crew, self._pool, self._prompts = crew, pool, prompts
         self._num_samples, self._decode, self._done = num_samples, decode, done
+        self._has_functions = bool(extra["has_functions"])
         self._ready = False
         self._waiting: list[Version] = []
         self.running: Version | None = None
@@ -80,7 +82,9 @@ class Evaluations:
             return
         self.running = self.pinned = self._waiting.pop(0)
         prompts = [list(prompt.token_ids) for prompt in self._prompts]
+        rows = [{**row_of(prompt), "env": prompt.env} for prompt in self._prompts]
         body = {"version": self.running, "prompts": prompts, "num_samples": self._num_samples}
+        body |= {"rows": rows}
         self._generating, self._heard_s = True, time.monotonic()
         self._crew.send(NAME, "evaluate", body)
 
@@ -122,11 +126,14 @@ class Evaluations:
         self._open = sum(1 + len(answer["sampled"]) for answer in answers)
         for sheet, answer in zip(self._sheets, answers, strict=True):
             sheet.greedy_tokens = len(answer["greedy"])
-            self._submit(sheet, answer["greedy"], sampled=False)
-            for ids in answer["sampled"]:
-                self._submit(sheet, ids, sampled=True)
+            known = answer["rewards"]
+            self._submit(sheet, answer["greedy"], known[0], sampled=False)
+            for ids, reward in zip(answer["sampled"], known[1:], strict=True):
+                self._submit(sheet, ids, reward, sampled=True)
 
-    def _submit(self, sheet: Sheet, ids: list[int], *, sampled: bool) -> None:
+    def _submit(self, sheet: Sheet, ids: list[int], known: float | None, *, sampled: bool) -> None:
+        """Score an answer, unless its environment did (`known`)."""
+
         def answer(reward: float | None, why: str) -> None:
             del why  # an unscored answer counts as wrong
             if sampled:
@@ -137,6 +144,9 @@ class Evaluations:
             if not self._open:
                 self._finish()
 
+        if known is not None or not self._has_functions:
+            answer(known, "")
+            return
         array = np.asarray(ids, dtype=np.int32)
         self._pool.submit(sheet.prompt, self._decode(ids), array, "stop", answer)
 

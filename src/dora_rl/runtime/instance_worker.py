@@ -32,6 +32,7 @@ from dora_rl.engine.transfer import (
     chunk_from_bytes,
     export_request,
 )
+from dora_rl.runtime.instance_turns import InstanceTurns
 from dora_rl.runtime.weights import SharedMemoryWeightStore, WeightsError
 from dora_rl.runtime.wire import Channel, Message, decode_fleet, encode_event
 from dora_rl.runtime.worker import Setup
@@ -71,6 +72,7 @@ class InstanceWorker:
         self.awake = True
         self.reported_s = 0.0
         self.busy_s = 0.0
+        self.turns = InstanceTurns(self)
 
     def run(self) -> None:
         stats = self.engine.stats()
@@ -78,7 +80,7 @@ class InstanceWorker:
         self.channel.send_event(
             ev.InstanceJoined(
                 self.name,
-                self.engine.options.seqs_max,
+                int(self.setup.extra["slots_max"]),
                 self.resident_max,
                 tokens,
                 bool(self.setup.extra["elastic"]),
@@ -101,8 +103,9 @@ class InstanceWorker:
             if self.awake and self.engine.has_work():
                 began = time.monotonic()
                 for output in self.engine.step():
-                    if output.trajectory is not None:
-                        self._finished(output.trajectory)
+                    if output.trajectory is None or self.turns.ended(output.trajectory):
+                        continue
+                    self.finish(output.trajectory)
                 self.busy_s += time.monotonic() - began
             self._report()
 
@@ -125,6 +128,8 @@ class InstanceWorker:
         match message.kind:
             case "import":
                 self._import(message.body)
+            case "observed":
+                self.turns.observed(message)
             case "move_done":
                 self._end_export(_rid(message.body), done=True)
             case "move_cancel":
@@ -180,12 +185,14 @@ class InstanceWorker:
             if self.epochs.pop(rid, None) is not None:
                 self.engine.abort(rid)  # an earlier placement that the controller gave up
             self.epochs[rid] = epoch
-            saved = resumes.get(str(sample))
+            saved, env = resumes.get(str(sample)), message.body.get("env")
             if saved is not None:
                 request = replace(request_from_json(saved), version=action.version)
             else:
                 params = self._params_of(action.prompt, sample)
                 request = Request(rid, action.version, prompt_ids, params, self.seed)
+                if env is not None:
+                    request = replace(request, keep=True, turns=0 if env["opens"] else 1)
             self.engine.submit(request)
 
     def _params_of(self, prompt: int, sample: int) -> SamplingParams:
@@ -197,7 +204,8 @@ class InstanceWorker:
         ).draw(uniforms(self.seed, prompt, rollout.num_samples))
         return replace(self.params, tokens_max=int(lengths[sample]), ignore_eos=True, stop_ids=())
 
-    def _finished(self, trajectory: Trajectory) -> None:
+    def finish(self, trajectory: Trajectory, reward: float | None = None) -> None:
+        """A request has ended; `reward` is what its environment gave."""
         rid = trajectory.request
         epoch = self.epochs.pop(rid, None)
         if epoch is None:
@@ -214,6 +222,8 @@ class InstanceWorker:
             "logprobs": np.asarray(trajectory.logprobs, dtype=np.float32),
             "loss_mask": np.asarray(trajectory.loss_mask, dtype=np.uint8),
         }
+        if reward is not None:
+            arrays["reward"] = np.asarray([reward], dtype=np.float64)
         self.channel.send("finished", encode_event(event), arrays)
 
     def _begin_loads(self) -> None:

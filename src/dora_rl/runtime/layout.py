@@ -32,6 +32,7 @@ class Layout:
     learners: tuple[str, ...]  # one per rank
     resident_max: int
     elastic: bool
+    slots_max: int  # requests an instance may have: those it decodes and those that wait
     learner_threads: int
     weights_root: Path
     transfer_root: Path
@@ -42,6 +43,7 @@ class Layout:
             "device": self.device,
             "resident_max": self.resident_max,
             "elastic": self.elastic,
+            "slots_max": self.slots_max,
             "weights_root": str(self.weights_root),
             "transfer_root": str(self.transfer_root),
         }
@@ -82,6 +84,7 @@ def plan_layout(config: RunConfig, device: str) -> Layout:
     colocated = mode in COLOCATED
     resident = config.rollout.versions_max or policy.max_staleness + 1
     root = shared_memory_root(config.weights, config.runtime.run_dir)
+    factor = config.env.slots_factor if config.env.environments else 1.0
     transfer = root.with_name(root.name + "-transfer")
     return Layout(
         device=device,
@@ -90,6 +93,7 @@ def plan_layout(config: RunConfig, device: str) -> Layout:
         learners=rank_names(config.resources.learner_ranks),
         resident_max=resident,
         elastic=colocated,
+        slots_max=int(config.rollout.seqs_max * factor),
         learner_threads=config.trainer.threads or (num_cores if colocated else 1),
         weights_root=root,
         transfer_root=transfer,

@@ -6,6 +6,7 @@ interpreter (threads would share one lock for the Python half of every step), an
 never takes the run with it.
 
     worker says          controller does                       core hears
+    turn                 asks an environment worker            -
     finished + arrays    row into the table                    SampleFinished
     exported             tells the destination to import       -
     imported             tells the source to forget            Moved
@@ -25,6 +26,7 @@ import shutil
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +41,14 @@ from dora_rl.observe.eventlog import FileLog
 from dora_rl.ports import Ports
 from dora_rl.runtime.carrier import Carrier, SameHost
 from dora_rl.runtime.crew import Crew, Letter
+from dora_rl.runtime.env_relay import EnvRelay
 from dora_rl.runtime.evaluation import Evaluations
 from dora_rl.runtime.full_disk import full_line, is_full
 from dora_rl.runtime.gpu_meter import GpuMeter, start_meter
 from dora_rl.runtime.journals import Journals
 from dora_rl.runtime.layout import Layout, prepare_meeting
 from dora_rl.runtime.lines import read_lines
-from dora_rl.runtime.local_ports import FleetPort, KeeperPort, LearnerPort, RewardPort
+from dora_rl.runtime.local_ports import FleetPort, KeeperPort, LearnerPort, RewardPort, prompt_of
 from dora_rl.runtime.lock import RunLock
 from dora_rl.runtime.loop import Loop
 from dora_rl.runtime.mps import Mps
@@ -101,6 +104,7 @@ class LocalRun:
         self.pool = ScoringPool(
             self.crew, config.reward.num_workers, config.reward.worker_timeout_s, {"base_dir": "."}
         )
+        self.envs = EnvRelay(self.crew, config, partial(prompt_of, self))
         self.evaluations = self._evaluations(evaluation)
         self.keeper = KeeperPort(self)
         ports = (FleetPort(self), LearnerPort(self), RewardPort(self), self.keeper)
@@ -129,7 +133,8 @@ class LocalRun:
             return None
         e = self.config.evaluation
         prompts = list(source.once(e.num_prompts))[: e.num_prompts]
-        extra = {"device": self.layout.device, "nice": 5}
+        has_functions = bool(self.config.reward.functions)
+        extra = {"device": self.layout.device, "nice": 5, "has_functions": has_functions}
         return Evaluations(
             self.crew, self.pool, prompts, e.num_samples, self.decode, self._evaluated, extra
         )
@@ -175,8 +180,10 @@ class LocalRun:
             self.start_learner()
             for name in self.layout.instances:
                 self.crew.start("instance", name, self.layout.instance_extra(name))
+            self.envs.start()
         if not self._settled() or self.stop is None:
-            self.pool.start()
+            if self.config.reward.functions:
+                self.pool.start()
             if self.evaluations is not None:
                 self.evaluations.start()
 
@@ -215,13 +222,15 @@ class LocalRun:
         self.handle(ev.Tick())
         self.carrier.tick()
         self.pool.check_time()
+        self.envs.check_time()
         if self.evaluations is not None:
             self.evaluations.check_time(self.config.orchestration.report_timeout_s)
         for name in self.crew.overdue(self.config.orchestration.load_timeout_s):
             self.crew.kill(name)  # its end comes through the inbox, like any other
-        lines = self.watchdog.look(self.state, self.pool.num_answered) if self.stop is None else []
+        answered = self.pool.num_answered + self.envs.num_answered
+        lines = self.watchdog.look(self.state, answered) if self.stop is None else []
         if lines:
-            self.on_wait(lines)
+            self.on_wait(lines + self.envs.waits())
 
     def _settled(self) -> bool:
         done = self.stop is not None and self.stop.done
@@ -294,6 +303,8 @@ class LocalRun:
                 pass  # a rank that has nothing to tell
             case _ if name.startswith("reward"):
                 self.pool.ready(name, message.body["at_once"])
+            case _ if name.startswith("env") or message.kind == "turn":
+                self.envs.hear(name, message)
             case _:
                 assert self.evaluations is not None
                 self.evaluations.hear(message.kind, message.body)
@@ -332,7 +343,7 @@ class LocalRun:
         assert isinstance(event, ev.SampleFinished)
         if self.stop is not None or current(self.state, event.request, event.epoch) is None:
             return
-        self.records.totals.tokens_generated += event.num_tokens
+        self.records.totals.tokens_generated += int(message.arrays["loss_mask"].sum())
         text = self.decode(message.arrays["token_ids"].tolist())
         version = self.state.groups[event.request.group].version
         self.samples.put(event, version, message, text)

@@ -12,13 +12,20 @@ import numpy as np
 
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
-from dora_rl.core.ledger import scoring
+from dora_rl.core.ledger import current, scoring
 from dora_rl.ports import FleetAction, LearnerAction, LedgerAction
 from dora_rl.runtime.wire import encode_fleet, encode_learner
-from dora_rl.types import RequestId
+from dora_rl.types import Finish, Prompt, RequestId
 
 if TYPE_CHECKING:
     from dora_rl.runtime.local import LocalRun
+
+
+def prompt_of(run: LocalRun, rid: RequestId, epoch: int) -> Prompt | None:
+    """The prompt of a request that this epoch of is still generating."""
+    if run.stop is not None or current(run.state, rid, epoch) is None:
+        return None
+    return run.train.prompt(run.state.groups[rid.group].prompt)
 
 
 class FleetPort:
@@ -49,7 +56,8 @@ class FleetPort:
                 resumes[str(sample)] = saved
         run.keeper.note_continued(action, resumes)
         arrays = {"prompt_ids": np.asarray(prompt.token_ids, dtype=np.int32)}
-        run.crew.send(name, "order", body | {"resumes": resumes}, arrays)
+        body |= {"resumes": resumes, "env": run.envs.dispatch(prompt)}
+        run.crew.send(name, "order", body, arrays)
 
 
 class LearnerPort:
@@ -109,8 +117,21 @@ class RewardPort:
             run.handle(ev.Scored(rid, attempt, reward))
 
         prompt, columns = run.train.prompt(action.prompt), row.columns
+        if not run.config.reward.functions:
+            self._without_functions(action, str(columns["finish"]))
+            return
         ids = np.asarray(columns["token_ids"], dtype=np.int32)
         run.pool.submit(prompt, str(columns["text"]), ids, str(columns["finish"]), answer)
+
+    def _without_functions(self, action: act.Score, finish: str) -> None:
+        """Only environments give rewards, and this one did not."""
+        run, rid = self.run, action.request
+        if finish == Finish.LENGTH.value:  # it was cut off before it came to that
+            run.samples.reward(rid, 0.0)
+            run.later.append(ev.Scored(rid, action.attempt, 0.0))
+            return
+        why = "its environment gave no reward, and reward.functions is empty"
+        run.later.append(ev.ScoreFailed(rid, action.attempt, why))
 
 
 class KeeperPort:
@@ -139,6 +160,7 @@ class KeeperPort:
             if action.end is not act.End.FILTERED:
                 run.records.totals.discarded_tokens += run.samples.num_tokens(action.group)
         run.samples.drop(action.group)
+        run.envs.forget(action.group)
         run.journals.forget(action.group, run.params.group_size)
 
     def note_continued(self, action: act.Dispatch, resumes: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from dora_rl.config import RewardConfig, RunConfig
 from dora_rl.data.prompts import PromptSource, open_data
 from dora_rl.engine.models import read_spec
+from dora_rl.envs.load import label_of, load_environments
 from dora_rl.rewards.base import build
 from dora_rl.runtime.evaluation import FIGURES
 from dora_rl.runtime.layout import Layout, plan_layout
@@ -46,13 +47,15 @@ def prepare(config: RunConfig) -> Prepared:
     """Open model, data and rewards; a mistake in any of them is one line."""
     path = Path(config.model.path)
     check_model_files(path)
-    if not config.reward.functions:
+    config = with_environments(config)
+    reward = build(config.reward, Path(".")) if config.reward.functions else None
+    if reward is None and not config.env.environments:
         raise UserError("reward.functions is empty; give path/to/file.py:name or a built-in")
-    reward = build(config.reward, Path("."))
     tokenizer = open_tokenizer(path, config.model.trust_remote_code)
     train, evaluation = open_data(config.data, tokenizer, ".")
-    check_columns(reward.missing(train.prompt(0).columns), config.reward)
-    reward.close()
+    if reward is not None:
+        check_columns(reward.missing(train.prompt(0).columns), config.reward)
+        reward.close()
     check_best_metric(config)
 
     def decode(ids: Sequence[int]) -> str:
@@ -78,6 +81,36 @@ def check_best_metric(config: RunConfig) -> None:
     if config.checkpoint.keep_best and metric.removeprefix("eval/") not in FIGURES:
         names = ", ".join(f"eval/{name}" for name in FIGURES)
         raise UserError(f"checkpoint.best_metric: {metric!r} is not measured; give one of {names}")
+
+
+def with_environments(config: RunConfig) -> RunConfig:
+    """Load the environments, and mix the training data by their weights.
+
+    The sources of an environment share its weight in proportion to their own.
+    """
+    loaded = load_environments(config.env)
+    if not loaded:
+        named = [s.path for s in (*config.data.train, *config.data.eval) if s.env]
+        if named:
+            raise UserError(f"data: {named[0]} names an environment, and env.environments is empty")
+        return config
+    for source in config.data.eval:
+        label_of(source.env, loaded)
+    labels = [label_of(source.env, loaded) for source in config.data.train]
+    totals = dict.fromkeys(labels, 0.0)
+    for label, source in zip(labels, config.data.train, strict=True):
+        totals[label] += source.weight
+    if len(totals) < 2:
+        return config
+    # Rounded, so that a run that is resumed from its own resolved configuration has the same.
+    mixed = tuple(
+        source.model_copy(
+            update={"weight": round(loaded[label].entry.weight * source.weight / totals[label], 9)}
+        )
+        for label, source in zip(labels, config.data.train, strict=True)
+    )
+    data = config.data.model_copy(update={"train": mixed})
+    return config.model_copy(update={"data": data})
 
 
 def check_model_files(path: Path) -> None:

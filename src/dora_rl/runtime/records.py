@@ -38,6 +38,8 @@ class TrainedSample:
     segments: int
     logprob_sum: float
     token_ids: list[int]
+    # (start, end, 1 where the policy wrote, 0 where an environment did) over the token ids
+    turns: list[tuple[int, int, int]]
 
 
 @dataclass(slots=True)

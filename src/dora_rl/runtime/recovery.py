@@ -45,11 +45,13 @@ class Recovery:
         if run.crew.closing or (run.stop is not None and not run.stop.done):
             return
         self._num_starts[name] += 1
-        self._num_restarts += not name.startswith("reward")
+        self._num_restarts += not name.startswith(("reward", "env"))
         if self._num_starts[name] >= STARTS_MAX or self._num_restarts > RESTARTS_MAX:
             self._give_up(name)
         elif name.startswith("reward"):
             run.pool.lost(name)
+        elif name.startswith("env"):
+            run.envs.lost(name)
         elif name == "evaluator":
             assert run.evaluations is not None
             run.evaluations.lost()

@@ -17,6 +17,7 @@ from dora_rl.core import actions as act
 from dora_rl.core import events as ev
 from dora_rl.data.table import Table
 from dora_rl.data.table_rows import NewRow, Row
+from dora_rl.envs.text import spans
 from dora_rl.runtime.records import TrainedSample
 from dora_rl.runtime.wire import Message
 from dora_rl.types import Finish, GroupId, RequestId, Version
@@ -59,6 +60,8 @@ class Samples:
             self._table.put([row])
         elif not np.array_equal(_array(there, "token_ids"), message.arrays["token_ids"]):
             self._replace(row)
+        if "reward" in message.arrays:  # its environment gave one
+            self.reward(event.request, float(message.arrays["reward"][0]))
 
     def _replace(self, new: NewRow) -> None:
         """The new row counts: where kernels are not exact, its tokens may be others."""
@@ -115,6 +118,7 @@ class Samples:
                 segments=len(_list(row, "segments")),
                 logprob_sum=float(_array(row, "logprobs").sum(dtype=np.float64)),
                 token_ids=_array(row, "token_ids").tolist(),
+                turns=spans(_array(row, "loss_mask").tolist()),
             )
             for row in self._rows(group, samples)
         ]

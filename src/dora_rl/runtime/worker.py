@@ -112,6 +112,10 @@ def _run(setup: Setup, channel: Channel) -> None:
         from dora_rl.runtime.reward_worker import serve_rewards
 
         serve_rewards(setup, channel)
+    elif setup.role == "env":
+        from dora_rl.runtime.env_worker import serve_environments
+
+        serve_environments(setup, channel)
     elif setup.role == "evaluator":
         from dora_rl.runtime.eval_worker import serve_evaluations
 

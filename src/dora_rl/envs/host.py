@@ -1,0 +1,213 @@
+"""The live episodes of one process: asked for the answer to a turn, they step and remember.
+
+An `Ask` carries the whole response so far, so whoever is asked can build a lost episode again by
+taking its steps (without the injected latency). Asking twice for the same turn gives the same
+answer and takes no second step. Never raises for what an environment does: an exception or a
+time-out is an `Answer` with an error. Invariant: one episode takes one step at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from dora_rl.envs.base import Environment, Observation, Row
+from dora_rl.envs.load import LoadedEnvironment, one_line
+from dora_rl.envs.text import TurnText, turns_of
+from dora_rl.types import GroupId, RequestId
+
+THREADS_MAX = 256  # steps of synchronous environments at once
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What came of a request so far; the newest turn of the policy (if any) wants an answer."""
+
+    request: RequestId
+    label: str
+    row: Row
+    seed: int
+    token_ids: tuple[int, ...]
+    loss_mask: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Tokens to append, or the end. `reward` is the sum so far, None where no step gave one;
+    `cut`: the episode ends at its limit of turns; `hung`: a thread of this process is stuck."""
+
+    token_ids: tuple[int, ...] = ()
+    done: bool = False
+    cut: bool = False
+    reward: float | None = None
+    error: str = ""
+    hung: bool = False
+
+
+@dataclass(slots=True)
+class Episode:
+    environment: Environment
+    opening: Answer = field(default_factory=Answer)
+    last: Answer = field(default_factory=Answer)
+    turns: list[tuple[int, ...]] = field(default_factory=list[tuple[int, ...]])
+    reward: float | None = None
+
+
+class StepError(Exception):
+    """The environment failed; `hung` if it never came back."""
+
+    def __init__(self, reason: str, *, hung: bool = False) -> None:
+        super().__init__(reason)
+        self.hung = hung
+
+
+@dataclass(frozen=True, slots=True)
+class Raised:
+    """What the user's code raised, kept apart from a time-out of ours."""
+
+    reason: str
+
+
+async def _awaited(awaitable: Awaitable[Any]) -> Any:
+    try:
+        return await awaitable
+    except Exception as error:  # noqa: BLE001 - the user's code may raise anything
+        return Raised(one_line(error))
+
+
+def _called(method: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    try:
+        return method(*arguments)
+    except Exception as error:  # noqa: BLE001 - the user's code may raise anything
+        return Raised(one_line(error))
+
+
+class Host:
+    """Episodes by request. All calls come from one event loop."""
+
+    def __init__(self, environments: Mapping[str, LoadedEnvironment], text: TurnText) -> None:
+        self._environments, self._text = environments, text
+        self._episodes: dict[GroupId, dict[RequestId, Episode]] = {}
+        self._locks: dict[RequestId, asyncio.Lock] = {}
+        self._threads = ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="env")
+
+    async def answer(self, ask: Ask) -> Answer:
+        lock = self._locks.setdefault(ask.request, asyncio.Lock())
+        async with lock:
+            try:
+                return await self._answer(ask)
+            except StepError as error:
+                self._drop(ask.request)
+                return Answer(error=str(error), hung=error.hung)
+
+    async def _answer(self, ask: Ask) -> Answer:
+        turns = turns_of(ask.token_ids, ask.loss_mask)
+        known = self._episodes.setdefault(ask.request.group, {})
+        episode = known.get(ask.request)
+        if episode is None or episode.turns != turns[: len(episode.turns)]:
+            self._drop(ask.request)
+            episode = known[ask.request] = await self._reset(ask)
+        if not turns:
+            return episode.opening
+        while len(episode.turns) < len(turns) and not episode.last.done:
+            newest = len(episode.turns) + 1 == len(turns)
+            if newest:
+                await asyncio.sleep(self._latency_s(ask, len(turns)))
+            await self._step(ask.label, episode, turns[len(episode.turns)])
+        return episode.last
+
+    async def _reset(self, ask: Ask) -> Episode:
+        loaded = self._environments[ask.label]
+        environment = loaded.make()
+        first = await self._call(loaded, environment.reset, ask.row, ask.seed)
+        episode = Episode(environment)
+        if loaded.kind.opens:
+            if not isinstance(first, Observation):
+                raise StepError(f"reset returned {type(first).__name__}, not an Observation")
+            episode.opening = self._read(episode, first, ())
+        return episode
+
+    async def _step(self, label: str, episode: Episode, ids: tuple[int, ...]) -> None:
+        loaded, number = self._environments[label], len(episode.turns) + 1
+        turn = self._text.read(ids, number)
+        observation = await self._call(loaded, episode.environment.step, turn)
+        if not isinstance(observation, Observation):
+            raise StepError(f"step returned {type(observation).__name__}, not an Observation")
+        episode.turns.append(ids)
+        answer = self._read(episode, observation, ids)
+        if not answer.done and number >= loaded.entry.turns_max:
+            answer = Answer(done=True, cut=True, reward=episode.reward)
+        episode.last = answer
+
+    def _read(self, episode: Episode, observation: Observation, after: tuple[int, ...]) -> Answer:
+        if observation.reward is not None:
+            if not math.isfinite(observation.reward):
+                raise StepError(f"the reward of a step is {observation.reward}")
+            episode.reward = (episode.reward or 0.0) + float(observation.reward)
+        if observation.done:
+            return Answer(done=True, reward=episode.reward)
+        try:
+            ids = self._text.write(observation, after)
+        except Exception as error:
+            # A tokenizer or template may raise anything at a text that it does not like.
+            raise StepError(f"the observation cannot be encoded ({one_line(error)})") from error
+        if not ids:
+            raise StepError("an observation that does not end the episode has no tokens")
+        return Answer(ids, reward=episode.reward)
+
+    async def _call(
+        self, loaded: LoadedEnvironment, method: Callable[..., Any], *arguments: Any
+    ) -> Any:
+        """The user's method, asynchronous or in a thread, within its time."""
+        limit_s, native = loaded.entry.timeout_s, inspect.iscoroutinefunction(method)
+        try:
+            if native:
+                found = await asyncio.wait_for(_awaited(method(*arguments)), limit_s)
+            else:
+                loop = asyncio.get_running_loop()
+                called = loop.run_in_executor(self._threads, _called, method, arguments)
+                found = await asyncio.wait_for(called, limit_s)
+                if isinstance(found, Awaitable):
+                    native = True
+                    found = await asyncio.wait_for(_awaited(found), limit_s)
+        except TimeoutError:
+            reason = f"the environment {loaded.label} did not answer within {limit_s:g} s"
+            raise StepError(reason, hung=not native) from None
+        if isinstance(found, Raised):
+            raise StepError(f"the environment {loaded.label} failed: {found.reason}")
+        return found
+
+    def _latency_s(self, ask: Ask, number: int) -> float:
+        """Log-uniform between the two limits, drawn from the seed."""
+        low, high = self._environments[ask.label].entry.latency_s
+        if high <= 0:
+            return 0.0
+        draw = Random(f"latency/{ask.seed}/{ask.request.sample}/{number}").random()
+        return low * (high / low) ** draw if low > 0 else high * draw
+
+    def forget(self, group: GroupId) -> None:
+        """The group has ended."""
+        for request in list(self._episodes.get(group, ())):
+            self._drop(request)
+            self._locks.pop(request, None)
+        self._episodes.pop(group, None)
+
+    def _drop(self, request: RequestId) -> None:
+        episode = self._episodes.get(request.group, {}).pop(request, None)
+        if episode is None:
+            return
+        try:
+            episode.environment.close()
+        except Exception as error:  # noqa: BLE001 - the user's code may raise anything
+            print(f"closing an environment: {one_line(error)}", flush=True)
+
+    def close(self) -> None:
+        for group in list(self._episodes):
+            self.forget(group)
+        self._threads.shutdown(wait=False, cancel_futures=True)
