@@ -39,7 +39,7 @@ class TrainedSample:
     logprob_sum: float
     token_ids: list[int]
     # (start, end, 1 where the policy wrote, 0 where an environment did) over the token ids
-    turns: list[tuple[int, int, int]]
+    turns: list[tuple[int, int, int]] = field(default_factory=list[tuple[int, int, int]])
 
 
 @dataclass(slots=True)
