@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -89,6 +90,7 @@ def reward(completion, **columns):
 '''
 
 
+@pytest.mark.full
 def test_two_environments_one_that_opens_and_fails(tmp_path: Path) -> None:
     code = tmp_path / "words.py"
     code.write_text(MIXED)
@@ -119,8 +121,6 @@ def test_two_environments_one_that_opens_and_fails(tmp_path: Path) -> None:
 
 
 def tiny_like(run: TinyRun, data: list[dict[str, Any]], reward: str) -> TinyRun:
-    import json
-
     config = json.loads(run.config.read_text())
     config["data"]["train"] = data
     config["reward"]["functions"] = [reward]

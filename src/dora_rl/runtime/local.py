@@ -51,6 +51,7 @@ from dora_rl.runtime.lines import read_lines
 from dora_rl.runtime.local_ports import FleetPort, KeeperPort, LearnerPort, RewardPort, prompt_of
 from dora_rl.runtime.lock import RunLock
 from dora_rl.runtime.loop import Loop
+from dora_rl.runtime.moving import on_moving
 from dora_rl.runtime.mps import Mps
 from dora_rl.runtime.records import Records, TrainedSample
 from dora_rl.runtime.recovery import Recovery
@@ -62,7 +63,7 @@ from dora_rl.runtime.versions import Versions
 from dora_rl.runtime.watchdog import Watchdog
 from dora_rl.runtime.weights import WeightsError
 from dora_rl.runtime.wire import Message, decode_event
-from dora_rl.types import RequestId, StepIndex, Version
+from dora_rl.types import StepIndex, Version
 
 TICK_S = 0.5
 
@@ -296,7 +297,7 @@ class LocalRun:
                 body = message.body
                 self.records.usage(name, letter.life, body["busy_s"], body["cpu_s"])
             case "exported" | "imported" | "import_failed":
-                self._moving(name, message)
+                on_moving(self, name, message)
             case "scored":
                 self.pool.scored(name, message.body)
             case "ready" if name.startswith("learner"):
@@ -373,27 +374,6 @@ class LocalRun:
         self.on_step(line)
         if step + 1 in self._evaluations_due(step + 1):
             self._ask_evaluation(step + 1)
-
-    def _moving(self, name: str, message: Message) -> None:
-        body = message.body
-        rid, epoch = RequestId(body["group"], body["sample"]), body["epoch"]
-        if message.kind == "exported":
-            request = current(self.state, rid, epoch)
-            if request is not None and request.dest == body["dst"]:
-                more = self.carrier.exported(body, name)
-                self.crew.send(body["dst"], "import", {**body, "src": name, **more})
-            else:
-                self.carrier.given_up(body, name)  # by the core
-        elif message.kind == "imported":
-            self.crew.send(body["src"], "move_done", body)
-            self.records.totals.migrations += 1
-            self.records.totals.kv_bytes_moved += body["num_bytes"]
-            self.handle(
-                ev.Moved(rid, epoch, body["src"], name, body["num_bytes"], body["num_tokens"])
-            )
-        else:
-            self.crew.send(body["src"], "move_cancel", body)
-            self.handle(ev.MoveFailed(rid, epoch, body["src"], name, True, body["reason"]))
 
     # -- evaluations and versions -----------------------------------------------------------------
 
