@@ -30,10 +30,11 @@ LAYERS = (
     ("core",),
     ("ports",),
     ("observe",),
+    ("chat",),
     ("engine", "trainer", "data", "rewards", "envs"),
     ("runtime",),
     ("sim",),
-    ("dashboard",),
+    ("dashboard", "serve"),
     ("cli", "commands"),
 )
 ONE_PART = {"commands": "cli"}  # the command line is one part in several files

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NoReturn, Protocol
 
 from dora_rl import __version__
-from dora_rl.commands import audit, bench, check, eval, export, plan, replay, sft, sim, train
+from dora_rl.commands import audit, bench, check, eval, export, plan, replay, serve, sft, sim, train
 from dora_rl.commands.nearest import hint
 from dora_rl.types import UserError
 
@@ -39,6 +39,7 @@ COMMANDS: dict[str, Command] = {
     "replay": replay,
     "eval": eval,
     "export": export,
+    "serve": serve,
 }
 
 

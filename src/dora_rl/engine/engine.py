@@ -33,7 +33,7 @@ from dora_rl.engine.plan import Plan
 from dora_rl.engine.residency import Residency
 from dora_rl.engine.result import StepResult
 from dora_rl.engine.scheduler import Scheduler
-from dora_rl.engine.sequence import Output, Request, Status, new_sequence
+from dora_rl.engine.sequence import Output, Request, Status, new_sequence, stop_ids_of
 from dora_rl.engine.sequence import Sequence as Seq
 from dora_rl.engine.spec import ModelSpec
 from dora_rl.engine.stats import EngineStats
@@ -139,6 +139,7 @@ class Engine:
         seq = self._known(request, Status.IDLE)
         if params is not None:
             seq.request = replace(seq.request, params=params)
+            seq.stop_ids = stop_ids_of(params, self.spec.eos_ids)
         seq.tokens.extend(token_ids)
         seq.num_tokens = len(seq.tokens)
         seq.logprobs.extend([0.0] * len(token_ids))
@@ -359,9 +360,12 @@ class Engine:
         strings = seq.request.params.stop_strings
         if not strings or self.decode is None:
             return False
-        # A stop string of n characters ends in the newest token and began at most n tokens ago.
+        # A stop string of n characters ends in the newest token and began at most n tokens ago,
+        # and not before this turn: an observation may well end in the string.
         num_tokens = max(len(string) for string in strings) + 1
-        tail = self.decode(seq.tokens[max(seq.num_prompt, len(seq.tokens) - num_tokens) :])
+        mask = seq.loss_mask[-num_tokens:]
+        drawn = next((i for i, own in enumerate(reversed(mask)) if not own), len(mask))
+        tail = self.decode(seq.tokens[len(seq.tokens) - drawn :])
         return any(string in tail for string in strings)
 
     def stats(self) -> EngineStats:

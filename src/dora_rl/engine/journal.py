@@ -176,6 +176,8 @@ def request_json(request: Request) -> dict[str, object]:
 def request_from_json(body: dict[str, Any]) -> Request:
     fields = _with_tuples(body)
     fields["id"] = RequestId(*body["id"])
+    if body.get("stream") is not None:
+        fields["stream"] = RequestId(*body["stream"])
     fields["params"] = SamplingParams(**_with_tuples(body["params"]))
     fields["resume_segments"] = tuple(Segment(*pair) for pair in body["resume_segments"])
     return Request(**fields)

@@ -36,7 +36,8 @@ class Request:
     prefilled, keep their log-probs, and sampling goes on at the next position. `resume_mask` is
     their loss mask (all ones when empty). `keep` keeps the blocks after the turn ends, so that
     `Engine.extend` can continue the session; with `turns=0` it begins idle, and the first `extend`
-    opens it.
+    opens it. `stream` names the random stream to draw from, where it is not the request's own: two
+    requests with one stream and seed draw alike.
 
         Request(RequestId(7, 3), 2, (5, 6, 7), SamplingParams(tokens_max=16), seed=1)
     """
@@ -54,6 +55,7 @@ class Request:
     response_max: int = 0  # where the turn ends, when it is not the first; 0: params.tokens_max
     turns: int = 1
     keep: bool = False
+    stream: RequestId | None = None
 
 
 class Output(NamedTuple):
@@ -156,14 +158,13 @@ def new_sequence(request: Request, arrival: int, eos_ids: Seq[int]) -> Sequence:
     forced = params.forced_ids[len(request.resume_ids) :]
     tokens = [*request.prompt_ids, *request.resume_ids, *forced]
     mask = request.resume_mask or (1,) * len(request.resume_ids)
-    stop = set(params.stop_ids) | (set() if params.ignore_eos else set(eos_ids))
     seq = Sequence(
         request=request,
         version=request.version,
         arrival=arrival,
         tokens=tokens,
         num_prompt=len(request.prompt_ids),
-        key=sampling_key(request.seed, request.id),
+        key=sampling_key(request.seed, request.stream or request.id),
         logprobs=list(request.resume_logprobs),
         raw_logprobs=list(request.resume_raw_logprobs),
         loss_mask=list(mask),
@@ -172,9 +173,14 @@ def new_sequence(request: Request, arrival: int, eos_ids: Seq[int]) -> Sequence:
         num_forced=len(request.resume_ids) + len(forced),
         num_scored=len(request.resume_ids),
         response_max=max(request.response_max or params.tokens_max, len(params.forced_ids)),
-        stop_ids=frozenset(stop),
+        stop_ids=stop_ids_of(params, eos_ids),
         turns=request.turns,
     )
     if seq.segments[-1].version != request.version:
         seq.segments.append(Segment(seq.num_scored, request.version))
     return seq
+
+
+def stop_ids_of(params: SamplingParams, eos_ids: Seq[int]) -> frozenset[int]:
+    """Ids that end a turn."""
+    return frozenset(params.stop_ids) | (frozenset() if params.ignore_eos else frozenset(eos_ids))

@@ -80,6 +80,27 @@ def find_model(path: Path, step: str = "last") -> FoundModel:
     return found[version]
 
 
+def newer_model(run: Path, than: Version) -> FoundModel | None:
+    """The newest weights of a run, if they are newer; only those are opened.
+
+    Raises `WeightsError` where they are damaged, or were retired at this very moment.
+    """
+    from dora_rl.runtime.weights import DiskWeightStore
+
+    config = run_config(run)
+    root = run / "weights"
+    store = DiskWeightStore(root) if root.is_dir() else None
+    sealed = max(store.versions(), default=-1) if store is not None else -1
+    saved = max(_checkpoints(run, config).saved(), key=lambda one: one.step, default=None)
+    if saved is not None and saved.step + 1 >= sealed:
+        version, label = saved.step + 1, f"version {saved.step + 1} of {run} ({saved.path.name})"
+        return FoundModel(label, version, saved.path) if version > than else None
+    if store is None or sealed <= than:
+        return None
+    label = f"version {sealed} of {run} (sealed)"
+    return FoundModel(label, sealed, Path(config.model.path), store.open(sealed))
+
+
 def _in_run(run: Path) -> dict[Version, FoundModel]:
     """Every version that is still there; a checkpoint is preferred to sealed weights."""
     from dora_rl.runtime.weights import DiskWeightStore

@@ -1,0 +1,1 @@
+"""The OpenAI-shaped HTTP front: requests, chat templates, sessions, answers. Generates nothing."""

@@ -1,0 +1,75 @@
+"""The seam between the HTTP front and whoever generates: an engine, or a training run.
+
+Never does anything itself. Invariant: every piece of a generation was made by the one `version`
+that the generation names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from dora_rl.chat.requests import Ask, Message
+from dora_rl.chat.template import ChatTemplate
+from dora_rl.types import Finish, Version
+
+
+class Piece(NamedTuple):
+    """New tokens of one response; `finish` with the last ones."""
+
+    choice: int
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
+    finish: Finish | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatAsk:
+    """A request of the chat endpoint, checked."""
+
+    ask: Ask
+    messages: tuple[Message, ...]
+    tools: tuple[dict[str, Any], ...]
+    template_options: dict[str, Any]
+
+
+class Generation(Protocol):
+    """Responses on their way. Response i belongs to prompt i // num_samples."""
+
+    @property
+    def version(self) -> Version: ...
+    @property
+    def prompts(self) -> Sequence[tuple[int, ...]]: ...
+    @property
+    def session(self) -> dict[str, Any] | None:
+        """What the answer says of the session: id, turn, whether it continued, else why not."""
+        ...
+
+    def pieces(self) -> AsyncIterator[Piece]:
+        """Ends after the last response is complete; raises `ApiError` when one failed."""
+        ...
+
+    def replied(self, reply: Message) -> None:
+        """The message the client gets: a session continues from it."""
+        ...
+
+    def close(self) -> None:
+        """Give up what is not complete. Harmless after the end."""
+        ...
+
+
+class Service(Protocol):
+    """What an endpoint needs. Every method may raise `ApiError`."""
+
+    @property
+    def template(self) -> ChatTemplate: ...
+    def models(self) -> list[dict[str, Any]]: ...
+    def healthy(self) -> bool: ...
+    async def chat(self, request: ChatAsk) -> Generation: ...
+    async def complete(self, ask: Ask, prompts: Sequence[tuple[int, ...]]) -> Generation: ...
+    def open_session(self, session_id: str | None) -> dict[str, Any]: ...
+    def read_session(self, session_id: str) -> dict[str, Any]: ...
+    async def end_session(self, session_id: str, reward: float | None) -> dict[str, Any]: ...

@@ -1,0 +1,122 @@
+"""`dora-rl serve RUN_OR_MODEL`: an OpenAI-compatible endpoint over a run's weights or a model.
+
+Exit status: 0 ended by a signal, 2 the input is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dora_rl.types import UserError
+
+if TYPE_CHECKING:
+    from dora_rl.runtime.run_models import FoundModel
+    from dora_rl.serve.server import ServeOptions
+
+SUMMARY = "serve a run's weights or a model to OpenAI clients"
+KEY_VARIABLE = "DORA_RL_API_KEY"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", type=Path, metavar="RUN_OR_MODEL", help="a run or a model")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    parser.add_argument("--port", type=int, default=8000, help="0: any free one")
+    parser.add_argument(
+        "--api-key",
+        metavar="KEY",
+        help=f"clients must send it (or ${KEY_VARIABLE}); off loopback one is made if none is set",
+    )
+    parser.add_argument(
+        "--version",
+        default="last",
+        metavar="N|best|last",
+        help="which weights of a run; last also takes newer ones as they are sealed",
+    )
+    parser.add_argument("--name", help="the model's name (default: that of the directory)")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="(default: by device)")
+    parser.add_argument("--threads", type=int, default=0, help="on the CPU; 0: all cores")
+    parser.add_argument("--context-max", type=int, default=0, help="0: what the model allows")
+    parser.add_argument("--versions-max", type=int, default=3, help="resident at once")
+    parser.add_argument("--requests-max", type=int, default=512, help="more get status 429")
+    parser.add_argument("--sessions-max", type=int, default=4096, help="more get status 429")
+    parser.add_argument("--session-idle-s", type=float, default=900.0, help="then a session ends")
+    parser.add_argument("--grace-s", type=float, default=10.0, help="for answers, when ending")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="ended sessions, as jsonl")
+    parser.add_argument("--chat-template", type=Path, metavar="FILE", help="instead of the model's")
+
+
+def run(args: argparse.Namespace) -> int:
+    from dora_rl.runtime.run_models import find_model, is_run
+    from dora_rl.runtime.tokenizer import open_tokenizer
+
+    _check(args)
+    try:
+        from dora_rl.serve.server import ModelServer, serve
+    except ImportError as error:
+        raise UserError(f"{error}; install it with  pip install 'dora-rl[serve]'") from None
+    found = find_model(args.model, args.version)
+    watch = args.model if is_run(args.model) and args.version == "last" else None
+    options = _options(args, found, watch)
+    server = ModelServer(options, found, open_tokenizer(found.directory, False), _say)
+
+    def ready(service: object) -> None:
+        del service
+        _say(f"{found.label} as {options.name!r} at {server.url}")
+        if options.api_key and args.api_key is None and KEY_VARIABLE not in os.environ:
+            _say(f"API key (made for this start): {options.api_key}")
+
+    serve(server, ready)
+    _say("stopped")
+    return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    for name in ("versions_max", "requests_max", "sessions_max"):
+        if getattr(args, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} must be at least 1")
+    if not 0 <= args.port < 65536:
+        raise UserError(f"--port {args.port} is not between 0 and 65535")
+    if args.record is not None and not args.record.parent.is_dir():
+        raise UserError(f"--record {args.record}: there is no directory {args.record.parent}")
+    if args.chat_template is not None and not args.chat_template.is_file():
+        raise UserError(f"--chat-template {args.chat_template}: no such file")
+
+
+def _options(args: argparse.Namespace, found: FoundModel, watch: Path | None) -> ServeOptions:
+    from dora_rl.engine.options import EngineOptions
+    from dora_rl.serve.server import ServeOptions, device_of, is_loopback
+    from dora_rl.serve.service import ServeLimits
+
+    device = device_of(args.device)
+    key = args.api_key or os.environ.get(KEY_VARIABLE) or None
+    if key is None and not is_loopback(args.host):
+        key = secrets.token_urlsafe(24)
+    engine = EngineOptions(
+        device=device,
+        dtype=args.dtype or ("float32" if device == "cpu" else "bfloat16"),
+        context_max=args.context_max,
+        versions_max=args.versions_max if watch is not None else 1,
+    )
+    return ServeOptions(
+        name=args.name or args.model.resolve().name,
+        host=args.host,
+        port=args.port,
+        api_key=key,
+        watch=watch,
+        grace_s=args.grace_s,
+        record=args.record,
+        chat_template=args.chat_template.read_text() if args.chat_template is not None else None,
+        num_threads=args.threads,
+        engine=engine,
+        limits=ServeLimits(args.requests_max, args.sessions_max, args.session_idle_s),
+    )
+
+
+def _say(line: str) -> None:
+    print(f"dora-rl serve: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,218 @@
+"""The server as a whole: engine thread, event loop, HTTP, and the watch over newer versions.
+
+Never decides what to generate. Invariant: it listens only once its first version is loaded, and
+when it ends, running answers have had their grace and the engine's thread is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import uvicorn
+
+from dora_rl.chat.app import make_app
+from dora_rl.chat.template import ChatTemplate, Tokenizer
+from dora_rl.engine.engine import Engine
+from dora_rl.engine.models import read_spec
+from dora_rl.engine.options import EngineOptions
+from dora_rl.runtime.run_models import FoundModel, newer_model
+from dora_rl.runtime.weights import WeightsError
+from dora_rl.serve.engine_thread import EngineThread, Pieces
+from dora_rl.serve.service import EngineService, Served, ServeLimits
+from dora_rl.types import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """`watch` is the run directory whose newer versions go live; None: what is served stays."""
+
+    name: str
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | None = None
+    watch: Path | None = None
+    watch_s: float = 1.0
+    grace_s: float = 10.0
+    record: Path | None = None
+    chat_template: str | None = None
+    num_threads: int = 0
+    engine: EngineOptions = field(default_factory=EngineOptions)
+    limits: ServeLimits = field(default_factory=ServeLimits)
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class _Http(uvicorn.Server):
+    """Signals are the business of whoever runs the server."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class ModelServer:
+    """`await run()` serves until `stop` is called, from any thread."""
+
+    def __init__(
+        self,
+        options: ServeOptions,
+        model: FoundModel,
+        tokenizer: Tokenizer,
+        say: Callable[[str], None] = print,
+    ) -> None:
+        self._options, self._model, self._say = options, model, say
+        self._template = ChatTemplate(tokenizer, options.chat_template)
+        self._socket = _bind(options.host, options.port)
+        self.port = int(self._socket.getsockname()[1])
+        self._http: uvicorn.Server | None = None
+        self._skipped = -1  # a version that could not be loaded
+
+    @property
+    def url(self) -> str:
+        host = self._options.host
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}/v1"
+
+    def stop(self) -> None:
+        """End gracefully; a second time: at once."""
+        if self._http is not None:
+            self._http.force_exit = self._http.should_exit
+            self._http.should_exit = True
+
+    async def run(self, ready: Callable[[EngineService], None] | None = None) -> None:
+        loop = asyncio.get_running_loop()
+        engine = Engine(
+            read_spec(self._model.directory), self._options.engine, self._template.tokenizer.decode
+        )
+
+        def hand_out(pieces: Pieces) -> None:
+            for sink, piece in pieces:
+                sink(piece)
+
+        def deliver(pieces: Pieces) -> None:
+            loop.call_soon_threadsafe(hand_out, pieces)
+
+        thread = EngineThread(engine, deliver, self._options.num_threads)
+        thread.start()
+        try:
+            service = self._service(engine, thread)
+            await asyncio.wrap_future(service.begin_load(self._model.version, self._model.source))
+            service.went_live(self._model.version)
+            await self._serve(service, ready)
+        finally:
+            self._socket.close()
+            await asyncio.to_thread(thread.stop)
+        if thread.broken:
+            raise UserError(f"the engine failed: {thread.reason}")
+
+    def _service(self, engine: Engine, thread: EngineThread) -> EngineService:
+        options = self._options
+        served = Served(
+            name=options.name,
+            vocab=engine.spec.vocab,
+            context_max=engine.context_max,
+            versions_max=options.engine.versions_max,
+            end_ids=frozenset(engine.spec.eos_ids),
+        )
+        return EngineService(served, self._template, thread, options.limits, options.record)
+
+    async def _serve(
+        self, service: EngineService, ready: Callable[[EngineService], None] | None
+    ) -> None:
+        app = make_app(service, self._options.api_key)
+        config = uvicorn.Config(
+            app,
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=int(self._options.grace_s),
+        )
+        self._http = _Http(config)
+        keeper = asyncio.create_task(self._keep(service))
+        if ready is not None:
+            ready(service)
+        try:
+            await self._http.serve(sockets=[self._socket])
+        finally:
+            keeper.cancel()
+            await asyncio.gather(keeper, return_exceptions=True)
+
+    async def _keep(self, service: EngineService) -> None:
+        """Newer versions in, unused ones and idle sessions out, until the server ends."""
+        while True:
+            await asyncio.sleep(self._options.watch_s)
+            if not service.healthy():
+                self.stop()
+                return
+            await service.end_idle_sessions()
+            service.retire_unused()
+            if self._options.watch is not None and service.has_room():
+                await self._look_for_newer(service, self._options.watch)
+
+    async def _look_for_newer(self, service: EngineService, run: Path) -> None:
+        than = max(service.live, self._skipped)
+        try:
+            found = await asyncio.to_thread(newer_model, run, than)
+        except (WeightsError, UserError, OSError) as error:
+            self._say(f"cannot read the versions of {run}: {error}")
+            return
+        if found is None:
+            return
+        before = service.live
+        try:
+            await asyncio.wrap_future(service.begin_load(found.version, found.source))
+        except (WeightsError, UserError, OSError) as error:
+            service.load_failed(found.version)
+            self._skipped = found.version
+            self._say(f"version {found.version} cannot be loaded: {error}")
+            return
+        service.went_live(found.version)
+        stay = service.sessions_on(before)
+        rest = f"; {stay} sessions stay on version {before}" if stay else ""
+        self._say(f"version {found.version} is live{rest}")
+
+
+def serve(server: ModelServer, ready: Callable[[EngineService], None]) -> None:
+    """Run until SIGINT or SIGTERM."""
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, server.stop)
+        await server.run(ready)
+
+    asyncio.run(main())
+
+
+def device_of(wanted: str) -> str:
+    if wanted != "auto":
+        return wanted
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+    except OSError as error:
+        sock.close()
+        raise UserError(
+            f"cannot listen on {host}:{port} ({error.strerror}); choose --port"
+        ) from None
+    return sock

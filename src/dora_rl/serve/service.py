@@ -1,0 +1,296 @@
+"""Answers chat and completion requests with the native engine, several versions at once.
+
+Lives on the event loop; the engine has a thread of its own. New requests and sessions go to the
+live version; a session stays where it began. Invariant: a request is started only on a version
+that is resident, and a version is retired only when nobody is on it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from dora_rl.chat.conversation import Conversation, Turn
+from dora_rl.chat.errors import (
+    bad_request,
+    context_too_long,
+    model_not_found,
+    server_error,
+    server_full,
+    session_busy,
+)
+from dora_rl.chat.requests import Ask
+from dora_rl.chat.service import ChatAsk
+from dora_rl.chat.template import ChatTemplate
+from dora_rl.engine.sequence import Request
+from dora_rl.serve.engine_thread import Abort, EngineThread, Load, Retire, Start
+from dora_rl.serve.generation import EngineGeneration
+from dora_rl.serve.sessions import Session, Sessions
+from dora_rl.types import RequestId, SamplingParams, Version
+
+STREAM = RequestId(0, 0)  # with a given seed the draws do not depend on what else was asked
+
+
+@dataclass(frozen=True, slots=True)
+class ServeLimits:
+    """Everything has a limit."""
+
+    requests_max: int = 512  # responses generated or queued at once
+    sessions_max: int = 4096
+    session_idle_s_max: float = 900.0
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What is served: its name, and what the engine says of it."""
+
+    name: str
+    vocab: int
+    context_max: int
+    versions_max: int
+    end_ids: frozenset[int]
+
+
+class EngineService:
+    """Implements `chat.service.Service`."""
+
+    def __init__(
+        self,
+        served: Served,
+        template: ChatTemplate,
+        engine: EngineThread,
+        limits: ServeLimits,
+        record: Path | None = None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.served, self._template, self.engine = served, template, engine
+        self._limits, self._record, self._now = limits, record, now
+        self._sessions = Sessions(limits.sessions_max, limits.session_idle_s_max)
+        self._resident: list[Version] = []
+        self.live: Version = -1
+        self.num_running = 0
+        self._groups = itertools.count(1)
+        self._created = int(time.time())
+
+    @property
+    def template(self) -> ChatTemplate:
+        return self._template
+
+    def healthy(self) -> bool:
+        return not self.engine.broken
+
+    # ---------------------------------------------------------------- versions
+
+    def has_room(self) -> bool:
+        return len(self._resident) < self.served.versions_max
+
+    def begin_load(self, version: Version, source: Any) -> Future[None]:
+        """Load beside the others; `went_live` or `load_failed` must follow."""
+        self._resident.append(version)
+        done: Future[None] = Future()
+        self.engine.tell(Load(version, source, done))
+        return done
+
+    def went_live(self, version: Version) -> None:
+        self.live = version
+        self.retire_unused()
+
+    def load_failed(self, version: Version) -> None:
+        self._resident.remove(version)
+
+    def retire_unused(self) -> list[Version]:
+        gone = [v for v in self._sessions.unused(self._resident, self.live) if v < self.live]
+        for version in gone:
+            self._resident.remove(version)
+            self.engine.tell(Retire(version))
+        return gone
+
+    def sessions_on(self, version: Version) -> int:
+        return self._sessions.on(version)
+
+    def models(self) -> list[dict[str, Any]]:
+        versions = [version for version in self._resident if version <= self.live]
+        base = {"object": "model", "created": self._created, "owned_by": "dora-rl"}
+        base["max_model_len"] = self.served.context_max
+        name = self.served.name
+        named = [(name, self.live), *((f"{name}@{version}", version) for version in versions)]
+        return [{"id": model} | base | {"weight_version": version} for model, version in named]
+
+    def _version_of(self, model: str) -> Version | None:
+        """None: whatever is live. `NAME@3` asks for one that is resident."""
+        name, _, number = model.partition("@")
+        if model == self.served.name:
+            return None
+        known = [version for version in self._resident if version <= self.live]
+        if name != self.served.name or not number.isdigit() or int(number) not in known:
+            raise model_not_found(model, self.served.name)
+        return int(number)
+
+    # ---------------------------------------------------------------- sessions
+
+    def open_session(self, session_id: str | None) -> dict[str, Any]:
+        if session_id is not None and self._sessions.find(session_id) is not None:
+            return self._sessions.get(session_id).summary()
+        return self._open(session_id, self.live).summary()
+
+    def read_session(self, session_id: str) -> dict[str, Any]:
+        return self._sessions.get(session_id).record()
+
+    async def end_session(self, session_id: str, reward: float | None) -> dict[str, Any]:
+        if self._sessions.get(session_id).busy:
+            raise session_busy(session_id)
+        session = self._sessions.end(session_id)
+        self.engine.tell(Abort(session.request))
+        self.retire_unused()
+        if self._record is not None and session.conversation.num_turns:
+            line = json.dumps(session.record(reward), ensure_ascii=False)
+            with self._record.open("a") as file:
+                file.write(line + "\n")
+        return session.summary() | {"reward": reward}
+
+    async def end_idle_sessions(self) -> int:
+        idle = self._sessions.idle(self._now())
+        for session in idle:
+            await self.end_session(session.id, None)
+        return len(idle)
+
+    def _open(self, session_id: str | None, version: Version) -> Session:
+        request = RequestId(next(self._groups), 0)
+        return self._sessions.open(session_id, version, request, self._now())
+
+    def _session_of(self, ask: Ask) -> Session | None:
+        """The session to go on with, checked; None where it has yet to begin."""
+        assert ask.session_id is not None
+        if ask.num_samples != 1:
+            raise bad_request("a session goes on with one reply: 'n' must be 1", "n")
+        wanted = self._version_of(ask.model)
+        session = self._sessions.find(ask.session_id)
+        if session is not None and session.busy:
+            raise session_busy(session.id)
+        if session is not None and wanted not in (None, session.version):
+            raise bad_request(f"the session is on version {session.version}", "model")
+        return session
+
+    # ---------------------------------------------------------------- requests
+
+    async def chat(self, request: ChatAsk) -> EngineGeneration:
+        ask = request.ask
+        written = (request.messages, request.tools, request.template_options)
+        if ask.session_id is None:
+            return self._begin(ask, [self._template.prompt_ids(*written)])
+        session = self._session_of(ask)
+        past = Conversation() if session is None else session.conversation
+        turn = past.next_turn(*written, self._template, self.served.end_ids)
+        params = self._params(ask, turn.prompt_ids)
+        if session is None:
+            wanted = self._version_of(ask.model)
+            session = self._open(ask.session_id, self.live if wanted is None else wanted)
+        self._take_places(1)
+        if not turn.continued and ask.seed is not None:
+            session.seed = ask.seed
+        return self._begin_turn(session, turn, params)
+
+    async def complete(self, ask: Ask, prompts: Sequence[tuple[int, ...]]) -> EngineGeneration:
+        if ask.session_id is not None:
+            raise bad_request("sessions are for /v1/chat/completions", "session_id")
+        return self._begin(ask, prompts)
+
+    def _begin(self, ask: Ask, prompts: Sequence[tuple[int, ...]]) -> EngineGeneration:
+        """Every prompt `n` times, without a session."""
+        wanted = self._version_of(ask.model)
+        version = self.live if wanted is None else wanted
+        params = [self._params(ask, prompt) for prompt in prompts]
+        self._take_places(len(prompts) * ask.num_samples)
+        requests: list[Request] = []
+        seed = secrets.randbits(63) if ask.seed is None else ask.seed
+        for number, prompt in enumerate(prompts):
+            group = next(self._groups)
+            requests += [
+                Request(
+                    RequestId(group, sample),
+                    version,
+                    prompt,
+                    params[number],
+                    seed,
+                    stream=RequestId(number, sample),
+                )
+                for sample in range(ask.num_samples)
+            ]
+        ids = [request.id for request in requests]
+        generation = EngineGeneration(version, prompts, ids, self._closed)
+        self._sessions.pin(version)
+        for index, one in enumerate(requests):
+            self.engine.tell(Start(one, index, generation.sink))
+        return generation
+
+    def _begin_turn(self, session: Session, turn: Turn, params: SamplingParams) -> EngineGeneration:
+        """The next turn of a session; the first one too."""
+        past = session.conversation
+        base = Request(
+            session.request,
+            session.version,
+            turn.prompt_ids,
+            params,
+            session.seed,
+            keep=True,
+            stream=STREAM,
+        )
+        if turn.continued:
+            none = (0,) * len(turn.new_ids)
+            base = replace(
+                base,
+                prompt_ids=past.prompt_ids,
+                resume_ids=(*past.token_ids, *turn.new_ids),
+                resume_logprobs=(*past.logprobs, *map(float, none)),
+                resume_mask=(*past.loss_mask, *none),
+                response_max=len(past.token_ids) + len(none) + params.tokens_max,
+                turns=past.num_turns + 1,
+            )
+        session.busy = True
+        prompts = [turn.prompt_ids]
+        generation = EngineGeneration(
+            session.version, prompts, [session.request], self._closed, session, turn
+        )
+        self._sessions.pin(session.version)
+        new_ids = turn.new_ids if turn.continued else None
+        self.engine.tell(Start(base, 0, generation.sink, new_ids))
+        return generation
+
+    def _params(self, ask: Ask, prompt: Sequence[int]) -> SamplingParams:
+        room = self.served.context_max - len(prompt)
+        wanted = room if ask.tokens_max is None else ask.tokens_max
+        if not prompt:
+            raise bad_request("the prompt has no tokens")
+        if max(prompt) >= self.served.vocab:
+            raise bad_request(f"token id {max(prompt)} is outside of {self.served.vocab}", "prompt")
+        if room < 1 or wanted > room:
+            raise context_too_long(len(prompt), max(wanted, 1), self.served.context_max)
+        top_n = min(ask.params.logprobs_top_n, self.served.vocab)
+        return replace(ask.params, tokens_max=wanted, logprobs_top_n=top_n)
+
+    def _take_places(self, count: int) -> None:
+        if self.engine.broken:
+            raise server_error(f"the engine failed ({self.engine.reason}); restart the server")
+        if self.num_running + count > self._limits.requests_max:
+            raise server_full(self._limits.requests_max)
+        self.num_running += count
+
+    def _closed(self, generation: EngineGeneration, unfinished: list[RequestId]) -> None:
+        """A client has its answer, or is gone. A turn nobody has seen is taken back."""
+        self.num_running -= generation.num_requests
+        session = generation.owner
+        if session is not None:
+            session.busy, session.used_s = False, self._now()
+            if not generation.reply_known and session.request not in unfinished:
+                unfinished = [*unfinished, session.request]
+        for request in unfinished:
+            self.engine.tell(Abort(request))
+        self._sessions.unpin(generation.version)
+        self.retire_unused()

@@ -1,0 +1,82 @@
+"""`dora-rl serve` as a user starts it."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from dora_rl.cli import main
+
+MODEL = Path(__file__).parents[3] / "recipes" / "models" / "tiny"
+PROGRAM = [sys.executable, "-m", "dora_rl.cli", "serve", str(MODEL), "--port", "0"]
+
+
+def start(*options: str) -> tuple[subprocess.Popen[str], str, list[str]]:
+    """The process, its URL and the lines it has said by then."""
+    process = subprocess.Popen(
+        [*PROGRAM, "--threads", "1", *options], stderr=subprocess.PIPE, text=True
+    )
+    killer = threading.Timer(60, process.kill)
+    killer.daemon = True
+    killer.start()
+    assert process.stderr is not None
+    lines = [process.stderr.readline()]
+    assert " at http://" in lines[0], lines[0] + process.stderr.read()
+    return process, lines[0].rpartition(" at ")[2].strip(), lines
+
+
+def test_it_ends_in_order_with_an_answer_on_its_way():
+    process, url, _ = start()
+    body = {"model": "tiny", "prompt": "03:271\n", "max_tokens": 400, "ignore_eos": True}
+    request = urllib.request.Request(
+        f"{url}/completions", json.dumps(body | {"stream": True}).encode()
+    )
+    with urllib.request.urlopen(request) as answer:
+        answer.readline()
+        process.send_signal(signal.SIGTERM)
+        rest = answer.read().decode()
+    assert '"finish_reason": "length"' in rest and rest.rstrip().endswith("[DONE]")
+    assert process.wait(60) == 0
+    assert process.stderr is not None and "stopped" in process.stderr.read()
+
+
+def test_off_loopback_there_is_always_a_key():
+    process, url, _ = start("--host", "0.0.0.0")
+    assert process.stderr is not None
+    key = process.stderr.readline().rpartition(" ")[2].strip()
+    url = url.replace("0.0.0.0", "127.0.0.1")
+    try:
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            urllib.request.urlopen(f"{url}/models")
+        assert caught.value.code == 401
+        headers = {"Authorization": f"Bearer {key}"}
+        request = urllib.request.Request(f"{url}/models", headers=headers)
+        assert json.load(urllib.request.urlopen(request))["data"][0]["id"] == "tiny"
+    finally:
+        process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["no/such/model"], "neither a run nor a model"),
+        ([str(MODEL), "--version", "3"], "only a run has steps"),
+        ([str(MODEL), "--port", "70000"], "--port"),
+        ([str(MODEL), "--requests-max", "0"], "--requests-max"),
+        ([str(MODEL), "--record", "no/such/folder/a.jsonl"], "--record"),
+        ([str(MODEL), "--chat-template", "no.jinja"], "--chat-template"),
+        ([str(MODEL), "--host", "192.0.2.1"], "cannot listen"),
+    ],
+)
+def test_mistakes_are_one_line(arguments, words, capsys):
+    assert main(["serve", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert words in said and len(said.splitlines()) == 1
