@@ -29,6 +29,8 @@ from dora_rl.serve.engine_thread import EngineThread, Pieces
 from dora_rl.serve.service import EngineService, Served, ServeLimits
 from dora_rl.types import UserError
 
+BACKLOG = 1024
+
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
@@ -139,10 +141,12 @@ class ModelServer:
             log_level="warning",
             access_log=False,
             lifespan="off",
+            backlog=BACKLOG,
             timeout_graceful_shutdown=int(self._options.grace_s),
         )
         self._http = _Http(config)
         keeper = asyncio.create_task(self._keep(service))
+        self._socket.listen(BACKLOG)  # from here on clients may come
         if ready is not None:
             ready(service)
         try:
