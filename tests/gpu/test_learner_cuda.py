@@ -95,7 +95,9 @@ def test_packed_attention_equals_one_document_at_a_time(attend) -> None:
 def test_bfloat16_is_near_float32(arch: Architecture) -> None:
     exact = scores_and_gradient(policy_of(arch, compute_dtype="float32", compile="off"))
     half = scores_and_gradient(policy_of(arch, compute_dtype="bfloat16", compile="off"))
-    assert (exact[0] - half[0]).abs().mean() < 0.02
+    # A router's near-tie may choose another expert in half precision, which moves a token by more.
+    limit = 0.05 if arch is SPARSE else 0.02
+    assert (exact[0] - half[0]).abs().mean() < limit
     assert (exact[1] - half[1]).abs().mean() < 0.02
     if arch is DENSE:  # rounding may route a token elsewhere, so a sparse gradient may jump
         close(half[2], exact[2], 0.05)

@@ -94,19 +94,42 @@ class SharedMemoryWeightStore:
         self, version: Version, tensors: Iterable[tuple[str, Tensor]], canary: Canary | None = None
     ) -> str:
         """Write all tensors, seal, return the checksum. All or nothing."""
+        return self._publish(version, tensors, canary, expected=None)
+
+    def take_in(self, sealed: SealedFile) -> None:
+        """Publish a copy of a version that another store has, if it is what was published."""
+        self._publish(sealed.version, sealed.tensors(), sealed.canary, expected=sealed.checksum)
+
+    def _publish(
+        self,
+        version: Version,
+        tensors: Iterable[tuple[str, Tensor]],
+        canary: Canary | None,
+        expected: str | None,
+    ) -> str:
         assert version >= 0, f"version {version} is negative"
         if self._directory(version).exists():
             raise VersionExists(f"version {version} is already published in {self.root}")
         with self._new_directory(version) as directory:
             manifest = write_sealed(directory, version, tensors, canary, self.durable)
+            if expected not in (None, manifest.checksum):
+                raise WeightsCorrupt(f"version {version} changed after publication; not copied")
             self._seal(directory, version)
         return manifest.checksum
 
     def open(self, version: Version) -> SealedFile:
         """Map the version. Its bytes are hashed the first time this store object opens it."""
+        sealed = self.map(version)
+        if self._verify and (version, sealed.stamp) not in self._verified:
+            sealed.verify()
+            self._verified.add((version, sealed.stamp))
+        return sealed
+
+    def map(self, version: Version) -> SealedFile:
+        """Map the version without hashing it, for those who hash what they read."""
         directory = self._directory(version)
         try:
-            sealed = SealedFile(directory, version)
+            return SealedFile(directory, version)
         except FileNotFoundError as error:
             if directory.exists():
                 message = f"version {version}: {error.filename} is gone"
@@ -114,10 +137,6 @@ class SharedMemoryWeightStore:
             raise VersionMissing(
                 f"version {version} is not in {self.root} (it has {list(self.versions())})"
             ) from error
-        if self._verify and (version, sealed.stamp) not in self._verified:
-            sealed.verify()
-            self._verified.add((version, sealed.stamp))
-        return sealed
 
     def retire(self, version: Version) -> None:
         """Forget the version. Readers that have it mapped keep reading it."""
@@ -226,16 +245,15 @@ def copy_version(
 
     Copying again what is already there is fine; a different version of that number is an error.
     """
-    sealed = source.open(version)
+    sealed = source.map(version)  # copying hashes every byte, so damage is noticed there
     if version in target.versions():
         if target.checksum(version) != sealed.checksum:
             raise VersionExists(
                 f"version {version} in {target.root} differs from the one in {source.root}"
             )
         return sealed.checksum
-    checksum = target.publish(version, sealed.tensors(), sealed.canary)
-    assert checksum == sealed.checksum, f"version {version} changed while it was copied"
-    return checksum
+    target.take_in(sealed)
+    return sealed.checksum
 
 
 def export_safetensors(sealed: SealedFile, path: str | Path) -> None:

@@ -16,9 +16,10 @@ import json
 import mmap
 import os
 import struct
+from collections import deque
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -130,22 +131,32 @@ def _write_tensors(
     file: BinaryIO, tensors: Iterable[tuple[str, Tensor]]
 ) -> tuple[TensorEntry, ...]:
     entries: dict[str, TensorEntry] = {}
+    hashing: deque[tuple[str, Future[str]]] = deque()
     begin = 0
     file.seek(HEADER_ROOM_BYTES)
-    with ThreadPoolExecutor(1, thread_name_prefix="weights-hash") as pool:
+    with ThreadPoolExecutor(NUM_HASH_THREADS, thread_name_prefix="weights-hash") as pool:
         for name, tensor in tensors:
             assert name not in entries, f"tensor {name!r} is published twice in one version"
             data = _bytes_of(tensor)
-            # Hashing and writing both release the interpreter lock: they run side by side.
-            digest = pool.submit(_digest, data)
+            # Hashing and writing both release the interpreter lock: they run side by side. Few
+            # tensors wait for their hash, since each is held in memory until then.
+            hashing.append((name, pool.submit(_digest, data)))
             file.write(data)
             end = begin + len(data)
             dtype = DTYPE_CODES.get(str(tensor.dtype).removeprefix("torch."))
             assert dtype is not None, f"tensor {name!r} has type {tensor.dtype}, not in safetensors"
-            shape = tuple(tensor.shape)
-            entries[name] = TensorEntry(name, dtype, shape, begin, end, digest.result())
+            entries[name] = TensorEntry(name, dtype, tuple(tensor.shape), begin, end, "")
             begin = end
+            if len(hashing) > NUM_HASH_THREADS:
+                _enter_digest(entries, hashing)
+        while hashing:
+            _enter_digest(entries, hashing)
     return tuple(entries.values())
+
+
+def _enter_digest(entries: dict[str, TensorEntry], hashing: deque[tuple[str, Future[str]]]) -> None:
+    name, digest = hashing.popleft()
+    entries[name] = replace(entries[name], digest=digest.result())
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
