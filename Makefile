@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 SEEDS ?= 2000
 SEED0 ?= 0
 
-.PHONY: quickstart setup test test-full check lint types soak clean
+.PHONY: quickstart setup test test-full check lint types docs soak clean
 
 quickstart: setup
 	rm -rf runs/quickstart
@@ -35,6 +35,11 @@ test-full: setup
 	$(BIN)/pytest -m 'full and not gpu' -n 2
 
 check: lint types test
+
+# What is written from the code: the configuration reference and the drawings of the documents.
+docs: setup
+	$(BIN)/python -m dora_rl.commands.config_reference docs/config.md
+	$(BIN)/python docs/pictures/draw.py
 
 soak: setup
 	$(BIN)/python -m dora_rl.sim.soak --seeds $(SEEDS) --seed0 $(SEED0)

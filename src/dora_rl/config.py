@@ -9,18 +9,22 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from dora_rl.config.env import EnvConfig
-from dora_rl.config.section import Section
 from dora_rl.types import Mode, SamplingParams
+
+
+class Section(BaseModel):
+    """Base of every section: immutable, no unknown keys, no silent coercion of strings."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=False, validate_default=True)
 
 
 class ModelConfig(Section):
     """[model] what is trained: a Hugging Face directory or id."""
 
-    path: str = Field(min_length=1)
-    trust_remote_code: bool = False
+    path: str = Field(min_length=1)  # a Hugging Face directory or id
+    trust_remote_code: bool = False  # run Python code that comes with the model
 
 
 class OrchestrationConfig(Section):
@@ -29,32 +33,29 @@ class OrchestrationConfig(Section):
     Zero means "derive it": groups in flight from the batch, samples needed from the group.
     """
 
-    mode: Mode = Mode.MULTI_VERSION
-    max_staleness: int = Field(
-        default=2, ge=0
-    )  # K: the oldest version a step may train is its own - K
-    num_steps: int = Field(default=100, ge=1)
+    mode: Mode = Mode.MULTI_VERSION  # the paradigm; see concepts.md
+    # K: the oldest version a step may train is its own - K.
+    max_staleness: int = Field(default=2, ge=0)
+    num_steps: int = Field(default=100, ge=1)  # training steps of the whole run
     batch_groups: int = Field(default=32, ge=1)  # prompts per training step
-    inflight_groups: int = Field(default=0, ge=0)  # 0: one and a half batches
-    ready_max: int = Field(
-        default=0, ge=0
-    )  # ready groups above which nothing new starts; 0: K batches
+    inflight_groups: int = Field(default=0, ge=0)  # target for groups in flight; 0: 1.5 batches
+    ready_max: int = Field(default=0, ge=0)  # ready groups that stop new ones; 0: K batches
     samples_min: int = Field(default=0, ge=0)  # scored samples a group needs to train; 0: all
     streaming: bool = True  # train on groups while the rest of the batch still generates
-    kv_moves: bool = True
-    repartition: bool = True
-    level_running: bool = False
+    kv_moves: bool = True  # a running request moves with its KV cache; off: it is prefilled again
+    repartition: bool = True  # instances change version with the load; off: only when they must
+    level_running: bool = False  # also level the running requests of a version over its instances
     filter_equal: bool = False  # leave out groups whose rewards are all equal
-    filtered_max: int = Field(default=1000, ge=1)
-    failed_share_max: float = Field(default=0.5, ge=0, le=1)
-    attempts_max: int = Field(default=4, ge=1)
+    filtered_max: int = Field(default=1000, ge=1)  # filtered groups in a row that stop the run
+    failed_share_max: float = Field(default=0.5, ge=0, le=1)  # share of failed groups that stops it
+    attempts_max: int = Field(default=4, ge=1)  # starts of a sample before it counts as failed
     oversample: float = Field(default=1.25, ge=1)  # replication: groups issued over groups needed
-    fill_older_max: int = Field(default=0, ge=0)
-    rebalance_period_s: float = Field(default=30.0, gt=0)
-    report_timeout_s: float = Field(default=60.0, gt=0)
-    load_timeout_s: float = Field(default=300.0, gt=0)
-    move_timeout_s: float = Field(default=60.0, gt=0)
-    trainer_timeout_s: float = Field(default=1800.0, gt=0)
+    fill_older_max: int = Field(default=0, ge=0)  # per step, on idle slots of older versions
+    rebalance_period_s: float = Field(default=30.0, gt=0)  # between two looks at the partition
+    report_timeout_s: float = Field(default=60.0, gt=0)  # for an instance to report
+    load_timeout_s: float = Field(default=300.0, gt=0)  # for a version to load, a worker to start
+    move_timeout_s: float = Field(default=60.0, gt=0)  # for a request to arrive elsewhere
+    trainer_timeout_s: float = Field(default=1800.0, gt=0)  # for the learner to progress
 
 
 class RewardFunction(Section):
@@ -63,11 +64,12 @@ class RewardFunction(Section):
     # `path/to/file.py:name`, `package.module:name`, or a built-in: exact, regex, math, format,
     # length, code, judge, model.
     name: str = Field(min_length=1)
-    weight: float = Field(default=1.0, allow_inf_nan=False)
+    weight: float = Field(default=1.0, allow_inf_nan=False)  # in the sum
     label: str = ""  # in the metrics; empty: the name
+    # Of the signature; auto: from its parameters.
     form: Literal["auto", "trl", "verl", "verifiers", "plain"] = "auto"
     # Arguments of a built-in, or keyword arguments of a function.
-    options: dict[str, Any] = Field(default_factory=dict)
+    options: dict[str, Any] = {}
     # Remember scores of equal samples. None: only where a score is dear (code, judge, model).
     cache: bool | None = None
 
@@ -75,7 +77,7 @@ class RewardFunction(Section):
 class RewardConfig(Section):
     """[reward] what responses are worth: the weighted sum of `functions`."""
 
-    functions: tuple[RewardFunction, ...] = ()
+    functions: tuple[RewardFunction, ...] = ()  # names, or tables with a name; see below
     timeout_s: float = Field(default=30.0, gt=0)  # of one call of one function
     # Tries of a call that raises or times out. 0: three for asynchronous functions and the judge,
     # otherwise one.
@@ -99,6 +101,35 @@ class RewardConfig(Section):
         return tuple({"name": entry} if isinstance(entry, str) else entry for entry in entries)
 
 
+class EnvironmentEntry(Section):
+    """One entry of `env.environments`. A plain string stands for its `name`."""
+
+    # A built-in (calculator, guess, single_turn), `package.module:Name` or `path/to/file.py:Name`.
+    name: str = Field(min_length=1)
+    label: str = ""  # what `data.train[].env` and the records call it; empty: the name
+    options: dict[str, Any] = {}  # arguments of the environment's constructor
+    weight: float = Field(default=1.0, gt=0)  # how often its prompts come, against the others'
+    turns_max: int = Field(default=8, ge=1)  # of an episode; then it ends as it is
+    timeout_s: float = Field(default=60.0, gt=0)  # of one reset or step
+    concurrent_max: int = Field(default=256, ge=1)  # steps under way at once, in all workers
+    latency_s: tuple[float, float] = (0.0, 0.0)  # waited before each step, for tests: from, to
+
+
+class EnvConfig(Section):
+    """[env] multi-turn environments; without one, every run has a single turn."""
+
+    environments: tuple[EnvironmentEntry, ...] = ()  # names, or tables with a name; see below
+    num_workers: int = Field(default=1, ge=1)  # processes that hold environments
+    # Requests an instance takes over those it decodes at once: the others wait for their step.
+    slots_factor: float = Field(default=2.0, ge=1)
+
+    @field_validator("environments", mode="before")
+    @classmethod
+    def _strings_are_names(cls, value: object) -> object:
+        entries = value if isinstance(value, (list, tuple)) else (value,)
+        return tuple({"name": entry} if isinstance(entry, str) else entry for entry in entries)
+
+
 class RolloutConfig(Section):
     """[rollout] the generation engine and how it samples.
 
@@ -106,38 +137,41 @@ class RolloutConfig(Section):
     versions from `max_staleness`.
     """
 
-    backend: Literal["native", "vllm"] = "native"
-    num_instances: int = Field(default=1, ge=1)
+    backend: Literal["native", "vllm"] = "native"  # native: our engine; vllm: vLLM instances
+    num_instances: int = Field(default=1, ge=1)  # engines, each a process of its own
     threads: int = Field(default=1, ge=1)  # of each instance, on the CPU
     num_samples: int = Field(default=8, ge=1)  # responses per prompt: the size of a group
-    # sampling
+    # -- sampling
     tokens_max: int = Field(default=256, ge=1)  # of one response (of one turn, in an environment)
-    temperature: float = Field(default=1.0, ge=0.0)
-    top_k: int = Field(default=0, ge=0)
-    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    min_p: float = Field(default=0.0, ge=0.0, le=1.0)
-    stop_ids: tuple[int, ...] = ()
-    stop_strings: tuple[str, ...] = ()
-    ignore_eos: bool = False
+    temperature: float = Field(default=1.0, ge=0.0)  # 0: greedy
+    top_k: int = Field(default=0, ge=0)  # 0: off
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)  # 1: off
+    min_p: float = Field(default=0.0, ge=0.0, le=1.0)  # 0: off
+    stop_ids: tuple[int, ...] = ()  # token ids that end a response, beside the model's own
+    stop_strings: tuple[str, ...] = ()  # texts that end a response
+    ignore_eos: bool = False  # go on past the end-of-sequence token
     raw_logprobs: bool = False  # also record log-probs at temperature 1, without filters
     # For comparisons of speed: responses are cut off (and kept going) at a log-normal length that
     # depends on (seed, prompt, sample) alone, the same in every mode. A median of 0: no forcing.
     forced_length_median: float = Field(default=0.0, ge=0.0)
+    # Of its logarithm: the spread of the forced lengths.
     forced_length_sigma: float = Field(default=1.0, gt=0.0)
-    # engine
+    # -- engine
     dtype: Literal["float32", "bfloat16"] | None = None  # None: float32 on CPU, else bfloat16
-    block_tokens: int = 64
-    num_blocks: int = Field(default=0, ge=0)
+    block_tokens: int = 64  # of one KV block: a power of two, 16 or more
+    num_blocks: int = Field(default=0, ge=0)  # of the KV cache; 0: from kv_bytes_max
+    # 0: 85 % of the free memory of a GPU, 1 GiB on a CPU.
     kv_bytes_max: int = Field(default=0, ge=0)
-    host_blocks_max: int = Field(default=4096, ge=0)
+    host_blocks_max: int = Field(default=4096, ge=0)  # blocks of spilled and parked requests
     seqs_max: int = Field(default=256, ge=1)  # requests an instance decodes at once
+    # Rows of one step: decoding and chunks of prefill.
     step_tokens_max: int = Field(default=2048, ge=1)
-    context_max: int = Field(default=0, ge=0)
-    versions_max: int = Field(default=0, ge=0)
-    prefix_cache: bool = True
-    one_pass: bool = True
-    cuda_graphs: bool = True
-    async_steps: bool = True
+    context_max: int = Field(default=0, ge=0)  # 0: the model's own, at most 32,768
+    versions_max: int = Field(default=0, ge=0)  # resident on one instance; 0: from max_staleness
+    prefix_cache: bool = True  # share the blocks of equal prompts
+    one_pass: bool = True  # all versions in one pass; off: one pass each
+    cuda_graphs: bool = True  # replay a decode step as one launch
+    async_steps: bool = True  # on a GPU: launch a step before the last one is read
     verify_weights: bool = True  # check the checksum and the canary of every version loaded
     journal_steps: int = Field(default=16, ge=1)  # steps between two writes of the token journal
 
@@ -175,82 +209,82 @@ class AlgorithmConfig(Section):
     advantage: str | None = None  # group | group_mean | leave_one_out | batch | gae
     aggregation: str | None = None  # token_mean | sequence_mean | constant
     constant_tokens: int | None = None  # denominator per sequence of `constant`
-    clip_low: float | None = None
-    clip_high: float | None = None
+    clip_low: float | None = None  # epsilon below; none: the recipe's
+    clip_high: float | None = None  # epsilon above; none: the recipe's
     dual_clip: float | None = None  # cap on the ratio where the advantage is negative
     old_logprobs: str | None = None  # rollout | behaviour | proximal
-    corrections: tuple[str, ...] | None = None  # see `corrections`; () for none
+    corrections: tuple[str, ...] | None = None  # names, see algorithms.md; empty for none
     correction_numerator: str = "old"  # old | current
-    token_ratio_max: float = 2.0
-    token_ratio_min: float = 0.5
-    sequence_ratio_max: float = 2.0
-    sequence_ratio_min: float = 0.5
-    geometric_ratio_max: float = 1.001
-    geometric_ratio_min: float = 0.999
+    token_ratio_max: float = 2.0  # bounds of token_tis, token_mis, token_mask
+    token_ratio_min: float = 0.5  # of token_mask
+    sequence_ratio_max: float = 2.0  # of sequence_tis, sequence_mis, sequence_mask
+    sequence_ratio_min: float = 0.5  # of sequence_mask
+    geometric_ratio_max: float = 1.001  # of geometric_mask and hierarchical
+    geometric_ratio_min: float = 0.999  # of the same
     behaviour_ratio_max: float | None = None  # cap on proximal / behaviour in decoupled PPO
-    kl_coef: float = 0.0
+    kl_coef: float = 0.0  # of the KL to the reference; 0: no reference is held
     kl_estimator: str = "k3"  # k1 | k2 | k3
     kl_in: str = "loss"  # loss | reward
     kl_ratio_weighted: bool = False  # KL times the ratio: an unbiased gradient off-policy
-    entropy_coef: float = 0.0
-    temperature: float = 1.0
-    skip_zero_advantage: bool = True
+    entropy_coef: float = 0.0  # of the entropy bonus
+    temperature: float = 1.0  # the rollout's, in the log-probs
+    skip_zero_advantage: bool = True  # no forward pass where nothing can be learned
     overlong_tokens_max: int = 0  # 0: no overlong shaping
-    overlong_buffer_tokens: int = 0
-    overlong_penalty: float = 1.0
-    gamma: float = 1.0
-    gae_lambda: float = 1.0
+    overlong_buffer_tokens: int = 0  # where the penalty grows from 0
+    overlong_penalty: float = 1.0  # at overlong_tokens_max
+    gamma: float = 1.0  # discount of GAE
+    gae_lambda: float = 1.0  # of GAE
     whiten_advantages: bool = True  # of GAE, over the whole batch
-    value_coef: float = 0.5
-    value_clip: float | None = 0.2
-    critic_lr: float = 1e-5
+    value_coef: float = 0.5  # of the critic's loss
+    value_clip: float | None = 0.2  # how far a value may move from its old one
+    critic_lr: float = 1e-5  # the critic's own
 
 
 class TrainerConfig(Section):
     """[trainer] optimizer, packing, precision, sharding."""
 
-    lr: float = 1e-6
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
+    lr: float = 1e-6  # learning rate of AdamW
+    betas: tuple[float, float] = (0.9, 0.999)  # of AdamW
+    eps: float = 1e-8  # of AdamW
+    weight_decay: float = 0.0  # of AdamW
     schedule: str = "constant"  # constant | linear | cosine
-    warmup_updates: int = 0
+    warmup_updates: int = 0  # of linear growth from 0
     num_updates: int = 0  # horizon of linear and cosine; 0 with constant
-    lr_floor_ratio: float = 0.0
+    lr_floor_ratio: float = 0.0  # where linear and cosine end
     grad_norm_max: float = 1.0  # 0: no clipping
-    updates_per_step: int = 1
+    updates_per_step: int = 1  # U: update i takes the i-th B/U groups
     pack_tokens: int = 0  # of one micro-batch; 0: 4096 on a CPU, 32768 on CUDA
     document_tokens_max: int = 0  # 0: what the model's positions allow
-    streaming: bool = True
-    canonical_order: bool = False
+    streaming: bool = True  # compute on groups as they come; off: at the end of a step
+    canonical_order: bool = False  # a step does not depend on the order of arrival
     compute_dtype: str = "auto"  # auto: float32 on a CPU, bfloat16 on CUDA
     publish_dtype: str = "auto"  # auto: the compute dtype
-    device: str = "auto"
+    device: str = "auto"  # auto: cuda where there is one, else cpu
     threads: int = 0  # 0: leave torch's setting alone
     attention: str = "auto"  # auto | varlen | flex | blocks | sdpa | loop
     implementation: str = "auto"  # auto | lean | transformers
     compile: str = "auto"  # auto | on | off
     activation_checkpointing: str = "none"  # none | layer
     logits_chunk_tokens: int = 0  # 0: chosen from the vocabulary
-    lora_rank: int = 0
-    lora_alpha: float = 16.0
-    lora_dropout: float = 0.0
+    lora_rank: int = 0  # 0: all parameters are trained
+    lora_alpha: float = 16.0  # scale is alpha / rank
+    lora_dropout: float = 0.0  # of the adapters
     lora_targets: tuple[str, ...] = ()  # empty: every linear layer of the blocks
-    trust_remote_code: bool = False
+    trust_remote_code: bool = False  # for models that run through transformers
     reference_model: str = ""  # empty: the starting weights
-    seed: int = 0
+    seed: int = 0  # of new adapters
 
 
 class CheckpointConfig(Section):
     """[checkpoint] how often, how many, which is best."""
 
-    every_steps: int = 10
+    every_steps: int = 10  # between two checkpoints
     keep: int = 2  # newest ones; 0 keeps all
-    keep_best: bool = True
-    best_metric: str = "eval/greedy"
-    best_is_max: bool = True
+    keep_best: bool = True  # keep the best beside the newest
+    best_metric: str = "eval/greedy"  # what best means; a metric of the evaluation
+    best_is_max: bool = True  # off: the smallest is best
     dtype: str = "auto"  # of the model files; the float32 masters are always beside them
-    shard_bytes_max: int = 4 << 30
+    shard_bytes_max: int = 4 << 30  # of one safetensors file
 
 
 class DataSource(Section):
@@ -259,32 +293,32 @@ class DataSource(Section):
     # A .jsonl, .json or .parquet file, a directory of those, a directory that `datasets` saved, a
     # Hugging Face id, or code that makes rows: `package.module:name` or `path/to/file.py:name`.
     path: str = Field(min_length=1)
-    weight: float = Field(default=1.0, gt=0)
-    name: str = ""
-    split: str = ""
-    subset: str = ""
-    prompt_column: str = "prompt"
+    weight: float = Field(default=1.0, gt=0)  # share of the prompts, relative to the other sources
+    name: str = ""  # in the metrics; empty: the path
+    split: str = ""  # of a Hugging Face dataset
+    subset: str = ""  # of a Hugging Face dataset
+    prompt_column: str = "prompt"  # a string or a list of messages
     # Empty: the first of answer, ground_truth, solution, label, reward_model.ground_truth.
     answer_column: str = ""
     # Arguments of a source that is code.
-    options: dict[str, str | int | float | bool] = Field(default_factory=dict)
+    options: dict[str, str | int | float | bool] = {}
     env: str = ""  # label of its environment; empty: the only one
 
 
 class DataConfig(Section):
     """[data] where prompts come from."""
 
-    train: tuple[DataSource, ...] = ()
-    eval: tuple[DataSource, ...] = ()
-    seed: int = 0
-    shuffle: bool = True
+    train: tuple[DataSource, ...] = ()  # paths, or tables with a path; see below
+    eval: tuple[DataSource, ...] = ()  # held-out prompts, in the same form
+    seed: int = 0  # of the order
+    shuffle: bool = True  # off: in the order of the files
     # Longer prompts are left out and counted. 0: no limit.
     prompt_tokens_max: int = Field(default=1024, ge=0)
     # `auto`: message lists go through the chat template, strings stay as they are.
     # `always`: a string becomes a user message. `never`: message lists are an error.
     chat: Literal["auto", "always", "never"] = "auto"
-    system_prompt: str = ""
-    template_options: dict[str, str | int | float | bool] = Field(default_factory=dict)
+    system_prompt: str = ""  # put before every conversation
+    template_options: dict[str, str | int | float | bool] = {}  # arguments of the chat template
     # Rows of an endless source that are looked at before the run starts.
     check_rows: int = Field(default=256, ge=1)
     # Refuse to start when an evaluation prompt is also a training prompt.
@@ -310,32 +344,29 @@ class EvaluationConfig(Section):
     """[evaluation] held-out prompts, generated under one pinned version while training goes on."""
 
     every_steps: int = Field(default=0, ge=0)  # 0: only before the first and after the last step
-    num_prompts: int = Field(default=200, ge=1)
-    num_samples: int = Field(
-        default=1, ge=1
-    )  # sampled responses per prompt, for accuracy and pass@k
+    num_prompts: int = Field(default=200, ge=1)  # of the held-out data
+    num_samples: int = Field(default=1, ge=1)  # sampled responses per prompt, for pass@k
 
 
 class LoggingConfig(Section):
     """[logging] what is written beside metrics.jsonl and the event log."""
 
     rollouts: bool = True  # every trained sample as a line of rollouts.jsonl
-    progress: bool = True
+    progress: bool = True  # live lines on the console
+    # Metrics also go here, where installed.
     sinks: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ()
 
 
 class RuntimeConfig(Section):
     """[runtime] where the workers run."""
 
-    kind: Literal["local", "ray"] = "local"
-    run_dir: str = "runs/latest"
-    seed: int = 0
+    kind: Literal["local", "ray"] = "local"  # this machine, or a Ray cluster
+    run_dir: str = "runs/latest"  # everything of the run is written here
+    seed: int = 0  # of sampling: with the prompt and sample number it fixes the draws
     device: str = "auto"  # auto: cuda where there is one, else cpu
     threads: int = Field(default=0, ge=0)  # of every worker; 0: each section's own
     grace_s: float = Field(default=30.0, gt=0)  # to end cleanly after a signal
-    watchdog_s: float = Field(
-        default=60.0, gt=0
-    )  # without progress before it is said who waits for whom
+    watchdog_s: float = Field(default=60.0, gt=0)  # without progress, until the waits are named
     # Kernels of instances and learner side by side on one shared GPU (NVIDIA's MPS). A fault on
     # the device in one process then ends them all; the run goes on from its journals.
     mps: bool = False
@@ -345,8 +376,8 @@ class RuntimeConfig(Section):
 class ResourcesConfig(Section):
     """[resources] devices of a cluster: how many for each role."""
 
-    learner_ranks: int = Field(default=1, ge=1)
-    devices_per_instance: int = Field(default=1, ge=1)
+    learner_ranks: int = Field(default=1, ge=1)  # processes that share the learner (FSDP2)
+    devices_per_instance: int = Field(default=1, ge=1)  # GPUs of one instance (vLLM)
 
 
 class RunConfig(Section):

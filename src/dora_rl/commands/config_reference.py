@@ -1,0 +1,152 @@
+"""The configuration reference, docs/config.md, written from the types in `dora_rl.config`.
+
+    python -m dora_rl.commands.config_reference docs/config.md
+
+A key's description is its comment in the source: behind it on the line, or on the lines directly
+above it (a comment that begins with `--` is a heading and belongs to no key). Never says anything
+the types do not say. Invariant: every key of every section is in the page, in the order of the
+source; a test fails when the page is older than the types.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import io
+import re
+import sys
+import tokenize
+import types
+import typing
+from collections.abc import Iterator
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from dora_rl import config
+
+_HEAD = """# Configuration reference
+
+Written by `make docs` from `src/dora_rl/config.py`; do not edit. A run is one TOML file with these
+sections; any key can be set on the command line as `section.key=value`. Unknown keys are errors
+that name the nearest one. The resolved configuration is written to `config.json` in the run
+directory and can be given to `train` again. Only `model.path` has no default; data and a
+reward (or an environment) are needed to train.
+
+"""
+_SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+_PLAIN = {int: "integer", float: "number", bool: "true or false", str: "string", Any: "anything"}
+
+
+def reference() -> str:
+    """The whole page."""
+    sections = config.RunConfig.model_fields
+    parts = [_HEAD]
+    for name, field in sections.items():
+        assert isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+        parts.append("\n".join(_section(f"[{name}]", field.annotation)))
+        for entry, keys in entries_of(field.annotation).items():
+            title = "Entries of " + " and ".join(f"{name}.{key}" for key in keys)
+            parts.append("\n".join(_section(title, entry)))
+    return "\n".join(parts)
+
+
+def _section(title: str, kind: type[BaseModel]) -> Iterator[str]:
+    text = re.sub(r"^\[\w+\] ", "", inspect.cleandoc(kind.__doc__ or "").replace("\n\n", "\n"))
+    yield f"## {title}\n\n{text[:1].upper()}{text[1:]}\n"
+    yield "| key | kind | default | what |\n|---|---|---|---|"
+    said = comments_of(kind)
+    for key, field in kind.model_fields.items():
+        cells = (f"`{key}`", kind_of(field), _default(field), said.get(key, ""))
+        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    yield ""
+
+
+def entries_of(kind: type[BaseModel]) -> dict[type[BaseModel], list[str]]:
+    """The tables that lists of a section hold, each with the keys of those lists."""
+    found: dict[type[BaseModel], list[str]] = {}
+    for key, field in kind.model_fields.items():
+        for inner in typing.get_args(field.annotation):
+            if isinstance(inner, type) and issubclass(inner, BaseModel):
+                found.setdefault(inner, []).append(key)
+    return found
+
+
+def kind_of(field: FieldInfo) -> str:
+    """A field's kind in words, with its bounds: `integer ≥ 1`."""
+    bounds = [
+        f"{sign} {getattr(rule, name):g}"
+        for rule in field.metadata
+        for name, sign in _SIGNS.items()
+        if getattr(rule, name, None) is not None
+    ]
+    return " ".join([_words(field.annotation), *bounds])
+
+
+def _words(kind: Any) -> str:
+    if kind in _PLAIN:
+        return _PLAIN[kind]
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return " | ".join(f"`{member.value}`" for member in kind)
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return "table"
+    inner = typing.get_args(kind)
+    origin = typing.get_origin(kind)
+    if origin is typing.Literal:
+        return " | ".join(f"`{value}`" for value in inner)
+    if origin in (types.UnionType, typing.Union):
+        named = [_words(part) for part in inner if part is not type(None)]
+        return " or ".join(named)
+    if origin is tuple:
+        many = "list" if inner[-1] is Ellipsis else f"{len(inner)} values"
+        return f"{many} of {_words(inner[0])}".replace("of table", "of tables")
+    assert origin is dict, f"no words for {kind}"
+    return "table"
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "**needed**"
+    value = field.get_default(call_default_factory=True)
+    if value is None:
+        return "–"
+    if isinstance(value, Enum):
+        value = value.value
+    if isinstance(value, tuple):
+        value = list(value)
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    return f"`{value}`" if value != "" else '`""`'
+
+
+def comments_of(kind: type[BaseModel]) -> dict[str, str]:
+    """Key -> its comment in the source, of one class and those it inherits from."""
+    found: dict[str, str] = {}
+    for owner in reversed(kind.__mro__):
+        if issubclass(owner, BaseModel) and owner is not BaseModel:
+            found |= _comments(inspect.getsource(owner))
+    return found
+
+
+def _comments(source: str) -> dict[str, str]:
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    said = {token.start[0]: token for token in tokens if token.type == tokenize.COMMENT}
+    alone = {n for n, token in said.items() if not token.line[: token.start[1]].strip()}
+    found: dict[str, str] = {}
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
+            continue
+        above: list[int] = []
+        while node.lineno - len(above) - 1 in alone:
+            above.append(node.lineno - len(above) - 1)
+        beside = [n for n in range(node.lineno, (node.end_lineno or 0) + 1) if n in said]
+        lines = [said[n].string.lstrip("# ") for n in [*reversed(above), *beside]]
+        found[node.target.id] = " ".join(line for line in lines if not line.startswith("--"))
+    return found
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(reference())
