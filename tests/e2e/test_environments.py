@@ -137,6 +137,7 @@ def test_killed_workers_lose_nothing(tmp_path: Path) -> None:
         env__num_workers=2,
         rollout__journal_steps=1,
         rollout__seqs_max=8,
+        rollout__versions_max=1,  # so that waiting requests move and park
         orchestration__num_steps=8,
         orchestration__attempts_max=100,
     )
@@ -162,6 +163,22 @@ def test_killed_workers_lose_nothing(tmp_path: Path) -> None:
         row = kept.get((line["group"], line["sample"]))
         if row is not None:
             assert row["token_ids"][: len(line["token_ids"])] == line["token_ids"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mode", ["sync", "partial"])
+def test_waiting_requests_sleep_and_change_versions(tmp_path: Path, mode: str) -> None:
+    """Instances that sleep while the learner works park their sessions, or re-version them."""
+    run = tool_run(
+        tmp_path,
+        env__environments=calculator(latency_s=[0.05, 0.5]),
+        orchestration__mode=mode,
+        orchestration__num_steps=3,
+    )
+    run.train()
+    assert run.proven().figures.groups_trained == 12
+    for row in run.lines("rollouts.jsonl"):
+        assert_turns_are_right(row)
 
 
 def pid_of(run: TinyRun, name: str) -> int:

@@ -20,7 +20,7 @@ REAL = ["math_lora_qwen3_1.7b", "math_qwen3_0.6b", "text_format"]
 
 
 def test_every_recipe_is_known_here():
-    assert sorted([*REAL, "quickstart", "longtail"]) == NAMES
+    assert sorted([*REAL, "quickstart", "longtail", "tool", "game"]) == NAMES
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -30,7 +30,7 @@ from dora_rl import config
 
 _HEAD = """# Configuration reference
 
-Written by `make docs` from `src/dora_rl/config.py`; do not edit. A run is one TOML file with these
+Written by `make docs` from `src/dora_rl/config`; do not edit. A run is one TOML file with these
 sections; any key can be set on the command line as `section.key=value`. Unknown keys are errors
 that name the nearest one. The resolved configuration is written to `config.json` in the run
 directory and can be given to `train` again. Only `model.path` has no default; data and a

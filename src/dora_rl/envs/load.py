@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from dora_rl.config import EnvConfig, EnvironmentEntry
+from dora_rl.config.env import EnvConfig, EnvironmentEntry
 from dora_rl.envs.base import Environment
 from dora_rl.types import UserError
 

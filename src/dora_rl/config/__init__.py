@@ -9,15 +9,11 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
+from dora_rl.config.env import EnvConfig
+from dora_rl.config.section import Section
 from dora_rl.types import Mode, SamplingParams
-
-
-class Section(BaseModel):
-    """Base of every section: immutable, no unknown keys, no silent coercion of strings."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=False, validate_default=True)
 
 
 class ModelConfig(Section):
@@ -69,7 +65,7 @@ class RewardFunction(Section):
     # Of the signature; auto: from its parameters.
     form: Literal["auto", "trl", "verl", "verifiers", "plain"] = "auto"
     # Arguments of a built-in, or keyword arguments of a function.
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = Field(default_factory=dict)
     # Remember scores of equal samples. None: only where a score is dear (code, judge, model).
     cache: bool | None = None
 
@@ -95,35 +91,6 @@ class RewardConfig(Section):
         return max(1, len(self.functions)) * one_s + 10.0
 
     @field_validator("functions", mode="before")
-    @classmethod
-    def _strings_are_names(cls, value: object) -> object:
-        entries = value if isinstance(value, (list, tuple)) else (value,)
-        return tuple({"name": entry} if isinstance(entry, str) else entry for entry in entries)
-
-
-class EnvironmentEntry(Section):
-    """One entry of `env.environments`. A plain string stands for its `name`."""
-
-    # A built-in (calculator, guess, single_turn), `package.module:Name` or `path/to/file.py:Name`.
-    name: str = Field(min_length=1)
-    label: str = ""  # what `data.train[].env` and the records call it; empty: the name
-    options: dict[str, Any] = {}  # arguments of the environment's constructor
-    weight: float = Field(default=1.0, gt=0)  # how often its prompts come, against the others'
-    turns_max: int = Field(default=8, ge=1)  # of an episode; then it ends as it is
-    timeout_s: float = Field(default=60.0, gt=0)  # of one reset or step
-    concurrent_max: int = Field(default=256, ge=1)  # steps under way at once, in all workers
-    latency_s: tuple[float, float] = (0.0, 0.0)  # waited before each step, for tests: from, to
-
-
-class EnvConfig(Section):
-    """[env] multi-turn environments; without one, every run has a single turn."""
-
-    environments: tuple[EnvironmentEntry, ...] = ()  # names, or tables with a name; see below
-    num_workers: int = Field(default=1, ge=1)  # processes that hold environments
-    # Requests an instance takes over those it decodes at once: the others wait for their step.
-    slots_factor: float = Field(default=2.0, ge=1)
-
-    @field_validator("environments", mode="before")
     @classmethod
     def _strings_are_names(cls, value: object) -> object:
         entries = value if isinstance(value, (list, tuple)) else (value,)
@@ -301,7 +268,7 @@ class DataSource(Section):
     # Empty: the first of answer, ground_truth, solution, label, reward_model.ground_truth.
     answer_column: str = ""
     # Arguments of a source that is code.
-    options: dict[str, str | int | float | bool] = {}
+    options: dict[str, str | int | float | bool] = Field(default_factory=dict)
     env: str = ""  # label of its environment; empty: the only one
 
 
@@ -318,7 +285,8 @@ class DataConfig(Section):
     # `always`: a string becomes a user message. `never`: message lists are an error.
     chat: Literal["auto", "always", "never"] = "auto"
     system_prompt: str = ""  # put before every conversation
-    template_options: dict[str, str | int | float | bool] = {}  # arguments of the chat template
+    # Arguments of the chat template.
+    template_options: dict[str, str | int | float | bool] = Field(default_factory=dict)
     # Rows of an endless source that are looked at before the run starts.
     check_rows: int = Field(default=256, ge=1)
     # Refuse to start when an evaluation prompt is also a training prompt.

@@ -1,0 +1,50 @@
+"""docs/agents.md does what it says: its Python runs, its TOML is a valid run, its keys exist."""
+
+from __future__ import annotations
+
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from dora_rl.config import EnvConfig, RunConfig
+from dora_rl.config.env import EnvironmentEntry
+from dora_rl.envs.load import load_environments
+
+TEXT = (Path(__file__).parents[3] / "docs" / "agents.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", TEXT, re.DOTALL | re.MULTILINE)
+
+
+@pytest.fixture
+def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "shop", raising=False)
+    return tmp_path
+
+
+def test_python_and_toml(in_folder: Path) -> None:
+    found = blocks("python")
+    assert len(found) == 2
+    assert len(found[0].splitlines()) < 30, "an environment in under 30 lines"
+    scope: dict[str, object] = {}
+    for number, block in enumerate(found):
+        exec(compile(block, f"agents.md block {number}", "exec"), scope)
+    sections = [tomllib.loads(block) for block in blocks("toml")]
+    assert len(sections) == 3
+    for section in sections:
+        config = RunConfig.model_validate({"model": {"path": "x"}, **section})
+        assert load_environments(config.env, in_folder)
+
+
+def test_every_key_is_documented() -> None:
+    entry = set(EnvironmentEntry.model_fields) - {"name", "options"}
+    for name in entry:
+        assert f"`environments[].{name}`" in TEXT, name
+    for name in set(EnvConfig.model_fields) - {"environments"}:
+        assert f"`{name}`" in TEXT, name
