@@ -89,8 +89,7 @@ def make_config(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         "orchestration": {
             "max_staleness": args.staleness,
             "batch_groups": args.batch,
-            "inflight_groups": args.batch * (args.staleness + 1),
-            "ready_max": args.batch * (args.staleness + 1),
+            "inflight_groups": args.inflight or 3 * args.batch // 2,
         },
         "trainer": {"lr": 1e-6, "compile": args.compile, "pack_tokens": 32_768 if gpu else 2048},
         "runtime": {"device": args.device, "mps": args.mps, "run_dir": str(folder / "unused")},
@@ -104,6 +103,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens-max", type=int, default=4096)
     parser.add_argument("--batch", type=int, default=16, help="groups of 8 in a step")
     parser.add_argument("--staleness", type=int, default=2)
+    parser.add_argument("--inflight", type=int, default=0, help="groups; 0: one and a half batches")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--modes", default="sync,one_step_off,partial,multi_version")
     parser.add_argument("--compile", default="auto")
