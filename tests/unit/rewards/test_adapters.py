@@ -43,6 +43,10 @@ class TestTrl:
         rows = [item(r"\boxed{4}", ground_truth="4"), item(r"\boxed{5}", ground_truth="4")]
         assert score("trl", "boxed_answer", *rows) == [1.0, 0.0]
 
+    def test_completions_alone_and_instances(self) -> None:
+        assert score("trl", "number_of_characters", item("ab"), item("")) == [2.0, 0.0]
+        assert score("trl", "accuracy", item("it is 4", "4"), item("5", "4")) == [1.0, -1.0]
+
     def test_the_gold_answer_has_all_its_usual_names(self) -> None:
         assert score("trl", "boxed_answer", item(r"\boxed{4}", "4")) == [1.0]
 
@@ -93,6 +97,7 @@ class TestVerl:
         assert isinstance(bad, ScoreError) and "NotImplementedError" in bad.reason
 
     def test_keyword_arguments_from_options(self) -> None:
+        assert score("verl", "my_reward_fn", item("x" * 50)) == [0.5]
         assert score("verl", "length_score", item("x" * 50)) == [0.5]
         assert score("verl", "length_score", item("x" * 50), scale=10) == [5.0]
         assert score("verl", "plain_number", item("#### 3", "3"), score=2.0) == [2.0]
@@ -112,6 +117,14 @@ class TestVerifiers:
         row = item("4", "4", info='{"difficulty": 3}')
         assert score("verifiers", "asks_for_everything", row) == [3.0]
         assert score("verifiers", "uses_state", row) == [1.0]
+
+    def test_a_task_column_and_an_object_that_is_not_there(self) -> None:
+        rows = [item("4", "4", task="sums"), item("5", "4", task="sums")]
+        assert score("verifiers", "exact_match", *rows) == [1.0, 0.0]
+        reward = load_reward("verifiers_style.py:with_a_parser", STYLES)
+        assert reward.missing(["prompt", "answer"]) == ["parser"]
+        (told,) = reward.score([item("4", "4")])
+        assert isinstance(told, ScoreError) and "'parser'" in told.reason
 
     def test_annotated_string(self) -> None:
         def f(prompt: str, completion: str, answer: str) -> float:
@@ -195,6 +208,10 @@ class TestChoice:
         assert "mine.py:f" in str(error.value) and "\n" not in str(error.value)
         for form in ("TRL", "verl", "verifiers", "plain"):
             assert f"[{form}]" in str(error.value)
+
+    def test_a_batch_form_of_verl_is_refused(self) -> None:
+        with pytest.raises(UserError, match="of_a_batch"):
+            load_reward("verl_style.py:of_a_batch", STYLES)
 
     def test_missing_columns_are_known_before_the_first_sample(self) -> None:
         reward = load_reward("trl_style.py:only_math", STYLES)

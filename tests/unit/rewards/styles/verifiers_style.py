@@ -24,3 +24,13 @@ def asks_for_everything(prompt, completion, answer, state, info):
 async def uses_state(state, **kwargs) -> float:
     assert kwargs["completion"] == state["completion"]
     return float(len(state["completion"][-1]["content"]))
+
+
+async def exact_match(task: str, completion: list[dict], answer: str) -> float:
+    """`task` is a column; annotations as in their types."""
+    return float(task == "sums" and completion[-1]["content"].strip() == answer)
+
+
+def with_a_parser(parser, completion, answer) -> float:
+    """Asks for an object that only a rubric has."""
+    return float(parser.parse_answer(completion) == answer)

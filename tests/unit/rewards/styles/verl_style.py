@@ -25,3 +25,13 @@ def plain_number(solution_str, ground_truth, method="strict", format_score=0.0, 
 
 async def from_a_service(data_source, solution_str, ground_truth, extra_info, **kwargs):
     return {"score": float(extra_info["index"])}
+
+
+def my_reward_fn(data_source, solution_str, ground_truth, extra_info=None):
+    """The example of their document: any name, all four parameters."""
+    return len(solution_str) / 100
+
+
+def of_a_batch(data_sources, solution_strs, ground_truths, extra_infos):
+    """The form of their batch manager, which is none of ours."""
+    return [0.0 for _ in solution_strs]

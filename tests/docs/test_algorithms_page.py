@@ -1,0 +1,36 @@
+"""docs/algorithms.md lists every loss, advantage, aggregation, correction and KL, as they are."""
+
+from __future__ import annotations
+
+import pytest
+from document_blocks import ROOT
+
+from dora_rl.trainer.advantages import ADVANTAGES
+from dora_rl.trainer.corrections import CORRECTIONS
+from dora_rl.trainer.losses.aggregate import AGGREGATIONS
+from dora_rl.trainer.losses.penalties import KL
+from dora_rl.trainer.losses.registry import OLD_LOGPROBS, RECIPES
+
+TEXT = (ROOT / "docs" / "algorithms.md").read_text()
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_is_in_the_table_as_it_is(name: str) -> None:
+    recipe = RECIPES[name]
+    (row,) = [line for line in TEXT.splitlines() if line.startswith(f"| `{name}` |")]
+    assert f"`{recipe.advantage}`" in row
+    if recipe.constant_tokens == 1:
+        assert "sum per sequence" in row
+    else:
+        assert f"`{recipe.aggregation}`" in row
+    clips = [cell for cell in row.split("|") if " / " in cell]
+    if clips:
+        low, high = clips[0].split(",")[0].split(" / ")
+        assert (float(low), float(high)) == (recipe.clip_low, recipe.clip_high)
+    for correction in recipe.corrections:
+        assert f"`{correction}`" in row
+
+
+def test_nothing_is_left_out() -> None:
+    names = [*ADVANTAGES, *AGGREGATIONS, *CORRECTIONS, *KL, *OLD_LOGPROBS]
+    assert [name for name in names if f"`{name}`" not in TEXT] == []
