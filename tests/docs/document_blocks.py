@@ -2,7 +2,7 @@
 
 Reads text only; never runs a block. The conventions a page keeps are in CONTRIBUTING.md:
 
-    ```bash, python, toml, json      run by tests/docs, in the order of the page
+    ```bash, python, toml, json …    run by tests/docs, in the order of the page
     ```text, or no language          what a program prints, a tree, a drawing: not code
     <!-- needs: gpu -->              above a block: not run here (gpu, cluster, network, long)
     # mine.py                        first line of a block: it is saved as this file
@@ -17,13 +17,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 NEEDS = ("gpu", "cluster", "network", "long")
-CODE = ("bash", "python", "toml", "json")
+CODE = ("bash", "python", "toml", "json", "yaml")
 SHOWN = ("", "text")
 
 _NEEDS = re.compile(r"<!-- needs: (.*?) -->\s*$")
 _GIVEN = re.compile(r"^<!-- given: (\S+) -->$", re.MULTILINE)
 _FENCE = re.compile(r"^( *)(`{3,})(.*)$")
-_SAVED = re.compile(r"^# ([\w./-]+\.(?:py|toml|json|jsonl))\b")
+_SAVED = re.compile(r"^# ([\w./-]+\.(?:py|toml|json|jsonl|yaml))\b")
 
 
 @dataclass(frozen=True, slots=True)

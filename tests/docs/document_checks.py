@@ -17,6 +17,7 @@ import tomllib
 import typing
 from collections.abc import Iterator
 
+import yaml
 from document_blocks import ROOT, Block
 from pydantic import BaseModel, ValidationError
 
@@ -27,7 +28,7 @@ from dora_rl.types import UserError
 
 # Commands of a block that are not ours: named here so that a misspelt one is noticed.
 OTHERS = re.compile(
-    r"cat|cd|cp|curl|docker|echo|export|git|grep|head|jq|kill|ls|mkdir|nvidia-smi|pip|ray|rm|sed|"
+    r"bash|cat|cd|cp|curl|cut|docker|echo|export|git|grep|head|hostname|jq|kill|ls|mkdir|nvidia-smi|pip|ray|rm|sed|"
     r"sleep|source|srun|ssh|tail|tensorboard|torchrun|uv|wait"
 )
 _HEREDOC = re.compile(r"<<-?\s*'?\"?(\w+)'?\"?(.*?)\n(.*?)^\1$", re.DOTALL | re.MULTILINE)
@@ -35,7 +36,8 @@ _HEREDOC = re.compile(r"<<-?\s*'?\"?(\w+)'?\"?(.*?)\n(.*?)^\1$", re.DOTALL | re.
 
 def complaints(block: Block) -> list[str]:
     """Everything that is wrong with a block as it stands."""
-    check = {"bash": bash, "python": python, "toml": toml, "json": json_text}[block.language]
+    checks = {"bash": bash, "python": python, "toml": toml, "json": json_text, "yaml": yaml_text}
+    check = checks[block.language]
     return [f"{block.place}: {line}" for line in check(block.text)]
 
 
@@ -173,3 +175,10 @@ def json_text(text: str) -> Iterator[str]:
             json.loads(line)
         except json.JSONDecodeError as error:
             yield str(error)
+
+
+def yaml_text(text: str) -> Iterator[str]:
+    try:
+        list(yaml.safe_load_all(text))
+    except yaml.YAMLError as error:
+        yield " ".join(str(error).split())

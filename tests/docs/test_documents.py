@@ -98,6 +98,7 @@ class TestTheChecksThemselves:
             ("toml", "[trainer]\nlearning = 1", "trainer.learning"),
             ("toml", "[orchestration]\nmax_staleness = -1", "max_staleness"),
             ("json", "{'a': 1}", "Expecting"),
+            ("yaml", "a: [1", "expected"),
         ],
     )
     def test_mistakes_are_found(self, language: str, text: str, says: str) -> None:
