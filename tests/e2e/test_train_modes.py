@@ -177,6 +177,7 @@ def test_forced_lengths_are_the_same_in_every_mode(tmp_path: Path) -> None:
         run.train()
         rows = run.lines("rollouts.jsonl")
         assert {row["finish"] for row in rows} == {"length"}
+        assert all(row["parts"] == {"dora_rl.data.chains:reward": row["reward"]} for row in rows)
         found.append({(r["group"], r["sample"]): r["num_tokens"] for r in rows})
         evaluations = {
             r["version"]: r["eval/greedy"] for r in run.lines("metrics.jsonl") if "version" in r

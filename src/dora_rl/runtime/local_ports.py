@@ -107,13 +107,15 @@ class RewardPort:
             run.later.append(ev.Scored(rid, attempt, known))
             return
 
+        parts: dict[str, float] = {}
+
         def answer(reward: float | None, why: str) -> None:
             if scoring(run.state, rid, attempt) is None:
                 return  # too late: asked again, or ended
             if reward is None or not math.isfinite(reward):
                 run.handle(ev.ScoreFailed(rid, attempt, why or f"the reward is {reward}"))
                 return
-            run.samples.reward(rid, reward)
+            run.samples.reward(rid, reward, parts)
             run.handle(ev.Scored(rid, attempt, reward))
 
         prompt, columns = run.train.prompt(action.prompt), row.columns
@@ -121,7 +123,8 @@ class RewardPort:
             self._without_functions(action, str(columns["finish"]))
             return
         ids = np.asarray(columns["token_ids"], dtype=np.int32)
-        run.pool.submit(prompt, str(columns["text"]), ids, str(columns["finish"]), answer)
+        text, finish = str(columns["text"]), str(columns["finish"])
+        run.pool.submit(prompt, text, ids, finish, answer, parts.update)
 
     def _without_functions(self, action: act.Score, finish: str) -> None:
         """Only environments give rewards, and this one did not."""

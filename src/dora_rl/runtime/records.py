@@ -38,6 +38,8 @@ class TrainedSample:
     segments: int
     logprob_sum: float
     token_ids: list[int]
+    # What each reward function gave, by its label.
+    parts: dict[str, float] = field(default_factory=dict[str, float])
     # (start, end, 1 where the policy wrote, 0 where an environment did) over the token ids
     turns: list[tuple[int, int, int]] = field(default_factory=list[tuple[int, int, int]])
 
@@ -134,6 +136,7 @@ class Records:
             "num_samples": len(samples),
             "reward/mean": float(np.mean(rewards)),
             "reward/std": float(np.std(rewards)),
+            **_parts_means(samples),
             "staleness/mean": sum(stale) / len(stale),
             "staleness/max": max(stale),
             "mixed_version_frac": sum(s.segments > 1 for s in samples) / len(samples),
@@ -231,3 +234,12 @@ class Records:
         self._metrics.close()
         if self._rollouts is not None:
             self._rollouts.close()
+
+
+def _parts_means(samples: Sequence[TrainedSample]) -> dict[str, float]:
+    """`rewards/LABEL/mean` of every reward function, over the samples it scored."""
+    given: dict[str, list[float]] = {}
+    for sample in samples:
+        for label, score in sample.parts.items():
+            given.setdefault(label, []).append(score)
+    return {f"rewards/{label}/mean": float(np.mean(scores)) for label, scores in given.items()}

@@ -25,8 +25,10 @@ def serve_rewards(setup: Setup, channel: Channel) -> None:
             return
         items = read_items(message.body["items"], message.arrays["token_ids"])
         results = [
-            {"error": result.reason} if isinstance(result, ScoreError) else {"reward": result}
-            for result in reward.score(items)
+            {"error": score.total.reason}
+            if isinstance(score.total, ScoreError)
+            else {"reward": score.total, "parts": score.parts}
+            for score in reward.score_parts(items)
         ]
         channel.send("scored", {"id": message.body["id"], "results": results})
 

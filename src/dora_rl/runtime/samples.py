@@ -6,6 +6,7 @@ is there after a crash.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -78,10 +79,13 @@ class Samples:
         row = self.row(request)
         return float(str(row.columns["reward"])) if row and "reward" in row.columns else None
 
-    def reward(self, request: RequestId, reward: float) -> None:
+    def reward(
+        self, request: RequestId, reward: float, parts: dict[str, float] | None = None
+    ) -> None:
+        """`parts`: what each reward function gave, by its label."""
         row = self.row(request)
         if row is not None and "reward" not in row.columns:
-            self._table.extend({row.index: {"reward": reward}})
+            self._table.extend({row.index: {"reward": reward, "parts": json.dumps(parts or {})}})
 
     def feed(
         self, action: act.Feed, prompt_ids: tuple[int, ...]
@@ -118,6 +122,7 @@ class Samples:
                 segments=len(_list(row, "segments")),
                 logprob_sum=float(_array(row, "logprobs").sum(dtype=np.float64)),
                 token_ids=_array(row, "token_ids").tolist(),
+                parts=json.loads(str(row.columns["parts"])),
                 turns=spans(_array(row, "loss_mask").tolist()),
             )
             for row in self._rows(group, samples)

@@ -21,12 +21,16 @@ from dora_rl.types import Prompt
 Answer = Callable[[float | None, str], None]
 """Called with (reward, "") or (None, why not)."""
 
+Note = Callable[[dict[str, float]], None]
+"""Called before the answer with what each function gave, by its label."""
+
 
 @dataclass(frozen=True, slots=True)
 class Job:
     body: dict[str, Any]
     token_ids: NDArray[np.int32]
     answer: Answer
+    note: Note | None = None
     alone: bool = False  # its worker ended while it had this one among others
 
 
@@ -50,7 +54,13 @@ class ScoringPool:
             self._crew.start("reward", name, self._extra)
 
     def submit(
-        self, prompt: Prompt, text: str, token_ids: NDArray[np.int32], finish: str, answer: Answer
+        self,
+        prompt: Prompt,
+        text: str,
+        token_ids: NDArray[np.int32],
+        finish: str,
+        answer: Answer,
+        note: Note | None = None,
     ) -> None:
         body = {
             "prompt": prompt.columns.get("prompt", prompt.text),
@@ -61,7 +71,7 @@ class ScoringPool:
             "finish": finish,
             "num_tokens": len(token_ids),
         }
-        self._waiting.append(Job(body, token_ids, answer))
+        self._waiting.append(Job(body, token_ids, answer, note))
         self._give_out()
 
     def _give_out(self) -> None:
@@ -93,6 +103,8 @@ class ScoringPool:
         if number == body["id"]:
             self.num_answered += len(jobs)
             for job, result in zip(jobs, body["results"], strict=True):
+                if job.note is not None:
+                    job.note(result.get("parts", {}))
                 job.answer(result.get("reward"), result.get("error", ""))
         self._give_out()
 
