@@ -36,6 +36,7 @@ class TrainedSample:
     text: str
     prompt: str
     segments: int
+    logprobs: list[float]  # of each response token, rounded
     logprob_sum: float
     token_ids: list[int]
     # What each reward function gave, by its label.

@@ -120,6 +120,7 @@ class Samples:
                 text=str(row.columns["text"]),
                 prompt=prompt,
                 segments=len(_list(row, "segments")),
+                logprobs=_array(row, "logprobs").astype(np.float64).round(4).tolist(),
                 logprob_sum=float(_array(row, "logprobs").sum(dtype=np.float64)),
                 token_ids=_array(row, "token_ids").tolist(),
                 parts=json.loads(str(row.columns["parts"])),

@@ -30,6 +30,7 @@ def sample(group: int, version: int, reward: float = 1.0) -> TrainedSample:
         text="ab",
         prompt="p",
         segments=1,
+        logprobs=[-0.25, -0.75],
         logprob_sum=-1.0,
         token_ids=[1, 2],
     )
