@@ -12,7 +12,20 @@ from collections.abc import Sequence
 from typing import NoReturn, Protocol
 
 from dora_rl import __version__
-from dora_rl.commands import audit, bench, check, eval, export, plan, replay, serve, sft, sim, train
+from dora_rl.commands import (
+    audit,
+    bench,
+    check,
+    dashboard,
+    eval,
+    export,
+    plan,
+    replay,
+    serve,
+    sft,
+    sim,
+    train,
+)
 from dora_rl.commands.nearest import hint
 from dora_rl.types import UserError
 
@@ -40,6 +53,7 @@ COMMANDS: dict[str, Command] = {
     "eval": eval,
     "export": export,
     "serve": serve,
+    "dashboard": dashboard,
 }
 
 

@@ -1,0 +1,44 @@
+"""`dora-rl dashboard RUN`: look at a run in the browser, while it runs or afterwards."""
+
+from __future__ import annotations
+
+import argparse
+import webbrowser
+from pathlib import Path
+
+from dora_rl.commands.files import events_folder
+from dora_rl.types import UserError
+
+SUMMARY = "look at a run in the browser, live or finished"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, metavar="RUN", help="run directory, or its event log")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
+    parser.add_argument("--port", type=int, default=8265, help="0 takes a free one (8265)")
+    parser.add_argument(
+        "--token", default="", help="ask for this token (made up where --host is not loopback)"
+    )
+    parser.add_argument("--no-open", action="store_true", help="do not open a browser")
+
+
+def run(args: argparse.Namespace) -> int:
+    from dora_rl.dashboard.server import Server
+    from dora_rl.dashboard.watcher import Watcher
+    from dora_rl.observe.eventlog import segments
+
+    if not segments(events_folder(args.run)):
+        raise UserError(f"{args.run} holds no event log; give the run directory of a run")
+    watcher = Watcher(args.run)
+    try:
+        server = Server(watcher, args.host, args.port, args.token)
+        watcher.start()
+        print(f"{args.run} is shown at {server.url}  (Ctrl-C ends it)", flush=True)
+        if not args.no_open:
+            webbrowser.open(server.url)
+        server.serve_forever()
+    except KeyboardInterrupt:
+        print()
+    finally:
+        watcher.close()
+    return 0

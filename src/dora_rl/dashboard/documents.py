@@ -1,0 +1,239 @@
+"""What each view of the dashboard shows, as plain JSON values.
+
+Figures come from the event log through `observe.history`, and from the run's files where the log
+does not know (metrics, measured busy times). Everything is computed over whole arrays; nothing
+here grows with the run except by the arrays themselves, and no document does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dora_rl.core.actions import End
+from dora_rl.dashboard.run_files import SILENT_S, RunFiles
+from dora_rl.observe.history import History
+from dora_rl.observe.history_rows import ENDS, FINISHES
+from dora_rl.observe.occupancy import busy_s
+from dora_rl.types import Mode
+
+STATES = ("generating", "scoring", "ready", "taken", *(end.value for end in ENDS))
+_FIRST_END = 4
+INCIDENTS_SHOWN = 30
+BINS_OF_LENGTHS = 40
+
+
+def states(history: History) -> NDArray[Any]:
+    """The state of every group, as a place in `STATES`."""
+    groups, size = history.groups, history.params.group_size
+    state = np.where(groups["finished"] >= size, 1, 0)
+    state = np.where(groups["scored"] >= (history.params.samples_min or size), 2, state)
+    state = np.where(groups["fed_step"] >= 0, 3, state)
+    return np.where(groups["end"] >= 0, _FIRST_END + groups["end"], state)
+
+
+def status(history: History, files: RunFiles) -> str:
+    """finished, stopped (resumable), live, or silent: nobody writes and nobody said stop."""
+    if history.stop is not None:
+        return "finished" if history.stop.done else "stopped"
+    return "live" if files.silent_s() < SILENT_S else "silent"
+
+
+def overview(history: History, files: RunFiles) -> dict[str, Any]:
+    groups, params = history.groups, history.params
+    trained = groups["end"] == ENDS.index(End.TRAINED)
+    counts = np.bincount(states(history), minlength=len(STATES)).tolist()
+    return {
+        "name": files.name,
+        "status": status(history, files),
+        "stop": history.stop.reason if history.stop is not None else "",
+        "mode": params.mode.value,
+        "step": history.committed,
+        "num_steps": params.num_steps,
+        "max_staleness": params.max_staleness,
+        "batch_groups": params.batch_groups,
+        "group_size": params.group_size,
+        "now": history.now_s,
+        "num_entries": history.num_entries,
+        "num_instances": len(history.names),
+        "versions": _live_versions(history),
+        "states": dict(zip(STATES, counts, strict=True)),
+        "tokens_trained": int(groups["tokens"][trained].sum()),
+        "tokens_generated": int(groups["tokens"].sum()),
+        "migrations": len(history.moves),
+        "kv_bytes_moved": int(history.moves["num_bytes"].sum()),
+        "num_resumes": sum(i.kind == "resumed" for i in history.incidents),
+        "evaluation": files.evaluations[-1] if files.evaluations else None,
+        "evaluation_first": files.evaluations[0] if files.evaluations else None,
+        "promises": _promises(history, trained),
+        "waiting": _waiting(history),
+        "incidents": _incidents(history),
+        "rewards": series(history)["reward/mean"],
+    }
+
+
+def _live_versions(history: History) -> list[int]:
+    running = np.unique(history.groups["version"][history.groups["end"] < 0])
+    return sorted({*running.tolist(), history.committed})[-12:] if len(history.groups) else []
+
+
+def _promises(history: History, trained: NDArray[Any]) -> dict[str, Any]:
+    groups, mode = history.groups, history.params.mode
+    staleness = (groups["step"] - groups["version"])[trained]
+    num_samples = int(groups["scored"][trained].sum())
+    lost = np.isin(groups["end"], [ENDS.index(End.FAILED), ENDS.index(End.SURPLUS)])
+    return {
+        "mixed": int(groups["mixed"][trained].sum()),
+        "samples": num_samples,
+        "mixed_given_up": mode is Mode.PARTIAL,
+        "discarded": int(lost.sum()),
+        "discarded_tokens": int(groups["tokens"][lost].sum()),
+        "discarded_given_up": mode is Mode.REPLICATION,
+        "staleness_max": int(staleness.max(initial=0)),
+        "staleness_mean": float(staleness.mean()) if len(staleness) else 0.0,
+    }
+
+
+def _waiting(history: History) -> dict[str, Any] | None:
+    """What the trainer waits for now: the last wait, if nothing was fed after it."""
+    if not history.waits or history.stop is not None:
+        return None
+    wait = history.waits[-1]
+    fed = history.groups["fed_s"]
+    if (fed > wait.begin_s).any():
+        return None
+    left = [g for g in wait.groups if np.isnan(fed[g])]
+    return {"step": wait.step, "groups": left[:12], "since": wait.begin_s} if left else None
+
+
+def _incidents(history: History) -> list[dict[str, Any]]:
+    return [
+        {"now": i.now_s, "kind": i.kind, "instance": i.instance, "text": i.text}
+        for i in history.incidents[-INCIDENTS_SHOWN:][::-1]
+    ]
+
+
+def series(history: History) -> dict[str, dict[str, Any]]:
+    """Curves over steps that the log alone gives."""
+    groups = history.groups
+    trained = groups["end"] == ENDS.index(End.TRAINED)
+    step = groups["step"][trained]
+    num = max(history.committed, int(step.max(initial=-1)) + 1)
+    samples = np.maximum(1, np.bincount(step, groups["scored"][trained], num))
+    in_step = np.maximum(1, np.bincount(step, minlength=num))
+    stale = (step - groups["version"][trained]).astype(np.int64)
+    most = np.zeros(num, np.int64)
+    np.maximum.at(most, step, stale)
+    done = np.array([history.steps[s].committed_s if s in history.steps else np.nan
+                     for s in range(num)])  # fmt: skip
+    took = np.diff(done, prepend=0.0)
+    tokens = np.bincount(step, groups["tokens"][trained], num)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        curves = {
+            "reward/mean": np.bincount(step, groups["reward_sum"][trained], num) / samples,
+            "staleness/mean": np.bincount(step, stale, num) / in_step,
+            "staleness/max": most.astype(np.float64),
+            "response_length/mean": tokens / samples,
+            "time/step": took,
+            "tokens per second": tokens / took,
+        }
+    return {name: curve(np.arange(num), values) for name, values in curves.items()}
+
+
+def metrics(history: History, files: RunFiles) -> dict[str, Any]:
+    """Every curve: of the log, of metrics.jsonl, of the evaluations."""
+    found = series(history)
+    steps = [line["step"] for line in files.steps]
+    names = sorted({name for line in files.steps[-50:] for name in line} - {"step"})
+    for name in names:
+        values = [line.get(name) for line in files.steps]
+        if name not in found and all(isinstance(v, (int, float, type(None))) for v in values):
+            found[name] = curve(np.array(steps), np.array(values, dtype=np.float64))
+    versions = [line["version"] for line in files.evaluations]
+    scored: dict[str, Any] = {}
+    for name in sorted({name for line in files.evaluations for name in line} - {"version"}):
+        values = np.array([line.get(name) for line in files.evaluations], dtype=np.float64)
+        scored[name] = curve(np.array(versions), values)
+    return {"steps": found, "evaluations": scored, "num_steps": history.params.num_steps}
+
+
+POINTS_MAX = 600
+
+
+def curve(x: NDArray[Any], y: NDArray[Any]) -> dict[str, Any]:
+    """At most `POINTS_MAX` points: means, with the extremes between them so that none is hidden."""
+    size = -(-len(x) // POINTS_MAX) if len(x) else 1
+    if size == 1:
+        return {"x": x.tolist(), "y": _plain(y)}
+    edges = np.arange(0, len(x), size)
+    good = np.where(np.isnan(y), 0.0, y)
+    mean = np.add.reduceat(good, edges) / np.diff(np.append(edges, len(x)))
+    low, high = np.fmin.reduceat(y, edges), np.fmax.reduceat(y, edges)
+    middle = x[np.minimum(edges + size // 2, len(x) - 1)]
+    return {"x": middle.tolist(), "y": _plain(mean), "low": _plain(low), "high": _plain(high)}
+
+
+def _plain(values: NDArray[Any]) -> list[float | None]:
+    return [float(f"{v:.6g}") if np.isfinite(v) else None for v in values.tolist()]
+
+
+def distributions(history: History) -> dict[str, Any]:
+    groups, samples = history.groups, history.samples
+    trained = groups["end"] == ENDS.index(End.TRAINED)
+    staleness = (groups["step"] - groups["version"])[trained]
+    tokens, finish = samples["tokens"], samples["finish"]
+    done = tokens >= 0
+    most = int(tokens.max(initial=1))
+    edges = np.unique(np.geomspace(1, most + 1, BINS_OF_LENGTHS + 1).astype(np.int64))
+    by_finish = {
+        word.value: np.histogram(tokens[done & (finish == code)], edges)[0].tolist()
+        for code, word in enumerate(FINISHES)
+        if (done & (finish == code)).any()
+    }
+    reward = samples["reward"][np.isfinite(samples["reward"])]
+    counts, at = np.histogram(reward, 20) if len(reward) else (np.zeros(0), np.zeros(0))
+    shares = (0.5, 0.9, 0.99)
+    quantiles = np.quantile(tokens[done], shares).tolist() if done.any() else [0, 0, 0]
+    return {
+        "staleness": np.bincount(staleness).tolist() if len(staleness) else [],
+        "max_staleness": history.params.max_staleness,
+        "num_trained": int(trained.sum()),
+        "length_edges": edges.tolist(),
+        "lengths": by_finish,
+        "num_samples": int(done.sum()),
+        "length_quantiles": dict(zip(("p50", "p90", "p99"), quantiles, strict=True)),
+        "length_max": most if done.any() else 0,
+        "rewards": counts.tolist(),
+        "reward_edges": at.tolist(),
+    }
+
+
+def throughput(history: History, files: RunFiles, spans: dict[str, NDArray[Any]]) -> dict[str, Any]:
+    """Rates and idle shares. Measured busy times come from the workers, spans from the log."""
+    names, wall = list(history.names), max(history.now_s, 1e-9)
+    busy = busy_s(spans["begin"], spans["end"], spans["instance"], len(names))
+    totals, summary = files.document("totals.json"), files.document("summary.json")
+    measured = totals.get("busy_s", {})
+    measured_wall = max(totals.get("wall_s", 0.0), 1e-9)
+    lasted = spans["end"] - spans["begin"]
+    running = np.bincount(spans["instance"], lasted, len(names)) / wall
+    rows = [
+        {
+            "name": name,
+            "slots": history.slots_max.get(name, 0),
+            "running": float(running[code]),
+            "empty": float(max(0.0, 1 - busy[code] / wall)),
+            "idle": 1 - measured[name] / measured_wall if name in measured else None,
+        }
+        for name, code in sorted(history.names.items())
+    ]
+    learners = {name: s for name, s in measured.items() if name.startswith("learner")}
+    return {
+        "instances": rows,
+        "trainer_idle": 1 - max(learners.values()) / measured_wall if learners else None,
+        "device_idle": summary.get("device_idle_ratio"),
+        "wall": wall,
+        "curves": metrics(history, files)["steps"],
+    }

@@ -1,0 +1,108 @@
+"""The files of a run beside its event log: metrics, totals, configuration, rollouts. Read only.
+
+metrics.jsonl is followed as it grows. rollouts.jsonl may be gigabytes: a sample is found by
+bisection, because its lines are ordered by step and the log says in which step a group trained.
+Any file may be missing (a simulated run has none); what would come from it is then left out.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from dora_rl.observe.eventlog import segments
+
+SILENT_S = 10.0  # the controller writes a tick at least every second
+
+
+class RunFiles:
+    """One run directory, or the folder of an event log alone."""
+
+    def __init__(self, run: Path) -> None:
+        self.folder = run
+        self.events = run / "events" if (run / "events").is_dir() else run
+        self.steps: list[dict[str, Any]] = []  # lines of metrics.jsonl
+        self.evaluations: list[dict[str, Any]] = []
+        self._read = (0, 0)  # of metrics.jsonl: which file, and how far
+
+    @property
+    def name(self) -> str:
+        return self.folder.resolve().name
+
+    def log_bytes(self) -> int:
+        return sum(path.stat().st_size for path in segments(self.events))
+
+    def silent_s(self) -> float:
+        """Since when nothing was written to the log."""
+        return time.time() - max(path.stat().st_mtime for path in segments(self.events)[-1:])
+
+    def follow(self) -> bool:
+        """Read new lines of metrics.jsonl; from its beginning if a resume made it anew."""
+        path = self.folder / "metrics.jsonl"
+        if not path.is_file():
+            return False
+        found = path.stat()
+        inode, offset = self._read
+        if inode != found.st_ino or found.st_size < offset:
+            offset, self.steps, self.evaluations = 0, [], []
+        if found.st_size == offset:
+            return False
+        with path.open("rb") as file:
+            file.seek(offset)
+            data = file.read()
+        end = data.rfind(b"\n") + 1
+        for line in map(json.loads, data[:end].splitlines()):
+            (self.steps if "step" in line else self.evaluations).append(line)
+        self._read = (found.st_ino, offset + end)
+        return end > 0
+
+    def document(self, name: str) -> dict[str, Any]:
+        """A JSON file of the run, {} if it is not there (yet)."""
+        path = self.folder / name
+        try:
+            return json.loads(path.read_text())
+        except (FileNotFoundError, json.JSONDecodeError):
+            return {}
+
+    def rollout(self, step: int, group: int, sample: int) -> dict[str, Any] | None:
+        """One trained sample, as rollouts.jsonl has it."""
+        path = self.folder / "rollouts.jsonl"
+        if not path.is_file():
+            return None
+        with path.open("rb") as file:
+            file.seek(_first_of_step(file, path.stat().st_size, step))
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return None
+                record = json.loads(line)
+                if record["step"] > step:
+                    return None
+                if record["group"] == group and record["sample"] == sample:
+                    return record
+        return None
+
+
+def _first_of_step(file: Any, size: int, step: int) -> int:
+    """Where the first line of a step (or of a later one) begins.
+
+    Invariant: every line that begins before `low` is of an earlier step.
+    """
+    low, high = 0, size
+    while high - low > 1:
+        middle = (low + high) // 2
+        file.seek(middle)
+        file.readline()
+        begin = file.tell()
+        line = file.readline()
+        if begin >= high or not line.endswith(b"\n"):
+            high = middle
+        elif json.loads(line)["step"] < step:
+            low = begin
+        else:
+            high = middle
+    file.seek(low)
+    line = file.readline()
+    past = line.endswith(b"\n") and json.loads(line)["step"] < step
+    return low + len(line) if past else low

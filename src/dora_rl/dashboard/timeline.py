@@ -1,0 +1,179 @@
+"""The timeline as a document: one window of time, never more than a screen can show.
+
+A wide window gets bins (how many requests of which version ran on each instance), a narrow one the
+single stays. Versions are numbered modulo `COLOURS`, as the page colours them; neighbours differ.
+"""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dora_rl.observe.history import History
+from dora_rl.observe.occupancy import coverage, lanes
+
+COLOURS = 7
+STAYS_MAX = 4_000  # drawn one by one up to here
+MARKS_MAX = 1_500  # of a kind (loads, moves, waits) in one window
+BYTES_MAX = 1_500_000  # of all bins
+
+
+class Stays:
+    """All stays of a history, sorted by their begin; made once per revision."""
+
+    def __init__(self, history: History) -> None:
+        found = history.placements.all_spans(history.now_s)
+        order = np.argsort(found["begin"], kind="stable")
+        self.columns: dict[str, NDArray[Any]] = {n: c[order] for n, c in found.items()}
+        # The latest end so far: stays before the first place where it passes a time ended earlier.
+        self.reached = np.maximum.accumulate(self.columns["end"])
+
+    def within(self, begin: float, end: float) -> dict[str, NDArray[Any]]:
+        first = int(np.searchsorted(self.reached, begin, "right"))
+        last = int(np.searchsorted(self.columns["begin"], end, "left"))
+        here = {name: column[first:last] for name, column in self.columns.items()}
+        alive = here["end"] > begin
+        return {name: column[alive] for name, column in here.items()}
+
+
+def timeline(
+    history: History, stays: Stays, begin: float, end: float, width: int
+) -> dict[str, Any]:
+    """What a timeline of `width` pixels shows from `begin` to `end`."""
+    begin, end = max(0.0, begin), min(max(end, begin + 1e-3), max(history.now_s, 1e-3))
+    names = sorted(history.names, key=_natural)
+    row = np.argsort([history.names[name] for name in names]).astype(np.int64)
+    here = stays.within(begin, end)
+    here["instance"] = row[here["instance"]] if len(row) else here["instance"]
+    document: dict[str, Any] = {
+        "begin": begin,
+        "end": end,
+        "now": history.now_s,
+        "instances": names,
+        "slots": [history.slots_max.get(name, 0) for name in names],
+        "num_stays": len(here["begin"]),
+        "versions": np.unique(here["version"])[-200:].tolist(),
+        "steps": _steps(history, begin, end, width),
+        "loads": _loads(history, row, begin, end),
+        "moves": _moves(history, row, begin, end),
+        "waits": _waits(history, begin, end),
+        "asleep": [
+            [int(row[int(which)]), since, until]
+            for which, since, until in history.asleep
+            if until > begin and since < end
+        ],
+        "incidents": [
+            {"now": i.now_s, "kind": i.kind, "instance": i.instance, "text": i.text}
+            for i in history.incidents
+            if begin <= i.now_s <= end
+        ][:MARKS_MAX],
+    }
+    if len(here["begin"]) <= STAYS_MAX:
+        return document | {"stays": _single(history, here)}
+    return document | {"bins": _bins(here, len(names), begin, end, width)}
+
+
+def _single(history: History, here: dict[str, NDArray[Any]]) -> dict[str, Any]:
+    size = history.params.group_size
+    lane = lanes(here["begin"], here["end"], here["instance"])
+    return {
+        "begin": _rounded(here["begin"]),
+        "end": _rounded(here["end"]),
+        "instance": here["instance"].tolist(),
+        "lane": lane.tolist(),
+        "version": here["version"].tolist(),
+        "group": (here["slot"] // size).tolist(),
+        "sample": (here["slot"] % size).tolist(),
+        "began": here["began"].tolist(),
+        "ended": here["ended"].tolist(),
+    }
+
+
+def _bins(
+    here: dict[str, NDArray[Any]], num_rows: int, begin: float, end: float, width: int
+) -> dict[str, Any]:
+    """For each instance and colour a row of bytes: 255 is the fullest bin of the window."""
+    num_bins = max(50, min(width // 2, BYTES_MAX // max(1, num_rows * COLOURS)))
+    row = here["instance"].astype(np.int64) * COLOURS + here["version"] % COLOURS
+    edges = (begin, end, num_bins)
+    mean = coverage(here["begin"], here["end"], row, num_rows * COLOURS, edges)
+    most = float(mean.reshape(num_rows, COLOURS, num_bins).sum(axis=1).max(initial=1e-9))
+    level = np.where(mean > 0, np.maximum(1, np.rint(255 * mean / most)), 0).astype(np.uint8)
+    return {"num": num_bins, "most": most, "data": base64.b64encode(level.tobytes()).decode()}
+
+
+def _steps(history: History, begin: float, end: float, width: int) -> list[list[float | None]]:
+    """[step, first group fed, batch closed, committed], at most one for every two pixels."""
+    rows: list[list[float | None]] = []
+    last = -np.inf
+    for step in sorted(history.steps):
+        record = history.steps[step]
+        done = record.committed_s if record.committed_s == record.committed_s else history.now_s
+        fed = record.fed_s if record.fed_s == record.fed_s else record.closed_s
+        wide = done - last > 2 * (end - begin) / max(1, width)
+        if done >= begin and fed <= end and wide:
+            rows.append([step, fed, _known(record.closed_s), _known(record.committed_s)])
+            last = done
+    return rows
+
+
+def _loads(history: History, row: NDArray[Any], begin: float, end: float) -> list[list[Any]]:
+    rows = [
+        [
+            int(row[load.instance]),
+            load.version,
+            load.begin_s,
+            _known(load.end_s),
+            load.donor,
+            load.failed,
+        ]
+        for load in history.loads
+        if load.begin_s <= end and not load.end_s < begin
+    ]
+    return rows[:: len(rows) // MARKS_MAX + 1]
+
+
+def _moves(history: History, row: NDArray[Any], begin: float, end: float) -> dict[str, Any]:
+    moves = history.moves
+    here = np.flatnonzero((moves["now"] >= begin) & (moves["now"] <= end))
+    num = len(here)
+    here = here[:: num // MARKS_MAX + 1]
+    size = history.params.group_size
+    slots = moves["slot"][here]
+    version = history.groups["version"][slots // size]
+    src, dst = row[moves["src"][here]], row[moves["dst"][here]]
+    rows = [_rounded(moves["now"][here]), src.tolist(), dst.tolist()]
+    rows += [(slots // size).tolist(), (slots % size).tolist(), version.tolist()]
+    return {"num": num, "rows": [list(row) for row in zip(*rows, strict=True)]}
+
+
+def _waits(history: History, begin: float, end: float) -> list[list[Any]]:
+    """[step, begin, end, groups]: a wait ends when the next group is fed."""
+    fed = np.sort(history.groups["fed_s"][~np.isnan(history.groups["fed_s"])])
+    rows: list[list[Any]] = []
+    for wait in history.waits:
+        if wait.begin_s > end:
+            break
+        place = int(np.searchsorted(fed, wait.begin_s, "right"))
+        until = float(fed[place]) if place < len(fed) else history.now_s
+        if until >= begin:
+            rows.append([wait.step, wait.begin_s, until, list(wait.groups[:12])])
+    return rows[:: len(rows) // MARKS_MAX + 1]
+
+
+def _natural(name: str) -> tuple[str, int, str]:
+    """instance2 comes before instance10."""
+    stem = name.rstrip("0123456789")
+    digits = name[len(stem) :]
+    return stem, int(digits or 0), name
+
+
+def _known(value: float) -> float | None:
+    return None if np.isnan(value) else float(value)
+
+
+def _rounded(values: NDArray[Any]) -> list[float]:
+    return np.round(values, 4).tolist()

@@ -1,0 +1,173 @@
+"""Follows one run in a thread and answers for its views. Readers see a consistent history.
+
+    log ──LogTail──▶ History ──documents──▶ JSON text, kept until the history moves on
+    metrics.jsonl ─────┘                     ▲
+    audit process ───────── verdict ─────────┘
+
+`revision` counts what changed; a page that knows it asks again only when it has moved.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from dora_rl.dashboard import documents, group_documents
+from dora_rl.dashboard.run_files import RunFiles
+from dora_rl.dashboard.timeline import Stays, timeline
+from dora_rl.dashboard.verdict import Verdict
+from dora_rl.observe.columns import columns
+from dora_rl.observe.history import History
+from dora_rl.observe.tail import LogTail
+
+POLL_S = 0.5
+CACHED_MAX = 64
+
+
+class Watcher:
+    """`lock` is held while the history changes and while a document is made from it."""
+
+    def __init__(self, run: Path, *, audit: bool = True) -> None:
+        self.files = RunFiles(run)
+        self.history = History()
+        self.tail = LogTail(self.files.events)
+        self.revision = 0
+        self.share_read = 0.0
+        self.lock = threading.Lock()
+        self.moved = threading.Condition()
+        self.verdict = Verdict(self.files.events) if audit else None
+        self._stays: tuple[int, Stays] | None = None
+        self._cached: dict[tuple[Any, ...], tuple[int, str]] = {}
+        self._ending = threading.Event()
+        self._heard: dict[str, Any] = {}
+        self._thread = threading.Thread(target=self._follow, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        self._ending.set()
+        self._thread.join(5.0)
+        if self.verdict is not None:
+            self.verdict.close()
+
+    def _follow(self) -> None:
+        while not self._ending.is_set():
+            self.look()
+            self._ending.wait(POLL_S)
+
+    def look(self) -> None:
+        """Read what is new. The first look reads the whole log and tells how far it is."""
+        size = max(1, self.files.log_bytes())
+        for chunk in self.tail.chunks():
+            if self._ending.is_set():
+                return
+            read = columns(chunk)  # the long part, outside the lock
+            with self.lock:
+                self.history.add(read)
+                self.share_read = min(1.0, self.tail.num_bytes / size)
+            self._tell()
+        with self.lock:
+            more = self.files.follow()
+            first, self.share_read = self.share_read < 1.0, 1.0
+        said = self.verdict.last if self.verdict is not None else {}
+        if more or first or said is not self._heard:
+            self._heard = said
+            self._tell()
+
+    def _tell(self) -> None:
+        with self.moved:
+            self.revision += 1
+            self.moved.notify_all()
+
+    def wait(self, revision: int, timeout_s: float) -> int:
+        """The revision, as soon as it is another one or the time is over."""
+        with self.moved:
+            self.moved.wait_for(lambda: self.revision != revision, timeout_s)
+            return self.revision
+
+    def pause(self, seconds: float) -> None:
+        """Let time pass, but not past the end."""
+        self._ending.wait(seconds)
+
+    # -- documents --------------------------------------------------------------------------------
+
+    def stays(self) -> Stays:
+        if self._stays is None or self._stays[0] != self.history.num_entries:
+            self._stays = (self.history.num_entries, Stays(self.history))
+        return self._stays[1]
+
+    def document(self, name: str, query: dict[str, str]) -> str | None:
+        """The JSON text of a view, None if there is none of that name."""
+        make = self._views().get(name)
+        if make is None:
+            return None
+        key = (name, *sorted(query.items()))
+        with self.lock:
+            kept = self._cached.get(key)
+            if kept is not None and kept[0] == self.revision:
+                return kept[1]
+            revision, value = self.revision, make(query)
+            text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+            if len(self._cached) >= CACHED_MAX:
+                self._cached.clear()
+            self._cached[key] = (revision, text)
+        return text
+
+    def _views(self) -> dict[str, Callable[[dict[str, str]], Any]]:
+        history, files = self.history, self.files
+        return {
+            "overview": lambda q: self._overview(),
+            "metrics": lambda q: documents.metrics(history, files),
+            "distributions": lambda q: documents.distributions(history),
+            "throughput": lambda q: documents.throughput(history, files, self.stays().columns),
+            "timeline": self._timeline,
+            "groups": self._groups,
+            "group": lambda q: group_documents.one_group(
+                history, _int(q, "group", -1), self.stays().columns
+            ),
+            "trajectory": lambda q: group_documents.trajectory(
+                history, files, _int(q, "group", -1), _int(q, "sample", 0)
+            ),
+        }
+
+    def _overview(self) -> dict[str, Any]:
+        verdict = self.verdict.last if self.verdict is not None else {"state": "off"}
+        return documents.overview(self.history, self.files) | {
+            "audit": verdict,
+            "share_read": self.share_read,
+            "revision": self.revision,
+            "made": time.time(),
+        }
+
+    def _timeline(self, query: dict[str, str]) -> dict[str, Any]:
+        begin, end = _float(query, "begin", 0.0), _float(query, "end", self.history.now_s)
+        width = max(100, min(4000, _int(query, "width", 1000)))
+        return timeline(self.history, self.stays(), begin, end, width)
+
+    def _groups(self, query: dict[str, str]) -> dict[str, Any]:
+        version = query.get("version", "")
+        return group_documents.group_list(
+            self.history,
+            query.get("state", ""),
+            int(version) if version.isdigit() else None,
+            query.get("order", "newest"),
+            _int(query, "page", 0),
+            _int(query, "size", 50),
+        )
+
+
+def _int(query: dict[str, str], name: str, default: int) -> int:
+    text = query.get(name, "")
+    return int(text) if text.removeprefix("-").isdigit() else default
+
+
+def _float(query: dict[str, str], name: str, default: float) -> float:
+    try:
+        return float(query.get(name, default))
+    except ValueError:
+        return default

@@ -1,0 +1,268 @@
+"""A stretch of the event log as columns: what happened often as arrays, the rest as values.
+
+A run of 100,000 groups has millions of lines; decoding each takes minutes, and a picture needs a
+few numbers of each. The frequent events and actions (`FREQUENT`) become one array per field, read
+by `byte_fields`; their layout follows from the dataclasses, as in `core.codec`. Rare ones are
+decoded as they are. What no picture needs is left out, and checksums are not looked at: proving
+is `audit`'s part. `plain_columns` reads the same one line after the other; it is what `columns`
+is tested against, and what it falls back to where a field is unusual.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dora_rl.core import actions as act
+from dora_rl.core import events as ev
+from dora_rl.core.codec import decoder
+from dora_rl.observe.byte_fields import ByteFields, Places, Unusual
+from dora_rl.types import RequestId, Segment
+
+Table: TypeAlias = dict[str, NDArray[Any]]
+Kind: TypeAlias = type
+
+# Each with its fields up to the last one wanted. `at` and `now` are added to every table.
+FREQUENT: dict[Kind, tuple[str, ...]] = {
+    ev.SampleFinished: ("request", "instance", "num_tokens", "finish", "segments"),
+    ev.Scored: ("request", "reward"),
+    ev.Moved: ("request", "src", "dst", "num_bytes", "num_tokens"),
+    act.IssueGroup: ("group", "prompt", "version", "step"),
+    act.Dispatch: ("instance", "group", "version", "samples"),
+    act.Feed: ("step", "group"),
+    act.EndGroup: ("group", "version", "end", "step", "reason"),
+}
+LEFT_OUT = {ev.InstanceReport, ev.TrainerReport, ev.Tick, act.Score, act.Unload, act.Move}
+_EVENTS = typing.get_args(ev.Event)
+_ACTIONS = typing.get_args(act.Action)
+_DECODE = {kind.__name__: decoder(kind) for kind in (*_EVENTS, *_ACTIONS)}
+_RARE = {k.__name__ for k in (*_EVENTS, *_ACTIONS)} - {k.__name__ for k in (*FREQUENT, *LEFT_OUT)}
+_MARK = b'{"is":"'
+
+
+@dataclass(frozen=True, slots=True)
+class Rare:
+    """An event or action as a value; `at` orders it among the rows of the tables."""
+
+    at: int
+    now: float
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Whole lines of one segment. A text field is a code into `texts`.
+
+    `tables[Scored]["reward"][i]`, `["group"][i]` and `["sample"][i]` belong together; rows of
+    different tables are put in order by `at`, their place in the chunk.
+    """
+
+    tables: dict[Kind, Table]
+    rare: list[Rare]
+    texts: list[str]
+    now_first: float
+    now_last: float
+    num_lines: int
+
+
+def columns(data: bytes) -> Columns:
+    """Read whole lines of the log; snapshots among them are passed over."""
+    try:
+        return vector_columns(data)
+    except Unusual:
+        return plain_columns(data)
+
+
+def vector_columns(data: bytes) -> Columns:
+    """By whole arrays, or `Unusual`."""
+    return _Reader(data).read()
+
+
+def names_of(kind: Kind) -> list[str]:
+    """The columns that a frequent kind has, apart from `at` and `now`."""
+    names: list[str] = []
+    for name in FREQUENT[kind]:
+        names += ["group", "sample"] if name == "request" else [name]
+    return names
+
+
+class _Reader:
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        self.fields = ByteFields(data)
+        self.texts: dict[str, int] = {}
+
+    def read(self) -> Columns:
+        starts = self._line_starts()
+        places, kinds = self._objects(starts)
+        now_of = self._now_of(starts)
+        tables = {kind: self._table(kind, places[kinds == _code(kind)]) for kind in FREQUENT}
+        for table in tables.values():
+            table["now"] = now_of(table["at"])
+        rare = self._rare(places[~np.isin(kinds, _KNOWN)], now_of)
+        ends = now_of(starts[[0, -1]]) if len(starts) else (0.0, 0.0)
+        return Columns(tables, rare, list(self.texts), float(ends[0]), float(ends[1]), len(starts))
+
+    def _line_starts(self) -> Places:
+        """Where entries begin. A snapshot, which may only come first, is none."""
+        ends = self.fields.places_of(b"\n")
+        if not len(ends):
+            return ends
+        starts = np.concatenate([np.zeros(1, np.int64), ends[:-1] + 1])
+        return starts[1:] if b'"s":{' in self.data[:64] else starts
+
+    def _objects(self, starts: Places) -> tuple[Places, NDArray[np.uint64]]:
+        """Where an event or action begins, and which kind it is."""
+        fields = self.fields
+        places = fields.places_of(b"{")
+        if len(starts):
+            places = places[places >= starts[0]]
+        mask = np.uint64(0x00FFFFFFFFFFFFFF)
+        mark = np.uint64(int.from_bytes(_MARK, "little"))
+        places = places[(fields.words[places] & mask) == mark]
+        kinds = fields.words[places + len(_MARK)]
+        report = (kinds == _code(ev.InstanceReport)) & (fields.bytes[places + 15] == ord("R"))
+        return places[~report], kinds[~report]
+
+    def _now_of(self, starts: Places) -> Callable[[Places], NDArray[np.float64]]:
+        known: dict[str, NDArray[np.float64]] = {}
+
+        def now_of(at: Places) -> NDArray[np.float64]:
+            if not known:
+                _, after = self.fields.ints(starts + len('00000000 {"n":'))
+                known["now"] = self.fields.seconds(after + len(',"t":'))
+            return known["now"][np.searchsorted(starts, at, side="right") - 1]
+
+        return now_of
+
+    def _table(self, kind: Kind, at: Places) -> Table:
+        wanted, table = FREQUENT[kind], Table(at=at)
+        hints = typing.get_type_hints(kind)
+        place = at + len(_MARK) + len(kind.__name__) + 1
+        for field in dataclasses.fields(kind):
+            place = place + len(f',"{field.name}":')
+            place = self._field(table, field.name, hints[field.name], place)
+            if field.name == wanted[-1]:
+                break
+        return {name: table[name] for name in ("at", *names_of(kind))}
+
+    def _field(self, table: Table, name: str, hint: Any, at: Places) -> Places:
+        """Read one field into the table; returns the places behind it."""
+        if hint is RequestId:
+            table["group"], after = self.fields.ints(at + 1)
+            table["sample"], after = self.fields.ints(after + 1)
+            return after + 1
+        if hint is float:
+            table[name], after = self.fields.floats(at)
+            return after
+        if hint == int | None:
+            return self._maybe(table, name, at)
+        if hint is int:
+            table[name], after = self.fields.ints(at)
+            return after
+        if hint == tuple[Segment, ...]:  # last of its kind: how many is all that is asked
+            _, after = self.fields.ints(at + 2)
+            _, after = self.fields.ints(after + 1)
+            table[name] = np.where(self.fields.bytes[after + 1] == ord(","), 2, 1)
+            return after
+        if hint == tuple[int, ...]:
+            table[name], after = self._codes(at + 1, b"]")
+            return after + 1
+        assert hint is str or issubclass(hint, Enum), f"no column for {hint}"
+        table[name], after = self._codes(at + 1, b'"')
+        return after + 1
+
+    def _maybe(self, table: Table, name: str, at: Places) -> Places:
+        values, after = np.full(len(at), -1, np.int64), at + len("null")
+        there = self.fields.bytes[at] != ord("n")
+        values[there], after[there] = self.fields.ints(at[there])
+        table[name] = values
+        return after
+
+    def _codes(self, at: Places, end: bytes) -> tuple[NDArray[np.int64], Places]:
+        texts, codes, after = self.fields.texts(at, end)
+        table = np.array([self.texts.setdefault(t, len(self.texts)) for t in texts], np.int64)
+        return (table[codes] if len(codes) else codes), after
+
+    def _rare(self, places: Places, now_of: Callable[[Places], NDArray[np.float64]]) -> list[Rare]:
+        text, decode = self.data.decode("latin-1"), json.JSONDecoder().raw_decode
+        found: list[Rare] = []
+        for at, now in zip(places.tolist(), now_of(places).tolist(), strict=True):
+            value, _ = decode(text, at)
+            if value["is"] in _RARE:
+                found.append(Rare(at, now, _DECODE[value["is"]](value)))
+        return found
+
+
+def _code(kind: Kind) -> np.uint64:
+    """The first eight bytes after `{"is":"`."""
+    fields = [field.name for field in dataclasses.fields(kind)]
+    text = f'{kind.__name__}","{"".join(fields[:1])}'[:8]
+    return np.uint64(int.from_bytes(text.encode(), "little"))
+
+
+def _known() -> NDArray[np.uint64]:
+    """Kinds that need no look: they have a table or are left out."""
+    shared = {_code(ev.InstanceReport)}  # joined and lost begin with the same eight bytes
+    codes = {_code(kind) for kind in (*FREQUENT, *LEFT_OUT)} - shared
+    return np.array(sorted(codes | {np.uint64(int.from_bytes(b'Tick"},"', "little"))}), np.uint64)
+
+
+_KNOWN = _known()
+
+
+def plain_columns(data: bytes) -> Columns:
+    """The same by decoding every line."""
+    texts: dict[str, int] = {}
+    rows: dict[Kind, list[tuple[float, ...]]] = {kind: [] for kind in FREQUENT}
+    rare: list[Rare] = []
+    times: list[float] = []
+    by_name = {kind.__name__: kind for kind in FREQUENT}
+    at = 0
+    for line in data.splitlines():
+        record = json.loads(line[9:])
+        objects = [record["e"], *record["a"]] if "e" in record else []
+        times += [record["t"]] if objects else []
+        for value in objects:
+            at += 1
+            if value["is"] in by_name:
+                kind = by_name[value["is"]]
+                rows[kind].append((at, record["t"], *_plain_row(value, FREQUENT[kind], texts)))
+            elif value["is"] in _RARE:
+                rare.append(Rare(at, record["t"], _DECODE[value["is"]](value)))
+    tables = {kind: _plain_table(kind, rows[kind]) for kind in FREQUENT}
+    ends = (times[0], times[-1]) if times else (0.0, 0.0)
+    return Columns(tables, rare, list(texts), *ends, len(times))
+
+
+def _plain_row(value: dict[str, Any], names: tuple[str, ...], texts: dict[str, int]) -> list[float]:
+    row: list[float] = []
+    for name in names:
+        item = value[name]
+        if name == "request":
+            row += item
+        elif name == "segments":
+            row.append(min(2, len(item)))
+        elif isinstance(item, (str, list)):
+            text = item if isinstance(item, str) else ",".join(map(str, item))
+            row.append(texts.setdefault(text, len(texts)))
+        else:
+            row.append(-1 if item is None else item)
+    return row
+
+
+def _plain_table(kind: Kind, rows: list[tuple[float, ...]]) -> Table:
+    parts = list(zip(*rows, strict=True)) or [()] * (2 + len(names_of(kind)))
+    names = ["at", "now", *names_of(kind)]
+    return {
+        name: np.array(part, np.float64 if name in ("now", "reward") else np.int64)
+        for name, part in zip(names, parts, strict=True)
+    }

@@ -1,0 +1,161 @@
+"""Which instance decoded which request when, as spans: paired up from what the log tells.
+
+A placement row either begins a stay on an instance (dispatched, moved there, unparked, given new
+weights) or ends one (finished, failed, parked, aborted). A new stay ends the one before it. Rows
+come in chunks, in the order of the log; what is still open at the end of a chunk is carried on.
+Invariant: the stays of one request do not overlap.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dora_rl.observe.growing import Growing
+
+
+class Why(IntEnum):
+    """What began a stay, or ended it."""
+
+    DISPATCHED = 0
+    MOVED = 1
+    UNPARKED = 2
+    REVERSED = 3  # partial: the same request under new weights
+    FINISHED = 4
+    FAILED = 5
+    PARKED = 6
+    ABORTED = 7
+    LOST = 8  # the instance died, or the whole run
+
+
+ENDS = Why.FINISHED  # from here on a row ends a stay
+KEEP = -1  # version of a row that does not change it
+
+
+@dataclass(slots=True)
+class Rows:
+    """Placement rows of a chunk. `slot` names the request; `at` orders rows."""
+
+    at: NDArray[Any]
+    now: NDArray[Any]
+    slot: NDArray[Any]
+    instance: NDArray[Any]
+    version: NDArray[Any]
+    why: NDArray[Any]
+
+    @classmethod
+    def join(cls, parts: list[Rows]) -> Rows:
+        names = cls.__slots__
+        return cls(*(np.concatenate([getattr(p, name) for p in parts]) for name in names))
+
+    def at_places(self, chosen: NDArray[Any]) -> Rows:
+        return Rows(*(getattr(self, name)[chosen] for name in Rows.__slots__))
+
+
+class Placements:
+    """`spans`: closed stays, in no order. `open`: the current stay by slot, instance -1 if none."""
+
+    def __init__(self) -> None:
+        self.spans = Growing(
+            begin=("f8", 0), end=("f8", 0), slot=("i4", 0), instance=("i4", 0), version=("i4", 0),
+            began=("i1", 0), ended=("i1", 0),
+        )  # fmt: skip
+        self.open = Growing(
+            begin=("f8", 0), instance=("i4", -1), version=("i4", KEEP), began=("i1", 0)
+        )
+
+    def add(self, rows: Rows) -> None:
+        """Rows of one stretch of the log in which no instance was lost."""
+        if not len(rows.at):
+            return
+        self.open.reach(int(rows.slot.max()) + 1)
+        rows = rows.at_places(np.lexsort((rows.at, rows.slot)))
+        rows = self._without_strays(rows)
+        if not len(rows.at):
+            return
+        first = np.concatenate([[True], rows.slot[1:] != rows.slot[:-1]])
+        last = np.concatenate([first[1:], [True]])
+        version = self._versions(rows, first)
+        begins = rows.why < ENDS
+        self._close_open(rows, first)
+        inner = begins & ~last
+        after = np.flatnonzero(inner) + 1
+        here = np.flatnonzero(inner)
+        self.spans.extend(
+            {
+                "begin": rows.now[here], "end": rows.now[after], "slot": rows.slot[here],
+                "instance": rows.instance[here], "version": version[here],
+                "began": rows.why[here], "ended": rows.why[after],
+            }
+        )  # fmt: skip
+        self._leave_open(rows, version, last, begins)
+
+    def _without_strays(self, rows: Rows) -> Rows:
+        """Drop ends that come from an instance where the request no longer is (late messages)."""
+        while len(rows.at):
+            first = np.concatenate([[True], rows.slot[1:] != rows.slot[:-1]])
+            before = np.concatenate([[-1], rows.instance[:-1]])
+            closed = np.concatenate([[True], rows.why[:-1] >= ENDS])
+            before = np.where(first, self.open["instance"][rows.slot], np.where(closed, -1, before))
+            stray = (rows.why >= ENDS) & (before != rows.instance)
+            if not stray.any():
+                break
+            rows = rows.at_places(~stray)
+        return rows
+
+    def _versions(self, rows: Rows, first: NDArray[Any]) -> NDArray[Any]:
+        """The version of each row; one that keeps it takes the last one given."""
+        given = np.where(
+            first & (rows.version == KEEP), self.open["version"][rows.slot], rows.version
+        )
+        known = np.where((given != KEEP) | first, np.arange(len(given)), 0)
+        return given[np.maximum.accumulate(known)]
+
+    def _close_open(self, rows: Rows, first: NDArray[Any]) -> None:
+        there = first & (self.open["instance"][rows.slot] >= 0)
+        self._close(rows.slot[there], rows.now[there], rows.why[there])
+
+    def _close(self, slots: NDArray[Any], now: Any, why: Any) -> None:
+        stay = self.open
+        self.spans.extend(
+            {
+                "begin": stay["begin"][slots], "end": np.broadcast_to(now, slots.shape),
+                "slot": slots, "instance": stay["instance"][slots],
+                "version": stay["version"][slots], "began": stay["began"][slots],
+                "ended": np.broadcast_to(why, slots.shape),
+            }
+        )  # fmt: skip
+        stay["instance"][slots] = -1
+
+    def _leave_open(
+        self, rows: Rows, version: NDArray[Any], last: NDArray[Any], begins: NDArray[Any]
+    ) -> None:
+        stay = self.open
+        stay["version"][rows.slot[last]] = version[last]
+        here = last & begins
+        slots = rows.slot[here]
+        stay["begin"][slots] = rows.now[here]
+        stay["instance"][slots] = rows.instance[here]
+        stay["began"][slots] = rows.why[here]
+
+    def lose(self, instance: int | None, now: float) -> None:
+        """An instance is gone (None: all of them), and with it every stay on it."""
+        places = self.open["instance"]
+        gone = places >= 0 if instance is None else places == instance
+        self._close(np.flatnonzero(gone), now, int(Why.LOST))
+
+    def all_spans(self, now: float) -> dict[str, NDArray[Any]]:
+        """Closed stays and, up to `now`, the open ones."""
+        slots = np.flatnonzero(self.open["instance"] >= 0)
+        names = ("begin", "slot", "instance", "version", "began")
+        opened = {name: self.open[name][slots] for name in names if name != "slot"}
+        opened |= {"slot": slots, "end": np.full(len(slots), now)}
+        opened["ended"] = np.full(len(slots), -1)
+        return {
+            name: np.concatenate([self.spans[name], opened[name]])
+            for name in (*names, "end", "ended")
+        }

@@ -1,0 +1,148 @@
+"""The log as columns: the fast reader gives what decoding every line gives, on any log."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from simulated_logs import resumed_run, whole_run
+
+from dora_rl.core import actions as act
+from dora_rl.core import events as ev
+from dora_rl.core.step import initial
+from dora_rl.observe.byte_fields import ByteFields, Unusual
+from dora_rl.observe.columns import (
+    FREQUENT,
+    Columns,
+    columns,
+    names_of,
+    plain_columns,
+    vector_columns,
+)
+from dora_rl.observe.eventlog import Entry, encode_entry, encode_snapshot
+from dora_rl.sim.soak import Soak
+from dora_rl.types import Finish, Mode, RequestId, Segment
+
+TEXTS = {"instance", "src", "dst", "finish", "samples", "end", "reason"}
+
+
+def same(one: Columns, other: Columns) -> None:
+    """Equal but for `at` (only its order counts) and the eighth digit of a second."""
+    assert one.num_lines == other.num_lines
+    assert [r.value for r in one.rare] == [r.value for r in other.rare]
+    assert [r.now for r in one.rare] == pytest.approx([r.now for r in other.rare], abs=1e-7)
+    assert order(one) == order(other)
+    for kind in FREQUENT:
+        a, b = one.tables[kind], other.tables[kind]
+        np.testing.assert_allclose(a["now"], b["now"], rtol=0, atol=1e-7)
+        for name in names_of(kind):
+            if name in TEXTS:
+                assert [one.texts[c] for c in a[name]] == [other.texts[c] for c in b[name]]
+            else:
+                np.testing.assert_array_equal(a[name], b[name], f"{kind.__name__}.{name}")
+
+
+def order(found: Columns) -> list[str]:
+    """Kinds in the order of the log."""
+    rows = [(int(at), kind.__name__) for kind, t in found.tables.items() for at in t["at"]]
+    rows += [(rare.at, type(rare.value).__name__) for rare in found.rare]
+    return [name for _, name in sorted(rows)]
+
+
+def text_of(entries: list[Entry]) -> bytes:
+    return b"".join(map(encode_entry, entries))
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_fast_and_plain_agree_on_whole_runs(mode: Mode) -> None:
+    data = text_of(whole_run(mode))
+    same(vector_columns(data), plain_columns(data))
+    assert len(vector_columns(data).tables[ev.SampleFinished]["at"]) >= 48
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_fast_and_plain_agree_where_everything_breaks(seed: int) -> None:
+    soak = Soak(seed)
+    soak.run()
+    data = text_of(soak.log.entries)
+    same(columns(data), plain_columns(data))
+
+
+def test_a_snapshot_is_passed_over() -> None:
+    entries = resumed_run(Mode.MULTI_VERSION)
+    first = entries[0].event
+    assert isinstance(first, ev.Started)
+    snapshot = encode_snapshot(0, 0.0, initial(first.params))
+    same(vector_columns(snapshot + text_of(entries)), plain_columns(text_of(entries)))
+    assert columns(snapshot).num_lines == 0 == columns(b"").num_lines
+
+
+names = st.text(st.characters(codec="ascii", exclude_characters='"\\'), min_size=1, max_size=40)
+numbers = st.integers(0, 10**15 - 1)
+times = st.floats(0, 1e9, allow_nan=False)
+rewards = st.floats(allow_nan=False, allow_infinity=False, width=32)
+
+
+@st.composite
+def entries(draw: st.DrawFn) -> list[Entry]:
+    made: list[Entry] = []
+    for number in range(draw(st.integers(1, 12))):
+        request = RequestId(draw(numbers), draw(st.integers(0, 63)))
+        name, now = draw(names), draw(times)
+        segments = tuple(Segment(i, draw(numbers)) for i in range(draw(st.integers(1, 3))))
+        event = draw(
+            st.sampled_from(
+                [
+                    ev.Scored(request, 0, draw(rewards)),
+                    ev.SampleFinished(request, 3, name, draw(numbers), Finish.LENGTH, segments),
+                    ev.Moved(request, 0, name, draw(names), draw(numbers), 5),
+                    ev.InstanceReport(name, 1, 2),
+                    ev.InstanceLost(name, "{a} [b] " + name),
+                    ev.Tick(),
+                ]
+            )
+        )
+        actions = draw(
+            st.lists(
+                st.sampled_from(
+                    [
+                        act.IssueGroup(request.group, 4, 2, 1),
+                        act.Dispatch(name, request.group, 1, 7, (0, 5, 11), (0, 0, 0), False),
+                        act.Feed(1, 0, request.group, 2, (0,)),
+                        act.EndGroup(request.group, 2, act.End.FAILED, None, name),
+                        act.EndGroup(request.group, 2, act.End.TRAINED, 3, ""),
+                        act.WaitFor(1, (3, 4)),
+                    ]
+                ),
+                max_size=4,
+            )
+        )
+        made.append(Entry(number, now, event, actions))
+    return made
+
+
+@given(entries())
+def test_fast_and_plain_agree_on_anything(made: list[Entry]) -> None:
+    data = text_of(made)
+    same(columns(data), plain_columns(data))
+
+
+def test_what_is_unusual_is_read_the_plain_way() -> None:
+    quoted = act.EndGroup(1, 0, act.End.FAILED, None, 'it said "no"')
+    huge = ev.Scored(RequestId(10**17, 0), 0, 1.0)
+    data = text_of([Entry(0, 1.0, huge, []), Entry(1, 2.0, ev.Tick(), [quoted])])
+    with pytest.raises(Unusual):
+        vector_columns(data)
+    found = columns(data)
+    assert found.texts[found.tables[act.EndGroup]["reason"][0]] == 'it said "no"'
+    assert found.tables[ev.Scored]["group"].tolist() == [10**17]
+
+
+@given(st.lists(numbers, min_size=1))
+def test_whole_numbers_of_any_length(values: list[int]) -> None:
+    text = ",".join(map(str, values)).encode() + b","
+    places = np.cumsum([0] + [len(str(v)) + 1 for v in values[:-1]])
+    found, after = ByteFields(text).ints(places)
+    assert found.tolist() == values
+    assert all(text[place : place + 1] == b"," for place in after)
