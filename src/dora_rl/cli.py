@@ -20,10 +20,12 @@ from dora_rl.commands import (
     eval,
     export,
     plan,
+    plot,
     replay,
     serve,
     sft,
     sim,
+    trace,
     train,
 )
 from dora_rl.commands.nearest import hint
@@ -54,6 +56,8 @@ COMMANDS: dict[str, Command] = {
     "export": export,
     "serve": serve,
     "dashboard": dashboard,
+    "trace": trace,
+    "plot": plot,
 }
 
 

@@ -89,7 +89,7 @@ def _until_closed(
 
 
 def _report(run_dir: Path, summary: dict[str, Any], reason: str) -> None:
-    from dora_rl.observe.plots import draw_run
+    from dora_rl.observe.plots import can_draw, draw_run
 
     print(f"{reason}: {summary['steps']} steps in {summary['wall_s']:.0f} s")
     first, last = summary["eval_first"], summary["eval_last"]
@@ -102,6 +102,7 @@ def _report(run_dir: Path, summary: dict[str, Any], reason: str) -> None:
         f"discarded tokens {summary['discarded_tokens']}, "
         f"{summary['tokens_per_s']:.0f} tokens/s"
     )
-    picture = draw_run(run_dir)
-    print(f"look at  {run_dir}/summary.json  metrics.jsonl  rollouts.jsonl  {picture.name}")
+    picture = draw_run(run_dir).name if can_draw() else ""
+    print(f"look at  {run_dir}/summary.json  metrics.jsonl  rollouts.jsonl  {picture}")
+    print(f"in full  dora-rl dashboard {run_dir}")
     print(f"prove it dora-rl audit {run_dir}")

@@ -53,7 +53,7 @@ from dora_rl.runtime.lock import RunLock
 from dora_rl.runtime.loop import Loop
 from dora_rl.runtime.moving import on_moving
 from dora_rl.runtime.mps import Mps
-from dora_rl.runtime.records import Records, TrainedSample
+from dora_rl.runtime.records import TrainedSample, open_records
 from dora_rl.runtime.recovery import Recovery
 from dora_rl.runtime.resume import write_config
 from dora_rl.runtime.samples import Samples
@@ -98,7 +98,7 @@ class LocalRun:
             self.log, state = FileLog.create(events), initial(self.params)
         self.samples = Samples(self.run_dir / "table.log", self.params.group_size)
         committed = state.committed if resume else None
-        self.records = Records(self.run_dir, rollouts=config.logging.rollouts, committed=committed)
+        self.records = open_records(config, committed, lambda line: self.on_wait([line]))
         self.journals = Journals(self.run_dir / "journal")
         self.versions = Versions(self.run_dir / "weights", layout.weights_root)
         self.crew, self.carrier = self._hire()

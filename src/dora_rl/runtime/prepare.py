@@ -17,6 +17,7 @@ from dora_rl.envs.load import label_of, load_environments
 from dora_rl.rewards.base import build
 from dora_rl.runtime.evaluation import FIGURES
 from dora_rl.runtime.layout import Layout, plan_layout
+from dora_rl.runtime.sinks import check_sinks
 from dora_rl.runtime.tokenizer import open_tokenizer
 from dora_rl.types import UserError
 
@@ -47,6 +48,7 @@ def prepare(config: RunConfig) -> Prepared:
     """Open model, data and rewards; a mistake in any of them is one line."""
     path = Path(config.model.path)
     check_model_files(path)
+    check_sinks(config.logging.sinks)
     config = with_environments(config)
     reward = build(config.reward, Path(".")) if config.reward.functions else None
     if reward is None and not config.env.environments:

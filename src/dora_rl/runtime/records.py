@@ -11,14 +11,17 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from dora_rl.config import RunConfig
 from dora_rl.runtime.lines import cut_lines, keep_lines, read_lines
+from dora_rl.runtime.sink_writers import RunFacts
+from dora_rl.runtime.sinks import Sinks
 from dora_rl.types import StepIndex, Version
 
 
@@ -88,8 +91,16 @@ KEPT = "wall_s tokens_generated discarded_tokens migrations kv_bytes_moved num_r
 class Records:
     """The files of one run directory. `committed`: how many steps a resumed run's log holds."""
 
-    def __init__(self, run_dir: Path, *, rollouts: bool, committed: int | None = None) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        rollouts: bool,
+        committed: int | None = None,
+        sinks: Sinks | None = None,
+    ) -> None:
         self.run_dir = run_dir
+        self._sinks = sinks
         metrics, samples = run_dir / "metrics.jsonl", run_dir / "rollouts.jsonl"
         self.totals = Totals()
         if committed is not None:
@@ -174,6 +185,8 @@ class Records:
         self._metrics.write(json.dumps(line) + "\n")
         self._metrics.flush()
         self.totals.add(line)
+        if self._sinks is not None:
+            self._sinks.write(line)
 
     def usage(self, name: str, life: int, busy_s: float, cpu_s: float) -> None:
         """What a worker has used since it was started; a new life begins at zero."""
@@ -232,6 +245,8 @@ class Records:
         temporary.replace(path)
 
     def close(self) -> None:
+        if self._sinks is not None:
+            self._sinks.close()
         self._metrics.close()
         if self._rollouts is not None:
             self._rollouts.close()
@@ -244,3 +259,13 @@ def _parts_means(samples: Sequence[TrainedSample]) -> dict[str, float]:
         for label, score in sample.parts.items():
             given.setdefault(label, []).append(score)
     return {f"rewards/{label}/mean": float(np.mean(scores)) for label, scores in given.items()}
+
+
+def open_records(config: RunConfig, committed: int | None, tell: Callable[[str], None]) -> Records:
+    """The records of a run, with the sinks it asks for; `tell` gets a line when one fails."""
+    logging, run_dir = config.logging, Path(config.runtime.run_dir)
+    sinks: Sinks | None = None
+    if logging.sinks:
+        facts = RunFacts(run_dir, config.model_dump(mode="json"), committed or 0)
+        sinks = Sinks(logging.sinks, facts, tell)
+    return Records(run_dir, rollouts=logging.rollouts, committed=committed, sinks=sinks)

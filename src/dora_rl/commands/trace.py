@@ -1,0 +1,28 @@
+"""`dora-rl trace RUN -o trace.json`: a trace for ui.perfetto.dev or chrome://tracing."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from dora_rl.commands.files import events_folder, prepare_output
+
+SUMMARY = "write a run as a trace for ui.perfetto.dev"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, metavar="RUN", help="run directory, or its event log")
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", default=Path("trace.json"),
+        help="where to write it; .gz compresses (trace.json)",
+    )  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> int:
+    from dora_rl.observe.tail import read_history
+    from dora_rl.observe.trace import write_trace
+
+    prepare_output(args.output)
+    number = write_trace(read_history(events_folder(args.run)), args.output)
+    print(f"wrote {number} events to {args.output}; open it at https://ui.perfetto.dev")
+    return 0

@@ -1,0 +1,208 @@
+"""What the views show, against the audit and the log itself."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from made_runs import simulated, write_log, write_run
+
+from dora_rl.core import actions as act
+from dora_rl.core import events as ev
+from dora_rl.dashboard.group_documents import pieces
+from dora_rl.dashboard.run_files import RunFiles
+from dora_rl.dashboard.timeline import COLOURS, STAYS_MAX
+from dora_rl.dashboard.watcher import Watcher
+from dora_rl.observe.audit import audit
+from dora_rl.observe.eventlog import Entry, encode_entry
+from dora_rl.types import Mode
+
+
+@pytest.fixture(scope="module")
+def entries() -> list[Entry]:
+    return simulated()
+
+
+@pytest.fixture(scope="module")
+def run_dir(entries: list[Entry], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "my_run"
+    write_run(folder, entries)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def watcher(run_dir: Path) -> Watcher:
+    watcher = Watcher(run_dir, audit=False)
+    watcher.look()
+    return watcher
+
+
+def shown(watcher: Watcher, name: str, **query: Any) -> Any:
+    text = watcher.document(name, {key: str(value) for key, value in query.items()})
+    assert text is not None
+    return json.loads(text)
+
+
+def test_the_overview_agrees_with_the_audit(watcher: Watcher, entries: list[Entry]) -> None:
+    found, figures = shown(watcher, "overview"), audit(entries).figures
+    assert (found["name"], found["status"], found["mode"]) == ("my_run", "finished", figures.mode)
+    assert found["step"] == figures.steps == found["num_steps"]
+    assert found["states"]["trained"] == figures.groups_trained
+    assert sum(found["states"].values()) == figures.groups_issued
+    assert found["tokens_trained"] == figures.tokens_trained
+    assert found["migrations"] == figures.migrations
+    assert found["num_entries"] == figures.num_entries
+    promises = found["promises"]
+    assert promises["staleness_max"] == figures.staleness_max
+    assert promises["staleness_mean"] == pytest.approx(figures.staleness_mean)
+    assert (promises["mixed"], promises["discarded"]) == (0, figures.groups_discarded)
+    assert found["evaluation"]["eval/sampled"] == 0.25
+
+
+@pytest.mark.parametrize("mode", [Mode.PARTIAL, Mode.REPLICATION])
+def test_what_a_baseline_gives_up_is_shown(mode: Mode, tmp_path: Path) -> None:
+    entries = simulated(mode)
+    write_log(tmp_path / "events", entries)
+    watcher = Watcher(tmp_path, audit=False)
+    watcher.look()
+    promises, figures = shown(watcher, "overview")["promises"], audit(entries).figures
+    assert promises["mixed"] == round(figures.mixed_version_frac * figures.samples_trained)
+    assert promises["discarded"] == figures.groups_discarded
+    assert promises["discarded_tokens"] == figures.discarded_tokens
+    assert promises["mixed_given_up"] == (mode is Mode.PARTIAL)
+    assert promises["discarded_given_up"] == (mode is Mode.REPLICATION)
+    assert shown(watcher, "metrics")["evaluations"] == {}  # no files beside the log, and no fault
+
+
+def test_curves_are_those_of_the_log_and_of_the_metrics(
+    watcher: Watcher, entries: list[Entry]
+) -> None:
+    found = shown(watcher, "metrics")
+    step_of = {
+        action.group: action.step
+        for entry in entries
+        for action in entry.actions
+        if isinstance(action, act.EndGroup)
+    }
+    rewards: dict[int, list[float]] = {}
+    for entry in entries:
+        if isinstance(entry.event, ev.Scored):
+            step = step_of[entry.event.request.group]
+            assert step is not None
+            rewards.setdefault(step, []).append(entry.event.reward)
+    plain = [sum(rewards[step]) / len(rewards[step]) for step in range(6)]
+    assert found["steps"]["reward/mean"]["y"] == pytest.approx(plain, rel=1e-5)
+    assert found["steps"]["entropy"]["y"] == [0.5] * 6
+    assert found["evaluations"]["eval/sampled"] == {"x": [0], "y": [0.25]}
+
+
+def test_distributions_count_every_sample(watcher: Watcher, entries: list[Entry]) -> None:
+    found, figures = shown(watcher, "distributions"), audit(entries).figures
+    assert found["staleness"] == list(figures.staleness_counts)
+    finished = Counter(e.event.finish for e in entries if isinstance(e.event, ev.SampleFinished))
+    assert {name: sum(counts) for name, counts in found["lengths"].items()} == dict(finished)
+    assert sum(found["rewards"]) == figures.samples_trained
+
+
+def test_a_wide_window_has_bins_and_a_narrow_one_single_stays(watcher: Watcher) -> None:
+    history = watcher.history
+    few = shown(watcher, "timeline", begin=1, end=1.5, width=800)
+    assert few["num_stays"] == len(few["stays"]["begin"]) <= STAYS_MAX
+    spans = history.placements.all_spans(history.now_s)
+    inside = (spans["end"] > 1) & (spans["begin"] < 1.5)
+    assert few["num_stays"] == int(inside.sum())
+    assert few["instances"] == sorted(history.names)
+
+
+def test_bins_hold_the_time_that_stays_take(tmp_path: Path) -> None:
+    write_log(tmp_path / "events", simulated(batch_groups=192, group_size=8))
+    watcher = Watcher(tmp_path, audit=False)
+    watcher.look()
+    found, history = shown(watcher, "timeline", width=1000), watcher.history
+    assert found["num_stays"] > STAYS_MAX and "stays" not in found
+    bins = found["bins"]
+    shape = (len(found["instances"]), COLOURS, bins["num"])
+    levels = np.frombuffer(base64.b64decode(bins["data"]), np.uint8).reshape(shape)
+    running = levels.sum(axis=1) / 255 * bins["most"]
+    spans = history.placements.all_spans(history.now_s)
+    for row, name in enumerate(found["instances"]):
+        here = spans["instance"] == history.names[name]
+        total = (spans["end"] - spans["begin"])[here].sum()
+        assert running[row].sum() * history.now_s / bins["num"] == pytest.approx(total, rel=0.03)
+    assert found["moves"]["num"] == len(history.moves)
+
+
+def test_groups_are_paged_filtered_and_ordered(watcher: Watcher) -> None:
+    history = watcher.history
+    first = shown(watcher, "groups", size=10)
+    assert first["total"] == len(history.groups) and len(first["groups"]) == 10
+    assert [g["group"] for g in first["groups"]] == list(range(first["total"]))[::-1][:10]
+    last = shown(watcher, "groups", size=10, page=10_000)
+    assert last["groups"][-1]["group"] == 0
+    one = shown(watcher, "groups", version=2, state="trained", size=200)
+    assert one["total"] == int((history.groups["version"] == 2).sum())
+    assert {g["version"] for g in one["groups"]} == {2}
+    assert shown(watcher, "groups", state="failed")["groups"] == []
+    long = [g["tokens"] for g in shown(watcher, "groups", order="longest")["groups"]]
+    assert long == sorted(long, reverse=True) and long[0] == int(history.groups["tokens"].max())
+
+
+def test_one_group_and_one_trajectory(watcher: Watcher) -> None:
+    group = shown(watcher, "group", group=5)
+    assert [s["sample"] for s in group["samples"]] == list(range(4))
+    assert group["state"] == "trained" and group["staleness"] == group["step"] - group["version"]
+    for sample in group["samples"]:
+        assert sample["stays"][-1]["ended"] == "finished"
+        assert all(stay["version"] == group["version"] for stay in sample["stays"])
+    read = shown(watcher, "trajectory", group=5, sample=2)
+    assert (read["group"], read["sample"], read["step"]) == (5, 2, group["step"])
+    assert read["reward"] == pytest.approx(group["samples"][2]["reward"])
+    assert len(read["pieces"]) == len(read["token_ids"]) and all(read["pieces"])
+    assert read["turns"] == [[0, 2, 1], [2, 4, 0], [4, 6, 1]]
+    assert shown(watcher, "group", group=10_000) is None
+    assert shown(watcher, "trajectory", group=5, sample=40) is None
+
+
+def test_every_sample_is_found_in_the_rollouts(watcher: Watcher, run_dir: Path) -> None:
+    files = RunFiles(run_dir)
+    lines = [json.loads(line) for line in (run_dir / "rollouts.jsonl").read_text().splitlines()]
+    for line in lines[::7]:
+        found = files.rollout(line["step"], line["group"], line["sample"])
+        assert found == line
+    assert files.rollout(99, 1, 0) is None and files.rollout(0, 99_999, 0) is None
+
+
+def test_a_live_run_is_followed_without_reading_again(entries: list[Entry], tmp_path: Path) -> None:
+    path = tmp_path / "events" / "000000000000.jsonl"
+    write_log(tmp_path / "events", entries[:200])
+    watcher = Watcher(tmp_path, audit=False)
+    watcher.look()
+    before = shown(watcher, "overview")
+    assert before["status"] == "live" and before["num_entries"] == 200
+    states = before["states"]
+    assert states["generating"] > 0
+    read = watcher.tail.num_bytes
+    with path.open("ab") as file:
+        file.write(b"".join(map(encode_entry, entries[200:400])))
+    watcher.look()
+    assert shown(watcher, "overview")["num_entries"] == 400
+    assert watcher.tail.num_bytes == path.stat().st_size > read
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "loss": 1.0}\n{"step": 1, "lo')
+    watcher.look()
+    assert shown(watcher, "metrics")["steps"]["loss"]["y"] == [1.0]
+
+
+def test_tokens_that_share_a_character_are_shown_together() -> None:
+    text = {1: b"a", 2: "é".encode()[:1], 3: "é".encode()[1:], 4: b"b", 5: b"\xff"}
+
+    def decode(ids: Any) -> str:
+        return b"".join(text[i] for i in ids).decode(errors="replace")
+
+    assert pieces([1, 2, 3, 4], decode) == ["a", "é", "", "b"]
+    assert pieces([1, 5], decode) == ["a", "�"]
+    assert pieces([], decode) == []

@@ -1,0 +1,253 @@
+"""Metric sinks: each gets every line, one that fails is told of once, none ends or holds up a run.
+
+TensorBoard is the real package, read back with its own reader. The other services are small fakes
+with the calls of the real packages, put where `import` finds them.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import types
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from dora_rl.runtime.records import Records
+from dora_rl.runtime.sink_writers import RunFacts, flat
+from dora_rl.runtime.sinks import LINES_MAX, Sinks, check_sinks
+from dora_rl.types import UserError
+
+STEP = {"step": 0, "reward/mean": 0.5, "name": "text", "flag": True}
+LATER = {"step": 1, "reward/mean": 0.75}
+EVALUATION = {"version": 0, "eval/sampled": 0.25}
+CONFIG = {"model": {"path": "tiny"}, "trainer": {"lr": 0.1, "betas": [0.9, 0.95]}}
+
+
+def write_all(name: str, run_dir: Path, *lines: dict[str, Any], first_step: int = 0) -> list[str]:
+    """What a run with one sink tells the user."""
+    told: list[str] = []
+    sinks = Sinks([name], RunFacts(run_dir, CONFIG, first_step), told.append)
+    for line in lines:
+        sinks.write(line)
+    sinks.close(20.0)
+    return told
+
+
+def test_tensorboard_for_real(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    torn = {"step": 2, "reward/mean": 9.0}  # written just before a crash, trained again later
+    assert write_all("tensorboard", tmp_path, STEP, EVALUATION, LATER, torn) == []
+    again = {"step": 2, "reward/mean": 1.0}
+    assert write_all("tensorboard", tmp_path, again, first_step=2) == []
+    found = EventAccumulator(str(tmp_path / "tensorboard"))
+    found.Reload()
+    assert set(found.Tags()["scalars"]) == {"reward/mean", "eval/sampled"}
+    rewards = [(event.step, event.value) for event in found.Scalars("reward/mean")]
+    assert rewards == [(0, 0.5), (1, 0.75), (2, 1.0)]
+
+
+def fake_wandb(calls: list[Any]) -> types.ModuleType:
+    module: Any = types.ModuleType("wandb")
+
+    class Run:
+        id = "abc123"
+
+        def define_metric(self, name: str, step_metric: str | None = None) -> None:
+            calls.append(("define", name, step_metric))
+
+        def log(self, data: dict[str, Any], step: int | None = None) -> None:
+            assert step is None, "evaluations come late; W&B drops steps that go back"
+            calls.append(("log", data))
+
+        def finish(self) -> None:
+            calls.append(("finish",))
+
+    def init(
+        project: str, name: str, id: str | None, resume: str, dir: str, config: dict[str, Any]
+    ) -> Run:
+        calls.append(("init", project, name, id, resume, config["trainer"]["lr"]))
+        return Run()
+
+    module.init = init
+    return module
+
+
+def test_wandb_gets_lines_with_their_own_axes_and_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+    monkeypatch.setitem(sys.modules, "wandb", fake_wandb(calls))
+    run_dir = tmp_path / "my_run"
+    run_dir.mkdir()
+    assert write_all("wandb", run_dir, STEP, EVALUATION) == []
+    assert calls[0] == ("init", "dora-rl", "my_run", None, "allow", 0.1)
+    assert ("define", "eval/*", "version") in calls and ("define", "*", "step") in calls
+    assert [c[1] for c in calls if c[0] == "log"] == [STEP, EVALUATION]
+    assert calls[-1] == ("finish",)
+    calls.clear()
+    write_all("wandb", run_dir, LATER, first_step=1)
+    assert calls[0][3] == "abc123"
+
+
+class FakeMlflow:
+    """MlflowClient's calls as they are used; ids and batches are kept."""
+
+    def __init__(self) -> None:
+        self.metrics: list[tuple[str, float, int]] = []
+        self.params: dict[str, str] = {}
+        self.status: list[str | None] = []
+        self.experiments: dict[str, str] = {}
+        self.num_runs = 0
+
+    def get_experiment_by_name(self, name: str) -> Any:
+        known = self.experiments.get(name)
+        return types.SimpleNamespace(experiment_id=known) if known else None
+
+    def create_experiment(self, name: str) -> str:
+        self.experiments[name] = "7"
+        return "7"
+
+    def create_run(self, experiment_id: str, run_name: str) -> Any:
+        assert experiment_id == "7"
+        self.num_runs += 1
+        return types.SimpleNamespace(info=types.SimpleNamespace(run_id=f"run{self.num_runs}"))
+
+    def log_batch(self, run_id: str, metrics: Any = (), params: Any = ()) -> None:
+        assert run_id == "run1" and len(params) <= 100
+        self.metrics += [(m.key, m.value, m.step) for m in metrics]
+        self.params |= {p.key: p.value for p in params}
+
+    def set_terminated(self, run_id: str, status: str | None = None) -> None:
+        self.status.append(status)
+
+
+def test_mlflow_gets_metrics_params_and_an_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = FakeMlflow()
+    module, entities = types.ModuleType("mlflow"), types.ModuleType("mlflow.entities")
+    module.MlflowClient = lambda: client  # type: ignore[attr-defined]
+    entities.Metric = lambda key, value, timestamp, step: types.SimpleNamespace(  # type: ignore[attr-defined]
+        key=key, value=value, step=step
+    )
+    entities.Param = lambda key, value: types.SimpleNamespace(key=key, value=value)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "mlflow", module)
+    monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
+    assert write_all("mlflow", tmp_path, STEP, EVALUATION) == []
+    assert client.metrics == [("reward/mean", 0.5, 0), ("eval/sampled", 0.25, 0)]
+    assert client.params == {
+        "model.path": "tiny",
+        "trainer.lr": "0.1",
+        "trainer.betas": "[0.9, 0.95]",
+    }
+    assert write_all("mlflow", tmp_path, LATER, first_step=1) == []
+    assert client.num_runs == 1 and client.status == [None, "RUNNING", None]
+
+
+def test_trackio_gets_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    module: Any = types.ModuleType("trackio")
+
+    class Run:
+        def log(self, metrics: dict[str, Any], step: int | None = None) -> None:
+            calls.append((step, metrics))
+
+        def finish(self) -> None:
+            calls.append("finish")
+
+    def init(project: str, name: str, config: dict[str, Any], resume: str) -> Run:
+        calls.append((project, name, resume))
+        return Run()
+
+    module.init = init
+    monkeypatch.setitem(sys.modules, "trackio", module)
+    assert write_all("trackio", tmp_path, STEP, EVALUATION) == []
+    assert calls[0][0] == "dora-rl" and calls[0][2] == "never"
+    assert calls[1:] == [(0, {"reward/mean": 0.5}), (0, {"eval/sampled": 0.25}), "finish"]
+    name = calls[0][1]
+    calls.clear()
+    write_all("trackio", tmp_path, LATER, first_step=1)
+    assert calls[0] == ("dora-rl", name, "allow")
+
+
+class Broken:
+    """Fails in the middle."""
+
+    def __init__(self, facts: RunFacts) -> None:
+        self.num = 0
+
+    def write(self, line: dict[str, Any]) -> None:
+        self.num += 1
+        if self.num == 2:
+            raise ConnectionError("no route\nto host")
+
+    def close(self) -> None:
+        raise AssertionError("a sink that is off is not closed")
+
+
+class Kept:
+    lines: ClassVar[list[dict[str, Any]]] = []
+
+    def __init__(self, facts: RunFacts) -> None:
+        Kept.lines = []
+
+    def write(self, line: dict[str, Any]) -> None:
+        Kept.lines.append(line)
+
+    def close(self) -> None:
+        Kept.lines.append({"closed": True})
+
+
+def test_a_sink_that_fails_is_told_of_once_and_the_others_go_on(tmp_path: Path) -> None:
+    told: list[str] = []
+    writers = {"bad": Broken, "good": Kept}
+    sinks = Sinks(["bad", "good"], RunFacts(tmp_path, {}, 0), told.append, writers)
+    records = Records(tmp_path, rollouts=False, sinks=sinks)
+    for version in range(5):
+        records.evaluation(version, {"sampled": 0.1 * version})
+    records.close()
+    assert len(told) == 1 and "bad failed: ConnectionError: no route;" in told[0]
+    assert len(Kept.lines) == 6 and Kept.lines[-1] == {"closed": True}
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 5
+
+
+def test_a_sink_that_hangs_holds_nothing_up(tmp_path: Path) -> None:
+    release = threading.Event()
+
+    class Hanging(Kept):
+        def write(self, line: dict[str, Any]) -> None:
+            release.wait(30)
+
+    told: list[str] = []
+    sinks = Sinks(["slow"], RunFacts(tmp_path, {}, 0), told.append, {"slow": Hanging})
+    for step in range(5):
+        sinks.write({"step": step})
+    sinks.close(0.2)
+    assert len(told) == 1 and "not done" in told[0]
+    flooded = Sinks(["slow"], RunFacts(tmp_path, {}, 0), told.append, {"slow": Hanging})
+    for step in range(LINES_MAX + 5):
+        flooded.write({"step": step})
+    flooded.close(0.2)
+    assert len(told) == 2 and "takes nothing" in told[1]
+    release.set()
+
+
+def test_a_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_sinks([])
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"wandb is not installed; pip install wandb"):
+        check_sinks(["wandb"])
+
+
+def test_the_configuration_becomes_flat() -> None:
+    assert flat(CONFIG) == {
+        "model.path": "tiny",
+        "trainer.lr": 0.1,
+        "trainer.betas": [0.9, 0.95],
+    }
+    assert json.dumps(flat(CONFIG))
