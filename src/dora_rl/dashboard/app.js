@@ -67,7 +67,8 @@ function header(run) {
   document.getElementById("run-name").textContent = run.name;
   document.getElementById("mode").textContent =
     `${run.mode}, K = ${run.max_staleness}, ${run.batch_groups} × ${run.group_size} a step`;
-  pill(run.status, MEANING[run.status]);
+  if (run.error) pill("bad", run.error);
+  else pill(run.status, MEANING[run.status]);
   document.getElementById("status").title = run.stop;
   const share = run.num_steps ? run.step / run.num_steps : 0;
   document.getElementById("progress-text").textContent =

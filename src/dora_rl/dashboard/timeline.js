@@ -252,13 +252,13 @@ export function timeline() {
       if (!bundles.has(key)) bundles.set(key, { x, src, dst, count: 0 });
       bundles.get(key).count += 1;
     }
-    const faint = bundles.size > 150;
+    const faint = bundles.size > 60;
     pen.strokeStyle = pen.fillStyle = css("--ink");
     pen.textAlign = "left";
     for (const { x, src, dst, count } of bundles.values()) {
       const [from, to] = [rowTop(src) + tall() / 2, rowTop(dst) + tall() / 2];
-      pen.globalAlpha = faint ? 0.25 : 0.75;
-      pen.lineWidth = Math.min(3, 0.9 + Math.log2(count) * 0.3);
+      pen.globalAlpha = faint ? 0.3 : 0.75;
+      pen.lineWidth = faint ? 0.8 : Math.min(3, 0.9 + Math.log2(count) * 0.3);
       pen.beginPath();
       pen.moveTo(x - 5, from);
       pen.bezierCurveTo(x + 3, from, x - 3, to, x + 5, to);

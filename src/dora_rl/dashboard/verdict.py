@@ -31,7 +31,12 @@ class Verdict:
     def __init__(self, events: Path) -> None:
         self.last: dict[str, Any] = {"state": "reading", "num_entries": 0}
         command = [sys.executable, "-m", "dora_rl.dashboard.verdict", str(events)]
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        self._process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # Ctrl-C is the dashboard's alone
+        )
         self._thread = threading.Thread(target=self._listen, daemon=True)
         self._thread.start()
 

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -20,9 +21,9 @@ from dora_rl.dashboard import documents, group_documents
 from dora_rl.dashboard.run_files import RunFiles
 from dora_rl.dashboard.timeline import Stays, timeline
 from dora_rl.dashboard.verdict import Verdict
-from dora_rl.observe.columns import columns
 from dora_rl.observe.history import History
-from dora_rl.observe.tail import LogTail
+from dora_rl.observe.tail import LogTail, read_columns
+from dora_rl.types import UserError
 
 POLL_S = 0.5
 CACHED_MAX = 64
@@ -37,13 +38,15 @@ class Watcher:
         self.tail = LogTail(self.files.events)
         self.revision = 0
         self.share_read = 0.0
+        self.error = ""
         self.lock = threading.Lock()
         self.moved = threading.Condition()
-        self.verdict = Verdict(self.files.events) if audit else None
+        self.verdict: Verdict | None = None
+        self._audit = audit
         self._stays: tuple[int, Stays] | None = None
         self._cached: dict[tuple[Any, ...], tuple[int, str]] = {}
         self._ending = threading.Event()
-        self._heard: dict[str, Any] = {}
+        self._heard: tuple[Any, str] = (None, "")  # the audit's word and the run's status
         self._thread = threading.Thread(target=self._follow, daemon=True)
 
     def start(self) -> None:
@@ -57,16 +60,21 @@ class Watcher:
 
     def _follow(self) -> None:
         while not self._ending.is_set():
-            self.look()
+            try:
+                self.look()
+                self.error = ""
+            except (OSError, ValueError, UserError) as error:
+                # The folder is gone or a line is damaged: the page says so and we look again.
+                self.error = str(error)
+                self._tell()
             self._ending.wait(POLL_S)
 
     def look(self) -> None:
         """Read what is new. The first look reads the whole log and tells how far it is."""
         size = max(1, self.files.log_bytes())
-        for chunk in self.tail.chunks():
+        for read in read_columns(self.tail):  # the long part, outside the lock
             if self._ending.is_set():
                 return
-            read = columns(chunk)  # the long part, outside the lock
             with self.lock:
                 self.history.add(read)
                 self.share_read = min(1.0, self.tail.num_bytes / size)
@@ -74,10 +82,23 @@ class Watcher:
         with self.lock:
             more = self.files.follow()
             first, self.share_read = self.share_read < 1.0, 1.0
-        said = self.verdict.last if self.verdict is not None else {}
-        if more or first or said is not self._heard:
+        self._audit_on()
+        said = (
+            self.verdict.last if self.verdict else None,
+            documents.status(self.history, self.files),
+        )
+        if more or first or said != self._heard:
             self._heard = said
             self._tell()
+
+    def _audit_on(self) -> None:
+        """Audit once the log is shown, and again if a finished run went on."""
+        if not self._audit:
+            return
+        verdict, entries = self.verdict, self.history.num_entries
+        ended = verdict is not None and verdict.last["state"] == "whole"
+        if verdict is None or (ended and verdict.last["num_entries"] < entries):
+            self.verdict = Verdict(self.files.events)
 
     def _tell(self) -> None:
         with self.moved:
@@ -112,7 +133,7 @@ class Watcher:
             if kept is not None and kept[0] == self.revision:
                 return kept[1]
             revision, value = self.revision, make(query)
-            text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+            text = _text(value)
             if len(self._cached) >= CACHED_MAX:
                 self._cached.clear()
             self._cached[key] = (revision, text)
@@ -136,10 +157,12 @@ class Watcher:
         }
 
     def _overview(self) -> dict[str, Any]:
-        verdict = self.verdict.last if self.verdict is not None else {"state": "off"}
+        waits = {"state": "reading" if self._audit else "off", "num_entries": 0}
+        verdict = self.verdict.last if self.verdict is not None else waits
         return documents.overview(self.history, self.files) | {
             "audit": verdict,
             "share_read": self.share_read,
+            "error": self.error,
             "revision": self.revision,
             "made": time.time(),
         }
@@ -159,6 +182,22 @@ class Watcher:
             _int(query, "page", 0),
             _int(query, "size", 50),
         )
+
+
+def _text(value: Any) -> str:
+    """JSON as browsers read it: a figure that is no number is null."""
+    try:
+        return json.dumps(value, separators=(",", ":"), allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite(value), separators=(",", ":"))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _int(query: dict[str, str], name: str, default: int) -> int:

@@ -83,6 +83,11 @@ class ByteFields:
             values[small] = self.floats(at[small])[0]
         return values
 
+    def few_floats(self, at: Places, end: bytes) -> tuple[NDArray[np.float64], Places]:
+        """Numbers up to `end`, of which many are alike (rewards): each is read once."""
+        texts, codes, after = self.texts(at, end)
+        return np.array([*map(float, texts), 0.0])[codes], after
+
     def floats(self, at: Places) -> tuple[NDArray[np.float64], Places]:
         """Numbers as JSON writes them, up to a comma or a closing brace."""
         if not len(at):

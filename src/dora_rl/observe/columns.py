@@ -104,10 +104,11 @@ class _Reader:
         starts = self._line_starts()
         places, kinds = self._objects(starts)
         now_of = self._now_of(starts)
-        tables = {kind: self._table(kind, places[kinds == _code(kind)]) for kind in FREQUENT}
+        tables = {kind: self._table(kind, places[kinds == _CODES[kind]]) for kind in FREQUENT}
         for table in tables.values():
             table["now"] = now_of(table["at"])
-        rare = self._rare(places[~np.isin(kinds, _KNOWN)], now_of)
+        known = _KNOWN[np.minimum(np.searchsorted(_KNOWN, kinds), len(_KNOWN) - 1)] == kinds
+        rare = self._rare(places[~known], now_of)
         ends = now_of(starts[[0, -1]]) if len(starts) else (0.0, 0.0)
         return Columns(tables, rare, list(self.texts), float(ends[0]), float(ends[1]), len(starts))
 
@@ -129,7 +130,7 @@ class _Reader:
         mark = np.uint64(int.from_bytes(_MARK, "little"))
         places = places[(fields.words[places] & mask) == mark]
         kinds = fields.words[places + len(_MARK)]
-        report = (kinds == _code(ev.InstanceReport)) & (fields.bytes[places + 15] == ord("R"))
+        report = (kinds == _REPORT) & (fields.bytes[places + 15] == ord("R"))
         return places[~report], kinds[~report]
 
     def _now_of(self, starts: Places) -> Callable[[Places], NDArray[np.float64]]:
@@ -144,14 +145,11 @@ class _Reader:
         return now_of
 
     def _table(self, kind: Kind, at: Places) -> Table:
-        wanted, table = FREQUENT[kind], Table(at=at)
-        hints = typing.get_type_hints(kind)
+        table = Table(at=at)
         place = at + len(_MARK) + len(kind.__name__) + 1
-        for field in dataclasses.fields(kind):
-            place = place + len(f',"{field.name}":')
-            place = self._field(table, field.name, hints[field.name], place)
-            if field.name == wanted[-1]:
-                break
+        for name, hint in _LAYOUTS[kind]:
+            place = place + len(f',"{name}":')
+            place = self._field(table, name, hint, place)
         return {name: table[name] for name in ("at", *names_of(kind))}
 
     def _field(self, table: Table, name: str, hint: Any, at: Places) -> Places:
@@ -160,8 +158,8 @@ class _Reader:
             table["group"], after = self.fields.ints(at + 1)
             table["sample"], after = self.fields.ints(after + 1)
             return after + 1
-        if hint is float:
-            table[name], after = self.fields.floats(at)
+        if hint is float:  # last of its kind
+            table[name], after = self.fields.few_floats(at, b"}")
             return after
         if hint == int | None:
             return self._maybe(table, name, at)
@@ -217,6 +215,18 @@ def _known() -> NDArray[np.uint64]:
 
 
 _KNOWN = _known()
+_CODES = {kind: _code(kind) for kind in FREQUENT}
+
+
+def _layout(kind: Kind) -> list[tuple[str, Any]]:
+    """Names and types of a kind's fields, up to the last one wanted."""
+    hints = typing.get_type_hints(kind)
+    names = [field.name for field in dataclasses.fields(kind)]
+    return [(name, hints[name]) for name in names[: names.index(FREQUENT[kind][-1]) + 1]]
+
+
+_LAYOUTS = {kind: _layout(kind) for kind in FREQUENT}
+_REPORT = _code(ev.InstanceReport)
 
 
 def plain_columns(data: bytes) -> Columns:

@@ -144,10 +144,14 @@ class History:
                 self._offsets.append((rare.at, max(self.now_s, float(last)) - rare.now))
 
     def seconds_at(self, at: int, now: float) -> float:
+        if len(self._offsets) == 1:
+            return now + self._offsets[0][1]
         return now + next(offset for place, offset in reversed(self._offsets) if place <= at)
 
     def seconds(self, table: Table) -> NDArray[np.float64]:
         """When the rows of a table happened."""
+        if len(self._offsets) == 1:
+            return table["now"] + self._offsets[0][1]
         places, offsets = (np.array(part) for part in zip(*self._offsets, strict=True))
         return table["now"] + offsets[np.searchsorted(places, table["at"], "right") - 1]
 

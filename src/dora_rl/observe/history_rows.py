@@ -25,8 +25,13 @@ if TYPE_CHECKING:
 
 ENDS = tuple(act.End)  # the code of an end is its place here
 FINISHES = tuple(Finish)
-_BEGINS = {act.Unpark: Why.UNPARKED, act.Reversion: Why.REVERSED}
-_STOPS = {ev.SampleFailed: Why.FAILED, act.Park: Why.PARKED, act.Abort: Why.ABORTED}
+_PLACES = {
+    act.Unpark: Why.UNPARKED,
+    act.Reversion: Why.REVERSED,
+    ev.SampleFailed: Why.FAILED,
+    act.Park: Why.PARKED,
+    act.Abort: Why.ABORTED,
+}
 
 
 def new_groups() -> Growing:
@@ -143,10 +148,11 @@ def stays_of(
     history: History, chunk: Columns
 ) -> Iterator[tuple[Rows, tuple[int | None, float] | None]]:
     """Placement rows in stretches; after each, the instance that was lost there (None: all)."""
-    rows = Rows.join(
-        [_dispatched(history, chunk), _finished(history, chunk), _moved(history, chunk)]
-        + [_one(history, rare) for rare in chunk.rare if type(rare.value) in (_BEGINS | _STOPS)]
-    )
+    parts = [_dispatched(history, chunk), _finished(history, chunk), _moved(history, chunk)]
+    few = [_one(history, rare) for rare in chunk.rare if type(rare.value) in _PLACES]
+    if few:
+        parts.append(Rows(*(np.array(column) for column in zip(*few, strict=True))))
+    rows = Rows.join(parts)
     begin = -1
     for rare in chunk.rare:
         if isinstance(rare.value, (ev.InstanceLost, act.Restart, ev.Resumed)):
@@ -187,16 +193,14 @@ def _moved(history: History, chunk: Columns) -> Rows:
     return Rows(table["at"], history.seconds(table), slot, instance, keep, why)
 
 
-def _one(history: History, rare: Rare) -> Rows:
+def _one(history: History, rare: Rare) -> tuple[float, ...]:
+    """The columns of `Rows` for an event that is rare."""
     value = rare.value
-    why = _BEGINS[type(value)] if type(value) in _BEGINS else _STOPS[type(value)]
-    version = getattr(value, "version", KEEP)
-    row = (
+    return (
         rare.at,
         history.seconds_at(rare.at, rare.now),
         history.slot(*value.request),
         history.instance(value.instance),
-        version,
-        int(why),
+        getattr(value, "version", KEEP),
+        int(_PLACES[type(value)]),
     )
-    return Rows(*(np.array([part]) for part in row))

@@ -6,15 +6,18 @@ cut a torn last line off, which was never read. Never writes, never blocks the r
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from dora_rl.observe.columns import columns
+from dora_rl.observe.columns import Columns, columns
 from dora_rl.observe.eventlog import segments
 from dora_rl.observe.history import History
 from dora_rl.types import UserError
 
 CHUNK_BYTES = 8 << 20
+READERS = 2
 
 
 class LogTail:
@@ -54,11 +57,23 @@ class LogTail:
                 yield data[:end]
 
 
+def read_columns(tail: LogTail) -> Iterator[Columns]:
+    """New lines as columns, in order; a few chunks are read at the same time."""
+    waiting: deque[Future[Columns]] = deque()
+    with ThreadPoolExecutor(READERS) as pool:  # numpy lets go of the interpreter for its loops
+        for chunk in tail.chunks():
+            waiting.append(pool.submit(columns, chunk))
+            if len(waiting) > READERS:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+
+
 def follow(history: History, tail: LogTail) -> bool:
     """Bring a history up to date; true if there was anything new."""
     before = history.num_entries
-    for chunk in tail.chunks():
-        history.add(columns(chunk))
+    for read in read_columns(tail):
+        history.add(read)
     return history.num_entries > before
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -195,6 +196,14 @@ def test_a_live_run_is_followed_without_reading_again(entries: list[Entry], tmp_
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "loss": 1.0}\n{"step": 1, "lo')
     watcher.look()
     assert shown(watcher, "metrics")["steps"]["loss"]["y"] == [1.0]
+    anew = tmp_path / "metrics.tmp"  # as a resume does that takes a step back
+    anew.write_text('{"version": 0, "eval/score": NaN}\n')
+    anew.replace(tmp_path / "metrics.jsonl")
+    watcher.look()
+    assert shown(watcher, "overview")["evaluation"] == {"version": 0, "eval/score": None}
+    os.utime(path, (1, 1))  # nobody has written for a long time, and nobody said stop
+    watcher.look()
+    assert shown(watcher, "overview")["status"] == "silent"
 
 
 def test_tokens_that_share_a_character_are_shown_together() -> None:
