@@ -1,14 +1,15 @@
 """The list of groups, one group, and one trajectory with its tokens, as plain JSON values.
 
-Text is in rollouts.jsonl once its group was trained; before that, and for groups that were not,
-the log still tells lengths, rewards and places. Token texts need the model's tokenizer; without
-one a token is shown by its id.
+Text is in rollouts.jsonl once its group was trained; before that, and for a while for groups that
+were not, in the table. Lengths, rewards and places the log always tells. Token texts need the
+model's tokenizer; without one a token is shown by its id.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy as np
 
 from dora_rl.dashboard.documents import STATES, states
 from dora_rl.dashboard.run_files import RunFiles
+from dora_rl.data.table_peek import peek
 from dora_rl.observe.history import History
 from dora_rl.observe.history_rows import FINISHES
 from dora_rl.observe.placements import Why
@@ -125,19 +127,32 @@ def _known(value: float) -> float | None:
 
 
 def trajectory(history: History, files: RunFiles, group: int, sample: int) -> dict[str, Any] | None:
-    """A trained sample with its tokens; None if there is no text of it."""
+    """A sample with its tokens; None if there is no text of it."""
     if not 0 <= group < len(history.groups):
         return None
     step = int(history.groups["step"][group])
     record = files.rollout(step, group, sample) if step >= 0 else None
+    record = record or _under_way(files, group, sample)
     if record is None:
         return None
-    ids = record.get("token_ids", [])
     decode = _decoder(files)
+    ids = record.get("token_ids", [])
+    return record | {"pieces": pieces(ids, decode) if decode is not None else []}
+
+
+def _under_way(files: RunFiles, group: int, sample: int) -> dict[str, Any] | None:
+    """A sample that has finished and was not trained (yet): from the table, if it is there."""
+    row = peek(files.folder / "table.log", group, sample)
+    if row is None:
+        return None
+    arrays = {name: np.asarray(row[name]) for name in ("token_ids", "logprobs", "loss_mask")}
+    mask = arrays["loss_mask"]
+    edges = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(mask)]
     return {
-        **record,
-        "pieces": pieces(ids, decode) if decode is not None else [],
-        "staleness": step - record["version"],
+        "token_ids": arrays["token_ids"].tolist(),
+        "logprobs": arrays["logprobs"].astype(np.float64).round(4).tolist(),
+        "turns": [[a, b, int(mask[a])] for a, b in pairwise(edges) if a < b],
+        "text": row["text"],
     }
 
 

@@ -92,7 +92,7 @@ function turnsOf(t) {
 
 function tokensOf(t) {
   const box = h("div", { class: "tokens" });
-  box.append(h("div", { class: "turn" }, h("div", { class: "who" }, `prompt · ${num(t.num_prompt)} tokens`), h("span", { class: "given" }, visible(t.prompt ?? ""))));
+  if (t.prompt !== undefined) box.append(h("div", { class: "turn" }, h("div", { class: "who" }, `prompt · ${num(t.num_prompt)} tokens`), h("span", { class: "given" }, visible(t.prompt))));
   if (!t.token_ids?.length) {
     box.append(h("div", { class: "turn policy" }, h("div", { class: "who" }, "response"), visible(t.text ?? "")));
     return box;
@@ -169,12 +169,12 @@ export function group() {
       strip(g, s.sample);
       stays.replaceChildren(...s.stays.map((stay) => h("tr", {}, h("td", {}, stay.instance), h("td", {}, versionBadge(stay.version)),
         h("td", {}, seconds(stay.begin)), h("td", {}, stay.ended === "running" ? "now" : seconds(stay.end)), h("td", {}, stay.began), h("td", {}, stay.ended))));
-      const key = `${g.group}/${s.sample}/${g.state}`;
+      const key = `${g.group}/${s.sample}/${g.state}/${s.finish}/${s.reward}`;
       if (key === shown) return;
       const t = await get("trajectory", { group: g.group, sample: s.sample });
       sampleFacts(g, s, t);
       text.replaceChildren(t ? tokensOf(t) : h("div", { class: "empty" }, g.state === "trained"
-        ? "Its text was not kept (logging.rollouts is off, or the run has no rollouts.jsonl)." : "Its text can be read once the group was trained."));
+        ? "Its text was not kept (logging.rollouts is off, or the run has no rollouts.jsonl)." : s.finish ? "Its text is no longer there: it is kept for groups that are trained." : "It is being generated; its text can be read when it has ended."));
       shown = key;
     },
   };
