@@ -130,9 +130,11 @@ def _write_files(
     batches: list[list[act.EndGroup]] = []
     for entry in entries:
         if isinstance(entry.event, ev.SampleFinished):
-            tokens[tuple(entry.event.request)] = entry.event.num_tokens
+            request = entry.event.request
+            tokens[request.group, request.sample] = entry.event.num_tokens
         elif isinstance(entry.event, ev.Scored):
-            reward[tuple(entry.event.request)] = entry.event.reward
+            request = entry.event.request
+            reward[request.group, request.sample] = entry.event.reward
         elif isinstance(entry.event, ev.StepCommitted):
             batches.append([a for a in entry.actions if isinstance(a, act.EndGroup)])
     with (folder / "metrics.jsonl").open("w") as metrics, (
