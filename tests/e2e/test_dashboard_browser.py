@@ -113,8 +113,7 @@ def test_a_live_run_to_its_end_and_every_view(page: Any, tmp_path: Path) -> None
             page.goto(address)
             page.wait_for_selector("#status.live")
             wait_until("the first step", lambda: bool(run.steps()), process)
-            page.wait_for_function("document.querySelectorAll('[data-figure=state_trained]')"
-                                   "[0]?.dataset.value > 0")  # fmt: skip
+            wait_until("a trained group", lambda: figure(page, "state_trained") > 0)
             shown = figure(page, "state_trained")
             now = audit_run(run.run_dir / "events").figures
             assert 0 < shown <= now.groups_trained
@@ -140,9 +139,9 @@ def check_views(page: Any, run: Any, figures: AuditFigures) -> None:
     whole = float(canvas.get_attribute("data-end"))
     canvas.focus()
     page.keyboard.press("+")
-    page.wait_for_function(f"document.querySelector('.timeline canvas').dataset.end < {whole}")
+    wait_until("the zoom", lambda: float(canvas.get_attribute("data-end")) < whole)
     page.keyboard.press("0")
-    page.wait_for_function(f"document.querySelector('.timeline canvas').dataset.end == {whole}")
+    wait_until("the whole run", lambda: float(canvas.get_attribute("data-end")) == whole)
     assert ink(page) > 1000
     open_view(page, "learning")
     label = page.get_attribute('canvas[aria-label^="Training reward"]', "aria-label")
@@ -164,13 +163,11 @@ def check_groups(page: Any, run: Any, figures: AuditFigures) -> None:
     open_view(page, "groups")
     assert figure(page, "groups_total") == figures.groups_issued
     page.select_option("select >> nth=0", "trained")
-    page.wait_for_function("location.hash.includes('trained')")
+    page.wait_for_url("**trained**")
     page.fill('input[type="number"]', "1")
     page.press('input[type="number"]', "Enter")
     wanted = {r["group"] for r in run.lines("rollouts.jsonl") if r["version"] == 1}
-    page.wait_for_function(
-        f"document.querySelector('[data-figure=groups_total]').dataset.value == {len(wanted)}"
-    )
+    wait_until("the filter", lambda: figure(page, "groups_total") == len(wanted))
     listed = page.eval_on_selector_all("tr[data-group]", "rows => rows.map(r => r.dataset.group)")
     assert set(map(int, listed)) == wanted
     page.click("tr[data-group] >> nth=0")

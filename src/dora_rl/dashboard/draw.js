@@ -63,8 +63,15 @@ themes.addEventListener("change", () => known.clear());
 
 export const versionColour = (version) => css(`--v${((version % COLOURS) + COLOURS) % COLOURS}`);
 
+// Black or white, whichever reads better on a colour.
+export function inkOn(colour) {
+  const [r, g, b] = [1, 3, 5].map((i) => (parseInt(colour.slice(i, i + 2), 16) / 255) ** 2.2);
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.18 ? "#111111" : "#ffffff";
+}
+
 export function versionBadge(version) {
-  return h("span", { class: "version", style: { background: versionColour(version) } }, `v${version}`);
+  const background = versionColour(version);
+  return h("span", { class: "version", style: { background, color: inkOn(background) } }, `v${version}`);
 }
 
 // -- tips ---------------------------------------------------------------------------------------

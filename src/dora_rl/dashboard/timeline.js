@@ -1,18 +1,18 @@
 // Who worked on which version when. The server sends one window: bins where it is wide, single
 // stays where it is narrow. Between two answers the last one is drawn moved and scaled, so that
 // panning and zooming stay fluid however long the run is.
-import { COLOURS, css, get, h, keepDrawn, num, prepare, seconds, ticks, tip, versionBadge, versionColour } from "./draw.js";
+import { COLOURS, css, get, h, inkOn, keepDrawn, num, prepare, seconds, ticks, tip, versionBadge, versionColour } from "./draw.js";
 
 const LEFT = 112;
 const TOP = 24;
 const LEARNER = 30;
 const GAP = 5;
 const MAP = 30;
-const HIGHEST = 64;
+const HIGHEST = 104;
 const SPAN_MIN = 0.02;
 
 function rowHeight(count) {
-  return Math.max(9, Math.min(HIGHEST, Math.floor(520 / Math.max(1, count)) - GAP));
+  return Math.max(9, Math.min(HIGHEST, Math.floor(460 / Math.max(1, count)) - GAP));
 }
 
 function rgb(colour) {
@@ -92,6 +92,7 @@ export function timeline() {
       state.now = data.now;
       state.image = data.bins ? picture(data, tall()) : null;
       if (!state.view && !state.follow) state.whole = data;
+      state.whole ??= await get("timeline", { begin: 0, end: data.now, width: Math.round(wide()) });
       canvas.style.height = `${rowTop(data.instances.length) + 6}px`;
       canvas.dataset.stays = data.num_stays;
       canvas.dataset.moves = data.moves.num;
@@ -201,7 +202,7 @@ export function timeline() {
       pen.globalAlpha = state.marked !== null && s.group[i] !== state.marked ? 0.28 : 1;
       pen.fillRect(x, y, long, Math.max(1, size - gap));
       if (size > 12 && long > 46) {
-        pen.fillStyle = "#111";
+        pen.fillStyle = inkOn(versionColour(s.version[i]));
         pen.textAlign = "left";
         pen.textBaseline = "middle";
         pen.fillText(`${s.group[i]}·${s.sample[i]}`, Math.max(x, LEFT) + 4, y + size / 2);

@@ -50,10 +50,14 @@ _MARK = b'{"is":"'
 
 @dataclass(frozen=True, slots=True)
 class Rare:
-    """An event or action as a value; `at` orders it among the rows of the tables."""
+    """An event or action as a value; `at` orders it among the rows of the tables.
+
+    `before` is the time of the line before its own, nan for the first line of a chunk.
+    """
 
     at: int
     now: float
+    before: float
     value: Any
 
 
@@ -108,7 +112,7 @@ class _Reader:
         for table in tables.values():
             table["now"] = now_of(table["at"])
         known = _KNOWN[np.minimum(np.searchsorted(_KNOWN, kinds), len(_KNOWN) - 1)] == kinds
-        rare = self._rare(places[~known], now_of)
+        rare = self._rare(places[~known], starts)
         ends = now_of(starts[[0, -1]]) if len(starts) else (0.0, 0.0)
         return Columns(tables, rare, list(self.texts), float(ends[0]), float(ends[1]), len(starts))
 
@@ -134,15 +138,9 @@ class _Reader:
         return places[~report], kinds[~report]
 
     def _now_of(self, starts: Places) -> Callable[[Places], NDArray[np.float64]]:
-        known: dict[str, NDArray[np.float64]] = {}
-
-        def now_of(at: Places) -> NDArray[np.float64]:
-            if not known:
-                _, after = self.fields.ints(starts + len('00000000 {"n":'))
-                known["now"] = self.fields.seconds(after + len(',"t":'))
-            return known["now"][np.searchsorted(starts, at, side="right") - 1]
-
-        return now_of
+        _, after = self.fields.ints(starts + len('00000000 {"n":'))
+        self.times = self.fields.seconds(after + len(',"t":'))
+        return lambda at: self.times[np.searchsorted(starts, at, side="right") - 1]
 
     def _table(self, kind: Kind, at: Places) -> Table:
         table = Table(at=at)
@@ -190,13 +188,16 @@ class _Reader:
         table = np.array([self.texts.setdefault(t, len(self.texts)) for t in texts], np.int64)
         return (table[codes] if len(codes) else codes), after
 
-    def _rare(self, places: Places, now_of: Callable[[Places], NDArray[np.float64]]) -> list[Rare]:
+    def _rare(self, places: Places, starts: Places) -> list[Rare]:
         text, decode = self.data.decode("latin-1"), json.JSONDecoder().raw_decode
+        lines = np.searchsorted(starts, places, side="right") - 1
+        before = np.append(self.times, np.nan)[lines - 1]  # of the first line: the nan at the end
         found: list[Rare] = []
-        for at, now in zip(places.tolist(), now_of(places).tolist(), strict=True):
+        rows = zip(places.tolist(), self.times[lines].tolist(), before.tolist(), strict=True)
+        for at, now, last in rows:
             value, _ = decode(text, at)
             if value["is"] in _RARE:
-                found.append(Rare(at, now, _DECODE[value["is"]](value)))
+                found.append(Rare(at, now, last, _DECODE[value["is"]](value)))
         return found
 
 
@@ -240,6 +241,7 @@ def plain_columns(data: bytes) -> Columns:
     for line in data.splitlines():
         record = json.loads(line[9:])
         objects = [record["e"], *record["a"]] if "e" in record else []
+        before = times[-1] if times else float("nan")
         times += [record["t"]] if objects else []
         for value in objects:
             at += 1
@@ -247,7 +249,7 @@ def plain_columns(data: bytes) -> Columns:
                 kind = by_name[value["is"]]
                 rows[kind].append((at, record["t"], *_plain_row(value, FREQUENT[kind], texts)))
             elif value["is"] in _RARE:
-                rare.append(Rare(at, record["t"], _DECODE[value["is"]](value)))
+                rare.append(Rare(at, record["t"], before, _DECODE[value["is"]](value)))
     tables = {kind: _plain_table(kind, rows[kind]) for kind in FREQUENT}
     ends = (times[0], times[-1]) if times else (0.0, 0.0)
     return Columns(tables, rare, list(texts), *ends, len(times))

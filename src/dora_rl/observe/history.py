@@ -137,11 +137,9 @@ class History:
             self._offsets = [(-1, -chunk.now_first)]
         for rare in chunk.rare:
             if isinstance(rare.value, ev.Resumed):
-                tables = (t for t in chunk.tables.values() if len(t["at"]))
-                before = [t["now"][t["at"] < rare.at].max(initial=-np.inf) for t in tables]
-                before += [other.now for other in chunk.rare if other.at < rare.at]
-                last = max(before, default=-np.inf) + self._offsets[-1][1]
-                self._offsets.append((rare.at, max(self.now_s, float(last)) - rare.now))
+                last_s = rare.before + self._offsets[-1][1]
+                last_s = self.now_s if np.isnan(rare.before) else last_s
+                self._offsets.append((rare.at, last_s - rare.now))
 
     def seconds_at(self, at: int, now: float) -> float:
         if len(self._offsets) == 1:
