@@ -13,9 +13,9 @@ from document_stand_in import NUM_STEPS_MAX, SHORT, shortened
 # Commands a reader would type. They stand in a fenced block, or nobody checks them.
 TYPED = re.compile(r"^( {4,}|\t)\$? ?(dora-rl|python3?|make|pip|git|bash|curl) ", re.MULTILINE)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+# Files of the repository, and modules as the pages call them (`core/window.py`).
 PLACE = re.compile(
-    r"`((?:src|tests|benchmarks|docs|recipes|core|runtime|observe|sim|data|engine|"
-    r"trainer|rewards|envs|commands|dashboard)/[\w./-]*\w)`"
+    r"`((?:src|tests|benchmarks|docs|recipes)/[\w./-]*\w|(?:\w+/)+\w+\.(?:py|md|toml))`"
 )
 
 every_page = pytest.mark.parametrize("page", pages(), ids=shown)
