@@ -25,7 +25,14 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from dora_rl.chat.answers import Choice, Frame
-from dora_rl.chat.errors import ApiError, bad_request, model_not_found, server_error, unauthorized
+from dora_rl.chat.errors import (
+    ApiError,
+    bad_request,
+    model_not_found,
+    server_error,
+    session_not_found,
+    unauthorized,
+)
 from dora_rl.chat.requests import read_chat, read_completion
 from dora_rl.chat.service import ChatAsk, Service
 from dora_rl.chat.tool_calls import OPEN
@@ -68,8 +75,11 @@ class _Guard:
         self, call: Callable[[Request], Awaitable[Response]]
     ) -> Callable[[Request], Awaitable[Response]]:
         async def guarded(request: Request) -> Response:
-            session = self._session(request.headers.get("authorization", ""))
-            request.state.session = session or request.headers.get(SESSION_HEADER)
+            own = self._session(request.headers.get("authorization", ""))
+            named = request.path_params.get("session", request.headers.get(SESSION_HEADER))
+            if own is not None and named not in (None, own):
+                raise session_not_found(named)
+            request.state.session = named or own
             return await call(request)
 
         return guarded
@@ -138,16 +148,15 @@ class Front:
         return JSONResponse(self._service.open_session(given))
 
     async def read_session(self, request: Request) -> Response:
-        return JSONResponse(self._service.read_session(request.path_params["session"]))
+        return JSONResponse(self._service.read_session(request.state.session))
 
     async def end_session(self, request: Request) -> Response:
-        return JSONResponse(await self._service.end_session(request.path_params["session"], None))
+        return JSONResponse(await self._service.end_session(request.state.session, None))
 
     async def reward(self, request: Request) -> Response:
         body = await _json(request)
         reward = read_reward(body.get("reward") if isinstance(body, dict) else None)
-        session = request.path_params["session"]
-        return JSONResponse(await self._service.end_session(session, reward))
+        return JSONResponse(await self._service.end_session(request.state.session, reward))
 
     def _id(self, kind: str) -> str:
         return f"{kind}-{self._salt}{next(self._count):08x}"

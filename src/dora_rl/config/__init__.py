@@ -270,6 +270,8 @@ class DataSource(Section):
     # Arguments of a source that is code.
     options: dict[str, str | int | float | bool] = Field(default_factory=dict)
     env: str = ""  # label of its environment; empty: the only one
+    # `first`: the first token of the prompt alone; an agent with its own prompt writes the rest.
+    prompt_tokens: Literal["all", "first"] = "all"
 
 
 class DataConfig(Section):

@@ -15,7 +15,8 @@ from dora_rl.config.section import Section
 class EnvironmentEntry(Section):
     """One entry of `env.environments`. A plain string stands for its `name`."""
 
-    # A built-in (calculator, guess, single_turn), `package.module:Name` or `path/to/file.py:Name`.
+    # A built-in (agent, calculator, guess, single_turn), `package.module:Name` or
+    # `path/to/file.py:Name`.
     name: str = Field(min_length=1)
     label: str = ""  # what `data.train[].env` and the records call it; empty: the name
     options: dict[str, Any] = Field(

@@ -47,6 +47,8 @@ class Renderer:
         columns["prompt"] = written
         columns.setdefault("data_source", source.name or source.path)
         answer = read_answer(row, source, where)
+        if source.prompt_tokens == "first":
+            token_ids = token_ids[:1]
         return Prompt(index, token_ids, text, answer, columns, source.env)
 
     def fits(self, row: Row, source: DataSource, where: str) -> bool:

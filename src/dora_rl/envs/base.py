@@ -14,7 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Awaitable
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+if TYPE_CHECKING:
+    from dora_rl.envs.text import TurnText
 
 Message: TypeAlias = dict[str, Any]
 
@@ -22,23 +25,26 @@ Message: TypeAlias = dict[str, Any]
 @dataclass(frozen=True, slots=True)
 class Row:
     """The row of the data an episode is about. `prompt` is what the user wrote (a string or
-    messages), `text` what the policy reads first."""
+    messages), `text` and `token_ids` what the policy reads first."""
 
     prompt: str | list[Message]
     text: str = ""
     answer: str | None = None
     columns: dict[str, Any] = field(default_factory=dict[str, Any])
+    token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
     """What the policy wrote. `text` leaves special tokens out; `number` counts from 1; `stopped`
-    is False where the turn was cut at `rollout.tokens_max`."""
+    is False where the turn was cut at `rollout.tokens_max`; `version` made it."""
 
     text: str
     token_ids: tuple[int, ...] = ()
     number: int = 1
     stopped: bool = True
+    logprobs: tuple[float, ...] = ()
+    version: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +67,8 @@ class Environment:
 
     # True: `reset` returns an observation that is written behind the prompt before the first turn.
     opens = False
+    # The run's tokenizer and template; set before `reset`.
+    text: TurnText | None = None
 
     def reset(
         self, row: Row, seed: int

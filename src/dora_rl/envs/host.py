@@ -13,14 +13,14 @@ import inspect
 import math
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
 from dora_rl.envs.base import Environment, Observation, Row
 from dora_rl.envs.load import LoadedEnvironment, one_line
 from dora_rl.envs.text import TurnText, turns_of
-from dora_rl.types import GroupId, RequestId
+from dora_rl.types import GroupId, RequestId, Version
 
 THREADS_MAX = 256  # steps of synchronous environments at once
 
@@ -35,6 +35,8 @@ class Ask:
     seed: int
     token_ids: tuple[int, ...]
     loss_mask: tuple[int, ...]
+    logprobs: tuple[float, ...] = ()
+    version: Version = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,12 +121,13 @@ class Host:
             newest = len(episode.turns) + 1 == len(turns)
             if newest:
                 await asyncio.sleep(self._latency_s(ask, len(turns)))
-            await self._step(ask.label, episode, turns[len(episode.turns)])
+            await self._step(ask, episode, turns[len(episode.turns)])
         return episode.last
 
     async def _reset(self, ask: Ask) -> Episode:
         loaded = self._environments[ask.label]
         environment = loaded.make()
+        environment.text = self._text
         first = await self._call(loaded, environment.reset, ask.row, ask.seed)
         episode = Episode(environment)
         if loaded.kind.opens:
@@ -133,9 +136,10 @@ class Host:
             episode.opening = self._read(episode, first, ())
         return episode
 
-    async def _step(self, label: str, episode: Episode, ids: tuple[int, ...]) -> None:
-        loaded, number = self._environments[label], len(episode.turns) + 1
-        turn = self._text.read(ids, number)
+    async def _step(self, ask: Ask, episode: Episode, ids: tuple[int, ...]) -> None:
+        loaded, number = self._environments[ask.label], len(episode.turns) + 1
+        logprobs = turns_of(ask.logprobs, ask.loss_mask)[number - 1] if ask.logprobs else ()
+        turn = replace(self._text.read(ids, number), logprobs=logprobs, version=ask.version)
         observation = await self._call(loaded, episode.environment.step, turn)
         if not isinstance(observation, Observation):
             raise StepError(f"step returned {type(observation).__name__}, not an Observation")
@@ -157,7 +161,7 @@ class Host:
         except Exception as error:
             # A tokenizer or template may raise anything at a text that it does not like.
             raise StepError(f"the observation cannot be encoded ({one_line(error)})") from error
-        if not ids:
+        if not ids and after:
             raise StepError("an observation that does not end the episode has no tokens")
         return Answer(ids, reward=episode.reward)
 

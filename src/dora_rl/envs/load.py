@@ -24,6 +24,7 @@ BUILT_IN = {
     "single_turn": "dora_rl.envs.base:SingleTurn",
     "calculator": "dora_rl.envs.calculator:Calculator",
     "guess": "dora_rl.envs.guess:Guess",
+    "agent": "dora_rl.envs.agent:Agent",
 }
 
 
@@ -72,16 +73,25 @@ def _check(found: LoadedEnvironment) -> None:
 
 def load_class(name: str, base_dir: Path) -> type[Environment]:
     """The class that a name means; failures are one line."""
-    spec = BUILT_IN.get(name, name)
-    place, colon, attribute = spec.rpartition(":")
-    if not colon:
+    if name not in BUILT_IN and ":" not in name:
         raise UserError(
             f"env: no environment {name!r}; give {', '.join(BUILT_IN)}, package.module:Name or "
             f"path/to/file.py:Name"
         )
+    found = load_object(BUILT_IN.get(name, name), base_dir)
+    if not isinstance(found, type) or not callable(getattr(found, "step", None)):
+        raise UserError(f"env: {name} is not a class with a method step(turn); see docs/agents.md")
+    if not issubclass(found, Environment):
+        raise UserError(f"env: {name} must derive from dora_rl.envs.base.Environment")
+    return found
+
+
+def load_object(name: str, base_dir: Path) -> Any:
+    """What stands in a file or module; failures are one line."""
+    place, _, attribute = name.rpartition(":")
     try:
         module = _load_file(base_dir / place) if place.endswith(".py") else _import(place, base_dir)
-        found: Any = getattr(module, attribute)
+        return getattr(module, attribute)
     except UserError:
         raise
     except Exception as error:
@@ -90,11 +100,6 @@ def load_class(name: str, base_dir: Path) -> type[Environment]:
             f"env: cannot load {name} ({one_line(error)}); "
             f"give package.module:Name or path/to/file.py:Name"
         ) from error
-    if not isinstance(found, type) or not callable(getattr(found, "step", None)):
-        raise UserError(f"env: {name} is not a class with a method step(turn); see docs/agents.md")
-    if not issubclass(found, Environment):
-        raise UserError(f"env: {name} must derive from dora_rl.envs.base.Environment")
-    return found
 
 
 def _import(place: str, base_dir: Path) -> ModuleType:

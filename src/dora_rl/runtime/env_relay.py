@@ -115,6 +115,7 @@ class EnvRelay:
             "label": label,
             "row": row_of(prompt),
             "seed": episode_seed(self._seed, prompt.index),
+            "version": body["version"],
         }
         worker = self.names[(rid.group + rid.sample) % len(self.names)]
         item = Question(

@@ -60,6 +60,8 @@ def read_ask(message: Message) -> Ask:
         body["seed"],
         tuple(message.arrays["token_ids"].tolist()),
         tuple(message.arrays["loss_mask"].tolist()),
+        tuple(message.arrays["logprobs"].tolist()),
+        body["version"],
     )
 
 

@@ -53,6 +53,8 @@ class EvalTurns:
             episode_seed(0, rid.group),
             trajectory.token_ids,
             trajectory.loss_mask,
+            trajectory.logprobs,
+            trajectory.version,
         )
         self.num_open += 1
         asyncio.run_coroutine_threadsafe(self._answer(ask), self._loop)

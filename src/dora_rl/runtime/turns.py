@@ -48,11 +48,13 @@ def row_of(prompt: Prompt) -> dict[str, Any]:
         "text": prompt.text,
         "answer": prompt.answer,
         "columns": prompt.columns,
+        "token_ids": list(prompt.token_ids),
     }
 
 
 def read_row(body: dict[str, Any]) -> Row:
-    return Row(body["prompt"], body["text"], body["answer"], body["columns"])
+    ids = tuple(body["token_ids"])
+    return Row(body["prompt"], body["text"], body["answer"], body["columns"], ids)
 
 
 def episode_seed(run_seed: int, prompt_index: int) -> int:

@@ -7,18 +7,17 @@ when it ends, running answers have had their grace and the engine's thread is go
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ipaddress
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-import uvicorn
 
 from dora_rl.chat.app import make_app
+from dora_rl.chat.http import BACKLOG, HttpServer, http_server
 from dora_rl.chat.template import ChatTemplate, Tokenizer
 from dora_rl.engine.engine import Engine
 from dora_rl.engine.models import read_spec
@@ -28,8 +27,6 @@ from dora_rl.runtime.weights import WeightsError
 from dora_rl.serve.engine_thread import EngineThread, Pieces
 from dora_rl.serve.service import EngineService, Served, ServeLimits
 from dora_rl.types import UserError
-
-BACKLOG = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +56,6 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-class _Http(uvicorn.Server):
-    """Signals are the business of whoever runs the server."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 class ModelServer:
     """`await run()` serves until `stop` is called, from any thread."""
 
@@ -81,7 +70,7 @@ class ModelServer:
         self._template = ChatTemplate(tokenizer, options.chat_template)
         self._socket = _bind(options.host, options.port)
         self.port = int(self._socket.getsockname()[1])
-        self._http: uvicorn.Server | None = None
+        self._http: HttpServer | None = None
         self._skipped = -1  # a version that could not be loaded
 
     @property
@@ -136,15 +125,7 @@ class ModelServer:
         self, service: EngineService, ready: Callable[[EngineService], None] | None
     ) -> None:
         app = make_app(service, self._options.api_key)
-        config = uvicorn.Config(
-            app,
-            log_level="warning",
-            access_log=False,
-            lifespan="off",
-            backlog=BACKLOG,
-            timeout_graceful_shutdown=int(self._options.grace_s),
-        )
-        self._http = _Http(config)
+        self._http = http_server(app, self._options.grace_s)
         keeper = asyncio.create_task(self._keep(service))
         self._socket.listen(BACKLOG)  # from here on clients may come
         if ready is not None:

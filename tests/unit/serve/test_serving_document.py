@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import shlex
+import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,6 +14,8 @@ pytest.importorskip("openai")
 from serving import MODEL, serving
 
 from dora_rl.cli import build_parser
+from dora_rl.config import EnvConfig
+from dora_rl.envs.load import load_environments
 
 TEXT = (Path(__file__).parents[3] / "docs" / "serving.md").read_text()
 
@@ -28,6 +32,18 @@ def test_python():
         for number, block in enumerate(found):
             block = block.replace("http://127.0.0.1:8000/v1", running.server.url)
             exec(compile(block, f"serving.md block {number}", "exec"), scope)
+        row = SimpleNamespace(prompt="03:271\n", answer="637")
+        reward = scope["agent"](running.server.url, "none", row)  # type: ignore[operator]
+        assert reward in (0.0, 0.25, 1.0)
+
+
+def test_toml(tmp_path, monkeypatch):
+    (found,) = blocks("toml")
+    (agent,) = [block for block in blocks("python") if "def agent" in block]
+    (tmp_path / "my_agent.py").write_text(agent)
+    monkeypatch.chdir(tmp_path)
+    config = EnvConfig.model_validate(tomllib.loads(found)["env"])
+    assert list(load_environments(config)) == ["agent"]
 
 
 def test_commands_and_options():
