@@ -95,6 +95,9 @@ class EngineThread(threading.Thread):
     def run(self) -> None:
         if self._num_threads:
             torch.set_num_threads(self._num_threads)
+        device = self.engine.options.device
+        if device.startswith("cuda"):  # a thread has a current device of its own
+            torch.cuda.set_device(torch.device(device).index or 0)
         try:
             while self._one_round():
                 pass
