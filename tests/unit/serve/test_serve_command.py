@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -80,3 +81,13 @@ def test_mistakes_are_one_line(arguments, words, capsys):
     assert main(["serve", *arguments]) == 2
     said = capsys.readouterr().err
     assert words in said and len(said.splitlines()) == 1
+
+
+def test_a_damaged_model_is_one_line(tmp_path, capsys):
+    model = tmp_path / "model"
+    shutil.copytree(MODEL, model)
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    assert main(["serve", str(model), "--port", "0"]) == 2
+    said = capsys.readouterr().err
+    assert "truncated or not safetensors" in said and len(said.splitlines()) == 1
