@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("openai")
 
-from dora_rl.config import EnvConfig, EnvironmentEntry
+from dora_rl.config.env import EnvConfig, EnvironmentEntry
 from dora_rl.envs.base import Row
 from dora_rl.envs.host import Answer, Ask, Host
 from dora_rl.envs.load import load_environments

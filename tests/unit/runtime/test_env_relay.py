@@ -58,7 +58,7 @@ class Bench:
         return None if rid in self.ended else Prompt(rid.group, (1,), "1+1\n", "2")
 
     def turn(self, instance: str, sample: int, *ids: int, turn: int = 1, epoch: int = 0) -> None:
-        body = {"group": 0, "sample": sample, "epoch": epoch, "turn": turn}
+        body = {"group": 0, "sample": sample, "epoch": epoch, "turn": turn, "version": 0}
         arrays = {"token_ids": np.array(ids, np.int32), "loss_mask": np.ones(len(ids), np.uint8)}
         self.relay.hear(instance, Message("turn", body, arrays))
 
