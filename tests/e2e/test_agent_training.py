@@ -27,6 +27,7 @@ def agent_run(folder: Path, **settings: Any) -> TinyRun:
     )
 
 
+@pytest.mark.full
 def test_an_openai_agent_is_trained(tmp_path: Path) -> None:
     chains = {"path": "dora_rl.data.tasks:Chains", "options": {"num_steps_max": 12}}
     run = agent_run(tmp_path, data__eval=[chains], evaluation__num_prompts=6)
