@@ -8,13 +8,17 @@ block with a file name on its first line is saved. What a page left running is e
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 STAYING = Path(".staying")  # process groups that the stand-in for `dora-rl` left running
 
@@ -33,23 +37,46 @@ def run_block(block: dict[str, Any], scope: dict[str, Any], number: int) -> None
         exec(compile(text, str(source), "exec"), scope)
 
 
-def end_what_stays() -> None:
-    for line in STAYING.read_text().splitlines() if STAYING.is_file() else ():
-        try:
-            os.killpg(int(line), signal.SIGTERM)
-        except ProcessLookupError:
-            continue
+def wait_for_ports(blocks: list[dict[str, Any]]) -> TextIO | None:
+    """Pages name ports, so of those that start a server one runs at a time. Held until the end."""
+    if not any(re.search(r"dora-rl (serve|dashboard)", block["text"]) for block in blocks):
+        return None
+    lock = (Path(tempfile.gettempdir()) / "dora_rl_pages.lock").open("w")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return lock
+
+
+def end_what_stays(staying: Path = STAYING) -> None:
+    """Ask each server to end; after a while, end it."""
+    left = [int(line) for line in staying.read_text().split()] if staying.is_file() else []
+    for wanted in (signal.SIGTERM, *(50 * (0,)), signal.SIGKILL):
+        left = [group for group in left if _signalled(group, wanted)]
+        if not left:
+            return
+        time.sleep(0.2 if wanted == 0 else 0.0)
+
+
+def _signalled(group: int, wanted: int) -> bool:
+    try:
+        os.killpg(group, wanted)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def main(path: str) -> None:
     sys.path.insert(0, os.getcwd())
     scope: dict[str, Any] = {"__name__": "__page__"}
+    blocks = json.loads(Path(path).read_text())
+    lock = wait_for_ports(blocks)
     try:
-        for number, block in enumerate(json.loads(Path(path).read_text())):
+        for number, block in enumerate(blocks):
             print(f"### {block['place']}", flush=True)
             run_block(block, scope, number)
     finally:
         end_what_stays()
+        if lock is not None:
+            lock.close()
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 from document_blocks import ROOT, Block, blocks_of, given_runs, pages, shown
+from document_driver import STAYING, end_what_stays
 
 HERE = Path(__file__).parent
 COPIED = ("recipes", "benchmarks", "src")
@@ -102,4 +103,5 @@ def run_whole(command: list[str], folder: Path, environment: dict[str, str]) -> 
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         status = process.wait()
+        end_what_stays(folder / STAYING)
     return status, log.read_text()
