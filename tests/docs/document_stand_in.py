@@ -22,6 +22,7 @@ SHORT = {
     "orchestration.batch_groups": "4",
     "rollout.num_samples": "4",
     "rollout.tokens_max": "96",
+    "checkpoint.every_steps": "1",
     "evaluation.num_prompts": "8",
     "logging.progress": "false",
 }
