@@ -22,7 +22,7 @@ from document_driver import STAYING, end_what_stays
 
 HERE = Path(__file__).parent
 COPIED = ("recipes", "benchmarks", "src")
-PAGE_S_MAX = 240.0
+PAGE_S_MAX = 400.0
 
 pytestmark = pytest.mark.full
 
