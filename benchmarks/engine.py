@@ -4,11 +4,14 @@
     python benchmarks/engine.py --model qwen3-0.6b --device cuda --dtype bfloat16 \
         --requests 1,16,64,256,1024 --versions 1,3 --json engine.json
     python benchmarks/engine.py --model qwen3-0.6b --device cuda --dtype bfloat16 --vllm
+    python benchmarks/engine.py --model tiny --requests 64 --engines 2 --vllm
 
 Weights are random, temperature is 1 and end-of-sequence is ignored, so every request runs to its
 full length. `floor` is the time a step would take if it only read the weights and the KV cache
 once at the memory bandwidth given (`--bandwidth-gbs`, else measured by a copy). `--vllm` also runs
 vLLM, where it is installed, on the same shape in the same call (before ours takes the memory).
+`--engines N` shares the requests out to N engines in processes of their own, one thread each, which
+is how a run uses the cores of a CPU.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import multiprocessing
 import platform
 import sys
 import tempfile
@@ -198,7 +202,47 @@ def run_vllm(spec: ModelSpec, args: argparse.Namespace, num_requests: int) -> fl
         start = time.perf_counter()
         outputs = llm.generate(prompts, params, use_tqdm=False)
         wall_s = time.perf_counter() - start
+        llm.llm_engine.engine_core.shutdown()
     return sum(len(output.outputs[0].token_ids) for output in outputs) / wall_s
+
+
+def engine_process(args: argparse.Namespace, barrier: Any, rows: Any) -> None:
+    """One of several engines: the runs start together, each row goes back on the queue."""
+    torch.set_num_threads(1)
+    spec = dataclasses.replace(SHAPES[args.model], dtype=args.dtype)
+    engine = make_engine(spec, args, max(args.requests) // args.engines)
+    for num_requests in args.requests:
+        for versions in args.versions:
+            for _ in range(args.repeat):
+                barrier.wait()
+                row = generate(engine, args, num_requests // args.engines, versions)
+                rows.put(row | {"floor_ms": floor_ms(engine, args, num_requests, versions)})
+
+
+def generate_engines(args: argparse.Namespace) -> list[dict]:
+    """Rows as `generate` gives them, of all engines together; a run lasts as long as its last."""
+    context = multiprocessing.get_context("spawn")
+    barrier, queue = context.Barrier(args.engines), context.Queue()
+    children = [
+        context.Process(target=engine_process, args=(args, barrier, queue))
+        for _ in range(args.engines)
+    ]
+    for child in children:
+        child.start()
+    best: list[dict] = []
+    for num_requests in args.requests:
+        for versions in args.versions:
+            runs = []
+            for _ in range(args.repeat):
+                parts = [queue.get() for _ in range(args.engines)]
+                row = max(parts, key=lambda part: part["wall_s"])
+                row |= {"requests": num_requests, "versions": versions}
+                row["tokens_per_s"] = num_requests * args.new / row["wall_s"]
+                runs.append(row)
+            best.append(max(runs, key=lambda run: run["tokens_per_s"]))
+    for child in children:
+        child.join()
+    return best
 
 
 def profile(engine: Engine, args: argparse.Namespace, num_requests: int, versions: int) -> None:
@@ -256,6 +300,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--sync-steps", action="store_true", help="read tokens before planning")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--vllm", action="store_true")
+    parser.add_argument("--engines", type=int, default=1, help="processes that share the requests")
     parser.add_argument("--warps", type=int, default=0, help="of the decode attention kernel")
     parser.add_argument("--stages", type=int, default=0, help="of the decode attention kernel")
     parser.add_argument("--fused-rows", type=int, help="rows up to which attention is fused")
@@ -273,15 +318,15 @@ def main(argv: list[str]) -> None:
         set_kernels(args)
     spec = dataclasses.replace(SHAPES[args.model], dtype=args.dtype)
     args.bandwidth_gbs = args.bandwidth_gbs or measure_bandwidth_gbs(args.device)
-    rows = []
     print(f"{args.model} {args.device} {args.dtype}  copy bandwidth {args.bandwidth_gbs:.0f} GB/s")
     print(
         f"{'requests':>8} {'versions':>8} {'tok/s':>10} {'step ms':>8} {'floor ms':>8} {'vllm':>8}"
     )
     vllm_of = {n: run_vllm(spec, args, n) for n in args.requests} if args.vllm else {}
-    engine = make_engine(spec, args, max(args.requests))
+    rows = generate_engines(args) if args.engines > 1 else []
+    engine = None if rows else make_engine(spec, args, max(args.requests))
     for num_requests in args.requests:
-        for versions in args.versions:
+        for versions in args.versions if engine else ():
             runs = [generate(engine, args, num_requests, versions) for _ in range(args.repeat)]
             row = max(runs, key=lambda run: run["tokens_per_s"])
             row["floor_ms"] = floor_ms(engine, args, num_requests, versions)
@@ -289,7 +334,9 @@ def main(argv: list[str]) -> None:
             if args.profile:
                 profile(engine, args, num_requests, versions)
         vllm = vllm_of.get(num_requests, float("nan"))
-        for row in rows[-len(args.versions) :]:
+        for row in rows:
+            if row["requests"] != num_requests:
+                continue
             row["vllm_tokens_per_s"] = vllm
             print(
                 f"{row['requests']:>8} {row['versions']:>8} {row['tokens_per_s']:>10,.0f} "
