@@ -5,13 +5,15 @@
         --requests 1,16,64,256,1024 --versions 1,3 --json engine.json
     python benchmarks/engine.py --model qwen3-0.6b --device cuda --dtype bfloat16 --vllm
     python benchmarks/engine.py --model tiny --requests 64 --engines 2 --vllm
+    python benchmarks/engine.py --model qwen3-0.6b --device cuda --dtype bfloat16 \
+        --requests 256 --lora-versions 1,3
 
 Weights are random, temperature is 1 and end-of-sequence is ignored, so every request runs to its
 full length. `floor` is the time a step would take if it only read the weights and the KV cache
 once at the memory bandwidth given (`--bandwidth-gbs`, else measured by a copy). `--vllm` also runs
 vLLM, where it is installed, on the same shape in the same call (before ours takes the memory).
 `--engines N` shares the requests out to N engines in processes of their own, one thread each, which
-is how a run uses the cores of a CPU.
+is how a run uses the cores of a CPU. `--lora-versions` decodes that many LoRA versions on one base.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ import torch
 from dora_rl.engine.cache import block_bytes
 from dora_rl.engine.engine import Engine
 from dora_rl.engine.options import EngineOptions
-from dora_rl.engine.random_weights import RandomWeights
+from dora_rl.engine.random_weights import RandomAdapter, RandomWeights
 from dora_rl.engine.sequence import Request
 from dora_rl.engine.spec import ModelSpec, RopeSpec
 from dora_rl.types import RequestId, SamplingParams
@@ -81,7 +83,9 @@ SHAPES = {
 }
 
 
-def make_engine(spec: ModelSpec, args: argparse.Namespace, num_requests: int) -> Engine:
+def make_engine(
+    spec: ModelSpec, args: argparse.Namespace, num_requests: int, versions: int = 0
+) -> Engine:
     """An engine with room for the largest number of requests, and its versions loaded."""
     context = args.prompt + args.new + 1
     blocks_each = -(-context // args.block_tokens) + 1
@@ -93,14 +97,21 @@ def make_engine(spec: ModelSpec, args: argparse.Namespace, num_requests: int) ->
         seqs_max=num_requests,
         step_tokens_max=max(args.step_tokens, num_requests),
         context_max=context,
-        versions_max=max(args.versions),
+        versions_max=versions or max(args.versions),
+        lora_rank=args.lora_rank if args.lora_versions else 0,
         one_pass=not args.plain,
         async_steps=not args.sync_steps,
         cuda_graphs=not args.eager,
     )
     engine = Engine(spec, options)
-    for version in range(max(args.versions)):
-        engine.load(version, RandomWeights(spec, version, device=args.device))
+    if args.lora_versions:
+        engine.load_base(RandomWeights(spec, 0, device=args.device))
+    for version in range(engine.options.versions_max):
+        if args.lora_versions:
+            source: Any = RandomAdapter(spec, version, args.lora_rank, args.device)
+        else:
+            source = RandomWeights(spec, version, device=args.device)
+        engine.load(version, source)
     return engine
 
 
@@ -139,7 +150,8 @@ def floor_ms(engine: Engine, args: argparse.Namespace, num_requests: int, versio
     """Weights once per version plus the KV of the mean context, at the memory bandwidth."""
     context = args.prompt + args.new / 2
     kv = block_bytes(engine.spec, engine.options) / engine.options.block_tokens
-    weights = engine.runner.weights.bytes_per_version * versions
+    stacked = engine.runner.weights
+    weights = stacked.bytes_per_version * (1 if stacked.adapters else versions)
     return (weights + num_requests * context * kv) / (args.bandwidth_gbs * 1e9) * 1e3
 
 
@@ -289,6 +301,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--requests", type=numbers, default=[1, 16, 64])
     parser.add_argument("--versions", type=numbers, default=[1])
+    parser.add_argument("--lora-versions", type=numbers, default=[])
+    parser.add_argument("--lora-rank", type=int, default=16)
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--new", type=int, default=512)
     parser.add_argument("--repeat", type=int, default=2, help="runs per cell; the best is shown")
@@ -312,6 +326,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def main(argv: list[str]) -> None:
     args = parse(argv)
+    args.versions = args.lora_versions or args.versions
     if args.threads:
         torch.set_num_threads(args.threads)
     if args.device != "cpu":
@@ -327,6 +342,9 @@ def main(argv: list[str]) -> None:
     engine = None if rows else make_engine(spec, args, max(args.requests))
     for num_requests in args.requests:
         for versions in args.versions if engine else ():
+            if args.lora_versions:  # room for these versions and no more, as a run would make it
+                engine = None
+                engine = make_engine(spec, args, num_requests, versions)
             runs = [generate(engine, args, num_requests, versions) for _ in range(args.repeat)]
             row = max(runs, key=lambda run: run["tokens_per_s"])
             row["floor_ms"] = floor_ms(engine, args, num_requests, versions)

@@ -17,6 +17,7 @@ pytestmark = [
 ]
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "engine"))
 
+from random_adapters import merge, random_adapter  # noqa: E402
 from tiny_models import VOCAB, save_model  # noqa: E402
 
 from dora_rl.engine.engine import Engine  # noqa: E402
@@ -265,3 +266,46 @@ def test_fused_attention_equals_its_pieces(dtype, splits: int, num_parts: int) -
     tolerance = 1e-4 if dtype == torch.float32 else 0.06
     assert (pool.float() - pool_fused.float()).abs().max() < tolerance
     assert (got.float() - want.float()).abs().max() < tolerance
+
+
+@pytest.mark.parametrize("options", [{}, {"cuda_graphs": False, "async_steps": False}])
+def test_lora_versions_equal_merged_weights(models, options: dict) -> None:
+    """Three adapters in one batch, with and without graphs, against merged weights on the CPU."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    _, path = models("qwen3")
+    engine = Engine(read_spec(path), EngineOptions(**(SMALL | {"lora_rank": 4} | options)))
+    engine.load_base(path)
+    oracle = Engine(read_spec(path), EngineOptions(**(SMALL | {"device": "cpu"})))
+    for version in range(3):
+        adapter = random_adapter(path, version)
+        engine.load(version, adapter)
+        oracle.load(version, merge(path, adapter))
+    done = []
+    for each in (engine, oracle):
+        for index, prompt in enumerate(prompts((5, 17, 40, 33, 9, 21, 3))):
+            each.submit(Request(RequestId(index, 0), index % 3, prompt, GREEDY))
+        done.append(finish_all(each))
+    for key, trajectory in done[0].items():
+        assert trajectory.token_ids == done[1][key].token_ids
+        pairs = zip(trajectory.logprobs, done[1][key].logprobs, strict=True)
+        assert max(abs(a - b) for a, b in pairs) < 5e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "num_parts"), [(1, 1), (70, 4), (256, 1)])
+def test_adapter_kernel(dtype, rows: int, num_parts: int) -> None:
+    """Every row gets the low-rank part of its own slot."""
+    from dora_rl.engine.cuda.adapters import adapt
+
+    torch.manual_seed(0)
+    width, rank, num_slots = 384, 48, 3
+    parts = torch.randn(num_parts, rows, width + 256, device="cuda")
+    parts = parts if num_parts > 1 else parts.to(dtype)
+    up = torch.randn(num_slots, width, rank, device="cuda", dtype=dtype) * 0.1
+    slots = torch.randint(0, num_slots, (rows,), device="cuda")
+    whole = parts.float().sum(0)
+    columns = width + slots[:, None] * rank + torch.arange(rank, device="cuda")
+    down = whole.gather(1, columns).to(dtype).float()
+    expected = whole[:, :width] + torch.einsum("mr,mnr->mn", down, up.float()[slots])
+    gap = (adapt(parts, up, slots).float() - expected).abs().max()
+    assert gap < (1e-3 if dtype == torch.float32 else 0.1)

@@ -36,6 +36,9 @@ def versions_that_fit(spec: ModelSpec, dtype: str, num_bytes: int) -> int:
 def check_memory(spec: ModelSpec, options: EngineOptions) -> None:
     """One line for the user instead of an allocation failure later."""
     free = free_bytes(options.device)
+    if options.lora_rank:
+        _check_lora_memory(spec, options, free)
+        return
     fit = versions_that_fit(spec, options.dtype, int(free * 0.9))
     if fit < options.versions_max:
         each = version_bytes(spec, options.dtype)
@@ -43,4 +46,17 @@ def check_memory(spec: ModelSpec, options: EngineOptions) -> None:
             f"rollout.versions_max is {options.versions_max}: each version takes "
             f"{each / GIB:.2f} GiB and {options.device} has {free / GIB:.2f} GiB free; "
             f"at most {fit} fit"
+        )
+
+
+def _check_lora_memory(spec: ModelSpec, options: EngineOptions, free: int) -> None:
+    o = options
+    weights = ModelWeights(spec, o.versions_max, "meta", o.dtype, o.lora_rank)
+    assert weights.adapters is not None
+    slots = weights.adapters.bytes_per_version * o.versions_max
+    if weights.bytes_per_version + slots > free * 0.9:
+        raise UserError(
+            f"rollout.versions_max is {o.versions_max}: the base takes "
+            f"{weights.bytes_per_version / GIB:.2f} GiB, the adapters {slots / GIB:.2f} GiB, and "
+            f"{o.device} has {free / GIB:.2f} GiB free"
         )

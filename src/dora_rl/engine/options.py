@@ -29,6 +29,7 @@ class EngineOptions:
     step_tokens_max: int = 2048  # rows of one step: decode rows plus prefill chunks
     context_max: int = 0  # 0: what the model was trained for, at most 32,768
     versions_max: int = 3
+    lora_rank: int = 0  # versions are adapters of this rank on one base; 0: whole weights
     prefix_cache: bool = True
     prefix_blocks_max: int = 0  # idle prompt blocks kept for reuse; 0 is an eighth of the pool
     tile_rows: int = 0

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from dora_rl.engine.lora import PREFIX, SCALE, places_of
 from dora_rl.engine.spec import ModelSpec
 from dora_rl.engine.weights import targets_of
 
@@ -39,3 +40,24 @@ class RandomWeights:
         generator = torch.Generator(self._device).manual_seed(seed)
         data = torch.randn(shape, generator=generator, device=self._device)
         return data.mul_(self._scale)
+
+
+class RandomAdapter:
+    """A LoRA adapter of every linear layer, of a size that moves the logits."""
+
+    def __init__(self, spec: ModelSpec, seed: int, rank: int, device: str = "cpu") -> None:
+        self._seed, self._device = seed, device
+        self._shapes: dict[str, tuple[int, int]] = {}
+        for module, place in places_of(spec).items():
+            self._shapes[f"{PREFIX}{module}.lora_A.weight"] = (rank, place.width)
+            self._shapes[f"{PREFIX}{module}.lora_B.weight"] = (place.rows, rank)
+
+    def names(self) -> Sequence[str]:
+        return [SCALE, *self._shapes]
+
+    def tensor(self, name: str) -> Tensor:
+        if name == SCALE:
+            return torch.ones(1)
+        seed = zlib.crc32(f"{self._seed}/{name}".encode())
+        generator = torch.Generator(self._device).manual_seed(seed)
+        return torch.randn(self._shapes[name], generator=generator, device=self._device).mul_(0.02)

@@ -27,10 +27,21 @@ class Residency:
         self._runner = runner
         self._versions_max = versions_max
         self.slots: dict[Version, int] = {}
+        self._has_base = runner.weights.adapters is None
         self._loading: dict[Version, int] = {}
 
     def versions(self) -> tuple[Version, ...]:
         return tuple(sorted(self.slots))
+
+    def load_base(self, source: TensorSource | str | Path) -> None:
+        """The weights under every adapter; they stay."""
+        assert self._runner.weights.adapters is not None, "only LoRA versions have a base"
+        assert not self.slots, "the base is loaded before its adapters"
+        where = str(source) if isinstance(source, str | Path) else "the base"
+        reader = HfDirectory(source) if isinstance(source, str | Path) else source
+        for _ in self._runner.weights.load(0, reader, where):
+            pass
+        self._has_base = True
 
     def load(
         self, version: Version, source: SealedWeights | TensorSource | str | Path, verify: bool
@@ -70,6 +81,8 @@ class Residency:
             check_canary(canary, logprobs, version, self._runner.weights.dtype)
 
     def _reserve(self, version: Version) -> int:
+        if not self._has_base:
+            raise UserError(f"version {version} is an adapter, and its base is not loaded yet")
         if version in self.slots or version in self._loading:
             raise UserError(f"version {version} is already resident or being loaded")
         taken = {*self.slots.values(), *self._loading.values()}

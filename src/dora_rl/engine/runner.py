@@ -26,7 +26,7 @@ from dora_rl.engine.options import EngineOptions
 from dora_rl.engine.plan import Plan, Span
 from dora_rl.engine.result import StepResult, read_drawn
 from dora_rl.engine.spec import ModelSpec
-from dora_rl.engine.weights import ModelWeights, TensorSource
+from dora_rl.engine.weights import TensorSource, make_weights
 from dora_rl.types import Version
 
 
@@ -38,7 +38,7 @@ class CpuRunner:
     def __init__(self, spec: ModelSpec, options: EngineOptions) -> None:
         self.spec, self.options = spec, options
         check_memory(spec, options)
-        self.weights = ModelWeights(spec, options.versions_max, options.device, options.dtype)
+        self.weights = make_weights(spec, options)
         self.num_blocks = derive_num_blocks(spec, options)
         self.cache = KvCache(spec, options, self.num_blocks)
         shapes = self.weights.linear_shapes() if options.dtype == "float32" else []
@@ -50,7 +50,7 @@ class CpuRunner:
         self.tables = BlockTables(options.seqs_max, -(-context // options.block_tokens))
 
     def load(self, slot: int, source: TensorSource, where: str) -> Iterator[str]:
-        return self.weights.load(slot, source, where)
+        return self.weights.load_version(slot, source, where)
 
     @torch.inference_mode()
     def launch(self, plan: Plan, slots: Mapping[Version, int]) -> list[StepResult]:

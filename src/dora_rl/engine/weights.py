@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -19,6 +19,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dora_rl.engine.cache import DTYPES
+from dora_rl.engine.lora import NUM_PARTS, Adapters, LoraShape
+from dora_rl.engine.options import EngineOptions
 from dora_rl.engine.spec import ModelSpec
 from dora_rl.types import UserError
 
@@ -58,6 +60,7 @@ class Layer:
     down_bias: Tensor | None = None
     qk_norm: Tensor | None = None  # [slot, heads + kv heads, head dim]
     router: Tensor | None = None
+    up: dict[str, Tensor] = field(default_factory=dict)  # adapters' B by matrix (see `lora`)
 
 
 class HfDirectory:
@@ -102,17 +105,26 @@ class HfDirectory:
 class ModelWeights:
     """All slots of one model shape on one device."""
 
-    def __init__(self, spec: ModelSpec, num_slots: int, device: str, dtype: str) -> None:
-        self.spec, self.num_slots = spec, num_slots
+    def __init__(
+        self, spec: ModelSpec, num_slots: int, device: str, dtype: str, lora_rank: int = 0
+    ) -> None:
+        self.spec, self.num_slots = spec, 1 if lora_rank else num_slots
         self.dtype = DTYPES[dtype]
         self._device = device
         self._params: dict[str, Tensor] = {}
+        self._lora = LoraShape(lora_rank, num_slots) if lora_rank else None
         self.embed = self._new("embed", spec.vocab, spec.hidden)
         self.layers = [self._new_layer(index) for index in range(spec.num_layers)]
         self.norm = self._new("norm", spec.hidden)
         head = self.embed if spec.tied else self._new("lm_head", spec.vocab, spec.hidden)
         self.lm_head = head
         self.targets = targets_of(spec)
+        self.adapters: Adapters | None = None
+        if self._lora is not None:
+            self.adapters = Adapters(spec, self._lora, self._params)
+            for name, up in self.adapters.b.items():
+                index, matrix = name.split(".")
+                self.layers[int(index)].up[matrix] = up
 
     @property
     def bytes_per_version(self) -> int:
@@ -125,10 +137,17 @@ class ModelWeights:
             for weight in (layer.qkv, layer.o, layer.gate_up, layer.down, layer.router):
                 if weight is not None:
                     shapes.add(tuple(weight.shape[-2:]))
+            shapes |= {tuple(up.shape[1:]) for up in layer.up.values()}
         return sorted((int(shape[0]), int(shape[1])) for shape in shapes)
 
+    def load_version(self, slot: int, source: TensorSource, where: str) -> Iterator[str]:
+        """Fill the slot of a version: its adapter where versions are adapters, else all of it."""
+        if self.adapters is not None:
+            return self.adapters.load(slot, source, where)
+        return self.load(slot, source, where)
+
     def load(self, slot: int, source: TensorSource, where: str) -> Iterator[str]:
-        """Fill a slot, yielding the name of each layer once it is complete."""
+        """Fill a slot with whole weights, yielding the name of each layer once it is complete."""
         names = set(source.names())
         needed = self._needed(names, where)
         for group, members in needed.items():
@@ -174,6 +193,8 @@ class ModelWeights:
         param.copy_(data.expand(param.shape) if target.repeat else data)
 
     def _new(self, name: str, *shape: int) -> Tensor:
+        if self._lora is not None and name.split(".")[-1] in NUM_PARTS and len(shape) == 2:
+            shape = (shape[0] + self._lora.padding(name), shape[1])
         param = torch.empty((self.num_slots, *shape), dtype=self.dtype, device=self._device)
         self._params[name] = param
         return param
@@ -208,6 +229,12 @@ class ModelWeights:
         inner = spec.moe.intermediate if spec.moe and sparse else spec.intermediate
         shape = (num_gates * inner, spec.hidden) if num_gates else (spec.hidden, inner)
         return (spec.moe.num_experts, *shape) if spec.moe and sparse else shape
+
+
+def make_weights(spec: ModelSpec, options: EngineOptions) -> ModelWeights:
+    """Room for what the options say."""
+    o = options
+    return ModelWeights(spec, o.versions_max, o.device, o.dtype, o.lora_rank)
 
 
 def _layer_order(group: str) -> tuple[int, int]:

@@ -36,10 +36,11 @@ from dora_rl.trainer.critic import critic_pass, fill_old_values
 from dora_rl.trainer.decoder import Decoder
 from dora_rl.trainer.documents import Document, collate
 from dora_rl.trainer.intake import take_in
+from dora_rl.trainer.lora import load_published_adapter, published_adapter
 from dora_rl.trainer.losses.aggregate import denominator
 from dora_rl.trainer.losses.registry import resolve
 from dora_rl.trainer.meters import Meters
-from dora_rl.trainer.model import Policy, load_weights, pick_dtype
+from dora_rl.trainer.model import Policy, load_weights, pick_dtype, version_reader
 from dora_rl.trainer.optim import learning_rate
 from dora_rl.trainer.options import (
     AlgorithmOptions,
@@ -108,7 +109,11 @@ class Learner:
         self.quadratic = attention_crossover_tokens(self.policy)
         self.groups_per_update = self._groups_per_update(batch_groups)
         self.scorer = SealedScorer(
-            store, made.make_twin, self.objective.options.temperature, self.pack_tokens
+            store,
+            made.make_twin,
+            self.objective.options.temperature,
+            self.pack_tokens,
+            lambda sealed: version_reader(self.policy, sealed),
         )
         self.meters = Meters(self.device)
         self.publisher = Publisher()
@@ -177,7 +182,10 @@ class Learner:
         name = self.options.publish_dtype
         dtype = self.policy.compute_dtype if name == "auto" else pick_dtype(name, self.device)
         canary = compute_canary(self.policy, self.policy.vocab, self.policy.positions_max)
-        tensors = snapshot(self.policy, dtype)
+        if self.options.lora_rank and self.options.lora_publish == "adapters":
+            tensors = published_adapter(self.policy, self.options, dtype, distributed.gathered)
+        else:
+            tensors = snapshot(self.policy, dtype)
         if self.rank:
             done: Future[str] = Future()
             done.set_result("")
@@ -193,9 +201,11 @@ class Learner:
         """Take the weights of a sealed version and go on from there, with the moments as they are:
         what a resume does when published weights are newer than the last checkpoint."""
         assert self.step is None, "weights in motion are not replaced"
+        sealed = store.open(version)
         if self.options.lora_rank:
-            raise UserError("a published version has its adapters merged; resume a checkpoint")
-        load_weights(self.policy, store.open(version).tensor)
+            load_published_adapter(self.policy, sealed)
+        else:
+            load_weights(self.policy, sealed.tensor)
         self.next_step = version
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Low-rank adapters through peft: injected, merged for publication, saved as a PEFT directory.
+"""Low-rank adapters through peft: injected, published alone or merged, saved as a PEFT directory.
 
 Never trains anything but the adapters. Invariant: the merged weight of a layer is
 base + (alpha/rank)·B·A in float32, and the saved adapter is what `peft.PeftModel.from_pretrained`
@@ -8,19 +8,26 @@ loads on top of the same base model.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from dora_rl.trainer.options import TrainerOptions
+from dora_rl.trainer.weights import TensorReader
 from dora_rl.types import UserError
+
+if TYPE_CHECKING:
+    from dora_rl.ports import SealedWeights
 
 LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _ADAPTER = "default"
 _BASE = ".base_layer."
+PREFIX = "base_model.model."  # peft's, before a checkpoint's name
+SCALE = "lora_scale"  # in a published adapter: alpha / rank, one number
 
 
 def add_lora(policy: nn.Module, options: TrainerOptions) -> None:
@@ -71,6 +78,75 @@ def adapter_tensors(policy: nn.Module) -> dict[str, Tensor]:
     return {n: p.detach() for n, p in policy.named_parameters() if is_adapter(n)}
 
 
+def peft_name(name: str) -> str:
+    """An adapter's name in a PEFT directory and in a published version."""
+    return PREFIX + name.removeprefix("inner.").replace(f".{_ADAPTER}.", ".")
+
+
+def published_adapter(
+    policy: nn.Module,
+    options: TrainerOptions,
+    dtype: torch.dtype,
+    gather: Callable[[Tensor], Tensor],
+) -> list[tuple[str, Tensor]]:
+    """A version as its adapter alone: what changes from one version to the next."""
+    scale = torch.tensor([options.lora_alpha / options.lora_rank], dtype=torch.float32)
+    tensors = [(SCALE, scale)]
+    for name, tensor in adapter_tensors(policy).items():
+        copy = gather(tensor).to(dtype=dtype, device="cpu", copy=True).contiguous()
+        tensors.append((peft_name(name), copy))
+    return tensors
+
+
+def merged_reader(sealed: SealedWeights, base: Callable[[str], Tensor]) -> Callable[[str], Tensor]:
+    """Reads a published adapter as whole weights: base + (alpha/rank)·B·A, tensor by tensor."""
+    adapted, scale = set(sealed.names()), float(sealed.tensor(SCALE))
+
+    def read(name: str) -> Tensor:
+        weight = base(name)
+        down = f"{PREFIX}{name.removesuffix('.weight')}.lora_A.weight"
+        if down not in adapted:
+            return weight
+        a, b = sealed.tensor(down), sealed.tensor(down.replace("lora_A", "lora_B"))
+        delta = scale * (b.float() @ a.float()).to(weight.device)
+        return (weight.float() + delta).to(weight.dtype)
+
+    return read
+
+
+class MergedVersion:
+    """A published adapter on the base in a model directory, as whole weights."""
+
+    def __init__(self, sealed: SealedWeights, base: Path) -> None:
+        self.version = sealed.version
+        self._reader = TensorReader(base)
+        self.tensor = merged_reader(sealed, self._reader.read)
+
+    def names(self) -> list[str]:
+        return list(self._reader.files)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for name in self.names():
+            yield name, self.tensor(name)
+
+
+def is_published_adapter(sealed: SealedWeights) -> bool:
+    return SCALE in sealed.names()
+
+
+def whole_version(sealed: Any, base: str | Path) -> Any:
+    """A sealed version as whole weights, whichever way it was published."""
+    return MergedVersion(sealed, Path(base)) if is_published_adapter(sealed) else sealed
+
+
+def load_published_adapter(policy: nn.Module, sealed: SealedWeights) -> None:
+    """Continue from a published version."""
+    if not is_published_adapter(sealed):
+        raise UserError("a published version has its adapters merged; resume a checkpoint")
+    names = adapter_tensors(policy)
+    load_adapter_tensors(policy, {name: sealed.tensor(peft_name(name)) for name in names})
+
+
 @torch.no_grad()
 def load_adapter_tensors(policy: nn.Module, tensors: dict[str, Tensor]) -> None:
     for name, p in policy.named_parameters():
@@ -81,10 +157,7 @@ def load_adapter_tensors(policy: nn.Module, tensors: dict[str, Tensor]) -> None:
 def save_adapter(directory: Path, policy: nn.Module, options: TrainerOptions, base: str) -> None:
     """A PEFT directory: adapter_config.json and adapter_model.safetensors."""
     directory.mkdir(parents=True, exist_ok=True)
-    tensors = {
-        f"base_model.model.{n.removeprefix('inner.').replace(f'.{_ADAPTER}.', '.')}": t.cpu()
-        for n, t in adapter_tensors(policy).items()
-    }
+    tensors = {peft_name(n): t.cpu() for n, t in adapter_tensors(policy).items()}
     save_file(
         {n: t.contiguous() for n, t in tensors.items()}, directory / "adapter_model.safetensors"
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +19,20 @@ from dora_rl.trainer.attention import pick_attention
 from dora_rl.trainer.decoder import Decoder, Layer
 from dora_rl.trainer.distributed import gathered, like_shard
 from dora_rl.trainer.foreign import ForeignPolicy
-from dora_rl.trainer.lora import is_adapter, merged, plain_name
+from dora_rl.trainer.lora import (
+    is_adapter,
+    is_published_adapter,
+    merged,
+    merged_reader,
+    plain_name,
+)
 from dora_rl.trainer.names import from_checkpoint, to_checkpoint
 from dora_rl.trainer.options import TrainerOptions, choose
 from dora_rl.trainer.weights import TensorReader
 from dora_rl.types import UserError
+
+if TYPE_CHECKING:
+    from dora_rl.ports import SealedWeights
 
 Policy: TypeAlias = Decoder | ForeignPolicy
 
@@ -140,6 +149,14 @@ def base_weights(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, p in policy.named_parameters():
         if not is_adapter(name):
             yield from to_checkpoint(checkpoint_name(name), p.detach())
+
+
+def version_reader(policy: nn.Module, sealed: SealedWeights) -> Callable[[str], Tensor]:
+    """The whole weights of a sealed version; an adapter's base is the policy's own."""
+    if not is_published_adapter(sealed):
+        return sealed.tensor
+    base = {name: gathered(tensor) for name, tensor in base_weights(policy)}
+    return merged_reader(sealed, base.__getitem__)
 
 
 def copy_weights(twin: nn.Module, policy: nn.Module) -> None:

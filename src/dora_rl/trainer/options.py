@@ -105,6 +105,7 @@ class TrainerOptions:
     lora_alpha: float = 16.0
     lora_dropout: float = 0.0
     lora_targets: tuple[str, ...] = ()  # empty: every linear layer of the blocks
+    lora_publish: str = "adapters"  # adapters | merged
     trust_remote_code: bool = False
     reference_model: str = ""  # empty: the starting weights
     seed: int = 0

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from dora_rl.ports import WeightStore
+from dora_rl.ports import SealedWeights, WeightStore
 from dora_rl.trainer.documents import Document, collate
 from dora_rl.trainer.model import Policy, load_weights
 from dora_rl.trainer.packing import pack_stream
@@ -44,8 +44,10 @@ class SealedScorer:
         make_twin: Callable[[], Policy],
         temperature: float,
         pack_tokens: int,
+        reader: Callable[[SealedWeights], Callable[[str], Tensor]] = lambda sealed: sealed.tensor,
         models_max: int = 2,
     ) -> None:
+        self._reader = reader
         self.store, self.make_twin = store, make_twin
         self.temperature, self.pack_tokens, self.models_max = temperature, pack_tokens, models_max
         self._models: OrderedDict[Version, Policy] = OrderedDict()
@@ -75,6 +77,6 @@ class SealedScorer:
             )
         full = len(self._models) >= self.models_max
         model = self._models.popitem(last=False)[1] if full else self.make_twin()
-        load_weights(model, self.store.open(version).tensor)
+        load_weights(model, self._reader(self.store.open(version)))
         self._models[version] = model
         return model

@@ -9,9 +9,12 @@ import pytest
 import torch
 from trainer_cases import make_groups, write_tiny_model
 
+from dora_rl.runtime.weights import SharedMemoryWeightStore
 from dora_rl.trainer.attention_layout import Layout
 from dora_rl.trainer.checkpoint import Checkpoints, write_atomically
 from dora_rl.trainer.learner import Learner
+from dora_rl.trainer.lora import SCALE, whole_version
+from dora_rl.trainer.model import version_reader
 from dora_rl.trainer.options import AlgorithmOptions, CheckpointOptions, TrainerOptions
 from dora_rl.types import UserError
 
@@ -72,6 +75,28 @@ def test_peft_loads_the_adapter(model_dir: Path, tmp_path: Path) -> None:
     assert (mine - their_scores(merged, ids)).abs().max() < 1e-5
     with pytest.raises(UserError, match="no such linear layer"):
         Learner(model_dir, None, replace(TRAINER, lora_rank=2, lora_targets=("query",)))
+
+
+def test_lora_versions_are_adapters(model_dir: Path, tmp_path: Path) -> None:
+    """A published adapter is small, says what it says, and can be trained on."""
+    trainer = replace(TRAINER, lora_rank=2, lr=1e-2)
+    learner = train(model_dir, trainer, steps=3)
+    store = SharedMemoryWeightStore(tmp_path / "store")
+    learner.publish(store, 3).result()
+    sealed = store.open(3)
+    assert all(".lora_" in name or name == SCALE for name in sealed.names())
+    whole = SharedMemoryWeightStore(tmp_path / "whole")
+    merged = Learner(model_dir, None, replace(trainer, lora_publish="merged"))
+    merged.adopt(store, 3)
+    assert torch.equal(our_scores(merged, torch.arange(12)), our_scores(learner, torch.arange(12)))
+    merged.publish(whole, 3).result()
+    expected = whole.open(3)
+    readers = whole_version(sealed, model_dir).tensor, version_reader(merged.policy, sealed)
+    for name in expected.names():
+        for tensor in (read(name) for read in readers):
+            assert (tensor.float() - expected.tensor(name).float()).abs().max() < 1e-6
+    with pytest.raises(UserError, match="adapters merged"):
+        learner.adopt(whole, 3)
 
 
 def test_a_half_written_checkpoint_is_never_seen(model_dir: Path, tmp_path: Path) -> None:

@@ -2,8 +2,9 @@
 
 Rows are [version slot, row] flattened, the same number for each of the S resident versions that
 take part; with one version this is a plain batch. Matrix products over several versions are one
-batched GEMM on the stacked weights. Everything allocates from torch's caching allocator, so that a
-captured graph owns its scratch memory.
+batched GEMM on the stacked weights. LoRA versions are rows of one plain batch on one base; what
+each adds to it is a small kernel after every product (`adapters.py`). Everything allocates from
+torch's caching allocator, so that a captured graph owns its scratch memory.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch.nn import functional
 from dora_rl.engine.cache import KvCache
 from dora_rl.engine.cuda import fused, skinny
 from dora_rl.engine.cuda import rows as kernels
+from dora_rl.engine.cuda.adapters import adapt
 from dora_rl.engine.cuda.attention import attend_decode, choose_splits
 from dora_rl.engine.cuda.experts import sparse_rows
 from dora_rl.engine.cuda.overlap import overlap
@@ -39,6 +41,7 @@ class Rows:
     slots: Tensor  # request slot of each row
     positions: Tensor
     table: Tensor
+    adapters: Tensor | None = None  # adapter slot of each row, under LoRA
 
 
 class CudaDecoder:
@@ -65,9 +68,9 @@ class CudaDecoder:
             if attend is None:
                 h = self._attend_decode(h, layer, rows, pool)
             else:
-                qkv = self._linear(h, layer.qkv, layer.qkv_bias, rows)
+                qkv = self._linear(h, layer, "qkv", rows)
                 h = attend(self._rope_write(qkv, layer, rows, pool), pool).view(len(x), -1)
-            delta = self._parts(h, layer.o, layer.o_bias, rows)
+            delta = self._parts(h, layer, "o", rows)
             h = self._norm(x, delta, layer.norm2, rows)
             delta = self._mlp(h, layer, rows)
         return self._norm(x, delta, self.weights.norm, rows)
@@ -76,13 +79,13 @@ class CudaDecoder:
         spec, table = self.spec, rows.table
         splits = choose_splits(len(h), spec.num_kv_heads, self._num_processors, table.shape[1])
         if len(h) > fused.ROWS_MAX:
-            qkv = self._linear(h, layer.qkv, layer.qkv_bias, rows)
+            qkv = self._linear(h, layer, "qkv", rows)
             q = self._rope_write(qkv, layer, rows, pool)
             out = attend_decode(q, pool, table, rows.slots, rows.positions, splits)
             return out.view(len(h), -1)
         span = slice(rows.first, rows.first + rows.num_versions)
         return fused.attend_fused(
-            self._parts(h, layer.qkv, layer.qkv_bias, rows),
+            self._parts(h, layer, "qkv", rows),
             None if layer.qk_norm is None else layer.qk_norm[span],
             (self.cos, self.sin),
             pool,
@@ -114,19 +117,25 @@ class CudaDecoder:
         weight = weight[rows.first : rows.first + rows.num_versions]
         return kernels.add_norm(x, delta, weight, rows.per_version, self.spec.norm_eps)
 
-    def _parts(self, x: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows) -> Tensor:
+    def _parts(self, x: Tensor, layer: Layer, matrix: str, rows: Rows) -> Tensor:
         """A product as parts [part, row, out] whose sum it is; one part where cuBLAS made it."""
-        weight_span = weight[rows.first : rows.first + rows.num_versions]
+        weight = getattr(layer, matrix)[rows.first : rows.first + rows.num_versions]
         tiles = None
-        if bias is None:
-            tiles = skinny.tiles_of(rows.per_version, weight_span, self._num_processors)
+        if getattr(layer, f"{matrix}_bias") is None:
+            tiles = skinny.tiles_of(rows.per_version, weight, self._num_processors)
         if tiles is None:
-            return self._linear(x, weight, bias, rows)[None]
-        return skinny.multiply(x, weight_span, tiles)
+            return self._linear(x, layer, matrix, rows)[None]
+        parts = skinny.multiply(x, weight, tiles)
+        if rows.adapters is None:
+            return parts
+        return adapt(parts, layer.up[matrix], rows.adapters)[None]
 
-    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows) -> Tensor:
+    def _linear(self, x: Tensor, layer: Layer, matrix: str, rows: Rows) -> Tensor:
         span = slice(rows.first, rows.first + rows.num_versions)
-        out = self._multiply(x, weight[span])
+        out = self._multiply(x, getattr(layer, matrix)[span])
+        if rows.adapters is not None and matrix in layer.up:
+            out = adapt(out[None], layer.up[matrix], rows.adapters)
+        bias: Tensor | None = getattr(layer, f"{matrix}_bias", None)
         if bias is not None:
             out.view(rows.num_versions, rows.per_version, -1).add_(bias[span][:, None])
         return out
@@ -176,7 +185,7 @@ class CudaDecoder:
     def _mlp(self, h: Tensor, layer: Layer, rows: Rows) -> Tensor:
         if layer.router is not None:
             assert self.spec.moe is not None
-            logits = self._linear(h, layer.router, None, rows)
+            logits = self._linear(h, layer, "router", rows)
             share, expert = route(logits, self.spec.moe, h.dtype)
             span = slice(rows.first, rows.first + rows.num_versions)
             if rows.num_versions > 1:
@@ -184,14 +193,14 @@ class CudaDecoder:
                 expert = expert + version[:, None] * self.spec.moe.num_experts
             stacked = (layer.gate_up[span].flatten(0, 1), layer.down[span].flatten(0, 1))
             return sparse_rows(h, share, expert, *stacked)[None]
-        return self._parts(self._gated(h, layer, rows), layer.down, layer.down_bias, rows)
+        return self._parts(self._gated(h, layer, rows), layer, "down", rows)
 
     def _gated(self, h: Tensor, layer: Layer, rows: Rows) -> Tensor:
         """silu(gate) * up."""
         weight = layer.gate_up[rows.first : rows.first + rows.num_versions]
         tiles = None
-        if layer.gate_up_bias is None:
+        if layer.gate_up_bias is None and rows.adapters is None:
             tiles = skinny.tiles_of(rows.per_version, weight, self._num_processors, gate=True)
         if tiles is not None:
             return skinny.multiply(h, weight, tiles, gate=True)
-        return kernels.gate(self._linear(h, layer.gate_up, layer.gate_up_bias, rows))
+        return kernels.gate(self._linear(h, layer, "gate_up", rows))

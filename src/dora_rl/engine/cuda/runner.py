@@ -34,7 +34,7 @@ from dora_rl.engine.plan import Plan, Span
 from dora_rl.engine.result import StepResult, read_drawn
 from dora_rl.engine.sampler import Drawn
 from dora_rl.engine.spec import ModelSpec
-from dora_rl.engine.weights import ModelWeights, TensorSource
+from dora_rl.engine.weights import TensorSource, make_weights
 from dora_rl.types import Version
 
 PREFILL_TILE = 64
@@ -61,7 +61,8 @@ class CudaRunner:
         if self.on_gpu:
             torch.cuda.set_device(torch.device(options.device).index or 0)
         check_memory(spec, options)
-        self.weights = ModelWeights(spec, options.versions_max, options.device, options.dtype)
+        self.weights = make_weights(spec, options)
+        self.lora = self.weights.adapters is not None
         self.num_blocks = derive_num_blocks(spec, options)
         self.cache = KvCache(spec, options, self.num_blocks)
         context = context_limit(spec, options)
@@ -74,7 +75,7 @@ class CudaRunner:
         self.graphs = DecodeGraphs(self._decode_pass, options.seqs_max, options.device, graphs)
 
     def load(self, slot: int, source: TensorSource, where: str) -> Iterator[str]:
-        return self.weights.load(slot, source, where)
+        return self.weights.load_version(slot, source, where)
 
     def perform(self, plan: Plan) -> None:
         with torch.inference_mode():
@@ -84,13 +85,15 @@ class CudaRunner:
     def launch(self, plan: Plan, slots: Mapping[Version, int]) -> Flight:
         perform(plan, self.cache)
         flight = Flight()
-        self.slots.update(plan.spans)
+        self.slots.update(plan.spans, slots if self.lora else None)
         decode: dict[int, list[Span]] = {}
         prefill: dict[int, list[Span]] = {}
         for span in plan.spans:
             drawn_alone = span.num_rows == 1 and span.sample and span.num_logits == 1
             group = decode if drawn_alone else prefill
-            group.setdefault(slots[span.seq.version], []).append(span)
+            # LoRA versions are rows of one batch; a row finds its adapter on the device.
+            slot = 0 if self.lora else slots[span.seq.version]
+            group.setdefault(slot, []).append(span)
         for slot in sorted(prefill):
             self._prefill(slot, prefill[slot], flight)
         if decode:
@@ -117,12 +120,14 @@ class CudaRunner:
         zeros = torch.zeros(count, dtype=torch.int64, device=ids.device)
         positions = torch.arange(count, dtype=torch.int32, device=ids.device)
         table = torch.arange(num_blocks, dtype=torch.int32, device=ids.device)[None]
-        rows = Rows(slot, 1, count, ids, zeros, positions, table)
+        base = 0 if self.lora else slot
+        adapters = torch.full_like(zeros, slot) if self.lora else None
+        rows = Rows(base, 1, count, ids, zeros, positions, table, adapters)
         tiles = self._tiles([(0, 0, 0, count)])
         hidden = self.decoder.forward(
             rows, scratch, lambda q, pool: attend_prefill(q, pool, table, tiles, PREFILL_TILE)
         )
-        logits = self.decoder.logits(hidden[:-1], slot)
+        logits = self.decoder.logits(hidden[:-1], base)
         return torch.log_softmax(logits, -1).gather(1, ids[1:, None])[:, 0].tolist()
 
     # ----------------------------------------------------------------- prefill
@@ -142,14 +147,16 @@ class CudaRunner:
             pieces.append((seq.slot, row, span.start, span.num_rows))
             first = row + span.logits_start - span.start
             logit_rows.extend(range(first, first + span.num_logits))
+        owners = self.slots.upload(request_slots, torch.int64)
         rows = Rows(
             slot,
             1,
             len(token_ids),
             self.slots.upload(token_ids, torch.int64),
-            self.slots.upload(request_slots, torch.int64),
+            owners,
             self.slots.upload(positions, torch.int32),
             self.slots.table,
+            self.slots.adapter[owners] if self.lora else None,
         )
         tiles = self._tiles(pieces)
         hidden = self.decoder.forward(
@@ -202,7 +209,8 @@ class CudaRunner:
         positions = self.slots.position[slots]
         tokens = self.slots.last_token[slots]
         table = self.slots.table
-        rows = Rows(first, num_versions, per_version, tokens, slots, positions, table)
+        adapters = self.slots.adapter[slots] if self.lora else None
+        rows = Rows(first, num_versions, per_version, tokens, slots, positions, table, adapters)
         hidden = self.decoder.forward(rows, self.cache, None)
         return hidden, positions
 

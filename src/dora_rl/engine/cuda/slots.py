@@ -1,14 +1,14 @@
 """Per-request state that lives on the device, so that decoding needs no host between two steps.
 
-One entry per engine slot: the last token, the next position, the random key, the temperature and
-the block table. The extra last slot is a dummy for padding rows: position 0, scrap block, never
-advanced. The host writes an entry when a request enters a slot or its blocks change; the sampling
-kernel advances it.
+One entry per engine slot: the last token, the next position, the random key, the temperature, the
+adapter and the block table. The extra last slot is a dummy for padding rows: position 0, scrap
+block, never advanced. The host writes an entry when a request enters a slot or its blocks change;
+the sampling kernel advances it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dora_rl.engine.plan import Span
 from dora_rl.engine.sequence import Sequence as Seq
+from dora_rl.types import Version
 
 
 class DeviceSlots:
@@ -30,6 +31,7 @@ class DeviceSlots:
         self.key = torch.zeros(count, dtype=torch.int64, device=device)
         self.prompt = torch.zeros(count, dtype=torch.int32, device=device)
         self.temperature = torch.ones(count, dtype=torch.float32, device=device)
+        self.adapter = torch.zeros(count, dtype=torch.int64, device=device)  # slot, under LoRA
         self.table = torch.full((count, blocks_max), scrap_block, dtype=torch.int32, device=device)
         # Which sequence an entry's token and position belong to, and up to which position.
         self._synced: list[tuple[Seq | None, int]] = [(None, -1)] * count
@@ -41,7 +43,7 @@ class DeviceSlots:
             return data
         return data.pin_memory().to(self._device, non_blocking=True)
 
-    def update(self, spans: Sequence[Span]) -> None:
+    def update(self, spans: Sequence[Span], adapters: Mapping[Version, int] | None = None) -> None:
         """Bring entries up to date for requests that entered a slot or got new blocks."""
         fresh = [span.seq for span in spans if span.seq.slot_dirty]
         if fresh:
@@ -50,6 +52,9 @@ class DeviceSlots:
             self.prompt[slots] = self.upload([seq.num_prompt for seq in fresh], torch.int32)
             temperatures = [seq.request.params.temperature for seq in fresh]
             self.temperature[slots] = self.upload(temperatures, torch.float32)
+            if adapters is not None:
+                mine = [adapters[seq.version] for seq in fresh]
+                self.adapter[slots] = self.upload(mine, torch.int64)
         moved = [span.seq for span in spans if span.seq.table_dirty]
         if moved:
             width = max(len(seq.blocks) for seq in moved)

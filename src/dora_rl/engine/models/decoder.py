@@ -2,6 +2,7 @@
 
 Rows of a version are contiguous and padded to tiles; all arithmetic on a row depends on that row
 and its context alone. Matrix products run per version segment, everything else once for all rows.
+LoRA versions share the base's product and differ in the low-rank part that is added to it.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ class Decoder:
         self.spec, self.weights, self.linear = spec, weights, linear
         self.cos, self.sin = rope_tables(spec.rope, spec.head_dim, num_positions)
         self.scale = spec.head_dim**-0.5
+        self.lora = weights.adapters is not None
 
     def forward(self, batch: RowBatch, cache: KvCache) -> Tensor:
         """Normed hidden states of every row; keys and values are written on the way."""
@@ -53,7 +55,7 @@ class Decoder:
         for index, layer in enumerate(self.weights.layers):
             h = self._norm(x, layer.norm1, batch)
             h = self._attend(index, layer, h, batch, cache, cos, sin)
-            x = x + self._project(h, layer.o, layer.o_bias, batch)
+            x = x + self._project(h, layer, "o", batch)
             h = self._norm(x, layer.norm2, batch)
             x = x + self._mlp(layer, h, batch)
         return self._norm(x, self.weights.norm, batch)
@@ -61,14 +63,14 @@ class Decoder:
     def logits(self, hidden: Tensor, segments: list[Segment]) -> Tensor:
         """Float32 logits of gathered rows, themselves in tile-padded version segments."""
         head = self.weights.lm_head
-        if len(segments) == 1:
-            return self.linear(hidden, head[segments[0].slot]).float()
+        if len(segments) == 1 or self.lora:
+            return self.linear(hidden, head[0 if self.lora else segments[0].slot]).float()
         parts = [self.linear(hidden[s.start : s.stop], head[s.slot]) for s in segments]
         return torch.cat(parts).float()
 
     def _embed(self, batch: RowBatch) -> Tensor:
-        if batch.row_slots is None:
-            return self.weights.embed[batch.segments[0].slot][batch.token_ids]
+        if batch.row_slots is None or self.lora:
+            return self._rowwise(self.weights.embed, batch)[batch.token_ids]
         return self.weights.embed[batch.row_slots, batch.token_ids]
 
     def _norm(self, x: Tensor, weight: Tensor, batch: RowBatch) -> Tensor:
@@ -76,18 +78,34 @@ class Decoder:
         scaled = functional.rms_norm(scaled, (x.shape[-1],), None, self.spec.norm_eps).to(x.dtype)
         return scaled.mul_(self._rowwise(weight, batch))
 
-    @staticmethod
-    def _rowwise(param: Tensor, batch: RowBatch) -> Tensor:
-        if batch.row_slots is None:
-            return param[batch.segments[0].slot]
+    def _rowwise(self, param: Tensor, batch: RowBatch) -> Tensor:
+        """A parameter of the one version there is, or a row of it for every row."""
+        if batch.row_slots is None or self.lora:
+            return param[0 if self.lora else batch.segments[0].slot]
         return param[batch.row_slots]
 
-    def _project(self, x: Tensor, weight: Tensor, bias: Tensor | None, batch: RowBatch) -> Tensor:
+    def _project(self, x: Tensor, layer: Layer, matrix: str, batch: RowBatch) -> Tensor:
+        weight: Tensor = getattr(layer, matrix)
+        bias: Tensor | None = getattr(layer, f"{matrix}_bias")
+        if self.lora:
+            return self._adapt(self.linear(x, weight[0]), bias, layer.up[matrix], batch)
         parts = [
             self.linear(x[s.start : s.stop], weight[s.slot], None if bias is None else bias[s.slot])
             for s in batch.segments
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _adapt(self, y: Tensor, bias: Tensor | None, up: Tensor, batch: RowBatch) -> Tensor:
+        """The base's columns plus each row's own adapter (see `lora` for the columns)."""
+        _, width, rank = up.shape
+        out = y[:, :width].contiguous()
+        if bias is not None:
+            out += bias[0]
+        for s in batch.segments:
+            first = width + s.slot * rank
+            down = y[s.start : s.stop, first : first + rank].contiguous()
+            out[s.start : s.stop] += self.linear(down, up[s.slot])
+        return out
 
     def _attend(
         self,
@@ -101,7 +119,7 @@ class Decoder:
     ) -> Tensor:
         spec = self.spec
         rows, heads, kv_heads, dim = len(h), spec.num_heads, spec.num_kv_heads, spec.head_dim
-        qkv = self._project(h, layer.qkv, layer.qkv_bias, batch).view(rows, -1, dim)
+        qkv = self._project(h, layer, "qkv", batch).view(rows, -1, dim)
         qk = qkv[:, : heads + kv_heads]
         if layer.qk_norm is not None:
             qk = self._norm(qk, layer.qk_norm, batch)
@@ -128,11 +146,12 @@ class Decoder:
     def _mlp(self, layer: Layer, h: Tensor, batch: RowBatch) -> Tensor:
         if layer.router is not None:
             assert self.spec.moe is not None
+            if self.lora:
+                return sparse_mlp(h, layer, 0, self.spec.moe, self.linear)
             parts = [
                 sparse_mlp(h[s.start : s.stop], layer, s.slot, self.spec.moe, self.linear)
                 for s in batch.segments
             ]
             return parts[0] if len(parts) == 1 else torch.cat(parts)
-        gate_up = self._project(h, layer.gate_up, layer.gate_up_bias, batch)
-        gate, up = gate_up.chunk(2, -1)
-        return self._project(functional.silu(gate) * up, layer.down, layer.down_bias, batch)
+        gate, up = self._project(h, layer, "gate_up", batch).chunk(2, -1)
+        return self._project(functional.silu(gate) * up, layer, "down", batch)
