@@ -237,6 +237,7 @@ class TrainerConfig(Section):
     lora_alpha: float = 16.0  # scale is alpha / rank
     lora_dropout: float = 0.0  # of the adapters
     lora_targets: tuple[str, ...] = ()  # empty: every linear layer of the blocks
+    lora_publish: Literal["adapters", "merged"] = "adapters"  # what a version is under LoRA
     trust_remote_code: bool = False  # for models that run through transformers
     reference_model: str = ""  # empty: the starting weights
     seed: int = 0  # of new adapters

@@ -37,6 +37,8 @@ from dora_rl.engine.sequence import Output, Request, Status, new_sequence, stop_
 from dora_rl.engine.sequence import Sequence as Seq
 from dora_rl.engine.spec import ModelSpec
 from dora_rl.engine.stats import EngineStats
+from dora_rl.engine.stops import hits_stop_string
+from dora_rl.engine.transfer import Export, export_request
 from dora_rl.engine.weights import TensorSource
 from dora_rl.types import Finish, RequestId, SamplingParams, Segment, UserError, Version
 
@@ -72,6 +74,10 @@ class Engine:
 
     def versions(self) -> tuple[Version, ...]:
         return self.residency.versions()
+
+    def load_base(self, source: TensorSource | str | Path) -> None:
+        """Once, under LoRA (`options.lora_rank`): the weights that all adapters are on."""
+        self.residency.load_base(source)
 
     def load(
         self,
@@ -242,6 +248,16 @@ class Engine:
         """Tokens that a request can ever have here, prompt included."""
         return min(self.context_max, (self.runner.num_blocks - 1) * self.options.block_tokens)
 
+    def find(self, request: RequestId) -> Seq | None:
+        return self.scheduler.find(request)
+
+    def export(self, request: RequestId) -> Export:
+        """The sending half of a migration (see `transfer`)."""
+        return export_request(self, request)
+
+    def is_parked(self, request: RequestId) -> bool:
+        return request in self.scheduler.parked
+
     def next_arrival(self) -> int:
         self._num_arrived += 1
         return self._num_arrived
@@ -317,7 +333,7 @@ class Engine:
             return None
         if seq.stop_ids or seq.request.params.stop_strings:
             drawn = sampled and num_known == seq.num_response and seq.loss_mask[-1]
-            if drawn and (seq.tokens[-1] in seq.stop_ids or self._hits_stop_string(seq)):
+            if drawn and (seq.tokens[-1] in seq.stop_ids or hits_stop_string(seq, self.decode)):
                 return Finish.STOP
         return Finish.LENGTH if num_known >= seq.response_max else None
 
@@ -355,18 +371,6 @@ class Engine:
         plan = Plan()
         self.scheduler.put_aside(plan, seq, spill)
         self.runner.perform(plan)
-
-    def _hits_stop_string(self, seq: Seq) -> bool:
-        strings = seq.request.params.stop_strings
-        if not strings or self.decode is None:
-            return False
-        # A stop string of n characters ends in the newest token and began at most n tokens ago,
-        # and not before this turn: an observation may well end in the string.
-        num_tokens = max(len(string) for string in strings) + 1
-        mask = seq.loss_mask[-num_tokens:]
-        drawn = next((i for i, own in enumerate(reversed(mask)) if not own), len(mask))
-        tail = self.decode(seq.tokens[len(seq.tokens) - drawn :])
-        return any(string in tail for string in strings)
 
     def stats(self) -> EngineStats:
         s = self.scheduler

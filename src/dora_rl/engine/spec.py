@@ -151,7 +151,6 @@ def dense_spec(config: dict[str, Any], family: str, where: str, **changes: Any) 
     sliding = config.get("layer_types") or ()
     if config.get("use_sliding_window") or "sliding_attention" in sliding:
         raise UserError(f"{where}: sliding-window attention is not supported; set it off")
-    eos = config.get("eos_token_id")
     fields: dict[str, Any] = {
         "family": family,
         "vocab": int(config["vocab_size"]),
@@ -165,7 +164,17 @@ def dense_spec(config: dict[str, Any], family: str, where: str, **changes: Any) 
         "rope": read_rope(config, where),
         "tied": bool(config.get("tie_word_embeddings", False)),
         "context_max": int(config.get("max_position_embeddings", 2048)),
-        "eos_ids": tuple(eos) if isinstance(eos, list | tuple) else () if eos is None else (eos,),
+        "eos_ids": _eos_ids(config),
         "dtype": str(config.get("dtype") or config.get("torch_dtype") or "float32"),
     }
     return ModelSpec(**(fields | changes))
+
+
+def read_eos_ids(path: str | Path) -> tuple[int, ...]:
+    """The end-of-sequence ids of a model directory of any architecture."""
+    return _eos_ids(read_config(Path(path)))
+
+
+def _eos_ids(config: dict[str, Any]) -> tuple[int, ...]:
+    eos = config.get("eos_token_id")
+    return tuple(eos) if isinstance(eos, list | tuple) else () if eos is None else (eos,)

@@ -34,15 +34,17 @@ FORMAT = 1
 
 def export_request(engine: Engine, request: RequestId) -> Export:
     """Put a request aside and describe it; raises if it is not here."""
-    seq = engine.put_aside(request)
-    return Export(engine, seq)
+    parked = engine.is_parked(request)
+    return Export(engine, engine.put_aside(request), parked)
 
 
 class Export:
     """The sending half."""
 
-    def __init__(self, engine: Engine, seq: Sequence) -> None:
-        self._engine, self._seq = engine, seq
+    has_kv = True
+
+    def __init__(self, engine: Engine, seq: Sequence, parked: bool = False) -> None:
+        self._engine, self._seq, self._parked = engine, seq, parked
         self.num_chunks = len(seq.blocks) or seq.num_host_blocks
         self.num_bytes = 0
         body = {
@@ -70,8 +72,9 @@ class Export:
         self._engine.forget(self._seq.id)
 
     def cancel(self) -> None:
-        """It stays: queue it again, with its KV."""
-        self._engine.unpark(self._seq.id)
+        """It stays as it was: parked, or queued again with its KV."""
+        if not self._parked:
+            self._engine.unpark(self._seq.id)
 
 
 def begin_import(engine: Engine, meta: bytes) -> Import:

@@ -22,6 +22,7 @@ from dora_rl.runtime.turns import apply_answer
 from dora_rl.runtime.weights import DiskWeightStore
 from dora_rl.runtime.wire import Channel
 from dora_rl.runtime.worker import Setup
+from dora_rl.trainer.lora import whole_version
 from dora_rl.types import Finish, RequestId, SamplingParams, Trajectory, Version
 
 ALIVE_S = 1.0
@@ -51,7 +52,7 @@ def serve_evaluations(setup: Setup, channel: Channel) -> None:
         prompts = [tuple(ids) for ids in message.body["prompts"]]
         for old in engine.versions():
             engine.retire(old)
-        engine.load(version, store.open(version))
+        engine.load(version, whole_version(store.open(version), config.model.path))
         channel.send("loaded", {"version": version})
         samples = message.body["num_samples"]
         params, alive = config.rollout.sampling_params(), _Alive(channel)
@@ -119,7 +120,7 @@ def _generate(
         for output in engine.step():
             if output.trajectory is None:
                 continue
-            seq = engine.scheduler.find(output.id)
+            seq = engine.find(output.id)
             if turns is not None and seq is not None:
                 turns.ask(output.trajectory)
             else:

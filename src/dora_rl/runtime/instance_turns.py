@@ -32,7 +32,7 @@ class InstanceTurns:
     def ended(self, trajectory: Trajectory) -> bool:
         """True if only a turn ended; the environment is asked."""
         worker, rid = self._worker, trajectory.request
-        seq = worker.engine.scheduler.find(rid)
+        seq = worker.engine.find(rid)
         if trajectory.finish not in (Finish.STOP, Finish.LENGTH) or seq is None:
             return False
         if not seq.request.keep:
@@ -53,7 +53,7 @@ class InstanceTurns:
         """An answer came."""
         worker, body = self._worker, message.body
         rid, epoch = RequestId(body["group"], body["sample"]), body["epoch"]
-        seq = worker.engine.scheduler.find(rid)
+        seq = worker.engine.find(rid)
         if worker.epochs.get(rid) != epoch or seq is None or rid in worker.exports:
             return
         if seq.status is not Status.IDLE or seq.turns != body["turn"]:

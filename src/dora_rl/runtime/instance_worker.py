@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,21 +22,17 @@ from dora_rl.core import events as ev
 from dora_rl.data.lengths import LogNormal, uniforms
 from dora_rl.engine.engine import Engine
 from dora_rl.engine.journal import Journal, continuation, request_from_json, request_json
-from dora_rl.engine.models import read_spec
-from dora_rl.engine.options import EngineOptions
 from dora_rl.engine.sequence import Request
-from dora_rl.engine.transfer import (
-    Export,
-    begin_import,
-    chunk_bytes,
-    chunk_from_bytes,
-    export_request,
-)
+from dora_rl.engine.transfer import Export, begin_import, chunk_bytes, chunk_from_bytes
+from dora_rl.runtime.engines import make_engine
 from dora_rl.runtime.instance_turns import InstanceTurns
 from dora_rl.runtime.weights import SharedMemoryWeightStore, WeightsError
 from dora_rl.runtime.wire import Channel, Message, decode_fleet, encode_event
 from dora_rl.runtime.worker import Setup
 from dora_rl.types import Finish, RequestId, SamplingParams, Trajectory, UserError, Version
+
+if TYPE_CHECKING:
+    from dora_rl.engine.backends.vllm import VllmExport
 
 REPORT_S = 1.0
 REPORT_BUSY_S = 0.25  # the core reads off the lengths of running requests
@@ -54,19 +50,17 @@ class InstanceWorker:
         self.seed = config.runtime.seed
         self.params = config.rollout.sampling_params()
         self.resident_max = int(setup.extra["resident_max"])
-        options = config.rollout.engine_options(setup.extra["device"], self.resident_max)
         folder = Path(setup.run_dir) / "journal"
         journal = Journal(folder / f"{setup.name}.{setup.life}.jsonl", config.rollout.journal_steps)
         decode = _decoder(config.model.path) if self.params.stop_strings else None
-        self.engine = Engine(
-            read_spec(config.model.path), EngineOptions(**options), decode, journal
-        )
+        device = setup.extra["device"]
+        self.engine = make_engine(config, device, self.resident_max, decode, journal)
         self.store = SharedMemoryWeightStore(
             setup.extra["weights_root"], verify=config.weights.verify
         )
         self.transfer_root = Path(setup.extra["transfer_root"])
         self.epochs: dict[RequestId, int] = {}
-        self.exports: dict[RequestId, Export] = {}
+        self.exports: dict[RequestId, Export | VllmExport] = {}
         self.awaited: list[Version] = []  # to be loaded, and not in the store yet
         self.loads: deque[tuple[Version, Iterator[str]]] = deque()
         self.awake = True
@@ -166,7 +160,7 @@ class InstanceWorker:
 
     def _aside(self, action: act.Park | act.Unpark | act.Reversion) -> None:
         """Ended requests are gone; their end is already on its way to the controller."""
-        if self.engine.scheduler.find(action.request) is None:
+        if self.engine.find(action.request) is None:
             return
         if isinstance(action, act.Park):
             self.engine.park(action.request)
@@ -174,7 +168,7 @@ class InstanceWorker:
             self.engine.unpark(action.request)
         else:
             self.engine.reversion(action.request, action.version)
-            if action.request in self.engine.scheduler.parked:
+            if self.engine.is_parked(action.request):
                 self.engine.unpark(action.request)
 
     def _dispatch(self, action: act.Dispatch, message: Message) -> None:
@@ -257,16 +251,16 @@ class InstanceWorker:
     def _export(self, action: act.Move) -> None:
         """Write the request to shared memory and say where; it stays here until it has arrived."""
         rid = action.request
-        if self.epochs.get(rid) != action.epoch or self.engine.scheduler.find(rid) is None:
+        if self.epochs.get(rid) != action.epoch or self.engine.find(rid) is None:
             return
-        export = export_request(self.engine, rid)
+        export = self.engine.export(rid)
         self.exports[rid] = export
         path = self.transfer_root / f"{rid.group}.{rid.sample}.{action.epoch}.kv"
-        seq = self.engine.scheduler.find(rid)
+        seq = self.engine.find(rid)
         assert seq is not None
         body = {"group": rid.group, "sample": rid.sample, "epoch": action.epoch}
         body |= {"dst": action.dst, "num_tokens": seq.num_tokens, "path": str(path)}
-        if action.how is not act.How.KV:
+        if action.how is not act.How.KV or not export.has_kv:
             saved = request_json(continuation(seq))
             self.channel.send("exported", body | {"num_bytes": 0, "request": saved})
             return
@@ -304,6 +298,7 @@ class InstanceWorker:
         self.channel.send("imported", body)
 
     def _read_blocks(self, path: Path) -> None:
+        assert isinstance(self.engine, Engine), "only the native engine sends KV"
         data = memoryview(path.read_bytes())
         length = int.from_bytes(data[:4], "little")
         arrival = begin_import(self.engine, bytes(data[4 : 4 + length]))
@@ -314,7 +309,7 @@ class InstanceWorker:
         path.unlink(missing_ok=True)
 
 
-def write_export(export: Export, path: Path) -> None:
+def write_export(export: Export | VllmExport, path: Path) -> None:
     """Metadata and KV blocks, one after the other."""
     with path.open("wb") as file:
         file.write(len(export.meta).to_bytes(4, "little") + export.meta)

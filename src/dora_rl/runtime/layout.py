@@ -15,6 +15,7 @@ from typing import Any
 
 from dora_rl.config import RunConfig
 from dora_rl.core.modes import policy_of
+from dora_rl.runtime.engines import resident_limit
 from dora_rl.runtime.settings import core_params
 from dora_rl.runtime.weights import shared_memory_root
 from dora_rl.types import Mode
@@ -82,7 +83,7 @@ def plan_layout(config: RunConfig, device: str) -> Layout:
     policy = policy_of(core_params(config))
     num_cores = len(os.sched_getaffinity(0))
     colocated = mode in COLOCATED
-    resident = config.rollout.versions_max or policy.max_staleness + 1
+    resident = resident_limit(config, config.rollout.versions_max or policy.max_staleness + 1)
     root = shared_memory_root(config.weights, config.runtime.run_dir)
     factor = config.env.slots_factor if config.env.environments else 1.0
     transfer = root.with_name(root.name + "-transfer")

@@ -15,6 +15,7 @@ from dora_rl.data.prompts import PromptSource, open_data
 from dora_rl.engine.models import read_spec
 from dora_rl.envs.load import label_of, load_environments
 from dora_rl.rewards.base import build
+from dora_rl.runtime.engines import check_backend
 from dora_rl.runtime.evaluation import FIGURES
 from dora_rl.runtime.layout import Layout, plan_layout
 from dora_rl.runtime.sinks import check_sinks
@@ -59,6 +60,7 @@ def prepare(config: RunConfig) -> Prepared:
         check_columns(reward.missing(train.prompt(0).columns), config.reward)
         reward.close()
     check_best_metric(config)
+    check_backend(config)
 
     def decode(ids: Sequence[int]) -> str:
         return tokenizer.decode(ids, skip_special_tokens=True)

@@ -37,7 +37,13 @@ class FoundModel:
     @property
     def source(self) -> Any:
         """What `Engine.load` takes."""
-        return self.directory if self.sealed is None else self.sealed
+        return self.directory if self.sealed is None else self.whole()
+
+    def whole(self) -> Any:
+        """The sealed version with its adapter, if it is one, merged."""
+        from dora_rl.trainer.lora import whole_version
+
+        return whole_version(self.sealed, self.directory)
 
 
 def is_run(path: Path) -> bool:
@@ -170,7 +176,7 @@ def export_model(found: FoundModel, out: Path, shard_bytes_max: int = 4 << 30) -
     def fill(target: Path) -> None:
         copy_side_files(found.directory, target)
         if sealed is not None:
-            write_model(target, sealed.tensors(), shard_bytes_max)
+            write_model(target, found.whole().tensors(), shard_bytes_max)
             return
         files = {*tensor_files(found.directory).values()}
         files |= {*found.directory.glob("*.index.json")}

@@ -18,17 +18,17 @@ from dora_rl.envs.text import TurnText
 from dora_rl.types import Finish, Prompt, RequestId, SamplingParams, Trajectory
 
 if TYPE_CHECKING:
-    from dora_rl.engine.engine import Engine
+    from dora_rl.runtime.engines import InstanceEngine
 
 _MASK = (1 << 64) - 1
 _SPREAD = 0x9E3779B97F4A7C15
 
 
 def apply_answer(
-    engine: Engine, request: RequestId, answer: Answer, params: SamplingParams
+    engine: InstanceEngine, request: RequestId, answer: Answer, params: SamplingParams
 ) -> Trajectory | None:
     """Begin the next turn; or, where the episode ends, close the session and return it whole."""
-    seq = engine.scheduler.find(request)
+    seq = engine.find(request)
     assert seq is not None and not answer.error
     room = engine.length_max - len(seq.tokens) - len(answer.token_ids)
     if not answer.done and room > 0:

@@ -213,6 +213,19 @@ def test_reversion_records_segments(engine: Engine, saved: Saved) -> None:
 # -------------------------------------------------------------------- sessions
 
 
+def test_a_parked_request_whose_move_failed_stays_parked(engine: Engine, saved: Saved) -> None:
+    free = run(engine, Request(KEY, 0, PROMPT, GREEDY))
+    engine.submit(Request(KEY, 0, PROMPT, GREEDY))
+    engine.step()
+    engine.park(KEY)
+    engine.retire(0)
+    export_request(engine, KEY).cancel()  # its version is not even here
+    assert engine.is_parked(KEY)
+    engine.load(0, saved("qwen3")[1])
+    engine.unpark(KEY)
+    assert finish_all(engine)[KEY] == free
+
+
 def test_a_parked_request_needs_no_version(engine: Engine, saved: Saved) -> None:
     alone = run(engine, Request(KEY, 0, PROMPT, GREEDY))
     engine.submit(Request(KEY, 0, PROMPT, GREEDY))

@@ -54,6 +54,9 @@ FAMILIES = {
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**_SHAPE)),
     "qwen2-tied": lambda: Qwen2ForCausalLM(Qwen2Config(tie_word_embeddings=True, **_SHAPE)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(head_dim=32, **_SHAPE)),
+    "qwen3-tied": lambda: Qwen3ForCausalLM(
+        Qwen3Config(head_dim=32, tie_word_embeddings=True, **_SHAPE)
+    ),
     "qwen3-yarn": lambda: Qwen3ForCausalLM(
         Qwen3Config(head_dim=16, rope_parameters=_YARN, tie_word_embeddings=True, **_SHAPE)
     ),

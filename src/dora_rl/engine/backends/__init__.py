@@ -1,0 +1,1 @@
+"""Engines other than the native one, behind the calls that an instance makes of an engine."""

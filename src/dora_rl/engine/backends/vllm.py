@@ -1,0 +1,390 @@
+"""A vLLM engine behind the calls that a rollout instance makes of the native one.
+
+Holds one policy version, or one LoRA adapter slot per version; a request is handed to vLLM only
+while its version is loaded, and the prefix cache is emptied whenever weights change, so no token is
+ever computed under another version. The requests themselves live here (tokens, log-probs, journal):
+what vLLM holds of one is a copy that can be dropped and made again. So a parked, exported or
+recovered request continues by prefilling its tokens anew, on any instance of its version.
+
+vLLM runs inside this process and only inside `step` and `load`. Its random numbers are its own:
+versions are kept apart as everywhere, exactness is the native engine's promise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from dora_rl.engine.backends.vllm_process import VllmOptions, VllmProcess
+from dora_rl.engine.journal import Journal
+from dora_rl.engine.options import EngineOptions
+from dora_rl.engine.sealed import CheckedSource, check_canary
+from dora_rl.engine.sequence import Output, Request, Status, mix64, new_sequence
+from dora_rl.engine.sequence import Sequence as Seq
+from dora_rl.engine.stats import EngineStats
+from dora_rl.engine.stops import Decode, hits_stop_string
+from dora_rl.types import Finish, RequestId, SamplingParams, Segment, UserError, Version
+
+if TYPE_CHECKING:
+    from dora_rl.engine.weights import TensorSource
+    from dora_rl.ports import SealedWeights
+
+__all__ = ["VllmEngine", "VllmExport", "VllmOptions"]
+
+
+class VllmEngine:
+    """See the module docstring. Call for call as `engine.Engine`, where an instance needs it."""
+
+    def __init__(
+        self,
+        vllm: VllmOptions,
+        options: EngineOptions,
+        decode: Decode | None = None,
+        journal: Journal | None = None,
+    ) -> None:
+        self._vllm, self.decode, self.journal = vllm, decode, journal
+        self._process = VllmProcess(vllm, options)
+        self.options = replace(options, block_tokens=self._process.block_tokens)
+        self.context_max = self._process.context_max
+        self._versions_max = options.versions_max if vllm.lora_rank else 1
+        self._resident: list[Version] = []
+        self._seqs: dict[RequestId, Seq] = {}  # every request that is here, in order of arrival
+        self._sent: dict[str, Seq] = {}  # those that vLLM works on, by the name it knows them by
+        self._name_of: dict[RequestId, str] = {}
+        self._outputs: list[Output] = []
+        self._num_arrived = self._num_sent = self._num_steps = 0
+        self._num_decode_tokens = self._num_prefill_tokens = 0
+
+    # ---------------------------------------------------------------- versions
+
+    def versions(self) -> tuple[Version, ...]:
+        return tuple(sorted(self._resident))
+
+    def load_base(self, source: TensorSource) -> None:
+        """The frozen weights under every adapter."""
+        assert not self._seqs, "the base is loaded before any request"
+        self._process.load((name, source.tensor(name)) for name in source.names())
+
+    def load(self, version: Version, source: SealedWeights, verify: bool = True) -> None:
+        for _ in self.load_layers(version, source, verify):
+            pass
+
+    def load_layers(
+        self, version: Version, source: SealedWeights, verify: bool = True
+    ) -> Iterator[str]:
+        """In place, at once: with one version per instance there is nothing to decode meanwhile."""
+        self._make_seat(version)
+        if source.version != version:
+            raise UserError(f"version {version}: the sealed weights say {source.version}")
+        checked = CheckedSource(source)
+        reader: TensorSource = checked if verify else source
+        if self._vllm.lora_rank:
+            self._process.load_adapter(version, reader)
+        else:
+            self._process.load((name, reader.tensor(name)) for name in reader.names())
+        yield "weights"
+        if verify:
+            checked.check()
+            self._check_canary(version, source)
+        self._resident.append(version)
+
+    def _make_seat(self, version: Version) -> None:
+        if version in self._resident:
+            raise UserError(f"version {version} is already resident")
+        if len(self._resident) >= self._versions_max:
+            raise UserError(
+                f"version {version}: this vLLM instance holds {list(self.versions())}; retire one"
+            )
+
+    def _check_canary(self, version: Version, source: SealedWeights) -> None:
+        if source.canary is None:
+            return
+        name = f"canary.{version}"
+        self._process.score(name, source.canary.token_ids, version)
+        while (logprobs := self._process.scored.pop(name, None)) is None:
+            self._collect()
+        check_canary(source.canary, logprobs, version, self._process.dtype)
+
+    def retire(self, version: Version) -> None:
+        """Give the version's place up; refused while a request runs on it."""
+        users = [tuple(seq.id) for seq in self._sent.values() if seq.version == version]
+        if users:
+            raise UserError(f"version {version} has {len(users)} requests, the first is {users[0]}")
+        if version not in self._resident:
+            raise UserError(f"version {version} is not resident, so it cannot be retired")
+        self._resident.remove(version)
+        if self._vllm.lora_rank:
+            self._process.drop_adapter(version)
+
+    # ---------------------------------------------------------------- requests
+
+    def submit(self, request: Request) -> None:
+        """Queue a request; a hopeless one ends at once, as a refused output of the next step."""
+        self._num_arrived += 1
+        seq = new_sequence(request, self._num_arrived, self._vllm.eos_ids)
+        reason = self._refusal(seq)
+        if reason:
+            self._refuse(seq, reason)
+            return
+        self._seqs[seq.id] = seq
+        self._note(seq)
+        finish = self._finish_of(seq)
+        if finish is not None:
+            self._end(seq, finish, (), ())
+        else:
+            self._send(seq)
+
+    def _refusal(self, seq: Seq, known: bool = False) -> str:
+        """Why it can never run here, or an empty string."""
+        if not known and seq.id in self._seqs:
+            return f"request {tuple(seq.id)} is already in this engine"
+        if seq.version not in self._resident:
+            return f"version {seq.version} is not resident (resident: {list(self.versions())})"
+        return self._process.refusal(seq)
+
+    def _send(self, seq: Seq) -> None:
+        """Hand it to vLLM: everything known is prefilled, then it samples on."""
+        assert seq.version in self._resident
+        self._num_sent += 1
+        name = f"{seq.id.group}.{seq.id.sample}.{self._num_sent}"
+        self._sent[name] = seq
+        self._name_of[seq.id] = name
+        seq.status = Status.RUNNING
+        self._num_prefill_tokens += len(seq.tokens)
+        # A continuation must not draw the numbers of the beginning again.
+        seed = mix64(seq.key ^ seq.num_response) >> 1
+        self._process.add(name, seq, seed)
+
+    def _unsend(self, seq: Seq) -> None:
+        name = self._name_of.pop(seq.id, None)
+        if name is not None:
+            del self._sent[name]
+            self._process.abort(name)
+
+    def abort(self, request: RequestId) -> bool:
+        """Drop a request (or close a session) without an output; True if it was here."""
+        here = request in self._seqs
+        if here:
+            self.forget(request)
+        return here
+
+    @property
+    def length_max(self) -> int:
+        """Tokens that a request can ever have here, prompt included."""
+        return min(self.context_max, (self._process.num_blocks - 1) * self.options.block_tokens)
+
+    def find(self, request: RequestId) -> Seq | None:
+        return self._seqs.get(request)
+
+    def is_parked(self, request: RequestId) -> bool:
+        seq = self._seqs.get(request)
+        return seq is not None and seq.status is Status.PARKED
+
+    def park(self, request: RequestId) -> None:
+        """Take it from vLLM; its tokens stay, its KV does not."""
+        seq = self._known(request)
+        self._unsend(seq)
+        seq.status = Status.PARKED
+
+    def unpark(self, request: RequestId) -> None:
+        seq = self._known(request)
+        if seq.version not in self._resident:
+            raise UserError(f"request {tuple(request)}: version {seq.version} is not resident")
+        self._go_on(seq)
+
+    def _go_on(self, seq: Seq) -> None:
+        """Sample on; a session whose turn had ended is idle again, and says so again."""
+        finish = self._finish_of(seq) if seq.request.keep else None
+        if finish is None:
+            self._send(seq)
+        else:
+            self._end(seq, finish, (), ())
+
+    def export(self, request: RequestId) -> VllmExport:
+        """Put a request aside until it has arrived elsewhere."""
+        parked = self.is_parked(request)
+        self.park(request)
+        return VllmExport(self, self._known(request), parked)
+
+    def extend(
+        self, request: RequestId, token_ids: Sequence[int], params: SamplingParams | None = None
+    ) -> None:
+        """Next turn of a kept session; vLLM's prefix cache spares what it still has."""
+        seq = self._known(request)
+        if params is not None:
+            seq.request = replace(seq.request, params=params)
+        seq.tokens.extend(token_ids)
+        seq.logprobs.extend([0.0] * len(token_ids))
+        if seq.request.params.raw_logprobs:
+            seq.raw_logprobs.extend([0.0] * len(token_ids))
+        seq.loss_mask.extend([0] * len(token_ids))
+        seq.num_tokens, seq.num_scored = len(seq.tokens), seq.num_response
+        seq.response_max = seq.num_response + seq.request.params.tokens_max
+        seq.turns += 1
+        seq.finish = None
+        reason = self._refusal(seq, known=True)
+        if reason:
+            self.forget(request)
+            self._refuse(seq, reason)
+            return
+        self._note(seq)
+        self._send(seq)
+
+    def reversion(self, request: RequestId, version: Version) -> None:
+        """Continue on other weights (the `partial` baseline only): re-prefilled, and recorded."""
+        seq = self._known(request)
+        if version not in self._resident:
+            raise UserError(f"request {tuple(request)}: version {version} is not resident")
+        parked = seq.status is Status.PARKED
+        self._unsend(seq)
+        seq.version, start = version, seq.num_response
+        if seq.segments[-1].start == start:
+            seq.segments.pop()
+        seq.segments.append(Segment(start, version))
+        self._note(seq)
+        if not parked:
+            self._go_on(seq)
+
+    def forget(self, request: RequestId) -> None:
+        """Drop every trace of a request."""
+        self._unsend(self._seqs.pop(request))
+        if self.journal:
+            self.journal.end(request)
+
+    # -------------------------------------------------------------------- step
+
+    def has_work(self) -> bool:
+        return bool(self._outputs or self._sent)
+
+    def step(self) -> list[Output]:
+        """One step of vLLM. Returns what every request gained."""
+        if self._sent:
+            self._collect()
+        self._num_steps += 1
+        if self.journal:
+            self.journal.step(list(self._seqs.values()))
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def drain(self) -> None:
+        """Nothing of vLLM's is in flight between two calls that is not simply computed again."""
+
+    def _collect(self) -> None:
+        for gain in self._process.step():
+            seq = self._sent.get(gain.name)
+            if seq is not None:
+                self._commit(seq, gain.token_ids, gain.logprobs, gain.top, gain.failed)
+
+    def _commit(
+        self, seq: Seq, token_ids: list[int], logprobs: list[float], top: tuple, failed: str
+    ) -> None:
+        if failed or any(map(math.isnan, logprobs)):
+            seq.error = f"request {tuple(seq.id)}: {failed or 'non-finite logits'}"
+            self._end(seq, Finish.ERROR, (), ())
+            return
+        raw = logprobs if seq.request.params.raw_logprobs else []
+        finish = None
+        for count, (token, logprob) in enumerate(zip(token_ids, logprobs, strict=True), 1):
+            seq.tokens.append(token)
+            seq.logprobs.append(logprob)
+            seq.loss_mask.append(1)
+            finish = self._finish_of(seq)
+            if finish is not None:  # a stop string may end inside what vLLM gave at once
+                token_ids, logprobs, raw = token_ids[:count], logprobs[:count], raw[:count]
+                break
+        seq.raw_logprobs += raw
+        seq.num_tokens = len(seq.tokens)
+        self._num_decode_tokens += len(token_ids)
+        if self.journal:
+            self.journal.tokens(seq.id, token_ids, logprobs, raw)
+        if finish is not None:
+            self._end(seq, finish, tuple(token_ids), tuple(logprobs), top)
+        elif token_ids:
+            self._outputs.append(Output(seq.id, tuple(token_ids), tuple(logprobs), None, top))
+
+    def _finish_of(self, seq: Seq) -> Finish | None:
+        if not seq.turns:
+            return Finish.STOP  # a session that others open: see `Request.turns`
+        if seq.num_response and seq.loss_mask and seq.loss_mask[-1]:
+            stops = seq.tokens[-1] in seq.stop_ids
+            if stops or hits_stop_string(seq, self.decode):
+                return Finish.STOP
+        return Finish.LENGTH if seq.num_response >= seq.response_max else None
+
+    def _end(
+        self,
+        seq: Seq,
+        finish: Finish,
+        tokens: tuple[int, ...],
+        logprobs: tuple[float, ...],
+        top: tuple = (),
+    ) -> None:
+        seq.finish = finish
+        if seq.request.keep and finish in (Finish.STOP, Finish.LENGTH):
+            self._unsend(seq)
+            seq.status = Status.IDLE
+        else:
+            self.forget(seq.id)
+        self._outputs.append(Output(seq.id, tokens, logprobs, seq.trajectory(), top))
+
+    def _refuse(self, seq: Seq, reason: str) -> None:
+        seq.finish, seq.error = Finish.REFUSED, reason
+        self._outputs.append(Output(seq.id, (), (), seq.trajectory()))
+
+    def _known(self, request: RequestId) -> Seq:
+        seq = self._seqs.get(request)
+        if seq is None:
+            raise UserError(f"request {tuple(request)} is not here")
+        return seq
+
+    def _note(self, seq: Seq) -> None:
+        if self.journal:
+            self.journal.state(seq)
+
+    def stats(self) -> EngineStats:
+        size, total = self.options.block_tokens, self._process.num_blocks
+        running = list(self._sent.values())
+        used = min(total, sum(-(-len(seq.tokens) // size) for seq in running))
+        aside = [seq.status for seq in self._seqs.values()]
+        return EngineStats(
+            free_blocks=total - used,
+            used_blocks=used,
+            cached_blocks=0,
+            total_blocks=total,
+            host_blocks=0,
+            running=len(running),
+            waiting=0,
+            spilled=0,
+            parked=aside.count(Status.PARKED),
+            idle=aside.count(Status.IDLE),
+            kv_tokens=sum(len(seq.tokens) for seq in running),
+            steps=self._num_steps,
+            decode_tokens=self._num_decode_tokens,
+            prefill_tokens=self._num_prefill_tokens,
+            prefix_tokens=0,
+            preemptions=0,
+            exact=False,
+        )
+
+
+class VllmExport:
+    """The sending half of a move without KV: the receiver prefills the request's tokens."""
+
+    has_kv = False
+    num_bytes = 0
+    meta = b""
+
+    def __init__(self, engine: VllmEngine, seq: Seq, parked: bool) -> None:
+        self._engine, self._seq, self._parked = engine, seq, parked
+
+    def chunks(self) -> Iterator[Any]:
+        return iter(())
+
+    def done(self) -> None:
+        self._engine.forget(self._seq.id)
+
+    def cancel(self) -> None:
+        if not self._parked:
+            self._engine.unpark(self._seq.id)

