@@ -56,14 +56,14 @@ def adapt_kernel(
     whole = real[:, None] & inside[None, :]
     acc = tl.zeros([BM, BN], tl.float32)
     for part in tl.static_range(PARTS):
-        place = row + part * part_stride + n[None, :]
-        acc += tl.load(place, mask=whole, other=0.0).to(tl.float32)
+        base_place = row + part * part_stride + n[None, :]
+        acc += tl.load(base_place, mask=whole, other=0.0).to(tl.float32)
     for slot in range(SLOTS):
         mine = (slot_of == slot)[:, None] & (r < R)[None, :]
         down = tl.zeros([BM, RP], tl.float32)
         for part in tl.static_range(PARTS):
-            place = row + part * part_stride + N + slot * R + r[None, :]
-            down += tl.load(place, mask=mine, other=0.0).to(tl.float32)
+            down_place = row + part * part_stride + N + slot * R + r[None, :]
+            down += tl.load(down_place, mask=mine, other=0.0).to(tl.float32)
         places = up_ptr + (slot * N + n[None, :]).to(tl.int64) * R + r[:, None]
         up = tl.load(places, mask=inside[None, :] & (r < R)[:, None], other=0.0)
         acc = tl.dot(down.to(kind), up, acc, input_precision=PRECISION)
