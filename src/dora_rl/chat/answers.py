@@ -81,10 +81,14 @@ class Choice:
     def add(self, piece: Piece) -> None:
         self.token_ids += piece.token_ids
         self.pieces.append(piece)
-        self.text += self.stream.push(piece.token_ids)
+        if self.frame.ask.stream:
+            self.text += self.stream.push(piece.token_ids)
         if piece.finish is not None:
             self.finish = piece.finish
-            self.text += self.stream.finish()
+            if not self.frame.ask.stream:  # one decoding is enough
+                self.stream.push(self.token_ids)
+            self.stream.finish()
+            self.text = self.stream.text
 
     @property
     def prompt_ids(self) -> list[int]:

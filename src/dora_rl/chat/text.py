@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"  # what a decoder writes for bytes that end too early
-WINDOW = 24  # tokens decoded again with each piece, so that spaces and joins come out right
+WINDOW = 16  # tokens decoded again with each piece, so that spaces and joins come out right
 
 
 class TextStream:
@@ -20,6 +20,7 @@ class TextStream:
         self._ids: list[int] = []
         self._start = 0  # of the ids still decoded again
         self._seen = 0  # ids whose text is in `_text`
+        self._before = ""  # text of the ids from `_start` to `_seen`
         self._text = ""
         self._given = 0
         self.stopped = False
@@ -43,13 +44,14 @@ class TextStream:
         """Text of the new ids: the decoded window less the part of it that was decoded before."""
         if self.stopped or self._seen == len(self._ids):
             return
-        before = self._decode(self._ids[self._start : self._seen])
         after = self._decode(self._ids[self._start :])
         if after.endswith(BROKEN) and not final:
             return
-        self._text += after[len(before) :]
-        self._seen = len(self._ids)
-        self._start = max(self._start, self._seen - WINDOW)
+        self._text += after[len(self._before) :]
+        self._seen, self._before = len(self._ids), after
+        if self._seen - self._start > 2 * WINDOW:
+            self._start = self._seen - WINDOW
+            self._before = self._decode(self._ids[self._start :])
 
     def _certain(self) -> int:
         """How far the text cannot become part of a stop string; cuts it where one is complete."""
