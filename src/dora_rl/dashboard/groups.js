@@ -117,6 +117,12 @@ function tokensOf(t) {
   return box;
 }
 
+// What each reward function gave, where there are several.
+function partsOf(t) {
+  const parts = Object.entries(t?.parts ?? {});
+  return parts.length > 1 ? parts : [];
+}
+
 function scale() {
   return h("span", { class: "quiet" }, "surprising to the policy ",
     h("span", { class: "scale" }, SHADES.map((s) => h("i", { style: { background: s ? `rgb(230 120 0 / ${s})` : "var(--pale)" } }))));
@@ -151,6 +157,7 @@ export function group() {
     const parts = [["reward", num(s.reward), "reward"], ["tokens", num(s.tokens), "tokens"], ["ended by", s.finish || "still running", "finish"], ["version", "", "version"]];
     facts.replaceChildren(...parts.map(([label, value, name]) => h("span", { "data-figure": `sample_${name}` }, h("span", { class: "quiet" }, `${label} `),
       name === "version" ? versionBadge(g.version) : h("b", {}, value))), s.mixed ? h("span", { class: "pill bad" }, "several versions") : "",
+      ...partsOf(t).map(([label, score]) => h("span", { class: "quiet" }, `${label} `, h("b", {}, num(score)))),
       t?.logprobs ? h("span", { class: "spring" }, scale()) : "");
   }
 

@@ -39,13 +39,26 @@ FREQUENT: dict[Kind, tuple[str, ...]] = {
     act.Dispatch: ("instance", "group", "version", "samples"),
     act.Feed: ("step", "group"),
     act.EndGroup: ("group", "version", "end", "step", "reason"),
+    act.Park: ("instance", "request"),
 }
-LEFT_OUT = {ev.InstanceReport, ev.TrainerReport, ev.Tick, act.Score, act.Unload, act.Move}
+LEFT_OUT = {
+    ev.InstanceReport,
+    ev.TrainerReport,
+    ev.Tick,
+    ev.BatchAccepted,
+    act.Score,
+    act.Unload,
+    act.Move,
+    act.RetireVersion,
+}
 _EVENTS = typing.get_args(ev.Event)
 _ACTIONS = typing.get_args(act.Action)
 _DECODE = {kind.__name__: decoder(kind) for kind in (*_EVENTS, *_ACTIONS)}
 _RARE = {k.__name__ for k in (*_EVENTS, *_ACTIONS)} - {k.__name__ for k in (*FREQUENT, *LEFT_OUT)}
-_MARK = b'{"is":"'
+_MARK, _LINE = b'{"is":"', b'{"n":'
+_CRC_CHARS = 9
+_WORD_MARK, _WORD_LINE = (np.uint64(int.from_bytes(text, "little")) for text in (_MARK, _LINE))
+_MASK_MARK, _MASK_LINE = (np.uint64((1 << (8 * len(text))) - 1) for text in (_MARK, _LINE))
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +118,7 @@ class _Reader:
         self.texts: dict[str, int] = {}
 
     def read(self) -> Columns:
-        starts = self._line_starts()
-        places, kinds = self._objects(starts)
+        starts, places, kinds = self._objects()
         now_of = self._now_of(starts)
         tables = {kind: self._table(kind, places[kinds == _CODES[kind]]) for kind in FREQUENT}
         for table in tables.values():
@@ -116,26 +128,23 @@ class _Reader:
         ends = now_of(starts[[0, -1]]) if len(starts) else (0.0, 0.0)
         return Columns(tables, rare, list(self.texts), float(ends[0]), float(ends[1]), len(starts))
 
-    def _line_starts(self) -> Places:
-        """Where entries begin. A snapshot, which may only come first, is none."""
-        ends = self.fields.places_of(b"\n")
-        if not len(ends):
-            return ends
-        starts = np.concatenate([np.zeros(1, np.int64), ends[:-1] + 1])
-        return starts[1:] if b'"s":{' in self.data[:64] else starts
+    def _objects(self) -> tuple[Places, Places, NDArray[np.uint64]]:
+        """Where entries begin, where events and actions do, and of which kind these are.
 
-    def _objects(self, starts: Places) -> tuple[Places, NDArray[np.uint64]]:
-        """Where an event or action begins, and which kind it is."""
+        No brace within a text can be taken for one of them: its quotation marks are escaped. A
+        snapshot, which may only come first, is no entry.
+        """
         fields = self.fields
         places = fields.places_of(b"{")
-        if len(starts):
-            places = places[places >= starts[0]]
-        mask = np.uint64(0x00FFFFFFFFFFFFFF)
-        mark = np.uint64(int.from_bytes(_MARK, "little"))
-        places = places[(fields.words[places] & mask) == mark]
+        words = fields.words[places]
+        starts = places[(words & _MASK_LINE) == _WORD_LINE] - _CRC_CHARS
+        if len(starts) and b'"s":{' in self.data[:64]:
+            starts = starts[1:]
+        places = places[(words & _MASK_MARK) == _WORD_MARK]
+        places = places[np.searchsorted(places, starts[0]) :] if len(starts) else places[:0]
         kinds = fields.words[places + len(_MARK)]
         report = (kinds == _REPORT) & (fields.bytes[places + 15] == ord("R"))
-        return places[~report], kinds[~report]
+        return starts, places[~report], kinds[~report]
 
     def _now_of(self, starts: Places) -> Callable[[Places], NDArray[np.float64]]:
         _, after = self.fields.ints(starts + len('00000000 {"n":'))
@@ -189,16 +198,23 @@ class _Reader:
         return (table[codes] if len(codes) else codes), after
 
     def _rare(self, places: Places, starts: Places) -> list[Rare]:
-        text, decode = self.data.decode("latin-1"), json.JSONDecoder().raw_decode
         lines = np.searchsorted(starts, places, side="right") - 1
         before = np.append(self.times, np.nan)[lines - 1]  # of the first line: the nan at the end
         found: list[Rare] = []
         rows = zip(places.tolist(), self.times[lines].tolist(), before.tolist(), strict=True)
         for at, now, last in rows:
-            value, _ = decode(text, at)
+            value = self._object(at)
             if value["is"] in _RARE:
                 found.append(Rare(at, now, last, _DECODE[value["is"]](value)))
         return found
+
+    def _object(self, at: int) -> dict[str, Any]:
+        """One object. Nearly all are flat: they end at the first closing brace."""
+        try:
+            return json.loads(self.data[at : self.data.index(b"}", at) + 1])
+        except json.JSONDecodeError:
+            line = self.data[at : self.data.index(b"\n", at)].decode()
+            return json.JSONDecoder().raw_decode(line)[0]
 
 
 def _code(kind: Kind) -> np.uint64:

@@ -34,11 +34,10 @@ from dora_rl.types import StepIndex
 
 @dataclass(slots=True)
 class StepRecord:
-    """When a step got its first group, had all, was accepted and committed; nan: not yet."""
+    """When a step got its first group, had all, and was committed; nan: not yet."""
 
     fed_s: float = np.nan
     closed_s: float = np.nan
-    accepted_s: float = np.nan
     committed_s: float = np.nan
 
 
@@ -106,7 +105,9 @@ class History:
         return group * self.params.group_size + sample
 
     def step(self, step: StepIndex) -> StepRecord:
-        return self.steps.setdefault(step, StepRecord())
+        if step not in self.steps:
+            self.steps[step] = StepRecord()
+        return self.steps[step]
 
     def add(self, chunk: Columns) -> None:
         """The next whole lines of the log."""
@@ -159,8 +160,6 @@ class History:
         match value:
             case act.CloseStep():
                 self.step(value.step).closed_s = now_s
-            case ev.BatchAccepted():
-                self.step(value.step).accepted_s = now_s
             case ev.StepCommitted():
                 self.step(value.step).committed_s = now_s
                 self.committed = max(self.committed, value.step + 1)

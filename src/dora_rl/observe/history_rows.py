@@ -29,7 +29,6 @@ _PLACES = {
     act.Unpark: Why.UNPARKED,
     act.Reversion: Why.REVERSED,
     ev.SampleFailed: Why.FAILED,
-    act.Park: Why.PARKED,
     act.Abort: Why.ABORTED,
 }
 
@@ -97,23 +96,33 @@ def add_samples(history: History, chunk: Columns) -> None:
     samples["instance"][slots] = _instances(history, chunk, done["instance"])
     samples["mixed"][slots] = done["segments"] > 1
     at = done["group"][new]
-    np.add.at(groups["finished"], at, 1)
-    np.add.at(groups["mixed"], at, done["segments"][new] > 1)
-    np.add.at(groups["tokens"], at, done["num_tokens"][new])
+    _count(groups, "finished", at)
+    _count(groups, "mixed", at, done["segments"][new] > 1)
+    _count(groups, "tokens", at, done["num_tokens"][new])
     scored, slots = _with_slots(history, chunk.tables[ev.Scored])
     good = np.isnan(samples["reward"][slots]) & np.isfinite(scored["reward"])
     at = scored["group"][good]
     samples["reward"][slots[good]] = scored["reward"][good]
-    np.add.at(groups["scored"], at, 1)
-    np.add.at(groups["reward_sum"], at, scored["reward"][good])
+    _count(groups, "scored", at)
+    _count(groups, "reward_sum", at, scored["reward"][good])
     groups["ready_s"][at] = history.seconds(scored)[good]  # the last of a group stays
+
+
+def _count(groups: Growing, name: str, at: NDArray[Any], by: NDArray[Any] | None = None) -> None:
+    """Add to a column at these groups, which may repeat. A chunk touches a short range of them."""
+    if len(at):
+        low = int(at.min())
+        sums = np.bincount(at - low, by)
+        column = groups[name][low : low + len(sums)]
+        column += sums.astype(column.dtype)
 
 
 def _with_slots(history: History, table: Table) -> tuple[Table, NDArray[Any]]:
     """The last row of every request, in the order of the log, and the requests' slots."""
     slots = table["group"] * history.params.group_size + table["sample"]
-    _, last = np.unique(slots[::-1], return_index=True)
-    if len(last) < len(slots):
+    ordered = np.sort(slots)
+    if (ordered[1:] == ordered[:-1]).any():  # a late or repeated message
+        _, last = np.unique(slots[::-1], return_index=True)
         keep = np.sort(len(slots) - 1 - last)
         table, slots = {name: column[keep] for name, column in table.items()}, slots[keep]
     known = slots < len(history.samples)
@@ -124,7 +133,7 @@ def _with_slots(history: History, table: Table) -> tuple[Table, NDArray[Any]]:
 
 def add_moves(history: History, chunk: Columns) -> None:
     moved = chunk.tables[ev.Moved]
-    np.add.at(history.groups["moves"], moved["group"], 1)
+    _count(history.groups, "moves", moved["group"])
     history.moves.extend(
         {
             "now": history.seconds(moved),
@@ -149,6 +158,7 @@ def stays_of(
 ) -> Iterator[tuple[Rows, tuple[int | None, float] | None]]:
     """Placement rows in stretches; after each, the instance that was lost there (None: all)."""
     parts = [_dispatched(history, chunk), _finished(history, chunk), _moved(history, chunk)]
+    parts.append(_parked(history, chunk))
     few = [_one(history, rare) for rare in chunk.rare if type(rare.value) in _PLACES]
     if few:
         parts.append(Rows(*(np.array(column) for column in zip(*few, strict=True))))
@@ -178,19 +188,23 @@ def _dispatched(history: History, chunk: Columns) -> Rows:
 
 
 def _finished(history: History, chunk: Columns) -> Rows:
-    table = chunk.tables[ev.SampleFinished]
-    slot = table["group"] * history.params.group_size + table["sample"]
-    instance = _instances(history, chunk, table["instance"])
-    keep, why = np.full(len(slot), KEEP), np.full(len(slot), Why.FINISHED)
-    return Rows(table["at"], history.seconds(table), slot, instance, keep, why)
+    return _plain_rows(history, chunk, ev.SampleFinished, "instance", Why.FINISHED)
 
 
 def _moved(history: History, chunk: Columns) -> Rows:
-    table = chunk.tables[ev.Moved]
+    return _plain_rows(history, chunk, ev.Moved, "dst", Why.MOVED)
+
+
+def _parked(history: History, chunk: Columns) -> Rows:
+    return _plain_rows(history, chunk, act.Park, "instance", Why.PARKED)
+
+
+def _plain_rows(history: History, chunk: Columns, kind: type, where: str, why: Why) -> Rows:
+    table = chunk.tables[kind]
     slot = table["group"] * history.params.group_size + table["sample"]
-    instance = _instances(history, chunk, table["dst"])
-    keep, why = np.full(len(slot), KEEP), np.full(len(slot), Why.MOVED)
-    return Rows(table["at"], history.seconds(table), slot, instance, keep, why)
+    instance = _instances(history, chunk, table[where])
+    keep, reason = np.full(len(slot), KEEP), np.full(len(slot), why)
+    return Rows(table["at"], history.seconds(table), slot, instance, keep, reason)
 
 
 def _one(history: History, rare: Rare) -> tuple[float, ...]:

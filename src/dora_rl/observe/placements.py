@@ -73,7 +73,7 @@ class Placements:
         if not len(rows.at):
             return
         self.open.reach(int(rows.slot.max()) + 1)
-        rows = rows.at_places(np.lexsort((rows.at, rows.slot)))
+        rows = rows.at_places(np.argsort(rows.slot * (int(rows.at.max()) + 1) + rows.at))
         rows = self._without_strays(rows)
         if not len(rows.at):
             return
