@@ -8,6 +8,7 @@ is in every question.
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,7 @@ def serve_environments(setup: Setup, channel: Channel) -> None:
     host = Host(loaded, turn_text(setup.config))
     channel.send("ready", {})
     asyncio.run(_serve(host, channel))
+    os._exit(0)  # a synchronous step that is still under way would keep the process
 
 
 async def _serve(host: Host, channel: Channel) -> None:

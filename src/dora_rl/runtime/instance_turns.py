@@ -41,10 +41,11 @@ class InstanceTurns:
         if epoch is not None and seq.status is Status.IDLE and seq.turns == trajectory.turns:
             body = {"group": rid.group, "sample": rid.sample, "epoch": epoch, "turn": seq.turns}
             body["version"] = seq.version
+            now = seq.trajectory()  # an output may lie here while the session is replaced
             arrays = {
-                "token_ids": np.asarray(trajectory.token_ids, dtype=np.int32),
-                "loss_mask": np.asarray(trajectory.loss_mask, dtype=np.uint8),
-                "logprobs": np.asarray(trajectory.logprobs, dtype=np.float32),
+                "token_ids": np.asarray(now.token_ids, dtype=np.int32),
+                "loss_mask": np.asarray(now.loss_mask, dtype=np.uint8),
+                "logprobs": np.asarray(now.logprobs, dtype=np.float32),
             }
             worker.channel.send("turn", body, arrays)
         return True

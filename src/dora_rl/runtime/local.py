@@ -366,8 +366,7 @@ class LocalRun:
             group = self.state.groups[gid]
             scored = tuple(r.id.sample for r in group.requests if r.phase is Phase.SCORED)
             prompt = self.train.prompt(group.prompt)
-            num_prompt = len(prompt.token_ids)
-            trained.extend(self.samples.trained(gid, scored, prompt.text, num_prompt))
+            trained.extend(self.samples.trained(gid, scored, prompt))
         line = self.records.step(step, metrics, trained, self.dropped)
         self.dropped = Counter()
         self.recovery.committed()

@@ -41,6 +41,7 @@ class Prepared:
             f"{len(layout.instances)} instances on {layout.device}, up to "
             f"{layout.resident_max} versions each; learner with {layout.learner_threads} threads",
             *self.train.describe(),
+            *_describe_environments(self.config),
             f"run directory {self.config.runtime.run_dir}",
         ]
 
@@ -85,6 +86,14 @@ def check_best_metric(config: RunConfig) -> None:
     if config.checkpoint.keep_best and metric.removeprefix("eval/") not in FIGURES:
         names = ", ".join(f"eval/{name}" for name in FIGURES)
         raise UserError(f"checkpoint.best_metric: {metric!r} is not measured; give one of {names}")
+
+
+def _describe_environments(config: RunConfig) -> list[str]:
+    return [
+        f"environment {entry.label or entry.name}: up to {entry.turns_max} turns of "
+        f"{entry.timeout_s:g} s, {entry.concurrent_max} at once, {config.env.num_workers} workers"
+        for entry in config.env.environments
+    ]
 
 
 def with_environments(config: RunConfig) -> RunConfig:

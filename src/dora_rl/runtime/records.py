@@ -44,6 +44,7 @@ class TrainedSample:
     token_ids: list[int]
     # What each reward function gave, by its label.
     parts: dict[str, float] = field(default_factory=dict[str, float])
+    env: str = ""  # label of its environment, where the run has several
     # (start, end, 1 where the policy wrote, 0 where an environment did) over the token ids
     turns: list[tuple[int, int, int]] = field(default_factory=list[tuple[int, int, int]])
 
@@ -83,6 +84,17 @@ class Totals:
         self.staleness_max = max(self.staleness_max, line["staleness/max"])
         self.mixed += line["mixed_version_frac"] * line["num_samples"]
         self.rewards.append(line["reward/mean"])
+
+
+def by_environment(samples: Sequence[TrainedSample]) -> dict[str, float]:
+    """Turns of the policy, and the mean reward of each of several environments."""
+    turns = [sum(mask for _, _, mask in sample.turns) for sample in samples]
+    labels = sorted({sample.env for sample in samples} - {""})
+    found = {"turns/mean": float(np.mean(turns)), "turns/max": max(turns)} if max(turns) > 1 else {}
+    for label in labels:
+        rewards = [sample.reward for sample in samples if sample.env == label]
+        found[f"env/{label}/reward"] = float(np.mean(rewards))
+    return found
 
 
 KEPT = "wall_s tokens_generated discarded_tokens migrations kv_bytes_moved num_resumes cpu_s busy_s"
@@ -156,6 +168,7 @@ class Records:
             "response_length/median": float(np.median(lengths)),
             "response_length/p99": float(np.percentile(lengths, 99)),
             "response_length/max": int(lengths.max()),
+            **by_environment(samples),
             "time/step": took,
             "perf/tokens_per_s": tokens / took,
             **{f"dropped/{name}": count for name, count in dropped.items()},

@@ -21,7 +21,7 @@ from dora_rl.data.table_rows import NewRow, Row
 from dora_rl.envs.text import spans
 from dora_rl.runtime.records import TrainedSample
 from dora_rl.runtime.wire import Message
-from dora_rl.types import Finish, GroupId, RequestId, Version
+from dora_rl.types import Finish, GroupId, Prompt, RequestId, Version
 
 CONSUMER = "learner"
 
@@ -106,24 +106,25 @@ class Samples:
         return body, arrays
 
     def trained(
-        self, group: GroupId, samples: tuple[int, ...], prompt: str, num_prompt: int
+        self, group: GroupId, samples: tuple[int, ...], prompt: Prompt
     ) -> list[TrainedSample]:
         return [
             TrainedSample(
                 group=group,
                 sample=row.sample,
                 version=row.version,
-                num_prompt=num_prompt,
+                num_prompt=len(prompt.token_ids),
                 num_tokens=len(_array(row, "token_ids")),
                 reward=float(str(row.columns["reward"])),
                 finish=str(row.columns["finish"]),
                 text=str(row.columns["text"]),
-                prompt=prompt,
+                prompt=prompt.text,
                 segments=len(_list(row, "segments")),
                 logprobs=_array(row, "logprobs").astype(np.float64).round(4).tolist(),
                 logprob_sum=float(_array(row, "logprobs").sum(dtype=np.float64)),
                 token_ids=_array(row, "token_ids").tolist(),
                 parts=json.loads(str(row.columns["parts"])),
+                env=prompt.env,
                 turns=spans(_array(row, "loss_mask").tolist()),
             )
             for row in self._rows(group, samples)

@@ -11,8 +11,9 @@ import pytest
 
 from dora_rl.config import RunConfig
 from dora_rl.runtime.env_relay import EnvRelay
+from dora_rl.runtime.prepare import with_environments
 from dora_rl.runtime.wire import Message
-from dora_rl.types import Prompt, RequestId
+from dora_rl.types import Prompt, RequestId, UserError
 
 
 @dataclass
@@ -184,6 +185,42 @@ def test_an_ended_group_is_forgotten() -> None:
     bench.ended.add(RequestId(0, 1))
     bench.turn("instance0", 1, 5)
     assert not bench.steps()
+
+
+def test_environments_are_mixed_by_their_weights() -> None:
+    sources = [
+        {"path": "a", "env": "calculator"},
+        {"path": "b", "env": "calculator", "weight": 3.0},
+        {"path": "c", "env": "guess"},
+    ]
+    environments = [{"name": "calculator", "weight": 2.0}, "guess"]
+    config = RunConfig.model_validate(
+        {
+            "model": {"path": "x"},
+            "data": {"train": sources},
+            "env": {"environments": environments},
+        }
+    )
+    mixed = with_environments(config)
+    assert [source.weight for source in mixed.data.train] == [0.5, 1.5, 1.0]
+    assert with_environments(mixed) == mixed, "a resumed run mixes in the same way"
+
+
+@pytest.mark.parametrize(
+    ("env", "environments", "line"),
+    [
+        ("", ["calculator", "guess"], "a source without one"),
+        ("other", ["calculator"], "no environment is called 'other'"),
+        ("calculator", [], "env.environments is empty"),
+    ],
+)
+def test_a_source_names_its_environment(env: str, environments: list[str], line: str) -> None:
+    data = {"train": [{"path": "a", "env": env}]}
+    config = RunConfig.model_validate(
+        {"model": {"path": "x"}, "data": data, "env": {"environments": environments}}
+    )
+    with pytest.raises(UserError, match=line):
+        with_environments(config)
 
 
 @pytest.mark.parametrize("num_workers", [1, 3])
