@@ -12,7 +12,7 @@ import asyncio
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
@@ -98,6 +98,7 @@ class Host:
         self._episodes: dict[GroupId, dict[RequestId, Episode]] = {}
         self._locks: dict[RequestId, asyncio.Lock] = {}
         self._threads = ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="env")
+        self._called: set[Future[Any]] = set()
 
     async def answer(self, ask: Ask) -> Answer:
         lock = self._locks.setdefault(ask.request, asyncio.Lock())
@@ -174,9 +175,10 @@ class Host:
             if native:
                 found = await asyncio.wait_for(_awaited(method(*arguments)), limit_s)
             else:
-                loop = asyncio.get_running_loop()
-                called = loop.run_in_executor(self._threads, _called, method, arguments)
-                found = await asyncio.wait_for(called, limit_s)
+                called = self._threads.submit(_called, method, arguments)
+                self._called.add(called)
+                called.add_done_callback(self._called.discard)
+                found = await asyncio.wait_for(asyncio.wrap_future(called), limit_s)
                 if isinstance(found, Awaitable):
                     native = True
                     found = await asyncio.wait_for(_awaited(found), limit_s)
@@ -210,6 +212,11 @@ class Host:
             episode.environment.close()
         except Exception as error:  # noqa: BLE001 - the user's code may raise anything
             print(f"closing an environment: {one_line(error)}", flush=True)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a thread is still in an environment."""
+        return bool(self._called)
 
     def close(self) -> None:
         for group in list(self._episodes):

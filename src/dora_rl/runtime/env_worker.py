@@ -27,7 +27,8 @@ def serve_environments(setup: Setup, channel: Channel) -> None:
     host = Host(loaded, turn_text(setup.config))
     channel.send("ready", {})
     asyncio.run(_serve(host, channel))
-    os._exit(0)  # a synchronous step that is still under way would keep the process
+    if host.busy:
+        os._exit(0)  # a synchronous step that is still under way would keep the process
 
 
 async def _serve(host: Host, channel: Channel) -> None:

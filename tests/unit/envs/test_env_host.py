@@ -194,6 +194,7 @@ def test_failures_are_answers(capfd: pytest.CaptureFixture[str]) -> None:
     assert "the user's own" in raised.error and not raised.hung
     assert "no tokens" in empty.error and "nan" in nan.error and "str" in wrong.error
     assert "did not answer within 0.1 s" in hung.error and hung.hung
+    assert host.busy, "the stuck thread is known"
 
 
 def test_an_asynchronous_time_out_hangs_nobody() -> None:
