@@ -19,11 +19,22 @@ MODEL = Path(__file__).parents[3] / "recipes" / "models" / "tiny"
 PROGRAM = [sys.executable, "-m", "dora_rl.cli", "serve", str(MODEL), "--port", "0"]
 
 
+STARTED: list[subprocess.Popen[str]] = []
+
+
+@pytest.fixture(autouse=True)
+def none_left_behind():
+    yield
+    while STARTED:
+        STARTED.pop().kill()
+
+
 def start(*options: str) -> tuple[subprocess.Popen[str], str, list[str]]:
     """The process, its URL and the lines it has said by then."""
     process = subprocess.Popen(
         [*PROGRAM, "--threads", "1", *options], stderr=subprocess.PIPE, text=True
     )
+    STARTED.append(process)
     killer = threading.Timer(60, process.kill)
     killer.daemon = True
     killer.start()
