@@ -67,14 +67,16 @@ class TensorBoardWriter:
     """Event files in RUN/tensorboard, written by the `tensorboard` package alone (no torch)."""
 
     def __init__(self, facts: RunFacts) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from tensorboard.compat.proto.summary_pb2 import Summary
+        # The names of these two modules are made when they are imported.
+        from tensorboard.compat.proto import event_pb2, summary_pb2
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        self._event, self._summary = Event, Summary
+        events: Any = event_pb2
+        summaries: Any = summary_pb2
+        self._event, self._summary = events.Event, summaries.Summary
         self._file: Any = EventFileWriter(str(facts.run_dir / "tensorboard"))
         if facts.first_step:  # what a crash left of later steps is not shown
-            start = SessionLog(status=SessionLog.SessionStatus.START)
+            start = events.SessionLog(status=events.SessionLog.SessionStatus.START)
             self._add(step=facts.first_step, session_log=start)
 
     def _add(self, **parts: Any) -> None:
