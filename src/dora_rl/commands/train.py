@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _train(prepared: Prepared, *, resume: bool) -> tuple[dict[str, Any], bool, str]:
     from dora_rl.commands.train_progress import Progress
-    from dora_rl.runtime.local import LocalRun
+    from dora_rl.runtime.kinds import open_run
 
     interrupted = threading.Event()
 
@@ -65,11 +65,9 @@ def _train(prepared: Prepared, *, resume: bool) -> tuple[dict[str, Any], bool, s
             raise KeyboardInterrupt  # the second one, at once
         interrupted.set()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    config, local = prepared.config, open_run(prepared, resume=resume)
+    for number in (signal.SIGINT, signal.SIGTERM):  # after Ray, which sets its own
         signal.signal(number, on_signal)
-    config, layout = prepared.config, prepared.layout
-    data = (prepared.train, prepared.evaluation, prepared.decode)
-    local = LocalRun(config, layout, *data, resume=resume)
     try:
         with Progress(local, show=config.logging.progress):
             return _until_closed(local, interrupted)

@@ -349,6 +349,12 @@ class ResourcesConfig(Section):
 
     learner_ranks: int = Field(default=1, ge=1)  # processes that share the learner (FSDP2)
     devices_per_instance: int = Field(default=1, ge=1)  # GPUs of one instance (vLLM)
+    # So many of the instances sit on the learner's devices and sleep while it computes.
+    elastic_instances: int = Field(default=0, ge=0)
+    # Up to so many instances where hosts with room join a running cluster. 0: as many as asked for.
+    instances_max: int = Field(default=0, ge=0)
+    # Processes on the controller's host that keep the samples of a cluster run.
+    storage_shards: int = Field(default=1, ge=1)
 
 
 class RunConfig(Section):

@@ -21,7 +21,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge
@@ -275,17 +275,20 @@ class Crew:
     def end(self, grace_s: float) -> None:
         """Ask everybody to end, wait a while (all together), then end the rest."""
         self.closing = True
+        self._end(list(self.workers.values()), grace_s)
+        self._close()
+
+    def _end(self, workers: Sequence[Worker], grace_s: float) -> None:
         until = time.monotonic() + grace_s
-        for name in self.workers:
-            self.send(name, "end", {})
-        for worker in self.workers.values():
+        for worker in workers:
+            self.send(worker.name, "end", {})
+        for worker in workers:
             wait_s = until - time.monotonic() if worker.channel is not None else 0.0
             try:
                 worker.process.wait(max(0.0, wait_s))
             except subprocess.TimeoutExpired:
                 worker.process.kill()
                 worker.process.wait(KILL_WAIT_S)
-        self._close()
 
     def _close(self) -> None:
         self._listener.close()

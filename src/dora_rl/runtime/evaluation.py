@@ -157,6 +157,16 @@ class Evaluations:
         self._next()
 
 
+def due(newest: Version, every_steps: int, last: Version) -> list[Version]:
+    """Versions up to `newest` that are to be evaluated: the first, the last, every so many.
+
+    >>> due(7, 3, 10)
+    [0, 3, 6]
+    """
+    wanted = {0, last} | set(range(every_steps, last, every_steps) if every_steps else ())
+    return sorted(version for version in wanted if version <= newest)
+
+
 def figures(sheets: Sequence[Sheet]) -> dict[str, float]:
     """Mean rewards, pass@k, and the same for the hardest tenth of the prompts.
 

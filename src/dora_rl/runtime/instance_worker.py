@@ -2,7 +2,8 @@
 
 Single-threaded: between two engine steps it reads the commands that have come. It decides nothing;
 what to load, run, move or park comes from the core. KV of a migrating request goes through a file
-in shared memory from instance to instance, never through the controller.
+in shared memory from instance to instance (of another host: read through its depot), never through
+the controller.
 """
 
 from __future__ import annotations
@@ -24,10 +25,13 @@ from dora_rl.engine.engine import Engine
 from dora_rl.engine.journal import Journal, continuation, request_from_json, request_json
 from dora_rl.engine.sequence import Request
 from dora_rl.engine.transfer import Export, begin_import, chunk_bytes, chunk_from_bytes
+from dora_rl.runtime.arrivals import Arrivals
 from dora_rl.runtime.engines import make_engine
 from dora_rl.runtime.instance_turns import InstanceTurns
+from dora_rl.runtime.storage_client import StorageStream
+from dora_rl.runtime.transport import TransportError
 from dora_rl.runtime.weights import SharedMemoryWeightStore, WeightsError
-from dora_rl.runtime.wire import Channel, Message, decode_fleet, encode_event
+from dora_rl.runtime.wire import Channel, Message, decode_fleet, encode_event, pack
 from dora_rl.runtime.worker import Setup
 from dora_rl.types import Finish, RequestId, SamplingParams, Trajectory, UserError, Version
 
@@ -37,6 +41,7 @@ if TYPE_CHECKING:
 REPORT_S = 1.0
 REPORT_BUSY_S = 0.25  # the core reads off the lengths of running requests
 IDLE_S = 0.2
+ARRIVAL_S = 0.01  # while something is on its way here
 
 
 class InstanceWorker:
@@ -50,8 +55,12 @@ class InstanceWorker:
         self.seed = config.runtime.seed
         self.params = config.rollout.sampling_params()
         self.resident_max = int(setup.extra["resident_max"])
-        folder = Path(setup.run_dir) / "journal"
-        journal = Journal(folder / f"{setup.name}.{setup.life}.jsonl", config.rollout.journal_steps)
+        path = Path(setup.run_dir) / "journal" / f"{setup.name}.{setup.life}.jsonl"
+        key, shards = bytes.fromhex(setup.key), setup.extra.get("storage")
+        # On a cluster rows and journal lines go to storage shards, beside the run directory.
+        self.storage = StorageStream(key, setup.name, setup.life, shards) if shards else None
+        journal = Journal(self.storage or path, config.rollout.journal_steps)
+        self.arrivals = Arrivals(key)
         decode = _decoder(config.model.path) if self.params.stop_strings else None
         device = setup.extra["device"]
         self.engine = make_engine(config, device, self.resident_max, decode, journal)
@@ -83,13 +92,16 @@ class InstanceWorker:
         )
         while True:
             busy = (self.awake and self.engine.has_work()) or bool(self.loads)
-            while self.channel.poll(0.0 if busy else IDLE_S):
+            idle_s = ARRIVAL_S if self.arrivals.num_open or self.awaited else IDLE_S
+            while self.channel.poll(0.0 if busy else idle_s):
                 message = self.channel.receive()
                 if message.kind == "end":
                     self._close()
                     return
                 self._command(message)
                 busy = True
+            for body, data in self.arrivals.take():
+                self._arrived(body, data)
             if self.awaited:
                 self._begin_loads()
             if self.loads:
@@ -124,6 +136,9 @@ class InstanceWorker:
                 self._import(message.body)
             case "observed":
                 self.turns.observed(message)
+            case "storage":
+                assert self.storage is not None
+                self.storage.move_to(message.body["addresses"])
             case "move_done":
                 self._end_export(_rid(message.body), done=True)
             case "move_cancel":
@@ -142,7 +157,8 @@ class InstanceWorker:
                 self.engine.retire(action.version)
             case act.Abort():
                 if self.epochs.get(action.request) == action.epoch:
-                    self.exports.pop(action.request, None)
+                    if self.exports.pop(action.request, None) is not None:
+                        self._path_of(action.request, action.epoch).unlink(missing_ok=True)
                     self.engine.abort(action.request)
                     self.epochs.pop(action.request, None)
             case act.Park() | act.Unpark() | act.Reversion():
@@ -218,7 +234,10 @@ class InstanceWorker:
         }
         if reward is not None:
             arrays["reward"] = np.asarray([reward], dtype=np.float64)
-        self.channel.send("finished", encode_event(event), arrays)
+        if self.storage is not None:
+            self.storage.put(rid.group, pack("finished", encode_event(event), arrays))
+        else:
+            self.channel.send("finished", encode_event(event), arrays)
 
     def _begin_loads(self) -> None:
         """An instance may be up before the learner has sealed (or copied back) a version."""
@@ -255,7 +274,7 @@ class InstanceWorker:
             return
         export = self.engine.export(rid)
         self.exports[rid] = export
-        path = self.transfer_root / f"{rid.group}.{rid.sample}.{action.epoch}.kv"
+        path = self._path_of(rid, action.epoch)
         seq = self.engine.find(rid)
         assert seq is not None
         body = {"group": rid.group, "sample": rid.sample, "epoch": action.epoch}
@@ -278,35 +297,53 @@ class InstanceWorker:
         export = self.exports.pop(rid, None)
         if export is None:
             return
+        self._path_of(rid, self.epochs.get(rid, 0)).unlink(missing_ok=True)
         if done:
             export.done()
             self.epochs.pop(rid, None)
         else:
             export.cancel()
 
+    def _path_of(self, rid: RequestId, epoch: int) -> Path:
+        return self.transfer_root / f"{rid.group}.{rid.sample}.{epoch}.kv"
+
     def _import(self, body: dict[str, Any]) -> None:
+        """Take a request over: with nothing but its tokens, from this host, or from another."""
+        if "request" in body:
+            self._arrived(body, b"")
+        elif "depot" in body:
+            self.arrivals.fetch(body)
+        else:
+            path = Path(body["path"])
+            try:
+                self._arrived(body, path.read_bytes())
+            except OSError as error:
+                self.channel.send("import_failed", body | {"reason": str(error)})
+            path.unlink(missing_ok=True)
+
+    def _arrived(self, body: dict[str, Any], data: bytes | bytearray | TransportError) -> None:
         rid = _rid(body)
         try:
+            if isinstance(data, TransportError):
+                raise data
             if "request" in body:
                 self.engine.submit(request_from_json(body["request"]))
             else:
-                self._read_blocks(Path(body["path"]))
-        except (UserError, OSError) as error:
+                self._take_blocks(memoryview(data))
+        except (UserError, TransportError) as error:
             self.channel.send("import_failed", body | {"reason": str(error)})
             return
         self.epochs[rid] = int(body["epoch"])
         self.channel.send("imported", body)
 
-    def _read_blocks(self, path: Path) -> None:
+    def _take_blocks(self, data: memoryview) -> None:
         assert isinstance(self.engine, Engine), "only the native engine sends KV"
-        data = memoryview(path.read_bytes())
         length = int.from_bytes(data[:4], "little")
         arrival = begin_import(self.engine, bytes(data[4 : 4 + length]))
         size = self.engine.runner.cache.block_bytes
         for at in range(4 + length, len(data), size):
             arrival.write(chunk_from_bytes(self.engine, data[at : at + size]))
         arrival.commit()
-        path.unlink(missing_ok=True)
 
 
 def write_export(export: Export | VllmExport, path: Path) -> None:

@@ -26,6 +26,12 @@ class Journals:
         lives = [int(path.stem.rpartition(".")[2]) for path in self._folder.glob("*.*.jsonl")]
         return max(lives, default=-1) + 1
 
+    def write(self, name: str, life: int, lines: bytes, *, whole: bool) -> None:
+        """What an instance on another host has written to its journal. Torn tails are expected."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with (self._folder / f"{name}.{life}.jsonl").open("wb" if whole else "ab") as file:
+            file.write(lines)
+
     def collect(self, name: str | None = None, *, alive: set[GroupId]) -> None:
         """Take in the journals of a dead instance, or of all (after a restart of the run)."""
         pattern = f"{name}.*.jsonl" if name is not None else "*.*.jsonl"

@@ -15,6 +15,7 @@ from typing import Any
 
 from dora_rl.config import RunConfig
 from dora_rl.core.modes import policy_of
+from dora_rl.runtime.crew import Crew
 from dora_rl.runtime.engines import resident_limit
 from dora_rl.runtime.settings import core_params
 from dora_rl.runtime.weights import shared_memory_root
@@ -32,19 +33,28 @@ class Layout:
     instances: tuple[str, ...]
     learners: tuple[str, ...]  # one per rank
     resident_max: int
-    elastic: bool
     slots_max: int  # requests an instance may have: those it decodes and those that wait
+    elastic: bool  # every instance is
+    num_elastic: int  # otherwise: so many of them
     learner_threads: int
     weights_root: Path
     transfer_root: Path
 
+    @property
+    def has_elastic(self) -> bool:
+        return self.elastic or self.num_elastic > 0
+
+    def is_elastic(self, name: str) -> bool:
+        """Whether an instance sits on the learner's devices and sleeps while that computes."""
+        return self.elastic or name in self.instances[: self.num_elastic]
+
     def instance_extra(self, name: str) -> dict[str, Any]:
-        del name
         return {
             "device": self.device,
             "resident_max": self.resident_max,
-            "elastic": self.elastic,
             "slots_max": self.slots_max,
+            "elastic": self.is_elastic(name),
+            "beside_learner": self.is_elastic(name) and not self.elastic,
             "weights_root": str(self.weights_root),
             "transfer_root": str(self.transfer_root),
         }
@@ -77,6 +87,16 @@ def prepare_meeting(run_dir: Path) -> Path:
     return folder / secrets.token_hex(8)
 
 
+def start_ranks(crew: Crew, layout: Layout, run_dir: Path) -> None:
+    """All ranks of the learner begin together; one that is still there ends first."""
+    meeting = prepare_meeting(run_dir)
+    for name in layout.learners:
+        if name in crew.workers:
+            crew.kill(name)
+    for name in layout.learners:
+        crew.start("learner", name, layout.learner_extra(name, meeting))
+
+
 def plan_layout(config: RunConfig, device: str) -> Layout:
     """Derive what the configuration leaves open."""
     mode = config.orchestration.mode
@@ -95,6 +115,7 @@ def plan_layout(config: RunConfig, device: str) -> Layout:
         resident_max=resident,
         elastic=colocated,
         slots_max=int(config.rollout.seqs_max * factor),
+        num_elastic=min(config.resources.elastic_instances, config.rollout.num_instances),
         learner_threads=config.trainer.threads or (num_cores if colocated else 1),
         weights_root=root,
         transfer_root=transfer,

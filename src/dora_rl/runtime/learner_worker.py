@@ -14,6 +14,7 @@ import fcntl
 import json
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ import torch
 
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
+from dora_rl.runtime.storage_client import StorageReader
 from dora_rl.runtime.versions import share
 from dora_rl.runtime.weights import DiskWeightStore, SharedMemoryWeightStore
 from dora_rl.runtime.wire import Channel, Message, decode_learner, encode_event
@@ -46,7 +48,8 @@ class LearnerWorker:
         run_dir = Path(setup.run_dir)
         self.rank, num_ranks = int(setup.extra["rank"]), int(setup.extra["num_ranks"])
         self.lock = wait_for_lock(run_dir / ".learner-lock") if self.rank == 0 else None
-        distributed.join(setup.extra["meeting"], self.rank, num_ranks)
+        where = str(setup.extra.get("ip", ""))
+        distributed.join(setup.extra["meeting"], self.rank, num_ranks, where)
         self.shared = SharedMemoryWeightStore(setup.extra["weights_root"])
         self.disk = DiskWeightStore(run_dir / "weights")
         options = from_section(CheckpointOptions, config.checkpoint)
@@ -54,6 +57,7 @@ class LearnerWorker:
         self.learner, self.optimizer_version = self._open_learner()
         self.version: Version = max(self.disk.versions(), default=-1)
         distributed.agree("the newest sealed version to be", self.version)
+        self.reader = StorageReader(bytes.fromhex(setup.key))
         self.fed: set[GroupId] = set()
         self.busy_s = 0.0
         self.total_busy_s = 0.0
@@ -138,9 +142,16 @@ class LearnerWorker:
         began = time.monotonic()
         self._plan_updates(message.body)
         self.fed.add(action.group)
-        self.learner.feed([read_group(action, message)])
+        self.learner.feed([read_group(action, self._with_rows(message))])
         self.progress += 1
         self.busy_s += time.monotonic() - began
+
+    def _with_rows(self, message: Message) -> Message:
+        """On a cluster the controller says where the rows are, and they are fetched from there."""
+        if "rows" not in message.body:
+            return message
+        stored = self.reader.rows(message.body["rows"])
+        return replace(message, arrays=message.arrays | stored.arrays)
 
     def _close(self, action: act.CloseStep) -> None:
         if not self._begin(action.step):

@@ -42,11 +42,11 @@ from dora_rl.ports import Ports
 from dora_rl.runtime.carrier import Carrier, SameHost
 from dora_rl.runtime.crew import Crew, Letter
 from dora_rl.runtime.env_relay import EnvRelay
-from dora_rl.runtime.evaluation import Evaluations
+from dora_rl.runtime.evaluation import Evaluations, due
 from dora_rl.runtime.full_disk import full_line, is_full
 from dora_rl.runtime.gpu_meter import GpuMeter, start_meter
 from dora_rl.runtime.journals import Journals
-from dora_rl.runtime.layout import Layout, prepare_meeting
+from dora_rl.runtime.layout import Layout, start_ranks
 from dora_rl.runtime.lines import read_lines
 from dora_rl.runtime.local_ports import FleetPort, KeeperPort, LearnerPort, RewardPort, prompt_of
 from dora_rl.runtime.lock import RunLock
@@ -96,7 +96,7 @@ class LocalRun:
             self.log, state = FileLog.resume(events)
         else:
             self.log, state = FileLog.create(events), initial(self.params)
-        self.samples = Samples(self.run_dir / "table.log", self.params.group_size)
+        self.samples = self._open_samples()
         committed = state.committed if resume else None
         self.records = open_records(config, committed, lambda line: self.on_wait([line]))
         self.journals = Journals(self.run_dir / "journal")
@@ -119,6 +119,9 @@ class LocalRun:
         self.dropped: Counter[str] = Counter()
         self.on_step: Callable[[dict[str, float]], None] = lambda line: None
         self.on_wait: Callable[[list[str]], None] = lambda lines: None
+
+    def _open_samples(self) -> Samples:
+        return Samples(self.run_dir / "table.log", self.params.group_size)
 
     def _hire(self) -> tuple[Crew, Carrier]:
         """Who starts workers and carries messages, and how weights and KV travel."""
@@ -189,13 +192,7 @@ class LocalRun:
                 self.evaluations.start()
 
     def start_learner(self) -> None:
-        """All ranks, which begin and end together; a rank that is still there ends first."""
-        meeting = prepare_meeting(self.run_dir)
-        for name in self.layout.learners:
-            if name in self.crew.workers:
-                self.crew.kill(name)
-        for name in self.layout.learners:
-            self.crew.start("learner", name, self.layout.learner_extra(name, meeting))
+        start_ranks(self.crew, self.layout, self.run_dir)
 
     def _run(self, interrupted: Callable[[], bool]) -> act.Stop:
         ticked = 0.0
@@ -374,15 +371,15 @@ class LocalRun:
         if step + 1 in self._evaluations_due(step + 1):
             self._ask_evaluation(step + 1)
 
+    def step_closed(self, action: act.CloseStep) -> None:
+        """The step has all its groups."""
+
     # -- evaluations and versions -----------------------------------------------------------------
 
     def _evaluations_due(self, newest: Version) -> list[Version]:
         """Versions up to `newest` that the configuration wants evaluated."""
-        if self.evaluations is None:
-            return []
-        every, last = self.config.evaluation.every_steps, self.params.num_steps
-        due = {0, last} | set(range(every, last, every) if every else ())
-        return sorted(version for version in due if version <= newest)
+        every = self.config.evaluation.every_steps
+        return due(newest, every, self.params.num_steps) if self.evaluations is not None else []
 
     def _evaluations_missing(self) -> list[Version]:
         """Due, not done, and still possible: a crash came between."""

@@ -88,6 +88,8 @@ class LearnerPort:
             body |= more | {"batch_groups": batch.size, "updates": batch.updates}
         for name in run.layout.learners:  # every rank is fed the same, in the same order
             run.crew.send(name, "order", body, arrays)
+        if isinstance(action, act.CloseStep):
+            run.step_closed(action)
 
 
 class RewardPort:
@@ -122,9 +124,9 @@ class RewardPort:
         if not run.config.reward.functions:
             self._without_functions(action, str(columns["finish"]))
             return
-        ids = np.asarray(columns["token_ids"], dtype=np.int32)
-        text, finish = str(columns["text"]), str(columns["finish"])
-        run.pool.submit(prompt, text, ids, finish, answer, parts.update)
+        text, ids, more = run.samples.completion(rid)
+        finish = str(columns["finish"])
+        run.pool.submit(prompt, text, ids, finish, answer, parts.update, more)
 
     def _without_functions(self, action: act.Score, finish: str) -> None:
         """Only environments give rewards, and this one did not."""

@@ -281,4 +281,5 @@ def open_records(config: RunConfig, committed: int | None, tell: Callable[[str],
     if logging.sinks:
         facts = RunFacts(run_dir, config.model_dump(mode="json"), committed or 0)
         sinks = Sinks(logging.sinks, facts, tell)
-    return Records(run_dir, rollouts=logging.rollouts, committed=committed, sinks=sinks)
+    rollouts = logging.rollouts and config.runtime.kind == "local"  # else the storage shards do it
+    return Records(run_dir, rollouts=rollouts, committed=committed, sinks=sinks)

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dora_rl.rewards.base import ScoreError, ScoreItem, build
+from dora_rl.runtime.storage_client import StorageReader
 from dora_rl.runtime.wire import Channel
 from dora_rl.runtime.worker import Setup
 
@@ -18,12 +19,13 @@ def serve_rewards(setup: Setup, channel: Channel) -> None:
     """Answer every "score" with "scored"; a bad sample is an error, not an end."""
     section = setup.config.reward
     reward = build(section, Path(setup.extra["base_dir"]))
+    reader = StorageReader(bytes.fromhex(setup.key))
     channel.send("ready", {"at_once": section.concurrent_max if reward.many else 1})
     while True:
         message = channel.receive()
         if message.kind == "end":
             return
-        items = read_items(message.body["items"], message.arrays["token_ids"])
+        items = read_items(message.body["items"], message.arrays["token_ids"], reader)
         results = [
             {"error": score.total.reason}
             if isinstance(score.total, ScoreError)
@@ -33,17 +35,22 @@ def serve_rewards(setup: Setup, channel: Channel) -> None:
         channel.send("scored", {"id": message.body["id"], "results": results})
 
 
-def read_items(items: list[dict[str, Any]], token_ids: NDArray[Any]) -> list[ScoreItem]:
-    """The samples of a message; their token ids lie one after the other."""
+def read_items(
+    items: list[dict[str, Any]], token_ids: NDArray[Any], reader: StorageReader | None = None
+) -> list[ScoreItem]:
+    """The samples of a message; their token ids lie one after the other, or in storage."""
     found: list[ScoreItem] = []
     ends = np.cumsum([item["num_tokens"] for item in items])
     for item, end in zip(items, ends, strict=True):
-        ids = token_ids[int(end) - item["num_tokens"] : int(end)]
+        ids, text = token_ids[int(end) - item["num_tokens"] : int(end)], item["completion"]
+        if "rows" in item and reader is not None:
+            stored = reader.rows(item["rows"])
+            ids, text = stored.arrays["token_ids"], stored.body["texts"][0]
         found.append(
             ScoreItem(
                 prompt=item["prompt"],
                 prompt_text=item["prompt_text"],
-                completion=item["completion"],
+                completion=text,
                 completion_ids=tuple(int(t) for t in ids),
                 answer=item["answer"],
                 columns=item["columns"],

@@ -29,8 +29,10 @@ CONSUMER = "learner"
 class Samples:
     """The table as the controller uses it."""
 
-    def __init__(self, path: Path, group_size: int) -> None:
-        self._table = Table({CONSUMER: ("token_ids", "reward")}, path=path)
+    def __init__(
+        self, path: Path, group_size: int, needs: tuple[str, ...] = ("token_ids", "reward")
+    ) -> None:
+        self._table = Table({CONSUMER: needs}, path=path)
         self._group_size = group_size
 
     def row(self, request: RequestId) -> Row | None:
@@ -38,6 +40,20 @@ class Samples:
             if row.sample == request.sample:
                 return row
         return None
+
+    def groups(self) -> list[GroupId]:
+        return self._table.groups()
+
+    def rows(self, group: GroupId) -> list[Row]:
+        return self._table.read(self._table.rows_of(group))
+
+    def completion(
+        self, request: RequestId
+    ) -> tuple[str, NDArray[np.int32], dict[str, dict[str, Any]]]:
+        """What is scored: text and tokens, or where whoever scores it finds them."""
+        row = self.row(request)
+        assert row is not None, f"the table has no row of {request}"
+        return str(row.columns["text"]), np.asarray(row.columns["token_ids"], dtype=np.int32), {}
 
     def keep_only(self, groups: Collection[GroupId]) -> None:
         """After a crash: drop groups that the log knows to have ended."""
@@ -119,7 +135,7 @@ class Samples:
                 finish=str(row.columns["finish"]),
                 text=str(row.columns["text"]),
                 prompt=prompt.text,
-                segments=len(_list(row, "segments")),
+                segments=len(list_of(row, "segments")),
                 logprobs=_array(row, "logprobs").astype(np.float64).round(4).tolist(),
                 logprob_sum=float(_array(row, "logprobs").sum(dtype=np.float64)),
                 token_ids=_array(row, "token_ids").tolist(),
@@ -151,7 +167,7 @@ def _array(row: Row, name: str) -> NDArray[Any]:
     return value
 
 
-def _list(row: Row, name: str) -> list[Any]:
+def list_of(row: Row, name: str) -> list[Any]:
     value = row.columns[name]
     assert isinstance(value, list)
     return value

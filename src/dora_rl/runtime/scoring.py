@@ -61,7 +61,9 @@ class ScoringPool:
         finish: str,
         answer: Answer,
         note: Note | None = None,
+        more: dict[str, Any] | None = None,
     ) -> None:
+        """`more` may say where the worker finds text and tokens, which are empty then."""
         body = {
             "prompt": prompt.columns.get("prompt", prompt.text),
             "prompt_text": prompt.text,
@@ -70,6 +72,7 @@ class ScoringPool:
             "columns": prompt.columns,
             "finish": finish,
             "num_tokens": len(token_ids),
+            **(more or {}),
         }
         self._waiting.append(Job(body, token_ids, answer, note))
         self._give_out()

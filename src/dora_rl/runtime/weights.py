@@ -117,6 +117,15 @@ class SharedMemoryWeightStore:
             self._seal(directory, version)
         return manifest.checksum
 
+    @contextmanager
+    def receiving(self, version: Version) -> Iterator[Path]:
+        """A directory to be filled with the two files of a version from elsewhere, then sealed."""
+        if self._directory(version).exists():
+            raise VersionExists(f"version {version} is already published in {self.root}")
+        with self._new_directory(version) as directory:
+            yield directory
+            self._seal(directory, version)
+
     def open(self, version: Version) -> SealedFile:
         """Map the version. Its bytes are hashed the first time this store object opens it."""
         sealed = self.map(version)

@@ -313,6 +313,14 @@ class SealedFile:
         """The whole safetensors file, also after the version was retired."""
         return memoryview(self._map)
 
+    def header(self) -> memoryview:
+        """What stands before the tensors in the file."""
+        return memoryview(self._map)[: self.manifest.data_start]
+
+    def bytes_of(self, entry: TensorEntry) -> memoryview:
+        """The bytes of one tensor, as they lie in the file."""
+        return self._bytes(entry)
+
     def verify(self) -> None:
         """Hash every byte again and compare with what was published."""
         start = self.manifest.data_start

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 from safetensors import SafetensorError
@@ -86,17 +87,22 @@ def main() -> int:
         signal.signal(number, signal.SIG_IGN)  # the controller decides when to end
     if setup.config.runtime.threads:
         os.environ.setdefault("OMP_NUM_THREADS", str(setup.config.runtime.threads))
+    serve(setup)
+    return 0
+
+
+def serve(setup: Setup) -> None:
+    """Connect and do what the role does, until the controller says "end" or is gone."""
     channel = Channel.connect(setup.address, bytes.fromhex(setup.key))
     channel.send("hello", {"role": setup.role, "name": setup.name, "life": setup.life})
     try:
         _run(setup, channel)
     except (EOFError, ConnectionError):
-        return 0  # the controller is gone
+        return  # the controller is gone
     except (UserError, WeightsError, SafetensorError, OSError) as error:
         reason = full_line(setup.run_dir, error) if is_full(error) else str(error)
         channel.send("fatal", {"reason": reason, "full": is_full(error)})
         raise
-    return 0
 
 
 def _run(setup: Setup, channel: Channel) -> None:
@@ -120,6 +126,17 @@ def _run(setup: Setup, channel: Channel) -> None:
         from dora_rl.runtime.eval_worker import serve_evaluations
 
         serve_evaluations(setup, channel)
+    elif setup.role == "depot":
+        from dora_rl.runtime.depot_worker import serve_depot
+
+        serve_depot(setup, channel)
+    elif setup.role == "storage":
+        from dora_rl.runtime.storage import serve_storage
+
+        serve_storage(setup, channel)
+    elif ":" in setup.role:  # `module:function`: a benchmark brings its own
+        module, _, function = setup.role.partition(":")
+        getattr(import_module(module), function)(setup, channel)
     else:
         raise AssertionError(f"no worker has the role {setup.role!r}")
 

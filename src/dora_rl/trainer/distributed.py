@@ -7,6 +7,11 @@ about it; only gradients (through FSDP2) and metrics are exchanged.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import os
+import socket
+import struct
 from pathlib import Path
 
 import torch
@@ -15,6 +20,8 @@ from torch import Tensor, nn
 
 from dora_rl.trainer.meters import MEANS
 from dora_rl.types import UserError
+
+SIOCGIFADDR = 0x8915  # <linux/sockios.h>
 
 
 def world() -> tuple[int, int]:
@@ -33,10 +40,27 @@ def init_from_environment(device_type: str) -> tuple[int, int]:
     return world()
 
 
-def join(meeting: str | Path, rank: int, num_ranks: int) -> None:
-    """Meet the other ranks through a fresh file that all of them see; one rank needs nobody."""
+def interface_of(ip: str) -> str | None:
+    """The name of the network interface that has this address."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has no address
+                packed = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                if socket.inet_ntoa(packed[20:24]) == ip:
+                    return name
+    return None
+
+
+def join(meeting: str | Path, rank: int, num_ranks: int, ip: str = "") -> None:
+    """Meet the other ranks through a fresh file that all of them see; one rank needs nobody.
+
+    `ip` is where ranks on other hosts reach this one; without it all are on one machine.
+    """
     if num_ranks == 1:
         return
+    name = interface_of(ip) if ip else None
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name else ():
+        os.environ.setdefault(variable, str(name))
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(rank % torch.cuda.device_count())

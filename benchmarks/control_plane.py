@@ -1,0 +1,388 @@
+"""The controller alone: real loop, log and messages; instances decode by the cost model.
+
+    python benchmarks/control_plane.py --instances 64 --json control_plane.json
+    python benchmarks/control_plane.py --instances 64 --hands ray
+
+Every instance is a worker of its own (a process, or a Ray actor) that takes orders over TCP, lets
+time pass as the simulator's cost model says, `--speed` times as fast, and reports. Learner and
+rewards are one worker more. Measured is the controller's thread: events per second, time from
+taking a message to the last order sent for it, share of a core; in four parts of the run, so that
+growth would be seen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dora_rl.config import ModelConfig, RunConfig
+from dora_rl.core import actions as act
+from dora_rl.core import events as ev
+from dora_rl.core.step import initial
+from dora_rl.data.lengths import LogNormal
+from dora_rl.observe.audit import audit_run
+from dora_rl.observe.eventlog import FileLog
+from dora_rl.ports import Ports
+from dora_rl.runtime.cluster import Cluster, ClusterCrew, Host, Task
+from dora_rl.runtime.loop import Loop
+from dora_rl.runtime.moving import on_moving
+from dora_rl.runtime.wire import (
+    Channel,
+    Message,
+    decode_event,
+    decode_fleet,
+    decode_learner,
+    encode_fleet,
+    encode_learner,
+)
+from dora_rl.runtime.worker import Setup
+from dora_rl.sim.clock import VirtualClock
+from dora_rl.sim.faults import Faults
+from dora_rl.sim.fleet import Fleet
+from dora_rl.sim.instance import SimRequest
+from dora_rl.sim.presets import preset_named, world_spec
+from dora_rl.sim.world import WorldSpec
+from dora_rl.types import Mode, RequestId, Segment
+
+GROUP_SIZE = 8
+SLOTS = 8
+PARTS = 4
+
+
+def spec_of(num_instances: int, num_steps: int) -> WorldSpec:
+    """64 instances of 8 requests, lengths with a long tail."""
+    preset = replace(
+        preset_named("small"),
+        num_devices=num_instances + max(1, num_instances // 2),
+        batch_groups=max(4, num_instances * SLOTS // GROUP_SIZE // 2),
+        group_size=GROUP_SIZE,
+        updates_per_step=1,
+        lengths=LogNormal.with_mean(1500, 1.2, 16_384),
+        num_steps=num_steps,
+        warmup_steps=1,
+        report_s=10.0,
+        inflight_share=2.0,
+    )
+    spec = world_spec(preset, Mode.MULTI_VERSION, 0, num_instances)
+    few = tuple((name, replace(s, slots_max=SLOTS), cost) for name, s, cost in spec.instances)
+    return replace(spec, instances=few)
+
+
+# -- the workers ----------------------------------------------------------------------------------
+
+
+class LoneFleet(Fleet):
+    """One instance of the simulator in a process of its own: moves leave through the controller."""
+
+    channel: Channel
+
+    def export(self, action: act.Move) -> None:
+        src = self.instances[action.src]
+        src.advance(self.clock.now())
+        request = src.running.get(action.request) or src.parked.get(action.request)
+        if request is None or request.epoch != action.epoch:
+            return
+        if request.id in src.running:
+            src.remove(request)
+        src.parked.pop(request.id, None)
+        self.schedule(src)
+        body = {"group": request.id.group, "sample": request.id.sample, "epoch": request.epoch}
+        body |= {"dst": action.dst, "num_tokens": int(request.context), "num_bytes": 0, "path": ""}
+        state = [request.version, request.prompt_tokens, request.total, request.done]
+        body |= {"state": state, "segments": [list(s) for s in request.segments]}
+        delay_s = src.cost.move_s(request.context)
+        self.clock.after(delay_s, lambda: self.channel.send("exported", body))
+
+    def take_over(self, name: str, body: dict[str, Any]) -> None:
+        instance = self.instances[name]
+        instance.advance(self.clock.now())
+        version, prompt_tokens, total, done = body["state"]
+        rid = RequestId(body["group"], body["sample"])
+        segments = [Segment(*pair) for pair in body["segments"]]
+        request = SimRequest(rid, body["epoch"], version, prompt_tokens, total, done)
+        request.segments = segments
+        instance.add(request)
+        self.schedule(instance)
+        self.channel.send("imported", body)
+
+
+def serve_instance(setup: Setup, channel: Channel) -> None:
+    """One simulated instance, in real time made faster."""
+    extra = setup.extra
+    spec = spec_of(extra["instances"], extra["steps"])
+    place = next(entry for entry in spec.instances if entry[0] == setup.name)
+    clock, began, speed = VirtualClock(), time.monotonic(), float(extra["speed"])
+
+    def post(event: ev.Event, valid: Any) -> None:
+        if valid():
+            channel.send_event(event)
+
+    fleet = LoneFleet(clock, post, spec.task, Faults(), report_s=spec.report_s)
+    fleet.channel = channel
+    fleet.join(*place)
+    while True:
+        while channel.poll(0.01):
+            message = channel.receive()
+            clock.run(lambda: False, (time.monotonic() - began) * speed)
+            if message.kind == "end":
+                return
+            if message.kind == "import":
+                fleet.take_over(setup.name, message.body)
+            elif message.kind == "order":
+                order(fleet, message)
+        clock.run(lambda: False, (time.monotonic() - began) * speed)
+
+
+def order(fleet: LoneFleet, message: Message) -> None:
+    action = decode_fleet(message.body["action"])
+    if isinstance(action, act.Move):
+        fleet.export(action)
+    else:
+        fleet.do(action)
+
+
+def serve_rest(setup: Setup, channel: Channel) -> None:
+    """Learner and rewards: the learner takes as long as its cost model says, rewards no time."""
+    extra = setup.extra
+    spec = spec_of(extra["instances"], extra["steps"])
+    channel.send_event(ev.TrainerJoined(0, 0))
+    due: list[tuple[float, ev.Event]] = []
+    while True:
+        wait_s = max(0.0, min((moment for moment, _ in due), default=1e9) - time.monotonic())
+        if channel.poll(min(0.2, wait_s)):
+            message = channel.receive()
+            if message.kind == "end":
+                return
+            if message.kind == "score":
+                body = message.body
+                rid = RequestId(*body["request"])
+                reward = spec.reward_of(rid, body["prompt"])
+                channel.send_event(ev.Scored(rid, body["attempt"], reward))
+                continue
+            action = decode_learner(message.body["action"])
+            if isinstance(action, act.CloseStep):
+                channel.send_event(ev.BatchAccepted(action.step))
+                took_s = spec.train.update_s() / float(extra["speed"])
+                due.append((time.monotonic() + took_s, ev.StepCommitted(action.step, "sealed")))
+        now = time.monotonic()
+        for _, event in [entry for entry in due if entry[0] <= now]:
+            channel.send_event(event)
+        due = [entry for entry in due if entry[0] > now]
+
+
+# -- the hands ------------------------------------------------------------------------------------
+
+
+class Program:
+    """A worker as a process. Implements `cluster.Task`."""
+
+    def __init__(self, setup: str) -> None:
+        words = [sys.executable, "-m", "dora_rl.runtime.worker"]
+        self._process = subprocess.Popen(words, stdin=subprocess.PIPE)
+        assert self._process.stdin is not None
+        self._process.stdin.write(setup.encode() + b"\n")
+        self._process.stdin.flush()
+
+    def wait(self) -> str:
+        return f"status {self._process.wait()}"
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+class Processes:
+    """Implements `cluster.Cluster` on this machine."""
+
+    home = Host("here", "127.0.0.1", {})
+
+    def hosts(self) -> list[Host]:
+        return [self.home]
+
+    def launch(self, host: Host, demand: Mapping[str, float], setup: str) -> Task:
+        del host, demand
+        return Program(setup)
+
+    def close(self) -> None:
+        pass
+
+
+def open_hands(kind: str) -> Cluster:
+    here = str(Path(__file__).parent)
+    os.environ["PYTHONPATH"] = os.pathsep.join([here, os.environ.get("PYTHONPATH", "")])
+    if kind == "processes":
+        return Processes()
+    from dora_rl.runtime.kinds import authenticate
+
+    authenticate(own=True)
+    from dora_rl.runtime.ray import RayCluster
+
+    return RayCluster("", 2)
+
+
+# -- the controller -------------------------------------------------------------------------------
+
+
+class Figures:
+    """The timings of one part of the run."""
+
+    def __init__(self) -> None:
+        self.began_s, self.cpu_s = time.monotonic(), time.process_time()
+        self.handled_s: list[float] = []
+
+    def end(self) -> dict[str, float]:
+        wall, cpu = time.monotonic() - self.began_s, time.process_time() - self.cpu_s
+        took_ms = 1e3 * np.array(self.handled_s)
+        return {
+            "events_per_s": len(took_ms) / wall,
+            "decision_ms_p50": float(np.percentile(took_ms, 50)),
+            "decision_ms_p99": float(np.percentile(took_ms, 99)),
+            "cpu_share": cpu / wall,
+            "events_per_cpu_s": len(took_ms) / cpu,
+        }
+
+
+class ToWorkers:
+    """All four ports: orders become messages."""
+
+    def __init__(self, crew: ClusterCrew) -> None:
+        self.crew = crew
+        self.stop: act.Stop | None = None
+        self.counted: Counter[str] = Counter()
+
+    def do(self, action: Any) -> None:
+        self.counted[type(action).__name__] += 1
+        match action:
+            case act.Score():
+                body = {"request": list(action.request), "prompt": action.prompt}
+                self.crew.send("rest", "score", body | {"attempt": action.attempt})
+            case act.Feed() | act.CloseStep():
+                self.crew.send("rest", "order", {"action": encode_learner(action)})
+            case act.Stop():
+                self.stop = action
+            case act.IssueGroup() | act.EndGroup() | act.RetireVersion() | act.WaitFor():
+                pass
+            case act.InForce() | act.OptimizerRewound() | act.RestartTrainer():
+                pass
+            case _:
+                name = action.src if isinstance(action, act.Move) else action.instance
+                self.crew.send(name, "order", {"action": encode_fleet(action)})
+
+
+class SameRoom:
+    """The part of a carrier that moves need: the state of a request travels in its message."""
+
+    def exported(self, body: dict[str, Any], src: str) -> dict[str, Any]:
+        del body, src
+        return {}
+
+    def given_up(self, body: dict[str, Any], src: str) -> None:
+        del body, src
+
+
+class Controller:
+    """What `on_moving` and the loop need of a run."""
+
+    def __init__(self, args: argparse.Namespace, folder: Path, cluster: Cluster) -> None:
+        self.spec = spec_of(args.instances, args.steps)
+        config = RunConfig(model=ModelConfig(path="none"))
+        extra = {"instances": args.instances, "steps": args.steps, "speed": args.speed}
+        self.crew = ClusterCrew(config, folder, cluster, lambda role, name: {}, lambda host: {})
+        self.hands, self.carrier = ToWorkers(self.crew), SameRoom()
+        self.records = self.totals = self
+        self.migrations = self.kv_bytes_moved = 0
+        log = FileLog.create(folder / "events")
+        ports = Ports(Wall(), self.hands, self.hands, self.hands, self.hands, log)
+        self.loop = Loop(initial(self.spec.params), ports)
+        self.crew.start("control_plane:serve_rest", "rest", extra)
+        for name, _, _ in self.spec.instances:
+            self.crew.start("control_plane:serve_instance", name, extra)
+
+    @property
+    def state(self) -> Any:
+        return self.loop.state
+
+    def handle(self, event: ev.Event) -> None:
+        if self.hands.stop is None:
+            self.loop.handle(event)
+
+    def run(self) -> list[dict[str, float]]:
+        self.handle(ev.Started(self.spec.params))
+        parts: list[dict[str, float]] = []
+        figures, ticked = Figures(), time.monotonic()
+        while self.hands.stop is None:
+            try:
+                letter = self.crew.inbox.get(timeout=0.2)
+            except queue.Empty:
+                letter = None
+            began = time.perf_counter()
+            if letter is not None:
+                assert letter.message is not None, f"{letter.name} ended"
+                if letter.message.kind == "event":
+                    self.handle(decode_event(letter.message.body))
+                else:
+                    on_moving(self, letter.name, letter.message)  # type: ignore[arg-type]
+                figures.handled_s.append(time.perf_counter() - began)
+            if time.monotonic() - ticked > 0.5:
+                ticked = time.monotonic()
+                self.handle(ev.Tick())
+            done = self.state.committed * PARTS // self.spec.params.num_steps
+            if done > len(parts):
+                parts.append(figures.end())
+                figures = Figures()
+        return parts
+
+
+class Wall:
+    def now(self) -> float:
+        return time.monotonic()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--instances", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--speed", type=float, default=20.0)
+    parser.add_argument("--hands", choices=("processes", "ray"), default="processes")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    cluster = open_hands(args.hands)
+    with tempfile.TemporaryDirectory() as folder:
+        run = Controller(args, Path(folder), cluster)
+        try:
+            parts = run.run()
+        finally:
+            run.crew.end(5.0)
+            cluster.close()
+        run.loop.ports.log.close()  # type: ignore[attr-defined]
+        findings = audit_run(Path(folder) / "events").findings
+    print(f"{args.instances} instances ({args.hands}), {args.steps} steps, {args.speed:g}x time")
+    print("part  events/s  decision ms p50    p99   share of a core  events per cpu second")
+    for number, part in enumerate(parts):
+        print(
+            f"{number + 1:4} {part['events_per_s']:9.0f} {part['decision_ms_p50']:16.3f} "
+            f"{part['decision_ms_p99']:6.2f} {part['cpu_share']:17.3f} "
+            f"{part['events_per_cpu_s']:22.0f}"
+        )
+    print(f"moves {run.migrations}, audit findings {len(findings)}")
+    assert not findings
+    if args.json:
+        body = {"args": {k: str(v) for k, v in vars(args).items()}, "parts": parts}
+        body |= {"moves": run.migrations, "actions": dict(run.hands.counted)}
+        args.json.write_text(json.dumps(body, indent=1))
+
+
+if __name__ == "__main__":
+    main()

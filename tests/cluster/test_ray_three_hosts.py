@@ -1,0 +1,154 @@
+"""Three hosts: one is cut off and returns, one is killed, the learner is killed; nothing is lost.
+
+The hosts share no directory that the run writes to: weights, KV, rows and journals pass a network.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hosts import VirtualHost, can_make_hosts, descendants, virtual_hosts
+from ray_hosts import RayHosts
+from tiny_runs import ROOT, TinyRun
+
+from dora_rl.core import actions as act
+from dora_rl.core import events as ev
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.skipif(not can_make_hosts(), reason="needs root and namespaces"),
+]
+
+STEPS = 14
+# The quick start, shortened and without evaluations; short deadlines, so that a lost host costs
+# seconds.
+SETTINGS = (
+    f"orchestration.num_steps={STEPS}",
+    "orchestration.batch_groups=8",
+    "orchestration.report_timeout_s=10",
+    "orchestration.load_timeout_s=40",
+    "orchestration.move_timeout_s=10",
+    "rollout.tokens_max=256",
+    "rollout.seqs_max=48",
+    "rollout.journal_steps=4",
+    "rollout.kv_bytes_max=33554432",
+    "data.eval=[]",
+    "logging.progress=false",
+    "checkpoint.every_steps=2",
+    "runtime.grace_s=10",
+)
+
+
+def wait_for(what: str, ready: Callable[[], bool], run_s_max: float = 150.0) -> None:
+    until = time.monotonic() + run_s_max
+    while not ready():
+        assert time.monotonic() < until, f"waited too long for {what}"
+        time.sleep(0.1)
+
+
+def where(run: TinyRun) -> dict[str, str]:
+    """The newest host of each worker: {name: address}."""
+    return {line["name"]: line["host"] for line in run.lines("placements.jsonl")}
+
+
+def starts(run: TinyRun, name: str) -> list[str]:
+    """The hosts on which a worker was started, one after the other."""
+    return [line["host"] for line in run.lines("placements.jsonl") if line["name"] == name]
+
+
+def host_of(run: TinyRun, hosts: list[VirtualHost], name: str) -> VirtualHost:
+    return next(host for host in hosts if host.ip == where(run)[name])
+
+
+def kill_learner(run: TinyRun, head: VirtualHost) -> None:
+    """Its process, found by its lock."""
+    lock = str(run.run_dir / ".learner-lock")
+    for pid in descendants(os.getpid()) + all_in(head):
+        folder = Path(f"/proc/{pid}/fd")
+        try:
+            held = {os.readlink(link) for link in folder.iterdir()}
+        except OSError:
+            continue
+        if lock in held:
+            os.kill(pid, signal.SIGKILL)
+            return
+    raise AssertionError("no process holds the learner's lock")
+
+
+def all_in(host: VirtualHost) -> list[int]:
+    """Every process of a host, as this side numbers them."""
+    mine = os.readlink(f"/proc/{host.init_pid}/ns/pid")
+    found: list[int] = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and os.readlink(entry / "ns" / "pid") == mine:
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+def test_hosts_are_lost_and_nothing_is(tmp_path: Path) -> None:
+    run = TinyRun(ROOT / "recipes" / "quickstart.toml", tmp_path / "run")
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    run.run_dir.mkdir()
+    with virtual_hosts(3, hidden=(run.run_dir,)) as hosts:
+        cluster = RayHosts(hosts, logs)
+        cluster.start()
+        os.chdir(ROOT)
+        process = cluster.train(str(run.config), f"runtime.run_dir={run.run_dir}", *SETTINGS)
+        wait_for("step 1", lambda: 1 in run.steps() or process.poll() is not None)
+        assert process.poll() is None, process.communicate()[0]
+        cut = host_of(run, hosts, "instance0")
+        other = next(host for host in hosts[1:] if host is not cut)
+        assert {where(run)[f"instance{n}"] for n in (0, 1)} == {cut.ip, other.ip}
+
+        cut.cut_off()
+        wait_for("the silent host's instance to be given up", lambda: lost(run, "instance0"))
+        cut.connect()
+        step = max(run.steps())
+        wait_for("steps after the cut", lambda: max(run.steps()) >= step + 2)
+        wait_for("the host to come back", lambda: starts(run, "instance0") == [cut.ip, cut.ip])
+
+        other.kill()
+        wait_for("the killed host to be missed", lambda: lost(run, "instance1"))
+        step = max(run.steps())
+        kill_learner(run, hosts[0])
+        wait_for("a step after the learner", lambda: max(run.steps()) >= step + 1)
+        out, _ = process.communicate(timeout=150)
+        assert process.returncode == 0, out
+
+    report = run.proven()
+    figures = report.figures
+    assert figures.finished and figures.steps == STEPS
+    assert figures.groups_trained == 8 * STEPS and figures.groups_failed == 0
+    assert run.steps() == list(range(STEPS))
+    rows = Counter((row["group"], row["sample"]) for row in run.lines("rollouts.jsonl"))
+    assert set(rows.values()) == {1} and len(rows) == 8 * STEPS * 8, "each sample trained once"
+    continued = [line for line in run.lines("continued.jsonl") if line["token_ids"]]
+    tokens = {
+        (row["group"], row["sample"]): row["token_ids"] for row in run.lines("rollouts.jsonl")
+    }
+    assert continued, "requests of a lost host went on from their journals elsewhere"
+    for line in continued:
+        whole = tokens.get((line["group"], line["sample"]))
+        assert whole is None or whole[: len(line["token_ids"])] == line["token_ids"]
+    print(json.dumps(run.summary(), indent=1))
+
+
+def lost(run: TinyRun, name: str) -> bool:
+    """Whether the log says that the instance was given up or lost."""
+    for entry in run.entries():
+        if isinstance(entry.event, ev.InstanceLost) and entry.event.instance == name:
+            return True
+        if any(isinstance(a, act.Restart) and a.instance == name for a in entry.actions):
+            return True
+    return False

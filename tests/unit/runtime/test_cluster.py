@@ -1,0 +1,151 @@
+"""Who is placed where, and what a crew over several hosts does when hosts come and go."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dora_rl.config import ModelConfig, RewardConfig, RunConfig
+from dora_rl.core.actions import Load
+from dora_rl.runtime.cluster import ClusterCrew, Host, choose_host
+from dora_rl.runtime.cluster_carrier import DepotCarrier
+
+CONFIG = RunConfig(
+    model=ModelConfig(path="unused"), reward=RewardConfig.model_validate({"functions": ["exact"]})
+)
+A, B, C = (Host(name, f"127.0.0.{n}", {"CPU": 2.0}) for n, name in enumerate("abc", start=1))
+
+
+class Program:
+    """A worker as a plain process. Implements `cluster.Task`."""
+
+    def __init__(self, setup: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "dora_rl.runtime.worker"], stdin=subprocess.PIPE
+        )
+        assert self.process.stdin is not None
+        self.process.stdin.write(setup.encode() + b"\n")
+        self.process.stdin.flush()
+
+    def wait(self) -> str:
+        return f"status {self.process.wait()}"
+
+    def kill(self) -> None:
+        self.process.kill()
+
+
+class Neighbours:
+    """Hosts that are addresses of this machine. Implements `cluster.Cluster`."""
+
+    def __init__(self, *hosts: Host) -> None:
+        self.home, self.now = hosts[0], list(hosts)
+        self.launched: list[tuple[str, dict[str, object], Program]] = []
+
+    def hosts(self) -> list[Host]:
+        return self.now
+
+    def launch(self, host: Host, demand: object, setup: str) -> Program:
+        program = Program(setup)
+        self.launched.append((host.id, json.loads(setup), program))
+        return program
+
+    def close(self) -> None:
+        pass
+
+
+def test_workers_spread_over_hosts_with_room() -> None:
+    one = {"CPU": 1.0}
+    assert choose_host([A, B], {}, "instance", one) == A
+    assert choose_host([A, B], {"a": [("instance", one)]}, "instance", one) == B
+    assert choose_host([A, B], {"a": [("learner", one)]}, "instance", one) == B, "the emptier one"
+    full = [("learner", one), ("reward", one)]
+    assert choose_host([A, B], {"a": full, "b": [("instance", one)]}, "instance", one) == B
+    assert choose_host([A], {"a": full}, "instance", one) is None
+    assert choose_host([A], {"a": full}, "reward", {}) == A, "who needs nothing fits anywhere"
+    assert choose_host([A], {}, "instance", {"GPU": 1.0}) is None
+    assert choose_host([], {}, "instance", one) is None
+
+
+@pytest.fixture
+def team(tmp_path: Path):
+    cluster = Neighbours(A)
+    roots = {"at_home": True, "weights_root": str(tmp_path / "w"), "transfer_root": "unused"}
+
+    def for_host(host: Host) -> dict[str, object]:
+        folder = str(tmp_path / host.id)
+        return roots | {
+            "at_home": host == A,
+            "weights_root": folder,
+            "transfer_root": folder + "kv",
+        }
+
+    crew = ClusterCrew(CONFIG, tmp_path, cluster, lambda role, name: {}, for_host)
+    yield cluster, crew, DepotCarrier(crew)
+    crew.end(5.0)
+    for _, _, program in cluster.launched:
+        program.kill()
+
+
+def until(crew: ClusterCrew, carrier: DepotCarrier, what: str, ready: Callable[[], bool]) -> None:
+    """The controller's loop, reduced to depots."""
+    deadline = time.monotonic() + 30.0
+    while not ready():
+        assert time.monotonic() < deadline, f"waited too long for {what}"
+        carrier.tick()
+        while not crew.inbox.empty():
+            letter = crew.inbox.get()
+            if not crew.current(letter) or not letter.name.startswith("depot"):
+                continue
+            if letter.message is None:
+                carrier.lost(letter.name)
+            else:
+                carrier.hear(letter.name, letter.message)
+        time.sleep(0.02)
+
+
+def test_a_worker_waits_until_a_host_with_a_depot_is_there(team) -> None:
+    cluster, crew, carrier = team
+    crew.start("reward", "reward0", {"base_dir": "."})
+    assert crew.num_waiting() == 1 and not crew.overdue(-1.0), "it waits, and that is no fault"
+    until(crew, carrier, "the depot of a", lambda: bool(carrier.usable()))
+    carrier.tick()
+    assert crew.num_waiting() == 0 and crew.host_of("reward0") == A
+    cluster.now.append(B)
+    until(crew, carrier, "the depot of b", lambda: len(carrier.usable()) == 2)
+    carrier.sites["b"].heard_s -= 60.0
+    assert carrier.usable() == [A], "a host that is not heard gets nothing new"
+    cluster.now.remove(B)
+    until(crew, carrier, "b to be forgotten", lambda: "b" not in carrier.sites)
+
+
+def test_a_depot_that_ends_is_started_again_on_its_host(team) -> None:
+    cluster, crew, carrier = team
+    cluster.now.append(B)
+    until(crew, carrier, "two depots", lambda: len(carrier.usable()) == 2)
+    before = carrier.sites["b"].address
+    next(program for host, _, program in cluster.launched if host == "b").kill()
+    until(crew, carrier, "the end", lambda: carrier.sites["b"].address != before)
+    until(crew, carrier, "the next one", lambda: len(carrier.usable()) == 2)
+
+
+def test_hosts_that_load_together_form_a_chain(team) -> None:
+    cluster, crew, carrier = team
+    cluster.now += [B, C]
+    until(crew, carrier, "three depots", lambda: len(carrier.usable()) == 3)
+    home, b, c = (carrier.sites[name] for name in "abc")
+    assert carrier._sources(b, 1, None) == [home]
+    assert carrier._sources(c, 1, None) == [b, home], (
+        "from the one before, the learner's if it fails"
+    )
+    carrier.retire([1])
+    assert carrier._sources(c, 2, A) == [home], "the donor that the core named"
+    assert carrier._sources(b, 2, C) == [c, home]
+    crew.start("reward", "reward0", {"base_dir": "."})
+    carrier.load(Load("reward0", 3, None))
+    assert not home.wanted, "on the learner's host nothing has to be fetched"
