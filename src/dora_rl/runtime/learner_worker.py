@@ -77,6 +77,8 @@ class LearnerWorker:
             return learner, 0
         newest = saved[-1]
         learner = Learner.resume(newest.path, config.algorithm, config.trainer, **kwargs)
+        # A checkpoint is pruned one day; what is copied beside later ones comes from the model.
+        learner.directory = Path(config.model.path)
         if newest.step + 1 < sealed:
             self._take_weights(learner, sealed)
         return learner, newest.step + 1
