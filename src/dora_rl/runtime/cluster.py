@@ -223,8 +223,11 @@ class ClusterCrew(Crew):
 
     def host_of(self, name: str) -> Host | None:
         worker = self.workers.get(name)
-        assert worker is None or isinstance(worker.process, RemoteProcess)
-        return worker.process.host if worker is not None else None
+        if worker is None:
+            return None
+        process = worker.process
+        assert isinstance(process, RemoteProcess)
+        return process.host
 
     # -- ends -------------------------------------------------------------------------------------
 
