@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -116,6 +117,8 @@ def virtual_hosts(count: int, hidden: tuple[Path, ...] = ()) -> Iterator[list[Vi
     tag = f"d{os.getpid() % 100000}"
     bridge, net = f"{tag}br", os.getpid() % 200 + 20
     hosts = [VirtualHost(f"{tag}h{n}", f"10.{net}.0.{n + 1}", f"{tag}v{n}") for n in range(count)]
+    # A test or benchmark that is ended from outside cleans up as well.
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))
     try:
         call("ip", "link", "add", bridge, "type", "bridge")
         call("ip", "link", "set", bridge, "up")
@@ -124,6 +127,7 @@ def virtual_hosts(count: int, hidden: tuple[Path, ...] = ()) -> Iterator[list[Vi
             host.boot(hidden if number else ())
         yield hosts
     finally:
+        signal.signal(signal.SIGTERM, before)
         for host in hosts:
             host.kill()
             subprocess.run(["ip", "netns", "del", host.name], capture_output=True, check=False)
