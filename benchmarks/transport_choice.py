@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 import time
@@ -34,12 +35,17 @@ def actors(ray: Any, node_ids: list[str]) -> list[Any]:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     from dora_rl.runtime.transport import Link, Server
+    from dora_rl.trainer.distributed import interface_of
 
     class End:
         def __init__(self) -> None:
             self.data = np.zeros(0, dtype=np.uint8)
             self.server: Any = None
             self.link: Any = None
+
+        def bind(self, ip: str) -> None:
+            """Gloo would take the host's name, which names the loopback here."""
+            os.environ["GLOO_SOCKET_IFNAME"] = interface_of(ip) or ""
 
         def hold(self, num_bytes: int) -> None:
             self.data = np.random.default_rng(0).integers(0, 255, num_bytes, dtype=np.uint8)
@@ -102,6 +108,7 @@ def measure(address: str, sizes: list[int]) -> list[dict[str, Any]]:
     there = next(node for node in nodes if node != here)
     near, far = actors(ray, [here, there])
     stream = f"tcp://{nodes[there]}:{ray.get(far.serve.remote())}"
+    ray.get([near.bind.remote(nodes[here]), far.bind.remote(nodes[there])])
     create_collective_group([near, far], backend="gloo")
     rows: list[dict[str, Any]] = []
 
