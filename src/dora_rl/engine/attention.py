@@ -32,7 +32,7 @@ class PairTensors:
     owners: list[Tensor]
     mask: Tensor  # [B, 1, 1, C]: 0 or -inf
     table: Tensor  # [T, N]
-    valid: Tensor  # [T, N, 1, 1]
+    absent: Tensor  # [T, N, 1, 1]: blocks that a row does not have
 
     @staticmethod
     def make(pairs: DecodePairs, block_tokens: int) -> PairTensors:
@@ -49,7 +49,7 @@ class PairTensors:
             [torch.from_numpy(owner) for owner in pairs.owners],
             _length_mask(torch.from_numpy(pairs.lengths), block_tokens),
             torch.from_numpy(table),
-            torch.from_numpy(valid)[:, :, None, None],
+            torch.from_numpy(~valid)[:, :, None, None],
         )
 
 
@@ -84,7 +84,7 @@ def attend_decode(q: Tensor, k: Tensor, v: Tensor, pairs: PairTensors) -> Tensor
     if width == 1:
         return out[:, 0].div_(total[:, 0, ..., None])
     peak = peak.index_select(0, index).view(rows, width, *peak.shape[1:])
-    return _add_up(peak.masked_fill_(~pairs.valid, -torch.inf), total, out)
+    return _add_up(peak.masked_fill_(pairs.absent, -torch.inf), total, out)
 
 
 def attend_prefill(q: Tensor, k: Tensor, v: Tensor, chunk: Prefill) -> Tensor:

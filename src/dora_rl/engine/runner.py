@@ -111,10 +111,13 @@ class CpuRunner:
         hidden = self.decoder.forward(batch, self.cache)
         if not len(host.logit_rows):
             return []
-        gathered, segments, order = self._gather(host, hidden)
-        logits = self.decoder.logits(gathered, segments)
-        if len(segments) > 1 or len(logits) != len(order):
-            logits = logits[order]
+        if len(host.segments) == 1 and len(host.logit_rows) == len(hidden):
+            logits = self.decoder.logits(hidden, host.segments)  # nearly every step: all rows do
+        else:
+            gathered, segments, order = self._gather(host, hidden)
+            logits = self.decoder.logits(gathered, segments)
+            if len(segments) > 1 or len(logits) != len(order):
+                logits = logits[order]
         rows = sampler.sampling_rows(host.logit_spans)
         return read_drawn(host.logit_spans, sampler.sample(logits, rows))
 

@@ -12,7 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
@@ -21,6 +23,7 @@ from dora_rl.engine.plan import Span
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
 _MUL1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _MUL2 = -7723592293110705685  # 0x94D049BB133111EB
+_MASK = (1 << 64) - 1
 
 CHUNK = 64  # tokens whose weights are summed at once before a draw
 
@@ -55,11 +58,22 @@ class Drawn:
 
 def uniform(keys: Tensor, positions: Tensor) -> Tensor:
     """Float32 in [0, 1), 24 bits, from splitmix64 of key and position (int64, wrapping)."""
+    if keys.device.type == "cpu":
+        return torch.from_numpy(_uniform_host(keys.numpy(), positions.numpy()))
     x = keys + (positions + 1) * _GOLDEN
     x = (x ^ _shift(x, 30)) * _MUL1
     x = (x ^ _shift(x, 27)) * _MUL2
     x = x ^ _shift(x, 31)
     return _shift(x, 40).to(torch.float32) * 2.0**-24
+
+
+def _uniform_host(keys: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.float32]:
+    """The same numbers; for a few rows numpy is many times quicker than torch."""
+    x = keys.view(np.uint64) + (positions + 1).view(np.uint64) * np.uint64(_GOLDEN & _MASK)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(_MUL1 & _MASK)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(_MUL2 & _MASK)
+    x = x ^ (x >> np.uint64(31))
+    return (x >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
