@@ -167,7 +167,7 @@ class Story:
     def crash(self) -> None:
         """Engine 0 loses everything but its journal, whose tail is torn; engine 1 goes on."""
         dead, heir = self.engines
-        path = self.journal_dir / "0.journal"
+        path = self.world.journal_dir / "0.journal"
         outputs = {output.id for output in dead._outputs if output.trajectory is not None}
         survivors = {seq.id for seq in dead.scheduler.sequences()}
         with path.open("ab") as file:
