@@ -165,7 +165,8 @@ class LearnerWorker:
         metrics = self.learner.finish_step()
         self.busy_s += time.monotonic() - began
         trained_s = time.monotonic()
-        if self.checkpoints.due(action.step):
+        last = action.step + 1 == self.setup.config.orchestration.num_steps
+        if self.checkpoints.due(action.step, last=last):
             options = self.checkpoints.options
             self.learner.save(self.checkpoints.path_of(action.step), options)
             if self.rank == 0:

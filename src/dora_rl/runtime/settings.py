@@ -43,6 +43,9 @@ def resolve(data: dict[str, Any], where: str) -> RunConfig:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
         raise UserError(f"{where}: {key}: {first['msg']}") from None
+    if config.model.trust_remote_code:  # asked for once, it holds for tokenizer and learner
+        trainer = config.trainer.model_copy(update={"trust_remote_code": True})
+        config = config.model_copy(update={"trainer": trainer})
     core_params(config)
     return config
 

@@ -119,9 +119,10 @@ class Checkpoints:
     def path_of(self, step: StepIndex) -> Path:
         return self.root / f"step_{step:06d}"
 
-    def due(self, step: StepIndex) -> bool:
-        """Whether the end of step `step` (the first is 0) should be saved."""
-        return self.options.every_steps > 0 and (step + 1) % self.options.every_steps == 0
+    def due(self, step: StepIndex, *, last: bool = False) -> bool:
+        """Whether the end of step `step` (the first is 0) should be saved; of the last it is."""
+        every = self.options.every_steps
+        return every > 0 and (last or (step + 1) % every == 0)
 
     def saved(self) -> list[Saved]:
         """Complete checkpoints, oldest first."""

@@ -120,6 +120,7 @@ def test_newest_and_best_are_kept(model_dir: Path, tmp_path: Path) -> None:
     learner = train(model_dir, TRAINER)
     kept = Checkpoints(tmp_path, CheckpointOptions(every_steps=2, keep=2))
     assert [s for s in range(6) if kept.due(s)] == [1, 3, 5]
+    assert kept.due(4, last=True)
     scores = {1: 0.5, 2: 0.9, 3: 0.9, 4: 0.1, 5: 0.2}
     for step, score in scores.items():
         learner.save(kept.path_of(step))
