@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from bisect import bisect_left, bisect_right
 from pathlib import Path
 
 SAMPLE_S = 0.25
@@ -35,10 +36,14 @@ class CpuMeter(threading.Thread):
 
     def between(self, begin: float, end: float) -> dict[str, float]:
         """Cores in use, on average, by each role in a stretch of monotonic time."""
-        inside = [sample for sample in self.samples if begin <= sample[0] <= end]
-        if len(inside) < 2:
+        times = [sample[0] for sample in self.samples]
+        # From the last sample before to the first one after: the stretch may be shorter than a
+        # sample's period.
+        first = max(0, bisect_right(times, begin) - 1)
+        last = min(len(times) - 1, bisect_left(times, end))
+        if last <= first:
             return {}
-        (t0, before), (t1, after) = inside[0], inside[-1]
+        (t0, before), (t1, after) = self.samples[first], self.samples[last]
         used: dict[str, float] = {}
         for pid, cpu_s in after.items():
             role = self._roles[pid]
