@@ -26,6 +26,7 @@ from dora_rl.observe.tail import LogTail, read_columns
 from dora_rl.types import UserError
 
 POLL_S = 0.5
+READING_S = 1.0  # between two views of a log that is being read
 CACHED_MAX = 64
 
 
@@ -112,8 +113,12 @@ class Watcher:
             return self.revision
 
     def pause(self, seconds: float) -> None:
-        """Let time pass, but not past the end."""
-        self._ending.wait(seconds)
+        """Let time pass, but not past the end. While the log is read it is better left alone."""
+        if self.share_read < 1.0:
+            with self.moved:
+                self.moved.wait_for(lambda: self.share_read == 1.0, READING_S)
+        else:
+            self._ending.wait(seconds)
 
     # -- documents --------------------------------------------------------------------------------
 

@@ -53,7 +53,7 @@ LEFT_OUT = {
 }
 _EVENTS = typing.get_args(ev.Event)
 _ACTIONS = typing.get_args(act.Action)
-_DECODE = {kind.__name__: decoder(kind) for kind in (*_EVENTS, *_ACTIONS)}
+DECODE = {kind.__name__: decoder(kind) for kind in (*_EVENTS, *_ACTIONS)}
 _RARE = {k.__name__ for k in (*_EVENTS, *_ACTIONS)} - {k.__name__ for k in (*FREQUENT, *LEFT_OUT)}
 _MARK, _LINE = b'{"is":"', b'{"n":'
 _CRC_CHARS = 9
@@ -205,7 +205,7 @@ class _Reader:
         for at, now, last in rows:
             value = self._object(at)
             if value["is"] in _RARE:
-                found.append(Rare(at, now, last, _DECODE[value["is"]](value)))
+                found.append(Rare(at, now, last, DECODE[value["is"]](value)))
         return found
 
     def _object(self, at: int) -> dict[str, Any]:
@@ -265,7 +265,7 @@ def plain_columns(data: bytes) -> Columns:
                 kind = by_name[value["is"]]
                 rows[kind].append((at, record["t"], *_plain_row(value, FREQUENT[kind], texts)))
             elif value["is"] in _RARE:
-                rare.append(Rare(at, record["t"], before, _DECODE[value["is"]](value)))
+                rare.append(Rare(at, record["t"], before, DECODE[value["is"]](value)))
     tables = {kind: _plain_table(kind, rows[kind]) for kind in FREQUENT}
     ends = (times[0], times[-1]) if times else (0.0, 0.0)
     return Columns(tables, rare, list(texts), *ends, len(times))

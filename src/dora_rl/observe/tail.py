@@ -6,18 +6,17 @@ cut a torn last line off, which was never read. Never writes, never blocks the r
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+from dora_rl.observe.column_readers import read_segments
 from dora_rl.observe.columns import Columns, columns
 from dora_rl.observe.eventlog import segments
 from dora_rl.observe.history import History
 from dora_rl.types import UserError
 
 CHUNK_BYTES = 8 << 20
-READERS = 2
+MANY_BYTES = 64 << 20  # from here on processes are worth their start
 
 
 class LogTail:
@@ -41,6 +40,15 @@ class LogTail:
                 self._path, self._offset = path, 0
             yield from self._rest(path)
 
+    def closed_segments(self) -> list[Path]:
+        """Segments of which nothing was read and to which nothing is added any more."""
+        return segments(self._folder)[:-1] if self._path is None else []
+
+    def passed(self, path: Path) -> None:
+        """A segment was read elsewhere, all of it."""
+        self._path, self._offset = path, path.stat().st_size
+        self.num_bytes += self._offset
+
     def _rest(self, path: Path) -> Iterator[bytes]:
         with path.open("rb") as file:
             while True:
@@ -58,15 +66,14 @@ class LogTail:
 
 
 def read_columns(tail: LogTail) -> Iterator[Columns]:
-    """New lines as columns, in order; a few chunks are read at the same time."""
-    waiting: deque[Future[Columns]] = deque()
-    with ThreadPoolExecutor(READERS) as pool:  # numpy lets go of the interpreter for its loops
-        for chunk in tail.chunks():
-            waiting.append(pool.submit(columns, chunk))
-            if len(waiting) > READERS:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+    """New lines as columns, in order; the closed segments of a long log on several cores."""
+    closed = tail.closed_segments()
+    if sum(path.stat().st_size for path in closed) >= MANY_BYTES:
+        for path, found in zip(closed, read_segments(closed), strict=True):
+            tail.passed(path)
+            yield found
+    for chunk in tail.chunks():
+        yield columns(chunk)
 
 
 def follow(history: History, tail: LogTail) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -12,6 +14,7 @@ from dora_rl.core import actions as act
 from dora_rl.core import events as ev
 from dora_rl.core.step import initial
 from dora_rl.observe.byte_fields import ByteFields, Unusual
+from dora_rl.observe.column_readers import read_segments
 from dora_rl.observe.columns import (
     FREQUENT,
     Columns,
@@ -21,7 +24,7 @@ from dora_rl.observe.columns import (
     vector_columns,
 )
 from dora_rl.observe.eventlog import Entry, encode_entry, encode_snapshot
-from dora_rl.types import Finish, Mode, RequestId, Segment
+from dora_rl.types import Finish, Mode, RequestId, Segment, UserError
 
 TEXTS = {"instance", "src", "dst", "finish", "samples", "end", "reason"}
 
@@ -119,6 +122,17 @@ def entries(draw: st.DrawFn) -> list[Entry]:
 def test_fast_and_plain_agree_on_anything(made: list[Entry]) -> None:
     data = text_of(made)
     same(columns(data), plain_columns(data))
+
+
+def test_processes_read_what_one_would(tmp_path: Path) -> None:
+    made = [whole_run(mode) for mode in (Mode.PARTIAL, Mode.MULTI_VERSION, Mode.REPLICATION)]
+    paths = [tmp_path / f"{number}.jsonl" for number in range(3)]
+    for path, run in zip(paths, made, strict=True):
+        path.write_bytes(text_of(run))
+    for found, run in zip(read_segments(paths), made, strict=True):
+        same(found, plain_columns(text_of(run)))
+    with pytest.raises(UserError, match=r"gone\.jsonl could not be read"):
+        list(read_segments([paths[0], tmp_path / "gone.jsonl"]))
 
 
 def test_what_is_unusual_is_read_the_plain_way() -> None:
