@@ -23,16 +23,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from dora_rl.dashboard.server import Server
     from dora_rl.dashboard.watcher import Watcher
     from dora_rl.observe.eventlog import segments
 
     if not segments(events_folder(args.run)):
         raise UserError(f"{args.run} holds no event log; give the run directory of a run")
     watcher = Watcher(args.run)
+    watcher.start()
     try:
+        from dora_rl.dashboard.server import Server
+
         server = Server(watcher, args.host, args.port, args.token)
-        watcher.start()
         print(f"{args.run} is shown at {server.url}  (Ctrl-C ends it)", flush=True)
         if not args.no_open:
             webbrowser.open(server.url)

@@ -10,6 +10,7 @@ its memory, say) is an error that names its segment; nothing is passed over.
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
@@ -19,8 +20,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from dora_rl.core.codec import encoder
-from dora_rl.observe.columns import DECODE, FREQUENT, Columns, Rare, columns
+from dora_rl.observe.columns import FREQUENT, Columns, Rare, decoded, raw_columns
 from dora_rl.types import UserError
 
 READERS = 2
@@ -57,10 +57,7 @@ def read_segments(paths: Sequence[Path]) -> Iterator[Columns]:
 def send(found: Columns, out: IO[bytes]) -> None:
     """One answer."""
     arrays = [(k, n, a) for k, table in found.tables.items() for n, a in table.items()]
-    rare = [
-        [r.at, r.now, r.before, type(r.value).__name__, encoder(type(r.value))(r.value)]
-        for r in found.rare
-    ]
+    rare = [[r.at, r.now, r.before, r.value] for r in found.rare]
     header = {
         "arrays": [[kind.__name__, name, a.dtype.str, len(a)] for kind, name, a in arrays],
         "rare": rare,
@@ -87,15 +84,14 @@ def receive(stream: IO[bytes]) -> Columns | None:
         if len(data) < num_bytes:
             return None
         tables[_KINDS[kind]][name] = np.frombuffer(data, dtype)
-    rare = [
-        Rare(at, now, last, DECODE[name](value)) for at, now, last, name, value in header["rare"]
-    ]
-    return Columns(tables, rare, header["texts"], *header["lines"])
+    rare = [Rare(*row) for row in header["rare"]]
+    return decoded(Columns(tables, rare, header["texts"], *header["lines"]))
 
 
 def main() -> None:
+    gc.disable()  # nothing lives longer than an answer
     for line in sys.stdin:
-        send(columns(Path(json.loads(line)).read_bytes()), sys.stdout.buffer)
+        send(raw_columns(Path(json.loads(line)).read_bytes()), sys.stdout.buffer)
 
 
 if __name__ == "__main__":

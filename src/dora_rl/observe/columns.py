@@ -14,7 +14,7 @@ import dataclasses
 import json
 import typing
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, TypeAlias
 
@@ -53,7 +53,7 @@ LEFT_OUT = {
 }
 _EVENTS = typing.get_args(ev.Event)
 _ACTIONS = typing.get_args(act.Action)
-DECODE = {kind.__name__: decoder(kind) for kind in (*_EVENTS, *_ACTIONS)}
+_DECODE = {kind.__name__: decoder(kind) for kind in (*_EVENTS, *_ACTIONS)}
 _RARE = {k.__name__ for k in (*_EVENTS, *_ACTIONS)} - {k.__name__ for k in (*FREQUENT, *LEFT_OUT)}
 _MARK, _LINE = b'{"is":"', b'{"n":'
 _CRC_CHARS = 9
@@ -92,15 +92,30 @@ class Columns:
 
 def columns(data: bytes) -> Columns:
     """Read whole lines of the log; snapshots among them are passed over."""
+    return decoded(raw_columns(data))
+
+
+def raw_columns(data: bytes) -> Columns:
+    """The same with rare values as the log has them, for sending on."""
     try:
-        return vector_columns(data)
+        return _Reader(data).read()
     except Unusual:
-        return plain_columns(data)
+        return _plain(data)
+
+
+def decoded(found: Columns) -> Columns:
+    rare = [Rare(r.at, r.now, r.before, _DECODE[r.value["is"]](r.value)) for r in found.rare]
+    return replace(found, rare=rare)
 
 
 def vector_columns(data: bytes) -> Columns:
     """By whole arrays, or `Unusual`."""
-    return _Reader(data).read()
+    return decoded(_Reader(data).read())
+
+
+def plain_columns(data: bytes) -> Columns:
+    """By decoding every line."""
+    return decoded(_plain(data))
 
 
 def names_of(kind: Kind) -> list[str]:
@@ -205,13 +220,13 @@ class _Reader:
         for at, now, last in rows:
             value = self._object(at)
             if value["is"] in _RARE:
-                found.append(Rare(at, now, last, DECODE[value["is"]](value)))
+                found.append(Rare(at, now, last, value))
         return found
 
     def _object(self, at: int) -> dict[str, Any]:
         """One object. Nearly all are flat: they end at the first closing brace."""
         try:
-            return json.loads(self.data[at : self.data.index(b"}", at) + 1])
+            return json.loads(self.data[at : self.data.index(b"}", at) + 1].decode())
         except json.JSONDecodeError:
             line = self.data[at : self.data.index(b"\n", at)].decode()
             return json.JSONDecoder().raw_decode(line)[0]
@@ -246,8 +261,7 @@ _LAYOUTS = {kind: _layout(kind) for kind in FREQUENT}
 _REPORT = _code(ev.InstanceReport)
 
 
-def plain_columns(data: bytes) -> Columns:
-    """The same by decoding every line."""
+def _plain(data: bytes) -> Columns:
     texts: dict[str, int] = {}
     rows: dict[Kind, list[tuple[float, ...]]] = {kind: [] for kind in FREQUENT}
     rare: list[Rare] = []
@@ -265,7 +279,7 @@ def plain_columns(data: bytes) -> Columns:
                 kind = by_name[value["is"]]
                 rows[kind].append((at, record["t"], *_plain_row(value, FREQUENT[kind], texts)))
             elif value["is"] in _RARE:
-                rare.append(Rare(at, record["t"], before, DECODE[value["is"]](value)))
+                rare.append(Rare(at, record["t"], before, value))
     tables = {kind: _plain_table(kind, rows[kind]) for kind in FREQUENT}
     ends = (times[0], times[-1]) if times else (0.0, 0.0)
     return Columns(tables, rare, list(texts), *ends, len(times))

@@ -176,11 +176,12 @@ def stays_of(
 
 def _dispatched(history: History, chunk: Columns) -> Rows:
     table = chunk.tables[act.Dispatch]
-    lists = {code: json.loads(f"[{chunk.texts[code]}]") for code in set(table["samples"].tolist())}
-    sizes = np.array([len(lists[code]) for code in table["samples"].tolist()], np.int64)
-    samples = [sample for code in table["samples"].tolist() for sample in lists[code]]
-    which = np.repeat(np.arange(len(sizes)), sizes)
-    slot = table["group"][which] * history.params.group_size + np.array(samples, np.int64)
+    used, rows = np.unique(table["samples"], return_inverse=True)
+    lists = [np.array(json.loads(f"[{chunk.texts[code]}]"), np.int64) for code in used]
+    sizes = np.array([len(one) for one in lists], np.int64)[rows]
+    which = np.repeat(np.arange(len(rows)), sizes)
+    samples = np.concatenate([lists[row] for row in rows] or [np.zeros(0, np.int64)])
+    slot = table["group"][which] * history.params.group_size + samples
     instance = _instances(history, chunk, table["instance"])[which]
     now = history.seconds(table)[which]
     why = np.full(len(which), Why.DISPATCHED)
