@@ -38,6 +38,7 @@ SETTINGS = (
     "rollout.tokens_max=256",
     "rollout.seqs_max=48",
     "rollout.journal_steps=4",
+    "rollout.versions_max=1",  # so that instances flip, and requests move with their KV
     "rollout.kv_bytes_max=33554432",
     "data.eval=[]",
     "logging.progress=false",
