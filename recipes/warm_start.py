@@ -17,6 +17,7 @@ import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -34,10 +35,13 @@ TOKENS_PER_BATCH = 2048
 NUM_PROMPTS = 1000  # held-out ones, to report the accuracy
 IGNORED = -100  # the label that cross_entropy leaves out
 
+Row: TypeAlias = tuple[list[int], list[int]]  # token ids and labels
 
-def make_tokenizer(tokens_max: int) -> PreTrainedTokenizerFast:
-    """One token per character. Ids: <pad> 0, <eos> 1, the alphabet in its order, <unk> 15."""
-    vocab = {token: index for index, token in enumerate((PAD, EOS, *chains.ALPHABET, UNKNOWN))}
+
+def make_tokenizer(tokens_max: int, more: str = "") -> PreTrainedTokenizerFast:
+    """One token per character. Ids: <pad> 0, <eos> 1, the alphabet in its order, <unk> 15, more."""
+    tokens = (PAD, EOS, *chains.ALPHABET, UNKNOWN, *more)
+    vocab = {token: index for index, token in enumerate(tokens)}
     core = Tokenizer(models.WordLevel(vocab, unk_token=UNKNOWN))
     core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     core.decoder = decoders.Fuse()
@@ -52,8 +56,13 @@ def make_tokenizer(tokens_max: int) -> PreTrainedTokenizerFast:
     )
 
 
-def save_tokenizer(tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
-    """Under the class name that transformers 4 knows too, for engines that still use it."""
+def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
+    """The tokenizer under the class name that transformers 4 knows too, for engines that still
+    use it."""
+    model.generation_config = GenerationConfig(
+        pad_token_id=PAD_ID, eos_token_id=EOS_ID, do_sample=True
+    )
+    model.save_pretrained(out)
     tokenizer.save_pretrained(out)
     path = out / "tokenizer_config.json"
     written = json.loads(path.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
@@ -82,28 +91,22 @@ def make_model(vocab_size: int, tokens_max: int) -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM(config)
 
 
-def encode(
-    tokenizer: PreTrainedTokenizerFast, demos: Sequence[Demonstration]
-) -> list[tuple[list[int], int]]:
-    """(token ids with the end of sequence, length of the prompt) of each demonstration."""
-    core = tokenizer.backend_tokenizer
-    return [
-        ([*core.encode(demo.prompt + demo.response).ids, EOS_ID], len(demo.prompt))
-        for demo in demos
-    ]
+def encode(tokenizer: PreTrainedTokenizerFast, demo: Demonstration) -> Row:
+    """The demonstration with the end of sequence; the prompt has no labels."""
+    ids = [*tokenizer.backend_tokenizer.encode(demo.prompt + demo.response).ids, EOS_ID]
+    num_prompt = len(demo.prompt)
+    return ids, [IGNORED] * num_prompt + ids[num_prompt:]
 
 
-def batches(
-    rows: Sequence[tuple[list[int], int]], generator: torch.Generator
-) -> list[list[tuple[list[int], int]]]:
+def batches(rows: Sequence[Row], generator: torch.Generator) -> list[list[Row]]:
     """Rows of like length together, TOKENS_PER_BATCH a batch, in an order that keeps the phases.
 
     Rows are sorted within windows of 2,000, so the flawed demonstrations still come last.
     """
-    found: list[list[tuple[list[int], int]]] = []
+    found: list[list[Row]] = []
     for start in range(0, len(rows), 2000):
         window = sorted(rows[start : start + 2000], key=lambda row: len(row[0]))
-        here: list[list[tuple[list[int], int]]] = [[]]
+        here: list[list[Row]] = [[]]
         for row in window:
             if (len(here[-1]) + 1) * len(row[0]) > TOKENS_PER_BATCH:
                 here.append([])
@@ -113,24 +116,22 @@ def batches(
     return found
 
 
-def loss_of(model: Qwen3ForCausalLM, batch: list[tuple[list[int], int]]) -> torch.Tensor:
-    """Mean cross entropy of the response tokens. Right padding needs no mask: it is causal."""
+def loss_of(model: Qwen3ForCausalLM, batch: list[Row]) -> torch.Tensor:
+    """Mean cross entropy of the labels. Right padding needs no mask: it is causal."""
     length = max(len(ids) for ids, _ in batch)
     ids_BT = torch.zeros(len(batch), length, dtype=torch.long)
     labels_BT = torch.full((len(batch), length), IGNORED)
-    for index, (ids, num_prompt) in enumerate(batch):
+    for index, (ids, labels) in enumerate(batch):
         ids_BT[index, : len(ids)] = torch.tensor(ids)
-        labels_BT[index, num_prompt : len(ids)] = torch.tensor(ids[num_prompt:])
+        labels_BT[index, : len(ids)] = torch.tensor(labels)
     logits_BTV = model(input_ids=ids_BT[:, :-1], use_cache=False).logits
     return cross_entropy(
         logits_BTV.flatten(0, 1).float(), labels_BT[:, 1:].flatten(), ignore_index=IGNORED
     )
 
 
-def imitate(
-    model: Qwen3ForCausalLM, rows: Sequence[tuple[list[int], int]], lr: float, seed: int
-) -> None:
-    """One pass over the demonstrations: AdamW, linear warm-up, cosine down to a tenth."""
+def imitate(model: Qwen3ForCausalLM, rows: Sequence[Row], lr: float, seed: int) -> None:
+    """One pass over the rows: AdamW, linear warm-up, cosine down to a tenth."""
     plan = batches(rows, torch.Generator().manual_seed(seed))
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.01, foreach=True
@@ -213,12 +214,8 @@ def main() -> None:
     tokenizer = make_tokenizer(tokens_max=512)
     model = make_model(len(tokenizer), tokens_max=512)
     demos = list(chains.demonstrations(spec, args.seed, args.demonstrations, flaws=Flaws()))
-    imitate(model, encode(tokenizer, demos), args.lr, args.seed)
-    model.generation_config = GenerationConfig(
-        pad_token_id=PAD_ID, eos_token_id=EOS_ID, do_sample=True
-    )
-    model.save_pretrained(args.out)
-    save_tokenizer(tokenizer, args.out)
+    imitate(model, [encode(tokenizer, demo) for demo in demos], args.lr, args.seed)
+    save(model, tokenizer, args.out)
     for name, temperature in (("sampled", 1.0), ("greedy", 0.0)):
         print(name, json.dumps(accuracy(model, tokenizer, spec, temperature)))
     num_parameters = sum(p.numel() for p in model.parameters())

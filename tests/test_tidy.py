@@ -26,6 +26,7 @@ ALL_FILES = sorted(path for tree in TREES for path in (ROOT / tree).rglob("*.py"
 # may start the dashboard.
 LAYERS = (
     ("types",),
+    ("user_code",),
     ("config",),
     ("core",),
     ("ports",),

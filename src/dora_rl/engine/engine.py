@@ -21,7 +21,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,14 +32,14 @@ from dora_rl.engine.plan import Plan
 from dora_rl.engine.residency import Residency
 from dora_rl.engine.result import StepResult
 from dora_rl.engine.scheduler import Scheduler
-from dora_rl.engine.sequence import Output, Request, Status, new_sequence, stop_ids_of
+from dora_rl.engine.sequence import Output, Request, Status, new_sequence
 from dora_rl.engine.sequence import Sequence as Seq
 from dora_rl.engine.spec import ModelSpec
 from dora_rl.engine.stats import EngineStats
 from dora_rl.engine.stops import hits_stop_string
 from dora_rl.engine.transfer import Export, export_request
 from dora_rl.engine.weights import TensorSource
-from dora_rl.types import Finish, RequestId, SamplingParams, Segment, UserError, Version
+from dora_rl.types import Finish, RequestId, SamplingParams, UserError, Version
 
 if TYPE_CHECKING:
     from dora_rl.ports import SealedWeights
@@ -143,19 +142,7 @@ class Engine:
         Only the new tokens are prefilled. They enter the response with loss mask 0.
         """
         seq = self._known(request, Status.IDLE)
-        if params is not None:
-            seq.request = replace(seq.request, params=params)
-            seq.stop_ids = stop_ids_of(params, self.spec.eos_ids)
-        seq.tokens.extend(token_ids)
-        seq.num_tokens = len(seq.tokens)
-        seq.logprobs.extend([0.0] * len(token_ids))
-        if seq.request.params.raw_logprobs:
-            seq.raw_logprobs.extend([0.0] * len(token_ids))
-        seq.loss_mask.extend([0] * len(token_ids))
-        seq.num_scored = seq.num_response
-        seq.response_max = seq.num_response + seq.request.params.tokens_max
-        seq.turns += 1
-        seq.finish = None
+        seq.begin_turn(token_ids, params, self.spec.eos_ids)
         reason = self.refusal(seq, queued=True)
         if reason:
             self.forget(request)
@@ -189,11 +176,7 @@ class Engine:
         parked, idle = seq.status is Status.PARKED, seq.status is Status.IDLE
         self.scheduler.reset(seq)
         self.runner.cache.drop_host(request)
-        seq.version = version
-        start = seq.num_response
-        if seq.segments[-1].start == start:
-            seq.segments.pop()
-        seq.segments.append(Segment(start, version))
+        seq.change_version(version)
         if parked:
             self._set_aside(seq, spill=False)
         elif idle:

@@ -12,7 +12,7 @@ version of its segment.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import NamedTuple
 
@@ -133,6 +133,32 @@ class Sequence:
     @property
     def num_response(self) -> int:
         return len(self.tokens) - self.num_prompt
+
+    def begin_turn(
+        self, token_ids: Seq[int], params: SamplingParams | None, eos_ids: Seq[int]
+    ) -> None:
+        """Given tokens enter the response with loss mask 0; the next turn samples behind them."""
+        if params is not None:
+            self.request = replace(self.request, params=params)
+            self.stop_ids = stop_ids_of(params, eos_ids)
+        self.tokens.extend(token_ids)
+        self.num_tokens = len(self.tokens)
+        self.logprobs.extend([0.0] * len(token_ids))
+        if self.request.params.raw_logprobs:
+            self.raw_logprobs.extend([0.0] * len(token_ids))
+        self.loss_mask.extend([0] * len(token_ids))
+        self.num_scored = self.num_response
+        self.response_max = self.num_response + self.request.params.tokens_max
+        self.turns += 1
+        self.finish = None
+
+    def change_version(self, version: Version) -> None:
+        """What follows is generated under other weights (the `partial` baseline only)."""
+        self.version = version
+        start = self.num_response
+        if self.segments[-1].start == start:
+            self.segments.pop()
+        self.segments.append(Segment(start, version))
 
     def trajectory(self) -> Trajectory:
         """The response as the rest of the system sees it."""

@@ -21,8 +21,9 @@ from typing import Any
 
 from dora_rl.envs.agent_endpoint import AgentEndpoint, Call, Episode, endpoint
 from dora_rl.envs.base import Environment, Observation, Row, Turn
-from dora_rl.envs.load import load_object, one_line
+from dora_rl.envs.load import KEY
 from dora_rl.types import UserError
+from dora_rl.user_code import load_object, one_line
 
 ARGUMENTS = ("base_url", "api_key", "session_id", "row", "seed")
 
@@ -33,7 +34,7 @@ class Agent(Environment):
     opens = True
 
     def __init__(self, agent: str) -> None:
-        self._function = load_object(agent, Path("."))
+        self._function = load_object(agent, Path("."), section="env", key=KEY)
         self._names = _accepted(self._function, agent)
         self._endpoint: AgentEndpoint | None = None
         self._episode: Episode | None = None

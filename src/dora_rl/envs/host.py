@@ -18,9 +18,10 @@ from random import Random
 from typing import Any
 
 from dora_rl.envs.base import Environment, Observation, Row
-from dora_rl.envs.load import LoadedEnvironment, one_line
+from dora_rl.envs.load import LoadedEnvironment
 from dora_rl.envs.text import TurnText, turns_of
 from dora_rl.types import GroupId, RequestId, Version
+from dora_rl.user_code import one_line
 
 THREADS_MAX = 256  # steps of synchronous environments at once
 

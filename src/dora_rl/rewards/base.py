@@ -7,18 +7,14 @@ reason. Invariant: `score(items)` returns exactly one entry for each item, in or
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import re
-import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dora_rl.types import UserError
+from dora_rl.user_code import load_object
 
 if TYPE_CHECKING:
     from dora_rl.config import RewardConfig
@@ -112,59 +108,7 @@ def load_reward(
 
 def load_function(spec: str, base_dir: Path) -> Callable[..., Any]:
     """Import what `file.py:name` or `package.module:name` names; failures are one line."""
-    place, _, name = spec.rpartition(":")
-    try:
-        if place.endswith(".py"):
-            found: Any = _load_file(base_dir / Path(place).expanduser())
-        else:
-            _search_in(base_dir)
-            found = importlib.import_module(place)
-        for part in name.split("."):
-            found = getattr(found, part)
-    except UserError:
-        raise
-    except Exception as error:
-        # Importing runs the user's code, which may raise anything.
-        raise UserError(
-            f"reward: cannot load {spec} ({one_line(error)}); "
-            f"give path/to/file.py:name or package.module:name"
-        ) from error
+    found = load_object(spec, base_dir, section="reward", key="reward.functions")
     if not callable(found):
         raise UserError(f"reward: {spec} is a {type(found).__name__}; give a function")
     return found
-
-
-def _load_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise UserError(f"reward: {path} does not exist; check reward.functions")
-    path = path.resolve()
-    # The name is unique to the file, so that two files called reward.py do not meet.
-    digest = blake2b(str(path).encode(), digest_size=6).hexdigest()
-    name = f"dora_rl_reward_{path.stem}_{digest}"
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    _search_in(path.parent)
-    module = importlib.util.module_from_spec(spec)
-    # Dataclasses and typing look a class's module up by name while it is being executed.
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
-
-
-def _search_in(directory: Path) -> None:
-    """Reward files import their neighbours; last on the path, they shadow nothing."""
-    place = str(directory.resolve())
-    if place not in sys.path:
-        sys.path.append(place)
-
-
-def one_line(error: BaseException) -> str:
-    """Kind and first line of an error that others raised."""
-    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    return f"{type(error).__name__}: {first[:300]}" if first else type(error).__name__

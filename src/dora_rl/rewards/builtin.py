@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from dora_rl.rewards import match
-from dora_rl.rewards.base import CallLimits, Reward, ScoreError, ScoreItem, one_line
+from dora_rl.rewards.base import CallLimits, Reward, ScoreError, ScoreItem
 from dora_rl.rewards.calls import Expired, deadline
 from dora_rl.rewards.function import read_score
 from dora_rl.types import UserError
+from dora_rl.user_code import one_line
 
 Maker = Callable[..., Callable[[ScoreItem], float | None]]
 

@@ -15,10 +15,11 @@ from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any, cast
 
 from dora_rl.rewards import forms
-from dora_rl.rewards.base import CallLimits, ScoreError, ScoreItem, one_line
+from dora_rl.rewards.base import CallLimits, ScoreError, ScoreItem
 from dora_rl.rewards.calls import Expired, deadline, run_async
 from dora_rl.rewards.forms import Form, MissingColumn
 from dora_rl.types import UserError
+from dora_rl.user_code import one_line
 
 NUM_ATTEMPTS_WAITING = 3
 

@@ -17,9 +17,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
 
-from dora_rl.rewards.base import CallLimits, ScoreError, ScoreItem, one_line
+from dora_rl.rewards.base import CallLimits, ScoreError, ScoreItem
 from dora_rl.rewards.match import compiled, last_match
 from dora_rl.types import UserError
+from dora_rl.user_code import one_line
 
 NUM_ATTEMPTS = 3
 RETRY_WAIT_S_MAX = 30.0

@@ -9,8 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
-from dora_rl.rewards.base import ScoreItem, one_line
+from dora_rl.rewards.base import ScoreItem
 from dora_rl.types import UserError
+from dora_rl.user_code import one_line
 
 Scorer = Callable[[ScoreItem], float | None]
 

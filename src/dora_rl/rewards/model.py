@@ -10,9 +10,10 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from dora_rl.rewards.base import CallLimits, ScoreError, ScoreItem, one_line
+from dora_rl.rewards.base import CallLimits, ScoreError, ScoreItem
 from dora_rl.rewards.function import read_score
 from dora_rl.types import UserError
+from dora_rl.user_code import one_line
 
 
 class ModelReward:

@@ -25,7 +25,7 @@ from dora_rl.engine.sequence import Output, Request, Status, mix64, new_sequence
 from dora_rl.engine.sequence import Sequence as Seq
 from dora_rl.engine.stats import EngineStats
 from dora_rl.engine.stops import Decode, hits_stop_string
-from dora_rl.types import Finish, RequestId, SamplingParams, Segment, UserError, Version
+from dora_rl.types import Finish, RequestId, SamplingParams, UserError, Version
 
 if TYPE_CHECKING:
     from dora_rl.engine.weights import TensorSource
@@ -213,17 +213,7 @@ class VllmEngine:
     ) -> None:
         """Next turn of a kept session; vLLM's prefix cache spares what it still has."""
         seq = self._known(request)
-        if params is not None:
-            seq.request = replace(seq.request, params=params)
-        seq.tokens.extend(token_ids)
-        seq.logprobs.extend([0.0] * len(token_ids))
-        if seq.request.params.raw_logprobs:
-            seq.raw_logprobs.extend([0.0] * len(token_ids))
-        seq.loss_mask.extend([0] * len(token_ids))
-        seq.num_tokens, seq.num_scored = len(seq.tokens), seq.num_response
-        seq.response_max = seq.num_response + seq.request.params.tokens_max
-        seq.turns += 1
-        seq.finish = None
+        seq.begin_turn(token_ids, params, self._vllm.eos_ids)
         reason = self._refusal(seq, known=True)
         if reason:
             self.forget(request)
@@ -239,10 +229,7 @@ class VllmEngine:
             raise UserError(f"request {tuple(request)}: version {version} is not resident")
         parked = seq.status is Status.PARKED
         self._unsend(seq)
-        seq.version, start = version, seq.num_response
-        if seq.segments[-1].start == start:
-            seq.segments.pop()
-        seq.segments.append(Segment(start, version))
+        seq.change_version(version)
         self._note(seq)
         if not parked:
             self._go_on(seq)

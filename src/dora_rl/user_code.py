@@ -1,0 +1,78 @@
+"""Objects that the user names: `package.module:name` or `path/to/file.py:name`.
+
+Knows nothing of what they are for. Invariant: whatever is wrong with the name or the code behind it
+is one `UserError` line that names the section and the key.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from hashlib import blake2b
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from dora_rl.types import UserError
+
+
+def load_object(spec: str, base_dir: Path, *, section: str, key: str) -> Any:
+    """What `spec` names; `key` is where the user wrote it, `section` begins the error."""
+    place, _, name = spec.rpartition(":")
+    try:
+        found: Any = _load_module(place, base_dir, section, key)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except UserError:
+        raise
+    except Exception as error:
+        # Importing runs the user's code, which may raise anything.
+        raise UserError(
+            f"{section}: cannot load {spec} ({one_line(error)}); "
+            f"give path/to/file.py:name or package.module:name"
+        ) from error
+    return found
+
+
+def _load_module(place: str, base_dir: Path, section: str, key: str) -> ModuleType:
+    if not place.endswith(".py"):
+        _search_in(base_dir)
+        return importlib.import_module(place)
+    path = base_dir / Path(place).expanduser()
+    if not path.is_file():
+        raise UserError(f"{section}: {path} does not exist; check {key}")
+    return _load_file(path.resolve(), section)
+
+
+def _load_file(path: Path, section: str) -> ModuleType:
+    # The name is unique to the file, so that two files of one name do not meet.
+    digest = blake2b(str(path).encode(), digest_size=6).hexdigest()
+    name = f"dora_rl_{section}_{path.stem}_{digest}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    _search_in(path.parent)
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses and typing look a class's module up by name while it is being executed.
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _search_in(directory: Path) -> None:
+    """The user's files import their neighbours; last on the path, they shadow nothing."""
+    place = str(directory.resolve())
+    if place not in sys.path:
+        sys.path.append(place)
+
+
+def one_line(error: BaseException) -> str:
+    """Kind and first line of an error that others raised."""
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {first[:300]}" if first else type(error).__name__
