@@ -199,6 +199,12 @@ def parked_request_forgotten(patch: pytest.MonkeyPatch) -> None:
     everywhere(patch, "park", forgetting)
 
 
+def parked_without_an_order(patch: pytest.MonkeyPatch) -> None:
+    """The core counts it as parked, the instance goes on decoding it."""
+    original = placement.park
+    everywhere(patch, "park", lambda st, request, out: original(st, request, []))
+
+
 MUTANTS: list[Patch] = [
     no_version_check_at_decode,
     admission_without_the_bound,
@@ -217,6 +223,7 @@ MUTANTS: list[Patch] = [
     nothing_fed_again_after_a_trainer_restart,
     sealed_version_trained_again,
     parked_request_forgotten,
+    parked_without_an_order,
 ]
 
 

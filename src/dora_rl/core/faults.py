@@ -33,6 +33,7 @@ from dora_rl.core.placement import (
     park,
     pressured,
     queue,
+    relocate,
     start_move,
     touch,
 )
@@ -157,9 +158,12 @@ def on_moved(state: State, event: Moved, now: float, out: list[Action]) -> None:
     request = current(state, event.request, event.epoch)
     if request is None or request.phase is not Phase.MOVING or request.dest != event.dst:
         return
+    dst = state.instances[event.dst]
     end_move(state, request)
     request.base_tokens = event.num_tokens
-    attach(state, request, state.instances[event.dst])
+    attach(state, request, dst)
+    if request.version in dst.leaving or not dst.awake:  # decided while it was on its way
+        relocate(state, dst, request.version, now, out)
 
 
 def on_move_failed(state: State, event: MoveFailed, now: float, out: list[Action]) -> None:
@@ -177,7 +181,7 @@ def on_move_failed(state: State, event: MoveFailed, now: float, out: list[Action
         queue(state, request, src, first=True)
         return
     attach(state, request, src)
-    if request.version in src.leaving:
+    if request.version in src.leaving or not src.awake:
         park(state, request, out)
 
 

@@ -62,6 +62,8 @@ def _check_requests(state: State) -> None:
             if request.phase is Phase.RUNNING:
                 assert home is not None and request.id in home.requests
                 assert request.version in home.held, "a request runs without its weights"
+                assert request.version not in home.leaving, "a request runs where its version goes"
+                assert home.awake, "a request runs on a sleeping instance"
             elif request.phase is Phase.MOVING:
                 dst = state.instances.get(request.dest or "")
                 assert home is not None and dst is not None and request.id in dst.incoming

@@ -152,10 +152,13 @@ class InstanceWorker:
             case act.Dispatch():
                 self._dispatch(action, message)
             case act.Load():
-                self.awaited.append(action.version)
+                under_way = [*self.awaited, *(version for version, _ in self.loads)]
+                if action.version not in under_way:  # asked again when it took long
+                    self.awaited.append(action.version)
             case act.Unload():
                 self.engine.retire(action.version)
             case act.Abort():
+                self.arrivals.give_up(action.request, action.epoch)
                 if self.epochs.get(action.request) == action.epoch:
                     if self.exports.pop(action.request, None) is not None:
                         self._path_of(action.request, action.epoch).unlink(missing_ok=True)
@@ -305,7 +308,8 @@ class InstanceWorker:
             export.cancel()
 
     def _path_of(self, rid: RequestId, epoch: int) -> Path:
-        return self.transfer_root / f"{rid.group}.{rid.sample}.{epoch}.kv"
+        """Named after this instance: the next one may export the same request at any moment."""
+        return self.transfer_root / f"{rid.group}.{rid.sample}.{epoch}.{self.name}.kv"
 
     def _import(self, body: dict[str, Any]) -> None:
         """Take a request over: with nothing but its tokens, from this host, or from another."""

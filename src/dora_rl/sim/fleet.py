@@ -144,7 +144,7 @@ class Fleet:
             case act.Load():
                 self._load(instance, action)
             case act.Unload():
-                instance.loaded.pop(action.version, None)
+                instance.unload(action.version)
             case act.Abort():
                 self._abort(instance, action.request, action.epoch)
             case act.Park():

@@ -131,6 +131,13 @@ class SimInstance:
             return f"{self.name} does not hold version {version}"
         return None
 
+    def unload(self, version: Version) -> None:
+        """As strict as the real engine: weights go only when nothing decodes under them."""
+        assert version in self.loaded, f"{self.name} unloads version {version}, not held"
+        users = [tuple(rid) for rid, r in self.running.items() if r.version == version]
+        assert not users, f"{self.name} unloads version {version} with requests {users}"
+        del self.loaded[version]
+
     def add(self, request: SimRequest) -> None:
         request.ends_at = self.counter + request.total - request.done
         self.running[request.id] = request

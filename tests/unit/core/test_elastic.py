@@ -105,3 +105,30 @@ def test_levelling_leaves_a_sleeping_instance_alone() -> None:
     hand.complete(0)
     assert not hand.state.instances["e"].awake and hand.state.instances["e"].loading == 0
     assert not only(hand.tell(ev.Loaded("e", 0)), act.Move)
+
+
+def test_what_arrives_at_an_instance_that_fell_asleep_does_not_stay() -> None:
+    """Levelling hands requests over to `e`; the batch closes while they are on their way."""
+    hand = Hand(
+        batch_groups=1,
+        group_size=1,
+        num_steps=4,
+        max_staleness=3,
+        inflight_groups=4,
+        level_running=True,
+        level_slack=0.0,
+    )
+    hand.begin({"s": 4})
+    hand.join("e", 4, elastic=True)
+    moves = only(hand.tell(ev.Loaded("e", 0)), act.Move)
+    assert len(moves) == 2 and {m.dst for m in moves} == {"e"}
+    stayed = [g.id for g in hand.running() if hand.request(g.id).phase is Phase.RUNNING]
+    hand.complete(stayed[0])
+    assert not hand.state.instances["e"].awake
+    actions: list[act.Action] = []
+    for move in moves:
+        actions += hand.tell(ev.Moved(move.request, move.epoch, "s", "e", 5, 5))
+    onwards = only(actions, act.Move)
+    assert {(m.request, m.src, m.dst) for m in onwards} == {(m.request, "e", "s") for m in moves}
+    hand.to_the_end()
+    hand.audit()

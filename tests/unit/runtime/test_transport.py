@@ -12,10 +12,12 @@ import pytest
 import torch
 
 from dora_rl.ports import Canary
+from dora_rl.runtime.arrivals import Arrivals
 from dora_rl.runtime.depot import Depot, Fetched
 from dora_rl.runtime.transport import Link, Refused, TransportError
 from dora_rl.runtime.weights import SharedMemoryWeightStore
 from dora_rl.runtime.weights_file import TENSORS_FILE
+from dora_rl.types import RequestId
 
 KEY = b"k" * 32
 WAIT_S = 20.0
@@ -181,3 +183,22 @@ def test_strangers_are_refused(hosts: list[Place]) -> None:
         time.sleep(0.01)
     assert hosts[0].depot.server.num_refused == 1
     Link.connect(hosts[0].address, KEY).close()
+
+
+def test_a_request_given_up_on_its_way_is_never_there(hosts: list[Place], tmp_path: Path) -> None:
+    """Its instance would decode it for nobody, and could not unload its version."""
+    (tmp_path / "0" / "kv").mkdir(exist_ok=True)
+    arrivals = Arrivals(KEY)
+    for sample in (0, 1):
+        (tmp_path / "0" / "kv" / f"{sample}.kv").write_bytes(bytes([sample]) * 9)
+        body = {"group": 7, "sample": sample, "epoch": 2, "path": f"{sample}.kv"}
+        arrivals.fetch(body | {"depot": hosts[0].address})
+    arrivals.give_up(RequestId(7, 0), epoch=2)
+    arrivals.give_up(RequestId(7, 1), epoch=1)  # of an earlier start: not this one
+    came: list[tuple[int, bytes]] = []
+    until = time.monotonic() + WAIT_S
+    while arrivals.num_open and time.monotonic() < until:
+        for body, data in arrivals.take():
+            assert not isinstance(data, TransportError), data
+            came.append((body["sample"], bytes(data)))
+    assert came == [(1, bytes([1]) * 9)]
