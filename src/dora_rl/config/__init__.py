@@ -348,7 +348,8 @@ class ResourcesConfig(Section):
     """[resources] devices of a cluster: how many for each role."""
 
     learner_ranks: int = Field(default=1, ge=1)  # processes that share the learner (FSDP2)
-    devices_per_instance: int = Field(default=1, ge=1)  # GPUs of one instance (vLLM)
+    # GPUs of one instance. More than one: vLLM's tensor parallelism (the native engine has one).
+    devices_per_instance: int = Field(default=1, ge=1)
     # So many of the instances sit on the learner's devices and sleep while it computes.
     elastic_instances: int = Field(default=0, ge=0)
     # Up to so many instances where hosts with room join a running cluster. 0: as many as asked for.

@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -30,6 +30,14 @@ class TensorSource(Protocol):
 
     def names(self) -> Sequence[str]: ...
     def tensor(self, name: str) -> Tensor: ...
+
+
+@runtime_checkable
+class FileSource(Protocol):
+    """A source whose tensors lie in safetensors files that other processes may open."""
+
+    @property
+    def files(self) -> Sequence[Path]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +88,10 @@ class HfDirectory:
                 "only safetensors are read"
             )
         self._file_of: dict[str, str] = files
+
+    @property
+    def files(self) -> Sequence[Path]:
+        return [self.path / name for name in sorted(set(self._file_of.values()))]
 
     def names(self) -> Sequence[str]:
         return list(self._file_of)

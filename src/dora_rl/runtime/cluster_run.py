@@ -195,7 +195,9 @@ def demand_of(config: RunConfig, layout: Layout, role: str, name: str) -> dict[s
         return {}
     if gpus:
         return {"GPU": 0.5 if elastic else float(resources.devices_per_instance)}
-    return {} if elastic else {"CPU": float(config.rollout.threads)}
+    return (
+        {} if elastic else {"CPU": float(config.rollout.threads * resources.devices_per_instance)}
+    )
 
 
 def check_room(config: RunConfig, layout: Layout, cluster: Cluster) -> None:

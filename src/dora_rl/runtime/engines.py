@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from dora_rl.config import RunConfig
 from dora_rl.engine.models import read_spec
 from dora_rl.engine.options import EngineOptions
-from dora_rl.types import UserError
+from dora_rl.types import Mode, UserError
 
 if TYPE_CHECKING:
     from dora_rl.engine.backends.vllm import VllmEngine
     from dora_rl.engine.engine import Engine
     from dora_rl.engine.journal import Journal
     from dora_rl.engine.stops import Decode
+
+COLOCATED = (Mode.SYNC, Mode.PARTIAL, Mode.REPLICATION)  # instances on the learner's devices
 
 InstanceEngine: TypeAlias = "Engine | VllmEngine"
 
@@ -36,8 +38,13 @@ def resident_limit(config: RunConfig, wanted: int) -> int:
 
 def check_backend(config: RunConfig) -> None:
     """One line, before anything starts, where the backend cannot do what is asked."""
-    rollout = config.rollout
+    rollout, each = config.rollout, config.resources.devices_per_instance
     if rollout.backend != "vllm":
+        if each > 1:
+            raise UserError(
+                f"resources.devices_per_instance = {each}: the native engine runs on one device; "
+                'set it to 1, or rollout.backend = "vllm"'
+            )
         return
     found = find_spec("vllm")
     if found is None or found.origin is None:
@@ -50,6 +57,24 @@ def check_backend(config: RunConfig) -> None:
         raise UserError(
             "rollout.raw_logprobs with a temperature or filters needs two log-probs per token; "
             'vLLM gives one: use rollout.backend = "native"'
+        )
+    _check_split(config)
+
+
+def _check_split(config: RunConfig) -> None:
+    each = config.resources.devices_per_instance
+    if each == 1:
+        return
+    if config.orchestration.mode in COLOCATED or config.resources.elastic_instances:
+        raise UserError(
+            f"resources.devices_per_instance = {each}: instances that share the learner's devices "
+            "have one each; choose another orchestration.mode, and no resources.elastic_instances"
+        )
+    heads = read_spec(config.model.path).num_heads
+    if heads % each:
+        raise UserError(
+            f"resources.devices_per_instance = {each} does not divide the model's {heads} "
+            "attention heads"
         )
 
 
@@ -85,6 +110,7 @@ def _make_vllm(
         eos_ids=read_eos_ids(config.model.path),
         lora_rank=options.lora_rank,
         trust_remote_code=config.model.trust_remote_code,
+        num_devices=config.resources.devices_per_instance,
     )
     engine = VllmEngine(vllm, options, decode, journal)
     if options.lora_rank:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,10 @@ from typing import Any
 from dora_rl.config import RunConfig
 from dora_rl.core.modes import policy_of
 from dora_rl.runtime.crew import Crew
-from dora_rl.runtime.engines import resident_limit
+from dora_rl.runtime.devices import assign_gpus, visible_gpus
+from dora_rl.runtime.engines import COLOCATED, resident_limit
 from dora_rl.runtime.settings import core_params
 from dora_rl.runtime.weights import shared_memory_root
-from dora_rl.types import Mode
-
-COLOCATED = (Mode.SYNC, Mode.PARTIAL, Mode.REPLICATION)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +38,7 @@ class Layout:
     learner_threads: int
     weights_root: Path
     transfer_root: Path
+    gpus: Mapping[str, tuple[str, ...]]  # that an instance alone sees; the others share the first
 
     @property
     def has_elastic(self) -> bool:
@@ -57,6 +57,7 @@ class Layout:
             "beside_learner": self.is_elastic(name) and not self.elastic,
             "weights_root": str(self.weights_root),
             "transfer_root": str(self.transfer_root),
+            "gpus": list(self.gpus.get(name, ())),
         }
 
     def learner_extra(self, name: str, meeting: Path) -> dict[str, Any]:
@@ -107,10 +108,13 @@ def plan_layout(config: RunConfig, device: str) -> Layout:
     root = shared_memory_root(config.weights, config.runtime.run_dir)
     factor = config.env.slots_factor if config.env.environments else 1.0
     transfer = root.with_name(root.name + "-transfer")
+    names = tuple(f"instance{i}" for i in range(config.rollout.num_instances))
+    here = config.runtime.kind == "local" and device != "cpu"  # on a cluster Ray gives them out
+    split = here and config.resources.devices_per_instance > 1
     return Layout(
         device=device,
         num_cores=num_cores,
-        instances=tuple(f"instance{i}" for i in range(config.rollout.num_instances)),
+        instances=names,
         learners=rank_names(config.resources.learner_ranks),
         resident_max=resident,
         elastic=colocated,
@@ -119,4 +123,5 @@ def plan_layout(config: RunConfig, device: str) -> Layout:
         learner_threads=config.trainer.threads or (num_cores if colocated else 1),
         weights_root=root,
         transfer_root=transfer,
+        gpus=assign_gpus(config, names, visible_gpus()) if split else {},
     )

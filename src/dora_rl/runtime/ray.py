@@ -144,7 +144,8 @@ def _alive() -> list[Host]:
 
 def open_cluster(config: RunConfig) -> RayCluster:
     """The cluster a run asks for: at `runtime.address`, else one of its own on this machine."""
-    threads = config.rollout.num_instances * config.rollout.threads
+    resources, rollout = config.resources, config.rollout
+    threads = rollout.num_instances * rollout.threads * resources.devices_per_instance
     return RayCluster(
-        config.runtime.address, max(os.cpu_count() or 1, threads + config.resources.learner_ranks)
+        config.runtime.address, max(os.cpu_count() or 1, threads + resources.learner_ranks)
     )

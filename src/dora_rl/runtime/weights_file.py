@@ -285,6 +285,10 @@ class SealedFile:
     def num_bytes(self) -> int:
         return self.manifest.num_bytes
 
+    @property
+    def files(self) -> Sequence[Path]:
+        return (self.path,)
+
     def names(self) -> Sequence[str]:
         """Layer by layer: what stood before the layers, layer 0, 1, …, what stood after."""
         return layer_order([t.name for t in self.manifest.tensors])

@@ -21,6 +21,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from dora_rl.config import RunConfig
+from dora_rl.runtime.devices import VISIBLE
 from dora_rl.runtime.full_disk import full_line, is_full
 from dora_rl.runtime.weights_file import WeightsError
 from dora_rl.runtime.wire import Channel
@@ -85,6 +86,8 @@ def main() -> int:
     end_with_parent()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the controller decides when to end
+    if setup.extra.get("gpus"):
+        os.environ[VISIBLE] = ",".join(setup.extra["gpus"])  # before anything asks CUDA
     if setup.config.runtime.threads:
         os.environ.setdefault("OMP_NUM_THREADS", str(setup.config.runtime.threads))
     serve(setup)

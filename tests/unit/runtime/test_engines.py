@@ -7,6 +7,8 @@ from importlib.util import find_spec
 import pytest
 
 from dora_rl.config import RunConfig
+from dora_rl.engine.backends.vllm_process import VllmOptions, vllm_arguments
+from dora_rl.engine.options import EngineOptions
 from dora_rl.runtime.engines import adapter_rank, check_backend, resident_limit
 from dora_rl.types import UserError
 
@@ -30,3 +32,17 @@ def test_a_missing_vllm_is_one_line() -> None:
     check_backend(config())
     with pytest.raises(UserError, match="not installed here"):
         check_backend(config(rollout={"backend": "vllm"}))
+
+
+def test_the_native_engine_has_one_device() -> None:
+    with pytest.raises(UserError, match=r"devices_per_instance = 2: the native engine"):
+        check_backend(config(resources={"devices_per_instance": 2}))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_several_devices_share_the_layers_of_vllm(device: str) -> None:
+    told = vllm_arguments(VllmOptions("model", (), num_devices=4), EngineOptions(device=device))
+    assert told["tensor_parallel_size"] == 4
+    assert told["distributed_executor_backend"] == "mp", "a process for each"
+    one = vllm_arguments(VllmOptions("model", ()), EngineOptions(device="cpu"))
+    assert (one["tensor_parallel_size"], one["distributed_executor_backend"]) == (1, "uni")

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dora_rl.engine.backends.vllm_process import VllmOptions, VllmProcess
@@ -25,6 +26,7 @@ from dora_rl.engine.sequence import Output, Request, Status, mix64, new_sequence
 from dora_rl.engine.sequence import Sequence as Seq
 from dora_rl.engine.stats import EngineStats
 from dora_rl.engine.stops import Decode, hits_stop_string
+from dora_rl.engine.weights import FileSource
 from dora_rl.types import Finish, RequestId, SamplingParams, UserError, Version
 
 if TYPE_CHECKING:
@@ -65,7 +67,15 @@ class VllmEngine:
     def load_base(self, source: TensorSource) -> None:
         """The frozen weights under every adapter."""
         assert not self._seqs, "the base is loaded before any request"
-        self._process.load((name, source.tensor(name)) for name in source.names())
+        self._process.load(source, self._files_of(source))
+
+    def _files_of(self, source: object) -> Sequence[Path]:
+        """What the processes of several devices read."""
+        if self._vllm.num_devices == 1:
+            return ()
+        if not isinstance(source, FileSource):
+            raise UserError("an instance of several devices loads weights from files alone")
+        return source.files
 
     def load(self, version: Version, source: SealedWeights, verify: bool = True) -> None:
         for _ in self.load_layers(version, source, verify):
@@ -83,7 +93,7 @@ class VllmEngine:
         if self._vllm.lora_rank:
             self._process.load_adapter(version, reader)
         else:
-            self._process.load((name, reader.tensor(name)) for name in reader.names())
+            self._process.load(reader, self._files_of(source))
         yield "weights"
         if verify:
             checked.check()

