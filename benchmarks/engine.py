@@ -100,6 +100,7 @@ def make_engine(
         versions_max=versions or max(args.versions),
         lora_rank=args.lora_rank if args.lora_versions else 0,
         one_pass=not args.plain,
+        compiled=not args.torch,
         async_steps=not args.sync_steps,
         cuda_graphs=not args.eager,
     )
@@ -311,6 +312,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--bandwidth-gbs", type=float, default=0.0)
     parser.add_argument("--plain", action="store_true", help="one pass per version")
+    parser.add_argument("--torch", action="store_true", help="on the CPU: no compiled kernels")
     parser.add_argument("--sync-steps", action="store_true", help="read tokens before planning")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--vllm", action="store_true")

@@ -36,6 +36,11 @@ def make_runner(spec: ModelSpec, options: EngineOptions) -> Runner:
         from dora_rl.engine.cuda.runner import CudaRunner
 
         return CudaRunner(spec, options)
+    from dora_rl.engine.compiled.runner import CompiledRunner, usable
+
+    kernels = usable(spec, options)
+    if kernels is not None:
+        return CompiledRunner(spec, options, kernels)
     from dora_rl.engine.runner import CpuRunner
 
     return CpuRunner(spec, options)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from dora_rl.engine import pages
 from dora_rl.engine.options import EngineOptions
 from dora_rl.engine.plan import Copy, Plan, Restore, Scrub, Spill
 from dora_rl.engine.spec import ModelSpec
@@ -66,7 +67,7 @@ class KvCache:
             options.block_tokens,
             spec.head_dim,
         )
-        self.kv = torch.zeros(shape, dtype=DTYPES[options.dtype], device=options.device)
+        self.kv = pages.empty(shape, DTYPES[options.dtype], options.device).zero_()
         self._host: dict[RequestId, Tensor] = {}
         self._pinned = options.device.startswith("cuda")
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from dora_rl.engine import pages
 from dora_rl.engine.cache import DTYPES
 from dora_rl.engine.lora import NUM_PARTS, Adapters, LoraShape
 from dora_rl.engine.options import EngineOptions
@@ -207,7 +207,7 @@ class ModelWeights:
     def _new(self, name: str, *shape: int) -> Tensor:
         if self._lora is not None and name.split(".")[-1] in NUM_PARTS and len(shape) == 2:
             shape = (shape[0] + self._lora.padding(name), shape[1])
-        param = torch.empty((self.num_slots, *shape), dtype=self.dtype, device=self._device)
+        param = pages.empty((self.num_slots, *shape), self.dtype, self._device)
         self._params[name] = param
         return param
 
