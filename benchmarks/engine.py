@@ -100,7 +100,7 @@ def make_engine(
         versions_max=versions or max(args.versions),
         lora_rank=args.lora_rank if args.lora_versions else 0,
         one_pass=not args.plain,
-        compiled=not args.torch,
+        compiled_kernels=not args.torch,
         async_steps=not args.sync_steps,
         cuda_graphs=not args.eager,
     )

@@ -137,6 +137,7 @@ class RolloutConfig(Section):
     versions_max: int = Field(default=0, ge=0)  # resident on one instance; 0: from max_staleness
     prefix_cache: bool = True  # share the blocks of equal prompts
     one_pass: bool = True  # all versions in one pass; off: one pass each
+    compiled_kernels: bool = True  # on a CPU: compiled at first use, if there is a C compiler
     cuda_graphs: bool = True  # replay a decode step as one launch
     async_steps: bool = True  # on a GPU: launch a step before the last one is read
     verify_weights: bool = True  # check the checksum and the canary of every version loaded
@@ -146,7 +147,7 @@ class RolloutConfig(Section):
         """Arguments of `engine.options.EngineOptions` for one instance on `device`."""
         names = (
             "block_tokens num_blocks kv_bytes_max host_blocks_max seqs_max context_max "
-            "prefix_cache one_pass cuda_graphs async_steps"
+            "prefix_cache one_pass compiled_kernels cuda_graphs async_steps"
         )
         return {name: getattr(self, name) for name in names.split()} | {
             "device": device,

@@ -34,7 +34,7 @@ class EngineOptions:
     prefix_blocks_max: int = 0  # idle prompt blocks kept for reuse; 0 is an eighth of the pool
     tile_rows: int = 0
     one_pass: bool = True  # all resident versions in one pass; False is the plain oracle
-    compiled: bool = True  # on the CPU: kernels compiled here, where that can be done; else torch
+    compiled_kernels: bool = True  # on the CPU, where a C compiler is; otherwise torch
     cuda_graphs: bool = True
     async_steps: bool = True  # on a GPU: launch a step before the tokens of the last one are read
 

@@ -49,6 +49,7 @@ class Machine:
     memory_free_bytes: int
     shm_bytes: int
     shm_free_bytes: int
+    kernel_lanes: int  # of the engine's compiled CPU kernels; 0: there are none
     gpus: tuple[dict[str, Any], ...]
     libraries: dict[str, str | None]
 
@@ -64,6 +65,9 @@ class Machine:
             f"Python {self.python}; {self.cores} of {self.cores_online} cores may be used",
             f"memory {self.memory_free_bytes / GIB:.1f} of {self.memory_bytes / GIB:.1f} GiB free; "
             f"shared memory {self.shm_free_bytes / GIB:.1f} of {self.shm_bytes / GIB:.1f} GiB free",
+            f"the engine's CPU kernels: compiled, {self.kernel_lanes} lanes"
+            if self.kernel_lanes
+            else "the engine's CPU kernels: none (no C compiler); generating on the CPU is slower",
             *(gpus or ["no GPU"]),
             "has " + ", ".join(there),
             "has not " + ", ".join(missing),
@@ -81,6 +85,7 @@ def look() -> Machine:
         memory_free_bytes=_memory_free(page),
         shm_bytes=shm.total if shm else 0,
         shm_free_bytes=shm.free if shm else 0,
+        kernel_lanes=_kernel_lanes(),
         gpus=_gpus(),
         libraries={name: _version(name) for name in LIBRARIES},
     )
@@ -100,6 +105,15 @@ def _version(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
+
+
+def _kernel_lanes() -> int:
+    if _version("torch") is None:
+        return 0
+    from dora_rl.engine.compiled.library import load
+
+    kernels = load()
+    return kernels.lanes if kernels else 0
 
 
 def _gpus() -> tuple[dict[str, Any], ...]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -50,13 +51,14 @@ PARAMS = (
 class World:
     """Two tight engines and the models they load, reused over examples because they are costly."""
 
-    def __init__(self, paths: list[Path], journal_dir: Path, one_pass: bool = True) -> None:
+    def __init__(self, paths: list[Path], journal_dir: Path, compiled: bool) -> None:
         self.paths, self.journal_dir = paths, journal_dir
         spec = read_spec(paths[0])
-        self.alone = Engine(spec, ROOMY)
+        roomy, tight = (replace(o, compiled_kernels=compiled) for o in (ROOMY, TIGHT))
+        self.alone = Engine(spec, roomy)
         for version, path in enumerate(paths):
             self.alone.load(version, path)
-        self.engines = [Engine(spec, TIGHT), Engine(spec, TIGHT)]
+        self.engines = [Engine(spec, tight), Engine(spec, tight)]
         self.solo = cache(self._solo)
 
     def reset(self) -> None:
@@ -80,12 +82,14 @@ class World:
                     return output.trajectory
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=[True, False], ids=["compiled", "torch"])
 def world(
-    saved: Callable[..., tuple[object, Path]], tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    saved: Callable[..., tuple[object, Path]],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> World:
     paths = [saved("qwen3", seed)[1] for seed in range(3)]
-    return World(paths, tmp_path_factory.mktemp("journals"))
+    return World(paths, tmp_path_factory.mktemp("journals"), request.param)
 
 
 class Story:

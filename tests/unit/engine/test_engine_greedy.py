@@ -56,8 +56,14 @@ def check_against(model: PreTrainedModel, trajectory: Trajectory) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     "options",
-    [{}, {"step_tokens_max": 9}, {"num_blocks": 9, "host_blocks_max": 4}],
-    ids=["roomy", "chunked", "pre-empted"],
+    [
+        {},
+        {"step_tokens_max": 9},
+        {"num_blocks": 9, "host_blocks_max": 4},
+        {"step_tokens_max": 9, "compiled_kernels": False},
+        {"num_blocks": 9, "host_blocks_max": 4, "compiled_kernels": False},
+    ],
+    ids=["roomy", "chunked", "pre-empted", "chunked-torch", "pre-empted-torch"],
 )
 def test_equals_transformers(family: str, options: dict[str, int], saved: Saved) -> None:
     model, path = saved(family)

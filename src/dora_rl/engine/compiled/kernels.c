@@ -127,7 +127,7 @@ typedef struct {
 } Segment;
 
 typedef struct {
-  int64_t num_rows, num_segments, num_logits, table_width, block_tokens, num_blocks, threads;
+  int64_t num_rows, num_segments, table_width, block_tokens, num_blocks, threads;
   const int64_t *token_ids, *positions, *table_rows, *table, *logit_rows;
   const Segment *segments;       /* of rows */
   const Segment *logit_segments; /* of logit rows */

@@ -2,7 +2,8 @@
 
 The library is kept in the user's cache directory under a name made of the source, the flags, the
 compiler and the processor, so that a home directory shared by unlike machines is safe. Nothing is
-trusted: a new library must first agree with torch on an odd product, an attention and a draw.
+trusted: a loaded library must first agree with torch on an odd product, and with itself on rows
+that stand alone.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from ctypes import POINTER, Structure, c_float, c_int64, c_void_p
 from hashlib import blake2b
 from pathlib import Path
@@ -22,7 +24,8 @@ import torch
 from torch import Tensor
 
 SOURCE = Path(__file__).with_name("kernels.c")
-FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-shared", "-fPIC")
+FLAGS = ("-O3", "-fno-math-errno", "-shared", "-fPIC")
+MACHINE_FLAGS = (("-march=native", "-fopenmp"), ("-march=native",), ("-mcpu=native",), ())
 COMPILE_S_MAX = 120
 HEAD_VECTORS = (1, 2, 4, 8, 16)  # head sizes in vectors that the attention is written for
 
@@ -55,7 +58,7 @@ class StepPointers(Structure):
     """`Step` in kernels.c."""
 
     _fields_ = [
-        *((name, c_int64) for name in ("num_rows", "num_segments", "num_logits", "table_width")),
+        *((name, c_int64) for name in ("num_rows", "num_segments", "table_width")),
         *((name, c_int64) for name in ("block_tokens", "num_blocks", "threads")),
         *((name, c_void_p) for name in ("token_ids", "positions", "table_rows", "table")),
         *((name, c_void_p) for name in ("logit_rows", "segments", "logit_segments", "kv")),
@@ -126,12 +129,13 @@ def load() -> Kernels | None:
     return kernels if agrees_with_torch(kernels) else None
 
 
-def build() -> Path | None:
-    """Where the compiled library is; compiles it if it is not there yet."""
+def build(machine_flags: Sequence[Sequence[str]] = MACHINE_FLAGS) -> Path | None:
+    """Where the compiled library is; compiles it, with the first flags that work, if it is not."""
     compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
     if compiler is None:
         return None
-    key = (SOURCE.read_text(), " ".join(FLAGS), _said(compiler, "--version"), _processor())
+    version = _said(compiler, "--version")
+    key = (SOURCE.read_text(), FLAGS, tuple(machine_flags), version, _processor())
     name = f"kernels-{blake2b(repr(key).encode(), digest_size=10).hexdigest()}.so"
     folder = _cache_folder()
     path = folder / name
@@ -139,8 +143,8 @@ def build() -> Path | None:
         return path
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         made = Path(scratch) / name
-        for parallel in (("-fopenmp",), ()):
-            command = [compiler, *FLAGS, *parallel, "-o", str(made), str(SOURCE), "-lm"]
+        for more in machine_flags:
+            command = [compiler, *FLAGS, *more, "-o", str(made), str(SOURCE), "-lm"]
             if _runs(command):
                 made.replace(path)  # another process may have been quicker; both are the same
                 return path

@@ -44,7 +44,7 @@ QUERIES_MAX = 4  # query heads that the attention takes at once
 def usable(spec: ModelSpec, options: EngineOptions) -> Kernels | None:
     """The kernels, where they are wanted, can be had, and know this kind of model."""
     dense = spec.moe is None and not options.lora_rank and options.dtype == "float32"
-    if not options.compiled or not dense:
+    if not options.compiled_kernels or not dense:
         return None
     kernels = load()
     if kernels is None or not kernels.takes(spec.hidden, spec.intermediate, spec.head_dim):
@@ -143,7 +143,6 @@ class CompiledRunner:
         step = StepPointers(
             num_rows=len(rows.token_ids),
             num_segments=len(rows.segments),
-            num_logits=len(rows.logit_rows),
             table_width=table.shape[1],
             block_tokens=self.options.block_tokens,
             num_blocks=cache.kv.shape[2],
