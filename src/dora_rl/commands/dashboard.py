@@ -23,12 +23,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from dora_rl.dashboard.watcher import Watcher
-    from dora_rl.observe.eventlog import segments
+    from dora_rl.observe.segments import segments, start_readers
 
-    if not segments(events_folder(args.run)):
+    events = events_folder(args.run)
+    if not segments(events):
         raise UserError(f"{args.run} holds no event log; give the run directory of a run")
-    watcher = Watcher(args.run)
+    readers = start_readers(events)  # they are at work while we load the rest
+    from dora_rl.dashboard.watcher import Watcher
+
+    watcher = Watcher(args.run, readers=readers)
     watcher.start()
     try:
         from dora_rl.dashboard.server import Server

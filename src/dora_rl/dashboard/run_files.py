@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from dora_rl.observe.eventlog import segments
+from dora_rl.observe.segments import segments
 
 SILENT_S = 10.0  # the controller writes a tick at least every second
 

@@ -22,6 +22,7 @@ from dora_rl.dashboard.run_files import RunFiles
 from dora_rl.dashboard.timeline import Stays, timeline
 from dora_rl.dashboard.verdict import Verdict
 from dora_rl.observe.history import History
+from dora_rl.observe.segments import SegmentReaders
 from dora_rl.observe.tail import LogTail, read_columns
 from dora_rl.types import UserError
 
@@ -33,10 +34,12 @@ CACHED_MAX = 64
 class Watcher:
     """`lock` is held while the history changes and while a document is made from it."""
 
-    def __init__(self, run: Path, *, audit: bool = True) -> None:
+    def __init__(
+        self, run: Path, *, audit: bool = True, readers: SegmentReaders | None = None
+    ) -> None:
         self.files = RunFiles(run)
         self.history = History()
-        self.tail = LogTail(self.files.events)
+        self.tail = LogTail(self.files.events, readers)
         self.revision = 0
         self.share_read = 0.0
         self.error = ""

@@ -26,6 +26,8 @@ _HIGH = np.uint64(0x8080808080808080)
 _DIGITS = np.uint64(0x3030303030303030)
 _UP_TO_NINE = np.uint64(0x7676767676767676)  # carries into the high bit from ten on
 _HASH = np.uint64(0x9E3779B97F4A7C15)
+_ZERO = np.uint8(ord("0"))
+_TABLE_BITS = 12
 _TENS = 10 ** np.arange(17, dtype=np.int64)
 
 
@@ -63,15 +65,29 @@ class ByteFields:
             raise Unusual("no number")
         return values, at + sizes
 
+    def small_ints(self, at: Places) -> tuple[NDArray[np.int64], Places]:
+        """The same, where nearly always one digit is all there is."""
+        values = self.bytes[at] - _ZERO
+        if (values > 9).any() or (self.bytes[at + 1] - _ZERO <= 9).any():
+            return self.ints(at)
+        return values.astype(np.int64), at + 1
+
+    def ends(self, at: Places) -> Places:
+        """The places behind whole numbers that nobody asks for."""
+        sizes = _num_digits(self.words[at] ^ _DIGITS).view(np.int64)
+        if not sizes.all() or (sizes == 64).any():
+            return self.ints(at)[1]
+        return at + (sizes >> 3)
+
     def _short_ints(self, at: Places) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The first eight digits at most, and how many they are. Added up in pairs, then fours."""
         word = self.words[at] ^ _DIGITS
-        num = _index_of_first(((word + _UP_TO_NINE) | word) & _HIGH)
-        word = np.where(num > 0, word << ((_u(8) - num) << _u(3)), _u(0))
+        bits = _num_digits(word)
+        word <<= _u(64) - bits  # by 64 where there is no digit, which leaves 0
         word = (word * _u(10) + (word >> _u(8))) & _u(0x00FF00FF00FF00FF)
         word = (word * _u(100) + (word >> _u(16))) & _u(0x0000FFFF0000FFFF)
         word = (word * _u(10000) + (word >> _u(32))) & _u(0xFFFFFFFF)
-        return word.astype(np.int64), num.astype(np.int64)
+        return word.view(np.int64), (bits >> _u(3)).view(np.int64)
 
     def seconds(self, at: Places) -> NDArray[np.float64]:
         """Times, to eight digits after the point. Short ones may have an exponent: read whole."""
@@ -102,29 +118,58 @@ class ByteFields:
 
     def texts(self, at: Places, end: bytes) -> tuple[list[str], NDArray[np.int64], Places]:
         """Characters up to `end`: the different texts, which of them each is, and the ends."""
-        keys, after = np.zeros(len(at), np.uint64), at.copy()
-        rest, mark = np.arange(len(at)), _ONES * _u(end[0])
+        mark = _ONES * _u(end[0])
+        keys, bits = _hashed(self.words[at], mark)
+        after = at + (bits >> _u(3)).view(np.int64)
+        rest = np.flatnonzero(bits == 64)
         for _ in range(TEXT_WORDS_MAX):
-            word = self.words[after[rest]]
-            other = word ^ mark
-            num = _index_of_first((other - _ONES) & ~other & _HIGH)
-            keep = np.where(num > 0, ~_u(0) >> ((_u(8) - num) << _u(3)), _u(0))
-            keys[rest] = (keys[rest] ^ (word & keep)) * _HASH + num
-            after[rest] += num.astype(np.int64)
-            rest = rest[num == 8]
             if not len(rest):
                 break
+            more, bits = _hashed(self.words[after[rest]], mark)
+            keys[rest] = keys[rest] * _HASH + more
+            after[rest] += (bits >> _u(3)).view(np.int64)
+            rest = rest[bits == 64]
         else:
             raise Unusual("a text without an end")
         if (self.bytes[after - 1] == ord("\\")).any():
             raise Unusual("a quotation mark within a text")
-        _, first, codes = np.unique(keys, return_index=True, return_inverse=True)
+        first, codes = _different(keys)
         raw = [self.data[at[i] : after[i]].decode() for i in first]
         texts = [json.loads(f'"{text}"') if "\\" in text else text for text in raw]
-        return texts, codes.astype(np.int64), after
+        return texts, codes, after
 
 
-def _index_of_first(marks: Words) -> Words:
-    """Which byte of each word is the first with its high bit set; 8 if none is."""
-    lowest = marks & (~marks + _u(1))
-    return np.bitwise_count(lowest - _u(1)).astype(np.uint64) >> _u(3)
+def _first_mark(marks: Words) -> Words:
+    """Eight times the place of the first byte with its high bit set; 64 if none has it."""
+    marks &= ~marks + _u(1)
+    return np.bitwise_count(marks - _u(1)).astype(np.uint64) & _u(0x78)
+
+
+def _num_digits(word: Words) -> Words:
+    """Eight times the number of digits that a word begins with; its `0` are zero bytes."""
+    return _first_mark(((word + _UP_TO_NINE) | word) & _HIGH)
+
+
+def _hashed(word: Words, mark: np.uint64) -> tuple[Words, Words]:
+    """A number for what stands before the mark in each word, and eight times its size."""
+    other = word ^ mark
+    bits = _first_mark((other - _ONES) & ~other & _HIGH)
+    shift = _u(64) - bits
+    return ((word << shift) ^ bits) * _HASH, bits
+
+
+def _different(keys: Words) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """A place of each different key, and for each key which of these it is.
+
+    Few keys differ, so a small table mostly has room for each; if two meet there, they are sorted.
+    """
+    slot = (keys >> _u(64 - _TABLE_BITS)).view(np.int64)
+    table = np.full(1 << _TABLE_BITS, -1, np.int64)
+    table[slot] = np.arange(len(keys))
+    if (keys[table[slot]] != keys).any():
+        _, first, codes = np.unique(keys, return_index=True, return_inverse=True)
+        return first, codes.astype(np.int64)
+    used = np.flatnonzero(table >= 0)
+    first = table[used]
+    table[used] = np.arange(len(used))
+    return first, table[slot]

@@ -13,10 +13,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import typing
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,8 +60,7 @@ _WORD_MARK, _WORD_LINE = (np.uint64(int.from_bytes(text, "little")) for text in 
 _MASK_MARK, _MASK_LINE = (np.uint64((1 << (8 * len(text))) - 1) for text in (_MARK, _LINE))
 
 
-@dataclass(frozen=True, slots=True)
-class Rare:
+class Rare(NamedTuple):
     """An event or action as a value; `at` orders it among the rows of the tables.
 
     `before` is the time of the line before its own, nan for the first line of a chunk.
@@ -96,7 +94,7 @@ def columns(data: bytes) -> Columns:
 
 
 def raw_columns(data: bytes) -> Columns:
-    """The same with rare values as the log has them, for sending on."""
+    """The same with rare values as text, as the log has them, for sending on."""
     try:
         return _Reader(data).read()
     except Unusual:
@@ -104,8 +102,14 @@ def raw_columns(data: bytes) -> Columns:
 
 
 def decoded(found: Columns) -> Columns:
-    rare = [Rare(r.at, r.now, r.before, _DECODE[r.value["is"]](r.value)) for r in found.rare]
-    return replace(found, rare=rare)
+    values = json.loads(f"[{','.join(rare.value for rare in found.rare)}]")
+    rows = zip(found.rare, values, strict=True)
+    return replace(found, rare=[rare._replace(value=value_of(value)) for rare, value in rows])
+
+
+def value_of(data: dict[str, Any]) -> Any:
+    """An event or action."""
+    return _DECODE[data["is"]](data)
 
 
 def vector_columns(data: bytes) -> Columns:
@@ -133,18 +137,22 @@ class _Reader:
         self.texts: dict[str, int] = {}
 
     def read(self) -> Columns:
-        starts, places, kinds = self._objects()
-        now_of = self._now_of(starts)
-        tables = {kind: self._table(kind, places[kinds == _CODES[kind]]) for kind in FREQUENT}
-        for table in tables.values():
-            table["now"] = now_of(table["at"])
-        known = _KNOWN[np.minimum(np.searchsorted(_KNOWN, kinds), len(_KNOWN) - 1)] == kinds
-        rare = self._rare(places[~known], starts)
-        ends = now_of(starts[[0, -1]]) if len(starts) else (0.0, 0.0)
-        return Columns(tables, rare, list(self.texts), float(ends[0]), float(ends[1]), len(starts))
+        starts, places, kinds, lines = self._objects()
+        self.times = self.fields.seconds(self._ends_of_numbers(starts) + len(',"t":'))
+        rest, tables = np.arange(len(places)), dict[Kind, Table]()
+        for kind, code in _KNOWN.items():
+            mine = kinds[rest] == code
+            if kind in FREQUENT:
+                tables[kind] = self._table(kind, places[rest[mine]])
+                tables[kind]["now"] = self.times[lines[rest[mine]]]
+            rest = rest[~mine]
+        tables = {kind: tables[kind] for kind in FREQUENT}
+        rare = self._rare(places[rest], lines[rest])
+        ends = self.times[[0, -1]].tolist() if len(starts) else (0.0, 0.0)
+        return Columns(tables, rare, list(self.texts), *ends, len(starts))
 
-    def _objects(self) -> tuple[Places, Places, NDArray[np.uint64]]:
-        """Where entries begin, where events and actions do, and of which kind these are.
+    def _objects(self) -> tuple[Places, Places, NDArray[np.uint64], Places]:
+        """Where entries begin; where events and actions do, of which kind, in which entry.
 
         No brace within a text can be taken for one of them: its quotation marks are escaped. A
         snapshot, which may only come first, is no entry.
@@ -152,33 +160,37 @@ class _Reader:
         fields = self.fields
         places = fields.places_of(b"{")
         words = fields.words[places]
-        starts = places[(words & _MASK_LINE) == _WORD_LINE] - _CRC_CHARS
+        begins = (words & _MASK_LINE) == _WORD_LINE
+        starts, lines = places[begins] - _CRC_CHARS, np.cumsum(begins) - 1
+        objects = (words & _MASK_MARK) == _WORD_MARK
         if len(starts) and b'"s":{' in self.data[:64]:
-            starts = starts[1:]
-        places = places[(words & _MASK_MARK) == _WORD_MARK]
-        places = places[np.searchsorted(places, starts[0]) :] if len(starts) else places[:0]
+            starts, lines = starts[1:], lines - 1
+            objects &= lines >= 0
+        places, lines = places[objects], lines[objects]
         kinds = fields.words[places + len(_MARK)]
-        report = (kinds == _REPORT) & (fields.bytes[places + 15] == ord("R"))
-        return starts, places[~report], kinds[~report]
+        instance = np.flatnonzero(kinds == _INSTANCE)  # it reports, it joined or it is lost
+        kinds[instance[fields.bytes[places[instance] + 15] == ord("R")]] = _KNOWN[ev.Tick]
+        return starts, places, kinds, lines
 
-    def _now_of(self, starts: Places) -> Callable[[Places], NDArray[np.float64]]:
-        _, after = self.fields.ints(starts + len('00000000 {"n":'))
-        self.times = self.fields.seconds(after + len(',"t":'))
-        return lambda at: self.times[np.searchsorted(starts, at, side="right") - 1]
+    def _ends_of_numbers(self, starts: Places) -> Places:
+        return self.fields.ends(starts + len('00000000 {"n":'))
 
     def _table(self, kind: Kind, at: Places) -> Table:
         table = Table(at=at)
         place = at + len(_MARK) + len(kind.__name__) + 1
         for name, hint in _LAYOUTS[kind]:
             place = place + len(f',"{name}":')
-            place = self._field(table, name, hint, place)
+            if hint is int and name not in FREQUENT[kind]:
+                place = self.fields.ends(place)
+            else:
+                place = self._field(table, name, hint, place)
         return {name: table[name] for name in ("at", *names_of(kind))}
 
     def _field(self, table: Table, name: str, hint: Any, at: Places) -> Places:
         """Read one field into the table; returns the places behind it."""
         if hint is RequestId:
             table["group"], after = self.fields.ints(at + 1)
-            table["sample"], after = self.fields.ints(after + 1)
+            table["sample"], after = self.fields.small_ints(after + 1)
             return after + 1
         if hint is float:  # last of its kind
             table[name], after = self.fields.few_floats(at, b"}")
@@ -189,8 +201,7 @@ class _Reader:
             table[name], after = self.fields.ints(at)
             return after
         if hint == tuple[Segment, ...]:  # last of its kind: how many is all that is asked
-            _, after = self.fields.ints(at + 2)
-            _, after = self.fields.ints(after + 1)
+            after = self.fields.ends(self.fields.ends(at + 2) + 1)
             table[name] = np.where(self.fields.bytes[after + 1] == ord(","), 2, 1)
             return after
         if hint == tuple[int, ...]:
@@ -212,24 +223,24 @@ class _Reader:
         table = np.array([self.texts.setdefault(t, len(self.texts)) for t in texts], np.int64)
         return (table[codes] if len(codes) else codes), after
 
-    def _rare(self, places: Places, starts: Places) -> list[Rare]:
-        lines = np.searchsorted(starts, places, side="right") - 1
+    def _rare(self, places: Places, lines: Places) -> list[Rare]:
         before = np.append(self.times, np.nan)[lines - 1]  # of the first line: the nan at the end
-        found: list[Rare] = []
         rows = zip(places.tolist(), self.times[lines].tolist(), before.tolist(), strict=True)
-        for at, now, last in rows:
-            value = self._object(at)
-            if value["is"] in _RARE:
-                found.append(Rare(at, now, last, value))
-        return found
+        found = [Rare(at, now, last, self._object(at)) for at, now, last in rows]
+        return [rare for rare in found if _name_in(rare.value) in _RARE]
 
-    def _object(self, at: int) -> dict[str, Any]:
-        """One object. Nearly all are flat: they end at the first closing brace."""
-        try:
-            return json.loads(self.data[at : self.data.index(b"}", at) + 1].decode())
-        except json.JSONDecodeError:
-            line = self.data[at : self.data.index(b"\n", at)].decode()
-            return json.JSONDecoder().raw_decode(line)[0]
+    def _object(self, at: int) -> str:
+        """The text of one object. Nearly all are flat: they end at the first closing brace."""
+        text = self.data[at : self.data.index(b"}", at) + 1]
+        if text.count(b"{") == 1 and text.count(b'"') % 2 == 0 and b"\\" not in text:
+            return text.decode()
+        line = self.data[at : self.data.index(b"\n", at)].decode()
+        return line[: json.JSONDecoder().raw_decode(line)[1]]
+
+
+def _name_in(text: str) -> str:
+    begin = len(_MARK)
+    return text[begin : text.index('"', begin)]
 
 
 def _code(kind: Kind) -> np.uint64:
@@ -239,15 +250,16 @@ def _code(kind: Kind) -> np.uint64:
     return np.uint64(int.from_bytes(text.encode(), "little"))
 
 
-def _known() -> NDArray[np.uint64]:
-    """Kinds that need no look: they have a table or are left out."""
-    shared = {_code(ev.InstanceReport)}  # joined and lost begin with the same eight bytes
-    codes = {_code(kind) for kind in (*FREQUENT, *LEFT_OUT)} - shared
-    return np.array(sorted(codes | {np.uint64(int.from_bytes(b'Tick"},"', "little"))}), np.uint64)
+def _known() -> dict[Kind, np.uint64]:
+    """Kinds that need no look: they have a table or are left out. Those of every line first."""
+    often = (ev.SampleFinished, act.Score, ev.Scored)
+    codes = {kind: _code(kind) for kind in (*often, *FREQUENT, *LEFT_OUT)}
+    del codes[ev.InstanceReport]  # joined and lost begin with the same eight bytes
+    return codes | {ev.Tick: np.uint64(int.from_bytes(b'Tick"},"', "little"))}
 
 
+_INSTANCE = _code(ev.InstanceReport)
 _KNOWN = _known()
-_CODES = {kind: _code(kind) for kind in FREQUENT}
 
 
 def _layout(kind: Kind) -> list[tuple[str, Any]]:
@@ -258,7 +270,6 @@ def _layout(kind: Kind) -> list[tuple[str, Any]]:
 
 
 _LAYOUTS = {kind: _layout(kind) for kind in FREQUENT}
-_REPORT = _code(ev.InstanceReport)
 
 
 def _plain(data: bytes) -> Columns:
@@ -279,7 +290,7 @@ def _plain(data: bytes) -> Columns:
                 kind = by_name[value["is"]]
                 rows[kind].append((at, record["t"], *_plain_row(value, FREQUENT[kind], texts)))
             elif value["is"] in _RARE:
-                rare.append(Rare(at, record["t"], before, value))
+                rare.append(Rare(at, record["t"], before, json.dumps(value)))
     tables = {kind: _plain_table(kind, rows[kind]) for kind in FREQUENT}
     ends = (times[0], times[-1]) if times else (0.0, 0.0)
     return Columns(tables, rare, list(texts), *ends, len(times))

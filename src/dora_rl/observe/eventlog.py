@@ -22,6 +22,7 @@ from dora_rl.core.codec import decoder, encoder
 from dora_rl.core.events import Event, StepCommitted
 from dora_rl.core.state import State
 from dora_rl.core.step import initial, step
+from dora_rl.observe.segments import segments
 from dora_rl.types import UserError
 
 _encode_event, _decode_event = encoder(Event), decoder(Event)
@@ -181,10 +182,6 @@ class MemoryLog:
 
     def snapshot(self, now: float, state: State) -> None:
         del now, state
-
-
-def segments(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*.jsonl"))
 
 
 def read(folder: Path) -> Iterator[Entry | Snapshot]:

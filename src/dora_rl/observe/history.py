@@ -115,7 +115,7 @@ class History:
             return
         self._set_clock(chunk)
         for rare in chunk.rare:
-            if isinstance(rare.value, (ev.Started, ev.Resumed)):
+            if type(rare.value) in (ev.Started, ev.Resumed):
                 self.params = rare.value.params
         add_groups(self, chunk)
         add_samples(self, chunk)
@@ -124,8 +124,10 @@ class History:
             self.placements.add(stays)
             if lost is not None:
                 self.placements.lose(*lost)
-        for rare in chunk.rare:
-            self._see(rare.value, self.seconds_at(rare.at, rare.now))
+        at, now = (np.array([getattr(r, name) for r in chunk.rare]) for name in ("at", "now"))
+        times = self.seconds({"at": at, "now": now}).tolist()
+        for rare, now_s in zip(chunk.rare, times, strict=True):
+            self._see(rare.value, now_s)
         self.num_entries += chunk.num_lines
         self.now_s = chunk.now_last + self._offsets[-1][1]
         self._offsets = [(-1, self._offsets[-1][1])]
@@ -137,7 +139,7 @@ class History:
         if not self._offsets:
             self._offsets = [(-1, -chunk.now_first)]
         for rare in chunk.rare:
-            if isinstance(rare.value, ev.Resumed):
+            if type(rare.value) is ev.Resumed:
                 last_s = rare.before + self._offsets[-1][1]
                 last_s = self.now_s if np.isnan(rare.before) else last_s
                 self._offsets.append((rare.at, last_s - rare.now))
@@ -158,6 +160,8 @@ class History:
 
     def _see(self, value: Any, now_s: float) -> None:
         match value:
+            case act.Load() | ev.Loaded() | ev.LoadFailed():
+                self._see_load(value, now_s)
             case act.CloseStep():
                 self.step(value.step).closed_s = now_s
             case ev.StepCommitted():
@@ -165,8 +169,6 @@ class History:
                 self.committed = max(self.committed, value.step + 1)
             case act.WaitFor():
                 self.waits.append(WaitRecord(now_s, value.step, value.groups))
-            case act.Load() | ev.Loaded() | ev.LoadFailed():
-                self._see_load(value, now_s)
             case act.Sleep():
                 self._sleeping[self.instance(value.instance)] = now_s
             case act.Wake():

@@ -31,6 +31,7 @@ _PLACES = {
     ev.SampleFailed: Why.FAILED,
     act.Abort: Why.ABORTED,
 }
+_LOSSES = (ev.InstanceLost, act.Restart, ev.Resumed)
 
 
 def new_groups() -> Growing:
@@ -120,8 +121,7 @@ def _count(groups: Growing, name: str, at: NDArray[Any], by: NDArray[Any] | None
 def _with_slots(history: History, table: Table) -> tuple[Table, NDArray[Any]]:
     """The last row of every request, in the order of the log, and the requests' slots."""
     slots = table["group"] * history.params.group_size + table["sample"]
-    ordered = np.sort(slots)
-    if (ordered[1:] == ordered[:-1]).any():  # a late or repeated message
+    if _repeats(slots):  # a late or repeated message
         _, last = np.unique(slots[::-1], return_index=True)
         keep = np.sort(len(slots) - 1 - last)
         table, slots = {name: column[keep] for name, column in table.items()}, slots[keep]
@@ -129,6 +129,14 @@ def _with_slots(history: History, table: Table) -> tuple[Table, NDArray[Any]]:
     if not known.all():
         table, slots = {name: column[known] for name, column in table.items()}, slots[known]
     return table, slots
+
+
+def _repeats(slots: NDArray[Any]) -> bool:
+    """Whether a request is there twice. Those of a chunk are mostly close to each other."""
+    if len(slots) and np.ptp(slots) < 16 * len(slots):
+        return bool((np.bincount(slots - slots.min()) > 1).any())
+    ordered = np.sort(slots)
+    return bool((ordered[1:] == ordered[:-1]).any())
 
 
 def add_moves(history: History, chunk: Columns) -> None:
@@ -148,7 +156,7 @@ def add_moves(history: History, chunk: Columns) -> None:
 
 def _instances(history: History, chunk: Columns, codes: NDArray[Any]) -> NDArray[Any]:
     table = np.full(len(chunk.texts) + 1, -1)
-    for code in np.unique(codes).tolist():
+    for code in np.flatnonzero(np.bincount(codes)).tolist():
         table[code] = history.instance(chunk.texts[code])
     return table[codes]
 
@@ -165,22 +173,27 @@ def stays_of(
     rows = Rows.join(parts)
     begin = -1
     for rare in chunk.rare:
-        if isinstance(rare.value, (ev.InstanceLost, act.Restart, ev.Resumed)):
+        if type(rare.value) in _LOSSES:
             here = (rows.at > begin) & (rows.at < rare.at)
             name = getattr(rare.value, "instance", None)
             lost = history.instance(name) if name is not None else None
             yield rows.at_places(here), (lost, history.seconds_at(rare.at, rare.now))
             begin = rare.at
-    yield rows.at_places(rows.at > begin), None
+    yield rows.at_places(rows.at > begin) if begin >= 0 else rows, None
 
 
 def _dispatched(history: History, chunk: Columns) -> Rows:
     table = chunk.tables[act.Dispatch]
-    used, rows = np.unique(table["samples"], return_inverse=True)
+    codes = table["samples"]
+    used = np.flatnonzero(np.bincount(codes))
     lists = [np.array(json.loads(f"[{chunk.texts[code]}]"), np.int64) for code in used]
-    sizes = np.array([len(one) for one in lists], np.int64)[rows]
-    which = np.repeat(np.arange(len(rows)), sizes)
-    samples = np.concatenate([lists[row] for row in rows] or [np.zeros(0, np.int64)])
+    size_of, begin_of = np.zeros((2, len(chunk.texts) + 1), np.int64)
+    size_of[used] = [len(one) for one in lists]
+    begin_of[used] = np.cumsum(size_of[used]) - size_of[used]
+    sizes = size_of[codes]
+    which = np.repeat(np.arange(len(codes)), sizes)
+    within = np.arange(len(which)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    samples = np.concatenate([*lists, np.zeros(0, np.int64)])[begin_of[codes][which] + within]
     slot = table["group"][which] * history.params.group_size + samples
     instance = _instances(history, chunk, table["instance"])[which]
     now = history.seconds(table)[which]

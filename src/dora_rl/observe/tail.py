@@ -11,19 +11,19 @@ from pathlib import Path
 
 from dora_rl.observe.column_readers import read_segments
 from dora_rl.observe.columns import Columns, columns
-from dora_rl.observe.eventlog import segments
 from dora_rl.observe.history import History
+from dora_rl.observe.segments import SegmentReaders, segments, start_readers
 from dora_rl.types import UserError
 
 CHUNK_BYTES = 8 << 20
-MANY_BYTES = 64 << 20  # from here on processes are worth their start
 
 
 class LogTail:
-    """Where we are in a folder of segments."""
+    """Where we are in a folder of segments. `readers` may have been started before."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, readers: SegmentReaders | None = None) -> None:
         self._folder = folder
+        self._readers = readers
         self._path: Path | None = None
         self._offset = 0
         self.num_bytes = 0  # read so far
@@ -40,9 +40,12 @@ class LogTail:
                 self._path, self._offset = path, 0
             yield from self._rest(path)
 
-    def closed_segments(self) -> list[Path]:
-        """Segments of which nothing was read and to which nothing is added any more."""
-        return segments(self._folder)[:-1] if self._path is None else []
+    def readers(self) -> SegmentReaders | None:
+        """Processes that read the beginning of a long log, as long as nothing was read of it."""
+        if self._path is not None:
+            return None
+        started, self._readers = self._readers, None
+        return started or start_readers(self._folder)
 
     def passed(self, path: Path) -> None:
         """A segment was read elsewhere, all of it."""
@@ -67,9 +70,9 @@ class LogTail:
 
 def read_columns(tail: LogTail) -> Iterator[Columns]:
     """New lines as columns, in order; the closed segments of a long log on several cores."""
-    closed = tail.closed_segments()
-    if sum(path.stat().st_size for path in closed) >= MANY_BYTES:
-        for path, found in zip(closed, read_segments(closed), strict=True):
+    readers = tail.readers()
+    if readers is not None:
+        for path, found in zip(readers.paths, read_segments(readers), strict=True):
             tail.passed(path)
             yield found
     for chunk in tail.chunks():

@@ -24,6 +24,7 @@ from dora_rl.observe.columns import (
     vector_columns,
 )
 from dora_rl.observe.eventlog import Entry, encode_entry, encode_snapshot
+from dora_rl.observe.segments import SegmentReaders
 from dora_rl.types import Finish, Mode, RequestId, Segment, UserError
 
 TEXTS = {"instance", "src", "dst", "finish", "samples", "end", "reason"}
@@ -129,10 +130,10 @@ def test_processes_read_what_one_would(tmp_path: Path) -> None:
     paths = [tmp_path / f"{number}.jsonl" for number in range(3)]
     for path, run in zip(paths, made, strict=True):
         path.write_bytes(text_of(run))
-    for found, run in zip(read_segments(paths), made, strict=True):
+    for found, run in zip(read_segments(SegmentReaders(paths)), made, strict=True):
         same(found, plain_columns(text_of(run)))
     with pytest.raises(UserError, match=r"gone\.jsonl could not be read"):
-        list(read_segments([paths[0], tmp_path / "gone.jsonl"]))
+        list(read_segments(SegmentReaders([paths[0], tmp_path / "gone.jsonl"])))
 
 
 def test_what_is_unusual_is_read_the_plain_way() -> None:
