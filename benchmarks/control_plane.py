@@ -381,7 +381,7 @@ def main() -> None:
     if args.json:
         body = {"args": {k: str(v) for k, v in vars(args).items()}, "parts": parts}
         body |= {"moves": run.migrations, "actions": dict(run.hands.counted)}
-        args.json.write_text(json.dumps(body, indent=1))
+        args.json.write_text(json.dumps(body, indent=1) + "\n")
 
 
 if __name__ == "__main__":

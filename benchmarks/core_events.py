@@ -95,7 +95,7 @@ def main() -> None:
         f"time per event, {args.instances[-1]} against {args.instances[0]} instances: {ratio:.2f}"
     )
     if args.json:
-        args.json.write_text(json.dumps({"rows": rows, "ratio": ratio}, indent=1))
+        args.json.write_text(json.dumps({"rows": rows, "ratio": ratio}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

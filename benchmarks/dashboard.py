@@ -120,7 +120,7 @@ def main() -> None:
     for name, seconds in median.items():
         print(f"  {name:34} {seconds:7.3f} s")
     if args.json is not None:
-        args.json.write_text(json.dumps({"log_bytes": size, "seconds": median}, indent=1))
+        args.json.write_text(json.dumps({"log_bytes": size, "seconds": median}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -194,7 +194,7 @@ def run_vllm(spec: ModelSpec, args: argparse.Namespace, num_requests: int) -> fl
         "dtype": args.dtype,
     }
     with tempfile.TemporaryDirectory() as directory:
-        (Path(directory) / "config.json").write_text(json.dumps(config))
+        (Path(directory) / "config.json").write_text(json.dumps(config) + "\n")
         llm = LLM(
             directory,
             load_format="dummy",
@@ -366,7 +366,7 @@ def main(argv: list[str]) -> None:
     if args.json:
         machine = torch.cuda.get_device_name() if args.device != "cpu" else platform.processor()
         report = {"model": args.model, "machine": machine, "torch": torch.__version__, "rows": rows}
-        args.json.write_text(json.dumps(report, indent=1))
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

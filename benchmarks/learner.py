@@ -329,7 +329,7 @@ def main() -> int:
         rows.append(row)
         show(row)
     if args.json:
-        args.json.write_text(json.dumps({"machine": machine, "rows": rows}, indent=2))
+        args.json.write_text(json.dumps({"machine": machine, "rows": rows}, indent=2) + "\n")
     return 0
 
 

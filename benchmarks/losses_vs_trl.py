@@ -265,7 +265,7 @@ def main() -> int:
                 f"{'' if row['equal'] else '  DIFFERS'}"
             )
     if args.json:
-        args.json.write_text(json.dumps({"trl": trl.__version__, "rows": rows}, indent=2))
+        args.json.write_text(json.dumps({"trl": trl.__version__, "rows": rows}, indent=2) + "\n")
     return 0 if all(r["equal"] for r in rows) else 1
 
 

@@ -156,7 +156,7 @@ def main(argv: list[str]) -> None:
             )
             rows.append(row | {"context": context, "way": name, "same_tokens": same})
     if args.json:
-        args.json.write_text(json.dumps({"model": args.model, "rows": rows}, indent=1))
+        args.json.write_text(json.dumps({"model": args.model, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

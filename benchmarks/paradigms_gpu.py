@@ -121,7 +121,7 @@ def main() -> int:
         make_model(folder / "model", args.width, args.layers, args.tokens_max)
         make_data(folder / "prompts.jsonl")
         (folder / "reward.py").write_text(REWARD)
-        (folder / "config.json").write_text(json.dumps(make_config(folder, args)))
+        (folder / "config.json").write_text(json.dumps(make_config(folder, args)) + "\n")
         path = (args.json or folder / "result.json").resolve()
         argv = ["bench", "paradigms", str(folder / "config.json"), "--json", str(path)]
         argv += ["--modes", args.modes, "--steps", str(args.steps), "--split", "1x1+2"]

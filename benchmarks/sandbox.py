@@ -113,7 +113,7 @@ def main() -> None:
     box.close()
     if options.json:
         figures = {"cores": cores, "load": os.getloadavg(), "results": list(map(asdict, results))}
-        options.json.write_text(json.dumps(figures, indent=1))
+        options.json.write_text(json.dumps(figures, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -326,7 +326,7 @@ def main() -> None:
     if arguments.json:
         machine = f"{platform.machine()}, {os.cpu_count()} cores"
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1))
+        arguments.json.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -314,7 +314,7 @@ def main() -> None:
     if args.part != "weights":
         body["kv"] = kv_part(args)
     if args.json:
-        args.json.write_text(json.dumps(body, indent=1))
+        args.json.write_text(json.dumps(body, indent=1) + "\n")
 
 
 if __name__ == "__main__":

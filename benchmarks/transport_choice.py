@@ -169,7 +169,7 @@ def main() -> None:
         speed = f"{row['mb_per_s']:7.0f}" if "mb_per_s" in row else ""
         print(f"{row['way']:28} {row['bytes'] / 1e6:6.1f} {row['seconds'] * 1e3:9.2f} {speed}")
     if args.json:
-        args.json.write_text(json.dumps(rows, indent=1))
+        args.json.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":

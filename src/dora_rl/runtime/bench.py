@@ -211,7 +211,7 @@ class Bench:
 def _train(config: RunConfig, run_dir: Path, device: str) -> tuple[CpuMeter, GpuMeter | None]:
     """One run to its end, in a process of its own, watched from outside."""
     path = run_dir / "bench.json"
-    path.write_text(config.model_dump_json(indent=1))
+    path.write_text(config.model_dump_json(indent=1) + "\n")
     with (run_dir / "train.log").open("wb") as log:
         child = subprocess.Popen(
             [sys.executable, "-m", "dora_rl.cli", "train", str(path)], stdout=log, stderr=log

@@ -194,7 +194,7 @@ class LearnerWorker:
         """For the controller, in case that a crash comes between the seal and its log record."""
         path = Path(self.setup.run_dir) / "learner.json"
         temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps({"step": step, "metrics": metrics}))
+        temporary.write_text(json.dumps({"step": step, "metrics": metrics}) + "\n")
         temporary.replace(path)
 
     def _seal(self, version: Version) -> str:

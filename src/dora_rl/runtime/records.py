@@ -254,7 +254,7 @@ class Records:
     def _replace(self, name: str, body: dict[str, Any]) -> None:
         path = self.run_dir / name
         temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(body, indent=1))
+        temporary.write_text(json.dumps(body, indent=1) + "\n")
         temporary.replace(path)
 
     def close(self) -> None:

@@ -52,7 +52,7 @@ def check_same_data(train: PromptSource, run_dir: Path) -> None:
     """The prompts of a run are remembered by a fingerprint."""
     path, found = run_dir / "data.json", train.fingerprint()
     if not path.is_file():
-        path.write_text(json.dumps({"fingerprint": found}))
+        path.write_text(json.dumps({"fingerprint": found}) + "\n")
     elif json.loads(path.read_text())["fingerprint"] != found:
         raise UserError(
             f"the training data is not what {run_dir} began with; restore it, or begin a new run"
@@ -61,7 +61,7 @@ def check_same_data(train: PromptSource, run_dir: Path) -> None:
 
 def write_config(config: RunConfig, run_dir: Path) -> None:
     temporary = run_dir / "config.json.tmp"
-    temporary.write_text(config.model_dump_json(indent=1))
+    temporary.write_text(config.model_dump_json(indent=1) + "\n")
     temporary.replace(run_dir / "config.json")
 
 

@@ -36,7 +36,7 @@ class RunFacts:
     def keep_id(self, service: str, value: str) -> None:
         path = self.run_dir / f"sinks.json.{service}"
         known = _read(self.run_dir / "sinks.json") | {service: value}
-        path.write_text(json.dumps(known))
+        path.write_text(json.dumps(known) + "\n")
         path.replace(self.run_dir / "sinks.json")
 
 

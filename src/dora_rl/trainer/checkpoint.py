@@ -150,7 +150,9 @@ class Checkpoints:
         if not path.parent.is_dir():
             return
         temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps({"metric": self.options.best_metric, "score": score}))
+        temporary.write_text(
+            json.dumps({"metric": self.options.best_metric, "score": score}) + "\n"
+        )
         _flush(temporary)
         temporary.rename(path)
 

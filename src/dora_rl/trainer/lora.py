@@ -173,4 +173,4 @@ def save_adapter(directory: Path, policy: nn.Module, options: TrainerOptions, ba
         "bias": "none",
         "inference_mode": True,
     }
-    (directory / "adapter_config.json").write_text(json.dumps(config, indent=2))
+    (directory / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -63,7 +63,7 @@ def save(learner: Learner, directory: Path, options: CheckpointOptions) -> Path:
             "num_updates": learner.num_updates,
             "num_applied": learner.optimizer.num_applied,
         }
-        (trainer / "state.json").write_text(json.dumps(state, indent=2))
+        (trainer / "state.json").write_text(json.dumps(state, indent=2) + "\n")
 
     if learner.rank == 0:
         checkpoint.write_atomically(directory, fill)

@@ -86,5 +86,5 @@ def _write_shards(directory: Path, shards: list[dict[str, Tensor]]) -> list[Path
         place.update(dict.fromkeys(shard, path.name))
         total += sum(t.numel() * t.element_size() for t in shard.values())
     index = {"metadata": {"total_size": total}, "weight_map": place}
-    (directory / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True))
+    (directory / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
     return [*files, directory / INDEX]

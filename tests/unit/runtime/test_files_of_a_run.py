@@ -70,6 +70,7 @@ def test_a_resumed_run_has_each_step_once_and_counts_the_whole(tmp_path: Path) -
     assert summary["tokens_generated"] == 77
     assert summary["reward_first"] == 0.0 and summary["reward_last"] == 7.0
     assert summary["staleness_max"] == 1 and summary["num_resumes"] == 1
+    assert all(path.read_text().endswith("}\n") for path in tmp_path.glob("*.json"))
     assert again.totals.busy_s["learner"] == 13.0 and again.totals.cpu_s["learner"] == 15.0
 
 
