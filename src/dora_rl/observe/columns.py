@@ -148,8 +148,8 @@ class _Reader:
             rest = rest[~mine]
         tables = {kind: tables[kind] for kind in FREQUENT}
         rare = self._rare(places[rest], lines[rest])
-        ends = self.times[[0, -1]].tolist() if len(starts) else (0.0, 0.0)
-        return Columns(tables, rare, list(self.texts), *ends, len(starts))
+        first, last = (float(t) for t in self.times[[0, -1]]) if len(starts) else (0.0, 0.0)
+        return Columns(tables, rare, list(self.texts), first, last, len(starts))
 
     def _objects(self) -> tuple[Places, Places, NDArray[np.uint64], Places]:
         """Where entries begin; where events and actions do, of which kind, in which entry.

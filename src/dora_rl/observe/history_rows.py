@@ -121,7 +121,7 @@ def _count(groups: Growing, name: str, at: NDArray[Any], by: NDArray[Any] | None
 def _with_slots(history: History, table: Table) -> tuple[Table, NDArray[Any]]:
     """The last row of every request, in the order of the log, and the requests' slots."""
     slots = table["group"] * history.params.group_size + table["sample"]
-    if _repeats(slots):  # a late or repeated message
+    if repeats(slots):  # a late or repeated message
         _, last = np.unique(slots[::-1], return_index=True)
         keep = np.sort(len(slots) - 1 - last)
         table, slots = {name: column[keep] for name, column in table.items()}, slots[keep]
@@ -131,7 +131,7 @@ def _with_slots(history: History, table: Table) -> tuple[Table, NDArray[Any]]:
     return table, slots
 
 
-def _repeats(slots: NDArray[Any]) -> bool:
+def repeats(slots: NDArray[Any]) -> bool:
     """Whether a request is there twice. Those of a chunk are mostly close to each other."""
     if len(slots) and np.ptp(slots) < 16 * len(slots):
         return bool((np.bincount(slots - slots.min()) > 1).any())

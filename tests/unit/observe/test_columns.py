@@ -81,6 +81,9 @@ times = st.floats(0, 1e9, allow_nan=False)
 rewards = st.floats(allow_nan=False, allow_infinity=False, width=32)
 
 
+REASONS = ["{a} [b] ", "a} b", 'no "x"} ', "back\\slash} {", "", "plain "]
+
+
 @st.composite
 def entries(draw: st.DrawFn) -> list[Entry]:
     made: list[Entry] = []
@@ -95,7 +98,7 @@ def entries(draw: st.DrawFn) -> list[Entry]:
                     ev.SampleFinished(request, 3, name, draw(numbers), Finish.LENGTH, segments),
                     ev.Moved(request, 0, name, draw(names), draw(numbers), 5),
                     ev.InstanceReport(name, 1, 2),
-                    ev.InstanceLost(name, "{a} [b] " + name),
+                    ev.InstanceLost(name, draw(st.sampled_from(REASONS)) + name),
                     ev.Tick(),
                 ]
             )
@@ -154,3 +157,28 @@ def test_whole_numbers_of_any_length(values: list[int]) -> None:
     found, after = ByteFields(text).ints(places)
     assert found.tolist() == values
     assert all(text[place : place + 1] == b"," for place in after)
+
+
+@given(st.lists(numbers, min_size=1), st.booleans())
+def test_numbers_passed_over_end_where_read_ones_do(values: list[int], short: bool) -> None:
+    values = [value % 10 for value in values] if short else values
+    text = ",".join(map(str, values)).encode() + b","
+    places = np.cumsum([0] + [len(str(v)) + 1 for v in values[:-1]])
+    fields = ByteFields(text)
+    expected, after = fields.ints(places)
+    found, ends = fields.small_ints(places)
+    assert found.tolist() == expected.tolist() == values
+    assert ends.tolist() == fields.ends(places).tolist() == after.tolist()
+    for read in (fields.ints, fields.small_ints, fields.ends):
+        with pytest.raises(Unusual):
+            read(np.append(places, len(text) - 1))
+
+
+@pytest.mark.parametrize("num", [3, 9000])
+def test_texts_are_told_apart_few_or_many(num: int) -> None:
+    made = [f"{'n' * (i % 19)}{i}" for i in range(num)] * 2
+    text = "".join(f'{one}"' for one in made).encode()
+    places = np.cumsum([0] + [len(one) + 1 for one in made[:-1]])
+    texts, codes, _ = ByteFields(text).texts(places, b'"')
+    assert [texts[code] for code in codes] == made
+    assert len(texts) == num

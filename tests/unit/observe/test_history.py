@@ -6,6 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from simulated_logs import resumed_run, whole_run
 
 from dora_rl.core import actions as act
@@ -14,8 +16,9 @@ from dora_rl.observe.audit import audit
 from dora_rl.observe.columns import columns, plain_columns
 from dora_rl.observe.eventlog import Entry, encode_entry
 from dora_rl.observe.history import History
-from dora_rl.observe.history_rows import ENDS
+from dora_rl.observe.history_rows import ENDS, repeats
 from dora_rl.observe.occupancy import busy_s, coverage, lanes
+from dora_rl.observe.segments import SegmentReaders, segments
 from dora_rl.observe.tail import LogTail, follow, read_history
 from dora_rl.sim.soak import Soak
 from dora_rl.types import Mode, RequestId
@@ -208,3 +211,27 @@ def test_stays_in_one_lane_do_not_overlap() -> None:
 def test_busy_seconds_are_the_union_of_stays() -> None:
     begin, end = np.array([0.0, 1.0, 5.0, 2.0]), np.array([2.0, 3.0, 6.0, 4.0])
     assert busy_s(begin, end, np.array([0, 0, 0, 1]), 3).tolist() == [4.0, 2.0, 0.0]
+
+
+def test_readers_started_early_read_what_follows_from_the_log(tmp_path: Path) -> None:
+    entries = whole_run(Mode.MULTI_VERSION)
+    for begin in range(0, len(entries), 30):
+        lines = map(encode_entry, entries[begin : begin + 30])
+        (tmp_path / f"{begin:012d}.jsonl").write_bytes(b"".join(lines))
+    early, history = SegmentReaders(segments(tmp_path)[:2]), History()
+    assert follow(history, LogTail(tmp_path, early))
+    plain = read_history(tmp_path)
+    assert len(segments(tmp_path)) > 3 and history.num_entries == len(entries)
+    for name in ("version", "issued_s", "ready_s", "fed_step", "end", "tokens", "reward_sum"):
+        np.testing.assert_array_equal(history.groups[name], plain.groups[name], name)
+    spans, expected = (one.placements.all_spans(one.now_s) for one in (history, plain))
+    for name in spans:
+        np.testing.assert_array_equal(spans[name], expected[name], name)
+    ended = SegmentReaders(segments(tmp_path))
+    ended.close()
+    assert all(stream.closed for stream in ended.streams)
+
+
+@given(st.lists(st.integers(0, 50) | st.integers(0, 10**9)))
+def test_a_request_that_is_there_twice_is_found(slots: list[int]) -> None:
+    assert repeats(np.array(slots, np.int64)) == (len(set(slots)) < len(slots))
