@@ -15,6 +15,7 @@ import json
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
@@ -28,6 +29,7 @@ from dora_rl.types import Prompt, UserError
 CHECK_ALL_ROWS_MAX = 20_000
 # A train prompt is compared with evaluation prompts over this many rows of an endless source.
 DISJOINT_ROWS_MAX = 2_000
+RECENT = 1024  # prompts kept, as they were made
 DEFAULT_SPLITS = {"train": "train", "eval": "test"}
 
 
@@ -68,9 +70,13 @@ class PromptSource:
         self._config = config
         self._renderer = renderer
         self._interleave = Interleave.of([source.config.weight for source in sources])
+        self._recent = lru_cache(RECENT)(self._make)  # asked for again with every sample of it
 
     def prompt(self, index: int) -> Prompt:
         """The prompt at a place of the endless stream."""
+        return self._recent(index)
+
+    def _make(self, index: int) -> Prompt:
         place = self.place(index)
         return self._render(index, self.sources[place.source], place.row)
 

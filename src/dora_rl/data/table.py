@@ -299,10 +299,10 @@ class Table:
         with self._lock:
             return self._index.taken_by(consumer)
 
-    def rows_of(self, group: GroupId) -> list[int]:
-        """Numbers of the group's rows that are here, by sample."""
+    def rows_of(self, group: GroupId, sample: int | None = None) -> list[int]:
+        """Numbers of the group's rows that are here, by sample, or of one sample."""
         with self._lock:
-            return self._index.rows_of(group)
+            return self._index.rows_of(group, sample)
 
     def groups(self) -> list[GroupId]:
         """The groups that have rows here."""

@@ -145,11 +145,14 @@ class TableIndex:
         number = self.number(consumer)
         return [row.index for row in self.rows.values() if number in row.taken]
 
-    def rows_of(self, group: GroupId) -> list[int]:
-        """Live rows of a group, by sample number."""
+    def rows_of(self, group: GroupId, sample: int | None = None) -> list[int]:
+        """Live rows of a group, by sample number; with `sample`, that one if it is here."""
         meta = self.groups.get(group)
         if meta is None:
             return []
+        if sample is not None:
+            index = meta.rows.get(sample)
+            return [index] if index in self.rows else []
         return [index for _, index in sorted(meta.rows.items()) if index in self.rows]
 
     # Rows come

@@ -36,10 +36,8 @@ class Samples:
         self._group_size = group_size
 
     def row(self, request: RequestId) -> Row | None:
-        for row in self._table.read(self._table.rows_of(request.group)):
-            if row.sample == request.sample:
-                return row
-        return None
+        found = self._table.read(self._table.rows_of(request.group, request.sample))
+        return found[0] if found else None
 
     def groups(self) -> list[GroupId]:
         return self._table.groups()
