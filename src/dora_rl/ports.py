@@ -39,6 +39,11 @@ class SealedWeights(Protocol):
     def checksum(self) -> str: ...
     @property
     def canary(self) -> Canary | None: ...
+    @property
+    def base(self) -> str:
+        """Of an adapter: the checksum of the weights that it belongs on; else empty."""
+        ...
+
     def names(self) -> Sequence[str]: ...
     def tensor(self, name: str) -> Tensor: ...
 
@@ -47,9 +52,13 @@ class WeightStore(Protocol):
     """Sealed versions, the live window only. A version is published once, then never changes."""
 
     def publish(
-        self, version: Version, tensors: Iterable[tuple[str, Tensor]], canary: Canary | None = None
+        self,
+        version: Version,
+        tensors: Iterable[tuple[str, Tensor]],
+        canary: Canary | None = None,
+        base: str = "",
     ) -> str:
-        """Write all tensors, seal, return the checksum."""
+        """Write all tensors, seal, return the checksum. `base`: see `SealedWeights`."""
         ...
 
     def open(self, version: Version) -> SealedWeights: ...

@@ -34,6 +34,10 @@ class UserError(Exception):
     """The user's input is wrong: one line that says what, where and how to fix it."""
 
 
+class BaseDiffers(UserError):
+    """The weights under an adapter are not those it was trained on; no retry helps."""
+
+
 class Mode(StrEnum):
     """The five paradigms, all small policies over the same core."""
 

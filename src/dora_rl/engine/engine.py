@@ -74,9 +74,9 @@ class Engine:
     def versions(self) -> tuple[Version, ...]:
         return self.residency.versions()
 
-    def load_base(self, source: TensorSource | str | Path) -> None:
+    def load_base(self, source: TensorSource | str | Path, verify: bool = True) -> None:
         """Once, under LoRA (`options.lora_rank`): the weights that all adapters are on."""
-        self.residency.load_base(source)
+        self.residency.load_base(source, verify)
 
     def load(
         self,

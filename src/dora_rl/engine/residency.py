@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dora_rl.engine.backend import Runner
-from dora_rl.engine.sealed import CheckedSource, check_canary
+from dora_rl.engine.sealed import CheckedSource, check_base, check_canary
 from dora_rl.engine.weights import HfDirectory, TensorSource
 from dora_rl.types import UserError, Version
 
@@ -28,20 +28,23 @@ class Residency:
         self._versions_max = versions_max
         self.slots: dict[Version, int] = {}
         self._has_base = runner.weights.adapters is None
+        self._base = self._base_name = ""  # its checksum, and what to call it
         self._loading: dict[Version, int] = {}
 
     def versions(self) -> tuple[Version, ...]:
         return tuple(sorted(self.slots))
 
-    def load_base(self, source: TensorSource | str | Path) -> None:
-        """The weights under every adapter; they stay."""
+    def load_base(self, source: TensorSource | str | Path, verify: bool = True) -> None:
+        """The weights under every adapter; `verify`: adapters for other weights are refused."""
         assert self._runner.weights.adapters is not None, "only LoRA versions have a base"
         assert not self.slots, "the base is loaded before its adapters"
         where = str(source) if isinstance(source, str | Path) else "the base"
         reader = HfDirectory(source) if isinstance(source, str | Path) else source
-        for _ in self._runner.weights.load(0, reader, where):
+        checked = CheckedSource(reader)
+        for _ in self._runner.weights.load(0, checked if verify else reader, where):
             pass
-        self._has_base = True
+        self._has_base, self._base_name = True, where
+        self._base = checked.checksum() if verify else ""
 
     def load(
         self, version: Version, source: SealedWeights | TensorSource | str | Path, verify: bool
@@ -69,12 +72,13 @@ class Residency:
         sealed_version = getattr(source, "version", version)
         if sealed_version != version:
             raise UserError(f"{where}: the sealed weights say they are version {sealed_version}")
+        check_base(source, self._base, self._base_name)
         if not verify or not hasattr(source, "checksum"):
             yield from self._runner.load(slot, source, where)
             return
-        checked = CheckedSource(source)  # pyright: ignore[reportArgumentType]
+        checked = CheckedSource(source)
         yield from self._runner.load(slot, checked, where)
-        checked.check()
+        checked.check(source)  # pyright: ignore[reportArgumentType]
         canary = getattr(source, "canary", None)
         if canary is not None:
             logprobs = self._runner.score(slot, canary.token_ids)

@@ -2,7 +2,8 @@
 
 The checksum of a version is sha256 over the JSON list of (name, dtype, shape, sha256 of the bytes)
 of every tensor, sorted by name, dtypes spelled as in safetensors. It names the weights, not the
-file they came in. The canary is a short text with the log-probs its publisher computed.
+file they came in. The canary is a short text with the log-probs its publisher computed. An adapter
+also names the checksum of the base it belongs on.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from dora_rl.types import UserError
+from dora_rl.types import BaseDiffers, UserError
 
 if TYPE_CHECKING:
+    from dora_rl.engine.weights import TensorSource
     from dora_rl.ports import Canary, SealedWeights
 
 _DTYPE_CODES = {
@@ -31,31 +33,35 @@ CANARY_TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.25}
 
 
 class CheckedSource:
-    """Reads a sealed version and hashes every tensor on its way through."""
+    """Reads weights and hashes every tensor on its way through."""
 
-    def __init__(self, sealed: SealedWeights) -> None:
-        self._sealed = sealed
+    def __init__(self, source: TensorSource) -> None:
+        self._source = source
         self._rows: dict[str, tuple[str, str, list[int], str]] = {}
 
     def names(self) -> Sequence[str]:
-        return self._sealed.names()
+        return self._source.names()
 
     def tensor(self, name: str) -> Tensor:
-        data = self._sealed.tensor(name)
+        data = self._source.tensor(name)
         self._hash(name, data)
         return data
 
-    def check(self) -> None:
-        """Raise unless the tensors read (and those nobody asked for) give the checksum."""
-        for name in self._sealed.names():
+    def checksum(self) -> str:
+        """Of the tensors read, and of those nobody asked for."""
+        for name in self._source.names():
             if name not in self._rows:
-                self._hash(name, self._sealed.tensor(name))
+                self._hash(name, self._source.tensor(name))
         text = json.dumps(sorted(self._rows.values()), separators=(",", ":"))
-        found = hashlib.sha256(text.encode()).hexdigest()
-        if found != self._sealed.checksum:
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def check(self, sealed: SealedWeights) -> None:
+        """Raise unless these are the tensors that were published."""
+        found = self.checksum()
+        if found != sealed.checksum:
             raise UserError(
-                f"version {self._sealed.version}: loaded weights have checksum {found[:12]}, "
-                f"published was {self._sealed.checksum[:12]}; publish the version again"
+                f"version {sealed.version}: loaded weights have checksum {found[:12]}, "
+                f"published was {sealed.checksum[:12]}; publish the version again"
             )
 
     def _hash(self, name: str, data: Tensor) -> None:
@@ -63,6 +69,18 @@ class CheckedSource:
         code = _DTYPE_CODES.get(data.dtype, str(data.dtype))
         digest = hashlib.sha256(raw).hexdigest()
         self._rows[name] = (name, code, list(data.shape), digest)
+
+
+def check_base(source: object, found: str, where: str) -> None:
+    """Raise if an adapter belongs on another base than the one `found` here. Not where one of the
+    two is unknown: whole weights have no base, and hashing may be switched off."""
+    wanted: str = getattr(source, "base", "")
+    if wanted and found and wanted != found:
+        raise BaseDiffers(
+            f"version {getattr(source, 'version', '?')} is an adapter for a base with checksum "
+            f"{wanted[:12]}, {where} has {found[:12]}; model.path must hold the same weights on "
+            "every host, and not change during a run"
+        )
 
 
 def check_canary(

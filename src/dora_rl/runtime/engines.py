@@ -1,8 +1,8 @@
 """The engine of a rollout instance: the native one or vLLM, as `rollout.backend` says.
 
 Decides nothing else, and imports an engine only to make one. Under LoRA (`trainer.lora_rank`,
-published as adapters) the base is the model directory that the run starts from; each version's
-canary proves that base and adapter together are what the learner published.
+published as adapters) the base is the model directory that the run starts from; each version names
+its checksum, and its canary proves that base and adapter together are what the learner published.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def make_engine(
 
     engine = Engine(read_spec(config.model.path), EngineOptions(**values), decode, journal)
     if rank:
-        engine.load_base(config.model.path)
+        engine.load_base(config.model.path, config.rollout.verify_weights)
     return engine
 
 
@@ -114,5 +114,5 @@ def _make_vllm(
     )
     engine = VllmEngine(vllm, options, decode, journal)
     if options.lora_rank:
-        engine.load_base(HfDirectory(config.model.path))
+        engine.load_base(HfDirectory(config.model.path), config.rollout.verify_weights)
     return engine

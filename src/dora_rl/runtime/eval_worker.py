@@ -17,12 +17,12 @@ from dora_rl.engine.options import EngineOptions
 from dora_rl.engine.sequence import Request
 from dora_rl.envs.host import Answer
 from dora_rl.runtime.eval_turns import EvalTurns
+from dora_rl.runtime.lora_base import whole
 from dora_rl.runtime.tokenizer import open_tokenizer
 from dora_rl.runtime.turns import apply_answer
 from dora_rl.runtime.weights import DiskWeightStore
 from dora_rl.runtime.wire import Channel
 from dora_rl.runtime.worker import Setup
-from dora_rl.trainer.lora import whole_version
 from dora_rl.types import Finish, RequestId, SamplingParams, Trajectory, Version
 
 ALIVE_S = 1.0
@@ -52,7 +52,7 @@ def serve_evaluations(setup: Setup, channel: Channel) -> None:
         prompts = [tuple(ids) for ids in message.body["prompts"]]
         for old in engine.versions():
             engine.retire(old)
-        engine.load(version, whole_version(store.open(version), config.model.path))
+        engine.load(version, whole(store.open(version), Path(config.model.path)))
         channel.send("loaded", {"version": version})
         samples = message.body["num_samples"]
         params, alive = config.rollout.sampling_params(), _Alive(channel)

@@ -33,7 +33,15 @@ from dora_rl.runtime.transport import TransportError
 from dora_rl.runtime.weights import SharedMemoryWeightStore, WeightsError
 from dora_rl.runtime.wire import Channel, Message, decode_fleet, encode_event, pack
 from dora_rl.runtime.worker import Setup
-from dora_rl.types import Finish, RequestId, SamplingParams, Trajectory, UserError, Version
+from dora_rl.types import (
+    BaseDiffers,
+    Finish,
+    RequestId,
+    SamplingParams,
+    Trajectory,
+    UserError,
+    Version,
+)
 
 if TYPE_CHECKING:
     from dora_rl.engine.backends.vllm import VllmExport
@@ -254,6 +262,8 @@ class InstanceWorker:
             sealed = self.store.open(version)
             verify = self.setup.config.rollout.verify_weights
             self.loads.append((version, self.engine.load_layers(version, sealed, verify)))
+        except BaseDiffers:
+            raise  # no load will ever succeed here
         except (WeightsError, UserError) as error:
             self.channel.send_event(ev.LoadFailed(self.name, version, str(error)))
 
@@ -265,6 +275,8 @@ class InstanceWorker:
             return
         except StopIteration:
             event: ev.Event = ev.Loaded(self.name, version)
+        except BaseDiffers:
+            raise
         except (WeightsError, UserError) as error:
             event = ev.LoadFailed(self.name, version, str(error))
         self.loads.popleft()

@@ -23,6 +23,8 @@ import torch
 
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
+from dora_rl.engine.sealed import check_base
+from dora_rl.runtime.lora_base import run_base
 from dora_rl.runtime.storage_client import StorageReader
 from dora_rl.runtime.versions import share
 from dora_rl.runtime.weights import DiskWeightStore, SharedMemoryWeightStore
@@ -56,7 +58,9 @@ class LearnerWorker:
         self.checkpoints = Checkpoints(run_dir / "checkpoints", options)
         self.learner, self.optimizer_version = self._open_learner()
         self.version: Version = max(self.disk.versions(), default=-1)
-        distributed.agree("the newest sealed version to be", self.version)
+        hint = "put runtime.run_dir on a file system that all learner ranks share"
+        distributed.agree("the newest sealed version to be", self.version, hint)
+        self._check_base()
         self.reader = StorageReader(bytes.fromhex(setup.key))
         self.fed: set[GroupId] = set()
         self.busy_s = 0.0
@@ -82,6 +86,14 @@ class LearnerWorker:
         if newest.step + 1 < sealed:
             self._take_weights(learner, sealed)
         return learner, newest.step + 1
+
+    def _check_base(self) -> None:
+        """What versions that are adapters belong on: the same on every rank, and as it was."""
+        base = self.learner.base = run_base(self.setup.config)
+        hint = "model.path must hold the same weights on every host"
+        distributed.agree("the weights of model.path to be", int(base[:15] or "0", 16), hint)
+        if self.version >= 0:
+            check_base(self.disk.map(self.version), base, self.setup.config.model.path)
 
     def _take_weights(self, learner: Learner, version: Version) -> None:
         """The newest sealed weights, where the optimizer's checkpoint is older."""

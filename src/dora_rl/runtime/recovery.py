@@ -36,7 +36,7 @@ class Recovery:
 
     def fatal(self, name: str, body: dict[str, Any]) -> None:
         """A worker says why it ends. What is wrong from the start, or everywhere, ends the run."""
-        if body["full"] or not self._run.crew.workers[name].joined:
+        if body["ends_run"] or not self._run.crew.workers[name].joined:
             self._run.handle(ev.StopRequested(f"{name}: {body['reason']}"))
 
     def lost(self, name: str) -> None:

@@ -41,9 +41,9 @@ class FoundModel:
 
     def whole(self) -> Any:
         """The sealed version with its adapter, if it is one, merged."""
-        from dora_rl.trainer.lora import whole_version
+        from dora_rl.runtime.lora_base import whole
 
-        return whole_version(self.sealed, self.directory)
+        return whole(self.sealed, self.directory)
 
 
 def is_run(path: Path) -> bool:

@@ -91,27 +91,33 @@ class SharedMemoryWeightStore:
         self._clean()
 
     def publish(
-        self, version: Version, tensors: Iterable[tuple[str, Tensor]], canary: Canary | None = None
+        self,
+        version: Version,
+        tensors: Iterable[tuple[str, Tensor]],
+        canary: Canary | None = None,
+        base: str = "",
     ) -> str:
         """Write all tensors, seal, return the checksum. All or nothing."""
-        return self._publish(version, tensors, canary, expected=None)
+        return self._publish(version, tensors, canary, base, expected=None)
 
     def take_in(self, sealed: SealedFile) -> None:
         """Publish a copy of a version that another store has, if it is what was published."""
-        self._publish(sealed.version, sealed.tensors(), sealed.canary, expected=sealed.checksum)
+        parts = (sealed.tensors(), sealed.canary, sealed.base)
+        self._publish(sealed.version, *parts, expected=sealed.checksum)
 
     def _publish(
         self,
         version: Version,
         tensors: Iterable[tuple[str, Tensor]],
         canary: Canary | None,
+        base: str,
         expected: str | None,
     ) -> str:
         assert version >= 0, f"version {version} is negative"
         if self._directory(version).exists():
             raise VersionExists(f"version {version} is already published in {self.root}")
         with self._new_directory(version) as directory:
-            manifest = write_sealed(directory, version, tensors, canary, self.durable)
+            manifest = write_sealed(directory, version, tensors, canary, self.durable, base)
             if expected not in (None, manifest.checksum):
                 raise WeightsCorrupt(f"version {version} changed after publication; not copied")
             self._seal(directory, version)

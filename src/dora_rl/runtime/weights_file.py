@@ -6,7 +6,8 @@ over (name, dtype, shape, digest) of every tensor, so that it names the weights 
 a copy on disk, in shared memory or on another host has the same checksum.
 
     model.safetensors   8 bytes N | N bytes of JSON header, padded with spaces | tensors, no gaps
-    manifest.json       version, checksum, canary, and per tensor: name dtype shape begin end digest
+    manifest.json       version, checksum, canary, base (what an adapter belongs on, as checksum),
+                        and per tensor: name dtype shape begin end digest
 """
 
 from __future__ import annotations
@@ -89,6 +90,7 @@ class Manifest:
     header_digest: str
     tensors: tuple[TensorEntry, ...]
     canary: Canary | None = None
+    base: str = ""  # of an adapter: the checksum of what it belongs on
 
     @property
     def num_bytes(self) -> int:
@@ -107,6 +109,7 @@ def write_sealed(
     tensors: Iterable[tuple[str, Tensor]],
     canary: Canary | None,
     durable: bool,
+    base: str = "",
 ) -> Manifest:
     """Write both files into `directory`, which must be empty and seen by nobody else yet."""
     path = directory / TENSORS_FILE
@@ -122,7 +125,7 @@ def write_sealed(
         if durable:
             os.fsync(file.fileno())
     digest = hashlib.sha256(header).hexdigest()
-    manifest = Manifest(version, checksum_of(entries), len(header), digest, entries, canary)
+    manifest = Manifest(version, checksum_of(entries), len(header), digest, entries, canary, base)
     write_manifest(directory, manifest, durable)
     return manifest
 
@@ -238,6 +241,7 @@ def read_manifest(directory: Path, version: Version) -> Manifest:
             str(raw["header_digest"]),
             entries,
             canary,
+            str(raw.get("base", "")),
         )
     except (ValueError, KeyError, TypeError) as error:
         raise WeightsCorrupt(f"version {version}: {path} is unreadable ({error})") from error
@@ -280,6 +284,10 @@ class SealedFile:
     @property
     def canary(self) -> Canary | None:
         return self.manifest.canary
+
+    @property
+    def base(self) -> str:
+        return self.manifest.base
 
     @property
     def num_bytes(self) -> int:

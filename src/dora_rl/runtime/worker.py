@@ -25,7 +25,7 @@ from dora_rl.runtime.devices import VISIBLE
 from dora_rl.runtime.full_disk import full_line, is_full
 from dora_rl.runtime.weights_file import WeightsError
 from dora_rl.runtime.wire import Channel
-from dora_rl.types import UserError
+from dora_rl.types import BaseDiffers, UserError
 
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
@@ -104,7 +104,8 @@ def serve(setup: Setup) -> None:
         return  # the controller is gone
     except (UserError, WeightsError, SafetensorError, OSError) as error:
         reason = full_line(setup.run_dir, error) if is_full(error) else str(error)
-        channel.send("fatal", {"reason": reason, "full": is_full(error)})
+        ends_run = is_full(error) or isinstance(error, BaseDiffers)
+        channel.send("fatal", {"reason": reason, "ends_run": ends_run})
         raise
 
 

@@ -72,7 +72,7 @@ def join(meeting: str | Path, rank: int, num_ranks: int, ip: str = "") -> None:
     )
 
 
-def agree(what: str, value: int) -> None:
+def agree(what: str, value: int, hint: str) -> None:
     """Every rank must have found the same; a collective."""
     rank, num_ranks = world()
     if num_ranks == 1:
@@ -81,10 +81,7 @@ def agree(what: str, value: int) -> None:
     found = torch.tensor([value], dtype=torch.int64, device=device)
     dist.broadcast(found, 0)
     if int(found) != value:
-        raise UserError(
-            f"rank {rank} finds {what} {value}, the first rank {int(found)}; "
-            "put runtime.run_dir on a file system that all learner ranks share"
-        )
+        raise UserError(f"rank {rank} finds {what} {value}, the first rank {int(found)}; {hint}")
 
 
 def shard(module: nn.Module, layers: list[nn.Module], compute_dtype: torch.dtype) -> None:

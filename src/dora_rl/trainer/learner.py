@@ -117,6 +117,7 @@ class Learner:
         )
         self.meters = Meters(self.device)
         self.publisher = Publisher()
+        self.base = ""  # checksum of the frozen weights, for versions that are adapters
         self.step: StepIndex | None = None
         self.next_step: StepIndex = 0
         self.num_updates = 0
@@ -182,7 +183,8 @@ class Learner:
         name = self.options.publish_dtype
         dtype = self.policy.compute_dtype if name == "auto" else pick_dtype(name, self.device)
         canary = compute_canary(self.policy, self.policy.vocab, self.policy.positions_max)
-        if self.options.lora_rank and self.options.lora_publish == "adapters":
+        adapters = self.options.lora_rank and self.options.lora_publish == "adapters"
+        if adapters:
             tensors = published_adapter(self.policy, self.options, dtype, distributed.gathered)
         else:
             tensors = snapshot(self.policy, dtype)
@@ -190,7 +192,8 @@ class Learner:
             done: Future[str] = Future()
             done.set_result("")
             return done
-        return self.publisher.publish(store, version, tensors, canary, background)
+        base = self.base if adapters else ""
+        return self.publisher.publish(store, version, tensors, canary, background, base)
 
     def save(self, directory: str | Path, options: CheckpointOptions | None = None) -> Path:
         """Write a checkpoint (see `checkpoint`) atomically under this very name."""

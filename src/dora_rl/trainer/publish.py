@@ -61,14 +61,15 @@ class Publisher:
         tensors: list[tuple[str, Tensor]],
         canary: Canary | None,
         background: bool,
+        base: str = "",
     ) -> Future[str]:
         """The checksum, as a future; already there unless `background`."""
         if background:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(1, thread_name_prefix="publish")
-            return self._pool.submit(store.publish, version, tensors, canary)
+            return self._pool.submit(store.publish, version, tensors, canary, base)
         done: Future[str] = Future()
-        done.set_result(store.publish(version, _drain(tensors), canary))
+        done.set_result(store.publish(version, _drain(tensors), canary, base))
         return done
 
     def close(self) -> None:

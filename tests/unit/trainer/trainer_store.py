@@ -35,7 +35,9 @@ class MemoryStore:
         version: int,
         tensors: Iterable[tuple[str, torch.Tensor]],
         canary: Canary | None = None,
+        base: str = "",
     ) -> str:
+        del base
         assert version not in self.sealed
         copies = {n: t.clone() for n, t in tensors}
         digest = hashlib.sha256()

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from dora_rl.engine.backends.vllm_process import VllmOptions, VllmProcess
 from dora_rl.engine.journal import Journal
 from dora_rl.engine.options import EngineOptions
-from dora_rl.engine.sealed import CheckedSource, check_canary
+from dora_rl.engine.sealed import CheckedSource, check_base, check_canary
 from dora_rl.engine.sequence import Output, Request, Status, mix64, new_sequence
 from dora_rl.engine.sequence import Sequence as Seq
 from dora_rl.engine.stats import EngineStats
@@ -52,6 +52,7 @@ class VllmEngine:
         self.context_max = self._process.context_max
         self._versions_max = options.versions_max if vllm.lora_rank else 1
         self._resident: list[Version] = []
+        self._base = ""  # its checksum, under adapters
         self._seqs: dict[RequestId, Seq] = {}  # every request that is here, in order of arrival
         self._sent: dict[str, Seq] = {}  # those that vLLM works on, by the name it knows them by
         self._name_of: dict[RequestId, str] = {}
@@ -64,10 +65,12 @@ class VllmEngine:
     def versions(self) -> tuple[Version, ...]:
         return tuple(sorted(self._resident))
 
-    def load_base(self, source: TensorSource) -> None:
-        """The frozen weights under every adapter."""
+    def load_base(self, source: TensorSource, verify: bool = True) -> None:
+        """The weights under every adapter; `verify`: adapters for other weights are refused."""
         assert not self._seqs, "the base is loaded before any request"
-        self._process.load(source, self._files_of(source))
+        checked = CheckedSource(source)
+        self._process.load(checked if verify else source, self._files_of(source))
+        self._base = checked.checksum() if verify else ""
 
     def _files_of(self, source: object) -> Sequence[Path]:
         """What the processes of several devices read."""
@@ -88,6 +91,7 @@ class VllmEngine:
         self._make_seat(version)
         if source.version != version:
             raise UserError(f"version {version}: the sealed weights say {source.version}")
+        check_base(source, self._base, self._vllm.model)
         checked = CheckedSource(source)
         reader: TensorSource = checked if verify else source
         if self._vllm.lora_rank:
@@ -96,7 +100,7 @@ class VllmEngine:
             self._process.load(reader, self._files_of(source))
         yield "weights"
         if verify:
-            checked.check()
+            checked.check(source)
             self._check_canary(version, source)
         self._resident.append(version)
 

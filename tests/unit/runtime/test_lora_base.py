@@ -1,0 +1,106 @@
+"""The weights under LoRA versions: known by a checksum, and never mistaken for others."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from dora_rl.config import RunConfig
+from dora_rl.core import actions as act
+from dora_rl.engine.engine import Engine
+from dora_rl.engine.models import read_spec
+from dora_rl.engine.options import EngineOptions
+from dora_rl.engine.random_weights import RandomAdapter
+from dora_rl.runtime.crew import Crew
+from dora_rl.runtime.layout import plan_layout
+from dora_rl.runtime.lora_base import base_checksum, whole
+from dora_rl.runtime.weights import SealedFile, SharedMemoryWeightStore, copy_version
+from dora_rl.runtime.wire import encode_fleet
+from dora_rl.types import BaseDiffers
+
+TINY = Path(__file__).parents[3] / "recipes" / "models" / "tiny"
+
+
+def changed(folder: Path) -> Path:
+    """The same model with one number of one tensor changed."""
+    shutil.copytree(TINY, folder)
+    tensors = load_file(folder / "model.safetensors")
+    name = sorted(tensors)[-1]
+    tensors[name].view(-1)[0] += 1.0
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def publish(root: Path, base: str) -> SharedMemoryWeightStore:
+    adapter = RandomAdapter(read_spec(TINY), seed=1, rank=4)
+    store = SharedMemoryWeightStore(root)
+    store.publish(0, [(name, adapter.tensor(name)) for name in adapter.names()], None, base)
+    return store
+
+
+def test_the_checksum_names_the_weights_and_not_their_files(tmp_path: Path) -> None:
+    split = tmp_path / "split"
+    shutil.copytree(TINY, split)
+    tensors = load_file(TINY / "model.safetensors")
+    (split / "model.safetensors").unlink()
+    parts = {f"part{n}.safetensors": sorted(tensors)[n::2] for n in range(2)}
+    for file, names in parts.items():
+        save_file({name: tensors[name] for name in names}, split / file)
+    where = {name: file for file, names in parts.items() for name in names}
+    (split / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    assert base_checksum(split) == base_checksum(TINY)
+    assert base_checksum(changed(tmp_path / "other")) != base_checksum(TINY)
+
+
+def test_an_adapter_is_refused_on_another_base(tmp_path: Path) -> None:
+    good = publish(tmp_path / "store", base_checksum(TINY))
+    copy = SharedMemoryWeightStore(tmp_path / "copy")
+    copy_version(good, copy, 0)
+    sealed: SealedFile = copy.open(0)
+    assert sealed.base == base_checksum(TINY), "a copy names it too"
+    other = changed(tmp_path / "other")
+    for base, fits in ((TINY, True), (other, False)):
+        engine = Engine(read_spec(TINY), EngineOptions(versions_max=2, lora_rank=4))
+        engine.load_base(base)
+        if fits:
+            engine.load(0, sealed)
+            assert engine.versions() == (0,)
+            whole(sealed, base)
+            continue
+        for use in (lambda e=engine: e.load(0, sealed), lambda b=base: whole(sealed, b)):
+            with pytest.raises(BaseDiffers, match=r"^version 0 is an adapter for a base with .*$"):
+                use()
+        assert engine.versions() == ()
+
+
+def test_an_instance_with_another_base_ends_with_one_line(tmp_path: Path) -> None:
+    config = RunConfig.model_validate(
+        {
+            "model": {"path": str(changed(tmp_path / "other"))},
+            "rollout": {"kv_bytes_max": 1 << 22, "num_instances": 1},
+            "trainer": {"lora_rank": 4},
+            "weights": {"root": str(tmp_path / "store")},
+            "runtime": {"device": "cpu"},
+        }
+    )
+    publish(tmp_path / "store", base_checksum(TINY))
+    (tmp_path / "journal").mkdir()
+    layout, crew = plan_layout(config, "cpu"), Crew(config, tmp_path)
+    crew.start("instance", "instance0", layout.instance_extra("instance0"))
+    joined = crew.inbox.get(timeout=120).message
+    assert joined is not None and joined.body["is"] == "InstanceJoined"
+    crew.send("instance0", "order", {"action": encode_fleet(act.Load("instance0", 0, None))})
+    said = [joined]
+    for _ in range(60):  # reports, once a second
+        letter = crew.inbox.get(timeout=120)
+        if letter.message is None:
+            break
+        said.append(letter.message)
+    crew.end(10.0)
+    assert said[-1].kind == "fatal" and said[-1].body["ends_run"]
+    assert "is an adapter for a base" in said[-1].body["reason"]
+    assert "\n" not in said[-1].body["reason"]
