@@ -20,6 +20,7 @@ from tiny_runs import ROOT, TinyRun
 
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
+from dora_rl.engine.journal import read_journal
 
 pytestmark = [
     pytest.mark.cluster,
@@ -119,6 +120,8 @@ def test_hosts_are_lost_and_nothing_is(tmp_path: Path) -> None:
         wait_for("steps after the cut", lambda: max(run.steps()) >= step + 2)
         wait_for("the host to come back", lambda: starts(run, "instance0") == [cut.ip, cut.ip])
 
+        # So that there is something to continue from a journal.
+        wait_for("the host to be at work", lambda: num_under_way(run, "instance1") >= 4)
         other.kill()
         wait_for("the killed host to be missed", lambda: lost(run, "instance1"))
         step = max(run.steps())
@@ -144,6 +147,13 @@ def test_hosts_are_lost_and_nothing_is(tmp_path: Path) -> None:
         assert whole is None or whole[: len(line["token_ids"])] == line["token_ids"]
     assert len(starts(run, "learner")) == 2 and len(starts(run, "instance0")) >= 2
     print(json.dumps(run.summary(), indent=1))
+
+
+def num_under_way(run: TinyRun, name: str) -> int:
+    """Requests of which the instance's journal at home has tokens, and no end."""
+    journals = sorted((run.run_dir / "journal").glob(f"{name}.*.jsonl"))
+    requests = read_journal(journals[-1]) if journals else []
+    return sum(len(request.resume_ids) >= 4 for request in requests)
 
 
 def lost(run: TinyRun, name: str) -> bool:
