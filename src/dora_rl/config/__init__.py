@@ -140,6 +140,8 @@ class RolloutConfig(Section):
     compiled_kernels: bool = True  # on a CPU: compiled at first use, if there is a C compiler
     cuda_graphs: bool = True  # replay a decode step as one launch
     async_steps: bool = True  # on a GPU: launch a step before the last one is read
+    # vLLM: a request that moves takes its KV along; otherwise it is prefilled again.
+    vllm_kv_moves: bool = False
     verify_weights: bool = True  # check the checksum and the canary of every version loaded
     journal_steps: int = Field(default=16, ge=1)  # steps between two writes of the token journal
 

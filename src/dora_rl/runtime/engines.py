@@ -70,6 +70,11 @@ def _check_split(config: RunConfig) -> None:
             f"resources.devices_per_instance = {each}: instances that share the learner's devices "
             "have one each; choose another orchestration.mode, and no resources.elastic_instances"
         )
+    if config.rollout.vllm_kv_moves:
+        raise UserError(
+            f"resources.devices_per_instance = {each}: rollout.vllm_kv_moves moves the KV of one "
+            "device alone; switch it off"
+        )
     heads = read_spec(config.model.path).num_heads
     if heads % each:
         raise UserError(
@@ -111,6 +116,7 @@ def _make_vllm(
         lora_rank=options.lora_rank,
         trust_remote_code=config.model.trust_remote_code,
         num_devices=config.resources.devices_per_instance,
+        kv_moves=config.rollout.vllm_kv_moves,
     )
     engine = VllmEngine(vllm, options, decode, journal)
     if options.lora_rank:

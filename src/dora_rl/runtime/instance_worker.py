@@ -44,7 +44,7 @@ from dora_rl.types import (
 )
 
 if TYPE_CHECKING:
-    from dora_rl.engine.backends.vllm import VllmExport
+    from dora_rl.engine.backends.vllm_move import VllmExport
 
 REPORT_S = 1.0
 REPORT_BUSY_S = 0.25  # the core reads off the lengths of running requests
@@ -353,8 +353,10 @@ class InstanceWorker:
         self.channel.send("imported", body)
 
     def _take_blocks(self, data: memoryview) -> None:
-        assert isinstance(self.engine, Engine), "only the native engine sends KV"
         length = int.from_bytes(data[:4], "little")
+        if not isinstance(self.engine, Engine):
+            self.engine.take_in(bytes(data[4 : 4 + length]), data[4 + length :])
+            return
         arrival = begin_import(self.engine, bytes(data[4 : 4 + length]))
         size = self.engine.runner.cache.block_bytes
         for at in range(4 + length, len(data), size):

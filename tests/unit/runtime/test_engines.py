@@ -46,3 +46,10 @@ def test_several_devices_share_the_layers_of_vllm(device: str) -> None:
     assert told["distributed_executor_backend"] == "mp", "a process for each"
     one = vllm_arguments(VllmOptions("model", ()), EngineOptions(device="cpu"))
     assert (one["tensor_parallel_size"], one["distributed_executor_backend"]) == (1, "uni")
+
+
+def test_kv_moves_come_from_one_device() -> None:
+    told = vllm_arguments(VllmOptions("model", (), kv_moves=True), EngineOptions(device="cpu"))
+    assert told["kv_transfer_config"]["kv_role"] == "kv_both"
+    assert not told["async_scheduling"], "nothing is computed while blocks are read"
+    assert "kv_transfer_config" not in vllm_arguments(VllmOptions("model", ()), EngineOptions())

@@ -4,7 +4,8 @@ Holds one policy version, or one LoRA adapter slot per version; a request is han
 while its version is loaded, and the prefix cache is emptied whenever weights change, so no token is
 ever computed under another version. The requests themselves live here (tokens, log-probs, journal):
 what vLLM holds of one is a copy that can be dropped and made again. So a parked, exported or
-recovered request continues by prefilling its tokens anew, on any instance of its version.
+recovered request continues by prefilling its tokens anew, on any instance of its version; with
+`VllmOptions.kv_moves` an exported one takes its KV along.
 
 vLLM runs inside this process and only inside `step` and `load`. Its random numbers are its own:
 versions are kept apart as everywhere, exactness is the native engine's promise.
@@ -12,14 +13,16 @@ versions are kept apart as everywhere, exactness is the native engine's promise.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from dora_rl.engine.backends.vllm_move import RequestKv, VllmExport, unpack_kv
 from dora_rl.engine.backends.vllm_process import VllmOptions, VllmProcess
-from dora_rl.engine.journal import Journal
+from dora_rl.engine.journal import Journal, request_from_json
 from dora_rl.engine.options import EngineOptions
 from dora_rl.engine.sealed import CheckedSource, check_base, check_canary
 from dora_rl.engine.sequence import Output, Request, Status, mix64, new_sequence
@@ -56,9 +59,10 @@ class VllmEngine:
         self._seqs: dict[RequestId, Seq] = {}  # every request that is here, in order of arrival
         self._sent: dict[str, Seq] = {}  # those that vLLM works on, by the name it knows them by
         self._name_of: dict[RequestId, str] = {}
+        self._begun: set[str] = set()  # that have gained something
         self._outputs: list[Output] = []
         self._num_arrived = self._num_sent = self._num_steps = 0
-        self._num_decode_tokens = self._num_prefill_tokens = 0
+        self._num_decode_tokens = self._num_prefill_tokens = self._num_prefix_tokens = 0
 
     # ---------------------------------------------------------------- versions
 
@@ -134,7 +138,7 @@ class VllmEngine:
 
     # ---------------------------------------------------------------- requests
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: Request, kv: RequestKv | None = None) -> None:
         """Queue a request; a hopeless one ends at once, as a refused output of the next step."""
         self._num_arrived += 1
         seq = new_sequence(request, self._num_arrived, self._vllm.eos_ids)
@@ -148,7 +152,18 @@ class VllmEngine:
         if finish is not None:
             self._end(seq, finish, (), ())
         else:
-            self._send(seq)
+            self._send(seq, kv)
+
+    def take_in(self, meta: bytes, data: memoryview) -> None:
+        """A request from elsewhere with its KV (see `VllmExport`); raises if it cannot go on."""
+        body = json.loads(meta)
+        request = request_from_json(body["request"])
+        where = f"request {tuple(request.id)}"
+        if request.version not in self._resident:
+            raise UserError(f"{where}: version {request.version} is not resident")
+        if body["layout"] != self._process.kv_layout():
+            raise UserError(f"{where}: its KV is laid out otherwise than here")
+        self.submit(request, unpack_kv(body, data))
 
     def _refusal(self, seq: Seq, known: bool = False) -> str:
         """Why it can never run here, or an empty string."""
@@ -158,8 +173,8 @@ class VllmEngine:
             return f"version {seq.version} is not resident (resident: {list(self.versions())})"
         return self._process.refusal(seq)
 
-    def _send(self, seq: Seq) -> None:
-        """Hand it to vLLM: everything known is prefilled, then it samples on."""
+    def _send(self, seq: Seq, kv: RequestKv | None = None) -> None:
+        """Hand it to vLLM: everything known that `kv` has not is prefilled, then it samples on."""
         assert seq.version in self._resident
         self._num_sent += 1
         name = f"{seq.id.group}.{seq.id.sample}.{self._num_sent}"
@@ -169,12 +184,13 @@ class VllmEngine:
         self._num_prefill_tokens += len(seq.tokens)
         # A continuation must not draw the numbers of the beginning again.
         seed = mix64(seq.key ^ seq.num_response) >> 1
-        self._process.add(name, seq, seed)
+        self._process.add(name, seq, seed, kv)
 
     def _unsend(self, seq: Seq) -> None:
         name = self._name_of.pop(seq.id, None)
         if name is not None:
             del self._sent[name]
+            self._begun.discard(name)
             self._process.abort(name)
 
     def abort(self, request: RequestId) -> bool:
@@ -219,8 +235,10 @@ class VllmEngine:
     def export(self, request: RequestId) -> VllmExport:
         """Put a request aside until it has arrived elsewhere."""
         parked = self.is_parked(request)
+        name = self._name_of.get(request)
+        kv = self._process.read_kv(name) if name is not None else None
         self.park(request)
-        return VllmExport(self, self._known(request), parked)
+        return VllmExport(self, self._known(request), parked, kv, self._process.kv_layout())
 
     def extend(
         self, request: RequestId, token_ids: Sequence[int], params: SamplingParams | None = None
@@ -276,6 +294,10 @@ class VllmEngine:
         for gain in self._process.step():
             seq = self._sent.get(gain.name)
             if seq is not None:
+                if gain.name not in self._begun:
+                    self._begun.add(gain.name)
+                    self._num_prefill_tokens -= gain.num_cached
+                    self._num_prefix_tokens += gain.num_cached
                 self._commit(seq, gain.token_ids, gain.logprobs, gain.top, gain.failed)
 
     def _commit(
@@ -364,28 +386,7 @@ class VllmEngine:
             steps=self._num_steps,
             decode_tokens=self._num_decode_tokens,
             prefill_tokens=self._num_prefill_tokens,
-            prefix_tokens=0,
+            prefix_tokens=self._num_prefix_tokens,
             preemptions=0,
             exact=False,
         )
-
-
-class VllmExport:
-    """The sending half of a move without KV: the receiver prefills the request's tokens."""
-
-    has_kv = False
-    num_bytes = 0
-    meta = b""
-
-    def __init__(self, engine: VllmEngine, seq: Seq, parked: bool) -> None:
-        self._engine, self._seq, self._parked = engine, seq, parked
-
-    def chunks(self) -> Iterator[Any]:
-        return iter(())
-
-    def done(self) -> None:
-        self._engine.forget(self._seq.id)
-
-    def cancel(self) -> None:
-        if not self._parked:
-            self._engine.unpark(self._seq.id)

@@ -21,6 +21,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from dora_rl.engine.backends.vllm_move import RequestKv
 from dora_rl.engine.cache import DTYPES
 from dora_rl.engine.options import EngineOptions
 from dora_rl.engine.sequence import Sequence as Seq
@@ -28,6 +29,7 @@ from dora_rl.engine.weights import TensorSource
 from dora_rl.types import UserError, Version
 
 GIB = 1 << 30
+NAME = "dora_rl_name"  # of a request, in its `kv_transfer_params`
 DEVICE_SHARE = 0.9  # of the memory that is free when the instance starts
 CPU_KV_BYTES = GIB
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -45,17 +47,20 @@ class VllmOptions:
     lora_rank: int = 0
     trust_remote_code: bool = False
     num_devices: int = 1  # that share every layer (tensor parallel), each in a process of its own
+    kv_moves: bool = False  # a request takes its KV along (see `vllm_kv`)
 
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """What a step gave the request of this name; `failed` says why vLLM gave it up."""
+    """What a step gave the request of this name; `failed` says why vLLM gave it up, `num_cached`
+    how many of the tokens it was added with were not computed."""
 
     name: str
     token_ids: list[int]
     logprobs: list[float]
     top: tuple[tuple[tuple[int, float], ...], ...] = ()
     failed: str = ""
+    num_cached: int = 0
 
 
 class VllmProcess:
@@ -72,6 +77,10 @@ class VllmProcess:
             ) from error
         self.dtype = DTYPES[options.dtype]
         arguments = vllm_arguments(vllm, options)
+        if vllm.kv_moves:
+            from vllm.config import KVTransferConfig
+
+            arguments["kv_transfer_config"] = KVTransferConfig(**arguments["kv_transfer_config"])
         self._engine: Any = LLMEngine.from_engine_args(EngineArgs(**arguments))
         config = self._engine.vllm_config
         self.vocab = int(config.model_config.get_vocab_size())
@@ -83,7 +92,7 @@ class VllmProcess:
         self._texts: dict[str, tuple[int, ...]] = {}  # being scored
         self._home = Path(tempfile.mkdtemp(prefix="dora-rl-lora-")) if vllm.lora_rank else None
         self._rank = vllm.lora_rank
-        self._num_devices = vllm.num_devices
+        self._num_devices, self._kv_moves = vllm.num_devices, vllm.kv_moves
 
     # ----------------------------------------------------------------- weights
 
@@ -133,8 +142,9 @@ class VllmProcess:
 
     # ---------------------------------------------------------------- requests
 
-    def add(self, name: str, seq: Seq, seed: int) -> None:
-        """Everything known is the prompt; what is missing is to be sampled."""
+    def add(self, name: str, seq: Seq, seed: int, kv: RequestKv | None = None) -> None:
+        """Everything known is the prompt; what is missing is to be sampled. What `kv` has of the
+        prompt is not computed again."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -151,7 +161,12 @@ class VllmProcess:
             logprobs=params.logprobs_top_n,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
+            extra_args={"kv_transfer_params": {NAME: name}} if self._kv_moves else None,
         )
+        if kv is not None:
+            from dora_rl.engine.backends.vllm_kv import arrived
+
+            arrived[name] = kv
         prompt = {"prompt_token_ids": list(seq.tokens)}
         self._engine.add_request(name, prompt, wanted, lora_request=self._loras.get(seq.version))
 
@@ -176,6 +191,22 @@ class VllmProcess:
     def abort(self, name: str) -> None:
         self._engine.abort_request([name])
 
+    def read_kv(self, name: str) -> RequestKv | None:
+        """What was computed of a request so far, if requests take their KV along."""
+        if not self._kv_moves:
+            return None
+        from dora_rl.engine.backends.vllm_kv import read_request
+
+        return read_request(self._engine.engine_core.engine_core.scheduler, name)
+
+    def kv_layout(self) -> list[list[Any]]:
+        """Per layer: name, type, shape and strides of a block. Empty: KV stays where it is."""
+        if not self._kv_moves:
+            return []
+        from dora_rl.engine.backends.vllm_kv import mover
+
+        return mover().layout()
+
     def score(self, name: str, token_ids: Sequence[int], version: Version) -> None:
         """Log-prob of each token after the first; they appear in `scored` after some steps."""
         from vllm import SamplingParams
@@ -197,7 +228,8 @@ class VllmProcess:
             failed = ""
             if output.finished and part.finish_reason not in ("stop", "length"):
                 failed = f"vLLM ended it ({part.finish_reason})"
-            yield Gain(name, ids, values, tuple(_others(row) for row in rows), failed)
+            others = tuple(_others(row) for row in rows)
+            yield Gain(name, ids, values, others, failed, output.num_cached_tokens or 0)
 
     def _read_scores(self, name: str, rows: Any) -> None:
         ids = self._texts.pop(name)
@@ -262,6 +294,13 @@ def vllm_arguments(vllm: VllmOptions, options: EngineOptions) -> dict[str, Any]:
         "generation_config": "vllm",
         "disable_log_stats": True,
     }
+    if vllm.kv_moves:
+        arguments["kv_transfer_config"] = {
+            "kv_connector": "RequestMover",
+            "kv_connector_module_path": "dora_rl.engine.backends.vllm_kv",
+            "kv_role": "kv_both",
+        }
+        arguments["async_scheduling"] = False  # between two steps nothing is being computed
     if on_cpu or options.kv_bytes_max:
         arguments["kv_cache_memory_bytes"] = options.kv_bytes_max or CPU_KV_BYTES
     if not on_cpu and vllm.num_devices > 1:
