@@ -45,7 +45,7 @@ test-vllm: .venv-vllm/.installed
 # Three hosts in network namespaces need root; without it only the runs on one host are tested.
 test-cluster: setup
 	$(BIN)/pip install -q -c constraints.txt -e '.[cluster]'
-	$(BIN)/pytest -m cluster tests/cluster
+	$(BIN)/pytest -m cluster tests/cluster -rs
 
 check: lint types test
 

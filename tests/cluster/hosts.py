@@ -22,7 +22,14 @@ NEEDED = ("ip", "unshare", "nsenter", "mount")
 
 
 def can_make_hosts() -> bool:
-    return os.geteuid() == 0 and all(shutil.which(name) for name in NEEDED)
+    """Root, the programs, and a kernel that lets us: in a container root may not."""
+    if os.geteuid() != 0 or not all(shutil.which(name) for name in NEEDED):
+        return False
+    probe = (
+        "mount --make-rprivate / && mount -t tmpfs tmpfs /dev/shm && ip link add probe0 type bridge"
+    )
+    words = ["unshare", "--net", "--mount", "--pid", "--fork", "sh", "-c", probe]
+    return subprocess.run(words, capture_output=True, check=False).returncode == 0
 
 
 def call(*words: str) -> None:

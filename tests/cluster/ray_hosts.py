@@ -65,7 +65,7 @@ class RayHosts:
         host.start("sh", "-c", loop, **self.environment)
 
     def _wait_for_head(self) -> None:
-        until = time.monotonic() + 60.0
+        until = time.monotonic() + 180.0
         check = f"import socket; socket.create_connection(('{self.head.ip}', {PORT}), 1)"
         while time.monotonic() < until:
             process = self.head.start(sys.executable, "-c", check)
@@ -82,7 +82,7 @@ class RayHosts:
             f"ray.init(address='{self.address}', log_to_driver=False, logging_level='ERROR')\n"
             f"while sum(node['Alive'] for node in ray.nodes()) < {count}: time.sleep(0.2)\n"
         )
-        self.head.run(sys.executable, "-c", ask, timeout_s=60.0, **self.environment)
+        self.head.run(sys.executable, "-c", ask, timeout_s=180.0, **self.environment)
 
     def train(self, *words: str) -> subprocess.Popen[str]:
         """`dora-rl train` on the head's host, as a user starts it."""
