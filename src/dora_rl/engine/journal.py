@@ -13,13 +13,16 @@ import json
 import os
 import zlib
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import IO, Any, Protocol
 
 from dora_rl.engine.sequence import Request
 from dora_rl.engine.sequence import Sequence as Seq
 from dora_rl.types import RequestId, SamplingParams, Segment
+
+_REQUEST_FIELDS = tuple(field.name for field in fields(Request))
+_PARAMS_FIELDS = tuple(field.name for field in fields(SamplingParams))
 
 
 class Sink(Protocol):
@@ -170,17 +173,20 @@ def continuation(seq: Seq) -> Request:
 
 
 def request_json(request: Request) -> dict[str, object]:
-    return asdict(request)
+    """As `asdict`, without its copy of every token."""
+    body = {name: getattr(request, name) for name in _REQUEST_FIELDS}
+    body["params"] = {name: getattr(request.params, name) for name in _PARAMS_FIELDS}
+    return body
 
 
 def request_from_json(body: dict[str, Any]) -> Request:
-    fields = _with_tuples(body)
-    fields["id"] = RequestId(*body["id"])
+    values = _with_tuples(body)
+    values["id"] = RequestId(*body["id"])
     if body.get("stream") is not None:
-        fields["stream"] = RequestId(*body["stream"])
-    fields["params"] = SamplingParams(**_with_tuples(body["params"]))
-    fields["resume_segments"] = tuple(Segment(*pair) for pair in body["resume_segments"])
-    return Request(**fields)
+        values["stream"] = RequestId(*body["stream"])
+    values["params"] = SamplingParams(**_with_tuples(body["params"]))
+    values["resume_segments"] = tuple(Segment(*pair) for pair in body["resume_segments"])
+    return Request(**values)
 
 
 def _with_tuples(body: dict[str, Any]) -> dict[str, Any]:
