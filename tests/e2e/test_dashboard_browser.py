@@ -11,7 +11,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -49,7 +48,7 @@ def dashboard(run: Path) -> Iterator[str]:
         yield next(word for word in line.split() if word.startswith("http"))
     finally:
         process.terminate()
-        process.wait(20)
+        process.wait(60)
         process.stdout.close()
 
 
@@ -101,17 +100,35 @@ def check_overview(page: Any, figures: AuditFigures) -> None:
     assert figure(page, "state_trained") == figures.groups_trained
 
 
+GATED = """
+import os, time
+from dora_rl.data import chains
+
+def reward(completion, answer):
+    while not os.path.exists({gate!r}):
+        time.sleep(0.05)
+    return chains.reward(completion, answer)
+"""
+
+
 def test_a_live_run_to_its_end_and_every_view(page: Any, tmp_path: Path) -> None:
+    gate, code = tmp_path / "gate", tmp_path / "gated.py"
+    code.write_text(GATED.format(gate=str(gate)))
     run = tiny_run(
-        tmp_path, orchestration__num_steps=4, data__eval=["dora_rl.data.tasks:Chains"],
+        tmp_path,
+        orchestration__num_steps=4,
+        data__eval=["dora_rl.data.tasks:Chains"],
         evaluation__num_prompts=8,
-    )  # fmt: skip
+        reward__functions=[f"{code}:reward"],  # no step ends before the page is there
+        reward__timeout_s=600.0,
+    )
     process = run.start()
     try:
         wait_until("the first lines", lambda: len(segments(run.run_dir / "events")) > 0, process)
         with dashboard(run.run_dir) as address:
             page.goto(address)
             page.wait_for_selector("#status.live")
+            gate.touch()
             wait_until("the first step", lambda: bool(run.steps()), process)
             wait_until("a trained group", lambda: figure(page, "state_trained") > 0)
             shown = figure(page, "state_trained")
@@ -224,12 +241,8 @@ def test_a_run_of_a_hundred_thousand_groups(page: Any, tmp_path: Path) -> None:
     num_groups = write_long_run(tmp_path / "long", 100_000)
     assert num_groups >= 100_000
     with dashboard(tmp_path / "long") as address:
-        began = time.monotonic()
-        page.goto(address)
+        page.goto(address)  # how long this takes is in benchmarks/dashboard.py
         page.wait_for_selector('body[data-view="overview"][data-read="all"]')
-        opened_s = time.monotonic() - began
-        print(f"opened {num_groups} groups in {opened_s:.2f} s", file=sys.stderr)
-        assert opened_s < 30  # what it takes on a quiet machine is in benchmarks/dashboard.py
         assert figure(page, "state_trained") == num_groups
         assert figure(page, "discarded") == 0
         for view in VIEWS:

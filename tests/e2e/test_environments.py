@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_runs import ROOT, TinyRun, finish, tiny_run, wait_until, workers_of
+from tiny_runs import ENDLESS, ROOT, TinyRun, finish, tiny_run, wait_until, workers_of
 
-from dora_rl.core.actions import Move, Park
+from dora_rl.core.actions import End, EndGroup, Move, Park
 from dora_rl.envs.calculator import CALL, operate
 
 MODEL = ROOT / "recipes" / "models" / "tiny_tools"
@@ -139,7 +140,7 @@ def test_killed_workers_lose_nothing(tmp_path: Path) -> None:
         rollout__journal_steps=1,
         rollout__seqs_max=8,
         rollout__versions_max=1,  # so that waiting requests move and park
-        orchestration__num_steps=6,
+        orchestration__num_steps=ENDLESS,
         orchestration__attempts_max=100,
     )
     process = run.start()
@@ -150,13 +151,14 @@ def test_killed_workers_lose_nothing(tmp_path: Path) -> None:
     process.send_signal(signal.SIGKILL)
     process.communicate()
     wait_until("the workers' end", lambda: not workers_of(run.run_dir))
-    finish(run.start("--resume"))
+    num_steps = run.steps_enough()
+    finish(run.start("--resume", f"orchestration.num_steps={num_steps}"))
     report = run.proven()
-    assert report.figures.steps == 6 and report.figures.groups_failed == 0
+    assert report.figures.steps == num_steps and report.figures.groups_failed == 0
     placed = [a for entry in run.entries() for a in entry.actions if isinstance(a, (Move, Park))]
     assert placed, "requests were moved or parked"
     rows = run.lines("rollouts.jsonl")
-    assert len({(row["group"], row["sample"]) for row in rows}) == len(rows) == 6 * 4 * 4
+    assert len({(row["group"], row["sample"]) for row in rows}) == len(rows) == num_steps * 16
     for row in rows:
         assert_turns_are_right(row)
     kept = {(row["group"], row["sample"]): row for row in rows}
@@ -169,9 +171,10 @@ def test_killed_workers_lose_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("mode", ["sync", "partial"])
-def test_waiting_requests_sleep_and_change_versions(tmp_path: Path, mode: str) -> None:
-    """Instances that sleep while the learner works park their sessions, or re-version them."""
+@pytest.mark.parametrize("mode", ["sync", "one_step_off", "partial", "replication"])
+def test_every_mode_trains_with_a_tool(tmp_path: Path, mode: str) -> None:
+    """Instances that sleep while the learner works park the sessions that wait for an answer,
+    `partial` re-versions them, `replication` ends those that are not needed."""
     run = tool_run(
         tmp_path,
         env__environments=calculator(latency_s=[0.05, 0.5]),
@@ -180,8 +183,20 @@ def test_waiting_requests_sleep_and_change_versions(tmp_path: Path, mode: str) -
     )
     run.train()
     assert run.proven().figures.groups_trained == 12
-    for row in run.lines("rollouts.jsonl"):
-        assert_turns_are_right(row)
+    rows = run.lines("rollouts.jsonl")
+    assert len(rows) == 3 * 4 * 4
+    assert max(assert_turns_are_right(row) for row in rows) > 1
+    ends = Counter(
+        action.end
+        for entry in run.entries()
+        for action in entry.actions
+        if isinstance(action, EndGroup)
+    )
+    assert ends.keys() - {End.SURPLUS} == {End.TRAINED}
+    assert (End.SURPLUS in ends) == (mode == "replication")
+    summary = run.summary()
+    assert summary["staleness_max"] <= {"one_step_off": 1, "partial": 2}.get(mode, 0)
+    assert mode == "partial" or summary["mixed_version_frac"] == 0
 
 
 def pid_of(run: TinyRun, name: str) -> int:

@@ -58,10 +58,12 @@ def test_one_seat_instances_flip_and_migrate(tmp_path: Path) -> None:
         rollout__versions_max=1,
         rollout__tokens_max=448,
         rollout__seqs_max=64,  # room for the requests that come from the other instance
-        orchestration__num_steps=4,
-        orchestration__inflight_groups=12,
-        orchestration__ready_max=8,
-        # A long tail: whenever a step ends, some responses are under way.
+        orchestration__num_steps=6,
+        # Four steps' worth under way and a long tail: the learner is done with the four shortest
+        # groups before the longest of sixteen have ended, on a slow machine too.
+        orchestration__max_staleness=3,
+        orchestration__inflight_groups=16,
+        orchestration__ready_max=16,
         data__train=[
             {
                 "path": "dora_rl.data.tasks:Chains",
@@ -70,12 +72,12 @@ def test_one_seat_instances_flip_and_migrate(tmp_path: Path) -> None:
         ],
     )
     run.train()
-    summary = assert_sound(run, 4)
+    summary = assert_sound(run, 6)
     assert summary["migrations"] > 0
     assert summary["kv_bytes_moved"] > 0
     assert summary["mixed_version_frac"] == 0
     assert summary["discarded_tokens"] == 0
-    assert summary["staleness_max"] <= 2
+    assert summary["staleness_max"] <= 3
 
 
 def test_multi_version_with_no_staleness_is_sync(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from tiny_runs import STOPPED, TinyRun, finish, tiny_run, wait_until, workers_of
+from tiny_runs import ENDLESS, STOPPED, TinyRun, finish, tiny_run, wait_until, workers_of
 
 from dora_rl.core.actions import EndGroup, InForce, IssueGroup, OptimizerRewound
 from dora_rl.core.events import Resumed, TrainerJoined
@@ -37,7 +37,7 @@ def journaled(run: TinyRun) -> int:
 
 
 def test_a_signal_stops_and_resume_goes_on_with_the_same_tokens(tmp_path: Path) -> None:
-    run = tiny_run(tmp_path, orchestration__num_steps=4, **LONG)
+    run = tiny_run(tmp_path, orchestration__num_steps=ENDLESS, **LONG)
     process = run.start()
     wait_until("step 0", lambda: 0 in run.steps(), process)
     size = journaled(run)
@@ -46,14 +46,16 @@ def test_a_signal_stops_and_resume_goes_on_with_the_same_tokens(tmp_path: Path) 
     said = finish(process, STOPPED)
     assert "stopped: interrupted" in said and "--resume" in said
     assert not workers_of(run.run_dir)
-    run.train("--resume")
+    num_steps = run.steps_enough()
+    to_the_end = ("--resume", f"orchestration.num_steps={num_steps}")
+    run.train(*to_the_end)
 
     report = run.proven()
-    assert report.figures.finished and report.figures.steps == 4
-    assert report.figures.groups_trained == 16 and report.figures.groups_failed == 0
-    assert run.steps() == [0, 1, 2, 3], "each step has one line"
+    assert report.figures.finished and report.figures.steps == num_steps
+    assert report.figures.groups_trained == 4 * num_steps and report.figures.groups_failed == 0
+    assert run.steps() == list(range(num_steps)), "each step has one line"
     rows = {(row["group"], row["sample"]): row for row in run.lines("rollouts.jsonl")}
-    assert len(rows) == len(run.lines("rollouts.jsonl")) == 64
+    assert len(rows) == len(run.lines("rollouts.jsonl")) == 16 * num_steps
     continued = [line for line in run.lines("continued.jsonl") if line["token_ids"]]
     assert continued, "something was in flight and went on from its journal"
     for line in continued:
@@ -61,21 +63,21 @@ def test_a_signal_stops_and_resume_goes_on_with_the_same_tokens(tmp_path: Path) 
         assert line["journal_version"] == line["version"] == row["version"]
         assert row["token_ids"][: len(line["token_ids"])] == line["token_ids"]
     summary = run.summary()
-    assert summary["num_resumes"] == 1 and summary["steps"] == 4
+    assert summary["num_resumes"] == 1 and summary["steps"] == num_steps
     assert summary["tokens_trained"] == sum(
         r["num_tokens"] + r["num_prompt"] for r in rows.values()
     )
 
     before = len(run.entries())
-    run.train("--resume")  # nothing is left to do
+    run.train(*to_the_end)  # nothing is left to do
     assert run.summary()["tokens_trained"] == summary["tokens_trained"]
-    assert run.steps() == [0, 1, 2, 3]
+    assert run.steps() == list(range(num_steps))
     assert len(run.entries()) == before + 1
     run.proven()
 
 
 def test_staleness_and_batch_may_change_on_resume(tmp_path: Path) -> None:
-    run = tiny_run(tmp_path, orchestration__num_steps=5, **LONG)
+    run = tiny_run(tmp_path, orchestration__num_steps=ENDLESS, **LONG)
     stop_after_step(run, signal.SIGINT)
     kept = (run.run_dir / "config.json").read_text()
     committed = len(run.steps())
@@ -83,7 +85,13 @@ def test_staleness_and_batch_may_change_on_resume(tmp_path: Path) -> None:
         said = run.train("--resume", f"orchestration.num_steps={committed + 1}", status=2)
         assert "too few" in said
     assert (run.run_dir / "config.json").read_text() == kept
-    run.train("--resume", "orchestration.max_staleness=1", "orchestration.batch_groups=3")
+    num_steps = run.steps_enough() + 2  # the last ones under the new K and B
+    run.train(
+        "--resume",
+        "orchestration.max_staleness=1",
+        "orchestration.batch_groups=3",
+        f"orchestration.num_steps={num_steps}",
+    )
     assert run.proven().figures.finished
     entries = run.entries()
     resumed = next(i for i, entry in enumerate(entries) if isinstance(entry.event, Resumed))
@@ -95,27 +103,29 @@ def test_staleness_and_batch_may_change_on_resume(tmp_path: Path) -> None:
         if row["step"] >= forced[-1].step:
             assert row["step"] - row["version"] <= 1
     assert len(sizes[0]) == 4
-    assert {len(sizes[step]) for step in range(forced[-1].step, 5)} == {3}
+    assert {len(sizes[step]) for step in range(forced[-1].step, num_steps)} == {3}
 
 
 def test_sparse_checkpoints_keep_the_weights_and_say_that_the_optimizer_is_older(
     tmp_path: Path,
 ) -> None:
-    run = tiny_run(tmp_path, orchestration__num_steps=3, checkpoint__every_steps=100, **LONG)
+    sparse = {"orchestration__num_steps": ENDLESS, "checkpoint__every_steps": ENDLESS}
+    run = tiny_run(tmp_path, **sparse, **LONG)
     stop_after_step(run, signal.SIGTERM)
-    said = run.train("--resume", "logging.progress=true")
+    num_steps = run.steps_enough()
+    said = run.train("--resume", "logging.progress=true", f"orchestration.num_steps={num_steps}")
     assert "optimizer" in said
     entries = run.entries()
     rewound = [a for e in entries for a in e.actions if isinstance(a, OptimizerRewound)]
     joined = [e.event for e in entries if isinstance(e.event, TrainerJoined)]
     assert rewound and rewound[0].optimizer_version == 0
     assert rewound[0].version == joined[-1].version >= 1
-    assert run.proven().figures.steps == 3
-    assert run.steps() == [0, 1, 2]
+    assert run.proven().figures.steps == num_steps
+    assert run.steps() == list(range(num_steps))
 
 
 def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
-    run = tiny_run(tmp_path, orchestration__num_steps=50, runtime__grace_s=600.0, **LONG)
+    run = tiny_run(tmp_path, orchestration__num_steps=ENDLESS, runtime__grace_s=600.0, **LONG)
     process = run.start()
     wait_until("step 0", lambda: 0 in run.steps(), process)
     worker = next(pid for pid in workers_of(run.run_dir) if pid != process.pid)

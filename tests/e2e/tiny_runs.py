@@ -16,14 +16,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dora_rl.core.actions import EndGroup
 from dora_rl.observe.audit import AuditReport, audit_run
 from dora_rl.observe.eventlog import Entry, read
 from dora_rl.observe.replay import replay
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "recipes" / "models" / "tiny"
-RUN_S_MAX = 120.0
+RUN_S_MAX = 300.0  # against hanging; a run takes seconds, on a slow and busy machine a minute
 STOPPED = 3
+# For a run that is stopped from outside: however late the signal comes, it is not done yet. It is
+# resumed with `TinyRun.steps_enough`.
+ENDLESS = 1_000
 
 TINY = f"""
 [model]
@@ -92,6 +96,13 @@ class TinyRun:
 
     def steps(self) -> list[int]:
         return [line["step"] for line in self.lines("metrics.jsonl") if "step" in line]
+
+    def steps_enough(self, max_staleness: int = 2) -> int:
+        """A number of steps with a place for every group that was issued (docs/staleness.md)."""
+        actions = [action for entry in self.entries() for action in entry.actions]
+        trained = [a.step for a in actions if isinstance(a, EndGroup) and a.step is not None]
+        # In training, in filling, and what the window may still owe to later ones.
+        return max(trained, default=-1) + 1 + 2 + max_staleness
 
     def entries(self) -> list[Entry]:
         return [record for record in read(self.run_dir / "events") if isinstance(record, Entry)]
