@@ -92,7 +92,13 @@ def on_accepted(state: State, step: StepIndex, out: list[Action]) -> None:
 
 
 def on_committed(state: State, step: StepIndex, now: float, out: list[Action]) -> None:
-    """Version step + 1 is sealed and durable: its groups have ended, the window slides."""
+    """Version step + 1 is sealed and durable: its groups have ended, the window slides.
+
+    A learner trains a step only when it holds all its groups, so this says that it has accepted
+    them too, if that message is late. One from before a restart of the learner cannot do harm:
+    `close_sent` is false until the batch was fed again, and what was sealed is never fed again.
+    """
+    on_accepted(state, step, out)
     if step != state.committed or state.filling != step + 1:
         return
     for gid in state.batches.pop(step).groups:

@@ -122,6 +122,8 @@ class StepAudit:
             self._add(
                 Promise.BATCH, f"step {event.step}", "committed twice, with different weights"
             )
+        if event.step == books.filling and self.close_sent:
+            self._next_step()  # whoever has trained a batch held it
         if event.step == books.committed and books.filling == event.step + 1:
             self._commit()
 

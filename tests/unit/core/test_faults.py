@@ -335,3 +335,35 @@ def test_every_wait_has_a_name() -> None:
     hand.complete(1)
     words = {w.who: w.what for w in waits(hand.state)}
     assert words["step 0"] == "the learner to finish step 0"
+
+
+def test_a_commit_that_overtakes_the_acceptance_says_both() -> None:
+    hand = Hand(batch_groups=2, group_size=1, num_steps=3, max_staleness=1)
+    hand.begin({"a": 8})
+    hand.tell(ev.StepCommitted(0, "x"))  # of nothing that was sent
+    assert hand.state.committed == 0
+    hand.complete(0)
+    hand.complete(1)
+    assert hand.state.batches[0].close_sent and hand.state.filling == 0
+    actions = hand.tell(ev.StepCommitted(0, "x"))
+    assert {a.group for a in only(actions, act.EndGroup)} == {0, 1}
+    assert (hand.state.committed, hand.state.filling) == (1, 1)
+    assert not hand.tell(ev.BatchAccepted(0)), "late: changes nothing"
+    assert (hand.state.committed, hand.state.filling) == (1, 1)
+    hand.to_the_end()
+    hand.audit()
+
+
+def test_a_commit_from_before_a_restart_of_the_learner_is_no_commit_of_the_batch_fed_again() -> (
+    None
+):
+    hand = Hand(batch_groups=1, group_size=1, num_steps=3, max_staleness=1)
+    hand.begin({"a": 8})
+    hand.complete(0)
+    hand.tell(ev.TrainerLost("died"))
+    hand.tell(ev.TrainerJoined(1, 1))  # it had sealed version 1
+    assert hand.state.committed == 1
+    hand.tell(ev.StepCommitted(0, "x"))  # its last words, late
+    assert (hand.state.committed, hand.state.filling) == (1, 1)
+    hand.to_the_end()
+    hand.audit()
