@@ -44,6 +44,12 @@ class Guess(Environment):
         return Observation("<\n" if self._secret < int(guess[1]) else ">\n")
 
 
+def _held_out(low: int) -> bool:
+    """07, 27, 47, 67, 87: a tiny model must have seen a digit in its place (as in 17 and 37) to
+    read it."""
+    return low % 20 == 7
+
+
 class Games:
     """The prompts of the game: `path = "dora_rl.envs.guess:Games"`.
 
@@ -61,7 +67,7 @@ class Games:
         width = 2**guesses - 1
         while True:
             low = int(rng.random() * (101 - width))
-            if (low % 10 == 7) == (split in TEST_SPLITS):
+            if _held_out(low) == (split in TEST_SPLITS):
                 break
         high = low + width - 1
         return {
