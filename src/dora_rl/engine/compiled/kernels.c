@@ -198,6 +198,11 @@ INLINE void tile(const int R, const int VECS, const float *x, int64_t ldx, int64
 
 #define CASE(n) \
   case n: tile(n, VECS, x, ldx, K, w, bias, out, ldo, add); break;
+#if TILE == 12
+#define MORE_CASES CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11)
+#else
+#define MORE_CASES
+#endif
 
 #define PANEL_FUNCTION(name, count)                                                            \
   static void name(int64_t rows, const float *x, int64_t ldx, int64_t K, const float *w,       \
@@ -206,8 +211,7 @@ INLINE void tile(const int R, const int VECS, const float *x, int64_t ldx, int64
     for (; rows >= TILE; rows -= TILE, x += TILE * ldx, out += TILE * ldo)                     \
       tile(TILE, VECS, x, ldx, K, w, bias, out, ldo, add);                                     \
     switch (rows) {                                                                            \
-      CASE(1) CASE(2) CASE(3) CASE(4) CASE(5)                                                  \
-      CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11)                                        \
+      CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) MORE_CASES                                       \
     }                                                                                          \
   }
 PANEL_FUNCTION(full_panel, 2)

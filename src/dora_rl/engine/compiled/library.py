@@ -165,12 +165,12 @@ def agrees_with_torch(kernels: Kernels) -> bool:
 
 def _cache_folder() -> Path:
     """The user's own cache directory, or a private one where that cannot be written."""
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dora-rl"
     try:
+        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dora-rl"
         root.mkdir(parents=True, exist_ok=True, mode=0o700)
         if os.access(root, os.W_OK) and root.stat().st_uid == os.getuid():
             return root
-    except OSError:
+    except (OSError, RuntimeError):  # RuntimeError: there is no home
         pass
     return Path(tempfile.mkdtemp(prefix="dora-rl-"))
 
