@@ -29,12 +29,18 @@ SHORT = (
 )
 
 
-def test_quick_start_learns(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kv_moves", [False, True])
+def test_quick_start_learns(tmp_path: Path, kv_moves: bool) -> None:
     run_dir = tmp_path / "run"
     command = [sys.executable, "-m", "dora_rl.cli", "train", "recipes/quickstart.toml"]
     environment = dict(os.environ) | {"OMP_NUM_THREADS": "1"}
     result = subprocess.run(
-        [*command, f"runtime.run_dir={run_dir}", *SHORT],
+        [
+            *command,
+            f"runtime.run_dir={run_dir}",
+            f"rollout.vllm_kv_moves={kv_moves}".lower(),
+            *SHORT,
+        ],
         cwd=ROOT,
         env=environment,
         text=True,
@@ -47,6 +53,7 @@ def test_quick_start_learns(tmp_path: Path) -> None:
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["steps"] == 8
     assert summary["mixed_version_frac"] == 0
-    assert summary["kv_bytes_moved"] == 0  # what moved was prefilled again
+    moved = summary["kv_bytes_moved"]  # otherwise what moves is prefilled again
+    assert moved > 0 if kv_moves and summary["migrations"] else moved == 0
     assert summary["reward_last"] > summary["reward_first"] + 0.05
     assert audit_run(run_dir / "events").ok
