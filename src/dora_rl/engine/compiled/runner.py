@@ -227,7 +227,8 @@ def _model_pointers(
     """Addresses of all parameters; the tensors live as long as the runner."""
     layers = (LayerPointers * spec.num_layers)()
     for layer, pointers in zip(weights.layers, layers, strict=True):
-        for name, _ in LayerPointers._fields_:
+        for field in LayerPointers._fields_:
+            name = field[0]
             parameter: Tensor | None = getattr(layer, name)
             setattr(pointers, name, None if parameter is None else parameter.data_ptr())
     return ModelPointers(
