@@ -30,7 +30,20 @@ pytestmark = [
     ),
 ]
 
-STEPS = 24  # it must last for a cut, a return and two deaths, on a fast machine too
+STEPS = 24
+# Scores are slow while a file is there, however fast the machine decodes: the run must last
+# for a cut, a return and two deaths.
+REWARD = """
+import functools, time
+from pathlib import Path
+from dora_rl.data import chains
+
+@functools.wraps(chains.reward)
+def reward(*args, **kwargs):
+    if Path({hold!r}).exists():
+        time.sleep(0.15)
+    return chains.reward(*args, **kwargs)
+"""
 # The quick start, shortened and without evaluations; short deadlines, so that a lost host costs
 # seconds.
 SETTINGS = (
@@ -42,6 +55,7 @@ SETTINGS = (
     "rollout.tokens_max=256",
     "rollout.seqs_max=48",
     "rollout.journal_steps=4",
+    "rollout.compiled_kernels=false",  # so that requests are under way for a while
     "rollout.versions_max=1",  # so that instances flip, and requests move with their KV
     "rollout.kv_bytes_max=33554432",
     "data.eval=[]",
@@ -105,11 +119,15 @@ def test_hosts_are_lost_and_nothing_is(tmp_path: Path) -> None:
     logs = tmp_path / "logs"
     logs.mkdir()
     run.run_dir.mkdir()
+    hold, reward = tmp_path / "hold", tmp_path / "slow_reward.py"
+    hold.touch()
+    reward.write_text(REWARD.format(hold=str(hold)))
+    score = f'reward.functions=["{reward}:reward"]'
     with virtual_hosts(3, hidden=(run.run_dir,)) as hosts:
         cluster = RayHosts(hosts, logs)
         cluster.start()
         os.chdir(ROOT)
-        process = cluster.train(str(run.config), f"runtime.run_dir={run.run_dir}", *SETTINGS)
+        process = cluster.train(str(run.config), f"runtime.run_dir={run.run_dir}", score, *SETTINGS)
         wait_for("step 1", lambda: 1 in run.steps() or process.poll() is not None)
         assert process.poll() is None, process.communicate()[0]
         cut = host_of(run, hosts, "instance0")
@@ -130,6 +148,8 @@ def test_hosts_are_lost_and_nothing_is(tmp_path: Path) -> None:
         step = max(run.steps())
         kill_learner(run, hosts[0])
         wait_for("a step after the learner", lambda: max(run.steps()) >= step + 1)
+        assert max(run.steps()) < STEPS - 1, "it ended too early to see anything"
+        hold.unlink()
         out, _ = process.communicate(timeout=600)
         assert process.returncode == 0, out
 
