@@ -58,8 +58,6 @@ class InstanceWorker:
     def __init__(self, setup: Setup, channel: Channel) -> None:
         config = setup.config
         torch.set_num_threads(max(1, config.rollout.threads))
-        import os
-        os.nice(int(os.environ.get("DORA_NICE", "5")))
         self.setup, self.channel = setup, channel
         self.name = setup.name
         self.seed = config.runtime.seed
