@@ -58,6 +58,8 @@ def test_one_seat_instances_flip_and_migrate(tmp_path: Path) -> None:
         rollout__versions_max=1,
         rollout__tokens_max=448,
         rollout__seqs_max=64,  # room for the requests that come from the other instance
+        # Slow enough that instances report lengths, by which the core decides to move the KV.
+        rollout__compiled_kernels=False,
         orchestration__num_steps=6,
         # Four steps' worth under way and a long tail: the learner is done with the four shortest
         # groups before the longest of sixteen have ended, on a slow machine too.

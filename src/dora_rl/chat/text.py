@@ -1,6 +1,7 @@
 """Token ids to text as they come, without half characters and without the stop string.
 
-Invariant: the pieces of one response add up to the decoded response, cut at the first stop string.
+Invariant: the pieces of one response add up to the decoded response, cut at the stop string that
+is complete first (of several that come with one piece, the one that begins first).
 """
 
 from __future__ import annotations

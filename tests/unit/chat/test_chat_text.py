@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from dora_rl.chat.text import TextStream, clear_of
+from dora_rl.chat.text import BROKEN, TextStream, clear_of
 from dora_rl.chat.tool_calls import read_tool_calls
 
 TOOLS = [{"type": "function", "function": {"name": "add"}}]
@@ -21,12 +21,16 @@ def decode_bytes(token_ids):
     st.lists(st.text(alphabet="ab\né", min_size=1, max_size=3), max_size=2),
     st.integers(1, 5),
 )
+@example("aéa", ["é", "aéa"], 1)  # the shorter one is complete before the longer one is seen
 def test_pieces_add_up_to_the_text_before_the_first_stop_string(text, stops, size):
     stream = TextStream(decode_bytes, stops)
     ids = list(text.encode())
     given_out = [stream.push(ids[at : at + size]) for at in range(0, len(ids), size)]
     given_out.append(stream.finish())
-    cut = min((at for stop in stops if (at := text.find(stop)) >= 0), default=len(text))
+    seen = [decode_bytes(ids[: at + size]) for at in range(0, len(ids), size)]
+    seen = [part for part in seen if not part.endswith(BROKEN)] + [text]
+    cuts = [[at for stop in stops if (at := part.find(stop)) >= 0] for part in seen]
+    cut = min(next((found for found in cuts if found), [len(text)]))
     assert "".join(given_out) == text[:cut] == stream.text
 
 
