@@ -43,6 +43,9 @@ class Scheduler(Queues):
             budget -= self._plan_running(plan, seq, budget - num_decode_left)
         if self.num_preemptions == before and (self.spilled or self.waiting):
             self._admit(plan, budget)
+        if self.num_preemptions != before:
+            kept = all(span.seq.status is Status.RUNNING for span in plan.spans)
+            assert kept, "a request was pre-empted after its row was planned"
         return plan
 
     def _steady(self, seq: Sequence) -> Span | None:
@@ -107,6 +110,13 @@ class Scheduler(Queues):
             if len(seq.tokens) < seq.num_tokens:
                 return  # its newest token is still in flight
             if seq.status is Status.SPILLED:
+                # Growing must not pre-empt a request whose row is in this plan already.
+                if (
+                    seq.blocks
+                    and self.running
+                    and not self._make_room(plan, self._growth(seq, budget))
+                ):
+                    return
                 if not seq.blocks and not self._restore(plan, seq):
                     return
             else:
@@ -196,6 +206,13 @@ class Scheduler(Queues):
                 seq.blocks.append(block)
                 seq.table_dirty = True
         return True
+
+    def _growth(self, seq: Sequence, budget: int) -> int:
+        """Blocks that `_grow` would take for the next rows of a sequence."""
+        end = seq.num_computed + min(seq.num_tokens - seq.num_computed, max(1, budget))
+        blocks = seq.blocks[seq.num_computed // self.block_tokens :]
+        shared = sum(self.pool.refs[block] != 1 for block in blocks)
+        return shared + max(0, -(-end // self.block_tokens) - len(seq.blocks))
 
     def _make_room(self, plan: Plan, num_needed: int) -> bool:
         """Spill idle sessions, longest idle first, until the blocks are there."""
