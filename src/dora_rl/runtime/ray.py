@@ -117,7 +117,8 @@ class RayCluster:
             strategy: Any = PlacementGroupSchedulingStrategy(group, 0)
         else:
             strategy = NodeAffinitySchedulingStrategy(host.id, soft=False)
-        actor = ray.remote(WorkerActor).options(scheduling_strategy=strategy, **options).remote()
+        made = ray.remote(WorkerActor).options(scheduling_strategy=strategy, **options)
+        actor: Any = made.remote()  # its methods have a `remote` that no type tells of
         return RayTask(actor, actor.run.remote(setup, os.getcwd()), group)
 
     def close(self) -> None:
