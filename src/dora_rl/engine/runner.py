@@ -1,13 +1,11 @@
 """Runs a plan's rows on the CPU: builds the batch, calls the model, samples.
 
-Holds the tensors of one engine (weights, cache, block tables) and no request state. `launch` with
-`one_pass` computes all versions in one pass; without it, one pass per version, which is the oracle
-the tests compare with.
+For any model and data type; the oracle of the compiled kernels, which replace it where they can.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
@@ -17,67 +15,31 @@ from torch import Tensor
 
 from dora_rl.engine import sampler
 from dora_rl.engine.attention import PairTensors
-from dora_rl.engine.batch import BlockTables, HostBatch, Prefill, Segment, build
-from dora_rl.engine.cache import KvCache, context_limit, derive_num_blocks, perform
+from dora_rl.engine.batch import HostBatch, Prefill, Segment, build
+from dora_rl.engine.cache import KvCache
+from dora_rl.engine.host_runner import HostRunner, next_logprobs
 from dora_rl.engine.linear import RowLinear
-from dora_rl.engine.memory import check_memory
 from dora_rl.engine.models.decoder import Decoder, RowBatch
 from dora_rl.engine.options import EngineOptions
-from dora_rl.engine.plan import Plan, Span
+from dora_rl.engine.plan import Span
 from dora_rl.engine.result import StepResult, read_drawn
 from dora_rl.engine.spec import ModelSpec
-from dora_rl.engine.weights import TensorSource, make_weights
-from dora_rl.types import Version
+from dora_rl.engine.weights import TensorSource
 
 
-class CpuRunner:
+class CpuRunner(HostRunner):
     """The torch half of an engine on the CPU."""
 
-    depth = 0  # steps that may be in flight when a step returns
-
     def __init__(self, spec: ModelSpec, options: EngineOptions) -> None:
-        self.spec, self.options = spec, options
-        check_memory(spec, options)
-        self.weights = make_weights(spec, options)
-        self.num_blocks = derive_num_blocks(spec, options)
-        self.cache = KvCache(spec, options, self.num_blocks)
+        super().__init__(spec, options)
         shapes = self.weights.linear_shapes() if options.dtype == "float32" else []
         linear = RowLinear(shapes, options.tile_rows)
         self.tile_rows = linear.tile_rows
         self.exact = bool(shapes) and linear.exact
-        context = context_limit(spec, options)
-        self.decoder = Decoder(spec, self.weights, linear, context)
-        self.tables = BlockTables(options.seqs_max, -(-context // options.block_tokens))
+        self.decoder = Decoder(spec, self.weights, linear, self.context)
 
     def load(self, slot: int, source: TensorSource, where: str) -> Iterator[str]:
         return self.weights.load_version(slot, source, where)
-
-    @torch.inference_mode()
-    def launch(self, plan: Plan, slots: Mapping[Version, int]) -> list[StepResult]:
-        """Perform the cache operations, compute the rows, draw the tokens."""
-        self.perform(plan)
-        with self._kernels():
-            return self._run(plan, slots)
-
-    def _run(self, plan: Plan, slots: Mapping[Version, int]) -> list[StepResult]:
-        groups: dict[int, list[Span]] = {}
-        for span in plan.spans:
-            groups.setdefault(slots[span.seq.version], []).append(span)
-        ordered = sorted(groups.items())
-        if not ordered:
-            return []
-        if self.options.one_pass:
-            return self._run_pass(ordered)
-        return [result for group in ordered for result in self._run_pass([group])]
-
-    def collect(self, launched: list[StepResult]) -> list[StepResult]:
-        """The results of a launched step; on the CPU they are there already."""
-        return launched
-
-    @torch.inference_mode()
-    def perform(self, plan: Plan) -> None:
-        """The cache operations alone."""
-        perform(plan, self.cache)
 
     @torch.inference_mode()
     def score(self, slot: int, token_ids: Sequence[int]) -> list[float]:
@@ -90,8 +52,7 @@ class CpuRunner:
         with self._kernels():
             hidden = self.decoder.forward(batch, scratch)
             logits = self.decoder.logits(hidden, batch.segments)[: count - 1]
-        target = torch.tensor(token_ids[1:])[:, None]
-        return torch.log_softmax(logits, -1).gather(1, target)[:, 0].tolist()
+        return next_logprobs(logits, token_ids)
 
     def _kernels(self) -> AbstractContextManager[None]:
         """Bfloat16 without oneDNN: it uses AMX wherever the CPU names it, and virtual machines
@@ -101,6 +62,10 @@ class CpuRunner:
         return torch.backends.mkldnn.flags(enabled=False)
 
     def _run_pass(self, groups: list[tuple[int, list[Span]]]) -> list[StepResult]:
+        with self._kernels():
+            return self._compute(groups)
+
+    def _compute(self, groups: list[tuple[int, list[Span]]]) -> list[StepResult]:
         for _, spans in groups:
             spans.sort(key=lambda span: span.num_rows > 1)
             self.tables.update(spans)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from dora_rl.engine.plan import Span
+from dora_rl.types import SamplingParams
 
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
 _MUL1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
@@ -148,9 +150,20 @@ def _filter(scaled: Tensor, rows: SamplingRows) -> Tensor:
     return scaled.masked_fill((scaled < lowest) & (rows.top_p < 1)[:, None], off)
 
 
-def sampling_rows(spans: Sequence[Span]) -> SamplingRows:
-    """Settings of every row that needs logits, in span order."""
-    keys, positions, forced, owners = [], [], [], []
+class LogitRows(NamedTuple):
+    """Of every row that needs logits: random key, position in the response, token to score or -1,
+    and the parameters of its request."""
+
+    keys: list[int]
+    positions: list[int]
+    forced: list[int]
+    owners: list[SamplingParams]
+
+
+def logit_rows(spans: Sequence[Span]) -> LogitRows:
+    """In span order."""
+    rows = LogitRows([], [], [], [])
+    keys, positions, forced, owners = rows
     for span in spans:
         seq = span.seq
         first = span.logits_start + 1  # position of the first token that is scored or drawn
@@ -161,6 +174,17 @@ def sampling_rows(spans: Sequence[Span]) -> SamplingRows:
         forced.extend(seq.tokens[first : first + num_scored])
         if span.sample:
             forced.append(-1)
+    return rows
+
+
+def is_filtered(params: SamplingParams) -> bool:
+    """Whether it draws from less than the whole distribution."""
+    return bool(params.top_k or params.top_p < 1 or params.min_p)
+
+
+def sampling_rows(spans: Sequence[Span]) -> SamplingRows:
+    """Settings of every row that needs logits, as tensors."""
+    keys, positions, forced, owners = logit_rows(spans)
     return SamplingRows(
         keys=torch.tensor(keys),
         positions=torch.tensor(positions),
@@ -170,7 +194,7 @@ def sampling_rows(spans: Sequence[Span]) -> SamplingRows:
         min_p=torch.tensor([p.min_p for p in owners]),
         forced=torch.tensor(forced),
         scaled=any(p.temperature != 1 for p in owners),
-        filtered=any(p.top_k or p.top_p < 1 or p.min_p for p in owners),
+        filtered=any(map(is_filtered, owners)),
         raw=any(p.raw_logprobs for p in owners),
         top_n=max(p.logprobs_top_n for p in owners),
     )

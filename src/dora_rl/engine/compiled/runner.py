@@ -1,15 +1,13 @@
 """Runs a plan's rows on the CPU in one call of the compiled kernels.
 
-Holds the tensors of one engine (packed weights, cache, block tables, scratch) and no request
-state, as `engine.runner.CpuRunner`, which it replaces where `usable` says so and which is its
-oracle in the tests. Rows are ordered by version and need no padding: rows never depend on each
-other.
+Replaces `engine.runner.CpuRunner` where `usable` says so; that one is its oracle in the tests. Rows
+are ordered by version and need no padding: rows never depend on each other.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,8 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dora_rl.engine import sampler
-from dora_rl.engine.batch import BlockTables
-from dora_rl.engine.cache import KvCache, context_limit, derive_num_blocks, perform
+from dora_rl.engine.cache import KvCache
 from dora_rl.engine.compiled.library import (
     Kernels,
     LayerPointers,
@@ -27,14 +24,13 @@ from dora_rl.engine.compiled.library import (
     StepPointers,
     load,
 )
-from dora_rl.engine.memory import check_memory
+from dora_rl.engine.host_runner import HostRunner, next_logprobs
 from dora_rl.engine.options import EngineOptions
-from dora_rl.engine.plan import Plan, Span
+from dora_rl.engine.plan import Span
 from dora_rl.engine.result import StepResult, read_drawn
 from dora_rl.engine.rope import rope_tables
 from dora_rl.engine.spec import ModelSpec
-from dora_rl.engine.weights import ModelWeights, TensorSource, make_weights
-from dora_rl.types import Version
+from dora_rl.engine.weights import ModelWeights, TensorSource
 
 Ints = NDArray[np.int64]
 PACKED = ("qkv", "o", "gate_up", "down")
@@ -52,25 +48,19 @@ def usable(spec: ModelSpec, options: EngineOptions) -> Kernels | None:
     return kernels
 
 
-class CompiledRunner:
+class CompiledRunner(HostRunner):
     """The computing half of an engine on the CPU."""
 
-    depth = 0  # steps that may be in flight when a step returns
     exact = True  # by construction; library.py checks it on a product, the tests on everything
 
     def __init__(self, spec: ModelSpec, options: EngineOptions, kernels: Kernels) -> None:
-        self.spec, self.options, self._kernels = spec, options, kernels
-        check_memory(spec, options)
-        self.weights = make_weights(spec, options)
-        self.num_blocks = derive_num_blocks(spec, options)
-        self.cache = KvCache(spec, options, self.num_blocks)
-        context = context_limit(spec, options)
-        self.tables = BlockTables(options.seqs_max, -(-context // options.block_tokens))
+        super().__init__(spec, options)
+        self._kernels = kernels
         self._cos, self._sin = (
-            table.contiguous() for table in rope_tables(spec.rope, spec.head_dim, context)
+            table.contiguous() for table in rope_tables(spec.rope, spec.head_dim, self.context)
         )
         self._model = _model_pointers(spec, self.weights, self._cos, self._sin)
-        self._scratch = _Scratch(spec, options.step_tokens_max, context, kernels.lanes)
+        self._scratch = _Scratch(spec, options.step_tokens_max, self.context, kernels.lanes)
 
     def load(self, slot: int, source: TensorSource, where: str) -> Iterator[str]:
         """Fill a slot layer by layer; a layer's matrices are packed once they are complete."""
@@ -84,28 +74,6 @@ class CompiledRunner:
             return [getattr(self.weights.layers[int(group)], name) for name in PACKED]
         head = "embed" if self.spec.tied else "lm_head"
         return [self.weights.lm_head] if group == head else []
-
-    def launch(self, plan: Plan, slots: Mapping[Version, int]) -> list[StepResult]:
-        """Perform the cache operations, compute the rows, draw the tokens."""
-        self.perform(plan)
-        groups: dict[int, list[Span]] = {}
-        for span in plan.spans:
-            groups.setdefault(slots[span.seq.version], []).append(span)
-        ordered = sorted(groups.items())
-        if not ordered:
-            return []
-        if self.options.one_pass:
-            return self._run_pass(ordered)
-        return [result for group in ordered for result in self._run_pass([group])]
-
-    def collect(self, launched: list[StepResult]) -> list[StepResult]:
-        """The results of a launched step; on the CPU they are there already."""
-        return launched
-
-    @torch.inference_mode()
-    def perform(self, plan: Plan) -> None:
-        """The cache operations alone."""
-        perform(plan, self.cache)
 
     def score(self, slot: int, token_ids: Sequence[int]) -> list[float]:
         """Float32 log-prob of each token after the first, without touching the KV pool."""
@@ -122,15 +90,12 @@ class CompiledRunner:
             np.array([(slot, 0, count - 1)], np.int64),
         )
         logits = self._forward(rows, cache, np.arange(num_blocks)[None], scratch)
-        target = torch.tensor(token_ids[1:])[:, None]
-        return torch.log_softmax(logits, -1).gather(1, target)[:, 0].tolist()
+        return next_logprobs(logits, token_ids)
 
     def _run_pass(self, groups: list[tuple[int, list[Span]]]) -> list[StepResult]:
         for _, spans in groups:
             self.tables.update(spans)
         rows, logit_spans = _rows_of(groups)
-        if not logit_spans and not len(rows.token_ids):
-            return []
         logits = self._forward(rows, self.cache, self.tables.table, self._scratch)
         if not logit_spans:
             return []
@@ -166,7 +131,9 @@ class CompiledRunner:
 
         Which of the two draws is decided by the request alone, as everything about its tokens.
         """
-        keys, positions, temperature, forced = _settings(spans)
+        rows = sampler.logit_rows(spans)
+        keys, positions, forced = (np.array(column, np.int64) for column in rows[:3])
+        temperature = np.array([params.temperature for params in rows.owners], np.float32)
         count, vocab = logits.shape
         token, logprob = np.empty(count, np.int64), np.empty(count, np.float32)
         raw, scratch = np.empty(count, np.float32), self._scratch
@@ -282,31 +249,9 @@ def _rows_of(groups: Sequence[tuple[int, list[Span]]]) -> tuple[_Rows, list[Span
     return _Rows(*(np.array(array, np.int64) for array in arrays)), logit_spans
 
 
-def _settings(spans: Sequence[Span]) -> tuple[Ints, Ints, NDArray[np.float32], Ints]:
-    """Key, position in the response, temperature and forced token (or -1) of each logit row."""
-    keys: list[int] = []
-    positions: list[int] = []
-    temperature: list[float] = []
-    forced: list[int] = []
-    for seq, _, _, logits_start, count, sample in spans:
-        first = logits_start + 1  # position of the first token that is scored or drawn
-        for index in range(count):
-            keys.append(seq.key)
-            positions.append(first + index - seq.num_prompt)
-            temperature.append(seq.request.params.temperature)
-            drawn = sample and index == count - 1
-            forced.append(-1 if drawn else seq.tokens[first + index])
-    return (
-        np.array(keys, np.int64),
-        np.array(positions, np.int64),
-        np.array(temperature, np.float32),
-        np.array(forced, np.int64),
-    )
-
-
 def _is_special(span: Span) -> bool:
     params = span.seq.request.params
-    return bool(params.top_k or params.top_p < 1 or params.min_p or params.logprobs_top_n)
+    return sampler.is_filtered(params) or params.logprobs_top_n > 0
 
 
 def _overwrite(
