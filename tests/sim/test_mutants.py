@@ -180,6 +180,33 @@ def nothing_fed_again_after_a_trainer_restart(patch: pytest.MonkeyPatch) -> None
     patch.setattr(faults, "on_trainer_joined", joined)
 
 
+def nothing_fed_ahead_is_fed_again(patch: pytest.MonkeyPatch) -> None:
+    """A new learner gets the groups of its step again, and of the next only what is new."""
+    original = faults.on_trainer_joined
+
+    def joined(st: Any, event: Any, now: float, out: Any) -> None:
+        ahead = st.batches.get(event.version + 1)
+        num_fed = ahead.num_fed if ahead is not None else 0
+        original(st, event, now, out)
+        if ahead is not None:
+            ahead.num_fed = num_fed
+
+    patch.setattr(faults, "on_trainer_joined", joined)
+
+
+def fed_ahead_of_an_open_step(patch: pytest.MonkeyPatch) -> None:
+    """A learner that came back gets groups of the next step before those of its own."""
+    original = batching.feed
+
+    def early(st: Any, now: float, out: Any) -> None:
+        ahead = st.batches.get(st.committed + 1)
+        if ahead is not None and st.trainer.alive:
+            batching._feed_groups(st, ahead, out)
+        original(st, now, out)
+
+    patch.setattr(batching, "feed", early)
+
+
 def sealed_version_trained_again(patch: pytest.MonkeyPatch) -> None:
     original = faults.on_trainer_joined
 
@@ -221,6 +248,8 @@ MUTANTS: list[Patch] = [
     new_bound_in_force_at_once,
     slow_groups_dropped,
     nothing_fed_again_after_a_trainer_restart,
+    nothing_fed_ahead_is_fed_again,
+    fed_ahead_of_an_open_step,
     sealed_version_trained_again,
     parked_request_forgotten,
     parked_without_an_order,
@@ -230,8 +259,10 @@ MUTANTS: list[Patch] = [
 @pytest.mark.full
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
 def test_mutant_is_caught(mutant: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(soak, "LIVENESS_S", 3_000.0)
-    mutant(monkeypatch)
-    caught = next((seed for seed in range(SEEDS_MAX) if soak.run_seed(seed) is not None), None)
+    monkeypatch.setattr(soak, "LIVENESS_S", 6_000.0)  # enough for every seed as it should be
+    with monkeypatch.context() as patch:
+        mutant(patch)
+        caught = next((seed for seed in range(SEEDS_MAX) if soak.run_seed(seed)), None)
     assert caught is not None, f"{mutant.__name__} survived {SEEDS_MAX} seeds"
+    assert soak.run_seed(caught) is None, f"seed {caught} fails without {mutant.__name__} too"
     print(f"{mutant.__name__} was caught by seed {caught}")

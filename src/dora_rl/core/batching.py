@@ -13,7 +13,7 @@ from dora_rl.core.ledger import abandon, end_group, stop
 from dora_rl.core.modes import policy_of
 from dora_rl.core.orchestrate import retire_finished
 from dora_rl.core.reversion import reversion_all
-from dora_rl.core.state import Group, GroupPhase, Live, Phase, State
+from dora_rl.core.state import Batch, Group, GroupPhase, Live, Phase, State
 from dora_rl.core.window import Bound
 from dora_rl.types import StepIndex
 
@@ -59,10 +59,26 @@ def close(state: State, now: float, out: list[Action]) -> None:
 
 
 def feed(state: State, now: float, out: list[Action]) -> None:
-    """Send the learner what it may start on: groups of its own step, the close when complete."""
+    """Send the learner what it may start on: the groups of its step, the close when complete,
+    then the groups of the next one, so that it trains on while its version travels.
+
+    The next step is closed only after the commit: at most one sealed version is ever unlogged.
+    Whoever sleeps while the learner trains wakes between two steps: nothing is fed ahead then.
+    """
     batch = state.batches.get(state.committed)
     if batch is None or not state.trainer.alive:
         return
+    _feed_groups(state, batch, out)
+    if batch.closed and not batch.close_sent:
+        batch.close_sent = True
+        out.append(CloseStep(batch.step, tuple(batch.groups)))
+        sleep_elastic(state, now, out)
+    ahead = state.batches.get(state.committed + 1)
+    if ahead is not None and batch.close_sent and not state.num_elastic:
+        _feed_groups(state, ahead, out)
+
+
+def _feed_groups(state: State, batch: Batch, out: list[Action]) -> None:
     streaming = state.policy.streaming and not state.num_elastic
     if not batch.closed and not streaming:
         return
@@ -72,10 +88,6 @@ def feed(state: State, now: float, out: list[Action]) -> None:
         scored = tuple(r.id.sample for r in group.requests if r.phase is Phase.SCORED)
         out.append(Feed(batch.step, place // per_update, group.id, group.version, scored))
     batch.num_fed = len(batch.groups)
-    if batch.closed and not batch.close_sent:
-        batch.close_sent = True
-        out.append(CloseStep(batch.step, tuple(batch.groups)))
-        sleep_elastic(state, now, out)
 
 
 def on_accepted(state: State, step: StepIndex, out: list[Action]) -> None:

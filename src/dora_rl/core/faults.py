@@ -198,9 +198,9 @@ def on_trainer_joined(state: State, event: TrainerJoined, now: float, out: list[
     watch_trainer(state, now)
     if event.optimizer_version != event.version:
         out.append(OptimizerRewound(event.version, event.optimizer_version))
-    if batch is not None:
-        batch.num_fed = 0
-        batch.close_sent = False
+    for fed in state.batches.values():
+        fed.num_fed = 0
+        fed.close_sent = False
     if sealed_unlogged and batch is not None:
         batch.close_sent = True
         on_accepted(state, state.committed, out)

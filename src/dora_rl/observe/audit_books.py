@@ -29,7 +29,7 @@ class GroupRecord:
     prompt: int
     samples: list[Sample]
     step: StepIndex | None = None  # the batch it was fed to
-    update: int = 0  # and the optimizer update of that step
+    update: int | None = None  # and the optimizer update of that step, under the B in force
 
 
 @dataclass(slots=True)

@@ -25,6 +25,7 @@ class StepAudit:
         self.notes = notes
         self.trainer = False
         self.fed: dict[GroupId, int] = {}  # of the learner's step, since the learner joined
+        self.ahead: dict[GroupId, int] = {}  # of the step after it
         self.closed: tuple[GroupId, ...] | None = None  # the batch of the step in training
         self.close_sent = False
         self.checksums: dict[StepIndex, str] = {}
@@ -50,6 +51,9 @@ class StepAudit:
             self._add(
                 Promise.C3, f"step {action.step}", f"K, B set while {books.filling} is filled"
             )
+        if old is not None and given != (old.max_staleness, old.batch_groups):
+            for record in books.live.values():  # what was fed already is cut into updates anew
+                record.update = None if record.step == action.step else record.update
         books.in_force.append(action)
         books.dirty = True
 
@@ -59,24 +63,30 @@ class StepAudit:
         if record is None:
             self._add(Promise.BATCH, name, f"fed to step {action.step} and is not outstanding")
             return
-        if not self.trainer or action.step != books.committed:
+        ahead = action.step == books.committed + 1
+        fed = self.ahead if ahead else self.fed
+        if not self.trainer or not (action.step == books.committed or ahead):
             self._add(Promise.BATCH, name, f"fed to step {action.step}, {books.committed} is next")
+        if ahead and not (self.close_sent and books.filling == action.step):
+            text = f"fed to step {action.step} before step {books.committed} was closed and held"
+            self._add(Promise.BATCH, name, text)
         if action.version != record.version:
             self._add(Promise.C1, name, f"issued on {record.version}, fed as {action.version}")
         if record.step not in (None, action.step):
             self._add(Promise.BATCH, name, f"in the batches of {record.step} and {action.step}")
-        elif action.group in self.fed:
+        elif action.group in fed:
             self._add(Promise.BATCH, name, f"fed twice to step {action.step}")
         self._check_samples(name, record, action)
         if record.step is None:
-            record.step, record.update = action.step, action.update
+            record.step = action.step
             books.untaken[record.version] -= 1
             books.taken += action.step == books.filling
             books.dirty = True
-        elif record.update != action.update:
+        elif record.update not in (None, action.update):
             text = f"fed to update {record.update}, then to update {action.update}"
             self._add(Promise.BATCH, name, text)
-        self.fed[action.group] = action.update
+        record.update = action.update
+        fed[action.group] = action.update
         books.fed_samples[action.group] = action.samples
 
     def _check_samples(self, name: str, record: GroupRecord, action: act.Feed) -> None:
@@ -130,7 +140,7 @@ class StepAudit:
     def on_trainer_joined(self, event: ev.TrainerJoined) -> None:
         books = self.books
         self.trainer = True
-        self.fed.clear()
+        self.fed, self.ahead = {}, {}
         self.close_sent = False
         if event.version == books.committed + 1 and self.closed is not None:
             if books.filling == books.committed:
@@ -151,7 +161,7 @@ class StepAudit:
         books.expected = dict.fromkeys(groups, books.committed)
         self.batch_sizes.append(len(groups))
         self.closed, self.close_sent = None, False
-        self.fed.clear()
+        self.fed, self.ahead = self.ahead, {}
         books.committed += 1
 
     def on_retire(self, action: act.RetireVersion) -> None:

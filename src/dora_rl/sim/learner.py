@@ -66,17 +66,18 @@ class SimLearner:
         self.life = 0
         self.last_commit_s = 0.0
         self._step: _Step | None = None
+        self._ahead: list[act.Feed] = []  # of the next step: looked at when this one is sealed
 
     def join(self) -> None:
         self.alive = True
         self.life += 1
-        self._step = None
+        self._step, self._ahead = None, []
         self.post(ev.TrainerJoined(self.sealed, self.sealed))
 
     def die(self) -> None:
         self.alive = False
         self.life += 1
-        self._step = None
+        self._step, self._ahead = None, []
 
     def do(self, action: LearnerAction) -> None:
         if isinstance(action, act.RestartTrainer):
@@ -99,8 +100,10 @@ class SimLearner:
         return self._step
 
     def _feed(self, action: act.Feed) -> None:
+        if action.step == self.sealed + 1:
+            self._ahead.append(action)
         if action.step != self.sealed:
-            return  # from before a restart
+            return  # or from before a restart
         step = self._current(action.step)
         if action.group in step.fed:
             return
@@ -133,6 +136,9 @@ class SimLearner:
         self.sealed = step.index + 1
         self._step = None
         self.post(ev.StepCommitted(step.index, f"sum{self.sealed}"))
+        ahead, self._ahead = self._ahead, []
+        for action in ahead:
+            self._feed(action)
 
 
 class SimRewards:

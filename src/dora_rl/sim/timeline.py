@@ -37,6 +37,7 @@ class Timeline:
         default_factory=dict[InstanceId, tuple[float, Version | None, int]]
     )
     _training: tuple[int, float] | None = None
+    _fed: int = -1  # the last step that a group was fed to
 
     def see_instance(self, instance: SimInstance) -> None:
         """The instance's batch changed."""
@@ -52,18 +53,16 @@ class Timeline:
         self._open[instance.name] = (now, version, num_requests)
 
     def see(self, event: ev.Event, actions: list[act.Action]) -> None:
-        """Training begins with the first group fed and ends with the commit."""
+        """Training begins with the first group fed, or with the commit before it if that is later,
+        and ends with the commit."""
         now = self.clock.now()
-        for action in actions:
-            if isinstance(action, act.Feed) and self._training is None:
-                self._training = (action.step, now)
         if isinstance(event, ev.StepCommitted) and self._training is not None:
             self.bars.append(Bar("trainer", self._training[1], now, event.step, 1))
-            self._training = None
-            for action in actions:
-                if isinstance(action, act.Feed):
-                    self._training = (action.step, now)
-                    break
+            self._training = (self._fed, now) if self._fed > event.step else None
+        for action in actions:
+            if isinstance(action, act.Feed):
+                self._fed = action.step
+                self._training = self._training or (action.step, now)
 
     def close(self) -> list[Bar]:
         now = self.clock.now()

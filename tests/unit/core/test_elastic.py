@@ -65,6 +65,36 @@ def test_a_step_with_elastic_instances_is_fed_only_when_it_is_full() -> None:
     assert len(only(hand.complete(1), act.Feed)) == 2
 
 
+def test_nothing_is_fed_ahead_to_a_learner_whose_devices_others_share() -> None:
+    """The elastic instance decodes between two steps: the learner must rest then."""
+    hand = Hand(batch_groups=1, group_size=1, num_steps=4, max_staleness=3)
+    hand.begin({"s": 4})
+    hand.join("e", 4, elastic=True, versions=(0,))
+    hand.complete(0)
+    hand.tell(ev.BatchAccepted(0))
+    assert not only(hand.complete(1), act.Feed)
+    actions = hand.tell(ev.StepCommitted(0, "x"))
+    assert [(f.step, f.group) for f in only(actions, act.Feed)] == [(1, 1)]
+    hand.to_the_end()
+    hand.audit()
+
+
+def test_one_that_joins_after_groups_were_fed_ahead_sleeps_until_the_learner_rests() -> None:
+    hand = Hand(batch_groups=1, group_size=1, num_steps=4, max_staleness=3)
+    hand.begin({"s": 4})
+    hand.complete(0)
+    hand.tell(ev.BatchAccepted(0))
+    assert only(hand.complete(1), act.Feed)
+    hand.join("e", 4, elastic=True, versions=(0,))
+    hand.tell(ev.StepCommitted(0, "x"))
+    assert not hand.state.instances["e"].awake, "step 1 is closed and trains"
+    hand.tell(ev.BatchAccepted(1))
+    hand.tell(ev.StepCommitted(1, "y"))
+    assert hand.state.instances["e"].awake
+    hand.to_the_end()
+    hand.audit()
+
+
 def test_one_that_joins_while_a_batch_trains_is_asleep_until_it_is_published() -> None:
     hand, _ = closing(elastic_slots=3, standalone_slots=0)
     hand.join("e2", 4, elastic=True, versions=(0,))

@@ -270,6 +270,23 @@ def test_a_new_learner_is_fed_again_what_was_not_committed() -> None:
     hand.audit()
 
 
+@pytest.mark.parametrize("sealed", [0, 1])
+def test_a_new_learner_is_fed_again_what_was_fed_ahead(sealed: int) -> None:
+    """The learner trained on groups of step 1 when it died; version 1 was sealed, or was not."""
+    hand = Hand(batch_groups=2, group_size=1, num_steps=3)
+    hand.begin({"a": 8})
+    hand.complete(0)
+    hand.complete(1)
+    hand.tell(ev.BatchAccepted(0))
+    assert [(f.step, f.group) for f in only(hand.complete(2), act.Feed)] == [(1, 2)]
+    hand.tell(ev.TrainerLost("process died"))
+    actions = hand.tell(ev.TrainerJoined(sealed, sealed))
+    again = [(f.step, f.group) for f in only(actions, act.Feed)]
+    assert again == ([(1, 2)] if sealed else [(0, 0), (0, 1), (1, 2)])
+    hand.to_the_end()
+    hand.audit()
+
+
 def test_a_version_that_was_sealed_and_not_logged_counts_as_committed() -> None:
     """The learner died between sealing version 1 and telling the controller."""
     hand = Hand(batch_groups=2, group_size=1, num_steps=3)

@@ -80,6 +80,36 @@ def test_without_streaming_the_batch_is_fed_when_it_is_full() -> None:
     assert len(only(hand.complete(2), act.Feed)) == 3
 
 
+def test_groups_of_the_next_step_are_fed_while_the_step_before_trains() -> None:
+    hand = Hand(batch_groups=2, group_size=1, num_steps=3)
+    hand.begin({"a": 64})
+    hand.complete(0)
+    assert only(hand.complete(1), act.CloseStep)
+    assert not only(hand.complete(2), act.Feed), "the learner may not hold step 0 yet"
+    fed = only(hand.tell(ev.BatchAccepted(0)), act.Feed)
+    assert [(f.step, f.group) for f in fed] == [(1, 2)]
+    actions = hand.complete(3)
+    assert [(f.step, f.group) for f in only(actions, act.Feed)] == [(1, 3)]
+    assert not only(actions, act.CloseStep), "sealed versions are never two ahead of the log"
+    actions = hand.tell(ev.StepCommitted(0, "x"))
+    assert only(actions, act.CloseStep) == [act.CloseStep(1, (2, 3))]
+    assert not [f for f in only(actions, act.Feed) if f.step == 1], "fed once"
+    hand.to_the_end()
+    hand.audit()
+
+
+def test_without_streaming_the_next_batch_is_fed_ahead_when_it_is_full() -> None:
+    hand = Hand(batch_groups=2, group_size=1, num_steps=3, streaming=False)
+    hand.begin({"a": 64})
+    hand.complete(0)
+    hand.complete(1)
+    hand.tell(ev.BatchAccepted(0))
+    assert not only(hand.complete(2), act.Feed)
+    assert [(f.step, f.group) for f in only(hand.complete(3), act.Feed)] == [(1, 2), (1, 3)]
+    hand.to_the_end()
+    hand.audit()
+
+
 def test_updates_of_a_step_get_equal_shares() -> None:
     hand = Hand(batch_groups=6, updates_per_step=3, group_size=1, num_steps=1)
     hand.begin({"a": 64})

@@ -119,6 +119,21 @@ def test_a_closed_batch_keeps_its_updates_when_b_changes(batch: int, staleness: 
     assert [f.update for f in fed if f.step == 0] == [0, 0, 1, 1]
 
 
+def test_a_step_that_was_partly_fed_ahead_is_cut_anew_when_b_changes() -> None:
+    """Three groups of step 1 were fed under B = 4 and two updates; it is closed with B = 6."""
+    hand = Hand(batch_groups=4, updates_per_step=2, group_size=1, num_steps=6, max_staleness=3)
+    hand.begin({"a": 64})
+    for group in range(4):
+        hand.complete(group)
+    hand.tell(ev.BatchAccepted(0))
+    fed = [f for g in (4, 5, 6) for f in only(hand.complete(g), act.Feed)]
+    assert [(f.step, f.update) for f in fed] == [(1, 0), (1, 0), (1, 1)]
+    fed = only(resumed(hand, batch_groups=6), act.Feed)
+    assert [f.update for f in fed if f.step == 1] == [0, 0, 0]
+    hand.to_the_end()
+    hand.audit()
+
+
 def test_more_steps_may_be_asked_for_after_the_end() -> None:
     hand = Hand(batch_groups=2, group_size=1, num_steps=2)
     hand.begin({"a": 8})

@@ -101,6 +101,37 @@ def test_a_corrupted_log_is_found_and_the_culprit_named(
     assert _names(report, promise, subject), [str(f) for f in report.findings[:10]]
 
 
+def test_a_group_fed_to_the_next_step_before_this_one_is_closed_is_named(
+    clean: list[Entry],
+) -> None:
+    place, inner, action = find(clean, act.Feed)
+    report = audit(edit(clean, place, inner, replace(action, step=1)))
+    assert any("before step 0 was closed" in str(f) for f in report.findings), report.findings[:3]
+    assert _names(report, Promise.BATCH, f"group {action.group}")
+
+
+def test_a_step_closed_before_the_one_before_is_committed_is_named(clean: list[Entry]) -> None:
+    """Its groups may be with the learner by then; it is closed as soon as they are."""
+    place, inner, action = next(
+        (place, inner, action)
+        for place, entry in enumerate(clean)
+        for inner, action in enumerate(entry.actions)
+        if isinstance(action, act.CloseStep)
+        and not any(isinstance(a, act.Feed) and a.step == action.step for a in entry.actions)
+    )
+    early = edit(clean, place, inner)
+    fed = max(
+        at
+        for at, entry in enumerate(clean)
+        for a in entry.actions
+        if isinstance(a, act.Feed) and a.step == action.step
+    )
+    assert fed < place
+    actions = [*early[fed].actions, action]
+    report = audit([*early[:fed], replace(early[fed], actions=actions), *early[fed + 1 :]])
+    assert _names(report, Promise.BATCH, f"step {action.step}")
+
+
 def test_an_instance_put_to_sleep_with_running_requests_is_named(elastic: list[Entry]) -> None:
     place, _, action = find(elastic, act.Park)
     inner = elastic[place].actions.index(action)
