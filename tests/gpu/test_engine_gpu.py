@@ -116,21 +116,38 @@ def test_bfloat16_is_close(models) -> None:
         check_against(model, trajectory, 0.3)
 
 
-def test_sampling_equals_the_cpu(models) -> None:
+KINDS = (
+    SamplingParams(tokens_max=30, ignore_eos=True),
+    SamplingParams(tokens_max=30, temperature=0.7, top_p=0.9, top_k=20, stop_ids=(5, 11)),
+    SamplingParams(tokens_max=30, temperature=1.3, min_p=0.02, raw_logprobs=True),
+)
+PLAIN_KINDS = (
+    KINDS[0],
+    SamplingParams(tokens_max=50, temperature=0.7, stop_ids=tuple(range(0, VOCAB, 9))),
+    SamplingParams(tokens_max=35, temperature=1.3, ignore_eos=True),
+)
+
+
+@pytest.mark.parametrize("kinds", [KINDS, PLAIN_KINDS], ids=["any", "bursts"])
+def test_sampling_equals_the_cpu(models, kinds: tuple[SamplingParams, ...]) -> None:
     """Same random numbers, same filters: float32 engines draw the same tokens."""
     torch.backends.cuda.matmul.allow_tf32 = False
     _, path = models("qwen3")
-    kinds = (
-        SamplingParams(tokens_max=30, ignore_eos=True),
-        SamplingParams(tokens_max=30, temperature=0.7, top_p=0.9, top_k=20, stop_ids=(5, 11)),
-        SamplingParams(tokens_max=30, temperature=1.3, min_p=0.02, raw_logprobs=True),
-    )
     results = []
     for device in ("cuda", "cpu"):
         engine = make_engine([path], device=device)
+        engine.runner.burst = 3 if device == "cuda" else 1
         for group, prompt in enumerate(prompts(LENGTHS)):
             engine.submit(Request(RequestId(group, 0), 0, prompt, kinds[group % 3], seed=3))
-        results.append(finish_all(engine))
+        calls = 0
+        results.append({})
+        while engine.has_work():
+            calls += 1
+            for output in engine.step():
+                if output.trajectory is not None:
+                    results[-1][output.id] = output.trajectory
+        if device == "cuda":
+            assert (engine.stats().steps > calls + 5) == (kinds is PLAIN_KINDS)
     same = sum(results[0][key].token_ids == results[1][key].token_ids for key in results[0])
     assert same >= len(results[0]) - 1  # a draw within rounding of a boundary may differ
     for key, trajectory in results[0].items():

@@ -140,6 +140,8 @@ class RolloutConfig(Section):
     compiled_kernels: bool = True  # on a CPU: compiled at first use, if there is a C compiler
     cuda_graphs: bool = True  # replay a decode step as one launch
     async_steps: bool = True  # on a GPU: launch a step before the last one is read
+    # On a GPU: decode steps launched at once where the host is the slower one.
+    burst_max: int = Field(default=8, ge=1)
     # vLLM: a request that moves takes its KV along; otherwise it is prefilled again.
     vllm_kv_moves: bool = False
     verify_weights: bool = True  # check the checksum and the canary of every version loaded
@@ -149,7 +151,7 @@ class RolloutConfig(Section):
         """Arguments of `engine.options.EngineOptions` for one instance on `device`."""
         names = (
             "block_tokens num_blocks kv_bytes_max host_blocks_max seqs_max context_max "
-            "prefix_cache one_pass compiled_kernels cuda_graphs async_steps"
+            "prefix_cache one_pass compiled_kernels cuda_graphs async_steps burst_max"
         )
         return {name: getattr(self, name) for name in names.split()} | {
             "device": device,

@@ -22,6 +22,8 @@ class Runner(Protocol):
     num_blocks: int
     exact: bool  # rows were measured not to depend on their batch mates
     depth: int  # steps that may be in flight when a step returns
+    loads_aside: bool  # `load` may run in a thread of its own while others are launched
+    burst: int  # decode steps it would like to be given at once
 
     def load(self, slot: int, source: TensorSource, where: str) -> Iterator[str]: ...
     def launch(self, plan: Plan, slots: Mapping[Version, int]) -> Any: ...

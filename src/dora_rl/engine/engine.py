@@ -12,8 +12,9 @@ conserved, and every submitted request is in exactly one queue or has ended exac
             ...
 
 On a GPU a step is launched before the tokens of the one before it are read (`async_steps`), so a
-token appears one call later, and a request that stops early has one surplus row in flight, whose
-result is dropped. Every other method first waits for what is in flight.
+token appears one call later, and where the host is slower than the GPU a step is a burst of several
+decode steps. A request that stops early then has surplus rows in flight, whose results are dropped.
+Every other method first waits for what is in flight.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from dora_rl.engine.scheduler import Scheduler
 from dora_rl.engine.sequence import Output, Request, Status, new_sequence
 from dora_rl.engine.sequence import Sequence as Seq
 from dora_rl.engine.spec import ModelSpec
-from dora_rl.engine.stats import EngineStats
+from dora_rl.engine.stats import EngineStats, stats_of
 from dora_rl.engine.stops import hits_stop_string
 from dora_rl.engine.transfer import Export, export_request
 from dora_rl.engine.weights import TensorSource
@@ -59,9 +60,9 @@ class Engine:
         self.spec, self.options = spec, options or EngineOptions()
         self.decode, self.journal = decode, journal
         self.runner = runner or make_runner(spec, self.options)
-        self.scheduler = Scheduler(self.options, self.runner.num_blocks)
-        self.residency = Residency(self.runner, self.options.versions_max)
         self.context_max = context_limit(spec, self.options)
+        self.scheduler = Scheduler(self.options, self.runner.num_blocks, self.context_max)
+        self.residency = Residency(self.runner, self.options.versions_max)
         self._outputs: list[Output] = []
         self._in_flight: deque[tuple[Plan, Any]] = deque()
         self._num_arrived = 0
@@ -232,6 +233,7 @@ class Engine:
         return min(self.context_max, (self.runner.num_blocks - 1) * self.options.block_tokens)
 
     def find(self, request: RequestId) -> Seq | None:
+        """A request that is here; without `drain` before, its end may be in flight."""
         return self.scheduler.find(request)
 
     def export(self, request: RequestId) -> Export:
@@ -240,6 +242,11 @@ class Engine:
 
     def is_parked(self, request: RequestId) -> bool:
         return request in self.scheduler.parked
+
+    @property
+    def burst(self) -> int:
+        """Decode steps that a call of `step` may run at present."""
+        return self.runner.burst
 
     def next_arrival(self) -> int:
         self._num_arrived += 1
@@ -253,16 +260,16 @@ class Engine:
 
     def step(self) -> list[Output]:
         """Plan, run, commit. Returns what every request gained."""
-        plan = self.scheduler.plan()
+        plan = self.scheduler.plan(self.runner.burst)
         if plan.spans or plan.cache_ops:
             launched = self.runner.launch(plan, self.residency.slots)
             self._in_flight.append((plan, launched))
         depth = self.runner.depth if plan.spans else 0
         while len(self._in_flight) > depth:
             self._collect()
-        self._num_steps += 1
+        self._num_steps += plan.repeat
         if self.journal:
-            self.journal.step(list(self.scheduler.sequences()))
+            self.journal.step(self.scheduler.sequences(), plan.repeat)
         outputs, self._outputs = self._outputs, []
         return outputs
 
@@ -274,7 +281,11 @@ class Engine:
     def _collect(self) -> None:
         plan, launched = self._in_flight.popleft()
         for result in self.runner.collect(launched):
-            if result.span.seq.status is not Status.ENDED and result.span.seq.finish is None:
+            if result.span.seq.status is Status.ENDED or result.span.seq.finish is not None:
+                continue
+            if plan.repeat > 1:
+                self._commit_burst(result)
+            else:
                 self._commit(result)
         for span in plan.spans:
             if span.num_rows > 1:
@@ -283,7 +294,23 @@ class Engine:
             if seq.num_registered < len(seq.digests) and seq.status is Status.RUNNING:
                 self.scheduler.register_prompt(seq)
 
-    def _commit(self, result: StepResult) -> None:
+    def _commit_burst(self, result: StepResult) -> None:
+        """As many of the tokens as the response has room for; the rest is surplus."""
+        span, token_ids, logprobs = result[:3]
+        seq = span.seq
+        if seq.request.params.stop_strings:
+            for row in zip(token_ids, logprobs, strict=True):
+                if seq.finish is None:
+                    self._commit(StepResult(span, [row[0]], [row[1]], [], []))
+            return
+        count = min(len(token_ids), seq.response_max - len(seq.logprobs))
+        if seq.stop_ids:
+            stops = (i + 1 for i in range(count) if token_ids[i] in seq.stop_ids)
+            count = next(stops, count)
+        self._commit(StepResult(span, token_ids[:count], logprobs[:count], [], []), count)
+
+    def _commit(self, result: StepResult, num_drawn: int = 1) -> None:
+        """Of the tokens, the last `num_drawn` are new, where the span draws; others were scored."""
         span, token_ids, logprobs, raw_logprobs, top = result
         seq = span.seq
         if any(map(math.isnan, logprobs)):
@@ -297,7 +324,7 @@ class Engine:
         seq.loss_mask += [1] * len(token_ids)
         self._num_decode_tokens += len(token_ids)
         if span.sample:
-            seq.tokens.append(token_ids[-1])
+            seq.tokens += token_ids[-num_drawn:]
         if self.journal:
             self.journal.tokens(seq.id, token_ids, logprobs, raw_logprobs)
         finish = self._finish_of(seq, span.sample)
@@ -356,24 +383,10 @@ class Engine:
         self.runner.perform(plan)
 
     def stats(self) -> EngineStats:
-        s = self.scheduler
-        counts = s.pool.counts()
-        return EngineStats(
-            free_blocks=counts.free,
-            used_blocks=counts.used,
-            cached_blocks=counts.cached,
-            total_blocks=counts.total,
-            host_blocks=s.num_host_blocks,
-            running=len(s.running),
-            waiting=len(s.waiting),
-            spilled=len(s.spilled),
-            parked=len(s.parked),
-            idle=len(s.idle),
-            kv_tokens=sum(seq.num_computed for seq in s.sequences() if seq.blocks),
+        return stats_of(
+            self.scheduler,
             steps=self._num_steps,
             decode_tokens=self._num_decode_tokens,
             prefill_tokens=self._num_prefill_tokens,
-            prefix_tokens=s.num_prefix_tokens,
-            preemptions=s.num_preemptions,
             exact=self.runner.exact,
         )

@@ -27,6 +27,8 @@ class HostRunner(ABC):
     """Weights, cache and block tables in host memory."""
 
     depth = 0  # steps that may be in flight when a step returns
+    loads_aside = False
+    burst = 1
 
     def __init__(self, spec: ModelSpec, options: EngineOptions) -> None:
         self.spec, self.options = spec, options

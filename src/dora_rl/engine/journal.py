@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -102,10 +102,11 @@ class Journal:
         self._tokens.pop(request, None)
         self._lines.append(_line("end", {"id": list(request)}))
 
-    def step(self, live: Sequence[Seq] = ()) -> None:
-        """Called after every engine step; flushes when it is time, compacts when it is large."""
-        self._num_steps += 1
-        if self._num_steps % self._every == 0:
+    def step(self, live: Iterable[Seq] = (), count: int = 1) -> None:
+        """Called after `count` engine steps; flushes when it is time, compacts when it is large."""
+        self._num_steps += count
+        if self._num_steps >= self._every:
+            self._num_steps = 0
             self.flush()
             if self._num_bytes > self._bytes_max:
                 self.compact(live)
@@ -122,7 +123,7 @@ class Journal:
         self._sink.append(data)
         self._num_bytes += len(data)
 
-    def compact(self, live: Sequence[Seq]) -> None:
+    def compact(self, live: Iterable[Seq]) -> None:
         """Replace everything by the present state of the live requests."""
         data = b"".join(_line("state", request_json(continuation(seq))) for seq in live)
         self._sink.replace(data)

@@ -37,6 +37,7 @@ class EngineOptions:
     compiled_kernels: bool = True  # on the CPU, where a C compiler is; otherwise torch
     cuda_graphs: bool = True
     async_steps: bool = True  # on a GPU: launch a step before the tokens of the last one are read
+    burst_max: int = 8  # on a GPU: decode steps launched at once where the host is the slower one
 
     def __post_init__(self) -> None:
         if self.dtype not in ("float32", "bfloat16"):
@@ -47,7 +48,7 @@ class EngineOptions:
             raise UserError(
                 f"rollout.block_tokens is {self.block_tokens}; use a power of two, 16 or more"
             )
-        for name in ("seqs_max", "step_tokens_max", "versions_max"):
+        for name in ("seqs_max", "step_tokens_max", "versions_max", "burst_max"):
             if getattr(self, name) < 1:
                 raise UserError(f"rollout.{name} is {getattr(self, name)}; it must be at least 1")
         if self.step_tokens_max < self.seqs_max:

@@ -58,10 +58,15 @@ class Span(NamedTuple):
 
 @dataclass(slots=True)
 class Plan:
-    """One step: cache operations first, in order, then the rows."""
+    """One step: cache operations first, in order, then the rows.
+
+    `repeat` > 1 is a burst: every span is one row that draws, and so are the rows at the
+    `repeat - 1` positions behind it, each with the token that the row before it drew.
+    """
 
     cache_ops: list[CacheOp] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
+    repeat: int = 1
 
     @property
     def num_rows(self) -> int:

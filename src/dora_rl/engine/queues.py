@@ -24,8 +24,8 @@ from dora_rl.types import RequestId
 class Queues:
     """Every sequence of an engine and what it holds."""
 
-    def __init__(self, options: EngineOptions, num_blocks: int) -> None:
-        self.options = options
+    def __init__(self, options: EngineOptions, num_blocks: int, positions_max: int) -> None:
+        self.options, self.positions_max = options, positions_max
         self.block_tokens = options.block_tokens
         cached_max = options.prefix_blocks_max or max(1, num_blocks // 8)
         self.pool = BlockPool(num_blocks, cached_max if options.prefix_cache else 0)

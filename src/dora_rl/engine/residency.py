@@ -1,13 +1,16 @@
 """Which policy versions an engine holds, and how they come and go.
 
-A version is loaded layer by layer, between steps, into a free slot; it becomes resident only after
-its checksum and canary agreed. Invariant: a version number names one set of weights for as long as
-it is resident, and a slot is never reused while a request of its version is in the engine.
+A version is loaded layer by layer, between steps, into a free slot (on a GPU by a thread, beside
+the steps); it becomes resident only after its checksum and canary agreed. Invariant: a version
+number names one set of weights for as long as it is resident, and a slot is never reused while a
+request of its version is in the engine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +21,9 @@ from dora_rl.types import UserError, Version
 
 if TYPE_CHECKING:
     from dora_rl.ports import SealedWeights
+
+
+ASIDE_S = 0.0005  # how long a look at a load in another thread may take
 
 
 class Residency:
@@ -53,7 +59,7 @@ class Residency:
         slot = self._reserve(version)
         try:
             if isinstance(source, str | Path):
-                yield from self._runner.load(slot, HfDirectory(source), str(source))
+                yield from self._layers(slot, HfDirectory(source), str(source))
             else:
                 yield from self._load_checked(slot, version, source, verify)
             self.slots[version] = slot
@@ -74,15 +80,19 @@ class Residency:
             raise UserError(f"{where}: the sealed weights say they are version {sealed_version}")
         check_base(source, self._base, self._base_name)
         if not verify or not hasattr(source, "checksum"):
-            yield from self._runner.load(slot, source, where)
+            yield from self._layers(slot, source, where)
             return
         checked = CheckedSource(source)
-        yield from self._runner.load(slot, checked, where)
+        yield from self._layers(slot, checked, where)
         checked.check(source)  # pyright: ignore[reportArgumentType]
         canary = getattr(source, "canary", None)
         if canary is not None:
             logprobs = self._runner.score(slot, canary.token_ids)
             check_canary(canary, logprobs, version, self._runner.weights.dtype)
+
+    def _layers(self, slot: int, source: TensorSource, where: str) -> Iterator[str]:
+        load = partial(self._runner.load, slot, source, where)
+        return aside(load) if self._runner.loads_aside else load()
 
     def _reserve(self, version: Version) -> int:
         if not self._has_base:
@@ -98,3 +108,12 @@ class Residency:
             )
         self._loading[version] = free[0]
         return free[0]
+
+
+def aside(load: Callable[[], Iterator[str]]) -> Iterator[str]:
+    """Load in a thread; yields nothing of interest for as long as that takes."""
+    with ThreadPoolExecutor(1, thread_name_prefix="load") as pool:
+        loading = pool.submit(lambda: list(load()))
+        while not wait([loading], ASIDE_S).done:
+            yield ""
+        loading.result()

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
+import numpy as np
+from numpy.typing import NDArray
+
 from dora_rl.engine.plan import Span
 from dora_rl.engine.sampler import Drawn
 
@@ -48,6 +51,18 @@ def read_drawn(spans: Sequence[Span], drawn: Drawn) -> list[StepResult]:
         )
         start = end
     return results
+
+
+def read_burst(
+    spans: Sequence[Span], rows: Sequence[int], data: NDArray[np.int32]
+) -> list[StepResult]:
+    """What each span drew in `data` [step, (token, bits of the log-prob), row], oldest first."""
+    token_ids = data[:, 0].T.tolist()
+    logprobs = data[:, 1].view(np.float32).T.tolist()
+    return [
+        StepResult(span, token_ids[row], logprobs[row], [], [])
+        for span, row in zip(spans, rows, strict=True)
+    ]
 
 
 def _top(drawn: Drawn) -> list[TopLogprobs]:

@@ -6,6 +6,10 @@ block is left, idle sessions spill first, then the youngest running request does
 always finishes. A request whose prompt another one is prefilling right now waits for those blocks
 instead of computing them again.
 
+A plan may be a burst: several decode steps at once, where nothing but decoding is to be done. It
+may run past a request's last token, which is found out only when the tokens are read; what lies
+behind it is dropped.
+
 The plan's cache operations are performed in the order they were decided; each of them is right for
 the cache content at that point. Invariant: a plan never writes a block that somebody else holds.
 """
@@ -23,7 +27,10 @@ class Scheduler(Queues):
 
     # -------------------------------------------------------------------- plan
 
-    def plan(self) -> Plan:
+    def plan(self, burst_max: int = 1) -> Plan:
+        """The next step, or a burst of up to `burst_max` steps."""
+        if burst_max > 1 and (steps := self._burst_steps(burst_max)) > 1:
+            return self._plan_burst(steps)
         plan = Plan()
         if self.pool.to_scrub:
             plan.cache_ops.append(Scrub(tuple(self.pool.to_scrub)))
@@ -65,6 +72,43 @@ class Scheduler(Queues):
         seq.num_tokens = end + 1
         seq.num_scored = num_response + 1
         return Span(seq, start, 1, start, 1, True)
+
+    def _burst_steps(self, steps: int) -> int:
+        """How many steps can be planned at once: every request that runs decodes plainly in blocks
+        of its own, nobody waits, and there is room without pre-empting anyone. Otherwise 1."""
+        if self.spilled or self.waiting or self.pool.to_scrub:
+            return 1
+        num_left = num_blocks = 0
+        for seq in self.running.values():
+            start = seq.num_computed
+            num_response = start + 1 - seq.num_prompt
+            if seq.num_tokens != start + 1 or num_response != seq.num_scored or not seq.plain:
+                return 1
+            if num_response >= seq.response_max:
+                continue  # its last token is in flight
+            index = start // self.block_tokens
+            if index < len(seq.blocks) and self.pool.refs[seq.blocks[index]] != 1:
+                return 1
+            num_left = max(num_left, seq.response_max - num_response)
+            steps = min(steps, self.positions_max - start)
+            num_needed = -(-(start + steps) // self.block_tokens)
+            num_blocks += max(0, num_needed - len(seq.blocks))
+        return min(steps, num_left) if num_blocks <= self.pool.num_available else 1
+
+    def _plan_burst(self, steps: int) -> Plan:
+        plan = Plan(repeat=steps)
+        for seq in self.running.values():
+            start, num_response = seq.num_computed, seq.num_computed + 1 - seq.num_prompt
+            if num_response >= seq.response_max:
+                continue
+            if start + steps > len(seq.blocks) * self.block_tokens:
+                grown = self._grow(plan, seq, start + steps)
+                assert grown, "a burst pre-empts nobody"
+            seq.num_computed += steps
+            seq.num_tokens += steps
+            seq.num_scored += steps
+            plan.spans.append(Span(seq, start, 1, start, 1, True))
+        return plan
 
     def _plan_running(self, plan: Plan, seq: Sequence, budget: int) -> int:
         todo = seq.num_tokens - seq.num_computed

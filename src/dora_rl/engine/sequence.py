@@ -122,6 +122,7 @@ class Sequence:
     slot: int = -1
     status: Status = Status.WAITING
     stop_ids: frozenset[int] = frozenset()
+    plain: bool = True  # its rows need nothing but a temperature to be drawn
     turns: int = 1
     finish: Finish | None = None
     error: str = ""
@@ -141,6 +142,7 @@ class Sequence:
         if params is not None:
             self.request = replace(self.request, params=params)
             self.stop_ids = stop_ids_of(params, eos_ids)
+            self.plain = is_plain(params)
         self.tokens.extend(token_ids)
         self.num_tokens = len(self.tokens)
         self.logprobs.extend([0.0] * len(token_ids))
@@ -200,11 +202,18 @@ def new_sequence(request: Request, arrival: int, eos_ids: Seq[int]) -> Sequence:
         num_scored=len(request.resume_ids),
         response_max=max(request.response_max or params.tokens_max, len(params.forced_ids)),
         stop_ids=stop_ids_of(params, eos_ids),
+        plain=is_plain(params),
         turns=request.turns,
     )
     if seq.segments[-1].version != request.version:
         seq.segments.append(Segment(seq.num_scored, request.version))
     return seq
+
+
+def is_plain(params: SamplingParams) -> bool:
+    """No filter, and no other log-prob than that of the token under the sampling policy."""
+    filtered = params.top_k or params.top_p < 1 or params.min_p
+    return not (filtered or params.raw_logprobs or params.logprobs_top_n)
 
 
 def stop_ids_of(params: SamplingParams, eos_ids: Seq[int]) -> frozenset[int]:

@@ -187,6 +187,7 @@ class InstanceWorker:
 
     def _aside(self, action: act.Park | act.Unpark | act.Reversion) -> None:
         """Ended requests are gone; their end is already on its way to the controller."""
+        self.engine.drain()
         if self.engine.find(action.request) is None:
             return
         if isinstance(action, act.Park):
@@ -259,8 +260,9 @@ class InstanceWorker:
 
     def _load(self, version: Version) -> None:
         try:
-            sealed = self.store.open(version)
             verify = self.setup.config.rollout.verify_weights
+            # The engine hashes what it reads; once is enough.
+            sealed = self.store.map(version) if verify else self.store.open(version)
             self.loads.append((version, self.engine.load_layers(version, sealed, verify)))
         except BaseDiffers:
             raise  # no load will ever succeed here
@@ -268,10 +270,11 @@ class InstanceWorker:
             self.channel.send_event(ev.LoadFailed(self.name, version, str(error)))
 
     def _load_some(self) -> None:
-        """One layer, so that other versions go on decoding."""
+        """One layer for each decode step, so that other versions go on decoding."""
         version, layers = self.loads[0]
         try:
-            next(layers)
+            for _ in range(self.engine.burst):
+                next(layers)
             return
         except StopIteration:
             event: ev.Event = ev.Loaded(self.name, version)
@@ -285,6 +288,7 @@ class InstanceWorker:
     def _export(self, action: act.Move) -> None:
         """Write the request to shared memory and say where; it stays here until it has arrived."""
         rid = action.request
+        self.engine.drain()
         if self.epochs.get(rid) != action.epoch or self.engine.find(rid) is None:
             return
         export = self.engine.export(rid)

@@ -3,7 +3,8 @@
 Hypothesis drives two small engines through arrivals, steps, pre-emptions (the pools are tight),
 parking, migrations, crashes with resume from the journal, and version loads and retirements. Every
 trajectory must equal, bit for bit, the one generated alone in a roomy engine; blocks are conserved
-after every action.
+after every action. In one of the worlds the engines read their tokens late and decode in bursts, as
+on a GPU.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+from ahead_runner import AheadRunner
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from test_engine_greedy import random_prompts
 
+from dora_rl.engine.backend import make_runner
 from dora_rl.engine.engine import Engine
 from dora_rl.engine.journal import Journal, read_journal
 from dora_rl.engine.models import read_spec
@@ -48,23 +52,35 @@ PARAMS = (
 )
 
 
+PLAIN = (
+    PARAMS[0],
+    PARAMS[3],
+    SamplingParams(tokens_max=50, temperature=1.0, stop_ids=tuple(range(0, 60, 5))),
+)
+
+
 class World:
     """Two tight engines and the models they load, reused over examples because they are costly."""
 
-    def __init__(self, paths: list[Path], journal_dir: Path, compiled: bool) -> None:
+    def __init__(self, paths: list[Path], journal_dir: Path, compiled: bool, ahead: bool) -> None:
         self.paths, self.journal_dir = paths, journal_dir
+        self.params = PLAIN if ahead else PARAMS
         spec = read_spec(paths[0])
         roomy, tight = (replace(o, compiled_kernels=compiled) for o in (ROOMY, TIGHT))
         self.alone = Engine(spec, roomy)
         for version, path in enumerate(paths):
             self.alone.load(version, path)
-        self.engines = [Engine(spec, tight), Engine(spec, tight)]
+        runners: list[Any] = [make_runner(spec, tight), make_runner(spec, tight)]
+        if ahead:
+            runners = [AheadRunner(runner, burst=5) for runner in runners]
+        self.engines = [Engine(spec, tight, runner=runner) for runner in runners]
         self.solo = cache(self._solo)
 
     def reset(self) -> None:
         for index, engine in enumerate(self.engines):
             for seq in list(engine.scheduler.sequences()):
                 engine.forget(seq.id)
+            engine.drain()
             engine._outputs.clear()
             for version in engine.versions():
                 engine.retire(version)
@@ -82,14 +98,15 @@ class World:
                     return output.trajectory
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["compiled", "torch"])
+@pytest.fixture(scope="module", params=["compiled", "torch", "ahead"])
 def world(
     request: pytest.FixtureRequest,
     saved: Callable[..., tuple[object, Path]],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> World:
     paths = [saved("qwen3", seed)[1] for seed in range(3)]
-    return World(paths, tmp_path_factory.mktemp("journals"), request.param)
+    journals = tmp_path_factory.mktemp("journals")
+    return World(paths, journals, request.param != "torch", request.param == "ahead")
 
 
 class Story:
@@ -115,7 +132,7 @@ class Story:
 
     def submit(self) -> None:
         engine = self.random.choice(self.engines)
-        prompt, params = self.random.choice(PROMPTS), self.random.choice(PARAMS)
+        prompt, params = self.random.choice(PROMPTS), self.random.choice(self.world.params)
         version = self.random.choice(engine.versions())
         for sample in range(self.random.choice((1, 1, 3))):
             key = RequestId(self.num_groups, sample)
@@ -137,6 +154,7 @@ class Story:
 
     def migrate(self) -> None:
         source, target = self.random.sample(self.engines, 2)
+        source.drain()
         live = [seq.id for seq in source.scheduler.sequences()]
         if not live:
             return
@@ -159,6 +177,7 @@ class Story:
 
     def park(self) -> None:
         engine = self.random.choice(self.engines)
+        engine.drain()
         live = [seq.id for seq in engine.scheduler.running.values()]
         if live:
             engine.park(self.random.choice(live))
@@ -270,3 +289,6 @@ def test_statuses_are_all_reached(world: World) -> None:
     assert {Status.WAITING, Status.RUNNING, Status.SPILLED, Status.PARKED} <= seen
     assert sum(engine.stats().preemptions for engine in story.engines) > 0
     assert sum(engine.stats().prefix_tokens for engine in story.engines) > 0
+    for engine in story.engines:
+        if isinstance(engine.runner, AheadRunner):
+            assert engine.runner.num_bursts > 10

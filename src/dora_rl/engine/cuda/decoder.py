@@ -105,6 +105,18 @@ class CudaDecoder:
         # everything before it.
         return torch.mm(hidden, head.t(), out_dtype=torch.float32)
 
+    def all_logits(self, hidden: Tensor, first: int, num_versions: int) -> Tensor:
+        """Float32 logits of [version, row] rows, the same number of each version."""
+        if num_versions == 1:
+            return self.logits(hidden, first)
+        heads = self.weights.lm_head[first : first + num_versions].transpose(1, 2)
+        rows = hidden.view(num_versions, -1, hidden.shape[1])
+        if hidden.dtype == torch.float32 or not hidden.is_cuda:
+            logits = torch.bmm(rows, heads).float()
+        else:
+            logits = torch.bmm(rows, heads, out_dtype=torch.float32)
+        return logits.view(len(hidden), -1)
+
     def _embed(self, rows: Rows) -> Tensor:
         table = self.weights.embed
         if rows.num_versions == 1:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,45 +18,52 @@ from torch import Tensor
 from dora_rl.engine.cuda.slots import DeviceSlots
 from dora_rl.engine.plan import Span
 
-Pass = Callable[[int, int, int, Tensor], tuple[Tensor, Tensor]]
+T = TypeVar("T")
 
 
 def bucket_of(count: int, count_max: int) -> int:
-    """Rows to pad to: powers of two up to 16, then steps of an eighth or so of the size."""
-    if count <= 16:
-        return min(1 << (count - 1).bit_length(), max(count_max, 1))
-    step = max(8, 1 << ((count - 1).bit_length() - 3))
+    """Rows to pad to: 1, 4, then steps of 16 or an eighth or so of the size, whichever is more."""
+    if count <= 4:
+        return min(1 if count == 1 else 4, max(count_max, 1))
+    step = max(16, 1 << ((count - 1).bit_length() - 3))
     return min(-(-count // step) * step, max(count_max, count))
 
 
 @dataclass(slots=True)
-class DecodeRows:
-    """A pass that ran (or was launched): [version, row] flattened, `per_version` rows each."""
+class Launched(Generic[T]):
+    """A pass over [version, row] rows flattened, `per_version` rows each, and what it gives."""
 
     slots: Tensor
-    hidden: Tensor
-    positions: Tensor
+    result: T
     first: int
     per_version: int
 
-    def of_version(self, slot: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Hidden states, request slots and positions of one version's first `count` rows."""
+    def rows_of(self, slot: int, count: int) -> range:
+        """Where one version's first `count` rows are."""
         start = (slot - self.first) * self.per_version
-        rows = slice(start, start + count)
-        return self.hidden[rows], self.slots[rows], self.positions[rows]
+        return range(start, start + count)
 
 
-class DecodeGraphs:
-    """Runs the decode pass of any mix of versions through the right graph."""
+class DecodeGraphs(Generic[T]):
+    """Runs a decode pass of any mix of versions through the right graph."""
 
-    def __init__(self, decode: Pass, rows_max: int, device: str, enabled: bool) -> None:
+    def __init__(
+        self,
+        decode: Callable[[int, int, int, Tensor], T],
+        rows_max: int,
+        device: str,
+        enabled: bool,
+    ) -> None:
         self._pass, self._rows_max = decode, rows_max
         self._device, self._enabled = device, enabled
-        self._captured: dict[tuple[int, int, int], tuple[torch.cuda.CUDAGraph, DecodeRows]] = {}
+        self._captured: dict[tuple[int, int, int], tuple[torch.cuda.CUDAGraph, Launched[T]]] = {}
         self._listed: dict[tuple[int, int, int], list[int]] = {}
         self._pool = None
 
-    def run(self, groups: Mapping[int, Sequence[Span]], state: DeviceSlots) -> DecodeRows:
+    def run(
+        self, groups: Mapping[int, Sequence[Span]], state: DeviceSlots, repeat: int = 1
+    ) -> Launched[T]:
+        """Launch the pass `repeat` times, a burst; between two of them the device needs nothing."""
         first, last = min(groups), max(groups)
         per_version = bucket_of(max(len(spans) for spans in groups.values()), self._rows_max)
         key = (first, last - first + 1, per_version)
@@ -65,20 +73,23 @@ class DecodeGraphs:
             rows[start : start + len(spans)] = [span.seq.slot for span in spans]
         if not self._enabled:
             slots = state.upload(rows, torch.int64)
-            hidden, positions = self._pass(*key, slots)
-            return DecodeRows(slots, hidden, positions, first, per_version)
+            state.step.zero_()
+            results = [self._pass(*key, slots) for _ in range(repeat)]
+            return Launched(slots, results[-1], first, per_version)
         if key not in self._captured:
             self._captured[key] = self._capture(key, state)
-        graph, decoded = self._captured[key]
+        graph, launched = self._captured[key]
         if self._listed.get(key) != rows:
-            decoded.slots.copy_(state.upload(rows, torch.int64))
+            launched.slots.copy_(state.upload(rows, torch.int64))
             self._listed[key] = rows
-        graph.replay()
-        return decoded
+        state.step.zero_()
+        for _ in range(repeat):
+            graph.replay()
+        return launched
 
     def _capture(
         self, key: tuple[int, int, int], state: DeviceSlots
-    ) -> tuple[torch.cuda.CUDAGraph, DecodeRows]:
+    ) -> tuple[torch.cuda.CUDAGraph, Launched[T]]:
         """Two eager runs on padding rows compile the kernels; the third is recorded."""
         count = key[1] * key[2]
         slots = torch.full((count,), state.num_slots, dtype=torch.int64, device=self._device)
@@ -89,11 +100,12 @@ class DecodeGraphs:
                 self._pass(*key, slots)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            hidden, positions = self._pass(*key, slots)
+        # Meanwhile a thread may be loading a version.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            result = self._pass(*key, slots)
         self._pool = self._pool or graph.pool()
         # A full collection that walks every imported module stalls the decode loop for longer than
         # a step; what is here now stays until the process ends.
         gc.collect()
         gc.freeze()
-        return graph, DecodeRows(slots, hidden, positions, key[0], key[2])
+        return graph, Launched(slots, result, key[0], key[2])

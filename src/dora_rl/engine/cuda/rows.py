@@ -169,18 +169,21 @@ def draw_kernel(
     best_ptr,
     last_token_ptr,
     position_ptr,
+    step_ptr,
     token_out_ptr,
     logprob_out_ptr,
     vocab,
     num_chunks,
     num_slots,
+    steps_max,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
     """Draw a token by inverting the distribution, first over chunks, then inside one.
 
     The token becomes its slot's last token and the slot moves to the next position, on the device:
-    the next step can be launched before the host has seen it.
+    the next step can be launched before the host has seen it. What the host reads later is
+    [step of the burst, (token, bits of the log-prob), row].
     """
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + row).to(tl.int64)
@@ -218,8 +221,9 @@ def draw_kernel(
     token = tl.where(temperature > 0, token, best)
     token = tl.minimum(token, vocab - 1).to(tl.int64)
     logprob = tl.load(logits + token).to(tl.float32) * scale - peak - tl.log(total)
-    tl.store(token_out_ptr + row, token)
-    tl.store(logprob_out_ptr + row, logprob)
+    place = (tl.load(step_ptr) % steps_max) * 2 * tl.num_programs(0) + row
+    tl.store(token_out_ptr + place, token.to(tl.int32))
+    tl.store(logprob_out_ptr + place + tl.num_programs(0), logprob)
     real = slot < num_slots
     tl.store(last_token_ptr + slot, token, mask=real)
     tl.store(position_ptr + slot, (row_position + 1).to(tl.int32), mask=real)

@@ -1,13 +1,17 @@
 """Runs plans on a GPU and never makes it wait for the host.
 
 A step is at most: cache operations, one eager prefill pass per version, one decode pass for all
-versions. The decode pass is a CUDA graph per (version slots, rows) bucket; its inputs (tokens,
-positions, block tables) already live on the device, so a steady step is one graph launch, two
-sampling kernels and one small copy back, which the host reads a step later.
+versions. The decode pass is a CUDA graph per (version slots, rows) bucket, up to the drawn tokens;
+its inputs (tokens, positions, block tables) already live on the device, so a steady step is one
+graph launch and one small copy back, which the host reads a step later. Rows with filters or
+further log-probs are drawn outside the graph.
 
-    launch n     prefill -> decode graph -> draw -> copy tokens to pinned memory, record event
+    launch n     prefill -> decode graph -> copy tokens to pinned memory, record event
     launch n+1   ... enqueued while n still runs
     collect n    wait for n's event, hand the tokens to the engine
+
+Where step n has ended before n + 1 is launched, the GPU waits for the host: `burst` then grows, and
+the engine plans several decode steps at once, which are as many graph launches and one copy.
 
 Never reads a device value outside `collect`.
 """
@@ -31,7 +35,7 @@ from dora_rl.engine.cuda.slots import DeviceSlots
 from dora_rl.engine.memory import check_memory
 from dora_rl.engine.options import EngineOptions
 from dora_rl.engine.plan import Plan, Span
-from dora_rl.engine.result import StepResult, read_drawn
+from dora_rl.engine.result import StepResult, read_burst, read_drawn
 from dora_rl.engine.sampler import Drawn
 from dora_rl.engine.spec import ModelSpec
 from dora_rl.engine.weights import TensorSource, make_weights
@@ -46,6 +50,7 @@ class Flight:
     """One launched step: what to read once `event` has passed."""
 
     parts: list[tuple[list[Span], Drawn]] = field(default_factory=list)
+    bursts: list[tuple[list[Span], list[int], Tensor]] = field(default_factory=list)
     event: torch.cuda.Event | None = None
 
 
@@ -53,10 +58,14 @@ class CudaRunner:
     """The torch half of an engine on a GPU."""
 
     exact = False  # the kernels of a GPU choose their order of sums by the shape of the batch
+    loads_aside = True
 
     def __init__(self, spec: ModelSpec, options: EngineOptions) -> None:
         self.spec, self.options = spec, options
         self.depth = 1 if options.async_steps else 0
+        self.burst = 1
+        self._last: torch.cuda.Event | None = None
+        self._drawn: dict[int, Tensor] = {}  # by number of rows: [step, 2, row], see `draw`
         self.on_gpu = options.device.startswith("cuda")
         if self.on_gpu:
             torch.cuda.set_device(torch.device(options.device).index or 0)
@@ -72,10 +81,19 @@ class CudaRunner:
             options.seqs_max, self._blocks_max, self.cache.scrap_block, options.device
         )
         graphs = options.cuda_graphs and self.on_gpu
-        self.graphs = DecodeGraphs(self._decode_pass, options.seqs_max, options.device, graphs)
+        where = options.seqs_max, options.device, graphs
+        self._hidden = DecodeGraphs(self._decode_pass, *where)
+        self._drawing = DecodeGraphs(self._drawing_pass, *where)
 
     def load(self, slot: int, source: TensorSource, where: str) -> Iterator[str]:
-        return self.weights.load_version(slot, source, where)
+        """On a stream of its own: nothing that is launched meanwhile waits for it."""
+        if not self.on_gpu:
+            return self.weights.load_version(slot, source, where)
+        stream = torch.cuda.Stream(self.options.device)
+        with torch.cuda.stream(stream):
+            layers = list(self.weights.load_version(slot, source, where))
+        stream.synchronize()
+        return iter(layers)
 
     def perform(self, plan: Plan) -> None:
         with torch.inference_mode():
@@ -83,6 +101,7 @@ class CudaRunner:
 
     @torch.inference_mode()
     def launch(self, plan: Plan, slots: Mapping[Version, int]) -> Flight:
+        self._choose_burst()
         perform(plan, self.cache)
         flight = Flight()
         self.slots.update(plan.spans, slots if self.lora else None)
@@ -99,16 +118,27 @@ class CudaRunner:
         if decode:
             passes = [decode] if self.options.one_pass else [{v: s} for v, s in decode.items()]
             for part in passes:
-                self._decode(part, flight)
+                self._decode(part, flight, plan.repeat)
         if self.on_gpu:
             flight.event = torch.cuda.Event()
             flight.event.record()
+            self._last = flight.event
         return flight
+
+    def _choose_burst(self) -> None:
+        """Longer where the GPU has run out of work, shorter where it has not."""
+        if self.depth and self._last is not None:
+            starved = self._last.query()
+            self.burst = min(self.options.burst_max, 2 * self.burst) if starved else self.burst - 1
+            self.burst = max(1, self.burst)
 
     def collect(self, launched: Flight) -> list[StepResult]:
         if launched.event is not None:
             launched.event.synchronize()
-        return [r for spans, drawn in launched.parts for r in read_drawn(spans, drawn)]
+        found = [r for spans, drawn in launched.parts for r in read_drawn(spans, drawn)]
+        for spans, rows, data in launched.bursts:
+            found += read_burst(spans, rows, data.numpy())
+        return found
 
     @torch.inference_mode()
     def score(self, slot: int, token_ids: Sequence[int]) -> list[float]:
@@ -188,19 +218,21 @@ class CudaRunner:
 
     # ------------------------------------------------------------------ decode
 
-    def _decode(self, groups: dict[int, list[Span]], flight: Flight) -> None:
-        self.slots.sync_tokens([span for spans in groups.values() for span in spans])
-        decoded = self.graphs.run(groups, self.slots)
-        for slot in sorted(groups):
-            spans = groups[slot]
-            hidden, slots, positions = decoded.of_version(slot, len(spans))
-            logits = self.decoder.logits(hidden, slot)
-            if _plain(spans):
-                drawn = draw(logits, slots, positions, self.slots)
-                self.slots.mark(spans)
-            else:
-                drawn = self._sample(spans, logits)
-            flight.parts.append((spans, self._to_host(drawn)))
+    def _decode(self, groups: dict[int, list[Span]], flight: Flight, repeat: int) -> None:
+        every = [span for spans in groups.values() for span in spans]
+        self.slots.sync_tokens(every)
+        if all(span.seq.plain for span in every):
+            launched = self._drawing.run(groups, self.slots, repeat)
+            self.slots.mark(every, repeat)
+            rows = [row for v, spans in groups.items() for row in launched.rows_of(v, len(spans))]
+            flight.bursts.append((every, rows, self._copy_out(launched.result[:repeat])))
+            return
+        assert repeat == 1, "a burst draws on the device"
+        decoded = self._hidden.run(groups, self.slots)
+        for slot, spans in sorted(groups.items()):
+            rows = decoded.rows_of(slot, len(spans))
+            logits = self.decoder.logits(decoded.result[0][rows.start : rows.stop], slot)
+            flight.parts.append((spans, self._to_host(self._sample(spans, logits))))
 
     def _decode_pass(
         self, first: int, num_versions: int, per_version: int, slots: Tensor
@@ -213,6 +245,19 @@ class CudaRunner:
         rows = Rows(first, num_versions, per_version, tokens, slots, positions, table, adapters)
         hidden = self.decoder.forward(rows, self.cache, None)
         return hidden, positions
+
+    def _drawing_pass(
+        self, first: int, num_versions: int, per_version: int, slots: Tensor
+    ) -> Tensor:
+        """The decode pass, the head and the draw of every row; see `draw` for what it gives."""
+        hidden, positions = self._decode_pass(first, num_versions, per_version, slots)
+        logits = self.decoder.all_logits(hidden, first, num_versions)
+        count = len(slots)
+        if count not in self._drawn:
+            shape = (self.options.burst_max, 2, count)
+            self._drawn[count] = torch.zeros(shape, dtype=torch.int32, device=slots.device)
+        draw(logits, slots, positions, self.slots, self._drawn[count])
+        return self._drawn[count]
 
     # ---------------------------------------------------------------- sampling
 
@@ -236,34 +281,23 @@ class CudaRunner:
 
     def _to_host(self, drawn: Drawn) -> Drawn:
         """Start copying the results back; they are complete once the flight's event passed."""
-        if not self.on_gpu:
-            return drawn
 
         def copy(data: Tensor | None) -> Tensor | None:
-            if data is None:
-                return None
-            host = torch.empty(data.shape, dtype=data.dtype, pin_memory=True)
-            return host.copy_(data, non_blocking=True)
+            return None if data is None else self._copy_out(data)
 
-        token_ids, logprobs = copy(drawn.token_ids), copy(drawn.logprobs)
-        assert token_ids is not None
-        assert logprobs is not None
         return Drawn(
-            token_ids,
-            logprobs,
+            self._copy_out(drawn.token_ids),
+            self._copy_out(drawn.logprobs),
             copy(drawn.raw_logprobs),
             copy(drawn.top_ids),
             copy(drawn.top_logprobs),
         )
 
-
-def _plain(spans: Sequence[Span]) -> bool:
-    """No row needs more than its temperature."""
-    for span in spans:
-        p = span.seq.request.params
-        if p.top_k or p.top_p < 1 or p.min_p or p.raw_logprobs or p.logprobs_top_n:
-            return False
-    return True
+    def _copy_out(self, data: Tensor) -> Tensor:
+        if not self.on_gpu:
+            return data.clone()
+        host = torch.empty(data.shape, dtype=data.dtype, pin_memory=True)
+        return host.copy_(data, non_blocking=True)
 
 
 def _bounded(spans: Sequence[Span]) -> Iterator[list[Span]]:

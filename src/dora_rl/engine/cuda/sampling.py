@@ -8,11 +8,13 @@ from torch import Tensor
 
 from dora_rl.engine.cuda.rows import VOCAB_CHUNK, chunk_kernel, draw_kernel
 from dora_rl.engine.cuda.slots import DeviceSlots
-from dora_rl.engine.sampler import Drawn
 
 
-def draw(logits: Tensor, slots: Tensor, positions: Tensor, state: DeviceSlots) -> Drawn:
-    """Draw one token per row at its slot's temperature, and advance the slots."""
+def draw(logits: Tensor, slots: Tensor, positions: Tensor, state: DeviceSlots, out: Tensor) -> None:
+    """Draw one token per row at its slot's temperature, and advance the slots and the step.
+
+    `out` [step, 2, row], int32: tokens, and log-probs as their bits.
+    """
     rows, vocab = logits.shape
     num_chunks = triton.cdiv(vocab, VOCAB_CHUNK)
     device = logits.device
@@ -31,8 +33,6 @@ def draw(logits: Tensor, slots: Tensor, positions: Tensor, state: DeviceSlots) -
         CHUNK=VOCAB_CHUNK,
         num_warps=8,
     )
-    token_ids = torch.empty(rows, dtype=torch.int64, device=device)
-    logprobs = torch.empty(rows, dtype=torch.float32, device=device)
     draw_kernel[(rows,)](
         logits,
         slots,
@@ -45,13 +45,15 @@ def draw(logits: Tensor, slots: Tensor, positions: Tensor, state: DeviceSlots) -
         best,
         state.last_token,
         state.position,
-        token_ids,
-        logprobs,
+        state.step,
+        out,
+        out.view(torch.float32),
         vocab,
         num_chunks,
         state.num_slots,
+        len(out),
         CHUNK=VOCAB_CHUNK,
         CHUNKS=triton.next_power_of_2(num_chunks),
         num_warps=8,
     )
-    return Drawn(token_ids, logprobs, None, None, None)
+    state.step.add_(1)

@@ -35,6 +35,7 @@ class DeviceSlots:
         self.table = torch.full((count, blocks_max), scrap_block, dtype=torch.int32, device=device)
         # Which sequence an entry's token and position belong to, and up to which position.
         self._synced: list[tuple[Seq | None, int]] = [(None, -1)] * count
+        self.step = torch.zeros(1, dtype=torch.int32, device=device)  # of the burst under way
 
     def upload(self, values: object, dtype: torch.dtype) -> Tensor:
         """A small host array on the device, without waiting for the copy."""
@@ -76,7 +77,7 @@ class DeviceSlots:
             self.last_token[slots] = self.upload(tokens, torch.int64)
             self.position[slots] = self.upload([s.start for s in stale], torch.int32)
 
-    def mark(self, spans: Sequence[Span]) -> None:
-        """These spans drew a token on the device: it is the input at their end position."""
+    def mark(self, spans: Sequence[Span], repeat: int = 1) -> None:
+        """These spans drew on the device: their newest token is the input at their end position."""
         for span in spans:
-            self._synced[span.seq.slot] = (span.seq, span.start + span.num_rows)
+            self._synced[span.seq.slot] = (span.seq, span.start + span.num_rows + repeat - 1)
