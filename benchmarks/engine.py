@@ -171,8 +171,8 @@ def measure_bandwidth_gbs(device: str) -> float:
     return 20 * source.numel() / (time.perf_counter() - start) / 1e9
 
 
-def run_vllm(spec: ModelSpec, args: argparse.Namespace, num_requests: int) -> float:
-    """Tokens per second of vLLM on a dummy model of the same shape."""
+def run_vllm(spec: ModelSpec, args: argparse.Namespace) -> dict[int, float]:
+    """Tokens per second of vLLM on a dummy model of the same shape, by number of requests."""
     from vllm import LLM
     from vllm import SamplingParams as VllmParams
 
@@ -202,21 +202,27 @@ def run_vllm(spec: ModelSpec, args: argparse.Namespace, num_requests: int) -> fl
             skip_tokenizer_init=True,
             enable_prefix_caching=False,
             max_model_len=args.prompt + args.new + 16,
-            max_num_seqs=max(num_requests, 16),
+            max_num_seqs=max(16, *args.requests),
             enforce_eager=args.device == "cpu",
         )
         params = VllmParams(
             max_tokens=args.new, temperature=1.0, ignore_eos=True, logprobs=0, detokenize=False
         )
         generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(0, spec.vocab, (num_requests, args.prompt), generator=generator)
-        prompts = [{"prompt_token_ids": row} for row in ids.tolist()]
-        llm.generate(prompts, params, use_tqdm=False)
-        start = time.perf_counter()
-        outputs = llm.generate(prompts, params, use_tqdm=False)
-        wall_s = time.perf_counter() - start
+        found: dict[int, float] = {}
+        for num_requests in args.requests:
+            ids = torch.randint(0, spec.vocab, (num_requests, args.prompt), generator=generator)
+            prompts = [{"prompt_token_ids": row} for row in ids.tolist()]
+            speeds: list[float] = []
+            for _ in range(1 + args.repeat):
+                start = time.perf_counter()
+                outputs = llm.generate(prompts, params, use_tqdm=False)
+                wall_s = time.perf_counter() - start
+                num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+                speeds.append(num_tokens / wall_s)
+            found[num_requests] = max(speeds[1:])  # the first one warms up
         llm.llm_engine.engine_core.shutdown()
-    return sum(len(output.outputs[0].token_ids) for output in outputs) / wall_s
+    return found
 
 
 def engine_process(args: argparse.Namespace, barrier: Any, rows: Any) -> None:
@@ -339,7 +345,7 @@ def main(argv: list[str]) -> None:
     print(
         f"{'requests':>8} {'versions':>8} {'tok/s':>10} {'step ms':>8} {'floor ms':>8} {'vllm':>8}"
     )
-    vllm_of = {n: run_vllm(spec, args, n) for n in args.requests} if args.vllm else {}
+    vllm_of = run_vllm(spec, args) if args.vllm else {}
     rows = generate_engines(args) if args.engines > 1 else []
     engine = None if rows else make_engine(spec, args, max(args.requests))
     for num_requests in args.requests:
