@@ -5,7 +5,8 @@ seals, saves and speaks to the controller.
 
 Durable order at a step's end: trainer state (where a checkpoint is due), sealed weights on disk,
 sealed weights in shared memory, then the event that becomes the log record. A version that is
-sealed on disk is never trained again under the same number.
+sealed on disk is never trained again under the same number. The weights are copied first and
+sealed beside the next step's training (`sealing`), except with several ranks.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import fcntl
 import json
 import os
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,9 +27,10 @@ from dora_rl.core import actions as act
 from dora_rl.core import events as ev
 from dora_rl.engine.sealed import check_base
 from dora_rl.runtime.lora_base import run_base
+from dora_rl.runtime.sealing import Sealing, WaitingStore
 from dora_rl.runtime.storage_client import StorageReader
 from dora_rl.runtime.versions import share
-from dora_rl.runtime.weights import DiskWeightStore, SharedMemoryWeightStore
+from dora_rl.runtime.weights import DiskWeightStore
 from dora_rl.runtime.wire import Channel, Message, decode_learner, encode_event
 from dora_rl.runtime.worker import Setup, beat
 from dora_rl.trainer import distributed
@@ -38,6 +41,7 @@ from dora_rl.trainer.options import CheckpointOptions, from_section
 from dora_rl.types import GroupId, Segment, StepIndex, Version
 
 BEAT_S = 1.0
+POLL_S = 0.05
 
 
 class LearnerWorker:
@@ -48,12 +52,13 @@ class LearnerWorker:
         torch.set_num_threads(max(1, config.trainer.threads or int(setup.extra["threads"])))
         self.setup, self.channel = setup, channel
         run_dir = Path(setup.run_dir)
-        self.rank, num_ranks = int(setup.extra["rank"]), int(setup.extra["num_ranks"])
+        self.rank, self.num_ranks = int(setup.extra["rank"]), int(setup.extra["num_ranks"])
         self.lock = wait_for_lock(run_dir / ".learner-lock") if self.rank == 0 else None
         where = str(setup.extra.get("ip", ""))
-        distributed.join(setup.extra["meeting"], self.rank, num_ranks, where)
-        self.shared = SharedMemoryWeightStore(setup.extra["weights_root"])
+        distributed.join(setup.extra["meeting"], self.rank, self.num_ranks, where)
+        self.shared = WaitingStore(setup.extra["weights_root"])
         self.disk = DiskWeightStore(run_dir / "weights")
+        self.sealing = self.shared.sealing = Sealing(self.disk, self.shared)
         options = from_section(CheckpointOptions, config.checkpoint)
         self.checkpoints = Checkpoints(run_dir / "checkpoints", options)
         self.learner, self.optimizer_version = self._open_learner()
@@ -102,20 +107,28 @@ class LearnerWorker:
 
     def run(self) -> None:
         if self.version < 0:
-            self._seal(0)
+            self._seal(0, lambda checksum: None)
+            self.sealing.wait()
             self.version = 0
         if self.rank == 0:
             self._say_joined()
         else:
             self.channel.send("ready", {})
         while True:
-            message = self.channel.receive()
+            message = self._receive()
             if message.kind == "end":
+                self.sealing.wait()
                 return
             if message.kind == "rate":
                 self.checkpoints.rate(message.body["step"], message.body["score"])
             else:
                 self._handle(message)
+
+    def _receive(self) -> Message:
+        """The next message. What went wrong with the sealing of a version is raised here."""
+        while self.sealing.is_running() and not self.channel.poll(POLL_S):
+            pass
+        return self.channel.receive()
 
     def _say_joined(self) -> None:
         for version in self.disk.versions():
@@ -187,20 +200,17 @@ class LearnerWorker:
         metrics["time/train"] = self.busy_s
         if self.rank == 0:
             self._leave_metrics(action.step, metrics)
-        checksum = self._seal(action.step + 1)
-        metrics["time/weight_sync"] = time.monotonic() - trained_s
+        busy_s = self.total_busy_s
+
+        def tell(checksum: str) -> None:
+            metrics["time/weight_sync"] = time.monotonic() - trained_s
+            usage = {"busy_s": busy_s, "cpu_s": time.process_time()}
+            event = encode_event(ev.StepCommitted(action.step, checksum))
+            self.channel.send("committed", {"event": event, "metrics": metrics, "usage": usage})
+
+        self._seal(action.step + 1, tell)
         self.progress += 1
         self.version = action.step + 1
-        if self.rank == 0:
-            self._say_committed(action, checksum, metrics)
-
-    def _say_committed(
-        self, action: act.CloseStep, checksum: str, metrics: dict[str, float]
-    ) -> None:
-        event = ev.StepCommitted(action.step, checksum)
-        usage = {"busy_s": self.total_busy_s, "cpu_s": time.process_time()}
-        body = {"event": encode_event(event), "metrics": metrics, "usage": usage}
-        self.channel.send("committed", body)
 
     def _leave_metrics(self, step: StepIndex, metrics: dict[str, float]) -> None:
         """For the controller, in case that a crash comes between the seal and its log record."""
@@ -209,13 +219,16 @@ class LearnerWorker:
         temporary.write_text(json.dumps({"step": step, "metrics": metrics}) + "\n")
         temporary.replace(path)
 
-    def _seal(self, version: Version) -> str:
-        """All ranks gather; the first one writes."""
-        checksum = self.learner.publish(self.disk, version).result()
+    def _seal(self, version: Version, tell: Callable[[str], None]) -> None:
+        """All ranks gather; the first one writes. With several, the others wait for that."""
+        self.sealing.wait()
+        alone = self.num_ranks == 1
+        checksum = self.learner.publish(self.disk, version, background=alone)
         if self.rank == 0:
-            share(self.disk, self.shared, version)
-        distributed.wait_for_all()
-        return checksum
+            self.sealing.begin(version, checksum, tell)
+        if not alone:
+            self.sealing.wait()
+            distributed.wait_for_all()
 
 
 def wait_for_lock(path: Path) -> int:

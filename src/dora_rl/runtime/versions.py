@@ -73,10 +73,16 @@ class Versions:
             return True
 
 
-def share(disk: SharedMemoryWeightStore, shared: SharedMemoryWeightStore, version: Version) -> str:
+def share(
+    disk: SharedMemoryWeightStore,
+    shared: SharedMemoryWeightStore,
+    version: Version,
+    *,
+    fresh: bool = False,
+) -> str:
     """Copy a version to shared memory; returns its checksum. Controller and learner may both."""
     try:
-        return copy_version(disk, shared, version)
+        return copy_version(disk, shared, version, fresh=fresh)
     except VersionExists:
         checksum = disk.checksum(version)
         if shared.checksum(version) != checksum:

@@ -67,7 +67,7 @@ class Publisher:
         if background:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(1, thread_name_prefix="publish")
-            return self._pool.submit(store.publish, version, tensors, canary, base)
+            return self._pool.submit(store.publish, version, _drain(tensors), canary, base)
         done: Future[str] = Future()
         done.set_result(store.publish(version, _drain(tensors), canary, base))
         return done

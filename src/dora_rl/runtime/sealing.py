@@ -1,0 +1,60 @@
+"""The last part of publishing, beside the next step: disk, shared memory, then the word of it.
+
+The learner copies its weights and goes on; a thread does the rest, in this order: sealed on disk,
+sealed in shared memory, told. Never two versions at a time, and nothing is told that is not
+durable. What goes wrong in the thread is raised where the learner looks next: before it reads its
+next message, opens a version or seals another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from dora_rl.runtime.versions import share
+from dora_rl.runtime.weights import DiskWeightStore, SharedMemoryWeightStore
+from dora_rl.runtime.weights_file import SealedFile
+from dora_rl.types import Version
+
+
+class Sealing:
+    """At most one version on its way."""
+
+    def __init__(self, disk: DiskWeightStore, shared: SharedMemoryWeightStore) -> None:
+        self._disk, self._shared = disk, shared
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="seal")
+        self._running: Future[None] | None = None
+
+    def begin(self, version: Version, checksum: Future[str], tell: Callable[[str], None]) -> None:
+        """`checksum` comes when the disk has the version; `tell` is called, in the thread, when
+        shared memory has it too."""
+        assert self._running is None, "wait for the version before"
+        self._running = self._pool.submit(self._seal, version, checksum, tell)
+
+    def _seal(self, version: Version, checksum: Future[str], tell: Callable[[str], None]) -> None:
+        found = checksum.result()
+        share(self._disk, self._shared, version, fresh=True)
+        tell(found)
+
+    def is_running(self) -> bool:
+        """Whether a version is on its way. Raises what went wrong with the last one."""
+        if self._running is not None and self._running.done():
+            self.wait()
+        return self._running is not None
+
+    def wait(self) -> None:
+        """Until nothing is on its way. Raises what went wrong."""
+        running, self._running = self._running, None
+        if running is not None:
+            running.result()
+
+
+class WaitingStore(SharedMemoryWeightStore):
+    """The learner's own view of shared memory: a version on its way is waited for."""
+
+    sealing: Sealing | None = None
+
+    def open(self, version: Version) -> SealedFile:
+        if self.sealing is not None:
+            self.sealing.wait()
+        return super().open(version)
