@@ -91,7 +91,7 @@ class Crew:
         self._key = secrets.token_bytes(32)
         self._listener, self.address = self._listen()
         self._lock = threading.Lock()
-        self.inbox: queue.Queue[Letter] = queue.Queue()
+        self.inbox: queue.SimpleQueue[Letter] = queue.SimpleQueue()
         self.workers: dict[str, Worker] = {}
         self.lives: dict[str, int] = {}
         self.num_refused = 0  # connections that did not know the key

@@ -363,7 +363,8 @@ class LocalRun:
             group = self.state.groups[gid]
             scored = tuple(r.id.sample for r in group.requests if r.phase is Phase.SCORED)
             prompt = self.train.prompt(group.prompt)
-            trained.extend(self.samples.trained(gid, scored, prompt))
+            tokens = self.records.has_rollouts
+            trained.extend(self.samples.trained(gid, scored, prompt, tokens=tokens))
         line = self.records.step(step, metrics, trained, self.dropped)
         self.dropped = Counter()
         self.recovery.committed()

@@ -136,6 +136,11 @@ class Records:
         self.totals.num_resumes += 1
 
     @property
+    def has_rollouts(self) -> bool:
+        """Whether every trained sample is written out."""
+        return self._rollouts is not None
+
+    @property
     def wall_s(self) -> float:
         return self.totals.wall_s + time.monotonic() - self.began
 

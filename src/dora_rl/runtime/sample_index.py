@@ -140,9 +140,10 @@ class SampleIndex(Samples):
         self._tell(group, "trained", body)
 
     def trained(
-        self, group: GroupId, samples: tuple[int, ...], prompt: Prompt
+        self, group: GroupId, samples: tuple[int, ...], prompt: Prompt, *, tokens: bool = False
     ) -> list[TrainedSample]:
         """For the figures of a step; tokens and text are written by the shards."""
+        assert not tokens, "the shards have them"
         return [
             TrainedSample(
                 group=group,

@@ -120,8 +120,9 @@ class Samples:
         return body, arrays
 
     def trained(
-        self, group: GroupId, samples: tuple[int, ...], prompt: Prompt
+        self, group: GroupId, samples: tuple[int, ...], prompt: Prompt, *, tokens: bool = True
     ) -> list[TrainedSample]:
+        """Without `tokens` only what the figures of a step are made of."""
         return [
             TrainedSample(
                 group=group,
@@ -134,9 +135,9 @@ class Samples:
                 text=str(row.columns["text"]),
                 prompt=prompt.text,
                 segments=len(list_of(row, "segments")),
-                logprobs=_array(row, "logprobs").astype(np.float64).round(4).tolist(),
+                logprobs=_rounded(_array(row, "logprobs")) if tokens else [],
                 logprob_sum=float(_array(row, "logprobs").sum(dtype=np.float64)),
-                token_ids=_array(row, "token_ids").tolist(),
+                token_ids=_array(row, "token_ids").tolist() if tokens else [],
                 parts=json.loads(str(row.columns["parts"])),
                 env=prompt.env,
                 turns=spans(_array(row, "loss_mask").tolist()),
@@ -163,6 +164,10 @@ def _array(row: Row, name: str) -> NDArray[Any]:
     value = row.columns[name]
     assert isinstance(value, np.ndarray)
     return value
+
+
+def _rounded(logprobs: NDArray[Any]) -> list[float]:
+    return logprobs.astype(np.float64).round(4).tolist()
 
 
 def list_of(row: Row, name: str) -> list[Any]:
