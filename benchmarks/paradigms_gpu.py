@@ -92,7 +92,12 @@ def make_config(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
             "inflight_groups": args.inflight or 3 * args.batch // 2,
         },
         "trainer": {"lr": 1e-6, "compile": args.compile, "pack_tokens": 32_768 if gpu else 2048},
-        "runtime": {"device": args.device, "mps": args.mps, "run_dir": str(folder / "unused")},
+        "runtime": {
+            "device": args.device,
+            "mps": args.mps,
+            "mps_learner_percent": args.learner_percent,
+            "run_dir": str(folder / "unused"),
+        },
     }
 
 
@@ -109,6 +114,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--compile", default="auto")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--mps", action="store_true")
+    parser.add_argument("--learner-percent", type=int, default=100, help="where modes overlap")
     parser.add_argument("--runs", type=Path, help="keep the run directories here")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()

@@ -346,6 +346,9 @@ class RuntimeConfig(Section):
     # Kernels of instances and learner side by side on one shared GPU (NVIDIA's MPS). A fault on
     # the device in one process then ends them all; the run goes on from its journals.
     mps: bool = False
+    # Under MPS, where instances decode while the learner trains: how much of the GPU's processors
+    # the learner may use, in percent. The longest responses hold up a run, not the learner.
+    mps_learner_percent: int = Field(default=100, ge=10, le=100)
     address: str = ""  # of a cluster
 
 

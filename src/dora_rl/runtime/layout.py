@@ -38,6 +38,7 @@ class Layout:
     learner_threads: int
     weights_root: Path
     transfer_root: Path
+    learner_percent: int  # of a GPU's processors, under MPS
     gpus: Mapping[str, tuple[str, ...]]  # that an instance alone sees; the others share the first
 
     @property
@@ -68,6 +69,7 @@ class Layout:
             "meeting": str(meeting),
             "threads": max(1, self.learner_threads // len(self.learners)),
             "weights_root": str(self.weights_root),
+            "mps_percent": self.learner_percent,
         }
 
 
@@ -123,5 +125,6 @@ def plan_layout(config: RunConfig, device: str) -> Layout:
         learner_threads=config.trainer.threads or (num_cores if colocated else 1),
         weights_root=root,
         transfer_root=transfer,
+        learner_percent=100 if colocated else config.runtime.mps_learner_percent,
         gpus=assign_gpus(config, names, visible_gpus()) if split else {},
     )

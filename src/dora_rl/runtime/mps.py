@@ -16,6 +16,7 @@ import tempfile
 from dora_rl.types import UserError
 
 CONTROL = "nvidia-cuda-mps-control"
+PERCENT = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"  # read when a process first touches CUDA
 
 
 class Mps:

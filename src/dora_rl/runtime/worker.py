@@ -23,6 +23,7 @@ from safetensors import SafetensorError
 from dora_rl.config import RunConfig
 from dora_rl.runtime.devices import VISIBLE
 from dora_rl.runtime.full_disk import full_line, is_full
+from dora_rl.runtime.mps import PERCENT
 from dora_rl.runtime.weights_file import WeightsError
 from dora_rl.runtime.wire import Channel
 from dora_rl.types import BaseDiffers, UserError
@@ -88,6 +89,8 @@ def main() -> int:
         signal.signal(number, signal.SIG_IGN)  # the controller decides when to end
     if setup.extra.get("gpus"):
         os.environ[VISIBLE] = ",".join(setup.extra["gpus"])  # before anything asks CUDA
+    if setup.extra.get("mps_percent", 100) < 100:
+        os.environ[PERCENT] = str(setup.extra["mps_percent"])
     if setup.config.runtime.threads:
         os.environ.setdefault("OMP_NUM_THREADS", str(setup.config.runtime.threads))
     serve(setup)
