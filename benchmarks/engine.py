@@ -290,8 +290,10 @@ def set_kernels(args: argparse.Namespace) -> None:
     """Other choices of the decode kernels than the engine's own."""
     from dora_rl.engine.cuda import attention, fused, skinny
 
-    attention.DECODE_WARPS = fused.WARPS = args.warps or fused.WARPS
-    attention.DECODE_STAGES = fused.STAGES = args.stages or fused.STAGES
+    if args.warps:
+        attention.DECODE_WARPS = fused.WARPS = args.warps
+    if args.stages:
+        attention.DECODE_STAGES = fused.STAGES = args.stages
     if args.fused_rows is not None:
         fused.ROWS_MAX = args.fused_rows
     if args.skinny_rows is not None:

@@ -237,6 +237,57 @@ def test_skinny_product(rows: int, versions: int, splits: int) -> None:
     assert (gated.float() - expected).abs().max() < 0.1
 
 
+@pytest.mark.parametrize("rows", [1, 16, 33, 64])
+@pytest.mark.parametrize("versions", [1, 3])
+@pytest.mark.parametrize(("splits", "rings"), [(1, (2, 2)), (2, (3, 4)), (4, (2, 2)), (8, (1, 1))])
+def test_streamed_product_equals_the_plain_one(
+    rows: int, versions: int, splits: int, rings: tuple[int, int]
+) -> None:
+    """Rings shorter than K and as long, tiles that come round several times: the same sums."""
+    from dora_rl.engine.cuda.skinny import STREAMED_ROWS_MAX, Tiles, multiply
+
+    if not STREAMED_ROWS_MAX or torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs a Hopper and Triton 3.6")
+    n, k = 384, 1024
+    generator = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(versions * rows, k, generator=generator, device="cuda").bfloat16()
+    weight = torch.randn(versions, n, k, generator=generator, device="cuda").bfloat16() * k**-0.5
+    want = multiply(x, weight, Tiles(64, 128, splits, 4))
+    assert torch.equal(multiply(x, weight, Tiles(64, 128, splits, *rings)), want)
+    if splits == 1:
+        gated = multiply(x, weight, Tiles(64, 128, 1, *rings), gate=True)
+        torch.testing.assert_close(gated, multiply(x, weight, Tiles(64, 128, 1, 3), gate=True))
+
+
+def test_the_cut_of_a_product_fits_a_processor() -> None:
+    from dora_rl.engine.cuda.skinny import STREAMED_BYTES, STREAMED_ROWS_MAX, tiles_of
+
+    weight = torch.empty(1, 4096, 2048, dtype=torch.bfloat16, device="cuda")
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs a Hopper")
+    for rows in (1, 16, 64, 128):
+        for gate in (False, True):
+            tiles = tiles_of(rows, weight, 64, gate)
+            assert tiles is not None
+            assert bool(tiles.row_stages) == (rows <= STREAMED_ROWS_MAX)
+            held = tiles.stages * 64 * (2 if gate else 1) + tiles.row_stages * max(16, rows)
+            assert held * 128 * 2 <= STREAMED_BYTES
+
+
+@pytest.mark.parametrize("versions", [1, 3])
+def test_rows_enter_with_their_embedding_and_position(versions: int) -> None:
+    from dora_rl.engine.cuda.rows import enter
+
+    embed = torch.randn(versions, 50, 96, device="cuda")
+    last_token = torch.randint(0, 50, (20,), device="cuda")
+    position = torch.arange(20, dtype=torch.int32, device="cuda").flip(0)
+    slots = torch.randperm(20, device="cuda")[: 5 * versions]
+    x, positions = enter(slots, last_token, position, embed)
+    version = torch.arange(versions, device="cuda").repeat_interleave(5)
+    assert torch.equal(x, embed[version, last_token[slots]])
+    assert torch.equal(positions, position[slots])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("num_parts", [1, 2])

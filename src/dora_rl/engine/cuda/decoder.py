@@ -37,7 +37,7 @@ class Rows:
     first: int
     num_versions: int
     per_version: int
-    token_ids: Tensor
+    embedded: Tensor  # [row, width], changed in place by the pass
     slots: Tensor  # request slot of each row
     positions: Tensor
     table: Tensor
@@ -60,7 +60,7 @@ class CudaDecoder:
         self, rows: Rows, cache: KvCache, attend: Callable[[Tensor, Tensor], Tensor] | None
     ) -> Tensor:
         """Hidden states of prefill rows, or of decode rows when there is no `attend`."""
-        x = self._embed(rows)
+        x = rows.embedded
         delta: Tensor | None = None
         for index, layer in enumerate(self.weights.layers):
             h = self._norm(x, delta, layer.norm1, rows)
@@ -117,13 +117,9 @@ class CudaDecoder:
             logits = torch.bmm(rows, heads, out_dtype=torch.float32)
         return logits.view(len(hidden), -1)
 
-    def _embed(self, rows: Rows) -> Tensor:
-        table = self.weights.embed
-        if rows.num_versions == 1:
-            return functional.embedding(rows.token_ids, table[rows.first])
-        version = torch.arange(len(rows.token_ids), device=table.device) // rows.per_version
-        index = (version + rows.first) * self.spec.vocab + rows.token_ids
-        return functional.embedding(index, table.view(-1, table.shape[-1]))
+    def embed(self, token_ids: Tensor, slot: int) -> Tensor:
+        """What prefill rows of one version begin with."""
+        return functional.embedding(token_ids, self.weights.embed[slot])
 
     def _norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, rows: Rows) -> Tensor:
         weight = weight[rows.first : rows.first + rows.num_versions]

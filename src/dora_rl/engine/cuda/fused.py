@@ -25,7 +25,7 @@ from dora_rl.engine.cuda.overlap import begin, overlap, ready
 
 ROWS_MAX = 64
 WARPS = 4
-STAGES = 3  # key and value tiles in flight per program
+STAGES = 2  # of key and value tiles: four programs, all those of 64 rows, fit on a processor
 
 
 @jit

@@ -15,6 +15,33 @@ from dora_rl.engine.cuda import jit
 from dora_rl.engine.cuda.overlap import begin, overlap, ready
 
 VOCAB_CHUNK = 4096
+ROWS_FEW = 64
+
+
+@jit
+def enter_kernel(
+    slots_ptr,
+    last_token_ptr,
+    position_ptr,
+    embed_ptr,
+    x_ptr,
+    positions_ptr,
+    vocab,
+    rows_per_slot,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """x = embedding of the last token of each row's request slot, and that slot's position.
+
+    Later kernels read positions before they are `ready`: this one lets none start early.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + row)
+    token = tl.load(last_token_ptr + slot) + row // rows_per_slot * vocab
+    tl.store(positions_ptr + row, tl.load(position_ptr + slot))
+    d = tl.arange(0, BLOCK)
+    x = tl.load(embed_ptr + token * D + d, mask=d < D)
+    tl.store(x_ptr + row * D + d, x, mask=d < D)
 
 
 @jit
@@ -229,6 +256,29 @@ def draw_kernel(
     tl.store(position_ptr + slot, (row_position + 1).to(tl.int32), mask=real)
 
 
+def enter(
+    slots: Tensor, last_token: Tensor, position: Tensor, embed: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Embeddings [row, width] and positions of decode rows; `embed` is [version, vocab, width]."""
+    rows, (versions, vocab, width) = len(slots), embed.shape
+    x = torch.empty((rows, width), dtype=embed.dtype, device=embed.device)
+    positions = torch.empty(rows, dtype=position.dtype, device=embed.device)
+    enter_kernel[(rows,)](
+        slots,
+        last_token,
+        position,
+        embed,
+        x,
+        positions,
+        vocab,
+        rows // versions,
+        D=width,
+        BLOCK=triton.next_power_of_2(width),
+        num_warps=4,
+    )
+    return x, positions
+
+
 def add_norm(
     x: Tensor, delta: Tensor | None, weight: Tensor, rows_per_slot: int, eps: float
 ) -> Tensor:
@@ -237,6 +287,8 @@ def add_norm(
     rows, width = x.shape
     out = torch.empty_like(x)
     block = triton.next_power_of_2(width)
+    # Few rows leave processors idle: what counts then is how soon the one row of a program is done.
+    warps = 4 if block <= 2048 else 8
     add_norm_kernel[(rows,)](
         x,
         x if delta is None else delta,
@@ -248,7 +300,7 @@ def add_norm(
         D=width,
         BLOCK=block,
         PARTS=0 if delta is None else len(delta),
-        num_warps=4 if block <= 2048 else 8,
+        num_warps=16 if rows <= ROWS_FEW and block >= 2048 else warps,
         **overlap(x.device),
     )
     return out

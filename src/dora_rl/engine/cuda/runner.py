@@ -30,6 +30,7 @@ from dora_rl.engine.cache import KvCache, context_limit, derive_num_blocks, perf
 from dora_rl.engine.cuda.attention import attend_prefill
 from dora_rl.engine.cuda.decoder import CudaDecoder, Rows
 from dora_rl.engine.cuda.graphs import DecodeGraphs
+from dora_rl.engine.cuda.rows import enter
 from dora_rl.engine.cuda.sampling import draw
 from dora_rl.engine.cuda.slots import DeviceSlots
 from dora_rl.engine.memory import check_memory
@@ -152,7 +153,8 @@ class CudaRunner:
         table = torch.arange(num_blocks, dtype=torch.int32, device=ids.device)[None]
         base = 0 if self.lora else slot
         adapters = torch.full_like(zeros, slot) if self.lora else None
-        rows = Rows(base, 1, count, ids, zeros, positions, table, adapters)
+        embedded = self.decoder.embed(ids, base)
+        rows = Rows(base, 1, count, embedded, zeros, positions, table, adapters)
         tiles = self._tiles([(0, 0, 0, count)])
         hidden = self.decoder.forward(
             rows, scratch, lambda q, pool: attend_prefill(q, pool, table, tiles, PREFILL_TILE)
@@ -182,7 +184,7 @@ class CudaRunner:
             slot,
             1,
             len(token_ids),
-            self.slots.upload(token_ids, torch.int64),
+            self.decoder.embed(self.slots.upload(token_ids, torch.int64), slot),
             owners,
             self.slots.upload(positions, torch.int32),
             self.slots.table,
@@ -238,11 +240,11 @@ class CudaRunner:
         self, first: int, num_versions: int, per_version: int, slots: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Hidden states and positions of [version, row] rows; what a graph captures."""
-        positions = self.slots.position[slots]
-        tokens = self.slots.last_token[slots]
-        table = self.slots.table
-        adapters = self.slots.adapter[slots] if self.lora else None
-        rows = Rows(first, num_versions, per_version, tokens, slots, positions, table, adapters)
+        state = self.slots
+        embed = self.weights.embed[first : first + num_versions]
+        x, positions = enter(slots, state.last_token, state.position, embed)
+        adapters = state.adapter[slots] if self.lora else None
+        rows = Rows(first, num_versions, per_version, x, slots, positions, state.table, adapters)
         hidden = self.decoder.forward(rows, self.cache, None)
         return hidden, positions
 

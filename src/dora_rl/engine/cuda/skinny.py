@@ -5,7 +5,8 @@
 A program owns (tile of N, split of K, version) and all rows of its version, so that no weight is
 read twice. Tiles come through the tensor memory accelerator. The sums over the splits are left to
 the kernel that reads the result next (norm, attention), which costs nothing extra. The weights are
-the left operand: their tile is what fills the tensor core.
+the left operand: their tile is what fills the tensor core. Up to `STREAMED_ROWS_MAX` rows the
+kernel of `streamed.py` does the same with its weights in flight before its rows are known.
 
 cuBLAS stays for everything else (`tiles_of` gives None) and is the oracle in the tests. Invariant:
 rows beyond a version's own are computed but never written.
@@ -13,6 +14,7 @@ rows beyond a version's own are computed but never written.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -28,15 +30,22 @@ ROWS_MAX = 128  # above, cuBLAS is as fast
 ROWS_FEW = 16  # up to here two programs fit on a processor
 TILE_N, TILE_K = 64, 128
 SPLITS_MAX = 8
+STREAMED_ROWS_MAX = 64 if triton.__version__.startswith("3.6.") else 0  # Gluon may change
+STREAMED_BYTES = 208 * 1024  # for tiles, of a processor's 227 KB of shared memory
+ROW_STAGES_MAX = 8
 
 
 class Tiles(NamedTuple):
-    """How a product is cut: rows of N and values of K per tile, splits of K, tiles in flight."""
+    """How a product is cut: rows of N and values of K per tile, splits of K, tiles in flight.
+
+    With `row_stages` the streamed kernel has that many tiles of x in flight beside the weights.
+    """
 
     n: int
     k: int
     splits: int
     stages: int
+    row_stages: int = 0
 
 
 @jit
@@ -99,18 +108,41 @@ def tiles_of(rows: int, weight: Tensor, num_processors: int, gate: bool = False)
     few = rows <= ROWS_FEW
     if gate:
         enough = num_tiles // 2 >= num_processors // 2
-        return Tiles(TILE_N, TILE_K, 1, 4 if few else 3) if enough else None
+        plain = Tiles(TILE_N, TILE_K, 1, 4 if few else 3)
+        return _streamed(plain, rows, weight, STREAMED_BYTES, gate) if enough else None
     splits = 1
     room = num_processors * (2 if few else 1)
     while splits < SPLITS_MAX and num_tiles * splits * 2 <= room:
         if k % (TILE_K * splits * 2):
             break
         splits *= 2
-    return Tiles(TILE_N, TILE_K, splits, 4)
+    plain = Tiles(TILE_N, TILE_K, splits, 4)
+    return _streamed(plain, rows, weight, STREAMED_BYTES // (2 if few else 1), gate)
+
+
+def _streamed(plain: Tiles, rows: int, weight: Tensor, num_bytes: int, gate: bool) -> Tiles:
+    """As many tiles as `num_bytes` of shared memory hold: all of a short K, else as deep a ring."""
+    if rows > STREAMED_ROWS_MAX or not _is_hopper(weight.device):
+        return plain
+    num_tiles = weight.shape[2] // plain.splits // plain.k
+    weight_bytes = plain.n * plain.k * 2 * (2 if gate else 1)
+    row_bytes = _tile_rows(rows) * plain.k * 2
+    stages = min(num_tiles, num_bytes // (weight_bytes + row_bytes))
+    row_stages = min(num_tiles, ROW_STAGES_MAX, (num_bytes - stages * weight_bytes) // row_bytes)
+    return plain._replace(stages=stages, row_stages=row_stages)
+
+
+def _tile_rows(rows: int) -> int:
+    return max(ROWS_FEW, triton.next_power_of_2(rows))
 
 
 def _has_tensor_copies(device: torch.device) -> bool:
     return overlap(device)["OVERLAP"]  # both came with Hopper
+
+
+@lru_cache
+def _is_hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device)[0] == 9  # no other has its products
 
 
 def multiply(x: Tensor, weight: Tensor, tiles: Tiles, gate: bool = False) -> Tensor:
@@ -125,14 +157,37 @@ def multiply(x: Tensor, weight: Tensor, tiles: Tiles, gate: bool = False) -> Ten
         out = torch.empty((len(x), width), dtype=x.dtype, device=x.device)
     else:
         out = torch.empty((tiles.splits, len(x), n), dtype=torch.float32, device=x.device)
-    tile_m = max(ROWS_FEW, triton.next_power_of_2(rows))
-    skinny_kernel[(width // tiles.n, tiles.splits, versions)](
+    tile_m, num_tiles = _tile_rows(rows), k // tiles.splits // tiles.k
+    grid = (width // tiles.n, tiles.splits, versions)
+    stacked = weight.view(versions * n, k)
+    if tiles.row_stages:
+        assert min(tiles.stages, tiles.row_stages) >= min(2, num_tiles)  # one in use, one coming
+        from dora_rl.engine.cuda import streamed
+
+        streamed.streamed_kernel[grid](
+            streamed.describe(x, tile_m, tiles.k),
+            streamed.describe(stacked, tiles.n, tiles.k),
+            out,
+            rows,
+            n,
+            num_tiles,
+            BM=tile_m,
+            BN=tiles.n,
+            BK=tiles.k,
+            WEIGHTS=tiles.stages,
+            ROWS=tiles.row_stages,
+            GATE=gate,
+            num_warps=4,
+            launch_pdl=True,
+        )
+        return out
+    skinny_kernel[grid](
         TensorDescriptor.from_tensor(x, [tile_m, tiles.k]),
-        TensorDescriptor.from_tensor(weight.view(versions * n, k), [tiles.n, tiles.k]),
+        TensorDescriptor.from_tensor(stacked, [tiles.n, tiles.k]),
         out,
         rows,
         n,
-        k // tiles.splits // tiles.k,
+        num_tiles,
         BM=tile_m,
         BN=tiles.n,
         BK=tiles.k,
