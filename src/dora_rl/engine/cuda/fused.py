@@ -25,7 +25,7 @@ from dora_rl.engine.cuda.overlap import begin, overlap, ready
 
 ROWS_MAX = 64
 WARPS = 4
-STAGES = 2  # of key and value tiles: four programs, all those of 64 rows, fit on a processor
+STAGES = 2  # of key and value tiles: so few that all programs of 64 rows, four a processor, fit
 
 
 @jit
@@ -82,7 +82,7 @@ def fused_kernel(
     begin(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    split = tl.program_id(2)
+    split = 0 if SPLITS == 1 else tl.program_id(2)  # a constant saves registers: four programs fit
     kind: tl.constexpr = out_ptr.dtype.element_ty
     slot = tl.load(slots_ptr + row).to(tl.int64)
     position = tl.load(positions_ptr + row).to(tl.int32)
