@@ -188,10 +188,10 @@ def test_migration_and_parking(models) -> None:
         check_against(model, trajectory, 1e-4)
 
 
-@pytest.mark.parametrize("splits", [1, 2, 7])
+@pytest.mark.parametrize("splits", [(1, 1), (2, 1), (7, 1), (9, 2), (16, 3)])
 @pytest.mark.parametrize("shape", [(8, 2, 128), (2, 4, 64), (1, 1, 64), (4, 8, 128)])
-def test_decode_attention_kernel(splits: int, shape: tuple[int, int, int]) -> None:
-    from dora_rl.engine.cuda.attention import attend_decode
+def test_decode_attention_kernel(splits: tuple[int, int], shape: tuple[int, int, int]) -> None:
+    from dora_rl.engine.cuda.attention import Splits, attend_decode
 
     kv_heads, group, dim = shape
     rows, num_blocks, tokens = 9, 80, 16
@@ -206,7 +206,7 @@ def test_decode_attention_kernel(splits: int, shape: tuple[int, int, int]) -> No
     table = table.view(rows, 8).to(torch.int32)
     positions = torch.tensor([0, 1, 15, 16, 17, 60, 100, 126, 127], dtype=torch.int32).cuda()
     slots = torch.arange(rows, device="cuda").flip(0)
-    out = attend_decode(q, pool, table, slots, positions, splits)
+    out = attend_decode(q, pool, table, slots, positions, Splits(*splits))
     for row in range(rows):
         context = int(positions[row]) + 1
         blocks = table[slots[row]].long()
@@ -289,11 +289,11 @@ def test_rows_enter_with_their_embedding_and_position(versions: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("splits", [(1, 1), (3, 1), (8, 2)])
 @pytest.mark.parametrize("num_parts", [1, 2])
-def test_fused_attention_equals_its_pieces(dtype, splits: int, num_parts: int) -> None:
+def test_fused_attention_equals_its_pieces(dtype, splits: tuple[int, int], num_parts: int) -> None:
     """Rotary embedding with the cache write, then decode attention, each by its own kernel."""
-    from dora_rl.engine.cuda.attention import attend_decode
+    from dora_rl.engine.cuda.attention import Splits, attend_decode
     from dora_rl.engine.cuda.fused import attend_fused
     from dora_rl.engine.cuda.rows import rope_write_kernel
 
@@ -328,9 +328,10 @@ def test_fused_attention_equals_its_pieces(dtype, splits: int, num_parts: int) -
         NORM=True,
         OVERLAP=False,
     )
-    want = attend_decode(q, pool, table, slots, positions, splits).view(rows, -1)
+    cut = Splits(*splits)
+    want = attend_decode(q, pool, table, slots, positions, cut).view(rows, -1)
     where, shape = (slots, positions, table), (num_kv, num_q)
-    got = attend_fused(parts, norm, (cos, sin), pool_fused, where, shape, splits, 1e-6, dtype)
+    got = attend_fused(parts, norm, (cos, sin), pool_fused, where, shape, cut, 1e-6, dtype)
     tolerance = 1e-4 if dtype == torch.float32 else 0.06
     assert (pool.float() - pool_fused.float()).abs().max() < tolerance
     assert (got.float() - want.float()).abs().max() < tolerance

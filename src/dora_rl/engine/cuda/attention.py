@@ -6,7 +6,8 @@
 
 A decode program owns one (row, kv head, split): it loads each key and value tile once for all query
 heads of the kv head. Splits write unnormalised partial sums that `merge_kernel` adds up; with one
-split the result is written directly. Padding rows point at a slot of length one.
+split the result is written directly. Splits serve few rows, which would leave processors idle, and
+long ones, which all others would wait for. Padding rows point at a slot of length one.
 
 Softmax runs in base 2: `scale` already contains log2(e).
 """
@@ -14,6 +15,7 @@ Softmax runs in base 2: `scale` already contains log2(e).
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 import triton
@@ -26,6 +28,31 @@ from dora_rl.engine.cuda.overlap import begin, overlap, ready
 DOT_ROWS_MIN = 16  # the smallest tile of a tensor-core product
 DECODE_WARPS = 4
 DECODE_STAGES = 3  # key and value tiles in flight per program
+LONG_BLOCKS = 16  # a program with more blocks than this is what the others wait for
+SPLITS_MAX = 32
+
+
+class Splits(NamedTuple):
+    """Programs per row and head, and the fewest blocks that one of them takes."""
+
+    number: int
+    blocks_min: int
+
+
+@jit
+def blocks_of(num_blocks, split, SPLITS: tl.constexpr, LEAST: tl.constexpr):
+    """The blocks [first, last) of a split."""
+    per_split = tl.maximum(tl.cdiv(num_blocks, SPLITS), LEAST)
+    first = split * per_split
+    return first, tl.minimum(first + per_split, num_blocks)
+
+
+@jit
+def store_nothing(peak_ptr, sum_ptr, part, inside, OVERLAP: tl.constexpr):
+    """A split without blocks; its sums are never read."""
+    ready(OVERLAP)
+    tl.store(peak_ptr + part, tl.full(part.shape, -float("inf"), tl.float32), mask=inside)
+    tl.store(sum_ptr + part, tl.zeros(part.shape, tl.float32), mask=inside)
 
 
 @jit
@@ -48,6 +75,7 @@ def decode_kernel(
     D: tl.constexpr,
     C: tl.constexpr,
     SPLITS: tl.constexpr,
+    LEAST: tl.constexpr,
     PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -55,13 +83,14 @@ def decode_kernel(
     row = tl.program_id(0)
     head = tl.program_id(1)
     split = tl.program_id(2)
-    slot = tl.load(slots_ptr + row).to(tl.int64)
     context = tl.load(positions_ptr + row).to(tl.int32) + 1
-    num_blocks = tl.cdiv(context, C)
-    per_split = tl.cdiv(num_blocks, SPLITS)
-    first = split * per_split
-    last = tl.minimum(first + per_split, num_blocks)
+    first, last = blocks_of(tl.cdiv(context, C), split, SPLITS, LEAST)
     g = tl.arange(0, GP)
+    part = ((row * KV + head) * G + g).to(tl.int64) * SPLITS + split
+    if SPLITS > 1:  # noqa: SIM102 (the outer one is decided when it is compiled)
+        if first >= last:
+            store_nothing(peak_ptr, sum_ptr, part, g < G, OVERLAP)
+            return
     d = tl.arange(0, D)
     t = tl.arange(0, C)
     q_index = (row * KV + head).to(tl.int64) * G * D + g[:, None] * D + d[None, :]
@@ -70,7 +99,7 @@ def decode_kernel(
     peak = tl.full([GP], -float("inf"), tl.float32)
     total = tl.zeros([GP], tl.float32)
     acc = tl.zeros([GP, D], tl.float32)
-    blocks = table_ptr + slot * table_stride
+    blocks = table_ptr + tl.load(slots_ptr + row).to(tl.int64) * table_stride
     block = tl.load(blocks + first, mask=first < last, other=0).to(tl.int64)
     for index in range(first, last):
         base = pool_ptr + (block * KV + head) * C * D
@@ -94,7 +123,6 @@ def decode_kernel(
         out = acc / total[:, None]
         tl.store(out_ptr + q_index, out.to(out_ptr.dtype.element_ty), mask=g[:, None] < G)
     else:
-        part = ((row * KV + head) * G + g).to(tl.int64) * SPLITS + split
         tl.store(peak_ptr + part, peak, mask=g < G)
         tl.store(sum_ptr + part, total, mask=g < G)
         tl.store(acc_ptr + part[:, None] * D + d[None, :], acc, mask=g[:, None] < G)
@@ -121,7 +149,8 @@ def merge_kernel(
     peak = tl.load(peak_ptr + part, mask=s < SPLITS, other=-float("inf"))
     total = tl.load(sum_ptr + part, mask=s < SPLITS, other=0.0)
     share = tl.exp2(peak - tl.max(peak, 0))
-    acc = tl.load(acc_ptr + part[:, None] * D + d[None, :], mask=s[:, None] < SPLITS, other=0.0)
+    used = (total > 0)[:, None]
+    acc = tl.load(acc_ptr + part[:, None] * D + d[None, :], mask=used, other=0.0)
     out = tl.sum(acc * share[:, None], 0) / tl.sum(total * share, 0)
     tl.store(out_ptr + head * D + d, out.to(out_ptr.dtype.element_ty))
 
@@ -180,27 +209,32 @@ def prefill_kernel(
     tl.store(out_ptr + q_index, out.to(out_ptr.dtype.element_ty), mask=r[:, None] < count)
 
 
-def choose_splits(num_rows: int, num_kv_heads: int, num_processors: int, blocks_max: int) -> int:
-    """Enough programs for nearly two waves of two per processor; splits only for few rows."""
+def choose_splits(num_rows: int, num_kv_heads: int, num_processors: int, blocks_max: int) -> Splits:
+    """Enough programs for nearly two waves of two per processor, and none with many blocks; where
+    contexts may be that long, a short one is not split further for it."""
     wanted = -(-7 * num_processors // (2 * num_rows * num_kv_heads))
-    return max(1, min(wanted, blocks_max, 32))
+    few = max(1, min(wanted, blocks_max, SPLITS_MAX))
+    if blocks_max <= few * LONG_BLOCKS:
+        return Splits(few, 1)
+    each = LONG_BLOCKS // 2
+    return Splits(min(SPLITS_MAX, -(-blocks_max // each)), max(1, each // few))
 
 
 def attend_decode(
-    q: Tensor, pool: Tensor, table: Tensor, slots: Tensor, positions: Tensor, splits: int
+    q: Tensor, pool: Tensor, table: Tensor, slots: Tensor, positions: Tensor, splits: Splits
 ) -> Tensor:
     """[rows, kv head, group, head dim] -> the same shape."""
     rows, num_kv, num_q, dim = q.shape
     out = torch.empty_like(q)
-    parts = (rows, num_kv, num_q, splits)
-    if splits > 1:
+    parts = (rows, num_kv, num_q, splits.number)
+    if splits.number > 1:
         acc = torch.empty((*parts, dim), dtype=torch.float32, device=q.device)
         peak = torch.empty(parts, dtype=torch.float32, device=q.device)
         total = torch.empty(parts, dtype=torch.float32, device=q.device)
     else:
         acc = peak = total = out
     launch = overlap(q.device)
-    decode_kernel[(rows, num_kv, splits)](
+    decode_kernel[(rows, num_kv, splits.number)](
         q,
         pool,
         table,
@@ -218,25 +252,32 @@ def attend_decode(
         GP=max(DOT_ROWS_MIN, triton.next_power_of_2(num_q)),
         D=dim,
         C=pool.shape[3],
-        SPLITS=splits,
+        SPLITS=splits.number,
+        LEAST=splits.blocks_min,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=DECODE_WARPS,
         num_stages=DECODE_STAGES,
         **launch,
     )
-    if splits > 1:
-        merge_kernel[(rows * num_kv * num_q,)](
-            acc,
-            peak,
-            total,
-            out,
-            D=dim,
-            SPLITS=splits,
-            SP=triton.next_power_of_2(splits),
-            num_warps=4,
-            **launch,
-        )
+    if splits.number > 1:
+        merge(acc, peak, total, out)
     return out
+
+
+def merge(acc: Tensor, peak: Tensor, total: Tensor, out: Tensor) -> None:
+    """Add up the splits, acc [row, kv head, group, split, head dim], into `out`."""
+    splits, dim = acc.shape[3:]
+    merge_kernel[(acc.numel() // (splits * dim),)](
+        acc,
+        peak,
+        total,
+        out,
+        D=dim,
+        SPLITS=splits,
+        SP=triton.next_power_of_2(splits),
+        num_warps=4,
+        **overlap(acc.device),
+    )
 
 
 def attend_prefill(q: Tensor, pool: Tensor, table: Tensor, tiles: Tensor, tile_rows: int) -> Tensor:

@@ -42,6 +42,7 @@ class Rows:
     positions: Tensor
     table: Tensor
     adapters: Tensor | None = None  # adapter slot of each row, under LoRA
+    blocks_max: int = 0  # of decode rows: blocks that none of their contexts exceeds
 
 
 class CudaDecoder:
@@ -77,7 +78,7 @@ class CudaDecoder:
 
     def _attend_decode(self, h: Tensor, layer: Layer, rows: Rows, pool: Tensor) -> Tensor:
         spec, table = self.spec, rows.table
-        splits = choose_splits(len(h), spec.num_kv_heads, self._num_processors, table.shape[1])
+        splits = choose_splits(len(h), spec.num_kv_heads, self._num_processors, rows.blocks_max)
         if len(h) > fused.ROWS_MAX:
             qkv = self._linear(h, layer, "qkv", rows)
             q = self._rope_write(qkv, layer, rows, pool)

@@ -20,7 +20,13 @@ import triton.language as tl
 from torch import Tensor
 
 from dora_rl.engine.cuda import jit
-from dora_rl.engine.cuda.attention import DOT_ROWS_MIN, merge_kernel
+from dora_rl.engine.cuda.attention import (
+    DOT_ROWS_MIN,
+    Splits,
+    blocks_of,
+    merge,
+    store_nothing,
+)
 from dora_rl.engine.cuda.overlap import begin, overlap, ready
 
 ROWS_MAX = 64
@@ -74,6 +80,7 @@ def fused_kernel(
     D: tl.constexpr,
     C: tl.constexpr,
     SPLITS: tl.constexpr,
+    LEAST: tl.constexpr,
     PARTS: tl.constexpr,
     NORM: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -84,16 +91,17 @@ def fused_kernel(
     head = tl.program_id(1)
     split = 0 if SPLITS == 1 else tl.program_id(2)  # a constant saves registers: four programs fit
     kind: tl.constexpr = out_ptr.dtype.element_ty
-    slot = tl.load(slots_ptr + row).to(tl.int64)
     position = tl.load(positions_ptr + row).to(tl.int32)
-    num_blocks = tl.cdiv(position, C)
-    per_split = tl.cdiv(num_blocks, SPLITS)
-    first = split * per_split
-    last = tl.minimum(first + per_split, num_blocks)
-    blocks = table_ptr + slot * table_stride
+    first, last = blocks_of(tl.cdiv(position, C), split, SPLITS, LEAST)
+    g = tl.arange(0, GP)
+    part = ((row * KV + head) * G + g) * SPLITS + split
+    if SPLITS > 1:  # noqa: SIM102 (the outer one is decided when it is compiled)
+        if (split > 0) & (first >= last):
+            store_nothing(peak_ptr, sum_ptr, part, g < G, OVERLAP)
+            return
+    blocks = table_ptr + tl.load(slots_ptr + row).to(tl.int64) * table_stride
     block = tl.load(blocks + first, mask=first < last, other=0).to(tl.int64)
     own = tl.load(blocks + position // C).to(tl.int64)
-    g = tl.arange(0, GP)
     d = tl.arange(0, D)
     t = tl.arange(0, C)
     turned = (d + D // 2) % D
@@ -107,15 +115,12 @@ def fused_kernel(
     if NORM:
         weights = weight_ptr + row // rows_per_slot * (KV * G + KV) * D
         wq = tl.load(weights + q_base + d[None, :], mask=real, other=0.0).to(tl.float32)
-        wq_turned = tl.load(weights + q_base + turned[None, :], mask=real, other=0.0)
+        mirror = weights + turned[None, :]
+        wq_turned = tl.load(mirror + q_base, mask=real, other=0.0).to(tl.float32)
         wk = tl.load(weights + k_base + d[None, :]).to(tl.float32)
-        wk_turned = tl.load(weights + k_base + turned[None, :]).to(tl.float32)
-        wq_turned = wq_turned.to(tl.float32)
+        wk_turned = tl.load(mirror + k_base).to(tl.float32)
     else:
-        wq = 1.0
-        wq_turned = 1.0
-        wk = 1.0
-        wk_turned = 1.0
+        wq, wq_turned, wk, wk_turned = 1.0, 1.0, 1.0, 1.0
     ready(OVERLAP)
     base = qkv_ptr + row * (KV * G + 2 * KV) * D
     q = _sum_parts(base + q_base + d[None, :], real, part_stride, PARTS, kind)
@@ -125,11 +130,11 @@ def fused_kernel(
     k_turned = _sum_parts(base + k_base + turned[None, :], whole, part_stride, PARTS, kind)
     k_new = _rotate(k_new, k_turned, cos, sin, wk, wk_turned, eps, NORM, kind)
     v_new = _sum_parts(base + k_base + KV * D + d[None, :], whole, part_stride, PARTS, kind)
-    if split == 0:
+    mine = split == 0
+    if mine:
         place = pool_ptr + ((own * KV + head) * C + position % C) * D + one[:, None] + d[None, :]
         tl.store(place, k_new)
         tl.store(place + plane_stride, v_new.to(kind))
-    mine = split == 0
     score_new = tl.sum(q.to(tl.float32) * k_new.to(tl.float32), 1) * scale
     peak = tl.where(mine, score_new, -float("inf"))
     total = tl.where(mine, 1.0, 0.0) + tl.zeros([GP], tl.float32)
@@ -156,7 +161,6 @@ def fused_kernel(
         q_index = (row * KV + head) * G * D + g[:, None] * D + d[None, :]
         tl.store(out_ptr + q_index, (acc / total[:, None]).to(kind), mask=real)
     else:
-        part = ((row * KV + head) * G + g) * SPLITS + split
         tl.store(peak_ptr + part, peak, mask=g < G)
         tl.store(sum_ptr + part, total, mask=g < G)
         tl.store(acc_ptr + part[:, None] * D + d[None, :], acc, mask=real)
@@ -169,7 +173,7 @@ def attend_fused(
     pool: Tensor,
     where: tuple[Tensor, Tensor, Tensor],
     heads: tuple[int, int],
-    splits: int,
+    splits: Splits,
     eps: float,
     dtype: torch.dtype,
 ) -> Tensor:
@@ -181,14 +185,14 @@ def attend_fused(
     num_parts, rows, _ = parts.shape
     (num_kv, num_q), dim, (slots, positions, table) = heads, pool.shape[4], where
     out = torch.empty((rows, num_kv * num_q * dim), dtype=dtype, device=parts.device)
-    shape = (rows, num_kv, num_q, splits)
+    shape = (rows, num_kv, num_q, splits.number)
     acc = peak = total = out
-    if splits > 1:
+    if splits.number > 1:
         acc = torch.empty((*shape, dim), dtype=torch.float32, device=parts.device)
         peak = torch.empty(shape, dtype=torch.float32, device=parts.device)
         total = torch.empty(shape, dtype=torch.float32, device=parts.device)
     launch = overlap(parts.device)
-    fused_kernel[(rows, num_kv, splits)](
+    fused_kernel[(rows, num_kv, splits.number)](
         parts,
         parts if norm is None else norm,
         *rope,
@@ -211,7 +215,8 @@ def attend_fused(
         GP=max(DOT_ROWS_MIN, triton.next_power_of_2(num_q)),
         D=dim,
         C=pool.shape[3],
-        SPLITS=splits,
+        SPLITS=splits.number,
+        LEAST=splits.blocks_min,
         PARTS=num_parts,
         NORM=norm is not None,
         PRECISION="ieee" if dtype == torch.float32 else "tf32",
@@ -219,16 +224,6 @@ def attend_fused(
         num_stages=STAGES,
         **launch,
     )
-    if splits > 1:
-        merge_kernel[(rows * num_kv * num_q,)](
-            acc,
-            peak,
-            total,
-            out,
-            D=dim,
-            SPLITS=splits,
-            SP=triton.next_power_of_2(splits),
-            num_warps=4,
-            **launch,
-        )
+    if splits.number > 1:
+        merge(acc, peak, total, out)
     return out

@@ -1,4 +1,4 @@
-"""CUDA graphs of the decode pass, one per (version slots, rows per version) bucket.
+"""CUDA graphs of the decode pass, one per bucket of version slots, rows and context lengths.
 
 A graph is captured the first time its bucket is needed. Its only input that the host writes is the
 list of request slots of its rows, and only when that list changed. Without graphs the same pass
@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,17 @@ from dora_rl.engine.cuda.slots import DeviceSlots
 from dora_rl.engine.plan import Span
 
 T = TypeVar("T")
+BLOCKS_FEW = 16  # contexts up to here are all alike, longer ones are told apart by factors of four
+
+
+class Bucket(NamedTuple):
+    """Version slots [first, first + num_versions), `per_version` rows of each, and the most blocks
+    that one of their contexts may have."""
+
+    first: int
+    num_versions: int
+    per_version: int
+    blocks_max: int
 
 
 def bucket_of(count: int, count_max: int) -> int:
@@ -27,6 +38,13 @@ def bucket_of(count: int, count_max: int) -> int:
         return min(1 if count == 1 else 4, max(count_max, 1))
     step = max(16, 1 << ((count - 1).bit_length() - 3))
     return min(-(-count // step) * step, max(count_max, count))
+
+
+def blocks_bucket(num_blocks: int, blocks_max: int) -> int:
+    bound = BLOCKS_FEW
+    while bound < num_blocks:
+        bound *= 4
+    return min(bound, blocks_max)
 
 
 @dataclass(slots=True)
@@ -49,15 +67,16 @@ class DecodeGraphs(Generic[T]):
 
     def __init__(
         self,
-        decode: Callable[[int, int, int, Tensor], T],
+        decode: Callable[[Bucket, Tensor], T],
         rows_max: int,
+        block_tokens: int,
         device: str,
         enabled: bool,
     ) -> None:
-        self._pass, self._rows_max = decode, rows_max
+        self._pass, self._rows_max, self._block_tokens = decode, rows_max, block_tokens
         self._device, self._enabled = device, enabled
-        self._captured: dict[tuple[int, int, int], tuple[torch.cuda.CUDAGraph, Launched[T]]] = {}
-        self._listed: dict[tuple[int, int, int], list[int]] = {}
+        self._captured: dict[Bucket, tuple[torch.cuda.CUDAGraph, Launched[T]]] = {}
+        self._listed: dict[Bucket, list[int]] = {}
         self._pool = None
 
     def run(
@@ -66,15 +85,18 @@ class DecodeGraphs(Generic[T]):
         """Launch the pass `repeat` times, a burst; between two of them the device needs nothing."""
         first, last = min(groups), max(groups)
         per_version = bucket_of(max(len(spans) for spans in groups.values()), self._rows_max)
-        key = (first, last - first + 1, per_version)
-        rows = [state.num_slots] * (key[1] * per_version)
+        context = max(span.start for spans in groups.values() for span in spans) + repeat
+        num_blocks = -(-context // self._block_tokens)
+        blocks_max = blocks_bucket(num_blocks, state.table.shape[1])
+        key = Bucket(first, last - first + 1, per_version, blocks_max)
+        rows = [state.num_slots] * (key.num_versions * per_version)
         for slot, spans in groups.items():
             start = (slot - first) * per_version
             rows[start : start + len(spans)] = [span.seq.slot for span in spans]
         if not self._enabled:
             slots = state.upload(rows, torch.int64)
             state.step.zero_()
-            results = [self._pass(*key, slots) for _ in range(repeat)]
+            results = [self._pass(key, slots) for _ in range(repeat)]
             return Launched(slots, results[-1], first, per_version)
         if key not in self._captured:
             self._captured[key] = self._capture(key, state)
@@ -87,25 +109,23 @@ class DecodeGraphs(Generic[T]):
             graph.replay()
         return launched
 
-    def _capture(
-        self, key: tuple[int, int, int], state: DeviceSlots
-    ) -> tuple[torch.cuda.CUDAGraph, Launched[T]]:
+    def _capture(self, key: Bucket, state: DeviceSlots) -> tuple[torch.cuda.CUDAGraph, Launched[T]]:
         """Two eager runs on padding rows compile the kernels; the third is recorded."""
-        count = key[1] * key[2]
+        count = key.num_versions * key.per_version
         slots = torch.full((count,), state.num_slots, dtype=torch.int64, device=self._device)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(2):
-                self._pass(*key, slots)
+                self._pass(key, slots)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         # Meanwhile a thread may be loading a version.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            result = self._pass(*key, slots)
+            result = self._pass(key, slots)
         self._pool = self._pool or graph.pool()
         # A full collection that walks every imported module stalls the decode loop for longer than
         # a step; what is here now stays until the process ends.
         gc.collect()
         gc.freeze()
-        return graph, Launched(slots, result, key[0], key[2])
+        return graph, Launched(slots, result, key.first, key.per_version)

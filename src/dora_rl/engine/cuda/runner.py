@@ -29,7 +29,7 @@ from dora_rl.engine import sampler
 from dora_rl.engine.cache import KvCache, context_limit, derive_num_blocks, perform
 from dora_rl.engine.cuda.attention import attend_prefill
 from dora_rl.engine.cuda.decoder import CudaDecoder, Rows
-from dora_rl.engine.cuda.graphs import DecodeGraphs
+from dora_rl.engine.cuda.graphs import Bucket, DecodeGraphs
 from dora_rl.engine.cuda.rows import enter
 from dora_rl.engine.cuda.sampling import draw
 from dora_rl.engine.cuda.slots import DeviceSlots
@@ -82,7 +82,7 @@ class CudaRunner:
             options.seqs_max, self._blocks_max, self.cache.scrap_block, options.device
         )
         graphs = options.cuda_graphs and self.on_gpu
-        where = options.seqs_max, options.device, graphs
+        where = options.seqs_max, options.block_tokens, options.device, graphs
         self._hidden = DecodeGraphs(self._decode_pass, *where)
         self._drawing = DecodeGraphs(self._drawing_pass, *where)
 
@@ -236,24 +236,21 @@ class CudaRunner:
             logits = self.decoder.logits(decoded.result[0][rows.start : rows.stop], slot)
             flight.parts.append((spans, self._to_host(self._sample(spans, logits))))
 
-    def _decode_pass(
-        self, first: int, num_versions: int, per_version: int, slots: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def _decode_pass(self, bucket: Bucket, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Hidden states and positions of [version, row] rows; what a graph captures."""
         state = self.slots
-        embed = self.weights.embed[first : first + num_versions]
+        embed = self.weights.embed[bucket.first : bucket.first + bucket.num_versions]
         x, positions = enter(slots, state.last_token, state.position, embed)
         adapters = state.adapter[slots] if self.lora else None
-        rows = Rows(first, num_versions, per_version, x, slots, positions, state.table, adapters)
+        where = (x, slots, positions, state.table, adapters)
+        rows = Rows(*bucket[:3], *where, bucket.blocks_max)
         hidden = self.decoder.forward(rows, self.cache, None)
         return hidden, positions
 
-    def _drawing_pass(
-        self, first: int, num_versions: int, per_version: int, slots: Tensor
-    ) -> Tensor:
+    def _drawing_pass(self, bucket: Bucket, slots: Tensor) -> Tensor:
         """The decode pass, the head and the draw of every row; see `draw` for what it gives."""
-        hidden, positions = self._decode_pass(first, num_versions, per_version, slots)
-        logits = self.decoder.all_logits(hidden, first, num_versions)
+        hidden, positions = self._decode_pass(bucket, slots)
+        logits = self.decoder.all_logits(hidden, bucket.first, bucket.num_versions)
         count = len(slots)
         if count not in self._drawn:
             shape = (self.options.burst_max, 2, count)
