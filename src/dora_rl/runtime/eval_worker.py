@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -30,8 +29,6 @@ ALIVE_S = 1.0
 
 def serve_evaluations(setup: Setup, channel: Channel) -> None:
     """Answer every "evaluate" with the responses, greedy and sampled, of that version."""
-    if setup.extra.get("nice"):
-        os.nice(int(setup.extra["nice"]))
     config = setup.config
     torch.set_num_threads(max(1, config.rollout.threads))
     options = config.rollout.engine_options(setup.extra["device"], 1)

@@ -138,7 +138,7 @@ class LocalRun:
         e = self.config.evaluation
         prompts = list(source.once(e.num_prompts))[: e.num_prompts]
         has_functions = bool(self.config.reward.functions)
-        extra = {"device": self.layout.device, "nice": 5, "has_functions": has_functions}
+        extra = {"device": self.layout.device, "has_functions": has_functions}
         return Evaluations(
             self.crew, self.pool, prompts, e.num_samples, self.decode, self._evaluated, extra
         )

@@ -24,6 +24,7 @@ from dora_rl.config import RunConfig
 from dora_rl.runtime.devices import VISIBLE
 from dora_rl.runtime.full_disk import full_line, is_full
 from dora_rl.runtime.mps import PERCENT
+from dora_rl.runtime.priority import make_way
 from dora_rl.runtime.weights_file import WeightsError
 from dora_rl.runtime.wire import Channel
 from dora_rl.types import BaseDiffers, UserError
@@ -87,6 +88,9 @@ def main() -> int:
     end_with_parent()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the controller decides when to end
+    on_cpu = setup.extra.get("device") == "cpu"
+    if setup.role == "evaluator" or (setup.role == "instance" and on_cpu):
+        make_way()
     if setup.extra.get("gpus"):
         os.environ[VISIBLE] = ",".join(setup.extra["gpus"])  # before anything asks CUDA
     if setup.extra.get("mps_percent", 100) < 100:
