@@ -114,11 +114,19 @@ class LearnerWorker:
             self._say_joined()
         else:
             self.channel.send("ready", {})
-        while True:
-            message = self._receive()
-            if message.kind == "end":
-                self.sealing.wait()
-                return
+        try:
+            self._serve()
+        except (EOFError, ConnectionError):
+            raise  # nobody is there to hear of it
+        except Exception:
+            self.sealing.wait()  # a fault in one step does not undo the one before
+            raise
+        self.sealing.wait()
+        if self.rank == 0:
+            self.checkpoints.prune(sealed=self.version)
+
+    def _serve(self) -> None:
+        while (message := self._receive()).kind != "end":
             if message.kind == "rate":
                 self.checkpoints.rate(message.body["step"], message.body["score"])
             else:
@@ -166,12 +174,16 @@ class LearnerWorker:
     def _feed(self, action: act.Feed, message: Message) -> None:
         if not self._begin(action.step) or action.group in self.fed:
             return
-        began = time.monotonic()
+        began = self._worked_s()
         self._plan_updates(message.body)
         self.fed.add(action.group)
         self.learner.feed([read_group(action, self._with_rows(message))])
         self.progress += 1
-        self.busy_s += time.monotonic() - began
+        self.busy_s += self._worked_s() - began
+
+    def _worked_s(self) -> float:
+        """A clock that stands while the learner waits for a version that it is still sealing."""
+        return time.monotonic() - self.shared.waited_s
 
     def _with_rows(self, message: Message) -> Message:
         """On a cluster the controller says where the rows are, and they are fetched from there."""
@@ -186,16 +198,18 @@ class LearnerWorker:
         assert set(action.groups) == self.fed, "the batch closed with other groups than were fed"
         if self.rank == 0:
             self.channel.send_event(ev.BatchAccepted(action.step))
-        began = time.monotonic()
+        began = self._worked_s()
         metrics = self.learner.finish_step()
-        self.busy_s += time.monotonic() - began
+        self.busy_s += self._worked_s() - began
         trained_s = time.monotonic()
+        if self.rank == 0:
+            self.checkpoints.prune(sealed=action.step)
         last = action.step + 1 == self.setup.config.orchestration.num_steps
         if self.checkpoints.due(action.step, last=last):
             options = self.checkpoints.options
             self.learner.save(self.checkpoints.path_of(action.step), options)
-            if self.rank == 0:
-                self.checkpoints.prune()
+        elif self.rank == 0:
+            self.checkpoints.forget(action.step)
         self.total_busy_s += self.busy_s
         metrics["time/train"] = self.busy_s
         if self.rank == 0:

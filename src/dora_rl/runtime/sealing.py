@@ -3,11 +3,12 @@
 The learner copies its weights and goes on; a thread does the rest, in this order: sealed on disk,
 sealed in shared memory, told. Never two versions at a time, and nothing is told that is not
 durable. What goes wrong in the thread is raised where the learner looks next: before it reads its
-next message, opens a version or seals another.
+next message, opens a version that is not there yet or seals another.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -53,8 +54,11 @@ class WaitingStore(SharedMemoryWeightStore):
     """The learner's own view of shared memory: a version on its way is waited for."""
 
     sealing: Sealing | None = None
+    waited_s = 0.0
 
     def open(self, version: Version) -> SealedFile:
-        if self.sealing is not None:
+        if self.sealing is not None and version not in self.versions():
+            began = time.monotonic()
             self.sealing.wait()
+            self.waited_s += time.monotonic() - began
         return super().open(version)

@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dora_rl.trainer.options import CheckpointOptions
-from dora_rl.types import StepIndex, UserError
+from dora_rl.types import StepIndex, UserError, Version
 
 TRAINER = "trainer"
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5", ".index.json")
@@ -156,9 +156,12 @@ class Checkpoints:
         _flush(temporary)
         temporary.rename(path)
 
-    def prune(self) -> list[Path]:
-        """Delete what is neither among the newest nor the best; returns what went."""
-        saved = self.saved()
+    def prune(self, sealed: Version) -> list[Path]:
+        """Delete what is neither among the newest nor the best; returns what went.
+
+        A checkpoint of a version that is not sealed does not count: nobody resumes from it.
+        """
+        saved = [s for s in self.saved() if s.step < sealed]
         if not self.options.keep:
             return []
         keep = {s.step for s in saved[-self.options.keep :]}
@@ -167,8 +170,17 @@ class Checkpoints:
             keep.add(best.step)
         gone = [s.path for s in saved if s.step not in keep]
         for path in gone:
-            # Renamed first, so that a crash while deleting leaves no half checkpoint behind.
-            doomed = path.with_name(f".{path.name}.gone")
-            path.rename(doomed)
-            shutil.rmtree(doomed)
+            _delete(path)
         return gone
+
+    def forget(self, step: StepIndex) -> None:
+        """Delete what a life that ended before it sealed the version left of this step."""
+        if self.path_of(step).is_dir():
+            _delete(self.path_of(step))
+
+
+def _delete(path: Path) -> None:
+    """Renamed first, so that a crash while deleting leaves no half checkpoint behind."""
+    doomed = path.with_name(f".{path.name}.gone")
+    path.rename(doomed)
+    shutil.rmtree(doomed)

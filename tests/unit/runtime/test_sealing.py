@@ -74,3 +74,16 @@ def test_damage_on_the_way_is_found_by_whoever_loads_the_version(stores: Stores)
     stores.sealing.begin(0, on_disk, stores.tell)
     with pytest.raises(WeightsCorrupt):
         stores.shared.open(0)
+
+
+def test_a_version_that_is_there_is_opened_while_another_is_on_its_way(stores: Stores) -> None:
+    on_disk: Future[str] = Future()
+    stores.shared.publish(7, TENSORS)
+    stores.sealing.begin(0, on_disk, stores.tell)
+    should_it_wait = threading.Timer(5.0, on_disk.cancel)
+    should_it_wait.start()
+    assert stores.shared.open(7).version == 7 and stores.sealing.is_running()
+    should_it_wait.cancel()
+    assert stores.shared.waited_s == 0.0
+    on_disk.set_result(stores.checksum)
+    assert stores.shared.open(0).version == 0

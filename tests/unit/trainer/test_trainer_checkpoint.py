@@ -125,10 +125,24 @@ def test_newest_and_best_are_kept(model_dir: Path, tmp_path: Path) -> None:
     for step, score in scores.items():
         learner.save(kept.path_of(step))
         kept.rate(step, score)
-        kept.prune()
+        kept.prune(sealed=step + 1)
     assert [s.step for s in kept.saved()] == [2, 4, 5]
     best = kept.best()
     assert best is not None and best.step == 2
     lowest = Checkpoints(tmp_path, CheckpointOptions(best_is_max=False)).best()
     assert lowest is not None and lowest.step == 4
     assert kept.latest() == kept.path_of(5)
+
+
+def test_a_checkpoint_of_a_version_that_is_not_sealed_replaces_no_other(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    learner = train(model_dir, TRAINER)
+    kept = Checkpoints(tmp_path, CheckpointOptions(keep=1))
+    for step in (1, 2, 3):
+        learner.save(kept.path_of(step))
+    kept.prune(sealed=3)
+    assert [s.step for s in kept.saved()] == [2, 3]
+    kept.forget(3)
+    kept.forget(4)  # there is none
+    assert [s.step for s in kept.saved()] == [2] and len(list(tmp_path.iterdir())) == 1
