@@ -161,6 +161,8 @@ class Checkpoints:
 
         A checkpoint of a version that is not sealed does not count: nobody resumes from it.
         """
+        for rest in self.root.glob(".step_*.gone"):  # a crash came while it was deleted
+            shutil.rmtree(rest)
         saved = [s for s in self.saved() if s.step < sealed]
         if not self.options.keep:
             return []
