@@ -195,7 +195,11 @@ def prefill_kernel(
         base = pool_ptr + (block * KV + head // G) * C * D
         block = tl.load(blocks + index + 1, mask=index + 1 < num_blocks, other=0).to(tl.int64)
         k = tl.load(base + t[None, :] * D + d[:, None])
-        v = tl.load(base + plane_stride + t[:, None] * D + d[None, :])
+        # Behind the context may stand what a row beyond the end of another request left: even NaN.
+        known = index * C + t < position + count
+        v = tl.load(
+            base + plane_stride + t[:, None] * D + d[None, :], mask=known[:, None], other=0.0
+        )
         score = tl.dot(q, k, input_precision=PRECISION) * scale
         seen = index * C + t[None, :] <= position + r[:, None]
         score = tl.where(seen, score, -float("inf"))

@@ -67,6 +67,8 @@ class DeviceSlots:
             self.table[slots, :width] = self.upload(rows, torch.int32)
         for seq in fresh:
             seq.slot_dirty = False
+            # What rows beyond an earlier turn's end left there may be at the very position.
+            self._synced[seq.slot] = (None, -1)
 
     def sync_tokens(self, spans: Sequence[Span]) -> None:
         """Give decode rows their token where the device does not hold it already."""
