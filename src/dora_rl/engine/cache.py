@@ -85,7 +85,7 @@ class KvCache:
         self._host[key] = self._to_host(self.kv.index_select(2, index))
 
     def restore(self, key: RequestId, blocks: Sequence[int]) -> None:
-        data = self._host.pop(key).to(self.kv.device, non_blocking=True)
+        data = self._host.pop(key)[:, :, : len(blocks)].to(self.kv.device, non_blocking=True)
         self.kv.index_copy_(2, torch.tensor(blocks, device=self.kv.device), data)
 
     def drop_host(self, key: RequestId) -> None:

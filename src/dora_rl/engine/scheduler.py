@@ -280,8 +280,9 @@ class Scheduler(Queues):
         return block
 
     def _restore(self, plan: Plan, seq: Sequence) -> bool:
-        """Take back a spilled sequence, with room for its next token."""
-        num_needed = seq.num_host_blocks
+        """Take back a spilled sequence, with room for its next token; without the blocks of rows
+        beyond a turn's end, which the host may hold too."""
+        num_needed = -(-seq.num_computed // self.block_tokens)
         if not self._make_room(plan, -(-seq.num_tokens // self.block_tokens) + 1):
             return False
         blocks: list[int] = []
@@ -291,7 +292,7 @@ class Scheduler(Queues):
             blocks.append(block)
         plan.cache_ops.append(Restore(seq, tuple(blocks)))
         seq.blocks = blocks
-        self.num_host_blocks -= num_needed
+        self.num_host_blocks -= seq.num_host_blocks
         seq.num_host_blocks = 0
         seq.num_registered = len(seq.digests)
         return True
