@@ -191,7 +191,10 @@ def test_a_reward_that_always_fails_stops_the_run_with_its_reason(tmp_path: Path
     run.proven()
 
 
-def test_damaged_weights_in_shared_memory_are_refused_and_restored(tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", [20, -100], ids=["header", "tensor"])
+def test_damaged_weights_in_shared_memory_are_refused_and_restored(
+    tmp_path: Path, place: int
+) -> None:
     root = Path("/dev/shm") / f"dora-rl-test-{os.getpid()}"
     run = tiny_run(
         tmp_path, weights__root=str(root), orchestration__num_steps=2, rollout__num_instances=1
@@ -203,7 +206,7 @@ def test_damaged_weights_in_shared_memory_are_refused_and_restored(tmp_path: Pat
     for pid in workers_of(run.run_dir):
         if pid != process.pid:
             _kill(pid)
-    _damage(path)
+    _damage(path, place)
     process.send_signal(signal.SIGCONT)
     finish(process)
     failed = [e.event for e in run.entries() if type(e.event).__name__ == "LoadFailed"]
@@ -211,9 +214,9 @@ def test_damaged_weights_in_shared_memory_are_refused_and_restored(tmp_path: Pat
     assert_every_group_ended_once(run, 2)
 
 
-def _damage(path: Path) -> None:
+def _damage(path: Path, place: int) -> None:
     data = bytearray(path.read_bytes())
-    data[-100] ^= 0xFF
+    data[place] ^= 0xFF
     path.chmod(0o644)
     path.write_bytes(data)
 

@@ -261,8 +261,11 @@ class InstanceWorker:
     def _load(self, version: Version) -> None:
         try:
             verify = self.setup.config.rollout.verify_weights
-            # The engine hashes what it reads; once is enough.
-            sealed = self.store.map(version) if verify else self.store.open(version)
+            if verify:  # the engine hashes the tensors it reads; once is enough
+                sealed = self.store.map(version)
+                sealed.check_header()
+            else:
+                sealed = self.store.open(version)
             self.loads.append((version, self.engine.load_layers(version, sealed, verify)))
         except BaseDiffers:
             raise  # no load will ever succeed here
