@@ -83,7 +83,7 @@ def test_one_seat_instances_flip_and_migrate(tmp_path: Path) -> None:
         # So few that both instances have requests, whichever is there first.
         rollout__seqs_max=24,
         rollout__compiled_kernels=False,
-        orchestration__num_steps=4,
+        orchestration__num_steps=6,
         # Four steps' worth under way and a long tail: the learner is done with the four shortest
         # groups before the longest of sixteen have ended, on a slow machine too.
         orchestration__max_staleness=3,
@@ -97,7 +97,7 @@ def test_one_seat_instances_flip_and_migrate(tmp_path: Path) -> None:
         ],
     )
     run.train()
-    summary = assert_sound(run, 4)
+    summary = assert_sound(run, 6)
     assert summary["migrations"] > 0
     assert summary["kv_bytes_moved"] > 0
     assert summary["mixed_version_frac"] == 0
