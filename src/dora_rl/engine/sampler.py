@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from dora_rl.engine.plan import Span
+from dora_rl.engine.sequence import is_filtered
 from dora_rl.types import SamplingParams
 
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
@@ -175,11 +176,6 @@ def logit_rows(spans: Sequence[Span]) -> LogitRows:
         if span.sample:
             forced.append(-1)
     return rows
-
-
-def is_filtered(params: SamplingParams) -> bool:
-    """Whether it draws from less than the whole distribution."""
-    return bool(params.top_k or params.top_p < 1 or params.min_p)
 
 
 def sampling_rows(spans: Sequence[Span]) -> SamplingRows:

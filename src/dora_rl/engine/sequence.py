@@ -210,10 +210,14 @@ def new_sequence(request: Request, arrival: int, eos_ids: Seq[int]) -> Sequence:
     return seq
 
 
+def is_filtered(params: SamplingParams) -> bool:
+    """Whether it draws from less than the whole distribution."""
+    return bool(params.top_k or params.top_p < 1 or params.min_p)
+
+
 def is_plain(params: SamplingParams) -> bool:
     """No filter, and no other log-prob than that of the token under the sampling policy."""
-    filtered = params.top_k or params.top_p < 1 or params.min_p
-    return not (filtered or params.raw_logprobs or params.logprobs_top_n)
+    return not (is_filtered(params) or params.raw_logprobs or params.logprobs_top_n)
 
 
 def stop_ids_of(params: SamplingParams, eos_ids: Seq[int]) -> frozenset[int]:

@@ -114,6 +114,14 @@ def run(tmp_path: Path) -> Iterator[Run]:
     run.let_go()
 
 
+def live(run: Run, step: int, **checkpoint: Any) -> None:
+    """A whole life that trains one step."""
+    worker, controller = run.learner(**checkpoint)
+    controller.train(step)
+    controller.end()
+    worker.run()
+
+
 def no_room(*_: object) -> str:
     raise WeightsFull("no room")
 
@@ -131,10 +139,7 @@ def fail_to_seal(run: Run, monkeypatch: pytest.MonkeyPatch, step: int, **checkpo
 def test_the_optimizer_is_kept_until_the_version_of_the_next_checkpoint_is_sealed(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worker, controller = run.learner()
-    controller.train(0)
-    controller.end()
-    worker.run()
+    live(run, 0)
     fail_to_seal(run, monkeypatch, 1)
     worker, controller = run.learner()
     assert (worker.version, worker.optimizer_version) == (1, 1)
@@ -150,15 +155,9 @@ def test_the_optimizer_is_kept_until_the_version_of_the_next_checkpoint_is_seale
 def test_a_checkpoint_whose_version_was_never_sealed_is_not_taken_for_the_one_trained_later(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worker, controller = run.learner()
-    controller.train(0)
-    controller.end()
-    worker.run()
+    live(run, 0)
     fail_to_seal(run, monkeypatch, 1)
-    worker, controller = run.learner(every_steps=50)
-    controller.train(1)
-    controller.end()
-    worker.run()
+    live(run, 1, every_steps=50)
     worker, _ = run.learner(every_steps=50)
     assert (worker.version, worker.optimizer_version) == (2, 1)
 

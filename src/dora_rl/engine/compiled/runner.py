@@ -29,6 +29,7 @@ from dora_rl.engine.options import EngineOptions
 from dora_rl.engine.plan import Span
 from dora_rl.engine.result import StepResult, read_drawn
 from dora_rl.engine.rope import rope_tables
+from dora_rl.engine.sequence import is_filtered
 from dora_rl.engine.spec import ModelSpec
 from dora_rl.engine.weights import ModelWeights, TensorSource
 
@@ -251,7 +252,7 @@ def _rows_of(groups: Sequence[tuple[int, list[Span]]]) -> tuple[_Rows, list[Span
 
 def _is_special(span: Span) -> bool:
     params = span.seq.request.params
-    return sampler.is_filtered(params) or params.logprobs_top_n > 0
+    return is_filtered(params) or params.logprobs_top_n > 0
 
 
 def _overwrite(
