@@ -127,7 +127,8 @@ class RolloutConfig(Section):
     dtype: Literal["float32", "bfloat16"] | None = None  # None: float32 on CPU, else bfloat16
     block_tokens: int = 64  # of one KV block: a power of two, 16 or more
     num_blocks: int = Field(default=0, ge=0)  # of the KV cache; 0: from kv_bytes_max
-    # 0: 85 % of the free memory of a GPU, 1 GiB on a CPU.
+    # 0: 85 % of the free memory of a GPU (of the instance's share, where others are on it), 1 GiB
+    # on a CPU.
     kv_bytes_max: int = Field(default=0, ge=0)
     host_blocks_max: int = Field(default=4096, ge=0)  # blocks of spilled and parked requests
     seqs_max: int = Field(default=256, ge=1)  # requests an instance decodes at once

@@ -34,9 +34,10 @@ def derive_num_blocks(spec: ModelSpec, options: EngineOptions) -> int:
         return options.num_blocks
     budget = options.kv_bytes_max
     if not budget and options.device.startswith("cuda"):
-        free, _ = torch.cuda.mem_get_info(torch.device(options.device))
-        budget = int(free * 0.85)
-    num_blocks = (budget or 1 << 30) // block_bytes(spec, options)
+        budget = int(0.85 * _gpu_bytes_left(options))
+    elif not budget:
+        budget = 1 << 30
+    num_blocks = budget // block_bytes(spec, options)
     if num_blocks < 2:
         raise UserError(
             f"rollout.kv_bytes_max: {budget} bytes hold {num_blocks} KV blocks of "
@@ -45,6 +46,14 @@ def derive_num_blocks(spec: ModelSpec, options: EngineOptions) -> int:
     # More blocks than every slot at full length could never be used.
     context = context_limit(spec, options)
     return min(num_blocks, options.seqs_max * (-(-context // options.block_tokens) + 1))
+
+
+def _gpu_bytes_left(options: EngineOptions) -> int:
+    """What is free now, and what neighbours leave that have not taken theirs yet."""
+    device = torch.device(options.device)
+    free, total = torch.cuda.mem_get_info(device)
+    own = int(total * options.memory_share) - torch.cuda.memory_allocated(device)
+    return max(0, min(free, own))
 
 
 def context_limit(spec: ModelSpec, options: EngineOptions) -> int:

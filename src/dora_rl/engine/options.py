@@ -15,8 +15,9 @@ from dora_rl.types import UserError
 class EngineOptions:
     """`EngineOptions()` is a small CPU engine in float32.
 
-    num_blocks 0 derives the pool from `kv_bytes_max`; `kv_bytes_max` 0 takes 85 % of the free
-    device memory on a GPU and 1 GiB on the CPU. `tile_rows` 0 measures the row-invariant tile.
+    num_blocks 0 derives the pool from `kv_bytes_max`; `kv_bytes_max` 0 takes 85 % of what is
+    free of a GPU's memory, within `memory_share`, and 1 GiB on the CPU. `tile_rows` 0 measures the
+    row-invariant tile.
     """
 
     device: str = "cpu"
@@ -24,6 +25,7 @@ class EngineOptions:
     block_tokens: int = 64
     num_blocks: int = 0
     kv_bytes_max: int = 0
+    memory_share: float = 1.0  # of a GPU that others use too: for weights and KV cache
     host_blocks_max: int = 4096  # blocks that spilled, parked and idle requests may hold
     seqs_max: int = 256  # requests that decode at once
     step_tokens_max: int = 2048  # rows of one step: decode rows plus prefill chunks

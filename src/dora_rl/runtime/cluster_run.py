@@ -24,14 +24,13 @@ from dora_rl.runtime.carrier import Carrier
 from dora_rl.runtime.cluster import Cluster, ClusterCrew, Host
 from dora_rl.runtime.cluster_carrier import DepotCarrier
 from dora_rl.runtime.crew import Crew, Letter
+from dora_rl.runtime.devices import EVALUATOR_SHARE, LEARNER_SHARE
 from dora_rl.runtime.layout import Layout
 from dora_rl.runtime.local import TICK_S, LocalRun
 from dora_rl.runtime.sample_index import SampleIndex
 from dora_rl.runtime.samples import Samples
 from dora_rl.runtime.wire import Message, decode_event
 from dora_rl.types import StepIndex, UserError
-
-EVALUATOR_GPU = 0.1
 
 
 class ClusterRun(LocalRun):
@@ -187,10 +186,10 @@ def demand_of(config: RunConfig, layout: Layout, role: str, name: str) -> dict[s
     resources, gpus = config.resources, layout.device.startswith("cuda")
     elastic = layout.is_elastic(name) if role == "instance" else False
     if role == "evaluator":
-        return {"GPU": EVALUATOR_GPU} if gpus else {}
+        return {"GPU": EVALUATOR_SHARE} if gpus else {}
     if role == "learner":
-        share = 0.5 if layout.has_elastic else 1.0
-        return {"GPU": share - EVALUATOR_GPU * (name == "learner")} if gpus else {"CPU": 1.0}
+        share = LEARNER_SHARE if layout.has_elastic else 1.0
+        return {"GPU": share - EVALUATOR_SHARE * (name == "learner")} if gpus else {"CPU": 1.0}
     if role != "instance":
         return {}
     if gpus:

@@ -1,18 +1,33 @@
-"""Which GPUs an instance of several devices sees on one machine.
+"""Which GPUs an instance sees on one machine, and how much of their memory is its own.
 
 On a cluster Ray hides the others; here the worker is told their names before it touches CUDA. The
-learner's ranks have the first GPUs, and every instance the next ones, to itself.
+learner's ranks have the first GPUs. An instance gets the next one, then one after the other as long
+as there are any, and shares one where there are fewer; instances that sleep while the learner
+computes sit on its GPUs too. An instance of several GPUs has them to itself.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import cycle
 
 from dora_rl.config import RunConfig
 from dora_rl.types import UserError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+LEARNER_SHARE = 0.5  # of a GPU, where instances are on it too
+EVALUATOR_SHARE = 0.1  # of the GPU of the learner's first rank
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What an instance sees, and its share of the memory for weights and KV cache."""
+
+    gpus: tuple[str, ...] = ()  # none: what the controller sees
+    memory_share: float = 1.0
 
 
 def visible_gpus() -> tuple[str, ...]:
@@ -25,10 +40,55 @@ def visible_gpus() -> tuple[str, ...]:
     return tuple(map(str, range(torch.cuda.device_count())))
 
 
-def assign_gpus(
+def local_places(
+    config: RunConfig, device: str, instances: Sequence[str], elastic: Sequence[str]
+) -> dict[str, Place]:
+    """On this machine. A device with a number ("cuda:1") is the one GPU of the whole run."""
+    gpus = visible_gpus() if device != "cpu" else ()
+    if not gpus:
+        return {}
+    if ":" not in device:
+        return place_instances(config, instances, elastic, gpus)
+    found = place_instances(config, instances, elastic, [device])
+    return {name: Place((), place.memory_share) for name, place in found.items()}
+
+
+def place_instances(
+    config: RunConfig, instances: Sequence[str], elastic: Sequence[str], gpus: Sequence[str]
+) -> dict[str, Place]:
+    """`elastic` are those of the instances that sleep while the learner computes."""
+    ranks = config.resources.learner_ranks
+    if ranks > len(gpus):
+        raise UserError(
+            f"resources.learner_ranks = {ranks}: every rank needs a GPU, {len(gpus)} are visible"
+        )
+    if config.resources.devices_per_instance > 1:
+        return _place_wide(config, instances, gpus)
+    learners, others = gpus[:ranks], gpus[ranks:]
+    all_sleep = len(elastic) == len(instances)
+    beside, apart = cycle(gpus if all_sleep else learners), cycle(others or learners)
+    chosen = {name: next(beside if name in elastic else apart) for name in instances}
+    return _share(chosen, learners)
+
+
+def shared_place(elastic: bool) -> Place:
+    """Where a cluster decides on the device: how much of its memory."""
+    return Place(memory_share=1.0 - LEARNER_SHARE - EVALUATOR_SHARE if elastic else 1.0)
+
+
+def _share(chosen: Mapping[str, str], learners: Sequence[str]) -> dict[str, Place]:
+    count = Counter(chosen.values())
+
+    def share(gpu: str) -> float:
+        left = 1.0 - LEARNER_SHARE - EVALUATOR_SHARE if gpu in learners else 1.0
+        return left / count[gpu]
+
+    return {name: Place((gpu,), share(gpu)) for name, gpu in chosen.items()}
+
+
+def _place_wide(
     config: RunConfig, instances: Sequence[str], gpus: Sequence[str]
-) -> dict[str, tuple[str, ...]]:
-    """The GPUs of each instance, no GPU twice."""
+) -> dict[str, Place]:
     each, first = config.resources.devices_per_instance, config.resources.learner_ranks
     wanted = first + each * len(instances)
     if wanted > len(gpus):
@@ -38,4 +98,5 @@ def assign_gpus(
             "rollout.num_instances or run on a cluster (runtime.kind = ray)"
         )
     starts = range(first, wanted, each)
-    return {name: tuple(gpus[at : at + each]) for name, at in zip(instances, starts, strict=True)}
+    own = (tuple(gpus[at : at + each]) for at in starts)
+    return {name: Place(gpus) for name, gpus in zip(instances, own, strict=True)}

@@ -87,12 +87,13 @@ def make_engine(
     config: RunConfig,
     device: str,
     resident_max: int,
+    memory_share: float = 1.0,
     decode: Decode | None = None,
     journal: Journal | None = None,
 ) -> InstanceEngine:
     rank = adapter_rank(config)
     values: dict[str, Any] = config.rollout.engine_options(device, resident_max)
-    values["lora_rank"] = rank
+    values |= {"lora_rank": rank, "memory_share": memory_share}
     if config.rollout.backend == "vllm":
         return _make_vllm(config, EngineOptions(**values), decode, journal)
     from dora_rl.engine.engine import Engine

@@ -70,8 +70,8 @@ class InstanceWorker:
         journal = Journal(self.storage or path, config.rollout.journal_steps)
         self.arrivals = Arrivals(key)
         decode = _decoder(config.model.path) if self.params.stop_strings else None
-        device = setup.extra["device"]
-        self.engine = make_engine(config, device, self.resident_max, decode, journal)
+        device, share = setup.extra["device"], setup.extra["memory_share"]
+        self.engine = make_engine(config, device, self.resident_max, share, decode, journal)
         self.store = SharedMemoryWeightStore(
             setup.extra["weights_root"], verify=config.weights.verify
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 from dora_rl.config import RunConfig
 from dora_rl.core.modes import policy_of
 from dora_rl.runtime.crew import Crew
-from dora_rl.runtime.devices import assign_gpus, visible_gpus
+from dora_rl.runtime.devices import Place, local_places, shared_place
 from dora_rl.runtime.engines import COLOCATED, resident_limit
 from dora_rl.runtime.settings import core_params
 from dora_rl.runtime.weights import shared_memory_root
@@ -39,7 +40,7 @@ class Layout:
     weights_root: Path
     transfer_root: Path
     learner_percent: int  # of a GPU's processors, under MPS
-    gpus: Mapping[str, tuple[str, ...]]  # that an instance alone sees; the others share the first
+    places: Mapping[str, Place]  # of instances on GPUs; on a cluster Ray decides
 
     @property
     def has_elastic(self) -> bool:
@@ -49,7 +50,17 @@ class Layout:
         """Whether an instance sits on the learner's devices and sleeps while that computes."""
         return self.elastic or name in self.instances[: self.num_elastic]
 
+    @property
+    def crowd(self) -> int:
+        """The most instances that share one device."""
+        owners = Counter(place.gpus for place in self.places.values())
+        return max(owners.values(), default=len(self.instances))
+
+    def place_of(self, name: str) -> Place:
+        return self.places.get(name) or shared_place(self.is_elastic(name))
+
     def instance_extra(self, name: str) -> dict[str, Any]:
+        place = self.place_of(name)
         return {
             "device": self.device,
             "resident_max": self.resident_max,
@@ -58,7 +69,8 @@ class Layout:
             "beside_learner": self.is_elastic(name) and not self.elastic,
             "weights_root": str(self.weights_root),
             "transfer_root": str(self.transfer_root),
-            "gpus": list(self.gpus.get(name, ())),
+            "gpus": list(place.gpus),
+            "memory_share": place.memory_share,
         }
 
     def learner_extra(self, name: str, meeting: Path) -> dict[str, Any]:
@@ -111,8 +123,9 @@ def plan_layout(config: RunConfig, device: str) -> Layout:
     factor = config.env.slots_factor if config.env.environments else 1.0
     transfer = root.with_name(root.name + "-transfer")
     names = tuple(f"instance{i}" for i in range(config.rollout.num_instances))
-    here = config.runtime.kind == "local" and device != "cpu"  # on a cluster Ray gives them out
-    split = here and config.resources.devices_per_instance > 1
+    here = config.runtime.kind == "local"  # on a cluster Ray gives devices out
+    num_elastic = min(config.resources.elastic_instances, len(names))
+    elastic = names if colocated else names[:num_elastic]
     return Layout(
         device=device,
         num_cores=num_cores,
@@ -121,10 +134,10 @@ def plan_layout(config: RunConfig, device: str) -> Layout:
         resident_max=resident,
         elastic=colocated,
         slots_max=int(config.rollout.seqs_max * factor),
-        num_elastic=min(config.resources.elastic_instances, config.rollout.num_instances),
+        num_elastic=num_elastic,
         learner_threads=config.trainer.threads or (num_cores if colocated else 1),
         weights_root=root,
         transfer_root=transfer,
         learner_percent=100 if colocated else config.runtime.mps_learner_percent,
-        gpus=assign_gpus(config, names, visible_gpus()) if split else {},
+        places=local_places(config, device, names, elastic) if here else {},
     )

@@ -41,6 +41,7 @@ from dora_rl.observe.eventlog import FileLog
 from dora_rl.ports import Ports
 from dora_rl.runtime.carrier import Carrier, SameHost
 from dora_rl.runtime.crew import Crew, Letter
+from dora_rl.runtime.devices import EVALUATOR_SHARE
 from dora_rl.runtime.env_relay import EnvRelay
 from dora_rl.runtime.evaluation import Evaluations, due
 from dora_rl.runtime.full_disk import full_line, is_full
@@ -138,7 +139,11 @@ class LocalRun:
         e = self.config.evaluation
         prompts = list(source.once(e.num_prompts))[: e.num_prompts]
         has_functions = bool(self.config.reward.functions)
-        extra = {"device": self.layout.device, "has_functions": has_functions}
+        extra = {
+            "device": self.layout.device,
+            "memory_share": EVALUATOR_SHARE,
+            "has_functions": has_functions,
+        }
         return Evaluations(
             self.crew, self.pool, prompts, e.num_samples, self.decode, self._evaluated, extra
         )

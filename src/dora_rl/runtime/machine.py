@@ -136,6 +136,7 @@ class Forecast:
     mode: str
     device: str
     instances: int
+    instance_gpus: tuple[str, ...]  # of each instance, as CUDA names them; () on a CPU
     instance_threads: int
     learner_threads: int
     colocated: bool
@@ -152,9 +153,11 @@ class Forecast:
 
     def lines(self) -> list[str]:
         where = "on the learner's cores" if self.colocated else "beside the learner"
+        gpus = [f"GPUs of the instances: {' '.join(self.instance_gpus)}"]
         return [
             f"{self.mode} on {self.device}: {self.instances} instances x {self.instance_threads} "
             f"threads {where}, learner with {self.learner_threads} threads",
+            *(gpus if any(self.instance_gpus) else []),
             f"{self.parameters / 1e6:.2f} M parameters, {self.version_bytes / GIB:.3f} GiB a "
             f"version; an instance holds up to {self.resident_versions}, memory has room for "
             f"{self.versions_fit} more in all",
@@ -182,7 +185,9 @@ def forecast(config: RunConfig, machine: Machine) -> Forecast:
     layout, params = plan_layout(config, device), core_params(config)
     policy = policy_of(params)
     spec = read_spec(config.model.path)
-    options = EngineOptions(**config.rollout.engine_options(device, layout.resident_max))
+    share = layout.place_of(layout.instances[0]).memory_share
+    values = config.rollout.engine_options(device, layout.resident_max)
+    options = EngineOptions(**values, memory_share=share)
     each = memory.version_bytes(spec, options.dtype)
     free = machine.memory_free_bytes if device == "cpu" else memory.free_bytes(device)
     groups = min(params.inflight_groups, policy.cap or params.inflight_groups)
@@ -190,6 +195,7 @@ def forecast(config: RunConfig, machine: Machine) -> Forecast:
         mode=params.mode.value,
         device=device,
         instances=len(layout.instances),
+        instance_gpus=tuple(",".join(place.gpus) for place in layout.places.values()),
         instance_threads=config.rollout.threads,
         learner_threads=layout.learner_threads,
         colocated=layout.elastic,
@@ -205,13 +211,16 @@ def forecast(config: RunConfig, machine: Machine) -> Forecast:
         shm_needed_bytes=each * (policy.max_staleness + 2),
         problems=(),
     )
-    problems = tuple(_problems(plan, config, machine, spec.context_max))
+    problems = tuple(_problems(plan, config, machine, spec.context_max, layout.crowd))
     return Forecast(**{**asdict(plan), "problems": problems})
 
 
-def _problems(plan: Forecast, config: RunConfig, machine: Machine, context: int) -> list[str]:
+def _problems(
+    plan: Forecast, config: RunConfig, machine: Machine, context: int, crowd: int
+) -> list[str]:
+    """`crowd` instances share a device."""
     found = []
-    needed = plan.resident_versions * plan.instances
+    needed = plan.resident_versions * crowd
     if plan.versions_fit < needed:
         found.append(
             f"{needed} resident versions do not fit, only {plan.versions_fit}: lower "

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import tempfile
 
+from dora_rl.runtime.devices import VISIBLE
 from dora_rl.types import UserError
 
 CONTROL = "nvidia-cuda-mps-control"
@@ -32,7 +33,9 @@ class Mps:
             path = os.path.join(self._folder, part)
             os.mkdir(path)
             os.environ[name] = path
-        done = subprocess.run([CONTROL, "-d"], capture_output=True, text=True)
+        # The daemon counts the GPUs anew from those it sees; workers name them as we do.
+        env = {name: value for name, value in os.environ.items() if name != VISIBLE}
+        done = subprocess.run([CONTROL, "-d"], capture_output=True, text=True, env=env)
         if done.returncode != 0:
             self.end()
             raise UserError(f"runtime.mps: {CONTROL} did not start: {done.stderr.strip()}")

@@ -1,18 +1,23 @@
-"""Instances of several GPUs on one machine: which ones, and that the worker sees no others."""
+"""Instances on the GPUs of one machine: which ones, how much memory, no others in sight."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+import torch
 
 from dora_rl.config import RunConfig
+from dora_rl.engine.cache import block_bytes, derive_num_blocks
+from dora_rl.engine.models import read_spec
+from dora_rl.engine.options import EngineOptions
 from dora_rl.runtime.cluster_run import demand_of
 from dora_rl.runtime.crew import Crew
-from dora_rl.runtime.devices import assign_gpus
+from dora_rl.runtime.devices import Place, place_instances
 from dora_rl.runtime.layout import plan_layout
 from dora_rl.types import UserError
 
+TINY = Path(__file__).parents[3] / "recipes/models/tiny"
 SEEN = """
 import os
 
@@ -32,10 +37,76 @@ def config(**sections: dict[str, object]) -> RunConfig:
 
 
 def test_every_instance_has_gpus_of_its_own_behind_the_learners() -> None:
-    given = assign_gpus(config(), ("a", "b"), ("3", "4", "5", "6", "7", "8"))
-    assert given == {"a": ("4", "5"), "b": ("6", "7")}
+    given = place_instances(config(), ("a", "b"), (), ("3", "4", "5", "6", "7", "8"))
+    assert given == {"a": Place(("4", "5")), "b": Place(("6", "7"))}
     with pytest.raises(UserError, match="need 5 GPUs, 4 are visible"):
-        assign_gpus(config(), ("a", "b"), ("0", "1", "2", "3"))
+        place_instances(config(), ("a", "b"), (), ("0", "1", "2", "3"))
+
+
+def narrow(ranks: int = 1) -> RunConfig:
+    return config(resources={"learner_ranks": ranks})
+
+
+def gpus_of(places: dict[str, Place]) -> str:
+    return " ".join(place.gpus[0] for place in places.values())
+
+
+@pytest.mark.parametrize(
+    ("ranks", "gpus", "elastic", "placed", "shares"),
+    [
+        (1, "0", "", "0 0 0", [0.4 / 3] * 3),  # one GPU for everything
+        (1, "4 5", "", "5 5 5", [1 / 3] * 3),
+        (1, "4 5 6", "", "5 6 5", [0.5, 1.0, 0.5]),
+        (2, "4 5 6 7 8", "", "6 7 8", [1.0] * 3),
+        (2, "4 5", "", "4 5 4", [0.2, 0.4, 0.2]),
+        (1, "4 5 6", "abc", "4 5 6", [0.4, 1.0, 1.0]),  # sync: all GPUs in both phases
+        (1, "4 5 6", "a", "4 5 6", [0.4, 1.0, 1.0]),
+        (2, "4 5 6", "ab", "4 5 6", [0.4, 0.4, 1.0]),
+    ],
+)
+def test_instances_spread_over_the_gpus_that_the_learner_leaves(
+    ranks: int, gpus: str, elastic: str, placed: str, shares: list[float]
+) -> None:
+    places = place_instances(narrow(ranks), "abc", elastic, gpus.split())
+    assert gpus_of(places) == placed
+    assert [place.memory_share for place in places.values()] == pytest.approx(shares)
+
+
+def test_every_rank_needs_a_gpu() -> None:
+    with pytest.raises(UserError, match="learner_ranks = 3: every rank needs a GPU, 2 are visible"):
+        place_instances(narrow(3), "ab", "", ("0", "1"))
+
+
+def test_a_device_with_a_number_is_the_only_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    layout = plan_layout(narrow(), "cuda:1")
+    extra = layout.instance_extra("instance1")
+    assert (extra["device"], extra["gpus"]) == ("cuda:1", []), "the worker counts as we do"
+    assert extra["memory_share"] == pytest.approx(0.2) and layout.crowd == 2
+
+
+def test_a_cluster_leaves_room_for_the_learner_where_an_instance_shares_its_gpu() -> None:
+    split = config(runtime={"kind": "ray"}, resources={"elastic_instances": 1})
+    layout = plan_layout(split, "cuda")
+    shares = [layout.instance_extra(name)["memory_share"] for name in layout.instances]
+    assert shares == pytest.approx([0.4, 1.0])
+
+
+def test_the_cache_stays_within_the_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neighbours that have not taken their memory yet are left theirs."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (90 << 20, 100 << 20))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 10 << 20)
+    spec = read_spec(TINY)
+
+    def kv_bytes(share: float) -> int:
+        options = EngineOptions(device="cuda", memory_share=share, seqs_max=1000)
+        return derive_num_blocks(spec, options) * block_bytes(spec, options)
+
+    mib = 1 << 20
+    assert 0.84 * 90 * mib < kv_bytes(1.0) <= 0.85 * 90 * mib
+    assert 0.84 * 30 * mib < kv_bytes(0.4) <= 0.85 * 30 * mib
+    with pytest.raises(UserError, match="hold 0 KV blocks"):
+        kv_bytes(0.05)
 
 
 def test_the_layout_hands_them_out_on_one_machine_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -310,7 +310,7 @@ def vllm_arguments(vllm: VllmOptions, options: EngineOptions) -> dict[str, Any]:
         free, total = torch.cuda.mem_get_info(torch.device(options.device))
         # With a given cache this is only what vLLM insists to find free when it starts, and
         # neighbours on the same GPU start at the same time.
-        wanted = 2 * options.kv_bytes_max or free
+        wanted = 2 * options.kv_bytes_max or int(total * options.memory_share)
         arguments["gpu_memory_utilization"] = round(DEVICE_SHARE * min(free, wanted) / total, 3)
     if vllm.lora_rank:
         rank = next((r for r in LORA_RANKS if r >= vllm.lora_rank), None)
