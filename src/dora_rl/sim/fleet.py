@@ -74,20 +74,18 @@ class Fleet:
 
     def join(self, name: InstanceId, spec: InstanceSpec, cost: RolloutCost) -> None:
         self.specs[name] = (spec, cost)
-        self.lives[name] = self.lives.get(name, -1) + 1
+        self.lives[name] = life = self.lives.get(name, -1) + 1
         instance = SimInstance(name, cost, self.clock.now())
         self.instances[name] = instance
-        self.tell(
-            name,
-            ev.InstanceJoined(
-                name,
-                spec.slots_max,
-                spec.resident_max,
-                spec.kv_tokens_max,
-                spec.elastic,
-                life=self.lives[name],
-            ),
+        joined = ev.InstanceJoined(
+            name, spec.slots_max, spec.resident_max, spec.kv_tokens_max, spec.elastic, life=life
         )
+
+        def heard() -> bool:  # orders to the life before it do not reach this one
+            instance.announced = self.lives[name] == life
+            return instance.announced
+
+        self.post(joined, heard)
         if self.report_s:
             self.clock.after(self.report_s, lambda: self._report(instance))
 
@@ -131,7 +129,7 @@ class Fleet:
                 return
             case _:
                 instance = self.instances.get(action.instance)
-        if instance is None or instance.frozen:
+        if instance is None or instance.frozen or not instance.announced:
             return  # the order reaches nobody
         instance.advance(self.clock.now())
         self._order(instance, action)
@@ -273,7 +271,7 @@ class Fleet:
         if self.instances.get(src.name) is not src or src.leaving.get(request.id) is not request:
             return  # the source died, or the request was aborted
         dst = self.instances.get(action.dst)
-        reachable = dst is not None and not dst.frozen
+        reachable = dst is not None and not dst.frozen and dst.announced
         if not reachable or dst is None or fault is not None:
             self._move_failed(action, src, request, was_parked, fault or "destination gone")
             return

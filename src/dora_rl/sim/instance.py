@@ -53,6 +53,7 @@ class SimInstance:
         self.parked: dict[RequestId, SimRequest] = {}
         self.leaving: dict[RequestId, SimRequest] = {}
         self.awake = True
+        self.announced = False  # the controller knows of it
         self.frozen = False  # hangs: reports nothing, does nothing
         self.speed = 1.0
         self.counter = 0.0

@@ -126,7 +126,7 @@ class Soak:
         fleet = self.world.fleet
         fleet.die(name)
         if self.rng.random() < 0.7:  # otherwise only its silence tells
-            self.world.post(ev.InstanceLost(name, "process died"))
+            fleet.tell(name, ev.InstanceLost(name, "process died"))
         spec, cost = fleet.specs[name]
         if self.rng.random() < 0.8:
             delay_s = self.rng.uniform(0.1, 40)
