@@ -192,8 +192,9 @@ class Bench:
         cpu = meter.between(begin, end)
         figures["cores_used"] = cpu
         figures["device_idle_ratio"] = max(0.0, 1 - sum(cpu.values()) / len(self.cores))
+        figures["still_ratio"] = meter.still_between(begin, end)
         if gpu is not None:
-            figures["device_idle_ratio"] = gpu.idle_ratio(begin, end)
+            figures["device_idle_ratio"] = figures["still_ratio"] = gpu.idle_ratio(begin, end)
         if not sweep and self.config.data.eval:
             figures["eval"] = self._evaluate(run_dir)
         figures |= {"seed": seed, "split": str(split), "load_1m": os.getloadavg()[0]}

@@ -13,6 +13,7 @@ COLUMNS = (
     ("tokens/s", "tokens_per_s", ".0f"),
     ("wall s", "wall_s", ".1f"),
     ("device idle", "device_idle_ratio", ".2f"),
+    ("nothing runs", "still_ratio", ".2f"),
     ("rollout idle", "rollout_idle_ratio", ".2f"),
     ("trainer idle", "trainer_idle_ratio", ".2f"),
     ("running", "requests_mean", ".0f"),

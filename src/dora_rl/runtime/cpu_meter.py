@@ -1,4 +1,7 @@
-"""How many cores each process of a run uses, sampled from outside; never touches the run."""
+"""How many cores each process of a run uses, and how often none of them computes at all.
+
+Sampled from outside; never touches the run.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,8 @@ import time
 from bisect import bisect_left, bisect_right
 from pathlib import Path
 
-SAMPLE_S = 0.25
+LOOK_S = 0.05
+LOOKS_PER_SAMPLE = 5
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -21,14 +25,19 @@ class CpuMeter(threading.Thread):
         self._ended = threading.Event()
         self._roles: dict[int, str] = {}
         self.samples: list[tuple[float, dict[int, float]]] = []
+        self.looks: list[tuple[float, bool]] = []  # was any thread running?
 
     def run(self) -> None:
         last: dict[int, float] = {}
-        while not self._ended.wait(SAMPLE_S):
-            last = last | _cpu_of_tree(self._pid)
-            for pid in last.keys() - self._roles.keys():
-                self._roles[pid] = _role(pid)
-            self.samples.append((time.monotonic(), last))
+        alive: list[int] = []
+        while not self._ended.wait(LOOK_S):
+            if len(self.looks) % LOOKS_PER_SAMPLE == 0:
+                now = _cpu_of_tree(self._pid)
+                last, alive = last | now, list(now)
+                for pid in last.keys() - self._roles.keys():
+                    self._roles[pid] = _role(pid)
+                self.samples.append((time.monotonic(), last))
+            self.looks.append((time.monotonic(), any(map(_is_running, alive))))
 
     def end(self) -> None:
         self._ended.set()
@@ -49,6 +58,20 @@ class CpuMeter(threading.Thread):
             role = self._roles[pid]
             used[role] = used.get(role, 0.0) + (cpu_s - before.get(pid, 0.0)) / (t1 - t0)
         return used
+
+    def still_between(self, begin: float, end: float) -> float | None:
+        """The share of looks at which no thread of the run was on a core or waited for one."""
+        ran = [running for at, running in self.looks if begin <= at <= end]
+        return 1 - sum(ran) / len(ran) if ran else None
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        tasks = list(os.scandir(f"/proc/{pid}/task"))
+        stats = (Path(task.path, "stat").read_text() for task in tasks)
+        return any(stat.rpartition(")")[2].split()[0] == "R" for stat in stats)
+    except (FileNotFoundError, ProcessLookupError):
+        return False  # it ended while we looked
 
 
 def _role(pid: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import time
 from pathlib import Path
 
@@ -88,3 +89,20 @@ def test_the_meter_sees_what_a_process_uses():
     used = meter.between(begin, time.monotonic())
     assert sum(used.values()) > 0
     assert meter.between(begin + 1e6, begin + 2e6) == {}
+
+
+@pytest.mark.parametrize(
+    ("command", "still"), [("exec sleep 60", 1.0), ("while :; do :; done", 0.0)]
+)
+def test_the_meter_sees_whether_anything_runs(command: str, still: float):
+    child = subprocess.Popen(["sh", "-c", command])
+    meter = CpuMeter(child.pid)
+    meter.start()
+    while len(meter.looks) < 12:
+        time.sleep(0.05)
+    meter.end()
+    child.kill()
+    child.wait()
+    second = meter.looks[2][0]  # a shell that has begun
+    assert meter.still_between(second, time.monotonic()) == still
+    assert meter.still_between(second + 1e6, second + 2e6) is None
