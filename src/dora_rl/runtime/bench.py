@@ -141,20 +141,26 @@ class Bench:
         self.sweep_window = Window.of(options.sweep_steps, staleness, START_UP_STEPS)
 
     def run(self) -> dict[str, Any]:
+        """All cases of one seed before the next seed: a machine that slows down slows all."""
         options = self.options
         cases = [Case(mode.value, mode) for mode in options.modes]
-        rows = []
+        splits: dict[str, Split] = {}
+        tried: dict[str, dict[str, float]] = {}
         for case in cases:
-            split, tried = self._best_split(case)
-            runs = [self._one(case, split, seed, options.num_steps) for seed in options.seeds]
-            rows.append(_row(case, split, tried, runs))
-        splits = {row["name"]: row for row in rows}
-        if options.ablations and Mode.MULTI_VERSION.value in splits:
-            parts = splits[Mode.MULTI_VERSION.value]["split_parts"]
-            for case in ABLATIONS:
-                split = Split(*parts)
-                runs = [self._one(case, split, seed, options.num_steps) for seed in options.seeds]
-                rows.append(_row(case, split, {}, runs))
+            splits[case.name], tried[case.name] = self._best_split(case)
+        ours = splits.get(Mode.MULTI_VERSION.value)
+        if options.ablations and ours is not None:
+            cases += ABLATIONS
+            splits |= {case.name: ours for case in ABLATIONS}
+        runs: dict[str, list[dict[str, Any]]] = {case.name: [] for case in cases}
+        for seed in options.seeds:
+            for case in cases:
+                run = self._one(case, splits[case.name], seed, options.num_steps)
+                runs[case.name].append(run)
+        rows = [
+            _row(case, splits[case.name], tried.get(case.name, {}), runs[case.name])
+            for case in cases
+        ]
         return {
             "cores": len(self.cores),
             "seeds": list(options.seeds),

@@ -139,11 +139,8 @@ class LocalRun:
         e = self.config.evaluation
         prompts = list(source.once(e.num_prompts))[: e.num_prompts]
         has_functions = bool(self.config.reward.functions)
-        extra = {
-            "device": self.layout.device,
-            "memory_share": EVALUATOR_SHARE,
-            "has_functions": has_functions,
-        }
+        share = {"device": self.layout.device, "memory_share": EVALUATOR_SHARE}
+        extra = share | {"has_functions": has_functions}
         return Evaluations(
             self.crew, self.pool, prompts, e.num_samples, self.decode, self._evaluated, extra
         )
