@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, default=1, metavar="N", help="seeds 0 to N-1")
     parser.add_argument("--steps", type=int, default=0, help="of each run (default: the config's)")
     parser.add_argument(
-        "--sweep-steps", type=int, default=10, help="of each run that looks for the best split"
+        "--sweep-steps", type=int, default=24, help="of each run that looks for the best split"
     )
     parser.add_argument(
         "--split",
