@@ -98,6 +98,7 @@ def make_engine(
         step_tokens_max=max(args.step_tokens, num_requests),
         context_max=context,
         versions_max=versions or max(args.versions),
+        prefix_cache=False,  # prompts are the same in every repetition
         lora_rank=args.lora_rank if args.lora_versions else 0,
         one_pass=not args.plain,
         compiled_kernels=not args.torch,
