@@ -96,6 +96,7 @@ def make_config(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
             "device": args.device,
             "mps": args.mps,
             "mps_learner_percent": args.learner_percent,
+            "mps_learner_yields": args.learner_yields,
             "run_dir": str(folder / "unused"),
         },
     }
@@ -115,6 +116,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--mps", action="store_true")
     parser.add_argument("--learner-percent", type=int, default=100, help="where modes overlap")
+    parser.add_argument("--learner-yields", action="store_true", help="where modes overlap")
     parser.add_argument("--runs", type=Path, help="keep the run directories here")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()

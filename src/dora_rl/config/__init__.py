@@ -350,6 +350,8 @@ class RuntimeConfig(Section):
     # Under MPS, where instances decode while the learner trains: how much of the GPU's processors
     # the learner may use, in percent. The longest responses hold up a run, not the learner.
     mps_learner_percent: int = Field(default=100, ge=10, le=100)
+    # Likewise: kernels of the instances go first where both wait for a processor.
+    mps_learner_yields: bool = False
     address: str = ""  # of a cluster
 
 

@@ -40,6 +40,7 @@ class Layout:
     weights_root: Path
     transfer_root: Path
     learner_percent: int  # of a GPU's processors, under MPS
+    learner_yields: bool
     places: Mapping[str, Place]  # of instances on GPUs; on a cluster Ray decides
 
     @property
@@ -82,6 +83,7 @@ class Layout:
             "threads": max(1, self.learner_threads // len(self.learners)),
             "weights_root": str(self.weights_root),
             "mps_percent": self.learner_percent,
+            "mps_yields": self.learner_yields,
         }
 
 
@@ -139,5 +141,6 @@ def plan_layout(config: RunConfig, device: str) -> Layout:
         weights_root=root,
         transfer_root=transfer,
         learner_percent=100 if colocated else config.runtime.mps_learner_percent,
+        learner_yields=config.runtime.mps_learner_yields and not colocated,
         places=local_places(config, device, names, elastic) if here else {},
     )

@@ -17,7 +17,10 @@ from dora_rl.runtime.devices import VISIBLE
 from dora_rl.types import UserError
 
 CONTROL = "nvidia-cuda-mps-control"
-PERCENT = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"  # read when a process first touches CUDA
+# Read when a process first touches CUDA.
+PERCENT = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
+PRIORITY = "CUDA_MPS_CLIENT_PRIORITY"
+BELOW_NORMAL = "1"
 
 
 class Mps:

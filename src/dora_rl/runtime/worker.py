@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from dora_rl.config import RunConfig
 from dora_rl.runtime.devices import VISIBLE
 from dora_rl.runtime.full_disk import full_line, is_full
-from dora_rl.runtime.mps import PERCENT
+from dora_rl.runtime.mps import BELOW_NORMAL, PERCENT, PRIORITY
 from dora_rl.runtime.priority import make_way
 from dora_rl.runtime.weights_file import WeightsError
 from dora_rl.runtime.wire import Channel
@@ -95,6 +95,8 @@ def main() -> int:
         os.environ[VISIBLE] = ",".join(setup.extra["gpus"])  # before anything asks CUDA
     if setup.extra.get("mps_percent", 100) < 100:
         os.environ[PERCENT] = str(setup.extra["mps_percent"])
+    if setup.extra.get("mps_yields"):
+        os.environ[PRIORITY] = BELOW_NORMAL
     if setup.config.runtime.threads:
         os.environ.setdefault("OMP_NUM_THREADS", str(setup.config.runtime.threads))
     serve(setup)

@@ -21,8 +21,10 @@ TINY = Path(__file__).parents[3] / "recipes/models/tiny"
 SEEN = """
 import os
 
+NAMES = "VISIBLE_DEVICES", "MPS_ACTIVE_THREAD_PERCENTAGE", "MPS_CLIENT_PRIORITY"
+
 def say(setup, channel):
-    channel.send("seen", {"gpus": os.environ.get("CUDA_VISIBLE_DEVICES")})
+    channel.send("seen", {"environment": [os.environ.get(f"CUDA_{name}") for name in NAMES]})
     channel.receive()
 """
 
@@ -123,19 +125,27 @@ def test_the_layout_hands_them_out_on_one_machine_alone(monkeypatch: pytest.Monk
     assert demand_of(cluster, plan_layout(cluster, "cpu"), "instance", "instance0") == {"CPU": 2.0}
 
 
-def test_a_worker_sees_the_gpus_that_it_was_given(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_sees_what_it_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "gpus_seen.py").write_text(SEEN)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     crew = Crew(config(), tmp_path)
-    for name, gpus in (("a", ["2", "3"]), ("b", [])):
-        crew.start("gpus_seen:say", name, {"gpus": gpus})
+    limits = {"mps_percent": 40, "mps_yields": True}
+    for name, extra in (("a", {"gpus": ["2", "3"]}), ("b", limits)):
+        crew.start("gpus_seen:say", name, extra)
     said = {}
     while len(said) < 2:
         letter = crew.inbox.get(timeout=60)
         assert letter.message is not None
-        said[letter.name] = letter.message.body["gpus"]
+        said[letter.name] = letter.message.body["environment"]
     crew.end(10.0)
-    assert said == {"a": "2,3", "b": "0,1,2,3"}
+    assert said == {"a": ["2,3", None, None], "b": ["0,1,2,3", "40", "1"]}
+
+
+def test_only_a_learner_beside_instances_is_held_back() -> None:
+    runtime = {"mps_learner_percent": 40, "mps_learner_yields": True}
+    beside = plan_layout(config(runtime=runtime), "cpu").learner_extra("learner", Path("m"))
+    assert (beside["mps_percent"], beside["mps_yields"]) == (40, True)
+    alternate = config(runtime=runtime, orchestration={"mode": "sync"}, resources={})
+    extra = plan_layout(alternate, "cpu").learner_extra("learner", Path("m"))
+    assert (extra["mps_percent"], extra["mps_yields"]) == (100, False)
