@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 from tiny_runs import ENDLESS, STOPPED, TinyRun, finish, tiny_run, wait_until, workers_of
 
+from dora_rl.config import WeightsConfig
 from dora_rl.core.actions import EndGroup, InForce, IssueGroup, OptimizerRewound
 from dora_rl.core.events import Resumed, TrainerJoined
+from dora_rl.runtime.weights import shared_memory_root
 
 # Long responses (the model never stops by itself), so that a signal finds some under way.
 LONG = {
@@ -46,6 +48,7 @@ def test_a_signal_stops_and_resume_goes_on_with_the_same_tokens(tmp_path: Path) 
     said = finish(process, STOPPED)
     assert "stopped: interrupted" in said and "--resume" in said
     assert not workers_of(run.run_dir)
+    assert not shared_memory_root(WeightsConfig(), run.run_dir).exists(), "given back"
     num_steps = run.steps_enough()
     to_the_end = ("--resume", f"orchestration.num_steps={num_steps}")
     run.train(*to_the_end)

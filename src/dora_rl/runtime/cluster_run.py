@@ -26,6 +26,7 @@ from dora_rl.runtime.cluster_carrier import DepotCarrier
 from dora_rl.runtime.crew import Crew, Letter
 from dora_rl.runtime.devices import EVALUATOR_SHARE, LEARNER_SHARE
 from dora_rl.runtime.layout import Layout
+from dora_rl.runtime.leftovers import transfer_of
 from dora_rl.runtime.local import TICK_S, LocalRun
 from dora_rl.runtime.sample_index import SampleIndex
 from dora_rl.runtime.samples import Samples
@@ -70,17 +71,16 @@ class ClusterRun(LocalRun):
 
     def _for_host(self, host: Host) -> dict[str, Any]:
         """What a worker is told of the host it is placed on. Elsewhere the store is a cache."""
-        weights, transfer = self.layout.weights_root, self.layout.transfer_root
+        weights = self.layout.weights_root
         at_home = host.id == self.cluster.home.id
         if not at_home:
             weights = weights.with_name(f"{weights.name}@{host.ip}")
-            transfer = transfer.with_name(f"{transfer.name}@{host.ip}")
         return {
             "at_home": at_home,
             "ip": host.ip,
             "storage": list(self.index.addresses),
             "weights_root": str(weights),
-            "transfer_root": str(transfer),
+            "transfer_root": str(transfer_of(weights)),
         }
 
     def _start(self) -> None:

@@ -13,8 +13,9 @@ from functools import partial
 from pathlib import Path
 
 from dora_rl.runtime.depot import Depot, Fetched
+from dora_rl.runtime.leftovers import claim, sweep
 from dora_rl.runtime.transport import TransportError
-from dora_rl.runtime.weights import SharedMemoryWeightStore
+from dora_rl.runtime.weights import SHARED_MEMORY, SharedMemoryWeightStore
 from dora_rl.runtime.wire import Channel
 from dora_rl.runtime.worker import Setup, beat
 from dora_rl.types import Version
@@ -28,6 +29,9 @@ def serve_depot(setup: Setup, channel: Channel) -> None:
     # Receivers prove every tensor; hashing before sending would only delay them.
     store = SharedMemoryWeightStore(extra["weights_root"], verify=False)
     transfer = Path(extra["transfer_root"])
+    if not at_home:
+        claim(store.root)
+        sweep(SHARED_MEMORY)
     depot = Depot(store, transfer, bytes.fromhex(setup.key))
     body = {"port": depot.server.port, "versions": list(store.versions())}
     channel.send("ready", body)

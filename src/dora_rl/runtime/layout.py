@@ -20,6 +20,7 @@ from dora_rl.core.modes import policy_of
 from dora_rl.runtime.crew import Crew
 from dora_rl.runtime.devices import Place, local_places, shared_place
 from dora_rl.runtime.engines import COLOCATED, resident_limit
+from dora_rl.runtime.leftovers import transfer_of
 from dora_rl.runtime.settings import core_params
 from dora_rl.runtime.weights import shared_memory_root
 
@@ -123,7 +124,6 @@ def plan_layout(config: RunConfig, device: str) -> Layout:
     resident = resident_limit(config, config.rollout.versions_max or policy.max_staleness + 1)
     root = shared_memory_root(config.weights, config.runtime.run_dir)
     factor = config.env.slots_factor if config.env.environments else 1.0
-    transfer = root.with_name(root.name + "-transfer")
     names = tuple(f"instance{i}" for i in range(config.rollout.num_instances))
     here = config.runtime.kind == "local"  # on a cluster Ray gives devices out
     num_elastic = min(config.resources.elastic_instances, len(names))
@@ -139,7 +139,7 @@ def plan_layout(config: RunConfig, device: str) -> Layout:
         num_elastic=num_elastic,
         learner_threads=config.trainer.threads or (num_cores if colocated else 1),
         weights_root=root,
-        transfer_root=transfer,
+        transfer_root=transfer_of(root),
         learner_percent=100 if colocated else config.runtime.mps_learner_percent,
         learner_yields=config.runtime.mps_learner_yields and not colocated,
         places=local_places(config, device, names, elastic) if here else {},

@@ -169,6 +169,8 @@ class LocalRun:
     def _start(self) -> None:
         self.mps = Mps() if self.config.runtime.mps and self.layout.device != "cpu" else None
         self.meter = start_meter(self.layout.device)
+        if freed := self.versions.hold() >> 20:
+            self.on_wait([f"{freed} MiB of shared memory given back that killed runs had left"])
         shutil.rmtree(self.layout.transfer_root, ignore_errors=True)
         self.layout.transfer_root.mkdir(parents=True)
         if self.resume:
@@ -258,8 +260,7 @@ class LocalRun:
             if not is_full(error):
                 raise
         shutil.rmtree(self.layout.transfer_root, ignore_errors=True)
-        if self.stop is not None and self.stop.done:
-            self.versions.shared.destroy()
+        self.versions.release()
         self.lock.release()
         return summary
 

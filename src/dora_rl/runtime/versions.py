@@ -1,16 +1,20 @@
 """The sealed versions of a local run: on disk for resume, in shared memory for the instances.
 
-Invariant: the disk holds every live version; shared memory is a copy that can be made again.
+Invariant: the disk holds every live version; shared memory is a copy that can be made again, and
+goes with the run.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Collection
 from pathlib import Path
 
 from dora_rl.core.state import State
+from dora_rl.runtime.leftovers import claim, sweep
 from dora_rl.runtime.weights import (
+    SHARED_MEMORY,
     DiskWeightStore,
     SharedMemoryWeightStore,
     VersionExists,
@@ -28,6 +32,22 @@ class Versions:
         self.disk = DiskWeightStore(disk)
         self.shared = SharedMemoryWeightStore(shared)
         self.to_retire: set[Version] = set()
+        self._owner: int | None = None
+
+    def hold(self) -> int:
+        """Claim the shared store for this process; returns the bytes that dead runs had there."""
+        self._owner = claim(self.shared.root)
+        return sweep(SHARED_MEMORY)
+
+    def release(self) -> None:
+        """The run has ended: shared memory is given back."""
+        if (
+            self.shared.root.resolve() != self.disk.root.resolve()
+        ):  # where there is none they are one
+            self.shared.destroy()
+        if self._owner is not None:
+            os.close(self._owner)
+            self._owner = None
 
     def keep_only(self, state: State, wanted: Collection[Version]) -> None:
         """After a crash: what is neither live, nor newer than the log, nor wanted goes."""

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING
 
 from dora_rl.config import WeightsConfig
 from dora_rl.ports import Canary
+from dora_rl.runtime.leftovers import store_name
 from dora_rl.runtime.weights_file import (
     MANIFEST_FILE,
     TENSORS_FILE,
@@ -307,7 +308,7 @@ def shared_memory_root(config: WeightsConfig, run_dir: str | Path) -> Path:
         return Path(config.root)
     name = hashlib.sha256(str(Path(run_dir).resolve()).encode()).hexdigest()[:12]
     if SHARED_MEMORY.is_dir() and os.access(SHARED_MEMORY, os.W_OK):
-        return SHARED_MEMORY / f"dora-rl-{os.getuid()}-{name}"
+        return SHARED_MEMORY / store_name(name)
     return Path(run_dir) / "weights"
 
 

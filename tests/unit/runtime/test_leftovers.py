@@ -1,0 +1,85 @@
+"""Shared memory of dead runs is given back, that of living ones is not touched."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+from dora_rl.runtime.leftovers import OWNER, claim, store_name, sweep, transfer_of
+from dora_rl.runtime.versions import Versions
+
+HOLD = """
+import sys
+from pathlib import Path
+from dora_rl.runtime.leftovers import claim
+claim(Path(sys.argv[1]))
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def make_store(folder: Path, run: str, num_bytes: int = 0) -> Path:
+    root = folder / store_name(run)
+    (root / "00000000").mkdir(parents=True)
+    (root / "00000000" / "tensors").write_bytes(b"x" * num_bytes)
+    transfer_of(root).mkdir()
+    return root
+
+
+def holder_of(root: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", HOLD, str(root)]
+    holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+    return holder
+
+
+def test_a_store_goes_when_its_run_was_killed_and_not_before(tmp_path: Path) -> None:
+    root, bystander = make_store(tmp_path, "one", 1000), make_store(tmp_path, "two")
+    holder = holder_of(root)
+    assert sweep(tmp_path) == 0 and root.exists()
+    holder.kill()
+    holder.wait()
+    assert sweep(tmp_path) >= 1000
+    assert not root.exists() and not transfer_of(root).exists()
+    assert bystander.exists(), "nobody has claimed it yet: a run that is just beginning"
+    assert sweep(tmp_path) == 0
+
+
+def test_a_claim_that_meets_a_sweep_begins_again(tmp_path: Path) -> None:
+    root = make_store(tmp_path, "one")
+    os.close(claim(root))
+    sweeper = os.open(root / OWNER, os.O_RDWR)
+    fcntl.flock(sweeper, fcntl.LOCK_EX)
+    claimed: list[int] = []
+    thread = threading.Thread(target=lambda: claimed.append(claim(root)))
+    thread.start()  # waits for the lock of a file that is about to go
+    (root / OWNER).unlink()
+    os.close(sweeper)
+    thread.join(30)
+    assert claimed and sweep(tmp_path) == 0 and (root / OWNER).exists()
+    os.close(claimed[0])
+    sweep(tmp_path)
+    assert not root.exists()
+
+
+def test_several_may_hold_one_store(tmp_path: Path) -> None:
+    root = make_store(tmp_path, "one")
+    first, second = claim(root), claim(root)
+    os.close(first)
+    assert sweep(tmp_path) == 0 and root.exists()
+    os.close(second)
+
+
+def test_a_run_gives_its_shared_memory_back_and_keeps_its_disk(tmp_path: Path) -> None:
+    versions = Versions(tmp_path / "disk", tmp_path / "shared")
+    versions.hold()
+    versions.release()
+    assert not (tmp_path / "shared").exists() and (tmp_path / "disk").exists()
+    same = Versions(tmp_path / "disk", tmp_path / "disk")  # a machine without shared memory
+    same.hold()
+    same.release()
+    assert (tmp_path / "disk").exists()
