@@ -187,7 +187,7 @@ def test_a_reward_that_always_fails_stops_the_run_with_its_reason(tmp_path: Path
     code.write_text("def reward(completion, **columns):\n    raise RuntimeError('no such key')\n")
     run = tiny_run(tmp_path, reward__functions=[f"{code}:reward"])
     said = run.train(status=STOPPED)
-    assert "failed_share_max" in said
+    assert "failed_share_max" in said and "RuntimeError: no such key" in said
     run.proven()
 
 

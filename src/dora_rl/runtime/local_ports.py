@@ -6,6 +6,7 @@ They decide nothing and never wait for an answer; what comes of an action arrive
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -115,7 +116,7 @@ class RewardPort:
             if scoring(run.state, rid, attempt) is None:
                 return  # too late: asked again, or ended
             if reward is None or not math.isfinite(reward):
-                run.handle(ev.ScoreFailed(rid, attempt, why or f"the reward is {reward}"))
+                self._failed(rid, attempt, why or f"the reward is {reward}")
                 return
             run.samples.reward(rid, reward, parts)
             run.handle(ev.Scored(rid, attempt, reward))
@@ -127,6 +128,12 @@ class RewardPort:
         text, ids, more = run.samples.completion(rid)
         finish = str(columns["finish"])
         run.pool.submit(prompt, text, ids, finish, answer, parts.update, more)
+
+    def _failed(self, rid: RequestId, attempt: int, why: str) -> None:
+        told = self.run.pool.failures.add(why)
+        if told:
+            self.run.on_wait(told)
+        self.run.handle(ev.ScoreFailed(rid, attempt, why))
 
     def _without_functions(self, action: act.Score, finish: str) -> None:
         """Only environments give rewards, and this one did not."""
@@ -144,6 +151,7 @@ class KeeperPort:
 
     def __init__(self, run: LocalRun) -> None:
         self.run = run
+        self._last: LedgerAction | None = None
 
     def do(self, action: LedgerAction) -> None:
         run = self.run
@@ -154,9 +162,18 @@ class KeeperPort:
                 run.versions.to_retire.add(action.version)
                 run.retire_unpinned()
             case act.Stop():
-                run.stop = action
+                run.stop = replace(action, reason=action.reason + self._why_failed())
             case _:
                 pass
+        self._last = action
+
+    def _why_failed(self) -> str:
+        """Too many failed groups stop a run right after the last of them, which has the reason."""
+        match self._last:
+            case act.EndGroup(end=act.End.FAILED, reason=reason):
+                return f"; the last group failed: {reason}"
+            case _:
+                return ""
 
     def _ended(self, action: act.EndGroup) -> None:
         run = self.run

@@ -34,6 +34,22 @@ class Job:
     alone: bool = False  # its worker ended while it had this one among others
 
 
+class Failures:
+    """Counts rewards that failed; tells of the first, the tenth, the hundredth and so on."""
+
+    def __init__(self) -> None:
+        self._num, self._num_told_next = 0, 1
+
+    def add(self, why: str) -> list[str]:
+        """A line for the console if it is time for one, else nothing."""
+        self._num += 1
+        if self._num < self._num_told_next:
+            return []
+        self._num_told_next *= 10
+        head = "a reward failed" if self._num == 1 else f"{self._num} rewards failed, the last one"
+        return [f"{head}: {why}"]
+
+
 class ScoringPool:
     """Gives jobs to free workers, in order of arrival; as many at once as a worker asks for."""
 
@@ -47,6 +63,7 @@ class ScoringPool:
         self._next = 0
         self._extra = extra
         self.num_answered = 0
+        self.failures = Failures()
         self.names = [f"reward{index}" for index in range(num_workers)]
 
     def start(self) -> None:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from dora_rl.runtime.crew import Crew
 from dora_rl.runtime.reward_worker import read_items
-from dora_rl.runtime.scoring import ScoringPool
+from dora_rl.runtime.scoring import Failures, ScoringPool
 from dora_rl.types import Prompt
 
 
@@ -102,3 +102,13 @@ def test_the_guilty_sample_alone_pays(how: str) -> None:
         "good",
         "fine",
     }
+
+
+def test_failures_are_told_at_once_and_then_ever_more_rarely() -> None:
+    failures = Failures()
+    told = [line for number in range(1, 501) for line in failures.add(f"reason {number}")]
+    assert told == [
+        "a reward failed: reason 1",
+        "10 rewards failed, the last one: reason 10",
+        "100 rewards failed, the last one: reason 100",
+    ]
