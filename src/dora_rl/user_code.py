@@ -23,6 +23,8 @@ def load_object(spec: str, base_dir: Path, *, section: str, key: str) -> Any:
     try:
         found: Any = _load_module(place, base_dir, section, key)
         for part in name.split("."):
+            if not hasattr(found, part):
+                raise UserError(f"{section}: {spec}: there is no {part!r} in it; check {key}")
             found = getattr(found, part)
     except UserError:
         raise

@@ -5,11 +5,14 @@ from __future__ import annotations
 import pytest
 from document_blocks import ROOT
 
-from dora_rl.trainer.advantages import ADVANTAGES
-from dora_rl.trainer.corrections import CORRECTIONS
-from dora_rl.trainer.losses.aggregate import AGGREGATIONS
-from dora_rl.trainer.losses.penalties import KL
-from dora_rl.trainer.losses.registry import OLD_LOGPROBS, RECIPES
+from dora_rl.trainer.losses.recipes import (
+    ADVANTAGES,
+    AGGREGATIONS,
+    CORRECTIONS,
+    KL_ESTIMATORS,
+    OLD_LOGPROBS,
+    RECIPES,
+)
 
 TEXT = (ROOT / "docs" / "algorithms.md").read_text()
 
@@ -32,5 +35,5 @@ def test_a_recipe_is_in_the_table_as_it_is(name: str) -> None:
 
 
 def test_nothing_is_left_out() -> None:
-    names = [*ADVANTAGES, *AGGREGATIONS, *CORRECTIONS, *KL, *OLD_LOGPROBS]
+    names = [*ADVANTAGES, *AGGREGATIONS, *CORRECTIONS, *KL_ESTIMATORS, *OLD_LOGPROBS]
     assert [name for name in names if f"`{name}`" not in TEXT] == []

@@ -44,6 +44,13 @@ def refuse(
         ("reward.functions=/nowhere.py:reward", ["/nowhere.py"]),
         ("reward.functions=exactly", ["exactly", "exact"]),
         ("runtime.device=cuda:7", ["runtime.device"]),
+        ("trainer.learning_rate=1e-5", ["trainer.learning_rate", "there are lr, betas"]),
+        ("trainer.lr=-1", ["trainer.lr", "greater than or equal to 0"]),
+        ("trainer.schedule=cosine", ["trainer.schedule", "needs trainer.num_updates"]),
+        ("algorithm.loss=gprpo", ["algorithm.loss", "did you mean 'grpo'?"]),
+        ("algorithm.loss=dr_grpo", ["algorithm.constant_tokens"]),
+        ("algorithm.loss=/nowhere.py:loss", ["/nowhere.py", "check algorithm.loss"]),
+        ("algorithm.advantage=groups", ["algorithm.advantage", "did you mean 'group'?"]),
         ("num_steps=4", ["num_steps=4", "section.key=value"]),
     ],
 )

@@ -143,6 +143,22 @@ def test_without_a_learning_rate_nothing_changes(tmp_path: Path) -> None:
         np.testing.assert_array_equal(tensor, start.get(name, tensor), err_msg=name)
 
 
+def test_engine_and_learner_agree_on_log_probs_at_another_temperature(tmp_path: Path) -> None:
+    code = tmp_path / "longer.py"
+    code.write_text("def longer(completion, answer):\n    return float(len(completion))\n")
+    run = tiny_run(
+        tmp_path,
+        rollout__temperature=0.5,
+        reward__functions=[f"{code}:longer"],
+        orchestration__mode="sync",
+        orchestration__num_steps=1,
+    )
+    run.train()
+    (line,) = run.lines("metrics.jsonl")
+    assert line["mismatch_abs"] < 1e-3
+    assert line["clip_ratio/low"] == line["clip_ratio/high"] == 0
+
+
 def test_filtered_groups_are_replaced_and_strangers_are_refused(tmp_path: Path) -> None:
     """Every group with equal rewards ends as filtered; the batches are full all the same.
 

@@ -15,11 +15,15 @@ from dora_rl.config.env import EnvConfig
 from dora_rl.config.section import Section
 from dora_rl.types import Mode, SamplingParams
 
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
 
 class ModelConfig(Section):
-    """[model] what is trained: a Hugging Face directory or id."""
+    """[model] what is trained: a directory in Hugging Face's form."""
 
-    path: str = Field(min_length=1)  # a Hugging Face directory or id
+    # A directory with config.json, safetensors and a tokenizer; `hf download ID --local-dir DIR`
+    # makes one.
+    path: str = Field(min_length=1)
     trust_remote_code: bool = False  # run Python code that comes with the model
 
 
@@ -187,7 +191,7 @@ class AlgorithmConfig(Section):
     dual_clip: float | None = None  # cap on the ratio where the advantage is negative
     old_logprobs: str | None = None  # rollout | behaviour | proximal
     corrections: tuple[str, ...] | None = None  # names, see algorithms.md; empty for none
-    correction_numerator: str = "old"  # old | current
+    correction_numerator: Literal["old", "current"] = "old"
     token_ratio_max: float = 2.0  # bounds of token_tis, token_mis, token_mask
     token_ratio_min: float = 0.5  # of token_mask
     sequence_ratio_max: float = 2.0  # of sequence_tis, sequence_mis, sequence_mask
@@ -196,11 +200,11 @@ class AlgorithmConfig(Section):
     geometric_ratio_min: float = 0.999  # of the same
     behaviour_ratio_max: float | None = None  # cap on proximal / behaviour in decoupled PPO
     kl_coef: float = 0.0  # of the KL to the reference; 0: no reference is held
-    kl_estimator: str = "k3"  # k1 | k2 | k3
-    kl_in: str = "loss"  # loss | reward
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    kl_in: Literal["loss", "reward"] = "loss"
     kl_ratio_weighted: bool = False  # KL times the ratio: an unbiased gradient off-policy
     entropy_coef: float = 0.0  # of the entropy bonus
-    temperature: float = 1.0  # the rollout's, in the log-probs
+    temperature: float = Field(default=0.0, ge=0)  # of the log-probs; 0: the rollout's
     skip_zero_advantage: bool = True  # no forward pass where nothing can be learned
     overlong_tokens_max: int = 0  # 0: no overlong shaping
     overlong_buffer_tokens: int = 0  # where the penalty grows from 0
@@ -216,32 +220,32 @@ class AlgorithmConfig(Section):
 class TrainerConfig(Section):
     """[trainer] optimizer, packing, precision, sharding."""
 
-    lr: float = 1e-6  # learning rate of AdamW
+    lr: float = Field(default=1e-6, ge=0)  # learning rate of AdamW
     betas: tuple[float, float] = (0.9, 0.999)  # of AdamW
-    eps: float = 1e-8  # of AdamW
-    weight_decay: float = 0.0  # of AdamW
-    schedule: str = "constant"  # constant | linear | cosine
-    warmup_updates: int = 0  # of linear growth from 0
-    num_updates: int = 0  # horizon of linear and cosine; 0 with constant
+    eps: float = Field(default=1e-8, gt=0)  # of AdamW
+    weight_decay: float = Field(default=0.0, ge=0)  # of AdamW
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_updates: int = Field(default=0, ge=0)  # of linear growth from 0
+    num_updates: int = Field(default=0, ge=0)  # horizon of linear and cosine; 0 with constant
     lr_floor_ratio: float = 0.0  # where linear and cosine end
-    grad_norm_max: float = 1.0  # 0: no clipping
-    updates_per_step: int = 1  # U: update i takes the i-th B/U groups
-    pack_tokens: int = 0  # of one micro-batch; 0: 4096 on a CPU, 32768 on CUDA
-    document_tokens_max: int = 0  # 0: what the model's positions allow
+    grad_norm_max: float = Field(default=1.0, ge=0)  # 0: no clipping
+    updates_per_step: int = Field(default=1, ge=1)  # U: update i takes the i-th B/U groups
+    pack_tokens: int = Field(default=0, ge=0)  # of one micro-batch; 0: 4096 on a CPU, 32768 on CUDA
+    document_tokens_max: int = Field(default=0, ge=0)  # 0: what the model's positions allow
     streaming: bool = True  # compute on groups as they come; off: at the end of a step
     canonical_order: bool = False  # a step does not depend on the order of arrival
-    compute_dtype: str = "auto"  # auto: float32 on a CPU, bfloat16 on CUDA
-    publish_dtype: str = "auto"  # auto: the compute dtype
+    compute_dtype: Dtype = "auto"  # auto: float32 on a CPU, bfloat16 on CUDA
+    publish_dtype: Dtype = "auto"  # auto: the compute dtype
     device: str = "auto"  # auto: cuda where there is one, else cpu
-    threads: int = 0  # 0: leave torch's setting alone
-    attention: str = "auto"  # auto | varlen | flex | blocks | sdpa | loop
-    implementation: str = "auto"  # auto | lean | transformers
-    compile: str = "auto"  # auto | on | off
-    activation_checkpointing: str = "none"  # none | layer
-    logits_chunk_tokens: int = 0  # 0: chosen from the vocabulary
-    lora_rank: int = 0  # 0: all parameters are trained
+    threads: int = Field(default=0, ge=0)  # 0: leave torch's setting alone
+    attention: Literal["auto", "varlen", "flex", "blocks", "sdpa", "loop"] = "auto"
+    implementation: Literal["auto", "lean", "transformers"] = "auto"
+    compile: Literal["auto", "on", "off"] = "auto"
+    activation_checkpointing: Literal["none", "layer"] = "none"
+    logits_chunk_tokens: int = Field(default=0, ge=0)  # 0: chosen from the vocabulary
+    lora_rank: int = Field(default=0, ge=0)  # 0: all parameters are trained
     lora_alpha: float = 16.0  # scale is alpha / rank
-    lora_dropout: float = 0.0  # of the adapters
+    lora_dropout: float = Field(default=0.0, ge=0, lt=1)  # of the adapters
     lora_targets: tuple[str, ...] = ()  # empty: every linear layer of the blocks
     lora_publish: Literal["adapters", "merged"] = "adapters"  # what a version is under LoRA
     trust_remote_code: bool = False  # for models that run through transformers
@@ -252,12 +256,12 @@ class TrainerConfig(Section):
 class CheckpointConfig(Section):
     """[checkpoint] how often, how many, which is best."""
 
-    every_steps: int = 10  # between two checkpoints
-    keep: int = 2  # newest ones; 0 keeps all
+    every_steps: int = Field(default=10, ge=0)  # between two checkpoints; 0: none
+    keep: int = Field(default=2, ge=0)  # newest ones; 0 keeps all
     keep_best: bool = True  # keep the best beside the newest
     best_metric: str = "eval/greedy"  # what best means; a metric of the evaluation
     best_is_max: bool = True  # off: the smallest is best
-    dtype: str = "auto"  # of the model files; the float32 masters are always beside them
+    dtype: Dtype = "auto"  # of the model files; the float32 masters are always beside them
     shard_bytes_max: int = 4 << 30  # of one safetensors file
 
 

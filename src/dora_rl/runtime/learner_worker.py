@@ -28,6 +28,7 @@ from dora_rl.core import events as ev
 from dora_rl.engine.sealed import check_base
 from dora_rl.runtime.lora_base import run_base
 from dora_rl.runtime.sealing import Sealing, WaitingStore
+from dora_rl.runtime.settings import learner_algorithm
 from dora_rl.runtime.storage_client import StorageReader
 from dora_rl.runtime.versions import share
 from dora_rl.runtime.weights import DiskWeightStore
@@ -73,19 +74,19 @@ class LearnerWorker:
         self.progress = 0
 
     def _open_learner(self) -> tuple[Learner, Version]:
-        config = self.setup.config
+        config, algorithm = self.setup.config, learner_algorithm(self.setup.config)
         batch = config.orchestration.batch_groups
         store = self.disk if self.rank else self.shared  # another rank may be on another host
         kwargs: dict[str, Any] = {"batch_groups": batch, "store": store}
         sealed = max(self.disk.versions(), default=-1)
         saved = [c for c in self.checkpoints.saved() if c.step + 1 <= sealed]
         if not saved:
-            learner = Learner(config.model.path, config.algorithm, config.trainer, **kwargs)
+            learner = Learner(config.model.path, algorithm, config.trainer, **kwargs)
             if sealed > 0:
                 self._take_weights(learner, sealed)
             return learner, 0
         newest = saved[-1]
-        learner = Learner.resume(newest.path, config.algorithm, config.trainer, **kwargs)
+        learner = Learner.resume(newest.path, algorithm, config.trainer, **kwargs)
         # A checkpoint is pruned one day; what is copied beside later ones comes from the model.
         learner.directory = Path(config.model.path)
         if newest.step + 1 < sealed:

@@ -20,6 +20,8 @@ from dora_rl.runtime.evaluation import FIGURES
 from dora_rl.runtime.layout import Layout, plan_layout
 from dora_rl.runtime.sinks import check_sinks
 from dora_rl.runtime.tokenizer import open_tokenizer
+from dora_rl.trainer.losses.recipes import fill, is_users_own
+from dora_rl.trainer.options import AlgorithmOptions, TrainerOptions, check_schedule, from_section
 from dora_rl.types import UserError
 
 
@@ -51,6 +53,7 @@ def prepare(config: RunConfig) -> Prepared:
     path = Path(config.model.path)
     check_model_files(path)
     check_sinks(config.logging.sinks)
+    check_learner(config)
     config = with_environments(config)
     reward = build(config.reward, Path(".")) if config.reward.functions else None
     if reward is None and not config.env.environments:
@@ -78,6 +81,17 @@ def check_columns(missing: Sequence[str], section: RewardConfig) -> None:
             f"reward.functions: {names}: the data have no column {missing[0]!r}; "
             "add it to the rows of data.train or rename the argument"
         )
+
+
+def check_learner(config: RunConfig) -> None:
+    """What the learner would refuse after the start. Torch is imported for a loss of the user's."""
+    options = from_section(AlgorithmOptions, config.algorithm)
+    fill(options)
+    check_schedule(from_section(TrainerOptions, config.trainer))
+    if is_users_own(options.loss):
+        from dora_rl.trainer.losses.registry import resolve
+
+        resolve(options)
 
 
 def check_best_metric(config: RunConfig) -> None:
@@ -129,7 +143,10 @@ def with_environments(config: RunConfig) -> RunConfig:
 def check_model_files(path: Path) -> None:
     """A Hugging Face directory of a known architecture with safetensors and a tokenizer."""
     if not path.is_dir():
-        raise UserError(f"model.path: {path} is not a directory with a Hugging Face model")
+        raise UserError(
+            f"model.path: {path} is not a directory with a Hugging Face model; give its path, or "
+            f"fetch one with: hf download ID --local-dir DIR"
+        )
     read_spec(path)
     if not any(path.glob("*.safetensors")):
         raise UserError(f"model.path: no *.safetensors in {path}; convert the model to safetensors")

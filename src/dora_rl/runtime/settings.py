@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from dora_rl.config import RunConfig
+from dora_rl.config import AlgorithmConfig, RunConfig
 from dora_rl.core.params import Deadlines, MoveCost, Params
 from dora_rl.engine.models import read_spec
 from dora_rl.types import UserError
@@ -70,7 +70,8 @@ def _check_keys(kind: type[BaseModel], data: dict[str, Any], where: str, prefix:
     for key, value in data.items():
         if key not in kind.model_fields:
             near = difflib.get_close_matches(key, kind.model_fields, n=1)
-            hint = f"; did you mean {prefix}{near[0]}?" if near else ""
+            known = f"; there are {', '.join(kind.model_fields)}"
+            hint = f"; did you mean {prefix}{near[0]}?" if near else known
             raise UserError(f"{where}: unknown key {prefix}{key}{hint}")
         inner = kind.model_fields[key].annotation
         if isinstance(inner, type) and issubclass(inner, BaseModel):
@@ -115,6 +116,15 @@ def core_params(config: RunConfig) -> Params:
     )
     params.validate()
     return params
+
+
+def learner_algorithm(config: RunConfig) -> AlgorithmConfig:
+    """[algorithm] as the learner gets it: its log-probs at the temperature that was sampled with.
+
+    A greedy choice has none of its own; the engine reports its log-prob at temperature 1.
+    """
+    own, rollout = config.algorithm.temperature, config.rollout.temperature
+    return config.algorithm.model_copy(update={"temperature": own or rollout or 1.0})
 
 
 def move_cost(config: RunConfig) -> MoveCost:

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-ADVANTAGES = ("group", "group_mean", "leave_one_out", "batch", "gae")
 _EPS = 1e-4  # TRL's and the papers' guard under the standard deviation
 
 

@@ -12,10 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dora_rl.trainer.distributed import like_shard
-from dora_rl.trainer.options import TrainerOptions, choose
-from dora_rl.types import UserError
-
-SCHEDULES = ("constant", "linear", "cosine")
+from dora_rl.trainer.options import TrainerOptions, check_schedule
 
 
 def learning_rate(options: TrainerOptions, update: int, lr: float | None = None) -> float:
@@ -33,15 +30,6 @@ def learning_rate(options: TrainerOptions, update: int, lr: float | None = None)
     done = min(1.0, (update - options.warmup_updates) / span)
     shape = 1.0 - done if options.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
     return base * (options.lr_floor_ratio + (1.0 - options.lr_floor_ratio) * shape)
-
-
-def check_schedule(options: TrainerOptions) -> None:
-    choose("trainer.schedule", options.schedule, SCHEDULES)
-    if options.schedule != "constant" and options.num_updates <= options.warmup_updates:
-        raise UserError(
-            f"trainer.schedule '{options.schedule}' needs trainer.num_updates above "
-            f"warmup_updates ({options.warmup_updates})"
-        )
 
 
 class Optimizer:

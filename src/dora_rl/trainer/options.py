@@ -3,7 +3,7 @@
 Never imports torch or pydantic, so a benchmark can use them on a bare machine. Invariant: the
 sections `AlgorithmConfig`, `TrainerConfig` and `CheckpointConfig` of `dora_rl.config` have exactly
 these fields and defaults (a test compares them); `from_section` maps one onto the other.
-`None` in `AlgorithmOptions` means "as the loss's recipe says" (see `losses.registry`).
+`None` in `AlgorithmOptions` means "as the loss's recipe says" (see `losses.recipes`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 from dora_rl.types import UserError
+
+SCHEDULES = ("constant", "linear", "cosine")
 
 _Options = TypeVar("_Options")
 
@@ -61,7 +63,7 @@ class AlgorithmOptions:
     kl_in: str = "loss"  # loss | reward
     kl_ratio_weighted: bool = False  # KL times the ratio: an unbiased gradient off-policy
     entropy_coef: float = 0.0
-    temperature: float = 1.0
+    temperature: float = 0.0  # of the log-probs; 0: the rollout's, 1 where there is none
     skip_zero_advantage: bool = True
     overlong_tokens_max: int = 0  # 0: no overlong shaping
     overlong_buffer_tokens: int = 0
@@ -109,6 +111,15 @@ class TrainerOptions:
     trust_remote_code: bool = False
     reference_model: str = ""  # empty: the starting weights
     seed: int = 0
+
+
+def check_schedule(options: TrainerOptions) -> None:
+    choose("trainer.schedule", options.schedule, SCHEDULES)
+    if options.schedule != "constant" and options.num_updates <= options.warmup_updates:
+        raise UserError(
+            f"trainer.schedule '{options.schedule}' needs trainer.num_updates above "
+            f"warmup_updates ({options.warmup_updates})"
+        )
 
 
 @dataclass(frozen=True, slots=True)

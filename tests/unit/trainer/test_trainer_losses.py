@@ -14,11 +14,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dora_rl.trainer.advantages import PER_GROUP
 from dora_rl.trainer.corrections import CORRECTIONS, correction_weight
+from dora_rl.trainer.losses import recipes
 from dora_rl.trainer.losses.aggregate import whole
 from dora_rl.trainer.losses.inputs import LossInputs
 from dora_rl.trainer.losses.penalties import KL, value_loss
-from dora_rl.trainer.losses.registry import RECIPES, resolve
+from dora_rl.trainer.losses.recipes import RECIPES
+from dora_rl.trainer.losses.registry import FUNCTIONS, resolve
 from dora_rl.trainer.options import AlgorithmOptions
 from dora_rl.types import UserError
 
@@ -301,12 +304,13 @@ def test_a_users_own_loss(tmp_path) -> None:
     inputs = flatten([[Token(-1.0, -1.0, -1.0, 1.0)]])
     assert objective.function(inputs, objective.options).loss_T.tolist() == [0.5]
     assert not objective.may_skip_zero_advantage
-    path.write_text("def half(inputs, options):\n    return inputs.logprobs_T.sum()\n")
+    total = tmp_path / "total.py"
+    total.write_text("def total(inputs, options):\n    return inputs.logprobs_T.sum()\n")
     with pytest.raises(UserError, match="one loss per token"):
-        resolve(AlgorithmOptions(loss=f"{path}:half")).function(inputs, AlgorithmOptions())
-    with pytest.raises(UserError, match="no function 'other'"):
+        resolve(AlgorithmOptions(loss=f"{total}:total")).function(inputs, AlgorithmOptions())
+    with pytest.raises(UserError, match="there is no 'other' in it"):
         resolve(AlgorithmOptions(loss=f"{path}:other"))
-    with pytest.raises(UserError, match="no file"):
+    with pytest.raises(UserError, match=r"nowhere.py does not exist; check algorithm.loss"):
         resolve(AlgorithmOptions(loss="nowhere.py:loss"))
 
 
@@ -319,9 +323,16 @@ def test_a_users_own_loss(tmp_path) -> None:
         (AlgorithmOptions(corrections=("tis",)), "corrections"),
         (AlgorithmOptions(kl_estimator="k4"), "k3"),
         (AlgorithmOptions(loss="dr_grpo"), "constant_tokens"),
-        (AlgorithmOptions(temperature=0.0), "temperature"),
+        (AlgorithmOptions(temperature=-1.0), "temperature"),
     ],
 )
 def test_wrong_options_are_one_clear_error(options: AlgorithmOptions, message: str) -> None:
     with pytest.raises(UserError, match=message):
         resolve(options)
+
+
+def test_the_names_that_are_checked_early_are_those_there_are() -> None:
+    assert set(recipes.CORRECTIONS) == set(CORRECTIONS)
+    assert set(recipes.KL_ESTIMATORS) == set(KL)
+    assert {*PER_GROUP, "batch", "gae"} == set(recipes.ADVANTAGES)
+    assert {recipe.function for recipe in RECIPES.values()} == set(FUNCTIONS)

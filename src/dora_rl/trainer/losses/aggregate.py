@@ -19,8 +19,6 @@ from torch import Tensor
 
 from dora_rl.trainer.losses.inputs import LossInputs
 
-AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
-
 
 def numerator(loss_T: Tensor, inputs: LossInputs, aggregation: str) -> Tensor:
     """The pack's part of the sum, before division by the denominator."""

@@ -1,0 +1,117 @@
+"""The choices that go with each loss: names and numbers, without the functions.
+
+Never imports torch, so that a wrong name is answered before anything starts. Invariant: `fill`
+returns options with nothing left open (no None where the loss needs a value), and everything the
+user set explicitly wins over the recipe.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from dora_rl.trainer.options import AlgorithmOptions, choose
+from dora_rl.types import UserError
+
+ADVANTAGES = ("group", "group_mean", "leave_one_out", "batch", "gae")
+AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
+OLD_LOGPROBS = ("rollout", "behaviour", "proximal")
+KL_ESTIMATORS = ("k1", "k2", "k3")
+CORRECTIONS = (
+    "token_tis",
+    "sequence_tis",
+    "token_mask",
+    "sequence_mask",
+    "token_mis",
+    "sequence_mis",
+    "geometric_mask",
+    "hierarchical",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What the paper of a loss chose. `function` is the loss, by its name in `registry`."""
+
+    function: str
+    advantage: str = "group"
+    aggregation: str = "token_mean"
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = None
+    old_logprobs: str = "rollout"
+    constant_tokens: int | None = None
+    corrections: tuple[str, ...] = ()
+
+
+RECIPES: dict[str, Recipe] = {
+    "grpo": Recipe("clipped", aggregation="sequence_mean"),
+    "dr_grpo": Recipe("clipped", advantage="group_mean", aggregation="constant"),
+    "dapo": Recipe("clipped", clip_high=0.28),
+    "rloo": Recipe(
+        "reinforce", advantage="leave_one_out", aggregation="constant", constant_tokens=1
+    ),
+    "reinforce++": Recipe("clipped", advantage="batch"),
+    "gspo": Recipe("gspo", aggregation="sequence_mean", clip_low=3e-4, clip_high=4e-4),
+    "cispo": Recipe("cispo", clip_low=1.0, clip_high=4.0),
+    "ppo": Recipe("clipped", advantage="gae"),
+    "decoupled_ppo": Recipe("decoupled", old_logprobs="proximal"),
+    "longcat": Recipe(
+        "triplet",
+        advantage="group_mean",
+        aggregation="constant",
+        clip_high=0.28,
+        dual_clip=5.0,
+        old_logprobs="behaviour",
+        corrections=("token_tis",),
+    ),
+    "reinforce": Recipe("reinforce", advantage="group_mean"),
+}
+
+
+def is_users_own(loss: str) -> bool:
+    """`path/to/file.py:name` or `package.module:name`, not one of ours."""
+    return ":" in loss
+
+
+def recipe_of(loss: str) -> Recipe:
+    if is_users_own(loss):
+        return Recipe(loss)
+    return RECIPES[choose("algorithm.loss", loss, RECIPES)]
+
+
+def fill(options: AlgorithmOptions) -> AlgorithmOptions:
+    """Check every name, fill what the user left open from the recipe."""
+    recipe = recipe_of(options.loss)
+    filled = replace(
+        options,
+        advantage=options.advantage or recipe.advantage,
+        aggregation=options.aggregation or recipe.aggregation,
+        clip_low=recipe.clip_low if options.clip_low is None else options.clip_low,
+        clip_high=recipe.clip_high if options.clip_high is None else options.clip_high,
+        dual_clip=recipe.dual_clip if options.dual_clip is None else options.dual_clip,
+        old_logprobs=options.old_logprobs or recipe.old_logprobs,
+        constant_tokens=options.constant_tokens or recipe.constant_tokens,
+        corrections=recipe.corrections if options.corrections is None else options.corrections,
+        temperature=options.temperature or 1.0,
+    )
+    _check(filled)
+    return filled
+
+
+def _check(options: AlgorithmOptions) -> None:
+    assert options.advantage and options.aggregation and options.old_logprobs
+    choose("algorithm.advantage", options.advantage, ADVANTAGES)
+    choose("algorithm.aggregation", options.aggregation, AGGREGATIONS)
+    choose("algorithm.old_logprobs", options.old_logprobs, OLD_LOGPROBS)
+    choose("algorithm.kl_estimator", options.kl_estimator, KL_ESTIMATORS)
+    choose("algorithm.kl_in", options.kl_in, ("loss", "reward"))
+    choose("algorithm.correction_numerator", options.correction_numerator, ("old", "current"))
+    for name in options.corrections or ():
+        choose("algorithm.corrections", name, CORRECTIONS)
+    if options.aggregation == "constant" and not options.constant_tokens:
+        raise UserError(
+            "algorithm.aggregation 'constant' needs algorithm.constant_tokens "
+            "(the longest response, say): the denominator per sequence"
+        )
+    if options.temperature < 0:
+        raise UserError("algorithm.temperature must not be below 0 (0 takes the rollout's)")
