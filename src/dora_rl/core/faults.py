@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from dora_rl.core.actions import Abort, Action, InForce, OptimizerRewound, Restart, RestartTrainer
 from dora_rl.core.batching import adopt_target, on_accepted, on_committed
-from dora_rl.core.deadlines import INSTANCE, LOAD, MOVE, SCORE, watch_instance, watch_trainer
+from dora_rl.core.deadlines import INSTANCE, MOVE, SCORE, TRAINER, watch_instance, watch_trainer
 from dora_rl.core.elastic import training_now
 from dora_rl.core.events import (
     InstanceJoined,
@@ -37,8 +37,10 @@ from dora_rl.core.placement import (
     start_move,
     touch,
 )
-from dora_rl.core.state import GENERATING, Held, Instance, Phase, State
+from dora_rl.core.state import GENERATING, Held, Instance, Phase, Request, State
 from dora_rl.types import InstanceId, Mode, RequestId, UserError
+
+DEADLINES_MIN = 1024  # so many are kept whether or not they are met
 
 
 def on_joined(state: State, event: InstanceJoined, now: float, out: list[Action]) -> None:
@@ -222,47 +224,73 @@ def on_tick(state: State, now: float, out: list[Action]) -> None:
     while state.deadlines and state.deadlines[0][0] <= now:
         _, _, kind, key = heapq.heappop(state.deadlines)
         _expire(state, kind, key, now, out)
+    _forget_met(state)
     if now - state.rebalanced_s >= state.params.rebalance_period_s and len(state.versions) > 1:
         state.rebalance_wanted = True
 
 
-def _expire(state: State, kind: str, key: str, now: float, out: list[Action]) -> None:
-    if kind == INSTANCE:
-        index, name = key.split("/", 1)
-        _expire_instance(state, int(index), name, now, out)
-    elif kind == LOAD:
-        index, version, failures, name = key.split("/", 3)
-        inst = state.instances.get(name)
-        same = inst is not None and inst.index == int(index)
-        if inst is not None and same and inst.load_failures == int(failures):
-            failed = LoadFailed(name, int(version), "no progress")
-            on_load_failed(state, failed, now, out)
-    elif kind == MOVE:
-        group, sample, epoch, dst = key.split("/", 3)
-        request = current(state, RequestId(int(group), int(sample)), int(epoch))
-        if request is not None and request.phase is Phase.MOVING and request.dest == dst:
-            out.append(Abort(dst, request.id, request.epoch))
-            if request.instance is not None:
-                out.append(Abort(request.instance, request.id, request.epoch))
-            retry(state, request, "move made no progress", out)
-    elif kind == SCORE:
-        group, sample, attempt = key.split("/")
-        request = scoring(state, RequestId(int(group), int(sample)), int(attempt))
-        if request is not None:
-            score_again(state, request, "the reward did not answer in time", now, out)
-    else:
-        _expire_trainer(state, now, out)
+def _forget_met(state: State) -> None:
+    """Most waits end long before their deadline; what is left of them must not pile up."""
+    in_flight = len(state.groups) * state.params.group_size + 2 * len(state.instances)
+    if len(state.deadlines) > DEADLINES_MIN + 2 * in_flight:
+        state.deadlines = [entry for entry in state.deadlines if _is_open(state, *entry[2:])]
+        heapq.heapify(state.deadlines)
 
 
-def _expire_instance(
-    state: State, index: int, name: InstanceId, now: float, out: list[Action]
-) -> None:
+def _is_open(state: State, kind: str, key: str) -> bool:
+    if kind in (MOVE, SCORE):
+        return _request_of(state, kind, key) is not None
+    return kind == TRAINER or _instance_of(state, kind, key) is not None
+
+
+def _request_of(state: State, kind: str, key: str) -> Request | None:
+    """The request whose move or score this deadline is about, if that is still waited for."""
+    group, sample, number, *dst = key.split("/", 3)
+    rid = RequestId(int(group), int(sample))
+    if kind == SCORE:
+        return scoring(state, rid, int(number))
+    request = current(state, rid, int(number))
+    moving = request is not None and request.phase is Phase.MOVING and [request.dest] == dst
+    return request if moving else None
+
+
+def _instance_of(state: State, kind: str, key: str) -> Instance | None:
+    """The instance whose report or load this deadline is about, in the life it had then."""
+    index, *load, name = key.split("/", 1 if kind == INSTANCE else 3)
     inst = state.instances.get(name)
-    if inst is None or inst.index != index:
-        return
+    if inst is None or inst.index != int(index):
+        return None
+    return inst if load in ([], [str(inst.loading), str(inst.load_failures)]) else None
+
+
+def _expire(state: State, kind: str, key: str, now: float, out: list[Action]) -> None:
+    if kind == TRAINER:
+        _expire_trainer(state, now, out)
+    elif kind in (MOVE, SCORE):
+        request = _request_of(state, kind, key)
+        if request is not None and kind == SCORE:
+            score_again(state, request, "the reward did not answer in time", now, out)
+        elif request is not None:
+            _expire_move(state, request, out)
+    else:
+        inst = _instance_of(state, kind, key)
+        if inst is not None and kind == INSTANCE:
+            _expire_instance(state, inst, now, out)
+        elif inst is not None and inst.loading is not None:
+            on_load_failed(state, LoadFailed(inst.id, inst.loading, "no progress"), now, out)
+
+
+def _expire_move(state: State, request: Request, out: list[Action]) -> None:
+    for name in (request.dest, request.instance):
+        if name is not None:
+            out.append(Abort(name, request.id, request.epoch))
+    retry(state, request, "move made no progress", out)
+
+
+def _expire_instance(state: State, inst: Instance, now: float, out: list[Action]) -> None:
     if now >= inst.reported_s + state.params.deadlines.report_s:  # the sum that was watched
-        out.append(Restart(name, f"no report for {now - inst.reported_s:.0f} s"))
-        lose_instance(state, name, out)
+        out.append(Restart(inst.id, f"no report for {now - inst.reported_s:.0f} s"))
+        lose_instance(state, inst.id, out)
     else:
         watch_instance(state, inst)
 
