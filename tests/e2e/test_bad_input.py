@@ -51,6 +51,12 @@ def refuse(
         ("algorithm.loss=dr_grpo", ["algorithm.constant_tokens"]),
         ("algorithm.loss=/nowhere.py:loss", ["/nowhere.py", "check algorithm.loss"]),
         ("algorithm.advantage=groups", ["algorithm.advantage", "did you mean 'group'?"]),
+        ("rollout.tokens_max=5000", ["rollout.tokens_max", "exceed the context of 512"]),
+        ("rollout.block_tokens=5", ["rollout.block_tokens", "power of two"]),
+        ("logging.sinks=wandb", ["logging.sinks", "write a list"]),
+        ('data.train=[{path="x", prompt_colum="q"}]', ["prompt_colum", "no such key"]),
+        ("trainer.betas=[0.9, 1.5]", ["trainer.betas.1", "less than 1"]),
+        ("runtime.run_dir=/dev/null/run", ["runtime.run_dir", "cannot make /dev/null/run"]),
         ("num_steps=4", ["num_steps=4", "section.key=value"]),
     ],
 )

@@ -65,6 +65,7 @@ BAD_SIM = {
     ("sim", "small", "--log", "somewhere"): "choose one --mode",
     ("sim", "small", "--gpu", "4"): "unknown argument '--gpu'; did you mean '--gpus'?",
     ("sim",): "PRESET",
+    ("train",): "arguments are required: config\n",
     ("plan", "smal"): "did you mean 'small'?",
     ("plan", "small", "--gpus", "1"): "needs at least 2 GPUs",
     ("audit", "/nowhere"): "/nowhere is not a run directory",

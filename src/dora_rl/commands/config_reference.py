@@ -95,6 +95,8 @@ def _words(kind: Any) -> str:
         return "table"
     inner = typing.get_args(kind)
     origin = typing.get_origin(kind)
+    if origin is typing.Annotated:
+        return _words(inner[0])
     if origin is typing.Literal:
         return " | ".join(f"`{value}`" for value in inner)
     if origin in (types.UnionType, typing.Union):

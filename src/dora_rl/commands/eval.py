@@ -13,7 +13,9 @@ SUMMARY = "evaluate a run's weights or a model on held-out prompts"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", type=Path, metavar="RUN_OR_MODEL", help="a run or a model")
-    parser.add_argument("overrides", nargs="*", help="section.key=value of the configuration")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], help="section.key=value of the configuration"
+    )
     parser.add_argument(
         "--config", type=Path, help="data, reward and sampling (default: those of the run)"
     )

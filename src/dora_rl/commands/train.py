@@ -23,14 +23,19 @@ STOPPED = 3
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", type=Path, help="a TOML file, or the config.json of a run")
-    parser.add_argument("overrides", nargs="*", help="section.key=value")
+    parser.add_argument("overrides", nargs="*", default=[], help="section.key=value")
     parser.add_argument("--resume", action="store_true", help="go on with the run directory's run")
     parser.add_argument("--dry-run", action="store_true", help="check everything, start nothing")
 
 
 def run(args: argparse.Namespace) -> int:
     from dora_rl.runtime.prepare import prepare
-    from dora_rl.runtime.resume import check_run_dir, check_same_data, check_same_run
+    from dora_rl.runtime.resume import (
+        check_run_dir,
+        check_same_data,
+        check_same_run,
+        make_run_dir,
+    )
     from dora_rl.runtime.settings import load_config
 
     config = load_config(args.config, args.overrides)
@@ -43,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
         for line in prepared.describe():
             print(line)
         return 0
-    run_dir.mkdir(parents=True, exist_ok=True)
+    make_run_dir(run_dir)
     check_same_data(prepared.train, run_dir)
     summary, done, reason = _train(prepared, resume=args.resume)
     if not done:

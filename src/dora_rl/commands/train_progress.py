@@ -12,6 +12,7 @@ from rich.live import Live
 from rich.table import Table
 
 from dora_rl.core.waits import waits
+from dora_rl.runtime.evaluation import FIGURES
 
 
 class Progress:
@@ -59,10 +60,12 @@ class Progress:
                     f"staleness {line['staleness/mean']:.2f}  "
                     f"{line['perf/tokens_per_s']:.0f} tokens/s",
                     highlight=False,
+                    soft_wrap=True,
                 )
             else:
-                text = "  ".join(f"{k[5:]} {v:.3f}" for k, v in line.items() if "length" not in k)
-                self._console.print(f"evaluation  {text}", highlight=False)
+                text = "  ".join(f"{name} {line[f'eval/{name}']:.3f}" for name in FIGURES)
+                head = f"evaluation of version {line['version']:.0f}"
+                self._console.print(f"{head}  {text}", highlight=False, soft_wrap=True)
 
     def _tell(self, lines: list[str]) -> None:
         """Something the user should know now: a watchdog's words, a repair."""

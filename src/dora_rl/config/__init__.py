@@ -7,7 +7,7 @@ in `_max`, counts begin with `num_`.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -15,6 +15,7 @@ from dora_rl.config.env import EnvConfig
 from dora_rl.config.section import Section
 from dora_rl.types import Mode, SamplingParams
 
+Beta = Annotated[float, Field(ge=0, lt=1)]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
@@ -191,7 +192,7 @@ class AlgorithmConfig(Section):
     dual_clip: float | None = None  # cap on the ratio where the advantage is negative
     old_logprobs: str | None = None  # rollout | behaviour | proximal
     corrections: tuple[str, ...] | None = None  # names, see algorithms.md; empty for none
-    correction_numerator: Literal["old", "current"] = "old"
+    correction_numerator: Literal["old", "current"] = "old"  # policy over the rollout's
     token_ratio_max: float = 2.0  # bounds of token_tis, token_mis, token_mask
     token_ratio_min: float = 0.5  # of token_mask
     sequence_ratio_max: float = 2.0  # of sequence_tis, sequence_mis, sequence_mask
@@ -200,8 +201,8 @@ class AlgorithmConfig(Section):
     geometric_ratio_min: float = 0.999  # of the same
     behaviour_ratio_max: float | None = None  # cap on proximal / behaviour in decoupled PPO
     kl_coef: float = 0.0  # of the KL to the reference; 0: no reference is held
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    kl_in: Literal["loss", "reward"] = "loss"
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"  # see algorithms.md
+    kl_in: Literal["loss", "reward"] = "loss"  # where it counts
     kl_ratio_weighted: bool = False  # KL times the ratio: an unbiased gradient off-policy
     entropy_coef: float = 0.0  # of the entropy bonus
     temperature: float = Field(default=0.0, ge=0)  # of the log-probs; 0: the rollout's
@@ -221,10 +222,10 @@ class TrainerConfig(Section):
     """[trainer] optimizer, packing, precision, sharding."""
 
     lr: float = Field(default=1e-6, ge=0)  # learning rate of AdamW
-    betas: tuple[float, float] = (0.9, 0.999)  # of AdamW
+    betas: tuple[Beta, Beta] = (0.9, 0.999)  # of AdamW
     eps: float = Field(default=1e-8, gt=0)  # of AdamW
     weight_decay: float = Field(default=0.0, ge=0)  # of AdamW
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up
     warmup_updates: int = Field(default=0, ge=0)  # of linear growth from 0
     num_updates: int = Field(default=0, ge=0)  # horizon of linear and cosine; 0 with constant
     lr_floor_ratio: float = 0.0  # where linear and cosine end
@@ -238,10 +239,12 @@ class TrainerConfig(Section):
     publish_dtype: Dtype = "auto"  # auto: the compute dtype
     device: str = "auto"  # auto: cuda where there is one, else cpu
     threads: int = Field(default=0, ge=0)  # 0: leave torch's setting alone
+    # Of the packed decoder; auto: the fastest here.
     attention: Literal["auto", "varlen", "flex", "blocks", "sdpa", "loop"] = "auto"
+    # lean: our packed decoder; auto: that where it knows the family.
     implementation: Literal["auto", "lean", "transformers"] = "auto"
-    compile: Literal["auto", "on", "off"] = "auto"
-    activation_checkpointing: Literal["none", "layer"] = "none"
+    compile: Literal["auto", "on", "off"] = "auto"  # its layers; auto: on CUDA, without LoRA
+    activation_checkpointing: Literal["none", "layer"] = "none"  # layer: compute them again
     logits_chunk_tokens: int = Field(default=0, ge=0)  # 0: chosen from the vocabulary
     lora_rank: int = Field(default=0, ge=0)  # 0: all parameters are trained
     lora_alpha: float = 16.0  # scale is alpha / rank

@@ -150,7 +150,7 @@ class LocalRun:
         score = figures.get(self.config.checkpoint.best_metric.removeprefix("eval/"))
         if score is not None and version:
             self.crew.send("learner", "rate", {"step": version - 1, "score": score})
-        self.on_step({f"eval/{name}": value for name, value in figures.items()})
+        self.on_step({"version": version, **{f"eval/{k}": v for k, v in figures.items()}})
         self.retire_unpinned()
 
     # -- the loop ---------------------------------------------------------------------------------

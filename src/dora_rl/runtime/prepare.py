@@ -13,6 +13,7 @@ from pathlib import Path
 from dora_rl.config import RewardConfig, RunConfig
 from dora_rl.data.prompts import PromptSource, open_data
 from dora_rl.engine.models import read_spec
+from dora_rl.engine.options import EngineOptions
 from dora_rl.envs.load import label_of, load_environments
 from dora_rl.rewards.base import build
 from dora_rl.runtime.engines import check_backend
@@ -65,11 +66,13 @@ def prepare(config: RunConfig) -> Prepared:
         reward.close()
     check_best_metric(config)
     check_backend(config)
+    check_context(config, len(train.prompt(0).token_ids))
 
     def decode(ids: Sequence[int]) -> str:
         return tokenizer.decode(ids, skip_special_tokens=True)
 
     layout = plan_layout(config, choose_device(config.runtime.device))
+    EngineOptions(**config.rollout.engine_options(layout.device, layout.resident_max))
     return Prepared(config, layout, train, evaluation, decode)
 
 
@@ -92,6 +95,18 @@ def check_learner(config: RunConfig) -> None:
         from dora_rl.trainer.losses.registry import resolve
 
         resolve(options)
+
+
+def check_context(config: RunConfig, prompt_tokens: int) -> None:
+    """A prompt and its response have room in the context, the first one at least."""
+    context = config.rollout.context_max or min(read_spec(config.model.path).context_max, 32_768)
+    tokens = prompt_tokens + config.rollout.tokens_max
+    if tokens > context:
+        raise UserError(
+            f"rollout.tokens_max: a prompt of {prompt_tokens} tokens and a response of "
+            f"{config.rollout.tokens_max} exceed the context of {context}; lower it to "
+            f"{context} less the longest prompt"
+        )
 
 
 def check_best_metric(config: RunConfig) -> None:

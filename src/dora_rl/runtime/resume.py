@@ -7,6 +7,7 @@ decides which tokens a group has may not: the groups in flight go on.
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,18 @@ def check_run_dir(run_dir: Path, *, resume: bool) -> None:
         raise UserError(
             f"{run_dir} already holds a run; add --resume, or set runtime.run_dir=DIRECTORY"
         )
+
+
+def make_run_dir(run_dir: Path) -> None:
+    """Where it cannot be made or written to, one line says so."""
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"runtime.run_dir: cannot make {run_dir} ({error.strerror}); choose another directory"
+        ) from None
+    if not os.access(run_dir, os.W_OK | os.X_OK):
+        raise UserError(f"runtime.run_dir: {run_dir} may not be written to; choose another")
 
 
 def check_same_run(config: RunConfig, run_dir: Path) -> None:

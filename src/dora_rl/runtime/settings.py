@@ -19,6 +19,13 @@ from dora_rl.core.params import Deadlines, MoveCost, Params
 from dora_rl.engine.models import read_spec
 from dora_rl.types import UserError
 
+# Where pydantic speaks of Python and not of the file.
+_PLAIN = {
+    "extra_forbidden": "no such key here; see docs/config.md",
+    "tuple_type": 'write a list: ["…"]',
+    "missing": "this key is needed",
+}
+
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a TOML file (or a run's config.json) and put `a.b=c` overrides in."""
@@ -42,7 +49,7 @@ def resolve(data: dict[str, Any], where: str) -> RunConfig:
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
-        raise UserError(f"{where}: {key}: {first['msg']}") from None
+        raise UserError(f"{where}: {key}: {_PLAIN.get(first['type'], first['msg'])}") from None
     if config.model.trust_remote_code:  # asked for once, it holds for tokenizer and learner
         trainer = config.trainer.model_copy(update={"trust_remote_code": True})
         config = config.model_copy(update={"trainer": trainer})
