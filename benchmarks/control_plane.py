@@ -327,8 +327,8 @@ class Controller:
                 letter = self.crew.inbox.get(timeout=0.2)
             except queue.Empty:
                 letter = None
-            began = time.perf_counter()
             if letter is not None:
+                began = time.perf_counter()
                 assert letter.message is not None, f"{letter.name} ended"
                 if letter.message.kind == "event":
                     self.handle(decode_event(letter.message.body))
@@ -336,8 +336,9 @@ class Controller:
                     on_moving(self, letter.name, letter.message)  # type: ignore[arg-type]
                 figures.handled_s.append(time.perf_counter() - began)
             if time.monotonic() - ticked > 0.5:
-                ticked = time.monotonic()
+                ticked, began = time.monotonic(), time.perf_counter()
                 self.handle(ev.Tick())
+                figures.handled_s.append(time.perf_counter() - began)
             done = self.state.committed * PARTS // self.spec.params.num_steps
             if done > len(parts):
                 parts.append(figures.end())

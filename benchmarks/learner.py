@@ -14,6 +14,7 @@ Prints a table, writes JSON.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import platform
@@ -172,6 +173,7 @@ def _padded_pass(
 
 
 def measure(name: str, args: argparse.Namespace) -> dict[str, float | str]:
+    gc.collect()  # of the model before: what it held would count as memory of this one
     arch = SHAPES[name]
     lengths = long_tail(args.samples, args.mean, args.longest, seed=0)
     groups = make_groups(lengths, args.prompt, arch.vocab, group=8)

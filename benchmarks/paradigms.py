@@ -72,7 +72,7 @@ def main() -> int:
     parser.add_argument("--config", type=Path, default=RECIPE)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--sweep-steps", type=int, default=12)
+    parser.add_argument("--sweep-steps", type=int, default=24)
     parser.add_argument("--modes", default="all")
     parser.add_argument("--cores", type=int, default=2)
     parser.add_argument("--no-ablations", action="store_true")

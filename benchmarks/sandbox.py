@@ -25,14 +25,15 @@ from pathlib import Path
 from dora_rl.rewards.sandbox.box import Sandbox
 from dora_rl.rewards.sandbox.limits import End
 
-PROGRAMS = {
-    "hello": ("print('hello')", ""),
-    "sum of input": ("print(sum(map(int, input().split())))", "1 2 3 4"),
+PROGRAMS = {  # code, its input and what it prints
+    "hello": ("print('hello')", "", "hello"),
+    "sum of input": ("print(sum(map(int, input().split())))", "1 2 3 4", "10"),
     "sieve to 10,000": (
         "n = 10000\ns = bytearray([1]) * n\n"
         "for i in range(2, 100):\n    if s[i]:\n        s[i*i::i] = bytes(len(s[i*i::i]))\n"
         "print(sum(s) - 2)",
         "",
+        "1229",
     ),
 }
 
@@ -71,19 +72,19 @@ def measure(
     return Result(program, how, num_callers, rate, 1e3 * statistics.median(walls), 1e3 * p99)
 
 
-def sandboxed(box: Sandbox, code: str, stdin: str) -> Callable[[], None]:
+def sandboxed(box: Sandbox, code: str, stdin: str, said: str) -> Callable[[], None]:
     def run() -> None:
         done = box.run(code, stdin=stdin)
-        if done.end is not End.OK:
-            raise SystemExit(f"the program ended with {done}")
+        assert done.end is End.OK and done.stdout == f"{said}\n", done
 
     return run
 
 
-def bare(code: str, stdin: str) -> Callable[[], None]:
+def bare(code: str, stdin: str, said: str) -> Callable[[], None]:
     def run() -> None:
         command = [sys.executable, "-I", "-c", code]
-        subprocess.run(command, input=stdin, text=True, capture_output=True, check=True)
+        done = subprocess.run(command, input=stdin, text=True, capture_output=True, check=True)
+        assert done.stdout == f"{said}\n", done
 
     return run
 
@@ -99,10 +100,10 @@ def main() -> None:
     print(f"{'program':16} {'how':12} {'callers':>7} {'runs/s':>8} {'median ms':>10} {'p99 ms':>8}")
     results: list[Result] = []
     box = Sandbox()
-    for name, (code, stdin) in PROGRAMS.items():
-        plans = [("alone", 1, sandboxed(box, code, stdin))]
-        plans += [("together", cores, sandboxed(box, code, stdin))]
-        plans += [("bare python", cores, bare(code, stdin))]
+    for name, program in PROGRAMS.items():
+        plans = [("alone", 1, sandboxed(box, *program))]
+        plans += [("together", cores, sandboxed(box, *program))]
+        plans += [("bare python", cores, bare(*program))]
         for how, num_callers, run in plans:
             result = measure(name, how, num_callers, options.seconds, run)
             results.append(result)

@@ -5,9 +5,10 @@
     python benchmarks/transport.py --model tiny --contexts 128         # a quick look
 
 Hosts are network namespaces joined by a bridge (without root: processes on loopback addresses).
-`publish to loaded` runs from the learner's seal in its shared memory to the moment when every host
-has the version sealed, proven by digests, and read once, as an engine does. `learner only`: each
-host pulls from the learner's; `peers`: each from the one before it, while that one still receives.
+`publish to loaded` runs from the order to seal a version in the learner's memory (`seal`, its
+copy and digests, is a part of it) to the moment when every host has the version sealed, proven by
+digests, and read once, as an engine does. `learner only`: each host pulls from the learner's;
+`peers`: each from the one before it, while that one still receives.
 KV: from the export on one host to the request decoding on the other, against prefilling it there.
 Whoever gives the orders (here: this program) sees the bytes counted as `controller`.
 """
@@ -70,8 +71,7 @@ class Station:
         return {"num_bytes": sum(t.numel() * t.element_size() for _, t in self.tensors)}
 
     def publish(self, version: int) -> dict[str, Any]:
-        self.store.publish(version, self.tensors)
-        return {}
+        return {"checksum": self.store.publish(version, self.tensors)}
 
     def fetch(self, version: int, sources: list[str]) -> dict[str, Any]:
         found = self.depot.fetch(version, sources)
@@ -145,6 +145,7 @@ class Station:
         arrival.commit()
         self._until_token()
         moved_s = time.perf_counter() - began
+        assert self.engine.stats().prefill_tokens == 0, "a moved request was prefilled"
         seq = self.engine.scheduler.find(RID)
         assert seq is not None
         request = continuation(seq)
@@ -226,7 +227,7 @@ def spread(hosts: list[Remote], version: int, peers: bool) -> dict[str, Any]:
     before = [host.ask("counts") for host in hosts]
     talked = sum(host.num_bytes for host in hosts)
     began = time.perf_counter()
-    home.ask("publish", version=version)
+    sealed = home.ask("publish", version=version)
     sealed_s = time.perf_counter() - began
     for number, host in enumerate(others):
         chain = [others[number - 1].address] if peers and number else []
@@ -234,7 +235,7 @@ def spread(hosts: list[Remote], version: int, peers: bool) -> dict[str, Any]:
     answers = [host.hear() for host in others]
     took = time.perf_counter() - began
     talked = sum(host.num_bytes for host in hosts) - talked
-    assert len({answer["checksum"] for answer in answers}) == 1
+    assert {answer["checksum"] for answer in answers} == {sealed["checksum"]}
     after = [host.ask("counts") for host in hosts]
     for host in hosts:
         host.ask("retire", version=version)

@@ -31,10 +31,11 @@ TRL_TIMEOUT_S = 1200.0
 
 def trl_sweep(num_completions: int, num_cores: int) -> list[dict[str, Any]]:
     """What TRL may choose from; the batch of a step is always the same."""
-    whole, part = num_completions, max(1, num_completions // 4)
+    whole, quarter, eighth = (max(1, num_completions // parts) for parts in (1, 4, 8))
     return [
         {"threads": num_cores, "micro_batch": whole, "continuous": False},
-        {"threads": num_cores, "micro_batch": part, "continuous": False},
+        {"threads": num_cores, "micro_batch": quarter, "continuous": False},
+        {"threads": num_cores, "micro_batch": eighth, "continuous": False},
         {"threads": 1, "micro_batch": whole, "continuous": False},
         {"threads": num_cores, "micro_batch": whole, "continuous": True},
     ]
