@@ -17,6 +17,10 @@ from typing import Any
 from dora_rl.types import UserError
 
 
+class UserCodeError(UserError):
+    """Code that the user named failed while the run was under way, and would fail again."""
+
+
 def load_object(spec: str, base_dir: Path, *, section: str, key: str) -> Any:
     """What `spec` names; `key` is where the user wrote it, `section` begins the error."""
     place, _, name = spec.rpartition(":")

@@ -191,6 +191,18 @@ def test_a_reward_that_always_fails_stops_the_run_with_its_reason(tmp_path: Path
     run.proven()
 
 
+def test_a_loss_that_fails_stops_the_run_at_once(tmp_path: Path) -> None:
+    code = tmp_path / "flat.py"
+    code.write_text("def flat(inputs, options):\n    return inputs.logprobs_T.mean()\n")
+    longer = tmp_path / "longer.py"
+    longer.write_text("def longer(completion, answer):\n    return float(len(completion))\n")
+    functions = [f"{longer}:longer"]
+    run = tiny_run(tmp_path, algorithm__loss=f"{code}:flat", reward__functions=functions)
+    said = run.train(status=STOPPED)
+    assert "learner: algorithm.loss" in said and "must return one loss per token" in said
+    assert not any(type(e.event).__name__ == "TrainerLost" for e in run.entries())
+
+
 @pytest.mark.parametrize("place", [20, -100], ids=["header", "tensor"])
 def test_damaged_weights_in_shared_memory_are_refused_and_restored(
     tmp_path: Path, place: int

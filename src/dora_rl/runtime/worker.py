@@ -28,6 +28,7 @@ from dora_rl.runtime.priority import make_way
 from dora_rl.runtime.weights_file import WeightsError
 from dora_rl.runtime.wire import Channel
 from dora_rl.types import BaseDiffers, UserError
+from dora_rl.user_code import UserCodeError
 
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
@@ -113,7 +114,7 @@ def serve(setup: Setup) -> None:
         return  # the controller is gone
     except (UserError, WeightsError, SafetensorError, OSError) as error:
         reason = full_line(setup.run_dir, error) if is_full(error) else str(error)
-        ends_run = is_full(error) or isinstance(error, BaseDiffers)
+        ends_run = is_full(error) or isinstance(error, (BaseDiffers, UserCodeError))
         channel.send("fatal", {"reason": reason, "ends_run": ends_run})
         raise
 

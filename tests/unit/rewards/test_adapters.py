@@ -226,7 +226,7 @@ class TestLoading:
         ("spec", "says"),
         [
             ("absent.py:f", "does not exist"),
-            ("trl_style.py:absent", "AttributeError"),
+            ("trl_style.py:absent", "there is no 'absent' in it"),
             ("no.such.package:f", "ModuleNotFoundError"),
             ("trl_style.py:re", "is a module"),
             ("broken.py:f", "SyntaxError"),

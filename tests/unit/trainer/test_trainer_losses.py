@@ -24,6 +24,7 @@ from dora_rl.trainer.losses.recipes import RECIPES
 from dora_rl.trainer.losses.registry import FUNCTIONS, resolve
 from dora_rl.trainer.options import AlgorithmOptions
 from dora_rl.types import UserError
+from dora_rl.user_code import UserCodeError
 
 CONSTANT = 7
 
@@ -308,6 +309,10 @@ def test_a_users_own_loss(tmp_path) -> None:
     total.write_text("def total(inputs, options):\n    return inputs.logprobs_T.sum()\n")
     with pytest.raises(UserError, match="one loss per token"):
         resolve(AlgorithmOptions(loss=f"{total}:total")).function(inputs, AlgorithmOptions())
+    broken = tmp_path / "broken.py"
+    broken.write_text("def broken(inputs, options):\n    return inputs.logprobs\n")
+    with pytest.raises(UserCodeError, match=r"raised AttributeError: .*'logprobs'"):
+        resolve(AlgorithmOptions(loss=f"{broken}:broken")).function(inputs, AlgorithmOptions())
     with pytest.raises(UserError, match="there is no 'other' in it"):
         resolve(AlgorithmOptions(loss=f"{path}:other"))
     with pytest.raises(UserError, match=r"nowhere.py does not exist; check algorithm.loss"):

@@ -19,7 +19,7 @@ from dora_rl.trainer.losses.score import cispo, reinforce
 from dora_rl.trainer.losses.sequence import gspo
 from dora_rl.trainer.options import AlgorithmOptions
 from dora_rl.types import UserError
-from dora_rl.user_code import load_object
+from dora_rl.user_code import UserCodeError, load_object, one_line
 
 FUNCTIONS: dict[str, LossFunction] = {
     "clipped": clipped,
@@ -93,11 +93,15 @@ def _checked(function: Callable[..., object], name: str) -> LossFunction:
     """A user's loss may return the losses per token alone; anything else is refused by name."""
 
     def call(inputs: LossInputs, options: AlgorithmOptions) -> LossOutput:
-        out = function(inputs, options)
+        try:
+            out = function(inputs, options)
+        except Exception as error:
+            # Whatever it is, another learner would only come to the same place.
+            raise UserCodeError(f"algorithm.loss '{name}' raised {one_line(error)}") from error
         if isinstance(out, Tensor):
             out = LossOutput(out)
         if not isinstance(out, LossOutput) or out.loss_T.shape != inputs.logprobs_T.shape:
-            raise UserError(
+            raise UserCodeError(
                 f"algorithm.loss '{name}' must return one loss per token, a tensor of shape "
                 f"{tuple(inputs.logprobs_T.shape)}, or a LossOutput with it"
             )
