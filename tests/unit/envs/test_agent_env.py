@@ -136,7 +136,7 @@ def test_an_episode_at_its_limit_of_turns_ends_there():
     ("agent", "words"),
     [
         ("agents_for_tests.py:wants_more", "wants browser"),
-        ("agents_for_tests.py:nobody", "cannot load"),
+        ("agents_for_tests.py:nobody", "there is no"),
         ("none.py:agent", "does not exist"),
         ("agents_for_tests.py:json", "is not a function"),
     ],

@@ -243,7 +243,7 @@ def test_forgotten_groups_are_closed() -> None:
     ("entry", "line"),
     [
         ({"name": "calcualtor"}, "no environment 'calcualtor'"),
-        ({"name": "dora_rl.envs.calculator:Nothing"}, "cannot load"),
+        ({"name": "dora_rl.envs.calculator:Nothing"}, "there is no"),
         ({"name": "missing.py:Env"}, "does not exist"),
         ({"name": "dora_rl.envs.calculator:operate"}, "not a class"),
         ({"name": "calculator", "options": {"x": 1}}, "cannot be made with the options"),
