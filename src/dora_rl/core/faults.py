@@ -312,8 +312,10 @@ def _check_num_steps(state: State, params: Params) -> None:
         return
     if replace(state.bound, last=params.num_steps - 1).holds(state.untaken):
         return
-    left = sum(count for _, count in state.untaken) - state.bound.free
-    least = state.filling + 1 + max(0, -(-left // state.params.batch_groups))
+    size = state.params.batch_groups
+    taken = size - state.bound.free  # of the step that is filling
+    left = taken + sum(count for _, count in state.untaken)
+    least = state.filling + -(-left // size)
     raise UserError(
         f"num_steps = {params.num_steps} is too few: the groups that were already issued need "
         f"{least} steps"

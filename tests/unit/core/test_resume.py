@@ -149,3 +149,11 @@ def test_another_mode_is_refused() -> None:
     hand.begin({"a": 8})
     with pytest.raises(UserError, match="this run is multi_version"):
         hand.tell(ev.Resumed(replace(hand.params, mode=Mode.SYNC)))
+
+
+def test_a_run_that_has_ended_needs_no_step_more_than_it_has() -> None:
+    hand = Hand(batch_groups=2, group_size=1, num_steps=3)
+    hand.begin({"a": 64})
+    hand.to_the_end()
+    with pytest.raises(UserError, match="need 3 steps"):
+        resumed(hand, num_steps=2)
