@@ -44,7 +44,7 @@ def derive_num_blocks(spec: ModelSpec, options: EngineOptions) -> int:
             f"{block_bytes(spec, options)} bytes; give at least two"
         )
     # More blocks than every slot at full length could never be used.
-    context = context_limit(spec, options)
+    context = options.context_limit(spec.context_max)
     return min(num_blocks, options.seqs_max * (-(-context // options.block_tokens) + 1))
 
 
@@ -54,11 +54,6 @@ def _gpu_bytes_left(options: EngineOptions) -> int:
     free, total = torch.cuda.mem_get_info(device)
     own = int(total * options.memory_share) - torch.cuda.memory_allocated(device)
     return max(0, min(free, own))
-
-
-def context_limit(spec: ModelSpec, options: EngineOptions) -> int:
-    """Longest prompt plus response one request may have."""
-    return options.context_max or min(spec.context_max, 32_768)
 
 
 class KvCache:

@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dora_rl.engine.backend import Runner, make_runner
-from dora_rl.engine.cache import context_limit
 from dora_rl.engine.journal import Journal
 from dora_rl.engine.options import EngineOptions
 from dora_rl.engine.plan import Plan
@@ -60,7 +59,7 @@ class Engine:
         self.spec, self.options = spec, options or EngineOptions()
         self.decode, self.journal = decode, journal
         self.runner = runner or make_runner(spec, self.options)
-        self.context_max = context_limit(spec, self.options)
+        self.context_max = self.options.context_limit(spec.context_max)
         self.scheduler = Scheduler(self.options, self.runner.num_blocks, self.context_max)
         self.residency = Residency(self.runner, self.options.versions_max)
         self._outputs: list[Output] = []

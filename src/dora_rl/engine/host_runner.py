@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dora_rl.engine.batch import BlockTables
-from dora_rl.engine.cache import KvCache, context_limit, derive_num_blocks, perform
+from dora_rl.engine.cache import KvCache, derive_num_blocks, perform
 from dora_rl.engine.memory import check_memory
 from dora_rl.engine.options import EngineOptions
 from dora_rl.engine.plan import Plan, Span
@@ -36,7 +36,7 @@ class HostRunner(ABC):
         self.weights = make_weights(spec, options)
         self.num_blocks = derive_num_blocks(spec, options)
         self.cache = KvCache(spec, options, self.num_blocks)
-        self.context = context_limit(spec, options)
+        self.context = options.context_limit(spec.context_max)
         self.tables = BlockTables(options.seqs_max, -(-self.context // options.block_tokens))
 
     @torch.inference_mode()

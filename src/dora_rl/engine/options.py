@@ -58,3 +58,7 @@ class EngineOptions:
                 f"rollout.step_tokens_max ({self.step_tokens_max}) is below seqs_max "
                 f"({self.seqs_max}); a step must hold one row for every request"
             )
+
+    def context_limit(self, model_max: int) -> int:
+        """Longest prompt plus response one request may have."""
+        return self.context_max or min(model_max, 32_768)

@@ -20,6 +20,7 @@ from dora_rl.types import UserError
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 LEARNER_SHARE = 0.5  # of a GPU, where instances are on it too
 EVALUATOR_SHARE = 0.1  # of the GPU of the learner's first rank
+INSTANCES_SHARE = 1.0 - LEARNER_SHARE - EVALUATOR_SHARE  # together, of a GPU of the learner's
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,17 +74,15 @@ def place_instances(
 
 def shared_place(elastic: bool) -> Place:
     """Where a cluster decides on the device: how much of its memory."""
-    return Place(memory_share=1.0 - LEARNER_SHARE - EVALUATOR_SHARE if elastic else 1.0)
+    return Place(memory_share=INSTANCES_SHARE if elastic else 1.0)
 
 
 def _share(chosen: Mapping[str, str], learners: Sequence[str]) -> dict[str, Place]:
-    count = Counter(chosen.values())
-
-    def share(gpu: str) -> float:
-        left = 1.0 - LEARNER_SHARE - EVALUATOR_SHARE if gpu in learners else 1.0
-        return left / count[gpu]
-
-    return {name: Place((gpu,), share(gpu)) for name, gpu in chosen.items()}
+    left = {
+        gpu: (INSTANCES_SHARE if gpu in learners else 1.0) / count
+        for gpu, count in Counter(chosen.values()).items()
+    }
+    return {name: Place((gpu,), left[gpu]) for name, gpu in chosen.items()}
 
 
 def _place_wide(

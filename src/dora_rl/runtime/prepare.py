@@ -66,13 +66,13 @@ def prepare(config: RunConfig) -> Prepared:
         reward.close()
     check_best_metric(config)
     check_backend(config)
-    check_context(config, len(train.prompt(0).token_ids))
 
     def decode(ids: Sequence[int]) -> str:
         return tokenizer.decode(ids, skip_special_tokens=True)
 
     layout = plan_layout(config, choose_device(config.runtime.device))
-    EngineOptions(**config.rollout.engine_options(layout.device, layout.resident_max))
+    engine = EngineOptions(**config.rollout.engine_options(layout.device, layout.resident_max))
+    check_context(config, engine, len(train.prompt(0).token_ids))
     return Prepared(config, layout, train, evaluation, decode)
 
 
@@ -97,9 +97,9 @@ def check_learner(config: RunConfig) -> None:
         resolve(options)
 
 
-def check_context(config: RunConfig, prompt_tokens: int) -> None:
+def check_context(config: RunConfig, engine: EngineOptions, prompt_tokens: int) -> None:
     """A prompt and its response have room in the context, the first one at least."""
-    context = config.rollout.context_max or min(read_spec(config.model.path).context_max, 32_768)
+    context = engine.context_limit(read_spec(config.model.path).context_max)
     tokens = prompt_tokens + config.rollout.tokens_max
     if tokens > context:
         raise UserError(

@@ -41,9 +41,8 @@ class Versions:
 
     def release(self) -> None:
         """The run has ended: shared memory is given back."""
-        if (
-            self.shared.root.resolve() != self.disk.root.resolve()
-        ):  # where there is none they are one
+        # A machine without shared memory has both in one place.
+        if self.shared.root.resolve() != self.disk.root.resolve():
             self.shared.destroy()
         if self._owner is not None:
             os.close(self._owner)

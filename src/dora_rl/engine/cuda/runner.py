@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from dora_rl.engine import sampler
-from dora_rl.engine.cache import KvCache, context_limit, derive_num_blocks, perform
+from dora_rl.engine.cache import KvCache, derive_num_blocks, perform
 from dora_rl.engine.cuda.attention import attend_prefill
 from dora_rl.engine.cuda.decoder import CudaDecoder, Rows
 from dora_rl.engine.cuda.graphs import Bucket, DecodeGraphs
@@ -75,7 +75,7 @@ class CudaRunner:
         self.lora = self.weights.adapters is not None
         self.num_blocks = derive_num_blocks(spec, options)
         self.cache = KvCache(spec, options, self.num_blocks)
-        context = context_limit(spec, options)
+        context = options.context_limit(spec.context_max)
         self._blocks_max = -(-context // options.block_tokens)
         self.decoder = CudaDecoder(spec, self.weights, context)
         self.slots = DeviceSlots(
