@@ -73,7 +73,8 @@ class RayHosts:
             if process.returncode == 0:
                 return
             time.sleep(0.3)
-        raise AssertionError("the head of the cluster did not start")
+        log = (self._logs / f"{self.head.name}.log").read_text()[-2000:]
+        raise AssertionError(f"the head of the cluster did not start: {log}")
 
     def wait_for(self, count: int) -> None:
         """Until so many hosts have joined."""
