@@ -168,7 +168,7 @@ def test_hosts_are_lost_and_nothing_is(tmp_path: Path) -> None:
     for line in continued:
         whole = tokens.get((line["group"], line["sample"]))
         assert whole is None or whole[: len(line["token_ids"])] == line["token_ids"]
-    assert len(starts(run, "learner")) == 2 and len(starts(run, "instance0")) >= 2
+    assert len(starts(run, "learner")) >= 2 and len(starts(run, "instance0")) >= 2
     print(json.dumps(run.summary(), indent=1))
 
 
