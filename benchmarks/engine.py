@@ -32,7 +32,6 @@ from typing import Any
 
 import torch
 
-from dora_rl.engine.cache import block_bytes
 from dora_rl.engine.engine import Engine
 from dora_rl.engine.options import EngineOptions
 from dora_rl.engine.random_weights import RandomAdapter, RandomWeights
@@ -157,7 +156,7 @@ def floor_ms(engine: Engine, args: argparse.Namespace, num_requests: int, versio
     """Weights once per version and engine plus the KV of the mean context, at the memory bandwidth
     (which all engines share)."""
     context = args.prompt + args.new / 2
-    kv = block_bytes(engine.spec, engine.options) / engine.options.block_tokens
+    kv = engine.options.block_bytes(engine.spec) / engine.options.block_tokens
     stacked = engine.runner.weights
     weights = stacked.bytes_per_version * (1 if stacked.adapters else versions) * args.engines
     return (weights + num_requests * context * kv) / (args.bandwidth_gbs * 1e9) * 1e3

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.numpy import load_file, save_file
 from tiny_runs import MODEL, tiny_run
 
 from dora_rl.cli import main
+from dora_rl.runtime import kinds
 
 
 def refuse(
@@ -58,6 +61,12 @@ def refuse(
         ("trainer.betas=[0.9, 1.5]", ["trainer.betas.1", "less than 1"]),
         ("runtime.run_dir=/dev/null/run", ["runtime.run_dir", "cannot make /dev/null/run"]),
         ("num_steps=4", ["num_steps=4", "section.key=value"]),
+        ("rollout.kv_bytes_max=100", ["rollout.kv_bytes_max", "at least two"]),
+        ("rollout.kv_bytes_max=200000", ["rollout.kv_bytes_max", "a prompt of"]),
+        ("trainer.device=cuda", ["trainer.device", "sees no GPU"]),
+        ("trainer.attention=flex", ["trainer.attention", "needs CUDA"]),
+        ("trainer.attention=varlen", ["trainer.attention", "needs CUDA"]),
+        ("trainer.reference_model=/nowhere", ["trainer.reference_model", "/nowhere"]),
     ],
 )
 def test_settings(
@@ -66,6 +75,37 @@ def test_settings(
     line = refuse(tmp_path, capsys, override)
     for word in words:
         assert word in line, line
+
+
+@pytest.mark.parametrize(
+    ("targets", "publish", "words"),
+    [
+        (["q_porj"], "adapters", ["trainer.lora_targets", "did you mean 'q_proj'?"]),
+        (["q_proj", "lm_head"], "adapters", ["trainer.lora_targets 'lm_head'"]),
+        (["lm_head"], "merged", ["trainer.lora_targets 'lm_head'", "known: "]),  # it is tied
+    ],
+)
+def test_adapters(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    targets: list[str],
+    publish: str,
+    words: list[str],
+) -> None:
+    settings = {"trainer__lora_targets": targets, "trainer__lora_publish": publish}
+    line = refuse(tmp_path, capsys, trainer__lora_rank=2, **settings)
+    for word in words:
+        assert word in line, line
+
+
+def test_ray_without_authentication(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kinds, "find_spec", lambda name: None)
+    assert "Ray is missing" in refuse(tmp_path, capsys, runtime__kind="ray")
+    monkeypatch.setattr(kinds, "find_spec", lambda name: object())
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    assert "RAY_AUTH_MODE is 'disabled'" in refuse(tmp_path, capsys, runtime__kind="ray")
 
 
 def test_a_file_that_is_not_toml(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,6 +135,76 @@ def test_model_directories(
     line = refuse(tmp_path, capsys, model__path=str(model))
     for word in [*words, str(model)]:
         assert word in line, line
+
+
+def cut(model: Path) -> None:
+    (model / "model.safetensors").write_bytes((model / "model.safetensors").read_bytes()[:100_000])
+
+
+def other_shape(model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    config["intermediate_size"] += 8
+    (model / "config.json").write_text(json.dumps(config))
+
+
+def more_layers(model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    config["num_hidden_layers"] += 1
+    config.pop("layer_types", None)
+    (model / "config.json").write_text(json.dumps(config))
+
+
+def lost_shard(model: Path) -> None:
+    weight_map = {"model.norm.weight": "model-00001-of-00001.safetensors"}
+    index = model / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+
+
+def wrong_index(model: Path) -> None:
+    weight_map = {"model.norm.wait": "model.safetensors"}
+    index = model / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (cut, ["model.safetensors: truncated"]),
+        (other_shape, ["mlp.", "config.json says"]),
+        (more_layers, ["tensors are missing, the first is model.layers."]),
+        (lost_shard, ["model-00001-of-00001.safetensors: the file is missing"]),
+        (wrong_index, ["model.safetensors: no tensor model.norm.wait"]),
+    ],
+)
+def test_damaged_models(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    damage: Callable[[Path], None],
+    words: list[str],
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(MODEL, model)
+    damage(model)
+    for key in ("model__path", "trainer__reference_model"):
+        line = refuse(tmp_path / key, capsys, **{key: str(model)})
+        for word in [*words, str(model)]:
+            assert word in line, line
+
+
+def test_a_reference_with_another_vocabulary(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(MODEL, model)
+    tensors = load_file(model / "model.safetensors")
+    of_tokens = ("model.embed_tokens.weight", "lm_head.weight")
+    fewer = {name: t[:-1].copy() if name in of_tokens else t for name, t in tensors.items()}
+    save_file(fewer, model / "model.safetensors")
+    config = json.loads((model / "config.json").read_text())
+    vocab = config["vocab_size"] - 1
+    (model / "config.json").write_text(json.dumps(config | {"vocab_size": vocab}))
+    line = refuse(tmp_path, capsys, trainer__reference_model=str(model))
+    assert "trainer.reference_model" in line and f"has {vocab} tokens" in line
 
 
 def test_a_model_that_the_engine_does_not_know(

@@ -29,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from dora_rl.runtime.kinds import check_kind
     from dora_rl.runtime.prepare import prepare
     from dora_rl.runtime.resume import (
         check_run_dir,
@@ -40,6 +41,7 @@ def run(args: argparse.Namespace) -> int:
 
     config = load_config(args.config, args.overrides)
     run_dir = Path(config.runtime.run_dir)
+    check_kind(config)
     check_run_dir(run_dir, resume=args.resume)
     if args.resume:
         check_same_run(config, run_dir)

@@ -17,15 +17,9 @@ from dora_rl.engine import pages
 from dora_rl.engine.options import EngineOptions
 from dora_rl.engine.plan import Copy, Plan, Restore, Scrub, Spill
 from dora_rl.engine.spec import ModelSpec
-from dora_rl.types import RequestId, UserError
+from dora_rl.types import RequestId
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-def block_bytes(spec: ModelSpec, options: EngineOptions) -> int:
-    """Keys and values of one block over all layers."""
-    size = DTYPES[options.dtype].itemsize
-    return 2 * spec.num_layers * spec.num_kv_heads * options.block_tokens * spec.head_dim * size
 
 
 def derive_num_blocks(spec: ModelSpec, options: EngineOptions) -> int:
@@ -37,12 +31,7 @@ def derive_num_blocks(spec: ModelSpec, options: EngineOptions) -> int:
         budget = int(0.85 * _gpu_bytes_left(options))
     elif not budget:
         budget = 1 << 30
-    num_blocks = budget // block_bytes(spec, options)
-    if num_blocks < 2:
-        raise UserError(
-            f"rollout.kv_bytes_max: {budget} bytes hold {num_blocks} KV blocks of "
-            f"{block_bytes(spec, options)} bytes; give at least two"
-        )
+    num_blocks = options.blocks_in(budget, spec)
     # More blocks than every slot at full length could never be used.
     context = options.context_limit(spec.context_max)
     return min(num_blocks, options.seqs_max * (-(-context // options.block_tokens) + 1))
@@ -62,7 +51,7 @@ class KvCache:
     def __init__(self, spec: ModelSpec, options: EngineOptions, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.scrap_block = num_blocks
-        self.block_bytes = block_bytes(spec, options)
+        self.block_bytes = options.block_bytes(spec)
         shape = (
             spec.num_layers,
             2,

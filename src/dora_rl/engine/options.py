@@ -7,8 +7,14 @@ every buffer the engine allocates has its size here (or is derived once, from me
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from dora_rl.types import UserError
+
+if TYPE_CHECKING:
+    from dora_rl.engine.spec import ModelSpec
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +48,7 @@ class EngineOptions:
     burst_max: int = 8  # on a GPU: decode steps launched at once where the host is the slower one
 
     def __post_init__(self) -> None:
-        if self.dtype not in ("float32", "bfloat16"):
+        if self.dtype not in ITEM_BYTES:
             raise UserError(
                 f"rollout.dtype is {self.dtype!r}; the engine computes in float32 or bfloat16"
             )
@@ -62,3 +68,18 @@ class EngineOptions:
     def context_limit(self, model_max: int) -> int:
         """Longest prompt plus response one request may have."""
         return self.context_max or min(model_max, 32_768)
+
+    def block_bytes(self, spec: ModelSpec) -> int:
+        """Keys and values of one block over all layers."""
+        width = spec.num_kv_heads * spec.head_dim * ITEM_BYTES[self.dtype]
+        return 2 * spec.num_layers * self.block_tokens * width
+
+    def blocks_in(self, budget: int, spec: ModelSpec) -> int:
+        """How many blocks so many bytes hold: at least two, or it is refused."""
+        each = self.block_bytes(spec)
+        if budget < 2 * each:
+            raise UserError(
+                f"rollout.kv_bytes_max: {budget} bytes hold {budget // each} KV blocks of "
+                f"{each} bytes; give at least two"
+            )
+        return budget // each

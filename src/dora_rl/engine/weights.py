@@ -22,6 +22,7 @@ from dora_rl.engine.cache import DTYPES
 from dora_rl.engine.lora import NUM_PARTS, Adapters, LoraShape
 from dora_rl.engine.options import EngineOptions
 from dora_rl.engine.spec import ModelSpec
+from dora_rl.engine.targets import by_layer, check_shape, targets_of
 from dora_rl.types import UserError
 
 
@@ -38,18 +39,6 @@ class FileSource(Protocol):
 
     @property
     def files(self) -> Sequence[Path]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """Where a named tensor goes: rows [start, start + shape[0]) of a packed parameter."""
-
-    param: str
-    start: int
-    shape: tuple[int, ...]
-    expert: int = -1
-    full: bool = False  # the tensor is the whole packed parameter
-    repeat: int = 0  # the tensor fills this many rows (one norm shared by all heads)
 
 
 @dataclass(slots=True)
@@ -160,43 +149,15 @@ class ModelWeights:
 
     def load(self, slot: int, source: TensorSource, where: str) -> Iterator[str]:
         """Fill a slot with whole weights, yielding the name of each layer once it is complete."""
-        names = set(source.names())
-        needed = self._needed(names, where)
+        needed = by_layer(self.spec, self.targets, source.names(), where)
         for group, members in needed.items():
             for name in members:
                 self._put(slot, name, source.tensor(name), where)
             yield group
 
-    def _needed(self, names: set[str], where: str) -> dict[str, list[str]]:
-        groups: dict[str, list[str]] = {}
-        filled: set[tuple[str, int, int]] = set()
-        for name in names:
-            target = self.targets.get(name)
-            if target is None:
-                if name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq"):
-                    continue  # a tied head saved all the same
-                raise UserError(f"{where}: tensor {name} does not belong to a {self.spec.family}")
-            filled.add((target.param, -1 if target.full else target.expert, target.start))
-            groups.setdefault(target.param.split(".")[0], []).append(name)
-        missing = [
-            name
-            for name, target in self.targets.items()
-            if not target.full
-            and (target.param, target.expert, target.start) not in filled
-            and (target.expert < 0 or (target.param, -1, 0) not in filled)
-        ]
-        if missing:
-            raise UserError(
-                f"{where}: {len(missing)} tensors are missing, the first is {missing[0]}"
-            )
-        return {group: sorted(groups[group]) for group in sorted(groups, key=_layer_order)}
-
     def _put(self, slot: int, name: str, data: Tensor, where: str) -> None:
         target, data = self.targets[name], data.detach()
-        if tuple(data.shape) != target.shape:
-            raise UserError(
-                f"{where}: {name} has shape {tuple(data.shape)}, config.json says {target.shape}"
-            )
+        check_shape(target, name, tuple(data.shape), where)
         param = self._params[target.param][slot]
         if target.expert >= 0 and not target.full:
             param = param[target.expert]
@@ -247,81 +208,3 @@ def make_weights(spec: ModelSpec, options: EngineOptions) -> ModelWeights:
     """Room for what the options say."""
     o = options
     return ModelWeights(spec, o.versions_max, o.device, o.dtype, o.lora_rank)
-
-
-def _layer_order(group: str) -> tuple[int, int]:
-    return (1, int(group)) if group.isdigit() else (0 if group == "embed" else 2, 0)
-
-
-def targets_of(spec: ModelSpec) -> dict[str, Target]:
-    """Hugging Face name -> place in the packed parameters."""
-    targets = {
-        "model.embed_tokens.weight": Target("embed", 0, (spec.vocab, spec.hidden)),
-        "model.norm.weight": Target("norm", 0, (spec.hidden,)),
-    }
-    if not spec.tied:
-        targets["lm_head.weight"] = Target("lm_head", 0, (spec.vocab, spec.hidden))
-    for i in range(spec.num_layers):
-        prefix = f"model.layers.{i}."
-        layer = _attention_targets(spec, str(i)) | _mlp_targets(spec, i)
-        targets |= {prefix + name: target for name, target in layer.items()}
-    return targets
-
-
-def _attention_targets(spec: ModelSpec, i: str) -> dict[str, Target]:
-    d, width = spec.hidden, spec.head_dim
-    rows = {"q": spec.num_heads * width, "k": spec.num_kv_heads * width}
-    rows["v"] = rows["k"]
-    starts = {"q": 0, "k": rows["q"], "v": rows["q"] + rows["k"]}
-    out = {
-        "input_layernorm.weight": Target(f"{i}.norm1", 0, (d,)),
-        "post_attention_layernorm.weight": Target(f"{i}.norm2", 0, (d,)),
-        "self_attn.o_proj.weight": Target(f"{i}.o", 0, (d, rows["q"])),
-    }
-    for part in "qkv":
-        name = f"self_attn.{part}_proj"
-        out[f"{name}.weight"] = Target(f"{i}.qkv", starts[part], (rows[part], d))
-        if spec.qkv_bias:
-            out[f"{name}.bias"] = Target(f"{i}.qkv_bias", starts[part], (rows[part],))
-    if spec.o_bias:
-        out["self_attn.o_proj.bias"] = Target(f"{i}.o_bias", 0, (d,))
-    if spec.qk_norm:
-        out["self_attn.q_norm.weight"] = Target(f"{i}.qk_norm", 0, (width,), repeat=spec.num_heads)
-        out["self_attn.k_norm.weight"] = Target(
-            f"{i}.qk_norm", spec.num_heads, (width,), repeat=spec.num_kv_heads
-        )
-    return out
-
-
-def _mlp_targets(spec: ModelSpec, i: int) -> dict[str, Target]:
-    d, moe = spec.hidden, spec.moe
-    if moe is None or i not in moe.sparse_layers:
-        return _dense_mlp_targets(spec, i)
-    inner = moe.intermediate
-    out = {
-        "mlp.gate.weight": Target(f"{i}.router", 0, (moe.num_experts, d)),
-        "mlp.experts.gate_up_proj": Target(
-            f"{i}.gate_up", 0, (moe.num_experts, 2 * inner, d), full=True
-        ),
-        "mlp.experts.down_proj": Target(f"{i}.down", 0, (moe.num_experts, d, inner), full=True),
-    }
-    for e in range(moe.num_experts):
-        name = f"mlp.experts.{e}"
-        out[f"{name}.gate_proj.weight"] = Target(f"{i}.gate_up", 0, (inner, d), e)
-        out[f"{name}.up_proj.weight"] = Target(f"{i}.gate_up", inner, (inner, d), e)
-        out[f"{name}.down_proj.weight"] = Target(f"{i}.down", 0, (d, inner), e)
-    return out
-
-
-def _dense_mlp_targets(spec: ModelSpec, i: int) -> dict[str, Target]:
-    d, inner = spec.hidden, spec.intermediate
-    out = {
-        "mlp.gate_proj.weight": Target(f"{i}.gate_up", 0, (inner, d)),
-        "mlp.up_proj.weight": Target(f"{i}.gate_up", inner, (inner, d)),
-        "mlp.down_proj.weight": Target(f"{i}.down", 0, (d, inner)),
-    }
-    if spec.mlp_bias:
-        out["mlp.gate_proj.bias"] = Target(f"{i}.gate_up_bias", 0, (inner,))
-        out["mlp.up_proj.bias"] = Target(f"{i}.gate_up_bias", inner, (inner,))
-        out["mlp.down_proj.bias"] = Target(f"{i}.down_bias", 0, (d,))
-    return out

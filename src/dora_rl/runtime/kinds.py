@@ -6,9 +6,24 @@ import os
 import secrets
 from importlib.util import find_spec
 
+from dora_rl.config import RunConfig
 from dora_rl.runtime.local import LocalRun
 from dora_rl.runtime.prepare import Prepared
 from dora_rl.types import UserError
+
+
+def check_kind(config: RunConfig) -> None:
+    """What a run on a cluster cannot do without, as far as it shows before the start."""
+    if config.runtime.kind == "local":
+        return
+    if find_spec("ray") is None:
+        raise UserError("runtime.kind is ray and Ray is missing: pip install 'dora-rl[cluster]'")
+    mode = os.environ.get("RAY_AUTH_MODE", "token")
+    if mode != "token":
+        raise UserError(
+            f"RAY_AUTH_MODE is {mode!r}: anybody on the network could run code in this cluster; "
+            "unset it, and see docs/cluster.md for how hosts share a token"
+        )
 
 
 def open_run(prepared: Prepared, *, resume: bool) -> LocalRun:
@@ -17,8 +32,7 @@ def open_run(prepared: Prepared, *, resume: bool) -> LocalRun:
     data = (prepared.layout, prepared.train, prepared.evaluation, prepared.decode)
     if config.runtime.kind == "local":
         return LocalRun(config, *data, resume=resume)
-    if find_spec("ray") is None:
-        raise UserError("runtime.kind is ray and Ray is missing: pip install 'dora-rl[cluster]'")
+    check_kind(config)
     authenticate(own=not config.runtime.address)
     from dora_rl.runtime.cluster_run import ClusterRun
     from dora_rl.runtime.ray import open_cluster
@@ -36,11 +50,6 @@ def authenticate(*, own: bool) -> None:
 
     A cluster of our own gets a fresh token; the token of any other is the user's to provide.
     """
-    mode = os.environ.setdefault("RAY_AUTH_MODE", "token")
-    if mode != "token":
-        raise UserError(
-            f"RAY_AUTH_MODE is {mode!r}: anybody on the network could run code in this cluster; "
-            "unset it, and see docs/cluster.md for how hosts share a token"
-        )
+    os.environ["RAY_AUTH_MODE"] = "token"
     if own and not os.environ.get("RAY_AUTH_TOKEN_PATH"):
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))

@@ -19,10 +19,10 @@ from dora_rl.rewards.base import build
 from dora_rl.runtime.engines import check_backend
 from dora_rl.runtime.evaluation import FIGURES
 from dora_rl.runtime.layout import Layout, plan_layout
+from dora_rl.runtime.learner_check import check_learner, check_learner_device
+from dora_rl.runtime.model_check import check_model_files
 from dora_rl.runtime.sinks import check_sinks
 from dora_rl.runtime.tokenizer import open_tokenizer
-from dora_rl.trainer.losses.recipes import fill, is_users_own
-from dora_rl.trainer.options import AlgorithmOptions, TrainerOptions, check_schedule, from_section
 from dora_rl.types import UserError
 
 
@@ -71,6 +71,7 @@ def prepare(config: RunConfig) -> Prepared:
         return tokenizer.decode(ids, skip_special_tokens=True)
 
     layout = plan_layout(config, choose_device(config.runtime.device))
+    check_learner_device(config, layout.device)
     engine = EngineOptions(**config.rollout.engine_options(layout.device, layout.resident_max))
     check_context(config, engine, len(train.prompt(0).token_ids))
     return Prepared(config, layout, train, evaluation, decode)
@@ -86,20 +87,10 @@ def check_columns(missing: Sequence[str], section: RewardConfig) -> None:
         )
 
 
-def check_learner(config: RunConfig) -> None:
-    """What the learner would refuse after the start. Torch is imported for a loss of the user's."""
-    options = from_section(AlgorithmOptions, config.algorithm)
-    fill(options)
-    check_schedule(from_section(TrainerOptions, config.trainer))
-    if is_users_own(options.loss):
-        from dora_rl.trainer.losses.registry import resolve
-
-        resolve(options)
-
-
 def check_context(config: RunConfig, engine: EngineOptions, prompt_tokens: int) -> None:
-    """A prompt and its response have room in the context, the first one at least."""
-    context = engine.context_limit(read_spec(config.model.path).context_max)
+    """A prompt and its response have room, the first one at least."""
+    spec = read_spec(config.model.path)
+    context = engine.context_limit(spec.context_max)
     tokens = prompt_tokens + config.rollout.tokens_max
     if tokens > context:
         raise UserError(
@@ -107,6 +98,14 @@ def check_context(config: RunConfig, engine: EngineOptions, prompt_tokens: int) 
             f"{config.rollout.tokens_max} exceed the context of {context}; lower it to "
             f"{context} less the longest prompt"
         )
+    if config.rollout.backend == "native" and engine.kv_bytes_max:
+        # As the engine counts: one block is kept for the next token.
+        room = (engine.blocks_in(engine.kv_bytes_max, spec) - 1) * engine.block_tokens
+        if tokens > room:
+            raise UserError(
+                f"rollout.kv_bytes_max: {engine.kv_bytes_max} bytes hold requests of {room} tokens "
+                f"at most; a prompt of {prompt_tokens} and its response have {tokens}"
+            )
 
 
 def check_best_metric(config: RunConfig) -> None:
@@ -153,20 +152,6 @@ def with_environments(config: RunConfig) -> RunConfig:
     )
     data = config.data.model_copy(update={"train": mixed})
     return config.model_copy(update={"data": data})
-
-
-def check_model_files(path: Path) -> None:
-    """A Hugging Face directory of a known architecture with safetensors and a tokenizer."""
-    if not path.is_dir():
-        raise UserError(
-            f"model.path: {path} is not a directory with a Hugging Face model; give its path, or "
-            f"fetch one with: hf download ID --local-dir DIR"
-        )
-    read_spec(path)
-    if not any(path.glob("*.safetensors")):
-        raise UserError(f"model.path: no *.safetensors in {path}; convert the model to safetensors")
-    if not any(path.glob("tokenizer*")) and not any(path.glob("vocab*")):
-        raise UserError(f"model.path: no tokenizer in {path}; copy tokenizer.json into it")
 
 
 def choose_device(wanted: str) -> str:

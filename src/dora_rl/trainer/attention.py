@@ -25,7 +25,7 @@ from torch import Tensor
 
 from dora_rl.trainer.attention_blocks import attend_blocks
 from dora_rl.trainer.attention_layout import Layout
-from dora_rl.trainer.options import choose
+from dora_rl.trainer.options import check_attention, choose
 from dora_rl.types import UserError
 
 # Beyond this length the probabilities that `blocks` keeps weigh more than the flash kernel's
@@ -146,10 +146,7 @@ def pick_attention(name: str, device: torch.device, dtype: torch.dtype) -> Atten
             return attend_varlen
         return attend_loop if cuda else attend_cpu
     choose("trainer.attention", name, (*BACKENDS, "auto"))
+    check_attention(name, on_gpu=cuda, dtype=str(dtype).removeprefix("torch."))
     if name == "varlen" and not flash:
-        raise UserError("trainer.attention 'varlen' needs CUDA and bfloat16; use 'auto'")
-    if name == "flex" and not cuda:
-        raise UserError("trainer.attention 'flex' needs CUDA; use 'auto'")
-    if name == "blocks" and (cuda or dtype != torch.float32):
-        raise UserError("trainer.attention 'blocks' is for float32 on a CPU; use 'auto'")
+        raise UserError("trainer.attention 'varlen': this torch has no such kernel; use 'auto'")
     return BACKENDS[name]

@@ -16,14 +16,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from dora_rl.trainer.options import TrainerOptions
+from dora_rl.trainer.options import LINEAR_LAYERS, TrainerOptions
 from dora_rl.trainer.weights import TensorReader
 from dora_rl.types import UserError
 
 if TYPE_CHECKING:
     from dora_rl.ports import SealedWeights
 
-LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _ADAPTER = "default"
 _BASE = ".base_layer."
 PREFIX = "base_model.model."  # peft's, before a checkpoint's name

@@ -113,6 +113,20 @@ class TrainerOptions:
     seed: int = 0
 
 
+ATTENTION_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj")
+LINEAR_LAYERS = (*ATTENTION_LAYERS, "gate_proj", "up_proj", "down_proj")
+
+
+def check_attention(name: str, *, on_gpu: bool, dtype: str) -> None:
+    """Whether a backend computes on such a device in this dtype ("auto": the device's own)."""
+    if name == "varlen" and (not on_gpu or dtype == "float32"):
+        raise UserError("trainer.attention 'varlen' needs CUDA and bfloat16; use 'auto'")
+    if name == "flex" and not on_gpu:
+        raise UserError("trainer.attention 'flex' needs CUDA; use 'auto'")
+    if name == "blocks" and (on_gpu or dtype not in ("auto", "float32")):
+        raise UserError("trainer.attention 'blocks' is for float32 on a CPU; use 'auto'")
+
+
 def check_schedule(options: TrainerOptions) -> None:
     choose("trainer.schedule", options.schedule, SCHEDULES)
     if options.schedule != "constant" and options.num_updates <= options.warmup_updates:

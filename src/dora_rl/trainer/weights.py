@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -30,8 +30,15 @@ def tensor_files(directory: Path) -> dict[str, Path]:
     path = directory / SINGLE
     if not path.is_file():
         raise UserError(f"model '{directory}': no {SINGLE}; only safetensors weights are read")
-    with safe_open(path, framework="pt") as file:
+    with _open(path) as file:
         return dict.fromkeys(file.keys(), path)
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path}: truncated or not safetensors ({error})") from error
 
 
 class TensorReader:
@@ -54,7 +61,7 @@ class TensorReader:
         if path is None:
             raise UserError(f"model '{self.directory}': tensor '{name}' is missing")
         if path not in self._open:
-            self._open[path] = self._stack.enter_context(safe_open(path, framework="pt"))
+            self._open[path] = self._stack.enter_context(_open(path))
         return self._open[path].get_tensor(name)
 
 

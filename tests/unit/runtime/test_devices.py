@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dora_rl.config import RunConfig
-from dora_rl.engine.cache import block_bytes, derive_num_blocks
+from dora_rl.engine.cache import derive_num_blocks
 from dora_rl.engine.models import read_spec
 from dora_rl.engine.options import EngineOptions
 from dora_rl.runtime.cluster_run import demand_of
@@ -102,7 +102,7 @@ def test_the_cache_stays_within_the_share(monkeypatch: pytest.MonkeyPatch) -> No
 
     def kv_bytes(share: float) -> int:
         options = EngineOptions(device="cuda", memory_share=share, seqs_max=1000)
-        return derive_num_blocks(spec, options) * block_bytes(spec, options)
+        return derive_num_blocks(spec, options) * options.block_bytes(spec)
 
     mib = 1 << 20
     assert 0.84 * 90 * mib < kv_bytes(1.0) <= 0.85 * 90 * mib
