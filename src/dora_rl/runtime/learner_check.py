@@ -58,7 +58,7 @@ def _check_adapters(config: RunConfig, trainer: TrainerOptions) -> None:
         raise UserError("trainer.lora_rank needs the package peft: pip install peft")
     spec = read_spec(config.model.path)
     dense = spec.moe is None or len(spec.moe.sparse_layers) < spec.num_layers
-    known = list(LINEAR_LAYERS if dense else ATTENTION_LAYERS)
+    known: list[str] = [*(LINEAR_LAYERS if dense else ATTENTION_LAYERS)]
     if trainer.lora_publish == "merged" and not spec.tied:
         known.append("lm_head")  # instances have adapters for the layers of the blocks alone
     for target in trainer.lora_targets:
