@@ -184,7 +184,7 @@ class AlgorithmConfig(Section):
     """[algorithm] the loss, its corrections and the advantages."""
 
     loss: str = "grpo"  # a recipe, or path/to/file.py:function
-    advantage: str | None = None  # group | group_mean | leave_one_out | batch | gae
+    advantage: str | None = None  # group | group_mean | leave_one_out | batch | gae | file.py:name
     aggregation: str | None = None  # token_mean | sequence_mean | constant
     constant_tokens: int | None = None  # denominator per sequence of `constant`
     clip_low: float | None = None  # epsilon below; none: the recipe's

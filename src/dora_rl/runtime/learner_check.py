@@ -1,6 +1,6 @@
 """What the learner would refuse after the start, found before it.
 
-Imports torch only for a loss of the user's and for a device that is named.
+Imports torch only for a loss or an advantage of the user's and for a device that is named.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def check_learner(config: RunConfig) -> None:
     _check_adapters(config, trainer)
     if trainer.reference_model:
         _check_reference(config, Path(trainer.reference_model))
-    if is_users_own(algorithm.loss):
+    if is_users_own(algorithm.loss) or is_users_own(algorithm.advantage or ""):
         from dora_rl.trainer.losses.registry import resolve
 
         resolve(algorithm)

@@ -6,7 +6,8 @@ skipping it changes nothing), never rounding noise blown up by a tiny standard d
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -44,7 +45,13 @@ def leave_one_out(rewards: Sequence[float]) -> list[float]:
     return [r - (total - r) / others for r in rewards]
 
 
-PER_GROUP = {"group": group, "group_mean": group_mean, "leave_one_out": leave_one_out}
+# From the rewards and the lengths of a group's responses to one advantage each.
+GroupAdvantage: TypeAlias = Callable[[Sequence[float], Sequence[int]], list[float]]
+PER_GROUP: dict[str, GroupAdvantage] = {
+    "group": lambda rewards, lengths: group(rewards),
+    "group_mean": lambda rewards, lengths: group_mean(rewards),
+    "leave_one_out": lambda rewards, lengths: leave_one_out(rewards),
+}
 
 
 def whiten(values_T: Tensor) -> Tensor:

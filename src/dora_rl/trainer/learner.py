@@ -246,7 +246,7 @@ class Learner:
         documents = group_documents(group, self.objective.options)
         if self.objective.options.kl_in == "reward":
             self._score_reference(documents)
-        per_group_advantages(documents, self.objective.options)
+        per_group_advantages(documents, self.objective)
         self._enqueue(documents, num_groups=1)
 
     def _enqueue(self, documents: Sequence[Document], num_groups: int) -> None:
@@ -383,7 +383,7 @@ class Learner:
             whole_batch_advantages(everything, self.objective.options)
         else:
             for ds in documents:
-                per_group_advantages(ds, self.objective.options)
+                per_group_advantages(ds, self.objective)
         updates = self.options.updates_per_step
         for i in range(updates):
             mine = documents[i * len(groups) // updates : (i + 1) * len(groups) // updates]

@@ -42,7 +42,8 @@ class AlgorithmOptions:
     """[algorithm]: the loss, its corrections and the advantages."""
 
     loss: str = "grpo"  # a recipe, or path/to/file.py:function
-    advantage: str | None = None  # group | group_mean | leave_one_out | batch | gae
+    # group | group_mean | leave_one_out | batch | gae, or path/to/file.py:function
+    advantage: str | None = None
     aggregation: str | None = None  # token_mean | sequence_mean | constant
     constant_tokens: int | None = None  # denominator per sequence of `constant`
     clip_low: float | None = None

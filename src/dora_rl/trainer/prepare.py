@@ -11,10 +11,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dora_rl.trainer.advantages import PER_GROUP, gae, overlong_penalty, returns_to_go, whiten
+from dora_rl.trainer.advantages import gae, overlong_penalty, returns_to_go, whiten
 from dora_rl.trainer.batch import GroupBatch
 from dora_rl.trainer.documents import Document, document_of
 from dora_rl.trainer.losses.penalties import KL
+from dora_rl.trainer.losses.registry import Objective
 from dora_rl.trainer.options import AlgorithmOptions
 
 
@@ -42,14 +43,15 @@ def _kl_T(document: Document, options: AlgorithmOptions) -> Tensor | None:
     return options.kl_coef * estimate(document.rollout_logprobs, document.ref_logprobs)
 
 
-def per_group_advantages(documents: Sequence[Document], options: AlgorithmOptions) -> None:
+def per_group_advantages(documents: Sequence[Document], objective: Objective) -> None:
     """Fill in advantages that need the group alone: one number for all tokens of a response."""
     rewards = []
     for d in documents:
-        penalty = _kl_T(d, options)
+        penalty = _kl_T(d, objective.options)
         rewards.append(d.reward - (0.0 if penalty is None else float(penalty.sum())))
-    assert options.advantage is not None
-    for d, a in zip(documents, PER_GROUP[options.advantage](rewards), strict=True):
+    assert objective.group_advantage is not None
+    advantages = objective.group_advantage(rewards, [d.num_trained for d in documents])
+    for d, a in zip(documents, advantages, strict=True):
         d.advantages = torch.full((d.num_trained,), a, dtype=torch.float32)
 
 

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dora_rl.trainer.advantages import PER_GROUP
+from dora_rl.trainer.advantages import PER_GROUP, GroupAdvantage
 from dora_rl.trainer.corrections import CORRECTIONS, correction_weight
 from dora_rl.trainer.losses import recipes
 from dora_rl.trainer.losses.aggregate import whole
@@ -317,6 +317,37 @@ def test_a_users_own_loss(tmp_path) -> None:
         resolve(AlgorithmOptions(loss=f"{path}:other"))
     with pytest.raises(UserError, match=r"nowhere.py does not exist; check algorithm.loss"):
         resolve(AlgorithmOptions(loss="nowhere.py:loss"))
+
+
+def test_a_users_own_advantage(tmp_path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "def centred(rewards):\n    return [r - sum(rewards) / len(rewards) for r in rewards]\n"
+        "def per_token(rewards, lengths):\n    return [r / n for r, n in zip(rewards, lengths)]\n"
+        "def short(rewards):\n    return rewards[1:]\n"
+        "def endless(rewards):\n    return [float('inf')] * len(rewards)\n"
+        "def broken(rewards):\n    return rewards.mean()\n"
+        "number = 3\n"
+    )
+
+    def advantage(name: str) -> GroupAdvantage:
+        objective = resolve(AlgorithmOptions(advantage=f"{path}:{name}"))
+        assert not objective.needs_whole_batch and objective.may_skip_zero_advantage
+        assert objective.group_advantage is not None
+        return objective.group_advantage
+
+    assert advantage("centred")([1.0, 0.0], [3, 4]) == PER_GROUP["group_mean"]([1.0, 0.0], [3, 4])
+    assert advantage("per_token")([1.0, 2.0], [2, 8]) == [0.5, 0.25]
+    with pytest.raises(UserCodeError, match="one finite number per response: 2, not"):
+        advantage("short")([1.0, 0.0], [3, 4])
+    with pytest.raises(UserCodeError, match="one finite number per response"):
+        advantage("endless")([1.0, 0.0], [3, 4])
+    with pytest.raises(UserCodeError, match="raised AttributeError"):
+        advantage("broken")([1.0, 0.0], [3, 4])
+    with pytest.raises(UserError, match="is not a function"):
+        advantage("number")
+    with pytest.raises(UserError, match=r"nowhere.py does not exist; check algorithm.advantage"):
+        resolve(AlgorithmOptions(advantage="nowhere.py:f"))
 
 
 @pytest.mark.parametrize(

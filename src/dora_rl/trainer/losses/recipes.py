@@ -68,9 +68,9 @@ RECIPES: dict[str, Recipe] = {
 }
 
 
-def is_users_own(loss: str) -> bool:
+def is_users_own(name: str) -> bool:
     """`path/to/file.py:name` or `package.module:name`, not one of ours."""
-    return ":" in loss
+    return ":" in name
 
 
 def recipe_of(loss: str) -> Recipe:
@@ -100,7 +100,8 @@ def fill(options: AlgorithmOptions) -> AlgorithmOptions:
 
 def _check(options: AlgorithmOptions) -> None:
     assert options.advantage and options.aggregation and options.old_logprobs
-    choose("algorithm.advantage", options.advantage, ADVANTAGES)
+    if not is_users_own(options.advantage):
+        choose("algorithm.advantage", options.advantage, ADVANTAGES)
     choose("algorithm.aggregation", options.aggregation, AGGREGATIONS)
     choose("algorithm.old_logprobs", options.old_logprobs, OLD_LOGPROBS)
     choose("algorithm.kl_estimator", options.kl_estimator, KL_ESTIMATORS)

@@ -6,20 +6,16 @@ package and aggregated by `token_mean` unless the options say otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
-from torch import Tensor
-
+from dora_rl.trainer.advantages import PER_GROUP, GroupAdvantage
 from dora_rl.trainer.losses.clipped import clipped, decoupled, triplet
-from dora_rl.trainer.losses.inputs import LossFunction, LossInputs, LossOutput
+from dora_rl.trainer.losses.inputs import LossFunction
+from dora_rl.trainer.losses.own import own_advantage, own_loss
 from dora_rl.trainer.losses.recipes import fill, is_users_own, recipe_of
 from dora_rl.trainer.losses.score import cispo, reinforce
 from dora_rl.trainer.losses.sequence import gspo
 from dora_rl.trainer.options import AlgorithmOptions
-from dora_rl.types import UserError
-from dora_rl.user_code import UserCodeError, load_object, one_line
 
 FUNCTIONS: dict[str, LossFunction] = {
     "clipped": clipped,
@@ -41,6 +37,7 @@ class Objective:
 
     function: LossFunction
     options: AlgorithmOptions
+    group_advantage: GroupAdvantage | None  # None: it takes the whole batch
     zero_advantage_is_free: bool = True
 
     @property
@@ -56,7 +53,7 @@ class Objective:
     @property
     def needs_whole_batch(self) -> bool:
         """Advantages that are normalised over the batch cannot be computed on a stream."""
-        return self.advantage in ("batch", "gae")
+        return self.group_advantage is None
 
     @property
     def needs_critic(self) -> bool:
@@ -75,36 +72,11 @@ class Objective:
 
 
 def resolve(options: AlgorithmOptions) -> Objective:
-    """The options filled from the recipe, and the function."""
+    """The options filled from the recipe, and the functions."""
     filled = fill(options)
+    name = filled.advantage
+    assert name is not None
+    advantage = own_advantage(name) if is_users_own(name) else PER_GROUP.get(name)
     if is_users_own(options.loss):
-        return Objective(_users_function(options.loss), filled, zero_advantage_is_free=False)
-    return Objective(FUNCTIONS[recipe_of(options.loss).function], filled)
-
-
-def _users_function(name: str) -> LossFunction:
-    function = load_object(name, Path("."), section="algorithm", key="algorithm.loss")
-    if not callable(function):
-        raise UserError(f"algorithm.loss '{name}' is not a function")
-    return _checked(function, name)
-
-
-def _checked(function: Callable[..., object], name: str) -> LossFunction:
-    """A user's loss may return the losses per token alone; anything else is refused by name."""
-
-    def call(inputs: LossInputs, options: AlgorithmOptions) -> LossOutput:
-        try:
-            out = function(inputs, options)
-        except Exception as error:
-            # Whatever it is, another learner would only come to the same place.
-            raise UserCodeError(f"algorithm.loss '{name}' raised {one_line(error)}") from error
-        if isinstance(out, Tensor):
-            out = LossOutput(out)
-        if not isinstance(out, LossOutput) or out.loss_T.shape != inputs.logprobs_T.shape:
-            raise UserCodeError(
-                f"algorithm.loss '{name}' must return one loss per token, a tensor of shape "
-                f"{tuple(inputs.logprobs_T.shape)}, or a LossOutput with it"
-            )
-        return out
-
-    return call
+        return Objective(own_loss(options.loss), filled, advantage, zero_advantage_is_free=False)
+    return Objective(FUNCTIONS[recipe_of(options.loss).function], filled, advantage)
