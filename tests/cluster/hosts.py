@@ -102,7 +102,7 @@ def with_signal(pid: int) -> None:
 
 def first_child(pid: int) -> int:
     """The process that `unshare` forked, as this side numbers it, once its mounts are done."""
-    until = time.monotonic() + 20.0
+    until = time.monotonic() + 120.0
     while time.monotonic() < until:
         for child in descendants(pid):
             comm = Path(f"/proc/{child}/comm")
@@ -127,6 +127,7 @@ def virtual_hosts(count: int, hidden: tuple[Path, ...] = ()) -> Iterator[list[Vi
     # A test or benchmark that is ended from outside cleans up as well.
     before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))
     try:
+        take_down(hosts, bridge)  # what a killed run of this process id may have left
         call("ip", "link", "add", bridge, "type", "bridge")
         call("ip", "link", "set", bridge, "up")
         for number, host in enumerate(hosts):
@@ -135,11 +136,15 @@ def virtual_hosts(count: int, hidden: tuple[Path, ...] = ()) -> Iterator[list[Vi
         yield hosts
     finally:
         signal.signal(signal.SIGTERM, before)
-        for host in hosts:
-            host.kill()
-            subprocess.run(["ip", "netns", "del", host.name], capture_output=True, check=False)
-            subprocess.run(["ip", "link", "del", host.link], capture_output=True, check=False)
-        subprocess.run(["ip", "link", "del", bridge], capture_output=True, check=False)
+        take_down(hosts, bridge)
+
+
+def take_down(hosts: list[VirtualHost], bridge: str) -> None:
+    for host in hosts:
+        host.kill()
+        subprocess.run(["ip", "netns", "del", host.name], capture_output=True, check=False)
+        subprocess.run(["ip", "link", "del", host.link], capture_output=True, check=False)
+    subprocess.run(["ip", "link", "del", bridge], capture_output=True, check=False)
 
 
 def _plug_in(host: VirtualHost, bridge: str) -> None:

@@ -128,6 +128,7 @@ def test_a_live_run_to_its_end_and_every_view(page: Any, tmp_path: Path) -> None
         with dashboard(run.run_dir) as address:
             page.goto(address)
             page.wait_for_selector("#status.live")
+            wait_until("both instances", lambda: len(run.joined()) == 2, process)
             gate.touch()
             wait_until("the first step", lambda: bool(run.steps()), process)
             wait_until("a trained group", lambda: figure(page, "state_trained") > 0)

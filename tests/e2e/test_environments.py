@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_runs import ENDLESS, ROOT, TinyRun, finish, tiny_run, wait_until, workers_of
+from tiny_runs import ENDLESS, ROOT, TinyRun, finish, pid_of, tiny_run, wait_until, workers_of
 
-from dora_rl.core.actions import End, EndGroup, Move, Park
+from dora_rl.core.actions import Action, End, EndGroup, Move, Park
 from dora_rl.envs.calculator import CALL, operate
 
 MODEL = ROOT / "recipes" / "models" / "tiny_tools"
@@ -146,6 +146,8 @@ def test_killed_workers_lose_nothing(tmp_path: Path) -> None:
     process = run.start()
     for step, name in enumerate(("env0", "instance1", "env1")):
         wait_until(f"step {step}", lambda step=step: step in run.steps(), process)
+        if step:
+            wait_until("requests that were moved or parked", lambda: bool(placed(run)), process)
         os.kill(pid_of(run, name), signal.SIGKILL)
     wait_until("step 3", lambda: 3 in run.steps(), process)
     process.send_signal(signal.SIGKILL)
@@ -155,8 +157,7 @@ def test_killed_workers_lose_nothing(tmp_path: Path) -> None:
     finish(run.start("--resume", f"orchestration.num_steps={num_steps}"))
     report = run.proven()
     assert report.figures.steps == num_steps and report.figures.groups_failed == 0
-    placed = [a for entry in run.entries() for a in entry.actions if isinstance(a, (Move, Park))]
-    assert placed, "requests were moved or parked"
+    assert placed(run)
     rows = run.lines("rollouts.jsonl")
     assert len({(row["group"], row["sample"]) for row in rows}) == len(rows) == num_steps * 16
     for row in rows:
@@ -199,10 +200,5 @@ def test_every_mode_trains_with_a_tool(tmp_path: Path, mode: str) -> None:
     assert mode == "partial" or summary["mixed_version_frac"] == 0
 
 
-def pid_of(run: TinyRun, name: str) -> int:
-    """The process whose log this is."""
-    log = str(run.run_dir / "logs" / f"{name}.log")
-    for pid in workers_of(run.run_dir):
-        if os.readlink(f"/proc/{pid}/fd/1") == log:
-            return pid
-    raise AssertionError(f"no process writes {log}")
+def placed(run: TinyRun) -> list[Action]:
+    return [a for entry in run.entries() for a in entry.actions if isinstance(a, (Move, Park))]

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from tiny_runs import TinyRun, finish, tiny_run, wait_until
+from tiny_runs import TinyRun, finish, start_together, tiny_run, wait_until
 
 from dora_rl.core.actions import End
 
@@ -80,10 +80,10 @@ def test_one_seat_instances_flip_and_migrate(tmp_path: Path) -> None:
         model__path=str(slow_twin(tmp_path / "slow")),
         rollout__versions_max=1,
         rollout__tokens_max=448,
-        # So few that both instances have requests, whichever is there first.
-        rollout__seqs_max=24,
+        rollout__seqs_max=24,  # so few that both instances have requests
         rollout__compiled_kernels=False,
         orchestration__num_steps=6,
+        orchestration__report_timeout_s=600.0,
         # Four steps' worth under way and a long tail: the learner is done with the four shortest
         # groups before the longest of sixteen have ended, on a slow machine too.
         orchestration__max_staleness=3,
@@ -96,7 +96,7 @@ def test_one_seat_instances_flip_and_migrate(tmp_path: Path) -> None:
             }
         ],
     )
-    run.train()
+    finish(start_together(run))
     summary = assert_sound(run, 6)
     assert summary["migrations"] > 0
     assert summary["kv_bytes_moved"] > 0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -17,13 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from dora_rl.core.actions import EndGroup
+from dora_rl.core.events import InstanceJoined
 from dora_rl.observe.audit import AuditReport, audit_run
 from dora_rl.observe.eventlog import Entry, read
 from dora_rl.observe.replay import replay
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "recipes" / "models" / "tiny"
-RUN_S_MAX = 300.0  # against hanging; a run takes seconds, on a slow and busy machine a minute
+RUN_S_MAX = 1200.0  # against hanging; a run takes seconds, on a slow and busy machine minutes
 STOPPED = 3
 # For a run that is stopped from outside: however late the signal comes, it is not done yet. It is
 # resumed with `TinyRun.steps_enough`.
@@ -92,7 +94,8 @@ class TinyRun:
     def lines(self, name: str) -> list[dict[str, Any]]:
         path = self.run_dir / name
         text = path.read_text() if path.is_file() else ""
-        return [json.loads(line) for line in text.splitlines()]
+        whole = text[: text.rfind("\n") + 1]  # the last line may be in the writing
+        return [json.loads(line) for line in whole.splitlines()]
 
     def steps(self) -> list[int]:
         return [line["step"] for line in self.lines("metrics.jsonl") if "step" in line]
@@ -106,6 +109,11 @@ class TinyRun:
 
     def entries(self) -> list[Entry]:
         return [record for record in read(self.run_dir / "events") if isinstance(record, Entry)]
+
+    def joined(self) -> set[str]:
+        """The instances that have joined so far."""
+        events = [entry.event for entry in self.entries()]
+        return {event.instance for event in events if isinstance(event, InstanceJoined)}
 
     def weights(self, version: int) -> dict[str, Any]:
         from safetensors.numpy import load_file
@@ -149,6 +157,26 @@ def wait_until(
             raise AssertionError(f"the run ended before {what}:\n{out}\n{err}")
         assert time.monotonic() < until, f"waited too long for {what}"
         time.sleep(0.02)
+
+
+def start_together(run: TinyRun, count: int = 2) -> subprocess.Popen[str]:
+    """A run whose first instance stands still until all have joined: each gets its requests."""
+    process = run.start()
+    wait_until("an instance", lambda: bool(run.joined()), process)
+    first = min(run.joined())
+    os.kill(pid_of(run, first), signal.SIGSTOP)
+    wait_until("all instances", lambda: len(run.joined()) == count, process)
+    os.kill(pid_of(run, first), signal.SIGCONT)
+    return process
+
+
+def pid_of(run: TinyRun, name: str) -> int:
+    """The process whose log this is."""
+    log = str(run.run_dir / "logs" / f"{name}.log")
+    for pid in workers_of(run.run_dir):
+        if os.readlink(f"/proc/{pid}/fd/1") == log:
+            return pid
+    raise AssertionError(f"no process writes {log}")
 
 
 def workers_of(run_dir: Path) -> dict[int, str]:

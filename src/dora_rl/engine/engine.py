@@ -267,9 +267,11 @@ class Engine:
         while len(self._in_flight) > depth:
             self._collect()
         self._num_steps += plan.repeat
+        outputs, self._outputs = self._outputs, []
         if self.journal:
             self.journal.step(self.scheduler.sequences(), plan.repeat)
-        outputs, self._outputs = self._outputs, []
+            if not self.has_work():
+                self.journal.flush()  # the next step may be long in coming
         return outputs
 
     def drain(self) -> None:

@@ -34,10 +34,17 @@ class CpuMeter(threading.Thread):
             if len(self.looks) % LOOKS_PER_SAMPLE == 0:
                 now = _cpu_of_tree(self._pid)
                 last, alive = last | now, list(now)
-                for pid in last.keys() - self._roles.keys():
-                    self._roles[pid] = _role(pid)
+                for pid in last:
+                    self._learn_role(pid)
                 self.samples.append((time.monotonic(), last))
             self.looks.append((time.monotonic(), any(map(_is_running, alive))))
+
+    def _learn_role(self, pid: int) -> None:
+        """A worker that has just been forked still writes where the controller does."""
+        known = self._roles.get(pid, "ended")
+        if known == "ended" or (known == "controller" and pid != self._pid):
+            found = _role(pid)
+            self._roles[pid] = known if found == "ended" else found
 
     def end(self) -> None:
         self._ended.set()

@@ -150,8 +150,8 @@ class Depot:
         link.write(sealed)
         for number in range(skip - 1, len(order)):
             data = read(number)
+            self.num_bytes_out += len(data)  # before the receiver can have them
             link.write(data)
-            self.num_bytes_out += len(data)
 
     def _send_request(self, name: str, link: Link) -> None:
         """An exported request of an instance of this host."""
@@ -161,8 +161,8 @@ class Depot:
         except OSError as error:
             raise Refused(f"{name} is not here: {error.strerror}") from error
         link.say({"num_bytes": len(data)})
-        link.write(data)
         self.num_bytes_out += len(data)
+        link.write(data)
 
     # -- pulling ----------------------------------------------------------------------------------
 

@@ -96,6 +96,8 @@ def test_the_meter_sees_what_a_process_uses():
 )
 def test_the_meter_sees_whether_anything_runs(command: str, still: float):
     child = subprocess.Popen(["sh", "-c", command])
+    while not begun(child.pid, still):
+        time.sleep(0.02)
     meter = CpuMeter(child.pid)
     meter.start()
     while len(meter.looks) < 12:
@@ -103,6 +105,13 @@ def test_the_meter_sees_whether_anything_runs(command: str, still: float):
     meter.end()
     child.kill()
     child.wait()
-    second = meter.looks[2][0]  # a shell that has begun
-    assert meter.still_between(second, time.monotonic()) == still
-    assert meter.still_between(second + 1e6, second + 2e6) is None
+    first = meter.looks[0][0]
+    assert meter.still_between(first, time.monotonic()) == still
+    assert meter.still_between(first + 1e6, first + 2e6) is None
+
+
+def begun(pid: int, still: float) -> bool:
+    """A sleep that sleeps, or a shell that has been busy."""
+    name, _, rest = Path(f"/proc/{pid}/stat").read_text().partition(" (")[2].rpartition(") ")
+    fields = rest.split()
+    return (name == "sleep" and fields[0] == "S") if still else int(fields[11]) > 0

@@ -52,10 +52,10 @@ def test_resume_after_a_kill(saved: Saved, tmp_path: Path, cut_bytes: int) -> No
 def test_ended_requests_do_not_come_back(saved: Saved, tmp_path: Path) -> None:
     _, path = saved("qwen3")
     engine = make_engine(path)
-    engine.journal = Journal(tmp_path / "journal", every=1)
+    engine.journal = Journal(tmp_path / "journal", every=1000)
     submit_all(engine)
     finish_all(engine)
-    engine.journal.flush()
+    # However seldom it is flushed otherwise: an engine without work has said everything.
     assert read_journal(tmp_path / "journal") == []
 
 

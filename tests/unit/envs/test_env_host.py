@@ -182,15 +182,11 @@ def test_an_environment_may_open_the_episode() -> None:
 
 
 def test_failures_are_answers(capfd: pytest.CaptureFixture[str]) -> None:
-    host = host_of(Bad, timeout_s=0.1)
-    raised, empty, nan, wrong, hung = answers(
-        host,
-        ask(((1,), 1)),
-        ask(((3,), 1)),
-        ask(((1, 2), 1)),
-        ask(((2, 2), 1)),
-        ask(((2,), 1), sample=1),
+    patient, host = host_of(Bad, timeout_s=60.0), host_of(Bad, timeout_s=0.1)
+    raised, empty, nan, wrong = answers(
+        patient, ask(((1,), 1)), ask(((3,), 1)), ask(((1, 2), 1)), ask(((2, 2), 1))
     )
+    (hung,) = answers(host, ask(((2,), 1), sample=1))
     assert "the user's own" in raised.error and not raised.hung
     assert "no tokens" in empty.error and "nan" in nan.error and "str" in wrong.error
     assert "did not answer within 0.1 s" in hung.error and hung.hung
@@ -198,8 +194,8 @@ def test_failures_are_answers(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_an_asynchronous_time_out_hangs_nobody() -> None:
-    host = host_of(Slow, timeout_s=0.1)
-    slow, fine = answers(host, ask(((2,), 1)), ask(((1,), 1), sample=1))
+    (slow,) = answers(host_of(Slow, timeout_s=0.1), ask(((2,), 1)))
+    (fine,) = answers(host_of(Slow, timeout_s=60.0), ask(((1,), 1), sample=1))
     assert "did not answer" in slow.error and not slow.hung
     assert fine.token_ids == (2,)
 

@@ -30,7 +30,8 @@ def reward(sandbox: Sandbox) -> Iterator[CodeReward]:
 
 @pytest.fixture(scope="module")
 def partial(sandbox: Sandbox) -> Iterator[CodeReward]:
-    made = CodeReward(CallLimits(timeout_s=5), partial=True, wall_s=0.5)
+    # The program that hangs is busy: its time on a core ends it, however busy the machine is.
+    made = CodeReward(CallLimits(timeout_s=120), partial=True, wall_s=60, cpu_s=1)
     yield made
     made.close()
 

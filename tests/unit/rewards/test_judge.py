@@ -15,7 +15,7 @@ from dora_rl.rewards.base import CallLimits, ScoreError, ScoreItem, build
 from dora_rl.rewards.judge import JudgeReward
 from dora_rl.types import UserError
 
-LIMITS = CallLimits(timeout_s=2.0, retry_wait_s=0.0)
+LIMITS = CallLimits(timeout_s=60.0, retry_wait_s=0.0)
 
 
 class Endpoint(ThreadingHTTPServer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -153,12 +154,13 @@ def test_a_killed_zygote_is_replaced(sandbox: Sandbox) -> None:
     assert sandbox.run("print(1)").stdout == "1\n"
 
 
-OWNER = """
+ORPHAN = f"orphan{os.getpid()}"  # of this test alone, whatever else runs on the machine
+OWNER = f"""
 from dora_rl.rewards.sandbox.box import Sandbox
 from dora_rl.rewards.sandbox.limits import Limits
 code = '''
 import ctypes, time
-ctypes.CDLL(None).prctl(15, b"doraorphan", 0, 0, 0)
+ctypes.CDLL(None).prctl(15, b"{ORPHAN}", 0, 0, 0)
 time.sleep(600)
 '''
 Sandbox().run(code, limits=Limits(wall_s=600))
@@ -169,7 +171,7 @@ def orphans() -> list[str]:
     found = []
     for entry in Path("/proc").glob("[0-9]*/comm"):
         with suppress(FileNotFoundError, ProcessLookupError):
-            if entry.read_text().strip() == "doraorphan":
+            if entry.read_text().strip() == ORPHAN:
                 found.append(entry.parent.name)
     return found
 
@@ -189,10 +191,11 @@ def test_a_killed_owner_takes_its_runs_along(sandbox: Sandbox) -> None:
 
 def test_no_descriptor_and_no_directory_leaks(sandbox: Sandbox) -> None:
     sandbox.run("pass")
+    gc.collect()  # what earlier tests left open
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(10):
         sandbox.run("print(1)")
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
     assert not [
         name for name in os.listdir("/tmp") if name.startswith(f"dora-rl-view-{os.getpid()}-")
     ]
@@ -213,6 +216,7 @@ def test_packages_only_where_allowed(sandbox: Sandbox, tmp_path: Path) -> None:
 
 
 CANNOT_ISOLATE = """
+import gc
 import os
 from dora_rl.rewards.sandbox.box import Sandbox
 from dora_rl.types import UserError

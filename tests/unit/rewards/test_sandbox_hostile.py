@@ -89,14 +89,14 @@ def test_is_harmless_and_reported(name: str, sandbox: Sandbox, surroundings: Sur
 
 
 def test_daemon_dies_with_its_run(sandbox: Sandbox) -> None:
-    code = """
+    code = f"""
 import ctypes, os, time
 for _ in range(2):
     if os.fork():
         break
     os.setsid()
 else:
-    ctypes.CDLL(None).prctl(15, b"doradaemon", 0, 0, 0)
+    ctypes.CDLL(None).prctl(15, b"daemon{os.getpid()}", 0, 0, 0)
     open("/tmp/up", "w").close()
     while True:
         time.sleep(0.01)
@@ -107,13 +107,13 @@ if os.getppid() == 1:
 """
     run = sandbox.run(code, limits=LIMITS)
     assert (run.end, run.stdout) == (End.OK, "daemon is up\n")
-    assert processes_with("doradaemon") == []
+    assert processes_with(f"daemon{os.getpid()}") == []
 
 
 def test_fork_bomb_leaves_no_process(sandbox: Sandbox) -> None:
-    code = """
+    code = f"""
 import ctypes, os
-ctypes.CDLL(None).prctl(15, b"dorabomb", 0, 0, 0)
+ctypes.CDLL(None).prctl(15, b"bomb{os.getpid()}", 0, 0, 0)
 while True:
     try:
         os.fork()
@@ -121,7 +121,7 @@ while True:
         pass
 """
     assert sandbox.run(code, limits=SHORT).end in (End.TIME, End.CPU)
-    assert processes_with("dorabomb") == []
+    assert processes_with(f"bomb{os.getpid()}") == []
 
 
 def test_nothing_is_left_for_the_next_run(sandbox: Sandbox) -> None:

@@ -94,7 +94,7 @@ def team(tmp_path: Path):
 
 def until(crew: ClusterCrew, carrier: DepotCarrier, what: str, ready: Callable[[], bool]) -> None:
     """The controller's loop, reduced to depots."""
-    deadline = time.monotonic() + 30.0
+    deadline = time.monotonic() + 240.0
     while not ready():
         assert time.monotonic() < deadline, f"waited too long for {what}"
         carrier.tick()

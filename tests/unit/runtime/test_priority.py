@@ -42,6 +42,27 @@ def test_a_session_of_others_is_left_alone() -> None:
     assert niceness >= NICENESS and after == before
 
 
+def test_a_kernel_that_is_asked_too_often_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[BaseException | None] = [BlockingIOError(), BlockingIOError(), None]
+    written: list[str] = []
+
+    class Busy:
+        def exists(self) -> bool:
+            return True
+
+        def write_text(self, text: str) -> None:
+            if (answer := answers.pop(0)) is not None:
+                raise answer
+            written.append(text)
+
+    monkeypatch.setattr(priority, "AUTOGROUP", Busy())
+    monkeypatch.setattr(priority, "PAUSE_S", 0.0)
+    monkeypatch.setattr(priority.os, "nice", lambda _: 0)
+    monkeypatch.setattr(priority.os, "getsid", lambda _: priority.os.getpid())
+    priority.make_way()
+    assert written == [str(NICENESS)] and not answers
+
+
 def test_a_group_that_cannot_be_read_or_set_is_no_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -80,7 +80,7 @@ def test_a_version_that_is_there_is_opened_while_another_is_on_its_way(stores: S
     on_disk: Future[str] = Future()
     stores.shared.publish(7, TENSORS)
     stores.sealing.begin(0, on_disk, stores.tell)
-    should_it_wait = threading.Timer(5.0, on_disk.cancel)
+    should_it_wait = threading.Timer(120.0, on_disk.cancel)
     should_it_wait.start()
     assert stores.shared.open(7).version == 7 and stores.sealing.is_running()
     should_it_wait.cancel()

@@ -132,7 +132,7 @@ def test_two_writers_of_one_version_have_one_winner(store: SharedMemoryWeightSto
 
     def slow() -> Iterator[tuple[str, torch.Tensor]]:
         inside.set()
-        assert go_on.wait(10)
+        assert go_on.wait(120)
         yield from some_tensors(1).items()
 
     lost: list[VersionExists] = []
@@ -145,12 +145,12 @@ def test_two_writers_of_one_version_have_one_winner(store: SharedMemoryWeightSto
 
     thread = threading.Thread(target=publish_slowly)
     thread.start()
-    assert inside.wait(10)
+    assert inside.wait(120)
     # The other writer is another process in real life, so it has another temporary name.
     (other.root / "00000000").mkdir()
     (other.root / "00000000" / "taken").touch()
     go_on.set()
-    thread.join(10)
+    thread.join(120)
     assert len(lost) == 1
     assert not list(store.root.glob(".new-*"))
 

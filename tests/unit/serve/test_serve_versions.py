@@ -62,7 +62,8 @@ def test_a_session_stays_on_its_version_while_a_newer_one_is_live(run):
         assert version == 0
         seal(run, 1)
         wait_until(lambda: running.service.live == 1, "version 1 is live")
-        assert any("1 sessions stay on version 0" in line for line in running.said)
+        stays = "1 sessions stay on version 0"
+        wait_until(lambda: any(stays in line for line in running.said), "that is said")
         # New requests and sessions are on the new one, and it is another policy.
         assert ask(client, [user(FIRST)])[0] == ask(client, [user(FIRST)], "new")[0] == 1
         assert ask(client, [user(FIRST)])[2] != logprobs

@@ -43,11 +43,9 @@ def run_rank(model: Path, out: Path, loss: str, pack_tokens: int) -> None:
 
 
 def main() -> None:
-    rank, ranks, port = (int(a) for a in sys.argv[1:4])
+    rank, ranks, meeting = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks
-    )
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=ranks)
     run_rank(Path(sys.argv[4]), Path(sys.argv[5]), sys.argv[6], int(sys.argv[7]))
     dist.barrier()
     dist.destroy_process_group()

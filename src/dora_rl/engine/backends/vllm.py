@@ -284,9 +284,11 @@ class VllmEngine:
         if self._sent:
             self._collect()
         self._num_steps += 1
+        outputs, self._outputs = self._outputs, []
         if self.journal:
             self.journal.step(list(self._seqs.values()))
-        outputs, self._outputs = self._outputs, []
+            if not self.has_work():
+                self.journal.flush()  # the next step may be long in coming
         return outputs
 
     def drain(self) -> None:
