@@ -112,6 +112,8 @@ class TinyRun:
 
     def joined(self) -> set[str]:
         """The instances that have joined so far."""
+        if not any((self.run_dir / "events").glob("*.jsonl")):
+            return set()
         events = [entry.event for entry in self.entries()]
         return {event.instance for event in events if isinstance(event, InstanceJoined)}
 

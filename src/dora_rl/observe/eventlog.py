@@ -194,8 +194,8 @@ def read(folder: Path) -> Iterator[Entry | Snapshot]:
 
 
 def _read_segment(path: Path, *, last: bool) -> Iterator[Entry | Snapshot]:
-    with path.open("rb") as file:
-        lines = file.readlines()
+    # At once: line by line, a writer could complete a torn line between two reads.
+    lines = path.read_bytes().splitlines(keepends=True)
     for place, line in enumerate(lines):
         record = parse_line(line)
         if record is None:
