@@ -10,9 +10,11 @@ import errno
 import shutil
 from pathlib import Path
 
-from dora_rl.runtime.weights import WeightsFull
+from dora_rl.data.table_index import TableError
+from dora_rl.runtime.weights import WeightsError, WeightsFull
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+DISK_ERRORS = (OSError, TableError, WeightsError)  # what writing may raise; ask `is_full` then
 
 
 def is_full(error: BaseException | None) -> bool:

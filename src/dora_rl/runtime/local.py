@@ -44,7 +44,7 @@ from dora_rl.runtime.crew import Crew, Letter
 from dora_rl.runtime.devices import EVALUATOR_SHARE
 from dora_rl.runtime.env_relay import EnvRelay
 from dora_rl.runtime.evaluation import Evaluations, due
-from dora_rl.runtime.full_disk import full_line, is_full
+from dora_rl.runtime.full_disk import DISK_ERRORS, full_line, is_full
 from dora_rl.runtime.gpu_meter import GpuMeter, start_meter
 from dora_rl.runtime.journals import Journals
 from dora_rl.runtime.layout import Layout, start_ranks
@@ -160,7 +160,7 @@ class LocalRun:
         try:
             self._start()
             return self._run(interrupted)
-        except OSError as error:
+        except DISK_ERRORS as error:
             if not is_full(error):
                 raise
             self.stop = act.Stop(full_line(self.run_dir, error), done=False)
@@ -256,7 +256,7 @@ class LocalRun:
             self.records.close()
             self.samples.close()
             self.log.close()
-        except OSError as error:
+        except DISK_ERRORS as error:
             if not is_full(error):
                 raise
         shutil.rmtree(self.layout.transfer_root, ignore_errors=True)

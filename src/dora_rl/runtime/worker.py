@@ -22,10 +22,9 @@ from safetensors import SafetensorError
 
 from dora_rl.config import RunConfig
 from dora_rl.runtime.devices import VISIBLE
-from dora_rl.runtime.full_disk import full_line, is_full
+from dora_rl.runtime.full_disk import DISK_ERRORS, full_line, is_full
 from dora_rl.runtime.mps import BELOW_NORMAL, PERCENT, PRIORITY
 from dora_rl.runtime.priority import make_way
-from dora_rl.runtime.weights_file import WeightsError
 from dora_rl.runtime.wire import Channel
 from dora_rl.types import BaseDiffers, UserError
 from dora_rl.user_code import UserCodeError
@@ -112,7 +111,7 @@ def serve(setup: Setup) -> None:
         _run(setup, channel)
     except (EOFError, ConnectionError):
         return  # the controller is gone
-    except (UserError, WeightsError, SafetensorError, OSError) as error:
+    except (UserError, SafetensorError, *DISK_ERRORS) as error:
         reason = full_line(setup.run_dir, error) if is_full(error) else str(error)
         ends_run = is_full(error) or isinstance(error, (BaseDiffers, UserCodeError))
         channel.send("fatal", {"reason": reason, "ends_run": ends_run})
