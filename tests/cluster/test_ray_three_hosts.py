@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from hosts import VirtualHost, can_make_hosts, descendants, virtual_hosts
 from ray_hosts import RayHosts
-from tiny_runs import ROOT, TinyRun
+from tiny_runs import ROOT, TinyRun, open_files
 
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
@@ -99,9 +99,8 @@ def kill_learner(run: TinyRun, head: VirtualHost) -> None:
     """Its process, found by its lock."""
     lock = str(run.run_dir / ".learner-lock")
     for pid in descendants(os.getpid()) + all_in(head):
-        folder = Path(f"/proc/{pid}/fd")
         try:
-            held = {os.readlink(link) for link in folder.iterdir()}
+            held = open_files(Path(f"/proc/{pid}"))
         except OSError:
             continue
         if lock in held:

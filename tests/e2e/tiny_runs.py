@@ -13,6 +13,7 @@ import sys
 import time
 import tomllib
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -176,9 +177,19 @@ def pid_of(run: TinyRun, name: str) -> int:
     """The process whose log this is."""
     log = str(run.run_dir / "logs" / f"{name}.log")
     for pid in workers_of(run.run_dir):
-        if os.readlink(f"/proc/{pid}/fd/1") == log:
-            return pid
+        with suppress(FileNotFoundError):  # one that has just ended
+            if os.readlink(f"/proc/{pid}/fd/1") == log:
+                return pid
     raise AssertionError(f"no process writes {log}")
+
+
+def open_files(process: Path) -> set[str]:
+    """What a process (/proc/ID) has open; a file that it closes while we look does not matter."""
+    found: set[str] = set()
+    for link in (process / "fd").iterdir():
+        with suppress(FileNotFoundError):
+            found.add(os.readlink(link))
+    return found
 
 
 def workers_of(run_dir: Path) -> dict[int, str]:
@@ -189,8 +200,7 @@ def workers_of(run_dir: Path) -> dict[int, str]:
         if not entry.name.isdigit():
             continue
         try:
-            held = {os.readlink(link) for link in (entry / "fd").iterdir()}
-            if lock in held:
+            if lock in open_files(entry):
                 words = (entry / "cmdline").read_bytes().split(b"\0")
                 found[int(entry.name)] = " ".join(word.decode() for word in words)
         except OSError:
