@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import tempfile
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client
@@ -12,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
-from tiny_runs import TinyRun, finish, start_together, tiny_run, wait_until
+from safetensors.numpy import load_file
+from tiny_runs import TinyRun, finish, slow_twin, start_together, tiny_run, wait_until
 
 from dora_rl.core.actions import End
 
@@ -51,26 +50,6 @@ def test_every_mode_trains_and_is_proven(tmp_path: Path, mode: str) -> None:
         assert summary["discarded_tokens"] == 0
     start = _start()
     assert any((tensor != start.get(name, tensor)).any() for name, tensor in run.weights(3).items())
-
-
-def slow_twin(out: Path, num_layers: int = 16) -> Path:
-    """The tiny model with layers on top that add nothing, until they are trained: the same answers,
-    later. Requests then live long enough for instances to report their lengths, by which the core
-    decides to move the KV."""
-    source = Path("recipes/models/tiny")
-    shutil.copytree(source, out)
-    config = json.loads((source / "config.json").read_text())
-    config["num_hidden_layers"] = num_layers
-    config["layer_types"] = ["full_attention"] * num_layers
-    (out / "config.json").write_text(json.dumps(config))
-    tensors = load_file(source / "model.safetensors")
-    for name in [name for name in tensors if name.startswith("model.layers.1.")]:
-        adds = name.endswith(("o_proj.weight", "down_proj.weight"))
-        for layer in range(2, num_layers):
-            copy = tensors[name] * (0 if adds else 1)
-            tensors[name.replace("layers.1.", f"layers.{layer}.")] = copy
-    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
-    return out
 
 
 def test_one_seat_instances_flip_and_migrate(tmp_path: Path) -> None:
@@ -187,7 +166,6 @@ def test_filtered_groups_are_replaced_and_strangers_are_refused(tmp_path: Path) 
 
 
 def _start() -> dict[str, Any]:
-    from safetensors.numpy import load_file
     from tiny_runs import MODEL
 
     return load_file(MODEL / "model.safetensors")

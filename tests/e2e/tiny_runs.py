@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from safetensors.numpy import load_file, save_file
 
 from dora_rl.core.actions import EndGroup
 from dora_rl.core.events import InstanceJoined
@@ -119,8 +122,6 @@ class TinyRun:
         return {event.instance for event in events if isinstance(event, InstanceJoined)}
 
     def weights(self, version: int) -> dict[str, Any]:
-        from safetensors.numpy import load_file
-
         return load_file(self.run_dir / "weights" / f"{version:08d}" / "model.safetensors")
 
     def proven(self) -> AuditReport:
@@ -160,6 +161,26 @@ def wait_until(
             raise AssertionError(f"the run ended before {what}:\n{out}\n{err}")
         assert time.monotonic() < until, f"waited too long for {what}"
         time.sleep(0.02)
+
+
+def slow_twin(out: Path, num_layers: int = 16) -> Path:
+    """The tiny model with layers on top that add nothing, until they are trained: the same answers,
+    later. Requests then live long enough for instances to report their lengths, by which the core
+    decides to move the KV."""
+    source = MODEL
+    shutil.copytree(source, out)
+    config = json.loads((source / "config.json").read_text())
+    config["num_hidden_layers"] = num_layers
+    config["layer_types"] = ["full_attention"] * num_layers
+    (out / "config.json").write_text(json.dumps(config))
+    tensors = load_file(source / "model.safetensors")
+    for name in [name for name in tensors if name.startswith("model.layers.1.")]:
+        adds = name.endswith(("o_proj.weight", "down_proj.weight"))
+        for layer in range(2, num_layers):
+            copy = tensors[name] * (0 if adds else 1)
+            tensors[name.replace("layers.1.", f"layers.{layer}.")] = copy
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    return out
 
 
 def start_together(run: TinyRun, count: int = 2) -> subprocess.Popen[str]:
