@@ -25,7 +25,7 @@ HEALTH = {
     "RAY_health_check_initial_delay_ms": "2000",
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "2000",
-    "RAY_health_check_failure_threshold": "5",
+    "RAY_health_check_failure_threshold": "3",
 }
 
 

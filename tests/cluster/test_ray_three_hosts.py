@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from hosts import VirtualHost, can_make_hosts, descendants, virtual_hosts
 from ray_hosts import RayHosts
-from tiny_runs import ROOT, TinyRun, open_files, slow_twin
+from tiny_runs import ROOT, TinyRun, open_files
 
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
@@ -57,7 +57,7 @@ SETTINGS = (
     "rollout.tokens_max=256",
     "rollout.seqs_max=48",
     "rollout.journal_steps=1",  # so that the journal says exactly what is under way
-    "rollout.compiled_kernels=false",
+    "rollout.compiled_kernels=false",  # so that requests are under way for a while
     "rollout.versions_max=1",  # so that instances flip, and requests move with their KV
     "rollout.kv_bytes_max=33554432",
     "data.eval=[]",
@@ -130,16 +130,12 @@ def test_hosts_are_lost_and_nothing_is(tmp_path: Path) -> None:
     hold.touch()
     reward.write_text(REWARD.format(hold=str(hold)))
     score = f'reward.functions=["{reward}:reward"]'
-    # Many layers, so that requests are under way for a while.
-    model = f"model.path={slow_twin(tmp_path / 'model')}"
     with virtual_hosts(3, hidden=(run.run_dir,)) as hosts:
         cluster = RayHosts(hosts, logs)
         cluster.start()
         cluster.wait_for(3)
         os.chdir(ROOT)
-        process = cluster.train(
-            str(run.config), f"runtime.run_dir={run.run_dir}", score, model, *SETTINGS
-        )
+        process = cluster.train(str(run.config), f"runtime.run_dir={run.run_dir}", score, *SETTINGS)
         wait_for("step 1", lambda: 1 in run.steps() or process.poll() is not None)
         assert process.poll() is None, process.communicate()[0]
         cut = host_of(run, hosts, "instance0")
