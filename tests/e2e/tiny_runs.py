@@ -167,13 +167,12 @@ def slow_twin(out: Path, num_layers: int = 16) -> Path:
     """The tiny model with layers on top that add nothing, until they are trained: the same answers,
     later. Requests then live long enough for instances to report their lengths, by which the core
     decides to move the KV."""
-    source = MODEL
-    shutil.copytree(source, out)
-    config = json.loads((source / "config.json").read_text())
+    shutil.copytree(MODEL, out)
+    config = json.loads((MODEL / "config.json").read_text())
     config["num_hidden_layers"] = num_layers
     config["layer_types"] = ["full_attention"] * num_layers
     (out / "config.json").write_text(json.dumps(config))
-    tensors = load_file(source / "model.safetensors")
+    tensors = load_file(MODEL / "model.safetensors")
     for name in [name for name in tensors if name.startswith("model.layers.1.")]:
         adds = name.endswith(("o_proj.weight", "down_proj.weight"))
         for layer in range(2, num_layers):

@@ -269,9 +269,8 @@ class Engine:
         self._num_steps += plan.repeat
         outputs, self._outputs = self._outputs, []
         if self.journal:
-            self.journal.step(self.scheduler.sequences(), plan.repeat)
-            if not self.has_work():
-                self.journal.flush()  # the next step may be long in coming
+            idle = not self.has_work()
+            self.journal.step(self.scheduler.sequences(), plan.repeat, idle=idle)
         return outputs
 
     def drain(self) -> None:

@@ -102,10 +102,13 @@ class Journal:
         self._tokens.pop(request, None)
         self._lines.append(_line("end", {"id": list(request)}))
 
-    def step(self, live: Iterable[Seq] = (), count: int = 1) -> None:
-        """Called after `count` engine steps; flushes when it is time, compacts when it is large."""
+    def step(self, live: Iterable[Seq] = (), count: int = 1, *, idle: bool = False) -> None:
+        """Called after `count` engine steps; flushes when it is time, compacts when it is large.
+
+        It is always time where the engine is `idle`: the next step may be long in coming.
+        """
         self._num_steps += count
-        if self._num_steps >= self._every:
+        if idle or self._num_steps >= self._every:
             self._num_steps = 0
             self.flush()
             if self._num_bytes > self._bytes_max:

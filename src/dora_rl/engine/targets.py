@@ -10,6 +10,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from safetensors import SafetensorError, safe_open
+
 from dora_rl.engine.spec import ModelSpec
 from dora_rl.types import UserError
 
@@ -160,14 +162,17 @@ def _listed_shapes(index: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _shapes_in(file: Path) -> dict[str, tuple[int, ...]]:
-    from safetensors import SafetensorError, safe_open
-
     if not file.is_file():
         raise UserError(f"{file}: the file is missing")
+    with open_tensors(file, "np") as tensors:
+        names: list[str] = tensors.keys()
+        return {name: tuple(tensors.get_slice(name).get_shape()) for name in names}
+
+
+def open_tensors(file: Path, framework: str) -> safe_open:
+    """A safetensors file, its head read and checked; `framework`: what its tensors shall be."""
     try:
-        with safe_open(file, framework="np") as tensors:
-            names: list[str] = tensors.keys()
-            return {name: tuple(tensors.get_slice(name).get_shape()) for name in names}
+        return safe_open(file, framework=framework)
     except (SafetensorError, OSError) as error:
         raise UserError(f"{file}: truncated or not safetensors ({error})") from error
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from dora_rl.engine import pages
@@ -22,7 +22,7 @@ from dora_rl.engine.cache import DTYPES
 from dora_rl.engine.lora import NUM_PARTS, Adapters, LoraShape
 from dora_rl.engine.options import EngineOptions
 from dora_rl.engine.spec import ModelSpec
-from dora_rl.engine.targets import by_layer, check_shape, targets_of
+from dora_rl.engine.targets import INDEX, SINGLE, by_layer, check_shape, open_tensors, targets_of
 from dora_rl.types import UserError
 
 
@@ -65,17 +65,13 @@ class HfDirectory:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        index = self.path / "model.safetensors.index.json"
-        single = self.path / "model.safetensors"
+        index, single = self.path / INDEX, self.path / SINGLE
         if index.is_file():
             files = json.loads(index.read_text())["weight_map"]
         elif single.is_file():
-            files = dict.fromkeys(self._open(single).keys(), single.name)
+            files = dict.fromkeys(open_tensors(single, "pt").keys(), SINGLE)
         else:
-            raise UserError(
-                f"{self.path}: neither model.safetensors nor model.safetensors.index.json; "
-                "only safetensors are read"
-            )
+            raise UserError(f"{self.path}: neither {SINGLE} nor {INDEX}; only safetensors are read")
         self._file_of: dict[str, str] = files
 
     @property
@@ -89,18 +85,11 @@ class HfDirectory:
         file = self.path / self._file_of[name]
         if not file.is_file():
             raise UserError(f"{file}: missing, but the index says it holds {name}")
-        handle = self._open(file)
+        handle = open_tensors(file, "pt")
         try:
             return handle.get_tensor(name)
         except SafetensorError as err:
             raise UserError(f"{file}: cannot read {name} ({err})") from err
-
-    @staticmethod
-    def _open(file: Path) -> safe_open:
-        try:
-            return safe_open(file, framework="pt")
-        except (SafetensorError, OSError) as err:
-            raise UserError(f"{file}: truncated or not safetensors ({err})") from err
 
 
 class ModelWeights:

@@ -286,9 +286,7 @@ class VllmEngine:
         self._num_steps += 1
         outputs, self._outputs = self._outputs, []
         if self.journal:
-            self.journal.step(list(self._seqs.values()))
-            if not self.has_work():
-                self.journal.flush()  # the next step may be long in coming
+            self.journal.step(list(self._seqs.values()), idle=not self.has_work())
         return outputs
 
     def drain(self) -> None:
