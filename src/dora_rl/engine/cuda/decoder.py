@@ -99,23 +99,22 @@ class CudaDecoder:
 
     def logits(self, hidden: Tensor, slot: int) -> Tensor:
         """Float32 logits of rows of one version."""
-        head = self.weights.lm_head[slot]
-        if hidden.dtype == torch.float32 or not hidden.is_cuda:
-            return functional.linear(hidden, head).float()
-        # Keep the accumulator: rounding logits to bfloat16 costs more log-prob accuracy than
-        # everything before it.
-        return torch.mm(hidden, head.t(), out_dtype=torch.float32)
+        return self.all_logits(hidden, slot, 1)
 
     def all_logits(self, hidden: Tensor, first: int, num_versions: int) -> Tensor:
         """Float32 logits of [version, row] rows, the same number of each version."""
-        if num_versions == 1:
-            return self.logits(hidden, first)
-        heads = self.weights.lm_head[first : first + num_versions].transpose(1, 2)
+        heads = self.weights.lm_head[first : first + num_versions]
         rows = hidden.view(num_versions, -1, hidden.shape[1])
         if hidden.dtype == torch.float32 or not hidden.is_cuda:
-            logits = torch.bmm(rows, heads).float()
-        else:
-            logits = torch.bmm(rows, heads, out_dtype=torch.float32)
+            return torch.bmm(rows, heads.transpose(1, 2)).float().view(len(hidden), -1)
+        tiles = skinny.tiles_of(rows.shape[1], heads, self._num_processors)
+        if tiles is not None and tiles.row_stages:
+            return skinny.multiply(hidden, heads, tiles)[0]
+        # Keep the accumulator: rounding logits to bfloat16 costs more log-prob accuracy than
+        # everything before it.
+        if num_versions == 1:
+            return torch.mm(hidden, heads[0].t(), out_dtype=torch.float32)
+        logits = torch.bmm(rows, heads.transpose(1, 2), out_dtype=torch.float32)
         return logits.view(len(hidden), -1)
 
     def embed(self, token_ids: Tensor, slot: int) -> Tensor:

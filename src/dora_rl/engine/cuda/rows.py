@@ -162,17 +162,26 @@ def chunk_kernel(
     peak_ptr,
     sum_ptr,
     best_ptr,
+    step_ptr,
     vocab,
     num_chunks,
     CHUNK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    """Peak, sum of exponentials and best token of one chunk of one row's scaled logits."""
+    """Peak, sum of exponentials and best token of one chunk of one row's scaled logits.
+
+    The first program counts the step of the burst.
+    """
+    begin(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     slot = tl.load(slots_ptr + row).to(tl.int64)
     temperature = tl.load(temperature_ptr + slot)
     scale = tl.where(temperature > 0, 1.0 / temperature, 1.0)
     i = chunk * CHUNK + tl.arange(0, CHUNK)
+    ready(OVERLAP)
+    if (row == 0) & (chunk == 0):
+        tl.store(step_ptr, tl.load(step_ptr) + 1)
     x = tl.load(logits_ptr + row * vocab + i, mask=i < vocab, other=-float("inf"))
     x = x.to(tl.float32) * scale
     peak, best = tl.max(x, 0, return_indices=True)
@@ -205,6 +214,7 @@ def draw_kernel(
     steps_max,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Draw a token by inverting the distribution, first over chunks, then inside one.
 
@@ -219,6 +229,7 @@ def draw_kernel(
     scale = tl.where(temperature > 0, 1.0 / temperature, 1.0)
     c = tl.arange(0, CHUNKS)
     part = row * num_chunks + c
+    ready(OVERLAP)
     peaks = tl.load(peak_ptr + part, mask=c < num_chunks, other=-float("inf"))
     sums = tl.load(sum_ptr + part, mask=c < num_chunks, other=0.0)
     peak, best_chunk = tl.max(peaks, 0, return_indices=True)
@@ -248,7 +259,7 @@ def draw_kernel(
     token = tl.where(temperature > 0, token, best)
     token = tl.minimum(token, vocab - 1).to(tl.int64)
     logprob = tl.load(logits + token).to(tl.float32) * scale - peak - tl.log(total)
-    place = (tl.load(step_ptr) % steps_max) * 2 * tl.num_programs(0) + row
+    place = ((tl.load(step_ptr) - 1) % steps_max) * 2 * tl.num_programs(0) + row
     tl.store(token_out_ptr + place, token.to(tl.int32))
     tl.store(logprob_out_ptr + place + tl.num_programs(0), logprob)
     real = slot < num_slots

@@ -6,6 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
+from dora_rl.engine.cuda.overlap import overlap
 from dora_rl.engine.cuda.rows import VOCAB_CHUNK, chunk_kernel, draw_kernel
 from dora_rl.engine.cuda.slots import DeviceSlots
 
@@ -17,7 +18,7 @@ def draw(logits: Tensor, slots: Tensor, positions: Tensor, state: DeviceSlots, o
     """
     rows, vocab = logits.shape
     num_chunks = triton.cdiv(vocab, VOCAB_CHUNK)
-    device = logits.device
+    device, launch = logits.device, overlap(logits.device)
     peak = torch.empty((rows, num_chunks), dtype=torch.float32, device=device)
     total = torch.empty_like(peak)
     best = torch.empty((rows, num_chunks), dtype=torch.int32, device=device)
@@ -28,10 +29,12 @@ def draw(logits: Tensor, slots: Tensor, positions: Tensor, state: DeviceSlots, o
         peak,
         total,
         best,
+        state.step,
         vocab,
         num_chunks,
         CHUNK=VOCAB_CHUNK,
         num_warps=8,
+        **launch,
     )
     draw_kernel[(rows,)](
         logits,
@@ -55,5 +58,5 @@ def draw(logits: Tensor, slots: Tensor, positions: Tensor, state: DeviceSlots, o
         CHUNK=VOCAB_CHUNK,
         CHUNKS=triton.next_power_of_2(num_chunks),
         num_warps=8,
+        **launch,
     )
-    state.step.add_(1)

@@ -33,6 +33,7 @@ SPLITS_MAX = 8
 STREAMED_ROWS_MAX = 64 if triton.__version__.startswith("3.6.") else 0  # Gluon may change
 STREAMED_BYTES = 208 * 1024  # for tiles, of a processor's 227 KB of shared memory
 ROW_STAGES_MAX = 8
+MANY_WAVES = 4  # as many tiles for every processor: two programs on each hide each other's ends
 
 
 class Tiles(NamedTuple):
@@ -117,7 +118,8 @@ def tiles_of(rows: int, weight: Tensor, num_processors: int, gate: bool = False)
             break
         splits *= 2
     plain = Tiles(TILE_N, TILE_K, splits, 4)
-    return _streamed(plain, rows, weight, STREAMED_BYTES // (2 if few else 1), gate)
+    two = few or num_tiles >= MANY_WAVES * num_processors
+    return _streamed(plain, rows, weight, STREAMED_BYTES // (2 if two else 1), gate)
 
 
 def _streamed(plain: Tiles, rows: int, weight: Tensor, num_bytes: int, gate: bool) -> Tiles:
