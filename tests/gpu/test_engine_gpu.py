@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -257,6 +259,30 @@ def test_streamed_product_equals_the_plain_one(
     if splits == 1:
         gated = multiply(x, weight, Tiles(64, 128, 1, *rings), gate=True)
         torch.testing.assert_close(gated, multiply(x, weight, Tiles(64, 128, 1, 3), gate=True))
+
+
+@pytest.mark.parametrize("rows", [1, 33, 64, 65])
+@pytest.mark.parametrize("versions", [1, 3])
+def test_the_head_is_streamed_for_few_rows(rows: int, versions: int) -> None:
+    from dora_rl.engine.cuda import skinny
+    from dora_rl.engine.cuda.decoder import CudaDecoder
+
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    n, k = 128 * 500, 256
+    generator = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(versions * rows, k, generator=generator, device="cuda").bfloat16()
+    heads = torch.randn(versions, n, k, generator=generator, device="cuda").bfloat16() * k**-0.5
+    decoder = SimpleNamespace(weights=SimpleNamespace(lm_head=heads), _num_processors=processors)
+    got = CudaDecoder.all_logits(cast(Any, decoder), x, 0, versions)
+    want = torch.bmm(x.view(versions, rows, k).float(), heads.float().transpose(1, 2))
+    assert got.dtype == torch.float32
+    assert (got - want.view(versions * rows, n)).abs().max() < 1e-4
+    tiles = skinny.tiles_of(rows, heads, processors)
+    if skinny.STREAMED_ROWS_MAX and torch.cuda.get_device_capability()[0] == 9:
+        assert tiles is not None
+        assert (tiles.splits, bool(tiles.row_stages)) == (1, rows <= 64)
+        held = tiles.stages * tiles.n + tiles.row_stages * max(16, 64 if rows > 32 else rows)
+        assert rows > 64 or 2 * held * tiles.k * 2 <= skinny.STREAMED_BYTES
 
 
 def test_the_cut_of_a_product_fits_a_processor() -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
 
 
 ASIDE_S = 0.0005  # how long a look at a load in another thread may take
+HASH_THREADS = 4  # beside it
 
 
 class Residency:
@@ -82,16 +82,23 @@ class Residency:
         if not verify or not hasattr(source, "checksum"):
             yield from self._layers(slot, source, where)
             return
-        checked = CheckedSource(source)
-        yield from self._layers(slot, checked, where)
-        checked.check(source)  # pyright: ignore[reportArgumentType]
+        checked = CheckedSource(source, HASH_THREADS if self._runner.loads_aside else 0)
+        try:
+            yield from self._layers(slot, checked, where)
+            checked.check(source)  # pyright: ignore[reportArgumentType]
+        finally:
+            checked.close()
         canary = getattr(source, "canary", None)
         if canary is not None:
             logprobs = self._runner.score(slot, canary.token_ids)
             check_canary(canary, logprobs, version, self._runner.weights.dtype)
 
     def _layers(self, slot: int, source: TensorSource, where: str) -> Iterator[str]:
-        load = partial(self._runner.load, slot, source, where)
+        def load() -> Iterator[str]:
+            yield from self._runner.load(slot, source, where)
+            if isinstance(source, CheckedSource):
+                source.checksum()  # aside too: it may wait for threads
+
         return aside(load) if self._runner.loads_aside else load()
 
     def _reserve(self, version: Version) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,11 +34,13 @@ CANARY_TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.25}
 
 
 class CheckedSource:
-    """Reads weights and hashes every tensor on its way through."""
+    """Reads weights and hashes every tensor on its way through, or aside in threads."""
 
-    def __init__(self, source: TensorSource) -> None:
+    def __init__(self, source: TensorSource, num_threads: int = 0) -> None:
         self._source = source
-        self._rows: dict[str, tuple[str, str, list[int], str]] = {}
+        self._digests: dict[str, tuple[str, list[int], Future[str]]] = {}
+        self._pool = ThreadPoolExecutor(num_threads, "hash") if num_threads else None
+        self._checksum = ""
 
     def names(self) -> Sequence[str]:
         return self._source.names()
@@ -48,12 +51,17 @@ class CheckedSource:
         return data
 
     def checksum(self) -> str:
-        """Of the tensors read, and of those nobody asked for."""
+        """Of the tensors read, and of those nobody asked for; computed once."""
+        if self._checksum:
+            return self._checksum
         for name in self._source.names():
-            if name not in self._rows:
+            if name not in self._digests:
                 self._hash(name, self._source.tensor(name))
-        text = json.dumps(sorted(self._rows.values()), separators=(",", ":"))
-        return hashlib.sha256(text.encode()).hexdigest()
+        digests = sorted(self._digests.items())
+        rows = [(name, code, shape, digest.result()) for name, (code, shape, digest) in digests]
+        text = json.dumps(rows, separators=(",", ":"))
+        self._checksum = hashlib.sha256(text.encode()).hexdigest()
+        return self._checksum
 
     def check(self, sealed: SealedWeights) -> None:
         """Raise unless these are the tensors that were published."""
@@ -65,10 +73,23 @@ class CheckedSource:
             )
 
     def _hash(self, name: str, data: Tensor) -> None:
-        raw = data.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data
         code = _DTYPE_CODES.get(data.dtype, str(data.dtype))
-        digest = hashlib.sha256(raw).hexdigest()
-        self._rows[name] = (name, code, list(data.shape), digest)
+        if self._pool is None:
+            digest: Future[str] = Future()
+            digest.set_result(_digest(data))
+        else:
+            digest = self._pool.submit(_digest, data)
+        self._digests[name] = (code, list(data.shape), digest)
+
+    def close(self) -> None:
+        """No more threads."""
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+
+def _digest(data: Tensor) -> str:
+    raw = data.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data
+    return hashlib.sha256(raw).hexdigest()
 
 
 def check_base(source: object, found: str, where: str) -> None:

@@ -51,7 +51,7 @@ from dora_rl.trainer.options import (
 from dora_rl.trainer.packing import pack_balanced, pack_stream
 from dora_rl.trainer.passes import policy_pass
 from dora_rl.trainer.prepare import group_documents, per_group_advantages, whole_batch_advantages
-from dora_rl.trainer.publish import Publisher, compute_canary, snapshot
+from dora_rl.trainer.publish import Publisher, compute_canary
 from dora_rl.trainer.scoring import SealedScorer, score
 from dora_rl.types import StepIndex, UserError, Version
 
@@ -187,7 +187,7 @@ class Learner:
         if adapters:
             tensors = published_adapter(self.policy, self.options, dtype, distributed.gathered)
         else:
-            tensors = snapshot(self.policy, dtype)
+            tensors = self.publisher.snapshot(self.policy, dtype, first=self.rank == 0)
         if self.rank:
             done: Future[str] = Future()
             done.set_result("")

@@ -7,7 +7,7 @@ Invariant: the canary's log-probs were computed from exactly the published value
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import torch
 from torch import Tensor, nn
@@ -39,20 +39,31 @@ def compute_canary(policy: nn.Module, vocab: int, positions_max: int) -> Canary:
     return Canary(ids, tuple(scores.logprobs_N.float().tolist()))
 
 
-def snapshot(policy: nn.Module, dtype: torch.dtype) -> list[tuple[str, Tensor]]:
-    """Every tensor of the checkpoint, gathered from all ranks, cast, copied, on the CPU."""
-    out = []
-    for name, tensor in named_weights(policy, gathered):
-        copy = tensor.to(dtype=dtype, device="cpu", copy=True).contiguous()
-        out.append((name, copy))
-    return out
-
-
 class Publisher:
     """Publishes in order, in the background if asked: the next step begins on the live weights."""
 
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
+        self._last: Future[str] | None = None
+        # Copies of weights on a GPU, by name, used again: fresh memory costs more than the copy.
+        self._host: dict[str, Tensor] = {}
+
+    def snapshot(
+        self, policy: nn.Module, dtype: torch.dtype, first: bool
+    ) -> list[tuple[str, Tensor]]:
+        """Every tensor of the checkpoint, gathered from all ranks; on the first one cast and
+        copied to the CPU."""
+        if self._last is not None:
+            wait([self._last])  # its copies are these
+        weights = named_weights(policy, gathered)
+        return [(name, self._copy(name, tensor, dtype)) for name, tensor in weights if first]
+
+    def _copy(self, name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        if not tensor.is_cuda:
+            return tensor.to(dtype=dtype, copy=True).contiguous()
+        if name not in self._host:
+            self._host[name] = torch.empty(tensor.shape, dtype=dtype)
+        return self._host[name].copy_(tensor)
 
     def publish(
         self,
@@ -67,7 +78,8 @@ class Publisher:
         if background:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(1, thread_name_prefix="publish")
-            return self._pool.submit(store.publish, version, _drain(tensors), canary, base)
+            self._last = self._pool.submit(store.publish, version, _drain(tensors), canary, base)
+            return self._last
         done: Future[str] = Future()
         done.set_result(store.publish(version, _drain(tensors), canary, base))
         return done

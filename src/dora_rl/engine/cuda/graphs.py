@@ -1,8 +1,8 @@
 """CUDA graphs of the decode pass, one per bucket of version slots, rows and context lengths.
 
-A graph is captured the first time its bucket is needed. Its only input that the host writes is the
-list of request slots of its rows, and only when that list changed. Without graphs the same pass
-runs eagerly, which is the oracle.
+A graph is captured when its bucket has been needed for a while, or no larger one is there
+(`buckets.Buckets`). Its only input that the host writes is the list of request slots of its rows,
+and only when that list changed. Without graphs the same pass runs eagerly, which is the oracle.
 """
 
 from __future__ import annotations
@@ -10,41 +10,16 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
+from dora_rl.engine.buckets import Bucket, Buckets, blocks_bucket, bucket_of
 from dora_rl.engine.cuda.slots import DeviceSlots
 from dora_rl.engine.plan import Span
 
 T = TypeVar("T")
-BLOCKS_FEW = 16  # contexts up to here are all alike, longer ones are told apart by factors of four
-
-
-class Bucket(NamedTuple):
-    """Version slots [first, first + num_versions), `per_version` rows of each, and the most blocks
-    that one of their contexts may have."""
-
-    first: int
-    num_versions: int
-    per_version: int
-    blocks_max: int
-
-
-def bucket_of(count: int, count_max: int) -> int:
-    """Rows to pad to: 1, 4, then steps of 16 or an eighth or so of the size, whichever is more."""
-    if count <= 4:
-        return min(1 if count == 1 else 4, max(count_max, 1))
-    step = max(16, 1 << ((count - 1).bit_length() - 3))
-    return min(-(-count // step) * step, max(count_max, count))
-
-
-def blocks_bucket(num_blocks: int, blocks_max: int) -> int:
-    bound = BLOCKS_FEW
-    while bound < num_blocks:
-        bound *= 4
-    return min(bound, blocks_max)
 
 
 @dataclass(slots=True)
@@ -75,6 +50,7 @@ class DecodeGraphs(Generic[T]):
     ) -> None:
         self._pass, self._rows_max, self._block_tokens = decode, rows_max, block_tokens
         self._device, self._enabled = device, enabled
+        self._buckets = Buckets()
         self._captured: dict[Bucket, tuple[torch.cuda.CUDAGraph, Launched[T]]] = {}
         self._listed: dict[Bucket, list[int]] = {}
         self._pool = None
@@ -89,9 +65,11 @@ class DecodeGraphs(Generic[T]):
         num_blocks = -(-context // self._block_tokens)
         blocks_max = blocks_bucket(num_blocks, state.table.shape[1])
         key = Bucket(first, last - first + 1, per_version, blocks_max)
-        rows = [state.num_slots] * (key.num_versions * per_version)
+        if self._enabled:
+            key = self._buckets.choose(key, repeat)
+        rows = [state.num_slots] * (key.num_versions * key.per_version)
         for slot, spans in groups.items():
-            start = (slot - first) * per_version
+            start = (slot - key.first) * key.per_version
             rows[start : start + len(spans)] = [span.seq.slot for span in spans]
         if not self._enabled:
             slots = state.upload(rows, torch.int64)

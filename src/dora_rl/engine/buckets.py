@@ -1,0 +1,72 @@
+"""How many rows a decode pass on a GPU has: padded to buckets, each with a graph of its own.
+
+A graph takes about as long to capture as a hundred steps, and a run meets hundreds of buckets, many
+of them for a moment only while requests end. So a bucket gets its graph when it was needed for a
+while; until then a larger one serves, whose surplus rows are padding.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import NamedTuple
+
+WANTED_STEPS = 64  # on a larger bucket before one's own is captured
+ROWS_FREE = 64  # up to here rows cost little beside the weights that a version has read for them
+BLOCKS_FEW = 16  # contexts up to here are all alike, longer ones are told apart by factors of four
+
+
+class Bucket(NamedTuple):
+    """Version slots [first, first + num_versions), `per_version` rows of each, and the most blocks
+    that one of their contexts may have."""
+
+    first: int
+    num_versions: int
+    per_version: int
+    blocks_max: int
+
+
+def bucket_of(count: int, count_max: int) -> int:
+    """Rows to pad to: 1, 4, then steps of 16 or an eighth or so of the size, whichever is more."""
+    if count <= 4:
+        return min(1 if count == 1 else 4, max(count_max, 1))
+    step = max(16, 1 << ((count - 1).bit_length() - 3))
+    return min(-(-count // step) * step, max(count_max, count))
+
+
+def blocks_bucket(num_blocks: int, blocks_max: int) -> int:
+    bound = BLOCKS_FEW
+    while bound < num_blocks:
+        bound *= 4
+    return min(bound, blocks_max)
+
+
+def covers(large: Bucket, small: Bucket) -> bool:
+    """Whether a pass of the one has room for every row of the other."""
+    ends = large.first + large.num_versions >= small.first + small.num_versions
+    rows = large.per_version >= small.per_version
+    return large.first <= small.first and ends and rows and large.blocks_max >= small.blocks_max
+
+
+def cost(bucket: Bucket) -> tuple[int, int]:
+    """What orders buckets by the time of a pass."""
+    return bucket.num_versions * (ROWS_FREE + bucket.per_version), bucket.blocks_max
+
+
+class Buckets:
+    """Which bucket a step runs in. The caller captures each one that it is given for the first
+    time."""
+
+    def __init__(self) -> None:
+        self._captured: set[Bucket] = set()
+        self._wanted: Counter[Bucket] = Counter()
+
+    def choose(self, needed: Bucket, steps: int) -> Bucket:
+        """`needed` itself, or the cheapest captured one with room for it."""
+        if needed in self._captured:
+            return needed
+        self._wanted[needed] += steps
+        larger = [bucket for bucket in self._captured if covers(bucket, needed)]
+        if larger and self._wanted[needed] <= WANTED_STEPS:
+            return min(larger, key=cost)
+        self._captured.add(needed)
+        return needed

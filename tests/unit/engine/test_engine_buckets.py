@@ -1,0 +1,51 @@
+"""Which bucket a decode pass on a GPU runs in; nothing here needs one."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dora_rl.engine.buckets import WANTED_STEPS, Bucket, Buckets, bucket_of, covers
+
+BUCKETS = st.builds(
+    Bucket,
+    st.integers(0, 2),
+    st.integers(1, 3),
+    st.sampled_from([1, 4, 16, 32, 64]),
+    st.sampled_from([16, 64]),
+)
+
+
+@given(st.lists(st.tuples(BUCKETS, st.integers(1, 8)), max_size=60))
+def test_a_step_always_fits_and_waits_for_its_own_bucket_only_so_long(
+    steps: list[tuple[Bucket, int]],
+) -> None:
+    buckets, captured, elsewhere = Buckets(), set[Bucket](), dict[Bucket, int]()
+    for needed, repeat in steps:
+        chosen = buckets.choose(needed, repeat)
+        assert covers(chosen, needed)
+        if chosen == needed:
+            captured.add(needed)
+        else:
+            assert chosen in captured, "a bucket was captured for somebody else"
+            assert needed not in captured
+            elsewhere[needed] = elsewhere.get(needed, 0) + repeat
+    assert all(num <= WANTED_STEPS for num in elsewhere.values())
+
+
+def test_a_passing_bucket_is_not_captured_and_a_lasting_one_is() -> None:
+    buckets = Buckets()
+    large, small, wide = Bucket(0, 1, 64, 16), Bucket(0, 1, 48, 16), Bucket(0, 2, 48, 16)
+    assert buckets.choose(large, 1) == large
+    assert buckets.choose(wide, 1) == wide  # nothing has room for two versions
+    assert [buckets.choose(small, 8) for _ in range(WANTED_STEPS // 8)] == [large] * 8
+    assert buckets.choose(small, 8) == small
+    assert buckets.choose(Bucket(0, 1, 16, 16), 1) == small, "of those with room, the cheapest"
+    assert buckets.choose(Bucket(0, 1, 16, 64), 1).blocks_max == 64
+
+
+def test_rows_are_padded_by_an_eighth_or_so() -> None:
+    assert [bucket_of(n, 512) for n in (1, 2, 5, 17, 64, 65, 129, 500)] == [
+        *(1, 4, 16, 32, 64, 80, 160, 512)
+    ]
+    assert bucket_of(30, 24) == 30
