@@ -51,6 +51,9 @@ class DecodeGraphs(Generic[T]):
         self._pass, self._rows_max, self._block_tokens = decode, rows_max, block_tokens
         self._device, self._enabled = device, enabled
         self._buckets = Buckets()
+        # One of its own for good: streams made later come from a small pool, and one that a thread
+        # loads on must not be the one that is captured.
+        self._stream = torch.cuda.Stream(device) if enabled else None
         self._captured: dict[Bucket, tuple[torch.cuda.CUDAGraph, Launched[T]]] = {}
         self._listed: dict[Bucket, list[int]] = {}
         self._pool = None
@@ -91,15 +94,16 @@ class DecodeGraphs(Generic[T]):
         """Two eager runs on padding rows compile the kernels; the third is recorded."""
         count = key.num_versions * key.per_version
         slots = torch.full((count,), state.num_slots, dtype=torch.int64, device=self._device)
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        assert self._stream is not None
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
             for _ in range(2):
                 self._pass(key, slots)
-        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         # Meanwhile a thread may be loading a version.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        where = {"pool": self._pool, "stream": self._stream}
+        with torch.cuda.graph(graph, **where, capture_error_mode="thread_local"):
             result = self._pass(key, slots)
         self._pool = self._pool or graph.pool()
         # A full collection that walks every imported module stalls the decode loop for longer than

@@ -81,6 +81,7 @@ class CudaRunner:
         self.slots = DeviceSlots(
             options.seqs_max, self._blocks_max, self.cache.scrap_block, options.device
         )
+        self._load_stream = torch.cuda.Stream(options.device) if self.on_gpu else None
         graphs = options.cuda_graphs and self.on_gpu
         where = options.seqs_max, options.block_tokens, options.device, graphs
         self._hidden = DecodeGraphs(self._decode_pass, *where)
@@ -88,12 +89,11 @@ class CudaRunner:
 
     def load(self, slot: int, source: TensorSource, where: str) -> Iterator[str]:
         """On a stream of its own: nothing that is launched meanwhile waits for it."""
-        if not self.on_gpu:
+        if self._load_stream is None:
             return self.weights.load_version(slot, source, where)
-        stream = torch.cuda.Stream(self.options.device)
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(self._load_stream):
             layers = list(self.weights.load_version(slot, source, where))
-        stream.synchronize()
+        self._load_stream.synchronize()
         return iter(layers)
 
     def perform(self, plan: Plan) -> None:
