@@ -30,8 +30,7 @@ from dora_rl.runtime.lora_base import run_base
 from dora_rl.runtime.sealing import Sealing, WaitingStore
 from dora_rl.runtime.settings import learner_algorithm
 from dora_rl.runtime.storage_client import StorageReader
-from dora_rl.runtime.versions import share
-from dora_rl.runtime.weights import DiskWeightStore
+from dora_rl.runtime.versions import MirroredDisk, share
 from dora_rl.runtime.wire import Channel, Message, decode_learner, encode_event
 from dora_rl.runtime.worker import Setup, beat
 from dora_rl.trainer import distributed
@@ -58,7 +57,7 @@ class LearnerWorker:
         where = str(setup.extra.get("ip", ""))
         distributed.join(setup.extra["meeting"], self.rank, self.num_ranks, where)
         self.shared = WaitingStore(setup.extra["weights_root"])
-        self.disk = DiskWeightStore(run_dir / "weights")
+        self.disk = MirroredDisk(run_dir / "weights", self.shared)
         self.sealing = self.shared.sealing = Sealing(self.disk, self.shared)
         options = from_section(CheckpointOptions, config.checkpoint)
         self.checkpoints = Checkpoints(run_dir / "checkpoints", options)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dora_rl.core.state import State
+from dora_rl.ports import Canary
 from dora_rl.runtime.leftovers import claim, sweep
 from dora_rl.runtime.weights import (
     SHARED_MEMORY,
@@ -22,7 +24,11 @@ from dora_rl.runtime.weights import (
     WeightsError,
     copy_version,
 )
+from dora_rl.runtime.weights_writer import CopyFailed
 from dora_rl.types import Version
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Versions:
@@ -107,3 +113,34 @@ def share(
         if shared.checksum(version) != checksum:
             raise
         return checksum  # the other one was faster
+
+
+class MirroredDisk(DiskWeightStore):
+    """The learner's disk store: what it publishes goes to shared memory in the same pass over the
+    tensors, sealed there when it is sealed on disk. `share` finds that copy, or makes it."""
+
+    def __init__(self, root: str | Path, mirror: SharedMemoryWeightStore) -> None:
+        super().__init__(root)
+        self._mirror = mirror
+
+    def publish(
+        self,
+        version: Version,
+        tensors: Iterable[tuple[str, Tensor]],
+        canary: Canary | None = None,
+        base: str = "",
+        copy_to: Path | None = None,
+    ) -> str:
+        if copy_to is not None or self.root.resolve() == self._mirror.root.resolve():
+            return super().publish(version, tensors, canary, base, copy_to)
+        checksum = ""
+        try:
+            with self._mirror.receiving(version) as copy:
+                try:
+                    checksum = super().publish(version, tensors, canary, base, copy)
+                except CopyFailed as failed:
+                    raise failed.error from failed  # shared memory's, and told as such
+        except VersionExists:
+            if not checksum:
+                raise
+        return checksum

@@ -37,8 +37,8 @@ from dora_rl.runtime.weights_file import (
     WeightsCorrupt,
     WeightsError,
     read_manifest,
-    write_sealed,
 )
+from dora_rl.runtime.weights_writer import write_sealed
 from dora_rl.types import Version
 
 if TYPE_CHECKING:
@@ -97,9 +97,11 @@ class SharedMemoryWeightStore:
         tensors: Iterable[tuple[str, Tensor]],
         canary: Canary | None = None,
         base: str = "",
+        copy_to: Path | None = None,
     ) -> str:
-        """Write all tensors, seal, return the checksum. All or nothing."""
-        return self._publish(version, tensors, canary, base, expected=None)
+        """Write all tensors, seal, return the checksum. All or nothing. The same files go to
+        `copy_to`, where another store is `receiving` the version."""
+        return self._publish(version, tensors, canary, base, expected=None, copy_to=copy_to)
 
     def take_in(self, sealed: SealedFile) -> None:
         """Publish a copy of a version that another store has, if it is what was published."""
@@ -119,12 +121,14 @@ class SharedMemoryWeightStore:
         canary: Canary | None,
         base: str,
         expected: str | None,
+        copy_to: Path | None = None,
     ) -> str:
         assert version >= 0, f"version {version} is negative"
         if self._directory(version).exists():
             raise VersionExists(f"version {version} is already published in {self.root}")
         with self._new_directory(version) as directory:
-            manifest = write_sealed(directory, version, tensors, canary, self.durable, base)
+            parts = (tensors, canary, self.durable, base, copy_to)
+            manifest = write_sealed(directory, version, *parts)
             if expected not in (None, manifest.checksum):
                 raise WeightsCorrupt(f"version {version} changed after publication; not copied")
             self._seal(directory, version)

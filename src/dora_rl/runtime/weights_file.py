@@ -16,13 +16,11 @@ import hashlib
 import json
 import mmap
 import os
-import struct
-from collections import deque
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 
 from dora_rl.ports import Canary
 from dora_rl.types import Version
@@ -33,10 +31,6 @@ if TYPE_CHECKING:
 TENSORS_FILE = "model.safetensors"
 MANIFEST_FILE = "manifest.json"
 FORMAT = 1
-# Tensors are written as they come (a sharded trainer gathers one at a time), before the header is
-# known. Room for about 500 names is left in front; more names cost one extra copy of the file.
-HEADER_ROOM_BYTES = 64 * 1024
-CHUNK_BYTES = 16 * 1024 * 1024
 NUM_HASH_THREADS = min(4, os.cpu_count() or 1)
 
 # safetensors' names of the types, and torch's.
@@ -57,7 +51,6 @@ DTYPES = {
     "U64": "uint64",
     "BOOL": "bool",
 }
-DTYPE_CODES = {name: code for code, name in DTYPES.items()}
 
 
 class WeightsError(Exception):
@@ -103,110 +96,11 @@ def checksum_of(tensors: Iterable[TensorEntry]) -> str:
     return hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()
 
 
-def write_sealed(
-    directory: Path,
-    version: Version,
-    tensors: Iterable[tuple[str, Tensor]],
-    canary: Canary | None,
-    durable: bool,
-    base: str = "",
-) -> Manifest:
-    """Write both files into `directory`, which must be empty and seen by nobody else yet."""
-    path = directory / TENSORS_FILE
-    with path.open("w+b") as file:
-        entries = _write_tensors(file, tensors)
-        header = _header_bytes(version, entries, HEADER_ROOM_BYTES)
-        if len(header) > HEADER_ROOM_BYTES:
-            _shift(file, HEADER_ROOM_BYTES, len(header))
-        file.seek(0)
-        file.write(header)
-        file.flush()
-        os.fchmod(file.fileno(), 0o444)
-        if durable:
-            os.fsync(file.fileno())
-    digest = hashlib.sha256(header).hexdigest()
-    manifest = Manifest(version, checksum_of(entries), len(header), digest, entries, canary, base)
-    write_manifest(directory, manifest, durable)
-    return manifest
-
-
-def _write_tensors(
-    file: BinaryIO, tensors: Iterable[tuple[str, Tensor]]
-) -> tuple[TensorEntry, ...]:
-    entries: dict[str, TensorEntry] = {}
-    hashing: deque[tuple[str, Future[str]]] = deque()
-    begin = 0
-    file.seek(HEADER_ROOM_BYTES)
-    with ThreadPoolExecutor(NUM_HASH_THREADS, thread_name_prefix="weights-hash") as pool:
-        for name, tensor in tensors:
-            assert name not in entries, f"tensor {name!r} is published twice in one version"
-            data = _bytes_of(tensor)
-            # Hashing and writing both release the interpreter lock: they run side by side. Few
-            # tensors wait for their hash, since each is held in memory until then.
-            hashing.append((name, pool.submit(_digest, data)))
-            file.write(data)
-            end = begin + len(data)
-            dtype = DTYPE_CODES.get(str(tensor.dtype).removeprefix("torch."))
-            assert dtype is not None, f"tensor {name!r} has type {tensor.dtype}, not in safetensors"
-            entries[name] = TensorEntry(name, dtype, tuple(tensor.shape), begin, end, "")
-            begin = end
-            if len(hashing) > NUM_HASH_THREADS:
-                _enter_digest(entries, hashing)
-        while hashing:
-            _enter_digest(entries, hashing)
-    return tuple(entries.values())
-
-
-def _enter_digest(entries: dict[str, TensorEntry], hashing: deque[tuple[str, Future[str]]]) -> None:
-    name, digest = hashing.popleft()
-    entries[name] = replace(entries[name], digest=digest.result())
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    import torch
-
-    flat = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
-    return flat.numpy().data
-
-
-def _digest(data: memoryview | bytes) -> str:
+def digest_of(data: memoryview | bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def _header_bytes(version: Version, entries: Sequence[TensorEntry], room: int) -> bytes:
-    """Length and JSON header, padded so that the data starts at `room`, or at 64 bytes' alignment
-    past it when the names do not fit."""
-    table: dict[str, object] = {"__metadata__": {"format": "pt", "version": str(version)}}
-    for t in entries:
-        table[t.name] = {"dtype": t.dtype, "shape": t.shape, "data_offsets": [t.begin, t.end]}
-    text = json.dumps(table, separators=(",", ":")).encode()
-    size = max(room, -(-(8 + len(text)) // 64) * 64)
-    return struct.pack("<Q", size - 8) + text.ljust(size - 8)
-
-
-def _shift(file: BinaryIO, start: int, new_start: int) -> None:
-    """Move everything from `start` on to `new_start`; last chunk first, nothing is overwritten."""
-    end = file.seek(0, os.SEEK_END)
-    while end > start:
-        size = min(CHUNK_BYTES, end - start)
-        file.seek(end - size)
-        chunk = file.read(size)
-        file.seek(end - size + new_start - start)
-        file.write(chunk)
-        end -= size
-
-
-def write_manifest(directory: Path, manifest: Manifest, durable: bool) -> None:
-    body = asdict(manifest)
-    with (directory / MANIFEST_FILE).open("w") as file:
-        json.dump({"format": FORMAT, "seal": _seal(body), "manifest": body}, file)
-        file.flush()
-        os.fchmod(file.fileno(), 0o444)
-        if durable:
-            os.fsync(file.fileno())
-
-
-def _seal(body: object) -> str:
+def seal_of(body: object) -> str:
     """A hash of the manifest itself, so that a damaged offset or canary is noticed as such."""
     return hashlib.sha256(json.dumps(body, separators=(",", ":")).encode()).hexdigest()
 
@@ -219,7 +113,7 @@ def read_manifest(directory: Path, version: Version) -> Manifest:
         if sealed["format"] != FORMAT:
             raise WeightsError(f"version {version}: {path} has format {sealed['format']}")
         raw = sealed["manifest"]
-        intact = sealed["seal"] == _seal(raw)
+        intact = sealed["seal"] == seal_of(raw)
         entries = tuple(
             TensorEntry(
                 str(t["name"]),
@@ -335,14 +229,14 @@ class SealedFile:
 
     def check_header(self) -> None:
         """For readers that hash the tensors themselves: what others find them by."""
-        if _digest(self.header()) != self.manifest.header_digest:
+        if digest_of(self.header()) != self.manifest.header_digest:
             raise WeightsCorrupt(f"version {self.version}: the header of {self.path} changed")
 
     def verify(self) -> None:
         """Hash every byte again and compare with what was published."""
         self.check_header()
         with ThreadPoolExecutor(NUM_HASH_THREADS, thread_name_prefix="weights-hash") as pool:
-            digests = pool.map(lambda t: _digest(self._bytes(t)), self.manifest.tensors)
+            digests = pool.map(lambda t: digest_of(self._bytes(t)), self.manifest.tensors)
             bad = [
                 t.name
                 for t, digest in zip(self.manifest.tensors, digests, strict=True)

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from dora_rl.core.params import Params
 from dora_rl.core.step import initial
-from dora_rl.runtime.versions import Versions
-from dora_rl.runtime.weights import WeightsError, copy_version
+from dora_rl.ports import Canary
+from dora_rl.runtime.versions import MirroredDisk, Versions, share
+from dora_rl.runtime.weights import (
+    SharedMemoryWeightStore,
+    VersionExists,
+    WeightsError,
+    WeightsFull,
+    copy_version,
+)
 
 
 def made(tmp_path: Path, *numbers: int) -> Versions:
@@ -70,3 +82,104 @@ def test_a_new_run_begins_with_empty_stores(tmp_path: Path) -> None:
     versions = made(tmp_path, 0, 7)
     versions.clear()
     assert not versions.disk.versions() and not versions.shared.versions()
+
+
+def tensors(number: int = 0) -> list[tuple[str, torch.Tensor]]:
+    return [(f"t{i}", torch.full((50_000,), float(i + number))) for i in range(6)]
+
+
+def mirrored(tmp_path: Path) -> tuple[MirroredDisk, SharedMemoryWeightStore]:
+    shared = SharedMemoryWeightStore(tmp_path / "shared")
+    return MirroredDisk(tmp_path / "disk", shared), shared
+
+
+def files_of(root: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (root / "00000002").iterdir()}
+
+
+@pytest.mark.parametrize("num_names", [6, 1200], ids=["few names", "a header that needs more room"])
+def test_the_learner_publishes_the_same_files_to_disk_and_shared_memory(
+    tmp_path: Path, num_names: int
+) -> None:
+    disk, shared = mirrored(tmp_path)
+    given = [(f"model.layers.{i}.weight.{'x' * 40}", torch.ones(3) * i) for i in range(num_names)]
+    checksum = disk.publish(2, given, Canary((1,), (-0.5,)), "base")
+    assert files_of(disk.root) == files_of(shared.root)
+    assert checksum == shared.checksum(2) == disk.checksum(2)
+    sealed = SharedMemoryWeightStore(shared.root).open(2)  # hashed
+    assert {name: float(t[0]) for name, t in sealed.tensors()} == {n: float(t[0]) for n, t in given}
+    assert sealed.canary == Canary((1,), (-0.5,)) and sealed.base == "base"
+    assert share(disk, shared, 2) == checksum
+
+
+def test_shared_memory_shows_a_version_only_when_the_disk_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk, shared = mirrored(tmp_path)
+    sealed, seal = [], SharedMemoryWeightStore._seal
+
+    def watched(store: SharedMemoryWeightStore, *args: Any) -> None:
+        sealed.append((store.root, list(disk.versions()), list(shared.versions())))
+        seal(store, *args)
+
+    monkeypatch.setattr(SharedMemoryWeightStore, "_seal", watched)
+    disk.publish(2, tensors())
+    assert sealed == [(disk.root, [], []), (shared.root, [2], [])]
+
+
+def test_a_source_that_fails_leaves_nothing_in_either(tmp_path: Path) -> None:
+    disk, shared = mirrored(tmp_path)
+
+    def failing() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from tensors()
+        raise RuntimeError("device lost")
+
+    with pytest.raises(RuntimeError, match="device lost"):
+        disk.publish(2, failing())
+    assert not disk.versions() and not shared.versions()
+    assert not [*disk.root.glob(".new-*"), *shared.root.glob(".new-*")]
+    disk.publish(2, tensors())
+
+
+def test_the_controller_may_have_shared_it_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk, shared = mirrored(tmp_path)
+    seal = SharedMemoryWeightStore._seal
+
+    def raced(store: SharedMemoryWeightStore, directory: Path, version: int) -> None:
+        seal(store, directory, version)
+        if store is disk:
+            shutil.copytree(disk.root / "00000002", shared.root / "00000002")
+
+    monkeypatch.setattr(SharedMemoryWeightStore, "_seal", raced)
+    checksum = disk.publish(2, tensors())
+    assert shared.checksum(2) == checksum
+    with pytest.raises(VersionExists):
+        disk.publish(2, tensors(1))
+
+
+def test_one_place_for_both(tmp_path: Path) -> None:
+    """A machine without shared memory."""
+    shared = SharedMemoryWeightStore(tmp_path / "disk")
+    disk = MirroredDisk(tmp_path / "disk", shared)
+    checksum = disk.publish(2, tensors())
+    assert share(disk, shared, 2, fresh=True) == checksum
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small tmpfs needs root")
+@pytest.mark.parametrize("small", ["disk", "shared"])
+def test_the_place_that_is_full_is_named(tmp_path: Path, small: str) -> None:
+    (tmp_path / small).mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=700k", "tmpfs", str(tmp_path / small)]
+    if subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("mounting is not permitted here")
+    try:
+        disk, shared = mirrored(tmp_path)
+        with pytest.raises(WeightsFull, match=f"no room for version 2 in {tmp_path / small}"):
+            disk.publish(2, tensors())
+        assert not disk.versions() and not shared.versions()
+        disk.publish(2, tensors()[:1])
+        assert list(shared.versions()) == [2]
+    finally:
+        subprocess.run(["umount", "-l", str(tmp_path / small)], check=True)

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from dora_rl.config import WeightsConfig
 from dora_rl.ports import Canary, SealedWeights, WeightStore
-from dora_rl.runtime import weights_file
+from dora_rl.runtime import weights_file, weights_writer
 from dora_rl.runtime.weights import (
     DiskWeightStore,
     SharedMemoryWeightStore,
@@ -112,7 +112,7 @@ def test_more_names_than_the_header_has_room_for(store: SharedMemoryWeightStore)
     tensors = {f"layers.{i}.{'w' * 100}": torch.full((3,), float(i)) for i in range(700)}
     store.publish(0, tensors.items())
     sealed = store.open(0)
-    assert sealed.manifest.data_start > weights_file.HEADER_ROOM_BYTES
+    assert sealed.manifest.data_start > weights_writer.HEADER_ROOM_BYTES
     assert all(torch.equal(sealed.tensor(name), tensors[name]) for name in tensors)
     assert load_file(sealed.path).keys() == tensors.keys()
 
