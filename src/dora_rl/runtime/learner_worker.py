@@ -133,9 +133,15 @@ class LearnerWorker:
                 self._handle(message)
 
     def _receive(self) -> Message:
-        """The next message. What went wrong with the sealing of a version is raised here."""
-        while self.sealing.is_running() and not self.channel.poll(POLL_S):
-            pass
+        """The next message. While there is none, training goes on with what there is. What went
+        wrong with the sealing of a version is raised here."""
+        while self.sealing.is_running() or self.learner.may_go_on():
+            if self.channel.poll(POLL_S):
+                break
+            if self.learner.may_go_on():
+                began = self._worked_s()
+                self.learner.go_on()
+                self.busy_s += self._worked_s() - began
         return self.channel.receive()
 
     def _say_joined(self) -> None:

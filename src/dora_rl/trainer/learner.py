@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,6 +57,7 @@ from dora_rl.trainer.scoring import SealedScorer, score
 from dora_rl.types import StepIndex, UserError, Version
 
 _PACK_TOKENS = {"cpu": 4096, "cuda": 32768}
+_PACK_PARTS = 4  # a pack that is full by one part is run where the learner would wait instead
 
 
 class OpenUpdate:
@@ -93,12 +95,8 @@ class Learner:
         if trainer.threads:
             torch.set_num_threads(trainer.threads)
         self.directory = Path(model) if isinstance(model, str | Path) else None
-        made = assemble(
-            self.directory or model,  # type: ignore[arg-type]
-            self.objective,
-            trainer,
-            self.directory,
-        )
+        source: Any = self.directory or model
+        made = assemble(source, self.objective, trainer, self.directory)
         self.policy, self.reference, self.critic = made.policy, made.reference, made.critic
         self.optimizer, self.critic_optimizer = made.optimizer, made.critic_optimizer
         self.device = next(self.policy.parameters()).device
@@ -149,6 +147,15 @@ class Learner:
                 self._take(kept)
                 self._run_packs(flush=False)
             self._close_if_full()
+
+    def may_go_on(self) -> bool:
+        """Whether documents wait for a pack to fill up that are worth one of their own."""
+        waiting = sum(d.num_tokens for d in self._pending)
+        return self.num_ranks == 1 and waiting * _PACK_PARTS >= self.pack_tokens
+
+    def go_on(self) -> None:
+        """Run what waits for a pack to fill up, instead of waiting too."""
+        self._run_packs(flush=True)
 
     @property
     def buffered(self) -> bool:
