@@ -78,28 +78,6 @@ def test_a_stream_gives_the_gradient_of_one_big_batch(
         assert (got - want).abs().max() < 2e-5
 
 
-def test_a_learner_that_would_wait_goes_on(model_dir: Path) -> None:
-    """What is worth a pack of its own is run; the result is the same."""
-    groups = make_groups(4, 6)
-    want, want_metrics = after_one_step(model_dir, groups, GRPO, TRAINER)
-    tokens = sum(len(g.prompt_ids) + len(s.token_ids) for g in groups for s in g.samples)
-    learner = Learner(model_dir, GRPO, replace(TRAINER, pack_tokens=tokens))
-    learner.begin_step(0)
-    ran: list[bool] = []
-    for group in groups:
-        learner.feed([group])
-        ran.append(learner.may_go_on())
-        if ran[-1]:
-            learner.go_on()
-            assert not learner.may_go_on()
-    assert not ran[0] and 1 <= sum(ran) <= 4, "too early, or never"
-    metrics = learner.finish_step()
-    assert metrics["train/packs"] > 1
-    assert metrics["grad_norm"] == pytest.approx(want_metrics["grad_norm"], rel=1e-4)
-    assert (flat(learner) - want).abs().max() < 2e-5
-    assert not learner.may_go_on()
-
-
 def test_updates_take_the_groups_in_turn(model_dir: Path) -> None:
     groups = make_groups(5, 6)
     two = Learner(model_dir, GRPO, replace(TRAINER, updates_per_step=2), batch_groups=6)

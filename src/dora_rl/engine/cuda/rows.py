@@ -193,6 +193,17 @@ def chunk_kernel(
 
 
 @jit
+def uniform(key, index):
+    """splitmix64 of (key, index in the response) as a number in [0, 1), as in sampler.uniform."""
+    x = key.to(tl.uint64, bitcast=True)
+    x = x + (index + 1).to(tl.uint64, bitcast=True) * 0x9E3779B97F4A7C15
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    x = x ^ (x >> 31)
+    return (x >> 40).to(tl.float32) * 5.9604644775390625e-08
+
+
+@jit
 def draw_kernel(
     logits_ptr,
     slots_ptr,
@@ -236,15 +247,8 @@ def draw_kernel(
     sums = sums * tl.exp(peaks - peak)
     running = tl.cumsum(sums, 0)
     total = tl.sum(tl.where(c == CHUNKS - 1, running, 0.0), 0)
-    # splitmix64 of (key, index in the response), as in sampler.uniform
     index = row_position + 1 - tl.load(prompt_ptr + slot).to(tl.int64)
-    x = tl.load(key_ptr + slot).to(tl.uint64, bitcast=True)
-    x = x + (index + 1).to(tl.uint64, bitcast=True) * 0x9E3779B97F4A7C15
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
-    x = x ^ (x >> 31)
-    u = (x >> 40).to(tl.float32) * 5.9604644775390625e-08
-    threshold = u * total
+    threshold = uniform(tl.load(key_ptr + slot), index) * total
     chunk = tl.minimum(tl.sum((running <= threshold).to(tl.int32), 0), num_chunks - 1)
     before = tl.sum(tl.where(c == chunk - 1, running, 0.0), 0)
     i = tl.arange(0, CHUNK)

@@ -1,0 +1,98 @@
+"""Products of few rows with large matrices on a GPU: plain, streamed, and the output head.
+
+Run with `pytest tests/gpu/test_products_gpu.py -m gpu` on a machine with a CUDA device and Triton.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.mark.parametrize("rows", [1, 16, 33, 128])
+@pytest.mark.parametrize("versions", [1, 3])
+@pytest.mark.parametrize("splits", [1, 4])
+def test_skinny_product(rows: int, versions: int, splits: int) -> None:
+    from dora_rl.engine.cuda.skinny import Tiles, multiply
+
+    n, k = 384, 1024
+    generator = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(versions * rows, k, generator=generator, device="cuda").bfloat16()
+    weight = torch.randn(versions, n, k, generator=generator, device="cuda").bfloat16() * k**-0.5
+    want = torch.bmm(x.view(versions, rows, k).float(), weight.float().transpose(1, 2))
+    want = want.view(versions * rows, n)
+    got = multiply(x, weight, Tiles(64, 128, splits, 4))
+    assert got.shape == (splits, versions * rows, n)
+    assert (got.sum(0) - want).abs().max() < 1e-3
+    gated = multiply(x, weight, Tiles(64, 128, 1, 3), gate=True)
+    expected = torch.nn.functional.silu(want[:, : n // 2]) * want[:, n // 2 :]
+    assert (gated.float() - expected).abs().max() < 0.1
+
+
+@pytest.mark.parametrize("rows", [1, 16, 33, 64])
+@pytest.mark.parametrize("versions", [1, 3])
+@pytest.mark.parametrize(("splits", "rings"), [(1, (2, 2)), (2, (3, 4)), (4, (2, 2)), (8, (1, 1))])
+def test_streamed_product_equals_the_plain_one(
+    rows: int, versions: int, splits: int, rings: tuple[int, int]
+) -> None:
+    """Rings shorter than K and as long, tiles that come round several times: the same sums."""
+    from dora_rl.engine.cuda.skinny import STREAMED_ROWS_MAX, Tiles, multiply
+
+    if not STREAMED_ROWS_MAX or torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs a Hopper and Triton 3.6")
+    n, k = 384, 1024
+    generator = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(versions * rows, k, generator=generator, device="cuda").bfloat16()
+    weight = torch.randn(versions, n, k, generator=generator, device="cuda").bfloat16() * k**-0.5
+    want = multiply(x, weight, Tiles(64, 128, splits, 4))
+    assert torch.equal(multiply(x, weight, Tiles(64, 128, splits, *rings)), want)
+    if splits == 1:
+        gated = multiply(x, weight, Tiles(64, 128, 1, *rings), gate=True)
+        torch.testing.assert_close(gated, multiply(x, weight, Tiles(64, 128, 1, 3), gate=True))
+
+
+@pytest.mark.parametrize("rows", [1, 33, 64, 65])
+@pytest.mark.parametrize("versions", [1, 3])
+def test_the_head_is_streamed_for_few_rows(rows: int, versions: int) -> None:
+    from dora_rl.engine.cuda import skinny
+    from dora_rl.engine.cuda.decoder import CudaDecoder
+
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    n, k = 128 * 500, 256
+    generator = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(versions * rows, k, generator=generator, device="cuda").bfloat16()
+    heads = torch.randn(versions, n, k, generator=generator, device="cuda").bfloat16() * k**-0.5
+    decoder = SimpleNamespace(weights=SimpleNamespace(lm_head=heads), _num_processors=processors)
+    got = CudaDecoder.all_logits(cast(Any, decoder), x, 0, versions)
+    want = torch.bmm(x.view(versions, rows, k).float(), heads.float().transpose(1, 2))
+    assert got.dtype == torch.float32
+    assert (got - want.view(versions * rows, n)).abs().max() < 1e-4
+    tiles = skinny.tiles_of(rows, heads, processors)
+    if skinny.STREAMED_ROWS_MAX and torch.cuda.get_device_capability()[0] == 9:
+        assert tiles is not None
+        assert (tiles.splits, bool(tiles.row_stages)) == (1, rows <= 64)
+        held = tiles.stages * tiles.n + tiles.row_stages * max(16, 64 if rows > 32 else rows)
+        assert rows > 64 or 2 * held * tiles.k * 2 <= skinny.STREAMED_BYTES
+
+
+def test_the_cut_of_a_product_fits_a_processor() -> None:
+    from dora_rl.engine.cuda.skinny import STREAMED_BYTES, STREAMED_ROWS_MAX, tiles_of
+
+    weight = torch.empty(1, 4096, 2048, dtype=torch.bfloat16, device="cuda")
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs a Hopper")
+    for rows in (1, 16, 64, 128):
+        for gate in (False, True):
+            tiles = tiles_of(rows, weight, 64, gate)
+            assert tiles is not None
+            assert bool(tiles.row_stages) == (rows <= STREAMED_ROWS_MAX)
+            held = tiles.stages * 64 * (2 if gate else 1) + tiles.row_stages * max(16, rows)
+            assert held * 128 * 2 <= STREAMED_BYTES

@@ -1,0 +1,52 @@
+"""A learner that would wait trains what it has."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from trainer_cases import make_groups
+
+from dora_rl.trainer.learner import Learner
+from dora_rl.trainer.options import AlgorithmOptions, TrainerOptions
+
+TRAINER = TrainerOptions(lr=1e-3, device="cpu")
+
+
+def weights(learner: Learner) -> torch.Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in learner.policy.parameters()])
+
+
+def test_what_is_worth_a_pack_is_run_and_the_result_is_the_same(model_dir: Path) -> None:
+    groups = make_groups(4, 6)
+    tokens = sum(len(g.prompt_ids) + len(s.token_ids) for g in groups for s in g.samples)
+    plain, patient = (
+        Learner(model_dir, AlgorithmOptions(), replace(TRAINER, pack_tokens=tokens))
+        for _ in range(2)
+    )
+    ran: list[bool] = []
+    for learner in (plain, patient):
+        learner.begin_step(0)
+        for group in groups:
+            learner.feed([group])
+            if learner is patient:
+                ran.append(learner.may_go_on())
+                if ran[-1]:
+                    learner.go_on()
+                    assert not learner.may_go_on()
+    assert not ran[0] and 1 <= sum(ran) <= 4, "too early, or never"
+    want, got = plain.finish_step(), patient.finish_step()
+    assert want["train/packs"] == 1 < got["train/packs"]
+    assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-4)
+    assert (weights(patient) - weights(plain)).abs().max() < 2e-5
+    assert not patient.may_go_on()
+
+
+@pytest.mark.parametrize("options", [{"canonical_order": True}, {"streaming": False}])
+def test_a_learner_that_buffers_its_step_waits(model_dir: Path, options: dict[str, bool]) -> None:
+    learner = Learner(model_dir, AlgorithmOptions(), replace(TRAINER, pack_tokens=8, **options))
+    learner.begin_step(0)
+    learner.feed(make_groups(4, 3))
+    assert not learner.may_go_on()
