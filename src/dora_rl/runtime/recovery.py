@@ -1,7 +1,9 @@
 """What happens when a worker ends: it is replaced, given up, or the run stops with the reason.
 
 A worker that ends at its start again and again, or workers that keep ending while no step is
-committed, stop the run: it is resumable, and the reason names the worker and its last words.
+committed, stop the run: it is resumable, and the reason names the worker and its last words. Not so
+an instance once a step was committed, while others work: a host that went bad costs its instance,
+which is tried again after every step.
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ class Recovery:
         self._run = run
         self._num_restarts = 0
         self._num_starts: Counter[str] = Counter()
+        self._has_committed = False
+        self._left_out: list[str] = []
 
     def joined(self, name: str) -> None:
         """A worker has said something: its start went well."""
@@ -32,11 +36,15 @@ class Recovery:
         self._num_starts.pop(name, None)
 
     def committed(self) -> None:
-        self._num_restarts = 0
+        self._num_restarts, self._has_committed = 0, True
+        again, self._left_out = self._left_out, []
+        for name in again:
+            self._run.crew.restart(name)
 
     def fatal(self, name: str, body: dict[str, Any]) -> None:
         """A worker says why it ends. What is wrong from the start, or everywhere, ends the run."""
-        if body["ends_run"] or not self._run.crew.workers[name].joined:
+        bad_start = not self._run.crew.workers[name].joined and not self._dispensable(name)
+        if body["ends_run"] or bad_start:
             self._run.handle(ev.StopRequested(f"{name}: {body['reason']}"))
 
     def lost(self, name: str) -> None:
@@ -64,8 +72,20 @@ class Recovery:
             assert run.evaluations is not None
             run.evaluations.give_up()
             run.on_wait([f"evaluation given up; the evaluator said: {tail}"])
+        elif self._num_restarts <= RESTARTS_MAX and self._dispensable(name):
+            self._lose_instance(name)
+            self._num_starts.pop(name)
+            self._left_out.append(name)
+            run.on_wait([f"{name} keeps ending and is left out for this step; it said: {tail}"])
         else:
             run.handle(ev.StopRequested(f"{name} keeps ending; it last said: {tail}"))
+
+    def _dispensable(self, name: str) -> bool:
+        """An instance of a run that works, and others go on working."""
+        workers = self._run.crew.workers
+        others = [w for w in workers.values() if w.role == "instance" and w.name != name]
+        works = any(w.joined and w.process.poll() is None for w in others)
+        return workers[name].role == "instance" and self._has_committed and works
 
     def _replace(self, name: str) -> None:
         run = self._run
@@ -73,6 +93,10 @@ class Recovery:
             run.handle(ev.TrainerLost("its process ended"))
             run.start_learner()
         else:
-            run.journals.collect(name, alive=set(run.state.groups))
-            run.handle(ev.InstanceLost(name, "its process ended"))
+            self._lose_instance(name)
             run.crew.restart(name)
+
+    def _lose_instance(self, name: str) -> None:
+        run = self._run
+        run.journals.collect(name, alive=set(run.state.groups))
+        run.handle(ev.InstanceLost(name, "its process ended"))

@@ -118,7 +118,7 @@ class Storage:
         return self._samples.groups()
 
     def _write(self, path: Path, body: dict[str, Any]) -> None:
-        """The group's lines, in one write."""
+        """The group's lines, in one write where there is room."""
         step, group = int(body["step"]), int(body["group"])
         if (step, group) in self._written:
             return
@@ -133,7 +133,9 @@ class Storage:
             lines.append(json.dumps({"step": step, **record}) + "\n")
         handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
-            os.write(handle, "".join(lines).encode())
+            rest = memoryview("".join(lines).encode())
+            while rest:  # on a disk that is nearly full a part may go first
+                rest = rest[os.write(handle, rest) :]
         finally:
             os.close(handle)
         self._written.add((step, group))

@@ -1,0 +1,118 @@
+"""Which ends of a worker stop a run, and which cost it a worker."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from dora_rl.core import events as ev
+from dora_rl.runtime.recovery import RESTARTS_MAX, STARTS_MAX, Recovery
+
+
+class Worker:
+    def __init__(self, name: str) -> None:
+        self.name, self.role = name, name.rstrip("0123456789")
+        self.joined = True
+        self.process = self
+        self.ended = False
+
+    def poll(self) -> int | None:
+        return 1 if self.ended else None
+
+
+class Run:
+    """What recovery sees of a run: its workers, and what becomes of it."""
+
+    def __init__(self) -> None:
+        names = ("instance0", "instance1", "learner")
+        self.workers = {name: Worker(name) for name in names}
+        self.started: list[str] = []
+        self.crew = SimpleNamespace(
+            workers=self.workers, closing=False, restart=self.restart, log_tail=lambda _: "no GPU"
+        )
+        self.journals = SimpleNamespace(collect=lambda *args, **kwargs: None)
+        self.state = SimpleNamespace(groups={})
+        self.stop = None
+        self.events: list[ev.Event] = []
+        self.handle = self.events.append
+        self.lines: list[str] = []
+        self.on_wait = self.lines.extend
+        self.recovery = Recovery(cast(Any, self))
+
+    def restart(self, name: str) -> None:
+        self.workers[name] = Worker(name)
+        self.workers[name].joined = False
+        self.started.append(name)
+
+    def end(self, name: str, times: int = 1) -> None:
+        for _ in range(times):
+            self.workers[name].ended = True
+            self.recovery.lost(name)
+
+    def stops(self) -> list[str]:
+        return [e.reason for e in self.events if isinstance(e, ev.StopRequested)]
+
+
+@pytest.fixture
+def run() -> Run:
+    return Run()
+
+
+def test_an_instance_that_ends_is_replaced(run: Run) -> None:
+    run.end("instance1")
+    assert run.events == [ev.InstanceLost("instance1", "its process ended")]
+    assert run.started == ["instance1"] and not run.lines
+
+
+def test_before_the_first_step_an_instance_that_cannot_start_stops_the_run(run: Run) -> None:
+    run.end("instance1", STARTS_MAX)
+    assert run.stops() == ["instance1 keeps ending; it last said: no GPU"]
+
+
+def test_later_it_is_left_out_and_tried_again_after_a_step(run: Run) -> None:
+    run.recovery.committed()
+    run.end("instance1", STARTS_MAX)
+    assert not run.stops() and run.started == ["instance1"] * (STARTS_MAX - 1)
+    assert run.lines == ["instance1 keeps ending and is left out for this step; it said: no GPU"]
+    lost = [e for e in run.events if isinstance(e, ev.InstanceLost)]
+    assert len(lost) == STARTS_MAX, "its requests go on elsewhere each time"
+    run.recovery.committed()
+    assert run.started == ["instance1"] * STARTS_MAX
+    run.recovery.committed()
+    assert run.started == ["instance1"] * STARTS_MAX, "it is tried once a step"
+
+
+def test_nobody_is_left_out_who_is_the_last(run: Run) -> None:
+    run.recovery.committed()
+    run.workers["instance0"].ended = True
+    run.end("instance1", STARTS_MAX)
+    assert run.stops() == ["instance1 keeps ending; it last said: no GPU"]
+
+
+def test_a_learner_is_never_left_out(run: Run) -> None:
+    run.recovery.committed()
+    run.start_learner = lambda: run.restart("learner")  # type: ignore[attr-defined]
+    run.end("learner", STARTS_MAX)
+    assert run.stops() == ["learner keeps ending; it last said: no GPU"]
+
+
+def test_too_many_ends_without_a_step_stop_the_run(run: Run) -> None:
+    run.recovery.committed()
+    for _ in range(RESTARTS_MAX + 1):
+        run.end("instance1")
+        run.recovery.joined("instance1")
+    assert run.stops() == ["instance1 keeps ending; it last said: no GPU"]
+
+
+@pytest.mark.parametrize("committed", [False, True])
+@pytest.mark.parametrize("ends_run", [False, True])
+def test_what_is_fatal_at_a_start(run: Run, committed: bool, ends_run: bool) -> None:
+    """Wrong everywhere: always. Wrong with this one: only before the run has worked."""
+    if committed:
+        run.recovery.committed()
+    run.restart("instance1")
+    run.recovery.fatal("instance1", {"ends_run": ends_run, "reason": "out of memory"})
+    stops = ["instance1: out of memory"] if ends_run or not committed else []
+    assert run.stops() == stops
