@@ -5,6 +5,7 @@ python trainer_rank.py RANK RANKS PORT MODEL OUT LOSS PACK_TOKENS
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -49,6 +50,8 @@ def main() -> None:
     run_rank(Path(sys.argv[4]), Path(sys.argv[5]), sys.argv[6], int(sys.argv[7]))
     dist.barrier()
     dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # threads of torch's may abort an interpreter that is being shut down
 
 
 if __name__ == "__main__":
