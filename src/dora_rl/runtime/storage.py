@@ -23,12 +23,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dora_rl.core import events as ev
+from dora_rl.data.table_rows import TableClosed
 from dora_rl.envs.text import spans
 from dora_rl.runtime.journals import Journals
 from dora_rl.runtime.lines import read_lines
 from dora_rl.runtime.samples import Samples
 from dora_rl.runtime.tokenizer import open_tokenizer
-from dora_rl.runtime.transport import Link, Refused, Server
+from dora_rl.runtime.transport import Link, Refused, Server, TransportError
 from dora_rl.runtime.wire import Channel, Message, decode_event, pack, unpack
 from dora_rl.runtime.worker import Setup, beat
 from dora_rl.types import GroupId, Prompt, RequestId
@@ -54,6 +55,12 @@ class Storage:
     # -- instances, rewards, learner --------------------------------------------------------------
 
     def _answer(self, question: dict[str, Any], link: Link) -> None:
+        try:
+            self._do(question, link)
+        except TableClosed as error:  # the asker hears nothing, and asks the next shard
+            raise TransportError("the shard ends") from error
+
+    def _do(self, question: dict[str, Any], link: Link) -> None:
         kind = question["kind"]
         if kind == "put":
             self._put(unpack(bytes(link.read(int(question["num_bytes"])))))
