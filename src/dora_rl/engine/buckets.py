@@ -8,6 +8,7 @@ while; until then a larger one serves, whose surplus rows are padding.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from typing import NamedTuple
 
 WANTED_STEPS = 64  # on a larger bucket before one's own is captured
@@ -53,20 +54,17 @@ def cost(bucket: Bucket) -> tuple[int, int]:
 
 
 class Buckets:
-    """Which bucket a step runs in. The caller captures each one that it is given for the first
-    time."""
+    """Which bucket a step runs in. The caller captures what it is given and has not captured."""
 
     def __init__(self) -> None:
-        self._captured: set[Bucket] = set()
         self._wanted: Counter[Bucket] = Counter()
 
-    def choose(self, needed: Bucket, steps: int) -> Bucket:
+    def choose(self, needed: Bucket, steps: int, captured: Collection[Bucket]) -> Bucket:
         """`needed` itself, or the cheapest captured one with room for it."""
-        if needed in self._captured:
+        if needed in captured:
             return needed
         self._wanted[needed] += steps
-        larger = [bucket for bucket in self._captured if covers(bucket, needed)]
+        larger = [bucket for bucket in captured if covers(bucket, needed)]
         if larger and self._wanted[needed] <= WANTED_STEPS:
             return min(larger, key=cost)
-        self._captured.add(needed)
         return needed

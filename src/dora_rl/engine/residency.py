@@ -84,7 +84,7 @@ class Residency:
             return
         checked = CheckedSource(source, HASH_THREADS if self._runner.loads_aside else 0)
         try:
-            yield from self._layers(slot, checked, where)
+            yield from self._layers(slot, checked, where, then=checked.checksum)
             checked.check(source)  # pyright: ignore[reportArgumentType]
         finally:
             checked.close()
@@ -93,11 +93,14 @@ class Residency:
             logprobs = self._runner.score(slot, canary.token_ids)
             check_canary(canary, logprobs, version, self._runner.weights.dtype)
 
-    def _layers(self, slot: int, source: TensorSource, where: str) -> Iterator[str]:
+    def _layers(
+        self, slot: int, source: TensorSource, where: str, then: Callable[[], object] = lambda: None
+    ) -> Iterator[str]:
+        """`then` is called behind the last layer, aside too: it may take its time."""
+
         def load() -> Iterator[str]:
             yield from self._runner.load(slot, source, where)
-            if isinstance(source, CheckedSource):
-                source.checksum()  # aside too: it may wait for threads
+            then()
 
         return aside(load) if self._runner.loads_aside else load()
 

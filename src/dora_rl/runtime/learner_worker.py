@@ -15,7 +15,8 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -139,9 +140,8 @@ class LearnerWorker:
             if self.channel.poll(POLL_S):
                 break
             if self.learner.may_go_on():
-                began = self._worked_s()
-                self.learner.go_on()
-                self.busy_s += self._worked_s() - began
+                with self._at_work():
+                    self.learner.go_on()
         return self.channel.receive()
 
     def _say_joined(self) -> None:
@@ -180,11 +180,16 @@ class LearnerWorker:
     def _feed(self, action: act.Feed, message: Message) -> None:
         if not self._begin(action.step) or action.group in self.fed:
             return
+        with self._at_work():
+            self._plan_updates(message.body)
+            self.fed.add(action.group)
+            self.learner.feed([read_group(action, self._with_rows(message))])
+            self.progress += 1
+
+    @contextmanager
+    def _at_work(self) -> Iterator[None]:
         began = self._worked_s()
-        self._plan_updates(message.body)
-        self.fed.add(action.group)
-        self.learner.feed([read_group(action, self._with_rows(message))])
-        self.progress += 1
+        yield
         self.busy_s += self._worked_s() - began
 
     def _worked_s(self) -> float:
@@ -204,9 +209,8 @@ class LearnerWorker:
         assert set(action.groups) == self.fed, "the batch closed with other groups than were fed"
         if self.rank == 0:
             self.channel.send_event(ev.BatchAccepted(action.step))
-        began = self._worked_s()
-        metrics = self.learner.finish_step()
-        self.busy_s += self._worked_s() - began
+        with self._at_work():
+            metrics = self.learner.finish_step()
         trained_s = time.monotonic()
         if self.rank == 0:
             self.checkpoints.prune(sealed=action.step)

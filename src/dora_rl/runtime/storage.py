@@ -12,7 +12,6 @@ asks how often.
 from __future__ import annotations
 
 import json
-import os
 import threading
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -138,13 +137,8 @@ class Storage:
         for trained in self._samples.trained(group, samples, prompt):
             record = asdict(trained) | {"version": body["version"]}
             lines.append(json.dumps({"step": step, **record}) + "\n")
-        handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        try:
-            rest = memoryview("".join(lines).encode())
-            while rest:  # on a disk that is nearly full a part may go first
-                rest = rest[os.write(handle, rest) :]
-        finally:
-            os.close(handle)
+        with path.open("ab") as file:  # writes the rest too where a part went first
+            file.write("".join(lines).encode())
         self._written.add((step, group))
 
 

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from dora_rl.core.state import State
-from dora_rl.ports import Canary
 from dora_rl.runtime.leftovers import claim, sweep
 from dora_rl.runtime.weights import (
     SHARED_MEMORY,
@@ -26,9 +25,6 @@ from dora_rl.runtime.weights import (
 )
 from dora_rl.runtime.weights_writer import CopyFailed
 from dora_rl.types import Version
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class Versions:
@@ -123,24 +119,19 @@ class MirroredDisk(DiskWeightStore):
         super().__init__(root)
         self._mirror = mirror
 
-    def publish(
-        self,
-        version: Version,
-        tensors: Iterable[tuple[str, Tensor]],
-        canary: Canary | None = None,
-        base: str = "",
-        copy_to: Path | None = None,
-    ) -> str:
-        if copy_to is not None or self.root.resolve() == self._mirror.root.resolve():
-            return super().publish(version, tensors, canary, base, copy_to)
-        checksum = ""
+    @contextmanager
+    def _copying(self, version: Version) -> Iterator[Path | None]:
+        if self.root.resolve() == self._mirror.root.resolve():
+            yield None
+            return
+        published = False
         try:
             with self._mirror.receiving(version) as copy:
                 try:
-                    checksum = super().publish(version, tensors, canary, base, copy)
+                    yield copy
                 except CopyFailed as failed:
                     raise failed.error from failed  # shared memory's, and told as such
+                published = True
         except VersionExists:
-            if not checksum:
+            if not published:
                 raise
-        return checksum

@@ -97,11 +97,10 @@ class SharedMemoryWeightStore:
         tensors: Iterable[tuple[str, Tensor]],
         canary: Canary | None = None,
         base: str = "",
-        copy_to: Path | None = None,
     ) -> str:
-        """Write all tensors, seal, return the checksum. All or nothing. The same files go to
-        `copy_to`, where another store is `receiving` the version."""
-        return self._publish(version, tensors, canary, base, expected=None, copy_to=copy_to)
+        """Write all tensors, seal, return the checksum. All or nothing."""
+        with self._copying(version) as copy:
+            return self._publish(version, tensors, canary, base, expected=None, copy_to=copy)
 
     def take_in(self, sealed: SealedFile) -> None:
         """Publish a copy of a version that another store has, if it is what was published."""
@@ -127,12 +126,19 @@ class SharedMemoryWeightStore:
         if self._directory(version).exists():
             raise VersionExists(f"version {version} is already published in {self.root}")
         with self._new_directory(version) as directory:
-            parts = (tensors, canary, self.durable, base, copy_to)
-            manifest = write_sealed(directory, version, *parts)
+            manifest = write_sealed(
+                directory, version, tensors, canary, self.durable, base, copy_to
+            )
             if expected not in (None, manifest.checksum):
                 raise WeightsCorrupt(f"version {version} changed after publication; not copied")
             self._seal(directory, version)
         return manifest.checksum
+
+    @contextmanager
+    def _copying(self, version: Version) -> Iterator[Path | None]:
+        """Where else the files of a version go while it is published: nowhere."""
+        del version
+        yield None
 
     @contextmanager
     def receiving(self, version: Version) -> Iterator[Path]:

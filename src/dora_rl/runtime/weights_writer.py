@@ -41,8 +41,6 @@ if TYPE_CHECKING:
 HEADER_ROOM_BYTES = 64 * 1024
 CHUNK_BYTES = 16 * 1024 * 1024
 DTYPE_CODES = {name: code for code, name in DTYPES.items()}
-_NOTHING: Future[None] = Future()
-_NOTHING.set_result(None)
 
 
 class CopyFailed(Exception):
@@ -104,7 +102,7 @@ def _write_tensors(
     file: BinaryIO, copy: BinaryIO | None, tensors: Iterable[tuple[str, Tensor]]
 ) -> tuple[TensorEntry, ...]:
     entries: dict[str, TensorEntry] = {}
-    pending: deque[tuple[str, Future[str], Future[None]]] = deque()
+    pending: deque[tuple[str, Future[str], Future[None] | None]] = deque()
     begin = 0
     file.seek(HEADER_ROOM_BYTES)
     if copy is not None:
@@ -118,7 +116,7 @@ def _write_tensors(
             data = _bytes_of(tensor)
             # Hashing and writing release the interpreter lock: they run side by side. Few tensors
             # wait for their hash, since each is held in memory until then.
-            copied = copier.submit(_tried, copy.write, data) if copy else _NOTHING
+            copied = copier.submit(_tried, copy.write, data) if copy else None
             pending.append((name, pool.submit(digest_of, data), copied))
             file.write(data)
             end = begin + len(data)
@@ -134,10 +132,11 @@ def _write_tensors(
 
 
 def _enter_digest(
-    entries: dict[str, TensorEntry], pending: deque[tuple[str, Future[str], Future[None]]]
+    entries: dict[str, TensorEntry], pending: deque[tuple[str, Future[str], Future[None] | None]]
 ) -> None:
     name, digest, copied = pending.popleft()
-    copied.result()
+    if copied is not None:
+        copied.result()
     entries[name] = replace(entries[name], digest=digest.result())
 
 

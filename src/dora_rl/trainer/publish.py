@@ -60,7 +60,7 @@ class Publisher:
 
     def _copy(self, name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         if not tensor.is_cuda:
-            return tensor.to(dtype=dtype, copy=True).contiguous()
+            return tensor.to(dtype=dtype, device="cpu", copy=True).contiguous()
         if name not in self._host:
             self._host[name] = torch.empty(tensor.shape, dtype=dtype)
         return self._host[name].copy_(tensor)

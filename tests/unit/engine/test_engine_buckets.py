@@ -22,7 +22,7 @@ def test_a_step_always_fits_and_waits_for_its_own_bucket_only_so_long(
 ) -> None:
     buckets, captured, elsewhere = Buckets(), set[Bucket](), dict[Bucket, int]()
     for needed, repeat in steps:
-        chosen = buckets.choose(needed, repeat)
+        chosen = buckets.choose(needed, repeat, captured)
         assert covers(chosen, needed)
         if chosen == needed:
             captured.add(needed)
@@ -34,14 +34,20 @@ def test_a_step_always_fits_and_waits_for_its_own_bucket_only_so_long(
 
 
 def test_a_passing_bucket_is_not_captured_and_a_lasting_one_is() -> None:
-    buckets = Buckets()
+    buckets, captured = Buckets(), set[Bucket]()
+
+    def choose(needed: Bucket, steps: int) -> Bucket:
+        chosen = buckets.choose(needed, steps, captured)
+        captured.add(chosen)
+        return chosen
+
     large, small, wide = Bucket(0, 1, 64, 16), Bucket(0, 1, 48, 16), Bucket(0, 2, 48, 16)
-    assert buckets.choose(large, 1) == large
-    assert buckets.choose(wide, 1) == wide  # nothing has room for two versions
-    assert [buckets.choose(small, 8) for _ in range(WANTED_STEPS // 8)] == [large] * 8
-    assert buckets.choose(small, 8) == small
-    assert buckets.choose(Bucket(0, 1, 16, 16), 1) == small, "of those with room, the cheapest"
-    assert buckets.choose(Bucket(0, 1, 16, 64), 1).blocks_max == 64
+    assert choose(large, 1) == large
+    assert choose(wide, 1) == wide  # nothing has room for two versions
+    assert [choose(small, 8) for _ in range(WANTED_STEPS // 8)] == [large] * 8
+    assert choose(small, 8) == small
+    assert choose(Bucket(0, 1, 16, 16), 1) == small, "of those with room, the cheapest"
+    assert choose(Bucket(0, 1, 16, 64), 1).blocks_max == 64
 
 
 def test_rows_are_padded_by_an_eighth_or_so() -> None:

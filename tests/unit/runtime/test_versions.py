@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from small_disk import needs_root, small_disk
 
 from dora_rl.core.params import Params
 from dora_rl.core.step import initial
@@ -167,19 +166,13 @@ def test_one_place_for_both(tmp_path: Path) -> None:
     assert share(disk, shared, 2, fresh=True) == checksum
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small tmpfs needs root")
+@needs_root
 @pytest.mark.parametrize("small", ["disk", "shared"])
 def test_the_place_that_is_full_is_named(tmp_path: Path, small: str) -> None:
-    (tmp_path / small).mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=700k", "tmpfs", str(tmp_path / small)]
-    if subprocess.run(command, capture_output=True).returncode:
-        pytest.skip("mounting is not permitted here")
-    try:
+    with small_disk(tmp_path / small, "700k"):
         disk, shared = mirrored(tmp_path)
         with pytest.raises(WeightsFull, match=f"no room for version 2 in {tmp_path / small}"):
             disk.publish(2, tensors())
         assert not disk.versions() and not shared.versions()
         disk.publish(2, tensors()[:1])
         assert list(shared.versions()) == [2]
-    finally:
-        subprocess.run(["umount", "-l", str(tmp_path / small)], check=True)

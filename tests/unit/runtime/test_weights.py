@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
+from small_disk import needs_root, small_disk
 
 from dora_rl.config import WeightsConfig
 from dora_rl.ports import Canary, SealedWeights, WeightStore
@@ -280,14 +281,10 @@ def test_no_room_is_a_clear_error_and_the_store_lives_on(store: SharedMemoryWeig
     store.open(1)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small tmpfs needs root")
+@needs_root
 def test_a_really_full_shared_memory(tmp_path: Path) -> None:
     mount = tmp_path / "small"
-    mount.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(mount)]
-    if subprocess.run(command, capture_output=True).returncode:
-        pytest.skip("mounting is not permitted here")
-    try:
+    with small_disk(mount, "1m"):
         store = SharedMemoryWeightStore(mount / "store")
         store.publish(0, [("a", torch.ones(100_000))])
         with pytest.raises(WeightsFull):
@@ -295,8 +292,6 @@ def test_a_really_full_shared_memory(tmp_path: Path) -> None:
         store.open(0).verify()
         store.retire(0)
         store.publish(1, [("a", torch.ones(100_000))])
-    finally:
-        subprocess.run(["umount", "-l", str(mount)], check=True)
 
 
 def test_a_failing_source_is_not_swallowed(store: SharedMemoryWeightStore) -> None:

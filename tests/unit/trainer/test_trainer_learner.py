@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from trainer_cases import VOCAB, make_groups
+from trainer_cases import VOCAB, flat, make_groups
 from trainer_store import MemoryStore
 
 from dora_rl.config import AlgorithmConfig, CheckpointConfig, TrainerConfig
@@ -21,10 +21,6 @@ from dora_rl.types import Finish, RequestId, Segment, Trajectory, UserError
 
 TRAINER = TrainerOptions(lr=1e-3, device="cpu", pack_tokens=64)
 GRPO = AlgorithmOptions()
-
-
-def flat(learner: Learner) -> torch.Tensor:
-    return torch.cat([p.detach().reshape(-1) for p in learner.policy.parameters()])
 
 
 def run_step(

@@ -11,6 +11,7 @@ import torch
 
 from dora_rl.trainer.architecture import read_architecture
 from dora_rl.trainer.batch import GroupBatch, Sample
+from dora_rl.trainer.learner import Learner
 from dora_rl.trainer.model import build_decoder, initialise, named_weights
 from dora_rl.trainer.options import TrainerOptions
 from dora_rl.trainer.weights import write_model
@@ -101,3 +102,8 @@ def make_groups(
         prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 6))]
         groups.append(GroupBatch(g, version, prompt, tuple(made)))
     return groups
+
+
+def flat(learner: Learner) -> torch.Tensor:
+    """All its weights, one behind the other."""
+    return torch.cat([p.detach().reshape(-1) for p in learner.policy.parameters()])

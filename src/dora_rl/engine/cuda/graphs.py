@@ -69,7 +69,7 @@ class DecodeGraphs(Generic[T]):
         blocks_max = blocks_bucket(num_blocks, state.table.shape[1])
         key = Bucket(first, last - first + 1, per_version, blocks_max)
         if self._enabled:
-            key = self._buckets.choose(key, repeat)
+            key = self._buckets.choose(key, repeat, self._captured)
         rows = [state.num_slots] * (key.num_versions * key.per_version)
         for slot, spans in groups.items():
             start = (slot - key.first) * key.per_version
@@ -102,8 +102,9 @@ class DecodeGraphs(Generic[T]):
         torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         # Meanwhile a thread may be loading a version.
-        where = {"pool": self._pool, "stream": self._stream}
-        with torch.cuda.graph(graph, **where, capture_error_mode="thread_local"):
+        with torch.cuda.graph(
+            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+        ):
             result = self._pass(key, slots)
         self._pool = self._pool or graph.pool()
         # A full collection that walks every imported module stalls the decode loop for longer than
