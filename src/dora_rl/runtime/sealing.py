@@ -34,7 +34,7 @@ class Sealing:
 
     def _seal(self, version: Version, checksum: Future[str], tell: Callable[[str], None]) -> None:
         found = checksum.result()
-        share(self._disk, self._shared, version, fresh=True)
+        share(self._disk, self._shared, version)  # the disk store has done it, if it mirrors
         tell(found)
 
     def is_running(self) -> bool:

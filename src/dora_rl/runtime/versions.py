@@ -98,12 +98,10 @@ def share(
     disk: SharedMemoryWeightStore,
     shared: SharedMemoryWeightStore,
     version: Version,
-    *,
-    fresh: bool = False,
 ) -> str:
     """Copy a version to shared memory; returns its checksum. Controller and learner may both."""
     try:
-        return copy_version(disk, shared, version, fresh=fresh)
+        return copy_version(disk, shared, version)
     except VersionExists:
         checksum = disk.checksum(version)
         if shared.checksum(version) != checksum:

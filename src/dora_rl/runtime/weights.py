@@ -107,12 +107,6 @@ class SharedMemoryWeightStore:
         parts = (sealed.tensors(), sealed.canary, sealed.base)
         self._publish(sealed.version, *parts, expected=sealed.checksum)
 
-    def take_files(self, sealed: SealedFile) -> None:
-        """Publish the very files of a version that another store has."""
-        with self.receiving(sealed.version) as directory:
-            for path in (sealed.path, sealed.path.with_name(MANIFEST_FILE)):
-                shutil.copy(path, directory)
-
     def _publish(
         self,
         version: Version,
@@ -274,13 +268,10 @@ def copy_version(
     source: SharedMemoryWeightStore,
     target: SharedMemoryWeightStore,
     version: Version,
-    *,
-    fresh: bool = False,
 ) -> str:
     """Copy a sealed version (shared memory to disk, or back on resume); returns its checksum.
 
     Copying again what is already there is fine; a different version of that number is an error.
-    One that was written a moment ago (`fresh`) is not hashed again: whoever loads it does that.
     """
     sealed = source.map(version)  # copying hashes every byte, so damage is noticed there
     if version in target.versions():
@@ -289,10 +280,7 @@ def copy_version(
                 f"version {version} in {target.root} differs from the one in {source.root}"
             )
         return sealed.checksum
-    if fresh:
-        target.take_files(sealed)
-    else:
-        target.take_in(sealed)
+    target.take_in(sealed)
     return sealed.checksum
 
 

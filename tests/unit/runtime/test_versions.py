@@ -163,7 +163,7 @@ def test_one_place_for_both(tmp_path: Path) -> None:
     shared = SharedMemoryWeightStore(tmp_path / "disk")
     disk = MirroredDisk(tmp_path / "disk", shared)
     checksum = disk.publish(2, tensors())
-    assert share(disk, shared, 2, fresh=True) == checksum
+    assert share(disk, shared, 2) == checksum
 
 
 @needs_root
