@@ -12,6 +12,7 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 WANTED_STEPS = 64  # on a larger bucket before one's own is captured
+FIRST_ROWS = (4, 16, 64, 128)
 ROWS_FREE = 64  # up to here rows cost little beside the weights that a version has read for them
 BLOCKS_FEW = 16  # contexts up to here are all alike, longer ones are told apart by factors of four
 
@@ -51,6 +52,15 @@ def covers(large: Bucket, small: Bucket) -> bool:
 def cost(bucket: Bucket) -> tuple[int, int]:
     """What orders buckets by the time of a pass."""
     return bucket.num_versions * (ROWS_FREE + bucket.per_version), bucket.blocks_max
+
+
+def first_buckets(versions_max: int, rows_max: int, blocks_max: int) -> list[Bucket]:
+    """A few with room for most steps, to be captured before there is work: fewest versions first,
+    because a run begins with one."""
+    rows = sorted({bucket_of(min(count, rows_max), rows_max) for count in FIRST_ROWS})
+    blocks = sorted({min(BLOCKS_FEW, blocks_max), blocks_max})
+    versions = range(1, versions_max + 1)
+    return [Bucket(0, v, n, b) for v in versions for b in blocks for n in rows]
 
 
 class Buckets:

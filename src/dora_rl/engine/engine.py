@@ -242,6 +242,10 @@ class Engine:
     def is_parked(self, request: RequestId) -> bool:
         return request in self.scheduler.parked
 
+    def warm_up(self) -> Iterator[None]:
+        """Whatever the device does better before there is work, a part at a time."""
+        return self.runner.warm_up()
+
     @property
     def burst(self) -> int:
         """Decode steps that a call of `step` may run at present."""

@@ -7,7 +7,7 @@ decides whether all versions go through one pass or each through its own, which 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -38,6 +38,9 @@ class HostRunner(ABC):
         self.cache = KvCache(spec, options, self.num_blocks)
         self.context = options.context_limit(spec.context_max)
         self.tables = BlockTables(options.seqs_max, -(-self.context // options.block_tokens))
+
+    def warm_up(self) -> Iterator[None]:
+        return iter(())
 
     @torch.inference_mode()
     def launch(self, plan: Plan, slots: Mapping[Version, int]) -> list[StepResult]:

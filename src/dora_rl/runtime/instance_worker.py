@@ -80,6 +80,7 @@ class InstanceWorker:
         self.exports: dict[RequestId, Export | VllmExport] = {}
         self.awaited: list[Version] = []  # to be loaded, and not in the store yet
         self.loads: deque[tuple[Version, Iterator[str]]] = deque()
+        self.warming: Iterator[None] | None = self.engine.warm_up()
         self.awake = True
         self.reported_s = 0.0
         self.busy_s = 0.0
@@ -101,6 +102,12 @@ class InstanceWorker:
         while True:
             busy = (self.awake and self.engine.has_work()) or bool(self.loads)
             idle_s = ARRIVAL_S if self.arrivals.num_open or self.awaited else IDLE_S
+            if self.warming is not None and self.awake and not busy:
+                busy = True  # a part for each look at the messages
+                for _ in self.warming:
+                    break
+                else:
+                    self.warming = None
             while self.channel.poll(0.0 if busy else idle_s):
                 message = self.channel.receive()
                 if message.kind == "end":

@@ -5,7 +5,14 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora_rl.engine.buckets import WANTED_STEPS, Bucket, Buckets, bucket_of, covers
+from dora_rl.engine.buckets import (
+    WANTED_STEPS,
+    Bucket,
+    Buckets,
+    bucket_of,
+    covers,
+    first_buckets,
+)
 
 BUCKETS = st.builds(
     Bucket,
@@ -48,6 +55,19 @@ def test_a_passing_bucket_is_not_captured_and_a_lasting_one_is() -> None:
     assert choose(small, 8) == small
     assert choose(Bucket(0, 1, 16, 16), 1) == small, "of those with room, the cheapest"
     assert choose(Bucket(0, 1, 16, 64), 1).blocks_max == 64
+
+
+@given(st.integers(1, 4), st.integers(1, 600), st.integers(1, 700))
+def test_the_first_buckets_are_few_and_serve_most_steps(
+    versions: int, rows_max: int, blocks_max: int
+) -> None:
+    first = first_buckets(versions, rows_max, blocks_max)
+    assert len(first) == len(set(first)) <= 8 * versions
+    assert all(b.per_version <= max(rows_max, 1) and b.blocks_max <= blocks_max for b in first)
+    buckets = Buckets()
+    for count in range(1, min(rows_max, 128) + 1):
+        needed = Bucket(versions - 1, 1, bucket_of(count, rows_max), blocks_max)
+        assert buckets.choose(needed, 1, first) in first
 
 
 def test_rows_are_padded_by_an_eighth_or_so() -> None:

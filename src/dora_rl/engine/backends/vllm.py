@@ -276,6 +276,9 @@ class VllmEngine:
 
     # -------------------------------------------------------------------- step
 
+    def warm_up(self) -> Iterator[None]:
+        return iter(())  # vLLM has done so when it is made
+
     def has_work(self) -> bool:
         return bool(self._outputs or self._sent)
 

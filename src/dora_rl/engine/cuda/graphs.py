@@ -90,6 +90,11 @@ class DecodeGraphs(Generic[T]):
             graph.replay()
         return launched
 
+    def capture(self, key: Bucket, state: DeviceSlots) -> None:
+        """Before it is needed."""
+        if self._enabled and key not in self._captured:
+            self._captured[key] = self._capture(key, state)
+
     def _capture(self, key: Bucket, state: DeviceSlots) -> tuple[torch.cuda.CUDAGraph, Launched[T]]:
         """Two eager runs on padding rows compile the kernels; the third is recorded."""
         count = key.num_versions * key.per_version

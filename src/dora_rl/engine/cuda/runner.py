@@ -26,10 +26,11 @@ import torch
 from torch import Tensor
 
 from dora_rl.engine import sampler
+from dora_rl.engine.buckets import Bucket, first_buckets
 from dora_rl.engine.cache import KvCache, derive_num_blocks, perform
 from dora_rl.engine.cuda.attention import attend_prefill
 from dora_rl.engine.cuda.decoder import CudaDecoder, Rows
-from dora_rl.engine.cuda.graphs import Bucket, DecodeGraphs
+from dora_rl.engine.cuda.graphs import DecodeGraphs
 from dora_rl.engine.cuda.rows import enter
 from dora_rl.engine.cuda.sampling import draw
 from dora_rl.engine.cuda.slots import DeviceSlots
@@ -95,6 +96,14 @@ class CudaRunner:
             layers = list(self.weights.load_version(slot, source, where))
         self._load_stream.synchronize()
         return iter(layers)
+
+    def warm_up(self) -> Iterator[None]:
+        """Compile kernels and capture graphs that nearly every run needs, one at a time."""
+        versions_max = 1 if self.lora else self.options.versions_max
+        for bucket in first_buckets(versions_max, self.options.seqs_max, self._blocks_max):
+            with torch.inference_mode():
+                self._drawing.capture(bucket, self.slots)
+            yield
 
     def perform(self, plan: Plan) -> None:
         with torch.inference_mode():
