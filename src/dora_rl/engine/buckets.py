@@ -1,20 +1,20 @@
 """How many rows a decode pass on a GPU has: padded to buckets, each with a graph of its own.
 
 A graph takes about as long to capture as a hundred steps, and a run meets hundreds of buckets, many
-of them for a moment only while requests end. So a bucket gets its graph when it was needed for a
-while; until then a larger one serves, whose surplus rows are padding.
+of them for a moment only while requests end. So a larger one serves, whose surplus rows are
+padding, until that has wasted as much time as a graph of its own would have taken.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection
 from typing import NamedTuple
 
-WANTED_STEPS = 64  # on a larger bucket before one's own is captured
+CAPTURE_STEPS = 100  # that a capture takes as long as
 FIRST_ROWS = (4, 16, 64, 128)
 ROWS_FREE = 64  # up to here rows cost little beside the weights that a version has read for them
 BLOCKS_FEW = 16  # contexts up to here are all alike, longer ones are told apart by factors of four
+SPLIT_COST = 1.1  # where contexts may be longer, attention is split and put together again
 
 
 class Bucket(NamedTuple):
@@ -49,32 +49,36 @@ def covers(large: Bucket, small: Bucket) -> bool:
     return large.first <= small.first and ends and rows and large.blocks_max >= small.blocks_max
 
 
-def cost(bucket: Bucket) -> tuple[int, int]:
-    """What orders buckets by the time of a pass."""
-    return bucket.num_versions * (ROWS_FREE + bucket.per_version), bucket.blocks_max
+def cost(bucket: Bucket) -> float:
+    """The time of a pass, roughly, in a unit of no meaning."""
+    rows = bucket.num_versions * (ROWS_FREE + bucket.per_version)
+    return rows * (1.0 if bucket.blocks_max <= BLOCKS_FEW else SPLIT_COST)
 
 
 def first_buckets(versions_max: int, rows_max: int, blocks_max: int) -> list[Bucket]:
-    """A few with room for most steps, to be captured before there is work: fewest versions first,
-    because a run begins with one."""
+    """A few with room for most steps, to be captured before there is work: the one that serves
+    them all, then fewest versions first, because a run begins with one."""
     rows = sorted({bucket_of(min(count, rows_max), rows_max) for count in FIRST_ROWS})
     blocks = sorted({min(BLOCKS_FEW, blocks_max), blocks_max})
     versions = range(1, versions_max + 1)
-    return [Bucket(0, v, n, b) for v in versions for b in blocks for n in rows]
+    every = [Bucket(0, v, n, b) for v in versions for b in blocks for n in rows]
+    return [every[-1], *every[:-1]]
 
 
 class Buckets:
     """Which bucket a step runs in. The caller captures what it is given and has not captured."""
 
     def __init__(self) -> None:
-        self._wanted: Counter[Bucket] = Counter()
+        self._wasted: dict[Bucket, float] = {}  # steps, of the larger ones that served
 
     def choose(self, needed: Bucket, steps: int, captured: Collection[Bucket]) -> Bucket:
         """`needed` itself, or the cheapest captured one with room for it."""
         if needed in captured:
             return needed
-        self._wanted[needed] += steps
         larger = [bucket for bucket in captured if covers(bucket, needed)]
-        if larger and self._wanted[needed] <= WANTED_STEPS:
-            return min(larger, key=cost)
-        return needed
+        if not larger:
+            return needed
+        served = min(larger, key=cost)
+        wasted = self._wasted.get(needed, 0.0) + steps * (1 - cost(needed) / cost(served))
+        self._wasted[needed] = wasted
+        return needed if wasted > CAPTURE_STEPS else served

@@ -37,7 +37,6 @@ from dora_rl.types import (
     BaseDiffers,
     Finish,
     RequestId,
-    SamplingParams,
     Trajectory,
     UserError,
     Version,
@@ -207,7 +206,8 @@ class InstanceWorker:
                 self.engine.unpark(action.request)
 
     def _dispatch(self, action: act.Dispatch, message: Message) -> None:
-        prompt_ids = tuple(int(t) for t in message.arrays["prompt_ids"])
+        prompt_ids = tuple(message.arrays["prompt_ids"].tolist())
+        lengths = self._forced_lengths(action.prompt)
         resumes: dict[str, Any] = message.body["resumes"]
         for sample, epoch in zip(action.samples, action.epochs, strict=True):
             rid = RequestId(action.group, sample)
@@ -218,20 +218,25 @@ class InstanceWorker:
             if saved is not None:
                 request = replace(request_from_json(saved), version=action.version)
             else:
-                params = self._params_of(action.prompt, sample)
+                params = self.params
+                if lengths is not None:
+                    forced = {"tokens_max": lengths[sample], "ignore_eos": True, "stop_ids": ()}
+                    params = replace(params, **forced)
                 request = Request(rid, action.version, prompt_ids, params, self.seed)
                 if env is not None:
                     request = replace(request, keep=True, turns=0 if env["opens"] else 1)
             self.engine.submit(request)
 
-    def _params_of(self, prompt: int, sample: int) -> SamplingParams:
+    def _forced_lengths(self, prompt: int) -> list[int] | None:
+        """Of the samples of a prompt, where the configuration draws them."""
         rollout = self.setup.config.rollout
         if not rollout.forced_length_median:
-            return self.params
+            return None
         lengths = LogNormal(
             rollout.forced_length_median, rollout.forced_length_sigma, rollout.tokens_max
-        ).draw(uniforms(self.seed, prompt, rollout.num_samples))
-        return replace(self.params, tokens_max=int(lengths[sample]), ignore_eos=True, stop_ids=())
+        )
+        drawn = lengths.draw(uniforms(self.seed, prompt, rollout.num_samples))
+        return [int(length) for length in drawn]
 
     def finish(self, trajectory: Trajectory, reward: float | None = None) -> None:
         """A request has ended; `reward` is what its environment gave."""

@@ -106,11 +106,14 @@ class DecodeGraphs(Generic[T]):
                 self._pass(key, slots)
         torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        # Meanwhile a thread may be loading a version.
-        with torch.cuda.graph(
-            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-        ):
-            result = self._pass(key, slots)
+        # Not `torch.cuda.graph`, which first waits for the device and frees all cached memory, the
+        # pinned too. Meanwhile a thread may be loading a version.
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                result = self._pass(key, slots)
+            finally:
+                graph.capture_end()
         self._pool = self._pool or graph.pool()
         # A full collection that walks every imported module stalls the decode loop for longer than
         # a step; what is here now stays until the process ends.
