@@ -246,11 +246,6 @@ class Engine:
         """Whatever the device does better before there is work, a part at a time."""
         return self.runner.warm_up()
 
-    @property
-    def burst(self) -> int:
-        """Decode steps that a call of `step` may run at present."""
-        return self.runner.burst
-
     def next_arrival(self) -> int:
         self._num_arrived += 1
         return self._num_arrived

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from dora_rl.ports import SealedWeights
 
 
-ASIDE_S = 0.0005  # how long a look at a load in another thread may take
+ASIDE_S = 0.0002  # how long a look at a load in another thread may take
 HASH_THREADS = 4  # beside it
 
 

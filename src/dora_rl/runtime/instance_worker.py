@@ -285,11 +285,10 @@ class InstanceWorker:
             self.channel.send_event(ev.LoadFailed(self.name, version, str(error)))
 
     def _load_some(self) -> None:
-        """One layer for each decode step, so that other versions go on decoding."""
+        """A layer, or a look at the thread that loads; in between, other versions decode."""
         version, layers = self.loads[0]
         try:
-            for _ in range(self.engine.burst):
-                next(layers)
+            next(layers)
             return
         except StopIteration:
             event: ev.Event = ev.Loaded(self.name, version)

@@ -42,8 +42,6 @@ __all__ = ["VllmEngine", "VllmExport", "VllmOptions"]
 class VllmEngine:
     """See the module docstring. Call for call as `engine.Engine`, where an instance needs it."""
 
-    burst = 1  # as `Engine.burst`
-
     def __init__(
         self,
         vllm: VllmOptions,

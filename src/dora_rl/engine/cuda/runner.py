@@ -45,6 +45,7 @@ from dora_rl.types import Version
 
 PREFILL_TILE = 64
 LOGIT_ROWS_MAX = 512  # rows of logits alive at once in a prefill pass
+FED_LAUNCHES = 16  # in a row for which the GPU never waited, before bursts get shorter
 
 
 @dataclass(slots=True)
@@ -66,6 +67,7 @@ class CudaRunner:
         self.spec, self.options = spec, options
         self.depth = 1 if options.async_steps else 0
         self.burst = 1
+        self._num_fed = 0  # launches since the GPU had to wait, or the burst was shortened
         self._last: torch.cuda.Event | None = None
         self._drawn: dict[int, Tensor] = {}  # by number of rows: [step, 2, row], see `draw`
         self.on_gpu = options.device.startswith("cuda")
@@ -112,6 +114,7 @@ class CudaRunner:
     @torch.inference_mode()
     def launch(self, plan: Plan, slots: Mapping[Version, int]) -> Flight:
         self._choose_burst()
+        self.slots.turn()
         perform(plan, self.cache)
         flight = Flight()
         self.slots.update(plan.spans, slots if self.lora else None)
@@ -136,11 +139,16 @@ class CudaRunner:
         return flight
 
     def _choose_burst(self) -> None:
-        """Longer where the GPU has run out of work, shorter where it has not."""
-        if self.depth and self._last is not None:
-            starved = self._last.query()
-            self.burst = min(self.options.burst_max, 2 * self.burst) if starved else self.burst - 1
-            self.burst = max(1, self.burst)
+        """Twice as long where the GPU has run out of work, a little shorter where it has not for
+        a while."""
+        if not self.depth or self._last is None:
+            return
+        if self._last.query():
+            self.burst, self._num_fed = min(self.options.burst_max, 2 * self.burst), 0
+            return
+        self._num_fed += 1
+        if self._num_fed == FED_LAUNCHES:
+            self.burst, self._num_fed = max(1, self.burst - 1), 0
 
     def collect(self, launched: Flight) -> list[StepResult]:
         if launched.event is not None:
@@ -236,7 +244,7 @@ class CudaRunner:
             launched = self._drawing.run(groups, self.slots, repeat)
             self.slots.mark(every, repeat)
             rows = [row for v, spans in groups.items() for row in launched.rows_of(v, len(spans))]
-            flight.bursts.append((every, rows, self._copy_out(launched.result[:repeat])))
+            flight.bursts.append((every, rows, self.slots.download(launched.result[:repeat])))
             return
         assert repeat == 1, "a burst draws on the device"
         decoded = self._hidden.run(groups, self.slots)
@@ -291,21 +299,15 @@ class CudaRunner:
         """Start copying the results back; they are complete once the flight's event passed."""
 
         def copy(data: Tensor | None) -> Tensor | None:
-            return None if data is None else self._copy_out(data)
+            return None if data is None else self.slots.download(data)
 
         return Drawn(
-            self._copy_out(drawn.token_ids),
-            self._copy_out(drawn.logprobs),
+            self.slots.download(drawn.token_ids),
+            self.slots.download(drawn.logprobs),
             copy(drawn.raw_logprobs),
             copy(drawn.top_ids),
             copy(drawn.top_logprobs),
         )
-
-    def _copy_out(self, data: Tensor) -> Tensor:
-        if not self.on_gpu:
-            return data.clone()
-        host = torch.empty(data.shape, dtype=data.dtype, pin_memory=True)
-        return host.copy_(data, non_blocking=True)
 
 
 def _bounded(spans: Sequence[Span]) -> Iterator[list[Span]]:

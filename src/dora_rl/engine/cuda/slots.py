@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dora_rl.engine.cuda.staging import Staging
 from dora_rl.engine.plan import Span
 from dora_rl.engine.sequence import Sequence as Seq
 from dora_rl.types import Version
@@ -36,13 +37,28 @@ class DeviceSlots:
         # Which sequence an entry's token and position belong to, and up to which position.
         self._synced: list[tuple[Seq | None, int]] = [(None, -1)] * count
         self.step = torch.zeros(1, dtype=torch.int32, device=device)  # of the burst under way
+        self._staging = Staging() if device != "cpu" else None
+
+    def turn(self) -> None:
+        """A step begins: see `Staging`."""
+        if self._staging is not None:
+            self._staging.turn()
 
     def upload(self, values: object, dtype: torch.dtype) -> Tensor:
         """A small host array on the device, without waiting for the copy."""
-        data = torch.as_tensor(np.asarray(values)).to(dtype)
-        if self._device == "cpu":
-            return data
-        return data.pin_memory().to(self._device, non_blocking=True)
+        array = np.asarray(values)
+        if self._staging is None:
+            return torch.as_tensor(array).to(dtype)
+        host = self._staging.take(array.shape, dtype)
+        host.numpy()[...] = array
+        return host.to(self._device, non_blocking=True)
+
+    def download(self, data: Tensor) -> Tensor:
+        """Start copying to the host; complete once an event behind it has passed, and to be read
+        before the third `turn` from now."""
+        if self._staging is None:
+            return data.clone()
+        return self._staging.take(data.shape, data.dtype).copy_(data, non_blocking=True)
 
     def update(self, spans: Sequence[Span], adapters: Mapping[Version, int] | None = None) -> None:
         """Bring entries up to date for requests that entered a slot or got new blocks."""
