@@ -39,6 +39,7 @@ from dora_rl.trainer.batch import GroupBatch, Sample
 from dora_rl.trainer.checkpoint import Checkpoints
 from dora_rl.trainer.learner import Learner
 from dora_rl.trainer.options import CheckpointOptions, from_section
+from dora_rl.trainer.warm_up import warm_up
 from dora_rl.types import GroupId, Segment, StepIndex, Version
 
 BEAT_S = 1.0
@@ -115,6 +116,7 @@ class LearnerWorker:
             self._say_joined()
         else:
             self.channel.send("ready", {})
+        warm_up(self.learner)  # while the first groups are generated
         try:
             self._serve()
         except (EOFError, ConnectionError):

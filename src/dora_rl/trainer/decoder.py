@@ -129,6 +129,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.arch, self.compute_dtype = arch, compute_dtype
         self.checkpointing = False
+        self.compiled = False
         self.chunk_tokens = 0
         self.model = Backbone(arch, attend)
         if not arch.tied:

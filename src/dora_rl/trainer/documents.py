@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from dora_rl.trainer.attention_layout import Layout
+from dora_rl.trainer.attention_layout import Layout, send
 from dora_rl.trainer.batch import GroupBatch, Sample
 from dora_rl.types import Version
 
@@ -79,7 +79,7 @@ class Pack:
 
     def gather(self, parts: Sequence[Tensor]) -> Tensor:
         """One tensor per document, side by side on the pack's device."""
-        return torch.cat(list(parts)).to(self.token_ids_T.device, non_blocking=True)
+        return send(torch.cat(list(parts)), self.token_ids_T.device)
 
     def split(self, values_N: Tensor) -> list[Tensor]:
         """Back to one tensor per document, on the CPU."""
@@ -95,9 +95,9 @@ def collate(documents: Sequence[Document], device: torch.device) -> Pack:
     rows = torch.cat([d.rows for d in documents]) + starts
     return Pack(
         documents=tuple(documents),
-        token_ids_T=token_ids.to(device, non_blocking=True),
+        token_ids_T=send(token_ids, device),
         layout=layout,
-        rows_N=rows.to(device, non_blocking=True),
-        target_N=token_ids[rows + 1].to(device, non_blocking=True),
-        sequence_N=torch.repeat_interleave(counts).to(device, non_blocking=True),
+        rows_N=send(rows, device),
+        target_N=send(token_ids[rows + 1], device),
+        sequence_N=send(torch.repeat_interleave(counts), device),
     )

@@ -81,6 +81,7 @@ def _compile_layers(decoder: Decoder) -> None:
         assert isinstance(layer, Layer)
         layer.before = torch.compile(layer._before, dynamic=True)
         layer.after = torch.compile(layer._after, dynamic=True)
+    decoder.compiled = True
 
 
 @torch.no_grad()

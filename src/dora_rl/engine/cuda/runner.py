@@ -100,7 +100,12 @@ class CudaRunner:
         return iter(layers)
 
     def warm_up(self) -> Iterator[None]:
-        """Compile kernels and capture graphs that nearly every run needs, one at a time."""
+        """Compile kernels and capture graphs that nearly every run needs, one at a time. Kernels
+        are compiled apart for numbers of rows that 16 divides."""
+        for num_rows in (64, 65):
+            if num_rows <= len(self.decoder.cos):
+                self.score(0, [0] * num_rows)
+            yield
         versions_max = 1 if self.lora else self.options.versions_max
         for bucket in first_buckets(versions_max, self.options.seqs_max, self._blocks_max):
             with torch.inference_mode():
