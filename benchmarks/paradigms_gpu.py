@@ -4,10 +4,12 @@
 
 Every response's length is drawn once per (prompt, sample) from a log-normal (p99 / median = 11) and
 forced, so all modes generate the very same lengths. Rewards are a hash of the tokens: what is
-compared is speed. One instance and the learner share the device (`--mps` side by side, otherwise
-time-sliced, the same for all modes). Speeds are trained tokens per second between the commits of
-the window (start-up and drain left out). Ends with status 1 if a required ratio is missed.
-`--width 64 --layers 2 --tokens-max 256 --device cpu` is a quick look without a GPU.
+compared is speed. One instance and the learner share the device (side by side under MPS, with
+`--no-mps` time-sliced; the same for all modes). Speeds are trained tokens per second between the
+commits of the window (start-up and drain left out). Kernels are compiled when they are first
+needed, and kept on disk: a short run of every mode goes before the measured ones, so that none of
+them compiles. Ends with status 1 if a required ratio is missed.
+`--width 64 --layers 2 --tokens-max 256 --device cpu --warm-steps 0` is a quick look without a GPU.
 """
 
 from __future__ import annotations
@@ -89,12 +91,12 @@ def make_config(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         "orchestration": {
             "max_staleness": args.staleness,
             "batch_groups": args.batch,
-            "inflight_groups": args.inflight or 3 * args.batch // 2,
+            "inflight_groups": args.inflight or (args.staleness + 1) * args.batch,
         },
         "trainer": {"lr": 1e-6, "compile": args.compile, "pack_tokens": 32_768 if gpu else 2048},
         "runtime": {
             "device": args.device,
-            "mps": args.mps,
+            "mps": args.mps and gpu,
             "mps_learner_percent": args.learner_percent,
             "mps_learner_yields": args.learner_yields,
             "run_dir": str(folder / "unused"),
@@ -108,18 +110,26 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--tokens-max", type=int, default=4096)
     parser.add_argument("--batch", type=int, default=16, help="groups of 8 in a step")
-    parser.add_argument("--staleness", type=int, default=2)
-    parser.add_argument("--inflight", type=int, default=0, help="groups; 0: one and a half batches")
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--staleness", type=int, default=3)
+    parser.add_argument("--inflight", type=int, default=0, help="groups; 0: a batch per version")
+    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--warm-steps", type=int, default=8, help="of the short runs before")
     parser.add_argument("--modes", default="sync,one_step_off,partial,multi_version")
     parser.add_argument("--compile", default="auto")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--mps", action="store_true")
-    parser.add_argument("--learner-percent", type=int, default=100, help="where modes overlap")
-    parser.add_argument("--learner-yields", action="store_true", help="where modes overlap")
+    switch = argparse.BooleanOptionalAction
+    parser.add_argument("--mps", action=switch, default=True)
+    parser.add_argument("--learner-percent", type=int, default=50, help="where modes overlap")
+    parser.add_argument("--learner-yields", action=switch, default=True, help="where modes overlap")
     parser.add_argument("--runs", type=Path, help="keep the run directories here")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
+
+
+def run_modes(folder: Path, args: argparse.Namespace, steps: int, runs: Path, path: Path) -> int:
+    argv = ["bench", "paradigms", str(folder / "config.json"), "--json", str(path)]
+    argv += ["--modes", args.modes, "--steps", str(steps), "--split", "1x1+2", "--runs", str(runs)]
+    return dora_rl(argv)
 
 
 def main() -> int:
@@ -131,10 +141,12 @@ def main() -> int:
         (folder / "reward.py").write_text(REWARD)
         (folder / "config.json").write_text(json.dumps(make_config(folder, args)) + "\n")
         path = (args.json or folder / "result.json").resolve()
-        argv = ["bench", "paradigms", str(folder / "config.json"), "--json", str(path)]
-        argv += ["--modes", args.modes, "--steps", str(args.steps), "--split", "1x1+2"]
-        argv += ["--runs", str(args.runs or folder / "runs")]
-        status = dora_rl(argv)
+        if args.warm_steps:
+            print(f"{args.warm_steps} steps of every mode, for the compilers", flush=True)
+            status = run_modes(folder, args, args.warm_steps, folder / "warm", folder / "warm.json")
+            if status:
+                return status
+        status = run_modes(folder, args, args.steps, args.runs or folder / "runs", path)
         if status:
             return status
         result = json.loads(path.read_text())

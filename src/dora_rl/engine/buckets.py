@@ -11,7 +11,7 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 CAPTURE_STEPS = 100  # that a capture takes as long as
-FIRST_ROWS = (4, 16, 32, 64, 96, 128)
+FIRST_ROWS = (1, 4, 16, 32, 64, 96, 128)
 ROWS_FREE = 64  # up to here rows cost little beside the weights that a version has read for them
 BLOCKS_FEW = 16  # contexts up to here are all alike, longer ones are told apart by factors of four
 SPLIT_COST = 1.1  # where contexts may be longer, attention is split and put together again

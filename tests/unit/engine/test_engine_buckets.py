@@ -66,7 +66,7 @@ def test_the_first_buckets_are_few_and_serve_most_steps(
     versions: int, rows_max: int, blocks_max: int
 ) -> None:
     first = first_buckets(versions, rows_max, blocks_max)
-    assert len(first) == len(set(first)) <= 12 * versions
+    assert len(first) == len(set(first)) <= 14 * versions
     assert all(b.per_version <= max(rows_max, 1) and b.blocks_max <= blocks_max for b in first)
     buckets = Buckets()
     for count in range(1, min(rows_max, 128) + 1):
