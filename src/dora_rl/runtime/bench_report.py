@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE
 from rich.table import Table
 
 from dora_rl.runtime.bench import ratios
@@ -32,15 +33,15 @@ def table_of(result: dict[str, Any]) -> Table:
         f"{result['steps']} steps, steady state = steps "
         f"{result['window'][0]} to {result['window'][1]}"
     )
-    table = Table(title=title, title_justify="left")
-    table.add_column("")
-    table.add_column("split")
-    for label, _, _ in COLUMNS:
+    table = Table(title=title, title_justify="left", box=SIMPLE, collapse_padding=True)
+    table.add_column("", no_wrap=True)
+    table.add_column("split", no_wrap=True)
+    known = [c for c in COLUMNS if any(c[1] in row["mean"] for row in result["rows"])]
+    for label, _, _ in known:
         table.add_column(label, justify="right")
     for row in result["rows"]:
         cells = [
-            format(row["mean"][key], form) if key in row["mean"] else "-"
-            for _, key, form in COLUMNS
+            format(row["mean"][key], form) if key in row["mean"] else "-" for _, key, form in known
         ]
         table.add_row(row["name"], row["split"], *cells)
     return table
