@@ -14,7 +14,7 @@ CAPTURE_STEPS = 100  # that a capture takes as long as
 FIRST_ROWS = (1, 4, 16, 32, 64, 96, 128)
 ROWS_FREE = 64  # up to here rows cost little beside the weights that a version has read for them
 BLOCKS_FEW = 16  # contexts up to here are all alike, longer ones are told apart by factors of four
-SPLIT_COST = 1.1  # where contexts may be longer, attention is split and put together again
+SPLIT_COST = 0.1  # of a pass, for each factor: longer contexts are split into more parts
 
 
 class Bucket(NamedTuple):
@@ -51,13 +51,15 @@ def covers(large: Bucket, small: Bucket) -> bool:
 
 def cost(bucket: Bucket) -> float:
     """The time of a pass, roughly, in a unit of no meaning."""
-    rows = bucket.num_versions * (ROWS_FREE + bucket.per_version)
-    return rows * (1.0 if bucket.blocks_max <= BLOCKS_FEW else SPLIT_COST)
+    share, bound = 1.0, BLOCKS_FEW
+    while bound < bucket.blocks_max:
+        share, bound = share + SPLIT_COST, bound * 4
+    return share * bucket.num_versions * (ROWS_FREE + bucket.per_version)
 
 
 def first_buckets(versions_max: int, rows_max: int, blocks_max: int) -> list[Bucket]:
-    """A few with room for most steps, to be captured before there is work: the one that serves
-    them all, then fewest versions first, because a run begins with one."""
+    """A few with room for most steps, to be captured before there is work: the one with room for
+    all others, then fewest versions first, because a run begins with one."""
     rows = sorted({bucket_of(min(count, rows_max), rows_max) for count in FIRST_ROWS})
     blocks = sorted({min(BLOCKS_FEW, blocks_max), blocks_max})
     versions = range(1, versions_max + 1)
@@ -70,15 +72,19 @@ class Buckets:
 
     def __init__(self) -> None:
         self._wasted: dict[Bucket, float] = {}  # steps, of the larger ones that served
+        self._served: dict[Bucket, Bucket] = {}  # by which one, of so many that were captured:
+        self._num_captured = 0
 
     def choose(self, needed: Bucket, steps: int, captured: Collection[Bucket]) -> Bucket:
-        """`needed` itself, or the cheapest captured one with room for it."""
+        """`needed` itself, or the cheapest captured one with room for it. None is ever dropped."""
         if needed in captured:
             return needed
-        larger = [bucket for bucket in captured if covers(bucket, needed)]
-        if not larger:
-            return needed
-        served = min(larger, key=cost)
+        if len(captured) != self._num_captured:
+            self._served, self._num_captured = {}, len(captured)
+        served = self._served.get(needed)
+        if served is None:
+            larger = (bucket for bucket in captured if covers(bucket, needed))
+            served = self._served[needed] = min(larger, key=cost, default=needed)
         wasted = self._wasted.get(needed, 0.0) + steps * (1 - cost(needed) / cost(served))
         self._wasted[needed] = wasted
         return needed if wasted > CAPTURE_STEPS else served

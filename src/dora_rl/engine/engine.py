@@ -242,9 +242,10 @@ class Engine:
     def is_parked(self, request: RequestId) -> bool:
         return request in self.scheduler.parked
 
-    def warm_up(self) -> Iterator[None]:
-        """Whatever the device does better before there is work, a part at a time."""
-        return self.runner.warm_up()
+    def warm_up(self, plain: bool = True) -> Iterator[None]:
+        """Whatever the device does better before there is work, a part at a time; `plain`: most
+        requests will draw from the whole distribution (`sequence.is_plain`)."""
+        return self.runner.warm_up(plain)
 
     def next_arrival(self) -> int:
         self._num_arrived += 1

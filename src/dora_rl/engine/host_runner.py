@@ -39,8 +39,8 @@ class HostRunner(ABC):
         self.context = options.context_limit(spec.context_max)
         self.tables = BlockTables(options.seqs_max, -(-self.context // options.block_tokens))
 
-    def warm_up(self) -> Iterator[None]:
-        return iter(())
+    def warm_up(self, plain: bool) -> Iterator[None]:
+        return iter(())  # a CPU's first step is as quick as any other
 
     @torch.inference_mode()
     def launch(self, plan: Plan, slots: Mapping[Version, int]) -> list[StepResult]:

@@ -23,13 +23,14 @@ from dora_rl.core import events as ev
 from dora_rl.data.lengths import LogNormal, uniforms
 from dora_rl.engine.engine import Engine
 from dora_rl.engine.journal import Journal, continuation, request_from_json, request_json
-from dora_rl.engine.sequence import Request
+from dora_rl.engine.sequence import Request, is_plain
 from dora_rl.engine.transfer import Export, begin_import, chunk_bytes, chunk_from_bytes
 from dora_rl.runtime.arrivals import Arrivals
 from dora_rl.runtime.engines import make_engine
 from dora_rl.runtime.instance_turns import InstanceTurns
 from dora_rl.runtime.storage_client import StorageStream
 from dora_rl.runtime.transport import TransportError
+from dora_rl.runtime.warming import Warming
 from dora_rl.runtime.weights import SharedMemoryWeightStore, WeightsError
 from dora_rl.runtime.wire import Channel, Message, decode_fleet, encode_event, pack
 from dora_rl.runtime.worker import Setup
@@ -79,7 +80,7 @@ class InstanceWorker:
         self.exports: dict[RequestId, Export | VllmExport] = {}
         self.awaited: list[Version] = []  # to be loaded, and not in the store yet
         self.loads: deque[tuple[Version, Iterator[str]]] = deque()
-        self.warming: Iterator[None] | None = self.engine.warm_up()
+        self.warming = Warming(self.engine, is_plain(self.params))
         self.awake = True
         self.reported_s = 0.0
         self.busy_s = 0.0
@@ -101,12 +102,8 @@ class InstanceWorker:
         while True:
             busy = (self.awake and self.engine.has_work()) or bool(self.loads)
             idle_s = ARRIVAL_S if self.arrivals.num_open or self.awaited else IDLE_S
-            if self.warming is not None and self.awake and not busy:
-                busy = True  # a part for each look at the messages
-                for _ in self.warming:
-                    break
-                else:
-                    self.warming = None
+            if not busy and self.awake:
+                busy = self.warming.part()
             while self.channel.poll(0.0 if busy else idle_s):
                 message = self.channel.receive()
                 if message.kind == "end":

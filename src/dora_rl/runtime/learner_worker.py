@@ -116,7 +116,7 @@ class LearnerWorker:
             self._say_joined()
         else:
             self.channel.send("ready", {})
-        warm_up(self.learner)  # while the first groups are generated
+        self._warm_up()
         try:
             self._serve()
         except (EOFError, ConnectionError):
@@ -127,6 +127,16 @@ class LearnerWorker:
         self.sealing.wait()
         if self.rank == 0:
             self.checkpoints.prune(sealed=self.version)
+
+    def _warm_up(self) -> None:
+        """While the first groups are generated, unless they are here already."""
+        if self.learner.num_ranks == 1 and self.channel.poll(0.0):
+            return
+        config = self.setup.config
+        prompt = config.data.prompt_tokens_max or self.learner.pack_tokens  # 0: any length
+        document = prompt + config.rollout.tokens_max
+        samples = config.orchestration.batch_groups * config.rollout.num_samples
+        warm_up(self.learner, samples * document)
 
     def _serve(self) -> None:
         while (message := self._receive()).kind != "end":

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -82,6 +82,9 @@ def _compile_layers(decoder: Decoder) -> None:
         layer.before = torch.compile(layer._before, dynamic=True)
         layer.after = torch.compile(layer._after, dynamic=True)
     decoder.compiled = True
+    # Beyond it torch runs them as they are, without a word: sizes × with and without gradients.
+    limits: Any = torch._dynamo.config
+    limits.recompile_limit = max(limits.recompile_limit, 64)
 
 
 @torch.no_grad()

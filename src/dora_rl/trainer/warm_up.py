@@ -1,51 +1,73 @@
-"""Compiles what a step will run, before there is anything to train: no step waits for it.
+"""Compiles what a step will run, before there is anything to train.
 
 A run's first groups take a while to generate, and the learner would do nothing meanwhile. Passes
-over made-up packs of several sizes, whose gradients are zero and then dropped: nothing is changed.
+over made-up packs of several sizes, because what torch compiles for a large one it compiles again
+for a small one. Their gradients are zero and then dropped: nothing is changed. What only some runs
+need (old log-probs under sealed versions) is compiled when it is needed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
+from torch import Tensor
 
 from dora_rl.trainer.attention_layout import Layout
 from dora_rl.trainer.learner import Learner
 
 DOCUMENT_TOKENS = 512
+PACK_MIN = 8
 
 
-def pack_sizes(pack_tokens: int) -> list[int]:
-    """Full, odd and small ones: what is compiled for one size may not fit another."""
-    sizes = {pack_tokens, pack_tokens - 1, pack_tokens // 3 | 1, 64, 9}
+def pack_sizes(tokens_max: int) -> list[int]:
+    """Nothing larger; even and odd, and no size that a pack may have is far from one of them."""
+    sizes, size = {tokens_max}, tokens_max - 1
+    while size >= PACK_MIN:
+        sizes.add(size)
+        size = (size // 2) | 1
+        if size in sizes:
+            break
     return sorted((size for size in sizes if size > 1), reverse=True)
 
 
-def layouts(learner: Learner) -> Iterator[Layout]:
-    longest = min(DOCUMENT_TOKENS, learner.policy.positions_max)
-    for size in pack_sizes(learner.pack_tokens):
-        lengths = [longest] * (size // longest)
-        rest = size - sum(lengths)
-        yield Layout([*lengths, rest] if rest else lengths, learner.device)
+def layout_of(size: int, longest: int, device: torch.device) -> Layout:
+    """So many tokens as documents that a model can read."""
+    lengths = [longest] * (size // longest)
+    rest = size - sum(lengths)
+    return Layout([*lengths, rest] if rest else lengths, device)
 
 
-def warm_up(learner: Learner) -> None:
-    """Does nothing where nothing is compiled."""
-    if learner.device.type != "cuda" and not getattr(learner.policy, "compiled", False):
+def warm_up(learner: Learner, step_tokens_max: int) -> None:
+    """For steps of at most so many tokens. Does nothing where nothing is compiled."""
+    on_gpu = learner.device.type == "cuda"
+    if not on_gpu and not getattr(learner.policy, "compiled", False):
         return
-    options = learner.objective.options
-    for layout in layouts(learner):
-        ids = torch.zeros(layout.num_tokens, dtype=torch.int64, device=learner.device)
-        rows, target = ids.new_tensor(range(layout.num_tokens - 1)), ids[1:]
-        scores = learner.policy(ids, layout, rows, target, options.temperature)
-        loss = scores.logprobs_N * torch.zeros_like(scores.logprobs_N)
-        if options.entropy_coef:
-            loss = loss + scores.entropy_N * torch.zeros_like(loss)
-        loss.sum().backward()
-        if learner.critic is not None:
-            values = learner.critic(ids, layout, rows)
-            (values * torch.zeros_like(values)).sum().backward()
+    longest = min(DOCUMENT_TOKENS, learner.policy.positions_max)
+    for size in pack_sizes(min(learner.pack_tokens, step_tokens_max)):
+        _pass(learner, layout_of(size, longest, learner.device))
     for optimizer in (learner.optimizer, learner.critic_optimizer):
         if optimizer is not None:
             optimizer.zero_grad()
+    if on_gpu:
+        torch.cuda.empty_cache()  # others on this device may need what steps will not
+
+
+def _pass(learner: Learner, layout: Layout) -> None:
+    """As a step runs a pack: reference, policy, critic."""
+    options = learner.objective.options
+    ids = torch.zeros(layout.num_tokens, dtype=torch.int64, device=learner.device)
+    rows = torch.arange(layout.num_tokens - 1, device=learner.device)
+    with torch.no_grad():
+        if learner.reference is not None:
+            learner.reference(ids, layout, rows, ids[1:], options.temperature)
+        if learner.critic is not None:
+            learner.critic(ids, layout, rows)
+    scores = learner.policy(ids, layout, rows, ids[1:], options.temperature)
+    _backward(scores.logprobs_N, *([scores.entropy_N] if options.entropy_coef else []))
+    if learner.critic is not None:
+        _backward(learner.critic(ids, layout, rows))
+
+
+def _backward(*values: Tensor) -> None:
+    """Gradients of zero for each, laid out as those of a loss."""
+    zero = [(value * torch.zeros_like(value)).sum() for value in values]
+    torch.stack(zero).sum().backward()

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch._dynamo.utils import counters
 from trainer_cases import flat, make_groups
 
 from dora_rl.trainer.learner import Learner
 from dora_rl.trainer.options import AlgorithmOptions, TrainerOptions
-from dora_rl.trainer.warm_up import pack_sizes, warm_up
+from dora_rl.trainer.warm_up import PACK_MIN, layout_of, pack_sizes, warm_up
 
 TRAINER = TrainerOptions(lr=1e-3, device="cpu", compile="on", pack_tokens=64)
 
@@ -45,7 +48,7 @@ def test_no_step_compiles_after_a_warm_up_and_it_leaves_no_trace(
         Learner(model_dir, AlgorithmOptions(**algorithm), options)  # type: ignore[arg-type]
         for options in (TRAINER, TRAINER, replace(TRAINER, compile="off"))
     )
-    warm_up(warm)
+    warm_up(warm, step_tokens_max=48)
     assert all(p.grad is None for p in warm.policy.parameters())
     num_compiled = counters["stats"]["unique_graphs"]
     assert num_compiled >= 2
@@ -59,11 +62,19 @@ def test_no_step_compiles_after_a_warm_up_and_it_leaves_no_trace(
 def test_where_nothing_is_compiled_nothing_is_run(model_dir: Path) -> None:
     learner = Learner(model_dir, AlgorithmOptions(), replace(TRAINER, compile="off"))
     learner.policy.forward = None  # type: ignore[method-assign]
-    warm_up(learner)
+    warm_up(learner, step_tokens_max=48)
 
 
-@pytest.mark.parametrize("pack_tokens", [2, 3, 8, 64, 32_768])
-def test_sizes_are_different_and_no_pack_is_larger(pack_tokens: int) -> None:
-    sizes = pack_sizes(pack_tokens)
-    assert len(set(sizes)) == len(sizes) and max(sizes) >= 2
-    assert max(sizes) <= max(pack_tokens, 64)
+@given(st.integers(2, 200_000))
+def test_every_size_is_near_one_that_was_compiled_for(tokens_max: int) -> None:
+    sizes = pack_sizes(tokens_max)
+    assert sizes[0] == tokens_max and len(set(sizes)) == len(sizes) < 40
+    assert all(size > 1 for size in sizes)
+    assert all(b >= (a - 1) // 2 for a, b in pairwise(sizes)), "a gap of more than a half"
+    assert min(sizes) <= max(2 * PACK_MIN, 2)
+
+
+@given(st.integers(2, 5000), st.integers(2, 600))
+def test_made_up_documents_fit_the_model(size: int, longest: int) -> None:
+    layout = layout_of(size, longest, torch.device("cpu"))
+    assert layout.num_tokens == size and layout.length_max <= longest

@@ -274,7 +274,7 @@ class VllmEngine:
 
     # -------------------------------------------------------------------- step
 
-    def warm_up(self) -> Iterator[None]:
+    def warm_up(self, plain: bool = True) -> Iterator[None]:
         return iter(())  # vLLM has done so when it is made
 
     def has_work(self) -> bool:

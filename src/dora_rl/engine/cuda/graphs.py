@@ -1,6 +1,6 @@
 """CUDA graphs of the decode pass, one per bucket of version slots, rows and context lengths.
 
-A graph is captured when its bucket has been needed for a while, or no larger one is there
+A graph is captured when larger ones have served its bucket for long enough, or none is there
 (`buckets.Buckets`). Its only input that the host writes is the list of request slots of its rows,
 and only when that list changed. Without graphs the same pass runs eagerly, which is the oracle.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -91,11 +92,20 @@ class DecodeGraphs(Generic[T]):
         return launched
 
     def capture(self, key: Bucket, state: DeviceSlots) -> None:
-        """Before it is needed."""
+        """Have its graph before it is needed."""
         if self._enabled and key not in self._captured:
             self._captured[key] = self._capture(key, state)
 
     def _capture(self, key: Bucket, state: DeviceSlots) -> tuple[torch.cuda.CUDAGraph, Launched[T]]:
+        try:
+            return self._record(key, state)
+        except torch.OutOfMemoryError:
+            # While it records, torch gives no cached memory back by itself.
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            return self._record(key, state)
+
+    def _record(self, key: Bucket, state: DeviceSlots) -> tuple[torch.cuda.CUDAGraph, Launched[T]]:
         """Two eager runs on padding rows compile the kernels; the third is recorded."""
         count = key.num_versions * key.per_version
         slots = torch.full((count,), state.num_slots, dtype=torch.int64, device=self._device)
@@ -112,8 +122,11 @@ class DecodeGraphs(Generic[T]):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 result = self._pass(key, slots)
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with suppress(RuntimeError):  # of a capture that has failed
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         self._pool = self._pool or graph.pool()
         # A full collection that walks every imported module stalls the decode loop for longer than
         # a step; what is here now stays until the process ends.

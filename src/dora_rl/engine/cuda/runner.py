@@ -27,6 +27,7 @@ from torch import Tensor
 
 from dora_rl.engine import sampler
 from dora_rl.engine.buckets import Bucket, first_buckets
+from dora_rl.engine.bursts import Bursts
 from dora_rl.engine.cache import KvCache, derive_num_blocks, perform
 from dora_rl.engine.cuda.attention import attend_prefill
 from dora_rl.engine.cuda.decoder import CudaDecoder, Rows
@@ -45,7 +46,6 @@ from dora_rl.types import Version
 
 PREFILL_TILE = 64
 LOGIT_ROWS_MAX = 512  # rows of logits alive at once in a prefill pass
-FED_LAUNCHES = 16  # in a row for which the GPU never waited, before bursts get shorter
 
 
 @dataclass(slots=True)
@@ -67,7 +67,7 @@ class CudaRunner:
         self.spec, self.options = spec, options
         self.depth = 1 if options.async_steps else 0
         self.burst = 1
-        self._num_fed = 0  # launches since the GPU had to wait, or the burst was shortened
+        self._bursts = Bursts(options.burst_max)
         self._last: torch.cuda.Event | None = None
         self._drawn: dict[int, Tensor] = {}  # by number of rows: [step, 2, row], see `draw`
         self.on_gpu = options.device.startswith("cuda")
@@ -99,17 +99,21 @@ class CudaRunner:
         self._load_stream.synchronize()
         return iter(layers)
 
-    def warm_up(self) -> Iterator[None]:
-        """Compile kernels and capture graphs that nearly every run needs, one at a time. Kernels
-        are compiled apart for numbers of rows that 16 divides."""
+    def warm_up(self, plain: bool) -> Iterator[None]:
+        """Compile kernels and capture graphs that nearly every run needs, one at a time; `plain` as
+        requests are. Kernels are compiled apart for numbers of rows that 16 divides."""
         for num_rows in (64, 65):
             if num_rows <= len(self.decoder.cos):
                 self.score(0, [0] * num_rows)
             yield
+        graphs = self._drawing if plain else self._hidden
         versions_max = 1 if self.lora else self.options.versions_max
         for bucket in first_buckets(versions_max, self.options.seqs_max, self._blocks_max):
-            with torch.inference_mode():
-                self._drawing.capture(bucket, self.slots)
+            try:
+                with torch.inference_mode():
+                    graphs.capture(bucket, self.slots)
+            except torch.OutOfMemoryError:
+                return  # what is needed is captured when it is needed
             yield
 
     def perform(self, plan: Plan) -> None:
@@ -144,20 +148,15 @@ class CudaRunner:
         return flight
 
     def _choose_burst(self) -> None:
-        """Twice as long where the GPU has run out of work, a little shorter where it has not for
-        a while."""
-        if not self.depth or self._last is None:
-            return
-        if self._last.query():
-            self.burst, self._num_fed = min(self.options.burst_max, 2 * self.burst), 0
-            return
-        self._num_fed += 1
-        if self._num_fed == FED_LAUNCHES:
-            self.burst, self._num_fed = max(1, self.burst - 1), 0
+        """Longer where the GPU has run out of work since the last launch."""
+        if self.depth and self._last is not None:
+            self.burst = self._bursts.after(self.burst, starved=self._last.query())
 
     def collect(self, launched: Flight) -> list[StepResult]:
         if launched.event is not None:
             launched.event.synchronize()
+            if launched.event is self._last:
+                self._last = None  # nothing is in flight: that the GPU is idle says nothing
         found = [r for spans, drawn in launched.parts for r in read_drawn(spans, drawn)]
         for spans, rows, data in launched.bursts:
             found += read_burst(spans, rows, data.numpy())

@@ -55,7 +55,7 @@ class DeviceSlots:
 
     def download(self, data: Tensor) -> Tensor:
         """Start copying to the host; complete once an event behind it has passed, and to be read
-        before the third `turn` from now."""
+        before the fourth `turn` from now."""
         if self._staging is None:
             return data.clone()
         return self._staging.take(data.shape, data.dtype).copy_(data, non_blocking=True)

@@ -18,7 +18,7 @@ ALIGN = 64
 
 
 class Staging:
-    """Hands out pinned tensors; what is taken between two `turn`s lives until the third after."""
+    """Hands out pinned tensors. One is the taker's until the fourth `turn` after it was taken."""
 
     def __init__(self) -> None:
         shape = (NUM_STRETCHES, STRETCH_BYTES)
@@ -37,6 +37,7 @@ class Staging:
             event.synchronize()
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Not initialised; where the stretch is full, memory of torch's own."""
         size = dtype.itemsize
         for length in shape:
             size *= length
