@@ -40,13 +40,25 @@ def train(learner: Learner) -> None:
         learner.finish_step()
 
 
-@pytest.mark.parametrize("algorithm", [{}, {"entropy_coef": 0.01}])
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "entropy": ({"entropy_coef": 0.01}, {}),
+    "reference": ({"kl_coef": 0.1}, {}),
+    "critic": ({"loss": "ppo", "advantage": "gae"}, {}),
+    "adapters": ({}, {"lora_rank": 4}),
+    "checkpointing": ({}, {"activation_checkpointing": "layer"}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_no_step_compiles_after_a_warm_up_and_it_leaves_no_trace(
-    model_dir: Path, algorithm: dict[str, float]
+    model_dir: Path, case: str
 ) -> None:
+    algorithm, trainer = CASES[case]
+    compiled = replace(TRAINER, **trainer)
     warm, cold, plain = (
-        Learner(model_dir, AlgorithmOptions(**algorithm), options)  # type: ignore[arg-type]
-        for options in (TRAINER, TRAINER, replace(TRAINER, compile="off"))
+        Learner(model_dir, AlgorithmOptions(**algorithm), options)
+        for options in (compiled, compiled, replace(compiled, compile="off"))
     )
     warm_up(warm, step_tokens_max=48)
     assert all(p.grad is None for p in warm.policy.parameters())
