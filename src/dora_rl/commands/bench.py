@@ -49,7 +49,7 @@ def _compare(args: argparse.Namespace, folder: Path) -> int:
     from dora_rl.commands.progress import console
     from dora_rl.commands.sim import modes_of
     from dora_rl.runtime.bench import Bench, BenchOptions, ratios
-    from dora_rl.runtime.bench_report import draw_bench, ratio_lines, table_of
+    from dora_rl.runtime.bench_report import draw_bench, ratio_lines, tables_of
     from dora_rl.runtime.settings import load_config
 
     config = load_config(args.config, args.overrides)
@@ -69,7 +69,7 @@ def _compare(args: argparse.Namespace, folder: Path) -> int:
     result = Bench(config, options, _see).run()
     result |= {"config": str(args.config), "overrides": args.overrides, "ratios": ratios(result)}
     out = console()
-    out.print(table_of(result))
+    out.print(*tables_of(result))
     for line in ratio_lines(result):
         out.print(line, highlight=False)
     if args.json is not None:

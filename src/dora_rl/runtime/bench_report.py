@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from rich.box import SIMPLE
 from rich.table import Table
 
 from dora_rl.runtime.bench import ratios
 
-COLUMNS = (
-    ("tokens/s", "tokens_per_s", ".0f"),
+Column: TypeAlias = tuple[str, str, str]  # label, figure, format
+
+SPEED: tuple[Column, ...] = (
+    ("tokens/s", "tokens_per_s", ",.0f"),
     ("wall s", "wall_s", ".1f"),
     ("device idle", "device_idle_ratio", ".2f"),
     ("nothing runs", "still_ratio", ".2f"),
     ("rollout idle", "rollout_idle_ratio", ".2f"),
     ("trainer idle", "trainer_idle_ratio", ".2f"),
+)
+PRICE: tuple[Column, ...] = (
     ("running", "requests_mean", ".0f"),
-    ("stale", "staleness_mean", ".2f"),
+    ("staleness", "staleness_mean", ".2f"),
     ("mixed", "mixed_version_frac", ".2f"),
     ("discarded", "discarded_tokens", ".0f"),
     ("length bias", "length_bias", ".2f"),
@@ -27,22 +32,28 @@ COLUMNS = (
 )
 
 
-def table_of(result: dict[str, Any]) -> Table:
-    title = (
-        f"{result['cores']} cores, seeds {', '.join(map(str, result['seeds']))}, "
-        f"{result['steps']} steps, steady state = steps "
-        f"{result['window'][0]} to {result['window'][1]}"
-    )
+def tables_of(result: dict[str, Any]) -> list[Table]:
+    """How fast each mode was, and what that took: two tables that a terminal has room for."""
+    begin, end = result["window"]
+    seeds = ", ".join(map(str, result["seeds"]))
+    title = f"{result['cores']} cores, seeds {seeds}, {result['steps']} steps"
+    return [
+        _table(f"{title}, steady state = steps {begin} to {end}", SPEED, result["rows"]),
+        _table("what it took", PRICE, result["rows"]),
+    ]
+
+
+def _table(title: str, columns: Sequence[Column], rows: Sequence[dict[str, Any]]) -> Table:
+    """Without the columns that no row has a figure for."""
     table = Table(title=title, title_justify="left", box=SIMPLE, collapse_padding=True)
     table.add_column("", no_wrap=True)
     table.add_column("split", no_wrap=True)
-    known = [c for c in COLUMNS if any(c[1] in row["mean"] for row in result["rows"])]
+    known = [column for column in columns if any(column[1] in row["mean"] for row in rows)]
     for label, _, _ in known:
         table.add_column(label, justify="right")
-    for row in result["rows"]:
-        cells = [
-            format(row["mean"][key], form) if key in row["mean"] else "-" for _, key, form in known
-        ]
+    for row in rows:
+        mean: dict[str, float] = row["mean"]
+        cells = [format(mean[key], form) if key in mean else "-" for _, key, form in known]
         table.add_row(row["name"], row["split"], *cells)
     return table
 
