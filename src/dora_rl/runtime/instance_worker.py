@@ -217,8 +217,8 @@ class InstanceWorker:
             else:
                 params = self.params
                 if lengths is not None:
-                    forced = {"tokens_max": lengths[sample], "ignore_eos": True, "stop_ids": ()}
-                    params = replace(params, **forced)
+                    length = lengths[sample]
+                    params = replace(params, tokens_max=length, ignore_eos=True, stop_ids=())
                 request = Request(rid, action.version, prompt_ids, params, self.seed)
                 if env is not None:
                     request = replace(request, keep=True, turns=0 if env["opens"] else 1)
@@ -232,8 +232,7 @@ class InstanceWorker:
         lengths = LogNormal(
             rollout.forced_length_median, rollout.forced_length_sigma, rollout.tokens_max
         )
-        drawn = lengths.draw(uniforms(self.seed, prompt, rollout.num_samples))
-        return [int(length) for length in drawn]
+        return lengths.draw(uniforms(self.seed, prompt, rollout.num_samples)).tolist()
 
     def finish(self, trajectory: Trajectory, reward: float | None = None) -> None:
         """A request has ended; `reward` is what its environment gave."""

@@ -62,7 +62,10 @@ def _pass(learner: Learner, layout: Layout) -> None:
         if learner.critic is not None:
             learner.critic(ids, layout, rows)
     scores = learner.policy(ids, layout, rows, ids[1:], options.temperature)
-    _backward(scores.logprobs_N, *([scores.entropy_N] if options.entropy_coef else []))
+    if options.entropy_coef:
+        _backward(scores.logprobs_N, scores.entropy_N)
+    else:
+        _backward(scores.logprobs_N)
     if learner.critic is not None:
         _backward(learner.critic(ids, layout, rows))
 

@@ -80,8 +80,7 @@ class DecodeGraphs(Generic[T]):
             state.step.zero_()
             results = [self._pass(key, slots) for _ in range(repeat)]
             return Launched(slots, results[-1], first, per_version)
-        if key not in self._captured:
-            self._captured[key] = self._capture(key, state)
+        self.capture(key, state)
         graph, launched = self._captured[key]
         if self._listed.get(key) != rows:
             launched.slots.copy_(state.upload(rows, torch.int64))
@@ -92,7 +91,7 @@ class DecodeGraphs(Generic[T]):
         return launched
 
     def capture(self, key: Bucket, state: DeviceSlots) -> None:
-        """Have its graph before it is needed."""
+        """Have its graph, now or from before."""
         if self._enabled and key not in self._captured:
             self._captured[key] = self._capture(key, state)
 
