@@ -217,6 +217,17 @@ def test_decode_attention_kernel(splits: tuple[int, int], shape: tuple[int, int,
         assert (out[row].double() - expected).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize("num_rows", [1, 4, 16, 32, 48, 64])
+@pytest.mark.parametrize("num_kv", [2, 8])
+def test_programs_of_few_rows_run_in_one_wave(num_rows: int, num_kv: int) -> None:
+    from dora_rl.engine.cuda.attention import SPLITS_MAX, choose_splits
+
+    number = choose_splits(num_rows, num_kv, 132, 10, True).number
+    assert number == 1 or number * num_rows * num_kv <= 4 * 132
+    more = (number + 1) * num_rows * num_kv
+    assert number in (10, SPLITS_MAX) or more > 4 * 132
+
+
 @pytest.mark.parametrize("versions", [1, 3])
 def test_rows_enter_with_their_embedding_and_position(versions: int) -> None:
     from dora_rl.engine.cuda.rows import enter
@@ -225,7 +236,9 @@ def test_rows_enter_with_their_embedding_and_position(versions: int) -> None:
     last_token = torch.randint(0, 50, (20,), device="cuda")
     position = torch.arange(20, dtype=torch.int32, device="cuda").flip(0)
     slots = torch.randperm(20, device="cuda")[: 5 * versions]
-    x, positions = enter(slots, last_token, position, embed)
+    step = torch.tensor([4], dtype=torch.int32, device="cuda")
+    x, positions = enter(slots, last_token, position, step, embed)
+    assert int(step) == 5
     version = torch.arange(versions, device="cuda").repeat_interleave(5)
     assert torch.equal(x, embed[version, last_token[slots]])
     assert torch.equal(positions, position[slots])

@@ -70,8 +70,10 @@ def test_the_head_is_streamed_for_few_rows(rows: int, versions: int) -> None:
     generator = torch.Generator("cuda").manual_seed(0)
     x = torch.randn(versions * rows, k, generator=generator, device="cuda").bfloat16()
     heads = torch.randn(versions, n, k, generator=generator, device="cuda").bfloat16() * k**-0.5
-    decoder = SimpleNamespace(weights=SimpleNamespace(lm_head=heads), _num_processors=processors)
-    got = CudaDecoder.all_logits(cast(Any, decoder), x, 0, versions)
+    decoder = CudaDecoder.__new__(CudaDecoder)
+    decoder.weights = cast(Any, SimpleNamespace(lm_head=heads))
+    decoder._num_processors = processors
+    got = decoder.all_logits(x, 0, versions)
     want = torch.bmm(x.view(versions, rows, k).float(), heads.float().transpose(1, 2))
     assert got.dtype == torch.float32
     assert (got - want.view(versions * rows, n)).abs().max() < 1e-4
@@ -81,6 +83,70 @@ def test_the_head_is_streamed_for_few_rows(rows: int, versions: int) -> None:
         assert (tiles.splits, bool(tiles.row_stages)) == (1, rows <= 64)
         held = tiles.stages * tiles.n + tiles.row_stages * max(16, 64 if rows > 32 else rows)
         assert rows > 64 or 2 * held * tiles.k * 2 <= skinny.STREAMED_BYTES
+
+
+@pytest.mark.parametrize("rows", [1, 33, 64])
+@pytest.mark.parametrize("versions", [1, 3])
+def test_the_streamed_head_knows_its_chunks(rows: int, versions: int) -> None:
+    """Peaks and sums of every tile, at the temperature of each row's slot; 0 is as 1."""
+    from dora_rl.engine.cuda.skinny import multiply, multiply_scored, tiles_of
+
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    n, k, count = 128 * 500, 256, versions * rows
+    generator = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(count, k, generator=generator, device="cuda").bfloat16()
+    heads = torch.randn(versions, n, k, generator=generator, device="cuda").bfloat16() * k**-0.5
+    slots = torch.randperm(count, generator=generator, device="cuda")
+    temperature = torch.rand(count, generator=generator, device="cuda") + 0.5
+    temperature[0] = 0
+    tiles = tiles_of(rows, heads, processors)
+    if tiles is None or not tiles.row_stages:
+        pytest.skip("needs a Hopper and Triton 3.6")
+    logits, chunks = multiply_scored(x, heads, tiles, slots, temperature)
+    assert torch.equal(logits, multiply(x, heads, tiles)[0])
+    scale = torch.where(temperature > 0, 1 / temperature, 1.0)[slots]
+    scaled = (logits * scale[:, None]).view(count, -1, chunks.size)
+    peak = scaled.amax(-1)
+    torch.testing.assert_close(chunks.peak, peak)
+    torch.testing.assert_close(chunks.total, (scaled - peak[..., None]).exp().sum(-1))
+
+
+@pytest.mark.parametrize("vocab", [50, 9_000, 64_000])
+def test_a_draw_does_not_depend_on_the_chunks(vocab: int) -> None:
+    """Small and large ones, greedy and warm rows: the same tokens and log-probs."""
+    from dora_rl.engine.cuda.sampling import Chunks, chunks_of, draw
+    from dora_rl.engine.cuda.slots import DeviceSlots
+
+    rows = 40
+    generator = torch.Generator("cuda").manual_seed(0)
+    logits = torch.randn(rows, vocab, generator=generator, device="cuda") * 3
+    slots = torch.arange(rows, device="cuda").flip(0)
+    positions = torch.full((rows,), 7, dtype=torch.int32, device="cuda")
+    drawn: list[torch.Tensor] = []
+    for size in (0, 64):
+        state = DeviceSlots(rows, 4, 0, "cuda")
+        state.key.copy_(torch.arange(rows + 1, device="cuda") * 12_345)
+        state.temperature.copy_(torch.arange(rows + 1, device="cuda") % 3 * 0.7)
+        state.step.fill_(1)
+        chunks = chunks_of(logits, slots, state.temperature)
+        if size:
+            scale = torch.where(state.temperature > 0, 1 / state.temperature, 1.0)[slots]
+            filled = torch.full((rows, -(-vocab // size) * size), -torch.inf, device="cuda")
+            filled[:, :vocab] = logits * scale[:, None]
+            scaled = filled.view(rows, -1, size)
+            peak = scaled.amax(-1)
+            chunks = Chunks(size, peak, (scaled - peak[..., None]).exp().sum(-1))
+        out = torch.zeros((2, 2, rows), dtype=torch.int32, device="cuda")
+        draw(logits, chunks, slots, positions, state, out)
+        drawn.append(out[0].clone())
+        assert torch.equal(state.last_token[slots], out[0, 0].long())
+        assert state.position[slots].tolist() == [8] * rows
+    assert (drawn[0][0] == drawn[1][0]).float().mean() > 0.9  # where sums round differently
+    same = drawn[0][0] == drawn[1][0]
+    logprobs = [each[1].view(torch.float32)[same] for each in drawn]
+    torch.testing.assert_close(*logprobs, atol=1e-4, rtol=0)
+    greedy = slots % 3 == 0
+    assert torch.equal(drawn[1][0][greedy].long(), logits[greedy].argmax(-1))
 
 
 def test_the_cut_of_a_product_fits_a_processor() -> None:

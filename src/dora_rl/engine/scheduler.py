@@ -164,15 +164,16 @@ class Scheduler(Queues):
                 if not seq.blocks and not self._restore(plan, seq):
                     return
             else:
-                if not seq.digests:
-                    prompt = seq.tokens[: seq.num_prompt]
-                    seq.digests = list(block_digests(seq.version, prompt, self.block_tokens))
-                twin = (seq.version, seq.digests[-1])
-                if self.options.prefix_cache and twin in prefilling:
-                    continue
+                if self.options.prefix_cache:
+                    if not seq.digests:
+                        prompt = seq.tokens[: seq.num_prompt]
+                        seq.digests = list(block_digests(seq.version, prompt, self.block_tokens))
+                    if (seq.version, seq.digests[-1]) in prefilling:
+                        continue
                 if not self._start(plan, seq):
                     return
-                prefilling.add(twin)
+                if seq.digests:
+                    prefilling.add((seq.version, seq.digests[-1]))
             self._set_running(seq)
             count = self._plan_running(plan, seq, budget)
             budget -= count

@@ -213,10 +213,16 @@ def prefill_kernel(
     tl.store(out_ptr + q_index, out.to(out_ptr.dtype.element_ty), mask=r[:, None] < count)
 
 
-def choose_splits(num_rows: int, num_kv_heads: int, num_processors: int, blocks_max: int) -> Splits:
-    """Enough programs for nearly two waves of two per processor, and none with many blocks; where
-    contexts may be that long, a short one is not split further for it."""
-    wanted = -(-7 * num_processors // (2 * num_rows * num_kv_heads))
+def choose_splits(
+    num_rows: int, num_kv_heads: int, num_processors: int, blocks_max: int, one_wave: bool
+) -> Splits:
+    """Enough programs for nearly two waves of two per processor, or as many as four of them hold in
+    `one_wave`, and none with many blocks; where contexts may be that long, a short one is not split
+    further for it."""
+    num_programs = num_rows * num_kv_heads
+    wanted = -(-7 * num_processors // (2 * num_programs))
+    if one_wave:
+        wanted = 4 * num_processors // num_programs
     few = max(1, min(wanted, blocks_max, SPLITS_MAX))
     if blocks_max <= few * LONG_BLOCKS:
         return Splits(few, 1)

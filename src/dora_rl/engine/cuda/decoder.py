@@ -21,13 +21,16 @@ from dora_rl.engine.cache import KvCache
 from dora_rl.engine.cuda import fused, skinny
 from dora_rl.engine.cuda import rows as kernels
 from dora_rl.engine.cuda.adapters import adapt
-from dora_rl.engine.cuda.attention import attend_decode, choose_splits
+from dora_rl.engine.cuda.attention import Splits, attend_decode, choose_splits
 from dora_rl.engine.cuda.experts import sparse_rows
 from dora_rl.engine.cuda.overlap import overlap
+from dora_rl.engine.cuda.sampling import Chunks, chunks_of
 from dora_rl.engine.models.experts import route
 from dora_rl.engine.rope import rope_tables
 from dora_rl.engine.spec import ModelSpec
 from dora_rl.engine.weights import Layer, ModelWeights
+
+SCORED_ROWS_MAX = 32  # of a version; with more, a kernel that reads the logits again is faster
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +81,7 @@ class CudaDecoder:
 
     def _attend_decode(self, h: Tensor, layer: Layer, rows: Rows, pool: Tensor) -> Tensor:
         spec, table = self.spec, rows.table
-        splits = choose_splits(len(h), spec.num_kv_heads, self._num_processors, rows.blocks_max)
+        splits = self._splits(len(h), rows.blocks_max)
         if len(h) > fused.ROWS_MAX:
             qkv = self._linear(h, layer, "qkv", rows)
             q = self._rope_write(qkv, layer, rows, pool)
@@ -101,14 +104,25 @@ class CudaDecoder:
         """Float32 logits of rows of one version."""
         return self.all_logits(hidden, slot, 1)
 
+    def scored_logits(
+        self, hidden: Tensor, first: int, num_versions: int, slots: Tensor, temperature: Tensor
+    ) -> tuple[Tensor, Chunks]:
+        """As `all_logits`, with what a draw at each row's temperature needs to know of them."""
+        heads = self.weights.lm_head[first : first + num_versions]
+        tiles = self._head_tiles(hidden, heads)
+        if tiles is not None and len(hidden) // num_versions <= SCORED_ROWS_MAX:
+            return skinny.multiply_scored(hidden, heads, tiles, slots, temperature)
+        logits = self.all_logits(hidden, first, num_versions)
+        return logits, chunks_of(logits, slots, temperature)
+
     def all_logits(self, hidden: Tensor, first: int, num_versions: int) -> Tensor:
         """Float32 logits of [version, row] rows, the same number of each version."""
         heads = self.weights.lm_head[first : first + num_versions]
         rows = hidden.view(num_versions, -1, hidden.shape[1])
         if hidden.dtype == torch.float32 or not hidden.is_cuda:
             return torch.bmm(rows, heads.transpose(1, 2)).float().view(len(hidden), -1)
-        tiles = skinny.tiles_of(rows.shape[1], heads, self._num_processors)
-        if tiles is not None and tiles.row_stages:
+        tiles = self._head_tiles(hidden, heads)
+        if tiles is not None:
             return skinny.multiply(hidden, heads, tiles)[0]
         # Keep the accumulator: rounding logits to bfloat16 costs more log-prob accuracy than
         # everything before it.
@@ -116,6 +130,18 @@ class CudaDecoder:
             return torch.mm(hidden, heads[0].t(), out_dtype=torch.float32)
         logits = torch.bmm(rows, heads.transpose(1, 2), out_dtype=torch.float32)
         return logits.view(len(hidden), -1)
+
+    def _head_tiles(self, hidden: Tensor, heads: Tensor) -> skinny.Tiles | None:
+        """The streamed product's, where that is used."""
+        if hidden.dtype == torch.float32 or not hidden.is_cuda:
+            return None
+        tiles = skinny.tiles_of(len(hidden) // len(heads), heads, self._num_processors)
+        return tiles if tiles is not None and tiles.row_stages else None
+
+    def _splits(self, num_rows: int, blocks_max: int) -> Splits:
+        heads, processors = self.spec.num_kv_heads, self._num_processors
+        one_wave = num_rows <= fused.ROWS_MAX
+        return choose_splits(num_rows, heads, processors, blocks_max, one_wave)
 
     def embed(self, token_ids: Tensor, slot: int) -> Tensor:
         """What prefill rows of one version begin with."""

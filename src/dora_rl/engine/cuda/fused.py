@@ -30,7 +30,7 @@ from dora_rl.engine.cuda.attention import (
 from dora_rl.engine.cuda.overlap import begin, overlap, ready
 
 ROWS_MAX = 64
-WARPS = 4
+WARPS = 2
 STAGES = 2  # of key and value tiles: so few that all programs of 64 rows, four a processor, fit
 
 

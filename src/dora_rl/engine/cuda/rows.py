@@ -26,16 +26,20 @@ def enter_kernel(
     embed_ptr,
     x_ptr,
     positions_ptr,
+    step_ptr,
     vocab,
     rows_per_slot,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """x = embedding of the last token of each row's request slot, and that slot's position.
+    """x = embedding of the last token of each row's request slot, and that slot's position. The
+    first program counts the step of the burst.
 
     Later kernels read positions before they are `ready`: this one lets none start early.
     """
     row = tl.program_id(0).to(tl.int64)
+    if row == 0:
+        tl.store(step_ptr, tl.load(step_ptr) + 1)
     slot = tl.load(slots_ptr + row)
     token = tl.load(last_token_ptr + slot) + row // rows_per_slot * vocab
     tl.store(positions_ptr + row, tl.load(position_ptr + slot))
@@ -161,17 +165,12 @@ def chunk_kernel(
     temperature_ptr,
     peak_ptr,
     sum_ptr,
-    best_ptr,
-    step_ptr,
     vocab,
     num_chunks,
     CHUNK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Peak, sum of exponentials and best token of one chunk of one row's scaled logits.
-
-    The first program counts the step of the burst.
-    """
+    """Peak and sum of exponentials of one chunk of one row's scaled logits."""
     begin(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
@@ -180,16 +179,13 @@ def chunk_kernel(
     scale = tl.where(temperature > 0, 1.0 / temperature, 1.0)
     i = chunk * CHUNK + tl.arange(0, CHUNK)
     ready(OVERLAP)
-    if (row == 0) & (chunk == 0):
-        tl.store(step_ptr, tl.load(step_ptr) + 1)
     x = tl.load(logits_ptr + row * vocab + i, mask=i < vocab, other=-float("inf"))
     x = x.to(tl.float32) * scale
-    peak, best = tl.max(x, 0, return_indices=True)
+    peak = tl.max(x, 0)
     part = row * num_chunks + chunk
     safe = tl.where(peak == -float("inf"), 0.0, peak)
     tl.store(peak_ptr + part, peak)
     tl.store(sum_ptr + part, tl.sum(tl.exp(x - safe), 0))
-    tl.store(best_ptr + part, chunk * CHUNK + best)
 
 
 @jit
@@ -213,7 +209,6 @@ def draw_kernel(
     prompt_ptr,
     peak_ptr,
     sum_ptr,
-    best_ptr,
     last_token_ptr,
     position_ptr,
     step_ptr,
@@ -251,17 +246,16 @@ def draw_kernel(
     threshold = uniform(tl.load(key_ptr + slot), index) * total
     chunk = tl.minimum(tl.sum((running <= threshold).to(tl.int32), 0), num_chunks - 1)
     before = tl.sum(tl.where(c == chunk - 1, running, 0.0), 0)
+    chunk = tl.where(temperature > 0, chunk, best_chunk)
     i = tl.arange(0, CHUNK)
     inside = chunk * CHUNK + i < vocab
     logits = logits_ptr + row * vocab
-    w = tl.load(logits + chunk * CHUNK + i, mask=inside, other=-float("inf")).to(tl.float32)
-    w = tl.exp(w * scale - peak)
+    x = tl.load(logits + chunk * CHUNK + i, mask=inside, other=-float("inf")).to(tl.float32)
+    w = tl.exp(x * scale - peak)
     place = tl.sum((tl.cumsum(w, 0) <= threshold - before).to(tl.int32), 0)
     last = tl.max(tl.where(w > 0, i, 0), 0)
-    token = chunk * CHUNK + tl.minimum(place, last)
-    best = tl.load(best_ptr + row * num_chunks + best_chunk)
-    token = tl.where(temperature > 0, token, best)
-    token = tl.minimum(token, vocab - 1).to(tl.int64)
+    place = tl.where(temperature > 0, tl.minimum(place, last), tl.argmax(x, 0))
+    token = tl.minimum(chunk * CHUNK + place, vocab - 1).to(tl.int64)
     logprob = tl.load(logits + token).to(tl.float32) * scale - peak - tl.log(total)
     place = ((tl.load(step_ptr) - 1) % steps_max) * 2 * tl.num_programs(0) + row
     tl.store(token_out_ptr + place, token.to(tl.int32))
@@ -272,7 +266,7 @@ def draw_kernel(
 
 
 def enter(
-    slots: Tensor, last_token: Tensor, position: Tensor, embed: Tensor
+    slots: Tensor, last_token: Tensor, position: Tensor, step: Tensor, embed: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Embeddings [row, width] and positions of decode rows; `embed` is [version, vocab, width]."""
     rows, (versions, vocab, width) = len(slots), embed.shape
@@ -285,6 +279,7 @@ def enter(
         embed,
         x,
         positions,
+        step,
         vocab,
         rows // versions,
         D=width,

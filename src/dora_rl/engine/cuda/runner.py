@@ -188,19 +188,17 @@ class CudaRunner:
     def _prefill(self, slot: int, spans: list[Span], flight: Flight) -> None:
         """All prefill rows of one version in one eager pass, then their logits."""
         token_ids: list[int] = []
-        positions: list[int] = []
-        request_slots: list[int] = []
         pieces: list[tuple[int, int, int, int]] = []
         logit_rows: list[int] = []
         for span in spans:
             row, seq, end = len(token_ids), span.seq, span.start + span.num_rows
             token_ids.extend(seq.tokens[span.start : end])
-            positions.extend(range(span.start, end))
-            request_slots.extend([seq.slot] * span.num_rows)
             pieces.append((seq.slot, row, span.start, span.num_rows))
             first = row + span.logits_start - span.start
             logit_rows.extend(range(first, first + span.num_logits))
-        owners = self.slots.upload(request_slots, torch.int64)
+        slots, firsts, starts, counts = np.array(pieces).T
+        positions = np.arange(len(token_ids)) + np.repeat(starts - firsts, counts)
+        owners = self.slots.upload(np.repeat(slots, counts), torch.int64)
         rows = Rows(
             slot,
             1,
@@ -261,7 +259,7 @@ class CudaRunner:
         """Hidden states and positions of [version, row] rows; what a graph captures."""
         state = self.slots
         embed = self.weights.embed[bucket.first : bucket.first + bucket.num_versions]
-        x, positions = enter(slots, state.last_token, state.position, embed)
+        x, positions = enter(slots, state.last_token, state.position, state.step, embed)
         adapters = state.adapter[slots] if self.lora else None
         where = (x, slots, positions, state.table, adapters)
         rows = Rows(*bucket[:3], *where, bucket.blocks_max)
@@ -271,12 +269,14 @@ class CudaRunner:
     def _drawing_pass(self, bucket: Bucket, slots: Tensor) -> Tensor:
         """The decode pass, the head and the draw of every row; see `draw` for what it gives."""
         hidden, positions = self._decode_pass(bucket, slots)
-        logits = self.decoder.all_logits(hidden, bucket.first, bucket.num_versions)
+        logits, chunks = self.decoder.scored_logits(
+            hidden, bucket.first, bucket.num_versions, slots, self.slots.temperature
+        )
         count = len(slots)
         if count not in self._drawn:
             shape = (self.options.burst_max, 2, count)
             self._drawn[count] = torch.zeros(shape, dtype=torch.int32, device=slots.device)
-        draw(logits, slots, positions, self.slots, self._drawn[count])
+        draw(logits, chunks, slots, positions, self.slots, self._drawn[count])
         return self._drawn[count]
 
     # ---------------------------------------------------------------- sampling

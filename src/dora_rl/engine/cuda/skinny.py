@@ -25,6 +25,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dora_rl.engine.cuda import jit
 from dora_rl.engine.cuda.overlap import begin, overlap, ready
+from dora_rl.engine.cuda.sampling import Chunks, empty_chunks
 
 ROWS_MAX = 128  # above, cuBLAS is as fast
 ROWS_FEW = 16  # up to here two programs fit on a processor
@@ -147,14 +148,30 @@ def _is_hopper(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] == 9  # no other has its products
 
 
-def multiply(x: Tensor, weight: Tensor, tiles: Tiles, gate: bool = False) -> Tensor:
-    """Parts [split, row, N]; with `gate`, the gated rows [row, N / 2]."""
+def multiply_scored(
+    x: Tensor, head: Tensor, tiles: Tiles, slots: Tensor, temperature: Tensor
+) -> tuple[Tensor, Chunks]:
+    """Logits [row, N] by the streamed kernel, and in each tile what a draw needs to know of it."""
+    chunks = empty_chunks(len(x), head.shape[1], tiles.n, x.device)
+    scores = (slots, temperature, chunks.peak, chunks.total)
+    return multiply(x, head, tiles, scores=scores)[0], chunks
+
+
+def multiply(
+    x: Tensor,
+    weight: Tensor,
+    tiles: Tiles,
+    gate: bool = False,
+    scores: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Parts [split, row, N]; with `gate`, the gated rows [row, N / 2]. `scores`: see above."""
     versions, n, k = weight.shape
     rows = len(x) // versions
     width = n // 2 if gate else n
     assert width % tiles.n == 0
     assert k % (tiles.k * tiles.splits) == 0
-    assert not gate or tiles.splits == 1
+    assert tiles.splits == 1 or not (gate or scores)
+    assert tiles.row_stages or not scores, "of the streamed kernel alone"
     if gate:
         out = torch.empty((len(x), width), dtype=x.dtype, device=x.device)
     else:
@@ -170,6 +187,7 @@ def multiply(x: Tensor, weight: Tensor, tiles: Tiles, gate: bool = False) -> Ten
             streamed.describe(x, tile_m, tiles.k),
             streamed.describe(stacked, tiles.n, tiles.k),
             out,
+            *(scores or (out,) * 4),
             rows,
             n,
             num_tiles,
@@ -179,6 +197,7 @@ def multiply(x: Tensor, weight: Tensor, tiles: Tiles, gate: bool = False) -> Ten
             WEIGHTS=tiles.stages,
             ROWS=tiles.row_stages,
             GATE=gate,
+            SCORED=scores is not None,
             num_warps=4,
             launch_pdl=True,
         )

@@ -78,6 +78,19 @@ def store_gated(acc, acc_up, out_ptr, row, n, inside, width):
 
 
 @jit
+def store_scores(acc, row, inside, chunk, slots_ptr, temperature_ptr, peak_ptr, sum_ptr):
+    """What `rows.chunk_kernel` finds in this tile of logits [token, row], one chunk of each row."""
+    slot = gl.load(slots_ptr + row, mask=inside, other=0)
+    temperature = gl.load(temperature_ptr + slot)
+    x = acc * gl.where(temperature > 0, 1.0 / temperature, 1.0)[None, :]
+    peak = gl.max(x, 0)
+    safe = gl.where(peak == -float("inf"), 0.0, peak)
+    part = row.to(gl.int64) * gl.num_programs(0) + chunk
+    gl.store(peak_ptr + part, peak, mask=inside)
+    gl.store(sum_ptr + part, gl.sum(gl.exp(x - safe[None, :]), 0), mask=inside)
+
+
+@jit
 def multiply_tiles(
     x_desc,
     weight_desc,
@@ -145,6 +158,10 @@ def streamed_kernel(
     x_desc,
     weight_desc,
     out_ptr,
+    slots_ptr,
+    temperature_ptr,
+    peak_ptr,
+    sum_ptr,
     rows,
     N,
     num_tiles,
@@ -154,9 +171,11 @@ def streamed_kernel(
     WEIGHTS: gl.constexpr,
     ROWS: gl.constexpr,
     GATE: gl.constexpr,
+    SCORED: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """As `skinny_kernel`, with rings of WEIGHTS and ROWS tiles."""
+    """As `skinny_kernel`, with rings of WEIGHTS and ROWS tiles; with SCORED the result is logits,
+    and what a draw needs of them is stored beside."""
     tile = gl.program_id(0)
     split = gl.program_id(1)
     version = gl.program_id(2)
@@ -173,6 +192,9 @@ def streamed_kernel(
     if GATE:
         store_gated(acc, acc_up, out_ptr, row, n, inside, N // 2)
     else:
+        if SCORED:
+            some = m < rows
+            store_scores(acc, row, some, tile, slots_ptr, temperature_ptr, peak_ptr, sum_ptr)
         row += split * gl.num_programs(2) * rows
         gl.store(out_ptr + row.to(gl.int64)[None, :] * N + n[:, None], acc, mask=inside)
 
