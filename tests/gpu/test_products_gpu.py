@@ -61,12 +61,14 @@ def test_streamed_product_equals_the_plain_one(
 
 @pytest.mark.parametrize("rows", [1, 33, 64, 65])
 @pytest.mark.parametrize("versions", [1, 3])
-def test_the_head_is_streamed_for_few_rows(rows: int, versions: int) -> None:
+@pytest.mark.parametrize("vocab", [1024, 128 * 500])
+def test_the_head_is_streamed_for_few_rows(rows: int, versions: int, vocab: int) -> None:
+    """And by cuBLAS where so small a product would be cut into parts."""
     from dora_rl.engine.cuda import skinny
     from dora_rl.engine.cuda.decoder import CudaDecoder
 
     processors = torch.cuda.get_device_properties(0).multi_processor_count
-    n, k = 128 * 500, 256
+    n, k = vocab, 256
     generator = torch.Generator("cuda").manual_seed(0)
     x = torch.randn(versions * rows, k, generator=generator, device="cuda").bfloat16()
     heads = torch.randn(versions, n, k, generator=generator, device="cuda").bfloat16() * k**-0.5
@@ -77,8 +79,15 @@ def test_the_head_is_streamed_for_few_rows(rows: int, versions: int) -> None:
     want = torch.bmm(x.view(versions, rows, k).float(), heads.float().transpose(1, 2))
     assert got.dtype == torch.float32
     assert (got - want.view(versions * rows, n)).abs().max() < 1e-4
+    slots = torch.arange(versions * rows, device="cuda")
+    logits, chunks = decoder.scored_logits(x, 0, versions, slots, torch.ones_like(got[:, 0]))
+    assert torch.equal(logits, got)
+    weights = chunks.total * (chunks.peak - got.amax(-1, keepdim=True)).exp()
+    total = (got - got.amax(-1, keepdim=True)).exp().sum(-1)
+    torch.testing.assert_close(weights.sum(-1), total)
     tiles = skinny.tiles_of(rows, heads, processors)
-    if skinny.STREAMED_ROWS_MAX and torch.cuda.get_device_capability()[0] == 9:
+    hopper = skinny.STREAMED_ROWS_MAX and torch.cuda.get_device_capability()[0] == 9
+    if hopper and vocab > 1024:
         assert tiles is not None
         assert (tiles.splits, bool(tiles.row_stages)) == (1, rows <= 64)
         held = tiles.stages * tiles.n + tiles.row_stages * max(16, 64 if rows > 32 else rows)

@@ -216,9 +216,8 @@ def prefill_kernel(
 def choose_splits(
     num_rows: int, num_kv_heads: int, num_processors: int, blocks_max: int, one_wave: bool
 ) -> Splits:
-    """Enough programs for nearly two waves of two per processor, or as many as four of them hold in
-    `one_wave`, and none with many blocks; where contexts may be that long, a short one is not split
-    further for it."""
+    """Enough programs for nearly two waves of two per processor, or for `one_wave` of four, and
+    none with many blocks; where contexts may be that long, a short one is not split for it."""
     num_programs = num_rows * num_kv_heads
     wanted = -(-7 * num_processors // (2 * num_programs))
     if one_wave:

@@ -132,11 +132,12 @@ class CudaDecoder:
         return logits.view(len(hidden), -1)
 
     def _head_tiles(self, hidden: Tensor, heads: Tensor) -> skinny.Tiles | None:
-        """The streamed product's, where that is used."""
+        """The streamed product's, where that is used. A small vocabulary's would be in parts."""
         if hidden.dtype == torch.float32 or not hidden.is_cuda:
             return None
         tiles = skinny.tiles_of(len(hidden) // len(heads), heads, self._num_processors)
-        return tiles if tiles is not None and tiles.row_stages else None
+        streamed = tiles is not None and tiles.row_stages and tiles.splits == 1
+        return tiles if streamed else None
 
     def _splits(self, num_rows: int, blocks_max: int) -> Splits:
         heads, processors = self.spec.num_kv_heads, self._num_processors
