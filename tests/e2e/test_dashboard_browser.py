@@ -38,14 +38,16 @@ pytestmark = [
 
 
 @contextmanager
-def dashboard(run: Path) -> Iterator[str]:
-    """The command as a user starts it; gives its address."""
+def dashboard(run: Path, page: Any) -> Iterator[str]:
+    """The command as a user starts it; gives its address. The page is left before it ends: what it
+    asks for after that would be an error."""
     command = [sys.executable, "-m", "dora_rl.cli", "dashboard", str(run), "--no-open"]
     process = subprocess.Popen([*command, "--port", "0"], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
         line = process.stdout.readline()
         yield next(word for word in line.split() if word.startswith("http"))
+        page.goto("about:blank")
     finally:
         process.terminate()
         process.wait(60)
@@ -125,7 +127,7 @@ def test_a_live_run_to_its_end_and_every_view(page: Any, tmp_path: Path) -> None
     process = run.start()
     try:
         wait_until("the first lines", lambda: len(segments(run.run_dir / "events")) > 0, process)
-        with dashboard(run.run_dir) as address:
+        with dashboard(run.run_dir, page) as address:
             page.goto(address)
             page.wait_for_selector("#status.live")
             wait_until("both instances", lambda: len(run.joined()) == 2, process)
@@ -223,7 +225,7 @@ def test_dark_and_light_differ_and_nothing_is_fetched_from_elsewhere(
     write_long_run(tmp_path / "run", 64, base_steps=2)
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
-    with dashboard(tmp_path / "run") as address:
+    with dashboard(tmp_path / "run", page) as address:
         backgrounds: list[str] = []
         for scheme in ("light", "dark"):
             page.emulate_media(color_scheme=scheme)
@@ -241,7 +243,7 @@ def test_a_run_of_a_hundred_thousand_groups(page: Any, tmp_path: Path) -> None:
 
     num_groups = write_long_run(tmp_path / "long", 100_000)
     assert num_groups >= 100_000
-    with dashboard(tmp_path / "long") as address:
+    with dashboard(tmp_path / "long", page) as address:
         page.goto(address)  # how long this takes is in benchmarks/dashboard.py
         page.wait_for_selector('body[data-view="overview"][data-read="all"]')
         assert figure(page, "state_trained") == num_groups
