@@ -165,18 +165,21 @@ class Scheduler(Queues):
                     return
             else:
                 if self.options.prefix_cache:
-                    if not seq.digests:
-                        prompt = seq.tokens[: seq.num_prompt]
-                        seq.digests = list(block_digests(seq.version, prompt, self.block_tokens))
-                    if (seq.version, seq.digests[-1]) in prefilling:
+                    self._digest_prompt(seq)
+                    twin = (seq.version, seq.digests[-1])
+                    if twin in prefilling:
                         continue
+                    prefilling.add(twin)
                 if not self._start(plan, seq):
                     return
-                if seq.digests:
-                    prefilling.add((seq.version, seq.digests[-1]))
             self._set_running(seq)
             count = self._plan_running(plan, seq, budget)
             budget -= count
+
+    def _digest_prompt(self, seq: Sequence) -> None:
+        if not seq.digests:
+            prompt = seq.tokens[: seq.num_prompt]
+            seq.digests = list(block_digests(seq.version, prompt, self.block_tokens))
 
     def _set_running(self, seq: Sequence) -> None:
         self.spilled.pop(seq.id, None)

@@ -21,7 +21,7 @@ from dora_rl.engine.cache import KvCache
 from dora_rl.engine.cuda import fused, skinny
 from dora_rl.engine.cuda import rows as kernels
 from dora_rl.engine.cuda.adapters import adapt
-from dora_rl.engine.cuda.attention import Splits, attend_decode, choose_splits
+from dora_rl.engine.cuda.attention import attend_decode, choose_splits
 from dora_rl.engine.cuda.experts import sparse_rows
 from dora_rl.engine.cuda.overlap import overlap
 from dora_rl.engine.cuda.sampling import Chunks, chunks_of
@@ -81,8 +81,10 @@ class CudaDecoder:
 
     def _attend_decode(self, h: Tensor, layer: Layer, rows: Rows, pool: Tensor) -> Tensor:
         spec, table = self.spec, rows.table
-        splits = self._splits(len(h), rows.blocks_max)
-        if len(h) > fused.ROWS_MAX:
+        few = len(h) <= fused.ROWS_MAX
+        where = (spec.num_kv_heads, self._num_processors, rows.blocks_max)
+        splits = choose_splits(len(h), *where, one_wave=few)
+        if not few:
             qkv = self._linear(h, layer, "qkv", rows)
             q = self._rope_write(qkv, layer, rows, pool)
             out = attend_decode(q, pool, table, rows.slots, rows.positions, splits)
@@ -133,16 +135,9 @@ class CudaDecoder:
 
     def _head_tiles(self, hidden: Tensor, heads: Tensor) -> skinny.Tiles | None:
         """The streamed product's, where that is used. A small vocabulary's would be in parts."""
-        if hidden.dtype == torch.float32 or not hidden.is_cuda:
-            return None
         tiles = skinny.tiles_of(len(hidden) // len(heads), heads, self._num_processors)
         streamed = tiles is not None and tiles.row_stages and tiles.splits == 1
         return tiles if streamed else None
-
-    def _splits(self, num_rows: int, blocks_max: int) -> Splits:
-        heads, processors = self.spec.num_kv_heads, self._num_processors
-        one_wave = num_rows <= fused.ROWS_MAX
-        return choose_splits(num_rows, heads, processors, blocks_max, one_wave)
 
     def embed(self, token_ids: Tensor, slot: int) -> Tensor:
         """What prefill rows of one version begin with."""
