@@ -274,13 +274,14 @@ def test_fused_attention_equals_its_pieces(dtype, splits: tuple[int, int], num_p
     pool_fused = pool.clone()
     q = torch.empty(rows, num_kv, num_q, dim, dtype=dtype, device="cuda")
     rope_write_kernel[(rows, heads // 8)](
-        *(qkv, norm, cos, sin, slots, positions, table, q, pool, rows, 1e-6),
+        *(qkv, norm, cos, sin, slots, positions, table, q, pool, rows, 0, 1e-6),
         *(pool.stride(0), table.stride(0)),
         H=num_kv * num_q,
         KV=num_kv,
         D=dim,
         C=tokens,
         HB=8,
+        PARTS=1,
         NORM=True,
         OVERLAP=False,
     )

@@ -171,3 +171,72 @@ def test_the_cut_of_a_product_fits_a_processor() -> None:
             assert bool(tiles.row_stages) == (rows <= STREAMED_ROWS_MAX)
             held = tiles.stages * 64 * (2 if gate else 1) + tiles.row_stages * max(16, rows)
             assert held * 128 * 2 <= STREAMED_BYTES
+
+
+def _hopper() -> None:
+    from dora_rl.engine.cuda import wide
+
+    if not wide._is_usable(torch.device("cuda", 0)):
+        pytest.skip("needs a Hopper and cuda-bindings")
+
+
+@pytest.mark.parametrize("rows", [129, 200, 256])
+@pytest.mark.parametrize("versions", [1, 3])
+@pytest.mark.parametrize("tiles", [0, 1, 2])
+@pytest.mark.parametrize("splits", [1, 2, 8])
+def test_wide_product(rows: int, versions: int, tiles: int, splits: int) -> None:
+    """Every kind of tiles, rings longer and shorter than K, against float32."""
+    from dora_rl.engine.cuda.wide import Cut, Tiles, multiply
+
+    _hopper()
+    n, k = 768, 1024
+    generator = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(versions * rows, k, generator=generator, device="cuda").bfloat16()
+    weight = torch.randn(versions, n, k, generator=generator, device="cuda").bfloat16() * k**-0.5
+    want = torch.bmm(x.view(versions, rows, k).float(), weight.float().transpose(1, 2))
+    want = want.view(versions * rows, n)
+    got = multiply(x, weight, Cut(Tiles(tiles), splits))
+    assert got.shape == (splits, versions * rows, n)
+    assert got.dtype == torch.bfloat16
+    assert (got.float().sum(0) - want).abs().max() < 0.03  # each part is rounded
+    if splits == 1:
+        torch.testing.assert_close(got[0], want.bfloat16(), rtol=2**-7, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [129, 256])
+@pytest.mark.parametrize("versions", [1, 3])
+@pytest.mark.parametrize("tiles", [0, 1, 2])
+def test_wide_gate_equals_the_separate_kernels(rows: int, versions: int, tiles: int) -> None:
+    """And a row that is not finite, or far out, spoils no other."""
+    from dora_rl.engine.cuda.rows import gate
+    from dora_rl.engine.cuda.wide import Cut, Tiles, multiply
+
+    _hopper()
+    n, k = 768, 512
+    generator = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(versions * rows, k, generator=generator, device="cuda").bfloat16()
+    x[7], x[10], x[100] = float("nan"), 3e4, -3e4
+    weight = torch.randn(versions, n, k, generator=generator, device="cuda").bfloat16() * k**-0.5
+    whole = torch.bmm(x.view(versions, rows, k), weight.transpose(1, 2)).view(versions * rows, n)
+    got = multiply(x, weight, Cut(Tiles(tiles)), gate=True)
+    torch.testing.assert_close(got, gate(whole), rtol=2**-6, atol=1e-5, equal_nan=True)
+
+
+def test_which_products_are_wide() -> None:
+    """One wave of programs on the processors where the shape allows it."""
+    from dora_rl.engine.cuda import wide
+
+    _hopper()
+
+    def cut(rows: int, n: int, k: int, gate: bool = False, dtype: torch.dtype = torch.bfloat16):
+        weight = torch.empty((1, n, k), dtype=dtype, device="cuda")
+        return wide.cut_of(rows, weight, 132, gate)
+
+    assert cut(256, 12_288, 2048, gate=True) == (wide.Tiles.SHARED, 1)
+    assert cut(256, 2048, 6144) == (wide.Tiles.HALF, 4)
+    assert cut(129, 4096, 2048) == (wide.Tiles.HALF, 2)
+    assert cut(128, 4096, 2048) is None
+    assert cut(257, 4096, 2048) is None
+    assert cut(256, 4096, 2048, dtype=torch.float32) is None
+    assert cut(256, 4096 + 48, 2048) is None
+    assert cut(256, 4096, 2048 + 32) is None

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from dora_rl.engine.cache import KvCache
-from dora_rl.engine.cuda import fused, skinny
+from dora_rl.engine.cuda import fused, skinny, wide
 from dora_rl.engine.cuda import rows as kernels
 from dora_rl.engine.cuda.adapters import adapt
 from dora_rl.engine.cuda.attention import attend_decode, choose_splits
@@ -73,7 +73,7 @@ class CudaDecoder:
                 h = self._attend_decode(h, layer, rows, pool)
             else:
                 qkv = self._linear(h, layer, "qkv", rows)
-                h = attend(self._rope_write(qkv, layer, rows, pool), pool).view(len(x), -1)
+                h = attend(self._rope_write(qkv[None], layer, rows, pool), pool).view(len(x), -1)
             delta = self._parts(h, layer, "o", rows)
             h = self._norm(x, delta, layer.norm2, rows)
             delta = self._mlp(h, layer, rows)
@@ -85,7 +85,10 @@ class CudaDecoder:
         where = (spec.num_kv_heads, self._num_processors, rows.blocks_max)
         splits = choose_splits(len(h), *where, one_wave=few)
         if not few:
-            qkv = self._linear(h, layer, "qkv", rows)
+            if rows.per_version > skinny.ROWS_MAX:
+                qkv = self._parts(h, layer, "qkv", rows)
+            else:  # parts in float32, which two kernels would read, are not worth it
+                qkv = self._linear(h, layer, "qkv", rows)[None]
             q = self._rope_write(qkv, layer, rows, pool)
             out = attend_decode(q, pool, table, rows.slots, rows.positions, splits)
             return out.view(len(h), -1)
@@ -150,12 +153,16 @@ class CudaDecoder:
     def _parts(self, x: Tensor, layer: Layer, matrix: str, rows: Rows) -> Tensor:
         """A product as parts [part, row, out] whose sum it is; one part where cuBLAS made it."""
         weight = getattr(layer, matrix)[rows.first : rows.first + rows.num_versions]
-        tiles = None
+        tiles = cut = None
         if getattr(layer, f"{matrix}_bias") is None:
             tiles = skinny.tiles_of(rows.per_version, weight, self._num_processors)
-        if tiles is None:
+            cut = wide.cut_of(rows.per_version, weight, self._num_processors)
+        if tiles is not None:
+            parts = skinny.multiply(x, weight, tiles)
+        elif cut is not None:
+            parts = wide.multiply(x, weight, cut)
+        else:
             return self._linear(x, layer, matrix, rows)[None]
-        parts = skinny.multiply(x, weight, tiles)
         if rows.adapters is None:
             return parts
         return adapt(parts, layer.up[matrix], rows.adapters)[None]
@@ -178,16 +185,17 @@ class CudaDecoder:
         return torch.bmm(parts, weight.transpose(1, 2)).view(len(x), -1)
 
     def _rope_write(self, qkv: Tensor, layer: Layer, rows: Rows, pool: Tensor) -> Tensor:
+        """Queries of `qkv` [part, row, width]; keys and values go to the cache."""
         spec = self.spec
-        count, heads = len(qkv), spec.num_heads + 2 * spec.num_kv_heads
+        count, heads = qkv.shape[1], spec.num_heads + 2 * spec.num_kv_heads
         q = torch.empty(
             (count, spec.num_kv_heads, spec.num_groups, spec.head_dim),
-            dtype=qkv.dtype,
+            dtype=pool.dtype,
             device=qkv.device,
         )
         norm = layer.qk_norm
         span = slice(rows.first, rows.first + rows.num_versions)
-        kernels.rope_write_kernel[(count, triton.cdiv(heads, 8))](
+        kernels.rope_write_kernel[(count, triton.cdiv(heads, kernels.ROPE_HEADS))](
             qkv,
             qkv if norm is None else norm[span],
             self.cos,
@@ -198,6 +206,7 @@ class CudaDecoder:
             q,
             pool,
             rows.per_version,
+            qkv.stride(0),
             spec.norm_eps,
             pool.stride(0),
             rows.table.stride(0),
@@ -205,9 +214,10 @@ class CudaDecoder:
             KV=spec.num_kv_heads,
             D=spec.head_dim,
             C=pool.shape[3],
-            HB=8,
+            HB=kernels.ROPE_HEADS,
+            PARTS=len(qkv),
             NORM=norm is not None,
-            num_warps=4,
+            num_warps=kernels.ROPE_WARPS,
             **overlap(qkv.device),
         )
         return q
@@ -228,9 +238,10 @@ class CudaDecoder:
     def _gated(self, h: Tensor, layer: Layer, rows: Rows) -> Tensor:
         """silu(gate) * up."""
         weight = layer.gate_up[rows.first : rows.first + rows.num_versions]
-        tiles = None
         if layer.gate_up_bias is None and rows.adapters is None:
-            tiles = skinny.tiles_of(rows.per_version, weight, self._num_processors, gate=True)
-        if tiles is not None:
-            return skinny.multiply(h, weight, tiles, gate=True)
+            where = (rows.per_version, weight, self._num_processors)
+            if (tiles := skinny.tiles_of(*where, gate=True)) is not None:
+                return skinny.multiply(h, weight, tiles, gate=True)
+            if (cut := wide.cut_of(*where, gate=True)) is not None:
+                return wide.multiply(h, weight, cut, gate=True)
         return kernels.gate(self._linear(h, layer, "gate_up", rows))

@@ -28,19 +28,11 @@ from dora_rl.engine.cuda.attention import (
     store_nothing,
 )
 from dora_rl.engine.cuda.overlap import begin, overlap, ready
+from dora_rl.engine.cuda.rows import sum_parts
 
 ROWS_MAX = 64
 WARPS = 2
 STAGES = 2  # of key and value tiles: so few that all programs of 64 rows, four a processor, fit
-
-
-@jit
-def _sum_parts(pointers, mask, part_stride, PARTS: tl.constexpr, kind: tl.constexpr):
-    """The sum over the splits of a product, rounded as one product would be."""
-    x = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
-    for part in tl.static_range(1, PARTS):
-        x += tl.load(pointers + part * part_stride, mask=mask, other=0.0).to(tl.float32)
-    return x.to(kind).to(tl.float32)
 
 
 @jit
@@ -123,13 +115,13 @@ def fused_kernel(
         wq, wq_turned, wk, wk_turned = 1.0, 1.0, 1.0, 1.0
     ready(OVERLAP)
     base = qkv_ptr + row * (KV * G + 2 * KV) * D
-    q = _sum_parts(base + q_base + d[None, :], real, part_stride, PARTS, kind)
-    q_turned = _sum_parts(base + q_base + turned[None, :], real, part_stride, PARTS, kind)
+    q = sum_parts(base + q_base + d[None, :], real, part_stride, PARTS, kind)
+    q_turned = sum_parts(base + q_base + turned[None, :], real, part_stride, PARTS, kind)
     q = _rotate(q, q_turned, cos, sin, wq, wq_turned, eps, NORM, kind)
-    k_new = _sum_parts(base + k_base + d[None, :], whole, part_stride, PARTS, kind)
-    k_turned = _sum_parts(base + k_base + turned[None, :], whole, part_stride, PARTS, kind)
+    k_new = sum_parts(base + k_base + d[None, :], whole, part_stride, PARTS, kind)
+    k_turned = sum_parts(base + k_base + turned[None, :], whole, part_stride, PARTS, kind)
     k_new = _rotate(k_new, k_turned, cos, sin, wk, wk_turned, eps, NORM, kind)
-    v_new = _sum_parts(base + k_base + KV * D + d[None, :], whole, part_stride, PARTS, kind)
+    v_new = sum_parts(base + k_base + KV * D + d[None, :], whole, part_stride, PARTS, kind)
     mine = split == 0
     if mine:
         place = pool_ptr + ((own * KV + head) * C + position % C) * D + one[:, None] + d[None, :]

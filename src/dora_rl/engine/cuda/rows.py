@@ -15,7 +15,8 @@ from dora_rl.engine.cuda import jit
 from dora_rl.engine.cuda.overlap import begin, overlap, ready
 
 VOCAB_CHUNK = 4096
-ROWS_FEW = 64
+ROWS_FEW = 256
+ROPE_HEADS, ROPE_WARPS = 16, 8
 
 
 @jit
@@ -49,6 +50,15 @@ def enter_kernel(
 
 
 @jit
+def sum_parts(pointers, mask, part_stride, PARTS: tl.constexpr, kind: tl.constexpr):
+    """The sum over the splits of a product, rounded as one product would be."""
+    x = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        x += tl.load(pointers + part * part_stride, mask=mask, other=0.0).to(tl.float32)
+    return x.to(kind).to(tl.float32)
+
+
+@jit
 def add_norm_kernel(
     x_ptr,
     delta_ptr,
@@ -71,12 +81,8 @@ def add_norm_kernel(
     ready(OVERLAP)
     x = tl.load(x_ptr + row * D + d, mask=inside, other=0.0)
     if PARTS > 0:
-        delta = tl.zeros([BLOCK], tl.float32)
-        for part in tl.static_range(PARTS):
-            place = delta_ptr + part * part_stride + row * D + d
-            delta += tl.load(place, mask=inside, other=0.0).to(tl.float32)
-        # Rounded first, as the product alone would have been.
-        delta = delta.to(x_ptr.dtype.element_ty).to(tl.float32)
+        place = delta_ptr + row * D + d
+        delta = sum_parts(place, inside, part_stride, PARTS, x_ptr.dtype.element_ty)
         x = (x.to(tl.float32) + delta).to(x_ptr.dtype.element_ty)
         tl.store(x_ptr + row * D + d, x, mask=inside)
     x = x.to(tl.float32)
@@ -98,6 +104,7 @@ def rope_write_kernel(
     q_ptr,
     pool_ptr,
     rows_per_slot,
+    part_stride,
     eps,
     plane_stride,
     table_stride,
@@ -106,6 +113,7 @@ def rope_write_kernel(
     D: tl.constexpr,
     C: tl.constexpr,
     HB: tl.constexpr,
+    PARTS: tl.constexpr,
     NORM: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -113,34 +121,41 @@ def rope_write_kernel(
     begin(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HB + tl.arange(0, HB)
-    d = tl.arange(0, D)
-    turned = (d + D // 2) % D
+    low = tl.arange(0, D // 2)
+    high = low + D // 2
     slot = tl.load(slots_ptr + row).to(tl.int64)
     position = tl.load(positions_ptr + row).to(tl.int64)
     inside = head[:, None] < H + 2 * KV
     rotary = head[:, None] < H + KV
     base = qkv_ptr + row * (H + 2 * KV) * D + head[:, None] * D
+    kind: tl.constexpr = q_ptr.dtype.element_ty
     ready(OVERLAP)
-    x = tl.load(base + d[None, :], mask=inside, other=0.0).to(tl.float32)
-    y = tl.load(base + turned[None, :], mask=rotary, other=0.0).to(tl.float32)
-    kind = qkv_ptr.dtype.element_ty
+    x = sum_parts(base + low[None, :], inside, part_stride, PARTS, kind)
+    y = sum_parts(base + high[None, :], inside, part_stride, PARTS, kind)
     if NORM:
-        scale = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
+        scale = tl.rsqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / D + eps)[:, None]
         weights = weight_ptr + row // rows_per_slot * (H + KV) * D + head[:, None] * D
-        w = tl.load(weights + d[None, :], mask=rotary, other=1.0).to(tl.float32)
-        w_turned = tl.load(weights + turned[None, :], mask=rotary, other=1.0).to(tl.float32)
+        w = tl.load(weights + low[None, :], mask=rotary, other=1.0).to(tl.float32)
+        w_high = tl.load(weights + high[None, :], mask=rotary, other=1.0).to(tl.float32)
         normed = ((x * scale).to(kind).to(tl.float32) * w).to(kind).to(tl.float32)
-        y = ((y * scale).to(kind).to(tl.float32) * w_turned).to(kind).to(tl.float32)
+        normed_high = ((y * scale).to(kind).to(tl.float32) * w_high).to(kind).to(tl.float32)
         x = tl.where(rotary, normed, x)
-    cos = tl.load(cos_ptr + position * D + d)[None, :]
-    sin = tl.load(sin_ptr + position * D + d)[None, :]
-    x = tl.where(rotary, x * cos + y * sin, x).to(kind)
-    tl.store(q_ptr + row * H * D + head[:, None] * D + d[None, :], x, mask=head[:, None] < H)
+        y = tl.where(rotary, normed_high, y)
+    cos, sin = cos_ptr + position * D, sin_ptr + position * D
+    turned = x * tl.load(cos + low)[None, :] + y * tl.load(sin + low)[None, :]
+    turned_high = y * tl.load(cos + high)[None, :] + x * tl.load(sin + high)[None, :]
+    x = tl.where(rotary, turned, x).to(kind)
+    y = tl.where(rotary, turned_high, y).to(kind)
+    q = q_ptr + row * H * D + head[:, None] * D
+    tl.store(q + low[None, :], x, mask=head[:, None] < H)
+    tl.store(q + high[None, :], y, mask=head[:, None] < H)
     block = tl.load(table_ptr + slot * table_stride + position // C).to(tl.int64)
     plane = (head >= H + KV).to(tl.int64)
     kv_head = head - H - plane * KV
     place = plane * plane_stride + ((block * KV + kv_head) * C + position % C) * D
-    tl.store(pool_ptr + place[:, None] + d[None, :], x, mask=inside & (head[:, None] >= H))
+    kept = inside & (head[:, None] >= H)
+    tl.store(pool_ptr + place[:, None] + low[None, :], x, mask=kept)
+    tl.store(pool_ptr + place[:, None] + high[None, :], y, mask=kept)
 
 
 @jit
