@@ -12,11 +12,13 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from dora_rl.rewards.sandbox import seccomp
 from dora_rl.rewards.sandbox.box import Sandbox
+from dora_rl.rewards.sandbox.door import SandboxLost
 from dora_rl.rewards.sandbox.limits import End, Limits
 from dora_rl.types import UserError
 
@@ -154,9 +156,50 @@ def test_a_killed_zygote_is_replaced(sandbox: Sandbox) -> None:
     assert sandbox.run("print(1)").stdout == "1\n"
 
 
+def test_a_zygote_lost_after_a_run_had_begun(sandbox: Sandbox) -> None:
+    """What that run wrote is not taken for the next one's."""
+
+    class Dying:
+        pid_owner = os.getpid()
+
+        def start(self, fds: list[int]) -> tuple[int, int]:
+            os.write(fds[1], b"of the first\n")
+            os.write(fds[3], b'{"wall_s": 0.1, "passed": [], "exit": 1, "signal": 0}')
+            raise SandboxLost("it died")
+
+        def close(self) -> None:
+            pass
+
+    real, sandbox._zygote = sandbox._zygote, cast(Any, Dying())
+    run = sandbox.run("print('of the second')")
+    assert (run.end, run.stdout) == (End.OK, "of the second\n")
+    if real is not None:
+        real.close()
+
+
+def test_a_child_that_has_ended_is_known_by_its_descriptor() -> None:
+    """Nobody waits for it, so that its pid is free at once, as for the zygote's runs."""
+    code = """
+import os, select, signal, time
+from dora_rl.rewards.sandbox import kernel
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+pid, pidfd = kernel.clone(0)
+if pid == 0:
+    os._exit(0)
+while os.path.exists(f"/proc/{pid}"):
+    time.sleep(0.01)
+poll = select.poll()
+poll.register(pidfd, select.POLLIN)
+[(found, events)] = poll.poll(0)
+assert found == pidfd and events & select.POLLIN
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
 ORPHAN = f"orphan{os.getpid()}"  # of this test alone, whatever else runs on the machine
 OWNER = f"""
 from dora_rl.rewards.sandbox.box import Sandbox
+from dora_rl.rewards.sandbox.door import SandboxLost
 from dora_rl.rewards.sandbox.limits import Limits
 code = '''
 import ctypes, time
@@ -219,6 +262,7 @@ CANNOT_ISOLATE = """
 import gc
 import os
 from dora_rl.rewards.sandbox.box import Sandbox
+from dora_rl.rewards.sandbox.door import SandboxLost
 from dora_rl.types import UserError
 try:
     Sandbox()

@@ -18,9 +18,10 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from typing import Any
 
 from dora_rl.rewards.sandbox import probe, watch
-from dora_rl.rewards.sandbox.door import SandboxLost, Zygote
+from dora_rl.rewards.sandbox.door import SandboxLost, Zygote, ZygoteLost
 from dora_rl.rewards.sandbox.limits import Limits, Run
 from dora_rl.types import UserError
 
@@ -85,24 +86,30 @@ class Sandbox:
         run, and that the machine is to blame.
         """
         limits = limits or Limits()
+        asked = {
+            "code": code,
+            "stdin": stdin,
+            "tests": list(tests),
+            "token": secrets.token_hex(16),
+            "limits": asdict(limits),
+        }
+        try:
+            return self._run_once(asked, limits)
+        except ZygoteLost:
+            # With files of its own: the run may have begun, and written something.
+            return self._run_once(asked, limits)
+
+    def _run_once(self, asked: dict[str, Any], limits: Limits) -> Run:
         with ExitStack() as stack:
             workdir = "/tmp"
             if not self.isolated:
                 workdir = tempfile.mkdtemp(prefix="dora-rl-run-")
                 stack.callback(shutil.rmtree, workdir, ignore_errors=True)
-            asked = {
-                "code": code,
-                "stdin": stdin,
-                "tests": list(tests),
-                "token": secrets.token_hex(16),
-                "limits": asdict(limits),
-                "workdir": workdir,
-            }
             request, stdout, stderr = (
                 stack.enter_context(open(os.memfd_create(name), "w+b"))
                 for name in ("request", "stdout", "stderr")
             )
-            request.write(json.dumps(asked).encode())
+            request.write(json.dumps(asked | {"workdir": workdir}).encode())
             request.flush()
             request.seek(0)
             read, write = os.pipe()
@@ -127,14 +134,11 @@ class Sandbox:
             if self._zygote is not None and self._zygote.pid_owner != os.getpid():
                 # We are a fork: that zygote answers to our parent.
                 self._zygote = None
-            for attempt in (1, 2):
-                if self._zygote is None:
-                    self._zygote = Zygote(self.isolated, self._import_paths, self._preload)
-                try:
-                    return self._zygote.start(fds)
-                except (OSError, SandboxLost) as error:
-                    self._zygote.close()
-                    self._zygote = None
-                    if attempt == 2:
-                        raise SandboxLost(str(error)) from error
-        raise AssertionError
+            if self._zygote is None:
+                self._zygote = Zygote(self.isolated, self._import_paths, self._preload)
+            try:
+                return self._zygote.start(fds)
+            except (OSError, SandboxLost) as error:
+                self._zygote.close()
+                self._zygote = None
+                raise ZygoteLost(str(error)) from error

@@ -26,6 +26,10 @@ class SandboxLost(Exception):
     """The zygote did not answer; the run did not happen."""
 
 
+class ZygoteLost(SandboxLost):
+    """It was asked for a run and is gone: how far the run came is not known."""
+
+
 class Zygote:
     """The child process, and our end of its socket."""
 

@@ -10,6 +10,7 @@ import ctypes
 import os
 import signal
 
+CLONE_PIDFD = 0x00001000
 CLONE_NEWNS = 0x00020000
 CLONE_NEWCGROUP = 0x02000000
 CLONE_NEWUTS = 0x04000000
@@ -63,15 +64,16 @@ def unshare(flags: int) -> None:
     _checked(libc.unshare(ctypes.c_int(flags)), "unshare")
 
 
-def clone(flags: int) -> int:
-    """`fork`, with new namespaces for the child. The caller must have one thread only."""
-    zero = ctypes.c_ulong(0)
-    word = ctypes.c_ulong(flags | signal.SIGCHLD)
-    pid = _call(number_of("clone"), "clone", word, zero, zero, zero, zero)
+def clone(flags: int) -> tuple[int, int]:
+    """`fork`, with new namespaces for the child; its pid, and a descriptor that is its own even if
+    it has ended before we look. The caller must have one thread only."""
+    zero, pidfd = ctypes.c_ulong(0), ctypes.c_int(-1)
+    word = ctypes.c_ulong(flags | CLONE_PIDFD | signal.SIGCHLD)
+    pid = _call(number_of("clone"), "clone", word, zero, ctypes.byref(pidfd), zero, zero)
     if pid == 0:
         # What `os.fork` does in the child: locks, thread state, the hooks of `random`.
         ctypes.pythonapi.PyOS_AfterFork_Child()
-    return pid
+    return pid, pidfd.value
 
 
 def mount(source: str, target: str, kind: str, flags: int, data: str = "") -> None:

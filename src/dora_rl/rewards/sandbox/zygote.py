@@ -82,15 +82,14 @@ def _forget_ourselves() -> None:
 
 def _start(peer: socket.socket, fds: list[int], home: Home) -> None:
     try:
-        pid = kernel.clone(NAMESPACES if home.isolated else 0)
+        pid, pidfd = kernel.clone(NAMESPACES if home.isolated else 0)
     except OSError as error:
         peer.send(f"cannot start: {error.strerror}".encode())
-        pid = -1
+        pid, pidfd = -1, -1
     if pid == 0:
         peer.close()
         _init(fds, home)
     if pid > 0:
-        pidfd = os.pidfd_open(pid)
         socket.send_fds(peer, [b"run %d" % pid], [pidfd])
         os.close(pidfd)
     for fd in fds:
