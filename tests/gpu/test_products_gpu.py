@@ -223,13 +223,13 @@ def test_wide_gate_equals_the_separate_kernels(rows: int, versions: int, tiles: 
 
 
 def test_which_products_are_wide() -> None:
-    """One wave of programs on the processors where the shape allows it."""
+    """Those whose programs run all at once."""
     from dora_rl.engine.cuda import wide
 
     _hopper()
 
-    def cut(rows: int, n: int, k: int, gate: bool = False, dtype: torch.dtype = torch.bfloat16):
-        weight = torch.empty((1, n, k), dtype=dtype, device="cuda")
+    def cut(rows: int, n: int, k: int, *, gate: bool = False, versions: int = 1) -> wide.Cut | None:
+        weight = torch.empty((versions, n, k), dtype=torch.bfloat16, device="cuda")
         return wide.cut_of(rows, weight, 132, gate)
 
     assert cut(256, 12_288, 2048, gate=True) == (wide.Tiles.SHARED, 1)
@@ -237,6 +237,9 @@ def test_which_products_are_wide() -> None:
     assert cut(129, 4096, 2048) == (wide.Tiles.HALF, 2)
     assert cut(128, 4096, 2048) is None
     assert cut(257, 4096, 2048) is None
-    assert cut(256, 4096, 2048, dtype=torch.float32) is None
+    assert cut(256, 24_576, 4096, gate=True) is None
+    assert cut(256, 4096, 2048, versions=3) is None
+    assert cut(256, 2048, 2048, versions=2) == (wide.Tiles.HALF, 2)
+    assert wide.cut_of(256, torch.empty((1, 4096, 2048), device="cuda"), 132) is None
     assert cut(256, 4096 + 48, 2048) is None
     assert cut(256, 4096, 2048 + 32) is None

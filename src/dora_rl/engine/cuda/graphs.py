@@ -25,12 +25,14 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Launched(Generic[T]):
-    """A pass over [version, row] rows flattened, `per_version` rows each, and what it gives."""
+    """A pass over [version, row] rows flattened, `per_version` rows each, and what it gives;
+    `begun` passes came before its first repetition (`DeviceSlots.begin`)."""
 
     slots: Tensor
     result: T
     first: int
     per_version: int
+    begun: int = 0
 
     def rows_of(self, slot: int, count: int) -> range:
         """Where one version's first `count` rows are."""
@@ -77,15 +79,15 @@ class DecodeGraphs(Generic[T]):
             rows[start : start + len(spans)] = [span.seq.slot for span in spans]
         if not self._enabled:
             slots = state.upload(rows, torch.int64)
-            state.step.zero_()
+            begun = state.begin(repeat)
             results = [self._pass(key, slots) for _ in range(repeat)]
-            return Launched(slots, results[-1], first, per_version)
+            return Launched(slots, results[-1], first, per_version, begun)
         self.capture(key, state)
         graph, launched = self._captured[key]
         if self._listed.get(key) != rows:
             launched.slots.copy_(state.upload(rows, torch.int64))
             self._listed[key] = rows
-        state.step.zero_()
+        launched.begun = state.begin(repeat)
         for _ in range(repeat):
             graph.replay()
         return launched
@@ -113,6 +115,7 @@ class DecodeGraphs(Generic[T]):
         with torch.cuda.stream(self._stream):
             for _ in range(2):
                 self._pass(key, slots)
+        state.lose_count()
         torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         # Not `torch.cuda.graph`, which first waits for the device and frees all cached memory, the

@@ -34,7 +34,7 @@ def enter_kernel(
     BLOCK: tl.constexpr,
 ):
     """x = embedding of the last token of each row's request slot, and that slot's position. The
-    first program counts the step of the burst.
+    first program counts the passes.
 
     Later kernels read positions before they are `ready`: this one lets none start early.
     """
@@ -241,7 +241,7 @@ def draw_kernel(
 
     The token becomes its slot's last token and the slot moves to the next position, on the device:
     the next step can be launched before the host has seen it. What the host reads later is
-    [step of the burst, (token, bits of the log-prob), row].
+    [pass, (token, bits of the log-prob), row].
     """
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + row).to(tl.int64)

@@ -82,7 +82,11 @@ class CudaRunner:
         self._blocks_max = -(-context // options.block_tokens)
         self.decoder = CudaDecoder(spec, self.weights, context)
         self.slots = DeviceSlots(
-            options.seqs_max, self._blocks_max, self.cache.scrap_block, options.device
+            options.seqs_max,
+            self._blocks_max,
+            self.cache.scrap_block,
+            options.device,
+            options.burst_max,
         )
         self._load_stream = torch.cuda.Stream(options.device) if self.on_gpu else None
         graphs = options.cuda_graphs and self.on_gpu
@@ -142,9 +146,7 @@ class CudaRunner:
             for part in passes:
                 self._decode(part, flight, plan.repeat)
         if self.on_gpu:
-            flight.event = torch.cuda.Event()
-            flight.event.record()
-            self._last = flight.event
+            flight.event = self._last = self.slots.finished()
         return flight
 
     def _choose_burst(self) -> None:
@@ -246,7 +248,8 @@ class CudaRunner:
             launched = self._drawing.run(groups, self.slots, repeat)
             self.slots.mark(every, repeat)
             rows = [row for v, spans in groups.items() for row in launched.rows_of(v, len(spans))]
-            flight.bursts.append((every, rows, self.slots.download(launched.result[:repeat])))
+            drawn = launched.result[launched.begun : launched.begun + repeat]
+            flight.bursts.append((every, rows, self.slots.download_aside(drawn)))
             return
         assert repeat == 1, "a burst draws on the device"
         decoded = self._hidden.run(groups, self.slots)
@@ -274,7 +277,7 @@ class CudaRunner:
         )
         count = len(slots)
         if count not in self._drawn:
-            shape = (self.options.burst_max, 2, count)
+            shape = (self.slots.steps_max, 2, count)
             self._drawn[count] = torch.zeros(shape, dtype=torch.int32, device=slots.device)
         draw(logits, chunks, slots, positions, self.slots, self._drawn[count])
         return self._drawn[count]

@@ -19,11 +19,15 @@ from dora_rl.engine.plan import Span
 from dora_rl.engine.sequence import Sequence as Seq
 from dora_rl.types import Version
 
+BURSTS = 4  # of the greatest length, whose results have places of their own
+
 
 class DeviceSlots:
     """The arrays, and what the host knows of them."""
 
-    def __init__(self, num_slots: int, blocks_max: int, scrap_block: int, device: str) -> None:
+    def __init__(
+        self, num_slots: int, blocks_max: int, scrap_block: int, device: str, burst_max: int = 1
+    ) -> None:
         self.num_slots = num_slots
         self._device = device
         count = num_slots + 1
@@ -36,8 +40,26 @@ class DeviceSlots:
         self.table = torch.full((count, blocks_max), scrap_block, dtype=torch.int32, device=device)
         # Which sequence an entry's token and position belong to, and up to which position.
         self._synced: list[tuple[Seq | None, int]] = [(None, -1)] * count
-        self.step = torch.zeros(1, dtype=torch.int32, device=device)  # of the burst under way
+        # Passes since it was last zeroed: where what a pass draws is written.
+        self.step = torch.zeros(1, dtype=torch.int32, device=device)
+        self.steps_max = BURSTS * burst_max
+        self._num_begun = 0
         self._staging = Staging() if device != "cpu" else None
+        self._aside = torch.cuda.Stream(device) if device != "cpu" else None
+
+    def begin(self, repeat: int) -> int:
+        """What `step` is before the next `repeat` passes."""
+        if self._num_begun + repeat > self.steps_max:
+            if self._aside is not None:  # the places are used again: their copies must be done
+                torch.cuda.current_stream().wait_stream(self._aside)
+            self.step.zero_()
+            self._num_begun = 0
+        self._num_begun += repeat
+        return self._num_begun - repeat
+
+    def lose_count(self) -> None:
+        """Passes have run that were not begun."""
+        self._num_begun = self.steps_max
 
     def turn(self) -> None:
         """A step begins: see `Staging`."""
@@ -59,6 +81,23 @@ class DeviceSlots:
         if self._staging is None:
             return data.clone()
         return self._staging.take(data.shape, data.dtype).copy_(data, non_blocking=True)
+
+    def download_aside(self, data: Tensor) -> Tensor:
+        """The same beside the current stream: what is launched next does not wait for the copy.
+        Complete once `finished` has passed."""
+        if self._aside is None:
+            return self.download(data)
+        self._aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._aside):
+            return self.download(data)
+
+    def finished(self) -> torch.cuda.Event:
+        """Passes when everything launched until now is done, copies too."""
+        assert self._aside is not None
+        self._aside.wait_stream(torch.cuda.current_stream())
+        event = torch.cuda.Event()
+        event.record(self._aside)
+        return event
 
     def update(self, spans: Sequence[Span], adapters: Mapping[Version, int] | None = None) -> None:
         """Bring entries up to date for requests that entered a slot or got new blocks."""

@@ -42,10 +42,9 @@ class Tiles(IntEnum):
 
 
 ROWS_OF = {Tiles.WHOLE: 128, Tiles.HALF: 64, Tiles.SHARED: 96}  # of weights, in a program
-# Measured on an H200, in cycles: a step of 64 values of K; all that is not steps; a column of a
-# part, to write and to read.
+# Measured on an H200, in cycles: a step of 64 values of K; a column of a part, to write and read.
 STEP_CYCLES = {Tiles.WHOLE: 1060, Tiles.HALF: 580, Tiles.SHARED: 790}
-PROGRAM_CYCLES, COLUMN_CYCLES = 4500, 0.4
+COLUMN_CYCLES = 0.4
 
 logger = logging.getLogger(__name__)
 
@@ -64,18 +63,21 @@ def cut_of(rows: int, weight: Tensor, num_processors: int, gate: bool = False) -
         Cut(tiles, splits)
         for tiles in Tiles
         for splits in ((1,) if gate else SPLITS)
-        if n % (2 * ROWS_OF[tiles]) == 0 and k % (TILE_K * splits) == 0
+        if n % (2 * ROWS_OF[tiles]) == 0
+        and k % (TILE_K * splits) == 0
+        # All at once, and most processors busy: elsewhere cuBLAS may be faster.
+        and 2 * num_processors <= 3 * (versions * n // ROWS_OF[tiles] * splits)
+        and versions * n // ROWS_OF[tiles] * splits <= num_processors
     ]
     if not cuts or not _is_usable(weight.device):
         return None
-    return min(cuts, key=lambda cut: _cycles(cut, versions * n, k, num_processors))
+    return min(cuts, key=lambda cut: _cycles(cut, n, k))
 
 
-def _cycles(cut: Cut, n: int, k: int, num_processors: int) -> float:
-    waves = -(-n // ROWS_OF[cut.tiles] * cut.splits // num_processors)
+def _cycles(cut: Cut, n: int, k: int) -> float:
+    """What the choice makes: the steps of a program, and all parts to write and read."""
     steps = k // cut.splits // TILE_K
-    each = steps * STEP_CYCLES[cut.tiles] + PROGRAM_CYCLES
-    return waves * each + cut.splits * n * COLUMN_CYCLES
+    return steps * STEP_CYCLES[cut.tiles] + cut.splits * n * COLUMN_CYCLES
 
 
 @lru_cache
