@@ -228,6 +228,7 @@ def run_vllm(spec: ModelSpec, args: argparse.Namespace) -> dict[int, float]:
                 num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
                 speeds.append(num_tokens / wall_s)
             found[num_requests] = max(speeds[1:])  # the first one warms up
+            print(f"vllm {num_requests} requests {found[num_requests]:,.0f} tok/s", flush=True)
         llm.llm_engine.engine_core.shutdown()
     return found
 

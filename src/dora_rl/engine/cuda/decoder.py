@@ -87,7 +87,7 @@ class CudaDecoder:
         if not few:
             if rows.per_version > skinny.ROWS_MAX:
                 qkv = self._parts(h, layer, "qkv", rows)
-            else:  # parts in float32, which two kernels would read, are not worth it
+            else:  # one part: those of `skinny` are float32, twice the bytes
                 qkv = self._linear(h, layer, "qkv", rows)[None]
             q = self._rope_write(qkv, layer, rows, pool)
             out = attend_decode(q, pool, table, rows.slots, rows.positions, splits)

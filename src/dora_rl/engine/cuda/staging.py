@@ -27,7 +27,8 @@ class Staging:
         self._now = self._used = 0
 
     def turn(self) -> None:
-        """A step begins; all copies are on the current stream."""
+        """A step begins. Copies to the device are on the current stream; what was copied to the
+        host has been read by the time its memory is used again."""
         event = self._left[self._now] or torch.cuda.Event()
         event.record()
         self._left[self._now] = event

@@ -50,6 +50,8 @@ logger = logging.getLogger(__name__)
 
 
 class Cut(NamedTuple):
+    """How a product is cut into programs: tiles of the weights, splits of K."""
+
     tiles: Tiles
     splits: int = 1
 
