@@ -17,6 +17,20 @@ pytestmark = [
 ]
 
 
+def _operands(rows: int, versions: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """x and weights of a product whose values are about one, bfloat16."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(versions * rows, k, generator=generator, device="cuda").bfloat16()
+    weight = torch.randn(versions, n, k, generator=generator, device="cuda").bfloat16() * k**-0.5
+    return x, weight
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """[version * row, N] in float32."""
+    versions, n, k = weight.shape
+    return torch.bmm(x.view(versions, -1, k).float(), weight.float().transpose(1, 2)).view(-1, n)
+
+
 @pytest.mark.parametrize("rows", [1, 16, 33, 128])
 @pytest.mark.parametrize("versions", [1, 3])
 @pytest.mark.parametrize("splits", [1, 4])
@@ -24,11 +38,8 @@ def test_skinny_product(rows: int, versions: int, splits: int) -> None:
     from dora_rl.engine.cuda.skinny import Tiles, multiply
 
     n, k = 384, 1024
-    generator = torch.Generator("cuda").manual_seed(0)
-    x = torch.randn(versions * rows, k, generator=generator, device="cuda").bfloat16()
-    weight = torch.randn(versions, n, k, generator=generator, device="cuda").bfloat16() * k**-0.5
-    want = torch.bmm(x.view(versions, rows, k).float(), weight.float().transpose(1, 2))
-    want = want.view(versions * rows, n)
+    x, weight = _operands(rows, versions, n, k)
+    want = _product(x, weight)
     got = multiply(x, weight, Tiles(64, 128, splits, 4))
     assert got.shape == (splits, versions * rows, n)
     assert (got.sum(0) - want).abs().max() < 1e-3
@@ -49,9 +60,7 @@ def test_streamed_product_equals_the_plain_one(
     if not STREAMED_ROWS_MAX or torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs a Hopper and Triton 3.6")
     n, k = 384, 1024
-    generator = torch.Generator("cuda").manual_seed(0)
-    x = torch.randn(versions * rows, k, generator=generator, device="cuda").bfloat16()
-    weight = torch.randn(versions, n, k, generator=generator, device="cuda").bfloat16() * k**-0.5
+    x, weight = _operands(rows, versions, n, k)
     want = multiply(x, weight, Tiles(64, 128, splits, 4))
     assert torch.equal(multiply(x, weight, Tiles(64, 128, splits, *rings)), want)
     if splits == 1:
@@ -69,16 +78,13 @@ def test_the_head_is_streamed_for_few_rows(rows: int, versions: int, vocab: int)
 
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     n, k = vocab, 256
-    generator = torch.Generator("cuda").manual_seed(0)
-    x = torch.randn(versions * rows, k, generator=generator, device="cuda").bfloat16()
-    heads = torch.randn(versions, n, k, generator=generator, device="cuda").bfloat16() * k**-0.5
+    x, heads = _operands(rows, versions, n, k)
     decoder = CudaDecoder.__new__(CudaDecoder)
     decoder.weights = cast(Any, SimpleNamespace(lm_head=heads))
     decoder._num_processors = processors
     got = decoder.all_logits(x, 0, versions)
-    want = torch.bmm(x.view(versions, rows, k).float(), heads.float().transpose(1, 2))
     assert got.dtype == torch.float32
-    assert (got - want.view(versions * rows, n)).abs().max() < 1e-4
+    assert (got - _product(x, heads)).abs().max() < 1e-4
     slots = torch.arange(versions * rows, device="cuda")
     logits, chunks = decoder.scored_logits(x, 0, versions, slots, torch.ones_like(got[:, 0]))
     assert torch.equal(logits, got)
@@ -174,10 +180,14 @@ def test_the_cut_of_a_product_fits_a_processor() -> None:
 
 
 def _hopper() -> None:
-    from dora_rl.engine.cuda import wide
+    """There it must be usable: to fall back on cuBLAS is for machines we do not know."""
+    from dora_rl.engine.cuda import driver, wide
+    from dora_rl.engine.cuda.overlap import is_hopper
 
-    if not wide._is_usable(torch.device("cuda", 0)):
+    device = torch.device("cuda", 0)
+    if not (is_hopper(device) and driver.is_here()):
         pytest.skip("needs a Hopper and cuda-bindings")
+    assert wide._is_usable(device)
 
 
 @pytest.mark.parametrize("rows", [129, 200, 256])
@@ -190,11 +200,8 @@ def test_wide_product(rows: int, versions: int, tiles: int, splits: int) -> None
 
     _hopper()
     n, k = 768, 1024
-    generator = torch.Generator("cuda").manual_seed(0)
-    x = torch.randn(versions * rows, k, generator=generator, device="cuda").bfloat16()
-    weight = torch.randn(versions, n, k, generator=generator, device="cuda").bfloat16() * k**-0.5
-    want = torch.bmm(x.view(versions, rows, k).float(), weight.float().transpose(1, 2))
-    want = want.view(versions * rows, n)
+    x, weight = _operands(rows, versions, n, k)
+    want = _product(x, weight)
     got = multiply(x, weight, Cut(Tiles(tiles), splits))
     assert got.shape == (splits, versions * rows, n)
     assert got.dtype == torch.bfloat16
@@ -213,10 +220,8 @@ def test_wide_gate_equals_the_separate_kernels(rows: int, versions: int, tiles: 
 
     _hopper()
     n, k = 768, 512
-    generator = torch.Generator("cuda").manual_seed(0)
-    x = torch.randn(versions * rows, k, generator=generator, device="cuda").bfloat16()
+    x, weight = _operands(rows, versions, n, k)
     x[7], x[10], x[100] = float("nan"), 3e4, -3e4
-    weight = torch.randn(versions, n, k, generator=generator, device="cuda").bfloat16() * k**-0.5
     whole = torch.bmm(x.view(versions, rows, k), weight.transpose(1, 2)).view(versions * rows, n)
     got = multiply(x, weight, Cut(Tiles(tiles)), gate=True)
     torch.testing.assert_close(got, gate(whole), rtol=2**-6, atol=1e-5, equal_nan=True)

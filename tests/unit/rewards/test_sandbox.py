@@ -199,7 +199,6 @@ assert found == pidfd and events & select.POLLIN
 ORPHAN = f"orphan{os.getpid()}"  # of this test alone, whatever else runs on the machine
 OWNER = f"""
 from dora_rl.rewards.sandbox.box import Sandbox
-from dora_rl.rewards.sandbox.door import SandboxLost
 from dora_rl.rewards.sandbox.limits import Limits
 code = '''
 import ctypes, time
@@ -262,7 +261,6 @@ CANNOT_ISOLATE = """
 import gc
 import os
 from dora_rl.rewards.sandbox.box import Sandbox
-from dora_rl.rewards.sandbox.door import SandboxLost
 from dora_rl.types import UserError
 try:
     Sandbox()

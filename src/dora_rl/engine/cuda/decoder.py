@@ -153,19 +153,23 @@ class CudaDecoder:
     def _parts(self, x: Tensor, layer: Layer, matrix: str, rows: Rows) -> Tensor:
         """A product as parts [part, row, out] whose sum it is; one part where cuBLAS made it."""
         weight = getattr(layer, matrix)[rows.first : rows.first + rows.num_versions]
-        tiles = cut = None
+        parts = None
         if getattr(layer, f"{matrix}_bias") is None:
-            tiles = skinny.tiles_of(rows.per_version, weight, self._num_processors)
-            cut = wide.cut_of(rows.per_version, weight, self._num_processors)
-        if tiles is not None:
-            parts = skinny.multiply(x, weight, tiles)
-        elif cut is not None:
-            parts = wide.multiply(x, weight, cut)
-        else:
+            parts = self._own_product(x, weight)
+        if parts is None:
             return self._linear(x, layer, matrix, rows)[None]
         if rows.adapters is None:
             return parts
         return adapt(parts, layer.up[matrix], rows.adapters)[None]
+
+    def _own_product(self, x: Tensor, weight: Tensor, gate: bool = False) -> Tensor | None:
+        """By the kernel of ours for so many rows of a version; None where cuBLAS is to do it."""
+        where = (len(x) // len(weight), weight, self._num_processors)
+        if (tiles := skinny.tiles_of(*where, gate=gate)) is not None:
+            return skinny.multiply(x, weight, tiles, gate=gate)
+        if (cut := wide.cut_of(*where, gate=gate)) is not None:
+            return wide.multiply(x, weight, cut, gate=gate)
+        return None
 
     def _linear(self, x: Tensor, layer: Layer, matrix: str, rows: Rows) -> Tensor:
         span = slice(rows.first, rows.first + rows.num_versions)
@@ -238,10 +242,7 @@ class CudaDecoder:
     def _gated(self, h: Tensor, layer: Layer, rows: Rows) -> Tensor:
         """silu(gate) * up."""
         weight = layer.gate_up[rows.first : rows.first + rows.num_versions]
+        gated = None
         if layer.gate_up_bias is None and rows.adapters is None:
-            where = (rows.per_version, weight, self._num_processors)
-            if (tiles := skinny.tiles_of(*where, gate=True)) is not None:
-                return skinny.multiply(h, weight, tiles, gate=True)
-            if (cut := wide.cut_of(*where, gate=True)) is not None:
-                return wide.multiply(h, weight, cut, gate=True)
-        return kernels.gate(self._linear(h, layer, "gate_up", rows))
+            gated = self._own_product(h, weight, gate=True)
+        return kernels.gate(self._linear(h, layer, "gate_up", rows)) if gated is None else gated

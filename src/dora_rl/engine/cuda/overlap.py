@@ -37,3 +37,9 @@ def overlap(device: torch.device) -> dict[str, Any]:
     """Launch arguments: overlap on a Hopper or later, nothing elsewhere."""
     on = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
     return {"OVERLAP": True, "launch_pdl": True} if on else {"OVERLAP": False}
+
+
+@lru_cache
+def is_hopper(device: torch.device) -> bool:
+    """Whose tensor cores take their operands from shared memory; no other GPU's do it so."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9

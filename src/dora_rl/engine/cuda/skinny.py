@@ -8,13 +8,12 @@ the kernel that reads the result next (norm, attention), which costs nothing ext
 the left operand: their tile is what fills the tensor core. Up to `STREAMED_ROWS_MAX` rows the
 kernel of `streamed.py` does the same with its weights in flight before its rows are known.
 
-cuBLAS stays for everything else (`tiles_of` gives None) and is the oracle in the tests. Invariant:
-rows beyond a version's own are computed but never written.
+Everything else (`tiles_of` gives None) is for `wide.py` and cuBLAS, the oracle in the tests.
+Invariant: rows beyond a version's own are computed but never written.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -24,10 +23,10 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dora_rl.engine.cuda import jit
-from dora_rl.engine.cuda.overlap import begin, overlap, ready
+from dora_rl.engine.cuda.overlap import begin, is_hopper, overlap, ready
 from dora_rl.engine.cuda.sampling import Chunks, empty_chunks
 
-ROWS_MAX = 128  # above, cuBLAS is as fast
+ROWS_MAX = 128  # above, `wide.py` or cuBLAS
 ROWS_FEW = 16  # up to here two programs fit on a processor
 TILE_N, TILE_K = 64, 128
 SPLITS_MAX = 8
@@ -125,7 +124,7 @@ def tiles_of(rows: int, weight: Tensor, num_processors: int, gate: bool = False)
 
 def _streamed(plain: Tiles, rows: int, weight: Tensor, num_bytes: int, gate: bool) -> Tiles:
     """As many tiles as `num_bytes` of shared memory hold: all of a short K, else as deep a ring."""
-    if rows > STREAMED_ROWS_MAX or not _is_hopper(weight.device):
+    if rows > STREAMED_ROWS_MAX or not is_hopper(weight.device):
         return plain
     num_tiles = weight.shape[2] // plain.splits // plain.k
     weight_bytes = plain.n * plain.k * 2 * (2 if gate else 1)
@@ -141,11 +140,6 @@ def _tile_rows(rows: int) -> int:
 
 def _has_tensor_copies(device: torch.device) -> bool:
     return overlap(device)["OVERLAP"]  # both came with Hopper
-
-
-@lru_cache
-def _is_hopper(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device)[0] == 9  # no other has its products
 
 
 def multiply_scored(

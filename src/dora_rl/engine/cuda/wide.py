@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from dora_rl.engine.cuda import driver
+from dora_rl.engine.cuda.overlap import is_hopper
 
 ROWS_MIN, ROWS_MAX = 129, 256
 TILE, TILE_K = 64, 64
@@ -84,10 +85,8 @@ def _cycles(cut: Cut, n: int, k: int) -> float:
 
 @lru_cache
 def _is_usable(device: torch.device) -> bool:
-    """On a Hopper, whose tensor cores these are, and where the kernel can be compiled."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
-        return False
-    if not driver.is_here():
+    """On a Hopper, and where the kernel can be compiled."""
+    if not is_hopper(device) or not driver.is_here():
         return False
     try:
         _kernel(device.index, Tiles.HALF, False)
