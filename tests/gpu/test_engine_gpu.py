@@ -5,8 +5,10 @@ Run with `pytest tests/gpu/test_engine_gpu.py -m gpu` on a machine with a CUDA d
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -188,46 +190,6 @@ def test_migration_and_parking(models) -> None:
         check_against(model, trajectory, 1e-4)
 
 
-@pytest.mark.parametrize("splits", [(1, 1), (2, 1), (7, 1), (9, 2), (16, 3)])
-@pytest.mark.parametrize("shape", [(8, 2, 128), (2, 4, 64), (1, 1, 64), (4, 8, 128)])
-def test_decode_attention_kernel(splits: tuple[int, int], shape: tuple[int, int, int]) -> None:
-    from dora_rl.engine.cuda.attention import Splits, attend_decode
-
-    kv_heads, group, dim = shape
-    rows, num_blocks, tokens = 9, 80, 16
-    generator = torch.Generator("cuda").manual_seed(0)
-
-    def randn(*size: int) -> torch.Tensor:
-        return torch.randn(size, generator=generator, device="cuda")
-
-    pool = randn(2, num_blocks, kv_heads, tokens, dim)
-    q = randn(rows, kv_heads, group, dim)
-    table = torch.randperm(num_blocks, device="cuda", generator=generator)[: rows * 8]
-    table = table.view(rows, 8).to(torch.int32)
-    positions = torch.tensor([0, 1, 15, 16, 17, 60, 100, 126, 127], dtype=torch.int32).cuda()
-    slots = torch.arange(rows, device="cuda").flip(0)
-    out = attend_decode(q, pool, table, slots, positions, Splits(*splits))
-    for row in range(rows):
-        context = int(positions[row]) + 1
-        blocks = table[slots[row]].long()
-        k = pool[0, blocks].transpose(0, 1).reshape(kv_heads, -1, dim)[:, :context]
-        v = pool[1, blocks].transpose(0, 1).reshape(kv_heads, -1, dim)[:, :context]
-        score = (q[row].double() @ k.double().transpose(1, 2)) * dim**-0.5
-        expected = torch.softmax(score, -1) @ v.double()
-        assert (out[row].double() - expected).abs().max() < 1e-4
-
-
-@pytest.mark.parametrize("num_rows", [1, 4, 16, 32, 48, 64])
-@pytest.mark.parametrize("num_kv", [2, 8])
-def test_programs_of_few_rows_run_in_one_wave(num_rows: int, num_kv: int) -> None:
-    from dora_rl.engine.cuda.attention import SPLITS_MAX, choose_splits
-
-    number = choose_splits(num_rows, num_kv, 132, 10, True).number
-    assert number == 1 or number * num_rows * num_kv <= 4 * 132
-    more = (number + 1) * num_rows * num_kv
-    assert number in (10, SPLITS_MAX) or more > 4 * 132
-
-
 @pytest.mark.parametrize("versions", [1, 3])
 def test_rows_enter_with_their_embedding_and_position(versions: int) -> None:
     from dora_rl.engine.cuda.rows import enter
@@ -242,56 +204,6 @@ def test_rows_enter_with_their_embedding_and_position(versions: int) -> None:
     version = torch.arange(versions, device="cuda").repeat_interleave(5)
     assert torch.equal(x, embed[version, last_token[slots]])
     assert torch.equal(positions, position[slots])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("splits", [(1, 1), (3, 1), (8, 2)])
-@pytest.mark.parametrize("num_parts", [1, 2])
-def test_fused_attention_equals_its_pieces(dtype, splits: tuple[int, int], num_parts: int) -> None:
-    """Rotary embedding with the cache write, then decode attention, each by its own kernel."""
-    from dora_rl.engine.cuda.attention import Splits, attend_decode
-    from dora_rl.engine.cuda.fused import attend_fused
-    from dora_rl.engine.cuda.rows import rope_write_kernel
-
-    num_kv, num_q, dim, tokens, rows = 4, 2, 128, 16, 7
-    heads = num_kv * num_q + 2 * num_kv
-    generator = torch.Generator("cuda").manual_seed(0)
-
-    def randn(*size: int) -> torch.Tensor:
-        return torch.randn(size, generator=generator, device="cuda")
-
-    parts = randn(num_parts, rows, heads * dim)
-    qkv = parts.sum(0).to(dtype)
-    if num_parts == 1:
-        parts = parts.to(dtype)
-    norm = randn(1, heads - num_kv, dim).to(dtype)
-    cos, sin = randn(128, dim), randn(128, dim)
-    table = torch.randperm(64, device="cuda", generator=generator)[: rows * 8]
-    table = table.view(rows, 8).to(torch.int32)
-    positions = torch.tensor([0, 1, 15, 16, 17, 60, 127], dtype=torch.int32).cuda()
-    slots = torch.arange(rows, device="cuda").flip(0)
-    pool = randn(2, 64, num_kv, tokens, dim).to(dtype)
-    pool_fused = pool.clone()
-    q = torch.empty(rows, num_kv, num_q, dim, dtype=dtype, device="cuda")
-    rope_write_kernel[(rows, heads // 8)](
-        *(qkv, norm, cos, sin, slots, positions, table, q, pool, rows, 0, 1e-6),
-        *(pool.stride(0), table.stride(0)),
-        H=num_kv * num_q,
-        KV=num_kv,
-        D=dim,
-        C=tokens,
-        HB=8,
-        PARTS=1,
-        NORM=True,
-        OVERLAP=False,
-    )
-    cut = Splits(*splits)
-    want = attend_decode(q, pool, table, slots, positions, cut).view(rows, -1)
-    where, shape = (slots, positions, table), (num_kv, num_q)
-    got = attend_fused(parts, norm, (cos, sin), pool_fused, where, shape, cut, 1e-6, dtype)
-    tolerance = 1e-4 if dtype == torch.float32 else 0.06
-    assert (pool.float() - pool_fused.float()).abs().max() < tolerance
-    assert (got.float() - want.float()).abs().max() < tolerance
 
 
 @pytest.mark.parametrize("options", [{}, {"cuda_graphs": False, "async_steps": False}])
@@ -335,3 +247,58 @@ def test_adapter_kernel(dtype, rows: int, num_parts: int) -> None:
     expected = whole[:, :width] + torch.einsum("mr,mnr->mn", down, up.float()[slots])
     gap = (adapt(parts, up, slots).float() - expected).abs().max()
     assert gap < (1e-3 if dtype == torch.float32 else 0.1)
+
+
+def test_kernels_in_cuda_c_give_the_log_probs_of_the_prompts_pass(monkeypatch) -> None:
+    """150 rows decoded in captured graphs, by products that would be too small to be chosen; then
+    their tokens are scored as prompts are, by cuBLAS and Triton."""
+    from dora_rl.engine.cuda import driver, paged, wide
+    from dora_rl.engine.cuda.overlap import is_hopper
+    from dora_rl.engine.random_weights import RandomWeights
+
+    if not (is_hopper(torch.device("cuda", 0)) and driver.is_here()):
+        pytest.skip("needs a Hopper and cuda-bindings")
+    spec = dataclasses.replace(
+        read_spec(Path(__file__).parents[2] / "recipes" / "models" / "tiny"),
+        hidden=256,
+        intermediate=512,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=64,
+        num_layers=2,
+        dtype="bfloat16",
+    )
+    used: set[str] = set()
+
+    def cut_of(rows: int, _weight: torch.Tensor, _processors: int, gate: bool = False):
+        if not 129 <= rows <= 256:
+            return None
+        used.add("wide")
+        return wide.Cut(wide.Tiles.WHOLE, 1) if gate else wide.Cut(wide.Tiles.HALF, 2)
+
+    def attend(*arguments: Any) -> torch.Tensor:
+        used.add("paged")
+        return paged_attend(*arguments)
+
+    paged_attend = paged.attend
+    monkeypatch.setattr(wide, "cut_of", cut_of)
+    monkeypatch.setattr(paged, "attend", attend)
+    options = {"num_blocks": 600, "seqs_max": 160, "context_max": 200, "prefix_cache": False}
+    engine = Engine(spec, EngineOptions(device="cuda", dtype="bfloat16", **options))
+    engine.load(0, RandomWeights(spec, 0, device="cuda"))
+    prompts = [[(7 * n + 3 * i) % spec.vocab for i in range(20 + n % 90)] for n in range(150)]
+
+    def run(**params: Any) -> dict[RequestId, Trajectory]:
+        for group, prompt in enumerate(prompts):
+            forced = params["forced"][RequestId(group, 0)].token_ids if params else ()
+            sampling = SamplingParams(tokens_max=24, ignore_eos=True, forced_ids=forced)
+            engine.submit(Request(RequestId(group, 0), 0, tuple(prompt), sampling))
+        return finish_all(engine)
+
+    drawn = run()
+    assert used == {"wide", "paged"}
+    scored = run(forced=drawn)
+    for id_, trajectory in drawn.items():
+        assert scored[id_].token_ids == trajectory.token_ids
+        pairs = zip(scored[id_].logprobs, trajectory.logprobs, strict=True)
+        assert max(abs(a - b) for a, b in pairs) < 0.05

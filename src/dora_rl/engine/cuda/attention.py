@@ -214,14 +214,15 @@ def prefill_kernel(
 
 
 def choose_splits(
-    num_rows: int, num_kv_heads: int, num_processors: int, blocks_max: int, one_wave: bool
+    num_rows: int, num_kv_heads: int, num_processors: int, blocks_max: int, wave: int = 0
 ) -> Splits:
-    """Enough programs for nearly two waves of two per processor, or for `one_wave` of four, and
-    none with many blocks; where contexts may be that long, a short one is not split for it."""
+    """As many programs as run at once, `wave` to a processor, or enough for nearly two waves of two
+    per processor; and none with many blocks; where contexts may be that long, a short one is not
+    split for it."""
     num_programs = num_rows * num_kv_heads
     wanted = -(-7 * num_processors // (2 * num_programs))
-    if one_wave:
-        wanted = 4 * num_processors // num_programs
+    if wave:
+        wanted = wave * num_processors // num_programs
     few = max(1, min(wanted, blocks_max, SPLITS_MAX))
     if blocks_max <= few * LONG_BLOCKS:
         return Splits(few, 1)
@@ -235,13 +236,7 @@ def attend_decode(
     """[rows, kv head, group, head dim] -> the same shape."""
     rows, num_kv, num_q, dim = q.shape
     out = torch.empty_like(q)
-    parts = (rows, num_kv, num_q, splits.number)
-    if splits.number > 1:
-        acc = torch.empty((*parts, dim), dtype=torch.float32, device=q.device)
-        peak = torch.empty(parts, dtype=torch.float32, device=q.device)
-        total = torch.empty(parts, dtype=torch.float32, device=q.device)
-    else:
-        acc = peak = total = out
+    acc, peak, total = sums_of(out, splits)
     launch = overlap(q.device)
     decode_kernel[(rows, num_kv, splits.number)](
         q,
@@ -271,6 +266,18 @@ def attend_decode(
     if splits.number > 1:
         merge(acc, peak, total, out)
     return out
+
+
+def sums_of(out: Tensor, splits: Splits) -> tuple[Tensor, Tensor, Tensor]:
+    """Where the splits of `out` [row, kv head, group, head dim] leave sums, peaks and totals."""
+    if splits.number == 1:
+        return out, out, out  # never used
+    parts = (*out.shape[:3], splits.number)
+    acc, peak, total = (
+        torch.empty(shape, dtype=torch.float32, device=out.device)
+        for shape in ((*parts, out.shape[3]), parts, parts)
+    )
+    return acc, peak, total
 
 
 def merge(acc: Tensor, peak: Tensor, total: Tensor, out: Tensor) -> None:

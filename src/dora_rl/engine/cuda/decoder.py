@@ -10,7 +10,7 @@ torch's caching allocator, so that a captured graph owns its scratch memory.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from dora_rl.engine.cache import KvCache
-from dora_rl.engine.cuda import fused, skinny, wide
+from dora_rl.engine.cuda import fused, paged, skinny, wide
 from dora_rl.engine.cuda import rows as kernels
 from dora_rl.engine.cuda.adapters import adapt
 from dora_rl.engine.cuda.attention import attend_decode, choose_splits
@@ -46,6 +46,24 @@ class Rows:
     table: Tensor
     adapters: Tensor | None = None  # adapter slot of each row, under LoRA
     blocks_max: int = 0  # of decode rows: blocks that none of their contexts exceeds
+    wanted: Tensor | None = None  # of prefill rows: whose hidden states are asked for, else all
+    own: bool = True  # our products, which are compiled for the number of rows, where they pay
+
+    def only_wanted(self) -> Rows:
+        """The wanted rows alone, of one version."""
+        some, adapters = self.wanted, self.adapters
+        assert some is not None
+        assert self.num_versions == 1
+        return replace(
+            self,
+            per_version=len(some),
+            embedded=self.embedded[some],
+            slots=self.slots[some],
+            positions=self.positions[some],
+            adapters=None if adapters is None else adapters[some],
+            wanted=None,
+            own=False,
+        )
 
 
 class CudaDecoder:
@@ -63,7 +81,10 @@ class CudaDecoder:
     def forward(
         self, rows: Rows, cache: KvCache, attend: Callable[[Tensor, Tensor], Tensor] | None
     ) -> Tensor:
-        """Hidden states of prefill rows, or of decode rows when there is no `attend`."""
+        """Hidden states of prefill rows, or of decode rows when there is no `attend`.
+
+        Of rows that are not wanted the last layer has only keys and values.
+        """
         x = rows.embedded
         delta: Tensor | None = None
         for index, layer in enumerate(self.weights.layers):
@@ -74,33 +95,35 @@ class CudaDecoder:
             else:
                 qkv = self._linear(h, layer, "qkv", rows)
                 h = attend(self._rope_write(qkv[None], layer, rows, pool), pool).view(len(x), -1)
+                if rows.wanted is not None and index == len(self.weights.layers) - 1:
+                    h, rows = h[rows.wanted], rows.only_wanted()
+                    if not len(h):
+                        return h
+                    x = rows.embedded
             delta = self._parts(h, layer, "o", rows)
             h = self._norm(x, delta, layer.norm2, rows)
             delta = self._mlp(h, layer, rows)
         return self._norm(x, delta, self.weights.norm, rows)
 
     def _attend_decode(self, h: Tensor, layer: Layer, rows: Rows, pool: Tensor) -> Tensor:
-        spec, table = self.spec, rows.table
-        few = len(h) <= fused.ROWS_MAX
-        where = (spec.num_kv_heads, self._num_processors, rows.blocks_max)
-        splits = choose_splits(len(h), *where, one_wave=few)
-        if not few:
-            if rows.per_version > skinny.ROWS_MAX:
-                qkv = self._parts(h, layer, "qkv", rows)
-            else:  # one part: those of `skinny` are float32, twice the bytes
-                qkv = self._linear(h, layer, "qkv", rows)[None]
-            q = self._rope_write(qkv, layer, rows, pool)
-            out = attend_decode(q, pool, table, rows.slots, rows.positions, splits)
-            return out.view(len(h), -1)
+        spec, where = self.spec, (rows.table, rows.slots, rows.positions)
+        shape = (len(h), spec.num_kv_heads, self._num_processors, rows.blocks_max)
+        if paged.fits(pool, spec.num_groups):
+            q = self._rope_write(self._parts(h, layer, "qkv", rows), layer, rows, pool)
+            splits = choose_splits(*shape, paged.WAVE)
+            return paged.attend(q, pool, *where, splits, self._num_processors).view(len(h), -1)
+        if len(h) > fused.ROWS_MAX:
+            q = self._rope_write(self._linear(h, layer, "qkv", rows)[None], layer, rows, pool)
+            return attend_decode(q, pool, *where, choose_splits(*shape)).view(len(h), -1)
         span = slice(rows.first, rows.first + rows.num_versions)
         return fused.attend_fused(
             self._parts(h, layer, "qkv", rows),
             None if layer.qk_norm is None else layer.qk_norm[span],
             (self.cos, self.sin),
             pool,
-            (rows.slots, rows.positions, table),
+            (rows.slots, rows.positions, rows.table),
             (spec.num_kv_heads, spec.num_groups),
-            splits,
+            choose_splits(*shape, fused.WAVE),
             spec.norm_eps,
             h.dtype,
         )
@@ -154,7 +177,7 @@ class CudaDecoder:
         """A product as parts [part, row, out] whose sum it is; one part where cuBLAS made it."""
         weight = getattr(layer, matrix)[rows.first : rows.first + rows.num_versions]
         parts = None
-        if getattr(layer, f"{matrix}_bias") is None:
+        if rows.own and getattr(layer, f"{matrix}_bias") is None:
             parts = self._own_product(x, weight)
         if parts is None:
             return self._linear(x, layer, matrix, rows)[None]
@@ -243,6 +266,6 @@ class CudaDecoder:
         """silu(gate) * up."""
         weight = layer.gate_up[rows.first : rows.first + rows.num_versions]
         gated = None
-        if layer.gate_up_bias is None and rows.adapters is None:
+        if rows.own and layer.gate_up_bias is None and rows.adapters is None:
             gated = self._own_product(h, weight, gate=True)
         return kernels.gate(self._linear(h, layer, "gate_up", rows)) if gated is None else gated

@@ -6,8 +6,9 @@ For what Triton cannot say; what uses it has another way where `is_here` says no
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from ctypes import c_int, c_void_p
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from ctypes import c_float, c_int, c_void_p
 from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -15,6 +16,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from dora_rl.engine.cuda.overlap import is_hopper
+
+logger = logging.getLogger(__name__)
 
 
 class Kernel(NamedTuple):
@@ -39,6 +44,18 @@ def _checked(result: Sequence[Any]) -> Any:
     if result[0].value != 0:
         raise RuntimeError(f"CUDA: {result[0].name}")
     return result[1] if len(result) == 2 else None
+
+
+def can_run(device: torch.device, make: Callable[[], Kernel], instead: str) -> bool:
+    """Whether a kernel for a Hopper can be used there; a failure to make it is said once."""
+    if not is_hopper(device) or not is_here():
+        return False
+    try:
+        make()
+    except (ImportError, RuntimeError) as error:
+        logger.warning("no kernels in CUDA C, which leaves %s: %s", instead, error)
+        return False
+    return True
 
 
 def compile_source(source: str, defines: Mapping[str, int]) -> bytes:
@@ -89,20 +106,17 @@ def tensor_map(
             [narrow(1)] * len(sizes),
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
             driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
             driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )
     )
 
 
-def launch(
-    kernel: Kernel,
-    grid: tuple[int, int, int],
-    maps: Sequence[Any],
-    out: Tensor,
-    numbers: Sequence[int],
-) -> None:
-    """On the current stream; may start while the kernel before it drains (`overlap.py`)."""
+def launch(kernel: Kernel, grid: tuple[int, int, int], arguments: Sequence[Any]) -> None:
+    """On the current stream; may start while the kernel before it drains (`overlap.py`).
+
+    An argument is a tensor (its address), a number or a tensor map.
+    """
     driver = _driver()
     early = driver.CUlaunchAttribute()
     early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -111,11 +125,14 @@ def launch(
     config.gridDimX, config.gridDimY, config.gridDimZ = grid
     config.blockDimX, config.blockDimY, config.blockDimZ = kernel.num_threads, 1, 1
     config.sharedMemBytes = kernel.shared_bytes
-    config.hStream = torch.cuda.current_stream(out.device).cuda_stream
+    config.hStream = torch.cuda.current_stream().cuda_stream
     config.attrs, config.numAttrs = [early], 1
-    kinds = (*[None] * len(maps), c_void_p, *[c_int] * len(numbers))
-    _checked(
-        driver.cuLaunchKernelEx(
-            config, kernel.function, ((*maps, out.data_ptr(), *numbers), kinds), 0
-        )
-    )
+    values = tuple(a.data_ptr() if isinstance(a, Tensor) else a for a in arguments)
+    kinds = tuple(_kind_of(argument) for argument in arguments)
+    _checked(driver.cuLaunchKernelEx(config, kernel.function, (values, kinds), 0))
+
+
+def _kind_of(argument: Any) -> Any:
+    if isinstance(argument, Tensor):
+        return c_void_p
+    return {int: c_int, float: c_float}.get(type(argument))

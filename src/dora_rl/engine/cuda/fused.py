@@ -26,11 +26,13 @@ from dora_rl.engine.cuda.attention import (
     blocks_of,
     merge,
     store_nothing,
+    sums_of,
 )
 from dora_rl.engine.cuda.overlap import begin, overlap, ready
 from dora_rl.engine.cuda.rows import sum_parts
 
 ROWS_MAX = 64
+WAVE = 4  # programs to a processor
 WARPS = 2
 STAGES = 2  # of key and value tiles: so few that all programs of 64 rows, four a processor, fit
 
@@ -176,13 +178,8 @@ def attend_fused(
     """
     num_parts, rows, _ = parts.shape
     (num_kv, num_q), dim, (slots, positions, table) = heads, pool.shape[4], where
-    out = torch.empty((rows, num_kv * num_q * dim), dtype=dtype, device=parts.device)
-    shape = (rows, num_kv, num_q, splits.number)
-    acc = peak = total = out
-    if splits.number > 1:
-        acc = torch.empty((*shape, dim), dtype=torch.float32, device=parts.device)
-        peak = torch.empty(shape, dtype=torch.float32, device=parts.device)
-        total = torch.empty(shape, dtype=torch.float32, device=parts.device)
+    out = torch.empty((rows, num_kv, num_q, dim), dtype=dtype, device=parts.device)
+    acc, peak, total = sums_of(out, splits)
     launch = overlap(parts.device)
     fused_kernel[(rows, num_kv, splits.number)](
         parts,
@@ -218,4 +215,4 @@ def attend_fused(
     )
     if splits.number > 1:
         merge(acc, peak, total, out)
-    return out
+    return out.view(rows, -1)

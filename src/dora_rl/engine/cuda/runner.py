@@ -210,6 +210,7 @@ class CudaRunner:
             self.slots.upload(positions, torch.int32),
             self.slots.table,
             self.slots.adapter[owners] if self.lora else None,
+            wanted=self.slots.upload(logit_rows, torch.int64),
         )
         tiles = self._tiles(pieces)
         hidden = self.decoder.forward(
@@ -218,8 +219,7 @@ class CudaRunner:
             lambda q, pool: attend_prefill(q, pool, self.slots.table, tiles, PREFILL_TILE),
         )
         if logit_rows:
-            index = self.slots.upload(logit_rows, torch.int64)
-            self._sample_prefill(slot, spans, hidden[index], flight)
+            self._sample_prefill(slot, spans, hidden, flight)
 
     def _sample_prefill(self, slot: int, spans: list[Span], hidden: Tensor, flight: Flight) -> None:
         """Logits in bounded pieces; tokens go back to their slots."""

@@ -15,7 +15,6 @@ rows beyond a version's own are computed but never written.
 
 from __future__ import annotations
 
-import logging
 from enum import IntEnum
 from functools import lru_cache
 from pathlib import Path
@@ -25,7 +24,6 @@ import torch
 from torch import Tensor
 
 from dora_rl.engine.cuda import driver
-from dora_rl.engine.cuda.overlap import is_hopper
 
 ROWS_MIN, ROWS_MAX = 129, 256
 TILE, TILE_K = 64, 64
@@ -46,8 +44,6 @@ ROWS_OF = {Tiles.WHOLE: 128, Tiles.HALF: 64, Tiles.SHARED: 96}  # of weights, in
 # Measured on an H200, in cycles: a step of 64 values of K; a column of a part, to write and read.
 STEP_CYCLES = {Tiles.WHOLE: 1060, Tiles.HALF: 580, Tiles.SHARED: 790}
 COLUMN_CYCLES = 0.4
-
-logger = logging.getLogger(__name__)
 
 
 class Cut(NamedTuple):
@@ -85,15 +81,9 @@ def _cycles(cut: Cut, n: int, k: int) -> float:
 
 @lru_cache
 def _is_usable(device: torch.device) -> bool:
-    """On a Hopper, and where the kernel can be compiled."""
-    if not is_hopper(device) or not driver.is_here():
-        return False
-    try:
-        _kernel(device.index, Tiles.HALF, False)
-    except (ImportError, RuntimeError) as error:
-        logger.warning("products of 129 to 256 rows are left to cuBLAS: %s", error)
-        return False
-    return True
+    return driver.can_run(
+        device, lambda: _kernel(device.index, Tiles.HALF, False), "products of 129 rows to cuBLAS"
+    )
 
 
 @lru_cache
@@ -142,7 +132,7 @@ def multiply(x: Tensor, weight: Tensor, cut: Cut, gate: bool = False) -> Tensor:
     maps = (_rows_map(x), _gated_map(weight) if gate else _weight_map(weight))
     grid = (n // ROWS_OF[cut.tiles], cut.splits, versions)
     kernel = _kernel(x.device.index, cut.tiles, gate)
-    driver.launch(kernel, grid, maps, out, (rows, n, k // cut.splits // TILE_K))
+    driver.launch(kernel, grid, (*maps, out, rows, n, k // cut.splits // TILE_K))
     return out
 
 
