@@ -8,6 +8,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dora_rl.engine.cuts import Splits
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -17,7 +19,7 @@ pytestmark = [
 @pytest.mark.parametrize("splits", [(1, 1), (2, 1), (7, 1), (9, 2), (16, 3)])
 @pytest.mark.parametrize("shape", [(8, 2, 128), (2, 4, 64), (1, 1, 64), (4, 8, 128)])
 def test_decode_attention_kernel(splits: tuple[int, int], shape: tuple[int, int, int]) -> None:
-    from dora_rl.engine.cuda.attention import Splits, attend_decode
+    from dora_rl.engine.cuda.attention import attend_decode
 
     kv_heads, group, dim = shape
     rows, num_blocks, tokens = 9, 80, 16
@@ -57,14 +59,11 @@ def _attend(q, pool, table, slots, positions) -> torch.Tensor:
 @pytest.mark.parametrize("splits", [(1, 1), (2, 1), (7, 1), (9, 2), (16, 3)])
 @pytest.mark.parametrize("shape", [(8, 2, 128), (2, 4, 64), (1, 1, 64), (3, 7, 128), (4, 8, 128)])
 @pytest.mark.parametrize(("tokens", "each"), [(16, 1), (64, 2), (64, 4), (64, 6), (64, 7)])
+@pytest.mark.usefixtures("hopper")
 def test_paged_attention(splits, shape: tuple[int, int, int], tokens: int, each: int) -> None:
     """With every ring; more blocks than a warp has lanes; nothing behind a context is used."""
-    from dora_rl.engine.cuda import driver, paged
-    from dora_rl.engine.cuda.attention import Splits
-    from dora_rl.engine.cuda.overlap import is_hopper
+    from dora_rl.engine.cuda import paged
 
-    if not (is_hopper(torch.device("cuda", 0)) and driver.is_here()):
-        pytest.skip("needs a Hopper and cuda-bindings")
     kv_heads, group, dim = shape
     rows, blocks_max = 12, 40
     generator = torch.Generator("cuda").manual_seed(0)
@@ -90,14 +89,12 @@ def test_paged_attention(splits, shape: tuple[int, int, int], tokens: int, each:
     assert (out.double() - expected).abs().max() < 0.02
 
 
+@pytest.mark.usefixtures("hopper")
 def test_a_key_that_is_not_a_number_spoils_its_own_row_alone() -> None:
     from dora_rl.engine.cuda import paged
-    from dora_rl.engine.cuda.attention import Splits
 
     pool = torch.randn(2, 4, 1, 64, 128, device="cuda").bfloat16()
     q = torch.randn(2, 1, 2, 128, device="cuda").bfloat16()
-    if not paged.fits(pool, 2):
-        pytest.skip("needs a Hopper and cuda-bindings")
     pool[0, 0, 0, 5] = float("nan")
     table = torch.arange(4, dtype=torch.int32, device="cuda").view(2, 2)
     positions = torch.tensor([100, 100], dtype=torch.int32, device="cuda")
@@ -119,23 +116,12 @@ def test_what_attention_is_left_to_triton() -> None:
     assert not fits(2, 128, torch.float32)
 
 
-@pytest.mark.parametrize("num_rows", [1, 4, 16, 32, 48, 64])
-@pytest.mark.parametrize("num_kv", [2, 8])
-def test_programs_of_few_rows_run_in_one_wave(num_rows: int, num_kv: int) -> None:
-    from dora_rl.engine.cuda.attention import SPLITS_MAX, choose_splits
-
-    number = choose_splits(num_rows, num_kv, 132, 10, 4).number
-    assert number == 1 or number * num_rows * num_kv <= 4 * 132
-    more = (number + 1) * num_rows * num_kv
-    assert number in (10, SPLITS_MAX) or more > 4 * 132
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("splits", [(1, 1), (3, 1), (8, 2)])
 @pytest.mark.parametrize("num_parts", [1, 2])
 def test_fused_attention_equals_its_pieces(dtype, splits: tuple[int, int], num_parts: int) -> None:
     """Rotary embedding with the cache write, then decode attention, each by its own kernel."""
-    from dora_rl.engine.cuda.attention import Splits, attend_decode
+    from dora_rl.engine.cuda.attention import attend_decode
     from dora_rl.engine.cuda.fused import attend_fused
     from dora_rl.engine.cuda.rows import rope_write_kernel
 

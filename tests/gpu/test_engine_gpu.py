@@ -249,15 +249,14 @@ def test_adapter_kernel(dtype, rows: int, num_parts: int) -> None:
     assert gap < (1e-3 if dtype == torch.float32 else 0.1)
 
 
+@pytest.mark.usefixtures("hopper")
 def test_kernels_in_cuda_c_give_the_log_probs_of_the_prompts_pass(monkeypatch) -> None:
     """150 rows decoded in captured graphs, by products that would be too small to be chosen; then
     their tokens are scored as prompts are, by cuBLAS and Triton."""
-    from dora_rl.engine.cuda import driver, paged, wide
-    from dora_rl.engine.cuda.overlap import is_hopper
+    from dora_rl.engine.cuda import paged, wide
+    from dora_rl.engine.cuts import Cut, Tiles
     from dora_rl.engine.random_weights import RandomWeights
 
-    if not (is_hopper(torch.device("cuda", 0)) and driver.is_here()):
-        pytest.skip("needs a Hopper and cuda-bindings")
     spec = dataclasses.replace(
         read_spec(Path(__file__).parents[2] / "recipes" / "models" / "tiny"),
         hidden=256,
@@ -274,7 +273,7 @@ def test_kernels_in_cuda_c_give_the_log_probs_of_the_prompts_pass(monkeypatch) -
         if not 129 <= rows <= 256:
             return None
         used.add("wide")
-        return wide.Cut(wide.Tiles.WHOLE, 1) if gate else wide.Cut(wide.Tiles.HALF, 2)
+        return Cut(Tiles.WHOLE, 1) if gate else Cut(Tiles.HALF, 2)
 
     def attend(*arguments: Any) -> torch.Tensor:
         used.add("paged")

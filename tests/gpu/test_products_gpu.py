@@ -179,26 +179,16 @@ def test_the_cut_of_a_product_fits_a_processor() -> None:
             assert held * 128 * 2 <= STREAMED_BYTES
 
 
-def _hopper() -> None:
-    """There it must be usable: to fall back on cuBLAS is for machines we do not know."""
-    from dora_rl.engine.cuda import driver, wide
-    from dora_rl.engine.cuda.overlap import is_hopper
-
-    device = torch.device("cuda", 0)
-    if not (is_hopper(device) and driver.is_here()):
-        pytest.skip("needs a Hopper and cuda-bindings")
-    assert wide._is_usable(device)
-
-
 @pytest.mark.parametrize("rows", [129, 200, 256])
 @pytest.mark.parametrize("versions", [1, 3])
 @pytest.mark.parametrize("tiles", [0, 1, 2])
 @pytest.mark.parametrize("splits", [1, 2, 8])
+@pytest.mark.usefixtures("hopper")
 def test_wide_product(rows: int, versions: int, tiles: int, splits: int) -> None:
     """Every kind of tiles, rings longer and shorter than K, against float32."""
-    from dora_rl.engine.cuda.wide import Cut, Tiles, multiply
+    from dora_rl.engine.cuda.wide import multiply
+    from dora_rl.engine.cuts import Cut, Tiles
 
-    _hopper()
     n, k = 768, 1024
     x, weight = _operands(rows, versions, n, k)
     want = _product(x, weight)
@@ -213,12 +203,13 @@ def test_wide_product(rows: int, versions: int, tiles: int, splits: int) -> None
 @pytest.mark.parametrize("rows", [129, 256])
 @pytest.mark.parametrize("versions", [1, 3])
 @pytest.mark.parametrize("tiles", [0, 1, 2])
+@pytest.mark.usefixtures("hopper")
 def test_wide_gate_equals_the_separate_kernels(rows: int, versions: int, tiles: int) -> None:
     """And a row that is not finite, or far out, spoils no other."""
     from dora_rl.engine.cuda.rows import gate
-    from dora_rl.engine.cuda.wide import Cut, Tiles, multiply
+    from dora_rl.engine.cuda.wide import multiply
+    from dora_rl.engine.cuts import Cut, Tiles
 
-    _hopper()
     n, k = 768, 512
     x, weight = _operands(rows, versions, n, k)
     x[7], x[10], x[100] = float("nan"), 3e4, -3e4
@@ -227,24 +218,11 @@ def test_wide_gate_equals_the_separate_kernels(rows: int, versions: int, tiles: 
     torch.testing.assert_close(got, gate(whole), rtol=2**-6, atol=1e-5, equal_nan=True)
 
 
-def test_which_products_are_wide() -> None:
-    """Those whose programs run all at once."""
+@pytest.mark.usefixtures("hopper")
+def test_which_products_are_left_to_cublas() -> None:
     from dora_rl.engine.cuda import wide
 
-    _hopper()
-
-    def cut(rows: int, n: int, k: int, *, gate: bool = False, versions: int = 1) -> wide.Cut | None:
-        weight = torch.empty((versions, n, k), dtype=torch.bfloat16, device="cuda")
-        return wide.cut_of(rows, weight, 132, gate)
-
-    assert cut(256, 12_288, 2048, gate=True) == (wide.Tiles.SHARED, 1)
-    assert cut(256, 2048, 6144) == (wide.Tiles.HALF, 4)
-    assert cut(129, 4096, 2048) == (wide.Tiles.HALF, 2)
-    assert cut(128, 4096, 2048) is None
-    assert cut(257, 4096, 2048) is None
-    assert cut(256, 24_576, 4096, gate=True) is None
-    assert cut(256, 4096, 2048, versions=3) is None
-    assert cut(256, 2048, 2048, versions=2) == (wide.Tiles.HALF, 2)
-    assert wide.cut_of(256, torch.empty((1, 4096, 2048), device="cuda"), 132) is None
-    assert cut(256, 4096 + 48, 2048) is None
-    assert cut(256, 4096, 2048 + 32) is None
+    weight = torch.empty((1, 4096, 2048), dtype=torch.bfloat16, device="cuda")
+    assert wide.cut_of(256, weight, 132) is not None
+    assert wide.cut_of(128, weight, 132) is None
+    assert wide.cut_of(256, weight.float(), 132) is None

@@ -15,7 +15,6 @@ Softmax runs in base 2: `scale` already contains log2(e).
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 import triton
@@ -24,19 +23,11 @@ from torch import Tensor
 
 from dora_rl.engine.cuda import jit
 from dora_rl.engine.cuda.overlap import begin, overlap, ready
+from dora_rl.engine.cuts import Splits
 
 DOT_ROWS_MIN = 16  # the smallest tile of a tensor-core product
 DECODE_WARPS = 4
 DECODE_STAGES = 3  # key and value tiles in flight per program
-LONG_BLOCKS = 16  # a program with more blocks than this is what the others wait for
-SPLITS_MAX = 32
-
-
-class Splits(NamedTuple):
-    """Programs per row and head, and the fewest blocks that one of them takes."""
-
-    number: int
-    blocks_min: int
 
 
 @jit
@@ -211,23 +202,6 @@ def prefill_kernel(
         peak = new_peak
     out = acc / total[:, None]
     tl.store(out_ptr + q_index, out.to(out_ptr.dtype.element_ty), mask=r[:, None] < count)
-
-
-def choose_splits(
-    num_rows: int, num_kv_heads: int, num_processors: int, blocks_max: int, wave: int = 0
-) -> Splits:
-    """As many programs as run at once, `wave` to a processor, or enough for nearly two waves of two
-    per processor; and none with many blocks; where contexts may be that long, a short one is not
-    split for it."""
-    num_programs = num_rows * num_kv_heads
-    wanted = -(-7 * num_processors // (2 * num_programs))
-    if wave:
-        wanted = wave * num_processors // num_programs
-    few = max(1, min(wanted, blocks_max, SPLITS_MAX))
-    if blocks_max <= few * LONG_BLOCKS:
-        return Splits(few, 1)
-    each = LONG_BLOCKS // 2
-    return Splits(min(SPLITS_MAX, -(-blocks_max // each)), max(1, each // few))
 
 
 def attend_decode(

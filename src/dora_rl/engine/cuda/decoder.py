@@ -21,10 +21,11 @@ from dora_rl.engine.cache import KvCache
 from dora_rl.engine.cuda import fused, paged, skinny, wide
 from dora_rl.engine.cuda import rows as kernels
 from dora_rl.engine.cuda.adapters import adapt
-from dora_rl.engine.cuda.attention import attend_decode, choose_splits
+from dora_rl.engine.cuda.attention import attend_decode
 from dora_rl.engine.cuda.experts import sparse_rows
 from dora_rl.engine.cuda.overlap import overlap
 from dora_rl.engine.cuda.sampling import Chunks, chunks_of
+from dora_rl.engine.cuts import choose_splits
 from dora_rl.engine.models.experts import route
 from dora_rl.engine.rope import rope_tables
 from dora_rl.engine.spec import ModelSpec

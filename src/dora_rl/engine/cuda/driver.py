@@ -118,6 +118,7 @@ def launch(kernel: Kernel, grid: tuple[int, int, int], arguments: Sequence[Any])
     An argument is a tensor (its address), a number or a tensor map.
     """
     driver = _driver()
+    device = next(argument.device for argument in arguments if isinstance(argument, Tensor))
     early = driver.CUlaunchAttribute()
     early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
     early.value.programmaticStreamSerializationAllowed = 1
@@ -125,7 +126,7 @@ def launch(kernel: Kernel, grid: tuple[int, int, int], arguments: Sequence[Any])
     config.gridDimX, config.gridDimY, config.gridDimZ = grid
     config.blockDimX, config.blockDimY, config.blockDimZ = kernel.num_threads, 1, 1
     config.sharedMemBytes = kernel.shared_bytes
-    config.hStream = torch.cuda.current_stream().cuda_stream
+    config.hStream = torch.cuda.current_stream(device).cuda_stream
     config.attrs, config.numAttrs = [early], 1
     values = tuple(a.data_ptr() if isinstance(a, Tensor) else a for a in arguments)
     kinds = tuple(_kind_of(argument) for argument in arguments)

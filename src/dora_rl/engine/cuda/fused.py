@@ -22,7 +22,6 @@ from torch import Tensor
 from dora_rl.engine.cuda import jit
 from dora_rl.engine.cuda.attention import (
     DOT_ROWS_MIN,
-    Splits,
     blocks_of,
     merge,
     store_nothing,
@@ -30,6 +29,7 @@ from dora_rl.engine.cuda.attention import (
 )
 from dora_rl.engine.cuda.overlap import begin, overlap, ready
 from dora_rl.engine.cuda.rows import sum_parts
+from dora_rl.engine.cuts import Splits
 
 ROWS_MAX = 64
 WAVE = 4  # programs to a processor

@@ -16,33 +16,16 @@ from __future__ import annotations
 import math
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dora_rl.engine.cuda import driver
-from dora_rl.engine.cuda.attention import Splits, merge, sums_of
+from dora_rl.engine.cuda.attention import merge, sums_of
+from dora_rl.engine.cuts import RING, Ring, Splits, choose_ring
 
 WAVE = 3  # programs to a processor, where rows are so few that their contexts are split
 GROUP_MAX = 8  # query heads of a kv head
-
-
-class Ring(NamedTuple):
-    """What a program holds: tiles of so many tokens, at most, and the bytes of all of them."""
-
-    tokens: int
-    num_bytes: int
-
-
-# The largest with which so many programs run on a processor at once; with more, they take turns.
-RINGS = {
-    2: Ring(64, 96 * 1024),
-    3: Ring(64, 64 * 1024),
-    4: Ring(16, 48 * 1024),
-    6: Ring(32, 32 * 1024),
-}
-RING = Ring(64, 32 * 1024)
 
 
 def fits(pool: Tensor, group: int) -> bool:
@@ -51,12 +34,6 @@ def fits(pool: Tensor, group: int) -> bool:
     if pool.dtype != torch.bfloat16 or dim not in (64, 128) or group > GROUP_MAX:
         return False
     return _is_usable(pool.device, dim, group, block)
-
-
-def ring_of(num_programs: int, num_processors: int) -> Ring:
-    """Of `num_programs` programs; measured on an H200."""
-    each = -(-num_programs // num_processors)
-    return next((ring for most, ring in RINGS.items() if each <= most), RING)
 
 
 @lru_cache
@@ -87,11 +64,14 @@ def attend(
 ) -> Tensor:
     """As `attention.attend_decode`."""
     rows, num_kv, group, dim = q.shape
+    assert q.is_contiguous()
+    assert pool.is_contiguous()
+    assert (table.dtype, slots.dtype, positions.dtype) == (torch.int32, torch.int64, torch.int32)
     out = torch.empty_like(q)
     sums = sums_of(out, splits)
     scale = dim**-0.5 * math.log2(math.e)
     numbers = (scale, pool.shape[1], table.stride(0), splits.blocks_min)
-    ring = ring_of(rows * num_kv * splits.number, num_processors)
+    ring = choose_ring(rows * num_kv * splits.number, num_processors)
     kernel = _kernel(q.device.index, dim, group, pool.shape[3], ring)
     arguments = (q, pool, table, slots, positions, out, *sums, *numbers)
     driver.launch(kernel, (num_kv, rows, splits.number), arguments)

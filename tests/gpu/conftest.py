@@ -1,0 +1,17 @@
+"""What the GPU tests share."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+
+@pytest.fixture
+def hopper() -> None:
+    """For kernels in CUDA C. On a Hopper they must be usable: to do without them is for machines
+    that we do not know, and a test that they are usable fails there."""
+    from dora_rl.engine.cuda import driver
+    from dora_rl.engine.cuda.overlap import is_hopper
+
+    if not (is_hopper(torch.device("cuda", 0)) and driver.is_here()):
+        pytest.skip("needs a Hopper and cuda-bindings")
