@@ -296,8 +296,10 @@ def profile(engine: Engine, args: argparse.Namespace, num_requests: int, version
 
 def set_kernels(args: argparse.Namespace) -> None:
     """Other choices of the decode kernels than the engine's own."""
-    from dora_rl.engine.cuda import attention, fused, skinny
+    from dora_rl.engine.cuda import attention, driver, fused, skinny
 
+    if args.triton:
+        driver.is_here = lambda: False
     if args.warps:
         attention.DECODE_WARPS = fused.WARPS = args.warps
     if args.stages:
@@ -335,9 +337,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--vllm", action="store_true")
     parser.add_argument("--engines", type=int, default=1, help="processes that share the requests")
-    parser.add_argument("--warps", type=int, default=0, help="of the decode attention kernel")
-    parser.add_argument("--stages", type=int, default=0, help="of the decode attention kernel")
-    parser.add_argument("--fused-rows", type=int, help="rows up to which attention is fused")
+    parser.add_argument("--triton", action="store_true", help="no kernels in CUDA C")
+    parser.add_argument("--warps", type=int, default=0, help="of decode attention in Triton")
+    parser.add_argument("--stages", type=int, default=0, help="of decode attention in Triton")
+    parser.add_argument("--fused-rows", type=int, help="up to which attention in Triton is fused")
     parser.add_argument("--skinny-rows", type=int, help="rows up to which cuBLAS is not used")
     parser.add_argument("--profile", action="store_true", help="print the kernels of 20 steps")
     parser.add_argument("--json", type=Path)

@@ -210,7 +210,7 @@ class CudaRunner:
             self.slots.upload(positions, torch.int32),
             self.slots.table,
             self.slots.adapter[owners] if self.lora else None,
-            wanted=self.slots.upload(logit_rows, torch.int64),
+            wanted=self.slots.upload(_filled_up(logit_rows), torch.int64),
         )
         tiles = self._tiles(pieces)
         hidden = self.decoder.forward(
@@ -219,7 +219,7 @@ class CudaRunner:
             lambda q, pool: attend_prefill(q, pool, self.slots.table, tiles, PREFILL_TILE),
         )
         if logit_rows:
-            self._sample_prefill(slot, spans, hidden, flight)
+            self._sample_prefill(slot, spans, hidden[: len(logit_rows)], flight)
 
     def _sample_prefill(self, slot: int, spans: list[Span], hidden: Tensor, flight: Flight) -> None:
         """Logits in bounded pieces; tokens go back to their slots."""
@@ -315,6 +315,11 @@ class CudaRunner:
             copy(drawn.top_ids),
             copy(drawn.top_logprobs),
         )
+
+
+def _filled_up(rows: list[int]) -> list[int]:
+    """To a multiple of 16, for which kernels are compiled, not for every kind of number."""
+    return rows + rows[-1:] * (-len(rows) % 16)
 
 
 def _bounded(spans: Sequence[Span]) -> Iterator[list[Span]]:
