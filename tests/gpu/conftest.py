@@ -8,8 +8,8 @@ import torch
 
 @pytest.fixture
 def hopper() -> None:
-    """For kernels in CUDA C. On a Hopper they must be usable: to do without them is for machines
-    that we do not know, and a test that they are usable fails there."""
+    """For kernels in CUDA C. What does not compile on a Hopper fails its tests; to do without is
+    for other machines."""
     from dora_rl.engine.cuda import driver
     from dora_rl.engine.cuda.overlap import is_hopper
 

@@ -287,16 +287,17 @@ def test_kernels_in_cuda_c_give_the_log_probs_of_the_prompts_pass(monkeypatch) -
     engine.load(0, RandomWeights(spec, 0, device="cuda"))
     prompts = [[(7 * n + 3 * i) % spec.vocab for i in range(20 + n % 90)] for n in range(150)]
 
-    def run(**params: Any) -> dict[RequestId, Trajectory]:
+    def run(given: dict[RequestId, Trajectory] | None = None) -> dict[RequestId, Trajectory]:
         for group, prompt in enumerate(prompts):
-            forced = params["forced"][RequestId(group, 0)].token_ids if params else ()
+            id_ = RequestId(group, 0)
+            forced = given[id_].token_ids if given else ()
             sampling = SamplingParams(tokens_max=24, ignore_eos=True, forced_ids=forced)
-            engine.submit(Request(RequestId(group, 0), 0, tuple(prompt), sampling))
+            engine.submit(Request(id_, 0, tuple(prompt), sampling))
         return finish_all(engine)
 
     drawn = run()
     assert used == {"wide", "paged"}
-    scored = run(forced=drawn)
+    scored = run(drawn)
     for id_, trajectory in drawn.items():
         assert scored[id_].token_ids == trajectory.token_ids
         pairs = zip(scored[id_].logprobs, trajectory.logprobs, strict=True)

@@ -222,7 +222,7 @@ def attend_decode(
         acc,
         peak,
         total,
-        dim**-0.5 * math.log2(math.e),
+        scale_of(dim),
         pool.stride(0),
         table.stride(0),
         KV=num_kv,
@@ -240,6 +240,11 @@ def attend_decode(
     if splits.number > 1:
         merge(acc, peak, total, out)
     return out
+
+
+def scale_of(dim: int) -> float:
+    """Of a product of query and key, for a softmax in base 2."""
+    return dim**-0.5 * math.log2(math.e)
 
 
 def sums_of(out: Tensor, splits: Splits) -> tuple[Tensor, Tensor, Tensor]:
@@ -280,7 +285,7 @@ def attend_prefill(q: Tensor, pool: Tensor, table: Tensor, tiles: Tensor, tile_r
         table,
         tiles,
         out,
-        dim**-0.5 * math.log2(math.e),
+        scale_of(dim),
         pool.stride(0),
         table.stride(0),
         KV=num_kv,

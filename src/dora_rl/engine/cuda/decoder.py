@@ -122,7 +122,7 @@ class CudaDecoder:
             None if layer.qk_norm is None else layer.qk_norm[span],
             (self.cos, self.sin),
             pool,
-            (rows.slots, rows.positions, rows.table),
+            where,
             (spec.num_kv_heads, spec.num_groups),
             choose_splits(*shape, fused.WAVE),
             spec.norm_eps,

@@ -12,8 +12,6 @@ The longer prologue pays while the programs fill the GPU once or twice; with mor
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 import triton.language as tl
@@ -24,6 +22,7 @@ from dora_rl.engine.cuda.attention import (
     DOT_ROWS_MIN,
     blocks_of,
     merge,
+    scale_of,
     store_nothing,
     sums_of,
 )
@@ -173,11 +172,11 @@ def attend_fused(
 ) -> Tensor:
     """`parts` [part, row, (q + 2 kv) heads * D] -> [row, q heads * D].
 
-    `where` is (slots, positions, table), `heads` (kv heads, query heads per kv head), `norm` the
+    `where` is (table, slots, positions), `heads` (kv heads, query heads per kv head), `norm` the
     query and key norms [version slot, head, D] of the rows' versions, if the model has them.
     """
     num_parts, rows, _ = parts.shape
-    (num_kv, num_q), dim, (slots, positions, table) = heads, pool.shape[4], where
+    (num_kv, num_q), dim, (table, slots, positions) = heads, pool.shape[4], where
     out = torch.empty((rows, num_kv, num_q, dim), dtype=dtype, device=parts.device)
     acc, peak, total = sums_of(out, splits)
     launch = overlap(parts.device)
@@ -193,7 +192,7 @@ def attend_fused(
         acc,
         peak,
         total,
-        dim**-0.5 * math.log2(math.e),
+        scale_of(dim),
         eps,
         rows // (1 if norm is None else len(norm)),
         parts.stride(0),

@@ -13,7 +13,6 @@ queries by eight tokens. Where `fits` says no, the kernels in Triton are used.
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
 from pathlib import Path
 
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor
 
 from dora_rl.engine.cuda import driver
-from dora_rl.engine.cuda.attention import merge, sums_of
+from dora_rl.engine.cuda.attention import merge, scale_of, sums_of
 from dora_rl.engine.cuts import RING, Ring, Splits, choose_ring
 
 WAVE = 3  # programs to a processor, where rows are so few that their contexts are split
@@ -69,8 +68,7 @@ def attend(
     assert (table.dtype, slots.dtype, positions.dtype) == (torch.int32, torch.int64, torch.int32)
     out = torch.empty_like(q)
     sums = sums_of(out, splits)
-    scale = dim**-0.5 * math.log2(math.e)
-    numbers = (scale, pool.shape[1], table.stride(0), splits.blocks_min)
+    numbers = (scale_of(dim), pool.shape[1], table.stride(0), splits.blocks_min)
     ring = choose_ring(rows * num_kv * splits.number, num_processors)
     kernel = _kernel(q.device.index, dim, group, pool.shape[3], ring)
     arguments = (q, pool, table, slots, positions, out, *sums, *numbers)
