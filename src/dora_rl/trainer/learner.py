@@ -120,6 +120,8 @@ class Learner:
         self.step: StepIndex | None = None
         self.next_step: StepIndex = 0
         self.num_updates = 0
+        self.num_skipped = 0  # updates in a row
+        self.skip_reason = ""
         self._buffer: list[GroupBatch] = []
         self._pending: list[Document] = []
         self._update = OpenUpdate()
@@ -179,6 +181,16 @@ class Learner:
         metrics = self.meters.read(distributed.add_up if self.num_ranks > 1 else None)
         self.next_step, self.step = self.step + 1, None
         return metrics
+
+    def skipped_too_many(self) -> bool:
+        """Whether so many updates in a row were skipped that no more are worth a try."""
+        return self.num_skipped >= self.options.skipped_updates_max
+
+    def raise_skipped(self) -> None:
+        raise UserError(
+            f"{self.num_skipped} updates in a row were skipped (trainer.skipped_updates_max): "
+            f"{self.skip_reason}; look at the rewards, algorithm.loss and trainer.lr, then --resume"
+        )
 
     # -- versions and checkpoints -----------------------------------------------------------------
 
@@ -397,12 +409,21 @@ class Learner:
             if critic_norm is not None:
                 self.meters.add_sum("critic/grad_norm", torch.tensor(critic_norm), 1)
         if norm is None:
-            self.meters.count("update/skipped_non_finite")
+            self._note_skipped(total)
             return
+        self.num_skipped = 0
+        self.meters.count("update/applied")
         self.meters.add_sum("grad_norm", torch.tensor(norm), 1)
         self.meters.add_sum("lr", torch.tensor(learning_rate(self.options, self.num_updates)), 1)
         self.meters.add_sum("loss", total / den, 1)
         self.num_updates += 1
+
+    def _note_skipped(self, loss: Tensor) -> None:
+        self.num_skipped += 1
+        self.meters.count("update/skipped_non_finite")
+        finite = bool(torch.isfinite(loss))
+        what = "the gradient is not finite" if finite else f"the loss is {float(loss):g}"
+        self.skip_reason = f"in step {self.step} {what}"
 
     def _run_buffer(self) -> None:
         groups, self._buffer = self._buffer, []

@@ -11,7 +11,7 @@ bfloat16 numbers rounds to the even one, from above or from below. Such masters 
 and whatever else the sum would not give back (a NaN with a payload), are kept whole by position.
 
 Never guesses: `split` puts its own halves together and keeps whole whatever differs. Invariant:
-`Parts(split(master, dtype)).whole(published) == master` in every bit, for every float32 value.
+what `whole` makes of the two results of `split` is the master in every bit, for every float32.
 """
 
 from __future__ import annotations
