@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 
 from dora_rl.core import events as ev
+from dora_rl.runtime.last_words import why_ended
 from dora_rl.runtime.recovery import RESTARTS_MAX, STARTS_MAX, Recovery
 
 
@@ -17,6 +18,7 @@ class Worker:
         self.joined = True
         self.process = self
         self.ended = False
+        self.last_words = ""
 
     def poll(self) -> int | None:
         return 1 if self.ended else None
@@ -30,7 +32,11 @@ class Run:
         self.workers = {name: Worker(name) for name in names}
         self.started: list[str] = []
         self.crew = SimpleNamespace(
-            workers=self.workers, closing=False, restart=self.restart, log_tail=lambda _: "no GPU"
+            workers=self.workers,
+            closing=False,
+            restart=self.restart,
+            log_tail=lambda _: "no GPU",
+            why_ended=lambda name: why_ended(self.workers[name].last_words, 1),
         )
         self.journals = SimpleNamespace(collect=lambda *args, **kwargs: None)
         self.state = SimpleNamespace(groups={})

@@ -37,6 +37,11 @@ def own_loss(name: str) -> LossFunction:
                 f"algorithm.loss '{name}' must return one loss per token, a tensor of shape "
                 f"{tuple(inputs.logprobs_T.shape)}, or a LossOutput with it"
             )
+        if inputs.logprobs_T.requires_grad and not out.loss_T.requires_grad:
+            raise UserCodeError(
+                f"algorithm.loss '{name}' returned a loss without a gradient; compute it from "
+                "inputs.logprobs_T, without detach, .item() or torch.no_grad()"
+            )
         return out
 
     return call
