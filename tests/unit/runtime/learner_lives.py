@@ -304,8 +304,11 @@ def _set_moments(learner: Learner, tensors: dict[str, torch.Tensor]) -> None:
     state.load_moments(learner, cast(Any, _Plain(tensors)))
 
 
-def _unmoved(now: dict[str, torch.Tensor], begun: dict[str, torch.Tensor]) -> list[str]:
-    return [name for name in now if name in begun and torch.equal(now[name], begun[name])]
+def _unmoved(learner: Learner, begun: dict[str, torch.Tensor]) -> list[str]:
+    """Trained weights that are what they were at the start."""
+    named = learner.policy.named_parameters()
+    trained = [(n, p.detach()) for n, p in named if p.requires_grad]
+    return [name for name, p in trained if torch.equal(p, begun[f"policy {name}"])]
 
 
 def main(folder: Path, kinds: dict[str, int]) -> None:
@@ -331,7 +334,7 @@ def main(folder: Path, kinds: dict[str, int]) -> None:
             "num_updates": worker.learner.num_updates,
             "updates_per_step": run.config().trainer.updates_per_step,
             "differ": [n for n in differing(killed, lived) if n != "random"],
-            "unmoved": _unmoved(killed, begun[kind]),
+            "unmoved": _unmoved(worker.learner, begun[kind]),
         }
     (folder / "result.json").write_text(json.dumps(results))
 
