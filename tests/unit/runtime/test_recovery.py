@@ -72,6 +72,17 @@ def test_an_instance_that_ends_is_replaced(run: Run) -> None:
     assert run.started == ["instance1"] and not run.lines
 
 
+def test_why_a_learner_ended_is_in_the_log_and_on_the_console(run: Run) -> None:
+    run.start_learner = lambda: run.restart("learner")  # type: ignore[attr-defined]
+    run.workers["learner"].last_words = "out of memory on the GPU: 2 GiB more were wanted"
+    run.end("learner")
+    assert run.events == [ev.TrainerLost("out of memory on the GPU: 2 GiB more were wanted")]
+    assert run.lines == [
+        "the learner ended and begins again at the newest version: "
+        "out of memory on the GPU: 2 GiB more were wanted"
+    ]
+
+
 def test_before_the_first_step_an_instance_that_cannot_start_stops_the_run(run: Run) -> None:
     run.end("instance1", STARTS_MAX)
     assert run.stops() == ["instance1 keeps ending; it last said: no GPU"]
