@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from pathlib import Path
 
-from dora_rl.config import RunConfig
+from dora_rl.config import AlgorithmConfig, RunConfig
 from dora_rl.engine.models import read_spec
 from dora_rl.runtime.model_check import check_weights
 from dora_rl.trainer.losses.recipes import fill, is_users_own
@@ -78,6 +78,19 @@ def _try_own(algorithm: AlgorithmOptions, group_size: int) -> None:
         try_loss(objective)
     if is_users_own(objective.advantage):
         try_advantage(objective, group_size)
+
+
+def describe_own(section: AlgorithmConfig) -> list[str]:
+    """The functions of the user's own that `check_learner` has tried, with their arguments."""
+    lines: list[str] = []
+    for key, name, args in (
+        ("loss", section.loss, section.loss_args),
+        ("advantage", section.advantage or "", section.advantage_args),
+    ):
+        if is_users_own(name):
+            given = "".join(f", {word} = {value}" for word, value in args.items())
+            lines.append(f"{key} {name}: tried on a made-up batch{given}")
+    return lines
 
 
 def check_learner_device(config: RunConfig, device: str) -> None:

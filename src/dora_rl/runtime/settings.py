@@ -59,7 +59,7 @@ def resolve(data: dict[str, Any], where: str) -> RunConfig:
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
-        allowed = _range_of(RunConfig, first["loc"]) if first["type"] in _OUTSIDE else None
+        allowed = range_of(RunConfig, first["loc"]) if first["type"] in _OUTSIDE else None
         if allowed is not None:
             raise UserError(f"{where}: {allowed.refuse(key, first['input'])}") from None
         raise UserError(f"{where}: {key}: {_PLAIN.get(first['type'], first['msg'])}") from None
@@ -70,7 +70,7 @@ def resolve(data: dict[str, Any], where: str) -> RunConfig:
     return config
 
 
-def _range_of(kind: type[BaseModel], place: Sequence[int | str]) -> Range:
+def range_of(kind: type[BaseModel], place: Sequence[int | str]) -> Range:
     """The numbers that the key at `place` may have."""
     rules: Sequence[Any] = ()
     for part in place:

@@ -279,6 +279,24 @@ def test_non_finite_gradient_is_skipped_and_counted(model_dir: Path) -> None:
     assert math.isfinite(metrics["loss"]) and not torch.equal(before, flat(learner))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("loss", ["grpo", "dapo", "gspo", "decoupled_ppo", "ppo"])
+def test_one_token_far_off_does_not_cost_the_update(model_dir: Path, loss: str, dtype: str) -> None:
+    """The engine reported a log-prob 50 below the learner's, of a response that is punished."""
+    trainer = replace(TRAINER, compute_dtype=dtype)
+    algorithm = AlgorithmOptions(loss=loss, kl_coef=0.01)
+    groups = make_groups(0, 2)
+    first, *rest = groups[0].samples
+    far = replace(first, logprobs=[p - 50.0 for p in first.logprobs], reward=-1.0)
+    groups[0] = replace(groups[0], samples=(far, *rest))
+    learner = Learner(model_dir, algorithm, trainer, batch_groups=2)
+    before = flat(learner)
+    metrics = run_step(learner, 0, groups)
+    assert "update/skipped_non_finite" not in metrics and not torch.equal(before, flat(learner))
+    # The one token weighs no more than its cap, so the clipping of the norm leaves the rest theirs.
+    assert metrics["grad_norm"] < 100
+
+
 def test_bad_samples_are_counted_by_reason(model_dir: Path) -> None:
     good = make_groups(0, 1)[0]
     s = good.samples[0]

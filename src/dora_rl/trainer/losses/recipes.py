@@ -100,7 +100,9 @@ def fill(options: AlgorithmOptions) -> AlgorithmOptions:
         clip_high=recipe.clip_high if options.clip_high is None else options.clip_high,
         dual_clip=recipe.dual_clip if options.dual_clip is None else options.dual_clip,
         old_logprobs=options.old_logprobs or recipe.old_logprobs,
-        constant_tokens=options.constant_tokens or recipe.constant_tokens,
+        constant_tokens=recipe.constant_tokens
+        if options.constant_tokens is None
+        else options.constant_tokens,
         corrections=recipe.corrections if options.corrections is None else options.corrections,
         behaviour_ratio_max=recipe.behaviour_ratio_max
         if options.behaviour_ratio_max is None
