@@ -120,10 +120,10 @@ class RolloutConfig(Section):
     # -- sampling
     tokens_max: int = Field(default=256, ge=1)  # of one response (of one turn, in an environment)
     temperature: float = Field(default=1.0, ge=0.0)  # above 0 to train; 0: greedy
-    # The three filters are for `dora-rl eval`. A run that trains refuses them: see algorithms.md.
-    top_k: int = Field(default=0, ge=0)  # 0: off
-    top_p: float = Field(default=1.0, gt=0.0, le=1.0)  # 1: off
-    min_p: float = Field(default=0.0, ge=0.0, le=1.0)  # 0: off
+    # 0: off. For `dora-rl eval`: a run that trains refuses to truncate, see algorithms.md.
+    top_k: int = Field(default=0, ge=0)
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)  # 1: off; likewise
+    min_p: float = Field(default=0.0, ge=0.0, le=1.0)  # 0: off; likewise
     stop_ids: tuple[TokenId, ...] = ()  # token ids that end a response, beside the model's own
     stop_strings: tuple[str, ...] = ()  # texts that end a response
     ignore_eos: bool = False  # go on past the end-of-sequence token

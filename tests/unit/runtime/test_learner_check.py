@@ -81,7 +81,7 @@ def too_few(rewards):
     [
         (["algorithm.loss=own.py:good", "algorithm.loss_args.width=0.3"], []),
         (["algorithm.advantage=own.py:cut_counts", "algorithm.advantage_args={penalty=2}"], []),
-        (["algorithm.loss=own.py:bad"], ["'own.py:bad' returns a loss that is not finite"]),
+        (["algorithm.loss=own.py:bad"], ["'own.py:bad' (", "own.py, line 6) returns a loss"]),
         (["algorithm.loss=own.py:good", "algorithm.loss_args.widht=1"], ["did you mean 'width'?"]),
         (["algorithm.advantage=own.py:too_few"], ["own.py:too_few", "must return one finite"]),
         (["algorithm.loss_args.width=1"], ["algorithm.loss_args is for a function of your own"]),

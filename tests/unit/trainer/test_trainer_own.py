@@ -87,7 +87,7 @@ def loss_line(path: Path, name: str, **args: float | str) -> str:
     with pytest.raises(UserError) as caught:
         try_loss(resolve(AlgorithmOptions(loss=f"{path}:{name}", loss_args=args)))
     line = str(caught.value)
-    assert "\n" not in line
+    assert "\n" not in line and str(path) in line
     return line
 
 
@@ -138,7 +138,7 @@ def test_every_recipe_passes_the_trial() -> None:
             {"widht": 0.3},
             ["unknown argument of", "loss_args 'widht'", "did you mean 'width'?"],
         ),
-        ("saturating", {"width": "wide"}, ["raised AssertionError", "losses.py, line"]),
+        ("saturating", {"width": "wide"}, ["raised AssertionError", "losses.py, line 10)"]),
         ("other", {}, ["there is no 'other' in it"]),
     ],
 )
@@ -153,6 +153,9 @@ def test_mistakes_in_a_loss_are_one_line(
 def test_an_error_names_the_users_line(losses: Path) -> None:
     at = line_of("torch.zeros(2) + torch.zeros(3)", LOSSES)
     assert f"({losses}, line {at})" in loss_line(losses, "deep")
+    for name in ("total", "detached", "not_finite", "steep", "without_signal", "one_argument"):
+        at = line_of(f"def {name}(", LOSSES)
+        assert f"({losses}, line {at})" in loss_line(losses, name)
     with pytest.raises(UserError, match=r"nowhere.py does not exist; check algorithm.loss"):
         resolve(AlgorithmOptions(loss="nowhere.py:loss"))
 

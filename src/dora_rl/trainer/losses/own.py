@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping
+from functools import update_wrapper
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from dora_rl.trainer.advantages import GroupAdvantage, GroupScores
 from dora_rl.trainer.losses.inputs import LossFunction, LossInputs, LossOutput
 from dora_rl.trainer.options import AlgorithmOptions, Scalar, choose
 from dora_rl.types import UserError
-from dora_rl.user_code import UserCodeError, load_object, one_line, place_in
+from dora_rl.user_code import UserCodeError, load_object, one_line, place_in, place_of
 
 # What an advantage is given by name, where it has a place for it.
 _OF_GROUP = ("lengths", "truncated")
@@ -42,14 +43,16 @@ def own_loss(name: str, args: Mapping[str, Scalar]) -> LossFunction:
             raise UserCodeError(
                 f"algorithm.loss '{name}' must return one loss per token, a tensor of shape "
                 f"{tuple(inputs.logprobs_T.shape)}, or a LossOutput with it; not {_shown(out)}"
+                f"{place_of(function)}"
             )
         if inputs.logprobs_T.requires_grad and not out.loss_T.requires_grad:
             raise UserCodeError(
                 f"algorithm.loss '{name}' returns a loss without a gradient: compute it from "
-                "inputs.logprobs_T or inputs.entropy_T, and do not detach it"
+                f"inputs.logprobs_T or inputs.entropy_T, and do not detach it{place_of(function)}"
             )
         return out
 
+    update_wrapper(call, function)  # whoever finds a fault in its figures can say where it is
     return call
 
 
@@ -70,7 +73,7 @@ def own_advantage(name: str, args: Mapping[str, Scalar]) -> GroupAdvantage:
         if len(out) != len(rewards) or not all(math.isfinite(value) for value in out):
             raise UserCodeError(
                 f"algorithm.advantage '{name}' must return one finite number per response: "
-                f"{len(rewards)} for the rewards {rewards}, not {out}"
+                f"{len(rewards)} for the rewards {rewards}, not {out}{place_of(function)}"
             )
         return out
 
@@ -92,7 +95,10 @@ def _checked(
     parameters = list(inspect.signature(function).parameters.values())
     by_place = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     if len(by_place) < given and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        raise UserError(f"'{name}' must take {given} values by place, and takes {len(by_place)}")
+        raise UserError(
+            f"'{name}' must take {given} values by place, and takes {len(by_place)}"
+            f"{place_of(function)}"
+        )
     own = {
         p.name: p
         for p in parameters

@@ -14,7 +14,7 @@ from dora_rl.trainer.advantages import GroupScores
 from dora_rl.trainer.losses.aggregate import numerator
 from dora_rl.trainer.losses.inputs import LossInputs
 from dora_rl.trainer.losses.registry import Objective
-from dora_rl.user_code import UserCodeError, one_line
+from dora_rl.user_code import UserCodeError, one_line, place_in, place_of
 
 _LENGTHS = (5, 1, 3, 7)  # of the responses of two groups
 _VOCAB = 50
@@ -62,17 +62,21 @@ def try_loss(objective: Objective) -> None:
 def _try_on(objective: Objective, inputs: LossInputs) -> None:
     name = f"algorithm.loss '{objective.options.loss}'"
     loss_T = objective.function(inputs, objective.options).loss_T
-    _check_finite(loss_T, f"{name} returns a loss that is not finite", inputs)
+    place = place_of(objective.function)
+    _check_finite(loss_T, f"{name}{place} returns a loss that is not finite", inputs)
     try:
         numerator(loss_T, inputs, objective.aggregation).backward()
     except Exception as error:
         # A backward function of the user's own may raise anything.
-        raise UserCodeError(f"{name} raised {one_line(error)} in its backward pass") from error
+        said = f"{name} raised {one_line(error)} in its backward pass"
+        raise UserCodeError(said + place_in(objective.function, error)) from error
     grads = [x.grad for x in (inputs.logprobs_T, inputs.entropy_T) if x.grad is not None]
     for grad in grads:
-        _check_finite(grad, f"{name} has a gradient that is not finite", inputs)
+        _check_finite(grad, f"{name}{place} has a gradient that is not finite", inputs)
     if not any(bool(grad.any()) for grad in grads):
-        raise UserCodeError(f"{name} has a gradient of zero for every token of {_batch(inputs)}")
+        raise UserCodeError(
+            f"{name}{place} has a gradient of zero for every token of {_batch(inputs)}"
+        )
 
 
 def _check_finite(values_T: Tensor, what: str, inputs: LossInputs) -> None:
