@@ -71,4 +71,4 @@ def test_every_ratio_is_one(model_dir: Path, temperature: float, dtype: str) -> 
 @pytest.mark.parametrize("cut", [{"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.3}])
 def test_truncated_sampling_is_of_another_distribution(model_dir: Path, cut: Any) -> None:
     params = SamplingParams(tokens_max=24, ignore_eos=True, **cut)
-    assert metrics_of(model_dir, params, "float32")["clip_ratio/low"] > 0.2
+    assert metrics_of(model_dir, params, "float32")["clip_ratio/low"] > 0.4
