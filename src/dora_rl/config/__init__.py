@@ -7,13 +7,14 @@ in `_max`, counts begin with `num_`.
 
 from __future__ import annotations
 
+from math import isfinite
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, field_validator
+from pydantic import ConfigDict, Field, ValidationInfo, field_validator
 
 from dora_rl.config.env import EnvConfig
 from dora_rl.config.section import Section
-from dora_rl.types import Mode, SamplingParams
+from dora_rl.types import Mode, SamplingParams, UserError
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 TokenId = Annotated[int, Field(ge=0)]
@@ -236,6 +237,18 @@ class AlgorithmConfig(Section):
     loss_args: dict[str, bool | int | float | str] = Field(default_factory=dict)
     # Arguments of an advantage of your own, by name.
     advantage_args: dict[str, bool | int | float | str] = Field(default_factory=dict)
+
+    @field_validator("loss_args", "advantage_args", mode="before")
+    @classmethod
+    def _arguments_are_scalars(cls, value: object, info: ValidationInfo) -> object:
+        for word, given in value.items() if isinstance(value, dict) else ():
+            fits = isinstance(given, (bool, int, float, str))
+            if not fits or (isinstance(given, float) and not isfinite(given)):
+                raise UserError(
+                    f"algorithm.{info.field_name}.{word} = {given}: must be a finite number, "
+                    "a string, true or false"
+                )
+        return value
 
 
 class TrainerConfig(Section):

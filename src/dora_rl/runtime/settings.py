@@ -74,8 +74,8 @@ def range_of(kind: type[BaseModel], place: Sequence[int | str]) -> Range:
     """The numbers that the key at `place` may have."""
     rules: Sequence[Any] = ()
     for part in place:
-        if isinstance(part, int):
-            continue
+        if part not in kind.model_fields:
+            continue  # a place in a list, a word of a free table
         field = kind.model_fields[part]
         inner = [field.annotation, *get_args(field.annotation)]
         kinds = [k for k in inner if isinstance(k, type) and issubclass(k, BaseModel)]

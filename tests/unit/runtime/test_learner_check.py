@@ -85,6 +85,7 @@ def too_few(rewards):
         (["algorithm.loss=own.py:good", "algorithm.loss_args.widht=1"], ["did you mean 'width'?"]),
         (["algorithm.advantage=own.py:too_few"], ["own.py:too_few", "must return one finite"]),
         (["algorithm.loss_args.width=1"], ["algorithm.loss_args is for a function of your own"]),
+        (["algorithm.loss_args.width=inf"], ["loss_args.width", "finite"]),
         (["rollout.top_k=5"], ["rollout.top_k = 5"]),
     ],
 )

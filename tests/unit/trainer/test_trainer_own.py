@@ -44,6 +44,12 @@ def all_it_sees(inputs, options):
     near = inputs.logprobs_T - inputs.ref_logprobs_T
     return near.square() - inputs.entropy_T * (inputs.staleness_T + 1) - inputs.logprobs_T
 
+def distance(inputs, options):
+    return (inputs.logprobs_T - inputs.old_logprobs_T).square()
+
+def mistakes_alone(inputs, options):
+    return -inputs.logprobs_T * inputs.advantages_T.clamp(max=0)
+
 def total(inputs, options):
     return inputs.logprobs_T.sum()
 
@@ -96,7 +102,7 @@ def line_of(text: str, source: str) -> int:
 
 
 def test_good_losses_pass_the_trial(losses: Path) -> None:
-    for name in ("half", "anything", "entropy_only"):
+    for name in ("half", "anything", "entropy_only", "distance", "mistakes_alone"):
         try_loss(resolve(AlgorithmOptions(loss=f"{losses}:{name}")))
     seeing = AlgorithmOptions(loss=f"{losses}:all_it_sees", reference=True)
     try_loss(resolve(seeing))

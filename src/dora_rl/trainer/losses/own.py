@@ -92,7 +92,10 @@ def _checked(
 ) -> dict[str, Scalar]:
     """The arguments, if the function takes them and needs no others. It is called with `given`
     values by place."""
-    parameters = list(inspect.signature(function).parameters.values())
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (ValueError, TypeError):
+        raise UserError(f"'{name}' does not say what it takes; put a function around it") from None
     by_place = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     if len(by_place) < given and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
         raise UserError(

@@ -1,8 +1,8 @@
 """A made-up batch, and a loss and an advantage tried on it before a run starts.
 
-Pure: no model, no device. Invariant: what passes here returns finite numbers of the right shape,
-with a finite gradient that is not all zero, for packs of one and of several responses, fresh and
-stale, and for groups of any size down to one response.
+Pure: no model, no device. Invariant: what passes here returns finite numbers of the right shape
+with a finite gradient, for packs of one and of several responses, fresh and stale, and for groups
+of any size down to one response; and some token has a gradient that is not zero.
 """
 
 from __future__ import annotations
@@ -53,13 +53,22 @@ def made_up_inputs(
 
 def try_loss(objective: Objective) -> None:
     """Forward and backward; a mistake of the loss is one line."""
-    for lengths in (_LENGTHS, (1,)):
-        for staleness in (0, 1):
-            reference = objective.needs_reference
-            _try_on(objective, made_up_inputs(lengths, staleness=staleness, reference=reference))
+    reference = objective.needs_reference
+    moves = [
+        _try_on(objective, made_up_inputs(lengths, staleness=staleness, reference=reference))
+        for lengths in (_LENGTHS, (1,))
+        for staleness in (0, 1)
+    ]
+    # One batch may have none: a distance from the old policy, say, where the data is fresh.
+    if not any(moves):
+        raise UserCodeError(
+            f"algorithm.loss '{objective.options.loss}'{place_of(objective.function)} has a "
+            "gradient of zero for every token of made-up batches"
+        )
 
 
-def _try_on(objective: Objective, inputs: LossInputs) -> None:
+def _try_on(objective: Objective, inputs: LossInputs) -> bool:
+    """Whether it has a gradient."""
     name = f"algorithm.loss '{objective.options.loss}'"
     loss_T = objective.function(inputs, objective.options).loss_T
     place = place_of(objective.function)
@@ -73,10 +82,7 @@ def _try_on(objective: Objective, inputs: LossInputs) -> None:
     grads = [x.grad for x in (inputs.logprobs_T, inputs.entropy_T) if x.grad is not None]
     for grad in grads:
         _check_finite(grad, f"{name}{place} has a gradient that is not finite", inputs)
-    if not any(bool(grad.any()) for grad in grads):
-        raise UserCodeError(
-            f"{name}{place} has a gradient of zero for every token of {_batch(inputs)}"
-        )
+    return any(bool(grad.any()) for grad in grads)
 
 
 def _check_finite(values_T: Tensor, what: str, inputs: LossInputs) -> None:
