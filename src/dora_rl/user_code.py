@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import sys
+import traceback
 from hashlib import blake2b
 from pathlib import Path
 from types import ModuleType
@@ -76,6 +78,23 @@ def _search_in(directory: Path) -> None:
     place = str(directory.resolve())
     if place not in sys.path:
         sys.path.append(place)
+
+
+def place_in(function: Any, error: BaseException) -> str:
+    """` (file.py, line 7)`: the innermost line of the function's own file that the error went
+    through, or where the function begins if it never was in it."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is None:
+        return ""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == code.co_filename]
+    return f" ({code.co_filename}, line {lines[-1]})" if lines else place_of(function)
+
+
+def place_of(function: Any) -> str:
+    """` (file.py, line 7)`: where a function begins; nothing where that cannot be known."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return "" if code is None else f" ({code.co_filename}, line {code.co_firstlineno})"
 
 
 def one_line(error: BaseException) -> str:

@@ -19,7 +19,7 @@ from dora_rl.rewards.base import build
 from dora_rl.runtime.engines import check_backend
 from dora_rl.runtime.evaluation import FIGURES
 from dora_rl.runtime.layout import Layout, plan_layout
-from dora_rl.runtime.learner_check import check_learner, check_learner_device
+from dora_rl.runtime.learner_check import check_learner, check_learner_device, describe_own
 from dora_rl.runtime.model_check import check_model_files
 from dora_rl.runtime.sinks import check_sinks
 from dora_rl.runtime.tokenizer import open_tokenizer
@@ -44,6 +44,7 @@ class Prepared:
             f"{len(layout.instances)} instances on {layout.device}, up to "
             f"{layout.resident_max} versions each; learner with {layout.learner_threads} threads",
             *self.train.describe(),
+            *describe_own(self.config.algorithm),
             *_describe_environments(self.config),
             f"run directory {self.config.runtime.run_dir}",
         ]
