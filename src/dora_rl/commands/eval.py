@@ -1,4 +1,8 @@
-"""`dora-rl eval RUN_OR_MODEL`: held-out accuracy of one version, greedy, sampled and pass@k."""
+"""`dora-rl eval RUN_OR_MODEL`: held-out accuracy of one version, greedy, sampled and pass@k.
+
+Exit status: 0 there are scores, 1 too many answers failed (`evaluation.failed_share_max`) and there
+is none, 2 the input is wrong.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from dora_rl.runtime.eval_figures import TAIL_FILE, failed_text, has_failed
     from dora_rl.runtime.evaluate_once import evaluate_once
     from dora_rl.runtime.run_models import find_model, is_run
     from dora_rl.runtime.settings import load_config
@@ -43,10 +48,14 @@ def run(args: argparse.Namespace) -> int:
         found,
         num_prompts=args.num_prompts or config.evaluation.num_prompts,
         num_samples=args.samples or config.evaluation.num_samples,
+        tail_file=args.model / TAIL_FILE if is_run(args.model) else None,
     )
     print(found.label)
     for name, value in figures.items():
-        print(f"  {name:14} {value:.4g}")
+        if isinstance(value, float):
+            print(f"  {name:14} {value:.4g}")
     if args.json is not None:
         write_json(args.json, {"model": found.label, "version": found.version, **figures})
-    return 0
+    if text := failed_text(figures):
+        print(f"{'failed' if has_failed(figures) else 'note'}: {text}")
+    return 1 if has_failed(figures) else 0

@@ -13,6 +13,8 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dora_rl.runtime.eval_figures import failed_text
+
 if TYPE_CHECKING:
     from dora_rl.runtime.local import LocalRun
     from dora_rl.runtime.prepare import Prepared
@@ -97,17 +99,41 @@ def _report(run_dir: Path, summary: dict[str, Any], reason: str) -> None:
     from dora_rl.observe.plots import can_draw, draw_run
 
     print(f"{reason}: {summary['steps']} steps in {summary['wall_s']:.0f} s")
-    first, last = summary["eval_first"], summary["eval_last"]
-    if first and last:
-        for name in ("sampled", "greedy", "tail_sampled", "tail_greedy"):
-            print(f"  held-out {name:13} {first[name]:.3f} -> {last[name]:.3f}")
-    print(
-        f"  staleness mean {summary['staleness_mean']:.2f} max {summary['staleness_max']}, "
-        f"mixed versions {summary['mixed_version_frac']:g}, "
-        f"discarded tokens {summary['discarded_tokens']}, "
-        f"{summary['tokens_per_s']:.0f} tokens/s"
-    )
+    for line in report_lines(run_dir, summary):
+        print(f"  {line}")
     picture = draw_run(run_dir).name if can_draw() else ""
     print(f"look at  {run_dir}/summary.json  metrics.jsonl  rollouts.jsonl  {picture}")
     print(f"in full  dora-rl dashboard {run_dir}")
     print(f"prove it dora-rl audit {run_dir}")
+
+
+def report_lines(run_dir: Path, summary: dict[str, Any]) -> list[str]:
+    """The figures of summary.json that a user looks for first."""
+    lines: list[str] = []
+    first, last = summary["eval_first"], summary["eval_last"]
+    for name in ("sampled", "greedy", "tail_sampled", "tail_greedy") if first and last else ():
+        if first.get(name) is not None or last.get(name) is not None:
+            lines.append(f"held-out {name:13} {_score(first, name)} -> {_score(last, name)}")
+    for when, found in (("first", first), ("last", last)):
+        if found and (text := failed_text(found)):
+            lines.append(f"{when} evaluation: {text}")
+    best = summary["best"]
+    if best is not None:
+        lines.append(
+            f"best version {best['version']} ({best['metric']} {best['value']:.3f}): "
+            f"dora-rl export {run_dir} OUT_DIR --step best"
+        )
+    rate = summary["tokens_per_s"]
+    lines.append(
+        f"staleness mean {summary['staleness_mean']:.2f} max {summary['staleness_max']}, "
+        f"mixed versions {summary['mixed_version_frac']:g}, "
+        f"discarded tokens {summary['discarded_tokens']}, "
+        + (f"{rate:.0f} tokens/s" if rate is not None else "tokens/s not known")
+        + f" (start-up of {summary['startup_s']:.0f} s not counted)"
+    )
+    return lines
+
+
+def _score(found: dict[str, Any], name: str) -> str:
+    value = found.get(name)
+    return "failed" if value is None else f"{value:.3f}"

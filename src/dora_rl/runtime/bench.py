@@ -21,6 +21,7 @@ from typing import Any
 from dora_rl.config import RunConfig
 from dora_rl.runtime.bench_log import Window, run_figures
 from dora_rl.runtime.cpu_meter import CpuMeter
+from dora_rl.runtime.eval_figures import Figures
 from dora_rl.runtime.gpu_meter import GpuMeter, start_meter
 from dora_rl.runtime.prepare import choose_device
 from dora_rl.runtime.settings import resolve
@@ -207,7 +208,7 @@ class Bench:
         self._see(f"{case.name} {split} seed {seed}{' (sweep)' if sweep else ''}", figures)
         return figures
 
-    def _evaluate(self, run_dir: Path) -> dict[str, float]:
+    def _evaluate(self, run_dir: Path) -> Figures:
         from dora_rl.runtime.evaluate_once import evaluate_once
         from dora_rl.runtime.run_models import find_model
 
@@ -266,8 +267,10 @@ def _row(
         if isinstance(value, int | float) and all(run[key] is not None for run in runs)
     }
     if "eval" in runs[0]:
-        mean["eval_sampled"] = sum(run["eval"]["sampled"] for run in runs) / len(runs)
-        mean["eval_greedy"] = sum(run["eval"]["greedy"] for run in runs) / len(runs)
+        for name in ("sampled", "greedy"):
+            scores = [run["eval"][name] for run in runs]
+            if None not in scores:  # an evaluation that failed has none
+                mean[f"eval_{name}"] = sum(scores) / len(scores)
     return {
         "name": case.name,
         "mode": case.mode.value,

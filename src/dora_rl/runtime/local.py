@@ -43,6 +43,13 @@ from dora_rl.runtime.carrier import Carrier, SameHost
 from dora_rl.runtime.crew import Crew, Letter
 from dora_rl.runtime.devices import EVALUATOR_SHARE
 from dora_rl.runtime.env_relay import EnvRelay
+from dora_rl.runtime.eval_figures import (
+    TAIL_FILE,
+    Figures,
+    TailPrompts,
+    best_evaluated,
+    has_failed,
+)
 from dora_rl.runtime.evaluation import Evaluations, due
 from dora_rl.runtime.full_disk import DISK_ERRORS, full_line, is_full
 from dora_rl.runtime.gpu_meter import GpuMeter, start_meter
@@ -141,11 +148,12 @@ class LocalRun:
         has_functions = bool(self.config.reward.functions)
         share = {"device": self.layout.device, "memory_share": EVALUATOR_SHARE}
         extra = share | {"has_functions": has_functions}
+        tail = TailPrompts(prompts, self.run_dir / TAIL_FILE)
         return Evaluations(
-            self.crew, self.pool, prompts, e.num_samples, self.decode, self._evaluated, extra
+            self.crew, self.pool, prompts, e, tail, self.decode, self._evaluated, extra
         )
 
-    def _evaluated(self, version: Version, figures: dict[str, float]) -> None:
+    def _evaluated(self, version: Version, figures: Figures) -> None:
         self.records.evaluation(version, figures)
         score = figures.get(self.config.checkpoint.best_metric.removeprefix("eval/"))
         if score is not None and version:
@@ -176,7 +184,7 @@ class LocalRun:
         if self.resume:
             self.samples.keep_only(self.state.groups.keys())
             self.journals.collect(alive=set(self.state.groups))
-            self.versions.keep_only(self.state, self._evaluations_missing())
+            self.versions.keep_only(self.state, {*self._evaluations_missing(), *self._best()})
             self.handle(ev.Resumed(self.params))
             for version in self._evaluations_missing():
                 self._ask_evaluation(version)
@@ -246,13 +254,16 @@ class LocalRun:
 
     def close(self) -> dict[str, Any]:
         """End the workers and write the summary. What the disk has no room for is left out."""
+        if self.stop is None or not self.stop.done:
+            self.records.cut_short()
         self.crew.end(self.config.runtime.grace_s)
         reason = self.stop.reason if self.stop is not None else "cut off"
-        mode, cores = self.params.mode.value, self.layout.num_cores
+        mode, best = self.params.mode.value, self.config.checkpoint
+        cores = self.layout.num_cores if self.config.runtime.kind == "local" else 0
         summary: dict[str, Any] = {}
         idle = self._end_device()
         try:
-            summary = self.records.summary(mode, self.state.committed, reason, cores, idle)
+            summary = self.records.summary(mode, self.state.committed, reason, cores, idle, best)
             self.records.close()
             self.samples.close()
             self.log.close()
@@ -265,13 +276,14 @@ class LocalRun:
         return summary
 
     def _end_device(self) -> float | None:
-        """The GPU's idle ratio, where the run used one."""
+        """The GPU's idle ratio in the training time, where the run used one."""
         if self.mps is not None:
             self.mps.end()
         if self.meter is None:
             return None
         self.meter.end()
-        return self.meter.idle_ratio()
+        begin = self.records.training_began
+        return self.meter.idle_ratio(begin, self.records.step_began) if begin else None
 
     # -- what workers say -------------------------------------------------------------------------
 
@@ -386,15 +398,23 @@ class LocalRun:
         return due(newest, every, self.params.num_steps) if self.evaluations is not None else []
 
     def _evaluations_missing(self) -> list[Version]:
-        """Due, not done, and still possible: a crash came between."""
+        """Due, not done or failed, and still possible: a crash came between."""
         done, there = self.records.totals.evaluations, self.versions.disk.versions()
         due = self._evaluations_due(self.state.committed)
-        return [version for version in due if version not in done and version in there]
+        missing = [version for version in due if version not in done or has_failed(done[version])]
+        return [version for version in missing if version in there]
 
     def _ask_evaluation(self, version: Version) -> None:
         assert self.evaluations is not None
         self.evaluations.ask(version)
 
+    def _best(self) -> set[Version]:
+        """The best version that was evaluated, whose weights stay until there is a better one."""
+        section = self.config.checkpoint
+        done = self.records.totals.evaluations if section.keep_best else {}
+        best = best_evaluated(done, section.best_metric, is_max=section.best_is_max)
+        return {best[0]} if best is not None else set()
+
     def retire_unpinned(self) -> None:
         pins = self.evaluations.pins() if self.evaluations is not None else set[Version]()
-        self.carrier.retire(self.versions.retire_all_but(pins))
+        self.carrier.retire(self.versions.retire_all_but(pins | self._best()))
