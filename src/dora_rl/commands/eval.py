@@ -7,11 +7,14 @@ is none, 2 the input is wrong.
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 from dora_rl.commands.files import prepare_output, write_json
 from dora_rl.types import UserError
+from dora_rl.user_code import listen, place_of, trace_of
 
+TRACES_MAX = 3  # tracebacks of the user's code that are shown
 SUMMARY = "evaluate a run's weights or a model on held-out prompts"
 
 
@@ -43,6 +46,8 @@ def run(args: argparse.Namespace) -> int:
     if args.config is None and not is_run(args.model):
         raise UserError(f"{args.model} is a model; add --config FILE.toml with data and reward")
     config = load_config(args.config or args.model / "config.json", args.overrides)
+    traces: dict[str, str] = {}
+    listen(lambda what, error: traces.update({place_of(error): trace_of(error)}))
     figures = evaluate_once(
         config,
         found,
@@ -56,6 +61,8 @@ def run(args: argparse.Namespace) -> int:
             print(f"  {name:14} {value:.4g}")
     if args.json is not None:
         write_json(args.json, {"model": found.label, "version": found.version, **figures})
+    for trace in list(traces.values())[:TRACES_MAX]:
+        print(trace, file=sys.stderr)
     if text := failed_text(figures):
         print(f"{'failed' if has_failed(figures) else 'note'}: {text}")
     return 1 if has_failed(figures) else 0

@@ -13,8 +13,6 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dora_rl.runtime.eval_figures import failed_text
-
 if TYPE_CHECKING:
     from dora_rl.runtime.local import LocalRun
     from dora_rl.runtime.prepare import Prepared
@@ -34,6 +32,7 @@ def run(args: argparse.Namespace) -> int:
     from dora_rl.runtime.kinds import check_kind
     from dora_rl.runtime.prepare import prepare
     from dora_rl.runtime.resume import (
+        check_not_moved,
         check_run_dir,
         check_same_data,
         check_same_run,
@@ -44,6 +43,8 @@ def run(args: argparse.Namespace) -> int:
     config = load_config(args.config, args.overrides)
     run_dir = Path(config.runtime.run_dir)
     check_kind(config)
+    if args.resume and not any(word.startswith("runtime.run_dir=") for word in args.overrides):
+        check_not_moved(args.config, run_dir)
     check_run_dir(run_dir, resume=args.resume)
     if args.resume:
         check_same_run(config, run_dir)
@@ -55,9 +56,16 @@ def run(args: argparse.Namespace) -> int:
     make_run_dir(run_dir)
     check_same_data(prepared.train, run_dir)
     summary, done, reason = _train(prepared, resume=args.resume)
+    if summary.get("num_user_errors"):
+        print(
+            f"your code raised {summary['num_user_errors']} times; tracebacks in "
+            f"{run_dir}/user_errors.log",
+            file=sys.stderr,
+        )
     if not done:
         print(f"dora-rl: stopped: {reason}", file=sys.stderr)
-        print(f"go on with  dora-rl train {run_dir}/config.json --resume", file=sys.stderr)
+        if (run_dir / "config.json").is_file():
+            print(f"go on with  dora-rl train {run_dir}/config.json --resume", file=sys.stderr)
         return STOPPED
     _report(run_dir, summary, reason)
     return 0
@@ -109,6 +117,8 @@ def _report(run_dir: Path, summary: dict[str, Any], reason: str) -> None:
 
 def report_lines(run_dir: Path, summary: dict[str, Any]) -> list[str]:
     """The figures of summary.json that a user looks for first."""
+    from dora_rl.runtime.eval_figures import failed_text
+
     lines: list[str] = []
     first, last = summary["eval_first"], summary["eval_last"]
     for name in ("sampled", "greedy", "tail_sampled", "tail_greedy") if first and last else ():

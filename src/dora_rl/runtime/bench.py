@@ -218,7 +218,7 @@ class Bench:
 
 def _train(config: RunConfig, run_dir: Path, device: str) -> tuple[CpuMeter, GpuMeter | None]:
     """One run to its end, in a process of its own, watched from outside."""
-    path = run_dir / "bench.json"
+    path = run_dir.with_name(f"{run_dir.name}.json")  # beside it: a run begins in an empty folder
     path.write_text(config.model_dump_json(indent=1) + "\n")
     with (run_dir / "train.log").open("wb") as log:
         child = subprocess.Popen(

@@ -67,6 +67,8 @@ from dora_rl.runtime.resume import write_config
 from dora_rl.runtime.samples import Samples
 from dora_rl.runtime.scoring import ScoringPool
 from dora_rl.runtime.settings import core_params
+from dora_rl.runtime.system_errors import system_line
+from dora_rl.runtime.user_errors import UserErrors
 from dora_rl.runtime.versions import Versions
 from dora_rl.runtime.watchdog import Watchdog
 from dora_rl.runtime.weights import WeightsError
@@ -107,6 +109,7 @@ class LocalRun:
         self.samples = self._open_samples()
         committed = state.committed if resume else None
         self.records = open_records(config, committed, lambda line: self.on_wait([line]))
+        self.user_errors = UserErrors(self.run_dir, lambda line: self.on_wait([line]))
         self.journals = Journals(self.run_dir / "journal")
         self.versions = Versions(self.run_dir / "weights", layout.weights_root)
         self.crew, self.carrier = self._hire()
@@ -164,15 +167,31 @@ class LocalRun:
     # -- the loop ---------------------------------------------------------------------------------
 
     def run(self, interrupted: Callable[[], bool]) -> act.Stop:
-        """Until the core says stop and the last evaluation is in. A full disk stops it too."""
+        """Until the core says stop and the last evaluation is in. A full disk, no memory and a run
+        directory that is gone stop it too."""
         try:
             self._start()
             return self._run(interrupted)
-        except DISK_ERRORS as error:
-            if not is_full(error):
-                raise
-            self.stop = act.Stop(full_line(self.run_dir, error), done=False)
+        except (*DISK_ERRORS, MemoryError) as error:
+            self.stop = act.Stop(self._refused(error), done=False)
             return self.stop
+
+    def _refused(self, error: Exception) -> str:
+        """What the machine refused, in one line; a mistake of ours is raised again."""
+        if not self.lock.is_there():
+            return self._gone()
+        if is_full(error):
+            return full_line(self.run_dir, error)
+        line = system_line(error)
+        if line is None:
+            raise error
+        return line
+
+    def _gone(self) -> str:
+        return (
+            f"the run directory {self.run_dir} was deleted or moved while the run was going on; "
+            "it cannot go on there"
+        )
 
     def _start(self) -> None:
         self.mps = Mps() if self.config.runtime.mps and self.layout.device != "cpu" else None
@@ -229,6 +248,9 @@ class LocalRun:
         return self.stop
 
     def _tick(self) -> None:
+        if not self.lock.is_there():
+            self.stop = act.Stop(self._gone(), done=False)
+            return
         self.handle(ev.Tick())
         self.carrier.tick()
         self.pool.check_time()
@@ -263,12 +285,13 @@ class LocalRun:
         summary: dict[str, Any] = {}
         idle = self._end_device()
         try:
+            self.user_errors.close()
             summary = self.records.summary(mode, self.state.committed, reason, cores, idle, best)
             self.records.close()
             self.samples.close()
             self.log.close()
         except DISK_ERRORS as error:
-            if not is_full(error):
+            if not is_full(error) and self.lock.is_there():
                 raise
         shutil.rmtree(self.layout.transfer_root, ignore_errors=True)
         self.versions.release()
@@ -310,6 +333,9 @@ class LocalRun:
                 self.records.usage(name, letter.life, body["busy_s"], body["cpu_s"])
             case "exported" | "imported" | "import_failed":
                 on_moving(self, name, message)
+            case "user_error":
+                self.records.totals.num_user_errors += 1
+                self.user_errors.add(name, message.body)
             case "scored":
                 self.pool.scored(name, message.body)
             case "ready" if name.startswith("learner"):

@@ -81,6 +81,7 @@ class Totals:
     migrations: int = 0
     kv_bytes_moved: int = 0
     num_resumes: int = 0
+    num_user_errors: int = 0  # what the user's code raised; see user_errors.log
     cpu_s: dict[str, float] = field(default_factory=dict[str, float])
     busy_s: dict[str, float] = field(default_factory=dict[str, float])
 
@@ -115,7 +116,7 @@ def by_environment(samples: Sequence[TrainedSample]) -> dict[str, float]:
 
 KEPT = (
     "wall_s startup_s cut_s tokens_generated discarded_tokens migrations kv_bytes_moved "
-    "num_resumes cpu_s busy_s"
+    "num_resumes num_user_errors cpu_s busy_s"
 )
 
 
@@ -299,6 +300,7 @@ class Records:
             "trainer_idle_ratio": idle_ratio(trainer_busy_s(totals.busy_s), self.training_s),
             "migrations": totals.migrations,
             "kv_bytes_moved": totals.kv_bytes_moved,
+            "num_user_errors": totals.num_user_errors,
         }
         self._keep()
         self._replace("summary.json", figures)

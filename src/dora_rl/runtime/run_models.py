@@ -11,12 +11,14 @@ sealed versions appear under their names only when every byte is there.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dora_rl.runtime.eval_figures import Figures, best_evaluated
+from dora_rl.runtime.system_errors import number_of
 from dora_rl.types import UserError, Version
 
 if TYPE_CHECKING:
@@ -194,4 +196,13 @@ def export_model(found: FoundModel, out: Path, shard_bytes_max: int = 4 << 30) -
         for file in sorted(files):
             shutil.copy2(file, target / file.name)
 
-    write_atomically(out, fill)
+    try:
+        write_atomically(out, fill)
+    except Exception as error:
+        shutil.rmtree(out.with_name(f".{out.name}.tmp"), ignore_errors=True)
+        number = number_of(error)
+        if number is None:
+            raise
+        raise UserError(
+            f"cannot write {out} ({os.strerror(number)}); choose another directory"
+        ) from error
