@@ -83,6 +83,20 @@ class MonotonicClock:
         return time.monotonic()
 
 
+def refused(run_dir: Path, lock: RunLock, error: BaseException) -> str | None:
+    """What the machine refused a run, in one line; None: it was not the machine."""
+    if not lock.is_there():
+        return gone_line(run_dir)
+    return full_line(run_dir, error) if is_full(error) else system_line(error)
+
+
+def gone_line(run_dir: Path) -> str:
+    return (
+        f"the run directory {run_dir} was deleted or moved while the run was going on; "
+        "it cannot go on there"
+    )
+
+
 class LocalRun:
     """One `dora-rl train` on this machine."""
 
@@ -173,25 +187,11 @@ class LocalRun:
             self._start()
             return self._run(interrupted)
         except (*DISK_ERRORS, MemoryError) as error:
-            self.stop = act.Stop(self._refused(error), done=False)
+            line = refused(self.run_dir, self.lock, error)
+            if line is None:
+                raise  # a mistake of ours
+            self.stop = act.Stop(line, done=False)
             return self.stop
-
-    def _refused(self, error: Exception) -> str:
-        """What the machine refused, in one line; a mistake of ours is raised again."""
-        if not self.lock.is_there():
-            return self._gone()
-        if is_full(error):
-            return full_line(self.run_dir, error)
-        line = system_line(error)
-        if line is None:
-            raise error
-        return line
-
-    def _gone(self) -> str:
-        return (
-            f"the run directory {self.run_dir} was deleted or moved while the run was going on; "
-            "it cannot go on there"
-        )
 
     def _start(self) -> None:
         self.mps = Mps() if self.config.runtime.mps and self.layout.device != "cpu" else None
@@ -249,7 +249,7 @@ class LocalRun:
 
     def _tick(self) -> None:
         if not self.lock.is_there():
-            self.stop = act.Stop(self._gone(), done=False)
+            self.stop = act.Stop(gone_line(self.run_dir), done=False)
             return
         self.handle(ev.Tick())
         self.carrier.tick()
