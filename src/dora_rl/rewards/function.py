@@ -70,6 +70,15 @@ class FunctionReward:
         }[self.form]
         return [name for name in self._signature.required if name not in known]
 
+    @property
+    def needs_answer(self) -> bool:
+        """Whether a row without an answer cannot be scored: an argument without a default is it."""
+        return any(name in forms.ANSWER_NAMES for name in self._signature.required)
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        return self._signature.names
+
     def close(self) -> None:
         return None
 
