@@ -198,7 +198,7 @@ class Bench:
         begin, end = figures.pop("begin"), figures.pop("end")
         cpu = meter.between(begin, end)
         figures["cores_used"] = cpu
-        figures["device_idle_ratio"] = max(0.0, 1 - sum(cpu.values()) / len(self.cores))
+        figures["cpu_unused_ratio"] = max(0.0, 1 - sum(cpu.values()) / len(self.cores))
         figures["still_ratio"] = meter.still_between(begin, end)
         if gpu is not None:
             figures["device_idle_ratio"] = figures["still_ratio"] = gpu.idle_ratio(begin, end)
