@@ -142,7 +142,7 @@ class LocalRun:
         self.stop: act.Stop | None = None
         self.later: deque[ev.Event] = deque()
         self.dropped: Counter[str] = Counter()
-        self.on_step: Callable[[dict[str, float]], None] = lambda line: None
+        self.on_step: Callable[[dict[str, Any]], None] = lambda line: None
         self.on_wait: Callable[[list[str]], None] = lambda lines: None
 
     def _open_samples(self) -> Samples:
