@@ -83,3 +83,22 @@ def test_a_run_directory_that_is_deleted_ends_the_run_with_one_line(tmp_path: Pa
     said = finish(process, STOPPED)
     assert "was deleted or moved while the run was going on" in said
     assert "Traceback" not in said and "go on with" not in said
+
+
+LOSS = """
+def inner(inputs):
+    return inputs.no_such_field
+
+def loss(inputs, options):
+    return inner(inputs)
+"""
+
+
+@pytest.mark.full
+def test_the_traceback_of_a_loss_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(LOSS)
+    run = tiny_run(tmp_path, algorithm__loss=f"{tmp_path}/mine.py:loss", rollout__num_instances=1)
+    said = run.train(status=STOPPED)
+    assert "no_such_field" in said and f"tracebacks in {run.run_dir}/user_errors.log" in said
+    text = (run.run_dir / "user_errors.log").read_text()
+    assert "in inner" in text and "algorithm.loss" in text and "(learner)" in text
