@@ -19,19 +19,25 @@ TOLD = {
     errno.EFBIG: "make room, or choose another place",
 }
 
+# How torch's allocator on a CPU and Python's threads say it.
+NO_MEMORY = ("can't allocate memory", "can't start new thread")
+
 
 def is_memory(error: BaseException) -> bool:
     """The system or a device had no memory left."""
-    refused = isinstance(error, OSError) and error.errno == errno.ENOMEM
-    return refused or isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in NO_MEMORY)
 
 
 def number_of(error: BaseException) -> int | None:
     """The system's number; libraries that write for us (safetensors) have it in their text."""
     if isinstance(error, OSError):
         return error.errno
-    found = re.search(r"(?:os error|code:) (\d+)", str(error))
-    return int(found.group(1)) if found else None
+    found = re.search(r"\(os error (\d+)\)|Os \{ code: (\d+)", str(error))
+    return int(found.group(1) or found.group(2)) if found else None
 
 
 def system_line(error: BaseException) -> str | None:

@@ -108,6 +108,8 @@ class OutOfMemoryError(RuntimeError):
         (MemoryError(), "out of memory; end other programs"),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), "out of memory ("),
         (OutOfMemoryError("CUDA out of memory. Tried 2 GiB"), "out of memory (CUDA out of"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 bytes"), "out of memory ("),
+        (RuntimeError("can't start new thread"), "out of memory ("),
         (OSError(errno.EROFS, "ro", "/mnt/x"), "cannot use /mnt/x: Read-only file system;"),
         (PermissionError(errno.EACCES, "no", "/mnt/x"), "cannot use /mnt/x: Permission denied;"),
         (RuntimeError("Error while serializing: I/O error: (os error 30)"), "Read-only file"),
@@ -129,6 +131,7 @@ def test_a_mistake_of_ours_keeps_its_traceback() -> None:
         raise FileNotFoundError(errno.ENOENT, "no such file", "x")
 
     assert system_line(ValueError("28")) is None
+    assert system_line(RuntimeError("it ended with code: 13")) is None
     with pytest.raises(FileNotFoundError):
         in_one_line(work, debug=False)
 
