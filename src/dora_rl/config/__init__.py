@@ -296,7 +296,9 @@ class CheckpointConfig(Section):
 
     every_steps: int = Field(default=10, ge=0)  # between two checkpoints; 0: none
     keep: int = Field(default=2, ge=0)  # newest ones; 0 keeps all
-    keep_best: bool = True  # keep the best beside the newest
+    # Keep the best version that was evaluated: its sealed weights, and its checkpoint where it has
+    # one. It goes when a better one was found. `export --step best` gives it.
+    keep_best: bool = True
     best_metric: str = "eval/greedy"  # what best means; a metric of the evaluation
     best_is_max: bool = True  # off: the smallest is best
     dtype: Dtype = "auto"  # of the model files; the float32 masters are always beside them
@@ -365,6 +367,11 @@ class EvaluationConfig(Section):
     every_steps: int = Field(default=0, ge=0)  # 0: only before the first and after the last step
     num_prompts: int = Field(default=200, ge=1)  # of the held-out data
     num_samples: int = Field(default=1, ge=1)  # sampled responses per prompt, for pass@k
+    # A response passes, for pass@k, if its reward is at least this.
+    success_min: float = Field(default=1.0, allow_inf_nan=False)
+    # Scores are over the answers that could be scored, with the number of the others beside them.
+    # Where a larger share than this failed, the evaluation has no score and is shown as failed.
+    failed_share_max: float = Field(default=0.1, ge=0, le=1)
 
 
 class LoggingConfig(Section):
