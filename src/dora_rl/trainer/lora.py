@@ -86,7 +86,8 @@ def _compute_dtype(x: Tensor) -> torch.dtype:
 def merged_weight(weight: Tensor, a: Tensor, b: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     """base + scale·B·A in float32, from and to numbers of `dtype`: those a policy computes with."""
     weight, a, b = (t.to(dtype).float() for t in (weight, a, b))
-    return (weight + scale * (b @ a)).to(dtype)
+    with torch.autocast(weight.device.type, enabled=False):
+        return (weight + scale * (b @ a)).to(dtype)
 
 
 def add_lora(policy: nn.Module, options: TrainerOptions) -> None:

@@ -13,16 +13,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from trainer_cases import FAMILIES, SHAPE, VOCAB, make_groups
 from trainer_store import MemoryStore
 
+from dora_rl.engine.engine import Engine
+from dora_rl.engine.models import read_spec
+from dora_rl.engine.options import EngineOptions
 from dora_rl.trainer.architecture import read_architecture
 from dora_rl.trainer.critic import fill_old_values
 from dora_rl.trainer.documents import Document, collate, document_of
 from dora_rl.trainer.learner import Learner
 from dora_rl.trainer.lora import adapter_tensors
 from dora_rl.trainer.losses.recipes import RECIPES
-from dora_rl.trainer.model import build_decoder, initialise, load_policy, named_weights
+from dora_rl.trainer.model import (
+    build_decoder,
+    initialise,
+    load_policy,
+    load_weights,
+    named_weights,
+)
 from dora_rl.trainer.options import AlgorithmOptions, TrainerOptions
 from dora_rl.trainer.scoring import score
 from dora_rl.trainer.weights import write_model
@@ -32,10 +42,11 @@ LONG_POSITIONS = 3200
 FORMS = ("whole", "adapters", "merged")
 
 
-def write_sharp_model(directory: Path, family: str = "qwen3", head_dim: int = 8) -> Path:
-    """A model that reads thousands of positions, its attention sharp enough to depend on them."""
+def write_long_model(directory: Path, family: str = "qwen3", sharpness: float = 2.5) -> Path:
+    """A model that reads thousands of positions; the sharper its attention, the more it depends
+    on them."""
     config: dict[str, Any] = {"tie_word_embeddings": False, **SHAPE, **FAMILIES[family]}
-    config |= {"max_position_embeddings": LONG_POSITIONS, "head_dim": head_dim}
+    config |= {"max_position_embeddings": LONG_POSITIONS, "head_dim": 32}
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
     arch = read_architecture(config)
@@ -45,7 +56,7 @@ def write_sharp_model(directory: Path, family: str = "qwen3", head_dim: int = 8)
     with torch.no_grad():
         for name, p in decoder.named_parameters():
             if name.endswith(("q_norm.weight", "k_norm.weight")):
-                p.mul_(2.5)
+                p.mul_(sharpness)
     write_model(directory, named_weights(decoder), 1 << 30)
     return directory
 
@@ -151,14 +162,27 @@ def check_critic(model: Path, trainer: TrainerOptions, tokens_max: int = 20) -> 
     assert torch.equal(critic.body.states(pack.token_ids_T, pack.layout), states)
 
 
-def position_gaps(model: Path, here: TrainerOptions, there: TrainerOptions) -> tuple[float, float]:
-    """Mean gap of two ways to compute the same log-probs, around positions 50 and 3,000.
-
-    One runs documents alone, the other side by side in one pack.
-    """
-    documents = documents_of(3025, 4)
-    alone = score(load_policy(model, here), documents, 1.0, 1)
-    learner, _ = learner_of(model, algorithm_options("longcat", "behaviour"), there)
-    packed = learner.scorer.score(documents, [0] * len(documents))
-    gap = torch.stack([(a - b).abs() for a, b in zip(alone, packed, strict=True)])
+def early_and_late(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> tuple[float, float]:
+    """Mean gap of two ways to compute the same log-probs, around positions 50 and 3,000."""
+    gap = torch.stack([(a.cpu() - b.cpu()).abs() for a, b in zip(ours, theirs, strict=True)])
     return float(gap[:, 25:75].mean()), float(gap[:, 2975:3025].mean())
+
+
+def other_arithmetic(model: Path, learner: Learner, store: MemoryStore) -> list[Tensor]:
+    """Log-probs of `documents_of(3025, 4)` under version 0, all arithmetic in float32."""
+    options = trainer_options(compute_dtype="float32", device=str(learner.device))
+    policy = load_policy(model, options)
+    load_weights(policy, lambda name: store.sealed[0].tensors[name].float())
+    return score(policy, documents_of(3025, 4), 1.0, 1)
+
+
+def by_the_engine(model: Path, learner: Learner, store: MemoryStore) -> list[Tensor]:
+    """The same by the rollout engine in bfloat16, whose kernels and order of sums are its own."""
+    kind = learner.device.type
+    options = EngineOptions(device=kind, dtype="bfloat16", kv_bytes_max=1 << 26)
+    engine = Engine(read_spec(model), options)
+    engine.load(0, store.sealed[0], verify=False)  # type: ignore[arg-type]
+    slot = engine.residency.slots[0]
+    return [
+        torch.tensor(engine.runner.score(slot, d.token_ids.tolist())) for d in documents_of(3025, 4)
+    ]
