@@ -38,23 +38,25 @@ from dora_rl.trainer.scoring import score
 from dora_rl.trainer.weights import write_model
 
 LOSSES = tuple(RECIPES)
-LONG_POSITIONS = 3200
+LONG = {"max_position_embeddings": 3200, "head_dim": 32}
 FORMS = ("whole", "adapters", "merged")
 
 
-def write_long_model(directory: Path, family: str = "qwen3", sharpness: float = 2.5) -> Path:
-    """A model that reads thousands of positions; the sharper its attention, the more it depends
-    on them."""
-    config: dict[str, Any] = {"tie_word_embeddings": False, **SHAPE, **FAMILIES[family]}
-    config |= {"max_position_embeddings": LONG_POSITIONS, "head_dim": 32}
+def write_exact_model(directory: Path, family: str, sharpness: float = 1.0, **shape: Any) -> Path:
+    """A model none of whose weights are numbers of bfloat16, norms and biases included. The sharper
+    its attention, the more it depends on positions."""
+    config: dict[str, Any] = {"tie_word_embeddings": False, **SHAPE, **FAMILIES[family], **shape}
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
     arch = read_architecture(config)
     assert arch is not None
     decoder = build_decoder(arch, TrainerOptions(device="cpu"))
     initialise(decoder, 0, std=0.2)
+    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, p in decoder.named_parameters():
+            if p.dim() == 1:
+                p.add_(torch.randn(p.shape, generator=generator) * 0.1)
             if name.endswith(("q_norm.weight", "k_norm.weight")):
                 p.mul_(sharpness)
     write_model(directory, named_weights(decoder), 1 << 30)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from exact_cases import (
     FORMS,
+    LONG,
     LOSSES,
     algorithm_options,
     by_the_engine,
@@ -22,9 +23,9 @@ from exact_cases import (
     other_arithmetic,
     run_step,
     trainer_options,
-    write_long_model,
+    write_exact_model,
 )
-from trainer_cases import FAMILIES, write_tiny_model
+from trainer_cases import FAMILIES
 from trainer_store import MemoryStore
 
 from dora_rl.trainer.learner import Learner
@@ -34,9 +35,14 @@ from dora_rl.trainer.scoring import score
 OtherScores = Callable[[Path, Learner, MemoryStore], list[torch.Tensor]]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_exact_model(tmp_path_factory.mktemp("exact") / "qwen3", "qwen3")
+
+
+@pytest.fixture(scope="module")
 def sharp_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_long_model(tmp_path_factory.mktemp("sharp") / "qwen3")
+    return write_exact_model(tmp_path_factory.mktemp("sharp") / "qwen3", "qwen3", 2.5, **LONG)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +69,7 @@ def test_every_recipe_sees_no_gap(
 def test_every_family_sees_no_gap(
     tmp_path: Path, family: str, implementation: str, dtype: str
 ) -> None:
-    model = write_tiny_model(tmp_path / "model", family)
+    model = write_exact_model(tmp_path / "model", family)
     same: dict[str, Any] = {"compute_dtype": dtype, "implementation": implementation}
     for form in FORMS:
         check_recipe(model, "longcat", "behaviour", trainer_options(form, **same))
@@ -98,7 +104,7 @@ def test_buffers_are_never_rounded(model_dir: Path, implementation: str) -> None
 def test_other_kernels_differ_no_more_at_late_positions(
     tmp_path: Path, family: str, others: OtherScores
 ) -> None:
-    model = write_long_model(tmp_path / "model", family, sharpness=1.0)
+    model = write_exact_model(tmp_path / "model", family, **LONG)
     trainer = trainer_options(compute_dtype="bfloat16", pack_tokens=4096)
     learner, store = learner_of(model, algorithm_options("longcat", "behaviour"), trainer)
     ours = learner.scorer.score(documents_of(3025, 4), [0] * 4)
