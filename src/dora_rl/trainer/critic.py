@@ -13,11 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dora_rl.trainer.attention_layout import Layout
+from dora_rl.trainer.casting import cast_parameters
 from dora_rl.trainer.distributed import back_to_shards
 from dora_rl.trainer.documents import Document, Pack, collate
 from dora_rl.trainer.losses.penalties import value_loss
 from dora_rl.trainer.meters import Meters
-from dora_rl.trainer.model import Policy, cast_parameters, copy_weights
+from dora_rl.trainer.model import Policy, copy_weights
 from dora_rl.trainer.options import AlgorithmOptions
 from dora_rl.trainer.packing import pack_stream
 

@@ -6,8 +6,6 @@ transformers masks them apart from their restarting positions. Never trusts remo
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -18,33 +16,6 @@ from dora_rl.trainer.attention_layout import Layout
 from dora_rl.trainer.logprobs import TokenScores, chunk_tokens, token_scores
 from dora_rl.trainer.options import TrainerOptions
 from dora_rl.types import UserError
-
-
-def cast_where_used(model: nn.Module, dtype: torch.dtype) -> None:
-    """Let every module compute with its own parameters in `dtype`, as the lean decoder does.
-
-    Autocast alone casts for matrix products only: embeddings and norms would stay float32 while
-    they are trained, and a frozen twin in `dtype` would compute something else.
-    """
-    for module in model.modules():
-        if any(p is not None for p in module._parameters.values()):
-            module.forward = _casting(module, module.forward, dtype)
-
-
-def _casting(module: nn.Module, forward: Callable[..., Any], dtype: torch.dtype) -> Any:
-    @wraps(forward)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        own = module.__dict__["_parameters"]
-        module.__dict__["_parameters"] = {
-            name: p if p is None or not p.is_floating_point() else p.to(dtype)
-            for name, p in own.items()
-        }
-        try:
-            return forward(*args, **kwargs)
-        finally:
-            module.__dict__["_parameters"] = own
-
-    return run
 
 
 class ForeignPolicy(nn.Module):
@@ -67,8 +38,6 @@ class ForeignPolicy(nn.Module):
             line = str(error).strip().splitlines()[0]
             raise UserError(f"model '{directory}': transformers cannot load it ({line})") from error
         self.inner = model.to(device)
-        if dtype != torch.float32:
-            cast_where_used(self.inner, dtype)
         self.compute_dtype = dtype
         self.chunk_tokens = options.logits_chunk_tokens
         self.vocab = int(model.config.vocab_size)

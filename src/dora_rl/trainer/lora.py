@@ -52,7 +52,8 @@ class LoraLinear(nn.Module):
         self.base_layer = base
         self.lora_A = nn.ModuleDict({_ADAPTER: down.to(device)})
         self.lora_B = nn.ModuleDict({_ADAPTER: up.to(device)})
-        self.scale, self.dropout = options.lora_alpha / rank, options.lora_dropout
+        self.lora_dropout = nn.Dropout(options.lora_dropout)
+        self.scale = options.lora_alpha / rank
         self.merges = options.lora_publish == "merged"
 
     def factors(self) -> tuple[Tensor, Tensor]:
@@ -60,10 +61,9 @@ class LoraLinear(nn.Module):
         return self.lora_A[_ADAPTER].weight, self.lora_B[_ADAPTER].weight  # type: ignore[return-value]
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.dropout and self.training:  # noise on the adapter's input has no merged form
-            return self.base_layer(x) + self._adapt(F.dropout(x, self.dropout))
-        if not self.merges:
-            return self.base_layer(x) + self._adapt(x)
+        # Noise on the adapter's input has no merged form.
+        if not self.merges or (self.lora_dropout.p and self.lora_dropout.training):
+            return self.base_layer(x) + self._adapt(self.lora_dropout(x))
         with torch.no_grad():
             a, b = self.factors()
             whole = merged_weight(self.base_layer.weight, a, b, self.scale, _compute_dtype(x))
@@ -120,14 +120,15 @@ def _output_layer(policy: nn.Module) -> nn.Module | None:
 @contextmanager
 def without_dropout(policy: nn.Module) -> Iterator[None]:
     """For whatever is not a training pass. Adapters alone have dropout; a model's own stays off."""
-    noisy = [m for m in policy.modules() if isinstance(m, LoraLinear) and m.training]
+    adapted = (m for m in policy.modules() if isinstance(m, LoraLinear))
+    noisy = [m.lora_dropout for m in adapted if m.lora_dropout.training]
     for module in noisy:
-        module.training = False
+        module.eval()
     try:
         yield
     finally:
         for module in noisy:
-            module.training = True
+            module.train()
 
 
 def is_adapter(name: str) -> bool:

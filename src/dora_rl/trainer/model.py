@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from dora_rl.trainer.architecture import Architecture, load_config, read_architecture
 from dora_rl.trainer.attention import pick_attention
+from dora_rl.trainer.casting import cast_parameters, cast_where_used
 from dora_rl.trainer.decoder import Decoder, Layer
 from dora_rl.trainer.distributed import gathered, like_shard
 from dora_rl.trainer.foreign import ForeignPolicy
@@ -69,13 +70,6 @@ def build_decoder(
     return decoder
 
 
-def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
-    """Parameters alone. A buffer (the frequencies of rotary positions) is a constant of the
-    architecture, not a weight: rounded, it would turn late positions by another angle."""
-    for p in module.parameters():
-        p.data = p.data.to(dtype)
-
-
 def _compile_layers(decoder: Decoder) -> None:
     """Fuse what lies around attention. All layers share one compiled body.
 
@@ -119,7 +113,11 @@ def load_policy(directory: Path, options: TrainerOptions) -> Policy:
                 "use trainer.implementation = 'auto'"
             )
         device = pick_device(options.device)
-        return ForeignPolicy(directory, device, pick_dtype(options.compute_dtype, device), options)
+        dtype = pick_dtype(options.compute_dtype, device)
+        foreign = ForeignPolicy(directory, device, dtype, options)
+        if dtype != torch.float32:
+            cast_where_used(foreign.inner, dtype)
+        return foreign
     decoder = build_decoder(arch, options)
     with TensorReader(directory) as reader:
         load_weights(decoder, reader.read)
