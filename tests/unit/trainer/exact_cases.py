@@ -24,7 +24,7 @@ from dora_rl.trainer.architecture import read_architecture
 from dora_rl.trainer.critic import fill_old_values
 from dora_rl.trainer.documents import Document, collate, document_of
 from dora_rl.trainer.learner import Learner
-from dora_rl.trainer.lora import adapter_tensors
+from dora_rl.trainer.lora import adapter_tensors, load_adapter_tensors
 from dora_rl.trainer.losses.recipes import RECIPES
 from dora_rl.trainer.model import (
     build_decoder,
@@ -84,17 +84,24 @@ def algorithm_options(loss: str, old_logprobs: str, **others: Any) -> AlgorithmO
     return AlgorithmOptions(**{**options, **others})
 
 
+def move_adapters(learner: Learner) -> None:
+    """To where training might have them; new ones add nothing to their base."""
+    generator = torch.Generator().manual_seed(1)
+    moved = {
+        name: torch.randn(p.shape, generator=generator) * 0.3
+        for name, p in adapter_tensors(learner.policy).items()
+    }
+    load_adapter_tensors(learner.policy, moved)
+
+
 def learner_of(
-    model: Path, algorithm: AlgorithmOptions, trainer: TrainerOptions, move_adapters: bool = False
+    model: Path, algorithm: AlgorithmOptions, trainer: TrainerOptions, moved: bool = False
 ) -> tuple[Learner, MemoryStore]:
     """A learner whose versions 0 and 1 are sealed: both are its weights."""
     store = MemoryStore()
     learner = Learner(model, algorithm, trainer, batch_groups=4, store=store)
-    if move_adapters:
-        generator = torch.Generator().manual_seed(1)
-        with torch.no_grad():
-            for p in adapter_tensors(learner.policy).values():
-                p.copy_(torch.randn(p.shape, generator=generator) * 0.3)
+    if moved:
+        move_adapters(learner)
     for version in (0, 1):
         learner.publish(store, version).result()
     return learner, store
