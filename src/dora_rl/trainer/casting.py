@@ -44,10 +44,11 @@ class _Swap:
     def cast(self, module: nn.Module, _: Any) -> None:
         masters = module._parameters
         self._masters.append(masters)
-        module._parameters = {
+        casts: Any = {
             name: p if p is None or not p.is_floating_point() else p.to(self._dtype)
             for name, p in masters.items()
-        }  # type: ignore[assignment]
+        }
+        module._parameters = casts
 
     def restore(self, module: nn.Module, *_: Any) -> None:
         module._parameters = self._masters.pop()

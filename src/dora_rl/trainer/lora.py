@@ -100,8 +100,13 @@ def add_lora(policy: nn.Module, options: TrainerOptions) -> None:
             f"trainer.lora_targets {missing}: no such linear layer of the blocks (the output "
             f"matrix has no adapter); known: {sorted(found)}"
         )
-    policy.requires_grad_(False)
     targets = options.lora_targets or LINEAR_LAYERS
+    if not found & set(targets):
+        raise UserError(
+            "trainer.lora_rank: the model has none of the usual linear layers; name some in "
+            f"trainer.lora_targets: {sorted(found)}"
+        )
+    policy.requires_grad_(False)
     # The same seed gives the same adapters on every rank.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(options.seed)

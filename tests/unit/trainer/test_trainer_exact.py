@@ -71,9 +71,19 @@ def test_every_family_sees_no_gap(
 ) -> None:
     model = write_exact_model(tmp_path / "model", family)
     same: dict[str, Any] = {"compute_dtype": dtype, "implementation": implementation}
-    for form in FORMS:
+    few = implementation == "transformers" and family not in ("qwen2", "llama3_rope")
+    for form in ("whole",) if few else FORMS:
         check_recipe(model, "longcat", "behaviour", trainer_options(form, **same))
     check_critic(model, trainer_options(**same))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_compiled_layers_see_no_gap(model_dir: Path, dtype: str) -> None:
+    """What is fused must round where the plain formulas do, with and without gradients."""
+    check_recipe(
+        model_dir, "longcat", "behaviour", trainer_options(compute_dtype=dtype, compile="on")
+    )
 
 
 @pytest.mark.parametrize("implementation", ["lean", "transformers"])
@@ -82,7 +92,7 @@ def test_late_positions_see_no_gap(sharp_dir: Path, implementation: str) -> None
         compute_dtype="bfloat16", pack_tokens=8192, implementation=implementation
     )
     learner, _ = learner_of(sharp_dir, algorithm_options("longcat", "behaviour"), trainer)
-    check_sealed_scores(learner, documents_of(3000, 2))
+    check_sealed_scores(learner, documents_of(3000, 1))
 
 
 @pytest.mark.parametrize("implementation", ["lean", "transformers"])
@@ -112,7 +122,7 @@ def test_other_kernels_differ_no_more_at_late_positions(
     assert 0.0 < late <= 1.5 * early, (early, late)
 
 
-@pytest.mark.parametrize("attention", ["loop", "sdpa"])
+@pytest.mark.parametrize("attention", ["loop", pytest.param("sdpa", marks=pytest.mark.full)])
 def test_other_packs_differ_by_rounding_alone(sharp_dir: Path, attention: str) -> None:
     """Side by side in one pack, under another kernel: even where attention is sharp, no ratio
     leaves the usual trust region for the position it is at."""
