@@ -76,7 +76,9 @@ def test_progress_in_weight_space_outlives_the_learner(tmp_path: Path) -> None:
 def own_loss(folder: Path, body: str) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "loss.py"
-    path.write_text(f"def mine(inputs, options):\n    return {body}\n")
+    # Made-up batches, on which every loss is tried before the start, are of step 3.
+    good = "    if inputs.step == 3:\n        return inputs.logprobs_T\n"
+    path.write_text(f"def mine(inputs, options):\n{good}    return {body}\n")
     return f"{path}:mine"
 
 
@@ -103,7 +105,9 @@ def test_a_run_that_skipped_every_update_is_no_success(tmp_path: Path) -> None:
 def test_a_loss_without_a_gradient_stops_the_run_with_its_name(tmp_path: Path) -> None:
     run = tiny_run(tmp_path, algorithm__loss=own_loss(tmp_path, "inputs.logprobs_T.detach()"))
     said = run.train(status=STOPPED)
-    assert f"stopped: learner: algorithm.loss '{tmp_path}/loss.py:mine' returned a loss" in said
+    assert (
+        f"stopped: learner: algorithm.loss '{tmp_path}/loss.py:mine' returns a loss without" in said
+    )
     assert len(stops(run)) == 1
 
 

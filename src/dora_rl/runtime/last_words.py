@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import signal
 
+from dora_rl.runtime.system_errors import is_memory
 from dora_rl.user_code import one_line
 
 ENDED = "its process ended"
@@ -33,7 +34,7 @@ def last_words(error: BaseException) -> str:
     if "CUDA out of memory" in text or any(sign in text for sign in _ON_GPU):
         return _out_of_gpu_memory(text)
     wanted = _HOST.search(text)
-    if isinstance(error, MemoryError) or "can't allocate memory" in text:
+    if is_memory(error):
         much = f": {int(wanted[1]) / 2**30:.2f} GiB more were wanted" if wanted else ""
         return f"out of memory on the host{much}; {ROOM_ON_HOST}"
     return one_line(error)

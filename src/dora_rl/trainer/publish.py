@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from dora_rl.ports import Canary, WeightStore
 from dora_rl.trainer.attention_layout import Layout
 from dora_rl.trainer.distributed import back_to_shards, gathered
+from dora_rl.trainer.lora import without_dropout
 from dora_rl.trainer.masters import make_buffer, split
-from dora_rl.trainer.model import named_weights
+from dora_rl.trainer.model import Policy, named_weights
 from dora_rl.types import Version
 
 CANARY_TOKENS = 16
@@ -36,7 +37,8 @@ def compute_canary(policy: nn.Module, vocab: int, positions_max: int) -> Canary:
     device = next(policy.parameters()).device
     tokens = torch.tensor(ids, device=device)
     rows = torch.arange(len(ids) - 1, device=device)
-    scores = policy(tokens, Layout([len(ids)], device), rows, tokens[1:], 1.0)
+    with without_dropout(policy):
+        scores = policy(tokens, Layout([len(ids)], device), rows, tokens[1:], 1.0)
     back_to_shards(policy)
     return Canary(ids, tuple(scores.logprobs_N.float().tolist()))
 
@@ -51,7 +53,7 @@ class Publisher:
         self._host: dict[str, Tensor] = {}
 
     def snapshot(
-        self, policy: nn.Module, dtype: torch.dtype, first: bool, exact: bool = False
+        self, policy: Policy, dtype: torch.dtype, first: bool, exact: bool = False
     ) -> tuple[list[tuple[str, Tensor]], dict[str, Tensor]]:
         """Every tensor of the checkpoint, gathered from all ranks; on the first one cast and
         copied to the CPU. With `exact` also what the cast took from the masters."""
@@ -59,7 +61,8 @@ class Publisher:
             wait([self._last])  # its copies are these
         tensors: list[tuple[str, Tensor]] = []
         lost: dict[str, Tensor] = {}
-        for name, tensor in named_weights(policy, gathered):
+        # Adapters are merged as the policy merges them, so that it computes with what is sealed.
+        for name, tensor in named_weights(policy, gathered, policy.compute_dtype):
             if not first:
                 continue
             keep = self._keep if tensor.is_cuda else make_buffer

@@ -70,7 +70,7 @@ def save(learner: Learner, directory: Path, options: CheckpointOptions) -> Path:
             checkpoint.save_tensors(trainer / f"{name}.safetensors", tensors)
         if lora:
             base = str(learner.directory or "")
-            save_adapter(target / "adapter", learner.policy, learner.options, base)
+            save_adapter(target / "adapter", parts["adapters"], learner.options, base)
         checkpoint.save_tensors(trainer / "rng.safetensors", checkpoint.rng_tensors())
         (trainer / "state.json").write_text(json.dumps(_counters(learner), indent=2) + "\n")
 

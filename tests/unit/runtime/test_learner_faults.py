@@ -79,8 +79,8 @@ def test_running_out_of_memory_is_told_as_such(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("body", "line"),
     [
-        ("(inputs.advantages_T * inputs.old_logprobs_T)", "returned a loss without a gradient"),
-        ("inputs.logprobs_T.detach()", "returned a loss without a gradient"),
+        ("(inputs.advantages_T * inputs.old_logprobs_T)", "a loss without a gradient"),
+        ("inputs.logprobs_T.detach()", "a loss without a gradient"),
         ("inputs.logprobs_T.sum()", "must return one loss per token"),
         ("inputs.nothing", "raised AttributeError"),
     ],
@@ -142,7 +142,8 @@ def test_rewards_beyond_float32_are_left_out_by_name() -> None:
 def test_the_summary_counts_updates_also_those_of_older_runs() -> None:
     step = {
         "step": 0,
-        "num_tokens": 1,
+        "tokens_trained": 1,
+        "time/step": 1.0,
         "num_samples": 1,
         "staleness/mean": 0.0,
         "staleness/max": 0,
