@@ -1,7 +1,7 @@
 """`dora-rl train CONFIG.toml a.b=c --resume --dry-run`: train on this machine.
 
-Exit status: 0 all steps are trained, 2 the input is wrong, 3 stopped and resumable, 130 cut off by
-a second signal (resumable too).
+Exit status: 0 all steps are trained, 2 the input is wrong, 3 stopped and resumable, 4 all steps are
+done and not one update was applied, 130 cut off by a second signal (resumable too).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 SUMMARY = "train a model: dora-rl train CONFIG.toml section.key=value ..."
 STOPPED = 3
+NOTHING_LEARNED = 4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,6 +57,8 @@ def run(args: argparse.Namespace) -> int:
     make_run_dir(run_dir)
     check_same_data(prepared.train, run_dir)
     summary, done, reason = _train(prepared, resume=args.resume)
+    if summary.get("updates_skipped"):
+        print(f"dora-rl: {_skipped(summary)}", file=sys.stderr)
     if summary.get("num_user_errors"):
         print(
             f"your code raised {summary['num_user_errors']} times; tracebacks in "
@@ -67,8 +70,19 @@ def run(args: argparse.Namespace) -> int:
         if (run_dir / "config.json").is_file():
             print(f"go on with  dora-rl train {run_dir}/config.json --resume", file=sys.stderr)
         return STOPPED
+    if summary.get("updates_skipped") and not summary["updates_applied"]:
+        print("dora-rl: nothing was learned: the weights are those of the start", file=sys.stderr)
+        return NOTHING_LEARNED
     _report(run_dir, summary, reason)
     return 0
+
+
+def _skipped(summary: dict[str, Any]) -> str:
+    skipped = summary["updates_skipped"]
+    return (
+        f"{skipped} of {skipped + summary['updates_applied']} updates were skipped: their loss or "
+        "gradient was not finite; look at the rewards, algorithm.loss and trainer.lr"
+    )
 
 
 def _train(prepared: Prepared, *, resume: bool) -> tuple[dict[str, Any], bool, str]:

@@ -266,6 +266,8 @@ class TrainerConfig(Section):
     lr_floor_ratio: float = Field(default=0.0, ge=0, le=1)  # where linear and cosine end
     grad_norm_max: float = Field(default=1.0, ge=0)  # 0: no clipping
     updates_per_step: int = Field(default=1, ge=1)  # U: update i takes the i-th B/U groups
+    # An update whose loss or gradient is not finite is skipped. So many in a row stop the run.
+    skipped_updates_max: int = Field(default=10, ge=1)
     pack_tokens: int = Field(default=0, ge=0)  # of one micro-batch; 0: 4096 on a CPU, 32768 on CUDA
     document_tokens_max: int = Field(default=0, ge=0)  # 0: what the model's positions allow
     streaming: bool = True  # compute on groups as they come; off: at the end of a step
@@ -299,6 +301,10 @@ class CheckpointConfig(Section):
     """[checkpoint] how often, how many, which is best."""
 
     every_steps: int = Field(default=10, ge=0)  # between two checkpoints; 0: none
+    # The optimizer's moments are written beside training this often, so that a learner that dies
+    # loses at most so much of them. Its weights and its schedule are exact in any case. 0: after
+    # every step.
+    state_every_s: float = Field(default=60.0, ge=0)
     keep: int = Field(default=2, ge=0)  # newest ones; 0 keeps all
     # Keep the best version that was evaluated: its sealed weights, and its checkpoint where it has
     # one. It goes when a better one was found. `export --step best` gives it.

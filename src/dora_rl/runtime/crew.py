@@ -31,10 +31,12 @@ from typing import Any, Protocol
 from numpy.typing import NDArray
 
 from dora_rl.config import RunConfig
+from dora_rl.runtime.last_words import why_ended
 from dora_rl.runtime.wire import Channel, Message, pack
 
 TMP_CHARS_MAX = 70
 KILL_WAIT_S = 30.0  # for a killed process to be gone
+SAVE_WAIT_S = 600.0  # for a worker that was asked to end and says that it is saving
 
 
 class Process(Protocol):
@@ -66,6 +68,8 @@ class Worker:
     reader: threading.Thread | None = None
     outbox: queue.SimpleQueue[bytes | None] = field(default_factory=queue.SimpleQueue)
     joined: bool = False  # it has said that it is ready for work
+    last_words: str = ""  # why it ends, in its own words
+    saving: bool = False  # it was asked to end, and writes what the next start needs
 
 
 def socket_home() -> Path:
@@ -254,6 +258,9 @@ class Crew:
             except (ValueError, KeyError):
                 worker.process.kill()  # it speaks another language
                 return
+            if message.kind == "saving":
+                worker.saving = True
+                continue
             self.inbox.put(Letter(worker.name, worker.life, message))
 
     def _write(self, worker: Worker) -> None:
@@ -284,11 +291,24 @@ class Crew:
             self.send(worker.name, "end", {})
         for worker in workers:
             wait_s = until - time.monotonic() if worker.channel is not None else 0.0
-            try:
-                worker.process.wait(max(0.0, wait_s))
-            except subprocess.TimeoutExpired:
+            if not self._ended(worker, wait_s) and not (
+                worker.saving and self._ended(worker, SAVE_WAIT_S)
+            ):
                 worker.process.kill()
                 worker.process.wait(KILL_WAIT_S)
+
+    def _ended(self, worker: Worker, wait_s: float) -> bool:
+        """Whether it has ended by itself after so long."""
+        try:
+            worker.process.wait(max(0.0, wait_s))
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def why_ended(self, name: str) -> str:
+        """Of a worker whose end is in the inbox."""
+        worker = self.workers[name]
+        return why_ended(worker.last_words, worker.process.poll())
 
     def _close(self) -> None:
         self._listener.close()

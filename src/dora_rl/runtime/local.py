@@ -12,6 +12,7 @@ never takes the run with it.
     imported             tells the source to forget            Moved
     committed + metrics  writes the step's records             StepCommitted
     fatal                stops the run with the reason         StopRequested
+    fault                remembers the reason for its end      -
     (gone)               reads its journal, starts it again    InstanceLost / TrainerLost
 
 Invariant: whatever must survive a crash (a sample's row, a step's records) is written before the
@@ -317,8 +318,10 @@ class LocalRun:
             self.recovery.lost(letter.name)
             return
         message, name = letter.message, letter.name
-        if message.kind == "fatal":
-            self.recovery.fatal(name, message.body)
+        if message.kind in ("fatal", "fault"):
+            self.crew.workers[name].last_words = message.body["reason"]
+            if message.kind == "fatal":
+                self.recovery.fatal(name, message.body)
             return
         self.recovery.joined(name)
         match message.kind:
@@ -331,6 +334,8 @@ class LocalRun:
             case "usage":
                 body = message.body
                 self.records.usage(name, letter.life, body["busy_s"], body["cpu_s"])
+            case "note":
+                self.on_wait([message.body["line"]])
             case "exported" | "imported" | "import_failed":
                 on_moving(self, name, message)
             case "user_error":
@@ -410,6 +415,10 @@ class LocalRun:
         self.dropped = Counter()
         self.recovery.committed()
         self.on_step(line)
+        if skipped := line.get("update/skipped_non_finite"):
+            self.on_wait(
+                [f"step {step}: {skipped:.0f} updates skipped, loss or gradient not finite"]
+            )
         if step + 1 in self._evaluations_due(step + 1):
             self._ask_evaluation(step + 1)
 

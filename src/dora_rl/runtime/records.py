@@ -71,6 +71,8 @@ class Totals:
     staleness_sum: float = 0.0
     staleness_max: int = 0
     rewards: list[float] = field(default_factory=list[float])
+    updates_applied: int = 0
+    updates_skipped: int = 0  # their loss or gradient was not finite
     evaluations: dict[Version, Figures] = field(default_factory=dict[Version, Figures])
     steps_s: float = 0.0  # sum of time/step
     wall_s: float = 0.0  # before the last resume
@@ -101,6 +103,9 @@ class Totals:
         self.staleness_max = max(self.staleness_max, line["staleness/max"])
         self.mixed += line["mixed_version_frac"] * line["num_samples"]
         self.rewards.append(line["reward/mean"])
+        # Lines of releases before this count have the gradient's norm where one was applied.
+        self.updates_applied += int(line.get("update/applied", "grad_norm" in line))
+        self.updates_skipped += int(line.get("update/skipped_non_finite", 0))
 
 
 def by_environment(samples: Sequence[TrainedSample]) -> dict[str, float]:
@@ -284,6 +289,8 @@ class Records:
             "training_s": self.training_s,
             "tokens_trained": totals.tokens_trained,
             "tokens_generated": totals.tokens_generated,
+            "updates_applied": totals.updates_applied,
+            "updates_skipped": totals.updates_skipped,
             "tokens_per_s": tokens_per_s([totals.tokens_trained], [self.training_s]),
             "reward_first": totals.rewards[0] if totals.rewards else None,
             "reward_last": totals.rewards[-1] if totals.rewards else None,

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from dora_rl.config import ModelConfig, RewardConfig, RunConfig
-from dora_rl.runtime.crew import Crew, Letter
+from dora_rl.runtime.crew import KILL_WAIT_S, SAVE_WAIT_S, Crew, Letter, Worker
 
 CONFIG = RunConfig(
     model=ModelConfig(path="unused"), reward=RewardConfig.model_validate({"functions": ["exact"]})
@@ -78,6 +78,36 @@ def test_a_worker_that_is_never_ready_is_overdue(crew: Crew) -> None:
     crew.start("reward", "reward0", {"base_dir": "."})
     assert crew.overdue(0.0) == ["reward0"]
     assert crew.overdue(1e6) == []
+
+
+class Busy:
+    """A process that needs longer than it is given at first."""
+
+    def __init__(self) -> None:
+        self.waited_s: list[float] = []
+        self.killed = False
+
+    def poll(self) -> int | None:
+        return 0 if len(self.waited_s) > 1 else None
+
+    def wait(self, timeout: float | None = None) -> int:
+        assert timeout is not None
+        self.waited_s.append(timeout)
+        if len(self.waited_s) == 1:
+            raise subprocess.TimeoutExpired("busy", timeout)
+        return 0
+
+    def kill(self) -> None:
+        self.killed = True
+
+
+@pytest.mark.parametrize("saving", [False, True])
+def test_a_worker_that_is_saving_is_waited_for(crew: Crew, saving: bool) -> None:
+    process = Busy()
+    worker = Worker("learner", "learner", 0, process, {}, 0.0, saving=saving)
+    crew._end([worker], 0.0)
+    assert process.killed != saving
+    assert process.waited_s == [0.0, SAVE_WAIT_S if saving else KILL_WAIT_S]
 
 
 def test_workers_end_with_their_controller(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 
 from dora_rl.core import events as ev
+from dora_rl.runtime.last_words import why_ended
 from dora_rl.runtime.recovery import RESTARTS_MAX, STARTS_MAX, Recovery
 
 
@@ -17,6 +18,7 @@ class Worker:
         self.joined = True
         self.process = self
         self.ended = False
+        self.last_words = ""
 
     def poll(self) -> int | None:
         return 1 if self.ended else None
@@ -30,7 +32,11 @@ class Run:
         self.workers = {name: Worker(name) for name in names}
         self.started: list[str] = []
         self.crew = SimpleNamespace(
-            workers=self.workers, closing=False, restart=self.restart, log_tail=lambda _: "no GPU"
+            workers=self.workers,
+            closing=False,
+            restart=self.restart,
+            log_tail=lambda _: "no GPU",
+            why_ended=lambda name: why_ended(self.workers[name].last_words, 1),
         )
         self.journals = SimpleNamespace(collect=lambda *args, **kwargs: None)
         self.state = SimpleNamespace(groups={})
@@ -64,6 +70,17 @@ def test_an_instance_that_ends_is_replaced(run: Run) -> None:
     run.end("instance1")
     assert run.events == [ev.InstanceLost("instance1", "its process ended")]
     assert run.started == ["instance1"] and not run.lines
+
+
+def test_why_a_learner_ended_is_in_the_log_and_on_the_console(run: Run) -> None:
+    run.start_learner = lambda: run.restart("learner")  # type: ignore[attr-defined]
+    run.workers["learner"].last_words = "out of memory on the GPU: 2 GiB more were wanted"
+    run.end("learner")
+    assert run.events == [ev.TrainerLost("out of memory on the GPU: 2 GiB more were wanted")]
+    assert run.lines == [
+        "the learner ended and begins again at the newest version: "
+        "out of memory on the GPU: 2 GiB more were wanted"
+    ]
 
 
 def test_before_the_first_step_an_instance_that_cannot_start_stops_the_run(run: Run) -> None:
