@@ -19,6 +19,7 @@ from dora_rl.trainer.attention import pick_attention
 from dora_rl.trainer.decoder import Decoder, Layer
 from dora_rl.trainer.distributed import gathered, like_shard
 from dora_rl.trainer.foreign import ForeignPolicy
+from dora_rl.trainer.foreign_check import load_foreign
 from dora_rl.trainer.lora import (
     is_adapter,
     is_published_adapter,
@@ -112,7 +113,7 @@ def load_policy(directory: Path, options: TrainerOptions) -> Policy:
                 "use trainer.implementation = 'auto'"
             )
         device = pick_device(options.device)
-        return ForeignPolicy(directory, device, pick_dtype(options.compute_dtype, device), options)
+        return load_foreign(directory, device, pick_dtype(options.compute_dtype, device), options)
     decoder = build_decoder(arch, options)
     with TensorReader(directory) as reader:
         load_weights(decoder, reader.read)
@@ -122,6 +123,9 @@ def load_policy(directory: Path, options: TrainerOptions) -> Policy:
 @torch.no_grad()
 def load_weights(policy: nn.Module, read: Callable[[str], Tensor]) -> None:
     """Fill every parameter from tensors with the checkpoint's names."""
+    if isinstance(policy, ForeignPolicy):
+        _load_foreign(policy, read)
+        return
     for name, p in policy.named_parameters():
         if is_adapter(name):
             continue
@@ -133,6 +137,29 @@ def load_weights(policy: nn.Module, read: Callable[[str], Tensor]) -> None:
         p.copy_(like_shard(tensor, p))
 
 
+def _load_foreign(policy: ForeignPolicy, read: Callable[[str], Tensor]) -> None:
+    targets = _foreign_tensors(policy)
+    for name, tensor in policy.format.from_checkpoint(read):
+        target = targets.pop(name)[1]
+        if tensor.shape != target.shape:
+            raise UserError(
+                f"tensor '{name}' has shape {tuple(tensor.shape)}, the config says "
+                f"{tuple(target.shape)}"
+            )
+        target.copy_(like_shard(tensor, target))
+    assert not targets, f"no checkpoint tensor fills {sorted(targets)}"
+
+
+def _foreign_tensors(policy: ForeignPolicy) -> dict[str, tuple[str, Tensor]]:
+    """What a checkpoint of it holds, by the name that transformers has for it: its name in the
+    policy, which adapters may have changed, and the tensor."""
+    tensors = {
+        checkpoint_name(n): (n, p) for n, p in policy.named_parameters() if not is_adapter(n)
+    }
+    buffers = dict(policy.inner.named_buffers())
+    return {**tensors, **{n: (n, buffers[n]) for n in policy.format.buffers}}
+
+
 def checkpoint_name(name: str) -> str:
     """A parameter's name without the prefixes of modules that wrap a foreign or adapted model."""
     return plain_name(name.removeprefix("inner."))
@@ -142,6 +169,15 @@ def named_weights(
     policy: nn.Module, gather: Callable[[Tensor], Tensor] = lambda t: t
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors of the Hugging Face checkpoint, adapters merged, one at a time in fixed order."""
+    if isinstance(policy, ForeignPolicy):
+        own = _foreign_tensors(policy)
+
+        def whole_of(name: str) -> Tensor:
+            at, tensor = own[name]
+            return merged(policy, at, gather(tensor.detach()))
+
+        yield from policy.format.to_checkpoint(whole_of)
+        return
     for name, p in policy.named_parameters():
         if not is_adapter(name):
             whole = merged(policy, name, gather(p.detach()))
@@ -150,6 +186,10 @@ def named_weights(
 
 def base_weights(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """As `named_weights`, without the adapters: what training with adapters resumes from."""
+    if isinstance(policy, ForeignPolicy):
+        own = _foreign_tensors(policy)
+        yield from policy.format.to_checkpoint(lambda name: own[name][1].detach())
+        return
     for name, p in policy.named_parameters():
         if not is_adapter(name):
             yield from to_checkpoint(checkpoint_name(name), p.detach())
