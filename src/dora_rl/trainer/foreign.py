@@ -185,6 +185,7 @@ class OutputLayer:
         module, output = found[0]
         return modules[module], output
 
+    @torch.enable_grad()
     def _probe(self, weight: Tensor) -> bool:
         """Whether `finish` does anything; that it is a function of the values alone."""
         raw = torch.linspace(-300.0, 300.0, 2 * weight.shape[0], device=weight.device)

@@ -28,7 +28,7 @@ from dora_rl.trainer.foreign_clone import make_clone
 from dora_rl.trainer.foreign_names import own_tensors
 from dora_rl.trainer.logprobs import TokenScores
 from dora_rl.trainer.options import TrainerOptions
-from dora_rl.trainer.weights import TensorReader, write_model
+from dora_rl.trainer.weights import TensorReader, tensor_files, write_model
 from dora_rl.types import UserError
 
 LENGTHS = (23, 21, 7, 1, 22)  # three share a batch and are padded, two are alone
@@ -44,7 +44,7 @@ def load_foreign(
     trust = options.trust_remote_code
     config = read_config(directory, trust)
     text = json.dumps(config.to_dict(), sort_keys=True, default=str)
-    with _one_line(directory, config.model_type):
+    with _one_line(directory, config.model_type), _without_progress_bars():
         attention = examine(text, directory, dtype, trust)
         model = load_model(directory, attention, trust)
         policy = ForeignPolicy(model.to(device), dtype, options)
@@ -68,6 +68,20 @@ def _one_line(directory: Path, kind: str) -> Iterator[None]:
         ) from error
 
 
+@contextlib.contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    """Those of a small clone would say nothing to the user."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
 def read_config(directory: Path, trust: bool) -> Any:
     """The config as transformers reads it; quantised weights are refused here."""
     from transformers import AutoConfig
@@ -81,6 +95,11 @@ def read_config(directory: Path, trust: bool) -> Any:
         raise UserError(
             f"model '{directory}' (type '{config.model_type}') cannot be trained: its weights are "
             "quantised; use the unquantised model"
+        )
+    if config.is_encoder_decoder:
+        raise UserError(
+            f"model '{directory}' (type '{config.model_type}') cannot be trained: it has an "
+            "encoder; use a causal language model"
         )
     return config
 
@@ -113,13 +132,13 @@ def examine(config_text: str, directory: Path, dtype: torch.dtype, trust: bool) 
     again from the directory; its text is there so that a changed one is examined again.
     """
     config = read_config(directory, trust)
+    file_bytes = sum(file.stat().st_size for file in set(tensor_files(directory).values()))
     with torch.random.fork_rng(devices=[]), tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
-        clone = make_clone(config, directory, trust)
+        clone = make_clone(config, file_bytes, trust)
         case = _Case(clone)
         clone.save_pretrained(Path(folder, "clone"))
-        attention = _pick_attention(Path(folder, "clone"), case, trust)
-        policy = _policy(Path(folder, "clone"), attention, trust)
+        attention, policy = _pick_attention(Path(folder, "clone"), case, trust)
         _check_export(policy, case, Path(folder, "export"), trust)
         _check_gradients(policy, case, dtype)
     return attention
@@ -158,11 +177,11 @@ class _Case:
     def difference(self, scores: TokenScores, mean: bool = False) -> float:
         """How far scores are from the model's own, in units of the spread of its log-probs."""
         far = (scores.logprobs_N - self.logprobs).abs(), (scores.entropy_N - self.entropy).abs()
-        worst = torch.stack(far)
+        worst = torch.stack(far).detach()
         return float(worst.mean() if mean else worst.max()) / self.spread
 
 
-def _pick_attention(directory: Path, case: _Case, trust: bool) -> str:
+def _pick_attention(directory: Path, case: _Case, trust: bool) -> tuple[str, ForeignPolicy]:
     """transformers' fast attention leaves out what its kernel has no place for (soft-caps)."""
     difference = float("nan")
     for attention in ("sdpa", "eager"):
@@ -175,7 +194,7 @@ def _pick_attention(directory: Path, case: _Case, trust: bool) -> str:
         with torch.no_grad():
             difference = case.difference(case.scores(policy))
         if difference < DIFFERENCE_MAX:
-            return attention
+            return attention, policy
     raise UserError(
         f"the learner's log-probs are {difference:.2g} of their spread away from those of "
         "transformers; it mixes documents or is not causal"
@@ -203,6 +222,7 @@ def _check_export(policy: ForeignPolicy, case: _Case, folder: Path, trust: bool)
         raise UserError(f"its weight '{wrong[0]}' is not read back from an export as it was")
 
 
+@torch.enable_grad()
 def _check_gradients(policy: ForeignPolicy, case: _Case, dtype: torch.dtype) -> None:
     """In the dtype of training: near the plain model, and with gradients."""
     policy.compute_dtype = dtype

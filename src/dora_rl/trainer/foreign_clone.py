@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,12 +18,17 @@ from dora_rl.types import UserError
 WINDOW = 8  # of the clone: documents longer than this leave it
 FILE_BYTES_SMALL = 80 << 20  # a model with weights up to this size is cloned as wide as it is
 VOCAB_MAX = 512
-WIDTH_MAX = 64
+WIDTH_MIN, WIDTH_MAX = 32, 64
 
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _WIDTHS = ("hidden_size", "n_embd", "d_model", "word_embed_proj_dim")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "mamba_n_heads")
-_KV_HEADS = ("num_key_value_heads", "num_kv_heads")
+_PARTS = (
+    "num_key_value_heads",
+    "num_kv_heads",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+)
 _MLPS = (
     "intermediate_size",
     "ffn_dim",
@@ -33,18 +37,27 @@ _MLPS = (
     "moe_intermediate_size",
     "shared_expert_intermediate_size",
     "shared_intermediate_size",
+    "q_lora_rank",
+    "kv_lora_rank",
 )
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-_WINDOWS = ("sliding_window", "attention_chunk_size", "window_size", "sliding_window_size")
+# What says in which layer something first appears.
+_FIRST_AT = ("first_k_dense_replace", "attn_layer_offset", "expert_layer_offset")
+_WINDOWS = (
+    "sliding_window",
+    "sliding_window_size",
+    "attention_chunk_size",
+    "attention_window_size",
+    "window_size",
+)
 
 
-def make_clone(config: Any, directory: Path, trust: bool) -> Any:
+def make_clone(config: Any, file_bytes: int, trust: bool) -> Any:
     """The smallest clone that can be built, in float32 on the CPU, with strong random weights."""
     from transformers import AutoModelForCausalLM
 
-    sizes = [f.stat().st_size for f in directory.glob("*.safetensors")]
     last: Exception | None = None
-    for data in _smaller(config.to_dict(), small=sum(sizes) <= FILE_BYTES_SMALL):
+    for data in _smaller(config.to_dict(), small=file_bytes <= FILE_BYTES_SMALL):
         try:
             model: Any = AutoModelForCausalLM.from_config(
                 type(config).from_dict(data),
@@ -65,14 +78,22 @@ def make_clone(config: Any, directory: Path, trust: bool) -> Any:
 
 def _smaller(config: dict[str, Any], small: bool) -> Iterator[dict[str, Any]]:
     """Configs to try, the smallest first."""
-    if not small:
-        for factor in (16, 8, 4, 2, 1):
-            for cut_rest in (True, False):
-                made = _shrink(config, factor, cut_rest)
-                if made is not None:
-                    yield made
-    else:
+    if small:
         yield _narrow_windows(config)
+        return
+    for factor in _factors(config.get("text_config") or config):
+        for cut_rest in (True, False):
+            yield _shrink(config, factor, cut_rest)
+
+
+def _factors(config: dict[str, Any]) -> list[int]:
+    """By how much it may be narrower: two heads or more are left if that can be."""
+    heads = [config[k] for k in _HEADS if isinstance(config.get(k), int)]
+    widths = [config[k] for k in _WIDTHS if isinstance(config.get(k), int)]
+    common = math.gcd(*heads, *widths)
+    limit = min(widths, default=1) // WIDTH_MIN
+    factors = [f for f in range(min(common, limit), 1, -1) if common % f == 0]
+    return [*sorted(factors, key=lambda f: (min(heads, default=f) < 2 * f, -f))[:4], 1]
 
 
 def _narrow_windows(config: dict[str, Any]) -> dict[str, Any]:
@@ -85,30 +106,25 @@ def _narrow_windows(config: dict[str, Any]) -> dict[str, Any]:
     return made
 
 
-def _shrink(config: dict[str, Any], factor: int, cut_rest: bool) -> dict[str, Any] | None:
-    """Everything `factor` times narrower, or None if something does not divide; with `cut_rest`
-    small MLPs, few experts and few tokens as well."""
+def _shrink(config: dict[str, Any], factor: int, cut_rest: bool) -> dict[str, Any]:
+    """Everything `factor` times narrower; with `cut_rest` small MLPs, few experts and few tokens
+    as well."""
     made = _narrow_windows(config)
     if isinstance(made.get("text_config"), dict):
-        inner = _shrink(made["text_config"], factor, cut_rest)
-        return None if inner is None else {**made, "text_config": inner}
-    for key in (*_WIDTHS, *_HEADS):
-        if isinstance(made.get(key), int):
-            if made[key] % factor:
-                return None
-            made[key] //= factor
-    for key in _KV_HEADS:
+        return {**made, "text_config": _shrink(made["text_config"], factor, cut_rest)}
+    for key in (*_WIDTHS, *_HEADS, *_PARTS):
         if isinstance(made.get(key), int):
             made[key] = max(1, made[key] // factor)
-    _cut_layers(made, 12 if factor > 1 else 4)
+    _cut_layers(made)
     if cut_rest:
         _cut_rest(made)
     return made
 
 
-def _cut_layers(made: dict[str, Any], num_max: int) -> None:
+def _cut_layers(made: dict[str, Any]) -> None:
     count = next((made[k] for k in _LAYERS if isinstance(made.get(k), int)), 0)
-    keep = min(count, num_max)
+    first = [made[k] + 1 for k in _FIRST_AT if isinstance(made.get(k), int)]
+    keep = min(count, max(4, *first, 0))
     for key, value in made.items():
         if key in _LAYERS and isinstance(value, int):
             made[key] = keep

@@ -22,7 +22,9 @@ class CheckpointFormat:
     """How one loaded model is written. Made before adapters are added: they change names."""
 
     def __init__(self, model: Any) -> None:
-        self._model = model
+        from transformers.core_model_loading import revert_weight_conversion
+
+        self._model, self._revert = model, revert_weight_conversion
         own = own_tensors(model)
         self._own = frozenset(own)
         self._layers: dict[str, list[str]] = {}
@@ -31,8 +33,11 @@ class CheckpointFormat:
             self._layers.setdefault(found.group() if found else name, []).append(name)
         shapes = {n: torch.empty_like(t, device="meta") for n, t in own.items()}
         self._names = _in_order(n for n, _ in self.to_checkpoint(shapes.__getitem__))
-        kept = {n for n, _ in model.named_parameters()}
-        self.buffers = frozenset(n for n in own if n not in kept)
+        parameters = {n for n, _ in model.named_parameters()}
+        self.buffers = frozenset(n for n in own if n not in parameters)
+        kept = {n: shapes[n] for n in self.buffers}
+        # Nothing rounds what is not trained, such as the biases that choose experts.
+        self.exact = frozenset(self._revert(model, kept))
 
     @property
     def names(self) -> list[str]:
@@ -41,11 +46,9 @@ class CheckpointFormat:
 
     def to_checkpoint(self, read: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
         """The checkpoint's tensors, made of the model's own, one layer at a time."""
-        from transformers.core_model_loading import revert_weight_conversion
-
         for names in self._layers.values():
             tensors = {name: read(name) for name in names}
-            yield from revert_weight_conversion(self._model, tensors).items()
+            yield from self._revert(self._model, tensors).items()
 
     def from_checkpoint(self, read: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
         """The model's tensors by its own names, read one group at a time."""

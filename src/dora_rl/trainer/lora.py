@@ -42,6 +42,11 @@ def add_lora(policy: nn.Module, options: TrainerOptions) -> None:
         raise UserError(
             f"trainer.lora_targets {missing}: no such linear layer; known: {sorted(found)}"
         )
+    if not found & set(targets):
+        raise UserError(
+            "trainer.lora_rank: the model has none of the usual linear layers; name some in "
+            f"trainer.lora_targets: {sorted(found)}"
+        )
     policy.requires_grad_(False)
     config = LoraConfig(
         r=options.lora_rank,
@@ -53,6 +58,22 @@ def add_lora(policy: nn.Module, options: TrainerOptions) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(options.seed)
         inject_adapter_in_model(config, policy, adapter_name=_ADAPTER)
+    _refuse_renamed(policy)
+
+
+def _refuse_renamed(policy: nn.Module) -> None:
+    """An adapter is added to the checkpoint's weight of the same name, so there must be one."""
+    checkpoint: Any = getattr(policy, "format", None)
+    if checkpoint is None:
+        return
+    names = set(checkpoint.names)
+    for name, _ in policy.named_parameters():
+        plain = plain_name(name.removeprefix("inner."))
+        if _BASE in name and plain not in names:
+            raise UserError(
+                f"trainer.lora_targets: '{plain}' has another name in the model's files; "
+                "leave that layer out"
+            )
 
 
 def is_adapter(name: str) -> bool:

@@ -7,7 +7,7 @@ Invariant: `named_weights` yields exactly the tensors of the Hugging Face checkp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -182,6 +182,20 @@ def named_weights(
         if not is_adapter(name):
             whole = merged(policy, name, gather(p.detach()))
             yield from to_checkpoint(checkpoint_name(name), whole)
+
+
+def stored_weights(
+    policy: nn.Module, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """Tensors of the checkpoint in the dtype of files and versions; buffers keep their own."""
+    exact = exact_names(policy)
+    for name, tensor in tensors:
+        yield name, tensor if name in exact else tensor.to(dtype)
+
+
+def exact_names(policy: nn.Module) -> frozenset[str]:
+    """Tensors of the checkpoint that no training changes and no publication rounds."""
+    return policy.format.exact if isinstance(policy, ForeignPolicy) else frozenset()
 
 
 def base_weights(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:

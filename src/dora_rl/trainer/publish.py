@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dora_rl.ports import Canary, WeightStore
 from dora_rl.trainer.attention_layout import Layout
 from dora_rl.trainer.distributed import back_to_shards, gathered
-from dora_rl.trainer.model import named_weights
+from dora_rl.trainer.model import exact_names, named_weights
 from dora_rl.types import Version
 
 CANARY_TOKENS = 16
@@ -55,8 +55,12 @@ class Publisher:
         copied to the CPU."""
         if self._last is not None:
             wait([self._last])  # its copies are these
-        weights = named_weights(policy, gathered)
-        return [(name, self._copy(name, tensor, dtype)) for name, tensor in weights if first]
+        exact = exact_names(policy)
+        return [
+            (name, self._copy(name, tensor, tensor.dtype if name in exact else dtype))
+            for name, tensor in named_weights(policy, gathered)
+            if first
+        ]
 
     def _copy(self, name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         if not tensor.is_cuda:
