@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import shutil
 import tempfile
 from collections.abc import Iterator
 from functools import cache
@@ -25,7 +26,7 @@ from torch import Tensor
 from dora_rl.trainer.attention_layout import Layout
 from dora_rl.trainer.foreign import ForeignPolicy
 from dora_rl.trainer.foreign_clone import make_clone
-from dora_rl.trainer.foreign_names import own_tensors
+from dora_rl.trainer.foreign_names import CheckpointFormat, own_tensors
 from dora_rl.trainer.logprobs import TokenScores
 from dora_rl.trainer.options import TrainerOptions
 from dora_rl.trainer.weights import TensorReader, tensor_files, write_model
@@ -137,11 +138,23 @@ def examine(config_text: str, directory: Path, dtype: torch.dtype, trust: bool) 
         torch.manual_seed(0)
         clone = make_clone(config, file_bytes, trust)
         case = _Case(clone)
-        clone.save_pretrained(Path(folder, "clone"))
-        attention, policy = _pick_attention(Path(folder, "clone"), case, trust)
-        _check_export(policy, case, Path(folder, "export"), trust)
+        first, second = Path(folder, "clone"), Path(folder, "export")
+        for made in (first, second):
+            made.mkdir()
+            for code in directory.glob("*.py") if trust else ():
+                shutil.copy2(code, made)
+        _write(clone, first)
+        attention, policy = _pick_attention(first, case, trust)
+        _check_export(policy, case, second, trust)
         _check_gradients(policy, case, dtype)
     return attention
+
+
+def _write(model: Any, directory: Path) -> None:
+    """As the learner exports. (`save_pretrained` writes on the first of several ranks only.)"""
+    model.config.save_pretrained(directory)
+    tensors = CheckpointFormat(model).to_checkpoint(own_tensors(model).__getitem__)
+    write_model(directory, tensors, 1 << 40)
 
 
 def _policy(directory: Path, attention: str, trust: bool) -> ForeignPolicy:
@@ -204,9 +217,7 @@ def _pick_attention(directory: Path, case: _Case, trust: bool) -> tuple[str, For
 def _check_export(policy: ForeignPolicy, case: _Case, folder: Path, trust: bool) -> None:
     """Export, read back by transformers and by the learner."""
     wanted = case.table(policy.inner)
-    folder.mkdir()
-    policy.inner.config.save_pretrained(folder)
-    write_model(folder, policy.format.to_checkpoint(own_tensors(policy.inner).__getitem__), 1 << 40)
+    _write(policy.inner, folder)
     again = load_model(folder, "eager", trust)
     difference = float((case.table(again) - wanted).abs().max()) / case.spread
     if not difference < DIFFERENCE_MAX:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from foreign_families import write_family
 from safetensors.torch import load_file
 from trainer_rank import run_rank
 
@@ -16,16 +17,20 @@ RANK = Path(__file__).with_name("trainer_rank.py")
 
 
 @pytest.mark.parametrize(
-    ("loss", "pack_tokens"),
+    ("loss", "pack_tokens", "family"),
     [
-        ("grpo", 40),
-        pytest.param("ppo", 40, marks=pytest.mark.full),
-        pytest.param("dapo", 4000, marks=pytest.mark.full),
+        ("grpo", 40, ""),
+        pytest.param("ppo", 40, "", marks=pytest.mark.full),
+        pytest.param("dapo", 4000, "", marks=pytest.mark.full),
+        pytest.param("ppo", 40, "deepseek_v3", marks=pytest.mark.full),
+        pytest.param("grpo", 40, "gemma2", marks=pytest.mark.full),
     ],
 )
 def test_two_ranks_give_the_update_of_one(
-    model_dir: Path, tmp_path: Path, loss: str, pack_tokens: int
+    model_dir: Path, tmp_path: Path, loss: str, pack_tokens: int, family: str
 ) -> None:
+    if family:
+        model_dir = write_family(tmp_path / "model", family)
     out = {1: tmp_path / "one", 2: tmp_path / "two"}
     for path in out.values():
         path.mkdir()

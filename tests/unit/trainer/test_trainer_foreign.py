@@ -60,7 +60,7 @@ def plain_model(directory: Path) -> Any:
 
 
 def plain_scores(model: Any, docs: list[Tensor], target: Tensor) -> TokenScores:
-    logprobs = torch.cat([model(input_ids=d[None]).logits[0].log_softmax(-1) for d in docs])
+    logprobs = torch.cat([model(input_ids=d[None], use_cache=False).logits[0].log_softmax(-1) for d in docs])
     chosen = logprobs.gather(-1, target[:, None]).squeeze(-1)
     return TokenScores(chosen, -(logprobs.exp() * logprobs).sum(-1))
 
