@@ -32,7 +32,7 @@ class ForeignPolicy(nn.Module):
         super().__init__()
         config = model.config.get_text_config()
         self.inner = model
-        self.compute_dtype = dtype
+        self.compute_in(dtype)
         self.chunk_tokens = options.logits_chunk_tokens
         self.vocab = int(config.vocab_size)
         self.positions_max = int(getattr(config, "max_position_embeddings", None) or 1 << 30)
@@ -42,6 +42,13 @@ class ForeignPolicy(nn.Module):
         if options.activation_checkpointing == "layer":
             recompute_layers(model)
         self.train()
+
+    def compute_in(self, dtype: torch.dtype) -> None:
+        """Half precision is autocast's; transformers' grouped products of experts know nothing of
+        it and would stay in the float32 of their weights, so there experts run one by one."""
+        self.compute_dtype = dtype
+        if dtype != torch.float32 and self.inner._can_set_experts_implementation():
+            self.inner.set_experts_implementation("eager")
 
     def forward(
         self,
@@ -56,9 +63,7 @@ class ForeignPolicy(nn.Module):
         layer = self.inner.get_output_embeddings()
         chunk = chunk_tokens(self.vocab, states.device, self.chunk_tokens)
         finish = self.head.finish if self.head.finishes else None
-        return token_scores(
-            states, layer.weight, target_N, temperature, chunk, layer.bias, finish
-        )
+        return token_scores(states, layer.weight, target_N, temperature, chunk, layer.bias, finish)
 
     def states(self, token_ids_T: Tensor, layout: Layout) -> Tensor:
         """What every token of the pack (T, hidden) hands to the output layer."""

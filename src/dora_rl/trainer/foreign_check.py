@@ -59,7 +59,9 @@ def _one_line(directory: Path, kind: str) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        raise UserError(f"model '{directory}' (type '{kind}') cannot be trained: {error}") from error
+        raise UserError(
+            f"model '{directory}' (type '{kind}') cannot be trained: {error}"
+        ) from error
     except Exception as error:
         line = next(iter(str(error).strip().splitlines()), "")
         what = f"{type(error).__name__}: {line}" if line else type(error).__name__
@@ -236,7 +238,7 @@ def _check_export(policy: ForeignPolicy, case: _Case, folder: Path, trust: bool)
 @torch.enable_grad()
 def _check_gradients(policy: ForeignPolicy, case: _Case, dtype: torch.dtype) -> None:
     """In the dtype of training: near the plain model, and with gradients."""
-    policy.compute_dtype = dtype
+    policy.compute_in(dtype)
     scores = case.scores(policy)
     difference = case.difference(scores, mean=True)
     if not difference < HALF_DIFFERENCE_MAX:

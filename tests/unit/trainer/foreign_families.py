@@ -315,7 +315,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "roberta": ("RobertaConfig", {"is_decoder": True, "max_position_embeddings": 70}),
     "ctrl": (
         "CTRLConfig",
-        {"vocab_size": VOCAB, "n_embd": 32, "dff": 48, "n_layer": 2, "n_head": 4, "n_positions": 64},
+        {
+            "vocab_size": VOCAB,
+            "n_embd": 32,
+            "dff": 48,
+            "n_layer": 2,
+            "n_head": 4,
+            "n_positions": 64,
+        },
     ),
 }
 # family -> (config class, what differs from COMMON, what the refusal says)
@@ -359,7 +366,9 @@ def make_config(family: str) -> Any:
     import transformers
 
     kind, given = FAMILIES[family] if family in FAMILIES else REFUSED[family][:2]
-    whole = given if any(k in given for k in ALONE) or "num_layers" in given else {**COMMON, **given}
+    whole = (
+        given if any(k in given for k in ALONE) or "num_layers" in given else {**COMMON, **given}
+    )
     return getattr(transformers, kind)(**whole)
 
 
