@@ -50,6 +50,16 @@ _WINDOWS = (
     "attention_window_size",
     "window_size",
 )
+# What the code of a model raises for them.
+_SIZES_THAT_DO_NOT_FIT = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 
 
 def make_clone(config: Any, file_bytes: int, trust: bool) -> Any:
@@ -68,7 +78,7 @@ def make_clone(config: Any, file_bytes: int, trust: bool) -> Any:
             _randomise(model)
             with torch.no_grad():
                 model(input_ids=torch.zeros(1, 2, dtype=torch.int64), use_cache=False)
-        except Exception as error:  # sizes that do not go together; the next ones may
+        except _SIZES_THAT_DO_NOT_FIT as error:  # the next ones may
             last = error
         else:
             return model
