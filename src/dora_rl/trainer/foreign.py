@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from dora_rl.trainer.attention_layout import Layout, send
 from dora_rl.trainer.foreign_names import CheckpointFormat
 from dora_rl.trainer.logprobs import TokenScores, chunk_tokens, token_scores
-from dora_rl.trainer.options import TrainerOptions
+from dora_rl.trainer.options import TrainerOptions, choose
 from dora_rl.types import UserError
 
 
@@ -39,6 +39,9 @@ class ForeignPolicy(nn.Module):
         self.format = CheckpointFormat(model)
         self.head = OutputLayer(model)
         self.hidden = self.head.hidden
+        choose(
+            "trainer.activation_checkpointing", options.activation_checkpointing, ("none", "layer")
+        )
         if options.activation_checkpointing == "layer":
             recompute_layers(model)
         self.train()

@@ -14,11 +14,14 @@ import torch
 from foreign_families import FAMILIES, FAST, REFUSED, VOCAB, make_config, table, write_family
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from trainer_cases import flat, make_groups
+from trainer_store import MemoryStore
 
 from dora_rl.trainer.attention_layout import Layout
 from dora_rl.trainer.foreign import ForeignPolicy
 from dora_rl.trainer.foreign_check import DIFFERENCE_MAX, load_foreign
 from dora_rl.trainer.foreign_clone import WINDOW, _smaller
+from dora_rl.trainer.learner import Learner
 from dora_rl.trainer.logprobs import TokenScores
 from dora_rl.trainer.lora import add_lora
 from dora_rl.trainer.model import (
@@ -28,7 +31,7 @@ from dora_rl.trainer.model import (
     named_weights,
     stored_weights,
 )
-from dora_rl.trainer.options import TrainerOptions
+from dora_rl.trainer.options import AlgorithmOptions, TrainerOptions
 from dora_rl.trainer.publish import Publisher
 from dora_rl.trainer.weights import write_model
 from dora_rl.types import UserError
@@ -218,6 +221,12 @@ def test_checkpointing_runs_layers_again_and_changes_nothing(family: str, tmp_pa
     assert all(torch.equal(grads[0][n], grads[1][n]) for n in grads[0])
 
 
+def test_a_model_whose_layers_cannot_run_again_says_so(tmp_path: Path) -> None:
+    options = TrainerOptions(device="cpu", activation_checkpointing="layer")
+    with pytest.raises(UserError, match=r"\(type 'ctrl'\) .* 'layer' finds no layers"):
+        load_policy(write_family(tmp_path, "ctrl"), options)
+
+
 def test_dropout_of_the_model_never_acts(tmp_path: Path) -> None:
     policy = load_policy(write_family(tmp_path, "gpt2"), OPTIONS)  # its config has dropout of 0.1
     docs, target = documents()
@@ -279,6 +288,35 @@ def test_the_attention_that_forgets_a_soft_cap_is_not_used(tmp_path: Path) -> No
         policy.inner.set_attn_implementation("sdpa")
         wrong = run(policy, docs, target)
     assert (wrong.logprobs_N - want.logprobs_N).abs().max() > 10 * DIFFERENCE_MAX
+
+
+def test_the_learner_refuses_what_it_cannot_compute(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="mixes documents or is not causal"):
+        Learner(write_family(tmp_path, "bert"), AlgorithmOptions(), OPTIONS)
+
+
+@pytest.mark.parametrize("family", ["granitemoe", "gpt2"])
+def test_a_learner_goes_on_from_its_checkpoint(family: str, tmp_path: Path) -> None:
+    """Reference, published versions and a resume, for a model whose files have other names."""
+    directory = write_family(tmp_path / "model", family)
+    algorithm = AlgorithmOptions(loss="grpo", kl_coef=0.1)
+    options = TrainerOptions(device="cpu", lr=1e-2, canonical_order=True)
+    learner, store = Learner(directory, algorithm, options, batch_groups=4), MemoryStore()
+    learner.begin_step(0)
+    learner.feed(make_groups(0, 4))
+    learner.finish_step()
+    learner.publish(store, 1)
+    learner.save(tmp_path / "saved")
+    again = Learner.resume(tmp_path / "saved", algorithm, options, batch_groups=4)
+    adopted = Learner(directory, algorithm, options, batch_groups=4)
+    adopted.adopt(store, 1)
+    assert torch.equal(flat(again), flat(learner)) and torch.equal(flat(adopted), flat(learner))
+    for one in (learner, again):
+        one.begin_step(1)
+        one.feed(make_groups(1, 4, version=1))
+        metrics = one.finish_step()
+        assert metrics["kl"] > 0
+    assert torch.equal(flat(again), flat(learner))
 
 
 def test_a_checkpoint_keeps_its_own_names(tmp_path: Path) -> None:
