@@ -91,7 +91,7 @@ class ForeignPolicy(nn.Module):
     def to(self, *args: Any, **kwargs: Any) -> ForeignPolicy:
         """Moves, but stays in float32: under autocast a model computes some things in the dtype of
         its weights, so a twin in half precision would not compute what the policy computes."""
-        device, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        device, *_ = torch._C._nn._parse_to(*args, **kwargs)  # type: ignore[attr-defined]
         return self if device is None else super().to(device=device)
 
 
@@ -215,14 +215,15 @@ def recompute_layers(model: Any) -> None:
             "transformers can run again; use 'none'"
         )
     for layer in layers:
-        layer.forward = _recomputed(layer.forward)
+        # What a module runs when it is called, its hooks included.
+        layer._compiled_call_impl = _recomputed(layer._call_impl)
 
 
-def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _recomputed(call: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+            return call(*args, **kwargs)
+        return checkpoint(call, *args, use_reentrant=False, **kwargs)
 
     return run
 

@@ -111,7 +111,8 @@ def load_model(directory: Path, attention: str, trust: bool) -> Any:
     """transformers' own model in float32; every weight must come from the files."""
     from transformers import AutoModelForCausalLM
 
-    model, info = AutoModelForCausalLM.from_pretrained(
+    auto: Any = AutoModelForCausalLM
+    model, info = auto.from_pretrained(
         str(directory),
         dtype=torch.float32,
         trust_remote_code=trust,

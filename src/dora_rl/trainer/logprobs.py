@@ -48,7 +48,7 @@ def _product(states_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None) -> Ten
         logits = torch.mm(states_CH, weight_VH.t(), out_dtype=torch.float32)
     else:
         logits = torch.mm(states_CH, weight_VH.t()).float()
-    return logits if bias_V is None else logits.add_(bias_V)
+    return logits if bias_V is None else logits.add_(bias_V.to(states_CH.dtype))
 
 
 def _logits(states: Tensor, weight: Tensor, bias: Tensor | None, how: Head) -> Tensor:
