@@ -248,9 +248,13 @@ class TrainerConfig(Section):
     logits_chunk_tokens: int = Field(default=0, ge=0)  # 0: chosen from the vocabulary
     lora_rank: int = Field(default=0, ge=0)  # 0: all parameters are trained
     lora_alpha: float = 16.0  # scale is alpha / rank
-    lora_dropout: float = Field(default=0.0, ge=0, lt=1)  # of the adapters
-    lora_targets: tuple[str, ...] = ()  # empty: every linear layer of the blocks
-    lora_publish: Literal["adapters", "merged"] = "adapters"  # what a version is under LoRA
+    # Acts on the adapters' input in training passes; canary, scores and versions have none.
+    lora_dropout: float = Field(default=0.0, ge=0, lt=1)
+    # Names of linear layers of the blocks; empty means all. The output matrix takes no adapter.
+    lora_targets: tuple[str, ...] = ()
+    # A version is its adapter, or whole weights with the adapter merged. The learner computes with
+    # what it publishes: beside the base, or with the merged weights rounded as published.
+    lora_publish: Literal["adapters", "merged"] = "adapters"
     trust_remote_code: bool = False  # for models that run through transformers
     reference_model: str = ""  # empty: the starting weights
     seed: int = 0  # of new adapters

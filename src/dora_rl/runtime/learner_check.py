@@ -5,7 +5,6 @@ Imports torch only for a loss or an advantage of the user's and for a device tha
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 
 from dora_rl.config import RunConfig
@@ -54,13 +53,10 @@ def check_learner_device(config: RunConfig, device: str) -> None:
 def _check_adapters(config: RunConfig, trainer: TrainerOptions) -> None:
     if not trainer.lora_rank:
         return
-    if find_spec("peft") is None:
-        raise UserError("trainer.lora_rank needs the package peft: pip install peft")
     spec = read_spec(config.model.path)
     dense = spec.moe is None or len(spec.moe.sparse_layers) < spec.num_layers
-    known: list[str] = [*(LINEAR_LAYERS if dense else ATTENTION_LAYERS)]
-    if trainer.lora_publish == "merged" and not spec.tied:
-        known.append("lm_head")  # instances have adapters for the layers of the blocks alone
+    # The layers of the blocks: neither learner nor instances have an adapter for the output matrix.
+    known = LINEAR_LAYERS if dense else ATTENTION_LAYERS
     for target in trainer.lora_targets:
         choose("layer in trainer.lora_targets", target, known)
 

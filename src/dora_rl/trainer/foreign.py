@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dora_rl.trainer.attention_layout import Layout, send
+from dora_rl.trainer.casting import cast_where_used
 from dora_rl.trainer.foreign_names import CheckpointFormat
 from dora_rl.trainer.logprobs import TokenScores, chunk_tokens, token_scores
 from dora_rl.trainer.options import TrainerOptions, choose
@@ -32,7 +33,6 @@ class ForeignPolicy(nn.Module):
         super().__init__()
         config = model.config.get_text_config()
         self.inner = model
-        self.compute_in(dtype)
         self.chunk_tokens = options.logits_chunk_tokens
         self.vocab = int(config.vocab_size)
         self.positions_max = int(getattr(config, "max_position_embeddings", None) or 1 << 30)
@@ -44,14 +44,14 @@ class ForeignPolicy(nn.Module):
         )
         if options.activation_checkpointing == "layer":
             recompute_layers(model)
+        self.compute_in(dtype)
         self.train()
 
     def compute_in(self, dtype: torch.dtype) -> None:
-        """Half precision is autocast's; transformers' grouped products of experts know nothing of
-        it and would stay in the float32 of their weights, so there experts run one by one."""
+        """Matrix products through autocast, everything else through casts of the weights; once."""
         self.compute_dtype = dtype
-        if dtype != torch.float32 and self.inner._can_set_experts_implementation():
-            self.inner.set_experts_implementation("eager")
+        if dtype != torch.float32:
+            cast_where_used(self.inner, dtype)
 
     def forward(
         self,
@@ -87,12 +87,6 @@ class ForeignPolicy(nn.Module):
             if "lora_" not in name:
                 module.training = False
         return self
-
-    def to(self, *args: Any, **kwargs: Any) -> ForeignPolicy:
-        """Moves, but stays in float32: under autocast a model computes some things in the dtype of
-        its weights, so a twin in half precision would not compute what the policy computes."""
-        device, *_ = torch._C._nn._parse_to(*args, **kwargs)  # type: ignore[attr-defined]
-        return self if device is None else super().to(device=device)
 
 
 @dataclass(frozen=True, slots=True)

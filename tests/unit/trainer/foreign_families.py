@@ -342,6 +342,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "its weights are quantised",
     ),
 }
+# Trained in float32 only: family -> what the refusal of half precision says.
+FLOAT32_ONLY = {
+    "xglm": "does not run in torch.bfloat16",
+    "mamba": "a frozen copy of it computes other log-probs",
+    "mamba2": "a frozen copy of it computes other log-probs",
+}
 # Run with the fast tests: one of each kind of trouble.
 FAST = (
     "gemma2",
@@ -402,6 +408,8 @@ def table() -> str:
     rows = ["| family | configuration of transformers | on in the test |", "|---|---|---|"]
     for family, (kind, _) in FAMILIES.items():
         rows.append(f"| {family} | `{kind}` | {switches(family)} |")
+    only = ", ".join(FLOAT32_ONLY)
+    rows += ["", f"In float32 only (half precision is refused): {only}."]
     rows += ["", "| refused | configuration of transformers | because |", "|---|---|---|"]
     rows += [f"| {f} | `{kind}` | {why} |" for f, (kind, _, why) in REFUSED.items()]
     return "\n".join(rows)
