@@ -17,8 +17,9 @@ from dora_rl.types import UserError
 
 WINDOW = 8  # of the clone: documents longer than this leave it
 FILE_BYTES_SMALL = 80 << 20  # a model with weights up to this size is cloned as wide as it is
+PARAMS_MAX = 250_000_000
 VOCAB_MAX = 512
-WIDTH_MIN, WIDTH_MAX = 32, 64
+WIDTH_MIN, WIDTH_MAX, WIDTH_UNIT = 32, 64, 16
 
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _WIDTHS = ("hidden_size", "n_embd", "d_model", "word_embed_proj_dim")
@@ -64,17 +65,14 @@ _SIZES_THAT_DO_NOT_FIT = (
 
 def make_clone(config: Any, file_bytes: int, trust: bool) -> Any:
     """The smallest clone that can be built, in float32 on the CPU, with strong random weights."""
-    from transformers import AutoModelForCausalLM
-
     last: Exception | None = None
     for data in _smaller(config.to_dict(), small=file_bytes <= FILE_BYTES_SMALL):
         try:
-            model: Any = AutoModelForCausalLM.from_config(
-                type(config).from_dict(data),
-                dtype=torch.float32,
-                attn_implementation="eager",
-                trust_remote_code=trust,
-            ).eval()
+            with torch.device("meta"):
+                size = sum(p.numel() for p in _build(config, data, trust).parameters())
+            if size > PARAMS_MAX:
+                raise ValueError(f"{size:,} parameters")
+            model = _build(config, data, trust)
             _randomise(model)
             with torch.no_grad():
                 model(input_ids=torch.zeros(1, 2, dtype=torch.int64), use_cache=False)
@@ -84,6 +82,17 @@ def make_clone(config: Any, file_bytes: int, trust: bool) -> Any:
             return model
     line = next(iter(str(last).strip().splitlines()), type(last).__name__)
     raise UserError(f"no small clone of it can be built to check it with ({line})")
+
+
+def _build(config: Any, data: dict[str, Any], trust: bool) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_config(
+        type(config).from_dict(data),
+        dtype=torch.float32,
+        attn_implementation="eager",
+        trust_remote_code=trust,
+    ).eval()
 
 
 def _smaller(config: dict[str, Any], small: bool) -> Iterator[dict[str, Any]]:
@@ -97,13 +106,19 @@ def _smaller(config: dict[str, Any], small: bool) -> Iterator[dict[str, Any]]:
 
 
 def _factors(config: dict[str, Any]) -> list[int]:
-    """By how much it may be narrower: two heads or more are left if that can be."""
+    """By how much it may be narrower: widths stay what kernels ask of them and two heads or more
+    are left, if that can be."""
     heads = [config[k] for k in _HEADS if isinstance(config.get(k), int)]
     widths = [config[k] for k in _WIDTHS if isinstance(config.get(k), int)]
     common = math.gcd(*heads, *widths)
     limit = min(widths, default=1) // WIDTH_MIN
+
+    def trouble(factor: int) -> tuple[bool, bool, int]:
+        odd = any(width // factor % WIDTH_UNIT for width in widths)
+        return odd, min(heads, default=factor) < 2 * factor, -factor
+
     factors = [f for f in range(min(common, limit), 1, -1) if common % f == 0]
-    return [*sorted(factors, key=lambda f: (min(heads, default=f) < 2 * f, -f))[:4], 1]
+    return [*sorted(factors, key=trouble)[:4], 1]
 
 
 def _narrow_windows(config: dict[str, Any]) -> dict[str, Any]:
