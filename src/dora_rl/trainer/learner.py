@@ -306,10 +306,13 @@ class Learner:
         if not documents:
             self._run_nothing()
             return
+        assert self.step is not None
         self._fill_old(documents)
         self._score_reference(documents)
         pack = collate(documents, self.device)
-        self._update.add_loss(policy_pass(self.policy, pack, self.objective, self.meters))
+        self._update.add_loss(
+            policy_pass(self.policy, pack, self.objective, self.meters, self.step)
+        )
         if self.critic is not None:
             self._update.add_loss(
                 critic_pass(self.critic, pack, self.objective.options, self.meters) * 0.0
