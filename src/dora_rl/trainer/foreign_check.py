@@ -88,23 +88,28 @@ def _without_progress_bars() -> Iterator[None]:
 
 
 def read_config(directory: Path, trust: bool) -> Any:
-    """The config as transformers reads it; quantised weights are refused here."""
-    from transformers import AutoConfig
+    """The config as transformers reads it; what needs no look at the weights is refused here."""
+    import transformers
 
     try:
-        config: Any = AutoConfig.from_pretrained(str(directory), trust_remote_code=trust)
+        config: Any = transformers.AutoConfig.from_pretrained(
+            str(directory), trust_remote_code=trust
+        )
     except (ValueError, OSError, KeyError) as error:
         line = str(error).strip().splitlines()[0]
         raise UserError(f"model '{directory}': transformers cannot load it ({line})") from error
+    name = next(iter(config.architectures or []), "")
+    why = ""
     if getattr(config, "quantization_config", None):
+        why = "its weights are quantised; use the unquantised model"
+    elif config.is_encoder_decoder:
+        why = "it has an encoder; use a causal language model"
+    elif name and not trust and not hasattr(transformers, name):
+        # Otherwise transformers would run its own class of that model type, another model.
+        why = f"transformers has no '{name}'; trainer.trust_remote_code runs a model's own code"
+    if why:
         raise UserError(
-            f"model '{directory}' (type '{config.model_type}') cannot be trained: its weights are "
-            "quantised; use the unquantised model"
-        )
-    if config.is_encoder_decoder:
-        raise UserError(
-            f"model '{directory}' (type '{config.model_type}') cannot be trained: it has an "
-            "encoder; use a causal language model"
+            f"model '{directory}' (type '{config.model_type}') cannot be trained: {why}"
         )
     return config
 
@@ -140,7 +145,7 @@ def examine(config_text: str, directory: Path, dtype: torch.dtype, trust: bool) 
     config = read_config(directory, trust)
     file_bytes = sum(file.stat().st_size for file in set(tensor_files(directory).values()))
     with torch.random.fork_rng(devices=[]), tempfile.TemporaryDirectory() as folder:
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # the devices' own are left alone
         clone = make_clone(config, file_bytes, trust)
         case = _Case(clone)
         first, second = Path(folder, "clone"), Path(folder, "export")

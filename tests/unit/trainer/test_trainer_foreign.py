@@ -6,6 +6,7 @@ The reference is the plain model: float32, eager attention, one document at a ti
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from foreign_families import (
 )
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from trainer_cases import flat, make_groups
+from trainer_cases import VOCAB as TINY_VOCAB
+from trainer_cases import flat, make_groups, write_tiny_model
 from trainer_store import MemoryStore
 
 from dora_rl.trainer.attention_layout import Layout
@@ -307,6 +309,35 @@ def test_the_attention_that_forgets_a_soft_cap_is_not_used(tmp_path: Path) -> No
         policy.inner.set_attn_implementation("sdpa")
         wrong = run(policy, docs, target)
     assert (wrong.logprobs_N - want.logprobs_N).abs().max() > 10 * DIFFERENCE_MAX
+
+
+OWN_CODE = """
+from transformers import LlamaForCausalLM
+
+class OwnForCausalLM(LlamaForCausalLM):
+    def forward(self, *args, **kwargs):
+        out = super().forward(*args, **kwargs)
+        out.logits = 5.0 * (out.logits / 5.0).tanh()
+        return out
+"""
+
+
+def test_code_that_comes_with_a_model_runs_only_if_trusted(tmp_path: Path) -> None:
+    directory = write_tiny_model(tmp_path, "llama")
+    config = json.loads((directory / "config.json").read_text())
+    config["architectures"] = ["OwnForCausalLM"]
+    config["auto_map"] = {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "modeling_own.py").write_text(OWN_CODE)
+    docs, target = documents()
+    docs, target = [d % TINY_VOCAB for d in docs], target % TINY_VOCAB
+    with pytest.raises(UserError, match="transformers has no 'OwnForCausalLM'"):
+        load_policy(directory, OPTIONS)
+    own = load_policy(directory, replace(OPTIONS, trust_remote_code=True))
+    assert type(own.inner).__name__ == "OwnForCausalLM"
+    with torch.no_grad():
+        want = plain_scores(own.inner, docs, target)
+        assert_near(run(own, docs, target), want)
 
 
 def test_the_learner_refuses_what_it_cannot_compute(tmp_path: Path) -> None:
