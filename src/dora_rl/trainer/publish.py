@@ -18,7 +18,7 @@ from dora_rl.trainer.attention_layout import Layout
 from dora_rl.trainer.distributed import back_to_shards, gathered
 from dora_rl.trainer.lora import without_dropout
 from dora_rl.trainer.masters import make_buffer, split
-from dora_rl.trainer.model import Policy, named_weights
+from dora_rl.trainer.model import Policy, exact_names, named_weights
 from dora_rl.types import Version
 
 CANARY_TOKENS = 16
@@ -62,15 +62,17 @@ class Publisher:
         tensors: list[tuple[str, Tensor]] = []
         lost: dict[str, Tensor] = {}
         # Adapters are merged as the policy merges them, so that it computes with what is sealed.
+        own_dtype = exact_names(policy)
         for name, tensor in named_weights(policy, gathered, policy.compute_dtype):
             if not first:
                 continue
+            kind = tensor.dtype if name in own_dtype else dtype
             keep = self._keep if tensor.is_cuda else make_buffer
             if exact:
-                copy, parts = split(name, tensor, dtype, keep)
+                copy, parts = split(name, tensor, kind, keep)
                 lost |= parts
             else:
-                copy = keep(name, tensor.shape, dtype).copy_(tensor)
+                copy = keep(name, tensor.shape, kind).copy_(tensor)
             tensors.append((name, copy))
         return tensors, lost
 

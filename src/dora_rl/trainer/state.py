@@ -25,7 +25,13 @@ from dora_rl.trainer import checkpoint
 from dora_rl.trainer.distributed import gathered, like_shard, wait_for_all
 from dora_rl.trainer.lora import adapter_tensors, load_adapter_tensors, save_adapter
 from dora_rl.trainer.masters import prefixed, whole, with_prefix
-from dora_rl.trainer.model import base_weights, load_weights, named_weights, pick_dtype
+from dora_rl.trainer.model import (
+    base_weights,
+    load_weights,
+    named_weights,
+    pick_dtype,
+    stored_weights,
+)
 from dora_rl.trainer.optim import Optimizer
 from dora_rl.trainer.options import CheckpointOptions
 from dora_rl.trainer.weights import write_model
@@ -63,7 +69,8 @@ def save(learner: Learner, directory: Path, options: CheckpointOptions) -> Path:
         trainer.mkdir()
         if learner.directory is not None:
             checkpoint.copy_side_files(learner.directory, target)
-        write_model(target, ((n, t.to(dtype)) for n, t in weights.items()), options.shard_bytes_max)
+        tensors = stored_weights(learner.policy, weights.items(), dtype)
+        write_model(target, tensors, options.shard_bytes_max)
         if lora or dtype != torch.float32:
             checkpoint.save_tensors(trainer / "masters.safetensors", masters)
         for name, tensors in parts.items():
