@@ -92,6 +92,7 @@ def lose_instance(state: State, name: InstanceId, out: list[Action], *, blame: b
     for version in inst.held:
         if version in state.versions:
             state.versions[version].holders.pop(name, None)
+            state.versions[version].leavers.pop(name, None)
     for live in state.versions.values():
         live.coming.pop(name, None)
     if inst.awake:

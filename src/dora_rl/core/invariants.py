@@ -94,8 +94,15 @@ def _check_instances(state: State) -> None:
             assert held.num == len(running) and held.outgoing == len(here) - len(running)
             assert held.offset == sum(r.base_tokens - r.mark for r in running)
             live = state.versions.get(version)
-            assert live is None or (inst.id in live.holders) == (version not in inst.leaving)
+            assert live is not None, f"{inst.id} holds version {version}, which is retired"
+            assert (inst.id in live.holders) == (version not in inst.leaving)
+            assert (inst.id in live.leavers) == (version in inst.leaving)
+        assert inst.leaving.keys() <= inst.held.keys(), f"{inst.id} leaves what it does not hold"
     assert slots == state.slots_awake
+    assert state.num_elastic == sum(inst.elastic for inst in state.instances.values())
     for live in state.versions.values():
-        for name in live.holders:
+        for name in [*live.holders, *live.leavers]:
             assert live.version in state.instances[name].held
+        for name in live.coming:
+            inst = state.instances[name]
+            assert live.version in inst.wants or live.version == inst.loading

@@ -22,6 +22,12 @@ from dora_rl.types import Mode, Version
 
 def want(state: State, inst: Instance, version: Version, now: float, out: list[Action]) -> None:
     """The instance shall hold this version as soon as it has a seat for it."""
+    if version in inst.leaving:  # it is still here: it stays
+        del inst.leaving[version]
+        live = state.versions[version]
+        del live.leavers[inst.id]
+        live.holders[inst.id] = None
+        touch(state, inst)
     if version in inst.held or version in inst.wants or inst.loading == version:
         return
     inst.wants.append(version)
@@ -31,8 +37,10 @@ def want(state: State, inst: Instance, version: Version, now: float, out: list[A
 
 def leave(state: State, inst: Instance, version: Version, now: float, out: list[Action]) -> None:
     """Give a version up: no new requests, running ones go elsewhere, then the seat is free."""
+    live = state.versions[version]
     inst.leaving[version] = None
-    state.versions[version].holders.pop(inst.id, None)
+    live.leavers[inst.id] = None
+    live.holders.pop(inst.id, None)
     relocate(state, inst, version, now, out)
 
 
@@ -81,6 +89,7 @@ def unload(state: State, inst: Instance, version: Version, out: list[Action]) ->
     live = state.versions.get(version)
     if live is not None:
         live.holders.pop(inst.id, None)
+        live.leavers.pop(inst.id, None)
     out.append(Unload(inst.id, version))
 
 
@@ -310,7 +319,7 @@ def retire_finished(state: State, out: list[Action]) -> None:
         if live.version == state.newest or live.unended:
             continue
         assert not live.num_active, "a version retired with requests on it"
-        for name in list(live.holders):
+        for name in [*live.holders, *live.leavers]:
             unload(state, state.instances[name], live.version, out)
             state.stirred[name] = None
         for name in list(live.coming):

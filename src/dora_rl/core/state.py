@@ -135,6 +135,7 @@ class Live:
     pending: deque[RequestId] = field(default_factory=deque[RequestId])
     ready: deque[GroupId] = field(default_factory=deque[GroupId])
     holders: dict[InstanceId, None] = field(default_factory=dict[InstanceId, None])
+    leavers: dict[InstanceId, None] = field(default_factory=dict[InstanceId, None])  # hold it still
     coming: dict[InstanceId, None] = field(default_factory=dict[InstanceId, None])  # will hold it
     donors: list[InstanceId] = field(default_factory=list[InstanceId])  # most loaded last
     heap: list[tuple[float, int, InstanceId]] = field(
