@@ -142,6 +142,7 @@ def adopt_target(state: State, out: list[Action]) -> None:
     fresh = all(state.groups[g].version >= bound.oldest for g in state.batch.groups)
     if state.batch.closed or free < 1 or not fresh or not bound.holds(state.untaken):
         return
-    state.params, state.policy, state.target = target, policy, None
+    state.put_in_force(target)
+    state.target = None
     state.batch.size, state.batch.updates = target.batch_groups, target.updates_per_step
     out.append(InForce(state.filling, policy.max_staleness, target.batch_groups))

@@ -329,6 +329,11 @@ def on_resumed(state: State, event: Resumed, now: float, out: list[Action]) -> N
     if event.params.mode is not state.params.mode:
         was = state.params.mode.value
         raise UserError(f"mode = {event.params.mode.value}: this run is {was}; start a new run")
+    if event.params.group_size != state.params.group_size:
+        raise UserError(
+            f"group_size = {event.params.group_size}: the groups of this run have "
+            f"{state.params.group_size} samples; start a new run"
+        )
     _check_num_steps(state, event.params)
     for name in list(state.instances):
         lose_instance(state, name, out, blame=False)
@@ -343,16 +348,15 @@ def on_resumed(state: State, event: Resumed, now: float, out: list[Action]) -> N
                 request.score_attempts += 1
                 ask_score(state, request, now, out)
     old = state.params
-    changed = (event.params.max_staleness, event.params.batch_groups) != (
-        old.max_staleness,
-        old.batch_groups,
-    )
-    state.params = replace(
+    # What a step's batch is made with changes between two steps, everything else at once.
+    as_before = replace(
         event.params,
         max_staleness=old.max_staleness,
         batch_groups=old.batch_groups,
         updates_per_step=old.updates_per_step,
     )
+    changed = as_before != event.params
+    state.put_in_force(as_before)
     state.target = event.params if changed else None
     if state.committed >= event.params.num_steps:
         stop(state, "all steps are trained", out, done=True)

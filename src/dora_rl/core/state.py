@@ -205,7 +205,7 @@ class State:
     policy: Policy = field(init=False)
 
     def __post_init__(self) -> None:
-        self.policy = policy_of(self.params)
+        self.put_in_force(self.params)
         if not self.versions:
             self.versions[self.committed] = Live(self.committed)
         if not self.batches:
@@ -218,6 +218,11 @@ class State:
     @property
     def batch(self) -> Batch:
         return self.batches[self.filling]
+
+    def put_in_force(self, params: Params) -> None:
+        """The one place where params change. A snapshot has no policy: it follows from them."""
+        self.params = params
+        self.policy = policy_of(params)
 
     def open_batch(self) -> None:
         """Begin to fill a step under the B in force."""
