@@ -23,6 +23,7 @@ from dora_rl.core.events import (
     TrainerJoined,
     TrainerReport,
 )
+from dora_rl.core.incarnations import forget_all
 from dora_rl.core.ledger import ask_score, current, retry, score_again, scoring, stop
 from dora_rl.core.orchestrate import pump
 from dora_rl.core.params import Params
@@ -44,10 +45,7 @@ DEADLINES_MIN = 1024  # so many are kept whether or not they are met
 
 
 def on_joined(state: State, event: InstanceJoined, now: float, out: list[Action]) -> None:
-    known = state.instances.get(event.instance)
-    if known is not None and known.life == event.life:
-        return  # the same message again
-    lose_instance(state, event.instance, out)
+    lose_instance(state, event.instance, out)  # an earlier incarnation of it
     inst = Instance(
         event.instance,
         state.next_instance,
@@ -144,6 +142,8 @@ def on_load_failed(state: State, event: LoadFailed, now: float, out: list[Action
     inst = state.instances.get(event.instance)
     if inst is None or inst.loading != event.version:
         return
+    if event.attempt not in (-1, inst.num_loads):
+        return
     inst.loading = None
     inst.load_failures += 1
     live = state.versions.get(event.version)
@@ -157,9 +157,18 @@ def on_load_failed(state: State, event: LoadFailed, now: float, out: list[Action
     pump(state, inst, now, out)
 
 
-def on_moved(state: State, event: Moved, now: float, out: list[Action]) -> None:
+def _moving(state: State, event: Moved | MoveFailed) -> Request | None:
+    """The request, if this move of it is still under way."""
     request = current(state, event.request, event.epoch)
-    if request is None or request.phase is not Phase.MOVING or request.dest != event.dst:
+    if request is None or request.phase is not Phase.MOVING:
+        return None
+    same = (request.instance, request.dest) == (event.src, event.dst)
+    return request if same and event.attempt in (-1, request.num_moves) else None
+
+
+def on_moved(state: State, event: Moved, now: float, out: list[Action]) -> None:
+    request = _moving(state, event)
+    if request is None:
         return
     dst = state.instances[event.dst]
     end_move(state, request)
@@ -170,8 +179,8 @@ def on_moved(state: State, event: Moved, now: float, out: list[Action]) -> None:
 
 
 def on_move_failed(state: State, event: MoveFailed, now: float, out: list[Action]) -> None:
-    request = current(state, event.request, event.epoch)
-    if request is None or request.phase is not Phase.MOVING or request.dest != event.dst:
+    request = _moving(state, event)
+    if request is None:
         return
     src = state.instances.get(event.src)
     if not event.kept or src is None:
@@ -338,6 +347,7 @@ def on_resumed(state: State, event: Resumed, now: float, out: list[Action]) -> N
     for name in list(state.instances):
         lose_instance(state, name, out, blame=False)
     on_trainer_lost(state)
+    forget_all(state)
     state.stopped = None
     state.filtered_streak = 0
     state.deadlines.clear()

@@ -58,7 +58,8 @@ def pump(state: State, inst: Instance, now: float, out: list[Action]) -> None:
     version = inst.wants.pop(0)
     inst.loading = version
     inst.donor = _donor(state, state.versions[version], inst) if not inst.load_failures else None
-    out.append(Load(inst.id, version, inst.donor))
+    inst.num_loads += 1
+    out.append(Load(inst.id, version, inst.donor, inst.num_loads))
     watch_load(state, inst, now)
 
 

@@ -133,7 +133,9 @@ def start_move(
     dst.held[request.version].incoming += 1
     touch(state, dst)
     how = cheaper_way(state.params, request.base_tokens)
-    out.append(Move(request.id, request.epoch, request.version, src.id, dst.id, how))
+    request.num_moves += 1
+    number = request.num_moves
+    out.append(Move(request.id, request.epoch, request.version, src.id, dst.id, how, number))
     watch_move(state, request, now)
 
 

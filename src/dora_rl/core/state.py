@@ -57,6 +57,7 @@ class Request:
     epoch: int = 0
     attempts: int = 0
     score_attempts: int = 0
+    num_moves: int = 0  # ordered so far
     base_tokens: int = 0
     mark: int = 0
     num_tokens: int = 0
@@ -106,6 +107,7 @@ class Instance:
     loading: Version | None = None
     donor: InstanceId | None = None
     load_failures: int = 0
+    num_loads: int = 0  # ordered so far
     requests: dict[RequestId, None] = field(default_factory=dict[RequestId, None])
     incoming: dict[RequestId, None] = field(default_factory=dict[RequestId, None])
     parked: dict[RequestId, None] = field(default_factory=dict[RequestId, None])
@@ -159,6 +161,7 @@ class Batch:
 @dataclass(slots=True)
 class Trainer:
     alive: bool = False
+    incarnation: int = -1
     progress: int = -1
     progress_s: float = 0.0
 
@@ -175,6 +178,7 @@ class State:
     target: Params | None = None  # K or B asked for on resume and not yet in force
     groups: dict[GroupId, Group] = field(default_factory=dict[GroupId, Group])
     instances: dict[InstanceId, Instance] = field(default_factory=dict[InstanceId, Instance])
+    incarnations: dict[InstanceId, int] = field(default_factory=dict[InstanceId, int])  # the newest
     versions: dict[Version, Live] = field(default_factory=dict[Version, Live])
     batches: dict[StepIndex, Batch] = field(default_factory=dict[StepIndex, Batch])
     trainer: Trainer = field(default_factory=Trainer)

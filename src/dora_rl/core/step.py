@@ -35,6 +35,7 @@ from dora_rl.core.events import (
     TrainerLost,
     TrainerReport,
 )
+from dora_rl.core.incarnations import is_late, note
 from dora_rl.core.params import Params
 from dora_rl.core.placement import fill
 from dora_rl.core.state import State
@@ -51,7 +52,8 @@ def step(state: State, event: Event, now: float) -> list[Action]:
     out: list[Action] = []
     if state.stopped is not None and not isinstance(event, Resumed):
         return out
-    _handle(state, event, now, out)
+    if not is_late(state, event):
+        _handle(state, event, now, out)
     if state.stopped is None:
         _decide(state, now, out)
     return out
@@ -99,7 +101,7 @@ def _handle(state: State, event: Event, now: float, out: list[Action]) -> None:
             faults.on_moved(state, event, now, out)
         case Loaded():
             inst = state.instances.get(event.instance)
-            if inst is not None:
+            if inst is not None and event.attempt in (-1, inst.num_loads):
                 orchestrate.on_loaded(state, inst, event.version, now, out)
         case Tick():
             faults.on_tick(state, now, out)
@@ -114,6 +116,7 @@ def _handle(state: State, event: Event, now: float, out: list[Action]) -> None:
 
 
 def _handle_rare(state: State, event: Event, now: float, out: list[Action]) -> None:
+    note(state, event)
     match event:
         case SampleFailed():
             ledger.on_sample_failed(state, event, now, out)

@@ -297,7 +297,7 @@ class LocalRun:
                 body = message.body
                 self.records.usage(name, letter.life, body["busy_s"], body["cpu_s"])
             case "exported" | "imported" | "import_failed":
-                on_moving(self, name, message)
+                on_moving(self, name, letter.life, message)
             case "scored":
                 self.pool.scored(name, message.body)
             case "ready" if name.startswith("learner"):

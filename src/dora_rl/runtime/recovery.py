@@ -90,7 +90,8 @@ class Recovery:
     def _replace(self, name: str) -> None:
         run = self._run
         if name.startswith("learner"):
-            run.handle(ev.TrainerLost("its process ended"))
+            life = run.crew.workers["learner"].life
+            run.handle(ev.TrainerLost("its process ended", incarnation=life))
             run.start_learner()
         else:
             self._lose_instance(name)
@@ -99,4 +100,5 @@ class Recovery:
     def _lose_instance(self, name: str) -> None:
         run = self._run
         run.journals.collect(name, alive=set(run.state.groups))
-        run.handle(ev.InstanceLost(name, "its process ended"))
+        life = run.crew.workers[name].life
+        run.handle(ev.InstanceLost(name, "its process ended", incarnation=life))

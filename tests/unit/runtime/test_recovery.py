@@ -12,7 +12,8 @@ from dora_rl.runtime.recovery import RESTARTS_MAX, STARTS_MAX, Recovery
 
 
 class Worker:
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, life: int = 0) -> None:
+        self.life = life
         self.name, self.role = name, name.rstrip("0123456789")
         self.joined = True
         self.process = self
@@ -42,7 +43,7 @@ class Run:
         self.recovery = Recovery(cast(Any, self))
 
     def restart(self, name: str) -> None:
-        self.workers[name] = Worker(name)
+        self.workers[name] = Worker(name, self.workers[name].life + 1)
         self.workers[name].joined = False
         self.started.append(name)
 
@@ -62,8 +63,10 @@ def run() -> Run:
 
 def test_an_instance_that_ends_is_replaced(run: Run) -> None:
     run.end("instance1")
-    assert run.events == [ev.InstanceLost("instance1", "its process ended")]
+    assert run.events == [ev.InstanceLost("instance1", "its process ended", incarnation=0)]
     assert run.started == ["instance1"] and not run.lines
+    run.end("instance1")
+    assert run.events[1:] == [ev.InstanceLost("instance1", "its process ended", incarnation=1)]
 
 
 def test_before_the_first_step_an_instance_that_cannot_start_stops_the_run(run: Run) -> None:
