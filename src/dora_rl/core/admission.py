@@ -16,7 +16,9 @@ from dora_rl.types import RequestId, Version
 
 def admit(state: State, out: list[Action]) -> None:
     """Issue as many groups as limits, bound and slots allow."""
-    while _room(state):
+    num_samples = 0
+    while _room(state) and state.has_room(out, num_samples):
+        num_samples += state.params.group_size
         bound, untaken = state.bound, state.untaken
         version = _version_for(state, bound, untaken)
         if version is None:

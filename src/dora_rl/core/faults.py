@@ -42,6 +42,7 @@ from dora_rl.core.state import GENERATING, Held, Instance, Phase, Request, State
 from dora_rl.types import InstanceId, Mode, RequestId, UserError
 
 DEADLINES_MIN = 1024  # so many are kept whether or not they are met
+FORGET_PER_EVENT = 8
 
 
 def on_joined(state: State, event: InstanceJoined, now: float, out: list[Action]) -> None:
@@ -231,20 +232,27 @@ def on_trainer_report(state: State, event: TrainerReport, now: float) -> None:
 
 def on_tick(state: State, now: float, out: list[Action]) -> None:
     """Break the waits that made no progress, and rebalance when the period has passed."""
-    while state.deadlines and state.deadlines[0][0] <= now:
-        _, _, kind, key = heapq.heappop(state.deadlines)
-        _expire(state, kind, key, now, out)
-    _forget_met(state)
+    for heap in (state.deadlines, state.old_deadlines):
+        while heap and heap[0][0] <= now and state.has_room(out):
+            _, _, kind, key = heapq.heappop(heap)
+            _expire(state, kind, key, now, out)
+    in_flight = len(state.groups) * state.params.group_size + 2 * len(state.instances)
+    if not state.old_deadlines and len(state.deadlines) > DEADLINES_MIN + 2 * in_flight:
+        state.old_deadlines, state.deadlines = state.deadlines, []
     if now - state.rebalanced_s >= state.params.rebalance_period_s and len(state.versions) > 1:
         state.rebalance_wanted = True
 
 
-def _forget_met(state: State) -> None:
-    """Most waits end long before their deadline; what is left of them must not pile up."""
-    in_flight = len(state.groups) * state.params.group_size + 2 * len(state.instances)
-    if len(state.deadlines) > DEADLINES_MIN + 2 * in_flight:
-        state.deadlines = [entry for entry in state.deadlines if _is_open(state, *entry[2:])]
-        heapq.heapify(state.deadlines)
+def forget_met(state: State) -> None:
+    """Most waits end long before their deadline; what is left of them must not pile up.
+
+    A few are looked at with every event, more than an event adds on average. They are taken from
+    the end of the list, which leaves it a heap.
+    """
+    for _ in range(min(FORGET_PER_EVENT, len(state.old_deadlines))):
+        entry = state.old_deadlines.pop()
+        if _is_open(state, *entry[2:]):
+            heapq.heappush(state.deadlines, entry)
 
 
 def _is_open(state: State, kind: str, key: str) -> bool:
@@ -351,6 +359,7 @@ def on_resumed(state: State, event: Resumed, now: float, out: list[Action]) -> N
     state.stopped = None
     state.filtered_streak = 0
     state.deadlines.clear()
+    state.old_deadlines.clear()
     state.rebalanced_s = -1.0e9
     for group in list(state.groups.values()):
         for request in group.requests:

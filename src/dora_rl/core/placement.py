@@ -181,7 +181,7 @@ def park(state: State, request: Request, out: list[Action]) -> None:
 def fill(state: State, live: Live, now: float, out: list[Action]) -> None:
     """Give pending requests of one version the free slots of its holders."""
     stuck: list[Request] = []
-    while live.num_pending > len(stuck) and live.pending:
+    while live.num_pending > len(stuck) and live.pending and state.has_room(out):
         rid = live.pending[0]
         request = state.request(rid)
         if request is None or request.phase is not Phase.PENDING or request.version != live.version:

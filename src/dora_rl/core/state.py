@@ -12,12 +12,19 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TypeAlias
 
-from dora_rl.core.actions import End
+from dora_rl.core.actions import Action, End
 from dora_rl.core.modes import Policy, policy_of
 from dora_rl.core.params import Params
 from dora_rl.core.window import Bound
 from dora_rl.types import GroupId, InstanceId, RequestId, StepIndex, Version
+
+
+Deadline: TypeAlias = tuple[float, int, str, str]
+"""(moment, number, kind, key), in a heap; see `deadlines`."""
+Flip: TypeAlias = tuple[InstanceId, Version | None, Version]
+"""(instance, the version it gives up, the version it gets)."""
 
 
 class Phase(StrEnum):
@@ -199,12 +206,15 @@ class State:
     filled_older: int = 0  # groups admitted on an older version in the step being filled
     rebalance_wanted: bool = False
     rebalanced_s: float = -1.0e9
-    deadlines: list[tuple[float, int, str, str]] = field(
-        default_factory=list[tuple[float, int, str, str]]
-    )
+    deadlines: list[Deadline] = field(default_factory=list[Deadline])
+    old_deadlines: list[Deadline] = field(default_factory=list[Deadline])  # met ones are left out
     next_deadline: int = 0
+    retiring: bool = False  # a version that has no group left still has seats
     waiting_for: tuple[GroupId, ...] = ()
     stirred: dict[InstanceId, None] = field(default_factory=dict[InstanceId, None])
+    seats: deque[InstanceId] = field(default_factory=deque[InstanceId])  # to get the newest version
+    flips: deque[Flip] = field(default_factory=deque[Flip])  # decided by a rebalance, not begun
+    flip_room: dict[Version, int] = field(default_factory=dict[Version, int])  # free slots, for them
     stopped: str | None = None
     policy: Policy = field(init=False)
 
@@ -222,6 +232,13 @@ class State:
     @property
     def batch(self) -> Batch:
         return self.batches[self.filling]
+
+    def has_room(self, out: list[Action], more: int = 0) -> bool:
+        """Whether this event, which has caused `out` (and `more` work), may cause another action.
+
+        Whatever is decided in a loop asks; what it leaves is found again by the next event.
+        """
+        return len(out) + more < self.params.event_actions_max
 
     def put_in_force(self, params: Params) -> None:
         """The one place where params change. A snapshot has no policy: it follows from them."""

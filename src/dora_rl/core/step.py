@@ -1,7 +1,8 @@
 """`step(state, event, now) -> actions`: the only door into the core.
 
 Each event has one handler; after it the same chain of decisions runs, in this order, because new
-groups are admitted first and the partition follows them:
+groups are admitted first and the partition follows them. One event causes a limited number of
+actions; what is left over is found again by the next event, because it is in the state:
 
     take ready groups -> feed the learner -> admit -> give out free slots -> employ idle
     instances -> rebalance
@@ -54,6 +55,8 @@ def step(state: State, event: Event, now: float) -> list[Action]:
         return out
     if not is_late(state, event):
         _handle(state, event, now, out)
+    if state.old_deadlines:
+        faults.forget_met(state)
     if state.stopped is None:
         _decide(state, now, out)
     return out
@@ -65,9 +68,11 @@ def _decide(state: State, now: float, out: list[Action]) -> None:
     batching.feed(state, now, out)
     admit(state, out)
     _give_out(state, now, out)
-    if state.stirred:
-        orchestrate.stir(state, now, out)
-    if _rebalance_due(state, now):
+    if state.retiring:
+        orchestrate.retire_finished(state, out)
+    if state.stirred or state.flips or state.seats:
+        orchestrate.carry_on(state, now, out)
+    if state.has_room(out) and _rebalance_due(state, now):
         orchestrate.rebalance(state, now, out)
         _give_out(state, now, out)
 
