@@ -84,6 +84,7 @@ class Chaos:
             level_running=rng.random() < 0.5,
             level_slack=0.0,
             repartition=rng.random() < 0.8,
+            event_actions_max=rng.choice([1, 3, 10, 2_000, 2_000]),
         )
 
     def join(self) -> None:
@@ -305,6 +306,7 @@ class ElasticCorner(Chaos):
             level_running=rng.random() < 0.3,
             level_slack=0.0,
             fill_older_max=rng.choice([0, 2]),
+            event_actions_max=rng.choice([3, 2_000]),
         )
 
     def begin(self) -> None:
