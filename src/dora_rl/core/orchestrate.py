@@ -21,6 +21,8 @@ from dora_rl.core.placement import best_holder, kv_estimate, relocate, start_mov
 from dora_rl.core.state import Held, Instance, Live, Phase, State
 from dora_rl.types import Mode, Version
 
+LOOKS_PER_ACTION = 10  # to look at so many instances takes as long as to cause an action
+
 
 def want(state: State, inst: Instance, version: Version, now: float, out: list[Action]) -> None:
     """The instance shall hold this version as soon as it has a seat for it."""
@@ -159,26 +161,27 @@ def rebalance(state: State, now: float, out: list[Action]) -> None:
     if single and state.params.repartition:
         _repartition(state, single)
     for inst in awake:
-        if not inst.load:
+        if not inst.requests and not inst.incoming:
             state.stirred[inst.id] = None
-    carry_on(state, now, out)
-    if state.seats or state.flips:
-        return
+    looked_at = len(awake) // LOOKS_PER_ACTION
+    carry_on(state, now, out, looked_at)
+    if state.seats or state.flips or not state.has_room(out, looked_at):
+        return  # who has no instance then is found by `step`, which asks for another rebalance
     for live in list(state.versions.values()):
         if live.num_active and not live.holders and not live.coming:
             _secure(state, live, awake, now, out)
 
 
-def carry_on(state: State, now: float, out: list[Action]) -> None:
+def carry_on(state: State, now: float, out: list[Action], more: int = 0) -> None:
     """Go on with what was decided, as far as this event has room, and look at who was stirred."""
     _seat_some(state, now, out)
-    while state.flips and state.has_room(out):
+    while state.flips and state.has_room(out, more):
         name, old, new = state.flips.popleft()
         inst = state.instances.get(name)
         as_decided = inst is not None and inst.awake and _assigned(inst) == old
         if inst is not None and as_decided and new in state.versions:
             _flip(state, inst, old, new, state.flip_room, now, out)
-    if not state.seats and not state.flips:
+    if not state.seats and not state.flips and state.has_room(out, more):
         stir(state, now, out)
 
 
@@ -212,7 +215,10 @@ def _assigned(inst: Instance) -> Version | None:
         return inst.wants[-1]
     if inst.loading is not None:
         return inst.loading
-    return next((v for v in inst.held if v not in inst.leaving), None)
+    for version in inst.held:
+        if version not in inst.leaving:
+            return version
+    return None
 
 
 def _repartition(state: State, single: list[Instance]) -> None:
@@ -260,8 +266,12 @@ def _cost(inst: Instance, version: Version | None) -> int:
 
 def _room(state: State, version: Version) -> int:
     """Free slots on the awake holders of a version."""
-    holders = (state.instances[name] for name in state.versions[version].holders)
-    return sum(inst.slots_free for inst in holders if inst.awake)
+    room = 0
+    for name in state.versions[version].holders:
+        inst = state.instances[name]
+        if inst.awake:
+            room += inst.slots_max - len(inst.requests) - len(inst.incoming)
+    return room
 
 
 def _flip(

@@ -46,13 +46,15 @@ def touch(state: State, inst: Instance) -> None:
 
 
 def _rebuild(state: State, live: Live) -> None:
-    entries = [state.instances[i] for i in live.holders]
-    live.heap = [
-        (_key(i), i.index, i.id)
-        for i in entries
-        if i.awake and i.slots_free > 0 and not pressured(state, i)
-    ]
-    heapq.heapify(live.heap)
+    high, heap = state.params.kv_high, live.heap
+    heap.clear()
+    for name in live.holders:  # the same as `touch`, written out: there may be thousands
+        inst = state.instances[name]
+        load = len(inst.requests) + len(inst.incoming)
+        pressed = inst.kv_tokens > high * inst.kv_tokens_max > 0
+        if inst.awake and load < inst.slots_max and not pressed:
+            heap.append(((load + 1) / (inst.slots_max * inst.speed), inst.index, name))
+    heapq.heapify(heap)
 
 
 def best_holder(state: State, live: Live) -> Instance | None:

@@ -20,7 +20,6 @@ from dora_rl.core.params import Params
 from dora_rl.core.window import Bound
 from dora_rl.types import GroupId, InstanceId, RequestId, StepIndex, Version
 
-
 Deadline: TypeAlias = tuple[float, int, str, str]
 """(moment, number, kind, key), in a heap; see `deadlines`."""
 Flip: TypeAlias = tuple[InstanceId, Version | None, Version]
@@ -214,7 +213,9 @@ class State:
     stirred: dict[InstanceId, None] = field(default_factory=dict[InstanceId, None])
     seats: deque[InstanceId] = field(default_factory=deque[InstanceId])  # to get the newest version
     flips: deque[Flip] = field(default_factory=deque[Flip])  # decided by a rebalance, not begun
-    flip_room: dict[Version, int] = field(default_factory=dict[Version, int])  # free slots, for them
+    flip_room: dict[Version, int] = field(
+        default_factory=dict[Version, int]
+    )  # free slots, for them
     stopped: str | None = None
     policy: Policy = field(init=False)
 

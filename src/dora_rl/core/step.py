@@ -72,7 +72,7 @@ def _decide(state: State, now: float, out: list[Action]) -> None:
         orchestrate.retire_finished(state, out)
     if state.stirred or state.flips or state.seats:
         orchestrate.carry_on(state, now, out)
-    if state.has_room(out) and _rebalance_due(state, now):
+    if len(out) <= state.params.event_actions_max // 2 and _rebalance_due(state, now):
         orchestrate.rebalance(state, now, out)
         _give_out(state, now, out)
 

@@ -2,7 +2,7 @@
 
 What the core and the ports keep has no reference cycles, so counting references frees it. A full
 collection looks at everything that is alive: with thousands of instances it takes longer than any
-decision, and Python would begin it in the middle of one. The young generations are left as they are.
+decision, and Python would begin it in the middle of one. Young generations are left as they are.
 """
 
 from __future__ import annotations

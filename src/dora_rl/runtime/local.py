@@ -45,6 +45,7 @@ from dora_rl.runtime.devices import EVALUATOR_SHARE
 from dora_rl.runtime.env_relay import EnvRelay
 from dora_rl.runtime.evaluation import Evaluations, due
 from dora_rl.runtime.full_disk import DISK_ERRORS, full_line, is_full
+from dora_rl.runtime.garbage import Garbage
 from dora_rl.runtime.gpu_meter import GpuMeter, start_meter
 from dora_rl.runtime.journals import Journals
 from dora_rl.runtime.layout import Layout, start_ranks
@@ -113,6 +114,7 @@ class LocalRun:
         self.loop = Loop(state, Ports(MonotonicClock(), *ports, self.log))
         self.watchdog = Watchdog(self.run_dir / "watchdog.jsonl", config.runtime.watchdog_s)
         self.recovery = Recovery(self)
+        self.garbage = Garbage()
         self.mps: Mps | None = None
         self.meter: GpuMeter | None = None
         self.stop: act.Stop | None = None
@@ -222,6 +224,7 @@ class LocalRun:
 
     def _tick(self) -> None:
         self.handle(ev.Tick())
+        self.garbage.tick()
         self.carrier.tick()
         self.pool.check_time()
         self.envs.check_time()
