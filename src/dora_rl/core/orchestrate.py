@@ -11,7 +11,6 @@ What it decides is begun by this event and the next ones: each causes `event_act
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
 
 from dora_rl.core.actions import Action, Load, RetireVersion, Unload
@@ -245,7 +244,7 @@ def _repartition(state: State, single: list[Instance]) -> None:
         surplus = len(members) - (target.get(version, 0) if version is not None else 0)
         if surplus > 0:
             costs = [(_cost(inst, version), -inst.index, inst, version) for inst in members]
-            spare.extend(heapq.nsmallest(surplus, costs))
+            spare += sorted(costs)[:surplus]
     spare.sort()
     needs = [v for v, gap in lacking.items() for _ in range(gap) if gap > 0]
     needs.sort(key=lambda v: (bool(state.versions[v].holders or state.versions[v].coming), v))
@@ -260,7 +259,9 @@ def _repartition(state: State, single: list[Instance]) -> None:
 
 def _cost(inst: Instance, version: Version | None) -> int:
     """KV tokens that would have to move if the instance gave this version up."""
-    held = inst.held.get(version) if version is not None else None
+    if version is None or not inst.requests:
+        return 0
+    held = inst.held.get(version)
     return kv_estimate(inst, held) if held is not None and held.num else 0
 
 

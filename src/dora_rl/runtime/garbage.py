@@ -25,6 +25,7 @@ class Garbage:
 
     def __init__(self) -> None:
         self._collected_s = time.monotonic()
+        self._before = gc.get_threshold()
         collect_no_more_in_full()
 
     def tick(self) -> None:
@@ -32,3 +33,7 @@ class Garbage:
         if now - self._collected_s >= FULL_EVERY_S:
             self._collected_s = now
             gc.collect()
+
+    def end(self) -> None:
+        """As it was before, for whoever uses this process next."""
+        gc.set_threshold(*self._before)

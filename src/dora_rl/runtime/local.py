@@ -265,6 +265,7 @@ class LocalRun:
         shutil.rmtree(self.layout.transfer_root, ignore_errors=True)
         self.versions.release()
         self.lock.release()
+        self.garbage.end()
         return summary
 
     def _end_device(self) -> float | None:
