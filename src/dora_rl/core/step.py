@@ -66,13 +66,14 @@ def _decide(state: State, now: float, out: list[Action]) -> None:
     if state.num_ready:
         batching.take(state, now, out)
     batching.feed(state, now, out)
-    admit(state, out)
+    all_admitted = admit(state, out)
     _give_out(state, now, out)
     if state.retiring:
         orchestrate.retire_finished(state, out)
     if state.stirred or state.flips or state.seats:
         orchestrate.carry_on(state, now, out)
-    if len(out) <= state.params.event_actions_max // 2 and _rebalance_due(state, now):
+    has_room = len(out) <= state.params.event_actions_max // 2
+    if all_admitted and has_room and _rebalance_due(state, now):
         orchestrate.rebalance(state, now, out)
         _give_out(state, now, out)
 
