@@ -121,10 +121,13 @@ def test_the_socket_of_a_killed_controller_goes_with_the_next_start(tmp_path: Pa
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # a short path, as sockets need
 
         def start() -> tuple[subprocess.Popen[str], Path]:
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-            environment = os.environ | {"TMPDIR": folder}
-            command = [sys.executable, "-c", code]
-            process = subprocess.Popen(command, **pipes, text=True, env=environment)
+            process = subprocess.Popen(
+                [sys.executable, "-c", code],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env=os.environ | {"TMPDIR": folder},
+            )
             assert process.stdout is not None
             return process, Path(process.stdout.readline().strip())
 
