@@ -124,7 +124,7 @@ def on_committed(state: State, step: StepIndex, now: float, out: list[Action]) -
         stop(state, "all steps are trained", out, done=True)
         return
     if not state.batch.closed:
-        wake_elastic(state, out)
+        wake_elastic(state, now, out)
     if state.policy.reversion_at_publish:
         reversion_all(state, now, out)
     retire_finished(state, out)  # what is left of it is done by the next events

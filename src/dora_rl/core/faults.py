@@ -97,6 +97,8 @@ def lose_instance(state: State, name: InstanceId, out: list[Action], *, blame: b
     if inst.awake:
         state.slots_awake -= inst.slots_max
     state.num_elastic -= inst.elastic
+    state.drowsy.pop(name, None)
+    state.waking.pop(name, None)
     del state.instances[name]
     state.rebalance_wanted = True
 

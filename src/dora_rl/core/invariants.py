@@ -63,7 +63,8 @@ def _check_requests(state: State) -> None:
                 assert home is not None and request.id in home.requests
                 assert request.version in home.held, "a request runs without its weights"
                 assert request.version not in home.leaving, "a request runs where its version goes"
-                assert home.awake, "a request runs on a sleeping instance"
+                awake = home.awake or home.id in state.drowsy
+                assert awake, "a request runs on a sleeping instance"
             elif request.phase is Phase.MOVING:
                 dst = state.instances.get(request.dest or "")
                 assert home is not None and dst is not None and request.id in dst.incoming
@@ -99,6 +100,8 @@ def _check_instances(state: State) -> None:
             assert (inst.id in live.leavers) == (version in inst.leaving)
         assert inst.leaving.keys() <= inst.held.keys(), f"{inst.id} leaves what it does not hold"
     assert slots == state.slots_awake
+    asleep = {inst.id for inst in state.instances.values() if not inst.awake}
+    assert state.drowsy.keys() | state.waking.keys() <= asleep
     assert state.num_elastic == sum(inst.elastic for inst in state.instances.values())
     for live in state.versions.values():
         for name in [*live.holders, *live.leavers]:

@@ -208,6 +208,10 @@ class State:
     deadlines: list[Deadline] = field(default_factory=list[Deadline])
     old_deadlines: list[Deadline] = field(default_factory=list[Deadline])  # met ones are left out
     next_deadline: int = 0
+    drowsy: dict[InstanceId, None] = field(
+        default_factory=dict[InstanceId, None]
+    )  # to be put asleep
+    waking: dict[InstanceId, None] = field(default_factory=dict[InstanceId, None])
     retiring: bool = False  # a version that has no group left still has seats
     waiting_for: tuple[GroupId, ...] = ()
     stirred: dict[InstanceId, None] = field(default_factory=dict[InstanceId, None])

@@ -10,7 +10,7 @@ actions; what is left over is found again by the next event, because it is in th
 
 from __future__ import annotations
 
-from dora_rl.core import batching, faults, ledger, orchestrate
+from dora_rl.core import batching, elastic, faults, ledger, orchestrate
 from dora_rl.core.actions import Action, InForce
 from dora_rl.core.admission import admit
 from dora_rl.core.events import (
@@ -66,6 +66,8 @@ def _decide(state: State, now: float, out: list[Action]) -> None:
     if state.num_ready:
         batching.take(state, now, out)
     batching.feed(state, now, out)
+    if state.drowsy or state.waking:
+        elastic.go_on(state, now, out)
     all_admitted = admit(state, out)
     _give_out(state, now, out)
     if state.retiring:
