@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Callable
 
 FULL_EVERY_S = 600.0
 NEVER = 1 << 30
@@ -23,13 +24,14 @@ def collect_no_more_in_full() -> None:
 class Garbage:
     """Looked at with every tick of a controller."""
 
-    def __init__(self) -> None:
-        self._collected_s = time.monotonic()
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._collected_s = clock()
         self._before = gc.get_threshold()
         collect_no_more_in_full()
 
     def tick(self) -> None:
-        now = time.monotonic()
+        now = self._clock()
         if now - self._collected_s >= FULL_EVERY_S:
             self._collected_s = now
             gc.collect()
