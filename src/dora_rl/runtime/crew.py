@@ -32,9 +32,10 @@ from numpy.typing import NDArray
 
 from dora_rl.config import RunConfig
 from dora_rl.runtime.last_words import why_ended
+from dora_rl.runtime.leftovers import claim, store_name, sweep
 from dora_rl.runtime.wire import Channel, Message, pack
 
-TMP_CHARS_MAX = 70
+TMP_CHARS_MAX = 60
 KILL_WAIT_S = 30.0  # for a killed process to be gone
 SAVE_WAIT_S = 600.0  # for a worker that was asked to end and says that it is saving
 
@@ -72,10 +73,17 @@ class Worker:
     saving: bool = False  # it was asked to end, and writes what the next start needs
 
 
-def socket_home() -> Path:
-    """A private directory for the socket, whose whole path must fit into about 100 bytes."""
-    fits = len(tempfile.gettempdir()) <= TMP_CHARS_MAX
-    return Path(tempfile.mkdtemp(prefix="dora-rl-", dir=None if fits else "/tmp"))
+def socket_home() -> tuple[Path, int]:
+    """A private directory for the socket, whose whole path must fit into about 100 bytes.
+
+    It is claimed by the descriptor that comes with it. Those of killed controllers go now.
+    """
+    folder = Path(tempfile.gettempdir())
+    if len(str(folder)) > TMP_CHARS_MAX:
+        folder = Path("/tmp")
+    sweep(folder)
+    home = Path(tempfile.mkdtemp(prefix=store_name("s-"), dir=folder))
+    return home, claim(home)
 
 
 class Crew:
@@ -93,6 +101,7 @@ class Crew:
         self._run_dir = run_dir
         self._first_life, self._keep_fds = first_life, keep_fds
         self._key = secrets.token_bytes(32)
+        self._claim: int | None = None
         self._listener, self.address = self._listen()
         self._lock = threading.Lock()
         self.inbox: queue.SimpleQueue[Letter] = queue.SimpleQueue()
@@ -105,7 +114,8 @@ class Crew:
 
     def _listen(self) -> tuple[Listener, str]:
         """Where workers connect to."""
-        address = str(socket_home() / "controller")
+        home, self._claim = socket_home()
+        address = str(home / "controller")
         return Listener(address, family="AF_UNIX"), address
 
     def start(self, role: str, name: str, extra: dict[str, Any]) -> Worker:
@@ -314,3 +324,6 @@ class Crew:
         self._listener.close()
         if self.address.startswith("/"):
             shutil.rmtree(Path(self.address).parent, ignore_errors=True)
+        if self._claim is not None:
+            os.close(self._claim)
+            self._claim = None

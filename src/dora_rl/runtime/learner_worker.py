@@ -233,11 +233,13 @@ class LearnerWorker:
         optimizer = self.optimizer_version if self.version else 0
         for line in self.notes:
             self.channel.send("note", {"line": f"learner: {line}"})
-        self.channel.send_event(ev.TrainerJoined(self.version, optimizer))
+        life = self.setup.life
+        self.channel.send_event(ev.TrainerJoined(self.version, optimizer, incarnation=life))
         beat(self.channel, self._beat, BEAT_S)
 
     def _beat(self) -> None:
-        self.channel.send_event(ev.TrainerReport(self.version, self.progress))
+        life = self.setup.life
+        self.channel.send_event(ev.TrainerReport(self.version, self.progress, incarnation=life))
 
     def _handle(self, message: Message) -> None:
         action = decode_learner(message.body["action"])
@@ -293,7 +295,8 @@ class LearnerWorker:
             return
         assert set(action.groups) == self.fed, "the batch closed with other groups than were fed"
         if self.rank == 0:
-            self.channel.send_event(ev.BatchAccepted(action.step))
+            life = self.setup.life
+            self.channel.send_event(ev.BatchAccepted(action.step, incarnation=life))
         with self._at_work():
             metrics = self.learner.finish_step()
         trained_s = time.monotonic()
@@ -315,7 +318,8 @@ class LearnerWorker:
         def tell(checksum: str) -> None:
             metrics["time/weight_sync"] = time.monotonic() - trained_s
             usage = {"busy_s": busy_s, "cpu_s": time.process_time()}
-            event = encode_event(ev.StepCommitted(action.step, checksum))
+            life = self.setup.life
+            event = encode_event(ev.StepCommitted(action.step, checksum, incarnation=life))
             self.channel.send("committed", {"event": event, "metrics": metrics, "usage": usage})
 
         sealed = self._seal(action.step + 1, tell)

@@ -53,6 +53,7 @@ from dora_rl.runtime.eval_figures import (
 )
 from dora_rl.runtime.evaluation import Evaluations, due
 from dora_rl.runtime.full_disk import DISK_ERRORS, full_line, is_full
+from dora_rl.runtime.garbage import Garbage
 from dora_rl.runtime.gpu_meter import GpuMeter, start_meter
 from dora_rl.runtime.journals import Journals
 from dora_rl.runtime.layout import Layout, start_ranks
@@ -138,6 +139,7 @@ class LocalRun:
         self.loop = Loop(state, Ports(MonotonicClock(), *ports, self.log))
         self.watchdog = Watchdog(self.run_dir / "watchdog.jsonl", config.runtime.watchdog_s)
         self.recovery = Recovery(self)
+        self.garbage = Garbage()
         self.mps: Mps | None = None
         self.meter: GpuMeter | None = None
         self.stop: act.Stop | None = None
@@ -253,6 +255,7 @@ class LocalRun:
             self.stop = act.Stop(gone_line(self.run_dir), done=False)
             return
         self.handle(ev.Tick())
+        self.garbage.tick()
         self.carrier.tick()
         self.pool.check_time()
         self.envs.check_time()
@@ -297,6 +300,7 @@ class LocalRun:
         shutil.rmtree(self.layout.transfer_root, ignore_errors=True)
         self.versions.release()
         self.lock.release()
+        self.garbage.end()
         return summary
 
     def _end_device(self) -> float | None:
@@ -337,7 +341,7 @@ class LocalRun:
             case "note":
                 self.on_wait([message.body["line"]])
             case "exported" | "imported" | "import_failed":
-                on_moving(self, name, message)
+                on_moving(self, name, letter.life, message)
             case "user_error":
                 self.records.totals.num_user_errors += 1
                 self.user_errors.add(name, message.body)

@@ -95,7 +95,8 @@ class Recovery:
         if name.startswith("learner"):
             why = run.crew.why_ended(name)
             run.on_wait([f"the {name} ended and begins again at the newest version: {why}"])
-            run.handle(ev.TrainerLost(why))
+            life = run.crew.workers["learner"].life
+            run.handle(ev.TrainerLost(why, incarnation=life))
             run.start_learner()
         else:
             self._lose_instance(name)
@@ -104,4 +105,5 @@ class Recovery:
     def _lose_instance(self, name: str) -> None:
         run = self._run
         run.journals.collect(name, alive=set(run.state.groups))
-        run.handle(ev.InstanceLost(name, run.crew.why_ended(name)))
+        life = run.crew.workers[name].life
+        run.handle(ev.InstanceLost(name, run.crew.why_ended(name), incarnation=life))

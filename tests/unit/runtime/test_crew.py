@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client
@@ -133,3 +134,41 @@ def test_workers_end_with_their_controller(tmp_path: Path) -> None:
     while Path(f"/proc/{pid}").exists():
         assert time.monotonic() < until, "an orphan stays behind"
         time.sleep(0.05)
+
+
+def test_the_socket_of_a_killed_controller_goes_with_the_next_start(tmp_path: Path) -> None:
+    code = (
+        "import json, sys\n"
+        "from pathlib import Path\n"
+        "from dora_rl.config import RunConfig\n"
+        "from dora_rl.runtime.crew import Crew\n"
+        f"crew = Crew(RunConfig.model_validate(json.loads({CONFIG.model_dump_json()!r})),"
+        f" Path({str(tmp_path)!r}))\n"
+        "print(Path(crew.address).parent, flush=True)\n"
+        "sys.stdin.readline()\n"
+        "crew.end(1.0)\n"
+    )
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # a short path, as sockets need
+
+        def start() -> tuple[subprocess.Popen[str], Path]:
+            process = subprocess.Popen(
+                [sys.executable, "-c", code],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env=os.environ | {"TMPDIR": folder},
+            )
+            assert process.stdout is not None
+            return process, Path(process.stdout.readline().strip())
+
+        killed, left = start()
+        alive, kept = start()
+        assert left.exists() and kept.exists(), "both live"
+        killed.kill()
+        killed.communicate()
+        assert left.exists()
+        last, own = start()
+        assert not left.exists() and kept.exists() and own.exists()
+        for process in (alive, last):
+            process.communicate("end\n")
+        assert list(Path(folder).iterdir()) == [], "who ends normally leaves nothing"

@@ -64,7 +64,7 @@ def test_the_optimizer_is_kept_until_the_version_of_the_next_checkpoint_is_seale
     controller.end()
     worker.run()
     assert [decode_event(m.body["event"]) for m in controller.committed] == [
-        ev.StepCommitted(1, worker.disk.checksum(2))
+        ev.StepCommitted(1, worker.disk.checksum(2), incarnation=0)
     ]
     assert run.checkpoints() == ["step_000001"]
 
