@@ -52,6 +52,8 @@ class InstanceReport:
     decode_steps: int
     kv_tokens: int
     speed: float = 1.0  # relative to a healthy instance
+    num_waiting: int = 0  # of its requests: between two turns, so that no token is expected
+    still: tuple[RequestId, ...] = ()  # others that have gained no token for a while
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,15 @@ class SampleFailed:
     instance: InstanceId
     reason: str
     final: bool = False  # trying elsewhere cannot help
+
+
+@dataclass(frozen=True, slots=True)
+class Continued:
+    """A request that was lost goes on from its journal, which had so many tokens of it."""
+
+    request: RequestId
+    epoch: int
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +191,7 @@ Event: TypeAlias = (
     | LoadFailed
     | SampleFinished
     | SampleFailed
+    | Continued
     | Moved
     | MoveFailed
     | Scored

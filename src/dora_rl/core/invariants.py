@@ -64,6 +64,8 @@ def _check_requests(state: State) -> None:
                 assert request.version in home.held, "a request runs without its weights"
                 assert request.version not in home.leaving, "a request runs where its version goes"
                 assert home.awake, "a request runs on a sleeping instance"
+                alone = home.isolating == request.version and home.load == 1
+                assert alone or not request.suspect, "a suspect does not run alone"
             elif request.phase is Phase.MOVING:
                 dst = state.instances.get(request.dest or "")
                 assert home is not None and dst is not None and request.id in dst.incoming
@@ -71,7 +73,8 @@ def _check_requests(state: State) -> None:
             elif request.instance is not None:
                 assert home is not None and request.id in home.parked
             else:
-                assert request.id in state.versions[request.version].pending
+                live = state.versions[request.version]
+                assert request.id in (live.suspects if request.suspect else live.pending)
     assert state.num_active == sum(active.values())
     for version, live in state.versions.items():
         assert live.num_active == active[version] and live.num_pending == pending[version]
@@ -96,6 +99,11 @@ def _check_instances(state: State) -> None:
             live = state.versions.get(version)
             assert live is None or (inst.id in live.holders) == (version not in inst.leaving)
     assert slots == state.slots_awake
+    for inst in state.instances.values():
+        if inst.isolating is not None:
+            assert state.versions[inst.isolating].isolation == inst.id
     for live in state.versions.values():
+        if live.isolation is not None:
+            assert state.instances[live.isolation].isolating == live.version
         for name in live.holders:
             assert live.version in state.instances[name].held

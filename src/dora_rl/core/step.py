@@ -9,11 +9,12 @@ groups are admitted first and the partition follows them:
 
 from __future__ import annotations
 
-from dora_rl.core import batching, faults, ledger, orchestrate
+from dora_rl.core import batching, faults, ledger, orchestrate, suspects
 from dora_rl.core.actions import Action, InForce
 from dora_rl.core.admission import admit
 from dora_rl.core.events import (
     BatchAccepted,
+    Continued,
     Event,
     InstanceJoined,
     InstanceLost,
@@ -72,6 +73,8 @@ def _decide(state: State, now: float, out: list[Action]) -> None:
 
 def _give_out(state: State, now: float, out: list[Action]) -> None:
     for live in list(state.versions.values()):
+        if live.suspects or live.isolation is not None:
+            suspects.isolate(state, live, now, out)
         if live.num_pending:
             fill(state, live, now, out)
 
@@ -115,6 +118,8 @@ def _handle(state: State, event: Event, now: float, out: list[Action]) -> None:
 
 def _handle_rare(state: State, event: Event, now: float, out: list[Action]) -> None:
     match event:
+        case Continued():
+            suspects.on_continued(state, event, now, out)
         case SampleFailed():
             ledger.on_sample_failed(state, event, now, out)
         case ScoreFailed():
@@ -126,11 +131,11 @@ def _handle_rare(state: State, event: Event, now: float, out: list[Action]) -> N
         case InstanceJoined():
             faults.on_joined(state, event, now, out)
         case InstanceLost():
-            faults.lose_instance(state, event.instance, out)
+            faults.lose_instance(state, event.instance, out, reason=event.reason)
         case TrainerJoined():
             faults.on_trainer_joined(state, event, now, out)
         case TrainerLost():
-            faults.on_trainer_lost(state)
+            faults.on_trainer_lost(state, event.reason, out)
         case StopRequested():
             ledger.stop(state, event.reason, out)
         case Resumed():
