@@ -23,7 +23,7 @@ import heapq
 
 from dora_rl.core.actions import Action, Dispatch
 from dora_rl.core.events import Continued
-from dora_rl.core.ledger import current, fail_group, stop, stop_generating
+from dora_rl.core.ledger import fail_group, stop, stop_generating
 from dora_rl.core.placement import (
     again,
     attach,
@@ -33,14 +33,15 @@ from dora_rl.core.placement import (
     touch,
     unqueue,
 )
-from dora_rl.core.state import Instance, Live, Phase, Request, State
+from dora_rl.core.state import GENERATING, Instance, Live, Phase, Request, State
 from dora_rl.types import InstanceId
 
 
 def on_continued(state: State, event: Continued, now: float, out: list[Action]) -> None:
-    """The journal says how far it had come: further than before is progress."""
-    request = current(state, event.request, event.epoch)
-    if request is None or event.num_tokens <= request.kept:
+    """The journal says how far it had come: further than before is progress, however late we
+    hear of it."""
+    request = state.request(event.request)
+    if request is None or request.phase not in GENERATING or event.num_tokens <= request.kept:
         return
     request.kept = event.num_tokens
     request.attempts = request.losses = request.alone_losses = request.clearings = 0
@@ -124,9 +125,9 @@ def _next_suspect(state: State, live: Live) -> Request | None:
     """The first suspect that still waits."""
     while live.suspects:
         request = state.request(live.suspects[0])
-        if request is not None and request.phase is Phase.PENDING and request.suspect:
-            if request.version == live.version:
-                return request
+        here = request is not None and request.version == live.version
+        if request is not None and here and request.suspect and request.phase is Phase.PENDING:
+            return request
         live.suspects.popleft()
     return None
 

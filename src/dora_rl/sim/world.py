@@ -151,6 +151,12 @@ class World:
                 self.fleet.die(name)  # came up while nobody listened
             self.fleet.join(name, spec, cost)
 
+    def resume_stopped(self, state: State) -> None:
+        """The run has stopped itself and is resumed by its user."""
+        self.kill_controller()
+        self.resume_controller(state)
+        self._tick()
+
     def run(self, until_s: float = float("inf")) -> bool:
         """True if the run came to its stop."""
         return self.clock.run(lambda: self.keeper.stop is not None, until_s)
