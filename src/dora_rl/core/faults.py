@@ -98,7 +98,7 @@ def lose_instance(
     if inst is None:
         return
     why = f"instance {name} was lost" + (f": {reason}" if reason else "")
-    had_work = inst.load > 0
+    had_work = inst.load > 0 or inst.loading is not None
     lost = [*inst.requests, *inst.incoming, *inst.parked]
     for rid in lost:
         request = state.request(rid)

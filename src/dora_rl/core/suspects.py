@@ -28,6 +28,7 @@ from dora_rl.core.placement import (
     again,
     attach,
     best_holder,
+    queue,
     relocate,
     stop_isolating,
     touch,
@@ -106,6 +107,9 @@ def see_suspect(state: State, inst: Instance, now: float, out: list[Action]) -> 
 def _trust(state: State, request: Request, now: float, out: list[Action]) -> None:
     """It may run with others again: here, unless another suspect waits for this instance."""
     request.suspect = False
+    if request.phase is Phase.PENDING:  # from the suspects' queue to that of the others
+        unqueue(state, request)
+        queue(state, request, None, first=True)
     inst = state.instances.get(request.instance or "")
     if inst is None or inst.isolating is None or request.phase is not Phase.RUNNING:
         return

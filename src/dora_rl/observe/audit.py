@@ -1,9 +1,9 @@
 """`dora-rl audit RUN`: prove C1, C2, C3 and conservation from the event log alone.
 
-Three checkers read each entry, event first, then its actions in order: `audit_places` (where
-requests are, who holds which weights), `audit_groups` (groups and samples) and `audit_steps`
-(batches, steps, the bound). They share books of their own, and with the core nothing but the event
-and action types. A run that was cut off can be audited too: what is outstanding is reported, and
+Four checkers read each entry, event first, then its actions in order: `audit_places` (where
+requests are, who holds which weights), `audit_groups` (groups and samples), `audit_faults` (prompts
+that are set aside) and `audit_steps` (batches, steps, the bound). They share books of their own, and
+with the core nothing but the event and action types. A run that was cut off can be audited too: what is outstanding is reported, and
 is no finding.
 """
 
@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
 from dora_rl.observe.audit_books import Books
+from dora_rl.observe.audit_faults import FaultAudit
 from dora_rl.observe.audit_groups import GroupAudit
 from dora_rl.observe.audit_places import PlaceAudit
 from dora_rl.observe.audit_report import AuditFigures, AuditReport, Finding, Notebook, Promise
@@ -49,6 +50,7 @@ class Auditor:
         self.books = Books()
         self.places = PlaceAudit(self.books, self.notes)
         self.groups = GroupAudit(self.books, self.notes)
+        self.faults = FaultAudit(self.books, self.notes, self.places)
         self.steps = StepAudit(self.books, self.notes)
         self.stop: act.Stop | None = None
         self.num_resumes = 0
@@ -60,8 +62,9 @@ class Auditor:
         return {
             ev.Started: (steps.on_started,),
             ev.Resumed: (self._on_resumed, places.on_resumed, steps.on_started),
-            ev.InstanceJoined: (places.on_joined,),
-            ev.InstanceLost: (places.on_lost,),
+            ev.InstanceJoined: (self.faults.on_joined, places.on_joined),
+            ev.InstanceLost: (self.faults.on_lost, places.on_lost),
+            ev.Continued: (self.faults.on_continued,),
             ev.Loaded: (places.on_loaded,),
             ev.LoadFailed: (places.on_load_failed,),
             ev.SampleFinished: (places.on_finished,),
@@ -78,7 +81,7 @@ class Auditor:
     def _action_checks(self) -> Checks:
         places, groups, steps = self.places, self.groups, self.steps
         return {
-            act.IssueGroup: (groups.on_issue,),
+            act.IssueGroup: (self.faults.on_issue, groups.on_issue),
             act.Dispatch: (places.on_dispatch,),
             act.Abort: (places.on_abort,),
             act.Load: (places.on_load,),
@@ -89,12 +92,13 @@ class Auditor:
             act.Reversion: (places.on_reversion,),
             act.Sleep: (places.on_sleep,),
             act.Wake: (places.on_wake,),
-            act.Restart: (places.on_lost,),
+            act.Restart: (self.faults.on_lost, places.on_lost),
             act.RestartTrainer: (steps.on_trainer_lost,),
             act.Score: (groups.on_score,),
             act.Feed: (steps.on_feed,),
             act.CloseStep: (steps.on_close,),
-            act.EndGroup: (places.on_end, groups.on_end),
+            act.EndGroup: (places.on_end, self.faults.on_end, groups.on_end),
+            act.SetAside: (self.faults.on_set_aside,),
             act.RetireVersion: (steps.on_retire,),
             act.WaitFor: (groups.on_wait_for,),
             act.InForce: (steps.on_in_force,),
@@ -166,4 +170,5 @@ class Auditor:
             migrations=self.places.num_moved,
             kv_bytes_moved=self.places.kv_bytes_moved,
             finished=done,
+            set_aside=tuple(sorted(self.faults.set_aside)),
         )

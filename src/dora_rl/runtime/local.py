@@ -252,7 +252,8 @@ class LocalRun:
         summary: dict[str, Any] = {}
         idle = self._end_device()
         try:
-            summary = self.records.summary(mode, self.state.committed, reason, cores, idle)
+            aside = self.state.set_aside
+            summary = self.records.summary(mode, self.state.committed, reason, cores, idle, aside)
             self.records.close()
             self.samples.close()
             self.log.close()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -222,7 +222,13 @@ class Records:
         self._replace("totals.json", body)
 
     def summary(
-        self, mode: str, steps: int, reason: str, num_cores: int, idle: float | None = None
+        self,
+        mode: str,
+        steps: int,
+        reason: str,
+        num_cores: int,
+        idle: float | None = None,
+        set_aside: Mapping[int, str] | None = None,
     ) -> dict[str, Any]:
         """The figures of the whole run; written to summary.json. `idle`: of its GPU, if any."""
         totals, wall = self.totals, self.wall_s
@@ -251,6 +257,7 @@ class Records:
             "trainer_idle_ratio": 1 - totals.busy_s.get("learner", 0.0) / wall,
             "migrations": totals.migrations,
             "kv_bytes_moved": totals.kv_bytes_moved,
+            "set_aside": [{"prompt": p, "reason": r} for p, r in (set_aside or {}).items()],
         }
         self._keep()
         self._replace("summary.json", figures)

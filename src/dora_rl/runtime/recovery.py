@@ -1,9 +1,9 @@
 """What happens when a worker ends: it is replaced, given up, or the run stops with the reason.
 
-A worker that ends at its start again and again, or workers that keep ending while no step is
-committed, stop the run: it is resumable, and the reason names the worker and its last words. Not so
-an instance once a step was committed, while others work: a host that went bad costs its instance,
-which is tried again after every step.
+A worker that ends at its start again and again stops the run: it is resumable, and the reason names
+the worker and its last words. Not so an instance once a step was committed, while others work: a
+host that went bad costs its instance, which is tried again after every step. Of learners and
+instances that are lost at work the core keeps count; it is told their last words.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from dora_rl.core import events as ev
 if TYPE_CHECKING:
     from dora_rl.runtime.local import LocalRun
 
-RESTARTS_MAX = 20  # of workers, while no step is committed
+RESTARTS_MAX = 20  # of the evaluator, while no step is committed
+WORDS_MAX = 300  # of a worker's last ones, in the reason of its loss
 STARTS_MAX = 3  # of one worker that ends before it is ready
 
 
@@ -53,7 +54,7 @@ class Recovery:
         if run.crew.closing or (run.stop is not None and not run.stop.done):
             return
         self._num_starts[name] += 1
-        self._num_restarts += not name.startswith(("reward", "env"))
+        self._num_restarts += name == "evaluator"
         if self._num_starts[name] >= STARTS_MAX or self._num_restarts > RESTARTS_MAX:
             self._give_up(name)
         elif name.startswith("reward"):
@@ -90,13 +91,25 @@ class Recovery:
     def _replace(self, name: str) -> None:
         run = self._run
         if name.startswith("learner"):
-            run.handle(ev.TrainerLost("its process ended"))
-            run.start_learner()
+            run.handle(ev.TrainerLost(self._last_words(name)))
+            if run.stop is None:
+                run.start_learner()
         else:
             self._lose_instance(name)
-            run.crew.restart(name)
+            if run.stop is None:
+                run.crew.restart(name)
 
     def _lose_instance(self, name: str) -> None:
         run = self._run
         run.journals.collect(name, alive=set(run.state.groups))
-        run.handle(ev.InstanceLost(name, "its process ended"))
+        run.handle(ev.InstanceLost(name, self._last_words(name)))
+
+    def _last_words(self, name: str) -> str:
+        """Why a process ended, as far as one can tell."""
+        crew = self._run.crew
+        code = crew.workers[name].process.poll() if name in crew.workers else None
+        how = "its process ended"
+        if code is not None and code < 0:
+            how = f"its process was ended by signal {-code}"
+        tail = crew.log_tail(name)[-WORDS_MAX:]
+        return f"{how}; it last said: {tail}" if tail else how

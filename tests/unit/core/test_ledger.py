@@ -63,7 +63,8 @@ def test_a_trajectory_of_another_version_never_counts(hand: Hand) -> None:
 def test_a_reward_that_is_no_number_is_asked_for_again(hand: Hand, bad: float) -> None:
     hand.finish(0, 0)
     assert hand.score(0, 0, bad) == [act.Score(RequestId(0, 0), 0, 1)]
-    assert ignored(hand, ev.Scored(RequestId(0, 0), 0, 0.5)), "an answer to the first question"
+    assert ignored(hand, ev.Scored(RequestId(0, 0), 0, bad)), "said twice"
+    assert hand.request(0, 0).score_failures == 1
     hand.score(0, 0, 0.5)
     assert hand.request(0, 0).reward == 0.5
 
