@@ -2,9 +2,9 @@
 
 Four checkers read each entry, event first, then its actions in order: `audit_places` (where
 requests are, who holds which weights), `audit_groups` (groups and samples), `audit_faults` (prompts
-that are set aside) and `audit_steps` (batches, steps, the bound). They share books of their own, and
-with the core nothing but the event and action types. A run that was cut off can be audited too: what is outstanding is reported, and
-is no finding.
+that are set aside) and `audit_steps` (batches, steps, the bound). They share books of their own,
+and with the core nothing but the event and action types. A run that was cut off can be audited too:
+what is outstanding is reported, and is no finding.
 """
 
 from __future__ import annotations
