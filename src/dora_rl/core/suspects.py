@@ -44,6 +44,8 @@ def on_continued(state: State, event: Continued, now: float, out: list[Action]) 
     request = state.request(event.request)
     if request is None or request.phase not in GENERATING or event.num_tokens <= request.kept:
         return
+    if not state.params.losses_max:
+        return
     request.kept = event.num_tokens
     request.attempts = request.losses = request.alone_losses = request.clearings = 0
     state.instance_losses = 0
