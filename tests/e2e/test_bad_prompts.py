@@ -115,7 +115,7 @@ def test_a_prompt_that_kills_its_engine_is_set_aside_and_nobody_else(tmp_path: P
 
 @pytest.mark.full
 def test_responses_outlive_their_instances(tmp_path: Path) -> None:
-    """Instances live for a fifth of a response: a loss is no attempt as long as tokens are gained."""
+    """Instances live for a fifth of a response; a loss is no attempt while tokens are gained."""
     num_tokens, attempts_max = 450, 2
     run = tiny_run(
         tmp_path,

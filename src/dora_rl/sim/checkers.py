@@ -40,6 +40,7 @@ class Checker:
         self.issued: dict[GroupId, act.IssueGroup] = {}
         self.ended: dict[GroupId, act.EndGroup] = {}
         self.set_aside: set[int] = set()
+        self.failures: dict[int, int] = {}  # groups, by prompt
         self.is_bad: Callable[[int], bool] = lambda prompt: False
         world.watchers.append(self.see)
 
@@ -76,6 +77,8 @@ class Checker:
                     f"C2: group {action.group} was dropped",
                 )
                 self.ended[action.group] = action
+                if action.end is act.End.FAILED:
+                    self._check_failed(action)
             case act.SetAside():
                 bad = self.is_bad(action.prompt)
                 require(bad, f"prompt {action.prompt} is fine and was set aside: {action.reason}")
@@ -85,6 +88,15 @@ class Checker:
                 self.closed.setdefault(action.step, (action.groups, *self.in_force))
             case _:
                 pass
+
+    def _check_failed(self, action: act.EndGroup) -> None:
+        """Nobody fails with an instance for what another did, and nobody without end."""
+        params, prompt = self.world.spec.params, self.issued[action.group].prompt
+        if params.losses_max and "lost" in action.reason:
+            require(self.is_bad(prompt), f"group {action.group} is innocent and failed")
+        self.failures[prompt] = failures = self.failures.get(prompt, 0) + 1
+        limit = params.group_failures_max
+        require(not limit or failures <= limit, f"prompt {prompt} failed {failures} times")
 
     def _check_engines(self) -> None:
         """C1 at the source: nothing is decoded under weights that are not there."""
