@@ -18,6 +18,7 @@ from dora_rl.core import events as ev
 from dora_rl.observe.audit import audit
 from dora_rl.observe.eventlog import MemoryLog
 from dora_rl.observe.replay import replay
+from dora_rl.runtime.settings import samples_enough
 from dora_rl.sim.checkers import Checker
 from dora_rl.sim.faults import Faults
 from dora_rl.sim.world import World
@@ -159,6 +160,26 @@ def test_all_of_it_at_once(num_instances: int) -> None:
     story.to_the_end()
     assert story.checker.set_aside == story.failed_prompts() <= {3, 6, 9, 10}
     assert story.checker.set_aside >= {3, 6}
+
+
+class ShakyRewards(BadPrompts):
+    """The reward of every tenth sample raises, whenever it is asked."""
+
+    def score(self, request: RequestId, attempt: int) -> str | None:
+        return "raised ValueError" if (request.group * 3 + request.sample * 7) % 10 == 0 else None
+
+
+@pytest.mark.parametrize("group_size", [2, 4, 8])
+def test_a_tenth_of_all_rewards_failing_costs_a_tenth_of_the_samples(group_size: int) -> None:
+    rules = RULES | {"group_size": group_size, "samples_min": samples_enough(group_size)}
+    story = Story(ShakyRewards(), rules=rules)
+    story.to_the_end()
+    figures = audit(story.log.entries).figures
+    assert not story.checker.set_aside
+    if group_size > 2:
+        assert not story.failed_prompts(), "no group fails for one sample"
+        share = figures.samples_masked / (figures.samples_masked + figures.samples_trained)
+        assert 0.05 < share < 0.15
 
 
 @pytest.mark.parametrize("lives_s", [0.0, 60.0], ids=["killer", "short lives"])
