@@ -49,7 +49,7 @@ def random_world(rng: random.Random) -> WorldSpec:
 
 def random_params(rng: random.Random, mode: Mode, group_size: int) -> Params:
     batch = rng.randint(1, 6)
-    attempts_max = rng.choice([4, 6, 20])
+    attempts_max = rng.choice([4, 6, 10])
     rules = rng.random() < 0.85  # else those of older logs
     return Params(
         mode=mode,
@@ -71,7 +71,7 @@ def random_params(rng: random.Random, mode: Mode, group_size: int) -> Params:
         losses_max=rng.choice([1, 2]) if rules else 0,
         group_failures_max=attempts_max if rules else 0,
         trainer_losses_max=rng.choice([0, 3]) if rules else 0,
-        instance_losses_max=rng.choice([0, 10]) if rules else 0,
+        instance_losses_max=rng.choice([0, attempts_max + 4]) if rules else 0,
         load_failures_max=rng.choice([0, 4]) if rules else 0,
         oversample=rng.choice([1.0, 1.5, 2.0]),
         fill_older_max=rng.choice([0, 0, 2]),
