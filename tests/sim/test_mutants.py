@@ -237,7 +237,7 @@ def parked_without_an_order(patch: pytest.MonkeyPatch) -> None:
 def every_loss_is_an_attempt(patch: pytest.MonkeyPatch) -> None:
     """Whoever is lost with an instance is charged for it, alone or not."""
 
-    def charge(st: Any, inst: Any, request: Any, why: str, out: Any) -> None:
+    def charge(st: Any, request: Any, company: int, why: str, out: Any) -> None:
         ledger.retry(st, request, why, out)
 
     patch.setattr(faults, "lost_with", charge)
@@ -248,9 +248,9 @@ def progress_is_not_noticed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(suspects, "on_continued", lambda *args: None)
     original = suspects.lost_with
 
-    def strict(st: Any, inst: Any, request: Any, why: str, out: Any) -> None:
+    def strict(st: Any, request: Any, company: int, why: str, out: Any) -> None:
         request.alone_losses = max(request.alone_losses, st.params.attempts_max - 1)
-        original(st, inst, request, why, out)
+        original(st, request, company, why, out)
 
     patch.setattr(faults, "lost_with", strict)
 
@@ -271,9 +271,9 @@ def suspects_are_tried_among_others(patch: pytest.MonkeyPatch) -> None:
 def killers_are_never_found(patch: pytest.MonkeyPatch) -> None:
     original = suspects.lost_with
 
-    def forgetting(st: Any, inst: Any, request: Any, why: str, out: Any) -> None:
+    def forgetting(st: Any, request: Any, company: int, why: str, out: Any) -> None:
         request.alone_losses = 0
-        original(st, inst, request, why, out)
+        original(st, request, company, why, out)
 
     patch.setattr(faults, "lost_with", forgetting)
 

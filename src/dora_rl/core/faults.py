@@ -47,7 +47,7 @@ from dora_rl.core.placement import (
     touch,
 )
 from dora_rl.core.state import GENERATING, Held, Instance, Live, Phase, Request, State
-from dora_rl.core.suspects import count_loss, lost_with, see_suspect
+from dora_rl.core.suspects import count_loss, lost_with, see_suspects
 from dora_rl.types import InstanceId, Mode, RequestId, UserError
 
 DEADLINES_MIN = 1024  # so many are kept whether or not they are met
@@ -98,7 +98,7 @@ def lose_instance(
     if inst is None:
         return
     why = f"instance {name} was lost" + (f": {reason}" if reason else "")
-    had_work = inst.load > 0 or inst.loading is not None
+    had_work, company = inst.load > 0 or inst.loading is not None, inst.load
     lost = [*inst.requests, *inst.incoming, *inst.parked]
     for rid in lost:
         request = state.request(rid)
@@ -109,7 +109,7 @@ def lose_instance(
             if other is not None and other != name:
                 out.append(Abort(other, rid, request.epoch))
         if blame and state.params.losses_max:
-            lost_with(state, inst, request, why, out)
+            lost_with(state, request, company, why, out)
         else:
             retry(state, request, f"instance {name} was lost", out, blame=blame)
     if inst.isolating is not None:
@@ -122,6 +122,8 @@ def lose_instance(
     if inst.awake:
         state.slots_awake -= inst.slots_max
     state.num_elastic -= inst.elastic
+    if not state.instance_losses:
+        state.losses_among = len(state.instances)
     del state.instances[name]
     state.rebalance_wanted = True
     if blame and had_work:
@@ -138,7 +140,7 @@ def on_report(state: State, event: InstanceReport, now: float, out: list[Action]
     inst.decode_steps = event.decode_steps
     inst.kv_tokens = event.kv_tokens
     inst.speed = event.speed
-    see_suspect(state, inst, now, out)
+    see_suspects(state, inst, now, out)
     if _stands_still(state, inst, event, grew=grew, now=now, out=out):
         return
     if pressured(state, inst):

@@ -64,8 +64,9 @@ def _check_requests(state: State) -> None:
                 assert request.version in home.held, "a request runs without its weights"
                 assert request.version not in home.leaving, "a request runs where its version goes"
                 assert home.awake, "a request runs on a sleeping instance"
-                alone = home.isolating == request.version and home.load == 1
-                assert alone or not request.suspect, "a suspect does not run alone"
+                tried = home.isolating == request.version
+                tried = tried and (not request.crowd or home.load <= request.crowd)
+                assert tried or not request.suspect, "a suspect runs among others"
             elif request.phase is Phase.MOVING:
                 dst = state.instances.get(request.dest or "")
                 assert home is not None and dst is not None and request.id in dst.incoming

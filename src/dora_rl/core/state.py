@@ -64,6 +64,7 @@ class Request:
     alone_losses: int = 0  # of these: while it ran there alone
     clearings: int = 0
     suspect: bool = False
+    crowd: int = 0  # suspects that may be tried together with it, itself included; 0: no limit
     lost_on: InstanceId | None = None
     score_attempts: int = 0  # numbers the questions
     score_failures: int = 0
@@ -125,7 +126,7 @@ class Instance:
     reported_s: float = 0.0
     progress_s: float = 0.0  # a token was gained, or none was expected
     still: dict[RequestId, float] = field(default_factory=dict[RequestId, float])  # since when
-    isolating: Version | None = None  # kept free for suspects of this version, one at a time
+    isolating: Version | None = None  # kept free for suspects of this version
 
     @property
     def load(self) -> int:
@@ -208,6 +209,7 @@ class State:
     judged_prompts: int = 0
     trainer_losses: int = 0  # in the step being trained
     instance_losses: int = 0  # since a request last gained something
+    losses_among: int = 0  # so many instances there were at the first of them
     scored_s: float = -1.0e9  # when the rewards last answered
     num_issued: int = 0
     num_ended: dict[End, int] = field(default_factory=_no_ends)

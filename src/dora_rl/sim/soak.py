@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from dora_rl.core import events as ev
-from dora_rl.core.actions import Action
+from dora_rl.core.actions import Action, Stop
 from dora_rl.core.events import Event
 from dora_rl.core.state import State
 from dora_rl.observe.audit import audit
@@ -28,7 +28,7 @@ from dora_rl.observe.eventlog import (
     recover_lines,
 )
 from dora_rl.observe.replay import replay
-from dora_rl.sim.checkers import Checker, require
+from dora_rl.sim.checkers import Checker, PromiseBroken, require
 from dora_rl.sim.faults import FaultRates, RandomFaults
 from dora_rl.sim.scenarios import random_world
 from dora_rl.sim.world import ControllerCrash, World
@@ -96,25 +96,28 @@ class Soak:
         self._every(rates.controller_death_every_s, self._kill_controller)
         world.clock.at(self.calm_s, self._calm_down)
         world.start()
-        for _ in range(STOPS_MAX):
-            finished = world.run(self.calm_s + LIVENESS_S)
-            require(finished, f"liveness: no end {LIVENESS_S:.0f} s after the last fault")
-            stop = world.keeper.stop
-            assert stop is not None
-            if stop.done or "filtered" in stop.reason:
-                break
-            repeats = any(words in stop.reason for words in REPEATS)
-            require(repeats, f"stopped: {stop.reason}")
-            world.resume_stopped(self.log.recover())
-        require(world.keeper.stop is not None, "the run stops itself again and again")
-        assert stop is not None
-        if not stop.done:
+        if not self._until_its_end().done:
             return
         self.checker.finish()
         report = audit(self.log.entries)
         require(not report.findings, f"the audit objects: {report.findings[:3]}")
         result = replay(self.log.entries)
         require(result.ok, f"replay differs: {result.difference}")
+
+    def _until_its_end(self) -> Stop:
+        """A run that stops itself because a fault repeats is resumed by its user."""
+        world = self.world
+        for _ in range(STOPS_MAX):
+            finished = world.run(self.calm_s + LIVENESS_S)
+            require(finished, f"liveness: no end {LIVENESS_S:.0f} s after the last fault")
+            stop = world.keeper.stop
+            assert stop is not None
+            if stop.done or "filtered" in stop.reason:
+                return stop
+            repeats = any(words in stop.reason for words in REPEATS)
+            require(repeats, f"stopped: {stop.reason}")
+            world.resume_stopped(self.log.recover())
+        raise PromiseBroken("the run stops itself again and again")
 
     def _every(self, mean_s: float, what: object) -> None:
         if mean_s:

@@ -144,6 +144,50 @@ def test_a_suspect_is_not_tried_where_it_was_lost_if_another_holds_its_version()
     assert alone is not None and hand.request(*alone).instance == good
 
 
+def many_suspects(**params: Any) -> Hand:
+    """The whole fleet was lost twice before anybody had gained a token: 64 suspects."""
+    hand = at_work(slots=64, batch_groups=32, inflight_groups=32, clear_tokens=10, **params)
+    for _ in range(2):
+        hand.tell(ev.InstanceLost("a", "power failure"))
+        hand.join("a", 64, versions=(0,))
+    assert sum(r.suspect for g in hand.state.groups.values() for r in g.requests) == 64
+    return hand
+
+
+def test_many_suspects_are_cleared_a_crowd_at_a_time() -> None:
+    hand = many_suspects()
+    num_trials = 0
+    while hand.state.instances["a"].isolating is not None:
+        num_trials += 1
+        hand.tell(ev.InstanceReport("a", 10 * num_trials, 0))
+    assert num_trials < 32, "the world is not put in a row"
+    running = [r for g in hand.state.groups.values() for r in g.requests]
+    assert all(r.phase is Phase.RUNNING and not r.suspect for r in running)
+    hand.to_the_end()
+    hand.audit()
+
+
+def test_a_crowd_that_loses_its_instance_is_halved_until_the_killer_is_alone() -> None:
+    hand = many_suspects()
+    killer, losses, steps = RequestId(20, 1), 2, 0
+    while 20 in hand.state.groups:
+        inst = hand.state.instances["a"]
+        if killer in inst.requests:
+            losses += 1
+            steps = 0
+            hand.tell(ev.InstanceLost("a", "its process ended"))
+            hand.join("a", 64, versions=(0,))
+        else:
+            steps += 10
+            hand.tell(ev.InstanceReport("a", steps, 0))
+        assert losses < 20
+    assert losses <= 2 + 3 + ATTEMPTS, "losses_max, log2 of the crowd, attempts_max"
+    ends = [e for entry in hand.entries for e in only(entry.actions, act.EndGroup)]
+    assert [e.group for e in ends] == [20]
+    hand.to_the_end()
+    hand.audit()
+
+
 def test_a_wrong_clearing_asks_for_more_the_next_time() -> None:
     """A long prompt takes steps and gains nothing: clearing it was a mistake, made once a size."""
     hand = at_work(clear_tokens=10)
