@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tiny_runs import RUN_S_MAX, TinyRun, finish, pid_of, slow_twin, tiny_run
+from tiny_runs import RUN_S_MAX, STOPPED, TinyRun, finish, pid_of, slow_twin, tiny_run
 
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
@@ -140,3 +140,19 @@ def test_responses_outlive_their_instances(tmp_path: Path) -> None:
     assert [row["num_tokens"] for row in rows] == [num_tokens] * 8
     continued = Counter((c["group"], c["sample"]) for c in run.lines("continued.jsonl"))
     assert max(continued.values()) > attempts_max
+
+
+@pytest.mark.full
+def test_a_learner_that_dies_three_times_in_one_step_stops_the_run_resumably(
+    tmp_path: Path,
+) -> None:
+    run = tiny_run(tmp_path, orchestration__num_steps=2)
+    process = run.start()
+    for entry in entries_as_they_come(run, process):
+        if isinstance(entry.event, ev.TrainerJoined):
+            kill(run, "learner")
+    said = finish(process, STOPPED)
+    assert "the learner was lost 3 times in step 0" in said and "signal 9" in said
+    run.train("--resume")
+    assert run.steps() == [0, 1]
+    run.proven()
