@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 SUMMARY = "train a model: dora-rl train CONFIG.toml section.key=value ..."
 STOPPED = 3
 NOTHING_LEARNED = 4
+ASIDE_SHOWN = 5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,6 +67,8 @@ def run(args: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     if not done:
+        for line in set_aside_lines(summary):
+            print(line, file=sys.stderr)
         print(f"dora-rl: stopped: {reason}", file=sys.stderr)
         if (run_dir / "config.json").is_file():
             print(f"go on with  dora-rl train {run_dir}/config.json --resume", file=sys.stderr)
@@ -117,12 +120,23 @@ def _until_closed(
     return summary, stop.done, stop.reason
 
 
+def set_aside_lines(summary: dict[str, Any]) -> list[str]:
+    """Which prompts were given up, and why; the first few in full."""
+    aside = summary.get("set_aside", [])
+    lines = [f"  set aside: prompt {one['prompt']}: {one['reason']}" for one in aside[:ASIDE_SHOWN]]
+    if len(aside) > ASIDE_SHOWN:
+        lines.append(f"  and {len(aside) - ASIDE_SHOWN} more; all are in summary.json")
+    return lines
+
+
 def _report(run_dir: Path, summary: dict[str, Any], reason: str) -> None:
     from dora_rl.observe.plots import can_draw, draw_run
 
     print(f"{reason}: {summary['steps']} steps in {summary['wall_s']:.0f} s")
     for line in report_lines(run_dir, summary):
         print(f"  {line}")
+    for line in set_aside_lines(summary):
+        print(line)
     picture = draw_run(run_dir).name if can_draw() else ""
     print(f"look at  {run_dir}/summary.json  metrics.jsonl  rollouts.jsonl  {picture}")
     print(f"in full  dora-rl dashboard {run_dir}")

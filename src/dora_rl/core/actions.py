@@ -170,6 +170,20 @@ class EndGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class SetAside:
+    """This place of the prompt stream is not issued again: so many of its groups have failed.
+
+    `kills`: it was alone on its instance each time that was lost, so that no other is to blame.
+    """
+
+    prompt: int
+    group: GroupId  # the last one
+    failures: int
+    kills: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class RetireVersion:
     version: Version
 
@@ -221,6 +235,7 @@ Action: TypeAlias = (
     | Feed
     | CloseStep
     | EndGroup
+    | SetAside
     | RetireVersion
     | WaitFor
     | InForce

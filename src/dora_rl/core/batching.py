@@ -119,6 +119,7 @@ def on_committed(state: State, step: StepIndex, now: float, out: list[Action]) -
     for gid in state.batches.pop(step).groups:
         end_group(state, state.groups[gid], End.TRAINED, step, "", out)
     state.committed += 1
+    state.trainer_losses = state.instance_losses = 0
     state.versions[state.committed] = Live(state.committed)
     if state.committed == state.params.num_steps:
         stop(state, "all steps are trained", out, done=True)

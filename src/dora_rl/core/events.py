@@ -58,6 +58,8 @@ class InstanceReport:
     decode_steps: int
     kv_tokens: int
     speed: float = 1.0  # relative to a healthy instance
+    num_waiting: int = 0  # of its requests: between two turns, so that no token is expected
+    still: tuple[RequestId, ...] = ()  # others that have gained no token for a while
     incarnation: int = -1
 
 
@@ -101,6 +103,15 @@ class SampleFailed:
     reason: str
     final: bool = False  # trying elsewhere cannot help
     incarnation: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Continued:
+    """A request that was lost goes on from its journal, which had so many tokens of it."""
+
+    request: RequestId
+    epoch: int
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +230,7 @@ Event: TypeAlias = (
     | LoadFailed
     | SampleFinished
     | SampleFailed
+    | Continued
     | Moved
     | MoveFailed
     | Scored

@@ -65,6 +65,9 @@ def _check_requests(state: State) -> None:
                 assert request.version not in home.leaving, "a request runs where its version goes"
                 awake = home.awake or home.id in state.drowsy
                 assert awake, "a request runs on a sleeping instance"
+                tried = home.isolating == request.version
+                tried = tried and (not request.crowd or home.load <= request.crowd)
+                assert tried or not request.suspect, "a suspect runs among others"
             elif request.phase is Phase.MOVING:
                 dst = state.instances.get(request.dest or "")
                 assert home is not None and dst is not None and request.id in dst.incoming
@@ -72,7 +75,8 @@ def _check_requests(state: State) -> None:
             elif request.instance is not None:
                 assert home is not None and request.id in home.parked
             else:
-                assert request.id in state.versions[request.version].pending
+                live = state.versions[request.version]
+                assert request.id in (live.suspects if request.suspect else live.pending)
     assert state.num_active == sum(active.values())
     for version, live in state.versions.items():
         assert live.num_active == active[version] and live.num_pending == pending[version]
@@ -103,7 +107,12 @@ def _check_instances(state: State) -> None:
     asleep = {inst.id for inst in state.instances.values() if not inst.awake}
     assert state.drowsy.keys() | state.waking.keys() <= asleep
     assert state.num_elastic == sum(inst.elastic for inst in state.instances.values())
+    for inst in state.instances.values():
+        if inst.isolating is not None:
+            assert state.versions[inst.isolating].isolation == inst.id
     for live in state.versions.values():
+        if live.isolation is not None:
+            assert state.instances[live.isolation].isolating == live.version
         for name in [*live.holders, *live.leavers]:
             assert live.version in state.instances[name].held
         for name in live.coming:

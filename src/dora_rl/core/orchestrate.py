@@ -16,7 +16,14 @@ from collections import deque
 from dora_rl.core.actions import Action, Load, RetireVersion, Unload
 from dora_rl.core.deadlines import watch_load
 from dora_rl.core.partition import shares
-from dora_rl.core.placement import best_holder, kv_estimate, relocate, start_move, touch
+from dora_rl.core.placement import (
+    best_holder,
+    kv_estimate,
+    relocate,
+    start_move,
+    stop_isolating,
+    touch,
+)
 from dora_rl.core.state import Held, Instance, Live, Phase, State
 from dora_rl.types import Mode, Version
 
@@ -90,6 +97,8 @@ def unload(state: State, inst: Instance, version: Version, out: list[Action]) ->
     assert not inst.held[version].busy, "a version was unloaded with requests on it"
     del inst.held[version]
     inst.leaving.pop(version, None)
+    if inst.isolating == version:
+        stop_isolating(state, inst)
     live = state.versions.get(version)
     if live is not None:
         live.holders.pop(inst.id, None)
@@ -118,6 +127,8 @@ def on_loaded(
     inst.load_failures = 0
     live = state.versions.get(version)
     inst.held[version] = Held()
+    if live is not None:
+        live.load_failures = 0
     if live is None:  # retired while it was loading
         unload(state, inst, version, out)
     else:

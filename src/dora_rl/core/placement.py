@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 
-from dora_rl.core.actions import Action, Dispatch, Move, Park, Reversion, Unpark
+from dora_rl.core.actions import Abort, Action, Dispatch, Move, Park, Reversion, Unpark
 from dora_rl.core.deadlines import watch_move
 from dora_rl.core.migration import cheaper_way
 from dora_rl.core.state import GroupPhase, Held, Instance, Live, Phase, Request, State
@@ -86,6 +86,7 @@ def attach(state: State, request: Request, inst: Instance) -> None:
     held.num += 1
     held.offset += request.base_tokens - request.mark
     inst.requests[request.id] = None
+    inst.still.pop(request.id, None)
     touch(state, inst)
 
 
@@ -109,7 +110,8 @@ def queue(state: State, request: Request, parked_at: Instance | None, *, first: 
     if parked_at is not None:
         parked_at.parked[request.id] = None
     live.num_pending += 1
-    (live.pending.appendleft if first else live.pending.append)(request.id)
+    pending = live.suspects if request.suspect else live.pending
+    (pending.appendleft if first else pending.append)(request.id)
 
 
 def unqueue(state: State, request: Request) -> None:
@@ -172,9 +174,32 @@ def release(state: State, request: Request) -> Instance | None:
     return was
 
 
+def again(state: State, request: Request) -> None:
+    """From wherever it is back to the queue of its version; it continues from its journal."""
+    release(state, request)
+    request.epoch += 1
+    queue(state, request, None, first=True)
+
+
+def stop_isolating(state: State, inst: Instance) -> None:
+    """The instance is no longer kept free for suspects."""
+    live = state.versions.get(inst.isolating) if inst.isolating is not None else None
+    if live is not None:
+        live.isolation = None
+    inst.isolating = None
+    touch(state, inst)
+
+
 def park(state: State, request: Request, out: list[Action]) -> None:
-    """Stop a running request and keep its KV in the host memory of its instance."""
+    """Stop a running request and keep its KV in the host memory of its instance.
+
+    A suspect has little to keep, and runs nowhere but alone: it goes back to its queue.
+    """
     inst = state.instances[request.instance or ""]
+    if request.suspect:
+        out.append(Abort(inst.id, request.id, request.epoch))
+        again(state, request)
+        return
     detach(state, request)
     out.append(Park(inst.id, request.id, request.epoch))
     queue(state, request, inst, first=True)
@@ -186,9 +211,10 @@ def fill(state: State, live: Live, now: float, out: list[Action]) -> None:
     while live.num_pending > len(stuck) and live.pending and state.has_room(out):
         rid = live.pending[0]
         request = state.request(rid)
-        if request is None or request.phase is not Phase.PENDING or request.version != live.version:
+        if not _waits(live, request):
             live.pending.popleft()
             continue
+        assert request is not None
         inst = _place_for(state, live, request)
         room = _room_for(live, inst) if inst is not None else 0
         if inst is None or room < 1:
@@ -203,6 +229,13 @@ def fill(state: State, live: Live, now: float, out: list[Action]) -> None:
         else:
             _dispatch(state, live, request, inst, room, out)
     live.pending.extendleft(request.id for request in reversed(stuck))
+
+
+def _waits(live: Live, request: Request | None) -> bool:
+    """Does this entry of the queue still hold? Suspects have a queue of their own."""
+    if request is None or request.phase is not Phase.PENDING or request.suspect:
+        return False
+    return request.version == live.version
 
 
 def _room_for(live: Live, inst: Instance) -> int:
@@ -258,7 +291,7 @@ def _dispatch(
             if rid.group != group.id:
                 break
             other = group.requests[rid.sample]
-            if other.phase is not Phase.PENDING or other.version != live.version:
+            if not _waits(live, other):
                 live.pending.popleft()
                 continue
             if other.instance is None and (other.epoch > 0) == resume:
@@ -282,7 +315,8 @@ def relocate(state: State, inst: Instance, version: Version, now: float, out: li
         assert request is not None
         if request.version != version or request.phase is not Phase.RUNNING:
             continue
-        dst = None if state.params.mode is Mode.PARTIAL else best_holder(state, live)
+        stays = state.params.mode is Mode.PARTIAL or request.suspect
+        dst = None if stays else best_holder(state, live)
         if dst is None or dst.id == inst.id:
             park(state, request, out)
         else:

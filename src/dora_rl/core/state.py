@@ -52,7 +52,10 @@ class GroupPhase(StrEnum):
 
 @dataclass(slots=True)
 class Request:
-    """One sample. Its length now is base_tokens + (instance's decode_steps - mark)."""
+    """One sample. Its length now is base_tokens + (instance's decode_steps - mark).
+
+    `attempts`, `losses` and `alone_losses` count since it last gained tokens (see `suspects`).
+    """
 
     id: RequestId
     version: Version
@@ -62,7 +65,15 @@ class Request:
     kv_version: Version | None = None  # the version its tokens so far were decoded under
     epoch: int = 0
     attempts: int = 0
-    score_attempts: int = 0
+    kept: int = 0  # tokens its journal had when it was last continued
+    losses: int = 0  # of its instance while it ran there
+    alone_losses: int = 0  # of these: while it ran there alone
+    clearings: int = 0
+    suspect: bool = False
+    crowd: int = 0  # suspects that may be tried together with it, itself included; 0: no limit
+    lost_on: InstanceId | None = None
+    score_attempts: int = 0  # numbers the questions
+    score_failures: int = 0
     num_moves: int = 0  # ordered so far
     base_tokens: int = 0
     mark: int = 0
@@ -121,6 +132,9 @@ class Instance:
     kv_tokens: int = 0
     speed: float = 1.0
     reported_s: float = 0.0
+    progress_s: float = 0.0  # a token was gained, or none was expected
+    still: dict[RequestId, float] = field(default_factory=dict[RequestId, float])  # since when
+    isolating: Version | None = None  # kept free for suspects of this version
 
     @property
     def load(self) -> int:
@@ -128,6 +142,8 @@ class Instance:
 
     @property
     def slots_free(self) -> int:
+        if self.isolating is not None:
+            return 0
         return self.slots_max - len(self.requests) - len(self.incoming)
 
 
@@ -141,6 +157,9 @@ class Live:
     num_active: int = 0  # requests generating: pending, running or moving
     num_pending: int = 0
     pending: deque[RequestId] = field(default_factory=deque[RequestId])
+    suspects: deque[RequestId] = field(default_factory=deque[RequestId])  # pending ones
+    isolation: InstanceId | None = None  # where they are tried
+    load_failures: int = 0  # from the store, since it was last loaded
     ready: deque[GroupId] = field(default_factory=deque[GroupId])
     holders: dict[InstanceId, None] = field(default_factory=dict[InstanceId, None])
     leavers: dict[InstanceId, None] = field(default_factory=dict[InstanceId, None])  # hold it still
@@ -194,6 +213,15 @@ class State:
     next_prompt: int = 0
     next_instance: int = 0
     reissue: deque[int] = field(default_factory=deque[int])
+    reissued_last: bool = False  # the group issued last was of a prompt that had failed
+    failures: dict[int, int] = field(default_factory=dict[int, int])  # groups, of open prompts
+    set_aside: dict[int, str] = field(default_factory=dict[int, str])  # prompt -> reason
+    failed_prompts: int = 0  # since the start or resume, as `judged_prompts`
+    judged_prompts: int = 0
+    trainer_losses: int = 0  # in the step being trained
+    instance_losses: int = 0  # since a request last gained something
+    losses_among: int = 0  # so many instances there were at the first of them
+    scored_s: float = -1.0e9  # when the rewards last answered
     num_issued: int = 0
     num_ended: dict[End, int] = field(default_factory=_no_ends)
     num_inflight: int = 0  # groups issued and not yet ready

@@ -10,11 +10,12 @@ actions; what is left over is found again by the next event, because it is in th
 
 from __future__ import annotations
 
-from dora_rl.core import batching, elastic, faults, ledger, orchestrate
+from dora_rl.core import batching, elastic, faults, ledger, orchestrate, suspects
 from dora_rl.core.actions import Action, InForce
 from dora_rl.core.admission import admit
 from dora_rl.core.events import (
     BatchAccepted,
+    Continued,
     Event,
     InstanceJoined,
     InstanceLost,
@@ -82,6 +83,8 @@ def _decide(state: State, now: float, out: list[Action]) -> None:
 
 def _give_out(state: State, now: float, out: list[Action]) -> None:
     for live in list(state.versions.values()):
+        if live.suspects or live.isolation is not None:
+            suspects.isolate(state, live, now, out)
         if live.num_pending:
             fill(state, live, now, out)
 
@@ -126,6 +129,8 @@ def _handle(state: State, event: Event, now: float, out: list[Action]) -> None:
 def _handle_rare(state: State, event: Event, now: float, out: list[Action]) -> None:
     note(state, event)
     match event:
+        case Continued():
+            suspects.on_continued(state, event, now, out)
         case SampleFailed():
             ledger.on_sample_failed(state, event, now, out)
         case ScoreFailed():
@@ -137,11 +142,11 @@ def _handle_rare(state: State, event: Event, now: float, out: list[Action]) -> N
         case InstanceJoined():
             faults.on_joined(state, event, now, out)
         case InstanceLost():
-            faults.lose_instance(state, event.instance, out)
+            faults.lose_instance(state, event.instance, out, reason=event.reason)
         case TrainerJoined():
             faults.on_trainer_joined(state, event, now, out)
         case TrainerLost():
-            faults.on_trainer_lost(state)
+            faults.on_trainer_lost(state, event.reason, out)
         case StopRequested():
             ledger.stop(state, event.reason, out)
         case Resumed():

@@ -1,10 +1,10 @@
 """`dora-rl audit RUN`: prove C1, C2, C3 and conservation from the event log alone.
 
-Three checkers read each entry, event first, then its actions in order: `audit_places` (where
-requests are, who holds which weights), `audit_groups` (groups and samples) and `audit_steps`
-(batches, steps, the bound). They share books of their own, and with the core nothing but the event
-and action types. A run that was cut off can be audited too: what is outstanding is reported, and
-is no finding.
+Four checkers read each entry, event first, then its actions in order: `audit_places` (where
+requests are, who holds which weights), `audit_groups` (groups and samples), `audit_faults` (prompts
+that are set aside) and `audit_steps` (batches, steps, the bound). They share books of their own,
+and with the core nothing but the event and action types. A run that was cut off can be audited too:
+what is outstanding is reported, and is no finding.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
 from dora_rl.observe.audit_books import Books
+from dora_rl.observe.audit_faults import FaultAudit
 from dora_rl.observe.audit_groups import GroupAudit
 from dora_rl.observe.audit_late import LateMessages
 from dora_rl.observe.audit_places import PlaceAudit
@@ -50,6 +51,7 @@ class Auditor:
         self.books = Books()
         self.places = PlaceAudit(self.books, self.notes)
         self.groups = GroupAudit(self.books, self.notes)
+        self.faults = FaultAudit(self.books, self.notes, self.places)
         self.steps = StepAudit(self.books, self.notes)
         self.late = LateMessages()
         self.stop: act.Stop | None = None
@@ -62,8 +64,9 @@ class Auditor:
         return {
             ev.Started: (steps.on_started,),
             ev.Resumed: (self._on_resumed, places.on_resumed, steps.on_started),
-            ev.InstanceJoined: (places.on_joined,),
-            ev.InstanceLost: (places.on_lost,),
+            ev.InstanceJoined: (self.faults.on_joined, places.on_joined),
+            ev.InstanceLost: (self.faults.on_lost, places.on_lost),
+            ev.Continued: (self.faults.on_continued,),
             ev.Loaded: (places.on_loaded,),
             ev.LoadFailed: (places.on_load_failed,),
             ev.SampleFinished: (places.on_finished,),
@@ -80,7 +83,7 @@ class Auditor:
     def _action_checks(self) -> Checks:
         places, groups, steps = self.places, self.groups, self.steps
         return {
-            act.IssueGroup: (groups.on_issue,),
+            act.IssueGroup: (self.faults.on_issue, groups.on_issue),
             act.Dispatch: (places.on_dispatch,),
             act.Abort: (places.on_abort,),
             act.Load: (places.on_load,),
@@ -91,12 +94,13 @@ class Auditor:
             act.Reversion: (places.on_reversion,),
             act.Sleep: (places.on_sleep,),
             act.Wake: (places.on_wake,),
-            act.Restart: (places.on_lost,),
+            act.Restart: (self.faults.on_lost, places.on_lost),
             act.RestartTrainer: (steps.on_trainer_lost,),
             act.Score: (groups.on_score,),
             act.Feed: (steps.on_feed,),
             act.CloseStep: (steps.on_close,),
-            act.EndGroup: (places.on_end, groups.on_end),
+            act.EndGroup: (places.on_end, self.faults.on_end, groups.on_end),
+            act.SetAside: (self.faults.on_set_aside,),
             act.RetireVersion: (steps.on_retire,),
             act.WaitFor: (groups.on_wait_for,),
             act.InForce: (steps.on_in_force,),
@@ -170,4 +174,5 @@ class Auditor:
             migrations=self.places.num_moved,
             kv_bytes_moved=self.places.kv_bytes_moved,
             finished=done,
+            set_aside=tuple(sorted(self.faults.set_aside)),
         )

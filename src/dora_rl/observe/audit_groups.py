@@ -102,8 +102,8 @@ class GroupAudit:
         if record is None or event.request.sample >= len(record.samples):
             return  # late: the group has ended
         sample = record.samples[event.request.sample]
-        current = sample.asked == event.attempt and sample.reward is None
-        if current and math.isfinite(event.reward):
+        asked = 0 <= event.attempt <= sample.asked and sample.reward is None
+        if asked and math.isfinite(event.reward):
             sample.reward = event.reward
 
     def on_wait_for(self, action: act.WaitFor) -> None:

@@ -77,6 +77,7 @@ class AuditFigures:
     migrations: int
     kv_bytes_moved: int
     finished: bool  # the log ends with a completed run
+    set_aside: tuple[int, ...] = ()  # prompts that are not issued again
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,11 +23,12 @@ from dora_rl.core import events as ev
 from dora_rl.data.lengths import LogNormal, uniforms
 from dora_rl.engine.engine import Engine
 from dora_rl.engine.journal import Journal, continuation, request_from_json, request_json
-from dora_rl.engine.sequence import Request, is_plain
+from dora_rl.engine.sequence import Request, Status, is_plain
 from dora_rl.engine.transfer import Export, begin_import, chunk_bytes, chunk_from_bytes
 from dora_rl.runtime.arrivals import Arrivals
 from dora_rl.runtime.engines import make_engine
 from dora_rl.runtime.instance_turns import InstanceTurns
+from dora_rl.runtime.stillness import Stillness
 from dora_rl.runtime.storage_client import StorageStream
 from dora_rl.runtime.transport import TransportError
 from dora_rl.runtime.warming import Warming
@@ -86,6 +87,7 @@ class InstanceWorker:
         self.reported_s = 0.0
         self.busy_s = 0.0
         self.turns = InstanceTurns(self)
+        self.stillness = Stillness()
 
     def run(self) -> None:
         stats = self.engine.stats()
@@ -139,9 +141,23 @@ class InstanceWorker:
         if now - self.reported_s >= period_s:
             self.reported_s = now
             stats = self.engine.stats()
-            report = ev.InstanceReport(self.name, stats.steps, stats.kv_tokens)
+            still = self.stillness.look(self._lengths(), now) if self.awake else ()
+            report = ev.InstanceReport(
+                self.name, stats.steps, stats.kv_tokens, num_waiting=stats.idle, still=still
+            )
             self.say(report)
             self.channel.send("usage", {"busy_s": self.busy_s, "cpu_s": time.process_time()})
+
+    def _lengths(self) -> dict[RequestId, int]:
+        """Of the requests that should be gaining tokens; -1: the engine does not know it."""
+        found: dict[RequestId, int] = {}
+        for rid in self.epochs:
+            seq = self.engine.find(rid)
+            if seq is None:
+                found[rid] = -1
+            elif seq.status not in (Status.IDLE, Status.PARKED) and rid not in self.exports:
+                found[rid] = seq.num_tokens
+        return found
 
     def _command(self, message: Message) -> None:
         match message.kind:

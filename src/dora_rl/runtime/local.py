@@ -290,7 +290,10 @@ class LocalRun:
         idle = self._end_device()
         try:
             self.user_errors.close()
-            summary = self.records.summary(mode, self.state.committed, reason, cores, idle, best)
+            aside = self.state.set_aside
+            summary = self.records.summary(
+                mode, self.state.committed, reason, cores, idle, best, aside
+            )
             self.records.close()
             self.samples.close()
             self.log.close()

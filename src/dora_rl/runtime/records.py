@@ -13,7 +13,7 @@ import json
 import resource
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -274,6 +274,7 @@ class Records:
         num_cores: int,
         idle: float | None = None,
         best: CheckpointConfig | None = None,
+        set_aside: Mapping[int, str] | None = None,
     ) -> dict[str, Any]:
         """The figures of the whole run; written to summary.json. `idle`: of its GPU, if any;
         `num_cores` 0: its processes are not all on this machine."""
@@ -308,6 +309,7 @@ class Records:
             "migrations": totals.migrations,
             "kv_bytes_moved": totals.kv_bytes_moved,
             "num_user_errors": totals.num_user_errors,
+            "set_aside": [{"prompt": p, "reason": r} for p, r in (set_aside or {}).items()],
         }
         self._keep()
         self._replace("summary.json", figures)

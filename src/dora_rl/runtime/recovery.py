@@ -1,9 +1,9 @@
 """What happens when a worker ends: it is replaced, given up, or the run stops with the reason.
 
-A worker that ends at its start again and again, or workers that keep ending while no step is
-committed, stop the run: it is resumable, and the reason names the worker and its last words. Not so
-an instance once a step was committed, while others work: a host that went bad costs its instance,
-which is tried again after every step.
+A worker that ends at its start again and again stops the run: it is resumable, and the reason names
+the worker and its last words. Not so an instance once a step was committed, while others work: a
+host that went bad costs its instance, which is tried again after every step. Of learners and
+instances that are lost at work the core keeps count; it is told their last words.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dora_rl.core import events as ev
 if TYPE_CHECKING:
     from dora_rl.runtime.local import LocalRun
 
-RESTARTS_MAX = 20  # of workers, while no step is committed
+RESTARTS_MAX = 20  # of the evaluator, while no step is committed
 STARTS_MAX = 3  # of one worker that ends before it is ready
 
 
@@ -53,7 +53,7 @@ class Recovery:
         if run.crew.closing or (run.stop is not None and not run.stop.done):
             return
         self._num_starts[name] += 1
-        self._num_restarts += not name.startswith(("reward", "env"))
+        self._num_restarts += name == "evaluator"
         if self._num_starts[name] >= STARTS_MAX or self._num_restarts > RESTARTS_MAX:
             self._give_up(name)
         elif name.startswith("reward"):
@@ -94,13 +94,15 @@ class Recovery:
         run = self._run
         if name.startswith("learner"):
             why = run.crew.why_ended(name)
-            run.on_wait([f"the {name} ended and begins again at the newest version: {why}"])
             life = run.crew.workers["learner"].life
             run.handle(ev.TrainerLost(why, incarnation=life))
-            run.start_learner()
+            if run.stop is None:
+                run.on_wait([f"the {name} ended and begins again at the newest version: {why}"])
+                run.start_learner()
         else:
             self._lose_instance(name)
-            run.crew.restart(name)
+            if run.stop is None:
+                run.crew.restart(name)
 
     def _lose_instance(self, name: str) -> None:
         run = self._run

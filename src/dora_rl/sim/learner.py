@@ -163,7 +163,8 @@ class SimRewards:
         self.scored: set[RequestId] = set()  # those that really got a reward
 
     def do(self, action: act.Score) -> None:
-        outcome = self.faults.score(action.request, action.attempt)
+        outcome = self.faults.poison(action.prompt)
+        outcome = outcome or self.faults.score(action.request, action.attempt)
         if outcome == "hang":
             return
         event: ev.Event

@@ -49,6 +49,8 @@ def random_world(rng: random.Random) -> WorldSpec:
 
 def random_params(rng: random.Random, mode: Mode, group_size: int) -> Params:
     batch = rng.randint(1, 6)
+    attempts_max = rng.choice([4, 6, 10])
+    rules = rng.random() < 0.85  # else those of older logs
     return Params(
         mode=mode,
         max_staleness=rng.randint(0, 3),
@@ -65,7 +67,12 @@ def random_params(rng: random.Random, mode: Mode, group_size: int) -> Params:
         level_slack=rng.choice([0.0, 0.3]),
         filter_equal=group_size > 1 and rng.random() < 0.3,
         failed_share_max=1.0,
-        attempts_max=rng.choice([3, 6, 20]),
+        attempts_max=attempts_max,
+        losses_max=rng.choice([1, 2]) if rules else 0,
+        group_failures_max=attempts_max if rules else 0,
+        trainer_losses_max=rng.choice([0, 3]) if rules else 0,
+        instance_losses_max=rng.choice([0, attempts_max + 4]) if rules else 0,
+        load_failures_max=rng.choice([0, 4]) if rules else 0,
         oversample=rng.choice([1.0, 1.5, 2.0]),
         fill_older_max=rng.choice([0, 0, 2]),
         rebalance_period_s=rng.uniform(2, 20),
@@ -73,7 +80,12 @@ def random_params(rng: random.Random, mode: Mode, group_size: int) -> Params:
         event_actions_max=rng.choice([2, 10, 2_000, 2_000]),
         cost=MoveCost(1.2e4, rng.choice([1e6, 1e9]), 0.01, 2e4),
         deadlines=Deadlines(
-            report_s=rng.uniform(8, 20), load_s=30, move_s=20, score_s=10, trainer_s=120
+            report_s=rng.uniform(8, 20),
+            load_s=30,
+            move_s=20,
+            score_s=10,
+            trainer_s=120,
+            progress_s=rng.uniform(20, 40) if rules else 0.0,
         ),
     )
 

@@ -18,6 +18,7 @@ from hand_driven import Hand
 
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
+from dora_rl.core.params import Deadlines
 from dora_rl.core.state import GENERATING, Instance, Phase, Request
 from dora_rl.types import Mode
 
@@ -85,6 +86,10 @@ class Chaos:
             level_slack=0.0,
             repartition=rng.random() < 0.8,
             event_actions_max=rng.choice([1, 3, 10, 2_000, 2_000]),
+            losses_max=rng.choice([0, 1, 2]),
+            clear_tokens=rng.choice([1, 20]),
+            group_failures_max=rng.choice([0, 2]),
+            deadlines=Deadlines(progress_s=rng.choice([0.0, 30.0])),
         )
 
     def join(self) -> None:
@@ -204,7 +209,16 @@ class Chaos:
         speed = self.rng.choice([1.0, 1.0, 0.2])
         steps, name = len(self.hand.entries), self.some_instance()
         number = self.incarnation(name)
-        self.hand.tell(ev.InstanceReport(name, steps, kv, speed, incarnation=number))
+        named = self.some_request(*GENERATING) if self.rng.random() < 0.2 else None
+        still = (named.id,) if named is not None else ()
+        self.hand.tell(ev.InstanceReport(name, steps, kv, speed, still=still, incarnation=number))
+
+    def go_on(self) -> None:
+        """A journal had more, or no more, than the time before."""
+        request = self.some_request(*GENERATING)
+        if request is not None:
+            more = request.kept + self.rng.randint(0, 3)
+            self.hand.tell(ev.Continued(request.id, self.epoch(request), more))
 
     def tick(self) -> None:
         self.hand.tell(ev.Tick(), after_s=self.rng.choice([0.125, 5.0, 40.0]))
@@ -262,7 +276,8 @@ class Chaos:
             self.join: 3,
             self.finish_parked: 2,
             self.fail: 2,
-            self.lose: 2,
+            self.go_on: 3,
+            self.lose: 3,
             self.learner: 2,
             self.resume: 1,
         }

@@ -40,6 +40,20 @@ def test_a_resumed_run_goes_on_with_the_same_groups() -> None:
     hand.audit()
 
 
+def test_a_resume_is_no_failure_of_a_score() -> None:
+    hand = Hand(batch_groups=3, group_size=2, num_steps=3, attempts_max=2)
+    hand.begin({"a": 64})
+    hand.finish(0, 0)
+    for question in range(1, 6):
+        asked = only(resumed(hand), act.Score)
+        assert asked == [act.Score(RequestId(0, 0), 0, question)]
+    assert hand.request(0).score_failures == 0
+    hand.tell(ev.ScoreFailed(RequestId(0, 0), 5, "raised ValueError"))
+    assert 0 in hand.state.groups, "its first failure of two"
+    hand.to_the_end()
+    hand.audit()
+
+
 @pytest.mark.parametrize("changes", [{"max_staleness": 0}, {"batch_groups": 1}])
 def test_a_stricter_k_or_b_waits_until_the_bound_holds_under_it(changes: dict[str, int]) -> None:
     hand = Hand(batch_groups=3, group_size=1, num_steps=8, max_staleness=2)

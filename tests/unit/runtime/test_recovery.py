@@ -37,7 +37,9 @@ class Run:
             closing=False,
             restart=self.restart,
             log_tail=lambda _: "no GPU",
-            why_ended=lambda name: why_ended(self.workers[name].last_words, 1),
+            why_ended=lambda name: why_ended(
+                self.workers[name].last_words, self.workers[name].poll()
+            ),
         )
         self.journals = SimpleNamespace(collect=lambda *args, **kwargs: None)
         self.state = SimpleNamespace(groups={})
@@ -119,12 +121,32 @@ def test_a_learner_is_never_left_out(run: Run) -> None:
     assert run.stops() == ["learner keeps ending; it last said: no GPU"]
 
 
-def test_too_many_ends_without_a_step_stop_the_run(run: Run) -> None:
-    run.recovery.committed()
-    for _ in range(RESTARTS_MAX + 1):
+def test_of_ends_at_work_the_core_keeps_count_and_is_told_the_last_words(run: Run) -> None:
+    """Instances that live for a minute may end any number of times in a long step."""
+    for _ in range(2 * RESTARTS_MAX):
         run.end("instance1")
         run.recovery.joined("instance1")
-    assert run.stops() == ["instance1 keeps ending; it last said: no GPU"]
+    assert not run.stops() and len(run.started) == 2 * RESTARTS_MAX
+    assert {type(e) for e in run.events} == {ev.InstanceLost}
+
+
+def test_a_process_that_was_ended_by_a_signal_says_so(run: Run) -> None:
+    run.start_learner = lambda: run.restart("learner")  # type: ignore[attr-defined]
+    run.workers["learner"].poll = lambda: -9  # type: ignore[method-assign]
+    run.end("learner")
+    (lost,) = run.events
+    assert isinstance(lost, ev.TrainerLost)
+    assert lost.reason.startswith("its process ended by SIGKILL")
+
+
+def test_nobody_is_started_again_in_a_run_that_the_core_has_stopped(run: Run) -> None:
+    def stops(event: ev.Event) -> None:
+        run.events.append(event)
+        run.stop = cast(Any, SimpleNamespace(done=False))
+
+    run.handle = stops
+    run.end("instance1")
+    assert run.events and not run.started
 
 
 @pytest.mark.parametrize("committed", [False, True])
