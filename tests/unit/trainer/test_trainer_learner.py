@@ -269,8 +269,7 @@ def test_non_finite_gradient_is_skipped_and_counted(model_dir: Path) -> None:
     learner = Learner(model_dir, AlgorithmOptions(loss="reinforce"), TRAINER)
     before = flat(learner)
     groups = make_groups(0, 2)
-    # A reward as large as it may be, with no standard deviation to divide it by: the norm of the
-    # gradient overflows.
+    # A reward as large as it may be, not divided by a deviation: the gradient's norm overflows.
     broken = replace(groups[0].samples[0], reward=REWARD_MAX)
     groups[0] = replace(groups[0], samples=(broken, *groups[0].samples[1:]))
     metrics = run_step(learner, 0, groups)
