@@ -58,6 +58,7 @@ class InstanceReport:
 class Loaded:
     instance: InstanceId
     version: Version
+    checksum: str = ""  # of the weights that the instance holds now as this version
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,11 @@ class LoadFailed:
 
 @dataclass(frozen=True, slots=True)
 class SampleFinished:
-    """Generation of one sample ended; `segments` is the engine's own record of versions."""
+    """Generation of one sample ended; `segments` is the engine's own record of versions.
+
+    `digest` is taken over tokens, log-probs, loss mask and segments where the sample was made, so
+    that files which hold them later can be compared with the log.
+    """
 
     request: RequestId
     epoch: int
@@ -77,6 +82,7 @@ class SampleFinished:
     num_tokens: int
     finish: Finish
     segments: tuple[Segment, ...]
+    digest: str = ""
 
 
 @dataclass(frozen=True, slots=True)
