@@ -15,9 +15,10 @@ from dora_rl.types import Finish, InstanceId, RequestId, Segment, StepIndex, Ver
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The first event of a run."""
+    """The first event of a run. `config`: digest of the configuration file it wrote."""
 
     params: Params
+    config: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,7 @@ class Resumed:
     """The controller came back from the log; every worker is new. K, B, steps may differ."""
 
     params: Params
+    config: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,10 +143,14 @@ class BatchAccepted:
 
 @dataclass(frozen=True, slots=True)
 class StepCommitted:
-    """Trainer state and the sealed weights of version step + 1 are durable."""
+    """Trainer state and the sealed weights of version step + 1 are durable.
+
+    `metrics`: digest of the step's line of metrics.jsonl, which is written before this.
+    """
 
     step: StepIndex
     checksum: str
+    metrics: str = ""
 
 
 @dataclass(frozen=True, slots=True)

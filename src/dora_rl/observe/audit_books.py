@@ -28,6 +28,7 @@ class Sample:
     reward: float | None = None
     digest: str = ""
     segments: tuple[Segment, ...] = ()
+    finish: str = ""
     num_lost: int = 0
     num_unscored: int = 0
     failed: bool = False
@@ -71,6 +72,7 @@ class TrainedSample:
     reward: float | None
     digest: str
     segments: tuple[Segment, ...]
+    finish: str
 
 
 @dataclass(slots=True)
@@ -108,6 +110,8 @@ class Books:
     tally: Tally = field(default_factory=Tally)
     weights: dict[Version, str] = field(default_factory=dict[Version, str])  # their checksums
     trained: dict[RequestId, TrainedSample] | None = None  # kept where somebody asks for it
+    metrics: dict[StepIndex, str] = field(default_factory=dict[StepIndex, str])  # their digests
+    config: str = ""  # digest of config.json
     dirty: bool = False  # a figure of the invariant changed in this entry
 
     def force(self, step: StepIndex) -> act.InForce:

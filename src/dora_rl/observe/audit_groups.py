@@ -13,7 +13,6 @@ from dora_rl.observe.audit_books import Books, GroupRecord, Sample, TrainedSampl
 from dora_rl.observe.audit_report import Notebook, Promise
 from dora_rl.types import GroupId, Mode, RequestId, Segment
 
-
 TOO_LATE = "in time"  # a reward that did not answer; no event tells of it
 
 
@@ -94,7 +93,7 @@ class GroupAudit:
         if sample.asked < 0:
             if isinstance(event, ev.SampleFinished) and self.notes.finished == action.request:
                 sample.num_tokens, sample.digest = event.num_tokens, event.digest
-                sample.segments = event.segments
+                sample.segments, sample.finish = event.segments, event.finish.value
                 self._check_segments(name, label, record, event.segments, sample)
             else:
                 self._add(Promise.C2, name, f"{label} is to be scored and has not finished")
@@ -212,9 +211,9 @@ class GroupAudit:
         for place in fed:
             if place < len(record.samples):
                 s = record.samples[place]
-                trained[RequestId(action.group, place)] = TrainedSample(
-                    step, record.version, record.prompt, s.num_tokens, s.reward, s.digest, s.segments
-                )
+                facts = (s.num_tokens, s.reward, s.digest, s.segments, s.finish)
+                found = TrainedSample(step, record.version, record.prompt, *facts)
+                trained[RequestId(action.group, place)] = found
 
     def _check_untrained(self, name: str, record: GroupRecord, action: act.EndGroup) -> None:
         if record.step is not None:

@@ -40,6 +40,8 @@ class Promise(StrEnum):
 class Finding:
     """One broken promise: `subject` is the group, instance, version or step that broke it.
 
+    `entry` is -1 where no entry of the log is at fault but a file beside it.
+
     >>> str(Finding(Promise.C3, 812, "group 7", "staleness 3, 2 is allowed"))
     'C3: group 7: staleness 3, 2 is allowed (entry 812)'
     """
@@ -50,7 +52,8 @@ class Finding:
     message: str
 
     def __str__(self) -> str:
-        return f"{self.promise}: {self.subject}: {self.message} (entry {self.entry})"
+        where = f" (entry {self.entry})" if self.entry >= 0 else ""
+        return f"{self.promise}: {self.subject}: {self.message}{where}"
 
 
 @dataclass(frozen=True, slots=True)

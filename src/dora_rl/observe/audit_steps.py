@@ -45,7 +45,7 @@ class StepAudit:
                 f"resumed as {new.mode} with groups of {new.group_size}; the run is {old.mode} "
                 f"with groups of {old.group_size}",
             )
-        self.books.params = new
+        self.books.params, self.books.config = new, event.config
         self.trainer = False
 
     def on_in_force(self, action: act.InForce) -> None:
@@ -150,6 +150,7 @@ class StepAudit:
         elif books.weights.setdefault(event.step + 1, event.checksum) != event.checksum:
             text = "instances loaded other weights than were committed"
             self._add(Promise.VERSIONS, f"version {event.step + 1}", text)
+        books.metrics.setdefault(event.step, event.metrics)
         if event.step == books.filling and self.close_sent:
             self._next_step()  # whoever has trained a batch held it
         if event.step == books.committed and books.filling == event.step + 1:

@@ -2,8 +2,9 @@
 
 A run's log is a folder of segments. Each line is `crc32 json`, and its JSON ends with a digest that
 is chained over all lines before it (`chain`); a segment begins with a snapshot of the core's state
-(the first one with the `Started` event instead). Recovery reads the newest segment only: its cost does not grow with the run. A torn last line, left by a crash in the middle
-of a write, is cut off; a damaged line anywhere else is an error that names it.
+(the first one with the `Started` event instead). Recovery reads the newest segment only: its cost
+does not grow with the run. A torn last line, left by a crash in the middle of a write, is cut off;
+a damaged line anywhere else is an error that names it.
 """
 
 from __future__ import annotations

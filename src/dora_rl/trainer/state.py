@@ -62,6 +62,7 @@ def save(learner: Learner, directory: Path, options: CheckpointOptions) -> Path:
             "next_step": learner.next_step,
             "num_updates": learner.num_updates,
             "num_applied": learner.optimizer.num_applied,
+            "files": checkpoint.model_digests(target),
         }
         (trainer / "state.json").write_text(json.dumps(state, indent=2) + "\n")
 
