@@ -75,6 +75,7 @@ def _lines(report: AuditReport, notes: list[str], *, files: bool) -> list[str]:
         f"mixed-version share {figures.mixed_version_frac:.3f}; "
         f"discarded tokens {figures.discarded_tokens}",
         *_chain(report),
+        *_recomputed(report),
         *(f"not compared: {note}" for note in notes),
     ]
     lines += [str(finding) for finding in report.findings[:_LINES_MAX]]
@@ -90,6 +91,16 @@ def _chain(report: AuditReport) -> list[str]:
     if not figures.num_chained:
         return ["no chain: written by an older release"]
     return [f"no chain in {figures.num_unchained} lines: written by an older release"]
+
+
+def _recomputed(report: AuditReport) -> list[str]:
+    figures = report.figures
+    if not figures.num_recomputed:
+        return []
+    return [
+        f"computed again during the run: {figures.num_recomputed} samples, log-probs at most "
+        f"{figures.recomputed_gap_max:.2g} apart"
+    ]
 
 
 def _verdict(report: AuditReport, notes: list[str], *, files: bool) -> str:

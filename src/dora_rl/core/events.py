@@ -135,6 +135,27 @@ class ScoreFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class Recomputed:
+    """A finished sample's log-probs were computed again from the sealed version, by the learner.
+
+    Differences are absolute, over its generated tokens. `tolerance` is for their mean; a response
+    of few tokens, and a single token, may lie further off.
+    """
+
+    request: RequestId
+    version: Version
+    num_tokens: int
+    gap_mean: float
+    gap_max: float
+    tolerance: float
+
+    @property
+    def is_same(self) -> bool:
+        limit = self.tolerance * (1 + 20 / max(1, self.num_tokens))
+        return self.gap_mean <= limit and self.gap_max <= 40 * self.tolerance
+
+
+@dataclass(frozen=True, slots=True)
 class BatchAccepted:
     """The learner holds the whole closed batch of this step."""
 
@@ -196,6 +217,7 @@ Event: TypeAlias = (
     | MoveFailed
     | Scored
     | ScoreFailed
+    | Recomputed
     | BatchAccepted
     | StepCommitted
     | TrainerJoined

@@ -94,6 +94,7 @@ class Auditor:
             ev.MoveFailed: (places.on_move_failed,),
             ev.Scored: (groups.on_scored,),
             ev.ScoreFailed: (groups.on_score_failed,),
+            ev.Recomputed: (groups.on_recomputed,),
             ev.BatchAccepted: (steps.on_accepted,),
             ev.StepCommitted: (steps.on_committed,),
             ev.TrainerJoined: (steps.on_trainer_joined,),
@@ -203,6 +204,8 @@ class Auditor:
             kv_bytes_moved=self.places.kv_bytes_moved,
             finished=done,
             stopped=self.stop.reason if self.stop is not None else "",
+            num_recomputed=tally.recomputed,
+            recomputed_gap_max=tally.gap_max,
             num_chained=self.chain.num_chained,
             num_unchained=self.chain.num_unchained,
         )

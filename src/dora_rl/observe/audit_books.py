@@ -86,6 +86,8 @@ class Tally:
     mixed: int = 0
     tokens: int = 0
     discarded_tokens: int = 0
+    recomputed: int = 0
+    gap_max: float = 0.0
 
 
 @dataclass(slots=True)

@@ -150,6 +150,19 @@ class GroupAudit:
         if sample.asked == event.attempt and sample.reward is None:
             sample.unscored(event.reason, self.books.params.attempts_max)
 
+    def on_recomputed(self, event: ev.Recomputed) -> None:
+        """Another path has computed the sample again under the version that the log names."""
+        name, tally = f"group {event.request.group}", self.books.tally
+        tally.recomputed += 1
+        tally.gap_max = max(tally.gap_max, event.gap_max)
+        record = self.books.live.get(event.request.group)
+        if record is not None and record.version != event.version:
+            self._add(Promise.C1, name, f"computed again under version {event.version}")
+        if not event.is_same:
+            text = f"sample {event.request.sample} is not what version {event.version} gives:"
+            gaps = f"{event.gap_mean:.2g} apart on average, {event.gap_max:.2g} at most"
+            self._add(Promise.C1, name, f"{text} log-probs {gaps}, tolerance {event.tolerance:g}")
+
     def on_wait_for(self, action: act.WaitFor) -> None:
         for group in action.groups:
             record = self.books.live.get(group)

@@ -85,6 +85,8 @@ class AuditFigures:
     kv_bytes_moved: int
     finished: bool  # the log ends with a completed run
     stopped: str = ""  # the reason of the stop that the log ends with
+    num_recomputed: int = 0  # samples computed again during the run, from sealed weights
+    recomputed_gap_max: float = 0.0  # the largest difference of a log-prob among them
     num_chained: int = 0  # lines with a digest chained over those before them
     num_unchained: int = 0  # lines without: written by an older release
 

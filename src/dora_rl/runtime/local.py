@@ -319,6 +319,14 @@ class LocalRun:
             self._trainer_joined(event)
         if isinstance(event, ev.LoadFailed):
             self._repair(event.version)
+        if isinstance(event, ev.Recomputed) and not event.is_same:
+            self.on_wait(
+                [
+                    f"sample {event.request.sample} of group {event.request.group} is not what "
+                    f"version {event.version} gives: log-probs {event.gap_mean:.2g} apart on "
+                    f"average, {event.gap_max:.2g} at most; the audit counts it as a finding"
+                ]
+            )
         self.handle(event)
 
     def _trainer_joined(self, event: ev.TrainerJoined) -> None:

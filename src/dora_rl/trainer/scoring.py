@@ -66,6 +66,10 @@ class SealedScorer:
             out.update(zip(mine, found, strict=True))
         return [out[i] for i in range(len(documents))]
 
+    def release(self) -> None:
+        """Forget every model, where their memory is needed for something else."""
+        self._models.clear()
+
     def _model(self, version: Version) -> Policy:
         if version in self._models:
             self._models.move_to_end(version)
