@@ -34,6 +34,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="compare rollouts, table, metrics, config, weights and checkpoints with the log",
     )
+    parser.add_argument(
+        "--recompute",
+        type=int,
+        default=0,
+        metavar="N",
+        help="compute N stored samples again from their sealed versions, and compare log-probs",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write findings and figures")
 
 
@@ -43,27 +50,34 @@ def run(args: argparse.Namespace) -> int:
     from dora_rl.observe.audit import read_through
 
     prepare_output(args.json)
-    folder = events_folder(args.run)
-    auditor = read_through(folder, keep=args.files)
-    report, notes = auditor.report(), list[str]()
+    folder, beside = events_folder(args.run), args.files or args.recompute
+    if beside and folder == args.run:
+        raise UserError(f"{args.run} is an event log; give the run directory for this")
+    auditor = read_through(folder, keep=bool(beside))
+    report, notes, again = auditor.report(), list[str](), list[str]()
+    found, num = list(report.findings), report.num_findings
     if args.files:
         from dora_rl.runtime.file_audit import FileAudit
 
-        if folder == args.run:
-            raise UserError(f"--files: {args.run} is an event log; give the run directory")
         files = FileAudit(args.run, auditor)
-        found = files.check()
-        notes = files.notes
-        num = report.num_findings + files.book.num
-        report = replace(report, findings=(*report.findings, *found), num_findings=num)
-    for line in _lines(report, notes, files=args.files):
+        found += files.check()
+        num, notes = num + files.book.num, files.notes
+    if args.recompute:
+        from dora_rl.runtime.recompute import recompute
+
+        outcome = recompute(args.run, auditor, args.recompute)
+        again = outcome.lines()
+        found += outcome.findings
+        num += len(outcome.findings)
+    report = replace(report, findings=tuple(found), num_findings=num)
+    for line in _lines(report, notes, again, files=args.files):
         print(line)
     if args.json is not None:
-        write_json(args.json, _document(report, notes))
+        write_json(args.json, _document(report, notes, again))
     return 0 if report.proved else 1 if not report.ok else UNFINISHED
 
 
-def _lines(report: AuditReport, notes: list[str], *, files: bool) -> list[str]:
+def _lines(report: AuditReport, notes: list[str], again: list[str], *, files: bool) -> list[str]:
     figures = report.figures
     lines = [
         f"{figures.mode}: {figures.steps} steps, {figures.num_entries} log entries, "
@@ -76,6 +90,7 @@ def _lines(report: AuditReport, notes: list[str], *, files: bool) -> list[str]:
         f"discarded tokens {figures.discarded_tokens}",
         *_chain(report),
         *_recomputed(report),
+        *again,
         *(f"not compared: {note}" for note in notes),
     ]
     lines += [str(finding) for finding in report.findings[:_LINES_MAX]]
@@ -114,7 +129,7 @@ def _verdict(report: AuditReport, notes: list[str], *, files: bool) -> str:
     return f"every promise was kept{_GIVEN_UP.get(report.figures.mode, '')}{beside}"
 
 
-def _document(report: AuditReport, notes: list[str]) -> dict[str, Any]:
+def _document(report: AuditReport, notes: list[str], again: list[str]) -> dict[str, Any]:
     figures = report.figures
     findings = [
         {"promise": f.promise.value, "entry": f.entry, "subject": f.subject, "message": f.message}
@@ -127,5 +142,6 @@ def _document(report: AuditReport, notes: list[str]) -> dict[str, Any]:
         "num_findings": report.num_findings,
         "findings": findings,
         "not_compared": notes,
+        "recomputed": again,
         "figures": {name: getattr(figures, name) for name in figures.__slots__},
     }

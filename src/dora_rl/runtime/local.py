@@ -320,14 +320,21 @@ class LocalRun:
         if isinstance(event, ev.LoadFailed):
             self._repair(event.version)
         if isinstance(event, ev.Recomputed) and not event.is_same:
+            self._mismatched(event)
+        self.handle(event)
+
+    def _mismatched(self, event: ev.Recomputed) -> None:
+        """Told at the first, the tenth, the hundredth: where one is wrong, many may be."""
+        totals = self.records.totals
+        totals.samples_mismatched += 1
+        if str(totals.samples_mismatched).strip("0") == "1":
             self.on_wait(
                 [
                     f"sample {event.request.sample} of group {event.request.group} is not what "
                     f"version {event.version} gives: log-probs {event.gap_mean:.2g} apart on "
-                    f"average, {event.gap_max:.2g} at most; the audit counts it as a finding"
+                    f"average, {event.gap_max:.2g} at most ({totals.samples_mismatched} so far)"
                 ]
             )
-        self.handle(event)
 
     def _trainer_joined(self, event: ev.TrainerJoined) -> None:
         missing = self._evaluations_missing()

@@ -104,8 +104,10 @@ class Recheck:
         for number, sample in zip(samples, group.samples, strict=True):
             request = RequestId(group.group, number)
             pure = len(sample.segments) == 1
-            if not pure or not sample.num_trained or not is_chosen(
-                self._seed, request, self._share
+            if (
+                not pure
+                or not sample.num_trained
+                or not is_chosen(self._seed, request, self._share)
             ):
                 continue
             try:

@@ -66,6 +66,7 @@ class Totals:
     migrations: int = 0
     kv_bytes_moved: int = 0
     num_resumes: int = 0
+    samples_mismatched: int = 0  # computed again, and not what their version gives
     cpu_s: dict[str, float] = field(default_factory=dict[str, float])
     busy_s: dict[str, float] = field(default_factory=dict[str, float])
 
@@ -97,7 +98,10 @@ def by_environment(samples: Sequence[TrainedSample]) -> dict[str, float]:
     return found
 
 
-KEPT = "wall_s tokens_generated discarded_tokens migrations kv_bytes_moved num_resumes cpu_s busy_s"
+KEPT = (
+    "wall_s tokens_generated discarded_tokens migrations kv_bytes_moved num_resumes "
+    "samples_mismatched cpu_s busy_s"
+)
 
 
 class Records:
@@ -246,6 +250,7 @@ class Records:
             "staleness_max": totals.staleness_max,
             "mixed_version_frac": totals.mixed / max(1, totals.samples),
             "discarded_tokens": totals.discarded_tokens,
+            "samples_mismatched": totals.samples_mismatched,
             "device_idle_ratio": cores_idle if idle is None else idle,
             "rollout_idle_ratio": 1 - sum(rollout) / (wall * max(1, len(rollout))),
             "trainer_idle_ratio": 1 - totals.busy_s.get("learner", 0.0) / wall,
