@@ -76,8 +76,9 @@ def checkpoint_problem(directory: Path, step: int, sealed: str) -> str:
     from dora_rl.trainer.checkpoint import model_digests, read_state
 
     state = read_state(directory)
-    if int(state["next_step"]) != step + 1:
-        return f"its trainer state is that of version {state['next_step']}, not {step + 1}"
+    version = int(state.get("next_step", step + 1))
+    if version != step + 1:
+        return f"its trainer state is that of version {version}, not {step + 1}"
     noted = state.get("files")  # of releases that note them
     if noted is not None and noted != (found := model_digests(directory)):
         names = sorted(name for name in {*noted, *found} if noted.get(name) != found.get(name))
