@@ -137,6 +137,11 @@ def _report(run_dir: Path, summary: dict[str, Any], reason: str) -> None:
         print(f"  {line}")
     for line in set_aside_lines(summary):
         print(line)
+    if summary.get("samples_mismatched"):
+        print(
+            f"  WRONG: {summary['samples_mismatched']} samples are not what their version gives; "
+            f"see dora-rl audit {run_dir}"
+        )
     picture = draw_run(run_dir).name if can_draw() else ""
     print(f"look at  {run_dir}/summary.json  metrics.jsonl  rollouts.jsonl  {picture}")
     print(f"in full  dora-rl dashboard {run_dir}")

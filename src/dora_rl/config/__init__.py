@@ -414,6 +414,19 @@ class LoggingConfig(Section):
     sinks: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ()
 
 
+class AuditConfig(Section):
+    """[audit] what a run checks about itself while it goes on; see audit.md."""
+
+    # This share of the trained samples is computed again by the learner, from the sealed weights
+    # of the version that the log names, while it waits for work. The log has the outcome, and
+    # `dora-rl audit` counts a difference beyond the tolerance as a finding. Not done with several
+    # learner ranks, and not where top_k, top_p or min_p are set.
+    recompute_share: float = Field(default=0.01, ge=0, le=1)
+    # How far the log-probs of engine and learner may lie apart, per token on average. 0 means
+    # 0.0001 where both compute in float32, and 0.05 otherwise.
+    tolerance: float = Field(default=0.0, ge=0)
+
+
 class RuntimeConfig(Section):
     """[runtime] where the workers run."""
 
@@ -464,5 +477,6 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     logging: LoggingConfig = Field(default_factory=LoggingConfig)
+    audit: AuditConfig = Field(default_factory=AuditConfig)
     runtime: RuntimeConfig = Field(default_factory=RuntimeConfig)
     resources: ResourcesConfig = Field(default_factory=ResourcesConfig)

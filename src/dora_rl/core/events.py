@@ -20,9 +20,10 @@ from dora_rl.types import Finish, InstanceId, RequestId, Segment, StepIndex, Ver
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The first event of a run."""
+    """The first event of a run. `config`: digest of the configuration file it wrote."""
 
     params: Params
+    config: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,7 @@ class Resumed:
     """The controller came back from the log; every worker is new. K, B, steps may differ."""
 
     params: Params
+    config: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,7 @@ class Loaded:
     version: Version
     attempt: int = -1
     incarnation: int = -1
+    checksum: str = ""  # of the weights that the instance holds now as this version
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +85,11 @@ class LoadFailed:
 
 @dataclass(frozen=True, slots=True)
 class SampleFinished:
-    """Generation of one sample ended; `segments` is the engine's own record of versions."""
+    """Generation of one sample ended; `segments` is the engine's own record of versions.
+
+    `digest` is taken over tokens, log-probs, loss mask and segments where the sample was made, so
+    that files which hold them later can be compared with the log.
+    """
 
     request: RequestId
     epoch: int
@@ -91,6 +98,7 @@ class SampleFinished:
     finish: Finish
     segments: tuple[Segment, ...]
     incarnation: int = -1
+    digest: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +168,27 @@ class ScoreFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class Recomputed:
+    """A finished sample's log-probs were computed again from the sealed version, by the learner.
+
+    Differences are absolute, over its generated tokens. `tolerance` is for their mean; a response
+    of few tokens, and a single token, may lie further off.
+    """
+
+    request: RequestId
+    version: Version
+    num_tokens: int
+    gap_mean: float
+    gap_max: float
+    tolerance: float
+
+    @property
+    def is_same(self) -> bool:
+        limit = self.tolerance * (1 + 20 / max(1, self.num_tokens))
+        return self.gap_mean <= limit and self.gap_max <= 40 * self.tolerance
+
+
+@dataclass(frozen=True, slots=True)
 class BatchAccepted:
     """The learner holds the whole closed batch of this step."""
 
@@ -169,11 +198,15 @@ class BatchAccepted:
 
 @dataclass(frozen=True, slots=True)
 class StepCommitted:
-    """Trainer state and the sealed weights of version step + 1 are durable."""
+    """Trainer state and the sealed weights of version step + 1 are durable.
+
+    `metrics`: digest of the step's line of metrics.jsonl, which is written before this.
+    """
 
     step: StepIndex
     checksum: str
     incarnation: int = -1
+    metrics: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +268,7 @@ Event: TypeAlias = (
     | MoveFailed
     | Scored
     | ScoreFailed
+    | Recomputed
     | BatchAccepted
     | StepCommitted
     | TrainerJoined

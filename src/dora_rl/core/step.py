@@ -24,6 +24,7 @@ from dora_rl.core.events import (
     LoadFailed,
     Moved,
     MoveFailed,
+    Recomputed,
     Resumed,
     SampleFailed,
     SampleFinished,
@@ -149,6 +150,8 @@ def _handle_rare(state: State, event: Event, now: float, out: list[Action]) -> N
             faults.on_trainer_lost(state, event.reason, out)
         case StopRequested():
             ledger.stop(state, event.reason, out)
+        case Recomputed():
+            pass  # for whoever reads the log; nothing is decided by it
         case Resumed():
             faults.on_resumed(state, event, now, out)
         case Started():

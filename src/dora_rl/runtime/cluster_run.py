@@ -165,10 +165,10 @@ class ClusterRun(LocalRun):
             prompt = self.train.prompt(group.prompt)
             self.index.closing(action.step, gid, group.version, scored, prompt)
 
-    def _record_step(self, step: StepIndex, metrics: dict[str, float]) -> None:
+    def _record_step(self, step: StepIndex, metrics: dict[str, float]) -> str:
         if step == self.state.committed:
             self.step_closed(act.CloseStep(step, tuple(self.state.batches[step].groups)))
-        super()._record_step(step, metrics)
+        return super()._record_step(step, metrics)
 
     def close(self) -> dict[str, Any]:
         try:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
@@ -28,6 +29,7 @@ from dora_rl.engine.transfer import Export, begin_import, chunk_bytes, chunk_fro
 from dora_rl.runtime.arrivals import Arrivals
 from dora_rl.runtime.engines import make_engine
 from dora_rl.runtime.instance_turns import InstanceTurns
+from dora_rl.runtime.sample_digest import sample_digest
 from dora_rl.runtime.stillness import Stillness
 from dora_rl.runtime.storage_client import StorageStream
 from dora_rl.runtime.transport import TransportError
@@ -82,6 +84,7 @@ class InstanceWorker:
         self.load_attempts: dict[Version, int] = {}
         self.awaited: list[Version] = []  # to be loaded, and not in the store yet
         self.loads: deque[tuple[Version, Iterator[str]]] = deque()
+        self.checksums: dict[Version, str] = {}  # of what is being loaded
         self.warming = Warming(self.engine, is_plain(self.params))
         self.awake = True
         self.reported_s = 0.0
@@ -263,6 +266,11 @@ class InstanceWorker:
             final = trajectory.finish is Finish.REFUSED and "resident" not in trajectory.error
             self.say(ev.SampleFailed(rid, epoch, self.name, trajectory.error, final))
             return
+        arrays: dict[str, NDArray[Any]] = {
+            "token_ids": np.asarray(trajectory.token_ids, dtype=np.int32),
+            "logprobs": np.asarray(trajectory.logprobs, dtype=np.float32),
+            "loss_mask": np.asarray(trajectory.loss_mask, dtype=np.uint8),
+        }
         event = ev.SampleFinished(
             rid,
             epoch,
@@ -270,13 +278,9 @@ class InstanceWorker:
             len(trajectory.token_ids),
             trajectory.finish,
             trajectory.segments,
+            digest=sample_digest(rid, trajectory.segments, *arrays.values()),
             incarnation=self.setup.life,
         )
-        arrays = {
-            "token_ids": np.asarray(trajectory.token_ids, dtype=np.int32),
-            "logprobs": np.asarray(trajectory.logprobs, dtype=np.float32),
-            "loss_mask": np.asarray(trajectory.loss_mask, dtype=np.uint8),
-        }
         if reward is not None:
             arrays["reward"] = np.asarray([reward], dtype=np.float64)
         if self.storage is not None:
@@ -299,6 +303,7 @@ class InstanceWorker:
                 sealed.check_header()
             else:
                 sealed = self.store.open(version)
+            self.checksums[version] = sealed.checksum
             self.loads.append((version, self.engine.load_layers(version, sealed, verify)))
         except BaseDiffers:
             raise  # no load will ever succeed here
@@ -312,7 +317,9 @@ class InstanceWorker:
             next(layers)
             return
         except StopIteration:
-            self.say(ev.Loaded(self.name, version, attempt=self.load_attempts.get(version, -1)))
+            attempt = self.load_attempts.get(version, -1)
+            checksum = self.checksums.pop(version)
+            self.say(ev.Loaded(self.name, version, attempt=attempt, checksum=checksum))
         except BaseDiffers:
             raise
         except (WeightsError, UserError) as error:

@@ -38,6 +38,7 @@ from dora_rl.core import events as ev
 from dora_rl.engine.sealed import check_base
 from dora_rl.runtime.lora_base import run_base
 from dora_rl.runtime.moments import Moments
+from dora_rl.runtime.recheck import Recheck
 from dora_rl.runtime.sealing import Sealing, WaitingStore
 from dora_rl.runtime.settings import learner_algorithm
 from dora_rl.runtime.storage_client import StorageReader
@@ -84,6 +85,8 @@ class LearnerWorker:
         distributed.agree("the newest sealed version to be", self.version, hint)
         self._check_base()
         self.reader = StorageReader(bytes.fromhex(setup.key))
+        device = str(self.learner.device)
+        self.recheck = Recheck(self.learner, self.shared, config, device, channel.send_event)
         self.fed: set[GroupId] = set()
         self.waiting: deque[Message] = deque()
         self.busy_s = 0.0
@@ -206,12 +209,16 @@ class LearnerWorker:
         self.sealing.is_running()
         self.moments.is_writing()
         self._look_ahead()
-        while not self.waiting and (self.sealing.is_running() or self.learner.may_go_on()):
+        while not self.waiting and (
+            self.sealing.is_running() or self.learner.may_go_on() or self.recheck.is_waiting
+        ):
             if self.channel.poll(POLL_S):
                 break
             if self.learner.may_go_on():
                 with self._at_work():
                     self.learner.go_on()
+            else:
+                self.recheck.go_on()
         if not self.waiting:
             self.waiting.append(self.channel.receive())
         return self.waiting.popleft()
@@ -270,8 +277,10 @@ class LearnerWorker:
         with self._at_work():
             self._plan_updates(message.body)
             self.fed.add(action.group)
-            self.learner.feed([read_group(action, self._with_rows(message))])
+            group = read_group(action, self._with_rows(message))
+            self.learner.feed([group])
             self.progress += 1
+        self.recheck.offer(group, action.samples)
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:
@@ -303,6 +312,8 @@ class LearnerWorker:
         if self.rank == 0:
             self.checkpoints.prune(sealed=action.step)
         last = action.step + 1 == self.setup.config.orchestration.num_steps
+        if last:
+            self.recheck.finish()  # the log ends with this step
         saved = self.checkpoints.due(action.step, last=last)
         if saved:
             options = self.checkpoints.options

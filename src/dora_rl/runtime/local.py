@@ -22,11 +22,13 @@ log entry that relies on it, and what is written without that entry is recognise
 from __future__ import annotations
 
 import contextlib
+import json
 import queue
 import shutil
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -65,7 +67,8 @@ from dora_rl.runtime.moving import on_moving
 from dora_rl.runtime.mps import Mps
 from dora_rl.runtime.records import TrainedSample, open_records
 from dora_rl.runtime.recovery import Recovery
-from dora_rl.runtime.resume import write_config
+from dora_rl.runtime.resume import config_text, write_config
+from dora_rl.runtime.sample_digest import text_digest
 from dora_rl.runtime.samples import Samples
 from dora_rl.runtime.scoring import ScoringPool
 from dora_rl.runtime.settings import core_params
@@ -207,12 +210,12 @@ class LocalRun:
             self.samples.keep_only(self.state.groups.keys())
             self.journals.collect(alive=set(self.state.groups))
             self.versions.keep_only(self.state, {*self._evaluations_missing(), *self._best()})
-            self.handle(ev.Resumed(self.params))
+            self.handle(ev.Resumed(self.params, config=text_digest(config_text(self.config))))
             for version in self._evaluations_missing():
                 self._ask_evaluation(version)
         else:
             self.versions.clear()
-            self.handle(ev.Started(self.params))
+            self.handle(ev.Started(self.params, config=text_digest(config_text(self.config))))
         write_config(self.config, self.run_dir)  # the core has not refused it
         if self.stop is None:
             self.start_learner()
@@ -366,7 +369,22 @@ class LocalRun:
             self._trainer_joined(event)
         if isinstance(event, ev.LoadFailed):
             self._repair(event.version)
+        if isinstance(event, ev.Recomputed) and not event.is_same:
+            self._mismatched(event)
         self.handle(event)
+
+    def _mismatched(self, event: ev.Recomputed) -> None:
+        """Told at the first, the tenth, the hundredth: where one is wrong, many may be."""
+        totals = self.records.totals
+        totals.samples_mismatched += 1
+        if str(totals.samples_mismatched).strip("0") == "1":
+            self.on_wait(
+                [
+                    f"sample {event.request.sample} of group {event.request.group} is not what "
+                    f"version {event.version} gives: log-probs {event.gap_mean:.2g} apart on "
+                    f"average, {event.gap_max:.2g} at most ({totals.samples_mismatched} so far)"
+                ]
+            )
 
     def _trainer_joined(self, event: ev.TrainerJoined) -> None:
         missing = self._evaluations_missing()
@@ -405,12 +423,13 @@ class LocalRun:
         assert isinstance(event, ev.StepCommitted)
         self.records.usage("learner", life, usage["busy_s"], usage["cpu_s"])
         if self.stop is None:
-            self._record_step(event.step, message.body["metrics"])
-            self.handle(event)
+            digest = self._record_step(event.step, message.body["metrics"])
+            self.handle(replace(event, metrics=digest))
 
-    def _record_step(self, step: StepIndex, metrics: dict[str, float]) -> None:
+    def _record_step(self, step: StepIndex, metrics: dict[str, float]) -> str:
+        """Returns the digest of the step's line of metrics.jsonl."""
         if step != self.state.committed:
-            return
+            return ""
         trained: list[TrainedSample] = []
         for gid in self.state.batches[step].groups:
             group = self.state.groups[gid]
@@ -428,6 +447,7 @@ class LocalRun:
             )
         if step + 1 in self._evaluations_due(step + 1):
             self._ask_evaluation(step + 1)
+        return text_digest(json.dumps(line))
 
     def step_closed(self, action: act.CloseStep) -> None:
         """The step has all its groups."""

@@ -84,6 +84,7 @@ class Totals:
     kv_bytes_moved: int = 0
     num_resumes: int = 0
     num_user_errors: int = 0  # what the user's code raised; see user_errors.log
+    samples_mismatched: int = 0  # computed again, and not what their version gives
     cpu_s: dict[str, float] = field(default_factory=dict[str, float])
     busy_s: dict[str, float] = field(default_factory=dict[str, float])
 
@@ -121,7 +122,7 @@ def by_environment(samples: Sequence[TrainedSample]) -> dict[str, float]:
 
 KEPT = (
     "wall_s startup_s cut_s tokens_generated discarded_tokens migrations kv_bytes_moved "
-    "num_resumes num_user_errors cpu_s busy_s"
+    "num_resumes num_user_errors samples_mismatched cpu_s busy_s"
 )
 
 
@@ -302,6 +303,7 @@ class Records:
             "staleness_max": totals.staleness_max,
             "mixed_version_frac": totals.mixed / max(1, totals.samples),
             "discarded_tokens": totals.discarded_tokens,
+            "samples_mismatched": totals.samples_mismatched,
             "device_idle_ratio": idle,
             "cpu_unused_ratio": self._cpu_unused(num_cores),
             "rollout_idle_ratio": idle_ratio(rollout_busy_s(totals.busy_s), self.training_s),

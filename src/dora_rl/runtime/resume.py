@@ -101,7 +101,12 @@ def check_same_data(train: PromptSource, run_dir: Path) -> None:
         )
 
 
+def config_text(config: RunConfig) -> str:
+    """What config.json holds; the log has its digest."""
+    return config.model_dump_json(indent=1) + "\n"
+
+
 def write_config(config: RunConfig, run_dir: Path) -> None:
     temporary = run_dir / "config.json.tmp"
-    temporary.write_text(config.model_dump_json(indent=1) + "\n")
+    temporary.write_text(config_text(config))
     temporary.replace(run_dir / "config.json")

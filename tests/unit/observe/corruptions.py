@@ -149,7 +149,7 @@ def issued_twice(entries: list[Entry]) -> Corrupted:
 def prompt_issued_twice(entries: list[Entry]) -> Corrupted:
     place, inner, action = find(entries, act.IssueGroup, 3)
     other = replace(action, prompt=0)
-    return edit(entries, place, inner, other), Promise.C2, f"group {action.group}"
+    return edit(entries, place, inner, other), Promise.PROMPTS, f"group {action.group}"
 
 
 def dropped_as_surplus(entries: list[Entry]) -> Corrupted:
