@@ -66,6 +66,7 @@ def random_params(rng: random.Random, mode: Mode, group_size: int) -> Params:
         level_running=rng.random() < 0.3,
         level_slack=rng.choice([0.0, 0.3]),
         filter_equal=group_size > 1 and rng.random() < 0.3,
+        filtered_max=60,  # such a world has no other end: its rewards are equal
         failed_share_max=1.0,
         attempts_max=attempts_max,
         losses_max=rng.choice([1, 2]) if rules else 0,
