@@ -21,6 +21,7 @@ from dora_rl.core import (
     window,
 )
 from dora_rl.core.actions import RetireVersion, Unload
+from dora_rl.core.events import Loaded
 from dora_rl.core.state import GENERATING, Phase
 from dora_rl.sim import instance, soak
 from dora_rl.types import Mode
@@ -311,7 +312,24 @@ def an_instance_that_stalls_is_believed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(faults, "_stands_still", lambda *args, **kwargs: False)
 
 
+def late_messages_believed(patch: pytest.MonkeyPatch) -> None:
+    """Whatever incarnation speaks."""
+    patch.setattr(step, "is_late", lambda st, event: False)
+
+
+def answers_to_earlier_loads_believed(patch: pytest.MonkeyPatch) -> None:
+    original = step._handle
+
+    def any_attempt(st: Any, event: Any, now: float, out: Any) -> None:
+        known = replace(event, attempt=-1) if isinstance(event, Loaded) else event
+        original(st, known, now, out)
+
+    patch.setattr(step, "_handle", any_attempt)
+
+
 MUTANTS: list[Patch] = [
+    late_messages_believed,
+    answers_to_earlier_loads_believed,
     no_version_check_at_decode,
     admission_without_the_bound,
     taking_without_the_bound,

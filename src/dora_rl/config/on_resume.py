@@ -41,15 +41,18 @@ _FREE = {
         "num_steps inflight_groups ready_max samples_min streaming kv_moves repartition "
         "level_running filter_equal filtered_max failed_share_max attempts_max oversample "
         "fill_older_max rebalance_period_s report_timeout_s load_timeout_s move_timeout_s "
-        "trainer_timeout_s"
+        "trainer_timeout_s progress_timeout_s losses_max trainer_losses_max instance_losses_max "
+        "load_failures_max"
     ),
     "trainer": (
         "pack_tokens document_tokens_max streaming canonical_order device threads attention "
-        "compile activation_checkpointing logits_chunk_tokens trust_remote_code"
+        "compile activation_checkpointing logits_chunk_tokens trust_remote_code "
+        "skipped_updates_max"
     ),
     "weights": "root verify",
-    "checkpoint": "every_steps keep keep_best dtype shard_bytes_max",
-    "evaluation": "every_steps",
+    "checkpoint": "every_steps state_every_s keep keep_best dtype shard_bytes_max",
+    "evaluation": "every_steps failed_share_max",
+    "audit": "recompute_share tolerance",
     "logging": "rollouts progress sinks",
     "runtime": (
         "run_dir device threads grace_s watchdog_s mps mps_learner_percent mps_learner_yields "
@@ -88,7 +91,7 @@ _FIXED = {
         "sequence_ratio_min geometric_ratio_max geometric_ratio_min behaviour_ratio_max kl_coef "
         "kl_estimator kl_in kl_ratio_weighted entropy_coef temperature overlong_tokens_max "
         "overlong_buffer_tokens overlong_penalty gamma gae_lambda whiten_advantages value_coef "
-        "value_clip"
+        "value_clip reference loss_args advantage_args"
     ),
     "orchestration": "mode",
     "trainer": (
@@ -96,7 +99,7 @@ _FIXED = {
         "lora_targets lora_publish reference_model seed"
     ),
     "checkpoint": "best_metric best_is_max",
-    "evaluation": "num_prompts num_samples",
+    "evaluation": "num_prompts num_samples success_min",
     "runtime": "kind seed",
     "resources": "storage_shards",
 }

@@ -92,9 +92,9 @@ def random_params(rng: random.Random, mode: Mode, group_size: int) -> Params:
 
 
 def random_fleet(rng: random.Random) -> list[tuple[InstanceId, InstanceSpec, RolloutCost]]:
-    resident = rng.choice([1, 1, 2, 4])
+    resident = rng.choice([1, 1, 2, 2, 4])
     mixed = rng.random() < 0.2
-    elastic_share = rng.choice([0.0, 0.0, 0.5, 1.0])
+    elastic_share = rng.choice([0.0, 0.0, 0.5, 0.8, 1.0])
     fleet: list[tuple[InstanceId, InstanceSpec, RolloutCost]] = []
     engine = Engine(load_overhead_s=rng.uniform(0.1, 4.0), sleep_wake_s=rng.uniform(0, 1))
     for index in range(rng.randint(1, 6)):
