@@ -1,7 +1,7 @@
 """`dora-rl train CONFIG.toml a.b=c --resume --dry-run`: train on this machine.
 
-Exit status: 0 all steps are trained, 2 the input is wrong, 3 stopped and resumable, 130 cut off by
-a second signal (resumable too).
+Exit status: 0 all steps are trained, 2 the input is wrong, 3 stopped and resumable, 4 all steps are
+done and not one update was applied, 130 cut off by a second signal (resumable too).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 SUMMARY = "train a model: dora-rl train CONFIG.toml section.key=value ..."
 STOPPED = 3
+NOTHING_LEARNED = 4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,6 +33,7 @@ def run(args: argparse.Namespace) -> int:
     from dora_rl.runtime.kinds import check_kind
     from dora_rl.runtime.prepare import prepare
     from dora_rl.runtime.resume import (
+        check_not_moved,
         check_run_dir,
         check_same_data,
         check_same_run,
@@ -42,6 +44,8 @@ def run(args: argparse.Namespace) -> int:
     config = load_config(args.config, args.overrides)
     run_dir = Path(config.runtime.run_dir)
     check_kind(config)
+    if args.resume and not any(word.startswith("runtime.run_dir=") for word in args.overrides):
+        check_not_moved(args.config, run_dir)
     check_run_dir(run_dir, resume=args.resume)
     if args.resume:
         check_same_run(config, run_dir)
@@ -53,12 +57,32 @@ def run(args: argparse.Namespace) -> int:
     make_run_dir(run_dir)
     check_same_data(prepared.train, run_dir)
     summary, done, reason = _train(prepared, resume=args.resume)
+    if summary.get("updates_skipped"):
+        print(f"dora-rl: {_skipped(summary)}", file=sys.stderr)
+    if summary.get("num_user_errors"):
+        print(
+            f"your code raised {summary['num_user_errors']} times; tracebacks in "
+            f"{run_dir}/user_errors.log",
+            file=sys.stderr,
+        )
     if not done:
         print(f"dora-rl: stopped: {reason}", file=sys.stderr)
-        print(f"go on with  dora-rl train {run_dir}/config.json --resume", file=sys.stderr)
+        if (run_dir / "config.json").is_file():
+            print(f"go on with  dora-rl train {run_dir}/config.json --resume", file=sys.stderr)
         return STOPPED
+    if summary.get("updates_skipped") and not summary["updates_applied"]:
+        print("dora-rl: nothing was learned: the weights are those of the start", file=sys.stderr)
+        return NOTHING_LEARNED
     _report(run_dir, summary, reason)
     return 0
+
+
+def _skipped(summary: dict[str, Any]) -> str:
+    skipped = summary["updates_skipped"]
+    return (
+        f"{skipped} of {skipped + summary['updates_applied']} updates were skipped: their loss or "
+        "gradient was not finite; look at the rewards, algorithm.loss and trainer.lr"
+    )
 
 
 def _train(prepared: Prepared, *, resume: bool) -> tuple[dict[str, Any], bool, str]:
@@ -97,16 +121,8 @@ def _report(run_dir: Path, summary: dict[str, Any], reason: str) -> None:
     from dora_rl.observe.plots import can_draw, draw_run
 
     print(f"{reason}: {summary['steps']} steps in {summary['wall_s']:.0f} s")
-    first, last = summary["eval_first"], summary["eval_last"]
-    if first and last:
-        for name in ("sampled", "greedy", "tail_sampled", "tail_greedy"):
-            print(f"  held-out {name:13} {first[name]:.3f} -> {last[name]:.3f}")
-    print(
-        f"  staleness mean {summary['staleness_mean']:.2f} max {summary['staleness_max']}, "
-        f"mixed versions {summary['mixed_version_frac']:g}, "
-        f"discarded tokens {summary['discarded_tokens']}, "
-        f"{summary['tokens_per_s']:.0f} tokens/s"
-    )
+    for line in report_lines(run_dir, summary):
+        print(f"  {line}")
     if summary.get("samples_mismatched"):
         print(
             f"  WRONG: {summary['samples_mismatched']} samples are not what their version gives; "
@@ -116,3 +132,37 @@ def _report(run_dir: Path, summary: dict[str, Any], reason: str) -> None:
     print(f"look at  {run_dir}/summary.json  metrics.jsonl  rollouts.jsonl  {picture}")
     print(f"in full  dora-rl dashboard {run_dir}")
     print(f"prove it dora-rl audit {run_dir}")
+
+
+def report_lines(run_dir: Path, summary: dict[str, Any]) -> list[str]:
+    """The figures of summary.json that a user looks for first."""
+    from dora_rl.runtime.eval_figures import failed_text
+
+    lines: list[str] = []
+    first, last = summary["eval_first"], summary["eval_last"]
+    for name in ("sampled", "greedy", "tail_sampled", "tail_greedy") if first and last else ():
+        if first.get(name) is not None or last.get(name) is not None:
+            lines.append(f"held-out {name:13} {_score(first, name)} -> {_score(last, name)}")
+    for when, found in (("first", first), ("last", last)):
+        if found and (text := failed_text(found)):
+            lines.append(f"{when} evaluation: {text}")
+    best = summary["best"]
+    if best is not None:
+        lines.append(
+            f"best version {best['version']} ({best['metric']} {best['value']:.3f}): "
+            f"dora-rl export {run_dir} OUT_DIR --step best"
+        )
+    rate = summary["tokens_per_s"]
+    lines.append(
+        f"staleness mean {summary['staleness_mean']:.2f} max {summary['staleness_max']}, "
+        f"mixed versions {summary['mixed_version_frac']:g}, "
+        f"discarded tokens {summary['discarded_tokens']}, "
+        + (f"{rate:.0f} tokens/s" if rate is not None else "tokens/s not known")
+        + f" (start-up of {summary['startup_s']:.0f} s not counted)"
+    )
+    return lines
+
+
+def _score(found: dict[str, Any], name: str) -> str:
+    value = found.get(name)
+    return "failed" if value is None else f"{value:.3f}"

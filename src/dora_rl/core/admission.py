@@ -14,14 +14,19 @@ from dora_rl.core.window import Bound, Untaken
 from dora_rl.types import RequestId, Version
 
 
-def admit(state: State, out: list[Action]) -> None:
-    """Issue as many groups as limits, bound and slots allow."""
+def admit(state: State, out: list[Action]) -> bool:
+    """Issue as many groups as limits, bound and slots allow; False: and the next events more."""
+    num_samples = 0
     while _room(state):
+        if not state.has_room(out, num_samples):
+            return False
+        num_samples += state.params.group_size
         bound, untaken = state.bound, state.untaken
         version = _version_for(state, bound, untaken)
         if version is None:
-            return
+            return True
         issue(state, version, out)
+    return True
 
 
 def _room(state: State) -> bool:

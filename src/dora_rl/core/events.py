@@ -2,6 +2,11 @@
 
 An event about a request carries the request's `epoch`: each new placement after a loss raises it,
 so a late message from an instance that was given up is recognised and ignored.
+
+What a worker says carries its `incarnation`, which counts the starts under its name: a late or
+repeated message of an earlier one is recognised and ignored (see `incarnations`). Answers to an
+order that may be given again (a load, a move) carry the order's `attempt`. -1 is "not known", as in
+logs of earlier releases, and is believed.
 """
 
 from __future__ import annotations
@@ -44,6 +49,7 @@ class InstanceJoined:
 class InstanceLost:
     instance: InstanceId
     reason: str
+    incarnation: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +60,15 @@ class InstanceReport:
     decode_steps: int
     kv_tokens: int
     speed: float = 1.0  # relative to a healthy instance
+    incarnation: int = -1
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
     instance: InstanceId
     version: Version
+    attempt: int = -1
+    incarnation: int = -1
     checksum: str = ""  # of the weights that the instance holds now as this version
 
 
@@ -68,6 +77,8 @@ class LoadFailed:
     instance: InstanceId
     version: Version
     reason: str
+    attempt: int = -1
+    incarnation: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +95,7 @@ class SampleFinished:
     num_tokens: int
     finish: Finish
     segments: tuple[Segment, ...]
+    incarnation: int = -1
     digest: str = ""
 
 
@@ -96,21 +108,29 @@ class SampleFailed:
     instance: InstanceId
     reason: str
     final: bool = False  # trying elsewhere cannot help
+    incarnation: int = -1
 
 
 @dataclass(frozen=True, slots=True)
 class Moved:
+    """`incarnation` is that of the destination, which has the request now."""
+
     request: RequestId
     epoch: int
     src: InstanceId
     dst: InstanceId
     num_bytes: int
     num_tokens: int
+    attempt: int = -1
+    incarnation: int = -1
 
 
 @dataclass(frozen=True, slots=True)
 class MoveFailed:
-    """`kept`: the source still runs the request; otherwise it restarts from its journal."""
+    """`kept`: the source still runs the request; otherwise it restarts from its journal.
+
+    `incarnation` is that of the source.
+    """
 
     request: RequestId
     epoch: int
@@ -118,6 +138,8 @@ class MoveFailed:
     dst: InstanceId
     kept: bool
     reason: str
+    attempt: int = -1
+    incarnation: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +182,7 @@ class BatchAccepted:
     """The learner holds the whole closed batch of this step."""
 
     step: StepIndex
+    incarnation: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +194,7 @@ class StepCommitted:
 
     step: StepIndex
     checksum: str
+    incarnation: int = -1
     metrics: str = ""
 
 
@@ -180,17 +204,20 @@ class TrainerJoined:
 
     version: Version
     optimizer_version: Version
+    incarnation: int = -1
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerLost:
     reason: str
+    incarnation: int = -1
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerReport:
     step: StepIndex
     progress: int
+    incarnation: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +229,18 @@ class Tick:
 class StopRequested:
     reason: str
 
+
+FromInstance: TypeAlias = (
+    InstanceLost
+    | InstanceReport
+    | Loaded
+    | LoadFailed
+    | SampleFinished
+    | SampleFailed
+    | Moved
+    | MoveFailed
+)
+"""What is said of an instance that has joined, each with its incarnation."""
 
 Event: TypeAlias = (
     Started

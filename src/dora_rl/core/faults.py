@@ -23,6 +23,7 @@ from dora_rl.core.events import (
     TrainerJoined,
     TrainerReport,
 )
+from dora_rl.core.incarnations import forget_all
 from dora_rl.core.ledger import ask_score, current, retry, score_again, scoring, stop
 from dora_rl.core.orchestrate import pump
 from dora_rl.core.params import Params
@@ -41,13 +42,11 @@ from dora_rl.core.state import GENERATING, Held, Instance, Phase, Request, State
 from dora_rl.types import InstanceId, Mode, RequestId, UserError
 
 DEADLINES_MIN = 1024  # so many are kept whether or not they are met
+FORGET_PER_EVENT = 8
 
 
 def on_joined(state: State, event: InstanceJoined, now: float, out: list[Action]) -> None:
-    known = state.instances.get(event.instance)
-    if known is not None and known.life == event.life:
-        return  # the same message again
-    lose_instance(state, event.instance, out)
+    lose_instance(state, event.instance, out)  # an earlier incarnation of it
     inst = Instance(
         event.instance,
         state.next_instance,
@@ -92,11 +91,14 @@ def lose_instance(state: State, name: InstanceId, out: list[Action], *, blame: b
     for version in inst.held:
         if version in state.versions:
             state.versions[version].holders.pop(name, None)
+            state.versions[version].leavers.pop(name, None)
     for live in state.versions.values():
         live.coming.pop(name, None)
     if inst.awake:
         state.slots_awake -= inst.slots_max
     state.num_elastic -= inst.elastic
+    state.drowsy.pop(name, None)
+    state.waking.pop(name, None)
     del state.instances[name]
     state.rebalance_wanted = True
 
@@ -143,6 +145,8 @@ def on_load_failed(state: State, event: LoadFailed, now: float, out: list[Action
     inst = state.instances.get(event.instance)
     if inst is None or inst.loading != event.version:
         return
+    if event.attempt not in (-1, inst.num_loads):
+        return
     inst.loading = None
     inst.load_failures += 1
     live = state.versions.get(event.version)
@@ -156,9 +160,18 @@ def on_load_failed(state: State, event: LoadFailed, now: float, out: list[Action
     pump(state, inst, now, out)
 
 
-def on_moved(state: State, event: Moved, now: float, out: list[Action]) -> None:
+def _moving(state: State, event: Moved | MoveFailed) -> Request | None:
+    """The request, if this move of it is still under way."""
     request = current(state, event.request, event.epoch)
-    if request is None or request.phase is not Phase.MOVING or request.dest != event.dst:
+    if request is None or request.phase is not Phase.MOVING:
+        return None
+    same = (request.instance, request.dest) == (event.src, event.dst)
+    return request if same and event.attempt in (-1, request.num_moves) else None
+
+
+def on_moved(state: State, event: Moved, now: float, out: list[Action]) -> None:
+    request = _moving(state, event)
+    if request is None:
         return
     dst = state.instances[event.dst]
     end_move(state, request)
@@ -169,8 +182,8 @@ def on_moved(state: State, event: Moved, now: float, out: list[Action]) -> None:
 
 
 def on_move_failed(state: State, event: MoveFailed, now: float, out: list[Action]) -> None:
-    request = current(state, event.request, event.epoch)
-    if request is None or request.phase is not Phase.MOVING or request.dest != event.dst:
+    request = _moving(state, event)
+    if request is None:
         return
     src = state.instances.get(event.src)
     if not event.kept or src is None:
@@ -221,20 +234,27 @@ def on_trainer_report(state: State, event: TrainerReport, now: float) -> None:
 
 def on_tick(state: State, now: float, out: list[Action]) -> None:
     """Break the waits that made no progress, and rebalance when the period has passed."""
-    while state.deadlines and state.deadlines[0][0] <= now:
-        _, _, kind, key = heapq.heappop(state.deadlines)
-        _expire(state, kind, key, now, out)
-    _forget_met(state)
+    for heap in (state.deadlines, state.old_deadlines):
+        while heap and heap[0][0] <= now and state.has_room(out):
+            _, _, kind, key = heapq.heappop(heap)
+            _expire(state, kind, key, now, out)
+    in_flight = len(state.groups) * state.params.group_size + 2 * len(state.instances)
+    if not state.old_deadlines and len(state.deadlines) > DEADLINES_MIN + 2 * in_flight:
+        state.old_deadlines, state.deadlines = state.deadlines, []
     if now - state.rebalanced_s >= state.params.rebalance_period_s and len(state.versions) > 1:
         state.rebalance_wanted = True
 
 
-def _forget_met(state: State) -> None:
-    """Most waits end long before their deadline; what is left of them must not pile up."""
-    in_flight = len(state.groups) * state.params.group_size + 2 * len(state.instances)
-    if len(state.deadlines) > DEADLINES_MIN + 2 * in_flight:
-        state.deadlines = [entry for entry in state.deadlines if _is_open(state, *entry[2:])]
-        heapq.heapify(state.deadlines)
+def forget_met(state: State) -> None:
+    """Most waits end long before their deadline; what is left of them must not pile up.
+
+    A few are looked at with every event, more than an event adds on average. They are taken from
+    the end of the list, which leaves it a heap.
+    """
+    for _ in range(min(FORGET_PER_EVENT, len(state.old_deadlines))):
+        entry = state.old_deadlines.pop()
+        if _is_open(state, *entry[2:]):
+            heapq.heappush(state.deadlines, entry)
 
 
 def _is_open(state: State, kind: str, key: str) -> bool:
@@ -328,13 +348,20 @@ def on_resumed(state: State, event: Resumed, now: float, out: list[Action]) -> N
     if event.params.mode is not state.params.mode:
         was = state.params.mode.value
         raise UserError(f"mode = {event.params.mode.value}: this run is {was}; start a new run")
+    if event.params.group_size != state.params.group_size:
+        raise UserError(
+            f"group_size = {event.params.group_size}: the groups of this run have "
+            f"{state.params.group_size} samples; start a new run"
+        )
     _check_num_steps(state, event.params)
     for name in list(state.instances):
         lose_instance(state, name, out, blame=False)
     on_trainer_lost(state)
+    forget_all(state)
     state.stopped = None
     state.filtered_streak = 0
     state.deadlines.clear()
+    state.old_deadlines.clear()
     state.rebalanced_s = -1.0e9
     for group in list(state.groups.values()):
         for request in group.requests:
@@ -342,16 +369,15 @@ def on_resumed(state: State, event: Resumed, now: float, out: list[Action]) -> N
                 request.score_attempts += 1
                 ask_score(state, request, now, out)
     old = state.params
-    changed = (event.params.max_staleness, event.params.batch_groups) != (
-        old.max_staleness,
-        old.batch_groups,
-    )
-    state.params = replace(
+    # What a step's batch is made with changes between two steps, everything else at once.
+    as_before = replace(
         event.params,
         max_staleness=old.max_staleness,
         batch_groups=old.batch_groups,
         updates_per_step=old.updates_per_step,
     )
+    changed = as_before != event.params
+    state.put_in_force(as_before)
     state.target = event.params if changed else None
     if state.committed >= event.params.num_steps:
         stop(state, "all steps are trained", out, done=True)

@@ -9,6 +9,15 @@ from dataclasses import dataclass
 
 from dora_rl.types import Mode, UserError
 
+_AT_LEAST_ONE = (
+    "batch_groups",
+    "group_size",
+    "num_steps",
+    "inflight_groups",
+    "ready_max",
+    "event_actions_max",
+)
+
 
 @dataclass(frozen=True, slots=True)
 class MoveCost:
@@ -62,6 +71,7 @@ class Params:
     rebalance_period_s: float = 30.0
     rebalance_min_s: float = 1.0
     flip_gain_min: float = 0.75  # instances a version must lack before one is flipped for it
+    event_actions_max: int = 1_000  # of one event; decisions beyond it are left to the next ones
     kv_high: float = 0.95
     kv_low: float = 0.80
     cost: MoveCost = MoveCost()
@@ -69,7 +79,7 @@ class Params:
 
     def validate(self) -> None:
         """Refuse numbers no run can keep its promises with."""
-        for name in ("batch_groups", "group_size", "num_steps", "inflight_groups", "ready_max"):
+        for name in _AT_LEAST_ONE:
             if getattr(self, name) < 1:
                 raise UserError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.max_staleness < 0:

@@ -46,13 +46,15 @@ def touch(state: State, inst: Instance) -> None:
 
 
 def _rebuild(state: State, live: Live) -> None:
-    entries = [state.instances[i] for i in live.holders]
-    live.heap = [
-        (_key(i), i.index, i.id)
-        for i in entries
-        if i.awake and i.slots_free > 0 and not pressured(state, i)
-    ]
-    heapq.heapify(live.heap)
+    high, heap = state.params.kv_high, live.heap
+    heap.clear()
+    for name in live.holders:  # the same as `touch`, written out: there may be thousands
+        inst = state.instances[name]
+        load = len(inst.requests) + len(inst.incoming)
+        pressed = inst.kv_tokens > high * inst.kv_tokens_max > 0
+        if inst.awake and load < inst.slots_max and not pressed:
+            heap.append(((load + 1) / (inst.slots_max * inst.speed), inst.index, name))
+    heapq.heapify(heap)
 
 
 def best_holder(state: State, live: Live) -> Instance | None:
@@ -133,7 +135,9 @@ def start_move(
     dst.held[request.version].incoming += 1
     touch(state, dst)
     how = cheaper_way(state.params, request.base_tokens)
-    out.append(Move(request.id, request.epoch, request.version, src.id, dst.id, how))
+    request.num_moves += 1
+    number = request.num_moves
+    out.append(Move(request.id, request.epoch, request.version, src.id, dst.id, how, number))
     watch_move(state, request, now)
 
 
@@ -179,7 +183,7 @@ def park(state: State, request: Request, out: list[Action]) -> None:
 def fill(state: State, live: Live, now: float, out: list[Action]) -> None:
     """Give pending requests of one version the free slots of its holders."""
     stuck: list[Request] = []
-    while live.num_pending > len(stuck) and live.pending:
+    while live.num_pending > len(stuck) and live.pending and state.has_room(out):
         rid = live.pending[0]
         request = state.request(rid)
         if request is None or request.phase is not Phase.PENDING or request.version != live.version:

@@ -12,12 +12,18 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TypeAlias
 
-from dora_rl.core.actions import End
+from dora_rl.core.actions import Action, End
 from dora_rl.core.modes import Policy, policy_of
 from dora_rl.core.params import Params
 from dora_rl.core.window import Bound
 from dora_rl.types import GroupId, InstanceId, RequestId, StepIndex, Version
+
+Deadline: TypeAlias = tuple[float, int, str, str]
+"""(moment, number, kind, key), in a heap; see `deadlines`."""
+Flip: TypeAlias = tuple[InstanceId, Version | None, Version]
+"""(instance, the version it gives up, the version it gets)."""
 
 
 class Phase(StrEnum):
@@ -57,6 +63,7 @@ class Request:
     epoch: int = 0
     attempts: int = 0
     score_attempts: int = 0
+    num_moves: int = 0  # ordered so far
     base_tokens: int = 0
     mark: int = 0
     num_tokens: int = 0
@@ -106,6 +113,7 @@ class Instance:
     loading: Version | None = None
     donor: InstanceId | None = None
     load_failures: int = 0
+    num_loads: int = 0  # ordered so far
     requests: dict[RequestId, None] = field(default_factory=dict[RequestId, None])
     incoming: dict[RequestId, None] = field(default_factory=dict[RequestId, None])
     parked: dict[RequestId, None] = field(default_factory=dict[RequestId, None])
@@ -135,6 +143,7 @@ class Live:
     pending: deque[RequestId] = field(default_factory=deque[RequestId])
     ready: deque[GroupId] = field(default_factory=deque[GroupId])
     holders: dict[InstanceId, None] = field(default_factory=dict[InstanceId, None])
+    leavers: dict[InstanceId, None] = field(default_factory=dict[InstanceId, None])  # hold it still
     coming: dict[InstanceId, None] = field(default_factory=dict[InstanceId, None])  # will hold it
     donors: list[InstanceId] = field(default_factory=list[InstanceId])  # most loaded last
     heap: list[tuple[float, int, InstanceId]] = field(
@@ -158,6 +167,7 @@ class Batch:
 @dataclass(slots=True)
 class Trainer:
     alive: bool = False
+    incarnation: int = -1
     progress: int = -1
     progress_s: float = 0.0
 
@@ -174,6 +184,7 @@ class State:
     target: Params | None = None  # K or B asked for on resume and not yet in force
     groups: dict[GroupId, Group] = field(default_factory=dict[GroupId, Group])
     instances: dict[InstanceId, Instance] = field(default_factory=dict[InstanceId, Instance])
+    incarnations: dict[InstanceId, int] = field(default_factory=dict[InstanceId, int])  # the newest
     versions: dict[Version, Live] = field(default_factory=dict[Version, Live])
     batches: dict[StepIndex, Batch] = field(default_factory=dict[StepIndex, Batch])
     trainer: Trainer = field(default_factory=Trainer)
@@ -194,17 +205,26 @@ class State:
     filled_older: int = 0  # groups admitted on an older version in the step being filled
     rebalance_wanted: bool = False
     rebalanced_s: float = -1.0e9
-    deadlines: list[tuple[float, int, str, str]] = field(
-        default_factory=list[tuple[float, int, str, str]]
-    )
+    deadlines: list[Deadline] = field(default_factory=list[Deadline])
+    old_deadlines: list[Deadline] = field(default_factory=list[Deadline])  # met ones are left out
     next_deadline: int = 0
+    drowsy: dict[InstanceId, None] = field(
+        default_factory=dict[InstanceId, None]
+    )  # to be put asleep
+    waking: dict[InstanceId, None] = field(default_factory=dict[InstanceId, None])
+    retiring: bool = False  # a version that has no group left still has seats
     waiting_for: tuple[GroupId, ...] = ()
     stirred: dict[InstanceId, None] = field(default_factory=dict[InstanceId, None])
+    seats: deque[InstanceId] = field(default_factory=deque[InstanceId])  # to get the newest version
+    flips: deque[Flip] = field(default_factory=deque[Flip])  # decided by a rebalance, not begun
+    flip_room: dict[Version, int] = field(
+        default_factory=dict[Version, int]
+    )  # free slots, for them
     stopped: str | None = None
     policy: Policy = field(init=False)
 
     def __post_init__(self) -> None:
-        self.policy = policy_of(self.params)
+        self.put_in_force(self.params)
         if not self.versions:
             self.versions[self.committed] = Live(self.committed)
         if not self.batches:
@@ -217,6 +237,18 @@ class State:
     @property
     def batch(self) -> Batch:
         return self.batches[self.filling]
+
+    def has_room(self, out: list[Action], more: int = 0) -> bool:
+        """Whether this event, which has caused `out` (and `more` work), may cause another action.
+
+        Whatever is decided in a loop asks; what it leaves is found again by the next event.
+        """
+        return len(out) + more < self.params.event_actions_max
+
+    def put_in_force(self, params: Params) -> None:
+        """The one place where params change. A snapshot has no policy: it follows from them."""
+        self.params = params
+        self.policy = policy_of(params)
 
     def open_batch(self) -> None:
         """Begin to fill a step under the B in force."""

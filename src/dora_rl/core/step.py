@@ -1,7 +1,8 @@
 """`step(state, event, now) -> actions`: the only door into the core.
 
 Each event has one handler; after it the same chain of decisions runs, in this order, because new
-groups are admitted first and the partition follows them:
+groups are admitted first and the partition follows them. One event causes a limited number of
+actions; what is left over is found again by the next event, because it is in the state:
 
     take ready groups -> feed the learner -> admit -> give out free slots -> employ idle
     instances -> rebalance
@@ -9,7 +10,7 @@ groups are admitted first and the partition follows them:
 
 from __future__ import annotations
 
-from dora_rl.core import batching, faults, ledger, orchestrate
+from dora_rl.core import batching, elastic, faults, ledger, orchestrate
 from dora_rl.core.actions import Action, InForce
 from dora_rl.core.admission import admit
 from dora_rl.core.events import (
@@ -36,6 +37,7 @@ from dora_rl.core.events import (
     TrainerLost,
     TrainerReport,
 )
+from dora_rl.core.incarnations import is_late, note
 from dora_rl.core.params import Params
 from dora_rl.core.placement import fill
 from dora_rl.core.state import State
@@ -52,7 +54,10 @@ def step(state: State, event: Event, now: float) -> list[Action]:
     out: list[Action] = []
     if state.stopped is not None and not isinstance(event, Resumed):
         return out
-    _handle(state, event, now, out)
+    if not is_late(state, event):
+        _handle(state, event, now, out)
+    if state.old_deadlines:
+        faults.forget_met(state)
     if state.stopped is None:
         _decide(state, now, out)
     return out
@@ -62,11 +67,16 @@ def _decide(state: State, now: float, out: list[Action]) -> None:
     if state.num_ready:
         batching.take(state, now, out)
     batching.feed(state, now, out)
-    admit(state, out)
+    if state.drowsy or state.waking:
+        elastic.go_on(state, now, out)
+    all_admitted = admit(state, out)
     _give_out(state, now, out)
-    if state.stirred:
-        orchestrate.stir(state, now, out)
-    if _rebalance_due(state, now):
+    if state.retiring:
+        orchestrate.retire_finished(state, out)
+    if state.stirred or state.flips or state.seats:
+        orchestrate.carry_on(state, now, out)
+    has_room = len(out) <= state.params.event_actions_max // 2
+    if all_admitted and has_room and _rebalance_due(state, now):
         orchestrate.rebalance(state, now, out)
         _give_out(state, now, out)
 
@@ -100,7 +110,7 @@ def _handle(state: State, event: Event, now: float, out: list[Action]) -> None:
             faults.on_moved(state, event, now, out)
         case Loaded():
             inst = state.instances.get(event.instance)
-            if inst is not None:
+            if inst is not None and event.attempt in (-1, inst.num_loads):
                 orchestrate.on_loaded(state, inst, event.version, now, out)
         case Tick():
             faults.on_tick(state, now, out)
@@ -115,6 +125,7 @@ def _handle(state: State, event: Event, now: float, out: list[Action]) -> None:
 
 
 def _handle_rare(state: State, event: Event, now: float, out: list[Action]) -> None:
+    note(state, event)
     match event:
         case SampleFailed():
             ledger.on_sample_failed(state, event, now, out)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import math
 import threading
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from typing import Any
 from dora_rl.envs.agent_endpoint import AgentEndpoint, Call, Episode, endpoint
 from dora_rl.envs.base import Environment, Observation, Row, Turn
 from dora_rl.envs.load import KEY
-from dora_rl.types import UserError
+from dora_rl.types import REWARD_MAX, UserError
 from dora_rl.user_code import load_object, one_line
 
 ARGUMENTS = ("base_url", "api_key", "session_id", "row", "seed")
@@ -87,23 +86,25 @@ class Agent(Environment):
 
     async def _run_async(self, arguments: dict[str, Any]) -> None:
         try:
-            self._ended(await self._function(**arguments), "")
+            self._ended(await self._function(**arguments), None)
         except Exception as error:  # noqa: BLE001 - the user's code may raise anything
-            self._ended(None, one_line(error))
+            self._ended(None, error)
 
     def _run_thread(self, loop: asyncio.AbstractEventLoop, arguments: dict[str, Any]) -> None:
+        value: object = None
+        error: Exception | None = None
         try:
-            value, error = self._function(**arguments), ""
+            value = self._function(**arguments)
         except Exception as raised:  # noqa: BLE001 - the user's code may raise anything
-            value, error = None, one_line(raised)
+            error = raised
         if not loop.is_closed():
             loop.call_soon_threadsafe(self._ended, value, error)
 
-    def _ended(self, value: object, error: str) -> None:
+    def _ended(self, value: object, error: Exception | None) -> None:
         assert self._episode is not None
-        number = isinstance(value, (int, float)) and math.isfinite(value)
-        if error:
-            self._episode.fail(f"the agent failed: {error}")
+        number = isinstance(value, (int, float)) and abs(value) <= REWARD_MAX
+        if error is not None:
+            self._episode.fail(f"the agent failed: {one_line(error)}", error)
         elif value is not None and not number:
             self._episode.fail(f"the agent returned {value!r}, not a finite number or None")
         else:

@@ -18,6 +18,7 @@ from dora_rl.core import actions as act
 from dora_rl.core import events as ev
 from dora_rl.observe.audit_books import Books
 from dora_rl.observe.audit_groups import GroupAudit
+from dora_rl.observe.audit_late import LateMessages
 from dora_rl.observe.audit_places import PlaceAudit
 from dora_rl.observe.audit_report import AuditFigures, AuditReport, Finding, Notebook, Promise
 from dora_rl.observe.audit_steps import StepAudit
@@ -73,6 +74,7 @@ class Auditor:
         self.places = PlaceAudit(self.books, self.notes)
         self.groups = GroupAudit(self.books, self.notes)
         self.steps = StepAudit(self.books, self.notes)
+        self.late = LateMessages()
         self.stop: act.Stop | None = None
         self.num_resumes = 0
         self.now = -math.inf
@@ -151,9 +153,11 @@ class Auditor:
             if entry.actions:
                 notes.add(Promise.LOG, f"entry {entry.number}", "actions after the stop")
             return  # nothing is believed after the stop, by the core neither
-        for check in self._on_event.get(type(entry.event), ()):
-            check(entry.event)
+        if not self.late.is_late(entry.event):  # the core does not believe it either
+            for check in self._on_event.get(type(entry.event), ()):
+                check(entry.event)
         for action in entry.actions:
+            self.late.see(action)
             for check in self._on_action.get(type(action), ()):
                 check(action)
         self.steps.settle()

@@ -273,7 +273,11 @@ def recover_lines(lines: Iterable[bytes], name: str = "the log") -> tuple[State,
         else:
             state = state if state is not None else initial_of(record)
             actions = step(state, record.event, record.now)
-            assert actions == record.actions, f"entry {record.number} replays differently"
+            if actions != record.actions:
+                raise UserError(
+                    f"entry {record.number} of {name} replays differently: another release of "
+                    "dora-rl wrote this log; resume with that release, or start a new run"
+                )
             number = record.number + 1
         size += len(line)
     return (state, number, size) if state is not None else None

@@ -121,7 +121,7 @@ class ClusterRun(LocalRun):
             return
         elif message is None:
             self.depots.lost(name) if role == "depot" else self.index.lost(name)
-        elif message.kind == "fatal":
+        elif message.kind in ("fatal", "fault"):
             self._fatal(name, message.body["reason"])
         else:
             self.crew.workers[name].joined = True

@@ -80,6 +80,7 @@ class InstanceWorker:
         self.transfer_root = Path(setup.extra["transfer_root"])
         self.epochs: dict[RequestId, int] = {}
         self.exports: dict[RequestId, Export | VllmExport] = {}
+        self.load_attempts: dict[Version, int] = {}
         self.awaited: list[Version] = []  # to be loaded, and not in the store yet
         self.loads: deque[tuple[Version, Iterator[str]]] = deque()
         self.checksums: dict[Version, str] = {}  # of what is being loaded
@@ -141,7 +142,8 @@ class InstanceWorker:
         if now - self.reported_s >= period_s:
             self.reported_s = now
             stats = self.engine.stats()
-            self.channel.send_event(ev.InstanceReport(self.name, stats.steps, stats.kv_tokens))
+            report = ev.InstanceReport(self.name, stats.steps, stats.kv_tokens)
+            self.say(report)
             self.channel.send("usage", {"busy_s": self.busy_s, "cpu_s": time.process_time()})
 
     def _command(self, message: Message) -> None:
@@ -166,6 +168,7 @@ class InstanceWorker:
             case act.Dispatch():
                 self._dispatch(action, message)
             case act.Load():
+                self.load_attempts[action.version] = action.attempt
                 under_way = [*self.awaited, *(version for version, _ in self.loads)]
                 if action.version not in under_way:  # asked again when it took long
                     self.awaited.append(action.version)
@@ -245,7 +248,7 @@ class InstanceWorker:
             return
         if trajectory.finish in (Finish.REFUSED, Finish.ERROR):
             final = trajectory.finish is Finish.REFUSED and "resident" not in trajectory.error
-            self.channel.send_event(ev.SampleFailed(rid, epoch, self.name, trajectory.error, final))
+            self.say(ev.SampleFailed(rid, epoch, self.name, trajectory.error, final))
             return
         arrays: dict[str, NDArray[Any]] = {
             "token_ids": np.asarray(trajectory.token_ids, dtype=np.int32),
@@ -259,6 +262,7 @@ class InstanceWorker:
             len(trajectory.token_ids),
             trajectory.finish,
             trajectory.segments,
+            incarnation=self.setup.life,
             digest=sample_digest(rid, trajectory.segments, *arrays.values()),
         )
         if reward is not None:
@@ -288,7 +292,7 @@ class InstanceWorker:
         except BaseDiffers:
             raise  # no load will ever succeed here
         except (WeightsError, UserError) as error:
-            self.channel.send_event(ev.LoadFailed(self.name, version, str(error)))
+            self._say_failed(version, error)
 
     def _load_some(self) -> None:
         """A layer, or a look at the thread that loads; in between, other versions decode."""
@@ -297,14 +301,21 @@ class InstanceWorker:
             next(layers)
             return
         except StopIteration:
-            checksum = self.checksums.pop(version)
-            event: ev.Event = ev.Loaded(self.name, version, checksum=checksum)
+            checksum, attempt = self.checksums.pop(version), self.load_attempts.get(version, -1)
+            self.say(ev.Loaded(self.name, version, attempt=attempt, checksum=checksum))
         except BaseDiffers:
             raise
         except (WeightsError, UserError) as error:
-            event = ev.LoadFailed(self.name, version, str(error))
+            self._say_failed(version, error)
         self.loads.popleft()
-        self.channel.send_event(event)
+
+    def _say_failed(self, version: Version, error: Exception) -> None:
+        attempt = self.load_attempts.get(version, -1)
+        self.say(ev.LoadFailed(self.name, version, str(error), attempt=attempt))
+
+    def say(self, event: ev.FromInstance) -> None:
+        """What the core is told of this instance says which incarnation of it speaks."""
+        self.channel.send_event(replace(event, incarnation=self.setup.life))
 
     def _export(self, action: act.Move) -> None:
         """Write the request to shared memory and say where; it stays here until it has arrived."""
@@ -318,6 +329,7 @@ class InstanceWorker:
         seq = self.engine.find(rid)
         assert seq is not None
         body = {"group": rid.group, "sample": rid.sample, "epoch": action.epoch}
+        body |= {"attempt": action.attempt}
         body |= {"dst": action.dst, "num_tokens": seq.num_tokens, "path": str(path)}
         if action.how is not act.How.KV or not export.has_kv:
             saved = request_json(continuation(seq))
@@ -328,8 +340,8 @@ class InstanceWorker:
         except OSError as error:  # shared memory is full: the request stays
             path.unlink(missing_ok=True)
             self._end_export(rid, done=False)
-            failed = ev.MoveFailed(rid, action.epoch, self.name, action.dst, True, str(error))
-            self.channel.send_event(failed)
+            who = (rid, action.epoch, self.name, action.dst)
+            self.say(ev.MoveFailed(*who, True, str(error), attempt=action.attempt))
             return
         self.channel.send("exported", body | {"num_bytes": export.num_bytes})
 

@@ -5,7 +5,6 @@ They decide nothing and never wait for an answer; what comes of an action arrive
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,7 @@ from dora_rl.core import events as ev
 from dora_rl.core.ledger import current, scoring
 from dora_rl.ports import FleetAction, LearnerAction, LedgerAction
 from dora_rl.runtime.wire import encode_fleet, encode_learner
-from dora_rl.types import Finish, Prompt, RequestId
+from dora_rl.types import REWARD_MAX, Finish, Prompt, RequestId
 
 if TYPE_CHECKING:
     from dora_rl.runtime.local import LocalRun
@@ -49,6 +48,7 @@ class FleetPort:
         if not isinstance(action, act.Dispatch):
             run.crew.send(name, "order", body)
             return
+        run.records.work_begins()
         prompt = run.train.prompt(action.prompt)
         resumes: dict[str, Any] = {}
         for sample in action.samples if action.resume else ():
@@ -83,6 +83,7 @@ class LearnerPort:
         body: dict[str, Any] = {"action": encode_learner(action)}
         arrays = None
         if isinstance(action, act.Feed):
+            run.records.work_begins()
             batch = run.state.batches[action.step]
             prompt = run.train.prompt(run.state.groups[action.group].prompt)
             more, arrays = run.samples.feed(action, prompt.token_ids)
@@ -115,7 +116,7 @@ class RewardPort:
         def answer(reward: float | None, why: str) -> None:
             if scoring(run.state, rid, attempt) is None:
                 return  # too late: asked again, or ended
-            if reward is None or not math.isfinite(reward):
+            if reward is None or not abs(reward) <= REWARD_MAX:
                 self._failed(rid, attempt, why or f"the reward is {reward}")
                 return
             run.samples.reward(rid, reward, parts)

@@ -21,7 +21,6 @@ from dora_rl.runtime.weights import SharedMemoryWeightStore, VersionMissing
 from dora_rl.trainer.batch import GroupBatch
 from dora_rl.trainer.documents import Document, document_of
 from dora_rl.trainer.learner import Learner
-from dora_rl.trainer.model import version_reader
 from dora_rl.trainer.scoring import SealedScorer
 from dora_rl.types import RequestId, Version
 
@@ -88,9 +87,9 @@ class Recheck:
         self._scorer = SealedScorer(
             self._kept,  # type: ignore[arg-type]
             learner.scorer.make_twin,
+            learner.scorer.make_adapted,
             config.rollout.temperature or 1.0,
             learner.pack_tokens,
-            lambda sealed: version_reader(learner.policy, sealed),
             models_max=1,
         )
         self._waiting: list[Taken] = []

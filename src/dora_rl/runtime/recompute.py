@@ -28,7 +28,8 @@ from dora_rl.runtime.tokenizer import open_tokenizer
 from dora_rl.runtime.weights import DiskWeightStore
 from dora_rl.trainer.batch import GroupBatch, Sample
 from dora_rl.trainer.documents import Document, document_of
-from dora_rl.trainer.model import clone_architecture, load_policy, version_reader
+from dora_rl.trainer.lora import add_lora
+from dora_rl.trainer.model import clone_adapted, clone_architecture, load_policy
 from dora_rl.trainer.options import TrainerOptions, from_section
 from dora_rl.trainer.scoring import SealedScorer
 from dora_rl.types import RequestId, UserError, Version
@@ -159,12 +160,14 @@ def _scorer(
     """The learner's model without a learner; and whether all was computed in float32."""
     directory, options = Path(config.model.path), from_section(TrainerOptions, config.trainer)
     policy = load_policy(directory, options)
+    if options.lora_rank:
+        add_lora(policy, options)
     scorer = SealedScorer(
         store,
         lambda: clone_architecture(policy, options, directory),
+        lambda: clone_adapted(policy, options, directory),
         config.rollout.temperature or 1.0,
         PACK_TOKENS,
-        lambda sealed: version_reader(policy, sealed),
     )
     _, tensor = next(iter(store.open(version).tensors()))
     decoded = config.rollout.dtype or "float32"

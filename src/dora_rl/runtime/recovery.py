@@ -67,7 +67,7 @@ class Recovery:
             self._replace(name)
 
     def _give_up(self, name: str) -> None:
-        run, tail = self._run, self._run.crew.log_tail(name)
+        run, tail = self._run, self._last_words(name)
         if name == "evaluator":
             assert run.evaluations is not None
             run.evaluations.give_up()
@@ -80,6 +80,9 @@ class Recovery:
         else:
             run.handle(ev.StopRequested(f"{name} keeps ending; it last said: {tail}"))
 
+    def _last_words(self, name: str) -> str:
+        return self._run.crew.workers[name].last_words or self._run.crew.log_tail(name)
+
     def _dispensable(self, name: str) -> bool:
         """An instance of a run that works, and others go on working."""
         workers = self._run.crew.workers
@@ -90,7 +93,10 @@ class Recovery:
     def _replace(self, name: str) -> None:
         run = self._run
         if name.startswith("learner"):
-            run.handle(ev.TrainerLost("its process ended"))
+            why = run.crew.why_ended(name)
+            run.on_wait([f"the {name} ended and begins again at the newest version: {why}"])
+            life = run.crew.workers["learner"].life
+            run.handle(ev.TrainerLost(why, incarnation=life))
             run.start_learner()
         else:
             self._lose_instance(name)
@@ -99,4 +105,5 @@ class Recovery:
     def _lose_instance(self, name: str) -> None:
         run = self._run
         run.journals.collect(name, alive=set(run.state.groups))
-        run.handle(ev.InstanceLost(name, "its process ended"))
+        life = run.crew.workers[name].life
+        run.handle(ev.InstanceLost(name, run.crew.why_ended(name), incarnation=life))

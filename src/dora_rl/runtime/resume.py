@@ -1,7 +1,6 @@
 """What may change between a run and its continuation, and what may not.
 
-K, B, the number of steps, learning rates, limits and the number of instances may change. What
-decides which tokens a group has may not: the groups in flight go on.
+Every key of the configuration has a rule (`config.on_resume`); the data are told by a fingerprint.
 """
 
 from __future__ import annotations
@@ -12,29 +11,59 @@ from pathlib import Path
 from typing import Any
 
 from dora_rl.config import RunConfig
+from dora_rl.config.on_resume import check_changes
 from dora_rl.data.prompts import PromptSource
 from dora_rl.types import UserError
 
-FIXED = (
-    "model.path",
-    "orchestration.mode",
-    "rollout.num_samples",
-    "runtime.seed",
-    "data.seed",
-    "data.shuffle",
-    "trainer.lora_rank",
-)
+AS_GOOD_AS_EMPTY = (".gitkeep", ".gitignore", "lost+found")
 
 
 def check_run_dir(run_dir: Path, *, resume: bool) -> None:
     """A run is begun in a directory without one and resumed in a directory with one."""
-    used = any((run_dir / "events").glob("*.jsonl"))
+    used = _holds_run(run_dir)
     if resume and not used:
         raise UserError(f"{run_dir} holds no run to resume; leave --resume out to begin one")
     if used and not resume:
         raise UserError(
             f"{run_dir} already holds a run; add --resume, or set runtime.run_dir=DIRECTORY"
         )
+    if not used and (found := _foreign(run_dir)):
+        raise UserError(
+            f"runtime.run_dir: {run_dir} is not empty and not of a run (it has {found}); "
+            "give a new or empty directory"
+        )
+
+
+def check_not_moved(config_file: Path, run_dir: Path) -> None:
+    """The config.json of a run that was moved or copied still names its old place."""
+    here = config_file.parent
+    if config_file.name != "config.json" or not _holds_run(here):
+        return
+    if here.resolve() != run_dir.resolve():
+        raise UserError(
+            f"{here} holds a run that began in {run_dir}; if it was moved or copied, "
+            f"add runtime.run_dir={here}"
+        )
+
+
+def _holds_run(run_dir: Path) -> bool:
+    return any((run_dir / "events").glob("*.jsonl"))
+
+
+def _foreign(run_dir: Path) -> str:
+    """A name in a directory that is not ours; empty: it is, or has nothing but logs (of the shell
+    that starts us). `data.json` is the first that a run writes."""
+    if not run_dir.is_dir() or (run_dir / "events").is_dir() or _is_ours(run_dir / "data.json"):
+        return ""
+    names = sorted(path.name for path in run_dir.iterdir() if path.suffix != ".log")
+    return next((name for name in names if name not in AS_GOOD_AS_EMPTY), "")
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        return "fingerprint" in json.loads(path.read_text())
+    except (OSError, ValueError):
+        return False
 
 
 def make_run_dir(run_dir: Path) -> None:
@@ -54,11 +83,11 @@ def check_same_run(config: RunConfig, run_dir: Path) -> None:
     path = run_dir / "config.json"
     if not path.is_file():
         return
-    old, new = json.loads(path.read_text()), config.model_dump(mode="json")
-    for key in FIXED:
-        before, now = _value(old, key), _value(new, key)
-        if before != now:
-            raise UserError(f"{key} was {before!r} and cannot become {now!r} in a resumed run")
+    defaults = RunConfig(model=config.model).model_dump(mode="json")
+    old: dict[str, Any] = json.loads(path.read_text())
+    for section, values in defaults.items():  # keys that came with a later release
+        old[section] = values | old.get(section, {})
+    check_changes(old, config.model_dump(mode="json"))
 
 
 def check_same_data(train: PromptSource, run_dir: Path) -> None:
@@ -81,10 +110,3 @@ def write_config(config: RunConfig, run_dir: Path) -> None:
     temporary = run_dir / "config.json.tmp"
     temporary.write_text(config_text(config))
     temporary.replace(run_dir / "config.json")
-
-
-def _value(data: dict[str, Any], key: str) -> Any:
-    value: Any = data
-    for part in key.split("."):
-        value = value.get(part) if isinstance(value, dict) else None
-    return value

@@ -7,6 +7,7 @@ nobody may write into the run directory beside the controller that resumes the r
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -23,11 +24,13 @@ from safetensors import SafetensorError
 from dora_rl.config import RunConfig
 from dora_rl.runtime.devices import VISIBLE
 from dora_rl.runtime.full_disk import DISK_ERRORS, full_line, is_full
+from dora_rl.runtime.last_words import last_words
 from dora_rl.runtime.mps import BELOW_NORMAL, PERCENT, PRIORITY
 from dora_rl.runtime.priority import make_way
+from dora_rl.runtime.user_errors import send_user_errors
 from dora_rl.runtime.wire import Channel
 from dora_rl.types import BaseDiffers, UserError
-from dora_rl.user_code import UserCodeError
+from dora_rl.user_code import UserCodeError, listen, raised
 
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
@@ -107,14 +110,23 @@ def serve(setup: Setup) -> None:
     """Connect and do what the role does, until the controller says "end" or is gone."""
     channel = Channel.connect(setup.address, bytes.fromhex(setup.key))
     channel.send("hello", {"role": setup.role, "name": setup.name, "life": setup.life})
+    listen(send_user_errors(channel))
     try:
         _run(setup, channel)
     except (EOFError, ConnectionError):
         return  # the controller is gone
     except (UserError, SafetensorError, *DISK_ERRORS) as error:
+        if isinstance(error, UserCodeError):
+            raised(str(error).partition(" raised ")[0], error.__cause__ or error)
         reason = full_line(setup.run_dir, error) if is_full(error) else str(error)
         ends_run = is_full(error) or isinstance(error, (BaseDiffers, UserCodeError))
+        # There is one learner, and the next one would come to the same place.
+        ends_run |= setup.role == "learner" and isinstance(error, UserError)
         channel.send("fatal", {"reason": reason, "ends_run": ends_run})
+        raise
+    except Exception as error:
+        with contextlib.suppress(OSError):  # the controller may be gone too
+            channel.send("fault", {"reason": last_words(error)})
         raise
 
 

@@ -33,9 +33,9 @@ class Faults:
         """How late a message reaches the controller."""
         return 0.0
 
-    def duplicates(self) -> bool:
-        """Does this message arrive twice?"""
-        return False
+    def again_s(self) -> float | None:
+        """How much later this message arrives a second time; None: it does not."""
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,5 +111,8 @@ class RandomFaults(Faults):
             return 0.0
         return self.rng.expovariate(1 / self.rates.delay_s)
 
-    def duplicates(self) -> bool:
-        return self._happens(self.rates.duplicate)
+    def again_s(self) -> float | None:
+        """Soon, or when its sender and its order may long be others."""
+        if not self._happens(self.rates.duplicate):
+            return None
+        return self.rng.choice([0.1, 1.0, self.rng.uniform(2, 20), self.rng.uniform(20, 90)])

@@ -7,7 +7,7 @@ in through `Faults`, whose answers are all "no" in an undisturbed run.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
@@ -82,17 +82,16 @@ class Fleet:
         )
 
         def heard() -> bool:  # orders to the life before it do not reach this one
-            instance.announced = self.lives[name] == life
-            return instance.announced
+            instance.announced = True
+            return True
 
         self.post(joined, heard)
         if self.report_s:
             self.clock.after(self.report_s, lambda: self._report(instance))
 
-    def tell(self, name: InstanceId, event: ev.Event) -> None:
-        """A message over the instance's connection, which ends when its successor joins."""
-        life = self.lives[name]
-        self.post(event, lambda: self.lives[name] == life)
+    def tell(self, name: InstanceId, event: ev.FromInstance) -> None:
+        """A message that says which incarnation speaks; it may come when that is long gone."""
+        self.post(replace(event, incarnation=self.lives[name]), lambda: True)
 
     def die(self, name: InstanceId) -> None:
         """The process is gone, with all it held in memory."""
@@ -230,11 +229,15 @@ class Fleet:
             if self.instances.get(instance.name) is not instance or instance.frozen:
                 return
             if reason is not None:
-                self.tell(instance.name, ev.LoadFailed(instance.name, action.version, reason))
+                failed = ev.LoadFailed(
+                    instance.name, action.version, reason, attempt=action.attempt
+                )
+                self.tell(instance.name, failed)
                 return
             instance.advance(self.clock.now())
             instance.loaded[action.version] = None
-            self.tell(instance.name, ev.Loaded(instance.name, action.version))
+            loaded = ev.Loaded(instance.name, action.version, attempt=action.attempt)
+            self.tell(instance.name, loaded)
             self.schedule(instance)
 
         self.clock.after(delay, done)
@@ -292,10 +295,8 @@ class Fleet:
             dst.prefill(context)
         self.stats.num_moves += 1
         dst.add(request)
-        self.tell(
-            dst.name,
-            ev.Moved(request.id, request.epoch, src.name, dst.name, num_bytes, int(context)),
-        )
+        who = (request.id, request.epoch, src.name, dst.name)
+        self.tell(dst.name, ev.Moved(*who, num_bytes, int(context), attempt=action.attempt))
         self.schedule(dst)
 
     def _move_failed(
@@ -311,9 +312,8 @@ class Fleet:
             self.schedule(src)
         else:
             self._keep_journal(request)
-        self.tell(
-            src.name, ev.MoveFailed(request.id, request.epoch, src.name, action.dst, kept, why)
-        )
+        who = (request.id, request.epoch, src.name, action.dst)
+        self.tell(src.name, ev.MoveFailed(*who, kept, why, attempt=action.attempt))
 
     def _restart(self, name: InstanceId) -> None:
         if name in self.instances:

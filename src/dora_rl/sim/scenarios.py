@@ -70,6 +70,7 @@ def random_params(rng: random.Random, mode: Mode, group_size: int) -> Params:
         fill_older_max=rng.choice([0, 0, 2]),
         rebalance_period_s=rng.uniform(2, 20),
         rebalance_min_s=rng.choice([0.0, 1.0, 3.0]),
+        event_actions_max=rng.choice([2, 10, 2_000, 2_000]),
         cost=MoveCost(1.2e4, rng.choice([1e6, 1e9]), 0.01, 2e4),
         deadlines=Deadlines(
             report_s=rng.uniform(8, 20), load_s=30, move_s=20, score_s=10, trainer_s=120

@@ -160,7 +160,7 @@ class Soak:
             return
         learner.die()
         if self.rng.random() < 0.7:
-            self.world.post(ev.TrainerLost("process died"))
+            self.world.post(ev.TrainerLost("process died", incarnation=learner.incarnation))
             self.world.clock.after(self.rng.uniform(4, 30), self._trainer_rejoins)
 
     def _trainer_rejoins(self) -> None:

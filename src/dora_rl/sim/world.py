@@ -104,8 +104,9 @@ class World:
 
         delay_s = self.faults.delay_s()
         self.clock.after(delay_s, arrive)
-        if self.faults.duplicates():
-            self.clock.after(delay_s + 1.0, arrive)
+        again_s = self.faults.again_s()
+        if again_s is not None:
+            self.clock.after(delay_s + again_s, arrive)
 
     def _deliver(self, event: ev.Event, life: int) -> None:
         if self.loop is None or life != self.life or self.keeper.stop is not None:

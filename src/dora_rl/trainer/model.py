@@ -7,32 +7,25 @@ Invariant: `named_weights` yields exactly the tensors of the Hugging Face checkp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from dora_rl.trainer.architecture import Architecture, load_config, read_architecture
 from dora_rl.trainer.attention import pick_attention
+from dora_rl.trainer.casting import cast_parameters
 from dora_rl.trainer.decoder import Decoder, Layer
 from dora_rl.trainer.distributed import gathered, like_shard
 from dora_rl.trainer.foreign import ForeignPolicy
-from dora_rl.trainer.lora import (
-    is_adapter,
-    is_published_adapter,
-    merged,
-    merged_reader,
-    plain_name,
-)
+from dora_rl.trainer.foreign_check import load_foreign
+from dora_rl.trainer.lora import add_lora, is_adapter, merged, plain_name
 from dora_rl.trainer.names import from_checkpoint, to_checkpoint
 from dora_rl.trainer.options import TrainerOptions, choose
 from dora_rl.trainer.weights import TensorReader
 from dora_rl.types import UserError
-
-if TYPE_CHECKING:
-    from dora_rl.ports import SealedWeights
 
 Policy: TypeAlias = Decoder | ForeignPolicy
 
@@ -56,13 +49,16 @@ def pick_dtype(name: str, device: torch.device, what: str = "trainer.compute_dty
     return DTYPES[name]
 
 
-def build_decoder(arch: Architecture, options: TrainerOptions) -> Decoder:
-    """A lean decoder with float32 parameters, not yet initialised, on the chosen device."""
+def build_decoder(
+    arch: Architecture, options: TrainerOptions, weights_dtype: torch.dtype = torch.float32
+) -> Decoder:
+    """A lean decoder on the chosen device, its parameters not yet initialised."""
     device = pick_device(options.device)
     dtype = pick_dtype(options.compute_dtype, device)
     attend = pick_attention(options.attention, device, dtype)
     with torch.device("meta"):
         decoder = Decoder(arch, attend, dtype)
+    cast_parameters(decoder, weights_dtype)  # before there is any memory behind them
     decoder.to_empty(device=device)
     decoder.inv_freq = arch.inv_freq().to(device)
     choose("trainer.activation_checkpointing", options.activation_checkpointing, ("none", "layer"))
@@ -76,11 +72,17 @@ def build_decoder(arch: Architecture, options: TrainerOptions) -> Decoder:
 
 
 def _compile_layers(decoder: Decoder) -> None:
-    """Fuse what lies around attention. All layers share one compiled body."""
+    """Fuse what lies around attention. All layers share one compiled body.
+
+    What is fused rounds wherever the plain formulas do. Otherwise a weight that is cast where it is
+    used would not be rounded at all, and values would depend on what autograd keeps: a frozen twin
+    and the policy would not agree on the same weights.
+    """
+    exact: dict[str, Any] = {"dynamic": True, "options": {"emulate_precision_casts": True}}
     for layer in decoder.model.layers:
         assert isinstance(layer, Layer)
-        layer.before = torch.compile(layer._before, dynamic=True)
-        layer.after = torch.compile(layer._after, dynamic=True)
+        layer.before = torch.compile(layer._before, **exact)
+        layer.after = torch.compile(layer._after, **exact)
     decoder.compiled = True
     # Beyond it torch runs them as they are, without a word: sizes × with and without gradients.
     limits: Any = torch._dynamo.config
@@ -112,7 +114,7 @@ def load_policy(directory: Path, options: TrainerOptions) -> Policy:
                 "use trainer.implementation = 'auto'"
             )
         device = pick_device(options.device)
-        return ForeignPolicy(directory, device, pick_dtype(options.compute_dtype, device), options)
+        return load_foreign(directory, device, pick_dtype(options.compute_dtype, device), options)
     decoder = build_decoder(arch, options)
     with TensorReader(directory) as reader:
         load_weights(decoder, reader.read)
@@ -122,6 +124,9 @@ def load_policy(directory: Path, options: TrainerOptions) -> Policy:
 @torch.no_grad()
 def load_weights(policy: nn.Module, read: Callable[[str], Tensor]) -> None:
     """Fill every parameter from tensors with the checkpoint's names."""
+    if isinstance(policy, ForeignPolicy):
+        _load_foreign(policy, read)
+        return
     for name, p in policy.named_parameters():
         if is_adapter(name):
             continue
@@ -133,34 +138,80 @@ def load_weights(policy: nn.Module, read: Callable[[str], Tensor]) -> None:
         p.copy_(like_shard(tensor, p))
 
 
+def _load_foreign(policy: ForeignPolicy, read: Callable[[str], Tensor]) -> None:
+    targets = _foreign_tensors(policy)
+    for name, tensor in policy.format.from_checkpoint(read):
+        target = targets.pop(name)[1]
+        if tensor.shape != target.shape:
+            raise UserError(
+                f"tensor '{name}' has shape {tuple(tensor.shape)}, the config says "
+                f"{tuple(target.shape)}"
+            )
+        target.copy_(like_shard(tensor, target))
+    assert not targets, f"no checkpoint tensor fills {sorted(targets)}"
+
+
+def _foreign_tensors(policy: ForeignPolicy) -> dict[str, tuple[str, Tensor]]:
+    """What a checkpoint of it holds, by the name that transformers has for it: its name in the
+    policy, which adapters may have changed, and the tensor."""
+    tensors = {
+        checkpoint_name(n): (n, p) for n, p in policy.named_parameters() if not is_adapter(n)
+    }
+    buffers = dict(policy.inner.named_buffers())
+    return {**tensors, **{n: (n, buffers[n]) for n in policy.format.buffers}}
+
+
 def checkpoint_name(name: str) -> str:
     """A parameter's name without the prefixes of modules that wrap a foreign or adapted model."""
     return plain_name(name.removeprefix("inner."))
 
 
 def named_weights(
-    policy: nn.Module, gather: Callable[[Tensor], Tensor] = lambda t: t
+    policy: nn.Module,
+    gather: Callable[[Tensor], Tensor] = lambda t: t,
+    merge_dtype: torch.dtype = torch.float32,
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of the Hugging Face checkpoint, adapters merged, one at a time in fixed order."""
+    """The tensors of the Hugging Face checkpoint, adapters merged, one at a time in fixed order.
+
+    Merged in float32, or in numbers of another dtype: those that a policy computes with."""
+    if isinstance(policy, ForeignPolicy):
+        own = _foreign_tensors(policy)
+
+        def whole_of(name: str) -> Tensor:
+            at, tensor = own[name]
+            return merged(policy, at, gather(tensor.detach()), gather, merge_dtype)
+
+        yield from policy.format.to_checkpoint(whole_of)
+        return
     for name, p in policy.named_parameters():
         if not is_adapter(name):
-            whole = merged(policy, name, gather(p.detach()))
+            whole = merged(policy, name, gather(p.detach()), gather, merge_dtype)
             yield from to_checkpoint(checkpoint_name(name), whole)
+
+
+def stored_weights(
+    policy: nn.Module, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """Tensors of the checkpoint in the dtype of files and versions; buffers keep their own."""
+    exact = exact_names(policy)
+    for name, tensor in tensors:
+        yield name, tensor if name in exact else tensor.to(dtype)
+
+
+def exact_names(policy: nn.Module) -> frozenset[str]:
+    """Tensors of the checkpoint that no training changes and no publication rounds."""
+    return policy.format.exact if isinstance(policy, ForeignPolicy) else frozenset()
 
 
 def base_weights(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """As `named_weights`, without the adapters: what training with adapters resumes from."""
+    if isinstance(policy, ForeignPolicy):
+        own = _foreign_tensors(policy)
+        yield from policy.format.to_checkpoint(lambda name: own[name][1].detach())
+        return
     for name, p in policy.named_parameters():
         if not is_adapter(name):
             yield from to_checkpoint(checkpoint_name(name), p.detach())
-
-
-def version_reader(policy: nn.Module, sealed: SealedWeights) -> Callable[[str], Tensor]:
-    """The whole weights of a sealed version; an adapter's base is the policy's own."""
-    if not is_published_adapter(sealed):
-        return sealed.tensor
-    base = {name: gathered(tensor) for name, tensor in base_weights(policy)}
-    return merged_reader(sealed, base.__getitem__)
 
 
 def copy_weights(twin: nn.Module, policy: nn.Module) -> None:
@@ -172,11 +223,29 @@ def copy_weights(twin: nn.Module, policy: nn.Module) -> None:
 def clone_architecture(policy: Policy, options: TrainerOptions, directory: Path | None) -> Policy:
     """A second policy of the same shape, frozen and in the compute dtype; not yet filled.
 
-    It holds a sealed version or the reference. Every rank has its own, whole.
+    It holds a sealed version or the reference. Every rank has its own, whole. It computes as the
+    policy does, which casts its weights to the same dtype where it uses them.
     """
     if isinstance(policy, Decoder):
-        twin = build_decoder(policy.arch, options)
-    else:
-        assert directory is not None
-        twin = load_policy(directory, options)
-    return twin.to(policy.compute_dtype).requires_grad_(False)
+        return freeze(build_decoder(policy.arch, options, policy.compute_dtype))
+    assert directory is not None
+    return freeze(load_policy(directory, options))
+
+
+def freeze(policy: Policy) -> Policy:
+    """Weights in the compute dtype, without gradients; every buffer stays as it is."""
+    cast_parameters(policy, policy.compute_dtype)
+    return policy.requires_grad_(False).eval()
+
+
+@torch.no_grad()
+def clone_adapted(policy: Policy, options: TrainerOptions, directory: Path | None) -> Policy:
+    """A frozen twin on the same base with room for the adapter of any version. Base weights come
+    from all ranks, so all must enter."""
+    twin = clone_architecture(policy, options, directory)
+    add_lora(twin, options)
+    mine = dict(twin.named_parameters())
+    for name, p in policy.named_parameters():
+        if not is_adapter(name):
+            mine[name].copy_(gathered(p.detach()))
+    return freeze(twin)

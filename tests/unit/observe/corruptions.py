@@ -86,7 +86,8 @@ def dispatched_without_the_weights(entries: list[Entry]) -> Corrupted:
     loads = [
         place
         for place, entry in enumerate(entries)
-        if entry.event == ev.Loaded(action.instance, action.version)
+        if isinstance(entry.event, ev.Loaded)
+        and (entry.event.instance, entry.event.version) == (action.instance, action.version)
     ]
     return with_event(entries, loads[0], ev.Tick()), Promise.C1, action.instance
 
