@@ -317,8 +317,7 @@ class InstanceWorker:
             next(layers)
             return
         except StopIteration:
-            attempt = self.load_attempts.get(version, -1)
-            checksum = self.checksums.pop(version)
+            checksum, attempt = self.checksums.pop(version), self.load_attempts.get(version, -1)
             self.say(ev.Loaded(self.name, version, attempt=attempt, checksum=checksum))
         except BaseDiffers:
             raise

@@ -209,9 +209,7 @@ class LearnerWorker:
         self.sealing.is_running()
         self.moments.is_writing()
         self._look_ahead()
-        while not self.waiting and (
-            self.sealing.is_running() or self.learner.may_go_on() or self.recheck.is_waiting
-        ):
+        while not self.waiting and self._has_own_work():
             if self.channel.poll(POLL_S):
                 break
             if self.learner.may_go_on():
@@ -222,6 +220,11 @@ class LearnerWorker:
         if not self.waiting:
             self.waiting.append(self.channel.receive())
         return self.waiting.popleft()
+
+    def _has_own_work(self) -> bool:
+        """What goes on without a message."""
+        beside = self.sealing.is_running() or self.recheck.is_waiting
+        return beside or self.learner.may_go_on()
 
     def _look_ahead(self) -> None:
         """The end is heard at once: what was fed and not trained is fed again on resume. Several

@@ -83,8 +83,9 @@ def find_model(path: Path, step: str = "last") -> FoundModel:
         raise UserError(f"{path} has no checkpoint and no sealed weights yet")
     if step == "last":
         return _proved(path, found[max(found)])
-    best = step == "best"
-    return _proved(path, _best(path, found) if best else found[_number(step, found)])
+    if step == "best":
+        return _proved(path, _best(path, found))
+    return _proved(path, found[_number(step, found)])
 
 
 def _proved(run: Path, found: FoundModel) -> FoundModel:

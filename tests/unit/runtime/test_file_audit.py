@@ -33,7 +33,8 @@ def payload(**changes: Any) -> dict[str, Any]:
 
 def finished(arrays: dict[str, Any]) -> ev.SampleFinished:
     digest = sample_digest(RID, SEGMENTS, *payload().values())
-    return ev.SampleFinished(RID, 0, "a", len(arrays["token_ids"]), Finish.STOP, SEGMENTS, digest)
+    num = len(arrays["token_ids"])
+    return ev.SampleFinished(RID, 0, "a", num, Finish.STOP, SEGMENTS, digest=digest)
 
 
 def put(path: Path, arrays: dict[str, Any], reward: float | None = None) -> None:
