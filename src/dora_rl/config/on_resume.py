@@ -51,6 +51,7 @@ _FREE = {
     "checkpoint": "every_steps keep keep_best dtype shard_bytes_max",
     "evaluation": "every_steps",
     "logging": "rollouts progress sinks",
+    "audit": "recompute_share tolerance",
     "runtime": (
         "run_dir device threads grace_s watchdog_s mps mps_learner_percent mps_learner_yields "
         "address"
