@@ -87,6 +87,7 @@ TRAINER = {
     "lr_floor_ratio": SHARE,
     "grad_norm_max": NOT_NEGATIVE,
     "updates_per_step": AT_LEAST_ONE,
+    "skipped_updates_max": AT_LEAST_ONE,
     "pack_tokens": NOT_NEGATIVE,
     "document_tokens_max": NOT_NEGATIVE,
     "threads": NOT_NEGATIVE,

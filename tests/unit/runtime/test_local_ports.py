@@ -50,6 +50,7 @@ class Run:
             failures=SimpleNamespace(add=lambda why: []),
         )
         self.journals = SimpleNamespace(look_up=self.look_up)
+        self.records = SimpleNamespace(work_begins=lambda: None, continued=lambda *args: None)
         self.keeper = SimpleNamespace(note_continued=lambda *args: None)
         self.envs = SimpleNamespace(dispatch=lambda prompt: None)
         self.sent: list[str] = []

@@ -62,6 +62,7 @@ TABLE: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], str]] = {
     "algorithm.value_coef": NOT_NEGATIVE,
     "algorithm.value_clip": NOT_NEGATIVE,
     "algorithm.critic_lr": NOT_NEGATIVE,
+    "trainer.skipped_updates_max": NUMBER,
     "trainer.lr": NOT_NEGATIVE,
     "trainer.betas": (((-0.1, 0.9), (0.9, 1.0), (NAN, 0.9)), ((0, 0.99),), "at least 0 and below"),
     "trainer.eps": POSITIVE,

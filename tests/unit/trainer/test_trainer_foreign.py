@@ -183,7 +183,7 @@ def test_half_precision_is_near_and_a_twin_is_equal(
         # The median: rounding lets some tokens choose another expert.
         assert (got.logprobs_N.cpu() - want.logprobs_N).abs().median() < 0.03
         twin = clone_architecture(ours, options, directory)
-        sealed = dict(Publisher().snapshot(ours, torch.bfloat16, first=True))
+        sealed = dict(Publisher().snapshot(ours, torch.bfloat16, first=True)[0])
         load_weights(twin, sealed.__getitem__)
         again = run(twin, *on_device)
     assert torch.equal(again.logprobs_N, got.logprobs_N)
@@ -205,7 +205,7 @@ def test_biases_that_choose_experts_are_published_unrounded(family: str, tmp_pat
     biases = [n for n in half if n.endswith("e_score_correction_bias")]
     assert biases and all(half[n].dtype == torch.float32 for n in biases)
     assert all(t.dtype == torch.bfloat16 for n, t in half.items() if n not in biases)
-    published = dict(Publisher().snapshot(policy, torch.bfloat16, first=True))
+    published = dict(Publisher().snapshot(policy, torch.bfloat16, first=True)[0])
     assert {n: t.dtype for n, t in published.items()} == {n: t.dtype for n, t in half.items()}
 
 

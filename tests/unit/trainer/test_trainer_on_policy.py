@@ -61,7 +61,9 @@ def metrics_of(
 def test_every_ratio_is_one(model_dir: Path, temperature: float, dtype: str) -> None:
     params = SamplingParams(tokens_max=24, temperature=temperature, ignore_eos=True)
     for loss in ("grpo", "dapo", "gspo"):
-        clips = {"clip_low": 0.1, "clip_high": 0.1}
+        # Of bfloat16 single tokens may be a tenth apart between the engine and the learner.
+        clip = {"float32": 0.001, "bfloat16": 0.2}[dtype]
+        clips = {"clip_low": clip, "clip_high": clip}
         metrics = metrics_of(model_dir, params, dtype, loss=loss, **clips)
         assert metrics["mismatch_abs"] < GAP_MAX[dtype]
         assert metrics["ppo_kl"] < GAP_MAX[dtype] ** 2
