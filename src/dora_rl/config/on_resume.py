@@ -52,7 +52,6 @@ _FREE = {
     "weights": "root verify",
     "checkpoint": "every_steps state_every_s keep keep_best dtype shard_bytes_max",
     "evaluation": "every_steps failed_share_max",
-    "audit": "recompute_share tolerance",
     "logging": "rollouts progress sinks",
     "audit": "recompute_share tolerance",
     "runtime": (

@@ -17,6 +17,7 @@ from dora_rl.trainer.options import (
     AlgorithmOptions,
     TrainerOptions,
     check_attention,
+    check_published,
     check_trainer,
     choose,
     from_section,
@@ -100,7 +101,9 @@ def check_learner_device(config: RunConfig, device: str) -> None:
 
         pick_device(name)
     trainer = config.trainer
-    check_attention(trainer.attention, on_gpu=name.startswith("cuda"), dtype=trainer.compute_dtype)
+    on_gpu = name.startswith("cuda")
+    check_attention(trainer.attention, on_gpu=on_gpu, dtype=trainer.compute_dtype)
+    check_published(trainer.compute_dtype, trainer.publish_dtype, on_gpu=on_gpu)
 
 
 def _check_adapters(config: RunConfig, trainer: TrainerOptions) -> None:

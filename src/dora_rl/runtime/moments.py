@@ -22,6 +22,7 @@ from torch import Tensor
 from dora_rl.runtime.weights import DiskWeightStore, VersionMissing
 from dora_rl.trainer import distributed, state
 from dora_rl.trainer.learner import Learner
+from dora_rl.trainer.masters import host_room
 from dora_rl.types import Version
 
 
@@ -46,6 +47,7 @@ class Moments:
         self._writing: Future[None] | None = None
         self._held: HostCopy | None = None  # the newest copy
         self._spare: list[dict[str, Tensor]] = []  # memory of copies that are no longer needed
+        self._room: Future[None] | None = None  # memory for the first copy, being made
         self._saved_s = self._step_s = clock()
 
     def forget_after(self, sealed: Version) -> None:
@@ -62,6 +64,8 @@ class Moments:
         """The learner is at `version`, which `sealed` waits for. `saved`: a checkpoint has it."""
         now = self._clock()
         took, self._step_s = now - self._step_s, now
+        if self._room is None:
+            self._make_room(learner)
         if saved:
             self._saved_s = now
             return
@@ -76,7 +80,23 @@ class Moments:
             self._saved_s = now
             self._begin(sealed)
 
+    def _make_room(self, learner: Learner) -> None:
+        """Pinned memory takes as long to make as a step of training: a thread makes it, after the
+        first step, when the moments are there. On several ranks the first copy makes it."""
+        self._room = Future()
+        self._room.set_result(None)
+        if distributed.world()[1] > 1 or learner.device.type == "cpu":
+            return
+        tensors = list(state.moments(learner))
+
+        def make() -> None:
+            self._spare.append({name: host_room(tensor) for name, tensor in tensors})
+
+        self._room = self._pool.submit(make)
+
     def _copy(self, learner: Learner, version: Version) -> None:
+        if self._room is not None:
+            self._room.result()
         if self._held is not None and not self.is_writing():
             self._spare.append(self._held.tensors)
         memory = self._spare.pop() if self._spare else {}
@@ -86,8 +106,10 @@ class Moments:
                 continue
             room = memory.get(name)
             if room is None:
-                room = torch.empty(tensor.shape, dtype=tensor.dtype)
-            copies[name] = room.copy_(tensor)
+                room = host_room(tensor)
+            copies[name] = room.copy_(tensor, non_blocking=True)
+        if any(tensor.is_pinned() for tensor in copies.values()):
+            torch.cuda.synchronize()
         self._held = HostCopy(version, copies)
 
     def _begin(self, sealed: Future[str]) -> None:

@@ -48,6 +48,7 @@ from dora_rl.trainer.options import (
     AlgorithmOptions,
     CheckpointOptions,
     TrainerOptions,
+    check_published,
     from_section,
 )
 from dora_rl.trainer.packing import pack_balanced, pack_stream
@@ -101,7 +102,9 @@ class Learner:
         self.policy, self.reference, self.critic = made.policy, made.reference, made.critic
         self.optimizer, self.critic_optimizer = made.optimizer, made.critic_optimizer
         self.device = next(self.policy.parameters()).device
-        if self.device.type == "cpu":
+        on_gpu = self.device.type != "cpu"
+        check_published(trainer.compute_dtype, trainer.publish_dtype, on_gpu=on_gpu)
+        if not on_gpu:
             keep_freed_memory()
         self.rank, self.num_ranks = distributed.world()
         self.pack_tokens = trainer.pack_tokens or _PACK_TOKENS.get(self.device.type, 16384)

@@ -139,6 +139,18 @@ def check_attention(name: str, *, on_gpu: bool, dtype: str) -> None:
         raise UserError("trainer.attention 'blocks' is for float32 on a CPU; use 'auto'")
 
 
+def check_published(compute: str, published: str, *, on_gpu: bool) -> None:
+    """A version holds all bits that the learner computes with: instances run the same weights."""
+    usual = "bfloat16" if on_gpu else "float32"
+    own = usual if compute == "auto" else compute
+    if published not in ("auto", "float32", own):
+        raise UserError(
+            f"trainer.publish_dtype = {published}: the learner computes in {own}, so instances "
+            f"would run other weights than it trains; set trainer.compute_dtype = {published} too, "
+            "or leave publish_dtype at auto"
+        )
+
+
 def check_trainer(options: TrainerOptions) -> None:
     """Numbers that make sense, alone and together."""
     check_ranges("trainer", options, TRAINER)

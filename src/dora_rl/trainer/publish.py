@@ -78,7 +78,7 @@ class Publisher:
 
     def _keep(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         if name not in self._host:
-            self._host[name] = torch.empty(shape, dtype=dtype)
+            self._host[name] = torch.empty(shape, dtype=dtype, pin_memory=True)
         return self._host[name]
 
     def publish(

@@ -412,3 +412,14 @@ def test_more_groups_than_the_batch_is_our_own_mistake(model_dir: Path) -> None:
     learner.feed(make_groups(0, 2))
     with pytest.raises(AssertionError, match="all its groups"):
         learner.feed(make_groups(1, 1))
+
+
+@pytest.mark.parametrize(("compute", "published"), [("float32", "bfloat16"), ("auto", "float16")])
+def test_versions_that_would_be_rounded_are_refused(
+    model_dir: Path, compute: str, published: str
+) -> None:
+    """Every canary would fail: instances would run other weights than the learner trains."""
+    options = TrainerOptions(device="cpu", compute_dtype=compute, publish_dtype=published)
+    with pytest.raises(UserError, match=rf"^trainer.publish_dtype = {published}: the learner"):
+        Learner(model_dir, None, options)
+    Learner(model_dir, None, replace(options, compute_dtype="bfloat16", publish_dtype="float32"))
