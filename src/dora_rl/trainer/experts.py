@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dora_rl.trainer.architecture import Architecture
+from dora_rl.trainer.lean_ops import row_softmax
 
 # Public since torch 2.10; the private name is older.
 _grouped_mm: Any = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
@@ -29,7 +30,7 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         logits = F.linear(x, self.weight.to(x.dtype))
-        share, expert = logits.softmax(-1, dtype=torch.float32).topk(self.num_chosen, dim=-1)
+        share, expert = row_softmax(logits).topk(self.num_chosen, dim=-1)
         if self.renormalise:
             share = share / share.sum(-1, keepdim=True)
         return share.to(x.dtype), expert

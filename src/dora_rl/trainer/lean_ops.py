@@ -1,8 +1,11 @@
 """RMS norm and rotary rotation with hand-written gradients, for float32 on a CPU.
 
 There each pass over memory costs, and autograd's composition makes two to three times as many as
-needed. Where layers are compiled, the plain formulas beside them are. Invariant: each function
-equals its plain form (the oracle in the tests), values and gradients.
+needed. Where layers are compiled, the plain formulas beside them are, except for sums over a row:
+the compiler cuts those up as it finds fastest for each graph, with gradients or without, and a
+frozen twin would not round as the policy does. They are operators of their own here, which it
+leaves alone. Invariant: each function equals its plain form (the oracle in the tests), values and
+gradients.
 """
 
 from __future__ import annotations
@@ -10,7 +13,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -48,8 +50,61 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if is_lean(x):
         return _RmsNorm.apply(x, weight, eps)  # type: ignore[return-value]
     # As in transformers: normalise in float32, round, then scale.
-    plain = F.rms_norm(x.float(), (x.shape[-1],), None, eps)
-    return plain.to(x.dtype) * weight.to(x.dtype)
+    scale = (row_norm(x).square() / x.shape[-1] + eps).rsqrt()
+    return (x * scale).to(x.dtype) * weight.to(x.dtype)
+
+
+@torch.library.custom_op("dora_rl::row_norm", mutates_args=())
+def row_norm(x: Tensor) -> Tensor:
+    """The Euclidean norm of each row in float32, (..., 1)."""
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=_wide(x))
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+@row_norm.register_fake
+def _(x: Tensor) -> Tensor:
+    return x.new_empty((*x.shape[:-1], 1), dtype=_wide(x))
+
+
+def _keep_norm(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[0], output)
+
+
+def _row_norm_backward(ctx: Any, grad: Tensor) -> Tensor:
+    """d‖x‖/dx = x/‖x‖, and 0 for a row of zeros."""
+    x, norm = ctx.saved_tensors
+    return (x * (grad / norm.clamp_min(torch.finfo(norm.dtype).tiny))).to(x.dtype)
+
+
+row_norm.register_autograd(_row_norm_backward, setup_context=_keep_norm)
+
+
+@torch.library.custom_op("dora_rl::row_softmax", mutates_args=())
+def row_softmax(x: Tensor) -> Tensor:
+    """The softmax of each row in float32."""
+    return x.softmax(-1, dtype=torch.float32)
+
+
+@row_softmax.register_fake
+def _(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape, dtype=torch.float32)
+
+
+def _keep_softmax(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(output)
+    ctx.dtype = inputs[0].dtype
+
+
+def _row_softmax_backward(ctx: Any, grad: Tensor) -> Tensor:
+    """dL/dx = p·(g − Σ g·p)."""
+    (p,) = ctx.saved_tensors
+    return (p * (grad - (grad * p).sum(-1, keepdim=True))).to(ctx.dtype)
+
+
+row_softmax.register_autograd(_row_softmax_backward, setup_context=_keep_softmax)
 
 
 class _Rotate(torch.autograd.Function):
