@@ -98,9 +98,17 @@ def main() -> int:
     if setup.extra.get("mps_yields"):
         os.environ[PRIORITY] = BELOW_NORMAL
     if setup.config.runtime.threads:
-        os.environ.setdefault("OMP_NUM_THREADS", str(setup.config.runtime.threads))
+        _limit_threads(setup.config.runtime.threads)
     serve(setup)
     return 0
+
+
+def _limit_threads(num_threads: int) -> None:
+    """Torch reads the variable when it is imported, which a forked worker has behind it."""
+    os.environ.setdefault("OMP_NUM_THREADS", str(num_threads))
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
 def serve(setup: Setup) -> None:
