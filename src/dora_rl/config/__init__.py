@@ -281,6 +281,9 @@ class DataSource(Section):
     prompt_column: str = "prompt"  # a string or a list of messages
     # Empty: the first of answer, ground_truth, solution, label, reward_model.ground_truth.
     answer_column: str = ""
+    # The answer is what follows the last such mark in its column, with commas taken out of numbers:
+    # "####" for GSM8K. Empty: the whole column.
+    answer_after: str = ""
     # Arguments of a source that is code.
     options: dict[str, str | int | float | bool] = Field(default_factory=dict)
     env: str = ""  # label of its environment; empty: the only one

@@ -199,10 +199,10 @@ def engine_lines(need: Need, who: str, versions: int, requests: int, kv: int) ->
 def graph_bytes(need: Need, versions: int, requests: int) -> int:
     """Captured decode steps share one pool; a prefill has its own rows and 512 rows of logits."""
     spec = need.spec
-    row = spec.vocab * 6 + 2 * (2 * spec.intermediate + spec.qkv_rows + 4 * spec.hidden)
+    row = spec.vocab * 11 + 2 * (2 * spec.intermediate + spec.qkv_rows + 4 * spec.hidden)
     step = need.step_tokens_max * 2 * (2 * spec.intermediate + spec.qkv_rows + 6 * spec.hidden)
     slots = 1 if need.lora_rank else versions
-    return int(200e6 + requests * slots * row + 512 * spec.vocab * 8 + step)
+    return int(100e6 + requests * slots * row + 512 * spec.vocab * 4 + step)
 
 
 def plan_memory(need: Need, total_bytes: int) -> MemoryPlan:
