@@ -136,9 +136,10 @@ def our_gradient(
 ) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and gradients through our packed decoder."""
     policy = load_policy(directory, TrainerOptions(device="cpu"))
-    objective = resolve(options)
+    # TRL has no dual clip unless it is asked for one (`delta`).
+    objective = resolve(replace(options, dual_clip=options.dual_clip or 0.0))
     pack = collate(documents, torch.device("cpu"))
-    total = policy_pass(policy, pack, objective, Meters(torch.device("cpu")))
+    total = policy_pass(policy, pack, objective, Meters(torch.device("cpu")), step=0)
     den = denominator(
         objective.aggregation,
         pack.num_trained,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn, Protocol
 
 from dora_rl import __version__
@@ -29,6 +29,7 @@ from dora_rl.commands import (
     train,
 )
 from dora_rl.commands.nearest import hint
+from dora_rl.runtime.system_errors import system_line
 from dora_rl.types import UserError
 
 
@@ -115,18 +116,35 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace | None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. 0: fine, 1: it found something, 2: the input is wrong."""
     argv = sys.argv[1:] if argv is None else argv
-    try:
+
+    def work() -> int:
         args = _parse(argv)
         return COMMANDS[args.command].run(args) if args is not None else 0
+
+    return in_one_line(work, debug="--debug" in argv)
+
+
+def in_one_line(work: Callable[[], int], *, debug: bool) -> int:
+    """Mistakes of the user and refusals of the machine are one line; `debug`: the traceback."""
+    try:
+        return work()
     except UserError as error:
-        if "--debug" in argv:
+        if debug:
             raise
-        line = " ".join(str(error).split())
-        print(f"dora-rl: error: {line}", file=sys.stderr)
-        return 2
+        return _tell(str(error))
     except KeyboardInterrupt:
         print("dora-rl: interrupted", file=sys.stderr)
         return 130
+    except Exception as error:
+        line = system_line(error)
+        if debug or line is None:
+            raise
+        return _tell(line)
+
+
+def _tell(text: str) -> int:
+    print(f"dora-rl: error: {' '.join(text.split())}", file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":

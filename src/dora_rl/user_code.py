@@ -1,14 +1,18 @@
-"""Objects that the user names: `package.module:name` or `path/to/file.py:name`.
+"""Objects that the user names: `package.module:name` or `path/to/file.py:name`; what they raise.
 
 Knows nothing of what they are for. Invariant: whatever is wrong with the name or the code behind it
-is one `UserError` line that names the section and the key.
+is one `UserError` line that names the section and the key; what the code raises later is told to
+whoever listens in this process, with its traceback.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import sys
+import traceback
+from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
 from types import ModuleType
@@ -78,7 +82,58 @@ def _search_in(directory: Path) -> None:
         sys.path.append(place)
 
 
+def place_in(function: Any, error: BaseException) -> str:
+    """` (file.py, line 7)`: the innermost line of the function's own file that the error went
+    through, or where the function begins if it never was in it."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is None:
+        return ""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == code.co_filename]
+    return f" ({code.co_filename}, line {lines[-1]})" if lines else place_of(function)
+
+
+def place_of(function: Any) -> str:
+    """` (file.py, line 7)`: where a function begins; nothing where that cannot be known."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return "" if code is None else f" ({code.co_filename}, line {code.co_firstlineno})"
+
+
 def one_line(error: BaseException) -> str:
     """Kind and first line of an error that others raised."""
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     return f"{type(error).__name__}: {first[:300]}" if first else type(error).__name__
+
+
+Listener = Callable[[str, BaseException], None]
+_listeners: list[Listener] = []
+
+
+def listen(listener: Listener | None) -> None:
+    """Tell this process's listener (or, from now on, nobody) of all that the user's code raises."""
+    _listeners[:] = [listener] if listener is not None else []
+
+
+def raised(what: str, error: BaseException) -> str:
+    """The user's code raised and the work goes on: its traceback is told. Returns one line.
+
+    `what` names the code: "reward mine.py:score".
+    """
+    for listener in _listeners:
+        listener(what, error)
+    return one_line(error)
+
+
+def origin_of(error: BaseException) -> str:
+    """The same for two errors of one kind from one place, whatever their texts say."""
+    frames = traceback.extract_tb(error.__traceback__)
+    cause = origin_of(error.__cause__) if error.__cause__ is not None else ""
+    place = [type(error).__qualname__, *(f"{f.filename}:{f.lineno}" for f in frames), cause]
+    return blake2b("|".join(place).encode(), digest_size=8).hexdigest()
+
+
+def trace_of(error: BaseException, chars_max: int = 8000) -> str:
+    """The traceback, its middle left out where it is longer."""
+    text = "".join(traceback.format_exception(error)).rstrip()
+    half = chars_max // 2
+    return text if len(text) <= chars_max else f"{text[:half]}\n  ...\n{text[-half:]}"

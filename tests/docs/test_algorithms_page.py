@@ -30,6 +30,10 @@ def test_a_recipe_is_in_the_table_as_it_is(name: str) -> None:
     if clips:
         low, high = clips[0].split(",")[0].split(" / ")
         assert (float(low), float(high)) == (recipe.clip_low, recipe.clip_high)
+    cap = [float(cell.partition("cap ")[2]) for cell in row.split("|") if "cap " in cell]
+    assert cap == ([recipe.dual_clip] if recipe.dual_clip else [])
+    if recipe.behaviour_ratio_max:
+        assert f"`behaviour_ratio_max` ({recipe.behaviour_ratio_max:g})" in TEXT
     for correction in recipe.corrections:
         assert f"`{correction}`" in row
 

@@ -175,7 +175,7 @@ def check_views(page: Any, run: Any, figures: AuditFigures) -> None:
     assert int(page.get_attribute("[data-samples]", "data-samples")) == samples
     open_view(page, "throughput")
     assert page.locator("tbody tr").count() == 2
-    assert figure(page, "device_idle") == pytest.approx(run.summary()["device_idle_ratio"])
+    assert figure(page, "cpu_unused") == pytest.approx(run.summary()["cpu_unused_ratio"])
     check_groups(page, run, figures)
 
 

@@ -66,7 +66,10 @@ def test_a_run_with_a_tool(tmp_path: Path) -> None:
     for row in rows:
         assert row["segments"] == 1, "one version over all turns"
     summary = run.summary()
-    assert summary["eval_first"]["num_prompts"] == 10
+    written = sum(end - begin for row in rows for begin, end, mask in row["turns"] if mask)
+    assert summary["tokens_trained"] == written < sum(row["num_tokens"] for row in rows)
+    assert summary["tokens_trained"] <= summary["tokens_generated"]
+    assert summary["eval_first"]["num_prompts"] == 10 and summary["eval_last"]["num_failed"] == 0
     assert 0 < summary["eval_last"]["greedy"] <= 1
 
 

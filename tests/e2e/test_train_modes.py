@@ -31,7 +31,7 @@ def assert_sound(run: TinyRun, num_steps: int, batch_groups: int = 4) -> dict[st
     assert all(len(row["token_ids"]) == row["num_tokens"] for row in rollouts)
     summary = run.summary()
     assert summary["steps"] == num_steps
-    assert summary["tokens_trained"] == sum(r["num_tokens"] + r["num_prompt"] for r in rollouts)
+    assert summary["tokens_trained"] == sum(r["num_tokens"] for r in rollouts)
     assert not list((run.run_dir / "journal").glob("*.new"))
     return summary
 

@@ -67,9 +67,7 @@ def test_a_signal_stops_and_resume_goes_on_with_the_same_tokens(tmp_path: Path) 
         assert row["token_ids"][: len(line["token_ids"])] == line["token_ids"]
     summary = run.summary()
     assert summary["num_resumes"] == 1 and summary["steps"] == num_steps
-    assert summary["tokens_trained"] == sum(
-        r["num_tokens"] + r["num_prompt"] for r in rows.values()
-    )
+    assert summary["tokens_trained"] == sum(r["num_tokens"] for r in rows.values())
 
     before = len(run.entries())
     run.train(*to_the_end)  # nothing is left to do

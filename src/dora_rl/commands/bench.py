@@ -96,5 +96,8 @@ def _split(text: str) -> Any:
 def _see(name: str, figures: dict[str, Any]) -> None:
     text = f"{name}: {figures['tokens_per_s']:.0f} tokens/s"
     if "eval" in figures:
-        text += f", held-out greedy {figures['eval']['greedy']:.3f}"
-    print(f"{text}, {figures['device_idle_ratio']:.0%} of the device idle", flush=True)
+        greedy = figures["eval"]["greedy"]
+        text += f", held-out greedy {'failed' if greedy is None else f'{greedy:.3f}'}"
+    idle = figures.get("device_idle_ratio")
+    text += f", {figures['cpu_unused_ratio']:.0%} of the CPU time not used"
+    print(text if idle is None else f"{text}, the GPU idle {idle:.0%} of the time", flush=True)

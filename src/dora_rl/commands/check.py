@@ -8,9 +8,12 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dora_rl.commands.files import prepare_output, write_json
+
+if TYPE_CHECKING:
+    from dora_rl.runtime.prepare import Prepared
 
 SUMMARY = "say what this machine has and what a configuration would do on it"
 
@@ -53,8 +56,19 @@ def _plan(args: argparse.Namespace, machine: Any) -> tuple[dict[str, Any], list[
 
     config = load_config(args.config, args.overrides)
     prepared = prepare(config)
+    data, described = _look_at_data(prepared)
     plan = forecast(config, machine)
     transfer = prepared.layout.transfer_root
     if transfer.is_dir() and not any(transfer.iterdir()):
         transfer.rmdir()  # the layout makes it for a run
-    return asdict(plan), [*prepared.describe(), *plan.lines()]
+    document = asdict(plan) | {"data": data}
+    document["problems"] = [*plan.problems, *data["problems"]]
+    return document, [*prepared.describe(), *described, *plan.lines()]
+
+
+def _look_at_data(prepared: Prepared) -> tuple[dict[str, Any], list[str]]:
+    """Evaluation rows, the first prompt, the form of the reward, rows without an answer."""
+    from dora_rl.runtime.data_check import check_data
+
+    found = check_data(prepared.config, prepared.train, prepared.evaluation)
+    return asdict(found), found.lines()

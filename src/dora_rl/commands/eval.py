@@ -1,13 +1,20 @@
-"""`dora-rl eval RUN_OR_MODEL`: held-out accuracy of one version, greedy, sampled and pass@k."""
+"""`dora-rl eval RUN_OR_MODEL`: held-out accuracy of one version, greedy, sampled and pass@k.
+
+Exit status: 0 there are scores, 1 too many answers failed (`evaluation.failed_share_max`) and there
+is none, 2 the input is wrong.
+"""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 from dora_rl.commands.files import prepare_output, write_json
 from dora_rl.types import UserError
+from dora_rl.user_code import listen, origin_of, trace_of
 
+TRACES_MAX = 3  # tracebacks of the user's code that are shown
 SUMMARY = "evaluate a run's weights or a model on held-out prompts"
 
 
@@ -26,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from dora_rl.runtime.eval_figures import TAIL_FILE, failed_text, has_failed
     from dora_rl.runtime.evaluate_once import evaluate_once
     from dora_rl.runtime.run_models import find_model, is_run
     from dora_rl.runtime.settings import load_config
@@ -38,15 +46,23 @@ def run(args: argparse.Namespace) -> int:
     if args.config is None and not is_run(args.model):
         raise UserError(f"{args.model} is a model; add --config FILE.toml with data and reward")
     config = load_config(args.config or args.model / "config.json", args.overrides)
+    traces: dict[str, str] = {}
+    listen(lambda what, error: traces.update({origin_of(error): trace_of(error)}))
     figures = evaluate_once(
         config,
         found,
         num_prompts=args.num_prompts or config.evaluation.num_prompts,
         num_samples=args.samples or config.evaluation.num_samples,
+        tail_file=args.model / TAIL_FILE if is_run(args.model) else None,
     )
     print(found.label)
     for name, value in figures.items():
-        print(f"  {name:14} {value:.4g}")
+        if isinstance(value, float):
+            print(f"  {name:14} {value:.4g}")
     if args.json is not None:
         write_json(args.json, {"model": found.label, "version": found.version, **figures})
-    return 0
+    for trace in list(traces.values())[:TRACES_MAX]:
+        print(trace, file=sys.stderr)
+    if text := failed_text(figures):
+        print(f"{'failed' if has_failed(figures) else 'note'}: {text}")
+    return 1 if has_failed(figures) else 0

@@ -32,6 +32,7 @@ def run(args: argparse.Namespace) -> int:
     from dora_rl.runtime.kinds import check_kind
     from dora_rl.runtime.prepare import prepare
     from dora_rl.runtime.resume import (
+        check_not_moved,
         check_run_dir,
         check_same_data,
         check_same_run,
@@ -42,6 +43,8 @@ def run(args: argparse.Namespace) -> int:
     config = load_config(args.config, args.overrides)
     run_dir = Path(config.runtime.run_dir)
     check_kind(config)
+    if args.resume and not any(word.startswith("runtime.run_dir=") for word in args.overrides):
+        check_not_moved(args.config, run_dir)
     check_run_dir(run_dir, resume=args.resume)
     if args.resume:
         check_same_run(config, run_dir)
@@ -53,9 +56,16 @@ def run(args: argparse.Namespace) -> int:
     make_run_dir(run_dir)
     check_same_data(prepared.train, run_dir)
     summary, done, reason = _train(prepared, resume=args.resume)
+    if summary.get("num_user_errors"):
+        print(
+            f"your code raised {summary['num_user_errors']} times; tracebacks in "
+            f"{run_dir}/user_errors.log",
+            file=sys.stderr,
+        )
     if not done:
         print(f"dora-rl: stopped: {reason}", file=sys.stderr)
-        print(f"go on with  dora-rl train {run_dir}/config.json --resume", file=sys.stderr)
+        if (run_dir / "config.json").is_file():
+            print(f"go on with  dora-rl train {run_dir}/config.json --resume", file=sys.stderr)
         return STOPPED
     _report(run_dir, summary, reason)
     return 0
@@ -97,17 +107,43 @@ def _report(run_dir: Path, summary: dict[str, Any], reason: str) -> None:
     from dora_rl.observe.plots import can_draw, draw_run
 
     print(f"{reason}: {summary['steps']} steps in {summary['wall_s']:.0f} s")
-    first, last = summary["eval_first"], summary["eval_last"]
-    if first and last:
-        for name in ("sampled", "greedy", "tail_sampled", "tail_greedy"):
-            print(f"  held-out {name:13} {first[name]:.3f} -> {last[name]:.3f}")
-    print(
-        f"  staleness mean {summary['staleness_mean']:.2f} max {summary['staleness_max']}, "
-        f"mixed versions {summary['mixed_version_frac']:g}, "
-        f"discarded tokens {summary['discarded_tokens']}, "
-        f"{summary['tokens_per_s']:.0f} tokens/s"
-    )
+    for line in report_lines(run_dir, summary):
+        print(f"  {line}")
     picture = draw_run(run_dir).name if can_draw() else ""
     print(f"look at  {run_dir}/summary.json  metrics.jsonl  rollouts.jsonl  {picture}")
     print(f"in full  dora-rl dashboard {run_dir}")
     print(f"prove it dora-rl audit {run_dir}")
+
+
+def report_lines(run_dir: Path, summary: dict[str, Any]) -> list[str]:
+    """The figures of summary.json that a user looks for first."""
+    from dora_rl.runtime.eval_figures import failed_text
+
+    lines: list[str] = []
+    first, last = summary["eval_first"], summary["eval_last"]
+    for name in ("sampled", "greedy", "tail_sampled", "tail_greedy") if first and last else ():
+        if first.get(name) is not None or last.get(name) is not None:
+            lines.append(f"held-out {name:13} {_score(first, name)} -> {_score(last, name)}")
+    for when, found in (("first", first), ("last", last)):
+        if found and (text := failed_text(found)):
+            lines.append(f"{when} evaluation: {text}")
+    best = summary["best"]
+    if best is not None:
+        lines.append(
+            f"best version {best['version']} ({best['metric']} {best['value']:.3f}): "
+            f"dora-rl export {run_dir} OUT_DIR --step best"
+        )
+    rate = summary["tokens_per_s"]
+    lines.append(
+        f"staleness mean {summary['staleness_mean']:.2f} max {summary['staleness_max']}, "
+        f"mixed versions {summary['mixed_version_frac']:g}, "
+        f"discarded tokens {summary['discarded_tokens']}, "
+        + (f"{rate:.0f} tokens/s" if rate is not None else "tokens/s not known")
+        + f" (start-up of {summary['startup_s']:.0f} s not counted)"
+    )
+    return lines
+
+
+def _score(found: dict[str, Any], name: str) -> str:
+    value = found.get(name)
+    return "failed" if value is None else f"{value:.3f}"

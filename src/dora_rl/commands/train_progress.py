@@ -12,7 +12,29 @@ from rich.live import Live
 from rich.table import Table
 
 from dora_rl.core.waits import waits
-from dora_rl.runtime.evaluation import FIGURES
+from dora_rl.runtime.eval_figures import Figures, failed_text, has_failed
+
+SHOWN = ("greedy", "sampled", "pass_at_k", "tail_greedy", "tail_sampled")
+
+
+def step_line(line: dict[str, Any]) -> str:
+    rate = f"  lr {line['lr']:.3g}" if "lr" in line else ""
+    return (
+        f"step {line['step']:4.0f}  reward {line['reward/mean']:.3f}  "
+        f"length {line['response_length/mean']:.0f}  staleness {line['staleness/mean']:.2f}"
+        f"{rate}  {line['perf/tokens_per_s']:.0f} tokens/s"
+    )
+
+
+def evaluation_line(line: dict[str, Any]) -> str:
+    """An evaluation in one line: its scores, and what failed."""
+    found: Figures = {name.removeprefix("eval/"): value for name, value in line.items()}
+    head, failed = f"evaluation of version {line['version']:.0f}", failed_text(found)
+    if has_failed(found):
+        return f"{head}  failed: {failed}"
+    known = [(name, found.get(name)) for name in SHOWN]
+    text = "  ".join(f"{name} {value:.3f}" for name, value in known if isinstance(value, float))
+    return f"{head}  {text}" + (f"  ({failed})" if failed else "")
 
 
 class Progress:
@@ -22,7 +44,7 @@ class Progress:
         self._run = run
         self._console = Console()
         self._live: Live | None = None
-        self._lines: dict[str, float] = {}
+        self._lines: dict[str, Any] = {}
         self._show = show
         self._began = time.monotonic()
         run.on_step = self._step
@@ -50,22 +72,13 @@ class Progress:
             time.sleep(0.5)
             live.update(self._table())
 
-    def _step(self, line: dict[str, float]) -> None:
+    def _step(self, line: dict[str, Any]) -> None:
         self._lines |= line
         if self._show and self._live is None:
             if "step" in line:
-                self._console.print(
-                    f"step {line['step']:4.0f}  reward {line['reward/mean']:.3f}  "
-                    f"length {line['response_length/mean']:.0f}  "
-                    f"staleness {line['staleness/mean']:.2f}  "
-                    f"{line['perf/tokens_per_s']:.0f} tokens/s",
-                    highlight=False,
-                    soft_wrap=True,
-                )
+                self._console.print(step_line(line), highlight=False, soft_wrap=True)
             else:
-                text = "  ".join(f"{name} {line[f'eval/{name}']:.3f}" for name in FIGURES)
-                head = f"evaluation of version {line['version']:.0f}"
-                self._console.print(f"{head}  {text}", highlight=False, soft_wrap=True)
+                self._console.print(evaluation_line(line), highlight=False, soft_wrap=True)
 
     def _tell(self, lines: list[str]) -> None:
         """Something the user should know now: a watchdog's words, a repair."""
@@ -83,9 +96,10 @@ class Progress:
             ("staleness", "staleness/mean"),
             ("tokens/s", "perf/tokens_per_s"),
             ("length mean", "response_length/mean"),
+            ("learning rate", "lr"),
             ("held-out", "eval/sampled"),
         ):
-            if key in lines:
+            if lines.get(key) is not None:
                 table.add_row(label, f"{lines[key]:.3g}")
         alive = ", ".join(f"{v.version} ({v.num_active})" for v in list(state.versions.values()))
         table.add_row("versions alive", f"{alive}  (requests running)")

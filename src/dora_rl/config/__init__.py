@@ -7,16 +7,19 @@ in `_max`, counts begin with `num_`.
 
 from __future__ import annotations
 
+from math import isfinite
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import ConfigDict, Field, ValidationInfo, field_validator
 
 from dora_rl.config.env import EnvConfig
 from dora_rl.config.section import Section
-from dora_rl.types import Mode, SamplingParams
+from dora_rl.types import Mode, SamplingParams, UserError
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
+TokenId = Annotated[int, Field(ge=0)]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+FINITE = ConfigDict(allow_inf_nan=False)
 
 
 class ModelConfig(Section):
@@ -109,17 +112,20 @@ class RolloutConfig(Section):
     versions from `max_staleness`.
     """
 
+    model_config = FINITE
+
     backend: Literal["native", "vllm"] = "native"  # native: our engine; vllm: vLLM instances
     num_instances: int = Field(default=1, ge=1)  # engines, each a process of its own
     threads: int = Field(default=1, ge=1)  # of each instance, on the CPU
     num_samples: int = Field(default=8, ge=1)  # responses per prompt: the size of a group
     # -- sampling
     tokens_max: int = Field(default=256, ge=1)  # of one response (of one turn, in an environment)
-    temperature: float = Field(default=1.0, ge=0.0)  # 0: greedy
-    top_k: int = Field(default=0, ge=0)  # 0: off
-    top_p: float = Field(default=1.0, gt=0.0, le=1.0)  # 1: off
-    min_p: float = Field(default=0.0, ge=0.0, le=1.0)  # 0: off
-    stop_ids: tuple[int, ...] = ()  # token ids that end a response, beside the model's own
+    temperature: float = Field(default=1.0, ge=0.0)  # above 0 to train; 0: greedy
+    # 0: off. For `dora-rl eval`: a run that trains refuses to truncate, see algorithms.md.
+    top_k: int = Field(default=0, ge=0)
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)  # 1: off; likewise
+    min_p: float = Field(default=0.0, ge=0.0, le=1.0)  # 0: off; likewise
+    stop_ids: tuple[TokenId, ...] = ()  # token ids that end a response, beside the model's own
     stop_strings: tuple[str, ...] = ()  # texts that end a response
     ignore_eos: bool = False  # go on past the end-of-sequence token
     raw_logprobs: bool = False  # also record log-probs at temperature 1, without filters
@@ -183,43 +189,72 @@ class RolloutConfig(Section):
 class AlgorithmConfig(Section):
     """[algorithm] the loss, its corrections and the advantages."""
 
+    model_config = FINITE
+
     loss: str = "grpo"  # a recipe, or path/to/file.py:function
     advantage: str | None = None  # group | group_mean | leave_one_out | batch | gae | file.py:name
     aggregation: str | None = None  # token_mean | sequence_mean | constant
-    constant_tokens: int | None = None  # denominator per sequence of `constant`
-    clip_low: float | None = None  # epsilon below; none: the recipe's
-    clip_high: float | None = None  # epsilon above; none: the recipe's
-    dual_clip: float | None = None  # cap on the ratio where the advantage is negative
+    constant_tokens: int | None = Field(
+        default=None, ge=1
+    )  # denominator per sequence of `constant`
+    clip_low: float | None = Field(default=None, ge=0, le=1)  # epsilon below; none: the recipe's
+    clip_high: float | None = Field(default=None, ge=0)  # epsilon above; none: the recipe's
+    # Cap on the ratio where the advantage is negative, above 1. None: the recipe's; 0: no cap.
+    dual_clip: float | None = Field(default=None, ge=0)
     old_logprobs: str | None = None  # rollout | behaviour | proximal
     corrections: tuple[str, ...] | None = None  # names, see algorithms.md; empty for none
     correction_numerator: Literal["old", "current"] = "old"  # policy over the rollout's
-    token_ratio_max: float = 2.0  # bounds of token_tis, token_mis, token_mask
-    token_ratio_min: float = 0.5  # of token_mask
-    sequence_ratio_max: float = 2.0  # of sequence_tis, sequence_mis, sequence_mask
-    sequence_ratio_min: float = 0.5  # of sequence_mask
-    geometric_ratio_max: float = 1.001  # of geometric_mask and hierarchical
-    geometric_ratio_min: float = 0.999  # of the same
-    behaviour_ratio_max: float | None = None  # cap on proximal / behaviour in decoupled PPO
-    kl_coef: float = 0.0  # of the KL to the reference; 0: no reference is held
+    token_ratio_max: float = Field(default=2.0, ge=1)  # bounds of token_tis, token_mis, token_mask
+    token_ratio_min: float = Field(default=0.5, ge=0, le=1)  # of token_mask
+    # Of sequence_tis, sequence_mis, sequence_mask.
+    sequence_ratio_max: float = Field(default=2.0, ge=1)
+    sequence_ratio_min: float = Field(default=0.5, ge=0, le=1)  # of sequence_mask
+    geometric_ratio_max: float = Field(default=1.001, ge=1)  # of geometric_mask and hierarchical
+    geometric_ratio_min: float = Field(default=0.999, ge=0, le=1)  # of the same
+    # Cap on proximal / behaviour in decoupled PPO, 1 or more. None: the recipe's, 5; 0: no cap.
+    behaviour_ratio_max: float | None = Field(default=None, ge=0)
+    # Hold the reference even where kl_coef is 0: the KL is measured, and a loss of your own sees
+    # the reference's log-probs.
+    reference: bool = False
+    kl_coef: float = Field(default=0.0, ge=0)  # of the KL to the reference
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"  # see algorithms.md
     kl_in: Literal["loss", "reward"] = "loss"  # where it counts
     kl_ratio_weighted: bool = False  # KL times the ratio: an unbiased gradient off-policy
-    entropy_coef: float = 0.0  # of the entropy bonus
+    entropy_coef: float = 0.0  # of the entropy bonus; below 0 a penalty
     temperature: float = Field(default=0.0, ge=0)  # of the log-probs; 0: the rollout's
     skip_zero_advantage: bool = True  # no forward pass where nothing can be learned
-    overlong_tokens_max: int = 0  # 0: no overlong shaping
-    overlong_buffer_tokens: int = 0  # where the penalty grows from 0
-    overlong_penalty: float = 1.0  # at overlong_tokens_max
-    gamma: float = 1.0  # discount of GAE
-    gae_lambda: float = 1.0  # of GAE
+    overlong_tokens_max: int = Field(default=0, ge=0)  # 0: no overlong shaping
+    overlong_buffer_tokens: int = Field(default=0, ge=0)  # where the penalty grows from 0
+    overlong_penalty: float = Field(default=1.0, ge=0)  # at overlong_tokens_max
+    gamma: float = Field(default=1.0, ge=0, le=1)  # discount of GAE
+    gae_lambda: float = Field(default=1.0, ge=0, le=1)  # of GAE
     whiten_advantages: bool = True  # of GAE, over the whole batch
-    value_coef: float = 0.5  # of the critic's loss
-    value_clip: float | None = 0.2  # how far a value may move from its old one
-    critic_lr: float = 1e-5  # the critic's own
+    value_coef: float = Field(default=0.5, ge=0)  # of the critic's loss
+    # How far a value may move from its old one; 0: anywhere.
+    value_clip: float | None = Field(default=0.2, ge=0)
+    critic_lr: float = Field(default=1e-5, ge=0)  # the critic's own
+    # Arguments of a loss of your own, by name; see extending.md.
+    loss_args: dict[str, bool | int | float | str] = Field(default_factory=dict)
+    # Arguments of an advantage of your own, by name.
+    advantage_args: dict[str, bool | int | float | str] = Field(default_factory=dict)
+
+    @field_validator("loss_args", "advantage_args", mode="before")
+    @classmethod
+    def _arguments_are_scalars(cls, value: object, info: ValidationInfo) -> object:
+        for word, given in value.items() if isinstance(value, dict) else ():
+            fits = isinstance(given, (bool, int, float, str))
+            if not fits or (isinstance(given, float) and not isfinite(given)):
+                raise UserError(
+                    f"algorithm.{info.field_name}.{word} = {given}: must be a finite number, "
+                    "a string, true or false"
+                )
+        return value
 
 
 class TrainerConfig(Section):
     """[trainer] optimizer, packing, precision, sharding."""
+
+    model_config = FINITE
 
     lr: float = Field(default=1e-6, ge=0)  # learning rate of AdamW
     betas: tuple[Beta, Beta] = (0.9, 0.999)  # of AdamW
@@ -228,7 +263,7 @@ class TrainerConfig(Section):
     schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up
     warmup_updates: int = Field(default=0, ge=0)  # of linear growth from 0
     num_updates: int = Field(default=0, ge=0)  # horizon of linear and cosine; 0 with constant
-    lr_floor_ratio: float = 0.0  # where linear and cosine end
+    lr_floor_ratio: float = Field(default=0.0, ge=0, le=1)  # where linear and cosine end
     grad_norm_max: float = Field(default=1.0, ge=0)  # 0: no clipping
     updates_per_step: int = Field(default=1, ge=1)  # U: update i takes the i-th B/U groups
     pack_tokens: int = Field(default=0, ge=0)  # of one micro-batch; 0: 4096 on a CPU, 32768 on CUDA
@@ -247,10 +282,14 @@ class TrainerConfig(Section):
     activation_checkpointing: Literal["none", "layer"] = "none"  # layer: compute them again
     logits_chunk_tokens: int = Field(default=0, ge=0)  # 0: chosen from the vocabulary
     lora_rank: int = Field(default=0, ge=0)  # 0: all parameters are trained
-    lora_alpha: float = 16.0  # scale is alpha / rank
-    lora_dropout: float = Field(default=0.0, ge=0, lt=1)  # of the adapters
-    lora_targets: tuple[str, ...] = ()  # empty: every linear layer of the blocks
-    lora_publish: Literal["adapters", "merged"] = "adapters"  # what a version is under LoRA
+    lora_alpha: float = Field(default=16.0, gt=0)  # scale is alpha / rank
+    # Acts on the adapters' input in training passes; canary, scores and versions have none.
+    lora_dropout: float = Field(default=0.0, ge=0, lt=1)
+    # Names of linear layers of the blocks; empty means all. The output matrix takes no adapter.
+    lora_targets: tuple[str, ...] = ()
+    # A version is its adapter, or whole weights with the adapter merged. The learner computes with
+    # what it publishes: beside the base, or with the merged weights rounded as published.
+    lora_publish: Literal["adapters", "merged"] = "adapters"
     trust_remote_code: bool = False  # for models that run through transformers
     reference_model: str = ""  # empty: the starting weights
     seed: int = 0  # of new adapters
@@ -261,7 +300,9 @@ class CheckpointConfig(Section):
 
     every_steps: int = Field(default=10, ge=0)  # between two checkpoints; 0: none
     keep: int = Field(default=2, ge=0)  # newest ones; 0 keeps all
-    keep_best: bool = True  # keep the best beside the newest
+    # Keep the best version that was evaluated: its sealed weights, and its checkpoint where it has
+    # one. It goes when a better one was found. `export --step best` gives it.
+    keep_best: bool = True
     best_metric: str = "eval/greedy"  # what best means; a metric of the evaluation
     best_is_max: bool = True  # off: the smallest is best
     dtype: Dtype = "auto"  # of the model files; the float32 masters are always beside them
@@ -333,6 +374,11 @@ class EvaluationConfig(Section):
     every_steps: int = Field(default=0, ge=0)  # 0: only before the first and after the last step
     num_prompts: int = Field(default=200, ge=1)  # of the held-out data
     num_samples: int = Field(default=1, ge=1)  # sampled responses per prompt, for pass@k
+    # A response passes, for pass@k, if its reward is at least this.
+    success_min: float = Field(default=1.0, allow_inf_nan=False)
+    # Scores are over the answers that could be scored, with the number of the others beside them.
+    # Where a larger share than this failed, the evaluation has no score and is shown as failed.
+    failed_share_max: float = Field(default=0.1, ge=0, le=1)
 
 
 class LoggingConfig(Section):

@@ -16,12 +16,22 @@ from dora_rl.core.actions import End
 from dora_rl.dashboard.run_files import SILENT_S, RunFiles
 from dora_rl.observe.history import History
 from dora_rl.observe.history_rows import ENDS, FINISHES
+from dora_rl.observe.measures import (
+    idle_ratio,
+    rollout_busy_s,
+    smoothed_rates,
+    tokens_of_line,
+    tokens_per_s,
+    trainer_busy_s,
+)
 from dora_rl.observe.occupancy import busy_s
 from dora_rl.types import Mode
 
 STATES = ("generating", "scoring", "ready", "taken", *(end.value for end in ENDS))
 _FIRST_END = 4
 INCIDENTS_SHOWN = 30
+# The log does not know of start-up and of pauses between a stop and its resume; the run does.
+MEASURED = ("time/step", "perf/tokens_per_s")
 BINS_OF_LENGTHS = 40
 
 
@@ -60,8 +70,7 @@ def overview(history: History, files: RunFiles) -> dict[str, Any]:
         "num_instances": len(history.names),
         "versions": _live_versions(history),
         "states": dict(zip(STATES, counts, strict=True)),
-        "tokens_trained": int(groups["tokens"][trained].sum()),
-        "tokens_generated": int(groups["tokens"].sum()),
+        **token_figures(history, files, trained),
         "migrations": len(history.moves),
         "kv_bytes_moved": int(history.moves["num_bytes"].sum()),
         "num_resumes": sum(i.kind == "resumed" for i in history.incidents),
@@ -72,6 +81,26 @@ def overview(history: History, files: RunFiles) -> dict[str, Any]:
         "incidents": _incidents(history),
         "rewards": series(history)["reward/mean"],
     }
+
+
+def token_figures(history: History, files: RunFiles, trained: NDArray[Any]) -> dict[str, Any]:
+    """As the run's own files have them, so that all places show the same; a simulated run has a
+    log alone, and no tokens that were not the policy's."""
+    generated = files.document("totals.json").get("tokens_generated")
+    if not files.steps:
+        tokens = int(history.groups["tokens"][trained].sum())
+        rate = tokens_per_s([tokens], [history.now_s])
+    else:
+        tokens = sum(map(tokens_of_line, files.steps))
+        rate = tokens_per_s([tokens], [training_s(files)])
+    generated = int(history.groups["tokens"].sum()) if generated is None else generated
+    return {"tokens_trained": tokens, "tokens_generated": generated, "tokens_per_s": rate}
+
+
+def training_s(files: RunFiles) -> float:
+    """See `observe.measures`."""
+    cut_s = files.document("totals.json").get("cut_s", 0.0)
+    return sum(line["time/step"] for line in files.steps) + cut_s
 
 
 def _live_versions(history: History) -> list[int]:
@@ -128,7 +157,8 @@ def series(history: History) -> dict[str, dict[str, Any]]:
     np.maximum.at(most, step, stale)
     done = np.array([history.steps[s].committed_s if s in history.steps else np.nan
                      for s in range(num)])  # fmt: skip
-    took = np.diff(done, prepend=0.0)
+    began = np.nanmin(groups["issued_s"], initial=done[0] if num else 0.0)
+    took = np.diff(done, prepend=began)
     tokens = np.bincount(step, groups["tokens"][trained], num)
     with np.errstate(divide="ignore", invalid="ignore"):
         curves = {
@@ -137,8 +167,9 @@ def series(history: History) -> dict[str, dict[str, Any]]:
             "staleness/max": most.astype(np.float64),
             "response_length/mean": tokens / samples,
             "time/step": took,
-            "tokens per second": tokens / took,
         }
+    rates = smoothed_rates(tokens.tolist(), took.tolist())
+    curves["perf/tokens_per_s"] = np.array(rates, dtype=np.float64)
     return {name: curve(np.arange(num), values) for name, values in curves.items()}
 
 
@@ -149,13 +180,15 @@ def metrics(history: History, files: RunFiles) -> dict[str, Any]:
     names = sorted({name for line in files.steps[-50:] for name in line} - {"step"})
     for name in names:
         values = [line.get(name) for line in files.steps]
-        if name not in found and all(isinstance(v, (int, float, type(None))) for v in values):
+        numbers = all(isinstance(v, (int, float, type(None))) for v in values)
+        if numbers and (name not in found or name in MEASURED):
             found[name] = curve(np.array(steps), np.array(values, dtype=np.float64))
     versions = [line["version"] for line in files.evaluations]
     scored: dict[str, Any] = {}
     for name in sorted({name for line in files.evaluations for name in line} - {"version"}):
-        values = np.array([line.get(name) for line in files.evaluations], dtype=np.float64)
-        scored[name] = curve(np.array(versions), values)
+        values = [line.get(name) for line in files.evaluations]
+        if not any(isinstance(value, str) for value in values):
+            scored[name] = curve(np.array(versions), np.array(values, dtype=np.float64))
     return {"steps": found, "evaluations": scored, "num_steps": history.params.num_steps}
 
 
@@ -215,8 +248,7 @@ def throughput(history: History, files: RunFiles, spans: dict[str, NDArray[Any]]
     names, wall = list(history.names), max(history.now_s, 1e-9)
     busy = busy_s(spans["begin"], spans["end"], spans["instance"], len(names))
     totals, summary = files.document("totals.json"), files.document("summary.json")
-    measured = totals.get("busy_s", {})
-    measured_wall = max(totals.get("wall_s", 0.0), 1e-9)
+    measured, training = totals.get("busy_s", {}), training_s(files)
     lasted = spans["end"] - spans["begin"]
     running = np.bincount(spans["instance"], lasted, len(names)) / wall
     rows = [
@@ -225,15 +257,16 @@ def throughput(history: History, files: RunFiles, spans: dict[str, NDArray[Any]]
             "slots": history.slots_max.get(name, 0),
             "running": float(running[code]),
             "empty": float(max(0.0, 1 - busy[code] / wall)),
-            "idle": 1 - measured[name] / measured_wall if name in measured else None,
+            "idle": idle_ratio([measured[name]] if name in measured else [], training),
         }
         for name, code in sorted(history.names.items())
     ]
-    learners = {name: s for name, s in measured.items() if name.startswith("learner")}
     return {
         "instances": rows,
-        "trainer_idle": 1 - max(learners.values()) / measured_wall if learners else None,
+        "trainer_idle": idle_ratio(trainer_busy_s(measured), training),
+        "rollout_idle": idle_ratio(rollout_busy_s(measured), training),
         "device_idle": summary.get("device_idle_ratio"),
+        "cpu_unused": summary.get("cpu_unused_ratio"),
         "wall": wall,
         "curves": metrics(history, files)["steps"],
     }

@@ -54,7 +54,11 @@ class RunFiles:
             data = file.read()
         end = data.rfind(b"\n") + 1
         for line in map(json.loads, data[:end].splitlines()):
-            (self.steps if "step" in line else self.evaluations).append(line)
+            if "step" in line:
+                self.steps.append(line)
+            else:  # one that failed is made up for after a resume
+                others = [e for e in self.evaluations if e["version"] != line["version"]]
+                self.evaluations = [*others, line]
         self._read = (found.st_ino, offset + end)
         return end > 0
 

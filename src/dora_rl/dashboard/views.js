@@ -74,10 +74,10 @@ export function overview() {
     const p = run.promises;
     tiles.reward.set(num(y.at(-1)), y.at(-1), y.length ? `first ${num(y[0])}` : "");
     const [name, last] = headline(run.evaluation);
-    tiles.evaluation.set(num(last), last, name ? `${name.replace("eval/", "")}, first ${num(run.evaluation_first[name])}` : "none yet");
+    const failed = run.evaluation?.["eval/num_failed"] ? `; ${num(run.evaluation["eval/num_failed"])} of ${num(run.evaluation["eval/num_answers"])} answers failed` : "";
+    tiles.evaluation.set(name && last === null ? "failed" : num(last), last, name ? `${name.replace("eval/", "")}, first ${num(run.evaluation_first[name])}${failed}` : "none yet");
     tiles.trained.set(num(run.tokens_trained), run.tokens_trained, `${num(run.tokens_generated)} generated`);
-    const rate = run.tokens_trained / Math.max(run.now, 1e-9);
-    tiles.rate.set(num(rate), rate, `over ${seconds(run.now)}`);
+    tiles.rate.set(num(run.tokens_per_s), run.tokens_per_s, "of training time, start-up not counted");
     tiles.staleness.set(num(p.staleness_mean), p.staleness_mean, `of at most ${run.max_staleness}`);
     tiles.moves.set(num(run.migrations), run.migrations, `${bytes(run.kv_bytes_moved)} of KV cache`);
     promises.mixed.set(p.mixed ? (p.mixed_given_up ? "warn" : "bad") : "good", `${num(p.mixed)} mixed`, p.mixed,
@@ -143,7 +143,7 @@ function headline(line) {
 
 // -- learning -----------------------------------------------------------------------------------
 
-const NOT_SCORES = /length|num_prompts|num_samples/;
+const NOT_SCORES = /length|num_prompts|num_samples|num_answers|num_failed/;
 
 export function learning() {
   const reward = lineChart("Training reward", { note: "mean of each step" });
@@ -218,11 +218,11 @@ export function throughput() {
   const time = lineChart("Time of a step, seconds", { zero: true });
   const body = h("tbody");
   const notes = h("div", { class: "grid tiles" });
-  const idle = { device: tile("device idle", "device_idle"), trainer: tile("trainer idle", "trainer_idle"), rollout: tile("rollout idle", "rollout_idle"), running: tile("requests running, mean", "running") };
+  const idle = { device: tile("GPU idle", "device_idle"), cpu: tile("CPU not used", "cpu_unused"), trainer: tile("trainer idle", "trainer_idle"), rollout: tile("rollout idle", "rollout_idle"), running: tile("requests running, mean", "running") };
   notes.append(...Object.values(idle).map((t) => t.node));
   const head = ["instance", "slots", "requests running", "without a request", "not computing"].map((t, i) => h("th", { class: i ? "num" : "", scope: "col" }, t));
   const node = h("div", { class: "grid" }, notes, h("div", { class: "grid two" }, rate.card, time.card),
-    h("section", { class: "card" }, h("h2", {}, "Instances", h("span", { class: "quiet" }, "means over the whole run; “not computing” is what the worker measured")),
+    h("section", { class: "card" }, h("h2", {}, "Instances", h("span", { class: "quiet" }, "means over the whole run; “not computing” is what the worker measured, over the training time")),
       h("table", {}, h("thead", {}, h("tr", {}, head)), body)));
   const mean = (values) => (values.length ? values.reduce((a, b) => a + b, 0) / values.length : null);
   return {
@@ -230,13 +230,15 @@ export function throughput() {
     async refresh() {
       const found = await get("throughput");
       const measured = found.instances.map((i) => i.idle).filter((v) => v !== null);
-      const rollout = mean(measured.length ? measured : found.instances.map((i) => i.empty));
-      idle.device.set(percent(found.device_idle), found.device_idle, found.device_idle === null ? "known at the end" : "time with nothing computing");
+      const rollout = found.rollout_idle ?? mean(found.instances.map((i) => i.empty));
+      const atEnd = found.cpu_unused === null ? "known at the end" : null;
+      idle.device.set(percent(found.device_idle), found.device_idle, found.device_idle === null ? atEnd ?? "the run used none" : "training time without a kernel");
+      idle.cpu.set(percent(found.cpu_unused), found.cpu_unused, atEnd ?? "of the cores' time, since the last start");
       idle.trainer.set(percent(found.trainer_idle), found.trainer_idle, found.trainer_idle === null ? "not measured" : "measured by the learner");
       idle.rollout.set(percent(rollout), rollout, measured.length ? "measured by the instances" : "time without a request");
       const running = found.instances.reduce((sum, i) => sum + i.running, 0);
       idle.running.set(num(running), running, `on ${found.instances.length} instances`);
-      rate.update([{ name: "tokens/s", ...found.curves["tokens per second"] }]);
+      rate.update([{ name: "tokens/s", ...found.curves["perf/tokens_per_s"] }]);
       const parts = { "time/step": "step", "time/train": "train", "time/wait_for_batch": "wait for batch", "time/weight_sync": "publish" };
       time.update(Object.entries(parts).filter(([name]) => name in found.curves).map(([name, text]) => ({ name: text, ...found.curves[name] })));
       body.replaceChildren(...found.instances.map((i) => h("tr", {}, h("td", {}, i.name), h("td", { class: "num" }, num(i.slots)),

@@ -21,7 +21,7 @@ from typing import Literal
 
 from dora_rl.config import DataConfig, DataSource
 from dora_rl.data.order import Interleave, epoch_key, permute
-from dora_rl.data.render import Renderer, Tokenizer, plain, read_prompt
+from dora_rl.data.render import Renderer, Tokenizer, plain, read_answer, read_prompt
 from dora_rl.data.rows import Rows, open_rows
 from dora_rl.types import Prompt, UserError
 
@@ -29,6 +29,7 @@ from dora_rl.types import Prompt, UserError
 CHECK_ALL_ROWS_MAX = 20_000
 # A train prompt is compared with evaluation prompts over this many rows of an endless source.
 DISJOINT_ROWS_MAX = 2_000
+ANSWER_ROWS_MAX = 200_000  # of one source, looked through for rows without an answer
 RECENT = 1024  # prompts kept, as they were made
 DEFAULT_SPLITS = {"train": "train", "eval": "test"}
 
@@ -59,6 +60,15 @@ class OpenSource:
 
     def row_number(self, place: int) -> int:
         return place if self.kept is None else self.kept[place]
+
+
+@dataclass(frozen=True, slots=True)
+class Unanswered:
+    """How many of so many rows have no answer, and where the user finds the first."""
+
+    num: int
+    num_looked: int
+    first: str
 
 
 class PromptSource:
@@ -121,6 +131,21 @@ class PromptSource:
             count = min(self._config.check_rows, source.num_kept or self._config.check_rows)
             for place in range(count):
                 self._render(place, source, source.row_number(place))
+
+    def without_answer(self) -> Unanswered:
+        """Rows that have no answer, or an empty one. Of an endless source the first are looked at,
+        of a long one the first `ANSWER_ROWS_MAX`."""
+        num, num_looked, first = 0, 0, ""
+        for source in self.sources:
+            count = min(source.num_kept or self._config.check_rows, ANSWER_ROWS_MAX)
+            for place in range(count):
+                row = source.row_number(place)
+                where = source.rows.where(row)
+                answer = read_answer(source.rows.row(row), source.config, where)
+                if answer is None or not answer.strip():
+                    num, first = num + 1, first or where
+            num_looked += count
+        return Unanswered(num, num_looked, first)
 
     def fingerprint(self) -> str:
         """Changes when the stream does, so that a resumed run can notice other data.

@@ -87,23 +87,25 @@ class Agent(Environment):
 
     async def _run_async(self, arguments: dict[str, Any]) -> None:
         try:
-            self._ended(await self._function(**arguments), "")
+            self._ended(await self._function(**arguments), None)
         except Exception as error:  # noqa: BLE001 - the user's code may raise anything
-            self._ended(None, one_line(error))
+            self._ended(None, error)
 
     def _run_thread(self, loop: asyncio.AbstractEventLoop, arguments: dict[str, Any]) -> None:
+        value: object = None
+        error: Exception | None = None
         try:
-            value, error = self._function(**arguments), ""
+            value = self._function(**arguments)
         except Exception as raised:  # noqa: BLE001 - the user's code may raise anything
-            value, error = None, one_line(raised)
+            error = raised
         if not loop.is_closed():
             loop.call_soon_threadsafe(self._ended, value, error)
 
-    def _ended(self, value: object, error: str) -> None:
+    def _ended(self, value: object, error: Exception | None) -> None:
         assert self._episode is not None
         number = isinstance(value, (int, float)) and math.isfinite(value)
-        if error:
-            self._episode.fail(f"the agent failed: {error}")
+        if error is not None:
+            self._episode.fail(f"the agent failed: {one_line(error)}", error)
         elif value is not None and not number:
             self._episode.fail(f"the agent returned {value!r}, not a finite number or None")
         else:

@@ -94,8 +94,10 @@ class Episode:
         self.events.put_nowait(self.call)
         return self.call
 
-    def fail(self, reason: str) -> None:
-        self.events.put_nowait(RuntimeError(reason))
+    def fail(self, reason: str, cause: Exception | None = None) -> None:
+        failure = RuntimeError(reason)
+        failure.__cause__ = cause  # whoever raises it shows where the agent did
+        self.events.put_nowait(failure)
 
     def answer(self, turn: Turn) -> None:
         assert self.call is not None, "an episode without a request has no turn"

@@ -21,7 +21,7 @@ from dora_rl.envs.base import Environment, Observation, Row
 from dora_rl.envs.load import LoadedEnvironment
 from dora_rl.envs.text import TurnText, turns_of
 from dora_rl.types import GroupId, RequestId, Version
-from dora_rl.user_code import one_line
+from dora_rl.user_code import one_line, raised
 
 THREADS_MAX = 256  # steps of synchronous environments at once
 
@@ -77,18 +77,18 @@ class Raised:
     reason: str
 
 
-async def _awaited(awaitable: Awaitable[Any]) -> Any:
+async def _awaited(label: str, awaitable: Awaitable[Any]) -> Any:
     try:
         return await awaitable
     except Exception as error:  # noqa: BLE001 - the user's code may raise anything
-        return Raised(one_line(error))
+        return Raised(raised(f"environment {label}", error))
 
 
-def _called(method: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+def _called(label: str, method: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     try:
         return method(*arguments)
     except Exception as error:  # noqa: BLE001 - the user's code may raise anything
-        return Raised(one_line(error))
+        return Raised(raised(f"environment {label}", error))
 
 
 class Host:
@@ -174,15 +174,15 @@ class Host:
         limit_s, native = loaded.entry.timeout_s, inspect.iscoroutinefunction(method)
         try:
             if native:
-                found = await asyncio.wait_for(_awaited(method(*arguments)), limit_s)
+                found = await asyncio.wait_for(_awaited(loaded.label, method(*arguments)), limit_s)
             else:
-                called = self._threads.submit(_called, method, arguments)
+                called = self._threads.submit(_called, loaded.label, method, arguments)
                 self._called.add(called)
                 called.add_done_callback(self._called.discard)
                 found = await asyncio.wait_for(asyncio.wrap_future(called), limit_s)
                 if isinstance(found, Awaitable):
                     native = True
-                    found = await asyncio.wait_for(_awaited(found), limit_s)
+                    found = await asyncio.wait_for(_awaited(loaded.label, found), limit_s)
         except TimeoutError:
             reason = f"the environment {loaded.label} did not answer within {limit_s:g} s"
             raise StepError(reason, hung=not native) from None

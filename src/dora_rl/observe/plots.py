@@ -22,7 +22,7 @@ from dora_rl.types import UserError
 
 FORMATS = (".png", ".svg", ".pdf")
 # Names of evaluations that are no score between 0 and 1.
-_NOT_SCORES = ("length", "num_")
+_NOT_SCORES = ("length", "num_", "failure")
 _CURVES = ("#0072b2", "#d55e00", "#009e73", "#aa4f85", "#e69f00", "#56b4e9")
 
 
@@ -105,7 +105,7 @@ def _curves(
     names = [n for n in (evaluations[0] if evaluations else {}) if n.startswith("eval/")]
     names = [name for name in names if not any(word in name for word in _NOT_SCORES)]
     for place, name in enumerate(names[:5], start=1):
-        there = [line for line in evaluations if name in line]
+        there = [line for line in evaluations if line.get(name) is not None]
         xs, ys = [line["version"] for line in there], [line[name] for line in there]
         colour, label = _CURVES[place], name.removeprefix("eval/")
         axes[0].plot(xs, ys, "o--", color=colour, linewidth=1.1, markersize=3.5, label=label)

@@ -43,8 +43,11 @@ class ItemReward:
         scorer: Callable[[ScoreItem], float | None],
         timeout_s: float,
         late: float | None = None,
+        *,
+        needs_answer: bool = False,
     ) -> None:
         self.name = name
+        self.needs_answer = needs_answer
         self._scorer = scorer
         self._timeout_s = timeout_s
         self._late = late
@@ -80,7 +83,8 @@ def _makers(base_dir: Path, limits: CallLimits) -> dict[str, Callable[..., Rewar
         # A formula that takes for ever (9^9^9) is a wrong answer, not a broken reward.
         timeout_s = min(options.pop("timeout_s", mathematics.TIMEOUT_S), limits.timeout_s)
         scorer = mathematics.math(**options)
-        return ItemReward("math", scorer, timeout_s, late=options.get("miss", 0.0))
+        late = options.get("miss", 0.0)
+        return ItemReward("math", scorer, timeout_s, late=late, needs_answer=True)
 
     def code(**options: Any) -> Reward:
         from dora_rl.rewards.code import CodeReward
@@ -113,7 +117,8 @@ def make_builtin(
             return makers[name](**options)
         if name in SIMPLE:
             check_options(name, SIMPLE[name], options)
-            return ItemReward(name, SIMPLE[name](**options), limits.timeout_s)
+            needs = name == "exact" or "{answer}" in str(options.get("pattern", ""))
+            return ItemReward(name, SIMPLE[name](**options), limits.timeout_s, needs_answer=needs)
     except (TypeError, ValueError) as error:
         raise UserError(f"reward: {name}: an option is wrong ({one_line(error)})") from error
     near = difflib.get_close_matches(name, names, n=1)

@@ -19,7 +19,7 @@ from dora_rl.rewards.base import CallLimits, ScoreError, ScoreItem
 from dora_rl.rewards.calls import Expired, deadline, run_async
 from dora_rl.rewards.forms import Form, MissingColumn
 from dora_rl.types import UserError
-from dora_rl.user_code import one_line
+from dora_rl.user_code import raised
 
 NUM_ATTEMPTS_WAITING = 3
 
@@ -70,6 +70,15 @@ class FunctionReward:
         }[self.form]
         return [name for name in self._signature.required if name not in known]
 
+    @property
+    def needs_answer(self) -> bool:
+        """Whether a row without an answer cannot be scored: an argument without a default is it."""
+        return any(name in forms.ANSWER_NAMES for name in self._signature.required)
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        return self._signature.names
+
     def close(self) -> None:
         return None
 
@@ -101,7 +110,8 @@ class FunctionReward:
         try:
             with deadline(self.limits.timeout_s):
                 return self._read(self._function(**self._arguments(items)), len(items))
-        except Expired:
+        except Expired as error:
+            raised(f"reward {self.name}, interrupted after {self.limits.timeout_s:g} s", error)
             return self._expired(len(items))
         except Exception as error:  # noqa: BLE001 - the user's code may raise anything
             return self._raised(error, len(items))
@@ -173,7 +183,8 @@ class FunctionReward:
         hint = ""
         if self.form is Form.PLAIN and "string indices must be integers" in str(error):
             hint = '; if it reads messages, set form = "verifiers"'
-        return [ScoreError(f"raised {one_line(error)}{hint}")] * num_items
+        told = raised(f"reward {self.name}", error)
+        return [ScoreError(f"raised {told}{hint}")] * num_items
 
 
 def _is_failure(outcome: Sequence[float | ScoreError]) -> bool:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from dora_rl.config import RewardConfig, RewardFunction
 from dora_rl.rewards.base import CallLimits, Reward, ScoreError, ScoreItem, load_reward
+from dora_rl.rewards.function import FunctionReward
 from dora_rl.types import UserError
 
 # A score of these is dear and depends on the sample alone.
@@ -34,17 +35,17 @@ class CachedReward:
 
     def __init__(self, reward: Reward, entries_max: int) -> None:
         self.name = reward.name
-        self._reward = reward
+        self.inner = reward
         self._entries_max = entries_max
         self._scores: OrderedDict[bytes, float] = OrderedDict()
         self.num_hits = 0
         self.many = reward.many
 
     def missing(self, columns: Collection[str]) -> list[str]:
-        return self._reward.missing(columns)
+        return self.inner.missing(columns)
 
     def close(self) -> None:
-        self._reward.close()
+        self.inner.close()
 
     def score(self, items: Sequence[ScoreItem]) -> list[float | ScoreError]:
         keys = [item_key(item) for item in items]
@@ -55,7 +56,7 @@ class CachedReward:
             else:
                 fresh.setdefault(key, item)
         self.num_hits += len(items) - len(fresh)
-        made = dict(zip(fresh, self._reward.score(list(fresh.values())), strict=True))
+        made = dict(zip(fresh, self.inner.score(list(fresh.values())), strict=True))
         scores = [made[key] if key in made else self._scores[key] for key in keys]
         self._scores.update({k: s for k, s in made.items() if not isinstance(s, ScoreError)})
         while len(self._scores) > self._entries_max:
@@ -107,6 +108,25 @@ class WeightedSum:
         if not parts:
             return Score(ScoreError(f"reward {self.name}: no function gave a score", True))
         return Score(total, parts)
+
+
+def describe(reward: WeightedSum, config: RewardConfig) -> list[str]:
+    """A line for each function: what it is, and how it will be called."""
+    lines: list[str] = []
+    for entry, one in zip(config.functions, reward.rewards, strict=True):
+        inner = one.inner if isinstance(one, CachedReward) else one
+        text = "built-in"
+        if isinstance(inner, FunctionReward):
+            how = "found by its parameters" if entry.form == "auto" else "as configured"
+            text = f"form {inner.form.value}, {how} ({', '.join(inner.arguments)})"
+        lines.append(f"reward {one.name}: {text}, weight {entry.weight:g}")
+    return lines
+
+
+def needing_answer(reward: WeightedSum) -> list[str]:
+    """The functions that cannot score a row without an answer."""
+    inner = [one.inner if isinstance(one, CachedReward) else one for one in reward.rewards]
+    return [one.name for one in inner if getattr(one, "needs_answer", False)]
 
 
 def build_sum(config: RewardConfig, base_dir: Path) -> WeightedSum:

@@ -21,6 +21,7 @@ from typing import Any
 from dora_rl.config import RunConfig
 from dora_rl.runtime.bench_log import Window, run_figures
 from dora_rl.runtime.cpu_meter import CpuMeter
+from dora_rl.runtime.eval_figures import Figures
 from dora_rl.runtime.gpu_meter import GpuMeter, start_meter
 from dora_rl.runtime.prepare import choose_device
 from dora_rl.runtime.settings import resolve
@@ -197,7 +198,7 @@ class Bench:
         begin, end = figures.pop("begin"), figures.pop("end")
         cpu = meter.between(begin, end)
         figures["cores_used"] = cpu
-        figures["device_idle_ratio"] = max(0.0, 1 - sum(cpu.values()) / len(self.cores))
+        figures["cpu_unused_ratio"] = max(0.0, 1 - sum(cpu.values()) / len(self.cores))
         figures["still_ratio"] = meter.still_between(begin, end)
         if gpu is not None:
             figures["device_idle_ratio"] = figures["still_ratio"] = gpu.idle_ratio(begin, end)
@@ -207,7 +208,7 @@ class Bench:
         self._see(f"{case.name} {split} seed {seed}{' (sweep)' if sweep else ''}", figures)
         return figures
 
-    def _evaluate(self, run_dir: Path) -> dict[str, float]:
+    def _evaluate(self, run_dir: Path) -> Figures:
         from dora_rl.runtime.evaluate_once import evaluate_once
         from dora_rl.runtime.run_models import find_model
 
@@ -217,7 +218,7 @@ class Bench:
 
 def _train(config: RunConfig, run_dir: Path, device: str) -> tuple[CpuMeter, GpuMeter | None]:
     """One run to its end, in a process of its own, watched from outside."""
-    path = run_dir / "bench.json"
+    path = run_dir.with_name(f"{run_dir.name}.json")  # beside it: a run begins in an empty folder
     path.write_text(config.model_dump_json(indent=1) + "\n")
     with (run_dir / "train.log").open("wb") as log:
         child = subprocess.Popen(
@@ -266,8 +267,10 @@ def _row(
         if isinstance(value, int | float) and all(run[key] is not None for run in runs)
     }
     if "eval" in runs[0]:
-        mean["eval_sampled"] = sum(run["eval"]["sampled"] for run in runs) / len(runs)
-        mean["eval_greedy"] = sum(run["eval"]["greedy"] for run in runs) / len(runs)
+        for name in ("sampled", "greedy"):
+            scores = [run["eval"][name] for run in runs]
+            if None not in scores:  # an evaluation that failed has none
+                mean[f"eval_{name}"] = sum(scores) / len(scores)
     return {
         "name": case.name,
         "mode": case.mode.value,

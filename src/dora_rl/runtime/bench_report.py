@@ -16,7 +16,8 @@ Column: TypeAlias = tuple[str, str, str]  # label, figure, format
 SPEED: tuple[Column, ...] = (
     ("tokens/s", "tokens_per_s", ",.0f"),
     ("wall s", "wall_s", ".1f"),
-    ("device idle", "device_idle_ratio", ".2f"),
+    ("GPU idle", "device_idle_ratio", ".2f"),
+    ("CPU not used", "cpu_unused_ratio", ".2f"),
     ("nothing runs", "still_ratio", ".2f"),
     ("rollout idle", "rollout_idle_ratio", ".2f"),
     ("trainer idle", "trainer_idle_ratio", ".2f"),
@@ -84,9 +85,11 @@ def draw_bench(result: dict[str, Any], path: Path) -> None:
     speed.set(title="trained tokens/s, steady state (dots: seeds)", yticks=places)
     speed.set_yticklabels(names)
     speed.invert_yaxis()
+    on_gpu = all("device_idle_ratio" in row["mean"] for row in rows)
+    device = ("device_idle_ratio", "GPU idle") if on_gpu else ("cpu_unused_ratio", "CPU not used")
     for offset, (key, label, colour) in enumerate(
         (
-            ("device_idle_ratio", "device idle", "#444444"),
+            (*device, "#444444"),
             ("rollout_idle_ratio", "rollout idle", "#e08e45"),
             ("trainer_idle_ratio", "trainer idle", "#7aa95c"),
         )

@@ -81,8 +81,9 @@ def evaluate(
     alive: Callable[[], None] = lambda: None,
     turns: EvalTurns | None = None,
 ) -> list[dict[str, Any]]:
-    """Per prompt: the greedy response and `num_samples` sampled ones, as token ids, and the
-    rewards that an environment gave (None: scored by functions).
+    """Per prompt: the greedy response and `num_samples` sampled ones, as token ids, the rewards
+    that an environment gave (None: scored by functions), how each ended, and why it failed ("": it
+    did not).
 
     `alive` is called after every engine step.
     """
@@ -100,9 +101,17 @@ def evaluate(
             "greedy": list(done[RequestId(index, 0)].token_ids),
             "sampled": [list(done[RequestId(index, 1 + s)].token_ids) for s in range(num_samples)],
             "rewards": [done[RequestId(index, s)].reward for s in range(1 + num_samples)],
+            "finishes": [done[RequestId(index, s)].finish.value for s in range(1 + num_samples)],
+            "failures": [_failure(done[RequestId(index, s)]) for s in range(1 + num_samples)],
         }
         for index in range(len(prompts))
     ]
+
+
+def _failure(trajectory: Trajectory) -> str:
+    if trajectory.finish in (Finish.STOP, Finish.LENGTH):
+        return ""
+    return trajectory.error or f"the response was {trajectory.finish.value}"
 
 
 def _generate(
@@ -140,9 +149,12 @@ def _answered(
     params: SamplingParams,
     cut_reward: float | None,
 ) -> Trajectory | None:
-    """An answer whose environment failed counts as wrong."""
+    """The session after an answer, if that ended it. An environment that failed ends it as failed:
+    it has no reward, and says why."""
     if answer.error:
-        answer = replace(answer, done=True, cut=True, reward=0.0, error="")
+        ended = apply_answer(engine, rid, replace(answer, done=True, cut=True, error=""), params)
+        assert ended is not None
+        return replace(ended, reward=None, finish=Finish.ERROR, error=answer.error)
     ended = apply_answer(engine, rid, answer, params)
     if ended is None:
         return None

@@ -7,21 +7,36 @@ when or where it is evaluated. Never writes anything.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import comb
 from pathlib import Path
 from typing import Any
 
 from dora_rl.config import RunConfig
 from dora_rl.rewards.base import Reward, ScoreError, ScoreItem, build
-from dora_rl.runtime.evaluation import Sheet, figures
+from dora_rl.runtime.eval_figures import (
+    Figures,
+    Sheet,
+    TailPrompts,
+    curves,
+    figures,
+    has_failed,
+)
+from dora_rl.runtime.evaluation import NO_REWARD
 from dora_rl.runtime.run_models import FoundModel
 from dora_rl.types import Prompt, UserError
 
 
 def evaluate_once(
-    config: RunConfig, model: FoundModel, *, num_prompts: int, num_samples: int
-) -> dict[str, float]:
-    """Greedy and sampled means, the hardest tenth, lengths, and pass@1 to pass@k."""
+    config: RunConfig,
+    model: FoundModel,
+    *,
+    num_prompts: int,
+    num_samples: int,
+    tail_file: Path | None = None,
+) -> Figures:
+    """Greedy and sampled means, the tail, lengths, pass@1 to pass@k, and how much of it failed.
+
+    `tail_file`: where a run keeps which prompts its tail is.
+    """
     import torch
 
     from dora_rl.data.prompts import open_prompts
@@ -63,8 +78,11 @@ def evaluate_once(
         ]
         for answer in answers
     ]
-    failed = _score(config, sheets, texts, answers)
-    return figures(sheets) | pass_at(sheets) | {"num_unscored": float(failed)}
+    _score(config, sheets, texts, answers)
+    # A single evaluation has no earlier one to take the tail from, except that of a run.
+    tail = TailPrompts(prompts, tail_file)
+    found = figures(sheets, tail.indexes, config.evaluation)
+    return found if has_failed(found) else found | curves(sheets, config.evaluation.success_min)
 
 
 def _score(
@@ -72,59 +90,43 @@ def _score(
     sheets: Sequence[Sheet],
     texts: list[list[str]],
     answers: list[dict[str, Any]],
-) -> int:
-    """Fill the sheets in; an answer that cannot be scored counts as wrong and is counted."""
+) -> None:
+    """Fill the sheets in; an answer that cannot be scored has failed, with the reason."""
     reward = build(config.reward, Path(".")) if config.reward.functions else None
     if reward is None and not config.env.environments:
         raise UserError("reward.functions is empty; give path/to/file.py:name or a built-in")
-    failed = 0
     try:
         for sheet, completions, answer in zip(sheets, texts, answers, strict=True):
-            tokens = (answer["greedy"], *answer["sampled"])
-            items = [_item(sheet.prompt, t, i) for t, i in zip(completions, tokens, strict=True)]
-            values = [
-                known if known is not None else _score_one(reward, item)
-                for known, item in zip(answer["rewards"], items, strict=True)
-            ]
-            failed += sum(value is None for value in values)
-            sheet.greedy, *sheet.sampled = [value or 0.0 for value in values]
+            values: list[float | None] = []
+            for place, completion in enumerate(completions):
+                score = _score_one(reward, sheet.prompt, completion, answer, place)
+                if isinstance(score, ScoreError):
+                    sheet.failures.append(score.reason)
+                values.append(None if isinstance(score, ScoreError) else score)
+            sheet.greedy, *sheet.sampled = values
     finally:
         if reward is not None:
             reward.close()
-    return failed
 
 
-def _score_one(reward: Reward | None, item: ScoreItem) -> float | None:
-    score = reward.score([item])[0] if reward is not None else None
-    return None if score is None or isinstance(score, ScoreError) else float(score)
-
-
-def _item(prompt: Prompt, completion: str, token_ids: Sequence[int]) -> ScoreItem:
-    return ScoreItem(
+def _score_one(
+    reward: Reward | None, prompt: Prompt, completion: str, answer: dict[str, Any], place: int
+) -> float | ScoreError:
+    failure, known = answer["failures"][place], answer["rewards"][place]
+    if failure:
+        return ScoreError(failure)
+    if known is not None:
+        return float(known)
+    if reward is None:
+        return ScoreError(NO_REWARD)
+    token_ids = (answer["greedy"], *answer["sampled"])[place]
+    item = ScoreItem(
         prompt=prompt.columns.get("prompt", prompt.text),  # type: ignore[arg-type]
         prompt_text=prompt.text,
         completion=completion,
         completion_ids=tuple(token_ids),
         answer=prompt.answer,
         columns=prompt.columns,
+        finish=answer["finishes"][place],
     )
-
-
-def pass_at(sheets: Sequence[Sheet]) -> dict[str, float]:
-    """pass@1, 2, 4 … and k, unbiased: the expected best of j among the n sampled rewards.
-
-    >>> pass_at([Sheet(Prompt(0, ()), sampled=[0.0, 1.0])])
-    {'pass@1': 0.5, 'pass@2': 1.0}
-    """
-    num = len(sheets[0].sampled)
-    counts = sorted({1 << i for i in range(num.bit_length()) if 1 << i <= num} | {num})
-    return {
-        f"pass@{j}": sum(_best_of(sorted(s.sampled), j) for s in sheets) / len(sheets)
-        for j in counts
-    }
-
-
-def _best_of(rewards: list[float], count: int) -> float:
-    """Mean of the maximum over all subsets of `count` rewards, given in order."""
-    num = len(rewards)
-    return sum(rewards[i] * comb(i, count - 1) / comb(num, count) for i in range(count - 1, num))
+    return reward.score([item])[0]

@@ -1,7 +1,8 @@
 """Held-out evaluation beside training: which version, which prompts, what came of it.
 
 An evaluation pins the weights it reads, not a place in the window: the version's files stay until
-the evaluator has loaded them.
+its score is known, because the best evaluated version is kept. Invariant: every evaluation that was
+asked for is reported once, with its figures or as failed.
 """
 
 from __future__ import annotations
@@ -9,29 +10,20 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from dora_rl.config import EvaluationConfig
 from dora_rl.runtime.crew import Crew
+from dora_rl.runtime.eval_figures import Figures, Sheet, TailPrompts, failed_figures, figures
 from dora_rl.runtime.scoring import ScoringPool
 from dora_rl.runtime.turns import row_of
 from dora_rl.types import Prompt, Version
 
 NAME = "evaluator"
-FIGURES = ["greedy", "sampled", "pass_at_k", "tail_greedy", "tail_sampled"]
+NO_REWARD = "its environment gave no reward, and reward.functions is empty"
 ATTEMPTS_MAX = 3  # of one evaluation whose evaluator dies
-
-
-@dataclass(slots=True)
-class Sheet:
-    """The answers to one prompt; rewards come in one by one."""
-
-    prompt: Prompt
-    greedy: float = 0.0
-    sampled: list[float] = field(default_factory=list[float])
-    greedy_tokens: int = 0
 
 
 class Evaluations:
@@ -42,18 +34,18 @@ class Evaluations:
         crew: Crew,
         pool: ScoringPool,
         prompts: Sequence[Prompt],
-        num_samples: int,
+        section: EvaluationConfig,
+        tail: TailPrompts,
         decode: Callable[[Sequence[int]], str],
-        done: Callable[[Version, dict[str, float]], None],
+        done: Callable[[Version, Figures], None],
         extra: dict[str, Any],
     ) -> None:
         self._crew, self._pool, self._prompts = crew, pool, prompts
-        self._num_samples, self._decode, self._done = num_samples, decode, done
+        self._section, self._tail, self._decode, self._done = section, tail, decode, done
         self._has_functions = bool(extra["has_functions"])
         self._ready = False
         self._waiting: list[Version] = []
         self.running: Version | None = None
-        self.pinned: Version | None = None
         self._sheets: list[Sheet] = []
         self._open = 0
         self._extra = extra
@@ -75,15 +67,19 @@ class Evaluations:
 
     def pins(self) -> set[Version]:
         """Versions whose files must stay."""
-        return set(self._waiting) | ({self.pinned} if self.pinned is not None else set())
+        return set(self._waiting) | ({self.running} if self.running is not None else set())
 
     def _next(self) -> None:
         if not self._ready or self.running is not None or not self._waiting:
             return
-        self.running = self.pinned = self._waiting.pop(0)
+        self.running = self._waiting.pop(0)
         prompts = [list(prompt.token_ids) for prompt in self._prompts]
         rows = [{**row_of(prompt), "env": prompt.env} for prompt in self._prompts]
-        body = {"version": self.running, "prompts": prompts, "num_samples": self._num_samples}
+        body = {
+            "version": self.running,
+            "prompts": prompts,
+            "num_samples": self._section.num_samples,
+        }
         body |= {"rows": rows}
         self._generating, self._heard_s = True, time.monotonic()
         self._crew.send(NAME, "evaluate", body)
@@ -99,8 +95,6 @@ class Evaluations:
         if kind == "ready":
             self._ready = True
             self._next()
-        elif kind == "loaded":
-            self.pinned = None
         elif kind == "evaluated":
             self._generating = False
             self._score(body["answers"])
@@ -108,53 +102,75 @@ class Evaluations:
     def lost(self) -> None:
         """The evaluator died: the evaluation it was at begins again, a few times."""
         self._ready = False
-        if self.running is not None and self._generating:
-            self._attempts[self.running] += 1
-            if self._attempts[self.running] < ATTEMPTS_MAX:
-                self._waiting.insert(0, self.running)
-            self.running = self.pinned = None
+        version = self.running if self._generating else None
         self._generating = False
+        if version is not None:
+            self.running = None
+            self._attempts[version] += 1
+            if self._attempts[version] < ATTEMPTS_MAX:
+                self._waiting.insert(0, version)
+            else:
+                self._failed(version, f"the evaluator ended {ATTEMPTS_MAX} times while it answered")
         self._crew.restart(NAME)
 
     def give_up(self) -> None:
-        """No evaluator can be had: nothing waits for one any more."""
+        """No evaluator can be had: what waits for one has failed, and nothing waits any more."""
+        due = [self.running] if self.running is not None and self._generating else []
+        due += self._waiting
         self._waiting.clear()
-        self.running = self.pinned = None
+        if due[:1] == [self.running]:
+            self.running = None
+        self._generating = False
+        for version in due:
+            self._failed(version, "the evaluator cannot be started")
+
+    def _failed(self, version: Version, why: str) -> None:
+        num_prompts = len(self._prompts)
+        self._done(version, failed_figures(num_prompts, self._section.num_samples, why))
 
     def _score(self, answers: list[dict[str, Any]]) -> None:
         self._sheets = [Sheet(prompt) for prompt in self._prompts]
         self._open = sum(1 + len(answer["sampled"]) for answer in answers)
         for sheet, answer in zip(self._sheets, answers, strict=True):
             sheet.greedy_tokens = len(answer["greedy"])
-            known = answer["rewards"]
-            self._submit(sheet, answer["greedy"], known[0], sampled=False)
-            for ids, reward in zip(answer["sampled"], known[1:], strict=True):
-                self._submit(sheet, ids, reward, sampled=True)
+            responses = (answer["greedy"], *answer["sampled"])
+            sheet.sampled = [None] * len(answer["sampled"])
+            for place, ids in enumerate(responses):
+                self._submit(sheet, place, ids, answer)
 
-    def _submit(self, sheet: Sheet, ids: list[int], known: float | None, *, sampled: bool) -> None:
-        """Score an answer, unless its environment did (`known`)."""
+    def _submit(self, sheet: Sheet, place: int, ids: list[int], about: dict[str, Any]) -> None:
+        """Score an answer, unless it failed or its environment did. Place 0 is the greedy one."""
+        known, failure = about["rewards"][place], about["failures"][place]
 
         def answer(reward: float | None, why: str) -> None:
-            del why  # an unscored answer counts as wrong
-            if sampled:
-                sheet.sampled.append(reward or 0.0)
+            if reward is None:
+                sheet.failures.append(why or "it has no reward")
+            elif place:
+                sheet.sampled[place - 1] = reward
             else:
-                sheet.greedy = reward or 0.0
+                sheet.greedy = reward
             self._open -= 1
             if not self._open:
                 self._finish()
 
-        if known is not None or not self._has_functions:
-            answer(known, "")
+        if failure or known is not None or not self._has_functions:
+            answer(None if failure else known, failure or NO_REWARD)
             return
-        array = np.asarray(ids, dtype=np.int32)
-        self._pool.submit(sheet.prompt, self._decode(ids), array, "stop", answer)
+        array, finish = np.asarray(ids, dtype=np.int32), about["finishes"][place]
+        self._pool.submit(sheet.prompt, self._decode(ids), array, finish, answer)
 
     def _finish(self) -> None:
         version, self.running = self.running, None
         if version is not None:
-            self._done(version, figures(self._sheets))
+            self._done(version, self._figures(version))
         self._next()
+
+    def _figures(self, version: Version) -> Figures:
+        found = figures(self._sheets, self._tail.indexes, self._section)
+        if self._tail.indexes is None and found["greedy"] is not None:
+            tail = self._tail.choose(version, self._sheets)
+            found = figures(self._sheets, tail, self._section)
+        return found
 
 
 def due(newest: Version, every_steps: int, last: Version) -> list[Version]:
@@ -165,28 +181,3 @@ def due(newest: Version, every_steps: int, last: Version) -> list[Version]:
     """
     wanted = {0, last} | set(range(every_steps, last, every_steps) if every_steps else ())
     return sorted(version for version in wanted if version <= newest)
-
-
-def figures(sheets: Sequence[Sheet]) -> dict[str, float]:
-    """Mean rewards, pass@k, and the same for the hardest tenth of the prompts.
-
-    Hardest: by the data's `difficulty` column where there is one, else by length of the answer.
-    """
-
-    def hardness(sheet: Sheet) -> float:
-        level = sheet.prompt.columns.get("difficulty")
-        return float(level) if isinstance(level, int | float) else float(sheet.greedy_tokens)
-
-    ordered = sorted(sheets, key=hardness)
-    tail = ordered[-max(1, len(ordered) // 10) :]
-    lengths = np.array([sheet.greedy_tokens for sheet in sheets])
-    return {
-        "greedy": float(np.mean([s.greedy for s in sheets])),
-        "sampled": float(np.mean([r for s in sheets for r in s.sampled])),
-        "pass_at_k": float(np.mean([max(s.sampled) for s in sheets])),
-        "tail_greedy": float(np.mean([s.greedy for s in tail])),
-        "tail_sampled": float(np.mean([r for s in tail for r in s.sampled])),
-        "length_median": float(np.median(lengths)),
-        "length_p99": float(np.percentile(lengths, 99)),
-        "num_prompts": float(len(sheets)),
-    }

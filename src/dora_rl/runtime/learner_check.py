@@ -5,10 +5,9 @@ Imports torch only for a loss or an advantage of the user's and for a device tha
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 
-from dora_rl.config import RunConfig
+from dora_rl.config import AlgorithmConfig, RunConfig
 from dora_rl.engine.models import read_spec
 from dora_rl.runtime.model_check import check_weights
 from dora_rl.trainer.losses.recipes import fill, is_users_own
@@ -18,7 +17,7 @@ from dora_rl.trainer.options import (
     AlgorithmOptions,
     TrainerOptions,
     check_attention,
-    check_schedule,
+    check_trainer,
     choose,
     from_section,
 )
@@ -26,18 +25,71 @@ from dora_rl.types import UserError
 
 
 def check_learner(config: RunConfig) -> None:
-    """Losses, schedules, adapters and the reference."""
+    """Losses, sampling, schedules, adapters and the reference."""
     algorithm = from_section(AlgorithmOptions, config.algorithm)
     trainer = from_section(TrainerOptions, config.trainer)
-    fill(algorithm)
-    check_schedule(trainer)
+    _check_sampling(config, fill(algorithm))
+    check_trainer(trainer)
     _check_adapters(config, trainer)
     if trainer.reference_model:
         _check_reference(config, Path(trainer.reference_model))
     if is_users_own(algorithm.loss) or is_users_own(algorithm.advantage or ""):
-        from dora_rl.trainer.losses.registry import resolve
+        _try_own(algorithm, config.rollout.num_samples)
 
-        resolve(algorithm)
+
+def _check_sampling(config: RunConfig, algorithm: AlgorithmOptions) -> None:
+    """The learner's log-probs are of the policy that sampled: docs/algorithms.md says why.
+
+    The learner takes the softmax over the whole vocabulary at one temperature. What was sampled
+    otherwise has ratios far from 1 before anything is learned.
+    """
+    rollout = config.rollout
+    for key, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
+        value = getattr(rollout, key)
+        if value != off:
+            raise UserError(
+                f"rollout.{key} = {value:g}: the learner's log-probs are over the whole vocabulary "
+                "and those of truncated sampling are not, so every ratio would be wrong; train "
+                f"with {off:g} (`dora-rl eval` and `serve` may truncate)"
+            )
+    if rollout.temperature == 0:
+        raise UserError(
+            "rollout.temperature = 0: greedy responses are no samples of a policy, and those of a "
+            "group are all the same; train with a temperature above 0 (evaluations are greedy too)"
+        )
+    own = config.algorithm.temperature
+    against_rollout = algorithm.old_logprobs == "rollout" or algorithm.corrections
+    if own and own != rollout.temperature and against_rollout:
+        raise UserError(
+            f"algorithm.temperature = {own:g}: ratios to the rollout's log-probs, which are at "
+            f"rollout.temperature = {rollout.temperature:g}, would be wrong; leave it out, or set "
+            "algorithm.old_logprobs = 'behaviour' or 'proximal' and no algorithm.corrections"
+        )
+
+
+def _try_own(algorithm: AlgorithmOptions, group_size: int) -> None:
+    """A loss and an advantage of the user's, on a made-up batch."""
+    from dora_rl.trainer.losses.registry import resolve
+    from dora_rl.trainer.losses.trial import try_advantage, try_loss
+
+    objective = resolve(algorithm)
+    if is_users_own(objective.options.loss):
+        try_loss(objective)
+    if is_users_own(objective.advantage):
+        try_advantage(objective, group_size)
+
+
+def describe_own(section: AlgorithmConfig) -> list[str]:
+    """The functions of the user's own that `check_learner` has tried, with their arguments."""
+    lines: list[str] = []
+    for key, name, args in (
+        ("loss", section.loss, section.loss_args),
+        ("advantage", section.advantage or "", section.advantage_args),
+    ):
+        if is_users_own(name):
+            given = "".join(f", {word} = {value}" for word, value in args.items())
+            lines.append(f"{key} {name}: tried on a made-up batch{given}")
+    return lines
 
 
 def check_learner_device(config: RunConfig, device: str) -> None:
@@ -54,13 +106,10 @@ def check_learner_device(config: RunConfig, device: str) -> None:
 def _check_adapters(config: RunConfig, trainer: TrainerOptions) -> None:
     if not trainer.lora_rank:
         return
-    if find_spec("peft") is None:
-        raise UserError("trainer.lora_rank needs the package peft: pip install peft")
     spec = read_spec(config.model.path)
     dense = spec.moe is None or len(spec.moe.sparse_layers) < spec.num_layers
-    known: list[str] = [*(LINEAR_LAYERS if dense else ATTENTION_LAYERS)]
-    if trainer.lora_publish == "merged" and not spec.tied:
-        known.append("lm_head")  # instances have adapters for the layers of the blocks alone
+    # The layers of the blocks: neither learner nor instances have an adapter for the output matrix.
+    known = LINEAR_LAYERS if dense else ATTENTION_LAYERS
     for target in trainer.lora_targets:
         choose("layer in trainer.lora_targets", target, known)
 

@@ -43,6 +43,13 @@ from dora_rl.runtime.carrier import Carrier, SameHost
 from dora_rl.runtime.crew import Crew, Letter
 from dora_rl.runtime.devices import EVALUATOR_SHARE
 from dora_rl.runtime.env_relay import EnvRelay
+from dora_rl.runtime.eval_figures import (
+    TAIL_FILE,
+    Figures,
+    TailPrompts,
+    best_evaluated,
+    has_failed,
+)
 from dora_rl.runtime.evaluation import Evaluations, due
 from dora_rl.runtime.full_disk import DISK_ERRORS, full_line, is_full
 from dora_rl.runtime.gpu_meter import GpuMeter, start_meter
@@ -60,6 +67,8 @@ from dora_rl.runtime.resume import write_config
 from dora_rl.runtime.samples import Samples
 from dora_rl.runtime.scoring import ScoringPool
 from dora_rl.runtime.settings import core_params
+from dora_rl.runtime.system_errors import system_line
+from dora_rl.runtime.user_errors import UserErrors
 from dora_rl.runtime.versions import Versions
 from dora_rl.runtime.watchdog import Watchdog
 from dora_rl.runtime.weights import WeightsError
@@ -72,6 +81,20 @@ TICK_S = 0.5
 class MonotonicClock:
     def now(self) -> float:
         return time.monotonic()
+
+
+def refused(run_dir: Path, lock: RunLock, error: BaseException) -> str | None:
+    """What the machine refused a run, in one line; None: it was not the machine."""
+    if not lock.is_there():
+        return gone_line(run_dir)
+    return full_line(run_dir, error) if is_full(error) else system_line(error)
+
+
+def gone_line(run_dir: Path) -> str:
+    return (
+        f"the run directory {run_dir} was deleted or moved while the run was going on; "
+        "it cannot go on there"
+    )
 
 
 class LocalRun:
@@ -100,6 +123,7 @@ class LocalRun:
         self.samples = self._open_samples()
         committed = state.committed if resume else None
         self.records = open_records(config, committed, lambda line: self.on_wait([line]))
+        self.user_errors = UserErrors(self.run_dir, lambda line: self.on_wait([line]))
         self.journals = Journals(self.run_dir / "journal")
         self.versions = Versions(self.run_dir / "weights", layout.weights_root)
         self.crew, self.carrier = self._hire()
@@ -118,7 +142,7 @@ class LocalRun:
         self.stop: act.Stop | None = None
         self.later: deque[ev.Event] = deque()
         self.dropped: Counter[str] = Counter()
-        self.on_step: Callable[[dict[str, float]], None] = lambda line: None
+        self.on_step: Callable[[dict[str, Any]], None] = lambda line: None
         self.on_wait: Callable[[list[str]], None] = lambda lines: None
 
     def _open_samples(self) -> Samples:
@@ -141,11 +165,12 @@ class LocalRun:
         has_functions = bool(self.config.reward.functions)
         share = {"device": self.layout.device, "memory_share": EVALUATOR_SHARE}
         extra = share | {"has_functions": has_functions}
+        tail = TailPrompts(prompts, self.run_dir / TAIL_FILE)
         return Evaluations(
-            self.crew, self.pool, prompts, e.num_samples, self.decode, self._evaluated, extra
+            self.crew, self.pool, prompts, e, tail, self.decode, self._evaluated, extra
         )
 
-    def _evaluated(self, version: Version, figures: dict[str, float]) -> None:
+    def _evaluated(self, version: Version, figures: Figures) -> None:
         self.records.evaluation(version, figures)
         score = figures.get(self.config.checkpoint.best_metric.removeprefix("eval/"))
         if score is not None and version:
@@ -156,14 +181,16 @@ class LocalRun:
     # -- the loop ---------------------------------------------------------------------------------
 
     def run(self, interrupted: Callable[[], bool]) -> act.Stop:
-        """Until the core says stop and the last evaluation is in. A full disk stops it too."""
+        """Until the core says stop and the last evaluation is in. A full disk, no memory and a run
+        directory that is gone stop it too."""
         try:
             self._start()
             return self._run(interrupted)
-        except DISK_ERRORS as error:
-            if not is_full(error):
-                raise
-            self.stop = act.Stop(full_line(self.run_dir, error), done=False)
+        except (*DISK_ERRORS, MemoryError) as error:
+            line = refused(self.run_dir, self.lock, error)
+            if line is None:
+                raise  # a mistake of ours
+            self.stop = act.Stop(line, done=False)
             return self.stop
 
     def _start(self) -> None:
@@ -176,7 +203,7 @@ class LocalRun:
         if self.resume:
             self.samples.keep_only(self.state.groups.keys())
             self.journals.collect(alive=set(self.state.groups))
-            self.versions.keep_only(self.state, self._evaluations_missing())
+            self.versions.keep_only(self.state, {*self._evaluations_missing(), *self._best()})
             self.handle(ev.Resumed(self.params))
             for version in self._evaluations_missing():
                 self._ask_evaluation(version)
@@ -221,6 +248,9 @@ class LocalRun:
         return self.stop
 
     def _tick(self) -> None:
+        if not self.lock.is_there():
+            self.stop = act.Stop(gone_line(self.run_dir), done=False)
+            return
         self.handle(ev.Tick())
         self.carrier.tick()
         self.pool.check_time()
@@ -246,18 +276,22 @@ class LocalRun:
 
     def close(self) -> dict[str, Any]:
         """End the workers and write the summary. What the disk has no room for is left out."""
+        if self.stop is None or not self.stop.done:
+            self.records.cut_short()
         self.crew.end(self.config.runtime.grace_s)
         reason = self.stop.reason if self.stop is not None else "cut off"
-        mode, cores = self.params.mode.value, self.layout.num_cores
+        mode, best = self.params.mode.value, self.config.checkpoint
+        cores = self.layout.num_cores if self.config.runtime.kind == "local" else 0
         summary: dict[str, Any] = {}
         idle = self._end_device()
         try:
-            summary = self.records.summary(mode, self.state.committed, reason, cores, idle)
+            self.user_errors.close()
+            summary = self.records.summary(mode, self.state.committed, reason, cores, idle, best)
             self.records.close()
             self.samples.close()
             self.log.close()
         except DISK_ERRORS as error:
-            if not is_full(error):
+            if not is_full(error) and self.lock.is_there():
                 raise
         shutil.rmtree(self.layout.transfer_root, ignore_errors=True)
         self.versions.release()
@@ -265,13 +299,14 @@ class LocalRun:
         return summary
 
     def _end_device(self) -> float | None:
-        """The GPU's idle ratio, where the run used one."""
+        """The GPU's idle ratio in the training time, where the run used one."""
         if self.mps is not None:
             self.mps.end()
         if self.meter is None:
             return None
         self.meter.end()
-        return self.meter.idle_ratio()
+        begin = self.records.training_began
+        return self.meter.idle_ratio(begin, self.records.step_began) if begin else None
 
     # -- what workers say -------------------------------------------------------------------------
 
@@ -298,6 +333,9 @@ class LocalRun:
                 self.records.usage(name, letter.life, body["busy_s"], body["cpu_s"])
             case "exported" | "imported" | "import_failed":
                 on_moving(self, name, message)
+            case "user_error":
+                self.records.totals.num_user_errors += 1
+                self.user_errors.add(name, message.body)
             case "scored":
                 self.pool.scored(name, message.body)
             case "ready" if name.startswith("learner"):
@@ -386,15 +424,23 @@ class LocalRun:
         return due(newest, every, self.params.num_steps) if self.evaluations is not None else []
 
     def _evaluations_missing(self) -> list[Version]:
-        """Due, not done, and still possible: a crash came between."""
+        """Due, not done or failed, and still possible: a crash came between."""
         done, there = self.records.totals.evaluations, self.versions.disk.versions()
         due = self._evaluations_due(self.state.committed)
-        return [version for version in due if version not in done and version in there]
+        missing = [version for version in due if version not in done or has_failed(done[version])]
+        return [version for version in missing if version in there]
 
     def _ask_evaluation(self, version: Version) -> None:
         assert self.evaluations is not None
         self.evaluations.ask(version)
 
+    def _best(self) -> set[Version]:
+        """The best version that was evaluated, whose weights stay until there is a better one."""
+        section = self.config.checkpoint
+        done = self.records.totals.evaluations if section.keep_best else {}
+        best = best_evaluated(done, section.best_metric, is_max=section.best_is_max)
+        return {best[0]} if best is not None else set()
+
     def retire_unpinned(self) -> None:
         pins = self.evaluations.pins() if self.evaluations is not None else set[Version]()
-        self.carrier.retire(self.versions.retire_all_but(pins))
+        self.carrier.retire(self.versions.retire_all_but(pins | self._best()))

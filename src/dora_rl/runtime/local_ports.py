@@ -49,6 +49,7 @@ class FleetPort:
         if not isinstance(action, act.Dispatch):
             run.crew.send(name, "order", body)
             return
+        run.records.work_begins()
         prompt = run.train.prompt(action.prompt)
         resumes: dict[str, Any] = {}
         for sample in action.samples if action.resume else ():
@@ -83,6 +84,7 @@ class LearnerPort:
         body: dict[str, Any] = {"action": encode_learner(action)}
         arrays = None
         if isinstance(action, act.Feed):
+            run.records.work_begins()
             batch = run.state.batches[action.step]
             prompt = run.train.prompt(run.state.groups[action.group].prompt)
             more, arrays = run.samples.feed(action, prompt.token_ids)

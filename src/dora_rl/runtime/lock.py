@@ -22,7 +22,8 @@ class RunLock:
 
     def __init__(self, run_dir: Path, wait_s: float = WAIT_S) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
-        self.fd = os.open(run_dir / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        self._path = run_dir / ".lock"
+        self.fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
         until = time.monotonic() + wait_s
         while True:
             try:
@@ -35,6 +36,13 @@ class RunLock:
                         f"{run_dir} is in use by another dora-rl; end it, or set runtime.run_dir"
                     ) from None
             time.sleep(POLL_S)
+
+    def is_there(self) -> bool:
+        """False: the run directory was deleted or moved under the run."""
+        try:
+            return os.path.samestat(os.stat(self._path), os.fstat(self.fd))
+        except OSError:
+            return False
 
     def release(self) -> None:
         os.close(self.fd)

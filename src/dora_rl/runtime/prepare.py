@@ -17,9 +17,9 @@ from dora_rl.engine.options import EngineOptions
 from dora_rl.envs.load import label_of, load_environments
 from dora_rl.rewards.base import build
 from dora_rl.runtime.engines import check_backend
-from dora_rl.runtime.evaluation import FIGURES
+from dora_rl.runtime.eval_figures import SCORES
 from dora_rl.runtime.layout import Layout, plan_layout
-from dora_rl.runtime.learner_check import check_learner, check_learner_device
+from dora_rl.runtime.learner_check import check_learner, check_learner_device, describe_own
 from dora_rl.runtime.model_check import check_model_files
 from dora_rl.runtime.sinks import check_sinks
 from dora_rl.runtime.tokenizer import open_tokenizer
@@ -44,6 +44,7 @@ class Prepared:
             f"{len(layout.instances)} instances on {layout.device}, up to "
             f"{layout.resident_max} versions each; learner with {layout.learner_threads} threads",
             *self.train.describe(),
+            *describe_own(self.config.algorithm),
             *_describe_environments(self.config),
             f"run directory {self.config.runtime.run_dir}",
         ]
@@ -111,8 +112,8 @@ def check_context(config: RunConfig, engine: EngineOptions, prompt_tokens: int) 
 def check_best_metric(config: RunConfig) -> None:
     """The best checkpoint is chosen by a figure that evaluations have."""
     metric = config.checkpoint.best_metric
-    if config.checkpoint.keep_best and metric.removeprefix("eval/") not in FIGURES:
-        names = ", ".join(f"eval/{name}" for name in FIGURES)
+    if config.checkpoint.keep_best and metric.removeprefix("eval/") not in SCORES:
+        names = ", ".join(f"eval/{name}" for name in SCORES)
         raise UserError(f"checkpoint.best_metric: {metric!r} is not measured; give one of {names}")
 
 

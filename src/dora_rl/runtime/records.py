@@ -4,13 +4,15 @@ Only adds up what it is told; never decides. Names follow the field (design, sec
 
 A step's lines are written before its log record. Invariant: after a resume the files hold exactly
 the steps that the log calls committed, each once; totals go over the whole run, not over the time
-since the last resume.
+since the last resume. What the figures mean is in `observe.measures`.
 """
 
 from __future__ import annotations
 
 import json
+import resource
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,7 +20,17 @@ from typing import Any
 
 import numpy as np
 
-from dora_rl.config import RunConfig
+from dora_rl.config import CheckpointConfig, RunConfig
+from dora_rl.observe.measures import (
+    WINDOW_STEPS,
+    idle_ratio,
+    rollout_busy_s,
+    tokens_of_line,
+    tokens_per_s,
+    tokens_written,
+    trainer_busy_s,
+)
+from dora_rl.runtime.eval_figures import Figures, best_evaluated
 from dora_rl.runtime.lines import cut_lines, keep_lines, read_lines
 from dora_rl.runtime.sink_writers import RunFacts
 from dora_rl.runtime.sinks import Sinks
@@ -59,13 +71,17 @@ class Totals:
     staleness_sum: float = 0.0
     staleness_max: int = 0
     rewards: list[float] = field(default_factory=list[float])
-    evaluations: dict[int, dict[str, float]] = field(default_factory=dict[int, dict[str, float]])
+    evaluations: dict[Version, Figures] = field(default_factory=dict[Version, Figures])
+    steps_s: float = 0.0  # sum of time/step
     wall_s: float = 0.0  # before the last resume
+    startup_s: float = 0.0
+    cut_s: float = 0.0  # training time of steps that an end of the run cut short
     tokens_generated: int = 0
     discarded_tokens: int = 0
     migrations: int = 0
     kv_bytes_moved: int = 0
     num_resumes: int = 0
+    num_user_errors: int = 0  # what the user's code raised; see user_errors.log
     cpu_s: dict[str, float] = field(default_factory=dict[str, float])
     busy_s: dict[str, float] = field(default_factory=dict[str, float])
 
@@ -78,7 +94,8 @@ class Totals:
                 if name.startswith("eval/")
             }
             return
-        self.tokens_trained += line["num_tokens"]
+        self.tokens_trained += tokens_of_line(line)
+        self.steps_s += line["time/step"]
         self.samples += line["num_samples"]
         self.staleness_sum += line["staleness/mean"] * line["num_samples"]
         self.staleness_max = max(self.staleness_max, line["staleness/max"])
@@ -97,7 +114,10 @@ def by_environment(samples: Sequence[TrainedSample]) -> dict[str, float]:
     return found
 
 
-KEPT = "wall_s tokens_generated discarded_tokens migrations kv_bytes_moved num_resumes cpu_s busy_s"
+KEPT = (
+    "wall_s startup_s cut_s tokens_generated discarded_tokens migrations kv_bytes_moved "
+    "num_resumes num_user_errors cpu_s busy_s"
+)
 
 
 class Records:
@@ -115,6 +135,8 @@ class Records:
         self._sinks = sinks
         metrics, samples = run_dir / "metrics.jsonl", run_dir / "rollouts.jsonl"
         self.totals = Totals()
+        # Tokens and seconds of the last steps.
+        self._recent: deque[tuple[int, float]] = deque(maxlen=WINDOW_STEPS)
         if committed is not None:
             cut_lines(samples, lambda line: line["step"] < committed)
             keep_lines(metrics, lambda line: line.get("step", -1) < committed)
@@ -123,6 +145,8 @@ class Records:
         self._rollouts = samples.open("a") if rollouts else None
         self.began = time.monotonic()
         self.step_began = self.began
+        self.training_began: float | None = None
+        self._cpu_s = cpu_time_s()
         self._lives: dict[str, int] = {}
         self._base: dict[str, tuple[float, float]] = {}
         self._keep()
@@ -130,6 +154,8 @@ class Records:
     def _recall(self, metrics: Path) -> None:
         for line in read_lines(metrics):
             self.totals.add(line)
+            if "step" in line:
+                self._recent.append((tokens_of_line(line), line["time/step"]))
         path = self.run_dir / "totals.json"
         for name, value in (json.loads(path.read_text()) if path.is_file() else {}).items():
             setattr(self.totals, name, value)
@@ -144,6 +170,16 @@ class Records:
     def wall_s(self) -> float:
         return self.totals.wall_s + time.monotonic() - self.began
 
+    @property
+    def training_s(self) -> float:
+        return self.totals.steps_s + self.totals.cut_s
+
+    def work_begins(self) -> None:
+        """A request or a group is given out. With the first one the start-up is over."""
+        if self.training_began is None:
+            self.training_began = self.step_began = time.monotonic()
+            self.totals.startup_s += self.training_began - self.began
+
     def step(
         self,
         step: StepIndex,
@@ -157,11 +193,15 @@ class Records:
         stale = [step - s.version for s in samples]
         lengths = np.array([s.num_tokens for s in samples])
         rewards = [s.reward for s in samples]
-        tokens = int(lengths.sum()) + sum(s.num_prompt for s in samples)
+        tokens = sum(tokens_written(s.num_tokens, s.turns) for s in samples)
+        self._recent.append((tokens, took))
+        if "lr" in metrics:  # the learner adds up in single precision
+            metrics = metrics | {"lr": float(f"{metrics['lr']:.7g}")}
         line = {
             "step": step,
             **metrics,
-            "num_tokens": tokens,
+            "tokens_trained": tokens,
+            "num_tokens": int(lengths.sum()) + sum(s.num_prompt for s in samples),
             "num_samples": len(samples),
             "reward/mean": float(np.mean(rewards)),
             "reward/std": float(np.std(rewards)),
@@ -175,7 +215,7 @@ class Records:
             "response_length/max": int(lengths.max()),
             **by_environment(samples),
             "time/step": took,
-            "perf/tokens_per_s": tokens / took,
+            "perf/tokens_per_s": tokens_per_s(*zip(*self._recent, strict=True)) or 0.0,
             **{f"dropped/{name}": count for name, count in dropped.items()},
         }
         for sample in samples if self._rollouts is not None else ():
@@ -189,7 +229,7 @@ class Records:
         record = {name: getattr(sample, name) for name in TrainedSample.__slots__}
         self._rollouts.write(json.dumps({"step": step, **record}) + "\n")
 
-    def evaluation(self, version: Version, figures: dict[str, float]) -> None:
+    def evaluation(self, version: Version, figures: Figures) -> None:
         self._write({"version": version, **{f"eval/{k}": v for k, v in figures.items()}})
 
     def continued(self, record: dict[str, Any]) -> None:
@@ -222,12 +262,17 @@ class Records:
         self._replace("totals.json", body)
 
     def summary(
-        self, mode: str, steps: int, reason: str, num_cores: int, idle: float | None = None
+        self,
+        mode: str,
+        steps: int,
+        reason: str,
+        num_cores: int,
+        idle: float | None = None,
+        best: CheckpointConfig | None = None,
     ) -> dict[str, Any]:
-        """The figures of the whole run; written to summary.json. `idle`: of its GPU, if any."""
+        """The figures of the whole run; written to summary.json. `idle`: of its GPU, if any;
+        `num_cores` 0: its processes are not all on this machine."""
         totals, wall = self.totals, self.wall_s
-        cores_idle = max(0.0, 1 - sum(totals.cpu_s.values()) / (wall * num_cores))
-        rollout = [busy for n, busy in totals.busy_s.items() if not n.startswith("learner")]
         evaluations = [totals.evaluations[v] for v in sorted(totals.evaluations)]
         figures = {
             "mode": mode,
@@ -235,26 +280,49 @@ class Records:
             "stopped": reason,
             "num_resumes": totals.num_resumes,
             "wall_s": wall,
+            "startup_s": totals.startup_s,
+            "training_s": self.training_s,
             "tokens_trained": totals.tokens_trained,
             "tokens_generated": totals.tokens_generated,
-            "tokens_per_s": totals.tokens_trained / wall,
+            "tokens_per_s": tokens_per_s([totals.tokens_trained], [self.training_s]),
             "reward_first": totals.rewards[0] if totals.rewards else None,
             "reward_last": totals.rewards[-1] if totals.rewards else None,
             "eval_first": evaluations[0] if evaluations else None,
             "eval_last": evaluations[-1] if evaluations else None,
+            "best": self._best(best or CheckpointConfig()),
             "staleness_mean": totals.staleness_sum / max(1, totals.samples),
             "staleness_max": totals.staleness_max,
             "mixed_version_frac": totals.mixed / max(1, totals.samples),
             "discarded_tokens": totals.discarded_tokens,
-            "device_idle_ratio": cores_idle if idle is None else idle,
-            "rollout_idle_ratio": 1 - sum(rollout) / (wall * max(1, len(rollout))),
-            "trainer_idle_ratio": 1 - totals.busy_s.get("learner", 0.0) / wall,
+            "device_idle_ratio": idle,
+            "cpu_unused_ratio": self._cpu_unused(num_cores),
+            "rollout_idle_ratio": idle_ratio(rollout_busy_s(totals.busy_s), self.training_s),
+            "trainer_idle_ratio": idle_ratio(trainer_busy_s(totals.busy_s), self.training_s),
             "migrations": totals.migrations,
             "kv_bytes_moved": totals.kv_bytes_moved,
+            "num_user_errors": totals.num_user_errors,
         }
         self._keep()
         self._replace("summary.json", figures)
         return figures
+
+    def _best(self, section: CheckpointConfig) -> dict[str, Any] | None:
+        best = best_evaluated(
+            self.totals.evaluations, section.best_metric, is_max=section.best_is_max
+        )
+        return dict(zip(("version", "metric", "value"), best, strict=True)) if best else None
+
+    def _cpu_unused(self, num_cores: int) -> float | None:
+        """Since the last start: the CPU time of a controller that was killed is not known."""
+        lasted = time.monotonic() - self.began
+        if not num_cores or lasted <= 0:
+            return None
+        return max(0.0, 1 - (cpu_time_s() - self._cpu_s) / (lasted * num_cores))
+
+    def cut_short(self) -> None:
+        """The run ends in the middle of a step: the time is spent, whatever becomes of it."""
+        if self.training_began is not None:
+            self.totals.cut_s += time.monotonic() - self.step_began
 
     def _replace(self, name: str, body: dict[str, Any]) -> None:
         path = self.run_dir / name
@@ -268,6 +336,12 @@ class Records:
         self._metrics.close()
         if self._rollouts is not None:
             self._rollouts.close()
+
+
+def cpu_time_s() -> float:
+    """Of this process and of all workers that have ended."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)
 
 
 def _parts_means(samples: Sequence[TrainedSample]) -> dict[str, float]:

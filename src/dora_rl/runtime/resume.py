@@ -25,16 +25,55 @@ FIXED = (
     "trainer.lora_rank",
 )
 
+AS_GOOD_AS_EMPTY = (".gitkeep", ".gitignore", "lost+found")
+
 
 def check_run_dir(run_dir: Path, *, resume: bool) -> None:
     """A run is begun in a directory without one and resumed in a directory with one."""
-    used = any((run_dir / "events").glob("*.jsonl"))
+    used = _holds_run(run_dir)
     if resume and not used:
         raise UserError(f"{run_dir} holds no run to resume; leave --resume out to begin one")
     if used and not resume:
         raise UserError(
             f"{run_dir} already holds a run; add --resume, or set runtime.run_dir=DIRECTORY"
         )
+    if not used and (found := _foreign(run_dir)):
+        raise UserError(
+            f"runtime.run_dir: {run_dir} is not empty and not of a run (it has {found}); "
+            "give a new or empty directory"
+        )
+
+
+def check_not_moved(config_file: Path, run_dir: Path) -> None:
+    """The config.json of a run that was moved or copied still names its old place."""
+    here = config_file.parent
+    if config_file.name != "config.json" or not _holds_run(here):
+        return
+    if here.resolve() != run_dir.resolve():
+        raise UserError(
+            f"{here} holds a run that began in {run_dir}; if it was moved or copied, "
+            f"add runtime.run_dir={here}"
+        )
+
+
+def _holds_run(run_dir: Path) -> bool:
+    return any((run_dir / "events").glob("*.jsonl"))
+
+
+def _foreign(run_dir: Path) -> str:
+    """A name in a directory that is not ours; empty: it is, or has nothing but logs (of the shell
+    that starts us). `data.json` is the first that a run writes."""
+    if not run_dir.is_dir() or (run_dir / "events").is_dir() or _is_ours(run_dir / "data.json"):
+        return ""
+    names = sorted(path.name for path in run_dir.iterdir() if path.suffix != ".log")
+    return next((name for name in names if name not in AS_GOOD_AS_EMPTY), "")
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        return "fingerprint" in json.loads(path.read_text())
+    except (OSError, ValueError):
+        return False
 
 
 def make_run_dir(run_dir: Path) -> None:

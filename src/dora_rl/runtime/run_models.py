@@ -4,25 +4,26 @@ Reads only; a run may still be going on. Invariant: what is found is complete: c
 sealed versions appear under their names only when every byte is there.
 
     find_model(Path("runs/quickstart"), "last")   newest sealed version or checkpoint
-    find_model(Path("runs/quickstart"), "best")   the checkpoint with the best evaluation
+    find_model(Path("runs/quickstart"), "best")   the version with the best evaluation
     find_model(Path("Qwen3-0.6B"))                a Hugging Face directory, as it is
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dora_rl.runtime.eval_figures import Figures, best_evaluated
+from dora_rl.runtime.system_errors import number_of
 from dora_rl.types import UserError, Version
 
 if TYPE_CHECKING:
     from dora_rl.config import RunConfig
     from dora_rl.runtime.weights import SealedFile
-
-FALLBACK_METRIC = "eval/sampled"  # where the configured one was never measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +83,9 @@ def find_model(path: Path, step: str = "last") -> FoundModel:
         raise UserError(f"{path} has no checkpoint and no sealed weights yet")
     if step == "last":
         return found[max(found)]
-    version = _best(path, found) if step == "best" else _number(step, found)
-    return found[version]
+    if step == "best":
+        return _best(path, found)
+    return found[_number(step, found)]
 
 
 def newer_model(run: Path, than: Version) -> FoundModel | None:
@@ -142,26 +144,37 @@ def _number(step: str, found: dict[Version, FoundModel]) -> Version:
     return int(step)
 
 
-def _best(run: Path, found: dict[Version, FoundModel]) -> Version:
-    """By the rating beside a checkpoint, else by what metrics.jsonl says of versions still here."""
+def _best(run: Path, found: dict[Version, FoundModel]) -> FoundModel:
+    """The version that was evaluated best, and no other, whether or not it has a checkpoint."""
     config = run_config(run)
-    best = _checkpoints(run, config).best()
-    if best is not None:
-        return best.step + 1
-    scores = _scores(run, config.checkpoint.best_metric) or _scores(run, FALLBACK_METRIC)
-    kept = {version: score for version, score in scores.items() if version in found}
-    if not kept:
-        raise UserError(f"--step best: no version that {run} still keeps was evaluated; use last")
-    sign = 1.0 if config.checkpoint.best_is_max else -1.0
-    return max(kept, key=lambda version: (sign * kept[version], -version))
+    metric, is_max = config.checkpoint.best_metric, config.checkpoint.best_is_max
+    evaluations = _evaluations(run)
+    best = best_evaluated(evaluations, metric, is_max=is_max)
+    if best is None:
+        raise UserError(f"--step best: {run} has no evaluation with a score; use last")
+    version, name, value = best
+    if version in found:
+        return found[version]
+    if version == 0:  # what the run began with
+        return FoundModel(f"version 0 of {run} ({config.model.path})", 0, Path(config.model.path))
+    kept = {v: figures for v, figures in evaluations.items() if v in found}
+    next_best = best_evaluated(kept, metric, is_max=is_max)
+    instead = f"--step {next_best[0]} ({next_best[2]:.4g})" if next_best else "--step last"
+    raise UserError(
+        f"--step best: version {version} is best ({name} {value:.4g}) and {run} does not keep its "
+        f"weights; use {instead}"
+    )
 
 
-def _scores(run: Path, metric: str) -> dict[Version, float]:
+def _evaluations(run: Path) -> dict[Version, Figures]:
     path = run / "metrics.jsonl"
-    if not path.is_file():
-        return {}
-    lines = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
-    return {line["version"]: line[metric] for line in lines if metric in line}
+    text = path.read_text() if path.is_file() else ""
+    lines = [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+    return {
+        line["version"]: {name.removeprefix("eval/"): line[name] for name in line}
+        for line in lines
+        if "step" not in line and "version" in line
+    }
 
 
 def export_model(found: FoundModel, out: Path, shard_bytes_max: int = 4 << 30) -> None:
@@ -183,4 +196,13 @@ def export_model(found: FoundModel, out: Path, shard_bytes_max: int = 4 << 30) -
         for file in sorted(files):
             shutil.copy2(file, target / file.name)
 
-    write_atomically(out, fill)
+    try:
+        write_atomically(out, fill)
+    except Exception as error:
+        shutil.rmtree(out.with_name(f".{out.name}.tmp"), ignore_errors=True)
+        number = number_of(error)
+        if number is None:
+            raise
+        raise UserError(
+            f"cannot write {out} ({os.strerror(number)}); choose another directory"
+        ) from error

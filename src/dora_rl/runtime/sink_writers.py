@@ -114,7 +114,7 @@ class WandbWriter:
         self._run.define_metric("eval/*", step_metric="version")
 
     def write(self, line: dict[str, Any]) -> None:
-        self._run.log(line)
+        self._run.log({name: value for name, value in line.items() if value is not None})
 
     def close(self) -> None:
         self._run.finish()

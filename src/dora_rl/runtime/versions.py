@@ -1,7 +1,8 @@
 """The sealed versions of a local run: on disk for resume, in shared memory for the instances.
 
-Invariant: the disk holds every live version; shared memory is a copy that can be made again, and
-goes with the run.
+Invariant: the disk holds every live version, those that wait for their evaluation and the best one
+that has had it; shared memory is a copy of the live ones that can be made again, and goes with the
+run.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class Versions:
         self.disk = DiskWeightStore(disk)
         self.shared = SharedMemoryWeightStore(shared)
         self.to_retire: set[Version] = set()
+        self._disk_only: set[Version] = set()  # retired, and pinned on the disk
         self._owner: int | None = None
 
     def hold(self) -> int:
@@ -68,14 +70,23 @@ class Versions:
                 store.retire(version)
 
     def retire_all_but(self, pins: Collection[Version]) -> set[Version]:
-        """Retire what is due and not pinned; returns what went."""
-        gone = self.to_retire - set(pins)
-        for version in gone:
-            for store in (self.shared, self.disk):
+        """Retire what is due: instances need it no more. On the disk it stays while it is pinned.
+
+        Returns the versions that are new among the retired.
+        """
+        # A machine without shared memory has both in one place.
+        one_place = self.shared.root.resolve() == self.disk.root.resolve()
+        gone, new = self.to_retire - set(pins), self.to_retire - self._disk_only
+        for store, versions in (
+            (self.shared, gone if one_place else self.to_retire),
+            (self.disk, gone),
+        ):
+            for version in versions:
                 with contextlib.suppress(VersionMissing):
                     store.retire(version)
         self.to_retire -= gone
-        return gone
+        self._disk_only = set(self.to_retire)
+        return new
 
     def repair(self, version: Version) -> bool:
         """Copy a version from the disk again if its shared copy is damaged or gone.

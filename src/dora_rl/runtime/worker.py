@@ -25,9 +25,10 @@ from dora_rl.runtime.devices import VISIBLE
 from dora_rl.runtime.full_disk import DISK_ERRORS, full_line, is_full
 from dora_rl.runtime.mps import BELOW_NORMAL, PERCENT, PRIORITY
 from dora_rl.runtime.priority import make_way
+from dora_rl.runtime.user_errors import send_user_errors
 from dora_rl.runtime.wire import Channel
 from dora_rl.types import BaseDiffers, UserError
-from dora_rl.user_code import UserCodeError
+from dora_rl.user_code import UserCodeError, listen, raised
 
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
@@ -115,11 +116,14 @@ def serve(setup: Setup) -> None:
     """Connect and do what the role does, until the controller says "end" or is gone."""
     channel = Channel.connect(setup.address, bytes.fromhex(setup.key))
     channel.send("hello", {"role": setup.role, "name": setup.name, "life": setup.life})
+    listen(send_user_errors(channel))
     try:
         _run(setup, channel)
     except (EOFError, ConnectionError):
         return  # the controller is gone
     except (UserError, SafetensorError, *DISK_ERRORS) as error:
+        if isinstance(error, UserCodeError):
+            raised(str(error).partition(" raised ")[0], error.__cause__ or error)
         reason = full_line(setup.run_dir, error) if is_full(error) else str(error)
         ends_run = is_full(error) or isinstance(error, (BaseDiffers, UserCodeError))
         channel.send("fatal", {"reason": reason, "ends_run": ends_run})

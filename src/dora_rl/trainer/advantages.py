@@ -7,6 +7,7 @@ skipping it changes nothing), never rounding noise blown up by a tiny standard d
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
@@ -45,12 +46,21 @@ def leave_one_out(rewards: Sequence[float]) -> list[float]:
     return [r - (total - r) / others for r in rewards]
 
 
-# From the rewards and the lengths of a group's responses to one advantage each.
-GroupAdvantage: TypeAlias = Callable[[Sequence[float], Sequence[int]], list[float]]
+@dataclass(frozen=True, slots=True)
+class GroupScores:
+    """What an advantage may know of the responses of one group, one entry each: their rewards, the
+    number of trained tokens, and whether they were cut off at the limit."""
+
+    rewards: Sequence[float]
+    lengths: Sequence[int]
+    truncated: Sequence[bool]
+
+
+GroupAdvantage: TypeAlias = Callable[[GroupScores], list[float]]
 PER_GROUP: dict[str, GroupAdvantage] = {
-    "group": lambda rewards, lengths: group(rewards),
-    "group_mean": lambda rewards, lengths: group_mean(rewards),
-    "leave_one_out": lambda rewards, lengths: leave_one_out(rewards),
+    "group": lambda scores: group(scores.rewards),
+    "group_mean": lambda scores: group_mean(scores.rewards),
+    "leave_one_out": lambda scores: leave_one_out(scores.rewards),
 }
 
 

@@ -15,7 +15,14 @@ from dora_rl.trainer.critic import Critic, make_critic
 from dora_rl.trainer.decoder import Decoder
 from dora_rl.trainer.lora import add_lora
 from dora_rl.trainer.losses.registry import Objective
-from dora_rl.trainer.model import Policy, clone_architecture, copy_weights, load_policy
+from dora_rl.trainer.model import (
+    Policy,
+    clone_adapted,
+    clone_architecture,
+    copy_weights,
+    freeze,
+    load_policy,
+)
 from dora_rl.trainer.optim import Optimizer
 from dora_rl.trainer.options import TrainerOptions
 from dora_rl.trainer.packing import quadratic_tokens
@@ -31,6 +38,7 @@ class Assembly:
     optimizer: Optimizer
     critic_optimizer: Optimizer | None
     make_twin: Callable[[], Policy]
+    make_adapted: Callable[[], Policy]  # a twin with room for an adapter
 
 
 def assemble(
@@ -56,6 +64,7 @@ def assemble(
         Optimizer(policy, options),
         Optimizer(critic, options, critic_lr) if critic is not None else None,
         make_twin,
+        lambda: clone_adapted(policy, options, directory),
     )
 
 
@@ -65,7 +74,7 @@ def _reference(
     if not objective.needs_reference:
         return None
     if options.reference_model:
-        return load_policy(Path(options.reference_model), options).requires_grad_(False)
+        return freeze(load_policy(Path(options.reference_model), options))
     twin = make_twin()
     copy_weights(twin, policy)
     return twin

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dora_rl.trainer.attention_layout import Layout
+from dora_rl.trainer.casting import cast_parameters
 from dora_rl.trainer.distributed import back_to_shards
 from dora_rl.trainer.documents import Document, Pack, collate
 from dora_rl.trainer.losses.penalties import value_loss
@@ -32,12 +33,15 @@ class Critic(nn.Module):
 
     def forward(self, token_ids_T: Tensor, layout: Layout, rows_N: Tensor) -> Tensor:
         states = self.body.states(token_ids_T, layout).index_select(0, rows_N)
-        return F.linear(states.float(), self.head).squeeze(-1)
+        # Rounded like every other weight: a sharded critic sees its head in the compute dtype only.
+        head = self.head.to(states.dtype).float()
+        return F.linear(states.float(), head).squeeze(-1)
 
 
 def make_critic(twin: Policy, policy: Policy) -> Critic:
     """A critic on a twin of the policy that starts with the policy's weights, in float32."""
-    twin.float().requires_grad_(True)
+    cast_parameters(twin, torch.float32)
+    twin.requires_grad_(True)
     copy_weights(twin, policy)
     return Critic(twin, policy.hidden)
 

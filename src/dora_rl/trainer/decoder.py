@@ -169,7 +169,7 @@ class Decoder(nn.Module):
         """The final states (T, hidden) of every token of the pack."""
         x = F.embedding(token_ids_T, self.model.embed_tokens.weight).to(self.compute_dtype)
         freq: Tensor = self.inv_freq  # type: ignore[assignment]
-        cos, sin = rotation(layout.position_T, freq, self.arch.rope_scale, self.compute_dtype)
+        cos, sin = rotation(layout.position_T, freq, self.arch.rope_scale)
         for layer in self.model.layers:
             if self.checkpointing and torch.is_grad_enabled():
                 x = checkpoint(layer, x, cos, sin, layout, use_reentrant=False)

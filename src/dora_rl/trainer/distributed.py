@@ -95,8 +95,11 @@ def shard(module: nn.Module, layers: list[nn.Module], compute_dtype: torch.dtype
     kind = next(module.parameters()).device.type
     mesh = init_device_mesh(kind, (dist.get_world_size(),))
     half = compute_dtype != torch.float32
+    # Inputs stay as they are: cosines and sines are float32 on purpose.
     policy = MixedPrecisionPolicy(
-        param_dtype=compute_dtype if half else None, reduce_dtype=torch.float32
+        param_dtype=compute_dtype if half else None,
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=False,
     )
     for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dora_rl.trainer.attention_layout import Layout, send
 from dora_rl.trainer.batch import GroupBatch, Sample
-from dora_rl.types import Version
+from dora_rl.types import GroupId, Version
 
 
 @dataclass(slots=True)
@@ -31,7 +31,11 @@ class Document:
     ref_logprobs: Tensor | None = None
     old_values: Tensor | None = None
     returns: Tensor | None = None
-    mixed: bool = False  # decoded under several versions (the `partial` baseline)
+    group: GroupId = 0
+    truncated: bool = False  # it was cut off at the limit of tokens
+    # (m,) of a response that was decoded under several versions (the `partial` baseline); None:
+    # `version` throughout.
+    mixed_versions: Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -40,6 +44,16 @@ class Document:
     @property
     def num_trained(self) -> int:
         return self.rows.shape[0]
+
+    @property
+    def mixed(self) -> bool:
+        return self.mixed_versions is not None
+
+    def versions(self) -> Tensor:
+        """The version that sampled each trained token."""
+        if self.mixed_versions is not None:
+            return self.mixed_versions
+        return torch.full((self.num_trained,), self.version, dtype=torch.int64)
 
 
 def document_of(group: GroupBatch, sample: Sample, reward: float) -> Document:
@@ -54,8 +68,18 @@ def document_of(group: GroupBatch, sample: Sample, reward: float) -> Document:
         rollout_logprobs=logprobs[place],
         reward=reward,
         version=group.version,
-        mixed=len({s.version for s in sample.segments}) > 1,
+        group=group.group,
+        truncated=sample.truncated,
+        mixed_versions=_mixed_versions(sample, place),
     )
+
+
+def _mixed_versions(sample: Sample, place: Tensor) -> Tensor | None:
+    if len({s.version for s in sample.segments}) <= 1:
+        return None
+    starts = torch.tensor([s.start for s in sample.segments])
+    versions = torch.tensor([s.version for s in sample.segments])
+    return versions[torch.searchsorted(starts, place, right=True) - 1]
 
 
 @dataclass(frozen=True, slots=True)

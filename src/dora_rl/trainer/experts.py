@@ -80,4 +80,9 @@ class SparseMlp(nn.Module):
         token = order // expert.shape[1]
         y = self.experts(x.index_select(0, token), count_E)
         y = y * share.reshape(-1).index_select(0, order)[:, None]
-        return torch.zeros_like(x).index_add(0, token, y)
+        # Back beside each other and summed in a fixed order: adding rows up as they come would
+        # give the same weights another result in every run on a GPU.
+        place = torch.empty_like(order).index_copy(
+            0, order, torch.arange(len(order), device=x.device)
+        )
+        return y.index_select(0, place).view(*expert.shape, -1).sum(1)

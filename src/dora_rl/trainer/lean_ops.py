@@ -73,8 +73,12 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
 
 
 def rotate(x_THD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pair (x[i], x[i + D/2]) by the token's angle: (a·c − b·s, b·c + a·s)."""
+    """Rotate the pair (x[i], x[i + D/2]) by the token's angle: (a·c − b·s, b·c + a·s).
+
+    In float32 and rounded once, as engines do: cosines in half precision are exact near position 0
+    only, so that two programs would differ more the later a token is.
+    """
     if is_lean(x_THD):
         return _Rotate.apply(x_THD, cos, sin)  # type: ignore[return-value]
-    a, b = x_THD.chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    a, b = x_THD.float().chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x_THD.dtype)

@@ -41,7 +41,7 @@ from dora_rl.trainer.lora import load_published_adapter, published_adapter
 from dora_rl.trainer.losses.aggregate import denominator
 from dora_rl.trainer.losses.registry import resolve
 from dora_rl.trainer.meters import Meters
-from dora_rl.trainer.model import Policy, load_weights, pick_dtype, version_reader
+from dora_rl.trainer.model import Policy, load_weights, pick_dtype
 from dora_rl.trainer.optim import learning_rate
 from dora_rl.trainer.options import (
     AlgorithmOptions,
@@ -109,9 +109,9 @@ class Learner:
         self.scorer = SealedScorer(
             store,
             made.make_twin,
+            made.make_adapted,
             self.objective.options.temperature,
             self.pack_tokens,
-            lambda sealed: version_reader(self.policy, sealed),
         )
         self.meters = Meters(self.device)
         self.publisher = Publisher()
@@ -130,6 +130,9 @@ class Learner:
         """Open step `step`, which trains version `step`."""
         assert self.step is None, f"step {self.step} is still open"
         self.step, self._updates_in_step = step, 0
+        adapters = self.options.lora_rank and self.options.lora_publish == "adapters"
+        if self.num_ranks > 1 and adapters and self.objective.options.old_logprobs != "rollout":
+            self.scorer.hold_base()  # ranks score different packs, but begin a step together
         self._update, self._pending, self._buffer = OpenUpdate(), [], []
 
     def feed(self, groups: Sequence[GroupBatch]) -> None:
@@ -303,10 +306,13 @@ class Learner:
         if not documents:
             self._run_nothing()
             return
+        assert self.step is not None
         self._fill_old(documents)
         self._score_reference(documents)
         pack = collate(documents, self.device)
-        self._update.add_loss(policy_pass(self.policy, pack, self.objective, self.meters))
+        self._update.add_loss(
+            policy_pass(self.policy, pack, self.objective, self.meters, self.step)
+        )
         if self.critic is not None:
             self._update.add_loss(
                 critic_pass(self.critic, pack, self.objective.options, self.meters) * 0.0

@@ -1,21 +1,25 @@
-"""Low-rank adapters through peft: injected, published alone or merged, saved as a PEFT directory.
+"""Low-rank adapters: added to a policy, published alone or merged, saved as a PEFT directory.
 
-Never trains anything but the adapters. Invariant: the merged weight of a layer is
-base + (alpha/rank)·B·A in float32, and the saved adapter is what `peft.PeftModel.from_pretrained`
-loads on top of the same base model.
+Never trains anything but the adapters. Invariant: a policy computes with exactly what it publishes,
+adapters or merged weights in the compute dtype, and the saved adapter is what
+`peft.PeftModel.from_pretrained` loads on top of the same base model.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from dora_rl.trainer.decoder import Linear
+from dora_rl.trainer.distributed import like_shard
 from dora_rl.trainer.options import LINEAR_LAYERS, TrainerOptions
 from dora_rl.trainer.weights import TensorReader
 from dora_rl.types import UserError
@@ -29,30 +33,107 @@ PREFIX = "base_model.model."  # peft's, before a checkpoint's name
 SCALE = "lora_scale"  # in a published adapter: alpha / rank, one number
 
 
+class LoraLinear(nn.Module):
+    """A frozen linear layer with an adapter, under peft's names; computed as it is published.
+
+    adapters: base(x) + scale·B(A(x)), all three products in the activations' dtype, which is what
+    an engine does with a published adapter.
+    merged: one product with the merged weight, rounded as it is published; the gradient reaches
+    the adapter as if nothing had been rounded.
+    """
+
+    def __init__(self, base: nn.Linear, options: TrainerOptions) -> None:
+        super().__init__()
+        device, rank = base.weight.device, options.lora_rank
+        down = Linear(base.in_features, rank, bias=False)  # initialised on the CPU: the same
+        up = Linear(rank, base.out_features, bias=False)  # numbers on every device
+        nn.init.kaiming_uniform_(down.weight, a=5**0.5)
+        nn.init.zeros_(up.weight)
+        self.base_layer = base
+        self.lora_A = nn.ModuleDict({_ADAPTER: down.to(device)})
+        self.lora_B = nn.ModuleDict({_ADAPTER: up.to(device)})
+        self.lora_dropout = nn.Dropout(options.lora_dropout)
+        self.scale = options.lora_alpha / rank
+        self.merges = options.lora_publish == "merged"
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """A (rank, in) and B (out, rank)."""
+        return self.lora_A[_ADAPTER].weight, self.lora_B[_ADAPTER].weight  # type: ignore[return-value]
+
+    def forward(self, x: Tensor) -> Tensor:
+        # Noise on the adapter's input has no merged form.
+        if not self.merges or (self.lora_dropout.p and self.lora_dropout.training):
+            return self.base_layer(x) + self._adapt(self.lora_dropout(x))
+        with torch.no_grad():
+            a, b = self.factors()
+            whole = merged_weight(self.base_layer.weight, a, b, self.scale, _compute_dtype(x))
+        bias = self.base_layer.bias
+        y = F.linear(x, whole, None if bias is None else bias.to(whole.dtype))
+        # Zero, with the gradient of the adapter; what x gets came through the merged weight.
+        delta = self._adapt(x.detach())
+        return y + (delta - delta.detach())
+
+    def _adapt(self, x: Tensor) -> Tensor:
+        return self.lora_B[_ADAPTER](self.lora_A[_ADAPTER](x)) * self.scale
+
+
+def _compute_dtype(x: Tensor) -> torch.dtype:
+    """What a linear layer computes in: x's own, unless autocast says otherwise."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def merged_weight(weight: Tensor, a: Tensor, b: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """base + scale·B·A in float32, from and to numbers of `dtype`: those a policy computes with."""
+    weight, a, b = (t.to(dtype).float() for t in (weight, a, b))
+    with torch.autocast(weight.device.type, enabled=False):
+        return (weight + scale * (b @ a)).to(dtype)
+
+
 def add_lora(policy: nn.Module, options: TrainerOptions) -> None:
     """Freeze the policy and add adapters to its linear layers, in place."""
-    try:
-        from peft import LoraConfig, inject_adapter_in_model
-    except ImportError as error:
-        raise UserError("trainer.lora_rank needs the package peft: pip install peft") from error
-    targets = list(options.lora_targets or LINEAR_LAYERS)
-    found = {n.rsplit(".", 1)[-1] for n, m in policy.named_modules() if isinstance(m, nn.Linear)}
-    missing = [t for t in targets if t not in found]
-    if options.lora_targets and missing:
+    linear = {n: m for n, m in policy.named_modules() if isinstance(m, nn.Linear)}
+    found = {n.rsplit(".", 1)[-1] for n, m in linear.items() if m is not _output_layer(policy)}
+    missing = [t for t in options.lora_targets if t not in found]
+    if missing:
         raise UserError(
-            f"trainer.lora_targets {missing}: no such linear layer; known: {sorted(found)}"
+            f"trainer.lora_targets {missing}: no such linear layer of the blocks (the output "
+            f"matrix has no adapter); known: {sorted(found)}"
+        )
+    targets = options.lora_targets or LINEAR_LAYERS
+    if not found & set(targets):
+        raise UserError(
+            "trainer.lora_rank: the model has none of the usual linear layers; name some in "
+            f"trainer.lora_targets: {sorted(found)}"
         )
     policy.requires_grad_(False)
-    config = LoraConfig(
-        r=options.lora_rank,
-        lora_alpha=options.lora_alpha,  # type: ignore[arg-type]
-        lora_dropout=options.lora_dropout,
-        target_modules=[t for t in targets if t in found],
-    )
     # The same seed gives the same adapters on every rank.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(options.seed)
-        inject_adapter_in_model(config, policy, adapter_name=_ADAPTER)
+        for name, layer in linear.items():
+            parent, _, last = name.rpartition(".")
+            if last in targets and layer is not _output_layer(policy):
+                setattr(policy.get_submodule(parent), last, LoraLinear(layer, options))
+
+
+def _output_layer(policy: nn.Module) -> nn.Module | None:
+    """Log-probs are computed from its weight in chunks, not through the layer (see `logprobs`)."""
+    inner: Any = getattr(policy, "inner", None)
+    return getattr(policy, "lm_head", None) if inner is None else inner.get_output_embeddings()
+
+
+@contextmanager
+def without_dropout(policy: nn.Module) -> Iterator[None]:
+    """For whatever is not a training pass. Adapters alone have dropout; a model's own stays off."""
+    adapted = (m for m in policy.modules() if isinstance(m, LoraLinear))
+    noisy = [m.lora_dropout for m in adapted if m.lora_dropout.training]
+    for module in noisy:
+        module.eval()
+    try:
+        yield
+    finally:
+        for module in noisy:
+            module.train()
 
 
 def is_adapter(name: str) -> bool:
@@ -64,12 +145,20 @@ def plain_name(name: str) -> str:
     return name.replace(_BASE, ".")
 
 
-def merged(policy: nn.Module, name: str, weight: Tensor) -> Tensor:
-    """The weight with its adapter added, if it has one."""
+def merged(
+    policy: nn.Module,
+    name: str,
+    weight: Tensor,
+    gather: Callable[[Tensor], Tensor],
+    dtype: torch.dtype,
+) -> Tensor:
+    """The whole weight with its adapter added, if it has one; all ranks must enter."""
     if _BASE not in name or not name.endswith(".weight"):
         return weight
-    layer: Any = policy.get_submodule(name[: name.index(_BASE)])
-    return weight + layer.get_delta_weight(_ADAPTER).to(weight.dtype)
+    layer = policy.get_submodule(name[: name.index(_BASE)])
+    assert isinstance(layer, LoraLinear)
+    a, b = (gather(t.detach()) for t in layer.factors())
+    return merged_weight(weight, a, b, layer.scale, dtype)
 
 
 def adapter_tensors(policy: nn.Module) -> dict[str, Tensor]:
@@ -150,13 +239,16 @@ def load_published_adapter(policy: nn.Module, sealed: SealedWeights) -> None:
 def load_adapter_tensors(policy: nn.Module, tensors: dict[str, Tensor]) -> None:
     for name, p in policy.named_parameters():
         if is_adapter(name):
-            p.copy_(tensors[name])
+            p.copy_(like_shard(tensors[name], p))
 
 
-def save_adapter(directory: Path, policy: nn.Module, options: TrainerOptions, base: str) -> None:
-    """A PEFT directory: adapter_config.json and adapter_model.safetensors."""
+def save_adapter(
+    directory: Path, adapters: dict[str, Tensor], options: TrainerOptions, base: str
+) -> None:
+    """A PEFT directory: adapter_config.json and adapter_model.safetensors. The adapters are whole,
+    by the policy's names."""
     directory.mkdir(parents=True, exist_ok=True)
-    tensors = {peft_name(n): t.cpu() for n, t in adapter_tensors(policy).items()}
+    tensors = {peft_name(n): t.cpu() for n, t in adapters.items()}
     save_file(
         {n: t.contiguous() for n, t in tensors.items()}, directory / "adapter_model.safetensors"
     )

@@ -9,30 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from dora_rl.trainer.architecture import Architecture, load_config, read_architecture
 from dora_rl.trainer.attention import pick_attention
+from dora_rl.trainer.casting import cast_parameters, cast_where_used
 from dora_rl.trainer.decoder import Decoder, Layer
 from dora_rl.trainer.distributed import gathered, like_shard
 from dora_rl.trainer.foreign import ForeignPolicy
-from dora_rl.trainer.lora import (
-    is_adapter,
-    is_published_adapter,
-    merged,
-    merged_reader,
-    plain_name,
-)
+from dora_rl.trainer.lora import add_lora, is_adapter, merged, plain_name
 from dora_rl.trainer.names import from_checkpoint, to_checkpoint
 from dora_rl.trainer.options import TrainerOptions, choose
 from dora_rl.trainer.weights import TensorReader
 from dora_rl.types import UserError
-
-if TYPE_CHECKING:
-    from dora_rl.ports import SealedWeights
 
 Policy: TypeAlias = Decoder | ForeignPolicy
 
@@ -56,13 +48,16 @@ def pick_dtype(name: str, device: torch.device, what: str = "trainer.compute_dty
     return DTYPES[name]
 
 
-def build_decoder(arch: Architecture, options: TrainerOptions) -> Decoder:
-    """A lean decoder with float32 parameters, not yet initialised, on the chosen device."""
+def build_decoder(
+    arch: Architecture, options: TrainerOptions, weights_dtype: torch.dtype = torch.float32
+) -> Decoder:
+    """A lean decoder on the chosen device, its parameters not yet initialised."""
     device = pick_device(options.device)
     dtype = pick_dtype(options.compute_dtype, device)
     attend = pick_attention(options.attention, device, dtype)
     with torch.device("meta"):
         decoder = Decoder(arch, attend, dtype)
+    cast_parameters(decoder, weights_dtype)  # before there is any memory behind them
     decoder.to_empty(device=device)
     decoder.inv_freq = arch.inv_freq().to(device)
     choose("trainer.activation_checkpointing", options.activation_checkpointing, ("none", "layer"))
@@ -76,11 +71,17 @@ def build_decoder(arch: Architecture, options: TrainerOptions) -> Decoder:
 
 
 def _compile_layers(decoder: Decoder) -> None:
-    """Fuse what lies around attention. All layers share one compiled body."""
+    """Fuse what lies around attention. All layers share one compiled body.
+
+    What is fused rounds wherever the plain formulas do. Otherwise a weight that is cast where it is
+    used would not be rounded at all, and values would depend on what autograd keeps: a frozen twin
+    and the policy would not agree on the same weights.
+    """
+    exact: dict[str, Any] = {"dynamic": True, "options": {"emulate_precision_casts": True}}
     for layer in decoder.model.layers:
         assert isinstance(layer, Layer)
-        layer.before = torch.compile(layer._before, dynamic=True)
-        layer.after = torch.compile(layer._after, dynamic=True)
+        layer.before = torch.compile(layer._before, **exact)
+        layer.after = torch.compile(layer._after, **exact)
     decoder.compiled = True
     # Beyond it torch runs them as they are, without a word: sizes × with and without gradients.
     limits: Any = torch._dynamo.config
@@ -112,7 +113,11 @@ def load_policy(directory: Path, options: TrainerOptions) -> Policy:
                 "use trainer.implementation = 'auto'"
             )
         device = pick_device(options.device)
-        return ForeignPolicy(directory, device, pick_dtype(options.compute_dtype, device), options)
+        dtype = pick_dtype(options.compute_dtype, device)
+        foreign = ForeignPolicy(directory, device, dtype, options)
+        if dtype != torch.float32:
+            cast_where_used(foreign.inner, dtype)
+        return foreign
     decoder = build_decoder(arch, options)
     with TensorReader(directory) as reader:
         load_weights(decoder, reader.read)
@@ -139,12 +144,16 @@ def checkpoint_name(name: str) -> str:
 
 
 def named_weights(
-    policy: nn.Module, gather: Callable[[Tensor], Tensor] = lambda t: t
+    policy: nn.Module,
+    gather: Callable[[Tensor], Tensor] = lambda t: t,
+    merge_dtype: torch.dtype = torch.float32,
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of the Hugging Face checkpoint, adapters merged, one at a time in fixed order."""
+    """The tensors of the Hugging Face checkpoint, adapters merged, one at a time in fixed order.
+
+    Merged in float32, or in numbers of another dtype: those that a policy computes with."""
     for name, p in policy.named_parameters():
         if not is_adapter(name):
-            whole = merged(policy, name, gather(p.detach()))
+            whole = merged(policy, name, gather(p.detach()), gather, merge_dtype)
             yield from to_checkpoint(checkpoint_name(name), whole)
 
 
@@ -153,14 +162,6 @@ def base_weights(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, p in policy.named_parameters():
         if not is_adapter(name):
             yield from to_checkpoint(checkpoint_name(name), p.detach())
-
-
-def version_reader(policy: nn.Module, sealed: SealedWeights) -> Callable[[str], Tensor]:
-    """The whole weights of a sealed version; an adapter's base is the policy's own."""
-    if not is_published_adapter(sealed):
-        return sealed.tensor
-    base = {name: gathered(tensor) for name, tensor in base_weights(policy)}
-    return merged_reader(sealed, base.__getitem__)
 
 
 def copy_weights(twin: nn.Module, policy: nn.Module) -> None:
@@ -172,11 +173,29 @@ def copy_weights(twin: nn.Module, policy: nn.Module) -> None:
 def clone_architecture(policy: Policy, options: TrainerOptions, directory: Path | None) -> Policy:
     """A second policy of the same shape, frozen and in the compute dtype; not yet filled.
 
-    It holds a sealed version or the reference. Every rank has its own, whole.
+    It holds a sealed version or the reference. Every rank has its own, whole. It computes as the
+    policy does, which casts its weights to the same dtype where it uses them.
     """
     if isinstance(policy, Decoder):
-        twin = build_decoder(policy.arch, options)
-    else:
-        assert directory is not None
-        twin = load_policy(directory, options)
-    return twin.to(policy.compute_dtype).requires_grad_(False)
+        return freeze(build_decoder(policy.arch, options, policy.compute_dtype))
+    assert directory is not None
+    return freeze(load_policy(directory, options))
+
+
+def freeze(policy: Policy) -> Policy:
+    """Weights in the compute dtype, without gradients; every buffer stays as it is."""
+    cast_parameters(policy, policy.compute_dtype)
+    return policy.requires_grad_(False).eval()
+
+
+@torch.no_grad()
+def clone_adapted(policy: Policy, options: TrainerOptions, directory: Path | None) -> Policy:
+    """A frozen twin on the same base with room for the adapter of any version. Base weights come
+    from all ranks, so all must enter."""
+    twin = clone_architecture(policy, options, directory)
+    add_lora(twin, options)
+    mine = dict(twin.named_parameters())
+    for name, p in policy.named_parameters():
+        if not is_adapter(name):
+            mine[name].copy_(gathered(p.detach()))
+    return freeze(twin)

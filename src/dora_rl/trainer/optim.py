@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dora_rl.trainer.distributed import like_shard
-from dora_rl.trainer.options import TrainerOptions, check_schedule
+from dora_rl.trainer.options import TrainerOptions, check_trainer
 
 
 def learning_rate(options: TrainerOptions, update: int, lr: float | None = None) -> float:
@@ -36,7 +36,7 @@ class Optimizer:
     """AdamW over the trainable parameters of a module, by name."""
 
     def __init__(self, module: nn.Module, options: TrainerOptions, lr: float | None = None) -> None:
-        check_schedule(options)
+        check_trainer(options)
         self.options, self.base_lr = options, options.lr if lr is None else lr
         self.named = {n: p for n, p in module.named_parameters() if p.requires_grad}
         decayed = [p for p in self.named.values() if p.dim() >= 2]

@@ -2,18 +2,22 @@
 
 Never imports torch or pydantic, so a benchmark can use them on a bare machine. Invariant: the
 sections `AlgorithmConfig`, `TrainerConfig` and `CheckpointConfig` of `dora_rl.config` have exactly
-these fields and defaults (a test compares them); `from_section` maps one onto the other.
+these fields and defaults (a test compares them, and the `ranges`); `from_section` maps one onto
+the other.
 `None` in `AlgorithmOptions` means "as the loss's recipe says" (see `losses.recipes`).
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
-from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeAlias, TypeVar
 
+from dora_rl.trainer.ranges import TRAINER, check_ranges
 from dora_rl.types import UserError
+
+Scalar: TypeAlias = bool | int | float | str
 
 SCHEDULES = ("constant", "linear", "cosine")
 
@@ -48,7 +52,7 @@ class AlgorithmOptions:
     constant_tokens: int | None = None  # denominator per sequence of `constant`
     clip_low: float | None = None
     clip_high: float | None = None
-    dual_clip: float | None = None  # cap on the ratio where the advantage is negative
+    dual_clip: float | None = None  # cap on the ratio where the advantage is negative; 0: none
     old_logprobs: str | None = None  # rollout | behaviour | proximal
     corrections: tuple[str, ...] | None = None  # see `corrections`; () for none
     correction_numerator: str = "old"  # old | current
@@ -58,7 +62,10 @@ class AlgorithmOptions:
     sequence_ratio_min: float = 0.5
     geometric_ratio_max: float = 1.001
     geometric_ratio_min: float = 0.999
-    behaviour_ratio_max: float | None = None  # cap on proximal / behaviour in decoupled PPO
+    behaviour_ratio_max: float | None = (
+        None  # cap on proximal / behaviour in decoupled PPO; 0: none
+    )
+    reference: bool = False  # hold the reference though kl_coef is 0
     kl_coef: float = 0.0
     kl_estimator: str = "k3"  # k1 | k2 | k3
     kl_in: str = "loss"  # loss | reward
@@ -73,8 +80,11 @@ class AlgorithmOptions:
     gae_lambda: float = 1.0
     whiten_advantages: bool = True  # of GAE, over the whole batch
     value_coef: float = 0.5
-    value_clip: float | None = 0.2
+    value_clip: float | None = 0.2  # 0: none
     critic_lr: float = 1e-5
+    # Arguments of a loss and of an advantage of the user's own.
+    loss_args: Mapping[str, Scalar] = field(default_factory=dict[str, Scalar])
+    advantage_args: Mapping[str, Scalar] = field(default_factory=dict[str, Scalar])
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +138,9 @@ def check_attention(name: str, *, on_gpu: bool, dtype: str) -> None:
         raise UserError("trainer.attention 'blocks' is for float32 on a CPU; use 'auto'")
 
 
-def check_schedule(options: TrainerOptions) -> None:
+def check_trainer(options: TrainerOptions) -> None:
+    """Numbers that make sense, alone and together."""
+    check_ranges("trainer", options, TRAINER)
     choose("trainer.schedule", options.schedule, SCHEDULES)
     if options.schedule != "constant" and options.num_updates <= options.warmup_updates:
         raise UserError(

@@ -13,14 +13,15 @@ from dora_rl.trainer.corrections import correction_weight
 from dora_rl.trainer.documents import Pack
 from dora_rl.trainer.logprobs import TokenScores
 from dora_rl.trainer.losses.aggregate import numerator
-from dora_rl.trainer.losses.inputs import LossInputs, LossOutput
+from dora_rl.trainer.losses.inputs import LossInputs, LossOutput, ratio_of
 from dora_rl.trainer.losses.penalties import KL, kl_k3
 from dora_rl.trainer.losses.registry import Objective
 from dora_rl.trainer.meters import Meters
 from dora_rl.trainer.model import Policy
+from dora_rl.types import StepIndex
 
 
-def loss_inputs(pack: Pack, scores: TokenScores) -> LossInputs:
+def loss_inputs(pack: Pack, scores: TokenScores, step: StepIndex) -> LossInputs:
     """The tensors of a loss. A document without old log-probs was sampled, or its trust region is
     centred, at the weights as they are now: its old log-probs are the current ones."""
     documents = pack.documents
@@ -38,16 +39,30 @@ def loss_inputs(pack: Pack, scores: TokenScores) -> LossInputs:
         advantages_T=pack.gather([d.advantages for d in documents]),
         sequence_T=pack.sequence_N,
         num_sequences=len(documents),
+        token_ids_T=pack.target_N,
+        entropy_T=scores.entropy_N,
+        version_T=pack.gather([d.versions() for d in documents]),
+        group_S=pack.gather([torch.tensor([d.group]) for d in documents]),
+        step=step,
+        ref_logprobs_T=_reference_logprobs(pack),
     )
 
 
-def policy_pass(policy: Policy, pack: Pack, objective: Objective, meters: Meters) -> Tensor:
+def _reference_logprobs(pack: Pack) -> Tensor | None:
+    parts = [d.ref_logprobs for d in pack.documents if d.ref_logprobs is not None]
+    assert len(parts) in (0, len(pack.documents)), "a reference scores all documents or none"
+    return pack.gather(parts) if parts else None
+
+
+def policy_pass(
+    policy: Policy, pack: Pack, objective: Objective, meters: Meters, step: StepIndex
+) -> Tensor:
     """Add the pack's gradient sum to the policy; returns its loss numerator, detached."""
     options = objective.options
     scores: TokenScores = policy(
         pack.token_ids_T, pack.layout, pack.rows_N, pack.target_N, options.temperature
     )
-    inputs = loss_inputs(pack, scores)
+    inputs = loss_inputs(pack, scores, step)
     output = objective.function(inputs, options)
     loss_T = output.loss_T
     weight = correction_weight(inputs, options)
@@ -69,15 +84,13 @@ def _reference_penalty(
 ) -> Tensor:
     """β·KL per token where the loss carries it; the estimate is metered either way."""
     options = objective.options
-    parts = [d.ref_logprobs for d in pack.documents]
-    assert all(p is not None for p in parts)
-    reference = pack.gather(parts)  # type: ignore[arg-type]
-    estimate = KL[options.kl_estimator](inputs.logprobs_T, reference)
+    assert inputs.ref_logprobs_T is not None
+    estimate = KL[options.kl_estimator](inputs.logprobs_T, inputs.ref_logprobs_T)
     meters.add_sum("kl", estimate.sum(), pack.num_trained)
-    if options.kl_in == "reward":
+    if options.kl_in == "reward" or not options.kl_coef:
         return torch.zeros_like(estimate)
     if options.kl_ratio_weighted:
-        estimate = estimate * (inputs.logprobs_T - inputs.old_logprobs_T).exp()
+        estimate = estimate * ratio_of(inputs.logprobs_T, inputs.old_logprobs_T)
     return options.kl_coef * estimate
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dora_rl.trainer.advantages import gae, overlong_penalty, returns_to_go, whiten
+from dora_rl.trainer.advantages import GroupScores, gae, overlong_penalty, returns_to_go, whiten
 from dora_rl.trainer.batch import GroupBatch
 from dora_rl.trainer.documents import Document, document_of
 from dora_rl.trainer.losses.penalties import KL
@@ -50,7 +50,9 @@ def per_group_advantages(documents: Sequence[Document], objective: Objective) ->
         penalty = _kl_T(d, objective.options)
         rewards.append(d.reward - (0.0 if penalty is None else float(penalty.sum())))
     assert objective.group_advantage is not None
-    advantages = objective.group_advantage(rewards, [d.num_trained for d in documents])
+    lengths = [d.num_trained for d in documents]
+    scores = GroupScores(rewards, lengths, [d.truncated for d in documents])
+    advantages = objective.group_advantage(scores)
     for d, a in zip(documents, advantages, strict=True):
         d.advantages = torch.full((d.num_trained,), a, dtype=torch.float32)
 

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from dora_rl.ports import Canary, WeightStore
 from dora_rl.trainer.attention_layout import Layout
 from dora_rl.trainer.distributed import back_to_shards, gathered
-from dora_rl.trainer.model import named_weights
+from dora_rl.trainer.lora import without_dropout
+from dora_rl.trainer.model import Policy, named_weights
 from dora_rl.types import Version
 
 CANARY_TOKENS = 16
@@ -34,7 +35,8 @@ def compute_canary(policy: nn.Module, vocab: int, positions_max: int) -> Canary:
     device = next(policy.parameters()).device
     tokens = torch.tensor(ids, device=device)
     rows = torch.arange(len(ids) - 1, device=device)
-    scores = policy(tokens, Layout([len(ids)], device), rows, tokens[1:], 1.0)
+    with without_dropout(policy):
+        scores = policy(tokens, Layout([len(ids)], device), rows, tokens[1:], 1.0)
     back_to_shards(policy)
     return Canary(ids, tuple(scores.logprobs_N.float().tolist()))
 
@@ -48,14 +50,13 @@ class Publisher:
         # Copies of weights on a GPU, by name, used again: fresh memory costs more than the copy.
         self._host: dict[str, Tensor] = {}
 
-    def snapshot(
-        self, policy: nn.Module, dtype: torch.dtype, first: bool
-    ) -> list[tuple[str, Tensor]]:
+    def snapshot(self, policy: Policy, dtype: torch.dtype, first: bool) -> list[tuple[str, Tensor]]:
         """Every tensor of the checkpoint, gathered from all ranks; on the first one cast and
         copied to the CPU."""
         if self._last is not None:
             wait([self._last])  # its copies are these
-        weights = named_weights(policy, gathered)
+        # Adapters are merged as the policy merges them, so that it computes with what is sealed.
+        weights = named_weights(policy, gathered, policy.compute_dtype)
         return [(name, self._copy(name, tensor, dtype)) for name, tensor in weights if first]
 
     def _copy(self, name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:

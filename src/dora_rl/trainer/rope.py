@@ -42,9 +42,7 @@ def _llama3(inv: Tensor, rope: Mapping[str, Any]) -> Tensor:
     return torch.where(middle, mixed, out)
 
 
-def rotation(
-    position_T: Tensor, inv_freq: Tensor, scale: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """cos and sin, each (T, 1, D/2); the angles are float32 whatever the dtype."""
-    angle = position_T[:, None, None].float() * inv_freq.float()
-    return (angle.cos() * scale).to(dtype), (angle.sin() * scale).to(dtype)
+def rotation(position_T: Tensor, inv_freq: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """cos and sin, each (T, 1, D/2), in float32 whatever the model computes in."""
+    angle = position_T[:, None, None].float() * inv_freq
+    return angle.cos() * scale, angle.sin() * scale

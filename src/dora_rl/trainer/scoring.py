@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from dora_rl.ports import SealedWeights, WeightStore
+from dora_rl.ports import WeightStore
 from dora_rl.trainer.documents import Document, collate
+from dora_rl.trainer.lora import is_published_adapter, load_published_adapter, without_dropout
 from dora_rl.trainer.model import Policy, load_weights
 from dora_rl.trainer.packing import pack_stream
 from dora_rl.types import UserError, Version
@@ -27,30 +28,41 @@ def score(
     device = next(policy.parameters()).device
     packs, rest = pack_stream([d.num_tokens for d in documents], pack_tokens)
     out: list[Tensor] = []
-    for indices in [*packs, rest]:
-        if indices:
-            pack = collate([documents[i] for i in indices], device)
-            scores = policy(pack.token_ids_T, pack.layout, pack.rows_N, pack.target_N, temperature)
-            out.extend(pack.split(scores.logprobs_N))
+    with without_dropout(policy):
+        for indices in [*packs, rest]:
+            if indices:
+                pack = collate([documents[i] for i in indices], device)
+                scores = policy(
+                    pack.token_ids_T, pack.layout, pack.rows_N, pack.target_N, temperature
+                )
+                out.extend(pack.split(scores.logprobs_N))
     return out
 
 
 class SealedScorer:
-    """Holds up to `models_max` sealed versions as models, the least recently used goes first."""
+    """Holds up to `models_max` sealed versions as models, the least recently used goes first.
+
+    Versions that are adapters share one twin of the base (`make_adapted`) and take turns on it.
+    """
 
     def __init__(
         self,
         store: WeightStore | None,
         make_twin: Callable[[], Policy],
+        make_adapted: Callable[[], Policy],
         temperature: float,
         pack_tokens: int,
-        reader: Callable[[SealedWeights], Callable[[str], Tensor]] = lambda sealed: sealed.tensor,
         models_max: int = 2,
     ) -> None:
-        self._reader = reader
-        self.store, self.make_twin = store, make_twin
+        self.store, self.make_twin, self.make_adapted = store, make_twin, make_adapted
         self.temperature, self.pack_tokens, self.models_max = temperature, pack_tokens, models_max
         self._models: OrderedDict[Version, Policy] = OrderedDict()
+        self._adapted: Policy | None = None
+        self._adapter: Version | None = None
+
+    def hold_base(self) -> None:
+        """Make the twin that adapters go on, where all ranks are sure to be."""
+        self._adapted = self._adapted or self.make_adapted()
 
     def score(self, documents: Sequence[Document], versions: Sequence[Version]) -> list[Tensor]:
         """`documents[i]` under version `versions[i]`."""
@@ -70,13 +82,22 @@ class SealedScorer:
         if version in self._models:
             self._models.move_to_end(version)
             return self._models[version]
+        if self._adapted is not None and version == self._adapter:
+            return self._adapted
         if self.store is None:
             raise UserError(
                 "algorithm.old_logprobs other than 'rollout' recomputes under sealed versions: "
                 "the learner needs a weight store"
             )
+        sealed = self.store.open(version)
+        if is_published_adapter(sealed):
+            self.hold_base()
+            assert self._adapted is not None
+            load_published_adapter(self._adapted, sealed)
+            self._adapter = version
+            return self._adapted
         full = len(self._models) >= self.models_max
         model = self._models.popitem(last=False)[1] if full else self.make_twin()
-        load_weights(model, self._reader(self.store.open(version)))
+        load_weights(model, sealed.tensor)
         self._models[version] = model
         return model

@@ -26,7 +26,8 @@ from dora_rl.trainer.lora import add_lora
 from dora_rl.trainer.model import Policy, load_policy, named_weights, pick_dtype
 from dora_rl.trainer.optim import Optimizer, learning_rate
 from dora_rl.trainer.options import TrainerOptions
-from dora_rl.trainer.packing import pack_balanced, pack_stream
+from dora_rl.trainer.packing import pack_balanced
+from dora_rl.trainer.scoring import score
 from dora_rl.trainer.sft_data import Demonstration, Tokenizer, encode_row, read_rows
 from dora_rl.trainer.weights import write_model
 from dora_rl.types import UserError
@@ -214,19 +215,14 @@ class _Run:
         self.num_applied += norm is not None
         return float(total) / count, math.nan if norm is None else norm
 
-    @torch.no_grad()
     def evaluate(self, documents: list[Document]) -> float | None:
         """Mean negative log-prob of held-out completion tokens."""
         if not documents:
             return None
         total, count = 0.0, 0
-        packs, rest = pack_stream([d.num_tokens for d in documents], self.pack_tokens)
-        for indices in [*packs, rest]:
-            if indices:
-                pack = collate([documents[i] for i in indices], self.device)
-                scores = self.policy(pack.token_ids_T, pack.layout, pack.rows_N, pack.target_N)
-                total -= float(scores.logprobs_N.sum())
-                count += pack.num_trained
+        for logprobs in score(self.policy, documents, 1.0, self.pack_tokens):
+            total -= float(logprobs.sum())
+            count += len(logprobs)
         return total / count
 
 

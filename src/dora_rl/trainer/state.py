@@ -55,7 +55,7 @@ def save(learner: Learner, directory: Path, options: CheckpointOptions) -> Path:
             checkpoint.save_tensors(trainer / f"{name}.safetensors", tensors)
         if lora:
             base = str(learner.directory or "")
-            save_adapter(target / "adapter", learner.policy, learner.options, base)
+            save_adapter(target / "adapter", parts["adapters"], learner.options, base)
         checkpoint.save_tensors(trainer / "rng.safetensors", checkpoint.rng_tensors())
         state = {
             "format": FORMAT,

@@ -96,11 +96,22 @@ def test_eval_of_a_model_with_a_config(tmp_path, capsys):
     assert main(argv) == 0
     first = json.loads(out.read_text())
     assert first["num_prompts"] == 12
-    assert first["num_unscored"] == 0
+    assert first["num_failed"] == 0
     assert 0 <= first["pass@1"] <= first["pass@2"] <= 1
     assert main(argv) == 0
     assert json.loads(out.read_text()) == first  # the same answers every time
     assert "greedy" in capsys.readouterr().out
+
+
+def test_eval_of_a_reward_that_raises_is_failed_and_no_zero(tmp_path, capsys):
+    (tmp_path / "mine.py").write_text("def f(completion, answer):\n    raise ValueError('boom')\n")
+    out = tmp_path / "eval.json"
+    argv = ["eval", str(MODEL), "--config", str(QUICKSTART), "--num-prompts", "2"]
+    argv += ["rollout.tokens_max=8", "rollout.kv_bytes_max=16777216", "--json", str(out)]
+    assert main([*argv, f"reward.functions={tmp_path / 'mine.py'}:f"]) == 1
+    said = capsys.readouterr()
+    assert "failed: 4 of 4 answers failed" in said.out and "greedy" not in said.out
+    assert json.loads(out.read_text())["greedy"] is None
 
 
 def test_sft_lowers_the_loss_and_writes_a_model(tmp_path, capsys):

@@ -11,11 +11,9 @@ import torch
 
 from dora_rl.cli import main
 from dora_rl.config import ModelConfig, RunConfig
-from dora_rl.runtime.evaluate_once import pass_at
-from dora_rl.runtime.evaluation import Sheet
 from dora_rl.runtime.run_models import export_model, find_model, is_run
 from dora_rl.runtime.weights import DiskWeightStore
-from dora_rl.types import Prompt, UserError
+from dora_rl.types import UserError
 
 MODEL = Path(__file__).parents[3] / "recipes" / "models" / "tiny"
 
@@ -47,10 +45,37 @@ def test_last_is_the_newest_and_a_checkpoint_goes_before_sealed_weights(run):
     assert find_model(run, "2").directory.name == "step_000001"
 
 
-def test_best_is_the_best_that_is_still_there(run):
-    # Version 0 was better but its weights are gone.
-    assert find_model(run, "best").version == 1
-    (run / "checkpoints" / "step_000001" / "trainer" / "score.json").write_text('{"score": 0.1}')
+def rate(run, *lines):
+    text = "".join(json.dumps({"version": v, "eval/greedy": score}) + "\n" for v, score in lines)
+    (run / "metrics.jsonl").write_text(text)
+
+
+def test_best_is_the_best_evaluated_version_and_no_checkpoint_beats_it(run):
+    # Versions 1 and 2 have checkpoints, 2 and 3 sealed weights.
+    rate(run, (1, 0.3), (2, 0.5), (3, 0.9))
+    for step, score in ((0, 0.3), (1, 0.5)):
+        path = run / "checkpoints" / f"step_{step:06d}" / "trainer" / "score.json"
+        path.write_text(json.dumps({"score": score}))
+    best = find_model(run, "best")
+    assert (best.version, best.sealed is not None) == (3, True)
+    rate(run, (1, 0.3), (2, 0.5), (3, 0.1))
+    assert find_model(run, "best").directory.name == "step_000001"
+
+
+def test_weights_of_the_best_that_are_gone_are_said_to_be(run):
+    rate(run, (1, 0.3), (2, 0.5), (7, 0.9))
+    with pytest.raises(UserError, match=r"version 7 is best .* does not keep .*--step 2 \(0\.5\)"):
+        find_model(run, "best")
+
+
+def test_a_run_that_only_got_worse_has_its_beginning_as_best(run):
+    rate(run, (0, 0.99), (2, 0.5))
+    best = find_model(run, "best")
+    assert (best.version, best.directory) == (0, MODEL)
+
+
+def test_a_failed_evaluation_is_never_best(run):
+    rate(run, (1, None), (2, 0.0))
     assert find_model(run, "best").version == 2
 
 
@@ -64,7 +89,7 @@ def test_a_step_that_is_not_there_is_one_line(run, step, says):
 
 def test_best_needs_an_evaluation(run):
     (run / "metrics.jsonl").unlink()
-    with pytest.raises(UserError, match="was evaluated; use last"):
+    with pytest.raises(UserError, match="no evaluation with a score; use last"):
         find_model(run, "best")
 
 
@@ -96,16 +121,3 @@ def test_export_of_a_checkpoint_leaves_the_trainer_behind(run, tmp_path):
     assert main(["export", str(run), str(out), "--step", "2"]) == 0
     assert not (out / "trainer").exists()
     assert (out / "model.safetensors").read_bytes() == (MODEL / "model.safetensors").read_bytes()
-
-
-def test_pass_at_k_is_the_expected_best_of_k():
-    sheets = [
-        Sheet(Prompt(0, ()), sampled=[0.0, 0.0, 0.0, 1.0]),
-        Sheet(Prompt(1, ()), sampled=[1.0, 1.0, 1.0, 1.0]),
-    ]
-    found = pass_at(sheets)
-    assert found == {"pass@1": 0.625, "pass@2": 0.75, "pass@4": 1.0}
-    one = pass_at([Sheet(Prompt(0, ()), sampled=[0.2, 0.8, 0.5])])
-    assert one["pass@1"] == pytest.approx(0.5)
-    assert one["pass@2"] == pytest.approx((0.8 + 0.5 + 0.8) / 3)
-    assert one["pass@3"] == pytest.approx(0.8)

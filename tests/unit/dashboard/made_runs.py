@@ -39,6 +39,7 @@ def write_run(run_dir: Path, entries: list[Entry]) -> None:
     version_of: dict[int, int] = {}
     tokens: dict[tuple[int, int], int] = {}
     rewards: dict[tuple[int, int], float] = {}
+    in_step: dict[int | None, list[int]] = {}
     rollouts: list[str] = []
     metrics = [json.dumps({"version": 0, "eval/sampled": 0.25, "eval/length_p99": 300.0})]
     for entry in entries:
@@ -54,12 +55,17 @@ def write_run(run_dir: Path, entries: list[Entry]) -> None:
                 version_of[action.group] = action.version
             if isinstance(action, act.EndGroup) and action.end is act.End.TRAINED:
                 mine = [key for key in tokens if key[0] == action.group]
+                in_step.setdefault(action.step, []).extend(tokens[key] for key in mine)
                 rollouts += [
                     json.dumps(rollout(action, sample, rewards[action.group, sample]))
                     for _, sample in sorted(mine)
                 ]
         if isinstance(entry.event, ev.StepCommitted):
-            metrics.append(json.dumps({"step": entry.event.step, "entropy": 0.5, "loss": -0.1}))
+            line = {"step": entry.event.step, "entropy": 0.5, "loss": -0.1}
+            # Ten tokens of each step were an environment's, which the log does not tell apart.
+            written = sum(in_step.pop(entry.event.step)) - 10
+            line |= {"tokens_trained": written, "time/step": 2.0, "perf/tokens_per_s": written / 2}
+            metrics.append(json.dumps(line))
     (run_dir / "rollouts.jsonl").write_text("\n".join(rollouts) + "\n")
     (run_dir / "metrics.jsonl").write_text("\n".join(metrics) + "\n")
 

@@ -24,6 +24,7 @@ from dora_rl.data.table_peek import peek
 from dora_rl.data.table_rows import NewRow
 from dora_rl.observe.audit import audit
 from dora_rl.observe.eventlog import Entry, encode_entry
+from dora_rl.observe.plots import draw_run
 from dora_rl.types import Mode
 
 
@@ -58,7 +59,9 @@ def test_the_overview_agrees_with_the_audit(watcher: Watcher, entries: list[Entr
     assert found["step"] == figures.steps == found["num_steps"]
     assert found["states"]["trained"] == figures.groups_trained
     assert sum(found["states"].values()) == figures.groups_issued
-    assert found["tokens_trained"] == figures.tokens_trained
+    # The run's own count goes before the log's, which has an environment's tokens in it.
+    assert found["tokens_trained"] == figures.tokens_trained - 10 * figures.steps
+    assert found["tokens_per_s"] == pytest.approx(found["tokens_trained"] / (2 * figures.steps))
     assert found["migrations"] == figures.migrations
     assert found["num_entries"] == figures.num_entries
     promises = found["promises"]
@@ -66,6 +69,27 @@ def test_the_overview_agrees_with_the_audit(watcher: Watcher, entries: list[Entr
     assert promises["staleness_mean"] == pytest.approx(figures.staleness_mean)
     assert (promises["mixed"], promises["discarded"]) == (0, figures.groups_discarded)
     assert found["evaluation"]["eval/sampled"] == 0.25
+
+
+def test_a_failed_evaluation_is_no_zero_and_a_second_try_replaces_it(
+    tmp_path: Path, entries: list[Entry]
+) -> None:
+    write_run(tmp_path, entries)
+    failed = {"version": 3, "eval/sampled": None, "eval/num_failed": 8.0}
+    failed |= {"eval/num_answers": 8.0, "eval/failure": "ValueError: boom"}
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(failed) + "\n")
+    watcher = Watcher(tmp_path, audit=False)
+    watcher.look()
+    assert shown(watcher, "overview")["evaluation"]["eval/sampled"] is None
+    curves = shown(watcher, "metrics")["evaluations"]
+    assert curves["eval/sampled"] == {"x": [0, 3], "y": [0.25, None]}
+    assert "eval/failure" not in curves
+    draw_run(tmp_path, tmp_path / "run.png")
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"version": 3, "eval/sampled": 0.5}) + "\n")
+    watcher.look()
+    assert shown(watcher, "metrics")["evaluations"]["eval/sampled"]["y"] == [0.25, 0.5]
 
 
 @pytest.mark.parametrize("mode", [Mode.PARTIAL, Mode.REPLICATION])

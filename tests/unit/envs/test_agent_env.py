@@ -16,6 +16,7 @@ from dora_rl.envs.load import load_environments
 from dora_rl.envs.text import TurnText
 from dora_rl.runtime.tokenizer import open_tokenizer
 from dora_rl.types import RequestId, UserError
+from dora_rl.user_code import listen, trace_of
 
 MODEL = Path(__file__).parents[3] / "recipes" / "models" / "tiny"
 TOKENIZER = open_tokenizer(MODEL, False)
@@ -107,6 +108,19 @@ def test_sampling_of_the_request_is_not_looked_at_and_keys_are_private():
 def test_what_cannot_be_trained_fails_that_sample_with_its_reason(function, replies, words):
     with pytest.raises(AssertionError, match=words):
         play(function, *replies)
+
+
+def test_the_traceback_shows_where_the_agent_raised():
+    traces = []
+    listen(lambda what, error: traces.append((what, trace_of(error))))
+    try:
+        with pytest.raises(AssertionError):
+            play("raises")
+    finally:
+        listen(None)
+    ((what, trace),) = traces
+    assert what == "environment agent"
+    assert "agents_for_tests.py" in trace and "ValueError: cannot do 03:271" in trace
 
 
 def test_a_lost_episode_is_built_again_from_its_turns():

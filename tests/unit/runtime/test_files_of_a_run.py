@@ -66,7 +66,7 @@ def test_a_resumed_run_has_each_step_once_and_counts_the_whole(tmp_path: Path) -
     lines = [line for line in read_lines(tmp_path / "metrics.jsonl") if "step" in line]
     assert [line["step"] for line in lines] == [0, 1, 2]
     assert [row["group"] for row in read_lines(tmp_path / "rollouts.jsonl")] == [0, 1, 9]
-    assert summary["tokens_trained"] == 15
+    assert summary["tokens_trained"] == 6
     assert summary["tokens_generated"] == 77
     assert summary["reward_first"] == 0.0 and summary["reward_last"] == 7.0
     assert summary["staleness_max"] == 1 and summary["num_resumes"] == 1

@@ -1,4 +1,5 @@
-"""A disk without room stops a run in order, whoever finds out first."""
+"""A machine that refuses (room, memory, a directory that is gone) stops a run in order, whoever
+finds out first."""
 
 from __future__ import annotations
 
@@ -20,11 +21,12 @@ def from_the_table(number: int) -> TableError:
     return error
 
 
-def run_that_raises(error: Exception, run_dir: Path) -> Any:
+def run_that_raises(error: Exception, run_dir: Path, *, there: bool = True) -> Any:
     def stop(_: object) -> None:
         raise error
 
-    return SimpleNamespace(run_dir=run_dir, stop=None, _start=lambda: None, _run=stop)
+    lock = SimpleNamespace(is_there=lambda: there)
+    return SimpleNamespace(run_dir=run_dir, lock=lock, stop=None, _start=lambda: None, _run=stop)
 
 
 @pytest.mark.parametrize(
@@ -55,3 +57,15 @@ def test_a_run_stops_and_can_go_on(error: Exception, tmp_path: Path) -> None:
 def test_other_errors_are_not_taken_for_it(error: Exception, tmp_path: Path) -> None:
     with pytest.raises(type(error)):
         LocalRun.run(run_that_raises(error, tmp_path), lambda: False)
+
+
+@pytest.mark.parametrize("error", [MemoryError(), OSError(errno.ENOMEM, "cannot fork")])
+def test_low_memory_is_one_line(error: Exception, tmp_path: Path) -> None:
+    stop = LocalRun.run(run_that_raises(error, tmp_path), lambda: False)
+    assert not stop.done and stop.reason.startswith("out of memory")
+
+
+def test_a_run_directory_that_is_gone_is_one_line(tmp_path: Path) -> None:
+    error = FileNotFoundError(errno.ENOENT, "no such file", "totals.tmp")
+    stop = LocalRun.run(run_that_raises(error, tmp_path, there=False), lambda: False)
+    assert not stop.done and "was deleted or moved while the run was going on" in stop.reason

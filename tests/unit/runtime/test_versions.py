@@ -71,10 +71,19 @@ def test_after_a_crash_only_what_is_needed_stays(tmp_path: Path) -> None:
 def test_a_version_waits_for_its_evaluation(tmp_path: Path) -> None:
     versions = made(tmp_path, 0, 1)
     versions.to_retire = {0, 1}
+    assert versions.retire_all_but({0}) == {0, 1}
+    assert list(versions.disk.versions()) == [0]
+    assert list(versions.shared.versions()) == []  # instances need it no more
+    assert versions.retire_all_but(set()) == set()
+    assert list(versions.disk.versions()) == []
+
+
+def test_where_both_stores_are_one_place_a_pinned_version_stays(tmp_path: Path) -> None:
+    versions = Versions(tmp_path / "disk", tmp_path / "disk")
+    versions.disk.publish(0, [("w", torch.zeros(4))])
+    versions.to_retire = {0}
     versions.retire_all_but({0})
     assert list(versions.disk.versions()) == [0]
-    versions.retire_all_but(set())
-    assert list(versions.disk.versions()) == []
 
 
 def test_a_new_run_begins_with_empty_stores(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from dora_rl.trainer.attention_layout import Layout
 from dora_rl.trainer.checkpoint import Checkpoints, write_atomically
 from dora_rl.trainer.learner import Learner
 from dora_rl.trainer.lora import SCALE, whole_version
-from dora_rl.trainer.model import version_reader
 from dora_rl.trainer.options import AlgorithmOptions, CheckpointOptions, TrainerOptions
 from dora_rl.types import UserError
 
@@ -88,13 +87,14 @@ def test_lora_versions_are_adapters(model_dir: Path, tmp_path: Path) -> None:
     whole = SharedMemoryWeightStore(tmp_path / "whole")
     merged = Learner(model_dir, None, replace(trainer, lora_publish="merged"))
     merged.adopt(store, 3)
-    assert torch.equal(our_scores(merged, torch.arange(12)), our_scores(learner, torch.arange(12)))
+    # One computes with the merged weights, the other beside the base.
+    ids = torch.arange(12)
+    assert (our_scores(merged, ids) - our_scores(learner, ids)).abs().max() < 1e-5
     merged.publish(whole, 3).result()
     expected = whole.open(3)
-    readers = whole_version(sealed, model_dir).tensor, version_reader(merged.policy, sealed)
+    read = whole_version(sealed, model_dir).tensor
     for name in expected.names():
-        for tensor in (read(name) for read in readers):
-            assert (tensor.float() - expected.tensor(name).float()).abs().max() < 1e-6
+        assert (read(name).float() - expected.tensor(name).float()).abs().max() < 1e-6
     with pytest.raises(UserError, match="adapters merged"):
         learner.adopt(whole, 3)
 

@@ -2,42 +2,85 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from exact_cases import write_exact_model
 from safetensors.torch import load_file
 from trainer_rank import run_rank
 
+FULL = pytest.mark.full
 RANK = Path(__file__).with_name("trainer_rank.py")
 
 
-@pytest.mark.parametrize(
-    ("loss", "pack_tokens"),
-    [
-        ("grpo", 40),
-        pytest.param("ppo", 40, marks=pytest.mark.full),
-        pytest.param("dapo", 4000, marks=pytest.mark.full),
-    ],
-)
-def test_two_ranks_give_the_update_of_one(
-    model_dir: Path, tmp_path: Path, loss: str, pack_tokens: int
-) -> None:
-    out = {1: tmp_path / "one", 2: tmp_path / "two"}
-    for path in out.values():
-        path.mkdir()
+def run_two(
+    model: Path, out: Path, loss: str, pack_tokens: int, *options: dict[str, Any] | bool
+) -> list[subprocess.Popen[bytes]]:
+    """Start both ranks; `options` are those of `run_rank`."""
+    out.mkdir()
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    arguments = [str(tmp_path / "meeting"), str(model_dir), str(out[2]), loss, str(pack_tokens)]
-    started = [
+    arguments = [str(out / "meeting"), str(model), str(out), loss, str(pack_tokens)]
+    arguments.append(json.dumps(options))
+    return [
         subprocess.Popen([sys.executable, str(RANK), str(r), "2", *arguments], env=env)
         for r in range(2)
     ]
-    run_rank(model_dir, out[1], loss, pack_tokens)
+
+
+def finish(started: list[subprocess.Popen[bytes]], out: Path) -> dict[str, torch.Tensor]:
     assert [p.wait(timeout=1200) for p in started] == [0, 0]
-    one, two = (load_file(out[n] / "result.safetensors") for n in (1, 2))
+    return load_file(out / "result.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("loss", "pack_tokens", "options"),
+    [
+        ("grpo", 40, {}),
+        ("grpo", 40, {"lora_rank": 3, "lora_publish": "adapters"}),
+        pytest.param("grpo", 40, {"lora_rank": 3, "lora_publish": "merged"}, marks=FULL),
+        pytest.param("ppo", 40, {}, marks=FULL),
+        pytest.param("dapo", 4000, {}, marks=FULL),
+    ],
+)
+def test_two_ranks_give_the_update_of_one(
+    model_dir: Path, tmp_path: Path, loss: str, pack_tokens: int, options: dict[str, Any]
+) -> None:
+    algorithm = {"old_logprobs": "behaviour"} if options else {}
+    started = run_two(model_dir, tmp_path / "two", loss, pack_tokens, options, algorithm)
+    (tmp_path / "one").mkdir()
+    run_rank(model_dir, tmp_path / "one", loss, pack_tokens, options, algorithm)
+    two = finish(started, tmp_path / "two")
+    one = load_file(tmp_path / "one" / "result.safetensors")
     assert one.keys() == two.keys()
     for name, tensor in one.items():
         assert torch.allclose(two[name], tensor, atol=1e-5, rtol=1e-4), name
+
+
+@pytest.mark.parametrize(
+    ("loss", "form"),
+    [
+        ("longcat", "adapters"),
+        pytest.param("longcat", "merged", marks=FULL),
+        pytest.param("ppo", "whole", marks=FULL),
+    ],
+)
+def test_ranks_in_bfloat16_see_no_gap(tmp_path: Path, loss: str, form: str) -> None:
+    """With lr 0 what a rank computes from its shards is what its twin computes, bit for bit."""
+    model = write_exact_model(tmp_path / "model", "qwen3")
+    trainer: dict[str, Any] = {"lr": 0.0, "compute_dtype": "bfloat16"}
+    algorithm = {"old_logprobs": "behaviour", "clip_low": 1e-9, "clip_high": 1e-9}
+    algorithm |= {"kl_estimator": "k2", "critic_lr": 0.0, "constant_tokens": 20}
+    adapted = form != "whole"
+    if adapted:  # moved away from the reference
+        trainer |= {"lora_rank": 3, "lora_publish": form}
+        algorithm |= {"kl_coef": 0.0}
+    out = tmp_path / "two"
+    found = finish(run_two(model, out, loss, 40, trainer, algorithm, adapted), out)
+    for name in ("ppo_kl", "clip_ratio/low", "clip_ratio/high", *(() if adapted else ("kl",))):
+        assert found[f"metric:{name}"] == 0.0, name

@@ -99,7 +99,7 @@ def test_group_advantages(rewards: list[float]) -> None:
     equal = all(r == rewards[0] for r in rewards)
     assert adv.all_equal(rewards) == equal
     for name, function in adv.PER_GROUP.items():
-        got = function(rewards, [1] * len(rewards))
+        got = function(adv.GroupScores(rewards, [1] * len(rewards), [False] * len(rewards)))
         if equal:
             assert got == [0.0] * len(rewards)
             continue

@@ -1,41 +1,60 @@
 """One rank of the distributed test: trains two steps, publishes, saves, writes what came out.
 
-python trainer_rank.py RANK RANKS PORT MODEL OUT LOSS PACK_TOKENS
+python trainer_rank.py RANK RANKS PORT MODEL OUT LOSS PACK_TOKENS [OPTIONS as JSON]
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from exact_cases import move_adapters
 from safetensors.torch import save_file
 from trainer_cases import make_groups
-from trainer_store import MemoryStore
 
+from dora_rl.runtime.weights import SharedMemoryWeightStore
+from dora_rl.trainer.distributed import wait_for_all
 from dora_rl.trainer.learner import Learner
 from dora_rl.trainer.options import AlgorithmOptions, TrainerOptions
 
-METRICS = ("loss", "grad_norm", "entropy", "kl", "reward/mean")
+METRICS = ("loss", "grad_norm", "entropy", "kl", "ppo_kl", "reward/mean")
 
 
-def run_rank(model: Path, out: Path, loss: str, pack_tokens: int) -> None:
-    trainer = TrainerOptions(lr=1e-3, device="cpu", pack_tokens=pack_tokens, updates_per_step=2)
-    algorithm = AlgorithmOptions(loss=loss, kl_coef=0.05)
-    learner = Learner(model, algorithm, trainer, batch_groups=4)
+def run_rank(
+    model: Path,
+    out: Path,
+    loss: str,
+    pack_tokens: int,
+    trainer_options: dict[str, Any] | None = None,
+    algorithm_options: dict[str, Any] | None = None,
+    moves_adapters: bool = False,
+) -> None:
+    """Both steps on groups of version 0, so that losses which recompute meet an older version."""
+    fixed = {"lr": 1e-3, "device": "cpu", "pack_tokens": pack_tokens, "updates_per_step": 2}
+    trainer = TrainerOptions(**{**fixed, **(trainer_options or {})})
+    algorithm = AlgorithmOptions(**{"loss": loss, "kl_coef": 0.05, **(algorithm_options or {})})
+    store = SharedMemoryWeightStore(out / "store")
+    learner = Learner(model, algorithm, trainer, batch_groups=4, store=store)
+    if moves_adapters:
+        move_adapters(learner)
     metrics: dict[str, float] = {}
     for step in range(2):
+        learner.publish(store, step).result()
+        wait_for_all()
         learner.begin_step(step)
-        learner.feed(make_groups(step, 4, version=step))
+        learner.feed(make_groups(step, 4, version=0))
         metrics = learner.finish_step()
-    store = MemoryStore()
-    learner.publish(store, 2)
+    learner.publish(store, 2).result()
     learner.save(out / "ckpt")
     if learner.rank == 0:
-        tensors = dict(store.sealed[2].tensors)
-        tensors.update({f"metric:{n}": torch.tensor(metrics[n]) for n in METRICS})
+        tensors = {name: tensor.clone() for name, tensor in store.open(2).tensors()}
+        numbers = {n: v for n, v in metrics.items() if n in METRICS or n.startswith("clip_ratio/")}
+        tensors.update({f"metric:{n}": torch.tensor(v) for n, v in numbers.items()})
         save_file(tensors, out / "result.safetensors")
     if learner.num_ranks > 1:
         again = Learner.resume(out / "ckpt", algorithm, trainer, batch_groups=4)
@@ -47,7 +66,8 @@ def main() -> None:
     rank, ranks, meeting = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=ranks)
-    run_rank(Path(sys.argv[4]), Path(sys.argv[5]), sys.argv[6], int(sys.argv[7]))
+    options = json.loads(sys.argv[8]) if len(sys.argv) > 8 else []
+    run_rank(Path(sys.argv[4]), Path(sys.argv[5]), sys.argv[6], int(sys.argv[7]), *options)
     dist.barrier()
     dist.destroy_process_group()
     sys.stdout.flush()

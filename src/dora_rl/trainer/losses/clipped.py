@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dora_rl.trainer.losses.inputs import LossInputs, LossOutput
+from dora_rl.trainer.losses.inputs import LossInputs, LossOutput, ratio_of
 from dora_rl.trainer.options import AlgorithmOptions
 
 
@@ -23,21 +23,22 @@ def surrogate(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """−min(r·A, clip(r, 1−ε_low, 1+ε_high)·A), with marks of what was clipped.
 
-    With `dual_clip` c, where A < 0 the loss is at most −c·A.
+    With `dual_clip` c, where A < 0 the loss is at most −c·A. A c of 0 is none.
     """
     low, high = _bounds(options)
     loss = -torch.minimum(ratio_T * advantage_T, ratio_T.clamp(low, high) * advantage_T)
-    if options.dual_clip is not None:
-        capped = torch.minimum(loss, -options.dual_clip * advantage_T)
-        loss = torch.where(advantage_T < 0, capped, loss)
     clipped_low = (ratio_T < low) & (advantage_T < 0)
     clipped_high = (ratio_T > high) & (advantage_T > 0)
+    if options.dual_clip:
+        capped = torch.minimum(loss, -options.dual_clip * advantage_T)
+        loss = torch.where(advantage_T < 0, capped, loss)
+        clipped_high |= (ratio_T > options.dual_clip) & (advantage_T < 0)
     return loss, clipped_low, clipped_high
 
 
 def clipped(inputs: LossInputs, options: AlgorithmOptions) -> LossOutput:
     """loss_t = −min(r_t·A_t, clip(r_t, 1−ε_low, 1+ε_high)·A_t),  r_t = π_θ(t)/π_old(t)."""
-    ratio = (inputs.logprobs_T - inputs.old_logprobs_T).exp()
+    ratio = ratio_of(inputs.logprobs_T, inputs.old_logprobs_T)
     return LossOutput(*surrogate(ratio, inputs.advantages_T, options))
 
 
@@ -45,13 +46,13 @@ def decoupled(inputs: LossInputs, options: AlgorithmOptions) -> LossOutput:
     """loss_t = −sg[π_prox(t)/π_behav(t)] · min(r_t·A_t, clip(r_t, 1−ε_low, 1+ε_high)·A_t).
 
     r_t = π_θ(t)/π_prox(t): the trust region is around the recent proximal policy (`old`), the
-    behaviour policy (the rollout's) enters as an importance weight, capped if
-    `behaviour_ratio_max` says so.
+    behaviour policy (the rollout's) enters as an importance weight of at most
+    `behaviour_ratio_max` (0: no cap).
     """
-    weight = (inputs.old_logprobs_T - inputs.rollout_logprobs_T).exp()
-    if options.behaviour_ratio_max is not None:
+    weight = ratio_of(inputs.old_logprobs_T, inputs.rollout_logprobs_T)
+    if options.behaviour_ratio_max:
         weight = weight.clamp(max=options.behaviour_ratio_max)
-    ratio = (inputs.logprobs_T - inputs.old_logprobs_T).exp()
+    ratio = ratio_of(inputs.logprobs_T, inputs.old_logprobs_T)
     loss, low, high = surrogate(ratio, inputs.advantages_T, options)
     return LossOutput(weight.detach() * loss, low, high)
 
@@ -64,8 +65,8 @@ def triplet(inputs: LossInputs, options: AlgorithmOptions) -> LossOutput:
     cap that keeps a negative sample's ratio from exploding, is `dual_clip`.
     """
     low, high = _bounds(options)
-    assert options.dual_clip is not None, "recipe not resolved"
-    ratio = (inputs.logprobs_T - inputs.old_logprobs_T).exp()
+    assert options.dual_clip, "recipe not resolved"
+    ratio = ratio_of(inputs.logprobs_T, inputs.old_logprobs_T)
     advantage = inputs.advantages_T
     negative = advantage < 0
     bounded = torch.where(negative, ratio.clamp(low, options.dual_clip), ratio.clamp(max=high))

@@ -6,6 +6,10 @@ environment wrote are not in it, so there is no padding and no mask to forget.
 Shapes: T trained tokens, S sequences. `sequence_T[t]` says which of the S a token belongs to.
 
     two responses of 2 and 1 tokens:  sequence_T = [0, 0, 1], num_sequences = 2
+
+A log-ratio is clamped to ±LOG_RATIO_MAX before its exponential: no token, however unlikely it was
+under one of the policies, makes a loss or a gradient overflow and costs the others their update.
+Within the bounds nothing changes; outside, the token's ratio is constant and has no gradient.
 """
 
 from __future__ import annotations
@@ -19,13 +23,23 @@ from torch import Tensor
 
 from dora_rl.trainer.options import AlgorithmOptions
 
+LOG_RATIO_MAX = 20.0  # exp(20) is 4.9e8: its square, and sums of many, are finite in float32
+
+
+def ratio_of(logprobs: Tensor, base: Tensor) -> Tensor:
+    """exp(log π − log π_base), the log-ratio clamped to ±LOG_RATIO_MAX."""
+    return (logprobs - base).clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX).exp()
+
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """Log-probs of the same tokens under several policies, and their advantages.
+    """Log-probs of the same tokens under several policies, their advantages, and where they are
+    from.
 
-    `logprobs_T` is the policy being trained and the only tensor with a gradient. `old_logprobs_T`
-    is the policy the ratio is taken to; `rollout_logprobs_T` what the engine reported.
+    `logprobs_T` is the policy being trained; it and `entropy_T` (of the distribution that a token
+    was drawn from) are the only tensors with a gradient. `old_logprobs_T` is the policy the ratio
+    is taken to; `rollout_logprobs_T` what the engine reported; `ref_logprobs_T` the reference, None
+    where the learner holds none (`algorithm.kl_coef` and `algorithm.reference` ask for one).
     """
 
     logprobs_T: Tensor
@@ -34,6 +48,17 @@ class LossInputs:
     advantages_T: Tensor
     sequence_T: Tensor
     num_sequences: int
+    token_ids_T: Tensor  # what was sampled
+    entropy_T: Tensor
+    version_T: Tensor  # the policy version that sampled each token
+    group_S: Tensor  # the group (prompt) of each sequence
+    step: int  # the step being trained: its own version
+    ref_logprobs_T: Tensor | None = None
+
+    @property
+    def staleness_T(self) -> Tensor:
+        """How many versions older than the step the policy was that sampled each token."""
+        return self.step - self.version_T
 
     def sum_S(self, x_T: Tensor) -> Tensor:
         """Sum over each sequence."""

@@ -1,8 +1,8 @@
 """The choices that go with each loss: names and numbers, without the functions.
 
 Never imports torch, so that a wrong name is answered before anything starts. Invariant: `fill`
-returns options with nothing left open (no None where the loss needs a value), and everything the
-user set explicitly wins over the recipe.
+returns options with nothing left open (no None where the loss needs a value), every number in its
+range and every choice able to act; and everything the user set explicitly wins over the recipe.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from dora_rl.trainer.options import AlgorithmOptions, choose
+from dora_rl.trainer.ranges import ALGORITHM, check_ranges
 from dora_rl.types import UserError
 
 ADVANTAGES = ("group", "group_mean", "leave_one_out", "batch", "gae")
@@ -30,7 +31,11 @@ CORRECTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What the paper of a loss chose. `function` is the loss, by its name in `registry`."""
+    """What the paper of a loss chose. `function` is the loss, by its name in `registry`.
+
+    A `dual_clip` is a guard more than a choice: where an advantage is negative nothing else bounds
+    the ratio. 3 is that of the paper on dual-clip PPO.
+    """
 
     function: str
     advantage: str = "group"
@@ -41,20 +46,25 @@ class Recipe:
     old_logprobs: str = "rollout"
     constant_tokens: int | None = None
     corrections: tuple[str, ...] = ()
+    behaviour_ratio_max: float | None = None
 
 
 RECIPES: dict[str, Recipe] = {
-    "grpo": Recipe("clipped", aggregation="sequence_mean"),
-    "dr_grpo": Recipe("clipped", advantage="group_mean", aggregation="constant"),
-    "dapo": Recipe("clipped", clip_high=0.28),
+    "grpo": Recipe("clipped", aggregation="sequence_mean", dual_clip=3.0),
+    "dr_grpo": Recipe("clipped", advantage="group_mean", aggregation="constant", dual_clip=3.0),
+    "dapo": Recipe("clipped", clip_high=0.28, dual_clip=3.0),
     "rloo": Recipe(
         "reinforce", advantage="leave_one_out", aggregation="constant", constant_tokens=1
     ),
-    "reinforce++": Recipe("clipped", advantage="batch"),
-    "gspo": Recipe("gspo", aggregation="sequence_mean", clip_low=3e-4, clip_high=4e-4),
+    "reinforce++": Recipe("clipped", advantage="batch", dual_clip=3.0),
+    "gspo": Recipe(
+        "gspo", aggregation="sequence_mean", clip_low=3e-4, clip_high=4e-4, dual_clip=3.0
+    ),
     "cispo": Recipe("cispo", clip_low=1.0, clip_high=4.0),
-    "ppo": Recipe("clipped", advantage="gae"),
-    "decoupled_ppo": Recipe("decoupled", old_logprobs="proximal"),
+    "ppo": Recipe("clipped", advantage="gae", dual_clip=3.0),
+    "decoupled_ppo": Recipe(
+        "decoupled", old_logprobs="proximal", dual_clip=3.0, behaviour_ratio_max=5.0
+    ),
     "longcat": Recipe(
         "triplet",
         advantage="group_mean",
@@ -90,15 +100,22 @@ def fill(options: AlgorithmOptions) -> AlgorithmOptions:
         clip_high=recipe.clip_high if options.clip_high is None else options.clip_high,
         dual_clip=recipe.dual_clip if options.dual_clip is None else options.dual_clip,
         old_logprobs=options.old_logprobs or recipe.old_logprobs,
-        constant_tokens=options.constant_tokens or recipe.constant_tokens,
+        constant_tokens=recipe.constant_tokens
+        if options.constant_tokens is None
+        else options.constant_tokens,
         corrections=recipe.corrections if options.corrections is None else options.corrections,
+        behaviour_ratio_max=recipe.behaviour_ratio_max
+        if options.behaviour_ratio_max is None
+        else options.behaviour_ratio_max,
         temperature=options.temperature or 1.0,
     )
-    _check(filled)
+    _check_names(filled)
+    check_ranges("algorithm", filled, ALGORITHM)
+    _check_together(filled, recipe)
     return filled
 
 
-def _check(options: AlgorithmOptions) -> None:
+def _check_names(options: AlgorithmOptions) -> None:
     assert options.advantage and options.aggregation and options.old_logprobs
     if not is_users_own(options.advantage):
         choose("algorithm.advantage", options.advantage, ADVANTAGES)
@@ -109,10 +126,52 @@ def _check(options: AlgorithmOptions) -> None:
     choose("algorithm.correction_numerator", options.correction_numerator, ("old", "current"))
     for name in options.corrections or ():
         choose("algorithm.corrections", name, CORRECTIONS)
+
+
+def _check_together(options: AlgorithmOptions, recipe: Recipe) -> None:
+    """What each alone allows and both together do not. Nothing chosen may do nothing."""
     if options.aggregation == "constant" and not options.constant_tokens:
         raise UserError(
             "algorithm.aggregation 'constant' needs algorithm.constant_tokens "
             "(the longest response, say): the denominator per sequence"
         )
-    if options.temperature < 0:
-        raise UserError("algorithm.temperature must not be below 0 (0 takes the rollout's)")
+    if options.overlong_buffer_tokens > options.overlong_tokens_max:
+        raise UserError(
+            f"algorithm.overlong_buffer_tokens = {options.overlong_buffer_tokens}: must be at most "
+            f"algorithm.overlong_tokens_max ({options.overlong_tokens_max}), where it ends"
+        )
+    if recipe.function == "triplet" and not options.dual_clip:
+        raise UserError(
+            f"algorithm.dual_clip = 0: '{options.loss}' needs its cap on the ratio of negative "
+            f"samples; its own is {recipe.dual_clip:g}"
+        )
+    _check_weights(options, recipe)
+    for key, name in (("loss", options.loss), ("advantage", options.advantage or "")):
+        if getattr(options, f"{key}_args") and not is_users_own(name):
+            raise UserError(
+                f"algorithm.{key}_args is for a function of your own; '{name}' takes its numbers "
+                "from [algorithm]"
+            )
+
+
+def _check_weights(options: AlgorithmOptions, recipe: Recipe) -> None:
+    """Weights of old over rollout, which are 1 where the two are the same."""
+    same = options.old_logprobs == "rollout"
+    hint = "set algorithm.old_logprobs = 'behaviour' or 'proximal'"
+    if options.corrections and same and options.correction_numerator == "old":
+        raise UserError(
+            f"algorithm.corrections {list(options.corrections)} would do nothing: they weigh "
+            "old / rollout log-probs, and algorithm.old_logprobs = 'rollout' makes them the same; "
+            f"{hint}, or algorithm.correction_numerator = 'current'"
+        )
+    if recipe.function == "decoupled" and same:
+        raise UserError(
+            f"algorithm.loss '{options.loss}' would not be decoupled: it weighs old / rollout "
+            f"log-probs, and algorithm.old_logprobs = 'rollout' makes them the same; {hint}"
+        )
+    used = recipe.function == "decoupled" or is_users_own(options.loss)
+    if options.behaviour_ratio_max and not used:
+        raise UserError(
+            f"algorithm.behaviour_ratio_max would do nothing: '{options.loss}' has no such weight, "
+            "decoupled_ppo has; algorithm.corrections = ['token_tis'] with token_ratio_max is alike"
+        )

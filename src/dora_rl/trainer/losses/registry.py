@@ -61,7 +61,7 @@ class Objective:
 
     @property
     def needs_reference(self) -> bool:
-        return self.options.kl_coef != 0.0
+        return self.options.reference or self.options.kl_coef != 0.0
 
     @property
     def may_skip_zero_advantage(self) -> bool:
@@ -76,7 +76,9 @@ def resolve(options: AlgorithmOptions) -> Objective:
     filled = fill(options)
     name = filled.advantage
     assert name is not None
-    advantage = own_advantage(name) if is_users_own(name) else PER_GROUP.get(name)
+    own = own_advantage(name, filled.advantage_args) if is_users_own(name) else None
+    advantage = own or PER_GROUP.get(name)
     if is_users_own(options.loss):
-        return Objective(own_loss(options.loss), filled, advantage, zero_advantage_is_free=False)
+        loss = own_loss(options.loss, filled.loss_args)
+        return Objective(loss, filled, advantage, zero_advantage_is_free=False)
     return Objective(FUNCTIONS[recipe_of(options.loss).function], filled, advantage)

@@ -3,7 +3,7 @@ ever clipped away. Pure."""
 
 from __future__ import annotations
 
-from dora_rl.trainer.losses.inputs import LossInputs, LossOutput
+from dora_rl.trainer.losses.inputs import LossInputs, LossOutput, ratio_of
 from dora_rl.trainer.options import AlgorithmOptions
 
 
@@ -23,6 +23,6 @@ def cispo(inputs: LossInputs, options: AlgorithmOptions) -> LossOutput:
     """
     assert options.clip_low is not None and options.clip_high is not None, "recipe not resolved"
     low, high = 1.0 - options.clip_low, 1.0 + options.clip_high
-    ratio = (inputs.logprobs_T - inputs.old_logprobs_T).exp().detach()
+    ratio = ratio_of(inputs.logprobs_T, inputs.old_logprobs_T).detach()
     loss = -ratio.clamp(low, high) * inputs.advantages_T * inputs.logprobs_T
     return LossOutput(loss, ratio < low, ratio > high)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dora_rl.trainer.losses.clipped import surrogate
-from dora_rl.trainer.losses.inputs import LossInputs, LossOutput
+from dora_rl.trainer.losses.inputs import LOG_RATIO_MAX, LossInputs, LossOutput
 from dora_rl.trainer.options import AlgorithmOptions
 
 
@@ -14,5 +14,5 @@ def gspo(inputs: LossInputs, options: AlgorithmOptions) -> LossOutput:
     With one advantage per sequence and sequence-mean aggregation this is the paper's objective.
     """
     log_ratio_S = inputs.mean_S(inputs.logprobs_T - inputs.old_logprobs_T)
-    ratio_T = inputs.spread_T(log_ratio_S.exp())
+    ratio_T = inputs.spread_T(log_ratio_S.clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX).exp())
     return LossOutput(*surrogate(ratio_T, inputs.advantages_T, options))
