@@ -24,6 +24,7 @@ GB = 1_000_000_000
 CONTEXT_BYTES = 700_000_000  # CUDA's context and cuBLAS in one process
 FRAGMENTED = 1.08  # what the allocator holds over what is in use at the peak
 RESERVE_SHARE = 0.03  # of a device, kept free for what nobody foresaw
+EVALUATOR_REQUESTS = 128  # at once, at most: it has no hurry
 CHUNK_ELEMENTS = (1 << 29, 1 << 27, 1 << 25)  # of one chunk's logits, the fastest first
 # Of the KV that every request in flight would need at full length; most end long before.
 KV_SHARES = (0.5, 0.25, 0.1, 0.03)
@@ -57,9 +58,18 @@ class Need:
     spec: ModelSpec
     versions_max: int  # resident on an instance, at most
     num_instances: int = 1  # on this device; 0: the learner has it to itself
+    names: tuple[str, ...] = ()  # of the instances
     learner: bool = True
+    learner_name: str = "learner"
+    num_ranks: int = 1  # that share the learner's state
     evaluator: bool = False
-    lora_rank: int = 0  # versions are adapters of this rank on one base
+    evaluator_requests: int = EVALUATOR_REQUESTS  # that the evaluator answers at once
+    others_bytes: int = 0  # in use by other programs
+    lora_rank: int = 0  # only adapters of this rank are trained
+    adapters: bool = True  # with LoRA, a version is its adapter; otherwise whole weights
+    base_bytes: int = 2  # of a number of the learner's frozen base
+    compute_bytes: int = 2  # of a number of the learner's activations
+    item_bytes: int = 2  # of a number of the instances' weights and KV
     num_requests: int = 256  # that an instance may have at once
     request_tokens_max: int = 1024  # prompt and response
     step_tokens_max: int = 2048  # rows of one engine step
@@ -80,6 +90,7 @@ class MemoryPlan:
     lines: tuple[Line, ...]
     kv_bytes: int  # of each instance
     evaluator_kv_bytes: int
+    evaluator_requests: int
     pack_tokens: int
     checkpointing: str
     chunk_tokens: int
@@ -150,50 +161,58 @@ def logits_bytes(spec: ModelSpec, chunk: int, trained: bool) -> int:
 
 def working_bytes(need: Need, checkpointing: str, pack: int, chunk: int) -> int:
     """The learner's memory beside its state, at the peak of a pack."""
-    spec, tokens = need.spec, max(pack, need.request_tokens_max)
-    each = layer_bytes(spec)
+    spec, tokens, item = need.spec, max(pack, need.request_tokens_max), need.compute_bytes
+    each = layer_bytes(spec) * item // 2
+    # Weights that are cast where they are used are kept for the backward pass.
+    cast = 0 if need.lora_rank and need.base_bytes == item else item * body_params(spec)
     if checkpointing == "none":
-        saved, again = tokens * each * spec.num_layers + 2 * body_params(spec), 0
+        saved, again = tokens * each * spec.num_layers + cast, 0
     else:
-        saved = tokens * spec.num_layers * spec.hidden * 2
-        again = tokens * 2 * each + 2 * body_params(spec) // spec.num_layers
-    ends = tokens * spec.hidden * 2 * 5  # final states and their gradients
+        saved = tokens * spec.num_layers * spec.hidden * item
+        again = tokens * 2 * each + cast // spec.num_layers
+    ends = tokens * spec.hidden * item * 5  # final states and their gradients
     logits = logits_bytes(spec, min(chunk, tokens), trained=not need.lora_rank)
     return int(FRAGMENTED * (saved + ends + max(logits, again)))
 
 
 def state_lines(need: Need) -> Iterator[Line]:
     """What the learner holds all the time."""
-    spec, who = need.spec, "learner"
-    params = num_params(spec)
+    spec, who = need.spec, need.learner_name
+    params, ranks = num_params(spec), need.num_ranks
     trained = adapter_params(spec, need.lora_rank) if need.lora_rank else params
     yield Line(who, "context", CONTEXT_BYTES)
     if need.lora_rank:
-        yield Line(who, "frozen base (float32)", 4 * params)
-    yield Line(who, "masters and gradients (float32)", 8 * trained)
-    yield Line(who, "moments (float32)", 8 * trained)
+        kind = "float32" if need.base_bytes == 4 else "as it computes"
+        yield Line(who, f"frozen base ({kind})", need.base_bytes * params // ranks)
+    yield Line(who, "masters and gradients (float32)", 8 * trained // ranks)
+    yield Line(who, "moments (float32)", 8 * trained // ranks)
     if need.num_twins:
         name = f"frozen copies: {need.num_twins}"
-        yield Line(who, name, need.num_twins * 2 * params)
+        yield Line(who, name, need.num_twins * need.compute_bytes * params)
     if need.critic:
-        yield Line(who, "critic: masters, gradients, moments", 16 * params)
+        yield Line(who, "critic: masters, gradients, moments", 16 * params // ranks)
+    if ranks > 1:  # two layers and the matrices at the ends are whole while they compute
+        whole = 2 * body_params(spec) // spec.num_layers + num_params(spec) - body_params(spec)
+        yield Line(who, "parts gathered from other ranks", (need.compute_bytes + 4) * whole)
 
 
-def kv_token_bytes(spec: ModelSpec) -> int:
-    return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * 2
+def kv_token_bytes(spec: ModelSpec, item_bytes: int = 2) -> int:
+    return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * item_bytes
 
 
 def engine_lines(need: Need, who: str, versions: int, requests: int, kv: int) -> Iterator[Line]:
     spec = need.spec
-    weights = 2 * num_params(spec)
+    weights = need.item_bytes * num_params(spec)
     yield Line(who, "context", CONTEXT_BYTES)
-    if need.lora_rank:
-        adapters = versions * 2 * adapter_params(spec, need.lora_rank)
-        yield Line(who, f"base and {versions} adapters", weights + adapters)
+    if need.lora_rank and need.adapters:
+        each = need.item_bytes * adapter_params(spec, need.lora_rank)
+        yield Line(who, f"base and {versions} adapters", weights + versions * each)
     else:
-        yield Line(who, f"weights of {versions} versions", versions * weights)
+        what = "weights" if versions == 1 else f"weights of {versions} versions"
+        yield Line(who, what, versions * weights)
     yield Line(who, "graphs and workspace", graph_bytes(need, versions, requests))
-    yield Line(who, f"KV cache: {kv // kv_token_bytes(spec):,} tokens", kv)
+    tokens = kv // kv_token_bytes(spec, need.item_bytes)
+    yield Line(who, f"KV cache: {tokens:,} tokens", kv)
 
 
 def graph_bytes(need: Need, versions: int, requests: int) -> int:
@@ -201,7 +220,7 @@ def graph_bytes(need: Need, versions: int, requests: int) -> int:
     spec = need.spec
     row = spec.vocab * 11 + 2 * (2 * spec.intermediate + spec.qkv_rows + 4 * spec.hidden)
     step = need.step_tokens_max * 2 * (2 * spec.intermediate + spec.qkv_rows + 6 * spec.hidden)
-    slots = 1 if need.lora_rank else versions
+    slots = 1 if need.lora_rank and need.adapters else versions
     return int(100e6 + requests * slots * row + 512 * spec.vocab * 4 + step)
 
 
@@ -243,34 +262,43 @@ def _divide(
     need: Need, room: int, versions: int, chunk: int, share: float, checkpointing: str, pack: int
 ) -> MemoryPlan:
     """Fixed parts first, then KV: its share at least, more where there is more."""
-    spec = need.spec
     lines: list[Line] = []
+    if need.others_bytes:
+        lines.append(Line("others", "in use by other programs", need.others_bytes))
     if need.learner:
         lines += state_lines(need)
         peak = working_bytes(need, checkpointing, pack, chunk)
         how = "recomputed by layer" if checkpointing == "layer" else "all kept"
-        lines.append(Line("learner", f"a pack of {pack:,} tokens, {how}; logits", peak))
-    full = kv_token_bytes(spec) * need.request_tokens_max
-    evaluator_kv = 0
+        lines.append(Line(need.learner_name, f"a pack of {pack:,} tokens, {how}; logits", peak))
+    full = kv_token_bytes(need.spec, need.item_bytes) * need.request_tokens_max
+    evaluator_kv, beside = 0, min(need.evaluator_requests, EVALUATOR_REQUESTS)
     if need.evaluator:
-        beside = min(need.num_requests, 128)
         evaluator_kv = max(2 * full, int(0.25 * beside * full))
         lines += engine_lines(replace(need, lora_rank=0), "evaluator", 1, beside, evaluator_kv)
-    wanted = full * need.num_requests
-    least = need.kv_bytes or max(2 * full, int(share * wanted))
+    names = need.names or tuple(f"instance{index}" for index in range(need.num_instances))
     engines = [
         line
-        for index in range(need.num_instances)
-        for line in engine_lines(need, f"instance {index}", versions, need.num_requests, 0)
+        for name in names
+        for line in engine_lines(need, name, versions, need.num_requests, 0)
         if not line.what.startswith("KV")
     ]
     left = room - sum(line.num_bytes for line in [*lines, *engines])
-    kv = least
-    if need.num_instances and not need.kv_bytes:
-        kv = min(wanted, max(least, left // need.num_instances))
-    for index in range(need.num_instances):
-        lines += engine_lines(need, f"instance {index}", versions, need.num_requests, kv)
+    wanted = full * need.num_requests
+    kv = need.kv_bytes or max(2 * full, int(share * wanted))
+    if names and not need.kv_bytes:
+        kv = min(max(2 * full, wanted), max(kv, left // len(names)))
+    for name in names:
+        lines += engine_lines(need, name, versions, need.num_requests, kv)
     used = sum(line.num_bytes for line in lines)
     return MemoryPlan(
-        room, tuple(lines), kv, evaluator_kv, pack, checkpointing, chunk, versions, used <= room
+        total_bytes=room,
+        lines=tuple(lines),
+        kv_bytes=kv,
+        evaluator_kv_bytes=evaluator_kv,
+        evaluator_requests=beside,
+        pack_tokens=pack,
+        checkpointing=checkpointing,
+        chunk_tokens=chunk,
+        versions_max=versions,
+        fits=used <= room,
     )

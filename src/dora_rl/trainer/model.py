@@ -60,7 +60,8 @@ def build_decoder(
     cast_parameters(decoder, weights_dtype)  # before there is any memory behind them
     decoder.to_empty(device=device)
     decoder.inv_freq = arch.inv_freq().to(device)
-    choose("trainer.activation_checkpointing", options.activation_checkpointing, ("none", "layer"))
+    kinds = ("auto", "none", "layer")  # auto: the memory plan of a run has chosen before
+    choose("trainer.activation_checkpointing", options.activation_checkpointing, kinds)
     decoder.checkpointing = options.activation_checkpointing == "layer"
     decoder.chunk_tokens = options.logits_chunk_tokens
     if choose("trainer.compile", options.compile, ("auto", "on", "off")) != "off" and (

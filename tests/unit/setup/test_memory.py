@@ -12,6 +12,7 @@ from dora_rl.engine.spec import ModelSpec, RopeSpec
 from dora_rl.setup.memory import (
     CONTEXT_BYTES,
     GB,
+    RESERVE_SHARE,
     Need,
     graph_bytes,
     num_params,
@@ -57,7 +58,8 @@ MEASURED = [
 def test_the_learners_peak_is_foreseen(
     name: str, checkpointing: str, rank: int, pack: int, reserved: float
 ) -> None:
-    need = Need(SPECS[name], 3, lora_rank=rank, request_tokens_max=512)
+    # Measured while the frozen base was in float32.
+    need = Need(SPECS[name], 3, lora_rank=rank, base_bytes=4, request_tokens_max=512)
     state = sum(line.num_bytes for line in state_lines(need)) - CONTEXT_BYTES
     planned = (state + working_bytes(need, checkpointing, pack, CHUNK)) / GB
     assert planned == pytest.approx(reserved, rel=0.1)
@@ -136,7 +138,7 @@ def test_a_plan_that_fits_adds_up(
         request_tokens_max=tokens,
     )
     plan = plan_memory(need, total * GB)
-    assert plan.fits == (plan.planned_bytes <= 0.97 * total * GB)
+    assert plan.fits == (plan.planned_bytes <= int(total * GB * (1 - RESERVE_SHARE)))
     # More memory never makes it worse.
     if plan.fits:
         assert plan_memory(need, (total + 20) * GB).fits
