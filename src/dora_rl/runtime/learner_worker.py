@@ -137,6 +137,7 @@ class LearnerWorker:
         document = prompt + config.rollout.tokens_max
         samples = config.orchestration.batch_groups * config.rollout.num_samples
         warm_up(self.learner, samples * document)
+        self._tell_notes()
 
     def _serve(self) -> None:
         while (message := self._receive()).kind != "end":
@@ -162,6 +163,12 @@ class LearnerWorker:
         optimizer = self.optimizer_version if self.version else 0
         self.channel.send_event(ev.TrainerJoined(self.version, optimizer))
         beat(self.channel, self._beat, BEAT_S)
+
+    def _tell_notes(self) -> None:
+        """What the learner has to say to whoever watches, once."""
+        notes, self.learner.notes = self.learner.notes, []
+        for line in notes if self.rank == 0 else ():
+            self.channel.send("note", {"line": f"learner: {line}"})
 
     def _beat(self) -> None:
         self.channel.send_event(ev.TrainerReport(self.version, self.progress))
@@ -203,6 +210,7 @@ class LearnerWorker:
         began = self._worked_s()
         yield
         self.busy_s += self._worked_s() - began
+        self._tell_notes()
 
     def _worked_s(self) -> float:
         """A clock that stands while the learner waits for a version that it is still sealing."""

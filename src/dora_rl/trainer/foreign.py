@@ -43,8 +43,22 @@ class ForeignPolicy(nn.Module):
         self.vocab = int(model.config.vocab_size)
         self.hidden = int(model.config.hidden_size)
         self.positions_max = int(getattr(model.config, "max_position_embeddings", 1 << 30))
+        self._checkpointing = False
         if options.activation_checkpointing == "layer":
+            self.checkpointing = True
+
+    @property
+    def checkpointing(self) -> bool:
+        """Whether layers are computed again in the backward pass."""
+        return self._checkpointing
+
+    @checkpointing.setter
+    def checkpointing(self, on: bool) -> None:
+        self._checkpointing = on
+        if on:
             self.inner.gradient_checkpointing_enable()
+        else:
+            self.inner.gradient_checkpointing_disable()
 
     def forward(
         self,
