@@ -18,7 +18,7 @@ from dora_rl.trainer.architecture import Architecture, load_config, read_archite
 from dora_rl.trainer.attention import pick_attention
 from dora_rl.trainer.casting import cast_parameters, cast_where_used
 from dora_rl.trainer.decoder import Decoder, Layer
-from dora_rl.trainer.distributed import gathered, like_shard
+from dora_rl.trainer.distributed import gathered, like_shard, world
 from dora_rl.trainer.foreign import ForeignPolicy
 from dora_rl.trainer.lora import add_lora, is_adapter, merged, plain_name
 from dora_rl.trainer.names import from_checkpoint, to_checkpoint
@@ -103,7 +103,8 @@ def initialise(decoder: Decoder, seed: int, std: float = 0.02) -> None:
 
 
 def load_policy(directory: Path, options: TrainerOptions) -> Policy:
-    """Read a model directory into a policy with float32 parameters."""
+    """Read a model directory into a policy with float32 parameters. A base that only carries
+    adapters stays as it is stored, where the policy computes in that."""
     config = load_config(directory)
     choose("trainer.implementation", options.implementation, ("auto", "lean", "transformers"))
     arch = None if options.implementation == "transformers" else read_architecture(config)
@@ -119,10 +120,18 @@ def load_policy(directory: Path, options: TrainerOptions) -> Policy:
         if dtype != torch.float32:
             cast_where_used(foreign.inner, dtype)
         return foreign
-    decoder = build_decoder(arch, options)
+    decoder = build_decoder(arch, options, _weights_dtype(config, options))
     with TensorReader(directory) as reader:
         load_weights(decoder, reader.read)
     return decoder
+
+
+def _weights_dtype(config: dict[str, Any], options: TrainerOptions) -> torch.dtype:
+    """Half the memory, and the same numbers wherever they go. Ranks shard one dtype alone."""
+    computed = pick_dtype(options.compute_dtype, pick_device(options.device))
+    stored = str(config.get("dtype") or config.get("torch_dtype"))
+    alone = options.lora_rank > 0 and world()[1] == 1
+    return computed if alone and DTYPES.get(stored) == computed else torch.float32
 
 
 @torch.no_grad()
