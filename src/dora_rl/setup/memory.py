@@ -228,14 +228,13 @@ def plan_memory(need: Need, total_bytes: int) -> MemoryPlan:
     """The fastest division that fits; where none does, the smallest one, with `fits` False."""
     room = int(total_bytes * (1.0 - RESERVE_SHARE))
     last: MemoryPlan | None = None
+    engines = need.num_instances > 0 or need.evaluator
     for versions in _fewer(need):
-        for elements in CHUNK_ELEMENTS:
-            chunk = need.chunk_tokens or max(64, elements // need.spec.vocab)
-            for share in KV_SHARES if need.num_instances and not need.kv_bytes else (0.0,):
-                for checkpointing, pack in _ways(need):
-                    last = _divide(need, room, versions, chunk, share, checkpointing, pack)
-                    if last.fits:
-                        return replace(last, total_bytes=total_bytes)
+        for share in KV_SHARES if engines else KV_SHARES[:1]:
+            for checkpointing, pack, chunk in _ways(need):
+                last = _divide(need, room, versions, chunk, share, checkpointing, pack)
+                if last.fits:
+                    return replace(last, total_bytes=total_bytes)
     assert last is not None
     return replace(last, total_bytes=total_bytes)
 
@@ -246,16 +245,21 @@ def _fewer(need: Need) -> Iterator[int]:
         yield from range(need.versions_max - 1, 0, -1)
 
 
-def _ways(need: Need) -> Iterator[tuple[str, int]]:
+def _ways(need: Need) -> Iterator[tuple[str, int, int]]:
+    """Checkpointing, tokens of a pack, tokens of a chunk. A smaller chunk costs less speed than a
+    small pack, the smallest more."""
     if not need.learner:
-        yield "none", 0
+        yield "none", 0, 0
         return
-    seen: set[tuple[str, int]] = set()
-    for checkpointing, pack in WAYS:
-        way = (need.checkpointing or checkpointing, need.pack_tokens or pack)
-        if way not in seen:
-            seen.add(way)
-            yield way
+    chunks = [need.chunk_tokens or max(64, n // need.spec.vocab) for n in CHUNK_ELEMENTS]
+    seen: set[tuple[str, int, int]] = set()
+    for ways, some in ((WAYS[:3], chunks[:1]), (WAYS, chunks[:-1]), (WAYS, chunks[-1:])):
+        for checkpointing, pack in ways:
+            for chunk in some:
+                way = (need.checkpointing or checkpointing, need.pack_tokens or pack, chunk)
+                if way not in seen:
+                    seen.add(way)
+                    yield way
 
 
 def _divide(
@@ -273,7 +277,7 @@ def _divide(
     full = kv_token_bytes(need.spec, need.item_bytes) * need.request_tokens_max
     evaluator_kv, beside = 0, min(need.evaluator_requests, EVALUATOR_REQUESTS)
     if need.evaluator:
-        evaluator_kv = max(2 * full, int(0.25 * beside * full))
+        evaluator_kv = max(2 * full, int(share / 2 * beside * full))
         lines += engine_lines(replace(need, lora_rank=0), "evaluator", 1, beside, evaluator_kv)
     names = need.names or tuple(f"instance{index}" for index in range(need.num_instances))
     engines = [
