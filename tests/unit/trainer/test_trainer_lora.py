@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -124,7 +125,7 @@ def test_a_frozen_base_in_half_precision_is_exact(tmp_path: Path, form: str, los
     found: list[dict[str, torch.Tensor]] = []
     for said in (False, True):
         model = stored_in_half(tmp_path / f"model{said}", said=said)
-        store = MemoryStore()
+        store: Any = MemoryStore()
         learner = Learner(model, algorithm, trainer, store=store)
         learner.publish(store, 0)
         train_step(learner, 0)
