@@ -81,7 +81,13 @@ FleetAction: TypeAlias = (
 )
 LearnerAction: TypeAlias = act.Feed | act.CloseStep | act.RestartTrainer | act.OptimizerRewound
 LedgerAction: TypeAlias = (
-    act.IssueGroup | act.EndGroup | act.RetireVersion | act.WaitFor | act.InForce | act.Stop
+    act.IssueGroup
+    | act.EndGroup
+    | act.SetAside
+    | act.RetireVersion
+    | act.WaitFor
+    | act.InForce
+    | act.Stop
 )
 
 

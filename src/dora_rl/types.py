@@ -22,6 +22,10 @@ GroupId: TypeAlias = int
 InstanceId: TypeAlias = str
 StepIndex: TypeAlias = int
 
+# The largest reward there may be, either way: float32, in which advantages are computed, still
+# holds its square.
+REWARD_MAX = 1e18
+
 
 class RequestId(NamedTuple):
     """One sample of one group: `RequestId(7, 3)` is the fourth response to group 7's prompt."""

@@ -14,11 +14,14 @@ from dora_rl.core import (
     modes,
     orchestrate,
     placement,
+    prompts,
     state,
     step,
+    suspects,
     window,
 )
 from dora_rl.core.actions import RetireVersion, Unload
+from dora_rl.core.events import Loaded
 from dora_rl.core.state import GENERATING, Phase
 from dora_rl.sim import instance, soak
 from dora_rl.types import Mode
@@ -232,7 +235,101 @@ def parked_without_an_order(patch: pytest.MonkeyPatch) -> None:
     everywhere(patch, "park", lambda st, request, out: original(st, request, []))
 
 
+def every_loss_is_an_attempt(patch: pytest.MonkeyPatch) -> None:
+    """Whoever is lost with an instance is charged for it, alone or not."""
+
+    def charge(st: Any, request: Any, company: int, why: str, out: Any) -> None:
+        ledger.retry(st, request, why, out)
+
+    patch.setattr(faults, "lost_with", charge)
+
+
+def progress_is_not_noticed(patch: pytest.MonkeyPatch) -> None:
+    """And one loss alone is enough to be found guilty."""
+    patch.setattr(suspects, "on_continued", lambda *args: None)
+    original = suspects.lost_with
+
+    def strict(st: Any, request: Any, company: int, why: str, out: Any) -> None:
+        request.alone_losses = max(request.alone_losses, st.params.attempts_max - 1)
+        original(st, request, company, why, out)
+
+    patch.setattr(faults, "lost_with", strict)
+
+
+def suspects_are_tried_among_others(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(suspects, "_empty", lambda *args: None)
+    original = suspects.isolate
+
+    def at_once(st: Any, live: Any, now: float, out: Any) -> None:
+        for inst in st.instances.values():
+            if inst.isolating is not None and inst.load < inst.slots_max:
+                inst.isolating = None
+        original(st, live, now, out)
+
+    patch.setattr(suspects, "isolate", at_once)
+
+
+def killers_are_never_found(patch: pytest.MonkeyPatch) -> None:
+    original = suspects.lost_with
+
+    def forgetting(st: Any, request: Any, company: int, why: str, out: Any) -> None:
+        request.alone_losses = 0
+        original(st, request, company, why, out)
+
+    patch.setattr(faults, "lost_with", forgetting)
+
+
+def poison_comes_back_for_ever(patch: pytest.MonkeyPatch) -> None:
+    def again(st: Any, group: Any, reason: str, out: Any, *, kills: bool) -> None:
+        st.reissue.append(group.prompt)
+
+    everywhere(patch, "prompt_failed", again)
+
+
+def set_aside_at_the_first_failure(patch: pytest.MonkeyPatch) -> None:
+    original = prompts.prompt_failed
+
+    def at_once(st: Any, group: Any, reason: str, out: Any, *, kills: bool) -> None:
+        if st.params.group_failures_max:
+            st.failures[group.prompt] = st.params.group_failures_max - 1
+        original(st, group, reason, out, kills=kills)
+
+    everywhere(patch, "prompt_failed", at_once)
+
+
+def issued_after_it_was_set_aside(patch: pytest.MonkeyPatch) -> None:
+    original = prompts.prompt_failed
+
+    def and_again(st: Any, group: Any, reason: str, out: Any, *, kills: bool) -> None:
+        original(st, group, reason, out, kills=kills)
+        if group.prompt in st.set_aside:
+            st.reissue.append(group.prompt)
+
+    everywhere(patch, "prompt_failed", and_again)
+
+
+def an_instance_that_stalls_is_believed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(faults, "_stands_still", lambda *args, **kwargs: False)
+
+
+def late_messages_believed(patch: pytest.MonkeyPatch) -> None:
+    """Whatever incarnation speaks."""
+    patch.setattr(step, "is_late", lambda st, event: False)
+
+
+def answers_to_earlier_loads_believed(patch: pytest.MonkeyPatch) -> None:
+    original = step._handle
+
+    def any_attempt(st: Any, event: Any, now: float, out: Any) -> None:
+        known = replace(event, attempt=-1) if isinstance(event, Loaded) else event
+        original(st, known, now, out)
+
+    patch.setattr(step, "_handle", any_attempt)
+
+
 MUTANTS: list[Patch] = [
+    late_messages_believed,
+    answers_to_earlier_loads_believed,
     no_version_check_at_decode,
     admission_without_the_bound,
     taking_without_the_bound,
@@ -253,6 +350,14 @@ MUTANTS: list[Patch] = [
     sealed_version_trained_again,
     parked_request_forgotten,
     parked_without_an_order,
+    every_loss_is_an_attempt,
+    progress_is_not_noticed,
+    suspects_are_tried_among_others,
+    killers_are_never_found,
+    poison_comes_back_for_ever,
+    set_aside_at_the_first_failure,
+    issued_after_it_was_set_aside,
+    an_instance_that_stalls_is_believed,
 ]
 
 

@@ -1,4 +1,4 @@
-"""`dora-rl audit RUN`: prove a run's promises from its event log. 0: kept, 1: broken."""
+"""`dora-rl audit RUN`: prove a run's promises. 0: kept, 1: something found, 3: not finished."""
 
 from __future__ import annotations
 
@@ -7,11 +7,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dora_rl.commands.files import events_folder, prepare_output, write_json
+from dora_rl.types import UserError
 
 if TYPE_CHECKING:
     from dora_rl.observe.audit import AuditReport
 
 SUMMARY = "prove from the event log that nothing was lost, mixed or too old"
+ABOUT = """Finds what accidents and buggy code do to a run: lines of the log that were changed, cut
+or moved, and promises that were broken; with --files also other files that are not what the log
+tells of. Whoever rewrites every file of a run on purpose can make a run that passes.
+Status: 0 every promise was kept, 1 something was found, 3 the log is unfinished or empty (nothing
+was found, and not everything is proved)."""
+UNFINISHED = 3
 _LINES_MAX = 20
 _GIVEN_UP = {
     "partial": "; this mode does not promise C1, one version per trajectory",
@@ -20,23 +27,57 @@ _GIVEN_UP = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = ABOUT
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory, or its event log")
+    parser.add_argument(
+        "--files",
+        action="store_true",
+        help="compare rollouts, table, metrics, config, weights and checkpoints with the log",
+    )
+    parser.add_argument(
+        "--recompute",
+        type=int,
+        default=0,
+        metavar="N",
+        help="compute N stored samples again from their sealed versions, and compare log-probs",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write findings and figures")
 
 
 def run(args: argparse.Namespace) -> int:
-    from dora_rl.observe.audit import audit_run
+    from dataclasses import replace
+
+    from dora_rl.observe.audit import read_through
 
     prepare_output(args.json)
-    report = audit_run(events_folder(args.run))
-    for line in _lines(report):
+    folder, beside = events_folder(args.run), args.files or args.recompute
+    if beside and folder == args.run:
+        raise UserError(f"{args.run} is an event log; give the run directory for this")
+    auditor = read_through(folder, keep=bool(beside))
+    report, notes, again = auditor.report(), list[str](), list[str]()
+    found, num = list(report.findings), report.num_findings
+    if args.files:
+        from dora_rl.runtime.file_audit import FileAudit
+
+        files = FileAudit(args.run, auditor)
+        found += files.check()
+        num, notes = num + files.book.num, files.notes
+    if args.recompute:
+        from dora_rl.runtime.recompute import recompute
+
+        outcome = recompute(args.run, auditor, args.recompute)
+        again = outcome.lines()
+        found += outcome.findings
+        num += len(outcome.findings)
+    report = replace(report, findings=tuple(found), num_findings=num)
+    for line in _lines(report, notes, again, files=args.files):
         print(line)
     if args.json is not None:
-        write_json(args.json, _document(report))
-    return 0 if report.ok else 1
+        write_json(args.json, _document(report, notes, again))
+    return 0 if report.proved else 1 if not report.ok else UNFINISHED
 
 
-def _lines(report: AuditReport) -> list[str]:
+def _lines(report: AuditReport, notes: list[str], again: list[str], *, files: bool) -> list[str]:
     figures = report.figures
     lines = [
         f"{figures.mode}: {figures.steps} steps, {figures.num_entries} log entries, "
@@ -47,16 +88,48 @@ def _lines(report: AuditReport) -> list[str]:
         f"staleness: mean {figures.staleness_mean:.2f}, at most {figures.staleness_max}; "
         f"mixed-version share {figures.mixed_version_frac:.3f}; "
         f"discarded tokens {figures.discarded_tokens}",
+        *_chain(report),
+        *_recomputed(report),
+        *again,
+        *(f"not compared: {note}" for note in notes),
     ]
     lines += [str(finding) for finding in report.findings[:_LINES_MAX]]
     if report.num_findings > _LINES_MAX:
         lines.append(f"… and {report.num_findings - _LINES_MAX} more")
-    if report.ok:
-        return [*lines, f"every promise was kept{_GIVEN_UP.get(figures.mode, '')}"]
-    return [*lines, f"{report.num_findings} findings"]
+    return [*lines, _verdict(report, notes, files=files)]
 
 
-def _document(report: AuditReport) -> dict[str, Any]:
+def _chain(report: AuditReport) -> list[str]:
+    figures = report.figures
+    if not figures.num_unchained:
+        return []
+    if not figures.num_chained:
+        return ["no chain: written by an older release"]
+    return [f"no chain in {figures.num_unchained} lines: written by an older release"]
+
+
+def _recomputed(report: AuditReport) -> list[str]:
+    figures = report.figures
+    if not figures.num_recomputed:
+        return []
+    return [
+        f"computed again during the run: {figures.num_recomputed} samples, log-probs at most "
+        f"{figures.recomputed_gap_max:.2g} apart"
+    ]
+
+
+def _verdict(report: AuditReport, notes: list[str], *, files: bool) -> str:
+    if not report.ok:
+        more = f"; unfinished: {report.unfinished}" if report.unfinished else ""
+        return f"{report.num_findings} findings{more}"
+    if report.unfinished:
+        return f"unfinished: {report.unfinished}; no promise was broken so far"
+    beside = "; the files are what the log tells of" if files else ""
+    beside += ", as far as they were compared" if files and notes else ""
+    return f"every promise was kept{_GIVEN_UP.get(report.figures.mode, '')}{beside}"
+
+
+def _document(report: AuditReport, notes: list[str], again: list[str]) -> dict[str, Any]:
     figures = report.figures
     findings = [
         {"promise": f.promise.value, "entry": f.entry, "subject": f.subject, "message": f.message}
@@ -64,7 +137,11 @@ def _document(report: AuditReport) -> dict[str, Any]:
     ]
     return {
         "ok": report.ok,
+        "proved": report.proved,
+        "unfinished": report.unfinished,
         "num_findings": report.num_findings,
         "findings": findings,
+        "not_compared": notes,
+        "recomputed": again,
         "figures": {name: getattr(figures, name) for name in figures.__slots__},
     }

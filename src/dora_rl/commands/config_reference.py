@@ -27,6 +27,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from dora_rl import config
+from dora_rl.config.on_resume import RULES
 
 _HEAD = """# Configuration reference
 
@@ -34,7 +35,8 @@ Written by `make docs` from `src/dora_rl/config`; do not edit. A run is one TOML
 sections; any key can be set on the command line as `section.key=value`. Unknown keys are errors
 that name the nearest one. The resolved configuration is written to `config.json` in the run
 directory and can be given to `train` again. Only `model.path` has no default; data and a
-reward (or an environment) are needed to train.
+reward (or an environment) are needed to train. With `--resume` a key may change at once, from a
+later step on, or not at all; then one line names the key and both values.
 
 """
 _SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
@@ -47,20 +49,21 @@ def reference() -> str:
     parts = [_HEAD]
     for name, field in sections.items():
         assert isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
-        parts.append("\n".join(_section(f"[{name}]", field.annotation)))
+        parts.append("\n".join(_section(f"[{name}]", field.annotation, name)))
         for entry, keys in entries_of(field.annotation).items():
             title = "Entries of " + " and ".join(f"{name}.{key}" for key in keys)
-            parts.append("\n".join(_section(title, entry)))
+            parts.append("\n".join(_section(title, entry, f"{name}.{keys[0]}[]")))
     return "\n".join(parts)
 
 
-def _section(title: str, kind: type[BaseModel]) -> Iterator[str]:
+def _section(title: str, kind: type[BaseModel], path: str) -> Iterator[str]:
     text = re.sub(r"^\[\w+\] ", "", inspect.cleandoc(kind.__doc__ or "").replace("\n\n", "\n"))
     yield f"## {title}\n\n{text[:1].upper()}{text[1:]}\n"
-    yield "| key | kind | default | what |\n|---|---|---|---|"
+    yield "| key | kind | default | may change on resume | what |\n|---|---|---|---|---|"
     said = comments_of(kind)
     for key, field in kind.model_fields.items():
-        cells = (f"`{key}`", kind_of(field), _default(field), said.get(key, ""))
+        rule = RULES[f"{path}.{key}"].value
+        cells = (f"`{key}`", kind_of(field), _default(field), rule, said.get(key, ""))
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
     yield ""
 

@@ -1,7 +1,7 @@
 """`dora-rl train CONFIG.toml a.b=c --resume --dry-run`: train on this machine.
 
-Exit status: 0 all steps are trained, 2 the input is wrong, 3 stopped and resumable, 130 cut off by
-a second signal (resumable too).
+Exit status: 0 all steps are trained, 2 the input is wrong, 3 stopped and resumable, 4 all steps are
+done and not one update was applied, 130 cut off by a second signal (resumable too).
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 SUMMARY = "train a model: dora-rl train CONFIG.toml section.key=value ..."
 STOPPED = 3
+NOTHING_LEARNED = 4
+ASIDE_SHOWN = 5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,6 +59,8 @@ def run(args: argparse.Namespace) -> int:
     make_run_dir(run_dir)
     check_same_data(prepared.train, run_dir)
     summary, done, reason = _train(prepared, resume=args.resume)
+    if summary.get("updates_skipped"):
+        print(f"dora-rl: {_skipped(summary)}", file=sys.stderr)
     if summary.get("num_user_errors"):
         print(
             f"your code raised {summary['num_user_errors']} times; tracebacks in "
@@ -64,12 +68,25 @@ def run(args: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     if not done:
+        for line in set_aside_lines(summary):
+            print(line, file=sys.stderr)
         print(f"dora-rl: stopped: {reason}", file=sys.stderr)
         if (run_dir / "config.json").is_file():
             print(f"go on with  dora-rl train {run_dir}/config.json --resume", file=sys.stderr)
         return STOPPED
+    if summary.get("updates_skipped") and not summary["updates_applied"]:
+        print("dora-rl: nothing was learned: the weights are those of the start", file=sys.stderr)
+        return NOTHING_LEARNED
     _report(run_dir, summary, reason)
     return 0
+
+
+def _skipped(summary: dict[str, Any]) -> str:
+    skipped = summary["updates_skipped"]
+    return (
+        f"{skipped} of {skipped + summary['updates_applied']} updates were skipped: their loss or "
+        "gradient was not finite; look at the rewards, algorithm.loss and trainer.lr"
+    )
 
 
 def _train(prepared: Prepared, *, resume: bool) -> tuple[dict[str, Any], bool, str]:
@@ -104,12 +121,28 @@ def _until_closed(
     return summary, stop.done, stop.reason
 
 
+def set_aside_lines(summary: dict[str, Any]) -> list[str]:
+    """Which prompts were given up, and why; the first few in full."""
+    aside = summary.get("set_aside", [])
+    lines = [f"  set aside: prompt {one['prompt']}: {one['reason']}" for one in aside[:ASIDE_SHOWN]]
+    if len(aside) > ASIDE_SHOWN:
+        lines.append(f"  and {len(aside) - ASIDE_SHOWN} more; all are in summary.json")
+    return lines
+
+
 def _report(run_dir: Path, summary: dict[str, Any], reason: str) -> None:
     from dora_rl.observe.plots import can_draw, draw_run
 
     print(f"{reason}: {summary['steps']} steps in {summary['wall_s']:.0f} s")
     for line in report_lines(run_dir, summary):
         print(f"  {line}")
+    for line in set_aside_lines(summary):
+        print(line)
+    if summary.get("samples_mismatched"):
+        print(
+            f"  WRONG: {summary['samples_mismatched']} samples are not what their version gives; "
+            f"see dora-rl audit {run_dir}"
+        )
     picture = draw_run(run_dir).name if can_draw() else ""
     print(f"look at  {run_dir}/summary.json  metrics.jsonl  rollouts.jsonl  {picture}")
     print(f"in full  dora-rl dashboard {run_dir}")

@@ -44,19 +44,40 @@ class OrchestrationConfig(Section):
     batch_groups: int = Field(default=32, ge=1)  # prompts per training step
     inflight_groups: int = Field(default=0, ge=0)  # target for groups in flight; 0: 1.5 batches
     ready_max: int = Field(default=0, ge=0)  # ready groups that stop new ones; 0: K batches
-    samples_min: int = Field(default=0, ge=0)  # scored samples a group needs to train; 0: all
+    # A group trains with the samples that were scored if there are at least so many; what failed
+    # is left out, and the advantages are those of the rest. 0: half of the group, and at least
+    # two. With `rollout.num_samples` here a single failed sample costs its whole group.
+    samples_min: int = Field(default=0, ge=0)
     streaming: bool = True  # train on groups while the rest of the batch still generates
     kv_moves: bool = True  # a running request moves with its KV cache; off: it is prefilled again
     repartition: bool = True  # instances change version with the load; off: only when they must
     level_running: bool = False  # also level the running requests of a version over its instances
     filter_equal: bool = False  # leave out groups whose rewards are all equal
     filtered_max: int = Field(default=1000, ge=1)  # filtered groups in a row that stop the run
-    failed_share_max: float = Field(default=0.5, ge=0, le=1)  # share of failed groups that stops it
-    attempts_max: int = Field(default=4, ge=1)  # starts of a sample before it counts as failed
+    # The run stops, and can be resumed, when more than this share of its prompts have failed.
+    failed_share_max: float = Field(default=0.5, ge=0, le=1)
+    # A sample counts as failed after so many starts, or scores, without progress; a prompt is set
+    # aside after so many failed groups, or losses of an instance that it had to itself.
+    attempts_max: int = Field(default=4, ge=1)
+    # A request that ran on so many lost instances in a row, and gained no token in between, is
+    # tried alone from then on, until it is clear whether it is what kills them.
+    losses_max: int = Field(default=2, ge=1)
+    # The run stops, and can be resumed, when the learner was lost so often in one and the same
+    # step. 0: never.
+    trainer_losses_max: int = Field(default=3, ge=0)
+    # The run stops, and can be resumed, when so many instances were lost in a row before any
+    # request had gained a token. 0: never.
+    instance_losses_max: int = Field(default=30, ge=0)
+    # The run stops, and can be resumed, when a version was refused so often (its checksum or its
+    # canary is wrong, say) and no instance holds it. 0: never.
+    load_failures_max: int = Field(default=12, ge=0)
     oversample: float = Field(default=1.25, ge=1)  # replication: groups issued over groups needed
     fill_older_max: int = Field(default=0, ge=0)  # per step, on idle slots of older versions
     rebalance_period_s: float = Field(default=30.0, gt=0)  # between two looks at the partition
     report_timeout_s: float = Field(default=60.0, gt=0)  # for an instance to report
+    # For an instance that reports requests at work to gain a token, and for each of these. Then
+    # the instance is replaced, or the request started again. Turns of environments do not count.
+    progress_timeout_s: float = Field(default=300.0, gt=0)
     load_timeout_s: float = Field(default=300.0, gt=0)  # for a version to load, a worker to start
     move_timeout_s: float = Field(default=60.0, gt=0)  # for a request to arrive elsewhere
     trainer_timeout_s: float = Field(default=1800.0, gt=0)  # for the learner to progress
@@ -267,6 +288,8 @@ class TrainerConfig(Section):
     lr_floor_ratio: float = Field(default=0.0, ge=0, le=1)  # where linear and cosine end
     grad_norm_max: float = Field(default=1.0, ge=0)  # 0: no clipping
     updates_per_step: int = Field(default=1, ge=1)  # U: update i takes the i-th B/U groups
+    # An update whose loss or gradient is not finite is skipped. So many in a row stop the run.
+    skipped_updates_max: int = Field(default=10, ge=1)
     # Of one micro-batch. 0: 4096 on a CPU, from the memory plan on a GPU, 32768 at most.
     pack_tokens: int = Field(default=0, ge=0)
     document_tokens_max: int = Field(default=0, ge=0)  # 0: what the model's positions allow
@@ -304,6 +327,10 @@ class CheckpointConfig(Section):
     """[checkpoint] how often, how many, which is best."""
 
     every_steps: int = Field(default=10, ge=0)  # between two checkpoints; 0: none
+    # The optimizer's moments are written beside training this often, so that a learner that dies
+    # loses at most so much of them. Its weights and its schedule are exact in any case. 0: after
+    # every step.
+    state_every_s: float = Field(default=60.0, ge=0)
     keep: int = Field(default=2, ge=0)  # newest ones; 0 keeps all
     # Keep the best version that was evaluated: its sealed weights, and its checkpoint where it has
     # one. It goes when a better one was found. `export --step best` gives it.
@@ -395,6 +422,19 @@ class LoggingConfig(Section):
     sinks: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ()
 
 
+class AuditConfig(Section):
+    """[audit] what a run checks about itself while it goes on; see audit.md."""
+
+    # This share of the trained samples is computed again by the learner, from the sealed weights
+    # of the version that the log names, while it waits for work. The log has the outcome, and
+    # `dora-rl audit` counts a difference beyond the tolerance as a finding. Not done with several
+    # learner ranks, and not where top_k, top_p or min_p are set.
+    recompute_share: float = Field(default=0.01, ge=0, le=1)
+    # How far the log-probs of engine and learner may lie apart, per token on average. 0 means
+    # 0.0001 where both compute in float32, and 0.05 otherwise.
+    tolerance: float = Field(default=0.0, ge=0)
+
+
 class RuntimeConfig(Section):
     """[runtime] where the workers run."""
 
@@ -448,5 +488,6 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     logging: LoggingConfig = Field(default_factory=LoggingConfig)
+    audit: AuditConfig = Field(default_factory=AuditConfig)
     runtime: RuntimeConfig = Field(default_factory=RuntimeConfig)
     resources: ResourcesConfig = Field(default_factory=ResourcesConfig)

@@ -1,8 +1,12 @@
-"""What the core tells the world to do. Written to the log before it is performed."""
+"""What the core tells the world to do. Written to the log before it is performed.
+
+`attempt` numbers orders that may be given again, so that an answer to an earlier one is known. It
+says nothing of the decision: logs of releases that did not number them replay to equal actions.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TypeAlias
 
@@ -62,6 +66,7 @@ class Load:
     instance: InstanceId
     version: Version
     donor: InstanceId | None
+    attempt: int = field(default=-1, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +83,7 @@ class Move:
     src: InstanceId
     dst: InstanceId
     how: How
+    attempt: int = field(default=-1, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +170,20 @@ class EndGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class SetAside:
+    """This place of the prompt stream is not issued again: so many of its groups have failed.
+
+    `kills`: it was alone on its instance each time that was lost, so that no other is to blame.
+    """
+
+    prompt: int
+    group: GroupId  # the last one
+    failures: int
+    kills: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class RetireVersion:
     version: Version
 
@@ -215,6 +235,7 @@ Action: TypeAlias = (
     | Feed
     | CloseStep
     | EndGroup
+    | SetAside
     | RetireVersion
     | WaitFor
     | InForce

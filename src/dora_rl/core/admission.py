@@ -9,19 +9,25 @@ from __future__ import annotations
 
 from dora_rl.core.actions import Action, IssueGroup
 from dora_rl.core.placement import best_holder, queue
+from dora_rl.core.prompts import next_prompt
 from dora_rl.core.state import Group, Live, Request, State
 from dora_rl.core.window import Bound, Untaken
 from dora_rl.types import RequestId, Version
 
 
-def admit(state: State, out: list[Action]) -> None:
-    """Issue as many groups as limits, bound and slots allow."""
+def admit(state: State, out: list[Action]) -> bool:
+    """Issue as many groups as limits, bound and slots allow; False: and the next events more."""
+    num_samples = 0
     while _room(state):
+        if not state.has_room(out, num_samples):
+            return False
+        num_samples += state.params.group_size
         bound, untaken = state.bound, state.untaken
         version = _version_for(state, bound, untaken)
         if version is None:
-            return
+            return True
         issue(state, version, out)
+    return True
 
 
 def _room(state: State) -> bool:
@@ -75,11 +81,7 @@ def _idle_older(state: State, bound: Bound, untaken: Untaken) -> Version | None:
 
 def issue(state: State, version: Version, out: list[Action]) -> Group:
     """Enter a new group into the ledger and its samples into the queue of its version."""
-    if state.reissue:
-        prompt = state.reissue.popleft()
-    else:
-        prompt = state.next_prompt
-        state.next_prompt += 1
+    prompt = next_prompt(state)
     group = Group(state.next_group, prompt, version, [])
     state.next_group += 1
     live: Live = state.versions[version]

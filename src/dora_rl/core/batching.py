@@ -20,7 +20,9 @@ from dora_rl.types import StepIndex
 
 def take(state: State, now: float, out: list[Action]) -> None:
     """Fill the step being filled from the ready groups."""
-    while state.num_ready and not state.batch.closed:
+    num_taken = 0
+    while state.num_ready and not state.batch.closed and state.has_room(out, num_taken):
+        num_taken += 1
         live = next(live for live in state.versions.values() if live.ready)
         if not state.bound.may_take(state.untaken, live.version):
             _say_waiting(state, live, out)
@@ -69,7 +71,7 @@ def feed(state: State, now: float, out: list[Action]) -> None:
     if batch is None or not state.trainer.alive:
         return
     _feed_groups(state, batch, out)
-    if batch.closed and not batch.close_sent:
+    if batch.closed and not batch.close_sent and batch.num_fed == len(batch.groups):
         batch.close_sent = True
         out.append(CloseStep(batch.step, tuple(batch.groups)))
         sleep_elastic(state, now, out)
@@ -83,11 +85,12 @@ def _feed_groups(state: State, batch: Batch, out: list[Action]) -> None:
     if not batch.closed and not streaming:
         return
     per_update = batch.size // batch.updates
-    for place in range(batch.num_fed, len(batch.groups)):
+    while batch.num_fed < len(batch.groups) and state.has_room(out):
+        place = batch.num_fed
         group = state.groups[batch.groups[place]]
         scored = tuple(r.id.sample for r in group.requests if r.phase is Phase.SCORED)
         out.append(Feed(batch.step, place // per_update, group.id, group.version, scored))
-    batch.num_fed = len(batch.groups)
+        batch.num_fed += 1
 
 
 def on_accepted(state: State, step: StepIndex, out: list[Action]) -> None:
@@ -116,15 +119,16 @@ def on_committed(state: State, step: StepIndex, now: float, out: list[Action]) -
     for gid in state.batches.pop(step).groups:
         end_group(state, state.groups[gid], End.TRAINED, step, "", out)
     state.committed += 1
+    state.trainer_losses = state.instance_losses = 0
     state.versions[state.committed] = Live(state.committed)
     if state.committed == state.params.num_steps:
         stop(state, "all steps are trained", out, done=True)
         return
     if not state.batch.closed:
-        wake_elastic(state, out)
+        wake_elastic(state, now, out)
     if state.policy.reversion_at_publish:
         reversion_all(state, now, out)
-    retire_finished(state, out)
+    retire_finished(state, out)  # what is left of it is done by the next events
     state.rebalance_wanted = True
     state.rebalanced_s = -1.0e9  # a step's end always rebalances
 
@@ -142,6 +146,7 @@ def adopt_target(state: State, out: list[Action]) -> None:
     fresh = all(state.groups[g].version >= bound.oldest for g in state.batch.groups)
     if state.batch.closed or free < 1 or not fresh or not bound.holds(state.untaken):
         return
-    state.params, state.policy, state.target = target, policy, None
+    state.put_in_force(target)
+    state.target = None
     state.batch.size, state.batch.updates = target.batch_groups, target.updates_per_step
     out.append(InForce(state.filling, policy.max_staleness, target.batch_groups))

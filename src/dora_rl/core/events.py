@@ -2,6 +2,11 @@
 
 An event about a request carries the request's `epoch`: each new placement after a loss raises it,
 so a late message from an instance that was given up is recognised and ignored.
+
+What a worker says carries its `incarnation`, which counts the starts under its name: a late or
+repeated message of an earlier one is recognised and ignored (see `incarnations`). Answers to an
+order that may be given again (a load, a move) carry the order's `attempt`. -1 is "not known", as in
+logs of earlier releases, and is believed.
 """
 
 from __future__ import annotations
@@ -15,9 +20,10 @@ from dora_rl.types import Finish, InstanceId, RequestId, Segment, StepIndex, Ver
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The first event of a run."""
+    """The first event of a run. `config`: digest of the configuration file it wrote."""
 
     params: Params
+    config: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +31,7 @@ class Resumed:
     """The controller came back from the log; every worker is new. K, B, steps may differ."""
 
     params: Params
+    config: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +49,7 @@ class InstanceJoined:
 class InstanceLost:
     instance: InstanceId
     reason: str
+    incarnation: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +60,18 @@ class InstanceReport:
     decode_steps: int
     kv_tokens: int
     speed: float = 1.0  # relative to a healthy instance
+    num_waiting: int = 0  # of its requests: between two turns, so that no token is expected
+    still: tuple[RequestId, ...] = ()  # others that have gained no token for a while
+    incarnation: int = -1
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
     instance: InstanceId
     version: Version
+    attempt: int = -1
+    incarnation: int = -1
+    checksum: str = ""  # of the weights that the instance holds now as this version
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +79,17 @@ class LoadFailed:
     instance: InstanceId
     version: Version
     reason: str
+    attempt: int = -1
+    incarnation: int = -1
 
 
 @dataclass(frozen=True, slots=True)
 class SampleFinished:
-    """Generation of one sample ended; `segments` is the engine's own record of versions."""
+    """Generation of one sample ended; `segments` is the engine's own record of versions.
+
+    `digest` is taken over tokens, log-probs, loss mask and segments where the sample was made, so
+    that files which hold them later can be compared with the log.
+    """
 
     request: RequestId
     epoch: int
@@ -77,6 +97,8 @@ class SampleFinished:
     num_tokens: int
     finish: Finish
     segments: tuple[Segment, ...]
+    incarnation: int = -1
+    digest: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,21 +110,38 @@ class SampleFailed:
     instance: InstanceId
     reason: str
     final: bool = False  # trying elsewhere cannot help
+    incarnation: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Continued:
+    """A request that was lost goes on from its journal, which had so many tokens of it."""
+
+    request: RequestId
+    epoch: int
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class Moved:
+    """`incarnation` is that of the destination, which has the request now."""
+
     request: RequestId
     epoch: int
     src: InstanceId
     dst: InstanceId
     num_bytes: int
     num_tokens: int
+    attempt: int = -1
+    incarnation: int = -1
 
 
 @dataclass(frozen=True, slots=True)
 class MoveFailed:
-    """`kept`: the source still runs the request; otherwise it restarts from its journal."""
+    """`kept`: the source still runs the request; otherwise it restarts from its journal.
+
+    `incarnation` is that of the source.
+    """
 
     request: RequestId
     epoch: int
@@ -110,6 +149,8 @@ class MoveFailed:
     dst: InstanceId
     kept: bool
     reason: str
+    attempt: int = -1
+    incarnation: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,18 +168,45 @@ class ScoreFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class Recomputed:
+    """A finished sample's log-probs were computed again from the sealed version, by the learner.
+
+    Differences are absolute, over its generated tokens. `tolerance` is for their mean; a response
+    of few tokens, and a single token, may lie further off.
+    """
+
+    request: RequestId
+    version: Version
+    num_tokens: int
+    gap_mean: float
+    gap_max: float
+    tolerance: float
+
+    @property
+    def is_same(self) -> bool:
+        limit = self.tolerance * (1 + 20 / max(1, self.num_tokens))
+        return self.gap_mean <= limit and self.gap_max <= 40 * self.tolerance
+
+
+@dataclass(frozen=True, slots=True)
 class BatchAccepted:
     """The learner holds the whole closed batch of this step."""
 
     step: StepIndex
+    incarnation: int = -1
 
 
 @dataclass(frozen=True, slots=True)
 class StepCommitted:
-    """Trainer state and the sealed weights of version step + 1 are durable."""
+    """Trainer state and the sealed weights of version step + 1 are durable.
+
+    `metrics`: digest of the step's line of metrics.jsonl, which is written before this.
+    """
 
     step: StepIndex
     checksum: str
+    incarnation: int = -1
+    metrics: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,17 +215,20 @@ class TrainerJoined:
 
     version: Version
     optimizer_version: Version
+    incarnation: int = -1
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerLost:
     reason: str
+    incarnation: int = -1
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerReport:
     step: StepIndex
     progress: int
+    incarnation: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +241,18 @@ class StopRequested:
     reason: str
 
 
+FromInstance: TypeAlias = (
+    InstanceLost
+    | InstanceReport
+    | Loaded
+    | LoadFailed
+    | SampleFinished
+    | SampleFailed
+    | Moved
+    | MoveFailed
+)
+"""What is said of an instance that has joined, each with its incarnation."""
+
 Event: TypeAlias = (
     Started
     | Resumed
@@ -180,10 +263,12 @@ Event: TypeAlias = (
     | LoadFailed
     | SampleFinished
     | SampleFailed
+    | Continued
     | Moved
     | MoveFailed
     | Scored
     | ScoreFailed
+    | Recomputed
     | BatchAccepted
     | StepCommitted
     | TrainerJoined

@@ -63,7 +63,11 @@ def _check_requests(state: State) -> None:
                 assert home is not None and request.id in home.requests
                 assert request.version in home.held, "a request runs without its weights"
                 assert request.version not in home.leaving, "a request runs where its version goes"
-                assert home.awake, "a request runs on a sleeping instance"
+                awake = home.awake or home.id in state.drowsy
+                assert awake, "a request runs on a sleeping instance"
+                tried = home.isolating == request.version
+                tried = tried and (not request.crowd or home.load <= request.crowd)
+                assert tried or not request.suspect, "a suspect runs among others"
             elif request.phase is Phase.MOVING:
                 dst = state.instances.get(request.dest or "")
                 assert home is not None and dst is not None and request.id in dst.incoming
@@ -71,7 +75,8 @@ def _check_requests(state: State) -> None:
             elif request.instance is not None:
                 assert home is not None and request.id in home.parked
             else:
-                assert request.id in state.versions[request.version].pending
+                live = state.versions[request.version]
+                assert request.id in (live.suspects if request.suspect else live.pending)
     assert state.num_active == sum(active.values())
     for version, live in state.versions.items():
         assert live.num_active == active[version] and live.num_pending == pending[version]
@@ -94,8 +99,22 @@ def _check_instances(state: State) -> None:
             assert held.num == len(running) and held.outgoing == len(here) - len(running)
             assert held.offset == sum(r.base_tokens - r.mark for r in running)
             live = state.versions.get(version)
-            assert live is None or (inst.id in live.holders) == (version not in inst.leaving)
+            assert live is not None, f"{inst.id} holds version {version}, which is retired"
+            assert (inst.id in live.holders) == (version not in inst.leaving)
+            assert (inst.id in live.leavers) == (version in inst.leaving)
+        assert inst.leaving.keys() <= inst.held.keys(), f"{inst.id} leaves what it does not hold"
     assert slots == state.slots_awake
+    asleep = {inst.id for inst in state.instances.values() if not inst.awake}
+    assert state.drowsy.keys() | state.waking.keys() <= asleep
+    assert state.num_elastic == sum(inst.elastic for inst in state.instances.values())
+    for inst in state.instances.values():
+        if inst.isolating is not None:
+            assert state.versions[inst.isolating].isolation == inst.id
     for live in state.versions.values():
-        for name in live.holders:
+        if live.isolation is not None:
+            assert state.instances[live.isolation].isolating == live.version
+        for name in [*live.holders, *live.leavers]:
             assert live.version in state.instances[name].held
+        for name in live.coming:
+            inst = state.instances[name]
+            assert live.version in inst.wants or live.version == inst.loading

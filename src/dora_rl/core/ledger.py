@@ -11,7 +11,8 @@ import math
 from dora_rl.core.actions import Abort, Action, End, EndGroup, Score, Stop
 from dora_rl.core.deadlines import watch_score
 from dora_rl.core.events import SampleFailed, SampleFinished, Scored, ScoreFailed
-from dora_rl.core.placement import queue, release
+from dora_rl.core.placement import again, release
+from dora_rl.core.prompts import prompt_failed, prompt_settled
 from dora_rl.core.state import GENERATING, Group, GroupPhase, Phase, Request, State
 from dora_rl.types import Mode, RequestId, StepIndex
 
@@ -44,6 +45,7 @@ def on_finished(state: State, event: SampleFinished, now: float, out: list[Actio
         return
     request.num_tokens = event.num_tokens
     request.phase = Phase.SCORING
+    state.instance_losses = 0
     if not group.num_generating:
         group.phase = GroupPhase.REWARDING
     ask_score(state, request, now, out)
@@ -71,31 +73,38 @@ def retry(
 ) -> None:
     """Start a generating request again from its journal, on the same version.
 
-    A restart of the whole run is nobody's fault and counts as no attempt.
+    A restart of the whole run is nobody's fault and counts as no attempt. Attempts are forgotten
+    when the request goes on further than before (`suspects.on_continued`).
     """
     request.attempts += blame
     if blame and request.attempts >= state.params.attempts_max:
         stop_generating(state, request)
         fail_sample(state, request, f"{reason} (after {request.attempts} attempts)", out)
         return
-    release(state, request)
-    request.epoch += 1
-    queue(state, request, None, first=True)
+    again(state, request)
 
 
 def scoring(state: State, rid: RequestId, attempt: int) -> Request | None:
+    """The request, if this question for its score is the last one and open."""
+    request = unscored(state, rid)
+    return request if request is not None and request.score_attempts == attempt else None
+
+
+def unscored(state: State, rid: RequestId) -> Request | None:
+    """The request, if its tokens are complete and wait for a score."""
     request = state.request(rid)
-    if request is None or request.phase is not Phase.SCORING or request.score_attempts != attempt:
-        return None
-    return request
+    return request if request is not None and request.phase is Phase.SCORING else None
 
 
 def on_scored(state: State, event: Scored, now: float, out: list[Action]) -> None:
-    request = scoring(state, event.request, event.attempt)
+    """A score is one of the same tokens, whichever question it answers."""
+    request = unscored(state, event.request)
     if request is None:
         return
+    state.scored_s = now
     if not math.isfinite(event.reward):
-        score_again(state, request, f"reward is {event.reward}", now, out)
+        if request.score_attempts == event.attempt:
+            score_again(state, request, f"reward is {event.reward}", now, out)
         return
     request.reward = event.reward
     request.phase = Phase.SCORED
@@ -107,12 +116,14 @@ def on_scored(state: State, event: Scored, now: float, out: list[Action]) -> Non
 def on_score_failed(state: State, event: ScoreFailed, now: float, out: list[Action]) -> None:
     request = scoring(state, event.request, event.attempt)
     if request is not None:
+        state.scored_s = now
         score_again(state, request, event.reason, now, out)
 
 
 def score_again(state: State, request: Request, reason: str, now: float, out: list[Action]) -> None:
     request.score_attempts += 1
-    if request.score_attempts >= state.params.attempts_max:
+    request.score_failures += 1
+    if request.score_failures >= state.params.attempts_max:
         fail_sample(state, request, reason, out)
     else:
         ask_score(state, request, now, out)
@@ -129,9 +140,7 @@ def settle_group(state: State, group: Group, reason: str, out: list[Action]) -> 
     """Ready, filtered or failed, as soon as that is certain."""
     size, needed = len(group.requests), state.params.samples_needed
     if group.num_failed > size - needed:
-        abandon(state, group, End.FAILED, reason, out)
-        state.reissue.append(group.prompt)
-        _check_failed_share(state, out)
+        fail_group(state, group, reason, out)
     elif group.num_scored + group.num_failed == size:
         rewards = {r.reward for r in group.requests if r.phase is Phase.SCORED}
         if state.params.filter_equal and len(rewards) == 1:
@@ -143,6 +152,15 @@ def settle_group(state: State, group: Group, reason: str, out: list[Action]) -> 
             state.num_inflight -= 1
             state.num_ready += 1
             state.versions[group.version].ready.append(group.id)
+
+
+def fail_group(
+    state: State, group: Group, reason: str, out: list[Action], *, kills: bool = False
+) -> None:
+    """It cannot train; its prompt is issued again, or set aside."""
+    abandon(state, group, End.FAILED, reason, out)
+    prompt_failed(state, group, reason, out, kills=kills)
+    _check_failed_share(state, out)
 
 
 def abandon(state: State, group: Group, end: End, reason: str, out: list[Action]) -> None:
@@ -175,6 +193,8 @@ def end_group(
             state.num_inflight -= 1
     live.unended -= 1
     state.num_ended[end] += 1
+    if end is not End.FAILED:
+        prompt_settled(state, group.prompt)
     del state.groups[group.id]
     out.append(EndGroup(group.id, group.version, end, step, reason))
 
@@ -191,10 +211,12 @@ def _check_filtered(state: State, out: list[Action]) -> None:
 
 
 def _check_failed_share(state: State, out: list[Action]) -> None:
-    failed, ended = state.num_ended[End.FAILED], sum(state.num_ended.values())
     params = state.params
+    failed, ended, what = state.failed_prompts, state.judged_prompts, "prompts"
+    if not params.group_failures_max:
+        failed, ended, what = state.num_ended[End.FAILED], sum(state.num_ended.values()), "groups"
     if failed >= params.failed_min and failed > params.failed_share_max * ended:
-        stop(state, f"{failed} of {ended} groups failed, more than failed_share_max allows", out)
+        stop(state, f"{failed} of {ended} {what} failed, more than failed_share_max allows", out)
 
 
 def stop(state: State, reason: str, out: list[Action], *, done: bool = False) -> None:

@@ -2,7 +2,8 @@
 
 Triggers: a step's end (always), KV pressure, a period, an instance joining or leaving, a version
 with requests and no instance, an instance with nothing to do. Between rebalances an event costs
-O(live versions + log n); a rebalance costs O(instances + moves) and flips as few as possible.
+O(live versions + log n); a rebalance looks at every instance once and flips as few as possible.
+What it decides is begun by this event and the next ones: each causes `event_actions_max` actions.
 
     want   the instance shall hold this version     leave  it shall give this version up
     pump   start the next load once a seat is free  stir   look at drained and idle instances
@@ -10,18 +11,33 @@ O(live versions + log n); a rebalance costs O(instances + moves) and flips as fe
 
 from __future__ import annotations
 
-import heapq
+from collections import deque
 
 from dora_rl.core.actions import Action, Load, RetireVersion, Unload
 from dora_rl.core.deadlines import watch_load
 from dora_rl.core.partition import shares
-from dora_rl.core.placement import best_holder, kv_estimate, relocate, start_move, touch
+from dora_rl.core.placement import (
+    best_holder,
+    kv_estimate,
+    relocate,
+    start_move,
+    stop_isolating,
+    touch,
+)
 from dora_rl.core.state import Held, Instance, Live, Phase, State
 from dora_rl.types import Mode, Version
+
+LOOKS_PER_ACTION = 10  # to look at so many instances takes as long as to cause an action
 
 
 def want(state: State, inst: Instance, version: Version, now: float, out: list[Action]) -> None:
     """The instance shall hold this version as soon as it has a seat for it."""
+    if version in inst.leaving:  # it is still here: it stays
+        del inst.leaving[version]
+        live = state.versions[version]
+        del live.leavers[inst.id]
+        live.holders[inst.id] = None
+        touch(state, inst)
     if version in inst.held or version in inst.wants or inst.loading == version:
         return
     inst.wants.append(version)
@@ -31,8 +47,10 @@ def want(state: State, inst: Instance, version: Version, now: float, out: list[A
 
 def leave(state: State, inst: Instance, version: Version, now: float, out: list[Action]) -> None:
     """Give a version up: no new requests, running ones go elsewhere, then the seat is free."""
+    live = state.versions[version]
     inst.leaving[version] = None
-    state.versions[version].holders.pop(inst.id, None)
+    live.leavers[inst.id] = None
+    live.holders.pop(inst.id, None)
     relocate(state, inst, version, now, out)
 
 
@@ -50,7 +68,8 @@ def pump(state: State, inst: Instance, now: float, out: list[Action]) -> None:
     version = inst.wants.pop(0)
     inst.loading = version
     inst.donor = _donor(state, state.versions[version], inst) if not inst.load_failures else None
-    out.append(Load(inst.id, version, inst.donor))
+    inst.num_loads += 1
+    out.append(Load(inst.id, version, inst.donor, inst.num_loads))
     watch_load(state, inst, now)
 
 
@@ -78,9 +97,12 @@ def unload(state: State, inst: Instance, version: Version, out: list[Action]) ->
     assert not inst.held[version].busy, "a version was unloaded with requests on it"
     del inst.held[version]
     inst.leaving.pop(version, None)
+    if inst.isolating == version:
+        stop_isolating(state, inst)
     live = state.versions.get(version)
     if live is not None:
         live.holders.pop(inst.id, None)
+        live.leavers.pop(inst.id, None)
     out.append(Unload(inst.id, version))
 
 
@@ -105,6 +127,8 @@ def on_loaded(
     inst.load_failures = 0
     live = state.versions.get(version)
     inst.held[version] = Held()
+    if live is not None:
+        live.load_failures = 0
     if live is None:  # retired while it was loading
         unload(state, inst, version, out)
     else:
@@ -132,23 +156,50 @@ def _level(state: State, inst: Instance, live: Live, now: float, out: list[Actio
 
 
 def rebalance(state: State, now: float, out: list[Action]) -> None:
-    """Bring the partition of instances over versions in line with the requests."""
+    """Bring the partition of instances over versions in line with the requests.
+
+    What is decided and does not fit into this event is begun by the next ones (`carry_on`); a
+    rebalance that comes before the end of that decides anew.
+    """
     state.rebalance_wanted = False
     state.rebalanced_s = now
     awake = [inst for inst in state.instances.values() if inst.awake]
     single = [inst for inst in awake if inst.resident_max == 1]
-    for inst in awake:
-        if inst.resident_max > 1:
-            _seat_newest(state, inst, now, out)
+    state.flips.clear()
+    state.seats = deque(inst.id for inst in awake if inst.resident_max > 1)
+    _seat_some(state, now, out)
     if single and state.params.repartition:
-        _repartition(state, single, now, out)
+        _repartition(state, single)
     for inst in awake:
-        if not inst.load:
+        if not inst.requests and not inst.incoming:
             state.stirred[inst.id] = None
-    stir(state, now, out)
+    looked_at = len(awake) // LOOKS_PER_ACTION
+    carry_on(state, now, out, looked_at)
+    if state.seats or state.flips or not state.has_room(out, looked_at):
+        return  # who has no instance then is found by `step`, which asks for another rebalance
     for live in list(state.versions.values()):
         if live.num_active and not live.holders and not live.coming:
             _secure(state, live, awake, now, out)
+
+
+def carry_on(state: State, now: float, out: list[Action], more: int = 0) -> None:
+    """Go on with what was decided, as far as this event has room, and look at who was stirred."""
+    _seat_some(state, now, out)
+    while state.flips and state.has_room(out, more):
+        name, old, new = state.flips.popleft()
+        inst = state.instances.get(name)
+        as_decided = inst is not None and inst.awake and _assigned(inst) == old
+        if inst is not None and as_decided and new in state.versions:
+            _flip(state, inst, old, new, state.flip_room, now, out)
+    if not state.seats and not state.flips and state.has_room(out, more):
+        stir(state, now, out)
+
+
+def _seat_some(state: State, now: float, out: list[Action]) -> None:
+    while state.seats and state.has_room(out):
+        inst = state.instances.get(state.seats.popleft())
+        if inst is not None and inst.awake:
+            _seat_newest(state, inst, now, out)
 
 
 def _seat_newest(state: State, inst: Instance, now: float, out: list[Action]) -> None:
@@ -174,10 +225,14 @@ def _assigned(inst: Instance) -> Version | None:
         return inst.wants[-1]
     if inst.loading is not None:
         return inst.loading
-    return next((v for v in inst.held if v not in inst.leaving), None)
+    for version in inst.held:
+        if version not in inst.leaving:
+            return version
+    return None
 
 
-def _repartition(state: State, single: list[Instance], now: float, out: list[Action]) -> None:
+def _repartition(state: State, single: list[Instance]) -> None:
+    """Decide which instances change their version: `state.flips`."""
     demand = {v: live.num_active for v, live in state.versions.items() if live.num_active}
     target = shares(demand, len(single))
     given: dict[Version | None, list[Instance]] = {}
@@ -200,29 +255,35 @@ def _repartition(state: State, single: list[Instance], now: float, out: list[Act
         surplus = len(members) - (target.get(version, 0) if version is not None else 0)
         if surplus > 0:
             costs = [(_cost(inst, version), -inst.index, inst, version) for inst in members]
-            spare.extend(heapq.nsmallest(surplus, costs))
+            spare += sorted(costs)[:surplus]
     spare.sort()
     needs = [v for v, gap in lacking.items() for _ in range(gap) if gap > 0]
     needs.sort(key=lambda v: (bool(state.versions[v].holders or state.versions[v].coming), v))
-    room = {v: _room(state, v) for v in state.versions}
+    state.flip_room = {v: _room(state, v) for v in state.versions}
     if state.params.level_running:
         for version in set(needs):
             live = state.versions[version]
             live.donors = sorted(live.holders, key=lambda name: state.instances[name].load)
-    for version, (_, _, inst, old) in zip(needs, spare, strict=False):
-        _flip(state, inst, old, version, room, now, out)
+    chosen = zip(needs, spare, strict=False)
+    state.flips = deque((inst.id, old, version) for version, (_, _, inst, old) in chosen)
 
 
 def _cost(inst: Instance, version: Version | None) -> int:
     """KV tokens that would have to move if the instance gave this version up."""
-    held = inst.held.get(version) if version is not None else None
+    if version is None or not inst.requests:
+        return 0
+    held = inst.held.get(version)
     return kv_estimate(inst, held) if held is not None and held.num else 0
 
 
 def _room(state: State, version: Version) -> int:
     """Free slots on the awake holders of a version."""
-    holders = (state.instances[name] for name in state.versions[version].holders)
-    return sum(inst.slots_free for inst in holders if inst.awake)
+    room = 0
+    for name in state.versions[version].holders:
+        inst = state.instances[name]
+        if inst.awake:
+            room += inst.slots_max - len(inst.requests) - len(inst.incoming)
+    return room
 
 
 def _flip(
@@ -269,6 +330,8 @@ def _secure(state: State, live: Live, awake: list[Instance], now: float, out: li
             option = (1 + min(loose)[0], inst.load, inst.index, inst, min(loose)[1])
         if best is None or option[:3] < best[:3]:
             best = option
+        if best[:2] == (0, 0):
+            break  # instances come by their index: no later one is better
     if best is not None:
         if best[4] is not None:
             leave(state, best[3], best[4], now, out)
@@ -277,15 +340,18 @@ def _secure(state: State, live: Live, awake: list[Instance], now: float, out: li
 
 def stir(state: State, now: float, out: list[Action]) -> None:
     """Instances that a request has left: continue their loads, give idle ones something to do."""
-    while state.stirred:
-        inst = state.instances.get(next(iter(state.stirred)))
-        state.stirred.pop(next(iter(state.stirred)))
-        if inst is None or not inst.awake:
-            continue
-        if inst.wants:
-            pump(state, inst, now, out)
-        elif not inst.load and inst.loading is None:
-            _employ(state, inst, now, out)
+    while state.stirred and state.has_room(out):
+        for name in list(state.stirred):  # others may be stirred meanwhile
+            if not state.has_room(out):
+                return
+            del state.stirred[name]
+            inst = state.instances.get(name)
+            if inst is None or not inst.awake:
+                continue
+            if inst.wants:
+                pump(state, inst, now, out)
+            elif not inst.load and inst.loading is None:
+                _employ(state, inst, now, out)
 
 
 def _employ(state: State, inst: Instance, now: float, out: list[Action]) -> None:
@@ -305,12 +371,19 @@ def _employ(state: State, inst: Instance, now: float, out: list[Action]) -> None
 
 
 def retire_finished(state: State, out: list[Action]) -> None:
-    """Versions other than the newest with no group left leave the window."""
+    """Versions other than the newest with no group left leave the window.
+
+    Their seats come free as far as this event has room; the last seat makes the retirement.
+    """
+    state.retiring = False
     for live in list(state.versions.values()):
         if live.version == state.newest or live.unended:
             continue
         assert not live.num_active, "a version retired with requests on it"
-        for name in list(live.holders):
+        for name in [*live.holders, *live.leavers]:
+            if not state.has_room(out):
+                state.retiring = True
+                return
             unload(state, state.instances[name], live.version, out)
             state.stirred[name] = None
         for name in list(live.coming):

@@ -9,6 +9,15 @@ from dataclasses import dataclass
 
 from dora_rl.types import Mode, UserError
 
+_AT_LEAST_ONE = (
+    "batch_groups",
+    "group_size",
+    "num_steps",
+    "inflight_groups",
+    "ready_max",
+    "event_actions_max",
+)
+
 
 @dataclass(frozen=True, slots=True)
 class MoveCost:
@@ -29,6 +38,7 @@ class Deadlines:
     move_s: float = 60.0
     score_s: float = 60.0
     trainer_s: float = 1800.0
+    progress_s: float = 0.0  # for running requests to gain a token; 0: not watched (older logs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +72,28 @@ class Params:
     rebalance_period_s: float = 30.0
     rebalance_min_s: float = 1.0
     flip_gain_min: float = 0.75  # instances a version must lack before one is flipped for it
+    event_actions_max: int = 1_000  # of one event; decisions beyond it are left to the next ones
     kv_high: float = 0.95
     kv_low: float = 0.80
+    # Faults that repeat. Zero switches a rule off: logs of older releases do not have the field
+    # and were decided without it.
+    #
+    # Losses of its instance in a row, nothing gained in between, that make a request a suspect,
+    # which is tried alone. 0: every loss counts as an attempt.
+    losses_max: int = 0
+    # Tokens that a suspect gains alone before others join it again; not fewer than lie between
+    # two writes of the journal, so that it has really got further.
+    clear_tokens: int = 64
+    group_failures_max: int = 0  # failed groups of a prompt that set it aside
+    trainer_losses_max: int = 0  # losses of the learner in one step that stop the run
+    instance_losses_max: int = 0  # lost instances in a row, no request having gained, that stop it
+    load_failures_max: int = 0  # failed loads from the store of a version nobody holds, same
     cost: MoveCost = MoveCost()
     deadlines: Deadlines = Deadlines()
 
     def validate(self) -> None:
         """Refuse numbers no run can keep its promises with."""
-        for name in ("batch_groups", "group_size", "num_steps", "inflight_groups", "ready_max"):
+        for name in _AT_LEAST_ONE:
             if getattr(self, name) < 1:
                 raise UserError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.max_staleness < 0:

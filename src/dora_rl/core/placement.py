@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 
-from dora_rl.core.actions import Action, Dispatch, Move, Park, Reversion, Unpark
+from dora_rl.core.actions import Abort, Action, Dispatch, Move, Park, Reversion, Unpark
 from dora_rl.core.deadlines import watch_move
 from dora_rl.core.migration import cheaper_way
 from dora_rl.core.state import GroupPhase, Held, Instance, Live, Phase, Request, State
@@ -46,13 +46,15 @@ def touch(state: State, inst: Instance) -> None:
 
 
 def _rebuild(state: State, live: Live) -> None:
-    entries = [state.instances[i] for i in live.holders]
-    live.heap = [
-        (_key(i), i.index, i.id)
-        for i in entries
-        if i.awake and i.slots_free > 0 and not pressured(state, i)
-    ]
-    heapq.heapify(live.heap)
+    high, heap = state.params.kv_high, live.heap
+    heap.clear()
+    for name in live.holders:  # the same as `touch`, written out: there may be thousands
+        inst = state.instances[name]
+        load = len(inst.requests) + len(inst.incoming)
+        pressed = inst.kv_tokens > high * inst.kv_tokens_max > 0
+        if inst.awake and load < inst.slots_max and not pressed:
+            heap.append(((load + 1) / (inst.slots_max * inst.speed), inst.index, name))
+    heapq.heapify(heap)
 
 
 def best_holder(state: State, live: Live) -> Instance | None:
@@ -84,6 +86,7 @@ def attach(state: State, request: Request, inst: Instance) -> None:
     held.num += 1
     held.offset += request.base_tokens - request.mark
     inst.requests[request.id] = None
+    inst.still.pop(request.id, None)
     touch(state, inst)
 
 
@@ -107,7 +110,8 @@ def queue(state: State, request: Request, parked_at: Instance | None, *, first: 
     if parked_at is not None:
         parked_at.parked[request.id] = None
     live.num_pending += 1
-    (live.pending.appendleft if first else live.pending.append)(request.id)
+    pending = live.suspects if request.suspect else live.pending
+    (pending.appendleft if first else pending.append)(request.id)
 
 
 def unqueue(state: State, request: Request) -> None:
@@ -133,7 +137,9 @@ def start_move(
     dst.held[request.version].incoming += 1
     touch(state, dst)
     how = cheaper_way(state.params, request.base_tokens)
-    out.append(Move(request.id, request.epoch, request.version, src.id, dst.id, how))
+    request.num_moves += 1
+    number = request.num_moves
+    out.append(Move(request.id, request.epoch, request.version, src.id, dst.id, how, number))
     watch_move(state, request, now)
 
 
@@ -168,9 +174,32 @@ def release(state: State, request: Request) -> Instance | None:
     return was
 
 
+def again(state: State, request: Request) -> None:
+    """From wherever it is back to the queue of its version; it continues from its journal."""
+    release(state, request)
+    request.epoch += 1
+    queue(state, request, None, first=True)
+
+
+def stop_isolating(state: State, inst: Instance) -> None:
+    """The instance is no longer kept free for suspects."""
+    live = state.versions.get(inst.isolating) if inst.isolating is not None else None
+    if live is not None:
+        live.isolation = None
+    inst.isolating = None
+    touch(state, inst)
+
+
 def park(state: State, request: Request, out: list[Action]) -> None:
-    """Stop a running request and keep its KV in the host memory of its instance."""
+    """Stop a running request and keep its KV in the host memory of its instance.
+
+    A suspect has little to keep, and runs nowhere but alone: it goes back to its queue.
+    """
     inst = state.instances[request.instance or ""]
+    if request.suspect:
+        out.append(Abort(inst.id, request.id, request.epoch))
+        again(state, request)
+        return
     detach(state, request)
     out.append(Park(inst.id, request.id, request.epoch))
     queue(state, request, inst, first=True)
@@ -179,12 +208,13 @@ def park(state: State, request: Request, out: list[Action]) -> None:
 def fill(state: State, live: Live, now: float, out: list[Action]) -> None:
     """Give pending requests of one version the free slots of its holders."""
     stuck: list[Request] = []
-    while live.num_pending > len(stuck) and live.pending:
+    while live.num_pending > len(stuck) and live.pending and state.has_room(out):
         rid = live.pending[0]
         request = state.request(rid)
-        if request is None or request.phase is not Phase.PENDING or request.version != live.version:
+        if not _waits(live, request):
             live.pending.popleft()
             continue
+        assert request is not None
         inst = _place_for(state, live, request)
         room = _room_for(live, inst) if inst is not None else 0
         if inst is None or room < 1:
@@ -199,6 +229,13 @@ def fill(state: State, live: Live, now: float, out: list[Action]) -> None:
         else:
             _dispatch(state, live, request, inst, room, out)
     live.pending.extendleft(request.id for request in reversed(stuck))
+
+
+def _waits(live: Live, request: Request | None) -> bool:
+    """Does this entry of the queue still hold? Suspects have a queue of their own."""
+    if request is None or request.phase is not Phase.PENDING or request.suspect:
+        return False
+    return request.version == live.version
 
 
 def _room_for(live: Live, inst: Instance) -> int:
@@ -254,7 +291,7 @@ def _dispatch(
             if rid.group != group.id:
                 break
             other = group.requests[rid.sample]
-            if other.phase is not Phase.PENDING or other.version != live.version:
+            if not _waits(live, other):
                 live.pending.popleft()
                 continue
             if other.instance is None and (other.epoch > 0) == resume:
@@ -278,7 +315,8 @@ def relocate(state: State, inst: Instance, version: Version, now: float, out: li
         assert request is not None
         if request.version != version or request.phase is not Phase.RUNNING:
             continue
-        dst = None if state.params.mode is Mode.PARTIAL else best_holder(state, live)
+        stays = state.params.mode is Mode.PARTIAL or request.suspect
+        dst = None if stays else best_holder(state, live)
         if dst is None or dst.id == inst.id:
             park(state, request, out)
         else:

@@ -12,12 +12,18 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TypeAlias
 
-from dora_rl.core.actions import End
+from dora_rl.core.actions import Action, End
 from dora_rl.core.modes import Policy, policy_of
 from dora_rl.core.params import Params
 from dora_rl.core.window import Bound
 from dora_rl.types import GroupId, InstanceId, RequestId, StepIndex, Version
+
+Deadline: TypeAlias = tuple[float, int, str, str]
+"""(moment, number, kind, key), in a heap; see `deadlines`."""
+Flip: TypeAlias = tuple[InstanceId, Version | None, Version]
+"""(instance, the version it gives up, the version it gets)."""
 
 
 class Phase(StrEnum):
@@ -46,7 +52,10 @@ class GroupPhase(StrEnum):
 
 @dataclass(slots=True)
 class Request:
-    """One sample. Its length now is base_tokens + (instance's decode_steps - mark)."""
+    """One sample. Its length now is base_tokens + (instance's decode_steps - mark).
+
+    `attempts`, `losses` and `alone_losses` count since it last gained tokens (see `suspects`).
+    """
 
     id: RequestId
     version: Version
@@ -56,7 +65,16 @@ class Request:
     kv_version: Version | None = None  # the version its tokens so far were decoded under
     epoch: int = 0
     attempts: int = 0
-    score_attempts: int = 0
+    kept: int = 0  # tokens its journal had when it was last continued
+    losses: int = 0  # of its instance while it ran there
+    alone_losses: int = 0  # of these: while it ran there alone
+    clearings: int = 0
+    suspect: bool = False
+    crowd: int = 0  # suspects that may be tried together with it, itself included; 0: no limit
+    lost_on: InstanceId | None = None
+    score_attempts: int = 0  # numbers the questions
+    score_failures: int = 0
+    num_moves: int = 0  # ordered so far
     base_tokens: int = 0
     mark: int = 0
     num_tokens: int = 0
@@ -106,6 +124,7 @@ class Instance:
     loading: Version | None = None
     donor: InstanceId | None = None
     load_failures: int = 0
+    num_loads: int = 0  # ordered so far
     requests: dict[RequestId, None] = field(default_factory=dict[RequestId, None])
     incoming: dict[RequestId, None] = field(default_factory=dict[RequestId, None])
     parked: dict[RequestId, None] = field(default_factory=dict[RequestId, None])
@@ -113,6 +132,9 @@ class Instance:
     kv_tokens: int = 0
     speed: float = 1.0
     reported_s: float = 0.0
+    progress_s: float = 0.0  # a token was gained, or none was expected
+    still: dict[RequestId, float] = field(default_factory=dict[RequestId, float])  # since when
+    isolating: Version | None = None  # kept free for suspects of this version
 
     @property
     def load(self) -> int:
@@ -120,6 +142,8 @@ class Instance:
 
     @property
     def slots_free(self) -> int:
+        if self.isolating is not None:
+            return 0
         return self.slots_max - len(self.requests) - len(self.incoming)
 
 
@@ -133,8 +157,12 @@ class Live:
     num_active: int = 0  # requests generating: pending, running or moving
     num_pending: int = 0
     pending: deque[RequestId] = field(default_factory=deque[RequestId])
+    suspects: deque[RequestId] = field(default_factory=deque[RequestId])  # pending ones
+    isolation: InstanceId | None = None  # where they are tried
+    load_failures: int = 0  # from the store, since it was last loaded
     ready: deque[GroupId] = field(default_factory=deque[GroupId])
     holders: dict[InstanceId, None] = field(default_factory=dict[InstanceId, None])
+    leavers: dict[InstanceId, None] = field(default_factory=dict[InstanceId, None])  # hold it still
     coming: dict[InstanceId, None] = field(default_factory=dict[InstanceId, None])  # will hold it
     donors: list[InstanceId] = field(default_factory=list[InstanceId])  # most loaded last
     heap: list[tuple[float, int, InstanceId]] = field(
@@ -158,6 +186,7 @@ class Batch:
 @dataclass(slots=True)
 class Trainer:
     alive: bool = False
+    incarnation: int = -1
     progress: int = -1
     progress_s: float = 0.0
 
@@ -174,6 +203,7 @@ class State:
     target: Params | None = None  # K or B asked for on resume and not yet in force
     groups: dict[GroupId, Group] = field(default_factory=dict[GroupId, Group])
     instances: dict[InstanceId, Instance] = field(default_factory=dict[InstanceId, Instance])
+    incarnations: dict[InstanceId, int] = field(default_factory=dict[InstanceId, int])  # the newest
     versions: dict[Version, Live] = field(default_factory=dict[Version, Live])
     batches: dict[StepIndex, Batch] = field(default_factory=dict[StepIndex, Batch])
     trainer: Trainer = field(default_factory=Trainer)
@@ -183,6 +213,15 @@ class State:
     next_prompt: int = 0
     next_instance: int = 0
     reissue: deque[int] = field(default_factory=deque[int])
+    reissued_last: bool = False  # the group issued last was of a prompt that had failed
+    failures: dict[int, int] = field(default_factory=dict[int, int])  # groups, of open prompts
+    set_aside: dict[int, str] = field(default_factory=dict[int, str])  # prompt -> reason
+    failed_prompts: int = 0  # since the start or resume, as `judged_prompts`
+    judged_prompts: int = 0
+    trainer_losses: int = 0  # in the step being trained
+    instance_losses: int = 0  # since a request last gained something
+    losses_among: int = 0  # so many instances there were at the first of them
+    scored_s: float = -1.0e9  # when the rewards last answered
     num_issued: int = 0
     num_ended: dict[End, int] = field(default_factory=_no_ends)
     num_inflight: int = 0  # groups issued and not yet ready
@@ -194,17 +233,26 @@ class State:
     filled_older: int = 0  # groups admitted on an older version in the step being filled
     rebalance_wanted: bool = False
     rebalanced_s: float = -1.0e9
-    deadlines: list[tuple[float, int, str, str]] = field(
-        default_factory=list[tuple[float, int, str, str]]
-    )
+    deadlines: list[Deadline] = field(default_factory=list[Deadline])
+    old_deadlines: list[Deadline] = field(default_factory=list[Deadline])  # met ones are left out
     next_deadline: int = 0
+    drowsy: dict[InstanceId, None] = field(
+        default_factory=dict[InstanceId, None]
+    )  # to be put asleep
+    waking: dict[InstanceId, None] = field(default_factory=dict[InstanceId, None])
+    retiring: bool = False  # a version that has no group left still has seats
     waiting_for: tuple[GroupId, ...] = ()
     stirred: dict[InstanceId, None] = field(default_factory=dict[InstanceId, None])
+    seats: deque[InstanceId] = field(default_factory=deque[InstanceId])  # to get the newest version
+    flips: deque[Flip] = field(default_factory=deque[Flip])  # decided by a rebalance, not begun
+    flip_room: dict[Version, int] = field(
+        default_factory=dict[Version, int]
+    )  # free slots, for them
     stopped: str | None = None
     policy: Policy = field(init=False)
 
     def __post_init__(self) -> None:
-        self.policy = policy_of(self.params)
+        self.put_in_force(self.params)
         if not self.versions:
             self.versions[self.committed] = Live(self.committed)
         if not self.batches:
@@ -217,6 +265,18 @@ class State:
     @property
     def batch(self) -> Batch:
         return self.batches[self.filling]
+
+    def has_room(self, out: list[Action], more: int = 0) -> bool:
+        """Whether this event, which has caused `out` (and `more` work), may cause another action.
+
+        Whatever is decided in a loop asks; what it leaves is found again by the next event.
+        """
+        return len(out) + more < self.params.event_actions_max
+
+    def put_in_force(self, params: Params) -> None:
+        """The one place where params change. A snapshot has no policy: it follows from them."""
+        self.params = params
+        self.policy = policy_of(params)
 
     def open_batch(self) -> None:
         """Begin to fill a step under the B in force."""

@@ -1,7 +1,8 @@
 """`step(state, event, now) -> actions`: the only door into the core.
 
 Each event has one handler; after it the same chain of decisions runs, in this order, because new
-groups are admitted first and the partition follows them:
+groups are admitted first and the partition follows them. One event causes a limited number of
+actions; what is left over is found again by the next event, because it is in the state:
 
     take ready groups -> feed the learner -> admit -> give out free slots -> employ idle
     instances -> rebalance
@@ -9,11 +10,12 @@ groups are admitted first and the partition follows them:
 
 from __future__ import annotations
 
-from dora_rl.core import batching, faults, ledger, orchestrate
+from dora_rl.core import batching, elastic, faults, ledger, orchestrate, suspects
 from dora_rl.core.actions import Action, InForce
 from dora_rl.core.admission import admit
 from dora_rl.core.events import (
     BatchAccepted,
+    Continued,
     Event,
     InstanceJoined,
     InstanceLost,
@@ -22,6 +24,7 @@ from dora_rl.core.events import (
     LoadFailed,
     Moved,
     MoveFailed,
+    Recomputed,
     Resumed,
     SampleFailed,
     SampleFinished,
@@ -35,6 +38,7 @@ from dora_rl.core.events import (
     TrainerLost,
     TrainerReport,
 )
+from dora_rl.core.incarnations import is_late, note
 from dora_rl.core.params import Params
 from dora_rl.core.placement import fill
 from dora_rl.core.state import State
@@ -51,7 +55,10 @@ def step(state: State, event: Event, now: float) -> list[Action]:
     out: list[Action] = []
     if state.stopped is not None and not isinstance(event, Resumed):
         return out
-    _handle(state, event, now, out)
+    if not is_late(state, event):
+        _handle(state, event, now, out)
+    if state.old_deadlines:
+        faults.forget_met(state)
     if state.stopped is None:
         _decide(state, now, out)
     return out
@@ -61,17 +68,24 @@ def _decide(state: State, now: float, out: list[Action]) -> None:
     if state.num_ready:
         batching.take(state, now, out)
     batching.feed(state, now, out)
-    admit(state, out)
+    if state.drowsy or state.waking:
+        elastic.go_on(state, now, out)
+    all_admitted = admit(state, out)
     _give_out(state, now, out)
-    if state.stirred:
-        orchestrate.stir(state, now, out)
-    if _rebalance_due(state, now):
+    if state.retiring:
+        orchestrate.retire_finished(state, out)
+    if state.stirred or state.flips or state.seats:
+        orchestrate.carry_on(state, now, out)
+    has_room = len(out) <= state.params.event_actions_max // 2
+    if all_admitted and has_room and _rebalance_due(state, now):
         orchestrate.rebalance(state, now, out)
         _give_out(state, now, out)
 
 
 def _give_out(state: State, now: float, out: list[Action]) -> None:
     for live in list(state.versions.values()):
+        if live.suspects or live.isolation is not None:
+            suspects.isolate(state, live, now, out)
         if live.num_pending:
             fill(state, live, now, out)
 
@@ -99,7 +113,7 @@ def _handle(state: State, event: Event, now: float, out: list[Action]) -> None:
             faults.on_moved(state, event, now, out)
         case Loaded():
             inst = state.instances.get(event.instance)
-            if inst is not None:
+            if inst is not None and event.attempt in (-1, inst.num_loads):
                 orchestrate.on_loaded(state, inst, event.version, now, out)
         case Tick():
             faults.on_tick(state, now, out)
@@ -114,7 +128,10 @@ def _handle(state: State, event: Event, now: float, out: list[Action]) -> None:
 
 
 def _handle_rare(state: State, event: Event, now: float, out: list[Action]) -> None:
+    note(state, event)
     match event:
+        case Continued():
+            suspects.on_continued(state, event, now, out)
         case SampleFailed():
             ledger.on_sample_failed(state, event, now, out)
         case ScoreFailed():
@@ -126,13 +143,15 @@ def _handle_rare(state: State, event: Event, now: float, out: list[Action]) -> N
         case InstanceJoined():
             faults.on_joined(state, event, now, out)
         case InstanceLost():
-            faults.lose_instance(state, event.instance, out)
+            faults.lose_instance(state, event.instance, out, reason=event.reason)
         case TrainerJoined():
             faults.on_trainer_joined(state, event, now, out)
         case TrainerLost():
-            faults.on_trainer_lost(state)
+            faults.on_trainer_lost(state, event.reason, out)
         case StopRequested():
             ledger.stop(state, event.reason, out)
+        case Recomputed():
+            pass  # for whoever reads the log; nothing is decided by it
         case Resumed():
             faults.on_resumed(state, event, now, out)
         case Started():

@@ -24,6 +24,9 @@ def waits(state: State) -> list[Wait]:
         if not inst.awake:
             found.append(Wait(inst.id, "the trainer to publish (asleep)"))
     for live in state.versions.values():
+        if live.isolation is not None:
+            who = f"requests of version {live.version}"
+            found.append(Wait(who, f"a suspect that is tried alone on {live.isolation}"))
         if live.num_pending:
             where = f"{len(live.holders)} holding it, {len(live.coming)} loading it"
             found.append(

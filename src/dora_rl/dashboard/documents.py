@@ -39,7 +39,7 @@ def states(history: History) -> NDArray[Any]:
     """The state of every group, as a place in `STATES`."""
     groups, size = history.groups, history.params.group_size
     state = np.where(groups["finished"] >= size, 1, 0)
-    state = np.where(groups["scored"] >= (history.params.samples_min or size), 2, state)
+    state = np.where(groups["scored"] >= size, 2, state)
     state = np.where(groups["fed_step"] >= 0, 3, state)
     return np.where(groups["end"] >= 0, _FIRST_END + groups["end"], state)
 
@@ -79,6 +79,7 @@ def overview(history: History, files: RunFiles) -> dict[str, Any]:
         "promises": _promises(history, trained),
         "waiting": _waiting(history),
         "incidents": _incidents(history),
+        "set_aside": [{"prompt": p, "reason": r} for p, r in history.set_aside.items()],
         "rewards": series(history)["reward/mean"],
     }
 

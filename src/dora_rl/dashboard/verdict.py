@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dora_rl.observe.audit import Auditor
-from dora_rl.observe.eventlog import Entry, parse_line
+from dora_rl.observe.eventlog import parse_line
 from dora_rl.observe.tail import LogTail
 
 EVERY_S = 2.0
@@ -64,8 +64,8 @@ def watch(events: Path) -> None:
                 if record is None:
                     _tell(auditor, "damaged")
                     return
-                if isinstance(record, Entry):
-                    auditor.see(record)
+                auditor.chain.see(line)
+                auditor.see(record)
                 if time.monotonic() - told > EVERY_S:
                     told = time.monotonic()
                     _tell(auditor, "reading")

@@ -109,7 +109,7 @@ export function overview() {
     const read = `${num(audit.num_entries)} of ${num(all)} entries`;
     const [kind, text, more] = wrong ? ["bad", `${num(wrong)} findings`, read]
       : audit.state === "whole" ? ["good", "every promise was kept", `${num(audit.num_entries)} entries, the whole run`]
-      : audit.state === "so far" ? ["good", "every promise kept so far", read]
+      : audit.state === "so far" ? ["good", "no promise broken so far", read]
       : audit.state === "reading" ? ["", "auditing …", read]
       : audit.state === "damaged" ? ["bad", "the log is damaged", `after ${num(audit.num_entries)} entries`]
       : ["warn", "no audit", "run dora-rl audit"];

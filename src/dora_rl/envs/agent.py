@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import math
 import threading
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from typing import Any
 from dora_rl.envs.agent_endpoint import AgentEndpoint, Call, Episode, endpoint
 from dora_rl.envs.base import Environment, Observation, Row, Turn
 from dora_rl.envs.load import KEY
-from dora_rl.types import UserError
+from dora_rl.types import REWARD_MAX, UserError
 from dora_rl.user_code import load_object, one_line
 
 ARGUMENTS = ("base_url", "api_key", "session_id", "row", "seed")
@@ -103,7 +102,7 @@ class Agent(Environment):
 
     def _ended(self, value: object, error: Exception | None) -> None:
         assert self._episode is not None
-        number = isinstance(value, (int, float)) and math.isfinite(value)
+        number = isinstance(value, (int, float)) and abs(value) <= REWARD_MAX
         if error is not None:
             self._episode.fail(f"the agent failed: {one_line(error)}", error)
         elif value is not None and not number:

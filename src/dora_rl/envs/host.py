@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import math
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -20,7 +19,7 @@ from typing import Any
 from dora_rl.envs.base import Environment, Observation, Row
 from dora_rl.envs.load import LoadedEnvironment
 from dora_rl.envs.text import TurnText, turns_of
-from dora_rl.types import GroupId, RequestId, Version
+from dora_rl.types import REWARD_MAX, GroupId, RequestId, Version
 from dora_rl.user_code import one_line, raised
 
 THREADS_MAX = 256  # steps of synchronous environments at once
@@ -153,7 +152,7 @@ class Host:
 
     def _read(self, episode: Episode, observation: Observation, after: tuple[int, ...]) -> Answer:
         if observation.reward is not None:
-            if not math.isfinite(observation.reward):
+            if not abs(observation.reward) <= REWARD_MAX:
                 raise StepError(f"the reward of a step is {observation.reward}")
             episode.reward = (episode.reward or 0.0) + float(observation.reward)
         if observation.done:

@@ -1,14 +1,16 @@
 """`dora-rl audit RUN`: prove C1, C2, C3 and conservation from the event log alone.
 
-Three checkers read each entry, event first, then its actions in order: `audit_places` (where
-requests are, who holds which weights), `audit_groups` (groups and samples) and `audit_steps`
-(batches, steps, the bound). They share books of their own, and with the core nothing but the event
-and action types. A run that was cut off can be audited too: what is outstanding is reported, and
-is no finding.
+Four checkers read each entry, event first, then its actions in order: `audit_places` (where
+requests are, who holds which weights), `audit_groups` (groups and samples), `audit_faults` (prompts
+that are set aside) and `audit_steps` (batches, steps, the bound). They share books of their own,
+and with the core nothing but the event and action types. A run that was cut off can be audited too:
+what is outstanding is no finding, but nothing is called proved (`AuditReport.proved`) before the
+log ends with a completed run.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -16,42 +18,69 @@ from typing import Any, TypeAlias
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
 from dora_rl.observe.audit_books import Books
+from dora_rl.observe.audit_faults import FaultAudit
 from dora_rl.observe.audit_groups import GroupAudit
+from dora_rl.observe.audit_late import LateMessages
 from dora_rl.observe.audit_places import PlaceAudit
 from dora_rl.observe.audit_report import AuditFigures, AuditReport, Finding, Notebook, Promise
 from dora_rl.observe.audit_steps import StepAudit
+from dora_rl.observe.chain import ChainCheck
 from dora_rl.observe.eventlog import Entry, Snapshot, read
 
-__all__ = ["AuditFigures", "AuditReport", "Finding", "Promise", "audit", "audit_run"]
+__all__ = [
+    "AuditFigures",
+    "AuditReport",
+    "Auditor",
+    "Finding",
+    "Promise",
+    "audit",
+    "audit_run",
+    "read_through",
+]
 
 Checks: TypeAlias = dict[type, tuple[Callable[[Any], None], ...]]
 
 
 def audit_run(folder: Path) -> AuditReport:
     """Audit the event log of a run."""
-    return audit(read(folder))
+    return read_through(folder).report()
+
+
+def read_through(folder: Path, *, keep: bool = False) -> Auditor:
+    """An auditor that has read the whole log of a run."""
+    auditor = Auditor(keep=keep)
+    for record in read(folder, auditor.chain):
+        auditor.see(record)
+    return auditor
 
 
 def audit(records: Iterable[Entry | Snapshot]) -> AuditReport:
     """Audit the entries of a run, from its first. Snapshots are not believed, only entries."""
     auditor = Auditor()
     for record in records:
-        if isinstance(record, Entry):
-            auditor.see(record)
+        auditor.see(record)
     return auditor.report()
 
 
 class Auditor:
-    """Reads entries one by one; can also watch a run as it goes."""
+    """Reads entries one by one; can also watch a run as it goes.
 
-    def __init__(self) -> None:
+    Whoever reads lines shows each to `chain` before its record. With `keep` the books hold every
+    trained sample, for a comparison with the files of the run.
+    """
+
+    def __init__(self, *, keep: bool = False) -> None:
         self.notes = Notebook()
-        self.books = Books()
+        self.chain = ChainCheck()
+        self.books = Books(trained={} if keep else None)
         self.places = PlaceAudit(self.books, self.notes)
         self.groups = GroupAudit(self.books, self.notes)
+        self.faults = FaultAudit(self.books, self.notes, self.places)
         self.steps = StepAudit(self.books, self.notes)
+        self.late = LateMessages()
         self.stop: act.Stop | None = None
         self.num_resumes = 0
+        self.now = -math.inf
         self._on_event = self._event_checks()
         self._on_action = self._action_checks()
 
@@ -60,8 +89,9 @@ class Auditor:
         return {
             ev.Started: (steps.on_started,),
             ev.Resumed: (self._on_resumed, places.on_resumed, steps.on_started),
-            ev.InstanceJoined: (places.on_joined,),
-            ev.InstanceLost: (places.on_lost,),
+            ev.InstanceJoined: (self.faults.on_joined, places.on_joined),
+            ev.InstanceLost: (self.faults.on_lost, places.on_lost),
+            ev.Continued: (self.faults.on_continued,),
             ev.Loaded: (places.on_loaded,),
             ev.LoadFailed: (places.on_load_failed,),
             ev.SampleFinished: (places.on_finished,),
@@ -69,6 +99,8 @@ class Auditor:
             ev.Moved: (places.on_moved,),
             ev.MoveFailed: (places.on_move_failed,),
             ev.Scored: (groups.on_scored,),
+            ev.ScoreFailed: (groups.on_score_failed,),
+            ev.Recomputed: (groups.on_recomputed,),
             ev.BatchAccepted: (steps.on_accepted,),
             ev.StepCommitted: (steps.on_committed,),
             ev.TrainerJoined: (steps.on_trainer_joined,),
@@ -78,7 +110,7 @@ class Auditor:
     def _action_checks(self) -> Checks:
         places, groups, steps = self.places, self.groups, self.steps
         return {
-            act.IssueGroup: (groups.on_issue,),
+            act.IssueGroup: (self.faults.on_issue, groups.on_issue),
             act.Dispatch: (places.on_dispatch,),
             act.Abort: (places.on_abort,),
             act.Load: (places.on_load,),
@@ -89,20 +121,29 @@ class Auditor:
             act.Reversion: (places.on_reversion,),
             act.Sleep: (places.on_sleep,),
             act.Wake: (places.on_wake,),
-            act.Restart: (places.on_lost,),
+            act.Restart: (self.faults.on_lost, places.on_lost),
             act.RestartTrainer: (steps.on_trainer_lost,),
             act.Score: (groups.on_score,),
             act.Feed: (steps.on_feed,),
             act.CloseStep: (steps.on_close,),
-            act.EndGroup: (places.on_end, groups.on_end),
+            act.EndGroup: (places.on_end, self.faults.on_end, groups.on_end),
+            act.SetAside: (self.faults.on_set_aside,),
             act.RetireVersion: (steps.on_retire,),
             act.WaitFor: (groups.on_wait_for,),
             act.InForce: (steps.on_in_force,),
             act.Stop: (self._on_stop,),
         }
 
-    def see(self, entry: Entry) -> None:
-        """Check one entry."""
+    def see(self, record: Entry | Snapshot) -> None:
+        """Check one record; of a snapshot, only that it is chained."""
+        if self.chain.problem:
+            name = f"entry {record.number}"
+            name = name if isinstance(record, Entry) else f"snapshot before {name}"
+            self.notes.add(Promise.LOG, name, self.chain.problem)
+        if isinstance(record, Entry):
+            self._see(record)
+
+    def _see(self, entry: Entry) -> None:
         notes = self.notes
         expected = notes.entry + 1
         notes.entry, notes.event, notes.finished = entry.number, entry.event, None
@@ -110,13 +151,18 @@ class Auditor:
             notes.add(Promise.LOG, f"entry {expected}", f"missing: {entry.number} comes instead")
         if (entry.number == 0) != isinstance(entry.event, ev.Started):
             notes.add(Promise.LOG, f"entry {entry.number}", "the run starts once, at entry 0")
+        if entry.now < self.now and not isinstance(entry.event, ev.Resumed):
+            notes.add(Promise.LOG, f"entry {entry.number}", "is older than the entry before it")
+        self.now = entry.now
         if self.stop is not None and not isinstance(entry.event, ev.Resumed):
             if entry.actions:
                 notes.add(Promise.LOG, f"entry {entry.number}", "actions after the stop")
             return  # nothing is believed after the stop, by the core neither
-        for check in self._on_event.get(type(entry.event), ()):
-            check(entry.event)
+        if not self.late.is_late(entry.event):  # the core does not believe it either
+            for check in self._on_event.get(type(entry.event), ()):
+                check(entry.event)
         for action in entry.actions:
+            self.late.see(action)
             for check in self._on_action.get(type(action), ()):
                 check(action)
         self.steps.settle()
@@ -166,4 +212,10 @@ class Auditor:
             migrations=self.places.num_moved,
             kv_bytes_moved=self.places.kv_bytes_moved,
             finished=done,
+            set_aside=tuple(sorted(self.faults.set_aside)),
+            stopped=self.stop.reason if self.stop is not None else "",
+            num_recomputed=tally.recomputed,
+            recomputed_gap_max=tally.gap_max,
+            num_chained=self.chain.num_chained,
+            num_unchained=self.chain.num_unchained,
         )

@@ -10,17 +10,46 @@ from dataclasses import dataclass, field
 
 from dora_rl.core import actions as act
 from dora_rl.core.params import Params
-from dora_rl.types import GroupId, StepIndex, Version
+from dora_rl.types import GroupId, RequestId, Segment, StepIndex, Version
 
 
 @dataclass(slots=True)
 class Sample:
-    """`asked` is the last attempt at scoring it, -1 before it finished."""
+    """`asked` is the last attempt at scoring it, -1 before it finished.
+
+    `num_lost` counts the times its generation was lost by somebody's fault, `num_unscored` the
+    attempts at scoring that failed; `causes` are the words of those events. `failed`: enough of
+    either, or one that no retry helps.
+    """
 
     asked: int = -1
     num_tokens: int = 0
     mixed: bool = False
     reward: float | None = None
+    digest: str = ""
+    segments: tuple[Segment, ...] = ()
+    finish: str = ""
+    num_lost: int = 0
+    num_unscored: int = 0
+    failed: bool = False
+    causes: list[str] = field(default_factory=list[str])
+
+    def lose(self, cause: str, attempts_max: int, *, final: bool = False) -> None:
+        """Its generation was lost and has to go on elsewhere, or cannot."""
+        self.num_lost += 1
+        self.failed = self.failed or final or self.num_lost >= attempts_max
+        self._remember(cause)
+
+    def unscored(self, cause: str, attempts_max: int) -> None:
+        """An attempt at scoring it gave nothing."""
+        self.num_unscored += 1
+        last = self.num_unscored >= attempts_max or self.asked + 1 >= attempts_max
+        self.failed = self.failed or last
+        self._remember(cause)
+
+    def _remember(self, cause: str) -> None:
+        if cause not in self.causes:
+            self.causes = [*self.causes[-7:], cause]
 
 
 @dataclass(slots=True)
@@ -30,6 +59,20 @@ class GroupRecord:
     samples: list[Sample]
     step: StepIndex | None = None  # the batch it was fed to
     update: int | None = None  # and the optimizer update of that step, under the B in force
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedSample:
+    """What the log says of one sample that was trained; for those who compare files with it."""
+
+    step: StepIndex
+    version: Version
+    prompt: int
+    num_tokens: int
+    reward: float | None
+    digest: str
+    segments: tuple[Segment, ...]
+    finish: str
 
 
 @dataclass(slots=True)
@@ -43,6 +86,8 @@ class Tally:
     mixed: int = 0
     tokens: int = 0
     discarded_tokens: int = 0
+    recomputed: int = 0
+    gap_max: float = 0.0
 
 
 @dataclass(slots=True)
@@ -65,6 +110,10 @@ class Books:
         default_factory=dict[GroupId, tuple[int, ...]]
     )
     tally: Tally = field(default_factory=Tally)
+    weights: dict[Version, str] = field(default_factory=dict[Version, str])  # their checksums
+    trained: dict[RequestId, TrainedSample] | None = None  # kept where somebody asks for it
+    metrics: dict[StepIndex, str] = field(default_factory=dict[StepIndex, str])  # their digests
+    config: str = ""  # digest of config.json
     dirty: bool = False  # a figure of the invariant changed in this entry
 
     def force(self, step: StepIndex) -> act.InForce:

@@ -9,9 +9,20 @@ import math
 
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
-from dora_rl.observe.audit_books import Books, GroupRecord, Sample
+from dora_rl.observe.audit_books import Books, GroupRecord, Sample, TrainedSample
 from dora_rl.observe.audit_report import Notebook, Promise
-from dora_rl.types import GroupId, Mode, Segment
+from dora_rl.types import GroupId, Mode, RequestId, Segment
+
+TOO_LATE = "in time"  # a reward that did not answer; no event tells of it
+
+
+def gave_up(sample: Sample, books: Books) -> bool:
+    """Whether the events allow that this sample was given up.
+
+    That the last attempt at scoring it took too long shows in no event of its own.
+    """
+    overdue = sample.reward is None and sample.asked + 1 >= books.params.attempts_max
+    return sample.failed or overdue
 
 
 class GroupAudit:
@@ -21,6 +32,9 @@ class GroupAudit:
         self.books = books
         self.notes = notes
         self.prompts: dict[int, GroupId] = {}
+        self.next_prompt = 0
+        self.owed: dict[int, None] = {}  # prompts of failed groups, not issued again yet
+        self.next_group: GroupId = 0
 
     def on_issue(self, action: act.IssueGroup) -> None:
         books = self.books
@@ -28,6 +42,9 @@ class GroupAudit:
         if action.group in books.live or action.group in books.ended:
             self._add(Promise.C2, name, "issued twice")
             return
+        if action.group != self.next_group:
+            self._add(Promise.C2, name, f"issued while group {self.next_group} is next")
+        self.next_group = action.group + 1
         if action.step != books.filling:
             self._add(Promise.C2, name, f"issued for step {action.step}, not {books.filling}")
         self._check_prompt(action)
@@ -46,14 +63,19 @@ class GroupAudit:
         books.dirty = True
 
     def _check_prompt(self, action: act.IssueGroup) -> None:
-        earlier = self.prompts.get(action.prompt)
-        if earlier is not None and self.books.ended.get(earlier) is not act.End.FAILED:
-            self._add(
-                Promise.C2,
-                f"group {action.group}",
-                f"prompt {action.prompt} was issued already as group {earlier}",
-            )
-        self.prompts[action.prompt] = action.group
+        """The next of the stream, or one that a failed group still owes."""
+        name, prompt = f"group {action.group}", action.prompt
+        earlier = self.prompts.get(prompt)
+        if prompt in self.owed:
+            del self.owed[prompt]
+        elif earlier is not None:
+            text = f"prompt {prompt} was issued already as group {earlier}"
+            self._add(Promise.PROMPTS, name, text)
+        elif prompt != self.next_prompt:
+            text = f"issued with prompt {prompt}, {self.next_prompt} is next"
+            self._add(Promise.PROMPTS, name, text)
+        self.next_prompt = max(self.next_prompt, prompt + 1)
+        self.prompts[prompt] = action.group
 
     def on_score(self, action: act.Score) -> None:
         record, name = self.books.live.get(action.request.group), f"group {action.request.group}"
@@ -63,15 +85,26 @@ class GroupAudit:
         sample = record.samples[action.request.sample]
         label = f"sample {action.request.sample}"
         event = self.notes.event
+        if action.prompt != record.prompt:
+            text = f"{label} is scored for prompt {action.prompt}, not {record.prompt}"
+            self._add(Promise.PROMPTS, name, text)
+        if isinstance(event, ev.Tick) and action.attempt > sample.asked >= 0:
+            sample.unscored(TOO_LATE, self.books.params.attempts_max)
         if sample.asked < 0:
             if isinstance(event, ev.SampleFinished) and self.notes.finished == action.request:
-                sample.num_tokens = event.num_tokens
+                sample.num_tokens, sample.digest = event.num_tokens, event.digest
+                sample.segments, sample.finish = event.segments, event.finish.value
                 self._check_segments(name, label, record, event.segments, sample)
             else:
                 self._add(Promise.C2, name, f"{label} is to be scored and has not finished")
-        elif action.attempt <= sample.asked or sample.reward is not None:
+        elif self._asked_twice(sample, action):
             self._add(Promise.C2, name, f"{label} counts as finished or scored twice")
         sample.asked = action.attempt
+
+    def _asked_twice(self, sample: Sample, action: act.Score) -> bool:
+        """After a resume what is still open is asked for again."""
+        again = isinstance(self.notes.event, ev.Resumed)
+        return action.attempt < sample.asked + (not again) or sample.reward is not None
 
     def _check_segments(
         self,
@@ -102,9 +135,33 @@ class GroupAudit:
         if record is None or event.request.sample >= len(record.samples):
             return  # late: the group has ended
         sample = record.samples[event.request.sample]
-        current = sample.asked == event.attempt and sample.reward is None
-        if current and math.isfinite(event.reward):
+        if not 0 <= event.attempt <= sample.asked or sample.reward is not None:
+            return  # a late answer counts too: it is about the same tokens
+        if math.isfinite(event.reward):
             sample.reward = event.reward
+        else:
+            sample.unscored(f"reward is {event.reward}", self.books.params.attempts_max)
+
+    def on_score_failed(self, event: ev.ScoreFailed) -> None:
+        record = self.books.live.get(event.request.group)
+        if record is None or event.request.sample >= len(record.samples):
+            return  # late: the group has ended
+        sample = record.samples[event.request.sample]
+        if sample.asked == event.attempt and sample.reward is None:
+            sample.unscored(event.reason, self.books.params.attempts_max)
+
+    def on_recomputed(self, event: ev.Recomputed) -> None:
+        """Another path has computed the sample again under the version that the log names."""
+        name, tally = f"group {event.request.group}", self.books.tally
+        tally.recomputed += 1
+        tally.gap_max = max(tally.gap_max, event.gap_max)
+        record = self.books.live.get(event.request.group)
+        if record is not None and record.version != event.version:
+            self._add(Promise.C1, name, f"computed again under version {event.version}")
+        if not event.is_same:
+            text = f"sample {event.request.sample} is not what version {event.version} gives:"
+            gaps = f"{event.gap_mean:.2g} apart on average, {event.gap_max:.2g} at most"
+            self._add(Promise.C1, name, f"{text} log-probs {gaps}, tolerance {event.tolerance:g}")
 
     def on_wait_for(self, action: act.WaitFor) -> None:
         for group in action.groups:
@@ -146,11 +203,30 @@ class GroupAudit:
         tally = self.books.tally
         tally.staleness[staleness] = tally.staleness.get(staleness, 0) + 1
         fed = self.books.fed_samples.pop(action.group, ())
+        self._check_rewards(name, record)
+        self._keep(action, record, fed)
         trained = [sample for s, sample in enumerate(record.samples) if s in fed]
         tally.samples += len(trained)
         tally.masked += len(record.samples) - len(trained)
         tally.mixed += sum(sample.mixed for sample in trained)
         tally.tokens += sum(sample.num_tokens for sample in trained)
+
+    def _check_rewards(self, name: str, record: GroupRecord) -> None:
+        rewards = {s.reward for s in record.samples if s.reward is not None}
+        if self.books.params.filter_equal and len(rewards) == 1:
+            self._add(Promise.C2, name, "trained with equal rewards, which are to be filtered")
+
+    def _keep(self, action: act.EndGroup, record: GroupRecord, fed: tuple[int, ...]) -> None:
+        """For a comparison with the files of the run, if one was asked for."""
+        trained, step = self.books.trained, action.step
+        if trained is None or step is None:
+            return
+        for place in fed:
+            if place < len(record.samples):
+                s = record.samples[place]
+                facts = (s.num_tokens, s.reward, s.digest, s.segments, s.finish)
+                found = TrainedSample(step, record.version, record.prompt, *facts)
+                trained[RequestId(action.group, place)] = found
 
     def _check_untrained(self, name: str, record: GroupRecord, action: act.EndGroup) -> None:
         if record.step is not None:
@@ -161,12 +237,31 @@ class GroupAudit:
             self._add(Promise.C2, name, "dropped as surplus, which only replication may do")
         if action.end is act.End.FILTERED:
             rewards = {s.reward for s in record.samples if s.reward is not None}
-            if not self.books.params.filter_equal or len(rewards) != 1:
+            settled = all(s.reward is not None or gave_up(s, self.books) for s in record.samples)
+            if not self.books.params.filter_equal or len(rewards) != 1 or not settled:
                 self._add(Promise.C2, name, "filtered by a rule that does not apply to it")
         else:
             self.books.tally.discarded_tokens += sum(s.num_tokens for s in record.samples)
         if not action.reason:
             self._add(Promise.C2, name, f"ended as {action.end} without a reason")
+        elif action.end is act.End.FAILED:
+            self._check_failed(name, record, action)
+
+    def _check_failed(self, name: str, record: GroupRecord, action: act.EndGroup) -> None:
+        """Only what the events say can fail a group, and with their words."""
+        self.owed[record.prompt] = None
+        failed = [s for s in record.samples if gave_up(s, self.books)]
+        spare = len(record.samples) - self.books.params.samples_needed
+        if len(failed) <= spare:
+            text = f"ended as failed ({action.reason}), and {len(failed)} of its samples have"
+            self._add(Promise.C2, name, text)
+            return
+        causes = [cause for s in failed for cause in s.causes]
+        if isinstance(self.notes.event, ev.Tick):
+            causes.append(TOO_LATE)
+        if not any(cause in action.reason for cause in causes):
+            text = f"failed because {action.reason!r}, which no event says; they say {causes[:3]}"
+            self._add(Promise.C2, name, text)
 
     def _add(self, promise: Promise, subject: str, message: str) -> None:
         self.notes.add(promise, subject, message)

@@ -72,14 +72,23 @@ class PlaceAudit:
     def on_resumed(self, event: ev.Resumed) -> None:
         del event
         for name in list(self.instances):
-            self._lose(name)
+            self._lose(name, blame=False)  # a restart of the whole run is nobody's fault
 
-    def _lose(self, name: InstanceId) -> None:
+    def _lose(self, name: InstanceId, *, blame: bool = True) -> None:
         instance = self.instances.get(name)
         if instance is not None:
             for request in list(instance.requests):
+                if blame:
+                    self._note_loss(request, name)
                 self._remove(request)
             del self.instances[name]
+
+    def _note_loss(self, request: RequestId, cause: str, *, final: bool = False) -> None:
+        """Evidence, should its group end as failed one day."""
+        record = self.books.live.get(request.group)
+        if record is not None and request.sample < len(record.samples):
+            limit = self.books.params.attempts_max
+            record.samples[request.sample].lose(cause, limit, final=final)
 
     def on_load(self, action: act.Load) -> None:
         instance = self._instance(action.instance, f"load version {action.version}")
@@ -98,6 +107,15 @@ class PlaceAudit:
         if instance is not None and instance.loading == event.version:
             instance.loading = None
             instance.held.add(event.version)
+            self._check_weights(event)
+
+    def _check_weights(self, event: ev.Loaded) -> None:
+        """An instance says what it loaded: the same everywhere, and what was committed."""
+        if event.checksum and self.books.weights.setdefault(event.version, event.checksum) != (
+            event.checksum
+        ):
+            text = f"loaded other weights as version {event.version} than were published"
+            self._add(event.instance, text)
 
     def on_load_failed(self, event: ev.LoadFailed) -> None:
         instance = self.instances.get(event.instance)
@@ -143,6 +161,9 @@ class PlaceAudit:
             self._add(f"group {action.group}", "dispatched and is not outstanding", Promise.C2)
         if instance is None or record is None:
             return
+        if action.prompt != record.prompt:
+            text = f"dispatched with prompt {action.prompt}, issued with {record.prompt}"
+            self._add(f"group {action.group}", text, Promise.PROMPTS)
         self._check_version(action.group, action.version)
         self._check_holds(action.instance, instance, action.group, action.version)
         for sample, epoch in zip(action.samples, action.epochs, strict=False):
@@ -191,6 +212,7 @@ class PlaceAudit:
         if place is None or (place.epoch, place.dest) != (event.epoch, event.dst):
             return
         if not event.kept:
+            self._note_loss(event.request, event.reason)
             self._remove(event.request)
             return
         dst = self.instances[event.dst]
@@ -232,17 +254,27 @@ class PlaceAudit:
     def on_abort(self, action: act.Abort) -> None:
         place = self.places.get(action.request)
         if place is not None and place.epoch == action.epoch:
+            if place.dest is not None or isinstance(self.notes.event, ev.Tick):
+                self._note_loss(action.request, "no progress")
             self._remove(action.request)
 
     def on_finished(self, event: ev.SampleFinished) -> None:
         place = self.places.get(event.request)
-        if place is not None and place.epoch == event.epoch:
-            self.notes.finished = event.request
-            self._remove(event.request)
+        if place is None or place.epoch != event.epoch:
+            return
+        if event.instance not in (place.instance, place.dest):
+            text = f"sample {event.request.sample} finished on {event.instance}, where it is not"
+            self._add(f"group {event.request.group}", text, Promise.C2)
+        self.notes.finished = event.request
+        pure = len(event.segments) == 1 and event.segments[0].version == place.version
+        if not pure and self.books.params.mode is not Mode.PARTIAL:
+            self._note_loss(event.request, "decoded under another version", final=True)
+        self._remove(event.request)
 
     def on_failed(self, event: ev.SampleFailed) -> None:
         place = self.places.get(event.request)
         if place is not None and place.epoch == event.epoch:
+            self._note_loss(event.request, event.reason, final=event.final)
             self._remove(event.request)
 
     def on_end(self, action: act.EndGroup) -> None:

@@ -7,8 +7,10 @@ Pure values plus the notebook the checkers write into. Knows nothing of how a pr
     C3            staleness at most K, by the invariant of docs/staleness.md
     batch         every step trains exactly B groups, once, in order
     conservation  issued = outstanding + ended, after every entry
+    prompts       every prompt of the stream in order, each once; again only after a failure
     versions      published before use, loaded before decoding, retired last
-    log           the entries themselves: numbered without gaps, nothing done after the stop
+    log           the entries themselves: chained, numbered without gaps, nothing after the stop
+    files         what lies beside the log is what the log tells of (`audit --files`)
 """
 
 from __future__ import annotations
@@ -28,13 +30,17 @@ class Promise(StrEnum):
     C3 = "C3"
     BATCH = "batch"
     CONSERVATION = "conservation"
+    PROMPTS = "prompts"
     VERSIONS = "versions"
     LOG = "log"
+    FILES = "files"
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
     """One broken promise: `subject` is the group, instance, version or step that broke it.
+
+    `entry` is -1 where no entry of the log is at fault but a file beside it.
 
     >>> str(Finding(Promise.C3, 812, "group 7", "staleness 3, 2 is allowed"))
     'C3: group 7: staleness 3, 2 is allowed (entry 812)'
@@ -46,7 +52,8 @@ class Finding:
     message: str
 
     def __str__(self) -> str:
-        return f"{self.promise}: {self.subject}: {self.message} (entry {self.entry})"
+        where = f" (entry {self.entry})" if self.entry >= 0 else ""
+        return f"{self.promise}: {self.subject}: {self.message}{where}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +84,20 @@ class AuditFigures:
     migrations: int
     kv_bytes_moved: int
     finished: bool  # the log ends with a completed run
+    set_aside: tuple[int, ...] = ()  # prompts that are not issued again
+    stopped: str = ""  # the reason of the stop that the log ends with
+    num_recomputed: int = 0  # samples computed again during the run, from sealed weights
+    recomputed_gap_max: float = 0.0  # the largest difference of a log-prob among them
+    num_chained: int = 0  # lines with a digest chained over those before them
+    num_unchained: int = 0  # lines without: written by an older release
 
 
 @dataclass(frozen=True, slots=True)
 class AuditReport:
-    """`ok` is the proof: no promise was broken."""
+    """`proved` is the proof: the whole run was read and no promise was broken.
+
+    `ok` alone says that nothing was broken as far as the log goes.
+    """
 
     findings: tuple[Finding, ...]
     num_findings: int
@@ -90,6 +106,23 @@ class AuditReport:
     @property
     def ok(self) -> bool:
         return self.num_findings == 0
+
+    @property
+    def proved(self) -> bool:
+        return self.ok and self.figures.finished
+
+    @property
+    def unfinished(self) -> str:
+        """Why this log cannot prove that every promise was kept; "" where it can."""
+        figures = self.figures
+        if figures.finished:
+            return ""
+        if not figures.num_entries:
+            return "the log is empty"
+        left = f"{figures.groups_outstanding} groups outstanding"
+        if figures.stopped:
+            return f"{left}, stopped: {figures.stopped}"
+        return f"{left}, no stop record"
 
 
 @dataclass(slots=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
 from dora_rl.observe.audit_books import Books, GroupRecord
+from dora_rl.observe.audit_groups import gave_up
 from dora_rl.observe.audit_report import Notebook, Promise
 from dora_rl.types import GroupId, Mode, StepIndex
 
@@ -33,7 +34,18 @@ class StepAudit:
         self.live_versions_max = 1
 
     def on_started(self, event: ev.Started | ev.Resumed) -> None:
-        self.books.params = event.params
+        old, new = self.books.params, event.params
+        if isinstance(event, ev.Resumed) and (old.mode, old.group_size) != (
+            new.mode,
+            new.group_size,
+        ):
+            self._add(
+                Promise.LOG,
+                f"entry {self.notes.entry}",
+                f"resumed as {new.mode} with groups of {new.group_size}; the run is {old.mode} "
+                f"with groups of {old.group_size}",
+            )
+        self.books.params, self.books.config = new, event.config
         self.trainer = False
 
     def on_in_force(self, action: act.InForce) -> None:
@@ -93,10 +105,13 @@ class StepAudit:
         scored = [s for s, sample in enumerate(record.samples) if sample.reward is not None]
         if any(sample not in scored for sample in action.samples):
             self._add(Promise.C2, name, "fed with samples that were not finished and scored")
-        needed = self.books.params.samples_min or len(record.samples)
+        needed = self.books.params.samples_needed
         distinct = len(set(action.samples)) == len(action.samples)
         if not distinct or len(action.samples) < min(needed, len(record.samples)):
             self._add(Promise.C2, name, f"fed with samples {action.samples}, {needed} are needed")
+        for place, sample in enumerate(record.samples):
+            if place not in action.samples and not gave_up(sample, self.books):
+                self._add(Promise.C2, name, f"fed without sample {place}, which did not fail")
 
     def on_close(self, action: act.CloseStep) -> None:
         name, size = f"step {action.step}", self.books.force(action.step).batch_groups
@@ -132,6 +147,10 @@ class StepAudit:
             self._add(
                 Promise.BATCH, f"step {event.step}", "committed twice, with different weights"
             )
+        elif books.weights.setdefault(event.step + 1, event.checksum) != event.checksum:
+            text = "instances loaded other weights than were committed"
+            self._add(Promise.VERSIONS, f"version {event.step + 1}", text)
+        books.metrics.setdefault(event.step, event.metrics)
         if event.step == books.filling and self.close_sent:
             self._next_step()  # whoever has trained a batch held it
         if event.step == books.committed and books.filling == event.step + 1:
@@ -183,13 +202,18 @@ class StepAudit:
         for group, step in books.expected.items():
             self._add(Promise.C2, f"group {group}", f"in the batch of step {step}, did not end")
         books.expected.clear()
+        if not books.in_force:
+            self._add(Promise.C3, f"entry {self.notes.entry}", "no K and B are in force")
+            params = books.params
+            staleness = _FIXED_STALENESS.get(params.mode, params.max_staleness)
+            books.in_force.append(act.InForce(0, staleness, params.batch_groups))
         if not books.dirty:
             return
         books.dirty = False
         if books.num_issued != len(books.live) + sum(books.tally.ends.values()):
             self._add(Promise.CONSERVATION, "groups", "issued is not outstanding plus ended")
         self.live_versions_max = max(self.live_versions_max, self.num_live_versions)
-        if books.in_force and books.params.mode is not Mode.REPLICATION:
+        if books.params.mode is not Mode.REPLICATION:
             self._check_bound()
 
     @property

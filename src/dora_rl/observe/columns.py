@@ -45,6 +45,7 @@ LEFT_OUT = {
     ev.TrainerReport,
     ev.Tick,
     ev.BatchAccepted,
+    ev.Continued,
     act.Score,
     act.Unload,
     act.Move,

@@ -1,9 +1,10 @@
 """The event log: append-only, checksummed lines, with snapshots so that recovery stays short.
 
-A run's log is a folder of segments. Each line is `crc32 json`; a segment begins with a snapshot of
-the core's state (the first one with the `Started` event instead). Recovery reads the newest
-segment only: its cost does not grow with the run. A torn last line, left by a crash in the middle
-of a write, is cut off; a damaged line anywhere else is an error that names it.
+A run's log is a folder of segments. Each line is `crc32 json`, and its JSON ends with a digest that
+is chained over all lines before it (`chain`); a segment begins with a snapshot of the core's state
+(the first one with the `Started` event instead). Recovery reads the newest segment only: its cost
+does not grow with the run. A torn last line, left by a crash in the middle of a write, is cut off;
+a damaged line anywhere else is an error that names it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from dora_rl.core.codec import decoder, encoder
 from dora_rl.core.events import Event, StepCommitted
 from dora_rl.core.state import State
 from dora_rl.core.step import initial, step
+from dora_rl.observe.chain import TAIL_BYTES, ChainCheck, chained, digest_in
 from dora_rl.observe.segments import segments
 from dora_rl.types import UserError
 
@@ -53,7 +55,16 @@ class Snapshot:
 
 
 def encode_entry(entry: Entry) -> bytes:
-    return _line(
+    """Its line, without a digest: as logs before the chain had it."""
+    return _line(_entry_body(entry))
+
+
+def encode_snapshot(number: int, now: float, state: State) -> bytes:
+    return _line(_snapshot_body(number, now, state))
+
+
+def _entry_body(entry: Entry) -> bytes:
+    return _body(
         {
             "n": entry.number,
             "t": entry.now,
@@ -63,13 +74,24 @@ def encode_entry(entry: Entry) -> bytes:
     )
 
 
-def encode_snapshot(number: int, now: float, state: State) -> bytes:
-    return _line({"n": number, "t": now, "s": _encode_state(state)})
+def _snapshot_body(number: int, now: float, state: State) -> bytes:
+    return _body({"n": number, "t": now, "s": _encode_state(state)})
 
 
-def _line(record: dict[str, Any]) -> bytes:
-    body = json.dumps(record, separators=(",", ":")).encode()
-    return b"%08x " % zlib.crc32(body) + body + b"\n"
+def _body(record: dict[str, Any]) -> bytes:
+    return json.dumps(record, separators=(",", ":")).encode()
+
+
+def _line(body: bytes) -> bytes:
+    return b"%08x %s\n" % (zlib.crc32(body), body)
+
+
+def encode_chained(entries: Iterable[Entry]) -> Iterator[bytes]:
+    """The lines of a log from its first entry on, each with its digest."""
+    digest = ""
+    for entry in entries:
+        body, digest = chained(digest, _entry_body(entry))
+        yield _line(body)
 
 
 def parse_line(line: bytes) -> Entry | Snapshot | None:
@@ -99,6 +121,7 @@ class FileLog:
         self._fsync_s = fsync_s
         self._number = 0
         self._in_segment = 0
+        self._digest = ""  # of the last line written
         self._file: int | None = None
         self._synced_at = time.monotonic()
 
@@ -118,13 +141,14 @@ class FileLog:
         log = cls(folder, **options)
         log._number = number
         log._in_segment = number - int(path.stem)
-        log._file = os.open(path, os.O_WRONLY)
+        log._file = os.open(path, os.O_RDWR)
         os.ftruncate(log._file, size)  # a torn last line goes
+        log._digest = digest_in(os.pread(log._file, TAIL_BYTES, size - TAIL_BYTES))
         os.lseek(log._file, 0, os.SEEK_END)
         return log, state
 
     def append(self, now: float, event: Event, actions: Sequence[Action]) -> None:
-        self._write(encode_entry(Entry(self._number, now, event, list(actions))))
+        self._write(_entry_body(Entry(self._number, now, event, list(actions))))
         self._number += 1
         self._in_segment += 1
         due = time.monotonic() - self._synced_at >= self._fsync_s
@@ -138,7 +162,7 @@ class FileLog:
         """Begin a new segment with the state as it is now."""
         self.close()
         self._open(self._number)
-        self._write(encode_snapshot(self._number, now, state))
+        self._write(_snapshot_body(self._number, now, state))
         self.sync()
 
     def sync(self) -> None:
@@ -157,11 +181,13 @@ class FileLog:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         self._in_segment = 0
 
-    def _write(self, line: bytes) -> None:
+    def _write(self, body: bytes) -> None:
         assert self._file is not None
-        view = memoryview(line)
+        body, digest = chained(self._digest, body)
+        view = memoryview(_line(body))
         while view:
             view = view[os.write(self._file, view) :]
+        self._digest = digest
 
 
 class MemoryLog:
@@ -184,16 +210,18 @@ class MemoryLog:
         del now, state
 
 
-def read(folder: Path) -> Iterator[Entry | Snapshot]:
-    """Every record of a run, in order."""
+def read(folder: Path, chain: ChainCheck | None = None) -> Iterator[Entry | Snapshot]:
+    """Every record of a run, in order. `chain` has seen a line when its record is given."""
     paths = segments(folder)
     if not paths:
         raise UserError(f"{folder} holds no event log")
     for path in paths:
-        yield from _read_segment(path, last=path == paths[-1])
+        yield from _read_segment(path, chain, last=path == paths[-1])
 
 
-def _read_segment(path: Path, *, last: bool) -> Iterator[Entry | Snapshot]:
+def _read_segment(
+    path: Path, chain: ChainCheck | None, *, last: bool
+) -> Iterator[Entry | Snapshot]:
     # At once: line by line, a writer could complete a torn line between two reads.
     lines = path.read_bytes().splitlines(keepends=True)
     for place, line in enumerate(lines):
@@ -202,6 +230,8 @@ def _read_segment(path: Path, *, last: bool) -> Iterator[Entry | Snapshot]:
             if last and place == len(lines) - 1:
                 return  # torn by a crash
             raise UserError(f"{path.name} line {place + 1} of the event log is damaged")
+        if chain is not None:
+            chain.see(line)
         yield record
 
 
@@ -243,7 +273,11 @@ def recover_lines(lines: Iterable[bytes], name: str = "the log") -> tuple[State,
         else:
             state = state if state is not None else initial_of(record)
             actions = step(state, record.event, record.now)
-            assert actions == record.actions, f"entry {record.number} replays differently"
+            if actions != record.actions:
+                raise UserError(
+                    f"entry {record.number} of {name} replays differently: another release of "
+                    "dora-rl wrote this log; resume with that release, or start a new run"
+                )
             number = record.number + 1
         size += len(line)
     return (state, number, size) if state is not None else None

@@ -89,6 +89,7 @@ class History:
         self.incidents: list[Incident] = []
         self.asleep: list[list[float]] = []  # instance, begin, end
         self.reasons: dict[int, str] = {}  # why groups ended, where one is given
+        self.set_aside: dict[int, str] = {}  # prompts that are not issued again, and why
         self.stop: act.Stop | None = None
         self.committed = 0
         self.num_entries = 0
@@ -213,6 +214,9 @@ class History:
                 text = f"to version {value.optimizer_version}"
             case ev.Resumed():
                 kind, self.stop = "resumed", None
+            case act.SetAside():
+                kind, text = "set aside", f"prompt {value.prompt}: {value.reason}"
+                self.set_aside[value.prompt] = value.reason
             case ev.SampleFailed() | ev.ScoreFailed() | ev.MoveFailed():
                 request = value.request
                 kind = type(value).__name__.removesuffix("Failed").lower() + " failed"

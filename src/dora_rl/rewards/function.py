@@ -18,7 +18,7 @@ from dora_rl.rewards import forms
 from dora_rl.rewards.base import CallLimits, ScoreError, ScoreItem
 from dora_rl.rewards.calls import Expired, deadline, run_async
 from dora_rl.rewards.forms import Form, MissingColumn
-from dora_rl.types import UserError
+from dora_rl.types import REWARD_MAX, UserError
 from dora_rl.user_code import raised
 
 NUM_ATTEMPTS_WAITING = 3
@@ -204,6 +204,9 @@ def read_score(value: Any) -> float | ScoreError:
         return ScoreError("returned str, not a number")
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):  # the last: an integer of hundreds of digits
         return ScoreError(f"returned {type(value).__name__}, not a number")
-    return number if math.isfinite(number) else ScoreError(f"returned {number}")
+    if not abs(number) <= REWARD_MAX:
+        beyond = f", beyond ±{REWARD_MAX:g}" if math.isfinite(number) else ""
+        return ScoreError(f"returned {number}{beyond}")
+    return number

@@ -121,7 +121,7 @@ class ClusterRun(LocalRun):
             return
         elif message is None:
             self.depots.lost(name) if role == "depot" else self.index.lost(name)
-        elif message.kind == "fatal":
+        elif message.kind in ("fatal", "fault"):
             self._fatal(name, message.body["reason"])
         else:
             self.crew.workers[name].joined = True
@@ -165,10 +165,10 @@ class ClusterRun(LocalRun):
             prompt = self.train.prompt(group.prompt)
             self.index.closing(action.step, gid, group.version, scored, prompt)
 
-    def _record_step(self, step: StepIndex, metrics: dict[str, float]) -> None:
+    def _record_step(self, step: StepIndex, metrics: dict[str, float]) -> str:
         if step == self.state.committed:
             self.step_closed(act.CloseStep(step, tuple(self.state.batches[step].groups)))
-        super()._record_step(step, metrics)
+        return super()._record_step(step, metrics)
 
     def close(self) -> dict[str, Any]:
         try:

@@ -33,11 +33,14 @@ from typing import IO, Any, Protocol
 from numpy.typing import NDArray
 
 from dora_rl.config import RunConfig
+from dora_rl.runtime.last_words import why_ended
+from dora_rl.runtime.leftovers import claim, store_name, sweep
 from dora_rl.runtime.wire import Channel, Message, pack
 from dora_rl.workers.fork_server import ForkServer
 
-TMP_CHARS_MAX = 70
+TMP_CHARS_MAX = 60
 KILL_WAIT_S = 30.0  # for a killed process to be gone
+SAVE_WAIT_S = 600.0  # for a worker that was asked to end and says that it is saving
 
 
 class Process(Protocol):
@@ -69,12 +72,21 @@ class Worker:
     reader: threading.Thread | None = None
     outbox: queue.SimpleQueue[bytes | None] = field(default_factory=queue.SimpleQueue)
     joined: bool = False  # it has said that it is ready for work
+    last_words: str = ""  # why it ends, in its own words
+    saving: bool = False  # it was asked to end, and writes what the next start needs
 
 
-def socket_home() -> Path:
-    """A private directory for the socket, whose whole path must fit into about 100 bytes."""
-    fits = len(tempfile.gettempdir()) <= TMP_CHARS_MAX
-    return Path(tempfile.mkdtemp(prefix="dora-rl-", dir=None if fits else "/tmp"))
+def socket_home() -> tuple[Path, int]:
+    """A private directory for the socket, whose whole path must fit into about 100 bytes.
+
+    It is claimed by the descriptor that comes with it. Those of killed controllers go now.
+    """
+    folder = Path(tempfile.gettempdir())
+    if len(str(folder)) > TMP_CHARS_MAX:
+        folder = Path("/tmp")
+    sweep(folder)
+    home = Path(tempfile.mkdtemp(prefix=store_name("s-"), dir=folder))
+    return home, claim(home)
 
 
 def worker_environment() -> dict[str, str]:
@@ -99,6 +111,7 @@ class Crew:
         self._run_dir = run_dir
         self._first_life, self._keep_fds = first_life, keep_fds
         self._key = secrets.token_bytes(32)
+        self._claim: int | None = None
         self._listener, self.address = self._listen()
         self._lock = threading.Lock()
         self.inbox: queue.SimpleQueue[Letter] = queue.SimpleQueue()
@@ -112,7 +125,8 @@ class Crew:
 
     def _listen(self) -> tuple[Listener, str]:
         """Where workers connect to."""
-        address = str(socket_home() / "controller")
+        home, self._claim = socket_home()
+        address = str(home / "controller")
         return Listener(address, family="AF_UNIX"), address
 
     def start(self, role: str, name: str, extra: dict[str, Any]) -> Worker:
@@ -273,6 +287,9 @@ class Crew:
             except (ValueError, KeyError):
                 worker.process.kill()  # it speaks another language
                 return
+            if message.kind == "saving":
+                worker.saving = True
+                continue
             self.inbox.put(Letter(worker.name, worker.life, message))
 
     def _write(self, worker: Worker) -> None:
@@ -303,11 +320,24 @@ class Crew:
             self.send(worker.name, "end", {})
         for worker in workers:
             wait_s = until - time.monotonic() if worker.channel is not None else 0.0
-            try:
-                worker.process.wait(max(0.0, wait_s))
-            except subprocess.TimeoutExpired:
+            if not self._ended(worker, wait_s) and not (
+                worker.saving and self._ended(worker, SAVE_WAIT_S)
+            ):
                 worker.process.kill()
                 worker.process.wait(KILL_WAIT_S)
+
+    def _ended(self, worker: Worker, wait_s: float) -> bool:
+        """Whether it has ended by itself after so long."""
+        try:
+            worker.process.wait(max(0.0, wait_s))
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def why_ended(self, name: str) -> str:
+        """Of a worker whose end is in the inbox."""
+        worker = self.workers[name]
+        return why_ended(worker.last_words, worker.process.poll())
 
     def _close(self) -> None:
         if self._server is not None:
@@ -315,3 +345,6 @@ class Crew:
         self._listener.close()
         if self.address.startswith("/"):
             shutil.rmtree(Path(self.address).parent, ignore_errors=True)
+        if self._claim is not None:
+            os.close(self._claim)
+            self._claim = None

@@ -62,7 +62,7 @@ class InstanceTurns:
         if body["error"]:
             worker.engine.abort(rid)
             del worker.epochs[rid]
-            worker.channel.send_event(ev.SampleFailed(rid, epoch, worker.name, body["error"]))
+            worker.say(ev.SampleFailed(rid, epoch, worker.name, body["error"]))
             return
         answer = Answer(
             tuple(message.arrays["token_ids"].tolist()),

@@ -17,17 +17,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
 from dora_rl.data.lengths import LogNormal, uniforms
 from dora_rl.engine.engine import Engine
 from dora_rl.engine.journal import Journal, continuation, request_from_json, request_json
-from dora_rl.engine.sequence import Request, is_plain
+from dora_rl.engine.sequence import Request, Status, is_plain
 from dora_rl.engine.transfer import Export, begin_import, chunk_bytes, chunk_from_bytes
 from dora_rl.runtime.arrivals import Arrivals
 from dora_rl.runtime.engines import make_engine
 from dora_rl.runtime.instance_turns import InstanceTurns
+from dora_rl.runtime.sample_digest import sample_digest
+from dora_rl.runtime.stillness import Stillness
 from dora_rl.runtime.storage_client import StorageStream
 from dora_rl.runtime.transport import TransportError
 from dora_rl.runtime.warming import Warming
@@ -78,13 +81,16 @@ class InstanceWorker:
         self.transfer_root = Path(setup.extra["transfer_root"])
         self.epochs: dict[RequestId, int] = {}
         self.exports: dict[RequestId, Export | VllmExport] = {}
+        self.load_attempts: dict[Version, int] = {}
         self.awaited: list[Version] = []  # to be loaded, and not in the store yet
         self.loads: deque[tuple[Version, Iterator[str]]] = deque()
+        self.checksums: dict[Version, str] = {}  # of what is being loaded
         self.warming = Warming(self.engine, is_plain(self.params))
         self.awake = True
         self.reported_s = 0.0
         self.busy_s = 0.0
         self.turns = InstanceTurns(self)
+        self.stillness = Stillness()
 
     def run(self) -> None:
         stats = self.engine.stats()
@@ -138,8 +144,23 @@ class InstanceWorker:
         if now - self.reported_s >= period_s:
             self.reported_s = now
             stats = self.engine.stats()
-            self.channel.send_event(ev.InstanceReport(self.name, stats.steps, stats.kv_tokens))
+            still = self.stillness.look(self._lengths(), now) if self.awake else ()
+            report = ev.InstanceReport(
+                self.name, stats.steps, stats.kv_tokens, num_waiting=stats.idle, still=still
+            )
+            self.say(report)
             self.channel.send("usage", {"busy_s": self.busy_s, "cpu_s": time.process_time()})
+
+    def _lengths(self) -> dict[RequestId, int]:
+        """Of the requests that should be gaining tokens; -1: the engine does not know it."""
+        found: dict[RequestId, int] = {}
+        for rid in self.epochs:
+            seq = self.engine.find(rid)
+            if seq is None:
+                found[rid] = -1
+            elif seq.status not in (Status.IDLE, Status.PARKED) and rid not in self.exports:
+                found[rid] = seq.num_tokens
+        return found
 
     def _command(self, message: Message) -> None:
         match message.kind:
@@ -163,6 +184,7 @@ class InstanceWorker:
             case act.Dispatch():
                 self._dispatch(action, message)
             case act.Load():
+                self.load_attempts[action.version] = action.attempt
                 under_way = [*self.awaited, *(version for version, _ in self.loads)]
                 if action.version not in under_way:  # asked again when it took long
                     self.awaited.append(action.version)
@@ -242,16 +264,23 @@ class InstanceWorker:
             return
         if trajectory.finish in (Finish.REFUSED, Finish.ERROR):
             final = trajectory.finish is Finish.REFUSED and "resident" not in trajectory.error
-            self.channel.send_event(ev.SampleFailed(rid, epoch, self.name, trajectory.error, final))
+            self.say(ev.SampleFailed(rid, epoch, self.name, trajectory.error, final))
             return
-        event = ev.SampleFinished(
-            rid, epoch, self.name, len(trajectory.token_ids), trajectory.finish, trajectory.segments
-        )
-        arrays = {
+        arrays: dict[str, NDArray[Any]] = {
             "token_ids": np.asarray(trajectory.token_ids, dtype=np.int32),
             "logprobs": np.asarray(trajectory.logprobs, dtype=np.float32),
             "loss_mask": np.asarray(trajectory.loss_mask, dtype=np.uint8),
         }
+        event = ev.SampleFinished(
+            rid,
+            epoch,
+            self.name,
+            len(trajectory.token_ids),
+            trajectory.finish,
+            trajectory.segments,
+            digest=sample_digest(rid, trajectory.segments, *arrays.values()),
+            incarnation=self.setup.life,
+        )
         if reward is not None:
             arrays["reward"] = np.asarray([reward], dtype=np.float64)
         if self.storage is not None:
@@ -274,11 +303,12 @@ class InstanceWorker:
                 sealed.check_header()
             else:
                 sealed = self.store.open(version)
+            self.checksums[version] = sealed.checksum
             self.loads.append((version, self.engine.load_layers(version, sealed, verify)))
         except BaseDiffers:
             raise  # no load will ever succeed here
         except (WeightsError, UserError) as error:
-            self.channel.send_event(ev.LoadFailed(self.name, version, str(error)))
+            self._say_failed(version, error)
 
     def _load_some(self) -> None:
         """A layer, or a look at the thread that loads; in between, other versions decode."""
@@ -287,13 +317,21 @@ class InstanceWorker:
             next(layers)
             return
         except StopIteration:
-            event: ev.Event = ev.Loaded(self.name, version)
+            checksum, attempt = self.checksums.pop(version), self.load_attempts.get(version, -1)
+            self.say(ev.Loaded(self.name, version, attempt=attempt, checksum=checksum))
         except BaseDiffers:
             raise
         except (WeightsError, UserError) as error:
-            event = ev.LoadFailed(self.name, version, str(error))
+            self._say_failed(version, error)
         self.loads.popleft()
-        self.channel.send_event(event)
+
+    def _say_failed(self, version: Version, error: Exception) -> None:
+        attempt = self.load_attempts.get(version, -1)
+        self.say(ev.LoadFailed(self.name, version, str(error), attempt=attempt))
+
+    def say(self, event: ev.FromInstance) -> None:
+        """What the core is told of this instance says which incarnation of it speaks."""
+        self.channel.send_event(replace(event, incarnation=self.setup.life))
 
     def _export(self, action: act.Move) -> None:
         """Write the request to shared memory and say where; it stays here until it has arrived."""
@@ -307,6 +345,7 @@ class InstanceWorker:
         seq = self.engine.find(rid)
         assert seq is not None
         body = {"group": rid.group, "sample": rid.sample, "epoch": action.epoch}
+        body |= {"attempt": action.attempt}
         body |= {"dst": action.dst, "num_tokens": seq.num_tokens, "path": str(path)}
         if action.how is not act.How.KV or not export.has_kv:
             saved = request_json(continuation(seq))
@@ -317,8 +356,8 @@ class InstanceWorker:
         except OSError as error:  # shared memory is full: the request stays
             path.unlink(missing_ok=True)
             self._end_export(rid, done=False)
-            failed = ev.MoveFailed(rid, action.epoch, self.name, action.dst, True, str(error))
-            self.channel.send_event(failed)
+            who = (rid, action.epoch, self.name, action.dst)
+            self.say(ev.MoveFailed(*who, True, str(error), attempt=action.attempt))
             return
         self.channel.send("exported", body | {"num_bytes": export.num_bytes})
 

@@ -1,8 +1,9 @@
-"""Shared memory of killed runs: the next run on the machine gives it back.
+"""What killed runs leave in shared memory and temporary folders: the next run gives it back.
 
 A run that is killed leaves its live versions in shared memory. They are copies of what its run
 directory has on disk, so they may go as soon as the run is dead: while it lives it holds the lock
-of a file beside them, which says so to everybody who sees the same memory, in containers too.
+of a file beside them, which says so to everybody who sees the same memory, in containers too. The
+same holds for the folder of a controller's socket.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ never takes the run with it.
     imported             tells the source to forget            Moved
     committed + metrics  writes the step's records             StepCommitted
     fatal                stops the run with the reason         StopRequested
+    fault                remembers the reason for its end      -
     (gone)               reads its journal, starts it again    InstanceLost / TrainerLost
 
 Invariant: whatever must survive a crash (a sample's row, a step's records) is written before the
@@ -21,11 +22,13 @@ log entry that relies on it, and what is written without that entry is recognise
 from __future__ import annotations
 
 import contextlib
+import json
 import queue
 import shutil
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,6 +54,7 @@ from dora_rl.runtime.eval_figures import (
 )
 from dora_rl.runtime.evaluation import Evaluations, due
 from dora_rl.runtime.full_disk import DISK_ERRORS, full_line, is_full
+from dora_rl.runtime.garbage import Garbage
 from dora_rl.runtime.gpu_meter import GpuMeter, start_meter
 from dora_rl.runtime.journals import Journals
 from dora_rl.runtime.layout import Layout, start_ranks
@@ -62,7 +66,8 @@ from dora_rl.runtime.moving import on_moving
 from dora_rl.runtime.mps import Mps
 from dora_rl.runtime.records import TrainedSample, open_records
 from dora_rl.runtime.recovery import Recovery
-from dora_rl.runtime.resume import write_config
+from dora_rl.runtime.resume import config_text, write_config
+from dora_rl.runtime.sample_digest import text_digest
 from dora_rl.runtime.samples import Samples
 from dora_rl.runtime.scoring import ScoringPool
 from dora_rl.runtime.settings import core_params
@@ -136,6 +141,7 @@ class LocalRun:
         self.loop = Loop(state, Ports(MonotonicClock(), *ports, self.log))
         self.watchdog = Watchdog(self.run_dir / "watchdog.jsonl", config.runtime.watchdog_s)
         self.recovery = Recovery(self)
+        self.garbage = Garbage()
         self.mps: Mps | None = None
         self.meter: GpuMeter | None = None
         self.stop: act.Stop | None = None
@@ -202,12 +208,12 @@ class LocalRun:
             self.samples.keep_only(self.state.groups.keys())
             self.journals.collect(alive=set(self.state.groups))
             self.versions.keep_only(self.state, {*self._evaluations_missing(), *self._best()})
-            self.handle(ev.Resumed(self.params))
+            self.handle(ev.Resumed(self.params, config=text_digest(config_text(self.config))))
             for version in self._evaluations_missing():
                 self._ask_evaluation(version)
         else:
             self.versions.clear()
-            self.handle(ev.Started(self.params))
+            self.handle(ev.Started(self.params, config=text_digest(config_text(self.config))))
         write_config(self.config, self.run_dir)  # the core has not refused it
         if self.stop is None:
             self.start_learner()
@@ -250,6 +256,7 @@ class LocalRun:
             self.stop = act.Stop(gone_line(self.run_dir), done=False)
             return
         self.handle(ev.Tick())
+        self.garbage.tick()
         self.carrier.tick()
         self.pool.check_time()
         self.envs.check_time()
@@ -284,7 +291,10 @@ class LocalRun:
         idle = self._end_device()
         try:
             self.user_errors.close()
-            summary = self.records.summary(mode, self.state.committed, reason, cores, idle, best)
+            aside = self.state.set_aside
+            summary = self.records.summary(
+                mode, self.state.committed, reason, cores, idle, best, aside
+            )
             self.records.close()
             self.samples.close()
             self.log.close()
@@ -294,6 +304,7 @@ class LocalRun:
         shutil.rmtree(self.layout.transfer_root, ignore_errors=True)
         self.versions.release()
         self.lock.release()
+        self.garbage.end()
         return summary
 
     def _end_device(self) -> float | None:
@@ -315,8 +326,10 @@ class LocalRun:
             self.recovery.lost(letter.name)
             return
         message, name = letter.message, letter.name
-        if message.kind == "fatal":
-            self.recovery.fatal(name, message.body)
+        if message.kind in ("fatal", "fault"):
+            self.crew.workers[name].last_words = message.body["reason"]
+            if message.kind == "fatal":
+                self.recovery.fatal(name, message.body)
             return
         self.recovery.joined(name)
         match message.kind:
@@ -332,7 +345,7 @@ class LocalRun:
             case "note":
                 self.on_wait([message.body["line"]])
             case "exported" | "imported" | "import_failed":
-                on_moving(self, name, message)
+                on_moving(self, name, letter.life, message)
             case "user_error":
                 self.records.totals.num_user_errors += 1
                 self.user_errors.add(name, message.body)
@@ -354,7 +367,22 @@ class LocalRun:
             self._trainer_joined(event)
         if isinstance(event, ev.LoadFailed):
             self._repair(event.version)
+        if isinstance(event, ev.Recomputed) and not event.is_same:
+            self._mismatched(event)
         self.handle(event)
+
+    def _mismatched(self, event: ev.Recomputed) -> None:
+        """Told at the first, the tenth, the hundredth: where one is wrong, many may be."""
+        totals = self.records.totals
+        totals.samples_mismatched += 1
+        if str(totals.samples_mismatched).strip("0") == "1":
+            self.on_wait(
+                [
+                    f"sample {event.request.sample} of group {event.request.group} is not what "
+                    f"version {event.version} gives: log-probs {event.gap_mean:.2g} apart on "
+                    f"average, {event.gap_max:.2g} at most ({totals.samples_mismatched} so far)"
+                ]
+            )
 
     def _trainer_joined(self, event: ev.TrainerJoined) -> None:
         missing = self._evaluations_missing()
@@ -393,12 +421,13 @@ class LocalRun:
         assert isinstance(event, ev.StepCommitted)
         self.records.usage("learner", life, usage["busy_s"], usage["cpu_s"])
         if self.stop is None:
-            self._record_step(event.step, message.body["metrics"])
-            self.handle(event)
+            digest = self._record_step(event.step, message.body["metrics"])
+            self.handle(replace(event, metrics=digest))
 
-    def _record_step(self, step: StepIndex, metrics: dict[str, float]) -> None:
+    def _record_step(self, step: StepIndex, metrics: dict[str, float]) -> str:
+        """Returns the digest of the step's line of metrics.jsonl."""
         if step != self.state.committed:
-            return
+            return ""
         trained: list[TrainedSample] = []
         for gid in self.state.batches[step].groups:
             group = self.state.groups[gid]
@@ -410,8 +439,13 @@ class LocalRun:
         self.dropped = Counter()
         self.recovery.committed()
         self.on_step(line)
+        if skipped := line.get("update/skipped_non_finite"):
+            self.on_wait(
+                [f"step {step}: {skipped:.0f} updates skipped, loss or gradient not finite"]
+            )
         if step + 1 in self._evaluations_due(step + 1):
             self._ask_evaluation(step + 1)
+        return text_digest(json.dumps(line))
 
     def step_closed(self, action: act.CloseStep) -> None:
         """The step has all its groups."""

@@ -5,7 +5,6 @@ They decide nothing and never wait for an answer; what comes of an action arrive
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +12,10 @@ import numpy as np
 
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
-from dora_rl.core.ledger import current, scoring
+from dora_rl.core.ledger import current, scoring, unscored
 from dora_rl.ports import FleetAction, LearnerAction, LedgerAction
 from dora_rl.runtime.wire import encode_fleet, encode_learner
-from dora_rl.types import Finish, Prompt, RequestId
+from dora_rl.types import REWARD_MAX, Finish, Prompt, RequestId
 
 if TYPE_CHECKING:
     from dora_rl.runtime.local import LocalRun
@@ -57,6 +56,11 @@ class FleetPort:
             if saved is not None:
                 resumes[str(sample)] = saved
         run.keeper.note_continued(action, resumes)
+        for sample, epoch in zip(action.samples, action.epochs, strict=True):
+            if str(sample) in resumes:
+                num_tokens = len(resumes[str(sample)]["resume_ids"])
+                rid = RequestId(action.group, sample)
+                run.later.append(ev.Continued(rid, epoch, num_tokens))
         arrays = {"prompt_ids": np.asarray(prompt.token_ids, dtype=np.int32)}
         body |= {"resumes": resumes, "env": run.envs.dispatch(prompt)}
         run.crew.send(name, "order", body, arrays)
@@ -115,11 +119,12 @@ class RewardPort:
         parts: dict[str, float] = {}
 
         def answer(reward: float | None, why: str) -> None:
-            if scoring(run.state, rid, attempt) is None:
-                return  # too late: asked again, or ended
-            if reward is None or not math.isfinite(reward):
-                self._failed(rid, attempt, why or f"the reward is {reward}")
+            if reward is None or not abs(reward) <= REWARD_MAX:
+                if scoring(run.state, rid, attempt) is not None:
+                    self._failed(rid, attempt, why or f"the reward is {reward}")
                 return
+            if unscored(run.state, rid) is None:
+                return  # too late: scored by another answer, or ended
             run.samples.reward(rid, reward, parts)
             run.handle(ev.Scored(rid, attempt, reward))
 
@@ -160,6 +165,10 @@ class KeeperPort:
         match action:
             case act.EndGroup():
                 self._ended(action)
+            case act.SetAside():
+                text = f"prompt {action.prompt} is set aside: {action.reason}"
+                run.on_wait([text])
+                return  # the last end keeps its place, for the reason of a stop
             case act.RetireVersion():
                 run.versions.to_retire.add(action.version)
                 run.retire_unpinned()

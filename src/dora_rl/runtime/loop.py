@@ -42,6 +42,7 @@ class Loop:
             case (
                 act.IssueGroup()
                 | act.EndGroup()
+                | act.SetAside()
                 | act.RetireVersion()
                 | act.WaitFor()
                 | act.InForce()

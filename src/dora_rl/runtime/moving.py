@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from dora_rl.runtime.local import LocalRun
 
 
-def on_moving(run: LocalRun, name: str, message: Message) -> None:
+def on_moving(run: LocalRun, name: str, life: int, message: Message) -> None:
     body = message.body
     rid, epoch = RequestId(body["group"], body["sample"]), body["epoch"]
     if message.kind == "exported":
@@ -33,7 +33,10 @@ def on_moving(run: LocalRun, name: str, message: Message) -> None:
         run.crew.send(body["src"], "move_done", body)
         run.records.totals.migrations += 1
         run.records.totals.kv_bytes_moved += body["num_bytes"]
-        run.handle(ev.Moved(rid, epoch, body["src"], name, body["num_bytes"], body["num_tokens"]))
+        who, attempt = (rid, epoch, body["src"], name), body["attempt"]
+        sizes = (body["num_bytes"], body["num_tokens"])
+        run.handle(ev.Moved(*who, *sizes, attempt=attempt, incarnation=life))
     else:
         run.crew.send(body["src"], "move_cancel", body)
-        run.handle(ev.MoveFailed(rid, epoch, body["src"], name, True, body["reason"]))
+        who, attempt = (rid, epoch, body["src"], name), body["attempt"]
+        run.handle(ev.MoveFailed(*who, True, body["reason"], attempt=attempt))

@@ -13,7 +13,7 @@ import json
 import resource
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -71,6 +71,8 @@ class Totals:
     staleness_sum: float = 0.0
     staleness_max: int = 0
     rewards: list[float] = field(default_factory=list[float])
+    updates_applied: int = 0
+    updates_skipped: int = 0  # their loss or gradient was not finite
     evaluations: dict[Version, Figures] = field(default_factory=dict[Version, Figures])
     steps_s: float = 0.0  # sum of time/step
     wall_s: float = 0.0  # before the last resume
@@ -82,6 +84,7 @@ class Totals:
     kv_bytes_moved: int = 0
     num_resumes: int = 0
     num_user_errors: int = 0  # what the user's code raised; see user_errors.log
+    samples_mismatched: int = 0  # computed again, and not what their version gives
     cpu_s: dict[str, float] = field(default_factory=dict[str, float])
     busy_s: dict[str, float] = field(default_factory=dict[str, float])
 
@@ -101,6 +104,9 @@ class Totals:
         self.staleness_max = max(self.staleness_max, line["staleness/max"])
         self.mixed += line["mixed_version_frac"] * line["num_samples"]
         self.rewards.append(line["reward/mean"])
+        # Lines of releases before this count have the gradient's norm where one was applied.
+        self.updates_applied += int(line.get("update/applied", "grad_norm" in line))
+        self.updates_skipped += int(line.get("update/skipped_non_finite", 0))
 
 
 def by_environment(samples: Sequence[TrainedSample]) -> dict[str, float]:
@@ -116,7 +122,7 @@ def by_environment(samples: Sequence[TrainedSample]) -> dict[str, float]:
 
 KEPT = (
     "wall_s startup_s cut_s tokens_generated discarded_tokens migrations kv_bytes_moved "
-    "num_resumes num_user_errors cpu_s busy_s"
+    "num_resumes num_user_errors samples_mismatched cpu_s busy_s"
 )
 
 
@@ -269,6 +275,7 @@ class Records:
         num_cores: int,
         idle: float | None = None,
         best: CheckpointConfig | None = None,
+        set_aside: Mapping[int, str] | None = None,
     ) -> dict[str, Any]:
         """The figures of the whole run; written to summary.json. `idle`: of its GPU, if any;
         `num_cores` 0: its processes are not all on this machine."""
@@ -284,6 +291,8 @@ class Records:
             "training_s": self.training_s,
             "tokens_trained": totals.tokens_trained,
             "tokens_generated": totals.tokens_generated,
+            "updates_applied": totals.updates_applied,
+            "updates_skipped": totals.updates_skipped,
             "tokens_per_s": tokens_per_s([totals.tokens_trained], [self.training_s]),
             "reward_first": totals.rewards[0] if totals.rewards else None,
             "reward_last": totals.rewards[-1] if totals.rewards else None,
@@ -294,6 +303,7 @@ class Records:
             "staleness_max": totals.staleness_max,
             "mixed_version_frac": totals.mixed / max(1, totals.samples),
             "discarded_tokens": totals.discarded_tokens,
+            "samples_mismatched": totals.samples_mismatched,
             "device_idle_ratio": idle,
             "cpu_unused_ratio": self._cpu_unused(num_cores),
             "rollout_idle_ratio": idle_ratio(rollout_busy_s(totals.busy_s), self.training_s),
@@ -301,6 +311,7 @@ class Records:
             "migrations": totals.migrations,
             "kv_bytes_moved": totals.kv_bytes_moved,
             "num_user_errors": totals.num_user_errors,
+            "set_aside": [{"prompt": p, "reason": r} for p, r in (set_aside or {}).items()],
         }
         self._keep()
         self._replace("summary.json", figures)

@@ -1,9 +1,9 @@
 """What happens when a worker ends: it is replaced, given up, or the run stops with the reason.
 
-A worker that ends at its start again and again, or workers that keep ending while no step is
-committed, stop the run: it is resumable, and the reason names the worker and its last words. Not so
-an instance once a step was committed, while others work: a host that went bad costs its instance,
-which is tried again after every step.
+A worker that ends at its start again and again stops the run: it is resumable, and the reason names
+the worker and its last words. Not so an instance once a step was committed, while others work: a
+host that went bad costs its instance, which is tried again after every step. Of learners and
+instances that are lost at work the core keeps count; it is told their last words.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dora_rl.core import events as ev
 if TYPE_CHECKING:
     from dora_rl.runtime.local import LocalRun
 
-RESTARTS_MAX = 20  # of workers, while no step is committed
+RESTARTS_MAX = 20  # of the evaluator, while no step is committed
 STARTS_MAX = 3  # of one worker that ends before it is ready
 
 
@@ -53,7 +53,7 @@ class Recovery:
         if run.crew.closing or (run.stop is not None and not run.stop.done):
             return
         self._num_starts[name] += 1
-        self._num_restarts += not name.startswith(("reward", "env"))
+        self._num_restarts += name == "evaluator"
         if self._num_starts[name] >= STARTS_MAX or self._num_restarts > RESTARTS_MAX:
             self._give_up(name)
         elif name.startswith("reward"):
@@ -67,7 +67,7 @@ class Recovery:
             self._replace(name)
 
     def _give_up(self, name: str) -> None:
-        run, tail = self._run, self._run.crew.log_tail(name)
+        run, tail = self._run, self._last_words(name)
         if name == "evaluator":
             assert run.evaluations is not None
             run.evaluations.give_up()
@@ -80,6 +80,9 @@ class Recovery:
         else:
             run.handle(ev.StopRequested(f"{name} keeps ending; it last said: {tail}"))
 
+    def _last_words(self, name: str) -> str:
+        return self._run.crew.workers[name].last_words or self._run.crew.log_tail(name)
+
     def _dispensable(self, name: str) -> bool:
         """An instance of a run that works, and others go on working."""
         workers = self._run.crew.workers
@@ -90,13 +93,19 @@ class Recovery:
     def _replace(self, name: str) -> None:
         run = self._run
         if name.startswith("learner"):
-            run.handle(ev.TrainerLost("its process ended"))
-            run.start_learner()
+            why = run.crew.why_ended(name)
+            life = run.crew.workers["learner"].life
+            run.handle(ev.TrainerLost(why, incarnation=life))
+            if run.stop is None:
+                run.on_wait([f"the {name} ended and begins again at the newest version: {why}"])
+                run.start_learner()
         else:
             self._lose_instance(name)
-            run.crew.restart(name)
+            if run.stop is None:
+                run.crew.restart(name)
 
     def _lose_instance(self, name: str) -> None:
         run = self._run
         run.journals.collect(name, alive=set(run.state.groups))
-        run.handle(ev.InstanceLost(name, "its process ended"))
+        life = run.crew.workers[name].life
+        run.handle(ev.InstanceLost(name, run.crew.why_ended(name), incarnation=life))

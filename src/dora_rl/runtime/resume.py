@@ -1,7 +1,6 @@
 """What may change between a run and its continuation, and what may not.
 
-K, B, the number of steps, learning rates, limits and the number of instances may change. What
-decides which tokens a group has may not: the groups in flight go on.
+Every key of the configuration has a rule (`config.on_resume`); the data are told by a fingerprint.
 """
 
 from __future__ import annotations
@@ -12,18 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from dora_rl.config import RunConfig
+from dora_rl.config.on_resume import check_changes
 from dora_rl.data.prompts import PromptSource
 from dora_rl.types import UserError
-
-FIXED = (
-    "model.path",
-    "orchestration.mode",
-    "rollout.num_samples",
-    "runtime.seed",
-    "data.seed",
-    "data.shuffle",
-    "trainer.lora_rank",
-)
 
 AS_GOOD_AS_EMPTY = (".gitkeep", ".gitignore", "lost+found")
 
@@ -93,11 +83,11 @@ def check_same_run(config: RunConfig, run_dir: Path) -> None:
     path = run_dir / "config.json"
     if not path.is_file():
         return
-    old, new = json.loads(path.read_text()), config.model_dump(mode="json")
-    for key in FIXED:
-        before, now = _value(old, key), _value(new, key)
-        if before != now:
-            raise UserError(f"{key} was {before!r} and cannot become {now!r} in a resumed run")
+    defaults = RunConfig(model=config.model).model_dump(mode="json")
+    old: dict[str, Any] = json.loads(path.read_text())
+    for section, values in defaults.items():  # keys that came with a later release
+        old[section] = values | old.get(section, {})
+    check_changes(old, config.model_dump(mode="json"))
 
 
 def check_same_data(train: PromptSource, run_dir: Path) -> None:
@@ -111,14 +101,12 @@ def check_same_data(train: PromptSource, run_dir: Path) -> None:
         )
 
 
+def config_text(config: RunConfig) -> str:
+    """What config.json holds; the log has its digest."""
+    return config.model_dump_json(indent=1) + "\n"
+
+
 def write_config(config: RunConfig, run_dir: Path) -> None:
     temporary = run_dir / "config.json.tmp"
-    temporary.write_text(config.model_dump_json(indent=1) + "\n")
+    temporary.write_text(config_text(config))
     temporary.replace(run_dir / "config.json")
-
-
-def _value(data: dict[str, Any], key: str) -> Any:
-    value: Any = data
-    for part in key.split("."):
-        value = value.get(part) if isinstance(value, dict) else None
-    return value

@@ -82,10 +82,30 @@ def find_model(path: Path, step: str = "last") -> FoundModel:
     if not found:
         raise UserError(f"{path} has no checkpoint and no sealed weights yet")
     if step == "last":
-        return found[max(found)]
+        return _proved(path, found[max(found)])
     if step == "best":
-        return _best(path, found)
-    return found[_number(step, found)]
+        return _proved(path, _best(path, found))
+    return _proved(path, found[_number(step, found)])
+
+
+def _proved(run: Path, found: FoundModel) -> FoundModel:
+    """Refuse weights that are not those of the version they stand for."""
+    from dora_rl.runtime.run_proof import checkpoint_problem, committed_weights, seals_whole_models
+
+    committed = committed_weights(run).get(found.version, "")
+    if found.sealed is None and not found.version:
+        problem = ""  # the model that the run began with; no step has made it
+    elif found.sealed is None:
+        known = committed if seals_whole_models(run_config(run)) else ""
+        problem = checkpoint_problem(found.directory, found.version - 1, known)
+    elif committed and found.sealed.checksum != committed:
+        problem = "its weights are not those that the log committed"
+    else:
+        problem = ""
+    if problem:
+        hint = f"see dora-rl audit --files {run}; choose another --step"
+        raise UserError(f"{found.label} is not what the run made: {problem}; {hint}")
+    return found
 
 
 def newer_model(run: Path, than: Version) -> FoundModel | None:

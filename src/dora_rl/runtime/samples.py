@@ -20,10 +20,12 @@ from dora_rl.data.table import Table
 from dora_rl.data.table_rows import NewRow, Row
 from dora_rl.envs.text import spans
 from dora_rl.runtime.records import TrainedSample
+from dora_rl.runtime.sample_digest import rounded
 from dora_rl.runtime.wire import Message
 from dora_rl.types import Finish, GroupId, Prompt, RequestId, Version
 
 CONSUMER = "learner"
+PAYLOAD = ("token_ids", "logprobs", "loss_mask")
 
 
 class Samples:
@@ -73,13 +75,14 @@ class Samples:
         there = self.row(event.request)
         if there is None:
             self._table.put([row])
-        elif not np.array_equal(_array(there, "token_ids"), message.arrays["token_ids"]):
+        elif any(not np.array_equal(_array(there, n), message.arrays[n]) for n in PAYLOAD):
             self._replace(row)
         if "reward" in message.arrays:  # its environment gave one
             self.reward(event.request, float(message.arrays["reward"][0]))
 
     def _replace(self, new: NewRow) -> None:
-        """The new row counts: where kernels are not exact, its tokens may be others."""
+        """The new row counts, as its digest does in the log: where kernels are not exact, its
+        tokens or log-probs may be others."""
         rows = [new]
         for row in self._table.read(self._table.rows_of(new.group)):
             if row.sample != new.sample:
@@ -112,10 +115,7 @@ class Samples:
             "rewards": [row.columns["reward"] for row in rows],
             "truncated": [row.columns["finish"] == Finish.LENGTH.value for row in rows],
         }
-        arrays = {
-            name: np.concatenate([_array(row, name) for row in rows])
-            for name in ("token_ids", "logprobs", "loss_mask")
-        }
+        arrays = {name: np.concatenate([_array(row, name) for row in rows]) for name in PAYLOAD}
         arrays["prompt_ids"] = np.asarray(prompt_ids, dtype=np.int32)
         return body, arrays
 
@@ -135,7 +135,7 @@ class Samples:
                 text=str(row.columns["text"]),
                 prompt=prompt.text,
                 segments=len(list_of(row, "segments")),
-                logprobs=_rounded(_array(row, "logprobs")) if tokens else [],
+                logprobs=rounded(_array(row, "logprobs")) if tokens else [],
                 logprob_sum=float(_array(row, "logprobs").sum(dtype=np.float64)),
                 token_ids=_array(row, "token_ids").tolist() if tokens else [],
                 parts=json.loads(str(row.columns["parts"])),
@@ -164,10 +164,6 @@ def _array(row: Row, name: str) -> NDArray[Any]:
     value = row.columns[name]
     assert isinstance(value, np.ndarray)
     return value
-
-
-def _rounded(logprobs: NDArray[Any]) -> list[float]:
-    return logprobs.astype(np.float64).round(4).tolist()
 
 
 def list_of(row: Row, name: str) -> list[Any]:

@@ -163,7 +163,7 @@ def core_params(config: RunConfig) -> Params:
         num_steps=o.num_steps,
         inflight_groups=o.inflight_groups or max(1, 3 * o.batch_groups // 2),
         ready_max=o.ready_max or max(1, o.max_staleness) * o.batch_groups,
-        samples_min=o.samples_min,
+        samples_min=o.samples_min or samples_enough(config.rollout.num_samples),
         updates_per_step=config.trainer.updates_per_step,
         streaming=o.streaming,
         kv_moves=o.kv_moves,
@@ -173,6 +173,15 @@ def core_params(config: RunConfig) -> Params:
         filtered_max=o.filtered_max,
         failed_share_max=o.failed_share_max,
         attempts_max=o.attempts_max,
+        losses_max=o.losses_max,
+        clear_tokens=max(64, 2 * config.rollout.journal_steps),
+        group_failures_max=o.attempts_max,
+        trainer_losses_max=o.trainer_losses_max,
+        # Finding a prompt that kills takes losses of its own.
+        instance_losses_max=max(o.instance_losses_max, 4 * o.attempts_max)
+        if o.instance_losses_max
+        else 0,
+        load_failures_max=o.load_failures_max,
         oversample=o.oversample,
         fill_older_max=o.fill_older_max,
         rebalance_period_s=o.rebalance_period_s,
@@ -184,10 +193,20 @@ def core_params(config: RunConfig) -> Params:
             # The pool answers for every sample it was given; only its queue may be long.
             score_s=max(3600.0, 100 * config.reward.timeout_s),
             trainer_s=o.trainer_timeout_s,
+            progress_s=o.progress_timeout_s,
         ),
     )
     params.validate()
     return params
+
+
+def samples_enough(group_size: int) -> int:
+    """Half of a group, and at least two: with fewer there is nothing to compare.
+
+    >>> [samples_enough(size) for size in (1, 2, 3, 4, 8)]
+    [1, 2, 2, 2, 4]
+    """
+    return min(group_size, max(2, -(-group_size // 2)))
 
 
 def learner_algorithm(config: RunConfig) -> AlgorithmConfig:

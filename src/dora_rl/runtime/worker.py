@@ -7,6 +7,7 @@ nobody may write into the run directory beside the controller that resumes the r
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -23,6 +24,7 @@ from safetensors import SafetensorError
 from dora_rl.config import RunConfig
 from dora_rl.runtime.devices import VISIBLE
 from dora_rl.runtime.full_disk import DISK_ERRORS, full_line, is_full
+from dora_rl.runtime.last_words import last_words
 from dora_rl.runtime.mps import BELOW_NORMAL, PERCENT, PRIORITY
 from dora_rl.runtime.priority import make_way
 from dora_rl.runtime.user_errors import send_user_errors
@@ -143,7 +145,13 @@ def serve(setup: Setup) -> None:
             raised(str(error).partition(" raised ")[0], error.__cause__ or error)
         reason = full_line(setup.run_dir, error) if is_full(error) else str(error)
         ends_run = is_full(error) or isinstance(error, (BaseDiffers, UserCodeError))
+        # There is one learner, and the next one would come to the same place.
+        ends_run |= setup.role == "learner" and isinstance(error, UserError)
         channel.send("fatal", {"reason": reason, "ends_run": ends_run})
+        raise
+    except Exception as error:
+        with contextlib.suppress(OSError):  # the controller may be gone too
+            channel.send("fault", {"reason": last_words(error)})
         raise
 
 

@@ -6,6 +6,8 @@ and what the simulated learner really trained.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
 from dora_rl.core.invariants import check_invariants
@@ -37,6 +39,9 @@ class Checker:
         self.closed: dict[int, tuple[tuple[GroupId, ...], int, int]] = {}
         self.issued: dict[GroupId, act.IssueGroup] = {}
         self.ended: dict[GroupId, act.EndGroup] = {}
+        self.set_aside: set[int] = set()
+        self.failures: dict[int, int] = {}  # groups, by prompt
+        self.is_bad: Callable[[int], bool] = lambda prompt: False
         world.watchers.append(self.see)
 
     def see(self, event: ev.Event, actions: list[act.Action]) -> None:
@@ -60,6 +65,8 @@ class Checker:
                 self.in_force = (action.max_staleness, action.batch_groups)
             case act.IssueGroup():
                 require(action.group not in self.issued, f"group {action.group} issued twice")
+                again = action.prompt in self.set_aside
+                require(not again, f"prompt {action.prompt} was set aside and is issued")
                 self.issued[action.group] = action
             case act.EndGroup():
                 require(action.group not in self.ended, f"group {action.group} ended twice")
@@ -70,11 +77,26 @@ class Checker:
                     f"C2: group {action.group} was dropped",
                 )
                 self.ended[action.group] = action
+                if action.end is act.End.FAILED:
+                    self._check_failed(action)
+            case act.SetAside():
+                bad = self.is_bad(action.prompt)
+                require(bad, f"prompt {action.prompt} is fine and was set aside: {action.reason}")
+                self.set_aside.add(action.prompt)
             case act.CloseStep():
                 # A learner that restarts is told again, maybe under a newer K and B.
                 self.closed.setdefault(action.step, (action.groups, *self.in_force))
             case _:
                 pass
+
+    def _check_failed(self, action: act.EndGroup) -> None:
+        """Nobody fails with an instance for what another did, and nobody without end."""
+        params, prompt = self.world.spec.params, self.issued[action.group].prompt
+        if params.losses_max and "lost" in action.reason:
+            require(self.is_bad(prompt), f"group {action.group} is innocent and failed")
+        self.failures[prompt] = failures = self.failures.get(prompt, 0) + 1
+        limit = params.group_failures_max
+        require(not limit or failures <= limit, f"prompt {prompt} failed {failures} times")
 
     def _check_engines(self) -> None:
         """C1 at the source: nothing is decoded under weights that are not there."""

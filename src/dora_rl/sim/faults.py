@@ -21,6 +21,18 @@ class Faults:
     def sample_fails(self, request: RequestId) -> str | None:
         return None
 
+    def poison(self, prompt: int) -> str | None:
+        """Why the reward of this prompt always fails, if it does."""
+        return None
+
+    def kills_at(self, prompt: int, sample: int) -> int | None:
+        """The token at which this sample ends the process of whoever decodes it, if it does."""
+        return None
+
+    def stands_still(self, request: RequestId, epoch: int) -> bool:
+        """Is this placement of the request forgotten by its instance?"""
+        return False
+
     def score(self, request: RequestId, attempt: int) -> str | None:
         """None: scored; "hang": no answer; "nan": not a number; anything else: an error."""
         return None
@@ -33,9 +45,9 @@ class Faults:
         """How late a message reaches the controller."""
         return 0.0
 
-    def duplicates(self) -> bool:
-        """Does this message arrive twice?"""
-        return False
+    def again_s(self) -> float | None:
+        """How much later this message arrives a second time; None: it does not."""
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +65,10 @@ class FaultRates:
     slow_every_s: float = 0.0
     trainer_death_every_s: float = 0.0
     controller_death_every_s: float = 0.0
+    poison: float = 0.0  # of all prompts
+    kills: float = 0.0  # of all prompts
+    still: float = 0.0
+    stall_every_s: float = 0.0
 
     @staticmethod
     def swarm(rng: random.Random) -> FaultRates:
@@ -73,6 +89,10 @@ class FaultRates:
             slow_every_s=some(20, 200),
             trainer_death_every_s=some(30, 300),
             controller_death_every_s=some(40, 400),
+            poison=some(0.01, 0.1),
+            kills=some(0.01, 0.05),
+            still=some(0.001, 0.02),
+            stall_every_s=some(40, 300),
         )
 
 
@@ -82,6 +102,7 @@ class RandomFaults(Faults):
     def __init__(self, rates: FaultRates, rng: random.Random) -> None:
         self.rates = rates
         self.rng = rng
+        self.seed = rng.randrange(2**32)
         self.calm = False
 
     def _happens(self, rate: float) -> bool:
@@ -98,6 +119,25 @@ class RandomFaults(Faults):
     def sample_fails(self, request: RequestId) -> str | None:
         return "non-finite logits" if self._happens(self.rates.sample) else None
 
+    def _draw(self, what: str, prompt: int) -> random.Random:
+        """The same for a prompt each time: what is wrong with it stays, when all else is calm."""
+        return random.Random(f"{self.seed} {what} {prompt}")
+
+    def poison(self, prompt: int) -> str | None:
+        bad = self._draw("poison", prompt).random() < self.rates.poison
+        return "raised KeyError" if bad else None
+
+    def kills_at(self, prompt: int, sample: int) -> int | None:
+        draw = self._draw("kills", prompt)
+        return draw.choice([0, 3, 70]) if draw.random() < self.rates.kills else None
+
+    def is_bad(self, prompt: int) -> bool:
+        """Is it the prompt's own fault if its groups fail?"""
+        return self.poison(prompt) is not None or self.kills_at(prompt, 0) is not None
+
+    def stands_still(self, request: RequestId, epoch: int) -> bool:
+        return self._happens(self.rates.still)
+
     def score(self, request: RequestId, attempt: int) -> str | None:
         if not self._happens(self.rates.score):
             return None
@@ -111,5 +151,8 @@ class RandomFaults(Faults):
             return 0.0
         return self.rng.expovariate(1 / self.rates.delay_s)
 
-    def duplicates(self) -> bool:
-        return self._happens(self.rates.duplicate)
+    def again_s(self) -> float | None:
+        """Soon, or when its sender and its order may long be others."""
+        if not self._happens(self.rates.duplicate):
+            return None
+        return self.rng.choice([0.1, 1.0, self.rng.uniform(2, 20), self.rng.uniform(20, 90)])

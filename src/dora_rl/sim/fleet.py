@@ -7,7 +7,7 @@ in through `Faults`, whose answers are all "no" in an undisturbed run.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
@@ -18,6 +18,7 @@ from dora_rl.sim.hardware import RolloutCost
 from dora_rl.sim.instance import SimInstance, SimRequest
 from dora_rl.types import Finish, InstanceId, RequestId, Segment
 
+STILL_S = 2.0  # without a token: named in the reports
 Post = Callable[[ev.Event, Callable[[], bool]], None]
 """Send an event to the controller; it arrives only if the predicate still holds then."""
 Task = Callable[[int, int], tuple[int, int]]
@@ -82,17 +83,16 @@ class Fleet:
         )
 
         def heard() -> bool:  # orders to the life before it do not reach this one
-            instance.announced = self.lives[name] == life
-            return instance.announced
+            instance.announced = True
+            return True
 
         self.post(joined, heard)
         if self.report_s:
             self.clock.after(self.report_s, lambda: self._report(instance))
 
-    def tell(self, name: InstanceId, event: ev.Event) -> None:
-        """A message over the instance's connection, which ends when its successor joins."""
-        life = self.lives[name]
-        self.post(event, lambda: self.lives[name] == life)
+    def tell(self, name: InstanceId, event: ev.FromInstance) -> None:
+        """A message that says which incarnation speaks; it may come when that is long gone."""
+        self.post(replace(event, incarnation=self.lives[name]), lambda: True)
 
     def die(self, name: InstanceId) -> None:
         """The process is gone, with all it held in memory."""
@@ -114,8 +114,13 @@ class Fleet:
             return
         if not instance.frozen:
             instance.advance(self.clock.now())
-            steps, kv = int(instance.counter), int(instance.kv)
-            report = ev.InstanceReport(instance.name, steps, kv, instance.speed)
+            steps, kv, now = int(instance.counter), int(instance.kv), self.clock.now()
+            still = tuple(
+                rid
+                for rid, request in instance.running.items()
+                if request.still and now - request.added_at >= STILL_S
+            )
+            report = ev.InstanceReport(instance.name, steps, kv, instance.speed, still=still)
             self.tell(instance.name, report)
         self.clock.after(self.report_s, lambda: self._report(instance))
 
@@ -169,9 +174,20 @@ class Fleet:
                 self.tell(instance.name, ev.SampleFailed(rid, epoch, instance.name, refusal))
                 continue
             prompt_tokens, total = self.task(action.prompt, sample)
-            request = SimRequest(rid, epoch, action.version, prompt_tokens, total)
+            request = SimRequest(
+                rid,
+                epoch,
+                action.version,
+                prompt_tokens,
+                total,
+                self.faults.kills_at(action.prompt, sample),
+                self.faults.stands_still(rid, epoch),
+            )
             if action.resume:
                 done, segments = self.journal.get(rid, (0, ()))
+                if done:
+                    # The controller reads journals; its word has no incarnation but the epoch.
+                    self.post(ev.Continued(rid, epoch, done), lambda: True)
                 request.done = float(min(done, total - 1))
                 request.segments = list(segments)
                 self.stats.prefill_tokens_again += request.context
@@ -230,11 +246,15 @@ class Fleet:
             if self.instances.get(instance.name) is not instance or instance.frozen:
                 return
             if reason is not None:
-                self.tell(instance.name, ev.LoadFailed(instance.name, action.version, reason))
+                failed = ev.LoadFailed(
+                    instance.name, action.version, reason, attempt=action.attempt
+                )
+                self.tell(instance.name, failed)
                 return
             instance.advance(self.clock.now())
             instance.loaded[action.version] = None
-            self.tell(instance.name, ev.Loaded(instance.name, action.version))
+            loaded = ev.Loaded(instance.name, action.version, attempt=action.attempt)
+            self.tell(instance.name, loaded)
             self.schedule(instance)
 
         self.clock.after(delay, done)
@@ -292,10 +312,8 @@ class Fleet:
             dst.prefill(context)
         self.stats.num_moves += 1
         dst.add(request)
-        self.tell(
-            dst.name,
-            ev.Moved(request.id, request.epoch, src.name, dst.name, num_bytes, int(context)),
-        )
+        who = (request.id, request.epoch, src.name, dst.name)
+        self.tell(dst.name, ev.Moved(*who, num_bytes, int(context), attempt=action.attempt))
         self.schedule(dst)
 
     def _move_failed(
@@ -311,21 +329,19 @@ class Fleet:
             self.schedule(src)
         else:
             self._keep_journal(request)
-        self.tell(
-            src.name, ev.MoveFailed(request.id, request.epoch, src.name, action.dst, kept, why)
-        )
+        who = (request.id, request.epoch, src.name, action.dst)
+        self.tell(src.name, ev.MoveFailed(*who, kept, why, attempt=action.attempt))
 
     def _restart(self, name: InstanceId) -> None:
         if name in self.instances:
             self.die(name)
-        spec, cost = self.specs[name]
         delay = self.faults.restart_s()
         if delay is not None:
-            self.clock.after(delay, lambda: self._rejoin(name, spec, cost))
+            self.clock.after(delay, lambda: self._rejoin(name))
 
-    def _rejoin(self, name: InstanceId, spec: InstanceSpec, cost: RolloutCost) -> None:
+    def _rejoin(self, name: InstanceId) -> None:
         if name not in self.instances:
-            self.join(name, spec, cost)
+            self.join(name, *self.specs[name])
 
     def schedule(self, instance: SimInstance) -> None:
         """Wake up when the next request of this instance is complete."""
@@ -339,11 +355,23 @@ class Fleet:
         def wake() -> None:
             if instance.turn == turn and self.instances.get(instance.name) is instance:
                 instance.advance(self.clock.now())
-                for request in instance.pop_ended():
+                ended = instance.pop_ended()
+                for request in [r for r in ended if r.done >= r.total]:
                     self._finish(instance, request)
+                for request in [r for r in ended if r.done < r.total]:
+                    self._kill(instance, request)
+                    return
                 self.schedule(instance)
 
         self.clock.after(delay, wake)
+
+    def _kill(self, instance: SimInstance, request: SimRequest) -> None:
+        """The request ends the process that decodes it."""
+        instance.add(request)
+        name = instance.name
+        self.die(name)
+        self.tell(name, ev.InstanceLost(name, "its process ended"))
+        self.clock.after(self.faults.restart_s() or 5.0, lambda: self._rejoin(name))
 
     def _finish(self, instance: SimInstance, request: SimRequest) -> None:
         reason = self.faults.sample_fails(request.id)

@@ -64,11 +64,17 @@ def conduct(flows: Mapping[str, Flow[T]], num_workers: int, see: See) -> dict[st
     """Drive every flow to its end and return what each returned."""
     executor: Executor = _Inline() if num_workers <= 1 else _processes(num_workers)
     try:
-        return _Conductor(flows, executor, see).run()
+        found = _Conductor(flows, executor, see).run()
     except BrokenProcessPool as error:
-        raise UserError("a simulating process was killed; try --jobs 1 (less memory)") from error
-    finally:
         executor.shutdown(wait=False, cancel_futures=True)
+        raise UserError("a simulating process was killed; try --jobs 1 (less memory)") from error
+    except BaseException:
+        executor.shutdown(wait=False, cancel_futures=True)  # runs may go on for minutes
+        raise
+    # Every run has ended, so this takes a moment. Without it the interpreter may end while the
+    # pool is closing its pipes, and prints a traceback ("Bad file descriptor").
+    executor.shutdown(wait=True)
+    return found
 
 
 def _processes(num_workers: int) -> Executor:

@@ -26,8 +26,11 @@ class SimRequest:
     version: Version
     prompt_tokens: int
     total: int
+    kills_at: int | None = None  # decoding this token ends the instance's process
+    still: bool = False  # the instance does nothing for it
     done: float = 0.0
     ends_at: float = 0.0  # counter value at which it is complete
+    added_at: float = 0.0
     segments: list[Segment] = field(default_factory=list[Segment])
 
     def continue_under(self, version: Version) -> None:
@@ -35,6 +38,13 @@ class SimRequest:
         if not self.segments or self.segments[-1].version != version:
             self.segments.append(Segment(int(self.done), version))
         self.version = version
+
+    @property
+    def last(self) -> float:
+        """The token after which something happens."""
+        if self.kills_at is not None:
+            return max(self.done, min(self.total, self.kills_at))
+        return self.total
 
     @property
     def context(self) -> float:
@@ -55,6 +65,7 @@ class SimInstance:
         self.awake = True
         self.announced = False  # the controller knows of it
         self.frozen = False  # hangs: reports nothing, does nothing
+        self.stalled = False  # reports, and decodes nothing
         self.speed = 1.0
         self.counter = 0.0
         self.kv = 0.0
@@ -84,7 +95,8 @@ class SimInstance:
     def advance(self, now: float) -> None:
         """Bring the counters up to now."""
         elapsed, self.at = now - self.at, now
-        if elapsed <= 0 or not self.running or not self.awake or self.frozen:
+        idle = not self.running or not self.awake or self.frozen or self.stalled
+        if elapsed <= 0 or idle:
             return
         self.busy_s += elapsed
         self.slot_s += elapsed * len(self.running)
@@ -108,7 +120,7 @@ class SimInstance:
             if request is not None and request.epoch == epoch and request.ends_at == ends_at:
                 break
             heapq.heappop(self._ends)
-        if not self._ends or not self.awake or self.frozen:
+        if not self._ends or not self.awake or self.frozen or self.stalled:
             return None
         steps = max(0.0, self._ends[0][0] - self.counter)
         pace, slope = self._pace()
@@ -122,7 +134,7 @@ class SimInstance:
             request = self.running.get(rid)
             if request is not None and request.epoch == epoch and request.ends_at == ends_at:
                 self.remove(request)
-                request.done = float(request.total)
+                request.done = request.last
                 ended.append(request)
         return ended
 
@@ -140,16 +152,20 @@ class SimInstance:
         del self.loaded[version]
 
     def add(self, request: SimRequest) -> None:
-        request.ends_at = self.counter + request.total - request.done
+        request.ends_at = self.counter + request.last - request.done
+        if request.still:
+            request.ends_at = math.inf
+        request.added_at = self.at
         self.running[request.id] = request
         self.held[request.version] = self.held.get(request.version, 0) + 1
         self.kv += request.context
-        heapq.heappush(self._ends, (request.ends_at, request.id, request.epoch))
+        if not request.still:
+            heapq.heappush(self._ends, (request.ends_at, request.id, request.epoch))
 
     def remove(self, request: SimRequest) -> None:
         """Take a request off the batch, its progress brought up to date."""
         del self.running[request.id]
-        request.done = request.total - max(0.0, request.ends_at - self.counter)
+        request.done = self._done(request)
         self.held[request.version] -= 1
         if not self.held[request.version]:
             del self.held[request.version]
@@ -158,9 +174,12 @@ class SimInstance:
             self.kv = 0.0
 
     def progress_of(self, request: SimRequest) -> float:
-        if request.id in self.running:
-            return request.total - max(0.0, request.ends_at - self.counter)
-        return request.done
+        return self._done(request) if request.id in self.running else request.done
+
+    def _done(self, request: SimRequest) -> float:
+        if request.still:
+            return request.done
+        return request.last - max(0.0, request.ends_at - self.counter)
 
     def prefill(self, num_tokens: float) -> None:
         self.debt_s += num_tokens * self._flops_s / self.speed

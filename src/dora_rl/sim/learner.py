@@ -63,7 +63,8 @@ class SimLearner:
         self.sealed: Version = 0  # durable
         self.trained: list[TrainedStep] = []  # durable, one per sealed version
         self.alive = False
-        self.life = 0
+        self.life = 0  # raised by every start and end
+        self.incarnation = 0  # the life of the last start
         self.last_commit_s = 0.0
         self._step: _Step | None = None
         self._ahead: list[act.Feed] = []  # of the next step: looked at when this one is sealed
@@ -72,7 +73,8 @@ class SimLearner:
         self.alive = True
         self.life += 1
         self._step, self._ahead = None, []
-        self.post(ev.TrainerJoined(self.sealed, self.sealed))
+        self.incarnation = self.life
+        self.post(ev.TrainerJoined(self.sealed, self.sealed, incarnation=self.incarnation))
 
     def die(self) -> None:
         self.alive = False
@@ -118,7 +120,7 @@ class SimLearner:
         if action.step != self.sealed:
             return
         step = self._current(action.step)
-        self.post(ev.BatchAccepted(action.step))
+        self.post(ev.BatchAccepted(action.step, incarnation=self.incarnation))
         tail = self.cost.update_s() + self.cost.publish_s() + self.colocated_s
         step.busy_s += tail
         step.free_s = max(step.free_s, self.clock.now()) + tail
@@ -135,7 +137,8 @@ class SimLearner:
         )
         self.sealed = step.index + 1
         self._step = None
-        self.post(ev.StepCommitted(step.index, f"sum{self.sealed}"))
+        checksum = f"sum{self.sealed}"
+        self.post(ev.StepCommitted(step.index, checksum, incarnation=self.incarnation))
         ahead, self._ahead = self._ahead, []
         for action in ahead:
             self._feed(action)
@@ -160,7 +163,8 @@ class SimRewards:
         self.scored: set[RequestId] = set()  # those that really got a reward
 
     def do(self, action: act.Score) -> None:
-        outcome = self.faults.score(action.request, action.attempt)
+        outcome = self.faults.poison(action.prompt)
+        outcome = outcome or self.faults.score(action.request, action.attempt)
         if outcome == "hang":
             return
         event: ev.Event

@@ -49,6 +49,8 @@ def random_world(rng: random.Random) -> WorldSpec:
 
 def random_params(rng: random.Random, mode: Mode, group_size: int) -> Params:
     batch = rng.randint(1, 6)
+    attempts_max = rng.choice([4, 6, 10])
+    rules = rng.random() < 0.85  # else those of older logs
     return Params(
         mode=mode,
         max_staleness=rng.randint(0, 3),
@@ -64,23 +66,35 @@ def random_params(rng: random.Random, mode: Mode, group_size: int) -> Params:
         level_running=rng.random() < 0.3,
         level_slack=rng.choice([0.0, 0.3]),
         filter_equal=group_size > 1 and rng.random() < 0.3,
+        filtered_max=60,  # such a world has no other end: its rewards are equal
         failed_share_max=1.0,
-        attempts_max=rng.choice([3, 6, 20]),
+        attempts_max=attempts_max,
+        losses_max=rng.choice([1, 2]) if rules else 0,
+        group_failures_max=attempts_max if rules else 0,
+        trainer_losses_max=rng.choice([0, 3]) if rules else 0,
+        instance_losses_max=rng.choice([0, attempts_max + 4]) if rules else 0,
+        load_failures_max=rng.choice([0, 4]) if rules else 0,
         oversample=rng.choice([1.0, 1.5, 2.0]),
         fill_older_max=rng.choice([0, 0, 2]),
         rebalance_period_s=rng.uniform(2, 20),
         rebalance_min_s=rng.choice([0.0, 1.0, 3.0]),
+        event_actions_max=rng.choice([2, 10, 2_000, 2_000]),
         cost=MoveCost(1.2e4, rng.choice([1e6, 1e9]), 0.01, 2e4),
         deadlines=Deadlines(
-            report_s=rng.uniform(8, 20), load_s=30, move_s=20, score_s=10, trainer_s=120
+            report_s=rng.uniform(8, 20),
+            load_s=30,
+            move_s=20,
+            score_s=10,
+            trainer_s=120,
+            progress_s=rng.uniform(20, 40) if rules else 0.0,
         ),
     )
 
 
 def random_fleet(rng: random.Random) -> list[tuple[InstanceId, InstanceSpec, RolloutCost]]:
-    resident = rng.choice([1, 1, 2, 4])
+    resident = rng.choice([1, 1, 2, 2, 4])
     mixed = rng.random() < 0.2
-    elastic_share = rng.choice([0.0, 0.0, 0.5, 1.0])
+    elastic_share = rng.choice([0.0, 0.0, 0.5, 0.8, 1.0])
     fleet: list[tuple[InstanceId, InstanceSpec, RolloutCost]] = []
     engine = Engine(load_overhead_s=rng.uniform(0.1, 4.0), sleep_wake_s=rng.uniform(0, 1))
     for index in range(rng.randint(1, 6)):

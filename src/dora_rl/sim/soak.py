@@ -13,9 +13,10 @@ import random
 import sys
 import traceback
 from collections.abc import Iterable
+from dataclasses import replace
 
 from dora_rl.core import events as ev
-from dora_rl.core.actions import Action
+from dora_rl.core.actions import Action, Stop
 from dora_rl.core.events import Event
 from dora_rl.core.state import State
 from dora_rl.observe.audit import audit
@@ -27,13 +28,15 @@ from dora_rl.observe.eventlog import (
     recover_lines,
 )
 from dora_rl.observe.replay import replay
-from dora_rl.sim.checkers import Checker, require
+from dora_rl.sim.checkers import Checker, PromiseBroken, require
 from dora_rl.sim.faults import FaultRates, RandomFaults
 from dora_rl.sim.scenarios import random_world
 from dora_rl.sim.world import ControllerCrash, World
 from dora_rl.types import Mode
 
 LIVENESS_S = 50_000.0
+REPEATS = ("the learner was lost", "instances in a row were lost", "loaded by no instance")
+STOPS_MAX = 100
 
 
 class CrashingLog(MemoryLog):
@@ -73,10 +76,14 @@ class Soak:
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(f"soak {seed}")
         spec = random_world(self.rng)
-        self.faults = RandomFaults(FaultRates.swarm(self.rng), random.Random(f"faults {seed}"))
+        rates = FaultRates.swarm(self.rng)
+        if not spec.params.losses_max:  # older rules know nothing of these
+            rates = replace(rates, poison=0.0, kills=0.0, still=0.0, stall_every_s=0.0)
+        self.faults = RandomFaults(rates, random.Random(f"faults {seed}"))
         self.log = CrashingLog(self.rng.choice([5, 50, 500]))
         self.world = World(spec, self.faults, self.log)
         self.checker = Checker(self.world, self.log, every=self.rng.choice([1, 7]))
+        self.checker.is_bad = self.faults.is_bad
         self.calm_s = self.rng.uniform(30, 600)
 
     def run(self) -> None:
@@ -84,22 +91,33 @@ class Soak:
         self._every(rates.death_every_s, self._kill_instance)
         self._every(rates.freeze_every_s, self._freeze_instance)
         self._every(rates.slow_every_s, self._slow_instance)
+        self._every(rates.stall_every_s, self._stall_instance)
         self._every(rates.trainer_death_every_s, self._kill_trainer)
         self._every(rates.controller_death_every_s, self._kill_controller)
         world.clock.at(self.calm_s, self._calm_down)
         world.start()
-        finished = world.run(self.calm_s + LIVENESS_S)
-        require(finished, f"liveness: no end {LIVENESS_S:.0f} s after the last fault")
-        stop = world.keeper.stop
-        assert stop is not None
-        if not stop.done:
-            require("filtered" in stop.reason, f"stopped: {stop.reason}")
+        if not self._until_its_end().done:
             return
         self.checker.finish()
         report = audit(self.log.entries)
         require(not report.findings, f"the audit objects: {report.findings[:3]}")
         result = replay(self.log.entries)
         require(result.ok, f"replay differs: {result.difference}")
+
+    def _until_its_end(self) -> Stop:
+        """A run that stops itself because a fault repeats is resumed by its user."""
+        world = self.world
+        for _ in range(STOPS_MAX):
+            finished = world.run(self.calm_s + LIVENESS_S)
+            require(finished, f"liveness: no end {LIVENESS_S:.0f} s after the last fault")
+            stop = world.keeper.stop
+            assert stop is not None
+            if stop.done or "filtered" in stop.reason:
+                return stop
+            repeats = any(words in stop.reason for words in REPEATS)
+            require(repeats, f"stopped: {stop.reason}")
+            world.resume_stopped(self.log.recover())
+        raise PromiseBroken("the run stops itself again and again")
 
     def _every(self, mean_s: float, what: object) -> None:
         if mean_s:
@@ -154,13 +172,21 @@ class Soak:
             instance.speed = self.rng.choice([0.1, 0.5, 1.0, 2.0])
             self.world.fleet.schedule(instance)
 
+    def _stall_instance(self) -> None:
+        name = self._victim()
+        if name is not None:
+            instance = self.world.fleet.instances[name]
+            instance.advance(self.world.clock.now())
+            instance.stalled = True
+            self.world.fleet.schedule(instance)
+
     def _kill_trainer(self) -> None:
         learner = self.world.learner
         if not learner.alive:
             return
         learner.die()
         if self.rng.random() < 0.7:
-            self.world.post(ev.TrainerLost("process died"))
+            self.world.post(ev.TrainerLost("process died", incarnation=learner.incarnation))
             self.world.clock.after(self.rng.uniform(4, 30), self._trainer_rejoins)
 
     def _trainer_rejoins(self) -> None:

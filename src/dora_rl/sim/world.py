@@ -84,6 +84,7 @@ class World:
             self.clock, self.post, spec.reward_of, spec.latency_of, self.faults
         )
         self.life = 0  # of the controller; messages to an earlier life are lost
+        self.ticking = False
         self.watchers: list[Callable[[ev.Event, list[act.Action]], None]] = []
         self.loop: Loop | None = Loop(initial(spec.params), self._ports())
 
@@ -104,8 +105,9 @@ class World:
 
         delay_s = self.faults.delay_s()
         self.clock.after(delay_s, arrive)
-        if self.faults.duplicates():
-            self.clock.after(delay_s + 1.0, arrive)
+        again_s = self.faults.again_s()
+        if again_s is not None:
+            self.clock.after(delay_s + again_s, arrive)
 
     def _deliver(self, event: ev.Event, life: int) -> None:
         if self.loop is None or life != self.life or self.keeper.stop is not None:
@@ -126,7 +128,8 @@ class World:
         self._tick()
 
     def _tick(self) -> None:
-        if self.keeper.stop is None:
+        self.ticking = self.keeper.stop is None
+        if self.ticking:
             self._deliver(ev.Tick(), self.life)
             self.clock.after(self.spec.tick_s, self._tick)
 
@@ -150,6 +153,13 @@ class World:
             if name in self.fleet.instances:
                 self.fleet.die(name)  # came up while nobody listened
             self.fleet.join(name, spec, cost)
+
+    def resume_stopped(self, state: State) -> None:
+        """The run has stopped itself and is resumed by its user."""
+        self.kill_controller()
+        self.resume_controller(state)
+        if not self.ticking:
+            self._tick()
 
     def run(self, until_s: float = float("inf")) -> bool:
         """True if the run came to its stop."""

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from dora_rl.types import GroupId, Segment, Trajectory, Version
+from dora_rl.types import REWARD_MAX, GroupId, Segment, Trajectory, Version
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +74,8 @@ def sample_fault(prompt_ids: Sequence[int], sample: Sample, tokens_max: int, voc
         return "no_reward"
     if not math.isfinite(sample.reward):
         return "non_finite_reward"
+    if abs(sample.reward) > REWARD_MAX:
+        return "reward_out_of_range"
     if not prompt_ids or not sample.num_trained:
         return "nothing_to_train"
     if len(prompt_ids) + len(sample.token_ids) > tokens_max:

@@ -2,7 +2,7 @@
 
     step_000010/
       config.json  model.safetensors  tokenizer files ...   loads anywhere, no conversion
-      trainer/state.json            step, counters, options that must match
+      trainer/state.json            step, counters, options that must match, digests of the model
       trainer/masters.safetensors   float32 weights, if the model files are not float32
       trainer/optimizer.safetensors moments; also critic.safetensors, rng.safetensors
 
@@ -12,6 +12,7 @@ a temporary name, flushed to disk, then renamed.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -78,6 +79,15 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
     if not path.is_file():
         raise UserError(f"checkpoint: '{path}' is missing; resume from another directory")
     return load_file(path)
+
+
+def model_digests(directory: Path) -> dict[str, str]:
+    """SHA-256 of each file of weights, by name: a file put there later is recognised."""
+    found: dict[str, str] = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        with path.open("rb") as file:
+            found[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
 
 
 def rng_tensors() -> dict[str, Tensor]:

@@ -84,6 +84,16 @@ def agree(what: str, value: int, hint: str) -> None:
         raise UserError(f"rank {rank} finds {what} {value}, the first rank {int(found)}; {hint}")
 
 
+def decide(flag: bool) -> bool:
+    """What the first rank says, on every rank; a collective."""
+    if world()[1] == 1:
+        return flag
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    found = torch.tensor([int(flag)], dtype=torch.int64, device=device)
+    dist.broadcast(found, 0)
+    return bool(found)
+
+
 def shard(module: nn.Module, layers: list[nn.Module], compute_dtype: torch.dtype) -> None:
     """FSDP2: each layer its own unit, then the rest; float32 shards, gradients reduced in float32.
 

@@ -8,7 +8,8 @@
     learner.publish(store, 1)          # ... and makes version s + 1
 
 With U = `updates_per_step`, update i takes the i-th B/U groups; it closes by itself when they have
-been fed (`batch_groups` given), or when `finish_update` is called. Losses that need statistics of
+been fed (`batch_groups` given; the last one with the step), or when `finish_update` is called.
+Losses that need statistics of
 the whole batch, `canonical_order` and `streaming = False` buffer the step instead: nothing runs
 before `finish_step`.
 
@@ -128,6 +129,8 @@ class Learner:
         self.step: StepIndex | None = None
         self.next_step: StepIndex = 0
         self.num_updates = 0
+        self.num_skipped = 0  # updates in a row
+        self.skip_reason = ""
         self._buffer: list[GroupBatch] = []
         self._pending: list[Document] = []
         self._update = OpenUpdate(self.device)
@@ -196,40 +199,64 @@ class Learner:
         self.next_step, self.step = self.step + 1, None
         return metrics
 
+    def skipped_too_many(self) -> bool:
+        """Whether so many updates in a row were skipped that no more are worth a try."""
+        return self.num_skipped >= self.options.skipped_updates_max
+
+    def raise_skipped(self) -> None:
+        raise UserError(
+            f"{self.num_skipped} updates in a row were skipped (trainer.skipped_updates_max): "
+            f"{self.skip_reason}; look at the rewards, algorithm.loss and trainer.lr, then --resume"
+        )
+
     # -- versions and checkpoints -----------------------------------------------------------------
 
     def publish(
-        self, store: WeightStore, version: Version, background: bool = False
+        self,
+        store: WeightStore,
+        version: Version,
+        background: bool = False,
+        exact: WeightStore | None = None,
     ) -> Future[str]:
         """Seal the weights as `version`; the result is the checksum. The weights are copied before
-        this returns, so with `background` the next step may begin while the store still writes."""
+        this returns, so with `background` the next step may begin while the store still writes.
+        What rounding takes from the masters, and what is never published, goes to `exact`, under
+        the same number and before the version is sealed: see `adopt`."""
         assert self.step is None, "weights in motion are never published"
-        name = self.options.publish_dtype
+        name, first = self.options.publish_dtype, self.rank == 0
         dtype = self.policy.compute_dtype if name == "auto" else pick_dtype(name, self.device)
         canary = compute_canary(self.policy, self.policy.vocab, self.policy.positions_max)
         adapters = self.options.lora_rank and self.options.lora_publish == "adapters"
+        lost: dict[str, Tensor] = {}
         if adapters:
             tensors = published_adapter(self.policy, self.options, dtype, distributed.gathered)
         else:
-            tensors = self.publisher.snapshot(self.policy, dtype, first=self.rank == 0)
-        if self.rank:
+            whole = exact is not None and not self.options.lora_rank
+            tensors, lost = self.publisher.snapshot(self.policy, dtype, first, exact=whole)
+        rest = state.unpublished(self, first) if exact is not None else {}
+        if not first:
             done: Future[str] = Future()
             done.set_result("")
             return done
         base = self.base if adapters else ""
-        return self.publisher.publish(store, version, tensors, canary, background, base)
+        beside = (exact, list((lost | rest).items())) if exact is not None else None
+        return self.publisher.publish(store, version, tensors, canary, background, base, beside)
 
     def save(self, directory: str | Path, options: CheckpointOptions | None = None) -> Path:
         """Write a checkpoint (see `checkpoint`) atomically under this very name."""
         assert self.step is None, "a checkpoint is taken between steps"
         return state.save(self, Path(directory), options or CheckpointOptions())
 
-    def adopt(self, store: WeightStore, version: Version) -> None:
+    def adopt(self, store: WeightStore, version: Version, exact: WeightStore | None = None) -> None:
         """Take the weights of a sealed version and go on from there, with the moments as they are:
-        what a resume does when published weights are newer than the last checkpoint."""
+        what a restart does. With the store that `publish` gave the rest to, masters, critic,
+        counters, schedule and generators are those of the version, bit for bit; without it, the
+        masters are what was published and nothing else is known."""
         assert self.step is None, "weights in motion are not replaced"
         sealed = store.open(version)
-        if self.options.lora_rank:
+        if exact is not None:
+            state.adopt(self, sealed, exact.open(version))
+        elif self.options.lora_rank:
             load_published_adapter(self.policy, sealed)
         else:
             load_weights(self.policy, sealed.tensor)
@@ -420,11 +447,24 @@ class Learner:
             d.old_logprobs = logprobs
 
     def _is_over(self) -> bool:
-        counted = self.groups_per_update is not None and not self.buffered
-        return counted and self._updates_in_step >= self.options.updates_per_step
+        return not self.buffered and self._is_full() and self._is_last()
+
+    def _is_full(self) -> bool:
+        size = self.groups_per_update
+        return size is not None and self._update.num_groups >= size
+
+    def _is_last(self) -> bool:
+        return self._updates_in_step + 1 >= self.options.updates_per_step
 
     def _close_if_full(self) -> None:
-        if self.groups_per_update and self._update.num_groups >= self.groups_per_update:
+        """The step's last update is computed here and applied by `finish_step`: until then a
+        learner with one update per step, stopped at any point, still has the moments of its last
+        version."""
+        if not self._is_full():
+            return
+        if self._is_last():
+            self._run_packs(flush=True)
+        else:
             self._finish_update()
 
     def _finish_update(self) -> None:
@@ -450,12 +490,21 @@ class Learner:
             if critic_norm is not None:
                 self.meters.add_sum("critic/grad_norm", torch.tensor(critic_norm), 1)
         if norm is None:
-            self.meters.count("update/skipped_non_finite")
+            self._note_skipped(total)
             return
+        self.num_skipped = 0
+        self.meters.count("update/applied")
         self.meters.add_sum("grad_norm", torch.tensor(norm), 1)
         self.meters.add_sum("lr", torch.tensor(learning_rate(self.options, self.num_updates)), 1)
         self.meters.add_sum("loss", total / den, 1)
         self.num_updates += 1
+
+    def _note_skipped(self, loss: Tensor) -> None:
+        self.num_skipped += 1
+        self.meters.count("update/skipped_non_finite")
+        finite = bool(torch.isfinite(loss))
+        what = "the gradient is not finite" if finite else f"the loss is {float(loss):g}"
+        self.skip_reason = f"in step {self.step} {what}"
 
     def _run_buffer(self) -> None:
         groups, self._buffer = self._buffer, []

@@ -114,6 +114,7 @@ def add_lora(policy: nn.Module, options: TrainerOptions) -> None:
             parent, _, last = name.rpartition(".")
             if last in targets and layer is not _output_layer(policy):
                 setattr(policy.get_submodule(parent), last, LoraLinear(layer, options))
+    _refuse_renamed(policy)
 
 
 def _output_layer(policy: nn.Module) -> nn.Module | None:
@@ -134,6 +135,21 @@ def without_dropout(policy: nn.Module) -> Iterator[None]:
     finally:
         for module in noisy:
             module.train()
+
+
+def _refuse_renamed(policy: nn.Module) -> None:
+    """An adapter is added to the checkpoint's weight of the same name, so there must be one."""
+    checkpoint: Any = getattr(policy, "format", None)
+    if checkpoint is None:
+        return
+    names = set(checkpoint.names)
+    for name, _ in policy.named_parameters():
+        plain = plain_name(name.removeprefix("inner."))
+        if _BASE in name and plain not in names:
+            raise UserError(
+                f"trainer.lora_targets: '{plain}' has another name in the model's files; "
+                "leave that layer out"
+            )
 
 
 def is_adapter(name: str) -> bool:

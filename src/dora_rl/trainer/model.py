@@ -7,7 +7,7 @@ Invariant: `named_weights` yields exactly the tensors of the Hugging Face checkp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from dora_rl.trainer.architecture import Architecture, load_config, read_architecture
 from dora_rl.trainer.attention import pick_attention
-from dora_rl.trainer.casting import cast_parameters, cast_where_used
+from dora_rl.trainer.casting import cast_parameters
 from dora_rl.trainer.decoder import Decoder, Layer
 from dora_rl.trainer.distributed import gathered, like_shard, world
 from dora_rl.trainer.foreign import ForeignPolicy
+from dora_rl.trainer.foreign_check import load_foreign
 from dora_rl.trainer.lora import add_lora, is_adapter, merged, plain_name
 from dora_rl.trainer.names import from_checkpoint, to_checkpoint
 from dora_rl.trainer.options import TrainerOptions, choose
@@ -115,11 +116,7 @@ def load_policy(directory: Path, options: TrainerOptions) -> Policy:
                 "use trainer.implementation = 'auto'"
             )
         device = pick_device(options.device)
-        dtype = pick_dtype(options.compute_dtype, device)
-        foreign = ForeignPolicy(directory, device, dtype, options)
-        if dtype != torch.float32:
-            cast_where_used(foreign.inner, dtype)
-        return foreign
+        return load_foreign(directory, device, pick_dtype(options.compute_dtype, device), options)
     decoder = build_decoder(arch, options, _weights_dtype(config, options))
     with TensorReader(directory) as reader:
         load_weights(decoder, reader.read)
@@ -137,6 +134,9 @@ def _weights_dtype(config: dict[str, Any], options: TrainerOptions) -> torch.dty
 @torch.no_grad()
 def load_weights(policy: nn.Module, read: Callable[[str], Tensor]) -> None:
     """Fill every parameter from tensors with the checkpoint's names."""
+    if isinstance(policy, ForeignPolicy):
+        _load_foreign(policy, read)
+        return
     for name, p in policy.named_parameters():
         if is_adapter(name):
             continue
@@ -146,6 +146,29 @@ def load_weights(policy: nn.Module, read: Callable[[str], Tensor]) -> None:
                 f"tensor '{name}' has shape {tuple(tensor.shape)}, the config says {tuple(p.shape)}"
             )
         p.copy_(like_shard(tensor, p))
+
+
+def _load_foreign(policy: ForeignPolicy, read: Callable[[str], Tensor]) -> None:
+    targets = _foreign_tensors(policy)
+    for name, tensor in policy.format.from_checkpoint(read):
+        target = targets.pop(name)[1]
+        if tensor.shape != target.shape:
+            raise UserError(
+                f"tensor '{name}' has shape {tuple(tensor.shape)}, the config says "
+                f"{tuple(target.shape)}"
+            )
+        target.copy_(like_shard(tensor, target))
+    assert not targets, f"no checkpoint tensor fills {sorted(targets)}"
+
+
+def _foreign_tensors(policy: ForeignPolicy) -> dict[str, tuple[str, Tensor]]:
+    """What a checkpoint of it holds, by the name that transformers has for it: its name in the
+    policy, which adapters may have changed, and the tensor."""
+    tensors = {
+        checkpoint_name(n): (n, p) for n, p in policy.named_parameters() if not is_adapter(n)
+    }
+    buffers = dict(policy.inner.named_buffers())
+    return {**tensors, **{n: (n, buffers[n]) for n in policy.format.buffers}}
 
 
 def checkpoint_name(name: str) -> str:
@@ -161,14 +184,41 @@ def named_weights(
     """The tensors of the Hugging Face checkpoint, adapters merged, one at a time in fixed order.
 
     Merged in float32, or in numbers of another dtype: those that a policy computes with."""
+    if isinstance(policy, ForeignPolicy):
+        own = _foreign_tensors(policy)
+
+        def whole_of(name: str) -> Tensor:
+            at, tensor = own[name]
+            return merged(policy, at, gather(tensor.detach()), gather, merge_dtype)
+
+        yield from policy.format.to_checkpoint(whole_of)
+        return
     for name, p in policy.named_parameters():
         if not is_adapter(name):
             whole = merged(policy, name, gather(p.detach()), gather, merge_dtype)
             yield from to_checkpoint(checkpoint_name(name), whole)
 
 
+def stored_weights(
+    policy: nn.Module, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """Tensors of the checkpoint in the dtype of files and versions; buffers keep their own."""
+    exact = exact_names(policy)
+    for name, tensor in tensors:
+        yield name, tensor if name in exact else tensor.to(dtype)
+
+
+def exact_names(policy: nn.Module) -> frozenset[str]:
+    """Tensors of the checkpoint that no training changes and no publication rounds."""
+    return policy.format.exact if isinstance(policy, ForeignPolicy) else frozenset()
+
+
 def base_weights(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """As `named_weights`, without the adapters: what training with adapters resumes from."""
+    if isinstance(policy, ForeignPolicy):
+        own = _foreign_tensors(policy)
+        yield from policy.format.to_checkpoint(lambda name: own[name][1].detach())
+        return
     for name, p in policy.named_parameters():
         if not is_adapter(name):
             yield from to_checkpoint(checkpoint_name(name), p.detach())

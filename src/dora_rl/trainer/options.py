@@ -101,6 +101,7 @@ class TrainerOptions:
     lr_floor_ratio: float = 0.0
     grad_norm_max: float = 1.0  # 0: no clipping
     updates_per_step: int = 1
+    skipped_updates_max: int = 10  # in a row, as non-finite
     pack_tokens: int = 0  # of one micro-batch; 0: 4096 on a CPU, 32768 on CUDA
     document_tokens_max: int = 0  # 0: what the model's positions allow
     streaming: bool = True
@@ -154,6 +155,7 @@ class CheckpointOptions:
     """[checkpoint]: how often, how many, which is best."""
 
     every_steps: int = 10
+    state_every_s: float = 60.0  # between two copies of the moments beside the sealed versions
     keep: int = 2  # newest ones; 0 keeps all
     keep_best: bool = True
     best_metric: str = "eval/greedy"

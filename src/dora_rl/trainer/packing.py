@@ -56,7 +56,7 @@ def pack_balanced(
 
     Longest first into the cheapest pack with room; the number of packs grows until all fit. The
     packs come back most expensive first, so that packs i·ranks .. i·ranks+ranks-1, which run side
-    by side, cost about the same.
+    by side, cost about the same; no round of packs is empty unless there is nothing to pack.
     """
     assert ranks >= 1
     if not lengths:
@@ -70,7 +70,9 @@ def pack_balanced(
         num_packs += ranks
     cost = [sum(document_cost(lengths[i], quadratic) for i in pack) for pack in packs]
     ranked = sorted(range(num_packs), key=lambda p: (-cost[p], p))
-    return [sorted(packs[p]) for p in ranked]
+    # A document longer than a pack is counted as several packs and fills one.
+    num_filled = -(-sum(1 for pack in packs if pack) // ranks) * ranks
+    return [sorted(packs[p]) for p in ranked[:num_filled]]
 
 
 def _fill(

@@ -1,12 +1,13 @@
 """Making a version of the learner's weights: gathered, cast, with a canary, sealed by the store.
 
 Never publishes weights in motion: the tensors are copied before this returns control of the model.
-Invariant: the canary's log-probs were computed from exactly the published values.
+Invariants: the canary's log-probs were computed from exactly the published values; where the exact
+state goes to a store of its own, no version is sealed before its exact state is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import torch
@@ -16,7 +17,8 @@ from dora_rl.ports import Canary, WeightStore
 from dora_rl.trainer.attention_layout import Layout
 from dora_rl.trainer.distributed import back_to_shards, gathered
 from dora_rl.trainer.lora import without_dropout
-from dora_rl.trainer.model import Policy, named_weights
+from dora_rl.trainer.masters import make_buffer, split
+from dora_rl.trainer.model import Policy, exact_names, named_weights
 from dora_rl.types import Version
 
 CANARY_TOKENS = 16
@@ -50,21 +52,34 @@ class Publisher:
         # Copies of weights on a GPU, by name, used again: fresh memory costs more than the copy.
         self._host: dict[str, Tensor] = {}
 
-    def snapshot(self, policy: Policy, dtype: torch.dtype, first: bool) -> list[tuple[str, Tensor]]:
+    def snapshot(
+        self, policy: Policy, dtype: torch.dtype, first: bool, exact: bool = False
+    ) -> tuple[list[tuple[str, Tensor]], dict[str, Tensor]]:
         """Every tensor of the checkpoint, gathered from all ranks; on the first one cast and
-        copied to the CPU."""
+        copied to the CPU. With `exact` also what the cast took from the masters."""
         if self._last is not None:
             wait([self._last])  # its copies are these
+        tensors: list[tuple[str, Tensor]] = []
+        lost: dict[str, Tensor] = {}
         # Adapters are merged as the policy merges them, so that it computes with what is sealed.
-        weights = named_weights(policy, gathered, policy.compute_dtype)
-        return [(name, self._copy(name, tensor, dtype)) for name, tensor in weights if first]
+        own_dtype = exact_names(policy)
+        for name, tensor in named_weights(policy, gathered, policy.compute_dtype):
+            if not first:
+                continue
+            kind = tensor.dtype if name in own_dtype else dtype
+            keep = self._keep if tensor.is_cuda else make_buffer
+            if exact:
+                copy, parts = split(name, tensor, kind, keep)
+                lost |= parts
+            else:
+                copy = keep(name, tensor.shape, kind).copy_(tensor)
+            tensors.append((name, copy))
+        return tensors, lost
 
-    def _copy(self, name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        if not tensor.is_cuda:
-            return tensor.to(dtype=dtype, device="cpu", copy=True).contiguous()
+    def _keep(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         if name not in self._host:
-            self._host[name] = torch.empty(tensor.shape, dtype=dtype)
-        return self._host[name].copy_(tensor)
+            self._host[name] = torch.empty(shape, dtype=dtype)
+        return self._host[name]
 
     def publish(
         self,
@@ -74,15 +89,30 @@ class Publisher:
         canary: Canary | None,
         background: bool,
         base: str = "",
+        exact: tuple[WeightStore, list[tuple[str, Tensor]]] | None = None,
     ) -> Future[str]:
-        """The checksum, as a future; already there unless `background`."""
+        """The checksum, as a future; already there unless `background`. `exact` is the state that
+        belongs to the version and where it goes; that of older versions is forgotten then."""
+
+        def seal() -> str:
+            if exact is None:
+                return store.publish(version, _drain(tensors), canary, base)
+            with ThreadPoolExecutor(1, thread_name_prefix="exact") as pool:
+                written = pool.submit(exact[0].publish, version, _drain(exact[1]), canary, base)
+                given = _and_then(_drain(tensors), written.result)
+                checksum = store.publish(version, given, canary, base)
+            for older in exact[0].versions():
+                if older < version:
+                    exact[0].retire(older)
+            return checksum
+
         if background:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(1, thread_name_prefix="publish")
-            self._last = self._pool.submit(store.publish, version, _drain(tensors), canary, base)
+            self._last = self._pool.submit(seal)
             return self._last
         done: Future[str] = Future()
-        done.set_result(store.publish(version, _drain(tensors), canary, base))
+        done.set_result(seal())
         return done
 
     def close(self) -> None:
@@ -96,3 +126,11 @@ def _drain(tensors: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     tensors.reverse()
     while tensors:
         yield tensors.pop()
+
+
+def _and_then(
+    tensors: Iterator[tuple[str, Tensor]], wait_for: Callable[[], object]
+) -> Iterator[tuple[str, Tensor]]:
+    """The store has not seen the last tensor, and so cannot seal, until `wait_for` returns."""
+    yield from tensors
+    wait_for()

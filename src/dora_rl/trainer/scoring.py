@@ -78,6 +78,11 @@ class SealedScorer:
             out.update(zip(mine, found, strict=True))
         return [out[i] for i in range(len(documents))]
 
+    def release(self) -> None:
+        """Forget every model, where their memory is needed for something else."""
+        self._models.clear()
+        self._adapted = self._adapter = None
+
     def _model(self, version: Version) -> Policy:
         if version in self._models:
             self._models.move_to_end(version)

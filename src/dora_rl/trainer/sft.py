@@ -23,7 +23,7 @@ from dora_rl.trainer.allocator import keep_freed_memory
 from dora_rl.trainer.checkpoint import copy_side_files, write_atomically
 from dora_rl.trainer.documents import Document, collate
 from dora_rl.trainer.lora import add_lora
-from dora_rl.trainer.model import Policy, load_policy, named_weights, pick_dtype
+from dora_rl.trainer.model import Policy, load_policy, named_weights, pick_dtype, stored_weights
 from dora_rl.trainer.optim import Optimizer, learning_rate
 from dora_rl.trainer.options import TrainerOptions
 from dora_rl.trainer.packing import pack_balanced
@@ -229,8 +229,7 @@ class _Run:
 def _write(policy: Policy, model: Path, out: Path, dtype: torch.dtype) -> None:
     def fill(target: Path) -> None:
         copy_side_files(model, target)
-        write_model(
-            target, ((n, t.detach().to(dtype)) for n, t in named_weights(policy)), _SHARD_BYTES_MAX
-        )
+        tensors = stored_weights(policy, named_weights(policy), dtype)
+        write_model(target, tensors, _SHARD_BYTES_MAX)
 
     write_atomically(out, fill)

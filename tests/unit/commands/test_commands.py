@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from dora_rl.cli import main
+from dora_rl.commands.train import set_aside_lines
 from dora_rl.data.chains import ChainSpec, demonstrations
 
 ROOT = Path(__file__).parents[3]
@@ -130,3 +131,11 @@ def test_sft_lowers_the_loss_and_writes_a_model(tmp_path, capsys):
     capsys.readouterr()
     assert main(argv) == 2
     assert "not an empty directory" in capsys.readouterr().err
+
+
+def test_the_last_lines_of_a_run_name_what_was_set_aside() -> None:
+    aside = [{"prompt": place, "reason": "raised KeyError"} for place in range(7)]
+    lines = set_aside_lines({"set_aside": aside})
+    assert lines[0] == "  set aside: prompt 0: raised KeyError"
+    assert len(lines) == 6 and lines[-1] == "  and 2 more; all are in summary.json"
+    assert set_aside_lines({"set_aside": []}) == set_aside_lines({}) == []

@@ -62,6 +62,39 @@ def test_a_field_that_an_older_log_does_not_have_gets_its_default() -> None:
     assert decode(Params, written) == Params()
 
 
+def test_a_log_of_an_older_release_is_decided_by_its_own_rules() -> None:
+    """Its parameters do not name what came later, and its snapshots do not hold it."""
+    newer = ("losses_max", "group_failures_max", "trainer_losses_max", "instance_losses_max")
+    written = encode(Params, Params(losses_max=2, group_failures_max=4, trainer_losses_max=3))
+    written["deadlines"].pop("progress_s")
+    for name in (*newer, "load_failures_max", "clear_tokens"):
+        written.pop(name)
+    params = decode(Params, written)
+    assert [getattr(params, name) for name in newer] == [0, 0, 0, 0]
+    assert params.deadlines.progress_s == 0.0
+    hand = Hand(batch_groups=2, group_size=2, num_steps=5)
+    hand.begin({"a": 4})
+    old = encode(State, hand.state)
+    for name in ("failures", "set_aside", "failed_prompts", "judged_prompts", "reissued_last"):
+        old.pop(name)
+    for name in ("trainer_losses", "instance_losses", "losses_among", "scored_s"):
+        old.pop(name)
+    for _, live in old["versions"]:
+        for name in ("suspects", "isolation", "load_failures"):
+            live.pop(name)
+    for inst in old["instances"].values():
+        for name in ("progress_s", "still", "isolating"):
+            inst.pop(name)
+    for _, group in old["groups"]:
+        for request in group["requests"]:
+            for name in ("kept", "losses", "alone_losses", "clearings", "suspect", "lost_on"):
+                request.pop(name)
+            request.pop("score_failures")
+            request.pop("crowd")
+    restored = through_json(State, hand.state)
+    assert encode(State, decode(State, old)) == encode(State, restored)
+
+
 def test_a_value_without_a_rule_is_refused_at_once() -> None:
     with pytest.raises(TypeError, match="no rule"):
         encode(set[int], {1})

@@ -6,6 +6,7 @@ from hand_driven import Hand, only
 
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
+from dora_rl.core.orchestrate import leave
 from dora_rl.core.state import Phase
 
 
@@ -160,5 +161,35 @@ def test_what_arrives_at_an_instance_that_fell_asleep_does_not_stay() -> None:
         actions += hand.tell(ev.Moved(move.request, move.epoch, "s", "e", 5, 5))
     onwards = only(actions, act.Move)
     assert {(m.request, m.src, m.dst) for m in onwards} == {(m.request, "e", "s") for m in moves}
+    hand.to_the_end()
+    hand.audit()
+
+
+def test_a_version_leaves_every_seat_when_it_retires_also_one_that_was_given_up() -> None:
+    """What an instance has given up and drained keeps its seat until another version needs it."""
+    hand = Hand(batch_groups=1, group_size=1, num_steps=4, max_staleness=3, inflight_groups=2)
+    hand.begin({"s": 4}, resident_max=2)
+    hand.join("e", 2, elastic=True, resident_max=4, versions=(0,))
+    moves: list[act.Action] = []
+    elastic = hand.state.instances["e"]
+    leave(hand.state, elastic, 0, hand.now, moves)
+    for move in only(moves, act.Move):
+        hand.tell(ev.Moved(move.request, move.epoch, "e", "s", 5, 5))
+    assert list(elastic.held) == [0] and not elastic.held[0].busy
+    while 0 in hand.state.versions:
+        hand.complete(hand.running()[0].id)
+        hand.train()
+        hand.settle()
+    assert 0 not in elastic.held, "the seat is lost"
+    hand.to_the_end()  # with every batch that closes it gives up what it holds
+    hand.audit()
+
+
+def test_a_version_that_is_wanted_again_where_it_was_given_up_stays() -> None:
+    hand = Hand(batch_groups=1, group_size=1, num_steps=4, max_staleness=3, inflight_groups=2)
+    hand.begin({"a": 2}, resident_max=2)
+    leave(hand.state, hand.state.instances["a"], 0, hand.now, [])
+    hand.tell(ev.Tick(), after_s=5.0)
+    assert hand.state.versions[0].holders.keys() == {"a"}
     hand.to_the_end()
     hand.audit()

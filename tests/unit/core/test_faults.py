@@ -9,7 +9,7 @@ from hand_driven import Hand, only
 
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
-from dora_rl.core.params import MoveCost
+from dora_rl.core.params import Deadlines, MoveCost
 from dora_rl.core.state import Phase
 from dora_rl.core.waits import waits
 from dora_rl.types import Finish, RequestId, Segment
@@ -90,6 +90,78 @@ def test_a_silent_instance_is_restarted_after_its_deadline_and_not_before() -> N
     restarted = only(hand.tell(ev.Tick(), after_s=2), act.Restart)
     assert [r.instance for r in restarted] == ["b"] and "no report" in restarted[0].reason
     assert "a" in hand.state.instances
+
+
+def watched(**params: object) -> Hand:
+    rules = {"losses_max": 2, "group_failures_max": 4, "deadlines": Deadlines(progress_s=100)}
+    hand = Hand(batch_groups=4, group_size=1, num_steps=2, inflight_groups=4, **(rules | params))
+    hand.begin({"a": 4, "b": 4})
+    return hand
+
+
+def test_an_instance_that_reports_and_decodes_nothing_is_restarted() -> None:
+    hand = watched()
+    restarts: list[act.Restart] = []
+    for turn in range(1, 14):
+        hand.tell(ev.InstanceReport("b", 50 * turn, 1), after_s=10)
+        restarts += only(hand.tell(ev.InstanceReport("a", 0, 1)), act.Restart)
+        assert bool(restarts) == (turn >= 10)
+    (restart,) = restarts
+    assert restart.instance == "a" and "no token for 100 s" in restart.reason
+    assert all(r.attempts == 0 for g in hand.state.groups.values() for r in g.requests)
+    assert {r.instance for g in hand.state.groups.values() for r in g.requests} == {"b"}
+    hand.join("a", 4, versions=(0,))
+    hand.to_the_end()
+    hand.audit()
+
+
+def test_requests_between_two_turns_are_not_expected_to_gain() -> None:
+    """The environment answers when it answers; it has a deadline of its own."""
+    hand = watched()
+    on_a = len(hand.state.instances["a"].requests)
+    for _ in range(50):
+        hand.tell(ev.InstanceReport("b", 0, 1, num_waiting=4), after_s=10)
+        assert not only(hand.tell(ev.InstanceReport("a", 0, 1, num_waiting=on_a)), act.Restart)
+    said: list[act.Action] = []
+    for _ in range(11):  # one of them is back at work, and nothing comes of it
+        hand.tell(ev.InstanceReport("b", 0, 1, num_waiting=4), after_s=10)
+        said += hand.tell(ev.InstanceReport("a", 0, 1, num_waiting=on_a - 1))
+    assert [r.instance for r in only(said, act.Restart)] == ["a"]
+
+
+def test_an_idle_instance_is_not_expected_to_gain() -> None:
+    hand = watched(max_staleness=0)
+    for group in range(4):
+        hand.complete(group)
+    for _ in range(50):
+        for name in "ab":
+            assert not only(hand.tell(ev.InstanceReport(name, 7, 0), after_s=5), act.Restart)
+
+
+def test_a_request_that_stands_still_among_others_is_started_again() -> None:
+    hand = watched()
+    rid = next(iter(hand.state.instances["a"].requests))
+    said: list[act.Action] = []
+    for turn in range(1, 12):
+        hand.tell(ev.InstanceReport("b", 50 * turn, 1), after_s=10)
+        said += hand.tell(ev.InstanceReport("a", 50 * turn, 1, still=(rid,)))
+        assert bool(only(said, act.Abort)) == (turn >= 11)
+    assert only(said, act.Abort) == [act.Abort("a", rid, 0)]
+    (again,) = only(said, act.Dispatch)
+    assert (again.group, again.version, again.resume) == (rid.group, 0, True)
+    assert hand.request(*rid).attempts == 1 and "a" in hand.state.instances
+    hand.to_the_end()
+    hand.audit()
+
+
+def test_a_request_that_stood_still_for_a_while_is_left_alone() -> None:
+    hand = watched()
+    rid = next(iter(hand.state.instances["a"].requests))
+    for turn in range(1, 60):
+        still = (rid,) if turn % 8 else ()
+        hand.tell(ev.InstanceReport("b", 50 * turn, 1), after_s=10)
+        said = hand.tell(ev.InstanceReport("a", 50 * turn, 1, still=still))
+        assert not only(said, act.Abort)
 
 
 def test_a_deadline_that_falls_on_a_rounding_error_is_looked_at_once() -> None:

@@ -63,7 +63,8 @@ def test_a_trajectory_of_another_version_never_counts(hand: Hand) -> None:
 def test_a_reward_that_is_no_number_is_asked_for_again(hand: Hand, bad: float) -> None:
     hand.finish(0, 0)
     assert hand.score(0, 0, bad) == [act.Score(RequestId(0, 0), 0, 1)]
-    assert ignored(hand, ev.Scored(RequestId(0, 0), 0, 0.5)), "an answer to the first question"
+    assert ignored(hand, ev.Scored(RequestId(0, 0), 0, bad)), "said twice"
+    assert hand.request(0, 0).score_failures == 1
     hand.score(0, 0, 0.5)
     assert hand.request(0, 0).reward == 0.5
 
@@ -88,6 +89,33 @@ def test_a_reward_that_hangs_is_asked_for_again_after_its_deadline(hand: Hand) -
     assert not only(hand.tell(ev.Tick()), act.Score)
     hand.tell(ev.InstanceReport("a", 0, 0), after_s=31)
     assert only(hand.tell(ev.Tick()), act.Score) == [act.Score(RequestId(0, 0), 0, 1)]
+
+
+def test_a_late_score_of_an_earlier_question_is_a_score_all_the_same(hand: Hand) -> None:
+    hand.finish(0, 0)
+    hand.tell(ev.InstanceReport("a", 0, 0), after_s=59)
+    assert only(hand.tell(ev.Tick(), after_s=2), act.Score) == [act.Score(RequestId(0, 0), 0, 1)]
+    hand.tell(ev.Scored(RequestId(0, 0), 0, 0.5))
+    assert hand.request(0, 0).phase is Phase.SCORED and hand.request(0, 0).reward == 0.5
+    assert ignored(hand, ev.Scored(RequestId(0, 0), 1, 0.7)), "one score is enough"
+    assert ignored(hand, ev.ScoreFailed(RequestId(0, 0), 1, "killed"))
+    hand.to_the_end()
+    hand.audit()
+
+
+def test_a_score_that_waits_in_a_queue_that_moves_is_not_asked_for_again(hand: Hand) -> None:
+    """Its own clock starts when those before it have their answers."""
+    hand.finish(0, 0)
+    for group in (1, 2, 3):
+        hand.finish(group, 0)
+        hand.tell(ev.InstanceReport("a", 0, 0), after_s=40)
+        hand.score(group, 0)
+        assert not only(hand.tell(ev.Tick()), act.Score)
+    hand.tell(ev.InstanceReport("a", 0, 0), after_s=40)
+    assert not only(hand.tell(ev.Tick()), act.Score), "40 s since the last answer"
+    hand.tell(ev.InstanceReport("a", 0, 0), after_s=21)
+    assert only(hand.tell(ev.Tick()), act.Score) == [act.Score(RequestId(0, 0), 0, 1)]
+    assert hand.request(0, 0).score_failures == 1
 
 
 def test_a_sample_is_tried_elsewhere_until_its_attempts_are_used_up(hand: Hand) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
 
 import pytest
 from hand_driven import Hand, only
 
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
+from dora_rl.core.params import Params
+from dora_rl.observe.eventlog import Entry, encode_entry, encode_snapshot, recover_lines
 from dora_rl.types import Mode, RequestId, UserError
 
 
@@ -32,6 +36,20 @@ def test_a_resumed_run_goes_on_with_the_same_groups() -> None:
     assert not only(actions, act.EndGroup)
     assert only(actions, act.Score) == [act.Score(RequestId(0, 0), 0, 1)]
     assert all(d.resume for d in only(actions, act.Dispatch) if d.group in before)
+    hand.to_the_end()
+    hand.audit()
+
+
+def test_a_resume_is_no_failure_of_a_score() -> None:
+    hand = Hand(batch_groups=3, group_size=2, num_steps=3, attempts_max=2)
+    hand.begin({"a": 64})
+    hand.finish(0, 0)
+    for question in range(1, 6):
+        asked = only(resumed(hand), act.Score)
+        assert asked == [act.Score(RequestId(0, 0), 0, question)]
+    assert hand.request(0).score_failures == 0
+    hand.tell(ev.ScoreFailed(RequestId(0, 0), 5, "raised ValueError"))
+    assert 0 in hand.state.groups, "its first failure of two"
     hand.to_the_end()
     hand.audit()
 
@@ -157,3 +175,54 @@ def test_a_run_that_has_ended_needs_no_step_more_than_it_has() -> None:
     hand.to_the_end()
     with pytest.raises(UserError, match="need 3 steps"):
         resumed(hand, num_steps=2)
+
+
+class Recovering(Hand):
+    """After every event the run could come back from a snapshot of it: it does, beside this one."""
+
+    def tell(self, event: ev.Event, *, after_s: float = 0.0) -> list[act.Action]:
+        now = self.now + after_s
+        snapshot = encode_snapshot(len(self.entries), now, self.state)
+        actions = super().tell(event, after_s=after_s)
+        entry = Entry(len(self.entries) - 1, now, event, actions)
+        recover_lines([snapshot, encode_entry(entry)])  # refuses other actions than these
+        return actions
+
+
+def changed_params(params: Params) -> Iterator[tuple[str, Params]]:
+    """One changed field after the other, those of nested figures too."""
+    for name, value in _changed(params):
+        yield name, replace(params, **{name.partition(".")[0]: value})
+
+
+def _changed(figures: Any) -> Iterator[tuple[str, Any]]:
+    special = {"mode": Mode.SYNC, "kv_low": 0.7, "kv_high": 0.9, "samples_min": 1}
+    for field in fields(figures):
+        value = getattr(figures, field.name)
+        if is_dataclass(value):
+            for name, inner in _changed(value):
+                yield f"{field.name}.{name}", replace(value, **{name: inner})  # pyright: ignore
+        elif field.name in special:
+            yield field.name, special[field.name]
+        else:
+            yield field.name, not value if isinstance(value, bool) else value * 2
+
+
+@pytest.mark.parametrize("mode", [Mode.MULTI_VERSION, Mode.REPLICATION, Mode.PARTIAL])
+def test_whatever_changes_on_resume_a_later_resume_finds_the_same_run(mode: Mode) -> None:
+    """A snapshot holds the params and nothing that follows from them."""
+    first = Hand(mode=mode, batch_groups=4, group_size=2, num_steps=3, inflight_groups=9).params
+    for name, params in changed_params(first):
+        hand = Recovering(mode=mode, batch_groups=4, group_size=2, num_steps=3, inflight_groups=9)
+        hand.begin({"a": 6, "b": 9}, resident_max=2)
+        hand.complete(0)
+        if name in ("mode", "group_size"):
+            with pytest.raises(UserError, match=name):
+                hand.tell(ev.Resumed(params))
+            continue
+        hand.tell(ev.Resumed(params))
+        hand.tell(ev.TrainerJoined(0, 0))
+        hand.join("a", 16, resident_max=2, versions=(0,))
+        hand.to_the_end()
+        assert hand.state.params == params, f"{name} did not come into force"
+        hand.audit()

@@ -86,7 +86,8 @@ def dispatched_without_the_weights(entries: list[Entry]) -> Corrupted:
     loads = [
         place
         for place, entry in enumerate(entries)
-        if entry.event == ev.Loaded(action.instance, action.version)
+        if isinstance(entry.event, ev.Loaded)
+        and (entry.event.instance, entry.event.version) == (action.instance, action.version)
     ]
     return with_event(entries, loads[0], ev.Tick()), Promise.C1, action.instance
 
@@ -148,7 +149,7 @@ def issued_twice(entries: list[Entry]) -> Corrupted:
 def prompt_issued_twice(entries: list[Entry]) -> Corrupted:
     place, inner, action = find(entries, act.IssueGroup, 3)
     other = replace(action, prompt=0)
-    return edit(entries, place, inner, other), Promise.C2, f"group {action.group}"
+    return edit(entries, place, inner, other), Promise.PROMPTS, f"group {action.group}"
 
 
 def dropped_as_surplus(entries: list[Entry]) -> Corrupted:

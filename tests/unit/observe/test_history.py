@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -235,3 +236,13 @@ def test_readers_started_early_read_what_follows_from_the_log(tmp_path: Path) ->
 @given(st.lists(st.integers(0, 50) | st.integers(0, 10**9)))
 def test_a_request_that_is_there_twice_is_found(slots: list[int]) -> None:
     assert repeats(np.array(slots, np.int64)) == (len(set(slots)) < len(slots))
+
+
+def test_prompts_that_are_set_aside_are_named() -> None:
+    said = act.SetAside(7, 3, 4, False, "raised KeyError")
+    entries = [*whole_run(Mode.SYNC)]
+    entries[-1] = replace(entries[-1], actions=[*entries[-1].actions, said])
+    history = history_of(entries, 50)
+    assert history.set_aside == {7: "raised KeyError"}
+    (incident,) = [i for i in history.incidents if i.kind == "set aside"]
+    assert incident.text == "prompt 7: raised KeyError"

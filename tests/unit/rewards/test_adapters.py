@@ -318,7 +318,9 @@ class TestLimits:
         FunctionReward("f", f, limits=CallLimits(attempts=2, retry_wait_s=0)).score([item("x")])
         assert len(tries) == 3
 
-    @pytest.mark.parametrize("value", [float("nan"), float("inf"), None, "1.0", [], object()])
+    @pytest.mark.parametrize(
+        "value", [float("nan"), float("inf"), 1e39, 10**400, None, "1.0", [], object()]
+    )
     def test_no_finite_number(self, value: object) -> None:
         (wrong,) = FunctionReward("f", lambda completion: value).score([item("x")])
         assert isinstance(wrong, ScoreError) and wrong.reason.startswith("returned")

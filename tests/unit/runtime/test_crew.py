@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from dora_rl.config import ModelConfig, RewardConfig, RunConfig
-from dora_rl.runtime.crew import Crew, Letter
+from dora_rl.runtime.crew import KILL_WAIT_S, SAVE_WAIT_S, Crew, Letter, Worker
 
 CONFIG = RunConfig(
     model=ModelConfig(path="unused"), reward=RewardConfig.model_validate({"functions": ["exact"]})
@@ -80,6 +81,36 @@ def test_a_worker_that_is_never_ready_is_overdue(crew: Crew) -> None:
     assert crew.overdue(1e6) == []
 
 
+class Busy:
+    """A process that needs longer than it is given at first."""
+
+    def __init__(self) -> None:
+        self.waited_s: list[float] = []
+        self.killed = False
+
+    def poll(self) -> int | None:
+        return 0 if len(self.waited_s) > 1 else None
+
+    def wait(self, timeout: float | None = None) -> int:
+        assert timeout is not None
+        self.waited_s.append(timeout)
+        if len(self.waited_s) == 1:
+            raise subprocess.TimeoutExpired("busy", timeout)
+        return 0
+
+    def kill(self) -> None:
+        self.killed = True
+
+
+@pytest.mark.parametrize("saving", [False, True])
+def test_a_worker_that_is_saving_is_waited_for(crew: Crew, saving: bool) -> None:
+    process = Busy()
+    worker = Worker("learner", "learner", 0, process, {}, 0.0, saving=saving)
+    crew._end([worker], 0.0)
+    assert process.killed != saving
+    assert process.waited_s == [0.0, SAVE_WAIT_S if saving else KILL_WAIT_S]
+
+
 def test_workers_end_with_their_controller(tmp_path: Path) -> None:
     code = (
         "import json, sys, time\n"
@@ -103,3 +134,41 @@ def test_workers_end_with_their_controller(tmp_path: Path) -> None:
     while Path(f"/proc/{pid}").exists():
         assert time.monotonic() < until, "an orphan stays behind"
         time.sleep(0.05)
+
+
+def test_the_socket_of_a_killed_controller_goes_with_the_next_start(tmp_path: Path) -> None:
+    code = (
+        "import json, sys\n"
+        "from pathlib import Path\n"
+        "from dora_rl.config import RunConfig\n"
+        "from dora_rl.runtime.crew import Crew\n"
+        f"crew = Crew(RunConfig.model_validate(json.loads({CONFIG.model_dump_json()!r})),"
+        f" Path({str(tmp_path)!r}))\n"
+        "print(Path(crew.address).parent, flush=True)\n"
+        "sys.stdin.readline()\n"
+        "crew.end(1.0)\n"
+    )
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # a short path, as sockets need
+
+        def start() -> tuple[subprocess.Popen[str], Path]:
+            process = subprocess.Popen(
+                [sys.executable, "-c", code],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env=os.environ | {"TMPDIR": folder},
+            )
+            assert process.stdout is not None
+            return process, Path(process.stdout.readline().strip())
+
+        killed, left = start()
+        alive, kept = start()
+        assert left.exists() and kept.exists(), "both live"
+        killed.kill()
+        killed.communicate()
+        assert left.exists()
+        last, own = start()
+        assert not left.exists() and kept.exists() and own.exists()
+        for process in (alive, last):
+            process.communicate("end\n")
+        assert list(Path(folder).iterdir()) == [], "who ends normally leaves nothing"

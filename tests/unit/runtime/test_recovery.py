@@ -8,15 +8,18 @@ from typing import Any, cast
 import pytest
 
 from dora_rl.core import events as ev
+from dora_rl.runtime.last_words import why_ended
 from dora_rl.runtime.recovery import RESTARTS_MAX, STARTS_MAX, Recovery
 
 
 class Worker:
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, life: int = 0) -> None:
+        self.life = life
         self.name, self.role = name, name.rstrip("0123456789")
         self.joined = True
         self.process = self
         self.ended = False
+        self.last_words = ""
 
     def poll(self) -> int | None:
         return 1 if self.ended else None
@@ -30,7 +33,13 @@ class Run:
         self.workers = {name: Worker(name) for name in names}
         self.started: list[str] = []
         self.crew = SimpleNamespace(
-            workers=self.workers, closing=False, restart=self.restart, log_tail=lambda _: "no GPU"
+            workers=self.workers,
+            closing=False,
+            restart=self.restart,
+            log_tail=lambda _: "no GPU",
+            why_ended=lambda name: why_ended(
+                self.workers[name].last_words, self.workers[name].poll()
+            ),
         )
         self.journals = SimpleNamespace(collect=lambda *args, **kwargs: None)
         self.state = SimpleNamespace(groups={})
@@ -42,7 +51,7 @@ class Run:
         self.recovery = Recovery(cast(Any, self))
 
     def restart(self, name: str) -> None:
-        self.workers[name] = Worker(name)
+        self.workers[name] = Worker(name, self.workers[name].life + 1)
         self.workers[name].joined = False
         self.started.append(name)
 
@@ -62,8 +71,22 @@ def run() -> Run:
 
 def test_an_instance_that_ends_is_replaced(run: Run) -> None:
     run.end("instance1")
-    assert run.events == [ev.InstanceLost("instance1", "its process ended")]
+    assert run.events == [ev.InstanceLost("instance1", "its process ended", incarnation=0)]
     assert run.started == ["instance1"] and not run.lines
+    run.end("instance1")
+    assert run.events[1:] == [ev.InstanceLost("instance1", "its process ended", incarnation=1)]
+
+
+def test_why_a_learner_ended_is_in_the_log_and_on_the_console(run: Run) -> None:
+    run.start_learner = lambda: run.restart("learner")  # type: ignore[attr-defined]
+    run.workers["learner"].last_words = "out of memory on the GPU: 2 GiB more were wanted"
+    run.end("learner")
+    reason = "out of memory on the GPU: 2 GiB more were wanted"
+    assert run.events == [ev.TrainerLost(reason, incarnation=0)]
+    assert run.lines == [
+        "the learner ended and begins again at the newest version: "
+        "out of memory on the GPU: 2 GiB more were wanted"
+    ]
 
 
 def test_before_the_first_step_an_instance_that_cannot_start_stops_the_run(run: Run) -> None:
@@ -98,12 +121,32 @@ def test_a_learner_is_never_left_out(run: Run) -> None:
     assert run.stops() == ["learner keeps ending; it last said: no GPU"]
 
 
-def test_too_many_ends_without_a_step_stop_the_run(run: Run) -> None:
-    run.recovery.committed()
-    for _ in range(RESTARTS_MAX + 1):
+def test_of_ends_at_work_the_core_keeps_count_and_is_told_the_last_words(run: Run) -> None:
+    """Instances that live for a minute may end any number of times in a long step."""
+    for _ in range(2 * RESTARTS_MAX):
         run.end("instance1")
         run.recovery.joined("instance1")
-    assert run.stops() == ["instance1 keeps ending; it last said: no GPU"]
+    assert not run.stops() and len(run.started) == 2 * RESTARTS_MAX
+    assert {type(e) for e in run.events} == {ev.InstanceLost}
+
+
+def test_a_process_that_was_ended_by_a_signal_says_so(run: Run) -> None:
+    run.start_learner = lambda: run.restart("learner")  # type: ignore[attr-defined]
+    run.workers["learner"].poll = lambda: -9  # type: ignore[method-assign]
+    run.end("learner")
+    (lost,) = run.events
+    assert isinstance(lost, ev.TrainerLost)
+    assert lost.reason.startswith("its process ended by SIGKILL")
+
+
+def test_nobody_is_started_again_in_a_run_that_the_core_has_stopped(run: Run) -> None:
+    def stops(event: ev.Event) -> None:
+        run.events.append(event)
+        run.stop = cast(Any, SimpleNamespace(done=False))
+
+    run.handle = stops
+    run.end("instance1")
+    assert run.events and not run.started
 
 
 @pytest.mark.parametrize("committed", [False, True])

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from exact_cases import write_exact_model
+from foreign_families import write_family
 from safetensors.torch import load_file
 from trainer_rank import run_rank
 
@@ -60,6 +61,14 @@ def test_two_ranks_give_the_update_of_one(
     assert one.keys() == two.keys()
     for name, tensor in one.items():
         assert torch.allclose(two[name], tensor, atol=1e-5, rtol=1e-4), name
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("loss", "family"), [("ppo", "deepseek_v3"), ("grpo", "gemma2")])
+def test_two_ranks_with_a_model_run_by_transformers(tmp_path: Path, loss: str, family: str) -> None:
+    test_two_ranks_give_the_update_of_one(
+        write_family(tmp_path / "model", family), tmp_path, loss, 40, {}
+    )
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from dora_rl.trainer.batch import GroupBatch, Sample
 from dora_rl.trainer.learner import Learner
 from dora_rl.trainer.model import load_policy
 from dora_rl.trainer.options import AlgorithmOptions, CheckpointOptions, TrainerOptions
-from dora_rl.types import Finish, RequestId, Segment, Trajectory, UserError
+from dora_rl.types import REWARD_MAX, Finish, RequestId, Segment, Trajectory, UserError
 
 TRAINER = TrainerOptions(lr=1e-3, device="cpu", pack_tokens=64)
 GRPO = AlgorithmOptions()
@@ -269,8 +269,8 @@ def test_non_finite_gradient_is_skipped_and_counted(model_dir: Path) -> None:
     learner = Learner(model_dir, AlgorithmOptions(loss="reinforce"), TRAINER)
     before = flat(learner)
     groups = make_groups(0, 2)
-    # Rewards so large, with no standard deviation to divide them by, that the loss overflows.
-    broken = replace(groups[0].samples[0], reward=3e38)
+    # A reward as large as it may be, not divided by a deviation: the gradient's norm overflows.
+    broken = replace(groups[0].samples[0], reward=REWARD_MAX)
     groups[0] = replace(groups[0], samples=(broken, *groups[0].samples[1:]))
     metrics = run_step(learner, 0, groups)
     assert metrics["update/skipped_non_finite"] == 1

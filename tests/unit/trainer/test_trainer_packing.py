@@ -45,6 +45,7 @@ def test_balanced_packs_fill_every_rank(lengths: list[int], limit: int, ranks: i
     assert sorted(i for p in packs for i in p) == list(range(len(lengths)))
     for pack in packs:
         assert sum(lengths[i] for i in pack) <= limit or len(pack) == 1
+    assert sum(1 for p in packs if not p) < ranks or not lengths
 
 
 def test_balancing_counts_attention() -> None:

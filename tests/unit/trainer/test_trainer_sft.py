@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from foreign_families import write_family
 from trainer_cases import write_tiny_model
+from transformers import AutoModelForCausalLM
 
 from dora_rl.trainer.attention_layout import Layout
 from dora_rl.trainer.model import load_policy
@@ -76,6 +79,42 @@ def test_the_same_seed_gives_the_same_weights(tmp_path: Path) -> None:
         run_sft(model, [data], tmp_path / name, options, TRAINER, None, Letters())
         results.append((tmp_path / name / "model.safetensors").read_bytes())
     assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("eval_examples", [0, 1])
+def test_a_demonstration_longer_than_a_pack_has_one_of_its_own(
+    model_dir: Path, tmp_path: Path, eval_examples: int
+) -> None:
+    rows = [{"prompt": "ab", "completion": "c" * n} for n in (90, 3, 60, 1, 100)]
+    data = write_rows(tmp_path / "d.jsonl", rows)
+    options = SftOptions(epochs=1, batch_examples=5, eval_examples=eval_examples)
+    losses = []
+    for pack_tokens in (8, 1000):
+        trainer = replace(TRAINER, pack_tokens=pack_tokens)
+        out = tmp_path / str(pack_tokens)
+        result = run_sft(model_dir, [data], out, options, trainer, None, Letters())
+        assert result.num_updates == 1 and result.num_examples == 5 - eval_examples
+        losses.append(result.loss_first)
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+
+
+def test_a_model_run_by_transformers_learns_and_is_written(tmp_path: Path) -> None:
+    model = write_family(tmp_path / "model", "gemma2")
+    data = write_rows(tmp_path / "d.jsonl", [{"prompt": "ab", "completion": "cdef"}] * 8)
+    out = tmp_path / "out"
+    trainer = replace(TRAINER, lr=3e-2, compute_dtype="bfloat16")
+    options = SftOptions(epochs=10, batch_examples=8, dtype="float32")
+    result = run_sft(model, [data], out, options, trainer, None, Letters())
+    assert result.loss_last < 0.5 * result.loss_first
+    ids = torch.tensor([[*Letters().encode("abcdef"), 1]])
+    with torch.no_grad():
+        theirs = AutoModelForCausalLM.from_pretrained(out, attn_implementation="eager")
+        table = theirs(ids[:, :-1]).logits[0].log_softmax(-1)
+    loss = -table.gather(-1, ids[0, 1:, None])[1:].mean()
+    assert float(loss) < result.loss_first
+    with pytest.raises(UserError, match=r"\(type 'bert'\) cannot be trained"):
+        bert = write_family(tmp_path / "bert", "bert")
+        run_sft(bert, [data], tmp_path / "none", options, trainer, None, Letters())
 
 
 def test_rows_are_encoded_as_the_rollout_does() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from exact_cases import move_adapters
 from safetensors.torch import save_file
 from trainer_cases import make_groups
 
-from dora_rl.runtime.weights import SharedMemoryWeightStore
+from dora_rl.runtime.moments import Moments
+from dora_rl.runtime.weights import DiskWeightStore, SharedMemoryWeightStore
+from dora_rl.trainer import state
 from dora_rl.trainer.distributed import wait_for_all
 from dora_rl.trainer.learner import Learner
 from dora_rl.trainer.options import AlgorithmOptions, TrainerOptions
@@ -60,6 +63,29 @@ def run_rank(
         again = Learner.resume(out / "ckpt", algorithm, trainer, batch_groups=4)
         for a, b in zip(again.policy.parameters(), learner.policy.parameters(), strict=True):
             assert torch.equal(a.full_tensor(), b.full_tensor())  # type: ignore[attr-defined]
+        check_exact(learner, Learner(model, algorithm, trainer, batch_groups=4), out)
+
+
+def check_exact(learner: Learner, again: Learner, out: Path) -> None:
+    """A rounded version with what lies beside it, and moments, give every rank its shards back."""
+    store, exact = DiskWeightStore(out / "weights"), DiskWeightStore(out / "masters")
+    learner.options = replace(learner.options, publish_dtype="bfloat16")
+    learner.publish(store, 2, exact=exact)
+    moments = Moments(out / "moments", 0.0)
+    moments.save(learner, 2)
+    wait_for_all()
+    again.adopt(store, 2, exact)
+    Moments(out / "moments", 0.0).load(again, 2)
+    assert again.num_updates == learner.num_updates == 4
+    for a, b in zip(trained(again), trained(learner), strict=True):
+        assert torch.equal(a.full_tensor(), b.full_tensor())  # type: ignore[attr-defined]
+    for a, b in zip(state.moments(again), state.moments(learner), strict=True):
+        assert a[0] == b[0] and torch.equal(a[1], b[1])
+
+
+def trained(learner: Learner) -> list[torch.Tensor]:
+    critic = [] if learner.critic is None else list(learner.critic.parameters())
+    return [*learner.policy.parameters(), *critic]
 
 
 def main() -> None:

@@ -1,0 +1,148 @@
+"""A finished run is corrupted in every way we know of: whatever changes its meaning is noticed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import zlib
+from pathlib import Path
+
+import pytest
+from run_corruptions import FILES, LOG, FileCorruption, LogCorruption
+from tiny_runs import TinyRun, tiny_run
+
+from dora_rl.cli import main
+from dora_rl.observe.audit import Promise, audit_run, read_through
+from dora_rl.observe.chain import digest_in
+from dora_rl.observe.eventlog import Entry, encode_chained, encode_entry, read
+from dora_rl.observe.replay import replay
+from dora_rl.runtime.file_audit import FileAudit
+from dora_rl.types import UserError
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
+    """Three steps of the shipped model. Never written to; see `copy`."""
+    run = tiny_run(tmp_path_factory.mktemp("honest"))
+    run.train()
+    return run
+
+
+@pytest.fixture
+def copy(run: TinyRun, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(run.run_dir, tmp_path / "run"))
+
+
+def segment_of(run: Path) -> Path:
+    (path,) = (run / "events").glob("*.jsonl")
+    return path
+
+
+def entries_of(run: Path) -> list[Entry]:
+    return [record for record in read(run / "events") if isinstance(record, Entry)]
+
+
+def edited(entry: Entry, line: bytes) -> bytes:
+    """What an editor leaves: other content, the digest of the line, a checksum that fits."""
+    body = encode_entry(entry)[9:-2] + b',"h":"%s"}' % digest_in(line).encode()
+    return b"%08x %s\n" % (zlib.crc32(body), body)
+
+
+def caught_by(run: Path) -> str:
+    """The first that objects."""
+    auditor = read_through(run / "events", keep=True)
+    if not auditor.report().proved:
+        return "audit"
+    if FileAudit(run, auditor).check():
+        return "files"
+    try:
+        return "" if replay(read(run / "events")).ok else "replay"
+    except (UserError, AssertionError, KeyError):
+        return "replay"
+
+
+def test_the_honest_run_passes(run: TinyRun) -> None:
+    assert caught_by(run.run_dir) == ""
+    auditor = read_through(run.run_dir / "events", keep=True)
+    files = FileAudit(run.run_dir, auditor)
+    assert files.check() == () and files.notes == []
+
+
+def test_there_are_enough_of_them() -> None:
+    everything = [*LOG.values(), *FILES.values()]
+    assert len(everything) >= 60
+    assert all(bool(one.why) == (one.by == "") for one in everything)
+
+
+@pytest.mark.parametrize("name", LOG)
+def test_a_wrong_log_is_noticed_even_with_a_chain_of_its_own(name: str, copy: Path) -> None:
+    wrong: LogCorruption = LOG[name]
+    before = entries_of(copy)
+    after = wrong.change(before)
+    assert after != before
+    segment_of(copy).write_bytes(b"".join(encode_chained(after)))
+    assert caught_by(copy) == wrong.by
+
+
+@pytest.mark.parametrize("name", LOG)
+def test_a_changed_log_breaks_the_chain(name: str, run: TinyRun, tmp_path: Path) -> None:
+    """Lines that were not changed are as they were; changed ones keep the digest they had."""
+    before, old_lines = (
+        entries_of(run.run_dir),
+        segment_of(run.run_dir).read_bytes().splitlines(keepends=True),
+    )
+    as_written = dict(zip(map(encode_entry, before), old_lines, strict=True))
+    after = LOG[name].change(before)
+    new_lines = [
+        as_written.get(encode_entry(e)) or edited(e, old_lines[min(e.number, len(old_lines) - 1)])
+        for e in after
+    ]
+    (tmp_path / "000000000000.jsonl").write_bytes(b"".join(new_lines))
+    report = audit_run(tmp_path)
+    assert not report.proved
+    if new_lines != old_lines[: len(new_lines)]:
+        assert any(f.promise is Promise.LOG for f in report.findings)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_wrong_file_is_noticed(name: str, copy: Path) -> None:
+    wrong: FileCorruption = FILES[name]
+    wrong.change(copy)
+    assert caught_by(copy) == wrong.by
+
+
+def test_the_command_says_so(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["audit", "--files", str(copy)]) == 0
+    assert "the files are what the log tells of" in capsys.readouterr().out
+    FILES["weights: flipped bit"].change(copy)
+    out = copy.parent / "found.json"
+    assert main(["audit", "--files", str(copy), "--json", str(out)]) == 1
+    assert "version 3" in capsys.readouterr().out
+    (finding,) = json.loads(out.read_text())["findings"]
+    assert finding["promise"] == "files" and finding["subject"] == "version 3"
+    assert main(["audit", str(copy)]) == 0  # the log alone has no fault
+
+
+@pytest.mark.parametrize(
+    "name", ["checkpoint: model of another step", "checkpoint: all of another step"]
+)
+def test_export_refuses_a_model_of_another_step(
+    name: str, copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    FILES[name].change(copy)
+    assert main(["export", str(copy), str(tmp_path / "out"), "--step", "3"]) == 2
+    assert "is not what the run made" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    assert main(["export", str(copy), str(tmp_path / "out"), "--step", "2"]) == 0
+
+
+@pytest.mark.parametrize("name", ["log emptied", "log cut after a step"])
+def test_a_log_without_an_end_is_never_called_proved(
+    name: str, copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = LOG[name].change(entries_of(copy))
+    lines = segment_of(copy).read_bytes().splitlines(keepends=True)
+    segment_of(copy).write_bytes(b"".join(lines[: len(kept)]))
+    assert main(["audit", str(copy)]) == 3
+    said = capsys.readouterr().out
+    assert "unfinished" in said and "every promise was kept" not in said

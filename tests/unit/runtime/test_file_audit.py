@@ -1,0 +1,112 @@
+"""Rows of the sample table against the log of a run that goes on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dora_rl.core import events as ev
+from dora_rl.observe.audit import Auditor
+from dora_rl.observe.audit_books import GroupRecord
+from dora_rl.observe.audit_books import Sample as Known
+from dora_rl.runtime.file_audit import FileAudit
+from dora_rl.runtime.sample_digest import rounded, sample_digest
+from dora_rl.runtime.samples import Samples
+from dora_rl.runtime.wire import Message
+from dora_rl.types import Finish, RequestId, Segment
+
+RID, SEGMENTS = RequestId(7, 1), (Segment(0, 2),)
+
+
+def payload(**changes: Any) -> dict[str, Any]:
+    arrays = {
+        "token_ids": np.array([5, 6, 7], dtype=np.int32),
+        "logprobs": np.array([-0.12345, -1.5, -2e-9], dtype=np.float32),
+        "loss_mask": np.array([1, 0, 1], dtype=np.uint8),
+    }
+    return arrays | changes
+
+
+def finished(arrays: dict[str, Any]) -> ev.SampleFinished:
+    digest = sample_digest(RID, SEGMENTS, *payload().values())
+    num = len(arrays["token_ids"])
+    return ev.SampleFinished(RID, 0, "a", num, Finish.STOP, SEGMENTS, digest=digest)
+
+
+def put(path: Path, arrays: dict[str, Any], reward: float | None = None) -> None:
+    samples = Samples(path, 2)
+    samples.put(finished(arrays), 2, Message("finished", {}, arrays), "text")
+    if reward is not None:
+        samples.reward(RID, reward)
+    samples.close()
+
+
+def auditor(reward: float | None = None) -> Auditor:
+    """One that has read that the second sample of group 7 finished."""
+    found = Auditor(keep=True)
+    known = Known(asked=0, reward=reward, digest=finished(payload()).digest)
+    found.books.live[7] = GroupRecord(2, 7, [Known(), known])
+    found.books.params = replace(found.books.params, group_size=2)
+    return found
+
+
+def table_findings(run: Path, reward: float | None = None) -> list[str]:
+    return [
+        str(finding)
+        for finding in FileAudit(run, auditor(reward)).check()
+        if "table" in finding.subject
+    ]
+
+
+def test_an_honest_row_passes(tmp_path: Path) -> None:
+    put(tmp_path / "table.log", payload(), reward=0.5)
+    before = (tmp_path / "table.log").read_bytes()
+    assert table_findings(tmp_path, 0.5) == []
+    assert (tmp_path / "table.log").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"token_ids": np.array([5, 6, 8], dtype=np.int32)},
+        {"logprobs": np.array([-0.12345, -1.6, 0], dtype=np.float32)},
+        {"loss_mask": np.array([1, 1, 1], dtype=np.uint8)},
+    ],
+)
+def test_a_row_with_another_payload_is_named(changes: dict[str, Any], tmp_path: Path) -> None:
+    put(tmp_path / "table.log", payload(**changes))
+    (found,) = table_findings(tmp_path)
+    assert "sample 1 of group 7 is not what was generated" in found
+
+
+def test_another_reward_and_a_missing_row_are_named(tmp_path: Path) -> None:
+    put(tmp_path / "table.log", payload(), reward=0.5)
+    assert "its reward is 0.5, not 1.0" in table_findings(tmp_path, 1.0)[0]
+    (tmp_path / "table.log").unlink()
+    found = table_findings(tmp_path)
+    assert any("finished and has no row" in text for text in found)
+
+
+def test_a_row_written_before_a_crash_gives_way_to_the_one_that_is_logged(tmp_path: Path) -> None:
+    """The tokens may be the same and the log-probs others, where kernels are not exact."""
+    first = payload(logprobs=np.array([-0.2, -1.5, 0], dtype=np.float32))
+    put(tmp_path / "table.log", first)
+    put(tmp_path / "table.log", payload())
+    assert table_findings(tmp_path) == []
+
+
+def test_what_rollouts_hold_has_the_same_digest() -> None:
+    """They have log-probs to four decimals, as text."""
+    logprobs = np.concatenate(
+        [-np.logspace(-12, 2, 4000), [0.0, -0.00005, -0.00015, -1.00005]]
+    ).astype(np.float32)
+    ids, mask = np.arange(len(logprobs)), np.ones(len(logprobs))
+    exact = sample_digest(RID, SEGMENTS, ids, logprobs, mask)
+    again = sample_digest(RID, SEGMENTS, ids.tolist(), rounded(logprobs), mask.tolist())
+    assert exact == again
+    assert exact != sample_digest(RequestId(7, 0), SEGMENTS, ids, logprobs, mask)
+    assert exact != sample_digest(RID, (Segment(0, 3),), ids, logprobs, mask)

@@ -1,0 +1,157 @@
+"""What a learner says when it cannot go on: one line, and whether another one would do better."""
+
+from __future__ import annotations
+
+import threading
+from multiprocessing.connection import Listener
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from learner_lives import TINY, Run, ids_of, order
+
+from dora_rl.core import actions as act
+from dora_rl.runtime.layout import plan_layout
+from dora_rl.runtime.records import Totals
+from dora_rl.runtime.wire import Channel, Message, encode_learner
+from dora_rl.runtime.worker import Setup, serve
+from dora_rl.trainer.batch import GroupBatch, Sample, admit
+from dora_rl.trainer.learner import Learner
+from dora_rl.trainer.options import AlgorithmOptions, TrainerOptions
+
+KEY = bytes(32)
+
+
+def no_memory(setup: Setup, channel: Channel) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.25 GiB.")
+
+
+class Served:
+    """A worker in a thread of this process, and what it says until it ends."""
+
+    def __init__(self, folder: Path, role: str, **sections: Any) -> None:
+        address = str(folder / "socket")
+        listener = Listener(address, family="AF_UNIX", authkey=KEY)
+        config = Run(folder, **sections).config(every_steps=0)
+        extra = plan_layout(config, "cpu").learner_extra("learner", folder / "meeting")
+        setup = Setup(role, "learner", 0, address, KEY.hex(), str(folder), config, extra)
+        self.error: BaseException | None = None
+        self._thread = threading.Thread(target=self._serve, args=(setup,), daemon=True)
+        self._thread.start()
+        self.channel = Channel(listener.accept())
+        listener.close()
+
+    def _serve(self, setup: Setup) -> None:
+        try:
+            serve(setup)
+        except Exception as error:  # noqa: BLE001 - what ends the process
+            self.error = error
+
+    def train(self, step: int) -> None:
+        for group in ids_of(step, 1):
+            message = order(step, group)
+            self.channel.send(message.kind, message.body, message.arrays)
+        close = encode_learner(act.CloseStep(step, tuple(ids_of(step, 1))))
+        self.channel.send("order", {"action": close})
+
+    def until(self, *kinds: str) -> list[Message]:
+        """What it says, up to the first message of one of these kinds."""
+        said = [self.channel.receive()]
+        while said[-1].kind not in kinds:
+            said.append(self.channel.receive())
+        return said
+
+
+def own_loss(folder: Path, body: str) -> dict[str, Any]:
+    path = folder / "loss.py"
+    path.write_text(f"import torch\n\ndef mine(inputs, options):\n    return {body}\n")
+    return {"loss": f"{path}:mine"}
+
+
+def test_running_out_of_memory_is_told_as_such(tmp_path: Path) -> None:
+    worker = Served(tmp_path, f"{__name__}:no_memory")
+    fault = worker.until("fault", "fatal")[-1]
+    assert fault.kind == "fault"
+    assert fault.body["reason"].startswith("out of memory on the GPU: 2.25 GiB more were wanted")
+
+
+@pytest.mark.parametrize(
+    ("body", "line"),
+    [
+        ("(inputs.advantages_T * inputs.old_logprobs_T)", "a loss without a gradient"),
+        ("inputs.logprobs_T.detach()", "a loss without a gradient"),
+        ("inputs.logprobs_T.sum()", "must return one loss per token"),
+        ("inputs.nothing", "raised AttributeError"),
+    ],
+)
+def test_a_loss_that_cannot_be_trained_ends_the_run_with_one_line(
+    tmp_path: Path, body: str, line: str
+) -> None:
+    worker = Served(tmp_path, "learner", algorithm=own_loss(tmp_path, body))
+    worker.train(0)
+    fatal = worker.until("fault", "fatal")[-1]
+    assert fatal.kind == "fatal" and fatal.body["ends_run"]
+    assert line in fatal.body["reason"] and "\n" not in fatal.body["reason"]
+
+
+def test_updates_that_are_skipped_in_a_row_end_the_run(tmp_path: Path) -> None:
+    """The steps are over all the same: a resumed run goes on after them."""
+    algorithm = own_loss(tmp_path, "inputs.logprobs_T * float('nan')")
+    trainer = {"skipped_updates_max": 3}
+    worker = Served(tmp_path, "learner", algorithm=algorithm, trainer=trainer)
+    said: list[Message] = []
+    for step in range(3):
+        worker.train(step)
+        said += worker.until("committed")
+    fatal = worker.until("fatal")[-1]
+    assert fatal.body["ends_run"]
+    assert fatal.body["reason"].startswith(
+        "3 updates in a row were skipped (trainer.skipped_updates_max): in step 2 the loss is nan;"
+    )
+    metrics = [m.body["metrics"] for m in said if m.kind == "committed"]
+    assert [m["update/skipped_non_finite"] for m in metrics] == [1, 1, 1]
+
+
+def test_skipped_updates_are_counted_in_a_row_only(tmp_path: Path) -> None:
+    body = "inputs.logprobs_T * (float('nan') if inputs.num_sequences == 2 else 1.0)"
+    algorithm = AlgorithmOptions(**own_loss(tmp_path, body))
+    trainer = TrainerOptions(device="cpu", skipped_updates_max=2)
+    learner = Learner(TINY, algorithm, trainer)
+    sample = Sample([5, 6], [-1.0, -1.0], [1, 1], 1.0)
+    counts: list[int] = []
+    for step, num_samples in enumerate([2, 3, 2, 2, 3]):
+        learner.begin_step(step)
+        learner.feed([GroupBatch(0, step, (3,), (sample,) * num_samples)])
+        learner.finish_step()
+        counts.append(learner.num_skipped)
+        assert learner.skipped_too_many() == (step == 3)
+    assert counts == [1, 0, 1, 2, 0]
+
+
+def test_rewards_beyond_float32_are_left_out_by_name() -> None:
+    def sample(reward: float) -> Sample:
+        return Sample([5, 6], [-1.0, -1.0], [1, 1], reward)
+
+    group = GroupBatch(0, 0, (3,), (sample(1e39), sample(-1e39), sample(1e18), sample(0.0)))
+    kept, faults = admit(group, 100, 10)
+    assert kept is not None and [s.reward for s in kept.samples] == [1e18, 0.0]
+    assert faults == {"reward_out_of_range": 2}
+
+
+def test_the_summary_counts_updates_also_those_of_older_runs() -> None:
+    step = {
+        "step": 0,
+        "tokens_trained": 1,
+        "time/step": 1.0,
+        "num_samples": 1,
+        "staleness/mean": 0.0,
+        "staleness/max": 0,
+        "mixed_version_frac": 0.0,
+        "reward/mean": 0.0,
+    }
+    totals = Totals()
+    totals.add(step | {"update/applied": 2.0, "update/skipped_non_finite": 1.0})
+    totals.add(step | {"grad_norm": 0.1})  # before updates were counted
+    totals.add(step | {"update/skipped_non_finite": 1.0})
+    assert (totals.updates_applied, totals.updates_skipped) == (3, 2)

@@ -1,0 +1,105 @@
+"""Masters out of their rounding and what it took: every float32 there is comes back bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from trainer_cases import flat, make_groups, write_tiny_model
+from trainer_store import MemoryStore
+
+from dora_rl.trainer.learner import Learner
+from dora_rl.trainer.masters import AT, LOW, split, whole
+from dora_rl.trainer.options import AlgorithmOptions, TrainerOptions
+from dora_rl.types import UserError
+
+BF16 = TrainerOptions(lr=1e-6, device="cpu", compute_dtype="bfloat16")
+
+
+@pytest.fixture(autouse=True)
+def plain_products() -> Iterator[None]:
+    """Some virtual machines announce matrix instructions for bfloat16 that they then refuse."""
+    with torch.backends.mkldnn.flags(enabled=False):
+        yield
+
+
+class Parts:
+    version, checksum, canary, base = 0, "", None, ""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    def names(self) -> Sequence[str]:
+        return list(self._tensors)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        return self._tensors[name]
+
+
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.int32)
+
+
+def check(bits: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
+    master = bits.view(torch.float32)
+    published, parts = split("w", master, dtype)
+    number = ~master.isnan()
+    assert torch.equal(published[number], master.to(dtype)[number]), "the usual rounding"
+    assert torch.equal(bits_of(whole("w", published, Parts(parts))), bits)
+    return parts
+
+
+# Zero, the smallest and largest denormals, one and its neighbours, the largest, infinite, NaN.
+HIGH = [0x0000, 0x0001, 0x007F, 0x0080, 0x3F7F, 0x3F80, 0x3F81, 0x7F7E, 0x7F7F, 0x7F80, 0x7FC0]
+
+
+@pytest.mark.parametrize("sign", [0, 0x8000])
+def test_every_lower_half_under_every_kind_of_number(sign: int) -> None:
+    low = np.arange(1 << 16, dtype=np.uint32)
+    for high in HIGH:
+        bits = torch.from_numpy((low | np.uint32((high | sign) << 16)).view(np.int32))
+        parts = check(bits)
+        if high < 0x7F80:  # of finite ones only the half-way case of an even upper half
+            assert parts[LOW + "w"].numel() == 1 << 16
+            at = parts[AT + "w"].tolist() if AT + "w" in parts else []
+            assert at == ([] if high % 2 else [1 << 15])
+
+
+@given(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=0, max_size=64))
+def test_any_float32_comes_back(words: list[int]) -> None:
+    bits = torch.tensor(words, dtype=torch.int32)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        check(bits, dtype)
+
+
+def test_what_is_kept_is_as_small_as_it_can_be() -> None:
+    master = torch.randn(1000, 100)
+    _, parts = split("w", master, torch.bfloat16)
+    assert sum(t.numel() * t.itemsize for t in parts.values()) < 2.01 * master.numel()
+    assert split("w", master, torch.float32)[1] == {}
+    assert split("w", torch.tensor(1.5), torch.bfloat16)[0].shape == ()
+
+
+@pytest.mark.parametrize("family", ["qwen3_tied", "qwen3_moe"])
+def test_a_learner_goes_on_from_its_exact_masters(family: str, tmp_path: Path) -> None:
+    """Through the names of the checkpoint, where experts are single tensors."""
+    model = write_tiny_model(tmp_path / "model", family)
+    store, exact = MemoryStore(), MemoryStore()
+    first = Learner(model, AlgorithmOptions(), BF16)
+    first.begin_step(0)
+    first.feed(make_groups(0, 2))
+    first.finish_step()
+    first.publish(store, 1, exact=exact)
+    assert {t.dtype for t in store.sealed[1].tensors.values()} == {torch.bfloat16}
+    second = Learner(model, AlgorithmOptions(), BF16)
+    second.adopt(store, 1, exact)
+    assert torch.equal(flat(first), flat(second))
+    assert (second.next_step, second.num_updates, second.optimizer.num_applied) == (1, 1, 1)
+    exact.sealed[1] = exact.sealed[1].__class__(1, "", None, exact.sealed[1].tensors)
+    with pytest.raises(UserError, match="belong to other weights"):
+        second.adopt(store, 1, exact)
