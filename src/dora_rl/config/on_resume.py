@@ -55,8 +55,8 @@ _FREE = {
     "audit": "recompute_share tolerance",
     "logging": "rollouts progress sinks",
     "runtime": (
-        "run_dir device device_memory_gb threads grace_s watchdog_s mps mps_learner_percent mps_learner_yields "
-        "address"
+        "run_dir device device_memory_gb threads grace_s watchdog_s mps mps_learner_percent "
+        "mps_learner_yields address"
     ),
     "resources": "learner_ranks devices_per_instance elastic_instances instances_max",
 }
