@@ -180,7 +180,7 @@ class Chaos:
             version = inst.loading
         who: dict[str, int] = {"incarnation": self.incarnation(name), "attempt": 0}
         if inst is not None:
-            who["attempt"] = inst.num_loads - self.rng.choice([0] * 9 + [1])
+            who["attempt"] = max(0, inst.num_loads - self.rng.choice([0] * 9 + [1]))
         if who["incarnation"] == -1:
             who["attempt"] = -1  # as earlier releases said it
         if self.rng.random() < 0.2:
