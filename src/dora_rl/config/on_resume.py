@@ -54,7 +54,6 @@ _FREE = {
     "evaluation": "every_steps failed_share_max",
     "audit": "recompute_share tolerance",
     "logging": "rollouts progress sinks",
-    "audit": "recompute_share tolerance",
     "runtime": (
         "run_dir device device_memory_gb threads grace_s watchdog_s mps mps_learner_percent "
         "mps_learner_yields address"
