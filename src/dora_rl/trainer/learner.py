@@ -362,7 +362,7 @@ class Learner:
         handler, whose traceback holds the activations."""
         try:
             self._run_pack(documents)
-        except RuntimeError as error:
+        except (RuntimeError, UserError) as error:
             missing = shortage(error)
             if not missing:
                 raise

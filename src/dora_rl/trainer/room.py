@@ -22,11 +22,13 @@ _REASON_CHARS = 240
 
 
 def shortage(error: BaseException) -> str:
-    """What was missing, in a line; empty: memory was not the reason."""
-    text = str(error)
-    if not isinstance(error, torch.OutOfMemoryError) and not any(s in text for s in _SIGNS):
-        return ""
-    return " ".join(text.split())[:_REASON_CHARS] or "out of memory"
+    """What was missing, in a line; empty: memory was not the reason. A loss of the user's own
+    raises it as the cause of its own error."""
+    for found in (error, error.__cause__):
+        text = str(found)
+        if isinstance(found, torch.OutOfMemoryError) or any(sign in text for sign in _SIGNS):
+            return " ".join(text.split())[:_REASON_CHARS] or "out of memory"
+    return ""
 
 
 class Room:
