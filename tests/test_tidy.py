@@ -33,12 +33,13 @@ LAYERS = (
     ("observe",),
     ("chat",),
     ("engine", "trainer", "data", "rewards", "envs"),
-    ("runtime",),
+    ("runtime", "setup", "workers"),
     ("sim",),
     ("dashboard", "serve"),
     ("cli", "commands"),
 )
-ONE_PART = {"commands": "cli"}  # the command line is one part in several files
+# The command line is one part in several folders, and so is what runs a run.
+ONE_PART = {"commands": "cli", "setup": "runtime", "workers": "runtime"}
 RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}
 
 CORE_MAY_IMPORT = {

@@ -49,19 +49,27 @@ def make_model(out: Path) -> Path:
     return out
 
 
-def make_data(folder: Path) -> tuple[Path, Path]:
-    """Sums as jsonl: training rows and, disjoint from them, held-out ones."""
+def make_data(folder: Path, name: str = "") -> tuple[Path, Path]:
+    """Sums as jsonl: training rows and, disjoint from them, held-out ones; for some recipes in the
+    form of the data that they name."""
     paths = folder / "train.jsonl", folder / "test.jsonl"
     for path, numbers in zip(paths, (range(16), range(16, 20)), strict=True):
-        rows = [{"prompt": f"What is {n} + 1?", "answer": str(n + 1)} for n in numbers]
+        rows = [_row(n, name) for n in numbers]
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return paths
 
 
-def stand_in(folder: Path) -> list[str]:
+def _row(number: int, name: str) -> dict[str, str]:
+    asked, answer = f"What is {number} + 1?", str(number + 1)
+    if name.startswith("gsm8k"):
+        return {"question": asked, "answer": f"{number} and one more.\n#### {answer}"}
+    return {"prompt": asked, "answer": answer}
+
+
+def stand_in(folder: Path, name: str = "") -> list[str]:
     """Overrides that bring a recipe down to a few seconds on one core."""
     model = make_model(folder / "model")
-    train, test = make_data(folder)
+    train, test = make_data(folder, name)
     small = {
         "model.path": f'"{model}"',
         "data.train": f'["{train}"]',

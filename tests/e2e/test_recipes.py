@@ -16,7 +16,14 @@ from dora_rl.runtime.settings import load_config
 
 RECIPES = Path(__file__).parent.parent.parent / "recipes"
 NAMES = sorted(path.stem for path in RECIPES.glob("*.toml"))
-REAL = ["math_lora_qwen3_1.7b", "math_qwen3_0.6b", "text_format"]
+REAL = [
+    "gsm8k_1.5b",
+    "gsm8k_1.5b_lora",
+    "gsm8k_135m",
+    "math_lora_qwen3_1.7b",
+    "math_qwen3_0.6b",
+    "text_format",
+]
 
 
 def test_every_recipe_is_known_here():
@@ -34,9 +41,23 @@ def test_a_recipe_says_nothing_twice_and_is_valid(name):
     assert lines.inflight_groups <= (lines.max_staleness + 1) * lines.batch_groups
 
 
+@pytest.mark.parametrize("name", REAL)
+def test_a_recipe_for_a_gpu_leaves_its_memory_to_the_plan(name):
+    config = load_config(RECIPES / f"{name}.toml")
+    rollout, trainer, lines = config.rollout, config.trainer, config.orchestration
+    assert not (rollout.kv_bytes_max or rollout.num_blocks or rollout.versions_max)
+    assert not (trainer.pack_tokens or trainer.logits_chunk_tokens)
+    assert trainer.activation_checkpointing == "auto"
+    groups = lines.inflight_groups or 3 * lines.batch_groups // 2
+    assert groups * rollout.num_samples <= rollout.seqs_max * rollout.num_instances
+
+
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    return stand_in(tmp_path_factory.mktemp("recipes"))
+    def of(name: str) -> list[str]:
+        return stand_in(tmp_path_factory.mktemp("recipes"), name)
+
+    return of
 
 
 @pytest.fixture
@@ -50,7 +71,7 @@ def signals_as_before():
 
 @pytest.mark.parametrize("name", REAL)
 def test_check_accepts_the_stand_in(name, small, capsys):
-    assert main(["check", str(RECIPES / f"{name}.toml"), *small]) == 0
+    assert main(["check", str(RECIPES / f"{name}.toml"), *small(name)]) == 0
     said = capsys.readouterr().out
     assert "this run fits" in said
 
@@ -59,14 +80,16 @@ def test_check_accepts_the_stand_in(name, small, capsys):
 @pytest.mark.parametrize(
     "name",
     [
-        "math_qwen3_0.6b",
+        "gsm8k_1.5b",
+        pytest.param("math_qwen3_0.6b", marks=pytest.mark.full),
+        pytest.param("gsm8k_1.5b_lora", marks=pytest.mark.full),
         pytest.param("math_lora_qwen3_1.7b", marks=pytest.mark.full),
         pytest.param("text_format", marks=pytest.mark.full),
     ],
 )
 def test_train_audit_eval_export(name, tmp_path, capsys):
     """Two steps, a clean audit, an evaluation of the result and a directory that loads."""
-    overrides = stand_in(tmp_path)
+    overrides = stand_in(tmp_path, name)
     run = tmp_path / "run"
     assert main(["train", str(RECIPES / f"{name}.toml"), *overrides]) == 0
     assert main(["audit", str(run)]) == 0

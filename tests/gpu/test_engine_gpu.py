@@ -109,6 +109,28 @@ def test_greedy_equals_transformers(models, family: str, options: dict) -> None:
         check_against(pair[key.sample][0], trajectory, 1e-4)
 
 
+@pytest.mark.parametrize("num_graphs", [0, 1])
+def test_without_memory_for_graphs_it_decodes_the_same(models, num_graphs: int) -> None:
+    """So many are captured, the next one finds no memory: the others serve, or none does."""
+    model, path = models("qwen3")
+    engine = make_engine([path])
+    graphs: Any = engine.runner._drawing  # type: ignore[attr-defined]
+    decode = graphs._pass
+
+    def short_of_memory(*args: Any) -> Any:
+        if torch.cuda.is_current_stream_capturing() and len(graphs._captured) >= num_graphs:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return decode(*args)
+
+    graphs._pass = short_of_memory
+    for group, prompt in enumerate(prompts(LENGTHS)):
+        engine.submit(Request(RequestId(group, 0), 0, prompt, GREEDY))
+    done = finish_all(engine)
+    assert len(done) == len(LENGTHS) and len(graphs._captured) == num_graphs
+    for trajectory in done.values():
+        check_against(model, trajectory, 1e-4)
+
+
 def test_bfloat16_is_close(models) -> None:
     model, path = models("qwen3")
     engine = make_engine([path], dtype="bfloat16")

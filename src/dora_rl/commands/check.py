@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from dora_rl.commands.files import prepare_output, write_json
 
 if TYPE_CHECKING:
+    from dora_rl.config import RunConfig
     from dora_rl.runtime.prepare import Prepared
 
 SUMMARY = "say what this machine has and what a configuration would do on it"
@@ -21,6 +22,13 @@ SUMMARY = "say what this machine has and what a configuration would do on it"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", type=Path, nargs="?", help="a TOML file or a run's config.json")
     parser.add_argument("overrides", nargs="*", help="section.key=value")
+    parser.add_argument(
+        "--device-memory-gb",
+        type=float,
+        default=0.0,
+        metavar="GB",
+        help="plan for GPUs of this size, whether or not there is one here",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
 
 
@@ -49,21 +57,44 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace, machine: Any) -> tuple[dict[str, Any], list[str]]:
-    """Every check of `train`, then the forecast."""
+    """Every check of `train`, then the forecast and the memory of each GPU."""
     from dora_rl.runtime.machine import forecast
     from dora_rl.runtime.prepare import prepare
     from dora_rl.runtime.settings import load_config
+    from dora_rl.setup.plan import imagined
+    from dora_rl.setup.ways_out import memory_problems
 
     config = load_config(args.config, args.overrides)
-    prepared = prepare(config)
+    size_gb = args.device_memory_gb
+    prepared = prepare(_without_device(config) if size_gb else config)
     data, described = _look_at_data(prepared)
-    plan = forecast(config, machine)
+    layout = imagined(prepared.config, size_gb) if size_gb else prepared.layout
+    _leave_nothing(prepared)
+    lines = [*prepared.describe(), *described]
+    problems = [*memory_problems(prepared.config, layout), *data["problems"]]
+    document: dict[str, Any] = {"data": data}
+    if not size_gb:
+        plan = forecast(config, machine, layout)
+        document |= asdict(plan)
+        lines, problems = [*lines, *plan.lines()], [*plan.problems, *problems]
+    if layout.memory is not None:
+        document["memory"] = layout.memory.document()
+        lines += layout.memory.table()
+    return document | {"problems": problems}, lines
+
+
+def _without_device(config: RunConfig) -> RunConfig:
+    """For a machine that is not this one: its GPU need not be here."""
+    runtime = config.runtime.model_copy(update={"device": "auto"})
+    trainer = config.trainer.model_copy(update={"device": "auto"})
+    return config.model_copy(update={"runtime": runtime, "trainer": trainer})
+
+
+def _leave_nothing(prepared: Prepared) -> None:
+    """The layout makes a directory for a run."""
     transfer = prepared.layout.transfer_root
     if transfer.is_dir() and not any(transfer.iterdir()):
-        transfer.rmdir()  # the layout makes it for a run
-    document = asdict(plan) | {"data": data}
-    document["problems"] = [*plan.problems, *data["problems"]]
-    return document, [*prepared.describe(), *described, *plan.lines()]
+        transfer.rmdir()
 
 
 def _look_at_data(prepared: Prepared) -> tuple[dict[str, Any], list[str]]:

@@ -51,6 +51,7 @@ def run(args: argparse.Namespace) -> int:
     if args.resume:
         check_same_run(config, run_dir)
     prepared = prepare(config)
+    prepared.check_memory()
     if args.dry_run:
         for line in prepared.describe():
             print(line)

@@ -159,15 +159,16 @@ class RolloutConfig(Section):
     dtype: Literal["float32", "bfloat16"] | None = None  # None: float32 on CPU, else bfloat16
     block_tokens: int = 64  # of one KV block: a power of two, 16 or more
     num_blocks: int = Field(default=0, ge=0)  # of the KV cache; 0: from kv_bytes_max
-    # 0: 85 % of the free memory of a GPU (of the instance's share, where others are on it), 1 GiB
-    # on a CPU.
+    # 0: what the memory plan of the GPU leaves (`dora-rl check` prints it), 1 GiB on a CPU. On a
+    # cluster 85 % of the free memory.
     kv_bytes_max: int = Field(default=0, ge=0)
     host_blocks_max: int = Field(default=4096, ge=0)  # blocks of spilled and parked requests
     seqs_max: int = Field(default=256, ge=1)  # requests an instance decodes at once
     # Rows of one step: decoding and chunks of prefill.
     step_tokens_max: int = Field(default=2048, ge=1)
     context_max: int = Field(default=0, ge=0)  # 0: the model's own, at most 32,768
-    versions_max: int = Field(default=0, ge=0)  # resident on one instance; 0: from max_staleness
+    # Resident on one instance. 0: max_staleness + 1, or fewer where a GPU's memory is short.
+    versions_max: int = Field(default=0, ge=0)
     prefix_cache: bool = True  # share the blocks of equal prompts
     one_pass: bool = True  # all versions in one pass; off: one pass each
     compiled_kernels: bool = True  # on a CPU: compiled at first use, if there is a C compiler
@@ -289,7 +290,8 @@ class TrainerConfig(Section):
     updates_per_step: int = Field(default=1, ge=1)  # U: update i takes the i-th B/U groups
     # An update whose loss or gradient is not finite is skipped. So many in a row stop the run.
     skipped_updates_max: int = Field(default=10, ge=1)
-    pack_tokens: int = Field(default=0, ge=0)  # of one micro-batch; 0: 4096 on a CPU, 32768 on CUDA
+    # Of one micro-batch. 0: 4096 on a CPU, from the memory plan on a GPU, 32768 at most.
+    pack_tokens: int = Field(default=0, ge=0)
     document_tokens_max: int = Field(default=0, ge=0)  # 0: what the model's positions allow
     streaming: bool = True  # compute on groups as they come; off: at the end of a step
     canonical_order: bool = False  # a step does not depend on the order of arrival
@@ -302,8 +304,11 @@ class TrainerConfig(Section):
     # lean: our packed decoder; auto: that where it knows the family.
     implementation: Literal["auto", "lean", "transformers"] = "auto"
     compile: Literal["auto", "on", "off"] = "auto"  # its layers; auto: on CUDA, without LoRA
-    activation_checkpointing: Literal["none", "layer"] = "none"  # layer: compute them again
-    logits_chunk_tokens: int = Field(default=0, ge=0)  # 0: chosen from the vocabulary
+    # layer: the activations of each layer are computed again in the backward pass, which saves most
+    # of their memory and costs a fifth of the speed. auto: only where a GPU's memory is short.
+    activation_checkpointing: Literal["auto", "none", "layer"] = "auto"
+    # Whose logits exist at once. 0: chosen from the vocabulary and the memory.
+    logits_chunk_tokens: int = Field(default=0, ge=0)
     lora_rank: int = Field(default=0, ge=0)  # 0: all parameters are trained
     lora_alpha: float = Field(default=16.0, gt=0)  # scale is alpha / rank
     # Acts on the adapters' input in training passes; canary, scores and versions have none.
@@ -349,6 +354,9 @@ class DataSource(Section):
     prompt_column: str = "prompt"  # a string or a list of messages
     # Empty: the first of answer, ground_truth, solution, label, reward_model.ground_truth.
     answer_column: str = ""
+    # The answer is what follows the last such mark in its column, with commas taken out of numbers:
+    # "####" for GSM8K. Empty: the whole column.
+    answer_after: str = ""
     # Arguments of a source that is code.
     options: dict[str, str | int | float | bool] = Field(default_factory=dict)
     env: str = ""  # label of its environment; empty: the only one
@@ -434,6 +442,9 @@ class RuntimeConfig(Section):
     run_dir: str = "runs/latest"  # everything of the run is written here
     seed: int = 0  # of sampling: with the prompt and sample number it fixes the draws
     device: str = "auto"  # auto: cuda where there is one, else cpu
+    # Use so much of each GPU and no more, in units of 1,000,000,000 bytes: as on a smaller card, or
+    # beside other programs. 0: all that is free.
+    device_memory_gb: float = Field(default=0.0, ge=0)
     threads: int = Field(default=0, ge=0)  # of every worker; 0: each section's own
     grace_s: float = Field(default=30.0, gt=0)  # to end cleanly after a signal
     watchdog_s: float = Field(default=60.0, gt=0)  # without progress, until the waits are named

@@ -53,10 +53,9 @@ _FREE = {
     "checkpoint": "every_steps state_every_s keep keep_best dtype shard_bytes_max",
     "evaluation": "every_steps failed_share_max",
     "logging": "rollouts progress sinks",
-    "audit": "recompute_share tolerance",
     "runtime": (
-        "run_dir device threads grace_s watchdog_s mps mps_learner_percent mps_learner_yields "
-        "address"
+        "run_dir device device_memory_gb threads grace_s watchdog_s mps mps_learner_percent "
+        "mps_learner_yields address"
     ),
     "resources": "learner_ranks devices_per_instance elastic_instances instances_max",
 }
@@ -72,10 +71,12 @@ _FIXED = {
     "model": "path",
     "data": "train eval seed shuffle prompt_tokens_max chat system_prompt template_options",
     "data.train[]": (
-        "path weight name split subset prompt_column answer_column options env prompt_tokens"
+        "path weight name split subset prompt_column answer_column answer_after options env "
+        "prompt_tokens"
     ),
     "data.eval[]": (
-        "path weight name split subset prompt_column answer_column options env prompt_tokens"
+        "path weight name split subset prompt_column answer_column answer_after options env "
+        "prompt_tokens"
     ),
     "reward": "functions",
     "reward.functions[]": "name weight form options",

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from collections.abc import Mapping, Sequence
 from datetime import date, datetime, time
 from decimal import Decimal
@@ -161,7 +162,22 @@ def _contents(messages: Sequence[Mapping[str, object]]) -> list[str] | None:
 
 
 def read_answer(row: Row, source: DataSource, where: str) -> str | None:
-    """The gold answer, where the field's datasets keep it."""
+    """The gold answer: of its column, what follows the mark (`answer_after`) if there is one."""
+    text = _find_answer(row, source, where)
+    mark = source.answer_after
+    if text is None or not mark:
+        return text
+    _, found, rest = text.rpartition(mark)
+    if not found:
+        raise UserError(
+            f"{where}: no {mark!r} in the answer; set answer_after to the mark before the final "
+            "answer, or leave it out to take the whole column"
+        )
+    return re.sub(r"(?<=\d),(?=\d{3}\b)", "", rest.strip())
+
+
+def _find_answer(row: Row, source: DataSource, where: str) -> str | None:
+    """Where the field's datasets keep it."""
     if source.answer_column:
         value: object = row
         for part in source.answer_column.split("."):

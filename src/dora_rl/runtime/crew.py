@@ -1,9 +1,11 @@
 """The worker processes of a local run: started, connected, heard, replaced.
 
-Every worker is a fresh interpreter (no fork, no pickle). Threads only carry messages: one accepts
-connections, and each worker has one that reads into the inbox, one that writes from its outbox and
-one that waits for its end. The controller's single thread empties the inbox and never blocks on a
-worker. A worker that ended puts None into the inbox, after everything it had said.
+Workers are forked from one warm process that imports once and touches no device
+(`workers.fork_server`), or are fresh interpreters where that is not possible. Threads only carry
+messages: one accepts connections, and each worker has one that reads into the inbox, one that
+writes from its outbox and one that waits for its end. The controller's single thread empties the
+inbox and never blocks on a worker. A worker that ended puts None into the inbox, after everything
+it had said.
 
 A worker holds the run's lock with the controller, and ends with it: its standard input is a pipe
 that nobody writes to any more, and whose end means that the controller is gone.
@@ -26,7 +28,7 @@ from dataclasses import dataclass, field
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 from numpy.typing import NDArray
 
@@ -34,6 +36,7 @@ from dora_rl.config import RunConfig
 from dora_rl.runtime.last_words import why_ended
 from dora_rl.runtime.leftovers import claim, store_name, sweep
 from dora_rl.runtime.wire import Channel, Message, pack
+from dora_rl.workers.fork_server import ForkServer
 
 TMP_CHARS_MAX = 60
 KILL_WAIT_S = 30.0  # for a killed process to be gone
@@ -86,6 +89,13 @@ def socket_home() -> tuple[Path, int]:
     return home, claim(home)
 
 
+def worker_environment() -> dict[str, str]:
+    environment = dict(os.environ)
+    environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    environment.setdefault("TOKENIZERS_PARALLELISM", "false")
+    return environment
+
+
 class Crew:
     """All workers of one run."""
 
@@ -109,6 +119,7 @@ class Crew:
         self.lives: dict[str, int] = {}
         self.num_refused = 0  # connections that did not know the key
         self.closing = False
+        self._server: ForkServer | None = None
         (run_dir / "logs").mkdir(parents=True, exist_ok=True)
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -143,25 +154,33 @@ class Crew:
     def _spawn(self, role: str, name: str) -> Process:
         """A process that waits for its setup; nobody hears of it before it has one."""
         del role
-        environment = dict(os.environ)
-        environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-        environment.setdefault("TOKENIZERS_PARALLELISM", "false")
         with (self._run_dir / "logs" / f"{name}.log").open("ab") as log:
+            forked = self._fork(name, log)
+            if forked is not None:
+                return forked
             return subprocess.Popen(
                 [sys.executable, "-m", "dora_rl.runtime.worker"],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                env=environment,
+                env=worker_environment(),
                 start_new_session=True,  # a Ctrl-C reaches the controller alone
                 pass_fds=self._keep_fds,
             )
 
+    def _fork(self, name: str, log: IO[bytes]) -> Process | None:
+        """From the warm process, which the first worker starts; one that died is not replaced."""
+        if self._server is None and sys.platform == "linux":
+            with (self._run_dir / "logs" / "fork_server.log").open("ab") as own:
+                self._server = ForkServer(worker_environment(), own)
+        return self._server.start(name, log, self._keep_fds) if self._server else None
+
     def _deliver(self, process: Process, setup: str) -> None:
-        assert isinstance(process, subprocess.Popen) and process.stdin is not None
+        stdin = getattr(process, "stdin", None)
+        assert stdin is not None
         try:
-            process.stdin.write(setup.encode() + b"\n")
-            process.stdin.flush()
+            stdin.write(setup.encode() + b"\n")
+            stdin.flush()
         except BrokenPipeError:
             pass  # it is gone already, as its waiting thread will say
 
@@ -321,6 +340,8 @@ class Crew:
         return why_ended(worker.last_words, worker.process.poll())
 
     def _close(self) -> None:
+        if self._server is not None:
+            self._server.close()
         self._listener.close()
         if self.address.startswith("/"):
             shutil.rmtree(Path(self.address).parent, ignore_errors=True)

@@ -1,9 +1,11 @@
-"""Which GPUs an instance sees on one machine, and how much of their memory is its own.
+"""Which GPUs an instance sees on one machine; on a cluster, how much of their memory is its own.
 
 On a cluster Ray hides the others; here the worker is told their names before it touches CUDA. The
 learner's ranks have the first GPUs. An instance gets the next one, then one after the other as long
 as there are any, and shares one where there are fewer; instances that sleep while the learner
-computes sit on its GPUs too. An instance of several GPUs has them to itself.
+computes sit on its GPUs too. An instance of several GPUs has them to itself. The memory of this
+machine's GPUs is divided by their plan (setup/plan.py); the fixed shares here are for where nothing
+is known of a GPU before a worker is on it.
 """
 
 from __future__ import annotations
@@ -42,10 +44,15 @@ def visible_gpus() -> tuple[str, ...]:
 
 
 def local_places(
-    config: RunConfig, device: str, instances: Sequence[str], elastic: Sequence[str]
+    config: RunConfig,
+    device: str,
+    instances: Sequence[str],
+    elastic: Sequence[str],
+    gpus: Sequence[str] | None = None,
 ) -> dict[str, Place]:
     """On this machine. A device with a number ("cuda:1") is the one GPU of the whole run."""
-    gpus = visible_gpus() if device != "cpu" else ()
+    if gpus is None:
+        gpus = visible_gpus() if device != "cpu" else ()
     if not gpus:
         return {}
     if ":" not in device:

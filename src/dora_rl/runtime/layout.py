@@ -10,19 +10,22 @@ import os
 import secrets
 import shutil
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dora_rl.config import RunConfig
 from dora_rl.core.modes import policy_of
 from dora_rl.runtime.crew import Crew
-from dora_rl.runtime.devices import Place, local_places, shared_place
+from dora_rl.runtime.devices import EVALUATOR_SHARE, Place, local_places, shared_place
 from dora_rl.runtime.engines import COLOCATED, resident_limit
 from dora_rl.runtime.leftovers import transfer_of
 from dora_rl.runtime.settings import core_params
 from dora_rl.runtime.weights import shared_memory_root
+
+if TYPE_CHECKING:
+    from dora_rl.setup.plan import RunPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,7 @@ class Layout:
     learner_percent: int  # of a GPU's processors, under MPS
     learner_yields: bool
     places: Mapping[str, Place]  # of instances on GPUs; on a cluster Ray decides
+    memory: RunPlan | None = None  # of the GPUs of this machine (setup/plan.py)
 
     @property
     def has_elastic(self) -> bool:
@@ -61,6 +65,19 @@ class Layout:
     def place_of(self, name: str) -> Place:
         return self.places.get(name) or shared_place(self.is_elastic(name))
 
+    def memory_extra(self, name: str) -> dict[str, Any]:
+        """A worker's part of its GPU: sizes that the configuration leaves open, and limits."""
+        plan = self.memory
+        if plan is None:
+            return {}
+        extra: dict[str, Any] = {"sizes": plan.sizes(name), "memory_limit": plan.limit(name)}
+        share = plan.share(name)
+        return extra if share is None else extra | {"memory_share": share}
+
+    def evaluator_extra(self) -> dict[str, Any]:
+        share = {"device": self.device, "memory_share": EVALUATOR_SHARE}
+        return share | self.memory_extra("evaluator")
+
     def instance_extra(self, name: str) -> dict[str, Any]:
         place = self.place_of(name)
         return {
@@ -73,10 +90,12 @@ class Layout:
             "transfer_root": str(self.transfer_root),
             "gpus": list(place.gpus),
             "memory_share": place.memory_share,
+            **self.memory_extra(name),
         }
 
     def learner_extra(self, name: str, meeting: Path) -> dict[str, Any]:
         return {
+            **self.memory_extra(name),
             "device": self.device,
             "rank": self.learners.index(name),
             "num_ranks": len(self.learners),
@@ -115,8 +134,8 @@ def start_ranks(crew: Crew, layout: Layout, run_dir: Path) -> None:
         crew.start("learner", name, layout.learner_extra(name, meeting))
 
 
-def plan_layout(config: RunConfig, device: str) -> Layout:
-    """Derive what the configuration leaves open."""
+def plan_layout(config: RunConfig, device: str, gpus: Sequence[str] | None = None) -> Layout:
+    """Derive what the configuration leaves open. `gpus`: as if there were these; None: as it is."""
     mode = config.orchestration.mode
     policy = policy_of(core_params(config))
     num_cores = len(os.sched_getaffinity(0))
@@ -142,5 +161,5 @@ def plan_layout(config: RunConfig, device: str) -> Layout:
         transfer_root=transfer_of(root),
         learner_percent=100 if colocated else config.runtime.mps_learner_percent,
         learner_yields=config.runtime.mps_learner_yields and not colocated,
-        places=local_places(config, device, names, elastic) if here else {},
+        places=local_places(config, device, names, elastic, gpus) if here else {},
     )

@@ -195,6 +195,7 @@ class LearnerWorker:
         document = prompt + config.rollout.tokens_max
         samples = config.orchestration.batch_groups * config.rollout.num_samples
         warm_up(self.learner, samples * document)
+        self._tell_notes()
 
     def _serve(self) -> None:
         while (message := self._receive()).kind != "end":
@@ -247,6 +248,12 @@ class LearnerWorker:
         self.channel.send_event(ev.TrainerJoined(self.version, optimizer, incarnation=life))
         beat(self.channel, self._beat, BEAT_S)
 
+    def _tell_notes(self) -> None:
+        """What the learner has to say to whoever watches, once."""
+        notes, self.learner.notes = self.learner.notes, []
+        for line in notes if self.rank == 0 else ():
+            self.channel.send("note", {"line": f"learner: {line}"})
+
     def _beat(self) -> None:
         life = self.setup.life
         self.channel.send_event(ev.TrainerReport(self.version, self.progress, incarnation=life))
@@ -290,6 +297,7 @@ class LearnerWorker:
         began = self._worked_s()
         yield
         self.busy_s += self._worked_s() - began
+        self._tell_notes()
 
     def _worked_s(self) -> float:
         """A clock that stands while the learner waits for a version that it is still sealing."""

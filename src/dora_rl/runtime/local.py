@@ -44,7 +44,6 @@ from dora_rl.observe.eventlog import FileLog
 from dora_rl.ports import Ports
 from dora_rl.runtime.carrier import Carrier, SameHost
 from dora_rl.runtime.crew import Crew, Letter
-from dora_rl.runtime.devices import EVALUATOR_SHARE
 from dora_rl.runtime.env_relay import EnvRelay
 from dora_rl.runtime.eval_figures import (
     TAIL_FILE,
@@ -169,8 +168,7 @@ class LocalRun:
         e = self.config.evaluation
         prompts = list(source.once(e.num_prompts))[: e.num_prompts]
         has_functions = bool(self.config.reward.functions)
-        share = {"device": self.layout.device, "memory_share": EVALUATOR_SHARE}
-        extra = share | {"has_functions": has_functions}
+        extra = self.layout.evaluator_extra() | {"has_functions": has_functions}
         tail = TailPrompts(prompts, self.run_dir / TAIL_FILE)
         return Evaluations(
             self.crew, self.pool, prompts, e, tail, self.decode, self._evaluated, extra

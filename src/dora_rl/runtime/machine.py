@@ -11,10 +11,13 @@ import shutil
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dora_rl.config import RunConfig
 from dora_rl.runtime.weights import SHARED_MEMORY
+
+if TYPE_CHECKING:
+    from dora_rl.runtime.layout import Layout
 
 GIB = 1 << 30
 LIBRARIES = [
@@ -168,26 +171,21 @@ class Forecast:
         ]
 
 
-def forecast(config: RunConfig, machine: Machine) -> Forecast:
-    """Derive the layout as a run would, and compare it with the machine."""
-    import torch
-
+def forecast(config: RunConfig, machine: Machine, layout: Layout) -> Forecast:
+    """Compare the layout of a run with the machine. The memory of GPUs is their plan's."""
     from dora_rl.core.modes import policy_of
     from dora_rl.engine import cache, memory
     from dora_rl.engine.models import read_spec
     from dora_rl.engine.options import EngineOptions
-    from dora_rl.runtime.layout import plan_layout
     from dora_rl.runtime.settings import core_params
 
-    device = config.runtime.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    layout, params = plan_layout(config, device), core_params(config)
+    device, params = layout.device, core_params(config)
     policy = policy_of(params)
     spec = read_spec(config.model.path)
-    share = layout.place_of(layout.instances[0]).memory_share
+    extra = layout.instance_extra(layout.instances[0])
     values = config.rollout.engine_options(device, layout.resident_max)
-    options = EngineOptions(**values, memory_share=share)
+    values |= extra.get("sizes", {}).get("rollout", {})
+    options = EngineOptions(**values, memory_share=extra["memory_share"])
     each = memory.version_bytes(spec, options.dtype)
     free = machine.memory_free_bytes if device == "cpu" else memory.free_bytes(device)
     groups = min(params.inflight_groups, policy.cap or params.inflight_groups)
@@ -211,14 +209,15 @@ def forecast(config: RunConfig, machine: Machine) -> Forecast:
         shm_needed_bytes=each * (policy.max_staleness + 2),
         problems=(),
     )
-    problems = tuple(_problems(plan, config, machine, spec.context_max, layout.crowd))
+    crowd = 0 if layout.memory is not None else layout.crowd
+    problems = tuple(_problems(plan, config, machine, spec.context_max, crowd))
     return Forecast(**{**asdict(plan), "problems": problems})
 
 
 def _problems(
     plan: Forecast, config: RunConfig, machine: Machine, context: int, crowd: int
 ) -> list[str]:
-    """`crowd` instances share a device."""
+    """`crowd` instances share a device; 0: its memory is planned elsewhere."""
     found = []
     needed = plan.resident_versions * crowd
     if plan.versions_fit < needed:

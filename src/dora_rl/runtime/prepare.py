@@ -23,6 +23,8 @@ from dora_rl.runtime.learner_check import check_learner, check_learner_device, d
 from dora_rl.runtime.model_check import check_model_files
 from dora_rl.runtime.sinks import check_sinks
 from dora_rl.runtime.tokenizer import open_tokenizer
+from dora_rl.setup.plan import with_memory
+from dora_rl.setup.ways_out import memory_problems
 from dora_rl.types import UserError
 
 
@@ -35,6 +37,12 @@ class Prepared:
     train: PromptSource
     evaluation: PromptSource | None
     decode: Callable[[Sequence[int]], str]
+
+    def check_memory(self) -> None:
+        """Refuse a run whose GPUs are too small, with what to change."""
+        problems = memory_problems(self.config, self.layout)
+        if problems:
+            raise UserError(problems[0])
 
     def describe(self) -> list[str]:
         o, layout = self.config.orchestration, self.layout
@@ -71,7 +79,7 @@ def prepare(config: RunConfig) -> Prepared:
     def decode(ids: Sequence[int]) -> str:
         return tokenizer.decode(ids, skip_special_tokens=True)
 
-    layout = plan_layout(config, choose_device(config.runtime.device))
+    layout = with_memory(config, plan_layout(config, choose_device(config.runtime.device)))
     check_learner_device(config, layout.device)
     engine = EngineOptions(**config.rollout.engine_options(layout.device, layout.resident_max))
     check_context(config, engine, len(train.prompt(0).token_ids))

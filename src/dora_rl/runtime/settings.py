@@ -114,7 +114,28 @@ def _override(data: dict[str, Any], override: str) -> None:
         data = data.setdefault(section, {})
         if not isinstance(data, dict):
             raise UserError(f"override {override!r}: {section} is not a section")
+    if sections == ["data"] and last in ("train", "eval"):
+        value = _keep_columns(data.get(last), value)
     data[last] = value
+
+
+def _keep_columns(before: object, paths: object) -> object:
+    """Other files for `data.train` or `data.eval` are read as the recipe says of its own.
+
+    Only where the file's entries agree on how: columns, mark, chat and environment.
+    """
+    entries = before if isinstance(before, list) else [before]
+    given = paths if isinstance(paths, list) else [paths]
+    if not given or not all(isinstance(path, str) for path in given):
+        return paths
+    tables = [entry if isinstance(entry, dict) else {} for entry in entries]
+    kept = [
+        {k: v for k, v in t.items() if k not in ("path", "name", "weight", "options", "subset")}
+        for t in tables
+    ]
+    if any(other != kept[0] for other in kept[1:]):
+        return paths
+    return [{**kept[0], "path": path} for path in given]
 
 
 def _check_keys(kind: type[BaseModel], data: dict[str, Any], where: str, prefix: str) -> None:

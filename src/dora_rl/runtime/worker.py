@@ -50,8 +50,14 @@ class Setup:
 
 
 def read_setup(line: str) -> Setup:
+    """With the sizes that the memory plan has chosen for this worker in the configuration."""
     data = json.loads(line)
-    return Setup(**{**data, "config": RunConfig.model_validate(data["config"])})
+    config: dict[str, Any] = data["config"]
+    for section, values in data["extra"].get("sizes", {}).items():
+        config[section] = config[section] | values
+    if data["role"] == "learner" and config["trainer"]["device"] == "auto":
+        config["trainer"] = config["trainer"] | {"device": data["extra"]["device"]}
+    return Setup(**{**data, "config": RunConfig.model_validate(config)})
 
 
 def beat(channel: Channel, send: Any, period_s: float) -> None:
@@ -101,9 +107,28 @@ def main() -> int:
     if setup.extra.get("mps_yields"):
         os.environ[PRIORITY] = BELOW_NORMAL
     if setup.config.runtime.threads:
-        os.environ.setdefault("OMP_NUM_THREADS", str(setup.config.runtime.threads))
+        _limit_threads(setup.config.runtime.threads)
+    if setup.extra.get("memory_limit"):
+        _limit_memory(setup.extra)
     serve(setup)
     return 0
+
+
+def _limit_threads(num_threads: int) -> None:
+    """Torch reads the variable when it is imported, which a forked worker has behind it."""
+    os.environ.setdefault("OMP_NUM_THREADS", str(num_threads))
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+
+def _limit_memory(extra: dict[str, Any]) -> None:
+    """What the allocator may hold of its GPU, for a run that plans for a smaller one."""
+    import torch
+
+    number = str(extra["device"]).partition(":")[2]
+    index = int(number) if number else int(extra.get("rank", 0))
+    torch.cuda.set_per_process_memory_fraction(min(1.0, extra["memory_limit"]), index)
 
 
 def serve(setup: Setup) -> None:

@@ -39,11 +39,11 @@ class ForeignPolicy(nn.Module):
         self.format = CheckpointFormat(model)
         self.head = OutputLayer(model)
         self.hidden = self.head.hidden
-        choose(
-            "trainer.activation_checkpointing", options.activation_checkpointing, ("none", "layer")
-        )
+        kinds = ("auto", "none", "layer")
+        choose("trainer.activation_checkpointing", options.activation_checkpointing, kinds)
+        self._checkpointing = False
         if options.activation_checkpointing == "layer":
-            recompute_layers(model)
+            self.checkpointing = True
         self.compute_in(dtype)
         self.train()
 
@@ -52,6 +52,16 @@ class ForeignPolicy(nn.Module):
         self.compute_dtype = dtype
         if dtype != torch.float32:
             cast_where_used(self.inner, dtype)
+
+    @property
+    def checkpointing(self) -> bool:
+        """Whether layers are computed again in the backward pass."""
+        return self._checkpointing
+
+    @checkpointing.setter
+    def checkpointing(self, on: bool) -> None:
+        self._checkpointing = on
+        recompute_layers(self.inner, on)
 
     def forward(
         self,
@@ -198,7 +208,7 @@ class OutputLayer:
         return not torch.equal(made, raw)
 
 
-def recompute_layers(model: Any) -> None:
+def recompute_layers(model: Any, on: bool = True) -> None:
     """Keep nothing of a layer but its input; run it again for its gradient."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -210,7 +220,7 @@ def recompute_layers(model: Any) -> None:
         )
     for layer in layers:
         # What a module runs when it is called, its hooks included.
-        layer._compiled_call_impl = _recomputed(layer._call_impl)
+        layer._compiled_call_impl = _recomputed(layer._call_impl) if on else None
 
 
 def _recomputed(call: Callable[..., Any]) -> Callable[..., Any]:

@@ -15,13 +15,14 @@ before `finish_step`.
 
 Never updates from a non-finite loss or gradient (the update is skipped and counted), and never
 scores old log-probs under weights in motion. Invariant: the gradient applied is that of the whole
-update's loss, whatever the packs it was cut into.
+update's loss, whatever the packs it was cut into, and however often memory ran out meanwhile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,7 @@ from dora_rl.trainer.packing import pack_balanced, pack_stream
 from dora_rl.trainer.passes import policy_pass
 from dora_rl.trainer.prepare import group_documents, per_group_advantages, whole_batch_advantages
 from dora_rl.trainer.publish import Publisher, compute_canary
+from dora_rl.trainer.room import Room, shortage
 from dora_rl.trainer.scoring import SealedScorer, score
 from dora_rl.types import StepIndex, UserError, Version
 
@@ -65,11 +67,17 @@ _PACK_PARTS = 4  # a pack that is full by one part is run where the learner woul
 class OpenUpdate:
     """What the update being filled has seen so far; denominators are known only at its end."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.num_groups = 0
         self.num_tokens = 0
         self.num_sequences = 0
+        self.forget_passes(device)
+
+    def forget_passes(self, device: torch.device) -> None:
+        """As if no pack had been run."""
         self.loss: Tensor | None = None
+        self.meters = Meters(device)  # of its packs
+        self.documents: list[Document] = []  # that were run
 
     def add_loss(self, total: Tensor) -> None:
         self.loss = total if self.loss is None else self.loss + total
@@ -107,7 +115,8 @@ class Learner:
         if not on_gpu:
             keep_freed_memory()
         self.rank, self.num_ranks = distributed.world()
-        self.pack_tokens = trainer.pack_tokens or _PACK_TOKENS.get(self.device.type, 16384)
+        self.room = Room(trainer.pack_tokens or _PACK_TOKENS.get(self.device.type, 16384))
+        self.notes: list[str] = []  # for whoever watches the run
         self.quadratic = attention_crossover_tokens(self.policy)
         self.groups_per_update = self._groups_per_update(batch_groups)
         self.scorer = SealedScorer(
@@ -115,7 +124,7 @@ class Learner:
             made.make_twin,
             made.make_adapted,
             self.objective.options.temperature,
-            self.pack_tokens,
+            self.room.pack_tokens,
         )
         self.meters = Meters(self.device)
         self.publisher = Publisher()
@@ -127,8 +136,13 @@ class Learner:
         self.skip_reason = ""
         self._buffer: list[GroupBatch] = []
         self._pending: list[Document] = []
-        self._update = OpenUpdate()
+        self._update = OpenUpdate(self.device)
         self._updates_in_step = 0
+
+    @property
+    def pack_tokens(self) -> int:
+        """Of one pack; fewer once memory has run out."""
+        return self.room.pack_tokens
 
     # -- one step ---------------------------------------------------------------------------------
 
@@ -139,7 +153,7 @@ class Learner:
         adapters = self.options.lora_rank and self.options.lora_publish == "adapters"
         if self.num_ranks > 1 and adapters and self.objective.options.old_logprobs != "rollout":
             self.scorer.hold_base()  # ranks score different packs, but begin a step together
-        self._update, self._pending, self._buffer = OpenUpdate(), [], []
+        self._update, self._pending, self._buffer = OpenUpdate(self.device), [], []
 
     def feed(self, groups: Sequence[GroupBatch]) -> None:
         """Take groups. Bad samples are counted and left out; see `batch.admit`."""
@@ -316,12 +330,27 @@ class Learner:
     def _run_packs(self, flush: bool) -> None:
         """Run the packs that are full; with `flush` also what is left over.
 
-        With several ranks a pack is run by each: the same plan everywhere, each takes its own.
+        Where memory runs out, all of the update is run again in smaller packs: what a backward pass
+        that failed has added to the gradients cannot be taken out of them.
         """
+        while packs := self._next_packs(flush):
+            for place, documents in enumerate(packs):
+                missing = self._try_pack(documents)
+                if missing:
+                    waiting = [d for pack in packs[place:] for d in pack]
+                    self._pending = [*self._update.documents, *waiting, *self._pending]
+                    self.make_room([d.num_tokens for d in documents], missing)
+                    break
+            else:
+                return
+
+    def _next_packs(self, flush: bool) -> list[list[Document]]:
+        """Taken from what is pending. With several ranks a pack is run by each: the same plan
+        everywhere, each takes its own."""
         pending, lengths = self._pending, [d.num_tokens for d in self._pending]
         if self.num_ranks > 1:
             if not lengths or not (flush or sum(lengths) >= self.num_ranks * self.pack_tokens):
-                return
+                return []
             packs = pack_balanced(lengths, self.pack_tokens, self.num_ranks, self.quadratic)
             packs, rest = packs[self.rank :: self.num_ranks], []
         else:
@@ -329,8 +358,40 @@ class Learner:
             if flush and rest:
                 packs, rest = [*packs, rest], []
         self._pending = [pending[i] for i in rest]
-        for indices in packs:
-            self._run_pack([pending[i] for i in indices])
+        return [[pending[i] for i in indices] for indices in packs]
+
+    def _try_pack(self, documents: list[Document]) -> str:
+        """Run it; where there was not enough memory, say what was missing. Returns outside of the
+        handler, whose traceback holds the activations."""
+        try:
+            self._run_pack(documents)
+        except (RuntimeError, UserError) as error:
+            missing = shortage(error)
+            if not missing:
+                raise
+        else:
+            self._update.documents += documents
+            return ""
+        return missing
+
+    def make_room(self, lengths: Sequence[int], missing: str) -> None:
+        """A pack of such documents did not fit: drop the gradients and whatever torch holds on to,
+        and let the next packs be smaller. Raises where nothing is smaller."""
+        if self.num_ranks > 1:  # the others are in the middle of a collective
+            raise UserError(
+                f"out of memory in a pack of {sum(lengths):,} tokens ({missing}); set "
+                f"trainer.pack_tokens below {self.pack_tokens}, then --resume"
+            )
+        recomputed = bool(self.policy.checkpointing) or self.room.recomputes(sum(lengths))
+        self.notes.append(self.room.shrink(lengths, missing, recomputed=recomputed))
+        self.meters.count("memory/retries")
+        self.scorer.pack_tokens = self.pack_tokens
+        self._update.forget_passes(self.device)
+        for optimizer in (self.optimizer, self.critic_optimizer):
+            if optimizer is not None:
+                optimizer.zero_grad()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _run_pack(self, documents: list[Document]) -> None:
         if not documents:
@@ -339,15 +400,28 @@ class Learner:
         assert self.step is not None
         self._fill_old(documents)
         self._score_reference(documents)
-        pack = collate(documents, self.device)
-        self._update.add_loss(
-            policy_pass(self.policy, pack, self.objective, self.meters, self.step)
-        )
-        if self.critic is not None:
-            self._update.add_loss(
-                critic_pass(self.critic, pack, self.objective.options, self.meters) * 0.0
-            )
-        self.meters.count("train/packs")
+        pack, update = collate(documents, self.device), self._update
+        with self._recomputing(sum(d.num_tokens for d in documents)):
+            loss = policy_pass(self.policy, pack, self.objective, update.meters, self.step)
+            update.add_loss(loss)
+            if self.critic is not None:
+                options = self.objective.options
+                update.add_loss(critic_pass(self.critic, pack, options, update.meters) * 0.0)
+        update.meters.count("train/packs")
+
+    @contextmanager
+    def _recomputing(self, num_tokens: int) -> Iterator[None]:
+        """A pack of so many tokens computes its layers again if it has to."""
+        bodies = [self.policy, *([self.critic.body] if self.critic is not None else [])]
+        if self.policy.checkpointing or not self.room.recomputes(num_tokens):
+            bodies = []
+        for body in bodies:
+            body.checkpointing = True
+        try:
+            yield
+        finally:
+            for body in bodies:
+                body.checkpointing = False
 
     def _run_nothing(self) -> None:
         """Take part in the collectives of a pack that fell to other ranks only."""
@@ -398,7 +472,8 @@ class Learner:
 
     def _finish_update(self) -> None:
         self._run_packs(flush=True)
-        update, self._update = self._update, OpenUpdate()
+        update, self._update = self._update, OpenUpdate(self.device)
+        self.meters.add(update.meters)
         self._updates_in_step += 1
         if not update.num_sequences:
             self.meters.count("update/empty")

@@ -55,6 +55,15 @@ class Meters:
     def count(self, name: str, amount: float = 1) -> None:
         self._counts[name] = self._counts.get(name, 0.0) + amount
 
+    def add(self, other: Meters) -> None:
+        """Everything that another has seen."""
+        for name, total in other._sums.items():
+            self.add_sum(name, total, other._weights[name])
+        for name, amount in other._counts.items():
+            self.count(name, amount)
+        for name, values in other._extremes.items():
+            self._extremes.setdefault(name, []).extend(values)
+
     def observe(self, name: str, value: float) -> None:
         """A single number whose mean, min, max and std are wanted."""
         self._extremes.setdefault(name, []).append(value)

@@ -18,7 +18,7 @@ from dora_rl.trainer.architecture import Architecture, load_config, read_archite
 from dora_rl.trainer.attention import pick_attention
 from dora_rl.trainer.casting import cast_parameters
 from dora_rl.trainer.decoder import Decoder, Layer
-from dora_rl.trainer.distributed import gathered, like_shard
+from dora_rl.trainer.distributed import gathered, like_shard, world
 from dora_rl.trainer.foreign import ForeignPolicy
 from dora_rl.trainer.foreign_check import load_foreign
 from dora_rl.trainer.lora import add_lora, is_adapter, merged, plain_name
@@ -61,7 +61,8 @@ def build_decoder(
     cast_parameters(decoder, weights_dtype)  # before there is any memory behind them
     decoder.to_empty(device=device)
     decoder.inv_freq = arch.inv_freq().to(device)
-    choose("trainer.activation_checkpointing", options.activation_checkpointing, ("none", "layer"))
+    kinds = ("auto", "none", "layer")  # auto: the memory plan of a run has chosen before
+    choose("trainer.activation_checkpointing", options.activation_checkpointing, kinds)
     decoder.checkpointing = options.activation_checkpointing == "layer"
     decoder.chunk_tokens = options.logits_chunk_tokens
     if choose("trainer.compile", options.compile, ("auto", "on", "off")) != "off" and (
@@ -103,7 +104,8 @@ def initialise(decoder: Decoder, seed: int, std: float = 0.02) -> None:
 
 
 def load_policy(directory: Path, options: TrainerOptions) -> Policy:
-    """Read a model directory into a policy with float32 parameters."""
+    """Read a model directory into a policy with float32 parameters. A base that only carries
+    adapters stays as it is stored, where the policy computes in that."""
     config = load_config(directory)
     choose("trainer.implementation", options.implementation, ("auto", "lean", "transformers"))
     arch = None if options.implementation == "transformers" else read_architecture(config)
@@ -115,10 +117,18 @@ def load_policy(directory: Path, options: TrainerOptions) -> Policy:
             )
         device = pick_device(options.device)
         return load_foreign(directory, device, pick_dtype(options.compute_dtype, device), options)
-    decoder = build_decoder(arch, options)
+    decoder = build_decoder(arch, options, _weights_dtype(config, options))
     with TensorReader(directory) as reader:
         load_weights(decoder, reader.read)
     return decoder
+
+
+def _weights_dtype(config: dict[str, Any], options: TrainerOptions) -> torch.dtype:
+    """Half the memory, and the same numbers wherever they go. Ranks shard one dtype alone."""
+    computed = pick_dtype(options.compute_dtype, pick_device(options.device))
+    stored = str(config.get("dtype") or config.get("torch_dtype"))
+    alone = options.lora_rank > 0 and world()[1] == 1
+    return computed if alone and DTYPES.get(stored) == computed else torch.float32
 
 
 @torch.no_grad()

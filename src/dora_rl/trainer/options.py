@@ -113,7 +113,7 @@ class TrainerOptions:
     attention: str = "auto"  # auto | varlen | flex | blocks | sdpa | loop
     implementation: str = "auto"  # auto | lean | transformers
     compile: str = "auto"  # auto | on | off
-    activation_checkpointing: str = "none"  # none | layer
+    activation_checkpointing: str = "auto"  # auto | none | layer
     logits_chunk_tokens: int = 0  # 0: chosen from the vocabulary
     lora_rank: int = 0
     lora_alpha: float = 16.0

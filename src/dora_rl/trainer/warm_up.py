@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dora_rl.trainer.attention_layout import Layout
 from dora_rl.trainer.learner import Learner
+from dora_rl.trainer.room import shortage
 
 DOCUMENT_TOKENS = 512
 PACK_MIN = 8
@@ -43,12 +44,26 @@ def warm_up(learner: Learner, step_tokens_max: int) -> None:
         return
     longest = min(DOCUMENT_TOKENS, learner.policy.positions_max)
     for size in pack_sizes(min(learner.pack_tokens, step_tokens_max)):
-        _pass(learner, layout_of(size, longest, learner.device))
+        if size <= learner.pack_tokens:
+            _pass_that_fits(learner, size, longest)
     for optimizer in (learner.optimizer, learner.critic_optimizer):
         if optimizer is not None:
             optimizer.zero_grad()
     if on_gpu:
         torch.cuda.empty_cache()  # others on this device may need what steps will not
+
+
+def _pass_that_fits(learner: Learner, size: int, longest: int) -> None:
+    """What does not fit here would not fit in a step: packs are smaller from now on."""
+    layout = layout_of(size, longest, learner.device)
+    try:
+        _pass(learner, layout)
+        return
+    except RuntimeError as error:
+        missing = shortage(error)
+        if not missing:
+            raise
+    learner.make_room(layout.lengths, missing)
 
 
 def _pass(learner: Learner, layout: Layout) -> None:

@@ -16,6 +16,7 @@ import pytest
 
 from dora_rl.config import DataConfig, DataSource
 from dora_rl.data.prompts import check_disjoint, open_data, open_prompts
+from dora_rl.data.render import read_answer
 from dora_rl.types import UserError
 
 
@@ -433,3 +434,21 @@ def test_other_bad_settings(tmp_path: Path) -> None:
     answer = DataConfig(train=(DataSource(path=str(path), answer_column="gold"),))
     with pytest.raises(UserError, match=r"line 1: no 'gold' \(columns: prompt\)"):
         open_prompts(answer, CharTokenizer()).check()
+
+
+class TestAnswerAfter:
+    """GSM8K as it comes: the solution, then `#### 72`."""
+
+    SOURCE = DataSource(path="a.jsonl", prompt_column="question", answer_after="####")
+
+    def test_the_answer_follows_the_last_mark(self) -> None:
+        row = {"question": "q", "answer": "48/2 = 24 #### no\n#### 72"}
+        assert read_answer(row, self.SOURCE, "row 0") == "72"
+
+    def test_commas_of_numbers_go(self) -> None:
+        assert read_answer({"answer": "#### 1,234,567"}, self.SOURCE, "row 0") == "1234567"
+        assert read_answer({"answer": "#### 3,5"}, self.SOURCE, "row 0") == "3,5"
+
+    def test_a_row_without_the_mark_is_named(self) -> None:
+        with pytest.raises(UserError, match=r"^row 7: no '####' in the answer; set answer_after"):
+            read_answer({"answer": "72"}, self.SOURCE, "row 7")

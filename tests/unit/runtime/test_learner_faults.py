@@ -95,6 +95,36 @@ def test_a_loss_that_cannot_be_trained_ends_the_run_with_one_line(
     assert line in fatal.body["reason"] and "\n" not in fatal.body["reason"]
 
 
+SHORT = (
+    "(_ for _ in ()).throw(torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2 GiB'))"
+)
+
+
+def test_memory_that_runs_out_once_is_told_once(tmp_path: Path) -> None:
+    """Two documents are too much for one pack, each alone is not."""
+    body = f"{SHORT} if inputs.num_sequences > 1 else -inputs.logprobs_T"
+    worker = Served(tmp_path, "learner", algorithm=own_loss(tmp_path, body))
+    said: list[Message] = []
+    for step in range(2):
+        worker.train(step)
+        said += worker.until("committed", "fatal", "fault")
+    notes = [m.body["line"] for m in said if m.kind == "note"]
+    assert len(notes) == 1 and notes[0].startswith("learner: out of memory in a pack of ")
+    assert "Tried to allocate 2 GiB" in notes[0]
+    metrics = [m.body["metrics"] for m in said if m.kind == "committed"]
+    assert [m.get("memory/retries", 0) for m in metrics] == [1, 0]
+    assert [m["train/packs"] for m in metrics] == [2, 2]
+
+
+def test_memory_that_is_never_enough_ends_the_run(tmp_path: Path) -> None:
+    worker = Served(tmp_path, "learner", algorithm=own_loss(tmp_path, SHORT))
+    worker.train(0)
+    fatal = worker.until("fault", "fatal")[-1]
+    assert fatal.kind == "fatal" and fatal.body["ends_run"]
+    assert fatal.body["reason"].startswith("out of memory: a document of ")
+    assert "Tried to allocate 2 GiB" in fatal.body["reason"]
+
+
 def test_updates_that_are_skipped_in_a_row_end_the_run(tmp_path: Path) -> None:
     """The steps are over all the same: a resumed run goes on after them."""
     algorithm = own_loss(tmp_path, "inputs.logprobs_T * float('nan')")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from exact_cases import documents_of, move_adapters, write_exact_model
+from safetensors.torch import load_file, save_file
 from trainer_cases import make_groups, write_tiny_model
+from trainer_store import MemoryStore
 
 from dora_rl.config import RunConfig
 from dora_rl.engine.engine import Engine
@@ -18,7 +22,7 @@ from dora_rl.runtime.learner_check import check_learner
 from dora_rl.runtime.weights import SharedMemoryWeightStore
 from dora_rl.trainer.attention_layout import Layout
 from dora_rl.trainer.learner import Learner
-from dora_rl.trainer.options import TrainerOptions
+from dora_rl.trainer.options import AlgorithmOptions, CheckpointOptions, TrainerOptions
 from dora_rl.trainer.scoring import score
 from dora_rl.types import UserError
 
@@ -98,3 +102,50 @@ def test_both_forms_have_the_gradient_of_the_adapter(model_dir: Path) -> None:
     for name, gradient in beside.items():
         assert gradient is not None and gradient.abs().max() > 0
         assert torch.allclose(through[name], gradient, rtol=1e-3, atol=1e-5), name
+
+
+def stored_in_half(directory: Path, *, said: bool) -> Path:
+    """A model as they are published: bfloat16 files. Unless its configuration says so, the learner
+    holds it in float32."""
+    write_tiny_model(directory, "qwen3")
+    file = directory / "model.safetensors"
+    save_file({n: t.bfloat16() for n, t in load_file(file).items()}, file)
+    config = json.loads((directory / "config.json").read_text())
+    text = config | ({"torch_dtype": "bfloat16"} if said else {})
+    (directory / "config.json").write_text(json.dumps(text))
+    return directory
+
+
+@pytest.mark.parametrize("form", ["adapters", "merged"])
+@pytest.mark.parametrize("loss", ["grpo", "ppo"])
+def test_a_frozen_base_in_half_precision_is_exact(tmp_path: Path, form: str, loss: str) -> None:
+    """Training, published versions, checkpoints and what is resumed from them: all the same."""
+    trainer = replace(TRAINER, compute_dtype="bfloat16", lora_publish=form)
+    algorithm = AlgorithmOptions(loss=loss, kl_coef=0.1, old_logprobs="behaviour")
+    found: list[dict[str, torch.Tensor]] = []
+    for said in (False, True):
+        model = stored_in_half(tmp_path / f"model{said}", said=said)
+        store: Any = MemoryStore()
+        learner = Learner(model, algorithm, trainer, store=store)
+        learner.publish(store, 0)
+        train_step(learner, 0)
+        learner.publish(store, 1)
+        saved = learner.save(tmp_path / f"saved{said}", CheckpointOptions(dtype="float32"))
+        resumed = Learner.resume(saved, algorithm, trainer, store=store)
+        train_step(resumed, 1)
+        base = resumed.policy.get_parameter("model.embed_tokens.weight")
+        assert base.dtype == (torch.bfloat16 if said else torch.float32)
+        assert all(p.dtype == torch.float32 for p in resumed.optimizer.parameters)
+        tensors = {n: p.detach().float() for n, p in resumed.policy.named_parameters()}
+        tensors |= {f"published {n}": t for n, t in store.sealed[1].tensors.items()}
+        tensors |= load_file(saved / "model.safetensors")
+        found.append(tensors)
+    assert found[0].keys() == found[1].keys()
+    for name, tensor in found[0].items():
+        assert torch.equal(tensor, found[1][name]), name
+
+
+def train_step(learner: Learner, step: int) -> None:
+    learner.begin_step(step)
+    learner.feed(make_groups(3 + step, 2))
+    learner.finish_step()

@@ -1,8 +1,9 @@
 """CUDA graphs of the decode pass, one per bucket of version slots, rows and context lengths.
 
 A graph is captured when larger ones have served its bucket for long enough, or none is there
-(`buckets.Buckets`). Its only input that the host writes is the list of request slots of its rows,
-and only when that list changed. Without graphs the same pass runs eagerly, which is the oracle.
+(`buckets.Buckets`), as long as there is memory for it. Its only input that the host writes is the
+list of request slots of its rows, and only when that list changed. Without graphs the same pass
+runs eagerly, which is the oracle.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from dora_rl.engine.buckets import Bucket, Buckets, blocks_bucket, bucket_of
+from dora_rl.engine.buckets import Bucket, Buckets, blocks_bucket, bucket_of, cost, covers
 from dora_rl.engine.cuda.slots import DeviceSlots
 from dora_rl.engine.plan import Span
 
@@ -60,6 +61,7 @@ class DecodeGraphs(Generic[T]):
         self._captured: dict[Bucket, tuple[torch.cuda.CUDAGraph, Launched[T]]] = {}
         self._listed: dict[Bucket, list[int]] = {}
         self._pool = None
+        self._is_full = False  # there was no memory for another graph
 
     def run(
         self, groups: Mapping[int, Sequence[Span]], state: DeviceSlots, repeat: int = 1
@@ -72,17 +74,16 @@ class DecodeGraphs(Generic[T]):
         blocks_max = blocks_bucket(num_blocks, state.table.shape[1])
         key = Bucket(first, last - first + 1, per_version, blocks_max)
         if self._enabled:
-            key = self._buckets.choose(key, repeat, self._captured)
+            key = self._with_graph(self._buckets.choose(key, repeat, self._captured), key, state)
         rows = [state.num_slots] * (key.num_versions * key.per_version)
         for slot, spans in groups.items():
             start = (slot - key.first) * key.per_version
             rows[start : start + len(spans)] = [span.seq.slot for span in spans]
-        if not self._enabled:
+        if key not in self._captured:
             slots = state.upload(rows, torch.int64)
             begun = state.begin(repeat)
             results = [self._pass(key, slots) for _ in range(repeat)]
-            return Launched(slots, results[-1], first, per_version, begun)
-        self.capture(key, state)
+            return Launched(slots, results[-1], key.first, key.per_version, begun)
         graph, launched = self._captured[key]
         if self._listed.get(key) != rows:
             launched.slots.copy_(state.upload(rows, torch.int64))
@@ -91,6 +92,18 @@ class DecodeGraphs(Generic[T]):
         for _ in range(repeat):
             graph.replay()
         return launched
+
+    def _with_graph(self, chosen: Bucket, needed: Bucket, state: DeviceSlots) -> Bucket:
+        """A bucket that has a graph. Where memory is short none is captured any more: the cheapest
+        one that is there serves, or the pass runs without."""
+        if not self._is_full:
+            try:
+                self.capture(chosen, state)
+                return chosen
+            except torch.OutOfMemoryError:
+                self._is_full = True
+        larger = (bucket for bucket in self._captured if covers(bucket, needed))
+        return min(larger, key=cost, default=needed)
 
     def capture(self, key: Bucket, state: DeviceSlots) -> None:
         """Have its graph, now or from before."""

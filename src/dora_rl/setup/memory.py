@@ -1,0 +1,308 @@
+"""How the memory of one GPU is divided between instances, learner and evaluator. Pure arithmetic.
+
+Every figure is a line of a table (`Line`), so that the plan can be printed, compared with measured
+peaks and obeyed. Sizes that the configuration leaves open (0 or "auto") are chosen here and
+nowhere else: the KV pool, the tokens of a pack, activation checkpointing, the chunk of the logits
+and the resident versions. Never allocates and never imports torch.
+
+The learner's peak comes in one of two moments, and the plan takes the larger:
+
+    logits   all saved activations + one chunk of float32 logits with its gradient
+    layer    all saved activations + one layer's, computed again (checkpointing) or being freed
+
+Invariant: the lines of a plan that fits add up to at most the memory it was made for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from dora_rl.engine.spec import ModelSpec
+
+GB = 1_000_000_000
+CONTEXT_BYTES = 700_000_000  # CUDA's context and cuBLAS in one process
+FRAGMENTED = 1.08  # what the allocator holds over what is in use at the peak
+RESERVE_SHARE = 0.03  # of a device, kept free for what nobody foresaw
+EVALUATOR_REQUESTS = 128  # at once, at most: it has no hurry
+CHUNK_ELEMENTS = (1 << 29, 1 << 27, 1 << 25)  # of one chunk's logits, the fastest first
+# Of the KV that every request in flight would need at full length; most end long before.
+KV_SHARES = (0.5, 0.25, 0.1, 0.03)
+# Measured in this order of speed (docs/lab): recomputing costs a fifth, small packs more.
+WAYS = (
+    ("none", 32_768),
+    ("none", 16_384),
+    ("layer", 32_768),
+    ("none", 8_192),
+    ("layer", 16_384),
+    ("layer", 8_192),
+    ("none", 4_096),
+    ("layer", 4_096),
+    ("layer", 2_048),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One row of the table: `who` needs `num_bytes` for `what`."""
+
+    who: str
+    what: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What a run asks of one device. Zero or an empty string: the plan chooses."""
+
+    spec: ModelSpec
+    versions_max: int  # resident on an instance, at most
+    num_instances: int = 1  # on this device; 0: the learner has it to itself
+    names: tuple[str, ...] = ()  # of the instances
+    learner: bool = True
+    learner_name: str = "learner"
+    num_ranks: int = 1  # that share the learner's state
+    evaluator: bool = False
+    evaluator_requests: int = EVALUATOR_REQUESTS  # that the evaluator answers at once
+    others_bytes: int = 0  # in use by other programs
+    lora_rank: int = 0  # only adapters of this rank are trained
+    adapters: bool = True  # with LoRA, a version is its adapter; otherwise whole weights
+    base_bytes: int = 2  # of a number of the learner's frozen base
+    compute_bytes: int = 2  # of a number of the learner's activations
+    item_bytes: int = 2  # of a number of the instances' weights and KV
+    num_requests: int = 256  # that an instance may have at once
+    request_tokens_max: int = 1024  # prompt and response
+    step_tokens_max: int = 2048  # rows of one engine step
+    num_twins: int = 0  # frozen copies in the learner: reference, sealed versions
+    critic: bool = False
+    kv_bytes: int = 0
+    pack_tokens: int = 0
+    checkpointing: str = ""
+    chunk_tokens: int = 0
+    versions_fixed: bool = False  # the user said how many; otherwise fewer may do
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """A division of the device. `fits` is False where even the smallest one does not."""
+
+    total_bytes: int
+    lines: tuple[Line, ...]
+    kv_bytes: int  # of each instance
+    evaluator_kv_bytes: int
+    evaluator_requests: int
+    pack_tokens: int
+    checkpointing: str
+    chunk_tokens: int
+    versions_max: int
+    fits: bool
+
+    @property
+    def planned_bytes(self) -> int:
+        return sum(line.num_bytes for line in self.lines)
+
+    def of(self, who: str) -> int:
+        """All that one of them needs."""
+        return sum(line.num_bytes for line in self.lines if line.who == who)
+
+    def table(self) -> list[str]:
+        """For a person: a row each, then what is left."""
+        rows = [
+            f"{line.who:<12} {line.what:<44} {line.num_bytes / GB:8.2f} GB" for line in self.lines
+        ]
+        left = (self.total_bytes - self.planned_bytes) / GB
+        end = f"{'':<12} {'left':<44} {left:8.2f} GB of {self.total_bytes / GB:.1f}"
+        return [*rows, end]
+
+
+def body_params(spec: ModelSpec) -> int:
+    """Parameters of all layers."""
+    attention = spec.hidden * (spec.qkv_rows + spec.num_heads * spec.head_dim)
+    dense = 3 * spec.hidden * spec.intermediate
+    total = spec.num_layers * (attention + dense)
+    if spec.moe is not None:
+        sparse = len(spec.moe.sparse_layers)
+        experts = spec.moe.num_experts * 3 * spec.hidden * spec.moe.intermediate
+        total += sparse * (experts + spec.moe.num_experts * spec.hidden - dense)
+    return total
+
+
+def num_params(spec: ModelSpec) -> int:
+    return body_params(spec) + (1 if spec.tied else 2) * spec.vocab * spec.hidden
+
+
+def adapter_params(spec: ModelSpec, rank: int) -> int:
+    """Of LoRA on every linear layer of the blocks."""
+    heads = spec.num_heads * spec.head_dim
+    key = spec.num_kv_heads * spec.head_dim
+    wide = 2 * (spec.hidden + spec.intermediate) + (spec.intermediate + spec.hidden)
+    attention = (spec.hidden + heads) + 2 * (spec.hidden + key) + (heads + spec.hidden)
+    return rank * spec.num_layers * (attention + wide)
+
+
+def layer_bytes(spec: ModelSpec) -> int:
+    """What one token leaves behind in one layer for the backward pass, in bfloat16.
+
+    Three widths of the MLP, and the attention's inputs and outputs; fitted to two measured models
+    (5.5 widths of the state; 2 of the heads, or 2.45 where queries and keys are normalised).
+    """
+    heads = 2.45 if spec.qk_norm else 2.0
+    inner = spec.intermediate
+    if spec.moe is not None:
+        inner = max(inner, spec.moe.top_k * spec.moe.intermediate)
+    return int(2 * (3 * inner + 5.5 * spec.hidden + heads * spec.qkv_rows))
+
+
+def logits_bytes(spec: ModelSpec, chunk: int, trained: bool) -> int:
+    """A chunk's logits and their gradient; the output matrix cast, and its gradient if trained."""
+    matrix = spec.vocab * spec.hidden
+    return chunk * spec.vocab * (4 + 4 + 2) + matrix * (2 + (4 if trained else 0))
+
+
+def working_bytes(need: Need, checkpointing: str, pack: int, chunk: int) -> int:
+    """The learner's memory beside its state, at the peak of a pack."""
+    spec, tokens, item = need.spec, max(pack, need.request_tokens_max), need.compute_bytes
+    each = layer_bytes(spec) * item // 2
+    # Weights that are cast where they are used are kept for the backward pass.
+    cast = 0 if need.lora_rank and need.base_bytes == item else item * body_params(spec)
+    if checkpointing == "none":
+        saved, again = tokens * each * spec.num_layers + cast, 0
+    else:
+        saved = tokens * spec.num_layers * spec.hidden * item
+        again = tokens * 2 * each + cast // spec.num_layers
+    ends = tokens * spec.hidden * item * 5  # final states and their gradients
+    logits = logits_bytes(spec, min(chunk, tokens), trained=not need.lora_rank)
+    return int(FRAGMENTED * (saved + ends + max(logits, again)))
+
+
+def state_lines(need: Need) -> Iterator[Line]:
+    """What the learner holds all the time."""
+    spec, who = need.spec, need.learner_name
+    params, ranks = num_params(spec), need.num_ranks
+    trained = adapter_params(spec, need.lora_rank) if need.lora_rank else params
+    yield Line(who, "context", CONTEXT_BYTES)
+    if need.lora_rank:
+        kind = "float32" if need.base_bytes == 4 else "as it computes"
+        yield Line(who, f"frozen base ({kind})", need.base_bytes * params // ranks)
+    yield Line(who, "masters and gradients (float32)", 8 * trained // ranks)
+    yield Line(who, "moments (float32)", 8 * trained // ranks)
+    if need.num_twins:
+        name = f"frozen copies: {need.num_twins}"
+        yield Line(who, name, need.num_twins * need.compute_bytes * params)
+    if need.critic:
+        yield Line(who, "critic: masters, gradients, moments", 16 * params // ranks)
+    if ranks > 1:  # two layers and the matrices at the ends are whole while they compute
+        whole = 2 * body_params(spec) // spec.num_layers + num_params(spec) - body_params(spec)
+        yield Line(who, "parts gathered from other ranks", (need.compute_bytes + 4) * whole)
+
+
+def kv_token_bytes(spec: ModelSpec, item_bytes: int = 2) -> int:
+    return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * item_bytes
+
+
+def engine_lines(need: Need, who: str, versions: int, requests: int, kv: int) -> Iterator[Line]:
+    spec = need.spec
+    weights = need.item_bytes * num_params(spec)
+    yield Line(who, "context", CONTEXT_BYTES)
+    if need.lora_rank and need.adapters:
+        each = need.item_bytes * adapter_params(spec, need.lora_rank)
+        yield Line(who, f"base and {versions} adapters", weights + versions * each)
+    else:
+        what = "weights" if versions == 1 else f"weights of {versions} versions"
+        yield Line(who, what, versions * weights)
+    yield Line(who, "graphs and workspace", graph_bytes(need, versions, requests))
+    tokens = kv // kv_token_bytes(spec, need.item_bytes)
+    yield Line(who, f"KV cache: {tokens:,} tokens", kv)
+
+
+def graph_bytes(need: Need, versions: int, requests: int) -> int:
+    """Captured decode steps share one pool; a prefill has its own rows and 512 rows of logits."""
+    spec = need.spec
+    row = spec.vocab * 11 + 2 * (2 * spec.intermediate + spec.qkv_rows + 4 * spec.hidden)
+    step = need.step_tokens_max * 2 * (2 * spec.intermediate + spec.qkv_rows + 6 * spec.hidden)
+    slots = 1 if need.lora_rank and need.adapters else versions
+    return int(100e6 + requests * slots * row + 512 * spec.vocab * 4 + step)
+
+
+def plan_memory(need: Need, total_bytes: int) -> MemoryPlan:
+    """The fastest division that fits; where none does, the smallest one, with `fits` False."""
+    room = int(total_bytes * (1.0 - RESERVE_SHARE))
+    last: MemoryPlan | None = None
+    engines = need.num_instances > 0 or need.evaluator
+    for versions in _fewer(need):
+        for share in KV_SHARES if engines else KV_SHARES[:1]:
+            for checkpointing, pack, chunk in _ways(need):
+                last = _divide(need, room, versions, chunk, share, checkpointing, pack)
+                if last.fits:
+                    return replace(last, total_bytes=total_bytes)
+    assert last is not None
+    return replace(last, total_bytes=total_bytes)
+
+
+def _fewer(need: Need) -> Iterator[int]:
+    yield need.versions_max
+    if not need.versions_fixed:
+        yield from range(need.versions_max - 1, 0, -1)
+
+
+def _ways(need: Need) -> Iterator[tuple[str, int, int]]:
+    """Checkpointing, tokens of a pack, tokens of a chunk. A smaller chunk costs less speed than a
+    small pack, the smallest more."""
+    if not need.learner:
+        yield "none", 0, 0
+        return
+    chunks = [need.chunk_tokens or max(64, n // need.spec.vocab) for n in CHUNK_ELEMENTS]
+    seen: set[tuple[str, int, int]] = set()
+    for ways, some in ((WAYS[:3], chunks[:1]), (WAYS, chunks[:-1]), (WAYS, chunks[-1:])):
+        for checkpointing, pack in ways:
+            for chunk in some:
+                way = (need.checkpointing or checkpointing, need.pack_tokens or pack, chunk)
+                if way not in seen:
+                    seen.add(way)
+                    yield way
+
+
+def _divide(
+    need: Need, room: int, versions: int, chunk: int, share: float, checkpointing: str, pack: int
+) -> MemoryPlan:
+    """Fixed parts first, then KV: its share at least, more where there is more."""
+    lines: list[Line] = []
+    if need.others_bytes:
+        lines.append(Line("others", "in use by other programs", need.others_bytes))
+    if need.learner:
+        lines += state_lines(need)
+        peak = working_bytes(need, checkpointing, pack, chunk)
+        how = "recomputed by layer" if checkpointing == "layer" else "all kept"
+        lines.append(Line(need.learner_name, f"a pack of {pack:,} tokens, {how}; logits", peak))
+    full = kv_token_bytes(need.spec, need.item_bytes) * need.request_tokens_max
+    evaluator_kv, beside = 0, min(need.evaluator_requests, EVALUATOR_REQUESTS)
+    if need.evaluator:
+        evaluator_kv = max(2 * full, int(share / 2 * beside * full))
+        lines += engine_lines(replace(need, lora_rank=0), "evaluator", 1, beside, evaluator_kv)
+    names = need.names or tuple(f"instance{index}" for index in range(need.num_instances))
+    engines = [
+        line
+        for name in names
+        for line in engine_lines(need, name, versions, need.num_requests, 0)
+        if not line.what.startswith("KV")
+    ]
+    left = room - sum(line.num_bytes for line in [*lines, *engines])
+    wanted = full * need.num_requests
+    kv = need.kv_bytes or max(2 * full, int(share * wanted))
+    if names and not need.kv_bytes:
+        kv = min(max(2 * full, wanted), max(kv, left // len(names)))
+    for name in names:
+        lines += engine_lines(need, name, versions, need.num_requests, kv)
+    used = sum(line.num_bytes for line in lines)
+    return MemoryPlan(
+        total_bytes=room,
+        lines=tuple(lines),
+        kv_bytes=kv,
+        evaluator_kv_bytes=evaluator_kv,
+        evaluator_requests=beside,
+        pack_tokens=pack,
+        checkpointing=checkpointing,
+        chunk_tokens=chunk,
+        versions_max=versions,
+        fits=used <= room,
+    )

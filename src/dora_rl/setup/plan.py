@@ -1,0 +1,306 @@
+"""Who is on which GPU of this machine, what each needs there, and the sizes that follow for each.
+
+    configuration + layout ──▶ seats of each GPU ──▶ Need ──▶ MemoryPlan (setup/memory.py)
+                                                                 │
+         worker: sizes that the configuration leaves open, its share of the memory
+
+The sizes go to the workers beside the configuration and are written nowhere, so a resumed run is
+planned anew. Invariants: what the user has set stays as it is, and all ranks of the learner have
+the same sizes. Never touches a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from dora_rl.config import RunConfig
+from dora_rl.engine.models import read_spec
+from dora_rl.engine.options import EngineOptions
+from dora_rl.engine.spec import ModelSpec
+from dora_rl.runtime.devices import visible_gpus
+from dora_rl.runtime.engines import adapter_rank
+from dora_rl.runtime.settings import core_params
+from dora_rl.setup.cards import Card, look_at_cards
+from dora_rl.setup.memory import CONTEXT_BYTES, GB, MemoryPlan, Need, plan_memory
+from dora_rl.trainer.losses.recipes import fill
+from dora_rl.trainer.options import AlgorithmOptions, from_section
+from dora_rl.types import UserError
+
+if TYPE_CHECKING:
+    from dora_rl.runtime.layout import Layout
+
+Sizes = dict[str, dict[str, Any]]  # section -> key -> value
+SCORED_VERSIONS = 2  # that the learner holds to compute old log-probs under (trainer/scoring.py)
+OTHERS_SHARE_MIN = 0.01  # of a card: less than that is the driver's own
+
+
+@dataclass(slots=True)
+class Seats:
+    """Who computes on one GPU."""
+
+    learner: str = ""
+    instances: list[str] = field(default_factory=list[str])
+    evaluator: bool = False
+
+    @property
+    def names(self) -> list[str]:
+        own = [self.learner] if self.learner else []
+        return [*own, *self.instances, *(["evaluator"] if self.evaluator else [])]
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePlan:
+    """The plan of one GPU."""
+
+    gpu: str
+    seats: Seats
+    card: Card
+    need: Need
+    memory: MemoryPlan
+
+    def table(self) -> list[str]:
+        return [f"memory of GPU {self.gpu.removeprefix('cuda:')}", *self.memory.table()]
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """The plans of all GPUs of a run, and what they mean for each worker."""
+
+    devices: tuple[DevicePlan, ...]
+    cards: Mapping[str, Card]  # of all GPUs in sight, in their order
+    backend: str = "native"
+    enforced: bool = False  # no worker may take more than its part
+
+    @property
+    def fits(self) -> bool:
+        return all(device.memory.fits for device in self.devices)
+
+    @property
+    def versions_max(self) -> int:
+        """Resident on each instance; 0: there is none on a planned GPU."""
+        return min((d.memory.versions_max for d in self.devices if d.seats.instances), default=0)
+
+    def device_of(self, name: str) -> DevicePlan | None:
+        return next((d for d in self.devices if name in d.seats.names), None)
+
+    def sizes(self, name: str) -> Sizes:
+        """What the worker has to know beside the configuration."""
+        device = self.device_of(name)
+        if device is None:
+            return {}
+        plan = device.memory
+        if name == device.seats.learner:
+            trainer = {
+                "pack_tokens": plan.pack_tokens,
+                "activation_checkpointing": plan.checkpointing,
+                "logits_chunk_tokens": plan.chunk_tokens,
+            }
+            return {"trainer": trainer}
+        if name == "evaluator":
+            kv = {"kv_bytes_max": plan.evaluator_kv_bytes, "num_blocks": 0}
+            return {"rollout": kv | {"seqs_max": plan.evaluator_requests}}
+        # vLLM measures what its weights and graphs leave of its share.
+        return {"rollout": {"kv_bytes_max": plan.kv_bytes}} if self.backend == "native" else {}
+
+    def share(self, name: str) -> float | None:
+        """Of its whole card, with what nobody has planned for divided in proportion; None: the GPU
+        of this worker is not planned."""
+        device = self.device_of(name)
+        if device is None:
+            return None
+        plan, others = device.memory, device.need.others_bytes
+        scale = (plan.total_bytes - others) / max(1, plan.planned_bytes - others)
+        return min(1.0, plan.of(name) * scale / device.card.total_bytes)
+
+    def limit(self, name: str) -> float:
+        """The share of its card that torch's allocator may hold; 0: no limit."""
+        device, share = self.device_of(name), self.share(name)
+        if not self.enforced or device is None or share is None:
+            return 0.0
+        return max(0.01, share - CONTEXT_BYTES / device.card.total_bytes)
+
+    def table(self) -> list[str]:
+        return [row for device in self.devices for row in device.table()]
+
+    def document(self) -> list[dict[str, Any]]:
+        """As JSON."""
+        return [
+            {
+                "gpu": device.gpu,
+                "total_bytes": device.memory.total_bytes,
+                "planned_bytes": device.memory.planned_bytes,
+                "fits": device.memory.fits,
+                "lines": [
+                    {"who": line.who, "what": line.what, "bytes": line.num_bytes}
+                    for line in device.memory.lines
+                ],
+                "sizes": {name: self.sizes(name) for name in device.seats.names},
+                "versions_max": device.memory.versions_max,
+            }
+            for device in self.devices
+        ]
+
+
+def with_memory(config: RunConfig, layout: Layout) -> Layout:
+    """The layout with the memory of its GPUs divided; as it is where there are none to divide."""
+    if not layout.device.startswith("cuda") or config.runtime.kind != "local":
+        return layout
+    gpus = (layout.device,) if ":" in layout.device else visible_gpus()
+    cards = look_at_cards(gpus)
+    if not gpus or len(cards) < len(gpus):
+        return layout
+    plan = plan_run(config, layout, cards)
+    return layout if plan is None else planned(layout, plan)
+
+
+def imagined(config: RunConfig, device_memory_gb: float) -> Layout:
+    """As if this machine had such GPUs: as many as it has, or one. Needs none."""
+    from dora_rl.runtime.layout import plan_layout
+
+    gpus = visible_gpus() or ("0",)
+    layout, size = plan_layout(config, "cuda", gpus), int(device_memory_gb * GB)
+    plan = plan_run(config, layout, dict.fromkeys(gpus, Card(size, size)))
+    return layout if plan is None else planned(layout, plan)
+
+
+def planned(layout: Layout, plan: RunPlan) -> Layout:
+    resident = plan.versions_max or layout.resident_max
+    return replace(layout, memory=plan, resident_max=min(layout.resident_max, resident))
+
+
+def plan_run(config: RunConfig, layout: Layout, cards: Mapping[str, Card]) -> RunPlan | None:
+    """None where nothing can be said: a model that only its own library knows."""
+    try:
+        spec = read_spec(config.model.path)
+    except UserError:
+        return None
+    seats = seats_of(config, layout, tuple(cards))
+    needs = {
+        gpu: need_of(config, spec, layout, seats[gpu], others_of(config, cards[gpu]))
+        for gpu in seats
+    }
+    totals = {gpu: total_of(config, cards[gpu]) for gpu in seats}
+    plans = {gpu: plan_memory(needs[gpu], totals[gpu]) for gpu in seats}
+    if len(plans) > 1:
+        needs = {gpu: _as_others(needs[gpu], list(plans.values())) for gpu in seats}
+        plans = {gpu: plan_memory(needs[gpu], totals[gpu]) for gpu in seats}
+    devices = tuple(
+        DevicePlan(gpu, seats[gpu], cards[gpu], needs[gpu], plans[gpu]) for gpu in seats
+    )
+    enforced = config.runtime.device_memory_gb > 0
+    return RunPlan(devices, cards, config.rollout.backend, enforced)
+
+
+def _as_others(need: Need, plans: Sequence[MemoryPlan]) -> Need:
+    """Ranks of the learner have the sizes of the one with the least room, instances likewise."""
+    trained = [plan for plan in plans if plan.pack_tokens]
+    held = [plan for plan in plans if any(line.what.startswith("KV") for line in plan.lines)]
+    if need.learner and trained:
+        least = min(trained, key=lambda p: (p.checkpointing == "none", p.pack_tokens))
+        need = replace(
+            need,
+            pack_tokens=min(plan.pack_tokens for plan in trained),
+            checkpointing=least.checkpointing,
+            chunk_tokens=min(plan.chunk_tokens for plan in trained),
+        )
+    if need.num_instances and held:
+        need = replace(
+            need, versions_max=min(plan.versions_max for plan in held), versions_fixed=True
+        )
+    return need
+
+
+def seats_of(config: RunConfig, layout: Layout, gpus: Sequence[str]) -> dict[str, Seats]:
+    """Those that have somebody whose memory is ours to plan. An instance of several GPUs has them
+    to itself, and vLLM divides them."""
+    seats = {gpu: Seats() for gpu in gpus}
+    wanted = config.trainer.device
+    first = int(wanted.partition(":")[2] or 0) if wanted.startswith("cuda") else 0
+    if wanted != "cpu":
+        for rank, name in enumerate(layout.learners):
+            seats[gpus[(first + rank) % len(gpus)]].learner = name
+    if config.data.eval:
+        seats[gpus[0]].evaluator = True
+    for name in layout.instances:
+        own = layout.place_of(name).gpus or gpus[:1]
+        if len(own) == 1:
+            seats[own[0]].instances.append(name)
+    return {gpu: taken for gpu, taken in seats.items() if taken.names}
+
+
+def total_of(config: RunConfig, card: Card) -> int:
+    """What the plan may count with: the card, or the smaller one that is asked for."""
+    asked = int(config.runtime.device_memory_gb * GB)
+    return min(asked, card.total_bytes) if asked else card.total_bytes
+
+
+def others_of(config: RunConfig, card: Card) -> int:
+    """What other programs have of it. A smaller card that is asked for lies in what they leave."""
+    used = card.total_bytes - card.free_bytes
+    if config.runtime.device_memory_gb:
+        return max(0, total_of(config, card) - card.free_bytes)
+    return used if used > OTHERS_SHARE_MIN * card.total_bytes else 0
+
+
+def need_of(
+    config: RunConfig, spec: ModelSpec, layout: Layout, seats: Seats, others_bytes: int
+) -> Need:
+    """What the configuration asks of one GPU."""
+    rollout, trainer = config.rollout, config.trainer
+    options = EngineOptions(**rollout.engine_options("cuda", layout.resident_max))
+    kv = rollout.num_blocks * options.block_bytes(spec) or rollout.kv_bytes_max
+    params = core_params(config)
+    compute = "bfloat16" if trainer.compute_dtype == "auto" else trainer.compute_dtype
+    half = 4 if compute == "float32" else 2
+    asked = params.inflight_groups * params.group_size
+    held = config.evaluation.num_prompts * (1 + config.evaluation.num_samples)
+    ranks = len(layout.learners)
+    return Need(
+        spec,
+        layout.resident_max,
+        versions_fixed=bool(rollout.versions_max),
+        num_instances=len(seats.instances),
+        names=tuple(seats.instances),
+        learner=bool(seats.learner),
+        learner_name=seats.learner or "learner",
+        num_ranks=ranks,
+        evaluator=seats.evaluator,
+        evaluator_requests=min(held, rollout.seqs_max),
+        others_bytes=others_bytes,
+        lora_rank=trainer.lora_rank,
+        adapters=bool(adapter_rank(config)),
+        base_bytes=half if ranks == 1 and spec.dtype == compute else 4,
+        compute_bytes=half,
+        item_bytes=4 if options.dtype == "float32" else 2,
+        num_requests=min(rollout.seqs_max, -(-asked // len(layout.instances))),
+        request_tokens_max=request_tokens(config, options.context_limit(spec.context_max)),
+        step_tokens_max=options.step_tokens_max,
+        num_twins=num_twins(config),
+        critic=fill(from_section(AlgorithmOptions, config.algorithm)).advantage == "gae",
+        kv_bytes=kv,
+        pack_tokens=trainer.pack_tokens,
+        checkpointing=trainer.activation_checkpointing.replace("auto", ""),
+        chunk_tokens=trainer.logits_chunk_tokens,
+    )
+
+
+def request_tokens(config: RunConfig, context: int) -> int:
+    """The longest that a request may become: a prompt and its response, or an episode."""
+    turns = max((entry.turns_max for entry in config.env.environments), default=1)
+    prompt = config.data.prompt_tokens_max or context
+    return min(context, prompt + turns * config.rollout.tokens_max)
+
+
+def num_twins(config: RunConfig) -> int:
+    """Frozen copies that the learner holds: the reference, and versions to score under."""
+    options = fill(from_section(AlgorithmOptions, config.algorithm))
+    has_reference = options.reference or options.kl_coef != 0.0
+    scored = 0
+    several = config.trainer.updates_per_step > 1 and options.old_logprobs == "proximal"
+    older = config.orchestration.max_staleness > 0 and options.old_logprobs == "behaviour"
+    if several or older:
+        one = bool(adapter_rank(config)) or options.old_logprobs == "proximal"
+        scored = 1 if one else min(SCORED_VERSIONS, max(1, config.orchestration.max_staleness))
+    return int(has_reference) + scored

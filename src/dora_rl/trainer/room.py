@@ -1,0 +1,64 @@
+"""Memory that runs out in a pack: how much smaller the next try is, or why there is none.
+
+Decides only. Invariant: every try is smaller than the one before, so there is an end to them.
+
+    a pack of several documents    at most half as many tokens in a pack, from now on
+    one document                   its layers are computed again in the backward pass, and those of
+                                   every document as long
+    one document, computed again   nothing is smaller: the run ends, and says why
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from dora_rl.types import UserError
+
+# How libraries below torch's allocator say it.
+_SIGNS = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory", "can't allocate memory")
+_REASON_CHARS = 240
+
+
+def shortage(error: BaseException) -> str:
+    """What was missing, in a line; empty: memory was not the reason. A loss of the user's own
+    raises it as the cause of its own error."""
+    for found in (error, error.__cause__):
+        text = str(found)
+        if isinstance(found, torch.OutOfMemoryError) or any(sign in text for sign in _SIGNS):
+            return " ".join(text.split())[:_REASON_CHARS] or "out of memory"
+    return ""
+
+
+class Room:
+    """What fits, as far as it is known."""
+
+    def __init__(self, pack_tokens: int) -> None:
+        self.pack_tokens = pack_tokens
+        self._recomputed_tokens: int | None = None  # packs of so many tokens or more
+
+    def recomputes(self, num_tokens: int) -> bool:
+        """Whether such a pack computes its layers again, whatever others do."""
+        return self._recomputed_tokens is not None and num_tokens >= self._recomputed_tokens
+
+    def shrink(self, lengths: Sequence[int], reason: str, *, recomputed: bool) -> str:
+        """A pack of documents of these lengths did not fit. Returns what is done about it."""
+        tokens = sum(lengths)
+        if len(lengths) > 1:
+            self.pack_tokens = max(1, min(self.pack_tokens, tokens) // 2)
+            return (
+                f"out of memory in a pack of {tokens:,} tokens ({reason}); its update begins again "
+                f"and packs have {self.pack_tokens:,} tokens at most from now on"
+            )
+        if not recomputed:
+            self._recomputed_tokens = min(tokens, self._recomputed_tokens or tokens)
+            return (
+                f"out of memory in a document of {tokens:,} tokens ({reason}); its update begins "
+                "again and layers of documents as long are computed twice from now on"
+            )
+        raise UserError(
+            f"out of memory: a document of {tokens:,} tokens does not fit alone, with its layers "
+            f"computed twice ({reason}); lower rollout.tokens_max, rollout.kv_bytes_max or "
+            "trainer.logits_chunk_tokens, or train adapters (trainer.lora_rank)"
+        )

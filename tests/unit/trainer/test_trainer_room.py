@@ -1,0 +1,156 @@
+"""Memory that runs out in a pack: one smaller try, the same gradient, told once, never a loop."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from trainer_cases import flat, make_groups
+
+from dora_rl.trainer.batch import GroupBatch
+from dora_rl.trainer.learner import Learner
+from dora_rl.trainer.options import AlgorithmOptions, TrainerOptions
+from dora_rl.trainer.room import shortage
+from dora_rl.trainer.warm_up import warm_up
+from dora_rl.types import UserError
+
+TRAINER = TrainerOptions(lr=1e-3, device="cpu", pack_tokens=100)
+WORDS = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 9 GiB"
+
+
+class SmallMemory:
+    """Stands for an allocator: a pack of more tokens than fit fails, half-way through backward or
+    before it. Layers that are computed again need a quarter of the room."""
+
+    def __init__(self, learner: Learner, tokens_max: int, where: str = "forward") -> None:
+        self.failures = 0
+        self.packs: list[int] = []
+        self._tokens, self._tokens_max, self._where = 0, tokens_max, where
+        self._policy: Any = learner.policy
+        self._policy.register_forward_pre_hook(self._forward)
+        # The embedding's gradient comes last, when all others have been added.
+        first = next(p for n, p in learner.policy.named_parameters() if "layers.0" in n)
+        first.register_hook(self._backward)
+
+    def _is_short(self) -> bool:
+        return self._tokens > self._tokens_max * (4 if self._policy.checkpointing else 1)
+
+    def _fail(self) -> None:
+        self.failures += 1
+        raise torch.OutOfMemoryError(WORDS)
+
+    def _forward(self, module: Any, args: tuple[Any, ...]) -> None:
+        self._tokens = len(args[0])
+        if torch.is_grad_enabled():
+            self.packs.append(self._tokens)
+            if self._where == "forward" and self._is_short():
+                self._fail()
+
+    def _backward(self, gradient: torch.Tensor) -> None:
+        if self._where == "backward" and self._is_short():
+            self._fail()
+
+
+def train(
+    learner: Learner, groups: list[GroupBatch], num_steps: int = 2
+) -> tuple[torch.Tensor, list[dict[str, float]]]:
+    metrics = []
+    for step in range(num_steps):
+        learner.begin_step(step)
+        for group in groups:
+            learner.feed([replace(group, version=step)])
+        metrics.append(learner.finish_step())
+    return flat(learner), metrics
+
+
+LOSSES = [
+    (AlgorithmOptions(), TRAINER),
+    (AlgorithmOptions(), replace(TRAINER, compute_dtype="bfloat16")),
+    (AlgorithmOptions(loss="ppo"), TRAINER),  # buffered, with a critic
+    (AlgorithmOptions(kl_coef=0.1), replace(TRAINER, updates_per_step=2)),
+]
+NAMES = ["grpo", "bfloat16", "critic", "updates"]
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize(("algorithm", "trainer"), LOSSES, ids=NAMES)
+def test_a_run_short_of_memory_learns_the_same(
+    model_dir: Path, algorithm: AlgorithmOptions, trainer: TrainerOptions, where: str
+) -> None:
+    """Bit for bit as with the smaller packs from the start: nothing is counted twice."""
+    groups = make_groups(3, 6)
+    learner = Learner(model_dir, algorithm, trainer, batch_groups=6)
+    memory = SmallMemory(learner, 60, where)
+    got, metrics = train(learner, groups)
+    assert memory.failures == 1 and learner.pack_tokens <= 50
+    small = replace(trainer, pack_tokens=learner.pack_tokens)
+    want, calm = train(Learner(model_dir, algorithm, small, batch_groups=6), groups)
+    assert torch.equal(got, want)
+    assert metrics[0].pop("memory/retries") == 1
+    for found, wanted in zip(metrics, calm, strict=True):
+        assert found == pytest.approx(wanted, rel=1e-6)
+
+
+def test_it_is_told_once_and_remembered(model_dir: Path) -> None:
+    learner = Learner(model_dir, None, TRAINER)
+    memory = SmallMemory(learner, 30)
+    train(learner, make_groups(3, 6))
+    assert memory.failures == len(learner.notes) == 2  # 100, 50, 25
+    assert "Tried to allocate 2.00 GiB" in learner.notes[0]
+    assert all("begins again" in note for note in learner.notes)
+    before = len(memory.packs)
+    train(learner, make_groups(4, 6), 1)
+    assert max(memory.packs[before:]) <= 30 and learner.pack_tokens <= 30
+    assert len(learner.notes) == 2
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_one_long_document_is_computed_twice(model_dir: Path, where: str) -> None:
+    groups = make_groups(5, 4, tokens_max=40)
+    want, calm = train(Learner(model_dir, None, TRAINER), groups, 1)
+    learner = Learner(model_dir, None, TRAINER)
+    memory = SmallMemory(learner, 15, where)
+    got, metrics = train(learner, groups, 1)
+    assert any("computed twice" in note for note in learner.notes)
+    assert metrics[0]["memory/retries"] == memory.failures == len(learner.notes)
+    assert metrics[0]["grad_norm"] == pytest.approx(calm[0]["grad_norm"], rel=1e-4)
+    assert (got - want).abs().max() < 2e-5
+    assert learner.policy.checkpointing is False, "short packs are as fast as before"
+
+
+def test_what_cannot_be_smaller_ends_with_a_line(model_dir: Path) -> None:
+    learner = Learner(model_dir, None, TRAINER)
+    memory = SmallMemory(learner, 1)
+    learner.begin_step(0)
+    with pytest.raises(UserError, match=r"out of memory: a document of \d+ tokens") as told:
+        for group in make_groups(3, 6):
+            learner.feed([group])
+        learner.finish_step()
+    assert "Tried to allocate 2.00 GiB" in str(told.value) and "\n" not in str(told.value)
+    assert memory.failures < 12
+
+
+def test_other_errors_are_not_memory(model_dir: Path) -> None:
+    learner = Learner(model_dir, None, TRAINER)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("shapes differ")
+
+    learner.policy.register_forward_pre_hook(fail)
+    learner.begin_step(0)
+    with pytest.raises(RuntimeError, match="shapes differ"):
+        learner.feed(make_groups(3, 6))
+    assert shortage(RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling")) != ""
+    assert shortage(ValueError("no")) == ""
+
+
+def test_a_warm_up_that_does_not_fit_makes_packs_smaller(model_dir: Path) -> None:
+    learner = Learner(model_dir, None, replace(TRAINER, pack_tokens=1000))
+    learner.policy.compiled = True  # type: ignore[assignment]  # as if: something is to be compiled
+    memory = SmallMemory(learner, 300)
+    warm_up(learner, 10_000)
+    assert memory.failures == len(learner.notes) == 2 and learner.pack_tokens <= 250
+    assert all(p.grad is None for p in learner.policy.parameters())
