@@ -61,10 +61,10 @@ def test_how_a_worker_ended_is_known(crew: Crew) -> None:
     assert worker.process.wait(60) == -signal.SIGKILL == worker.process.poll()
     worker.process.kill()  # of one that is gone: nothing happens
     crew.start("nobody", "strange", {})
-    last = None
-    while last is None or last.name != "strange":
+    last = next_letter(crew)
+    while last.name != "strange" or last.message is not None:
         last = next_letter(crew)
-    assert last.message is None and crew.workers["strange"].process.poll() == 1
+    assert crew.workers["strange"].process.poll() == 1
     assert "no worker has the role" in crew.log_tail("strange")
 
 
