@@ -114,6 +114,8 @@ class Books:
     trained: dict[RequestId, TrainedSample] | None = None  # kept where somebody asks for it
     metrics: dict[StepIndex, str] = field(default_factory=dict[StepIndex, str])  # their digests
     config: str = ""  # digest of config.json
+    # Losses of an instance on which nothing else ran, since the request last gained a token.
+    alone: dict[RequestId, int] = field(default_factory=dict[RequestId, int])
     dirty: bool = False  # a figure of the invariant changed in this entry
 
     def force(self, step: StepIndex) -> act.InForce:

@@ -25,7 +25,7 @@ class FaultAudit:
         self.set_aside: dict[int, str] = {}
         self.failures: dict[int, int] = {}  # failed groups of prompts that are not settled
         self.last_failed: dict[int, GroupId] = {}
-        self.alone: dict[RequestId, int] = {}  # losses of an instance where it was alone
+        self.alone = books.alone
         self.kept: dict[RequestId, int] = {}
 
     # Before `places` forgets who was there.
