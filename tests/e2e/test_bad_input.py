@@ -154,6 +154,14 @@ def more_layers(model: Path) -> None:
     (model / "config.json").write_text(json.dumps(config))
 
 
+def list_as_config(model: Path) -> None:
+    (model / "config.json").write_text("[]")
+
+
+def list_as_generation_config(model: Path) -> None:
+    (model / "generation_config.json").write_text("[1]")
+
+
 def lost_shard(model: Path) -> None:
     weight_map = {"model.norm.weight": "model-00001-of-00001.safetensors"}
     index = model / "model.safetensors.index.json"
@@ -172,6 +180,8 @@ def wrong_index(model: Path) -> None:
         (cut, ["model.safetensors: truncated"]),
         (other_shape, ["mlp.", "config.json says"]),
         (more_layers, ["tensors are missing, the first is model.layers."]),
+        (list_as_config, ["/config.json: not a JSON object"]),
+        (list_as_generation_config, ["generation_config.json: not a JSON object"]),
         (lost_shard, ["model-00001-of-00001.safetensors: the file is missing"]),
         (wrong_index, ["model.safetensors: no tensor model.norm.wait"]),
     ],
@@ -225,6 +235,7 @@ def test_a_model_that_the_engine_does_not_know(
         ("reward = 3", ["reward"]),
         ("def reward(): return 0.0", ["reward"]),
         ("import nothing_like_this", ["nothing_like_this"]),
+        ("import sys; sys.exit(3)", ["SystemExit: 3"]),
     ],
 )
 def test_reward_files(

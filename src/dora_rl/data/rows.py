@@ -203,8 +203,8 @@ def load_maker(source: DataSource, base_dir: Path) -> object:
         else:
             module = importlib.import_module(place)
         maker = getattr(module, name)
-    except Exception as error:
-        # Importing runs the user's code, which may raise anything.
+    except (Exception, SystemExit) as error:
+        # Importing runs the user's code, which may raise anything, or call sys.exit.
         raise UserError(
             f"data: cannot load {source.path} ({one_line(error)}); "
             f"give package.module:name or path/to/file.py:name"
