@@ -85,7 +85,8 @@ class Recovery:
     def _lose_scorer(self, name: str) -> None:
         """Many ends in a row are not the fault of single samples: nothing would ever be scored."""
         run, why = self._run, self._run.crew.why_ended(name)
-        tail = self._last_words(name)
+        tail, status = self._last_words(name), run.crew.workers[name].process.poll()
+        how = f" with status {status}" if status and status > 0 else ""
         run.pool.lost(name)
         num = run.pool.num_lost_in_a_row
         each = max(run.params.attempts_max, len(run.pool.names))
@@ -94,7 +95,7 @@ class Recovery:
             run.handle(
                 ev.StopRequested(
                     f"reward workers ended {num} times with no score in between, the last one, "
-                    f"{name}, because {why}{said}; mend the reward and resume"
+                    f"{name}, because {why}{how}{said}; mend the reward and resume"
                 )
             )
 
