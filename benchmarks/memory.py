@@ -185,7 +185,7 @@ def work_as_engine(config: RunConfig, planned: DevicePlan, args: argparse.Namesp
     is_evaluator = args.who == "evaluator"
     versions = 1 if is_evaluator else planned.memory.versions_max
     rank = 0 if is_evaluator else rank
-    values = config.rollout.engine_options(args.device, versions)
+    values = config.engine_options(args.device, versions)
     values |= {"lora_rank": rank, "versions_max": versions, "dtype": "bfloat16"}
     engine = Engine(spec, EngineOptions(**values))
     if rank:

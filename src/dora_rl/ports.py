@@ -23,11 +23,13 @@ if TYPE_CHECKING:
 class Canary:
     """A short forward pass that proves an instance holds what was published.
 
-    `logprobs[i]` is the float32 log-prob of `token_ids[i + 1]` given the tokens before it.
+    `logprobs[i]` is the float32 log-prob of `token_ids[i + 1]` given the tokens before it. The
+    forward pass was computed in `dtype`, which need not be that of the published tensors.
     """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
+    dtype: str = ""  # empty: not known
 
 
 class SealedWeights(Protocol):

@@ -36,8 +36,8 @@ def load_object(spec: str, base_dir: Path, *, section: str, key: str) -> Any:
             found = getattr(found, part)
     except UserError:
         raise
-    except Exception as error:
-        # Importing runs the user's code, which may raise anything.
+    except (Exception, SystemExit) as error:
+        # Importing runs the user's code, which may raise anything, or call sys.exit.
         raise UserError(
             f"{section}: cannot load {spec} ({one_line(error)}); "
             f"give path/to/file.py:name or package.module:name"

@@ -43,7 +43,8 @@ def refuse(
         ("trainer.updates_per_step=3", ["batch_groups (4)", "updates_per_step (3)"]),
         ("orchestration.samples_min=9", ["samples_min (9)", "group_size (4)"]),
         ("model.path=/nowhere", ["model.path", "/nowhere", "not a directory"]),
-        ("data.train=/nowhere.jsonl", ["/nowhere.jsonl"]),
+        ("data.train=/nowhere.jsonl", ["data.train: /nowhere.jsonl does not exist"]),
+        ("data.eval=/nowhere.jsonl", ["data.eval: /nowhere.jsonl does not exist"]),
         ("reward.functions=/nowhere.py:reward", ["/nowhere.py"]),
         ("reward.functions=exactly", ["exactly", "exact"]),
         ("runtime.device=cuda:7", ["runtime.device"]),
@@ -154,6 +155,14 @@ def more_layers(model: Path) -> None:
     (model / "config.json").write_text(json.dumps(config))
 
 
+def list_as_config(model: Path) -> None:
+    (model / "config.json").write_text("[]")
+
+
+def list_as_generation_config(model: Path) -> None:
+    (model / "generation_config.json").write_text("[1]")
+
+
 def lost_shard(model: Path) -> None:
     weight_map = {"model.norm.weight": "model-00001-of-00001.safetensors"}
     index = model / "model.safetensors.index.json"
@@ -172,6 +181,8 @@ def wrong_index(model: Path) -> None:
         (cut, ["model.safetensors: truncated"]),
         (other_shape, ["mlp.", "config.json says"]),
         (more_layers, ["tensors are missing, the first is model.layers."]),
+        (list_as_config, ["/config.json: not a JSON object"]),
+        (list_as_generation_config, ["generation_config.json: not a JSON object"]),
         (lost_shard, ["model-00001-of-00001.safetensors: the file is missing"]),
         (wrong_index, ["model.safetensors: no tensor model.norm.wait"]),
     ],
@@ -225,6 +236,7 @@ def test_a_model_that_the_engine_does_not_know(
         ("reward = 3", ["reward"]),
         ("def reward(): return 0.0", ["reward"]),
         ("import nothing_like_this", ["nothing_like_this"]),
+        ("import sys; sys.exit(3)", ["SystemExit: 3"]),
     ],
 )
 def test_reward_files(

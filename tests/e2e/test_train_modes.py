@@ -122,6 +122,13 @@ def test_without_a_learning_rate_nothing_changes(tmp_path: Path) -> None:
         np.testing.assert_array_equal(tensor, start.get(name, tensor), err_msg=name)
 
 
+def test_a_learner_in_bfloat16_on_a_cpu_has_instances_in_bfloat16(tmp_path: Path) -> None:
+    run = tiny_run(tmp_path, trainer__compute_dtype="bfloat16", rollout__num_instances=1)
+    run.train("orchestration.num_steps=1", "trainer.lr=0")
+    assert_sound(run, 1)
+    assert json.loads((run.run_dir / "config.json").read_text())["rollout"]["dtype"] is None
+
+
 def test_engine_and_learner_agree_on_log_probs_at_another_temperature(tmp_path: Path) -> None:
     code = tmp_path / "longer.py"
     code.write_text("def longer(completion, answer):\n    return float(len(completion))\n")

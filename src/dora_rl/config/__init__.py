@@ -156,7 +156,8 @@ class RolloutConfig(Section):
     # Of its logarithm: the spread of the forced lengths.
     forced_length_sigma: float = Field(default=1.0, gt=0.0)
     # -- engine
-    dtype: Literal["float32", "bfloat16"] | None = None  # None: float32 on CPU, else bfloat16
+    # None: that of trainer.compute_dtype; where it is auto, float32 on a CPU, else bfloat16.
+    dtype: Literal["float32", "bfloat16"] | None = None
     block_tokens: int = 64  # of one KV block: a power of two, 16 or more
     num_blocks: int = Field(default=0, ge=0)  # of the KV cache; 0: from kv_bytes_max
     # 0: what the memory plan of the GPU leaves (`dora-rl check` prints it), 1 GiB on a CPU. On a
@@ -180,19 +181,6 @@ class RolloutConfig(Section):
     vllm_kv_moves: bool = False
     verify_weights: bool = True  # check the checksum and the canary of every version loaded
     journal_steps: int = Field(default=16, ge=1)  # steps between two writes of the token journal
-
-    def engine_options(self, device: str, versions_max: int) -> dict[str, Any]:
-        """Arguments of `engine.options.EngineOptions` for one instance on `device`."""
-        names = (
-            "block_tokens num_blocks kv_bytes_max host_blocks_max seqs_max context_max "
-            "prefix_cache one_pass compiled_kernels cuda_graphs async_steps burst_max"
-        )
-        return {name: getattr(self, name) for name in names.split()} | {
-            "device": device,
-            "dtype": self.dtype or ("float32" if device == "cpu" else "bfloat16"),
-            "step_tokens_max": max(self.step_tokens_max, self.seqs_max),
-            "versions_max": self.versions_max or versions_max,
-        }
 
     def sampling_params(self) -> SamplingParams:
         return SamplingParams(
@@ -491,3 +479,26 @@ class RunConfig(Section):
     audit: AuditConfig = Field(default_factory=AuditConfig)
     runtime: RuntimeConfig = Field(default_factory=RuntimeConfig)
     resources: ResourcesConfig = Field(default_factory=ResourcesConfig)
+
+    def engine_dtype(self, device: str) -> Literal["float32", "bfloat16"]:
+        """What instances and evaluator on `device` compute in: as the learner, if nothing is said.
+        They then differ by rounding alone, and a canary proves what it can."""
+        if self.rollout.dtype is not None:
+            return self.rollout.dtype
+        if self.trainer.compute_dtype in ("float32", "bfloat16"):
+            return self.trainer.compute_dtype
+        return "float32" if device == "cpu" else "bfloat16"
+
+    def engine_options(self, device: str, versions_max: int) -> dict[str, Any]:
+        """Arguments of `engine.options.EngineOptions` for one instance on `device`."""
+        names = (
+            "block_tokens num_blocks kv_bytes_max host_blocks_max seqs_max context_max "
+            "prefix_cache one_pass compiled_kernels cuda_graphs async_steps burst_max"
+        )
+        rollout = self.rollout
+        return {name: getattr(rollout, name) for name in names.split()} | {
+            "device": device,
+            "dtype": self.engine_dtype(device),
+            "step_tokens_max": max(rollout.step_tokens_max, rollout.seqs_max),
+            "versions_max": rollout.versions_max or versions_max,
+        }

@@ -52,7 +52,7 @@ _FREE = {
     "weights": "root verify",
     "checkpoint": "every_steps state_every_s keep keep_best dtype shard_bytes_max",
     "evaluation": "every_steps failed_share_max",
-    "logging": "rollouts progress sinks",
+    "logging": "progress sinks",
     "audit": "recompute_share tolerance",
     "runtime": (
         "run_dir device device_memory_gb threads grace_s watchdog_s mps mps_learner_percent "
@@ -102,6 +102,7 @@ _FIXED = {
     ),
     "checkpoint": "best_metric best_is_max",
     "evaluation": "num_prompts num_samples success_min",
+    "logging": "rollouts",
     "runtime": "kind seed",
     "resources": "storage_shards",
 }

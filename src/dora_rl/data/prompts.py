@@ -195,7 +195,8 @@ def open_prompts(
     sources = []
     for entry in entries:
         split = entry.split or DEFAULT_SPLITS[part]
-        rows = open_rows(entry, split=split, seed=config.seed, base_dir=Path(base_dir))
+        place, key = Path(base_dir), f"data.{part}"
+        rows = open_rows(entry, split=split, seed=config.seed, base_dir=place, key=key)
         sources.append(_filter(OpenSource(entry, split, rows, None, 0), config, renderer))
     return PromptSource(config, sources, renderer)
 

@@ -173,8 +173,11 @@ def _as_row(row: object, where: str) -> Row:
     return cast(Row, row)
 
 
-def open_rows(source: DataSource, *, split: str, seed: int, base_dir: Path) -> Rows:
-    """Find out what `source.path` is and open it; every failure is one line for the user."""
+def open_rows(
+    source: DataSource, *, split: str, seed: int, base_dir: Path, key: str = "data"
+) -> Rows:
+    """Find out what `source.path` is and open it; every failure is one line for the user. `key` is
+    where the user wrote it."""
     if re.fullmatch(r".+:[A-Za-z_]\w*", source.path):
         return MadeRows(source.path, load_maker(source, base_dir), seed, split)
     path = base_dir / Path(source.path).expanduser()
@@ -185,7 +188,7 @@ def open_rows(source: DataSource, *, split: str, seed: int, base_dir: Path) -> R
     elif re.fullmatch(r"[\w.-]+(/[\w.-]+)?", source.path) and path.suffix not in SUFFIXES:
         rows = _hub_rows(source, split, path)
     else:
-        raise UserError(f"data: {path} does not exist; check data.{{train,eval}}.path")
+        raise UserError(f"{key}: {path} does not exist; check its path")
     if rows.num_rows == 0:
         raise UserError(f"data: {path} has no rows; give a file with at least one")
     return rows
@@ -203,8 +206,8 @@ def load_maker(source: DataSource, base_dir: Path) -> object:
         else:
             module = importlib.import_module(place)
         maker = getattr(module, name)
-    except Exception as error:
-        # Importing runs the user's code, which may raise anything.
+    except (Exception, SystemExit) as error:
+        # Importing runs the user's code, which may raise anything, or call sys.exit.
         raise UserError(
             f"data: cannot load {source.path} ({one_line(error)}); "
             f"give package.module:name or path/to/file.py:name"

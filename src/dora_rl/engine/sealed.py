@@ -30,7 +30,7 @@ _DTYPE_CODES = {
     torch.bfloat16: "BF16",
 }
 # Float32 forwards of two programs differ by rounding alone; in bfloat16 every layer rounds.
-CANARY_TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.25}
+CANARY_TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.25, torch.float16: 0.25}
 
 
 class CheckedSource:
@@ -107,11 +107,14 @@ def check_base(source: object, found: str, where: str) -> None:
 def check_canary(
     canary: Canary, logprobs: Sequence[float], version: int, dtype: torch.dtype
 ) -> None:
-    """Raise unless the loaded weights give the published log-probs."""
+    """Raise unless the loaded weights give the published log-probs. `dtype` is the one that they
+    were computed in here; the coarser of the two sides says how far they may differ."""
+    theirs: torch.dtype = getattr(torch, canary.dtype) if canary.dtype else dtype
+    allowed = max(CANARY_TOLERANCE[dtype], CANARY_TOLERANCE[theirs])
     gaps = [abs(a - b) for a, b in zip(canary.logprobs, logprobs, strict=True)]
     worst = max(gaps, default=0.0)
-    if not worst <= CANARY_TOLERANCE[dtype]:
+    if not worst <= allowed:
         raise UserError(
             f"version {version}: canary log-probs differ by {worst:.3g} "
-            f"(allowed {CANARY_TOLERANCE[dtype]:.3g}); these are not the published weights"
+            f"(allowed {allowed:.3g}); these are not the published weights"
         )

@@ -86,15 +86,21 @@ def read_config(path: Path) -> dict[str, Any]:
     file = path / "config.json"
     if not file.is_file():
         raise UserError(f"{path}: no config.json; give a Hugging Face model directory")
-    try:
-        config = json.loads(file.read_text())
-    except ValueError as err:
-        raise UserError(f"{file}: not valid JSON ({err})") from err
-    generation = path / "generation_config.json"
+    config, generation = _read_object(file), path / "generation_config.json"
     if generation.is_file():
-        eos = json.loads(generation.read_text()).get("eos_token_id")
+        eos = _read_object(generation).get("eos_token_id")
         config["eos_token_id"] = eos if eos is not None else config.get("eos_token_id")
     return config
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text())
+    except ValueError as err:
+        raise UserError(f"{file}: not valid JSON ({err})") from err
+    if not isinstance(found, dict):
+        raise UserError(f"{file}: not a JSON object; copy the file from the model again")
+    return found
 
 
 def read_rope(config: dict[str, Any], where: str) -> RopeSpec:

@@ -92,7 +92,7 @@ def make_engine(
     journal: Journal | None = None,
 ) -> InstanceEngine:
     rank = adapter_rank(config)
-    values: dict[str, Any] = config.rollout.engine_options(device, resident_max)
+    values: dict[str, Any] = config.engine_options(device, resident_max)
     values |= {"lora_rank": rank, "memory_share": memory_share}
     if config.rollout.backend == "vllm":
         return _make_vllm(config, EngineOptions(**values), decode, journal)

@@ -31,7 +31,7 @@ def serve_evaluations(setup: Setup, channel: Channel) -> None:
     """Answer every "evaluate" with the responses, greedy and sampled, of that version."""
     config = setup.config
     torch.set_num_threads(max(1, config.rollout.threads))
-    options = config.rollout.engine_options(setup.extra["device"], 1)
+    options = config.engine_options(setup.extra["device"], 1)
     options |= {"versions_max": 1, "memory_share": setup.extra["memory_share"]}
     decode = None
     if config.rollout.stop_strings:

@@ -56,7 +56,7 @@ def evaluate_once(
     device = config.runtime.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    options: dict[str, Any] = config.rollout.engine_options(device, 1)
+    options: dict[str, Any] = config.engine_options(device, 1)
     options["versions_max"] = 1
     decode = tokenizer.decode if config.rollout.stop_strings else None
     engine = Engine(read_spec(model.directory), EngineOptions(**options), decode)

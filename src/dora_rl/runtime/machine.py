@@ -183,7 +183,7 @@ def forecast(config: RunConfig, machine: Machine, layout: Layout) -> Forecast:
     policy = policy_of(params)
     spec = read_spec(config.model.path)
     extra = layout.instance_extra(layout.instances[0])
-    values = config.rollout.engine_options(device, layout.resident_max)
+    values = config.engine_options(device, layout.resident_max)
     values |= extra.get("sizes", {}).get("rollout", {})
     options = EngineOptions(**values, memory_share=extra["memory_share"])
     each = memory.version_bytes(spec, options.dtype)

@@ -81,7 +81,7 @@ def prepare(config: RunConfig) -> Prepared:
 
     layout = with_memory(config, plan_layout(config, choose_device(config.runtime.device)))
     check_learner_device(config, layout.device)
-    engine = EngineOptions(**config.rollout.engine_options(layout.device, layout.resident_max))
+    engine = EngineOptions(**config.engine_options(layout.device, layout.resident_max))
     check_context(config, engine, len(train.prompt(0).token_ids))
     return Prepared(config, layout, train, evaluation, decode)
 

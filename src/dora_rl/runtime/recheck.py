@@ -42,8 +42,7 @@ def is_recomputable(config: RunConfig) -> bool:
 
 def tolerance_of(config: RunConfig, learner: torch.dtype, device: str) -> float:
     """How far two right computations may lie apart, per token on average."""
-    decoded = config.rollout.dtype or ("float32" if device == "cpu" else "bfloat16")
-    exact = decoded == "float32" and learner == torch.float32
+    exact = config.engine_dtype(device) == "float32" and learner == torch.float32
     return config.audit.tolerance or (EXACT if exact else ROUNDED)
 
 

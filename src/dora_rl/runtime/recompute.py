@@ -170,7 +170,7 @@ def _scorer(
         PACK_TOKENS,
     )
     _, tensor = next(iter(store.open(version).tensors()))
-    decoded = config.rollout.dtype or "float32"
+    decoded = config.engine_dtype("cpu")
     exact = decoded == "float32" and tensor.dtype == policy.compute_dtype == torch.float32
     return scorer, exact
 

@@ -1,7 +1,8 @@
 """What happens when a worker ends: it is replaced, given up, or the run stops with the reason.
 
 A worker that ends at its start again and again stops the run: it is resumable, and the reason names
-the worker and its last words. Not so an instance once a step was committed, while others work: a
+the worker and its last words. So do reward workers that end many times with no answer of any of
+them in between: a reward that ends its process for one sample costs that sample alone. Not so an instance once a step was committed, while others work: a
 host that went bad costs its instance, which is tried again after every step. Of learners and
 instances that are lost at work the core keeps count; it is told their last words.
 """
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 RESTARTS_MAX = 20  # of the evaluator, while no step is committed
 STARTS_MAX = 3  # of one worker that ends before it is ready
+LOST_SCORERS_MAX = 3  # times the attempts of a sample, or the workers if they are more
 
 
 class Recovery:
@@ -57,7 +59,7 @@ class Recovery:
         if self._num_starts[name] >= STARTS_MAX or self._num_restarts > RESTARTS_MAX:
             self._give_up(name)
         elif name.startswith("reward"):
-            run.pool.lost(name)
+            self._lose_scorer(name)
         elif name.startswith("env"):
             run.envs.lost(name)
         elif name == "evaluator":
@@ -79,6 +81,23 @@ class Recovery:
             run.on_wait([f"{name} keeps ending and is left out for this step; it said: {tail}"])
         else:
             run.handle(ev.StopRequested(f"{name} keeps ending; it last said: {tail}"))
+
+    def _lose_scorer(self, name: str) -> None:
+        """Many ends in a row are not the fault of single samples: nothing would ever be scored."""
+        run, why = self._run, self._run.crew.why_ended(name)
+        tail, status = self._last_words(name), run.crew.workers[name].process.poll()
+        how = f" with status {status}" if status and status > 0 else ""
+        run.pool.lost(name)
+        num = run.pool.num_lost_in_a_row
+        each = max(run.params.attempts_max, len(run.pool.names))
+        if num >= LOST_SCORERS_MAX * each:
+            said = f"; it said: {tail}" if tail and tail != why else ""
+            run.handle(
+                ev.StopRequested(
+                    f"reward workers ended {num} times with no score in between, the last one, "
+                    f"{name}, because {why}{how}{said}; mend the reward and resume"
+                )
+            )
 
     def _last_words(self, name: str) -> str:
         return self._run.crew.workers[name].last_words or self._run.crew.log_tail(name)

@@ -63,6 +63,7 @@ class ScoringPool:
         self._next = 0
         self._extra = extra
         self.num_answered = 0
+        self.num_lost_in_a_row = 0  # workers that ended since the last answer of any
         self.failures = Failures()
         self.names = [f"reward{index}" for index in range(num_workers)]
 
@@ -120,6 +121,7 @@ class ScoringPool:
         """A worker answered."""
         number, jobs, _ = self._busy.pop(name, (-1, [], 0.0))
         self._free.append(name)
+        self.num_lost_in_a_row = 0
         if number == body["id"]:
             self.num_answered += len(jobs)
             for job, result in zip(jobs, body["results"], strict=True):
@@ -130,6 +132,7 @@ class ScoringPool:
 
     def lost(self, name: str) -> None:
         """A worker's process ended: its sample failed, a new worker takes the name."""
+        self.num_lost_in_a_row += 1
         if name in self._free:
             self._free.remove(name)
         _, jobs, _ = self._busy.pop(name, (-1, [], 0.0))

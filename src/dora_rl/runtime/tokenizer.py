@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dora_rl.types import UserError
+from dora_rl.user_code import one_line
 
 # Classes that are nothing but their tokenizer.json.
 PLAIN_CLASSES = {"PreTrainedTokenizerFast", "TokenizersBackend", "Qwen2Tokenizer"}
@@ -29,7 +30,13 @@ class LightTokenizer:
         from tokenizers import Tokenizer
 
         self._path, self._trust = path, trust_remote_code
-        self._light = Tokenizer.from_file(str(path / "tokenizer.json"))
+        try:
+            self._light = Tokenizer.from_file(str(path / "tokenizer.json"))
+        except Exception as error:  # tokenizers raises nothing more special
+            raise UserError(
+                f"model.path: {path / 'tokenizer.json'} is no tokenizer ({one_line(error)}); "
+                "copy the file from the model again"
+            ) from None
         template = path / "chat_template.jinja"
         self.chat_template = settings.get("chat_template") or (
             template.read_text() if template.is_file() else None
@@ -64,9 +71,9 @@ def _auto_tokenizer(path: Path, trust_remote_code: bool) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        first = next(iter(str(error).splitlines()), type(error).__name__)
-        raise UserError(f"model.path: no tokenizer in {path} ({first})") from None
+    except (Exception, SystemExit) as error:
+        # A damaged file makes it raise anything, and so may the model's own code.
+        raise UserError(f"model.path: no tokenizer in {path} ({one_line(error)})") from None
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -126,7 +126,9 @@ def read_manifest(directory: Path, version: Version) -> Manifest:
             for t in raw["tensors"]
         )
         canary = raw["canary"] and Canary(
-            tuple(raw["canary"]["token_ids"]), tuple(raw["canary"]["logprobs"])
+            tuple(raw["canary"]["token_ids"]),
+            tuple(raw["canary"]["logprobs"]),
+            str(raw["canary"].get("dtype", "")),
         )
         manifest = Manifest(
             int(raw["version"]),

@@ -249,7 +249,7 @@ def need_of(
 ) -> Need:
     """What the configuration asks of one GPU."""
     rollout, trainer = config.rollout, config.trainer
-    options = EngineOptions(**rollout.engine_options("cuda", layout.resident_max))
+    options = EngineOptions(**config.engine_options("cuda", layout.resident_max))
     kv = rollout.num_blocks * options.block_bytes(spec) or rollout.kv_bytes_max
     params = core_params(config)
     compute = "bfloat16" if trainer.compute_dtype == "auto" else trainer.compute_dtype

@@ -40,7 +40,8 @@ def compute_canary(policy: nn.Module, vocab: int, positions_max: int) -> Canary:
     with without_dropout(policy):
         scores = policy(tokens, Layout([len(ids)], device), rows, tokens[1:], 1.0)
     back_to_shards(policy)
-    return Canary(ids, tuple(scores.logprobs_N.float().tolist()))
+    dtype = str(policy.compute_dtype).removeprefix("torch.")
+    return Canary(ids, tuple(scores.logprobs_N.float().tolist()), dtype)
 
 
 class Publisher:

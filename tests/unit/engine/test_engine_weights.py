@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,25 @@ def test_sealed_version(saved: Saved, store: SharedMemoryWeightStore) -> None:
     engine = make_engine(path)
     engine.load(3, store.open(3))
     check_against(model, generate(engine, 3))
+
+
+@pytest.mark.parametrize("published", [torch.bfloat16, torch.float32])
+def test_a_version_of_a_learner_in_bfloat16_is_loaded_by_an_engine_in_float32(
+    saved: Saved, store: SharedMemoryWeightStore, published: torch.dtype
+) -> None:
+    """The canary says what it was computed in: the tensors may be finer than that."""
+    model, path = saved("qwen3", 1)
+    state = {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items()}
+    sealed = {name: tensor.to(published) for name, tensor in state.items()}
+    right = canary_of(model)
+    rounded = Canary(right.token_ids, tuple(x + 0.02 for x in right.logprobs), "bfloat16")
+    store.publish(3, sealed.items(), rounded)
+    engine = make_engine(path)
+    engine.load(3, store.open(3))
+    assert 3 in engine.versions()
+    store.publish(4, sealed.items(), replace(rounded, dtype="float32"))
+    with pytest.raises(UserError, match="canary"):
+        engine.load(4, store.open(4))
 
 
 def test_fused_experts_of_a_state_dict(saved: Saved, store: SharedMemoryWeightStore) -> None:

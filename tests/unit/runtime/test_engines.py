@@ -34,6 +34,17 @@ def test_a_missing_vllm_is_one_line() -> None:
         check_backend(config(rollout={"backend": "vllm"}))
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_engines_compute_as_the_learner_does_where_nothing_is_said(device: str) -> None:
+    usual = {"cpu": "float32", "cuda": "bfloat16"}[device]
+    assert config().engine_options(device, 1)["dtype"] == usual
+    for dtype in ("float32", "bfloat16"):
+        learner = config(trainer={"compute_dtype": dtype})
+        assert learner.engine_options(device, 1)["dtype"] == dtype
+        own = config(trainer={"compute_dtype": dtype}, rollout={"dtype": "float32"})
+        assert own.engine_options(device, 1)["dtype"] == "float32"
+
+
 def test_the_native_engine_has_one_device() -> None:
     with pytest.raises(UserError, match=r"devices_per_instance = 2: the native engine"):
         check_backend(config(resources={"devices_per_instance": 2}))

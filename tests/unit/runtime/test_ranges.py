@@ -132,7 +132,7 @@ def try_value(key: str, value: Any) -> None:
     data.setdefault(section, {})[name] = value
     config = resolve(data, "a.toml")
     check_learner(config)
-    EngineOptions(**config.rollout.engine_options("cpu", 2))
+    EngineOptions(**config.engine_options("cpu", 2))
 
 
 def test_no_number_is_left_out() -> None:

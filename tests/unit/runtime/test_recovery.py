@@ -10,6 +10,7 @@ import pytest
 from dora_rl.core import events as ev
 from dora_rl.runtime.last_words import why_ended
 from dora_rl.runtime.recovery import RESTARTS_MAX, STARTS_MAX, Recovery
+from dora_rl.runtime.scoring import ScoringPool
 
 
 class Worker:
@@ -67,6 +68,40 @@ class Run:
 @pytest.fixture
 def run() -> Run:
     return Run()
+
+
+def scorers(run: Run) -> ScoringPool:
+    """Two reward workers that start well, beside the others."""
+    pool = ScoringPool(cast(Any, run.crew), 2, 60.0, {})
+    for name in pool.names:
+        run.workers[name] = Worker(name)
+    run.pool, run.params = pool, SimpleNamespace(attempts_max=4)  # type: ignore[attr-defined]
+    return pool
+
+
+def end_scorer(run: Run, name: str) -> None:
+    run.recovery.joined(name)
+    run.end(name)
+
+
+def test_reward_workers_that_only_end_stop_the_run(run: Run) -> None:
+    pool = scorers(run)
+    for turn in range(11):
+        end_scorer(run, pool.names[turn % 2])
+    assert not run.stops() and len(run.started) == 11
+    end_scorer(run, "reward1")
+    (reason,) = run.stops()
+    assert "ended 12 times with no score in between" in reason and "no GPU" in reason
+    assert "\n" not in reason
+
+
+def test_reward_workers_that_end_now_and_then_are_replaced(run: Run) -> None:
+    pool = scorers(run)
+    for turn in range(100):
+        end_scorer(run, "reward0")
+        if turn % 10 == 9:
+            pool.scored("reward1", {"id": 0, "results": []})
+    assert not run.stops() and len(run.started) == 100
 
 
 def test_an_instance_that_ends_is_replaced(run: Run) -> None:

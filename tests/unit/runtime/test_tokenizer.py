@@ -43,6 +43,17 @@ def test_settings_that_change_the_tokens_call_for_transformers(tmp_path: Path) -
     assert not isinstance(open_tokenizer(tmp_path / "model", False), LightTokenizer)
 
 
+@pytest.mark.parametrize("light", [True, False])
+def test_an_empty_tokenizer_is_one_line(tmp_path: Path, light: bool) -> None:
+    shutil.copytree(MODEL, tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    if not light:
+        (tmp_path / "model" / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"model\.path: .*tokenizer") as error:
+        open_tokenizer(tmp_path / "model", False)
+    assert "\n" not in str(error.value)
+
+
 def test_a_damaged_file_is_one_line(tmp_path: Path) -> None:
     shutil.copytree(MODEL, tmp_path / "model")
     (tmp_path / "model" / "tokenizer.json").write_text("{")
