@@ -3,9 +3,10 @@
     python benchmarks/paradigms.py --json paradigms.json --picture paradigms.png
 
 Runs `dora-rl bench paradigms recipes/longtail.toml` on the first two cores, prints the table and
-the ratios, and ends with status 1 if one of them is below its minimum. Every mode has its best split from the
-stated sweep; sync uses both cores in both phases. Speeds are trained tokens per second from the
-commit of the third step to the commit of the last step but K (start-up and drain left out).
+the ratios, and ends with status 1 if one of them is below its minimum. Every mode has its best
+split from the stated sweep; sync uses both cores in both phases. Speeds are trained tokens per
+second from the commit of the third step to the commit of the last step but K (start-up and drain
+left out).
 Needs a quiet machine: the load average is in the output, and above two it warns.
 """
 

@@ -2,9 +2,10 @@
 
 A worker that ends at its start again and again stops the run: it is resumable, and the reason names
 the worker and its last words. So do reward workers that end many times with no answer of any of
-them in between: a reward that ends its process for one sample costs that sample alone. Not so an instance once a step was committed, while others work: a
-host that went bad costs its instance, which is tried again after every step. Of learners and
-instances that are lost at work the core keeps count; it is told their last words.
+them in between: a reward that ends its process for one sample costs that sample alone. Not so an
+instance once a step was committed, while others work: a host that went bad costs its instance,
+which is tried again after every step. Of learners and instances that are lost at work the core
+keeps count; it is told their last words.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class LightTokenizer:
             raise UserError(
                 f"model.path: {path / 'tokenizer.json'} is no tokenizer ({one_line(error)}); "
                 "copy the file from the model again"
-            ) from None
+            ) from error
         template = path / "chat_template.jinja"
         self.chat_template = settings.get("chat_template") or (
             template.read_text() if template.is_file() else None
@@ -73,7 +73,7 @@ def _auto_tokenizer(path: Path, trust_remote_code: bool) -> Any:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (Exception, SystemExit) as error:
         # A damaged file makes it raise anything, and so may the model's own code.
-        raise UserError(f"model.path: no tokenizer in {path} ({one_line(error)})") from None
+        raise UserError(f"model.path: no tokenizer in {path} ({one_line(error)})") from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -409,12 +409,8 @@ def table() -> str:
     for family, (kind, _) in FAMILIES.items():
         rows.append(f"| {family} | `{kind}` | {switches(family)} |")
     only = ", ".join(FLOAT32_ONLY)
-    rows += [
-        "",
-        f"In float32 only: {only}. In half precision a frozen copy of them would not compute exactly "
-        "what the policy",
-        "computes, so it is refused.",
-    ]
+    why = "In half precision a frozen copy of them would not compute exactly what the policy"
+    rows += ["", f"In float32 only: {only}. {why}", "computes, so it is refused."]
     rows += ["", "| refused | configuration of transformers | because |", "|---|---|---|"]
     rows += [f"| {f} | `{kind}` | {why} |" for f, (kind, _, why) in REFUSED.items()]
     return "\n".join(rows)
