@@ -195,7 +195,11 @@ def test_a_reward_that_always_fails_stops_the_run_with_its_reason(tmp_path: Path
 
 def test_a_loss_that_fails_stops_the_run_at_once(tmp_path: Path) -> None:
     code = tmp_path / "flat.py"
-    code.write_text("def flat(inputs, options):\n    return inputs.logprobs_T.mean()\n")
+    code.write_text(  # on the small batches that it is tried with before the start, it is right
+        "def flat(inputs, options):\n"
+        "    loss = -inputs.logprobs_T * inputs.advantages_T\n"
+        "    return loss if inputs.num_sequences <= 4 else loss.mean()\n"
+    )
     longer = tmp_path / "longer.py"
     longer.write_text("def longer(completion, answer):\n    return float(len(completion))\n")
     functions = [f"{longer}:longer"]

@@ -87,7 +87,9 @@ def test_a_run_directory_that_is_deleted_ends_the_run_with_one_line(tmp_path: Pa
 
 LOSS = """
 def inner(inputs):
-    return inputs.no_such_field
+    if inputs.num_sequences > 4:  # not on the small batches that it is tried with before the start
+        return inputs.no_such_field
+    return -inputs.logprobs_T * inputs.advantages_T
 
 def loss(inputs, options):
     return inner(inputs)
