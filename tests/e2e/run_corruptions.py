@@ -528,8 +528,6 @@ FILES: dict[str, FileCorruption] = {
     "metrics: step twice": FileCorruption(lines("metrics.jsonl", lambda all: [*all, all[-1]])),
     "metrics: evaluation": FileCorruption(
         lines("metrics.jsonl", lambda all: [*all, '{"version": 1, "eval/sampled": 1.0}\n']),
-        by="",
-        why="evaluations are not decisions: the log does not know of them",
     ),
     "summary: last reward": FileCorruption(in_json("summary.json", reward_last=0.99)),
     "summary: steps": FileCorruption(in_json("summary.json", steps=99)),

@@ -196,11 +196,6 @@ def test_a_killed_life_owes_no_summary(copy: Path, capsys: pytest.CaptureFixture
     assert expected in capsys.readouterr().out
 
 
-def test_audit_and_summary_have_one_mean_staleness(run: TinyRun) -> None:
-    figures = audit_run(run.run_dir / "events").figures
-    assert figures.staleness_mean == pytest.approx(run.summary()["staleness_mean"])
-
-
 def test_replay_of_an_empty_log_proves_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -58,6 +58,8 @@ NEVER_COMPARED = (
     "journals, totals.json, learner.json, parts of rewards, score.json of a checkpoint, "
     "logs of workers: the log does not know of them"
 )
+# What the run counts as it goes, and the log can count again where no life was killed.
+COUNTED = ("migrations", "kv_bytes_moved", "samples_mismatched", "discarded_tokens")
 CLOSE = 1e-6
 LOGPROB_SUM_CLOSE = 1e-4  # per token: rollouts.jsonl has log-probs to four decimals
 
@@ -311,7 +313,12 @@ class FileAudit:
         aside = self.auditor.faults.set_aside
         if {one["prompt"]: one["reason"] for one in summary.get("set_aside", [])} != aside:
             self._add("summary.json", f"set_aside is not prompts {sorted(aside)} of the log")
-        rest = [name for name in summary if name not in {*figures, "stopped", "set_aside"}]
+        compared = {*figures, "stopped", "set_aside"}
+        lost = [name for name in COUNTED if name in summary and name not in compared]
+        if lost:
+            text = "a life was killed and its counts with it, or the storage shards counted"
+            self.notes.append(f"summary.json: {', '.join(lost)}: {text}")
+        rest = [name for name in summary if name not in {*compared, *lost}]
         self.notes.append(f"summary.json: {', '.join(rest)}: measured, not in the log")
 
     def _from_log(self, config: RunConfig | None) -> dict[str, Any]:
