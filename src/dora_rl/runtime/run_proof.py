@@ -89,9 +89,9 @@ def checkpoint_problem(directory: Path, step: int, sealed: str, *, trainer: bool
         if not every:
             noted = {name: digest for name, digest in noted.items() if "/" not in name}
         found = tensor_digests(directory, trainer=every)
-    if noted is not None and noted != found:
         names = sorted(name for name in {*noted, *found} if noted.get(name) != found.get(name))
-        return f"{names[0]} is not the file that was saved"
+        if names:
+            return f"{names[0]} is not the file that was saved"
     if sealed and model_checksum(directory) != sealed:
         return f"its weights are not those that the log committed as version {step + 1}"
     return ""

@@ -120,10 +120,9 @@ def read_state(directory: Path) -> dict[str, Any]:
         raise UserError(f"checkpoint '{directory}': no {TRAINER}/state.json; nothing to resume")
     try:
         state = json.loads(path.read_text())
-        is_whole = isinstance(state, dict) and isinstance(state["next_step"], int)
-    except (ValueError, KeyError):
-        is_whole = False
-    if not is_whole:
+    except ValueError:
+        state = None
+    if not isinstance(state, dict) or not isinstance(state.get("next_step"), int):
         raise UserError(f"checkpoint '{directory}': {TRAINER}/state.json is damaged; use another")
     return state
 

@@ -151,8 +151,10 @@ def test_a_life_that_another_follows_without_a_stop_was_killed() -> None:
     found, params = Auditor(), Params()
     events = [ev.Started(params), ev.Resumed(params), ev.Tick(), ev.Resumed(params)]
     for number, event in enumerate(events):
-        stop = [act.Stop("interrupted", False)] if isinstance(event, ev.Tick) else []
-        found.see(Entry(number, float(number), event, stop))
+        entry = Entry(number, float(number), event, [])
+        if isinstance(event, ev.Tick):
+            entry.actions.append(act.Stop("interrupted", False))
+        found.see(entry)
     assert (found.num_killed, found.num_resumes) == (1, 2)
 
 
