@@ -19,6 +19,7 @@ from typing import Any
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
 from dora_rl.observe.eventlog import Entry
+from dora_rl.observe.replay import replay
 from dora_rl.types import Finish, Mode, RequestId, Segment
 
 Entries = list[Entry]
@@ -241,13 +242,15 @@ def entry_taken_out(kind: type, nth: int = 0) -> Callable[[Entries], Entries]:
 
 
 def heart_beat_taken_out(entries: Entries) -> Entries:
-    """The last one of those that nothing followed from."""
-    place = max(
-        place
-        for place, entry in enumerate(entries)
-        if isinstance(entry.event, ev.TrainerReport) and not entry.actions
-    )
-    return renumbered([*entries[:place], *entries[place + 1 :]])
+    """A report or a tick that nothing followed from, then or later. Which kinds a run has depends
+    on how fast it is; while its workers start there are ticks."""
+    beats = (ev.TrainerReport, ev.InstanceReport, ev.Tick)
+    for place in reversed(range(1, len(entries))):
+        if isinstance(entries[place].event, beats) and not entries[place].actions:
+            rest = renumbered([*entries[:place], *entries[place + 1 :]])
+            if replay(rest).ok:
+                return rest
+    raise AssertionError("every heart-beat of this run mattered")
 
 
 def finish_moved_before_its_dispatch(entries: Entries) -> Entries:
@@ -448,6 +451,27 @@ def removed(name: str) -> Callable[[Path], None]:
     return lambda run: (run / name).unlink()
 
 
+def written(name: str, text: str) -> Callable[[Path], None]:
+    def change(run: Path) -> None:
+        (run / name).write_text(text)
+
+    return change
+
+
+def without_key(name: str, key: str) -> Callable[[Path], None]:
+    def change(run: Path) -> None:
+        document = json.loads((run / name).read_text())
+        del document[key]
+        (run / name).write_text(json.dumps(document))
+
+    return change
+
+
+def masters_flipped(run: Path) -> None:
+    (path,) = (run / "learner" / "masters").glob("*/model.safetensors")
+    flipped(str(path.relative_to(run)))(run)
+
+
 def samples_exchanged(run: Path) -> None:
     """The responses of two samples of one group under each other's number."""
     path = run / "rollouts.jsonl"
@@ -504,12 +528,37 @@ FILES: dict[str, FileCorruption] = {
     "metrics: step twice": FileCorruption(lines("metrics.jsonl", lambda all: [*all, all[-1]])),
     "metrics: evaluation": FileCorruption(
         lines("metrics.jsonl", lambda all: [*all, '{"version": 1, "eval/sampled": 1.0}\n']),
-        by="",
-        why="evaluations are not decisions: the log does not know of them",
     ),
     "summary: last reward": FileCorruption(in_json("summary.json", reward_last=0.99)),
     "summary: steps": FileCorruption(in_json("summary.json", steps=99)),
     "summary: staleness": FileCorruption(in_json("summary.json", staleness_mean=0.0)),
+    "summary: tokens": FileCorruption(in_json("summary.json", tokens_trained=1)),
+    "summary: discarded tokens": FileCorruption(in_json("summary.json", discarded_tokens=9)),
+    "summary: updates": FileCorruption(in_json("summary.json", updates_applied=9)),
+    "summary: updates left out": FileCorruption(in_json("summary.json", updates_skipped=1)),
+    "summary: mismatched": FileCorruption(in_json("summary.json", samples_mismatched=1)),
+    "summary: migrations": FileCorruption(in_json("summary.json", migrations=99)),
+    "summary: set aside": FileCorruption(
+        in_json("summary.json", set_aside=[{"prompt": 1, "reason": "bad"}])
+    ),
+    "summary: evaluation": FileCorruption(in_json("summary.json", eval_last={"greedy": 1.0})),
+    "summary: best": FileCorruption(
+        in_json("summary.json", best={"version": 1, "metric": "greedy", "value": 1.0})
+    ),
+    "summary: a figure gone": FileCorruption(without_key("summary.json", "staleness_max")),
+    "summary: a list": FileCorruption(written("summary.json", "[]")),
+    "summary: gone": FileCorruption(removed("summary.json")),
+    "config: a list": FileCorruption(written("config.json", "[]")),
+    "data: gone": FileCorruption(removed("data.json")),
+    "data: empty": FileCorruption(written("data.json", "{}")),
+    "rollouts: a list": FileCorruption(lines("rollouts.jsonl", lambda all: ["[1,2]\n", *all[1:]])),
+    "rollouts: a step alone": FileCorruption(
+        lines("rollouts.jsonl", lambda all: ['{"step":1}\n', *all[1:]])
+    ),
+    "metrics: a step alone": FileCorruption(
+        lines("metrics.jsonl", lambda all: ['{"step":0}\n', *all[1:]])
+    ),
+    "metrics: a list": FileCorruption(lines("metrics.jsonl", lambda all: ["[1]\n", *all[1:]])),
     "summary: speed": FileCorruption(in_json("summary.json", tokens_per_s=1e6), by="", why=UNREAD),
     "table: gone": FileCorruption(removed("table.log")),
     "table: flipped bit": FileCorruption(flipped("table.log", 0.5)),
@@ -533,8 +582,19 @@ FILES: dict[str, FileCorruption] = {
         in_json("checkpoints/step_000002/trainer/state.json", next_step=2)
     ),
     "checkpoint: optimizer": FileCorruption(
-        flipped("checkpoints/step_000002/trainer/optimizer.safetensors"),
-        by="",
-        why="moments are the learner's own; no promise of the log is about them",
+        flipped("checkpoints/step_000002/trainer/optimizer.safetensors")
     ),
+    "checkpoint: random numbers": FileCorruption(
+        removed("checkpoints/step_000002/trainer/rng.safetensors")
+    ),
+    "checkpoint: no digests": FileCorruption(
+        without_key("checkpoints/step_000002/trainer/state.json", "files")
+    ),
+    "checkpoint: no step": FileCorruption(
+        without_key("checkpoints/step_000002/trainer/state.json", "next_step")
+    ),
+    "checkpoint: no state": FileCorruption(
+        written("checkpoints/step_000002/trainer/state.json", "x")
+    ),
+    "learner: masters": FileCorruption(masters_flipped),
 }

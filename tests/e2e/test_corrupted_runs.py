@@ -8,7 +8,7 @@ import zlib
 from pathlib import Path
 
 import pytest
-from run_corruptions import FILES, LOG, FileCorruption, LogCorruption
+from run_corruptions import FILES, LOG, FileCorruption, LogCorruption, in_json, lines
 from tiny_runs import TinyRun, tiny_run
 
 from dora_rl.cli import main
@@ -48,6 +48,10 @@ def edited(entry: Entry, line: bytes) -> bytes:
     return b"%08x %s\n" % (zlib.crc32(body), body)
 
 
+def files_of(run: Path) -> FileAudit:
+    return FileAudit(run, read_through(run / "events", keep=True))
+
+
 def caught_by(run: Path) -> str:
     """The first that objects."""
     auditor = read_through(run / "events", keep=True)
@@ -65,7 +69,13 @@ def test_the_honest_run_passes(run: TinyRun) -> None:
     assert caught_by(run.run_dir) == ""
     auditor = read_through(run.run_dir / "events", keep=True)
     files = FileAudit(run.run_dir, auditor)
-    assert files.check() == () and files.notes == []
+    assert files.check() == ()
+    # Nothing is left out but what the log cannot know.
+    assert [note.split(":")[0].split(",")[0] for note in files.notes] == [
+        "summary.json",
+        "journals",
+    ]
+    assert "tokens_generated" in files.notes[0] and "updates_applied" not in files.notes[0]
 
 
 def test_there_are_enough_of_them() -> None:
@@ -134,6 +144,65 @@ def test_export_refuses_a_model_of_another_step(
     assert "is not what the run made" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
     assert main(["export", str(copy), str(tmp_path / "out"), "--step", "2"]) == 0
+
+
+DAMAGED = {
+    "a list": lambda all: ["[1,2]\n", *all[1:]],
+    "a step alone": lambda all: ['{"step":1}\n', *all[1:]],
+    "cut in a line": lambda all: [*all[:-1], all[-1][:40]],
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_line_is_named_by_recompute(
+    name: str, copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines("rollouts.jsonl", DAMAGED[name])(copy)
+    assert main(["audit", "--recompute", "2", str(copy)]) == 1
+    said = capsys.readouterr().out
+    assert "rollouts.jsonl line " in said and "is damaged" in said
+
+
+def test_nothing_recomputed_is_no_proof(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["audit", "--recompute", "-5", str(copy)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    shutil.rmtree(copy / "weights")
+    assert main(["audit", "--recompute", "5", str(copy)]) == 3
+    said = capsys.readouterr().out
+    assert "nothing could be recomputed" in said and "every promise was kept" not in said
+
+
+@pytest.mark.parametrize("text", ["x", "{}", "[]"])
+def test_export_says_in_a_line_that_a_checkpoint_is_damaged(
+    text: str, copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (copy / "checkpoints" / "step_000002" / "trainer" / "state.json").write_text(text)
+    assert main(["export", str(copy), str(tmp_path / "out"), "--step", "3"]) == 2
+    said = capsys.readouterr().err
+    assert "state.json is damaged" in said and said.count("\n") == 1
+
+
+def test_a_killed_life_owes_no_summary(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The log ends before its stop; the summary is gone, or that of a life before."""
+    kept = segment_of(copy).read_bytes().splitlines(keepends=True)[:-1]
+    segment_of(copy).write_bytes(b"".join(kept))
+    in_json("summary.json", steps=1, reward_last=9.0)(copy)
+    found = [finding.subject for finding in files_of(copy).check()]
+    (copy / "summary.json").unlink()
+    found += [finding.subject for finding in files_of(copy).check()]
+    assert "summary.json" not in found
+    main(["audit", "--files", str(copy)])
+    expected = "not compared: summary.json, it is written at an end and this life has none"
+    assert expected in capsys.readouterr().out
+
+
+def test_replay_of_an_empty_log_proves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "events").mkdir()
+    (tmp_path / "events" / "000000000000.jsonl").write_bytes(b"")
+    assert main(["replay", str(tmp_path)]) == 3
+    assert "the log is empty" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["log emptied", "log cut after a step"])

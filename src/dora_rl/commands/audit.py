@@ -16,8 +16,8 @@ SUMMARY = "prove from the event log that nothing was lost, mixed or too old"
 ABOUT = """Finds what accidents and buggy code do to a run: lines of the log that were changed, cut
 or moved, and promises that were broken; with --files also other files that are not what the log
 tells of. Whoever rewrites every file of a run on purpose can make a run that passes.
-Status: 0 every promise was kept, 1 something was found, 3 the log is unfinished or empty (nothing
-was found, and not everything is proved)."""
+Status: 0 every promise was kept, 1 something was found, 3 the log is unfinished or empty, or no
+sample could be recomputed (nothing was found, and not everything is proved)."""
 UNFINISHED = 3
 _LINES_MAX = 20
 _GIVEN_UP = {
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--recompute",
         type=int,
-        default=0,
+        default=None,
         metavar="N",
         help="compute N stored samples again from their sealed versions, and compare log-probs",
     )
@@ -50,11 +50,14 @@ def run(args: argparse.Namespace) -> int:
     from dora_rl.observe.audit import read_through
 
     prepare_output(args.json)
-    folder, beside = events_folder(args.run), args.files or args.recompute
+    again_too = args.recompute is not None
+    if again_too and args.recompute < 1:
+        raise UserError(f"--recompute {args.recompute}: give a number of samples, at least 1")
+    folder, beside = events_folder(args.run), args.files or again_too
     if beside and folder == args.run:
         raise UserError(f"{args.run} is an event log; give the run directory for this")
     auditor = read_through(folder, keep=bool(beside))
-    report, notes, again = auditor.report(), list[str](), list[str]()
+    report, notes, again, nothing = auditor.report(), list[str](), list[str](), False
     found, num = list(report.findings), report.num_findings
     if args.files:
         from dora_rl.runtime.file_audit import FileAudit
@@ -62,22 +65,25 @@ def run(args: argparse.Namespace) -> int:
         files = FileAudit(args.run, auditor)
         found += files.check()
         num, notes = num + files.book.num, files.notes
-    if args.recompute:
+    if again_too:
         from dora_rl.runtime.recompute import recompute
 
         outcome = recompute(args.run, auditor, args.recompute)
         again = outcome.lines()
         found += outcome.findings
         num += len(outcome.findings)
+        nothing = not outcome.found
     report = replace(report, findings=tuple(found), num_findings=num)
-    for line in _lines(report, notes, again, files=args.files):
+    for line in _lines(report, notes, again):
         print(line)
+    print(_verdict(report, notes, files=args.files, nothing=nothing))
+    proved = report.proved and not nothing
     if args.json is not None:
-        write_json(args.json, _document(report, notes, again))
-    return 0 if report.proved else 1 if not report.ok else UNFINISHED
+        write_json(args.json, _document(report, notes, again) | {"proved": proved})
+    return 0 if proved else 1 if not report.ok else UNFINISHED
 
 
-def _lines(report: AuditReport, notes: list[str], again: list[str], *, files: bool) -> list[str]:
+def _lines(report: AuditReport, notes: list[str], again: list[str]) -> list[str]:
     figures = report.figures
     lines = [
         f"{figures.mode}: {figures.steps} steps, {figures.num_entries} log entries, "
@@ -96,7 +102,7 @@ def _lines(report: AuditReport, notes: list[str], again: list[str], *, files: bo
     lines += [str(finding) for finding in report.findings[:_LINES_MAX]]
     if report.num_findings > _LINES_MAX:
         lines.append(f"… and {report.num_findings - _LINES_MAX} more")
-    return [*lines, _verdict(report, notes, files=files)]
+    return lines
 
 
 def _chain(report: AuditReport) -> list[str]:
@@ -118,7 +124,7 @@ def _recomputed(report: AuditReport) -> list[str]:
     ]
 
 
-def _verdict(report: AuditReport, notes: list[str], *, files: bool) -> str:
+def _verdict(report: AuditReport, notes: list[str], *, files: bool, nothing: bool) -> str:
     if not report.ok:
         more = f"; unfinished: {report.unfinished}" if report.unfinished else ""
         return f"{report.num_findings} findings{more}"
@@ -126,6 +132,8 @@ def _verdict(report: AuditReport, notes: list[str], *, files: bool) -> str:
         return f"unfinished: {report.unfinished}; no promise was broken so far"
     beside = "; the files are what the log tells of" if files else ""
     beside += ", as far as they were compared" if files and notes else ""
+    if nothing:
+        return f"nothing could be recomputed; the log breaks no promise{beside}"
     return f"every promise was kept{_GIVEN_UP.get(report.figures.mode, '')}{beside}"
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from dora_rl.commands.files import events_folder
 
 SUMMARY = "feed a run's event log to the core again and compare its decisions"
+EMPTY = 3  # as the audit says it of a log that proves nothing
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,6 +21,9 @@ def run(args: argparse.Namespace) -> int:
 
     result = replay(read(events_folder(args.run)))
     snapshots = f" and {result.num_snapshots} snapshots" if result.num_snapshots else ""
+    if not result.num_entries and not result.num_snapshots and result.ok:
+        print("the log is empty: there is nothing to replay")
+        return EMPTY
     if result.ok:
         print(f"{result.num_entries} entries{snapshots} replayed: the same actions")
         return 0

@@ -112,7 +112,8 @@ def _live_versions(history: History) -> list[int]:
 def _promises(history: History, trained: NDArray[Any]) -> dict[str, Any]:
     groups, mode = history.groups, history.params.mode
     staleness = (groups["step"] - groups["version"])[trained]
-    num_samples = int(groups["scored"][trained].sum())
+    scored = groups["scored"][trained].astype(np.int64)
+    num_samples = int(scored.sum())
     lost = np.isin(groups["end"], [ENDS.index(End.FAILED), ENDS.index(End.SURPLUS)])
     return {
         "mixed": int(groups["mixed"][trained].sum()),
@@ -122,7 +123,7 @@ def _promises(history: History, trained: NDArray[Any]) -> dict[str, Any]:
         "discarded_tokens": int(groups["tokens"][lost].sum()),
         "discarded_given_up": mode is Mode.REPLICATION,
         "staleness_max": int(staleness.max(initial=0)),
-        "staleness_mean": float(staleness.mean()) if len(staleness) else 0.0,
+        "staleness_mean": float(staleness @ scored) / max(1, num_samples),
     }
 
 

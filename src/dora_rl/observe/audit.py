@@ -80,6 +80,9 @@ class Auditor:
         self.late = LateMessages()
         self.stop: act.Stop | None = None
         self.num_resumes = 0
+        self.num_killed = 0  # lives that another followed, and that have no stop
+        self.num_mismatched = 0  # samples that are not what their version gives
+        self.num_imported = self.bytes_imported = 0  # requests that came over, even too late
         self.now = -math.inf
         self._on_event = self._event_checks()
         self._on_action = self._action_checks()
@@ -154,6 +157,7 @@ class Auditor:
         if entry.now < self.now and not isinstance(entry.event, ev.Resumed):
             notes.add(Promise.LOG, f"entry {entry.number}", "is older than the entry before it")
         self.now = entry.now
+        self._count(entry.event)
         if self.stop is not None and not isinstance(entry.event, ev.Resumed):
             if entry.actions:
                 notes.add(Promise.LOG, f"entry {entry.number}", "actions after the stop")
@@ -167,8 +171,17 @@ class Auditor:
                 check(action)
         self.steps.settle()
 
+    def _count(self, event: ev.Event) -> None:
+        """What the run itself counts as it comes, for a comparison with its summary."""
+        if isinstance(event, ev.Moved):
+            self.num_imported += 1
+            self.bytes_imported += event.num_bytes
+        elif isinstance(event, ev.Recomputed):
+            self.num_mismatched += not event.is_same
+
     def _on_resumed(self, event: ev.Resumed) -> None:
         del event
+        self.num_killed += self.stop is None
         self.stop = None
         self.num_resumes += 1
 
@@ -184,7 +197,6 @@ class Auditor:
 
     def _figures(self, done: bool) -> AuditFigures:
         books, tally = self.books, self.books.tally
-        trained = sum(tally.staleness.values())
         stale_max = max(tally.staleness, default=0)
         ends = {end: tally.ends.get(end, 0) for end in act.End}
         return AuditFigures(
@@ -203,7 +215,7 @@ class Auditor:
             samples_masked=tally.masked,
             tokens_trained=tally.tokens,
             discarded_tokens=tally.discarded_tokens,
-            staleness_mean=sum(s * n for s, n in tally.staleness.items()) / max(1, trained),
+            staleness_mean=tally.staleness_sum / max(1, tally.samples),
             staleness_max=stale_max,
             staleness_counts=tuple(tally.staleness.get(s, 0) for s in range(stale_max + 1)),
             mixed_version_frac=tally.mixed / max(1, tally.samples),

@@ -80,7 +80,8 @@ class Tally:
     """Sums over ended groups."""
 
     ends: dict[act.End, int] = field(default_factory=dict[act.End, int])
-    staleness: dict[int, int] = field(default_factory=dict[int, int])
+    staleness: dict[int, int] = field(default_factory=dict[int, int])  # of groups
+    staleness_sum: int = 0  # over trained samples
     samples: int = 0
     masked: int = 0
     mixed: int = 0

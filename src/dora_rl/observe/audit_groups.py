@@ -156,7 +156,9 @@ class GroupAudit:
         tally.recomputed += 1
         tally.gap_max = max(tally.gap_max, event.gap_max)
         record = self.books.live.get(event.request.group)
-        if record is not None and record.version != event.version:
+        known = record.samples[event.request.sample : event.request.sample + 1] if record else ()
+        # What the engine's own segments name; that they may is checked where it finished.
+        if any([s.version for s in sample.segments] != [event.version] for sample in known):
             self._add(Promise.C1, name, f"computed again under version {event.version}")
         if not event.is_same:
             text = f"sample {event.request.sample} is not what version {event.version} gives:"
@@ -207,6 +209,7 @@ class GroupAudit:
         self._keep(action, record, fed)
         trained = [sample for s, sample in enumerate(record.samples) if s in fed]
         tally.samples += len(trained)
+        tally.staleness_sum += staleness * len(trained)
         tally.masked += len(record.samples) - len(trained)
         tally.mixed += sum(sample.mixed for sample in trained)
         tally.tokens += sum(sample.num_tokens for sample in trained)

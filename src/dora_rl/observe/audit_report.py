@@ -58,7 +58,8 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class AuditFigures:
-    """Counted from the log alone. Staleness is per trained group; tokens are response tokens."""
+    """Counted from the log alone. The mean staleness is that of trained samples, as in
+    `Records.summary`; tokens are response tokens."""
 
     mode: str
     num_entries: int

@@ -15,6 +15,13 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
             yield from map(json.loads, file)
 
 
+def shape_problem(error: Exception) -> str:
+    """What is wrong with JSON that cannot be read, or is not of the shape that was written."""
+    if isinstance(error, KeyError):
+        return f"is damaged (it has no {error.args[0]})"
+    return f"is damaged ({error})"
+
+
 def cut_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
     """Remove a torn last line, and whole lines from the end on until one is to be kept.
 

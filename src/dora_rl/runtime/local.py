@@ -367,7 +367,7 @@ class LocalRun:
             self._trainer_joined(event)
         if isinstance(event, ev.LoadFailed):
             self._repair(event.version)
-        if isinstance(event, ev.Recomputed) and not event.is_same:
+        if isinstance(event, ev.Recomputed) and not event.is_same and self.stop is None:
             self._mismatched(event)
         self.handle(event)
 

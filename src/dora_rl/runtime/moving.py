@@ -31,8 +31,9 @@ def on_moving(run: LocalRun, name: str, life: int, message: Message) -> None:
             run.carrier.given_up(body, name)  # by the core
     elif message.kind == "imported":
         run.crew.send(body["src"], "move_done", body)
-        run.records.totals.migrations += 1
-        run.records.totals.kv_bytes_moved += body["num_bytes"]
+        if run.stop is None:  # what comes after the stop is not in the log either
+            run.records.totals.migrations += 1
+            run.records.totals.kv_bytes_moved += body["num_bytes"]
         who, attempt = (rid, epoch, body["src"], name), body["attempt"]
         sizes = (body["num_bytes"], body["num_tokens"])
         run.handle(ev.Moved(*who, *sizes, attempt=attempt, incarnation=life))

@@ -109,7 +109,8 @@ class Recheck:
             ):
                 continue
             try:
-                sealed = self._store.map(group.version)
+                # In partial mode a request may begin under a later version than its group's.
+                sealed = self._store.map(sample.segments[0].version)
             except VersionMissing:
                 continue  # counted by its absence: the log has no word of this sample
             self._waiting.append(Taken(request, document_of(group, sample, 0.0), sealed))

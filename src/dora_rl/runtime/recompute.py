@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,9 @@ from dora_rl.config import RunConfig
 from dora_rl.core.events import Recomputed
 from dora_rl.data.prompts import PromptSource, open_data
 from dora_rl.observe.audit import Auditor
+from dora_rl.observe.audit_books import TrainedSample
 from dora_rl.observe.audit_report import Finding, Promise
+from dora_rl.runtime.lines import shape_problem
 from dora_rl.runtime.recheck import EXACT, ROUNDED, is_recomputable
 from dora_rl.runtime.settings import load_config
 from dora_rl.runtime.tokenizer import open_tokenizer
@@ -44,6 +46,7 @@ class Recomputation:
 
     num_stored: int = 0
     num_reached: int = 0
+    damaged: list[Finding] = field(default_factory=list[Finding])  # lines nobody can read
     found: list[Recomputed] = field(default_factory=list[Recomputed])
     num_neighbours: int = 0
     num_noticed: int = 0
@@ -51,7 +54,7 @@ class Recomputation:
 
     @property
     def findings(self) -> list[Finding]:
-        return [
+        return self.damaged + [
             Finding(
                 Promise.C1,
                 -1,
@@ -68,7 +71,7 @@ class Recomputation:
         reached = f"{len(self.found)} of {self.num_stored} stored samples"
         sealed = f"the versions of {self.num_reached} are still sealed"
         if not self.found:
-            return [f"computed again now: {reached}; {sealed}"]
+            return [f"nothing could be recomputed: {reached}; {sealed}"]
         gap, tolerance = max(event.gap_max for event in self.found), self.found[0].tolerance
         mean = sum(event.gap_mean for event in self.found) / len(self.found)
         first = (
@@ -92,12 +95,13 @@ def recompute(run: Path, auditor: Auditor, num: int) -> Recomputation:
     store = DiskWeightStore(run / "weights")
     there = {*store.versions()}
     found = Recomputation()
-    lines = _reachable(run / "rollouts.jsonl", there, found)
-    chosen = random.Random(SEED).sample(lines, min(num, len(lines)))
+    stored = reachable(run / "rollouts.jsonl", there, auditor.books.trained or {}, found)
+    chosen = random.Random(SEED).sample(stored, min(num, len(stored)))
     if not chosen:
         return found
-    documents = _documents(chosen, _prompts(config), auditor)
-    versions: list[Version] = [line["version"] for line in chosen]
+    prompts = _prompts(config)
+    documents = [_document(one, prompts) for one in chosen]
+    versions = [one.version for one in chosen]
     scorer, exact = _scorer(config, store, versions[0])
     tolerance = config.audit.tolerance or (EXACT if exact else ROUNDED)
 
@@ -118,17 +122,57 @@ def recompute(run: Path, auditor: Auditor, num: int) -> Recomputation:
     return found
 
 
-def _reachable(path: Path, there: set[Version], found: Recomputation) -> list[dict[str, Any]]:
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A line of rollouts.jsonl, and the one version that its tokens come from, by the log."""
+
+    request: RequestId
+    version: Version
+    prompt: int
+    sample: Sample
+
+
+def reachable(
+    path: Path,
+    there: set[Version],
+    trained: Mapping[RequestId, TrainedSample],
+    found: Recomputation,
+) -> list[Stored]:
+    """Stored samples of one sealed version. A line that cannot be read is a finding."""
     if not path.is_file():
         raise UserError(f"--recompute: {path} is not there; the run kept no samples")
-    lines: list[dict[str, Any]] = []
-    with path.open() as file:
-        for line in map(json.loads, file):
+    stored: list[Stored] = []
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, start=1):
             found.num_stored += 1
-            if line["version"] in there and line["segments"] == 1 and line["token_ids"]:
-                lines.append(line)
-    found.num_reached = len(lines)
-    return lines
+            try:
+                one = _stored(json.loads(raw), trained)
+            except (UserError, ValueError, KeyError, TypeError, AttributeError) as error:
+                name = f"{path.name} line {number}"
+                problem = str(error) if isinstance(error, UserError) else shape_problem(error)
+                found.damaged.append(Finding(Promise.FILES, -1, name, problem))
+                continue
+            if one is not None and one.version in there:
+                stored.append(one)
+    found.num_reached = len(stored)
+    return stored
+
+
+def _stored(line: dict[str, Any], trained: Mapping[RequestId, TrainedSample]) -> Stored | None:
+    """None where several versions made it, or it has no token."""
+    request = RequestId(int(line["group"]), int(line["sample"]))
+    known = trained.get(request)
+    if known is None:
+        text = f"sample {request.sample} of group {request.group} is in no batch of the log"
+        raise UserError(f"{text}; see audit --files")
+    mask = [int(m) for begin, end, m in line["turns"] for _ in range(begin, end)]
+    ids, logprobs = [*map(int, line["token_ids"])], [*map(float, line["logprobs"])]
+    if not len(ids) == len(logprobs) == len(mask):
+        raise ValueError("tokens, log-probs and turns are of several lengths")
+    if len(known.segments) != 1 or not any(mask):
+        return None
+    sample = Sample(ids, logprobs, mask, float(line["reward"]))
+    return Stored(request, known.segments[0].version, known.prompt, sample)
 
 
 def _prompts(config: RunConfig) -> PromptSource:
@@ -136,22 +180,11 @@ def _prompts(config: RunConfig) -> PromptSource:
     return open_data(config.data, tokenizer, ".")[0]
 
 
-def _documents(
-    lines: Sequence[dict[str, Any]], prompts: PromptSource, auditor: Auditor
-) -> list[Document]:
+def _document(one: Stored, prompts: PromptSource) -> Document:
     """The log knows which prompt a group had; the data have its tokens."""
-    documents: list[Document] = []
-    for line in lines:
-        known = (auditor.books.trained or {}).get(RequestId(line["group"], line["sample"]))
-        if known is None:
-            text = f"sample {line['sample']} of group {line['group']}"
-            raise UserError(f"--recompute: {text} is in no batch of the log; see audit --files")
-        mask = [m for begin, end, m in line["turns"] for _ in range(begin, end)]
-        sample = Sample(line["token_ids"], line["logprobs"], mask, line["reward"])
-        prompt_ids = prompts.prompt(known.prompt).token_ids
-        group = GroupBatch(line["group"], line["version"], prompt_ids, (sample,))
-        documents.append(document_of(group, sample, 0.0))
-    return documents
+    prompt_ids = prompts.prompt(one.prompt).token_ids
+    group = GroupBatch(one.request.group, one.version, prompt_ids, (one.sample,))
+    return document_of(group, one.sample, 0.0)
 
 
 def _scorer(
@@ -176,13 +209,12 @@ def _scorer(
 
 
 def _outcome(
-    line: dict[str, Any],
+    one: Stored,
     document: Document,
     logprobs: torch.Tensor,
     version: Version,
     tolerance: float,
 ) -> Recomputed:
     gap = (logprobs.float() - document.rollout_logprobs).abs()
-    request = RequestId(line["group"], line["sample"])
     figures = (float(gap.mean()), float(gap.max()), tolerance)
-    return Recomputed(request, version, document.num_trained, *figures)
+    return Recomputed(one.request, version, document.num_trained, *figures)

@@ -298,7 +298,7 @@ class Records:
             "reward_last": totals.rewards[-1] if totals.rewards else None,
             "eval_first": evaluations[0] if evaluations else None,
             "eval_last": evaluations[-1] if evaluations else None,
-            "best": self._best(best or CheckpointConfig()),
+            "best": best_of(totals.evaluations, best or CheckpointConfig()),
             "staleness_mean": totals.staleness_sum / max(1, totals.samples),
             "staleness_max": totals.staleness_max,
             "mixed_version_frac": totals.mixed / max(1, totals.samples),
@@ -316,12 +316,6 @@ class Records:
         self._keep()
         self._replace("summary.json", figures)
         return figures
-
-    def _best(self, section: CheckpointConfig) -> dict[str, Any] | None:
-        best = best_evaluated(
-            self.totals.evaluations, section.best_metric, is_max=section.best_is_max
-        )
-        return dict(zip(("version", "metric", "value"), best, strict=True)) if best else None
 
     def _cpu_unused(self, num_cores: int) -> float | None:
         """Since the last start: the CPU time of a controller that was killed is not known."""
@@ -347,6 +341,14 @@ class Records:
         self._metrics.close()
         if self._rollouts is not None:
             self._rollouts.close()
+
+
+def best_of(
+    evaluations: Mapping[Version, Figures], section: CheckpointConfig
+) -> dict[str, Any] | None:
+    """The best of a run, for its summary."""
+    best = best_evaluated(evaluations, section.best_metric, is_max=section.best_is_max)
+    return dict(zip(("version", "metric", "value"), best, strict=True)) if best else None
 
 
 def cpu_time_s() -> float:

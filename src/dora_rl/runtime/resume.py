@@ -95,7 +95,12 @@ def check_same_data(train: PromptSource, run_dir: Path) -> None:
     path, found = run_dir / "data.json", train.fingerprint()
     if not path.is_file():
         path.write_text(json.dumps({"fingerprint": found}) + "\n")
-    elif json.loads(path.read_text())["fingerprint"] != found:
+        return
+    try:
+        begun_with = json.loads(path.read_text())["fingerprint"]
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"{path} is damaged; restore it, or begin a new run") from None
+    if begun_with != found:
         raise UserError(
             f"the training data is not what {run_dir} began with; restore it, or begin a new run"
         )

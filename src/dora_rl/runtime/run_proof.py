@@ -68,21 +68,30 @@ def _tensors(path: Path) -> Iterator[TensorEntry]:
                 yield TensorEntry(name, place["dtype"], tuple(place["shape"]), begin, end, digest)
 
 
-def checkpoint_problem(directory: Path, step: int, sealed: str) -> str:
+def checkpoint_problem(directory: Path, step: int, sealed: str, *, trainer: bool = False) -> str:
     """What speaks against a checkpoint being that of the end of `step`; "" if nothing does.
 
-    `sealed` is the checksum of the version, "" where that says nothing about the checkpoint.
+    `sealed` is the checksum of the version, "" where that says nothing about the checkpoint. With
+    `trainer` the learner's own files are read too.
     """
-    from dora_rl.trainer.checkpoint import model_digests, read_state
+    from dora_rl.trainer.checkpoint import FORMAT, read_state, tensor_digests
 
     state = read_state(directory)
-    version = int(state.get("next_step", step + 1))
+    version, form, noted = state["next_step"], state.get("format"), state.get("files")
     if version != step + 1:
         return f"its trainer state is that of version {version}, not {step + 1}"
-    noted = state.get("files")  # of releases that note them
-    if noted is not None and noted != (found := model_digests(directory)):
+    if not isinstance(form, int):
+        return "its trainer/state.json has no format"
+    if not isinstance(noted, dict) and (noted is not None or form >= FORMAT):
+        return "its trainer/state.json has no digests of its files"
+    if noted is not None:
+        every = trainer and form >= FORMAT
+        if not every:
+            noted = {name: digest for name, digest in noted.items() if "/" not in name}
+        found = tensor_digests(directory, trainer=every)
         names = sorted(name for name in {*noted, *found} if noted.get(name) != found.get(name))
-        return f"{names[0]} is not the file that was saved"
+        if names:
+            return f"{names[0]} is not the file that was saved"
     if sealed and model_checksum(directory) != sealed:
         return f"its weights are not those that the log committed as version {step + 1}"
     return ""

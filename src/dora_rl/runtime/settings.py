@@ -46,6 +46,8 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         data = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except (tomllib.TOMLDecodeError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: {error}") from None
+    if not isinstance(data, dict):
+        raise UserError(f"{path}: a configuration has sections; this is a {type(data).__name__}")
     for override in overrides:
         _override(data, override)
     return resolve(data, str(path))

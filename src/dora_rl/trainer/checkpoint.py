@@ -2,7 +2,7 @@
 
     step_000010/
       config.json  model.safetensors  tokenizer files ...   loads anywhere, no conversion
-      trainer/state.json            step, counters, options that must match, digests of the model
+      trainer/state.json            step, counters, digests of every file of tensors
       trainer/masters.safetensors   float32 weights, if the model files are not float32
       trainer/optimizer.safetensors moments; also critic.safetensors, rng.safetensors
 
@@ -17,6 +17,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from dora_rl.trainer.options import CheckpointOptions
 from dora_rl.types import StepIndex, UserError, Version
 
 TRAINER = "trainer"
+FORMAT = 2  # of state.json; before it `files` had the model's own files, or was not there
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5", ".index.json")
 
 
@@ -81,13 +83,21 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
     return load_file(path)
 
 
-def model_digests(directory: Path) -> dict[str, str]:
-    """SHA-256 of each file of weights, by name: a file put there later is recognised."""
-    found: dict[str, str] = {}
-    for path in sorted(directory.glob("*.safetensors")):
+def tensor_digests(directory: Path, *, trainer: bool = True) -> dict[str, str]:
+    """SHA-256 of each file of tensors, by its path: a file put there later is recognised.
+
+    Without `trainer` only of the model's own.
+    """
+    found = directory.rglob("*.safetensors") if trainer else directory.glob("*.safetensors")
+    paths = sorted(path for path in found if path.is_file())
+
+    def digest(path: Path) -> str:
         with path.open("rb") as file:
-            found[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
-    return found
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    with ThreadPoolExecutor(4) as pool:  # the moments are larger than the model
+        digests = pool.map(digest, paths)
+        return {p.relative_to(directory).as_posix(): d for p, d in zip(paths, digests, strict=True)}
 
 
 def rng_tensors() -> dict[str, Tensor]:
@@ -108,7 +118,22 @@ def read_state(directory: Path) -> dict[str, Any]:
     path = directory / TRAINER / "state.json"
     if not path.is_file():
         raise UserError(f"checkpoint '{directory}': no {TRAINER}/state.json; nothing to resume")
-    return json.loads(path.read_text())
+    try:
+        state = json.loads(path.read_text())
+    except ValueError:
+        state = None
+    if not isinstance(state, dict) or not isinstance(state.get("next_step"), int):
+        raise UserError(f"checkpoint '{directory}': {TRAINER}/state.json is damaged; use another")
+    return state
+
+
+def _score_of(path: Path) -> float | None:
+    if not path.is_file():
+        return None
+    try:
+        return float(json.loads(path.read_text())["score"])
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"{path} is damaged; remove it, it is the score of an evaluation") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +164,7 @@ class Checkpoints:
         out = []
         for path in sorted(self.root.glob("step_*")):
             if (path / TRAINER / "state.json").is_file():
-                score = path / TRAINER / "score.json"
-                value = json.loads(score.read_text())["score"] if score.is_file() else None
+                value = _score_of(path / TRAINER / "score.json")
                 out.append(Saved(int(path.name.removeprefix("step_")), path, value))
         return out
 

@@ -79,7 +79,8 @@ def save(learner: Learner, directory: Path, options: CheckpointOptions) -> Path:
             base = str(learner.directory or "")
             save_adapter(target / "adapter", parts["adapters"], learner.options, base)
         checkpoint.save_tensors(trainer / "rng.safetensors", checkpoint.rng_tensors())
-        state = {**_counters(learner), "files": checkpoint.model_digests(target)}
+        files = checkpoint.tensor_digests(target)
+        state = {**_counters(learner), "format": checkpoint.FORMAT, "files": files}
         (trainer / "state.json").write_text(json.dumps(state, indent=2) + "\n")
 
     if learner.rank == 0:

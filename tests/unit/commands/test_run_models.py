@@ -32,7 +32,8 @@ def run(tmp_path):
         path = folder / "checkpoints" / f"step_{step:06d}"
         shutil.copytree(MODEL, path)
         (path / "trainer").mkdir()
-        (path / "trainer" / "state.json").write_text("{}")
+        state = {"format": 1, "next_step": step + 1}
+        (path / "trainer" / "state.json").write_text(json.dumps(state))
     lines = [{"version": 1, "eval/sampled": 0.9}, {"version": 2, "eval/sampled": 0.7}]
     lines += [{"version": 0, "eval/sampled": 0.99}, {"step": 0, "loss": 1.0}]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

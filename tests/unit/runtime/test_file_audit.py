@@ -1,21 +1,27 @@
-"""Rows of the sample table against the log of a run that goes on."""
+"""Files of a run against its log, where a small run would not show it."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from dora_rl.core import actions as act
 from dora_rl.core import events as ev
+from dora_rl.core.params import Params
 from dora_rl.observe.audit import Auditor
 from dora_rl.observe.audit_books import GroupRecord
 from dora_rl.observe.audit_books import Sample as Known
+from dora_rl.observe.eventlog import Entry
 from dora_rl.runtime.file_audit import FileAudit
 from dora_rl.runtime.sample_digest import rounded, sample_digest
 from dora_rl.runtime.samples import Samples
+from dora_rl.runtime.weights import DiskWeightStore
 from dora_rl.runtime.wire import Message
 from dora_rl.types import Finish, RequestId, Segment
 
@@ -110,3 +116,55 @@ def test_what_rollouts_hold_has_the_same_digest() -> None:
     assert exact == again
     assert exact != sample_digest(RequestId(7, 0), SEGMENTS, ids, logprobs, mask)
     assert exact != sample_digest(RID, (Segment(0, 3),), ids, logprobs, mask)
+
+
+def test_a_flipped_bit_in_the_moments_is_named(tmp_path: Path) -> None:
+    store = DiskWeightStore(tmp_path / "learner" / "moments")
+    store.publish(3, [("exp_avg", torch.ones(8))])
+
+    def found() -> list[str]:
+        subjects = [finding.subject for finding in FileAudit(tmp_path, auditor()).check()]
+        return [subject for subject in subjects if "moments" in subject]
+
+    assert found() == []
+    (path,) = tmp_path.rglob("model.safetensors")
+    path.chmod(0o644)
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(bytes(data))
+    assert found() == ["moments of version 3"]
+
+
+@pytest.mark.parametrize("num_killed", [0, 1])
+def test_counts_are_compared_where_no_life_was_killed(num_killed: int, tmp_path: Path) -> None:
+    """One that is killed leaves the counts of its last step."""
+    found = auditor()
+    found.stop, found.num_killed = act.Stop("done", True), num_killed
+    (tmp_path / "summary.json").write_text(json.dumps({"migrations": 5, "stopped": "done"}))
+    files = FileAudit(tmp_path, found)
+    said = [f.message for f in files.check() if f.subject == "summary.json"]
+    assert ("migrations is 5, the log gives 0" in said) == (not num_killed)
+    assert any("migrations: a life was killed" in note for note in files.notes) == bool(num_killed)
+
+
+def test_a_life_that_another_follows_without_a_stop_was_killed() -> None:
+    found, params = Auditor(), Params()
+    events = [ev.Started(params), ev.Resumed(params), ev.Tick(), ev.Resumed(params)]
+    for number, event in enumerate(events):
+        entry = Entry(number, float(number), event, [])
+        if isinstance(event, ev.Tick):
+            entry.actions.append(act.Stop("interrupted", False))
+        found.see(entry)
+    assert (found.num_killed, found.num_resumes) == (1, 2)
+
+
+def test_the_mean_staleness_is_that_of_trained_samples() -> None:
+    """As console and summary have it: a group that lost samples counts for fewer."""
+    found = auditor()
+    books = found.books
+    for group, version, fed in ((8, 0, (0,)), (9, 1, (0, 1))):
+        books.live[group] = GroupRecord(version, group, [Known(), Known()], step=1)
+        books.expected[group], books.fed_samples[group] = 1, fed
+        books.unended[version] = 1
+        found.groups.on_end(act.EndGroup(group, version, act.End.TRAINED, 1, ""))
+    assert found.report().figures.staleness_mean == pytest.approx(1 / 3)

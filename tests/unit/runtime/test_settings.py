@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dora_rl.core.params import Params
-from dora_rl.runtime.settings import core_params, resolve
+from dora_rl.runtime.settings import core_params, load_config, resolve
+from dora_rl.types import UserError
 
 
 def params_of(**orchestration: Any) -> Params:
@@ -36,3 +38,9 @@ def test_a_killer_is_found_before_its_losses_stop_the_run(attempts_max: int) -> 
     params = params_of(attempts_max=attempts_max)
     assert params.instance_losses_max > params.losses_max + 10 + params.attempts_max
     assert params_of(attempts_max=attempts_max, instance_losses_max=0).instance_losses_max == 0
+
+
+def test_a_configuration_that_is_no_table_is_refused_in_a_line(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(UserError, match="has sections; this is a list"):
+        load_config(tmp_path / "config.json")

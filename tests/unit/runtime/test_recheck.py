@@ -1,0 +1,82 @@
+"""Which version a sample is computed again under: the one its own segment names."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from dora_rl.config import AuditConfig, ModelConfig, RunConfig
+from dora_rl.core import events as ev
+from dora_rl.observe.audit import Auditor
+from dora_rl.observe.audit_books import GroupRecord, TrainedSample
+from dora_rl.observe.audit_books import Sample as Known
+from dora_rl.runtime.recheck import Recheck
+from dora_rl.runtime.recompute import Recomputation, reachable
+from dora_rl.runtime.weights import VersionMissing
+from dora_rl.trainer.batch import GroupBatch, Sample
+from dora_rl.types import Mode, RequestId, Segment
+
+# A request of a group of version 1 that was parked before its first token and went on under 2.
+LATER = (Segment(0, 2),)
+
+
+class NoStore:
+    """Remembers what it was asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def map(self, version: int) -> Any:
+        self.asked.append(version)
+        raise VersionMissing(f"version {version}")
+
+
+def test_a_sample_is_taken_under_the_version_of_its_segment() -> None:
+    store: Any = NoStore()
+    scorer = SimpleNamespace(make_twin=None, make_adapted=None)
+    policy = SimpleNamespace(compute_dtype=torch.float32)
+    learner: Any = SimpleNamespace(num_ranks=1, scorer=scorer, policy=policy, pack_tokens=64)
+    config = RunConfig(model=ModelConfig(path="."), audit=AuditConfig(recompute_share=1.0))
+    recheck = Recheck(learner, store, config, "cpu", lambda event: None)
+    sample = Sample([5, 6], [-0.1, -0.2], [1, 1], 1.0, LATER)
+    mixed = replace(sample, segments=(Segment(0, 1), Segment(1, 2)))
+    recheck.offer(GroupBatch(7, 1, [3], (sample, mixed)), (0, 1))
+    assert store.asked == [2]
+
+
+def test_a_stored_sample_is_taken_under_the_version_that_the_log_names(tmp_path: Path) -> None:
+    line = {
+        "group": 7,
+        "sample": 0,
+        "version": 1,
+        "segments": 1,
+        "token_ids": [5],
+        "logprobs": [-0.1],
+        "turns": [[0, 1, 1]],
+        "reward": 1.0,
+    }
+    path, trained = (
+        tmp_path / "rollouts.jsonl",
+        {RequestId(7, 0): TrainedSample(2, 1, 7, 1, 1.0, "", LATER, "stop")},
+    )
+    path.write_text(json.dumps(line) + "\n" + json.dumps(line | {"group": 8}) + "\n[1,2]\n{")
+    outcome = Recomputation()
+    (one,) = reachable(path, {1, 2}, trained, outcome)
+    assert one.version == 2 and reachable(path, {1}, trained, Recomputation()) == []
+    assert [f.subject.split()[-1] for f in outcome.findings] == ["2", "3", "4"]
+
+
+@pytest.mark.parametrize(("version", "num"), [(2, 0), (1, 1)])
+def test_the_audit_expects_the_version_of_the_segment(version: int, num: int) -> None:
+    auditor = Auditor()
+    auditor.books.params = replace(auditor.books.params, mode=Mode.PARTIAL)
+    auditor.books.live[7] = GroupRecord(1, 7, [Known(asked=0, segments=LATER)])
+    event = ev.Recomputed(RequestId(7, 0), version, 2, 0.0, 0.0, 1e-4)
+    auditor.groups.on_recomputed(event)
+    assert auditor.notes.num == num
