@@ -126,7 +126,9 @@ class LocalRun:
             self.log, state = FileLog.create(events), initial(self.params)
         self.samples = self._open_samples()
         committed = state.committed if resume else None
-        self.records = open_records(config, committed, lambda line: self.on_wait([line]))
+        self.records = open_records(
+            config, committed, lambda line: self.on_wait([line]), self.log, self.samples.num_written
+        )
         self.user_errors = UserErrors(self.run_dir, lambda line: self.on_wait([line]))
         self.journals = Journals(self.run_dir / "journal")
         self.versions = Versions(self.run_dir / "weights", layout.weights_root)
@@ -256,6 +258,7 @@ class LocalRun:
             self.stop = act.Stop(gone_line(self.run_dir), done=False)
             return
         self.handle(ev.Tick())
+        self.records.tick(is_training=self.stop is None)
         self.garbage.tick()
         self.carrier.tick()
         self.pool.check_time()
