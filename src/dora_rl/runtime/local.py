@@ -432,13 +432,17 @@ class LocalRun:
         if step != self.state.committed:
             return ""
         trained: list[TrainedSample] = []
+        samples = tokens = 0  # of these groups altogether
         for gid in self.state.batches[step].groups:
             group = self.state.groups[gid]
             scored = tuple(r.id.sample for r in group.requests if r.phase is Phase.SCORED)
             prompt = self.train.prompt(group.prompt)
-            tokens = self.records.has_rollouts
-            trained.extend(self.samples.trained(gid, scored, prompt, tokens=tokens))
-        line = self.records.step(step, metrics, trained, self.dropped)
+            has_rollouts = self.records.has_rollouts
+            trained.extend(self.samples.trained(gid, scored, prompt, tokens=has_rollouts))
+            samples += len(group.requests)
+            tokens += self.samples.num_tokens(gid)
+        failed = (samples - len(trained), tokens - sum(s.num_tokens for s in trained))
+        line = self.records.step(step, metrics, trained, self.dropped, failed)
         self.dropped = Counter()
         self.recovery.committed()
         self.on_step(line)

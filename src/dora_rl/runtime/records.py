@@ -72,6 +72,8 @@ class Totals:
     tokens_trained: int = 0
     mixed: float = 0.0
     samples: int = 0
+    samples_failed: int = 0  # left out of groups that were trained
+    tokens_failed: int = 0  # which they had generated
     staleness_sum: float = 0.0
     staleness_max: int = 0
     rewards: list[float] = field(default_factory=list[float])
@@ -104,6 +106,8 @@ class Totals:
         self.tokens_trained += tokens_of_line(line)
         self.steps_s += line["time/step"]
         self.samples += line["num_samples"]
+        self.samples_failed += line.get("num_samples_failed", 0)
+        self.tokens_failed += line.get("num_tokens_failed", 0)
         self.staleness_sum += line["staleness/mean"] * line["num_samples"]
         self.staleness_max = max(self.staleness_max, line["staleness/max"])
         self.mixed += line["mixed_version_frac"] * line["num_samples"]
@@ -232,8 +236,12 @@ class Records:
         metrics: dict[str, float],
         samples: Sequence[TrainedSample],
         dropped: dict[str, int],
+        failed: tuple[int, int] = (0, 0),
     ) -> dict[str, float]:
-        """A step is about to be committed: its line of metrics.jsonl."""
+        """A step is about to be committed: its line of metrics.jsonl.
+
+        `failed`: samples that its groups were trained without, and tokens of them.
+        """
         now = time.monotonic()
         took, self.step_began = now - self.step_began, now
         stale = [step - s.version for s in samples]
@@ -263,6 +271,11 @@ class Records:
             "time/step": took,
             "perf/tokens_per_s": tokens_per_s(*zip(*self._recent, strict=True)) or 0.0,
             **{f"dropped/{name}": count for name, count in dropped.items()},
+            **(
+                {"num_samples_failed": failed[0], "num_tokens_failed": failed[1]}
+                if failed[0]
+                else {}
+            ),
         }
         for sample in samples if self._rollouts is not None else ():
             self._rollout(step, sample)
@@ -352,7 +365,9 @@ class Records:
             "staleness_mean": totals.staleness_sum / max(1, totals.samples),
             "staleness_max": totals.staleness_max,
             "mixed_version_frac": totals.mixed / max(1, totals.samples),
-            "discarded_tokens": totals.discarded_tokens,
+            "samples_trained": totals.samples,
+            "samples_failed": totals.samples_failed,
+            "discarded_tokens": totals.discarded_tokens + totals.tokens_failed,
             "samples_mismatched": totals.samples_mismatched,
             "device_idle_ratio": idle,
             "cpu_unused_ratio": self._cpu_unused(num_cores),

@@ -155,6 +155,24 @@ def test_the_end_of_a_run_says_failed_and_names_the_best(tmp_path: Path) -> None
     assert last["eval/greedy"] is None and last["eval/num_failed"] == 80
 
 
+def test_samples_that_failed_in_trained_groups_are_told_and_their_tokens_discarded(
+    tmp_path: Path,
+) -> None:
+    records = Records(tmp_path, rollouts=False)
+    records.totals.discarded_tokens = 100  # of a group that failed
+    records.step(0, {}, [sample(10)], {}, (2, 30))
+    records.step(1, {}, [sample(10)], {})
+    summary = records.summary("sync", 2, "all steps are trained", 2)
+    records.close()
+    assert (summary["samples_trained"], summary["samples_failed"]) == (2, 2)
+    assert summary["discarded_tokens"] == 130
+    assert "samples: 2 trained + 2 failed in trained groups" in report_lines(tmp_path, summary)
+    again = Records(tmp_path, rollouts=False, committed=2).summary("sync", 2, "stopped", 2)
+    assert (again["samples_failed"], again["discarded_tokens"]) == (2, 130)
+    lines = report_lines(tmp_path, summary | {"samples_failed": 0})
+    assert not any(line.startswith("samples:") for line in lines)
+
+
 def test_the_dashboard_has_the_idle_shares_of_the_summary(tmp_path: Path) -> None:
     records = Records(tmp_path, rollouts=False)
     records.step_began -= 100.0
