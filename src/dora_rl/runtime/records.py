@@ -78,6 +78,7 @@ class Totals:
     staleness_max: int = 0
     rewards: list[float] = field(default_factory=list[float])
     updates_applied: int = 0
+    updates_without_gradient: int = 0  # it was exactly zero: nothing to learn from
     updates_skipped: int = 0  # their loss or gradient was not finite
     evaluations: dict[Version, Figures] = field(default_factory=dict[Version, Figures])
     steps_s: float = 0.0  # sum of time/step
@@ -112,8 +113,11 @@ class Totals:
         self.staleness_max = max(self.staleness_max, line["staleness/max"])
         self.mixed += line["mixed_version_frac"] * line["num_samples"]
         self.rewards.append(line["reward/mean"])
+        without = int(line.get("update/without_gradient", 0))
         # Lines of releases before this count have the gradient's norm where one was applied.
-        self.updates_applied += int(line.get("update/applied", "grad_norm" in line))
+        is_old = "grad_norm" in line and not without
+        self.updates_applied += int(line.get("update/applied", is_old))
+        self.updates_without_gradient += without
         self.updates_skipped += int(line.get("update/skipped_non_finite", 0))
 
 
@@ -355,6 +359,7 @@ class Records:
             "tokens_trained": totals.tokens_trained,
             "tokens_generated": totals.tokens_generated,
             "updates_applied": totals.updates_applied,
+            "updates_without_gradient": totals.updates_without_gradient,
             "updates_skipped": totals.updates_skipped,
             "tokens_per_s": tokens_per_s([totals.tokens_trained], [self.training_s]),
             "reward_first": totals.rewards[0] if totals.rewards else None,
