@@ -99,8 +99,10 @@ def nothing_learned(summary: dict[str, Any]) -> str | None:
 def _skipped(summary: dict[str, Any]) -> str:
     skipped = summary["updates_skipped"]
     num = skipped + summary["updates_without_gradient"] + summary["updates_applied"]
-    return f"{skipped} of {num} updates were skipped: their loss or gradient was not "
-        "finite; look at the rewards, algorithm.loss and trainer.lr"
+    return (
+        f"{skipped} of {num} updates were skipped: their loss or gradient was not finite; "
+        "look at the rewards, algorithm.loss and trainer.lr"
+    )
 
 
 def _train(prepared: Prepared, *, resume: bool) -> tuple[dict[str, Any], bool, str]:
