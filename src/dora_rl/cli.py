@@ -7,6 +7,8 @@ Never does any work itself. To add a command, write its module and enter it in `
 from __future__ import annotations
 
 import argparse
+import os
+import select
 import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn, Protocol
@@ -31,6 +33,8 @@ from dora_rl.commands import (
 from dora_rl.commands.nearest import hint
 from dora_rl.runtime.system_errors import system_line
 from dora_rl.types import UserError
+
+PIPE_CLOSED = 141  # as a program that is ended by SIGPIPE
 
 
 class Command(Protocol):
@@ -121,7 +125,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = _parse(argv)
         return COMMANDS[args.command].run(args) if args is not None else 0
 
-    return in_one_line(work, debug="--debug" in argv)
+    return while_read(lambda: in_one_line(work, debug="--debug" in argv))
+
+
+def while_read(work: Callable[[], int]) -> int:
+    """A reader of our output that is gone ends the program, and is no error."""
+    try:
+        status = work()
+        sys.stdout.flush()  # here, not at the interpreter's end, where nobody could catch it
+    except BrokenPipeError:
+        if not _reader_is_gone():
+            raise
+        # Whoever read our output has enough, as `head` has. What is left goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return PIPE_CLOSED
+    return status
+
+
+def _reader_is_gone() -> bool:
+    """Whether nobody reads the standard output; any other pipe is no reason to be quiet."""
+    try:
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), 0)
+    except (OSError, ValueError):  # it is no file
+        return False
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
 def in_one_line(work: Callable[[], int], *, debug: bool) -> int:

@@ -5,9 +5,11 @@ Each run trains all its steps, with nothing but the bad prompts set aside.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +17,9 @@ from simulated_logs import entries_of, small_world
 
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
+from dora_rl.dashboard.watcher import Watcher
 from dora_rl.observe.audit import audit
-from dora_rl.observe.eventlog import MemoryLog
+from dora_rl.observe.eventlog import MemoryLog, encode_entry
 from dora_rl.observe.replay import replay
 from dora_rl.runtime.settings import samples_enough
 from dora_rl.sim.checkers import Checker
@@ -170,7 +173,9 @@ class ShakyRewards(BadPrompts):
 
 
 @pytest.mark.parametrize("group_size", [2, 4, 8])
-def test_a_tenth_of_all_rewards_failing_costs_a_tenth_of_the_samples(group_size: int) -> None:
+def test_a_tenth_of_all_rewards_failing_costs_a_tenth_of_the_samples(
+    group_size: int, tmp_path: Path
+) -> None:
     rules = RULES | {"group_size": group_size, "samples_min": samples_enough(group_size)}
     story = Story(ShakyRewards(), rules=rules)
     story.to_the_end()
@@ -180,6 +185,18 @@ def test_a_tenth_of_all_rewards_failing_costs_a_tenth_of_the_samples(group_size:
         assert not story.failed_prompts(), "no group fails for one sample"
         share = figures.samples_masked / (figures.samples_masked + figures.samples_trained)
         assert 0.05 < share < 0.15
+    # Whatever was generated is trained or discarded, in the audit and on the dashboard.
+    trained = figures.tokens_trained + figures.discarded_tokens
+    ended = {a.group for e in story.log.entries for a in e.actions if isinstance(a, act.EndGroup)}
+    finished = [e.event for e in story.log.entries if isinstance(e.event, ev.SampleFinished)]
+    assert trained == sum(s.num_tokens for s in finished if s.request.group in ended)
+    (tmp_path / "events").mkdir()
+    lines = b"".join(map(encode_entry, story.log.entries))
+    (tmp_path / "events" / f"{0:012d}.jsonl").write_bytes(lines)
+    watcher = Watcher(tmp_path, audit=False)
+    watcher.look()
+    promises = json.loads(watcher.document("overview", {}) or "")["promises"]
+    assert promises["discarded_tokens"] == figures.discarded_tokens > 0
 
 
 @pytest.mark.parametrize("lives_s", [0.0, 60.0], ids=["killer", "short lives"])

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dora_rl import __version__
-from dora_rl.cli import build_parser, main
+from dora_rl.cli import PIPE_CLOSED, build_parser, main, while_read
 from dora_rl.commands.testbed import preset_of
 from dora_rl.core.actions import Feed
 from dora_rl.data.lengths import Pareto
@@ -295,3 +295,21 @@ def test_audit_and_replay_find_a_changed_log(logged, tmp_path, capsys):
 def test_an_existing_log_is_not_overwritten(logged, capsys):
     assert sim("--mode", "multi_version", "--split", "4", "--log", str(logged)) == 2
     assert "already holds a run" in capsys.readouterr().err
+
+
+def test_a_reader_that_has_enough_is_no_error() -> None:
+    """As in `dora-rl check | head -n 1`."""
+    argv = [sys.executable, "-m", "dora_rl.cli", "check"]
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == "" and process.wait() == PIPE_CLOSED
+    process.stderr.close()
+
+
+def test_another_broken_pipe_is_not_kept_quiet() -> None:
+    def breaks() -> int:
+        raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        while_read(breaks)

@@ -94,6 +94,14 @@ def _lines(report: AuditReport, notes: list[str], again: list[str]) -> list[str]
         f"staleness: mean {figures.staleness_mean:.2f}, at most {figures.staleness_max}; "
         f"mixed-version share {figures.mixed_version_frac:.3f}; "
         f"discarded tokens {figures.discarded_tokens}",
+        *(
+            [
+                f"samples: {figures.samples_trained} trained + {figures.samples_masked} failed in "
+                "trained groups"
+            ]
+            if figures.samples_masked
+            else []
+        ),
         *_chain(report),
         *_recomputed(report),
         *again,

@@ -1,7 +1,8 @@
 """`dora-rl train CONFIG.toml a.b=c --resume --dry-run`: train on this machine.
 
 Exit status: 0 all steps are trained, 2 the input is wrong, 3 stopped and resumable, 4 all steps are
-done and not one update was applied, 130 cut off by a second signal (resumable too).
+done and nothing was learned: no update was applied, or every gradient was zero, 130 cut off by a
+second signal (resumable too).
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from dora_rl.runtime.data_check import check_answers
     from dora_rl.runtime.kinds import check_kind
     from dora_rl.runtime.prepare import prepare
     from dora_rl.runtime.resume import (
@@ -52,6 +54,8 @@ def run(args: argparse.Namespace) -> int:
         check_same_run(config, run_dir)
     prepared = prepare(config)
     prepared.check_memory()
+    if not args.resume:  # a run of an older release, which did not look, goes on
+        check_answers(prepared.config, prepared.train, prepared.evaluation)
     if args.dry_run:
         for line in prepared.describe():
             print(line)
@@ -74,18 +78,30 @@ def run(args: argparse.Namespace) -> int:
         if (run_dir / "config.json").is_file():
             print(f"go on with  dora-rl train {run_dir}/config.json --resume", file=sys.stderr)
         return STOPPED
-    if summary.get("updates_skipped") and not summary["updates_applied"]:
-        print("dora-rl: nothing was learned: the weights are those of the start", file=sys.stderr)
+    if (why := nothing_learned(summary)) is not None:
+        print(f"dora-rl: nothing was learned: {why}", file=sys.stderr)
         return NOTHING_LEARNED
     _report(run_dir, summary, reason)
     return 0
 
 
+def nothing_learned(summary: dict[str, Any]) -> str | None:
+    """Why no update of the run had anything to apply; None: one had."""
+    if summary.get("updates_applied"):
+        return None
+    if summary.get("updates_skipped"):
+        return "the weights are those of the start"
+    if summary.get("updates_without_gradient"):
+        return "every gradient was zero (all rewards of a group were equal)"
+    return None
+
+
 def _skipped(summary: dict[str, Any]) -> str:
     skipped = summary["updates_skipped"]
+    num = skipped + summary["updates_without_gradient"] + summary["updates_applied"]
     return (
-        f"{skipped} of {skipped + summary['updates_applied']} updates were skipped: their loss or "
-        "gradient was not finite; look at the rewards, algorithm.loss and trainer.lr"
+        f"{skipped} of {num} updates were skipped: their loss or gradient was not finite; "
+        "look at the rewards, algorithm.loss and trainer.lr"
     )
 
 
@@ -152,6 +168,7 @@ def _report(run_dir: Path, summary: dict[str, Any], reason: str) -> None:
 def report_lines(run_dir: Path, summary: dict[str, Any]) -> list[str]:
     """The figures of summary.json that a user looks for first."""
     from dora_rl.runtime.eval_figures import failed_text
+    from dora_rl.runtime.run_models import has_weights
 
     lines: list[str] = []
     first, last = summary["eval_first"], summary["eval_last"]
@@ -163,9 +180,10 @@ def report_lines(run_dir: Path, summary: dict[str, Any]) -> list[str]:
             lines.append(f"{when} evaluation: {text}")
     best = summary["best"]
     if best is not None:
+        kept = has_weights(run_dir, best["version"])
         lines.append(
             f"best version {best['version']} ({best['metric']} {best['value']:.3f}): "
-            f"dora-rl export {run_dir} OUT_DIR --step best"
+            + (f"dora-rl export {run_dir} OUT_DIR --step best" if kept else "its weights are gone")
         )
     rate = summary["tokens_per_s"]
     lines.append(
@@ -175,6 +193,9 @@ def report_lines(run_dir: Path, summary: dict[str, Any]) -> list[str]:
         + (f"{rate:.0f} tokens/s" if rate is not None else "tokens/s not known")
         + f" (start-up of {summary['startup_s']:.0f} s not counted)"
     )
+    if failed := summary.get("samples_failed"):
+        trained = summary["samples_trained"]
+        lines.append(f"samples: {trained} trained + {failed} failed in trained groups")
     return lines
 
 

@@ -115,12 +115,16 @@ def _promises(history: History, trained: NDArray[Any]) -> dict[str, Any]:
     scored = groups["scored"][trained].astype(np.int64)
     num_samples = int(scored.sum())
     lost = np.isin(groups["end"], [ENDS.index(End.FAILED), ENDS.index(End.SURPLUS)])
+    size = history.params.group_size
+    tokens = history.samples["tokens"][: len(groups) * size].reshape(-1, size)
+    reward = history.samples["reward"][: len(groups) * size].reshape(-1, size)
+    failed = trained[:, None] & np.isnan(reward) & (tokens > 0)  # in groups that were trained
     return {
         "mixed": int(groups["mixed"][trained].sum()),
         "samples": num_samples,
         "mixed_given_up": mode is Mode.PARTIAL,
         "discarded": int(lost.sum()),
-        "discarded_tokens": int(groups["tokens"][lost].sum()),
+        "discarded_tokens": int(groups["tokens"][lost].sum() + tokens[failed].sum()),
         "discarded_given_up": mode is Mode.REPLICATION,
         "staleness_max": int(staleness.max(initial=0)),
         "staleness_mean": float(staleness @ scored) / max(1, num_samples),

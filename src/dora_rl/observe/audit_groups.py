@@ -212,7 +212,10 @@ class GroupAudit:
         tally.staleness_sum += staleness * len(trained)
         tally.masked += len(record.samples) - len(trained)
         tally.mixed += sum(sample.mixed for sample in trained)
-        tally.tokens += sum(sample.num_tokens for sample in trained)
+        tokens = sum(sample.num_tokens for sample in trained)
+        tally.tokens += tokens
+        # A sample that failed is left out; what it had generated is discarded.
+        tally.discarded_tokens += sum(sample.num_tokens for sample in record.samples) - tokens
 
     def _check_rewards(self, name: str, record: GroupRecord) -> None:
         rewards = {s.reward for s in record.samples if s.reward is not None}

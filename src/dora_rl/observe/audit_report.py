@@ -75,7 +75,7 @@ class AuditFigures:
     samples_trained: int
     samples_masked: int
     tokens_trained: int
-    discarded_tokens: int  # of finished samples in discarded groups
+    discarded_tokens: int  # of finished samples that failed, or whose group was discarded
     staleness_mean: float
     staleness_max: int
     staleness_counts: tuple[int, ...]  # groups trained at staleness 0, 1, 2, ...

@@ -147,6 +147,15 @@ class FileLog:
         os.lseek(log._file, 0, os.SEEK_END)
         return log, state
 
+    @property
+    def folder(self) -> Path:
+        return self._folder
+
+    @property
+    def number(self) -> int:
+        """Of the next entry."""
+        return self._number
+
     def append(self, now: float, event: Event, actions: Sequence[Action]) -> None:
         self._write(_entry_body(Entry(self._number, now, event, list(actions))))
         self._number += 1
@@ -233,6 +242,19 @@ def _read_segment(
         if chain is not None:
             chain.see(line)
         yield record
+
+
+def entries_since(folder: Path, number: int) -> list[Entry]:
+    """The entries from `number` on. Read from the end: the cost does not grow with the run."""
+    found: list[Entry] = []
+    for path in reversed(segments(folder)):
+        for line in reversed(path.read_bytes().splitlines(keepends=True)):
+            record = parse_line(line)
+            if record is not None and record.number < number:
+                return found[::-1]
+            if isinstance(record, Entry):
+                found.append(record)
+    return found[::-1]
 
 
 def recover(folder: Path) -> tuple[State, int, Path, int]:

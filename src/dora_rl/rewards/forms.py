@@ -130,8 +130,8 @@ def _pick(signature: Signature, known: Mapping[str, Any], options: Mapping[str, 
     absent = [name for name in signature.required if name not in offered]
     if absent:
         raise MissingColumn(
-            f"it asks for {', '.join(map(repr, absent))}, and the data have only "
-            f"{', '.join(sorted(map(str, known))) or 'no columns'}"
+            f"needs {', '.join(map(repr, absent))}, and this row has none "
+            f"(it has: {', '.join(sorted(map(str, known))) or 'no columns'})"
         )
     if signature.takes_any:
         return offered

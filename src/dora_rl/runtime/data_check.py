@@ -12,7 +12,7 @@ from dora_rl.config import RunConfig
 from dora_rl.data.prompts import PromptSource
 from dora_rl.rewards.base import build
 from dora_rl.rewards.weighted import describe, needing_answer
-from dora_rl.types import Prompt
+from dora_rl.types import Prompt, UserError
 
 PROMPT_CHARS_MAX = 2_000
 
@@ -58,15 +58,35 @@ def check_data(
     found.rewards = describe(reward, config.reward)
     needing = needing_answer(reward)
     reward.close()
+    found.problems = _unanswered(needing, train, evaluation)
+    return found
+
+
+def check_answers(config: RunConfig, train: PromptSource, evaluation: PromptSource | None) -> None:
+    """Refuse rows without an answer where a reward needs one, with the line of `check`."""
+    if not config.reward.functions:
+        return
+    reward = build(config.reward, Path("."))
+    needing = needing_answer(reward)
+    reward.close()
+    problems = _unanswered(needing, train, evaluation)
+    if problems:
+        raise UserError(problems[0])
+
+
+def _unanswered(
+    needing: list[str], train: PromptSource, evaluation: PromptSource | None
+) -> list[str]:
+    problems: list[str] = []
     for name, source in (("train", train), ("eval", evaluation)):
         missing = source.without_answer() if source is not None and needing else None
         if missing is not None and missing.num:
-            found.problems.append(
+            problems.append(
                 f"data.{name}: {missing.num} of {missing.num_looked} rows have no answer, and "
                 f"{', '.join(needing)} needs one; the first is {missing.first}; fill them in, "
                 "leave them out, or set answer_column"
             )
-    return found
+    return problems
 
 
 def _describe_evaluation(config: RunConfig, evaluation: PromptSource | None) -> list[str]:

@@ -89,14 +89,14 @@ def best_evaluated(
 ) -> tuple[Version, str, float] | None:
     """The version with the best score, the score's name and value; None: nothing was scored.
 
-    Of equals the earlier one is best: it needed less.
+    Of equals the later one is best: it has learned from more.
     """
     for name in (metric, FALLBACK_METRIC):
         scores = {v: found.get(name.removeprefix("eval/")) for v, found in evaluations.items()}
         known = {v: float(score) for v, score in scores.items() if isinstance(score, int | float)}
         if known:
             sign = 1.0 if is_max else -1.0
-            best = max(known, key=lambda version: (sign * known[version], -version))
+            best = max(known, key=lambda version: (sign * known[version], version))
             return best, name, known[best]
     return None
 

@@ -24,12 +24,15 @@ from dora_rl.trainer.options import (
 )
 from dora_rl.types import UserError
 
+WITHIN_GROUP = ("group", "group_mean", "leave_one_out")
+
 
 def check_learner(config: RunConfig) -> None:
     """Losses, sampling, schedules, adapters and the reference."""
     algorithm = from_section(AlgorithmOptions, config.algorithm)
     trainer = from_section(TrainerOptions, config.trainer)
     _check_sampling(config, fill(algorithm))
+    _check_group(config, fill(algorithm))
     check_trainer(trainer)
     _check_adapters(config, trainer)
     if trainer.reference_model:
@@ -65,6 +68,16 @@ def _check_sampling(config: RunConfig, algorithm: AlgorithmOptions) -> None:
             f"algorithm.temperature = {own:g}: ratios to the rollout's log-probs, which are at "
             f"rollout.temperature = {rollout.temperature:g}, would be wrong; leave it out, or set "
             "algorithm.old_logprobs = 'behaviour' or 'proximal' and no algorithm.corrections"
+        )
+
+
+def _check_group(config: RunConfig, algorithm: AlgorithmOptions) -> None:
+    """An advantage within a group of one is always zero: such a run would learn nothing."""
+    if config.rollout.num_samples == 1 and algorithm.advantage in WITHIN_GROUP:
+        raise UserError(
+            f"rollout.num_samples = 1: the advantage {algorithm.advantage!r} compares the samples "
+            "of a group, so it would be 0 and nothing learned; give 2 or more, or "
+            "algorithm.advantage = 'batch' or 'gae'"
         )
 
 

@@ -126,7 +126,9 @@ class LocalRun:
             self.log, state = FileLog.create(events), initial(self.params)
         self.samples = self._open_samples()
         committed = state.committed if resume else None
-        self.records = open_records(config, committed, lambda line: self.on_wait([line]))
+        self.records = open_records(
+            config, committed, lambda line: self.on_wait([line]), self.log, self.samples.num_written
+        )
         self.user_errors = UserErrors(self.run_dir, lambda line: self.on_wait([line]))
         self.journals = Journals(self.run_dir / "journal")
         self.versions = Versions(self.run_dir / "weights", layout.weights_root)
@@ -256,6 +258,7 @@ class LocalRun:
             self.stop = act.Stop(gone_line(self.run_dir), done=False)
             return
         self.handle(ev.Tick())
+        self.records.tick(is_training=self.stop is None)
         self.garbage.tick()
         self.carrier.tick()
         self.pool.check_time()
@@ -429,13 +432,17 @@ class LocalRun:
         if step != self.state.committed:
             return ""
         trained: list[TrainedSample] = []
+        samples = tokens = 0  # of these groups altogether
         for gid in self.state.batches[step].groups:
             group = self.state.groups[gid]
             scored = tuple(r.id.sample for r in group.requests if r.phase is Phase.SCORED)
             prompt = self.train.prompt(group.prompt)
-            tokens = self.records.has_rollouts
-            trained.extend(self.samples.trained(gid, scored, prompt, tokens=tokens))
-        line = self.records.step(step, metrics, trained, self.dropped)
+            has_rollouts = self.records.has_rollouts
+            trained.extend(self.samples.trained(gid, scored, prompt, tokens=has_rollouts))
+            samples += len(group.requests)
+            tokens += self.samples.num_tokens(gid)
+        failed = (samples - len(trained), tokens - sum(s.num_tokens for s in trained))
+        line = self.records.step(step, metrics, trained, self.dropped, failed)
         self.dropped = Counter()
         self.recovery.committed()
         self.on_step(line)

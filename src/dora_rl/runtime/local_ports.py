@@ -192,6 +192,7 @@ class KeeperPort:
             run.dropped[action.end.value] += 1
             if action.end is not act.End.FILTERED:
                 run.records.totals.discarded_tokens += run.samples.num_tokens(action.group)
+                run.records.keep()  # after this nobody knows how many they were
         run.samples.drop(action.group)
         run.envs.forget(action.group)
         run.journals.forget(action.group, run.params.group_size)

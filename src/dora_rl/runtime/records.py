@@ -4,7 +4,9 @@ Only adds up what it is told; never decides. Names follow the field (design, sec
 
 A step's lines are written before its log record. Invariant: after a resume the files hold exactly
 the steps that the log calls committed, each once; totals go over the whole run, not over the time
-since the last resume. What the figures mean is in `observe.measures`.
+since the last resume. Totals that are not in metrics.jsonl are kept in totals.json every second,
+with the number of the next log entry: after a kill they go on from there, with what the log has
+since. What the figures mean is in `observe.measures`.
 """
 
 from __future__ import annotations
@@ -14,13 +16,15 @@ import resource
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from dora_rl.config import CheckpointConfig, RunConfig
+from dora_rl.core import events as ev
+from dora_rl.observe.eventlog import FileLog, entries_since
 from dora_rl.observe.measures import (
     WINDOW_STEPS,
     idle_ratio,
@@ -34,7 +38,7 @@ from dora_rl.runtime.eval_figures import Figures, best_evaluated
 from dora_rl.runtime.lines import cut_lines, keep_lines, read_lines
 from dora_rl.runtime.sink_writers import RunFacts
 from dora_rl.runtime.sinks import Sinks
-from dora_rl.types import StepIndex, Version
+from dora_rl.types import RequestId, StepIndex, Version
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +72,13 @@ class Totals:
     tokens_trained: int = 0
     mixed: float = 0.0
     samples: int = 0
+    samples_failed: int = 0  # left out of groups that were trained
+    tokens_failed: int = 0  # which they had generated
     staleness_sum: float = 0.0
     staleness_max: int = 0
     rewards: list[float] = field(default_factory=list[float])
     updates_applied: int = 0
+    updates_without_gradient: int = 0  # it was exactly zero: nothing to learn from
     updates_skipped: int = 0  # their loss or gradient was not finite
     evaluations: dict[Version, Figures] = field(default_factory=dict[Version, Figures])
     steps_s: float = 0.0  # sum of time/step
@@ -100,12 +107,17 @@ class Totals:
         self.tokens_trained += tokens_of_line(line)
         self.steps_s += line["time/step"]
         self.samples += line["num_samples"]
+        self.samples_failed += line.get("num_samples_failed", 0)
+        self.tokens_failed += line.get("num_tokens_failed", 0)
         self.staleness_sum += line["staleness/mean"] * line["num_samples"]
         self.staleness_max = max(self.staleness_max, line["staleness/max"])
         self.mixed += line["mixed_version_frac"] * line["num_samples"]
         self.rewards.append(line["reward/mean"])
+        without = int(line.get("update/without_gradient", 0))
         # Lines of releases before this count have the gradient's norm where one was applied.
-        self.updates_applied += int(line.get("update/applied", "grad_norm" in line))
+        is_old = "grad_norm" in line and not without
+        self.updates_applied += int(line.get("update/applied", is_old))
+        self.updates_without_gradient += without
         self.updates_skipped += int(line.get("update/skipped_non_finite", 0))
 
 
@@ -120,6 +132,7 @@ def by_environment(samples: Sequence[TrainedSample]) -> dict[str, float]:
     return found
 
 
+KEEP_S = 1.0
 KEPT = (
     "wall_s startup_s cut_s tokens_generated discarded_tokens migrations kv_bytes_moved "
     "num_resumes num_user_errors samples_mismatched cpu_s busy_s"
@@ -136,15 +149,21 @@ class Records:
         rollouts: bool,
         committed: int | None = None,
         sinks: Sinks | None = None,
+        log: FileLog | None = None,
+        written: Callable[[RequestId], int | None] = lambda request: None,
     ) -> None:
+        """`written`: how many tokens of a sample the policy wrote, where that is known."""
         self.run_dir = run_dir
-        self._sinks = sinks
+        self._sinks, self._log, self._written = sinks, log, written
         metrics, samples = run_dir / "metrics.jsonl", run_dir / "rollouts.jsonl"
         self.totals = Totals()
         # Tokens and seconds of the last steps.
         self._recent: deque[tuple[int, float]] = deque(maxlen=WINDOW_STEPS)
         if committed is not None:
             cut_lines(samples, lambda line: line["step"] < committed)
+            # The time of a step that was recorded and not committed is spent all the same.
+            lost = [line for line in read_lines(metrics) if line.get("step", -1) >= committed]
+            self.totals.cut_s += sum(line["time/step"] for line in lost)
             keep_lines(metrics, lambda line: line.get("step", -1) < committed)
             self._recall(metrics)
         self._metrics = metrics.open("a")
@@ -152,20 +171,47 @@ class Records:
         self.began = time.monotonic()
         self.step_began = self.began
         self.training_began: float | None = None
+        self._is_training = False  # a step is open
+        self._kept_at = self.began
         self._cpu_s = cpu_time_s()
         self._lives: dict[str, int] = {}
         self._base: dict[str, tuple[float, float]] = {}
-        self._keep()
+        self.keep()
 
     def _recall(self, metrics: Path) -> None:
         for line in read_lines(metrics):
             self.totals.add(line)
             if "step" in line:
                 self._recent.append((tokens_of_line(line), line["time/step"]))
-        path = self.run_dir / "totals.json"
-        for name, value in (json.loads(path.read_text()) if path.is_file() else {}).items():
+        path, cut_s = self.run_dir / "totals.json", self.totals.cut_s
+        kept = json.loads(path.read_text()) if path.is_file() else {}
+        at = kept.pop("log", None)
+        for name, value in kept.items():
             setattr(self.totals, name, value)
+        self.totals.cut_s += cut_s
         self.totals.num_resumes += 1
+        if at is not None and self._log is not None:
+            self._catch_up(self._log, at["number"], at["now"], at["open_s"])
+
+    def _catch_up(self, log: FileLog, number: int, now: float, open_s: float | None) -> None:
+        """What a killed life did after it last kept its totals, up to its last log entry."""
+        totals, entries = self.totals, entries_since(log.folder, number)
+        lost_s = max(0.0, entries[-1].now - now) if entries else 0.0
+        totals.wall_s += lost_s
+        if open_s is not None:
+            totals.cut_s += open_s + lost_s
+        for entry in entries:
+            match entry.event:
+                case ev.SampleFinished() as event:
+                    count = self._written(event.request)
+                    totals.tokens_generated += event.num_tokens if count is None else count
+                case ev.Moved(num_bytes=num_bytes):
+                    totals.migrations += 1
+                    totals.kv_bytes_moved += num_bytes
+                case ev.Recomputed() as event:
+                    totals.samples_mismatched += not event.is_same
+                case _:
+                    pass
 
     @property
     def has_rollouts(self) -> bool:
@@ -185,6 +231,8 @@ class Records:
         if self.training_began is None:
             self.training_began = self.step_began = time.monotonic()
             self.totals.startup_s += self.training_began - self.began
+            self._is_training = True
+            self.keep()
 
     def step(
         self,
@@ -192,8 +240,12 @@ class Records:
         metrics: dict[str, float],
         samples: Sequence[TrainedSample],
         dropped: dict[str, int],
+        failed: tuple[int, int] = (0, 0),
     ) -> dict[str, float]:
-        """A step is about to be committed: its line of metrics.jsonl."""
+        """A step is about to be committed: its line of metrics.jsonl.
+
+        `failed`: samples that its groups were trained without, and tokens of them.
+        """
         now = time.monotonic()
         took, self.step_began = now - self.step_began, now
         stale = [step - s.version for s in samples]
@@ -223,11 +275,16 @@ class Records:
             "time/step": took,
             "perf/tokens_per_s": tokens_per_s(*zip(*self._recent, strict=True)) or 0.0,
             **{f"dropped/{name}": count for name, count in dropped.items()},
+            **(
+                {"num_samples_failed": failed[0], "num_tokens_failed": failed[1]}
+                if failed[0]
+                else {}
+            ),
         }
         for sample in samples if self._rollouts is not None else ():
             self._rollout(step, sample)
         self._write(line)
-        self._keep()
+        self.keep()
         return line
 
     def _rollout(self, step: StepIndex, sample: TrainedSample) -> None:
@@ -262,9 +319,19 @@ class Records:
         totals.busy_s[name] = busy_before + busy_s
         totals.cpu_s[name] = cpu_before + cpu_s
 
-    def _keep(self) -> None:
-        kept = asdict(self.totals)
-        body = {name: kept[name] for name in KEPT.split()} | {"wall_s": self.wall_s}
+    def tick(self, *, is_training: bool) -> None:
+        """Time passes. `is_training` false: all steps are done, and evaluations go on."""
+        self._is_training = self._is_training and is_training
+        if time.monotonic() - self._kept_at >= KEEP_S:
+            self.keep()
+
+    def keep(self) -> None:
+        now = self._kept_at = time.monotonic()
+        body = {name: getattr(self.totals, name) for name in KEPT.split()}
+        body["wall_s"] = self.totals.wall_s + now - self.began
+        if self._log is not None:
+            open_s = now - self.step_began if self._is_training else None
+            body["log"] = {"number": self._log.number, "now": now, "open_s": open_s}
         self._replace("totals.json", body)
 
     def summary(
@@ -292,6 +359,7 @@ class Records:
             "tokens_trained": totals.tokens_trained,
             "tokens_generated": totals.tokens_generated,
             "updates_applied": totals.updates_applied,
+            "updates_without_gradient": totals.updates_without_gradient,
             "updates_skipped": totals.updates_skipped,
             "tokens_per_s": tokens_per_s([totals.tokens_trained], [self.training_s]),
             "reward_first": totals.rewards[0] if totals.rewards else None,
@@ -302,7 +370,9 @@ class Records:
             "staleness_mean": totals.staleness_sum / max(1, totals.samples),
             "staleness_max": totals.staleness_max,
             "mixed_version_frac": totals.mixed / max(1, totals.samples),
-            "discarded_tokens": totals.discarded_tokens,
+            "samples_trained": totals.samples,
+            "samples_failed": totals.samples_failed,
+            "discarded_tokens": totals.discarded_tokens + totals.tokens_failed,
             "samples_mismatched": totals.samples_mismatched,
             "device_idle_ratio": idle,
             "cpu_unused_ratio": self._cpu_unused(num_cores),
@@ -313,7 +383,7 @@ class Records:
             "num_user_errors": totals.num_user_errors,
             "set_aside": [{"prompt": p, "reason": r} for p, r in (set_aside or {}).items()],
         }
-        self._keep()
+        self.keep()
         self._replace("summary.json", figures)
         return figures
 
@@ -326,8 +396,9 @@ class Records:
 
     def cut_short(self) -> None:
         """The run ends in the middle of a step: the time is spent, whatever becomes of it."""
-        if self.training_began is not None:
+        if self._is_training:
             self.totals.cut_s += time.monotonic() - self.step_began
+            self._is_training = False
 
     def _replace(self, name: str, body: dict[str, Any]) -> None:
         path = self.run_dir / name
@@ -366,7 +437,13 @@ def _parts_means(samples: Sequence[TrainedSample]) -> dict[str, float]:
     return {f"rewards/{label}/mean": float(np.mean(scores)) for label, scores in given.items()}
 
 
-def open_records(config: RunConfig, committed: int | None, tell: Callable[[str], None]) -> Records:
+def open_records(
+    config: RunConfig,
+    committed: int | None,
+    tell: Callable[[str], None],
+    log: FileLog,
+    written: Callable[[RequestId], int | None],
+) -> Records:
     """The records of a run, with the sinks it asks for; `tell` gets a line when one fails."""
     logging, run_dir = config.logging, Path(config.runtime.run_dir)
     sinks: Sinks | None = None
@@ -374,4 +451,6 @@ def open_records(config: RunConfig, committed: int | None, tell: Callable[[str],
         facts = RunFacts(run_dir, config.model_dump(mode="json"), committed or 0)
         sinks = Sinks(logging.sinks, facts, tell)
     rollouts = logging.rollouts and config.runtime.kind == "local"  # else the storage shards do it
-    return Records(run_dir, rollouts=rollouts, committed=committed, sinks=sinks)
+    return Records(
+        run_dir, rollouts=rollouts, committed=committed, sinks=sinks, log=log, written=written
+    )

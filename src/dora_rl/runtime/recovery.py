@@ -70,38 +70,40 @@ class Recovery:
             self._replace(name)
 
     def _give_up(self, name: str) -> None:
-        run, tail = self._run, self._last_words(name)
+        run, why = self._run, self._why(name)
         if name == "evaluator":
             assert run.evaluations is not None
             run.evaluations.give_up()
-            run.on_wait([f"evaluation given up; the evaluator said: {tail}"])
+            run.on_wait([f"evaluation given up; the evaluator keeps ending: {why}"])
         elif self._num_restarts <= RESTARTS_MAX and self._dispensable(name):
             self._lose_instance(name)
             self._num_starts.pop(name)
             self._left_out.append(name)
-            run.on_wait([f"{name} keeps ending and is left out for this step; it said: {tail}"])
+            run.on_wait([f"{name} keeps ending and is left out for this step: {why}"])
         else:
-            run.handle(ev.StopRequested(f"{name} keeps ending; it last said: {tail}"))
+            run.handle(ev.StopRequested(f"{name} keeps ending: {why}"))
 
     def _lose_scorer(self, name: str) -> None:
         """Many ends in a row are not the fault of single samples: nothing would ever be scored."""
-        run, why = self._run, self._run.crew.why_ended(name)
-        tail, status = self._last_words(name), run.crew.workers[name].process.poll()
-        how = f" with status {status}" if status and status > 0 else ""
+        run, why = self._run, self._why(name)
+        status = run.crew.workers[name].process.poll()
+        how = f" (status {status})" if status and status > 0 else ""
         run.pool.lost(name)
         num = run.pool.num_lost_in_a_row
         each = max(run.params.attempts_max, len(run.pool.names))
         if num >= LOST_SCORERS_MAX * each:
-            said = f"; it said: {tail}" if tail and tail != why else ""
             run.handle(
                 ev.StopRequested(
                     f"reward workers ended {num} times with no score in between, the last one, "
-                    f"{name}, because {why}{how}{said}; mend the reward and resume"
+                    f"{name}{how}: {why}; mend the reward and resume"
                 )
             )
 
-    def _last_words(self, name: str) -> str:
-        return self._run.crew.workers[name].last_words or self._run.crew.log_tail(name)
+    def _why(self, name: str) -> str:
+        """Its own words, or how its process ended with what its log has: never nothing."""
+        crew = self._run.crew
+        why, tail = crew.why_ended(name), crew.log_tail(name)
+        return why if crew.workers[name].last_words or not tail else f"{why}; its log ends: {tail}"
 
     def _dispensable(self, name: str) -> bool:
         """An instance of a run that works, and others go on working."""

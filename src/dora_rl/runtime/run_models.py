@@ -129,6 +129,17 @@ def newer_model(run: Path, than: Version) -> FoundModel | None:
     return FoundModel(label, sealed, Path(config.model.path), store.open(sealed))
 
 
+def has_weights(run: Path, version: Version) -> bool:
+    """Whether the run still keeps this version; what it began with is its model."""
+    from dora_rl.runtime.weights import DiskWeightStore
+
+    root = run / "weights"
+    if version == 0 or (root.is_dir() and version in DiskWeightStore(root).versions()):
+        return True
+    # As `Checkpoints` names them; those are not imported here, as they bring torch with them.
+    return (run / "checkpoints" / f"step_{version - 1:06d}" / "trainer" / "state.json").is_file()
+
+
 def _in_run(run: Path) -> dict[Version, FoundModel]:
     """Every version that is still there; a checkpoint is preferred to sealed weights."""
     from dora_rl.runtime.weights import DiskWeightStore

@@ -145,6 +145,12 @@ class Samples:
             for row in self._rows(group, samples)
         ]
 
+    def num_written(self, request: RequestId) -> int | None:
+        """Tokens of a sample that the policy wrote; None: its row is not here."""
+        row = self.row(request)
+        there = row is not None and "loss_mask" in row.columns
+        return int(_array(row, "loss_mask").sum()) if row is not None and there else None
+
     def num_tokens(self, group: GroupId) -> int:
         rows = self._table.read(self._table.rows_of(group))
         return sum(len(_array(row, "token_ids")) for row in rows)

@@ -66,9 +66,13 @@ def _flush(path: Path) -> None:
 
 
 def copy_side_files(source: Path, target: Path) -> None:
-    """Tokenizer, config and the like: every small file of the model directory but the weights."""
+    """Tokenizer, config and the like: every small file of the model directory but the weights.
+
+    The README.md is the card of the model that training began with, and untrue of this one.
+    """
     for path in sorted(source.iterdir()):
-        if path.is_file() and not path.name.endswith(_NOT_COPIED):
+        is_card = path.name.lower() == "readme.md"
+        if path.is_file() and not is_card and not path.name.endswith(_NOT_COPIED):
             shutil.copy2(path, target / path.name)
 
 
@@ -175,8 +179,8 @@ class Checkpoints:
     def best(self) -> Saved | None:
         scored = [s for s in self.saved() if s.score is not None]
         sign = 1.0 if self.options.best_is_max else -1.0
-        # Of equals the earlier one is best: it needed less.
-        return max(scored, key=lambda s: (sign * (s.score or 0.0), -s.step), default=None)
+        # Of equals the later one is best: it has learned from more.
+        return max(scored, key=lambda s: (sign * (s.score or 0.0), s.step), default=None)
 
     def rate(self, step: StepIndex, score: float) -> None:
         """Note the evaluation of a checkpoint, if there is one of this step; it may be the best."""

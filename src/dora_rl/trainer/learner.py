@@ -496,7 +496,7 @@ class Learner:
             self._note_skipped(total)
             return
         self.num_skipped = 0
-        self.meters.count("update/applied")
+        self.meters.count("update/applied" if norm else "update/without_gradient")
         self.meters.add_sum("grad_norm", torch.tensor(norm), 1)
         self.meters.add_sum("lr", torch.tensor(learning_rate(self.options, self.num_updates)), 1)
         self.meters.add_sum("loss", total / den, 1)

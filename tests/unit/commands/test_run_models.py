@@ -121,4 +121,5 @@ def test_export_of_a_checkpoint_leaves_the_trainer_behind(run, tmp_path):
     out = tmp_path / "out"
     assert main(["export", str(run), str(out), "--step", "2"]) == 0
     assert not (out / "trainer").exists()
+    assert (MODEL / "README.md").is_file() and not (out / "README.md").exists(), "of another model"
     assert (out / "model.safetensors").read_bytes() == (MODEL / "model.safetensors").read_bytes()

@@ -324,3 +324,9 @@ class TestLimits:
     def test_no_finite_number(self, value: object) -> None:
         (wrong,) = FunctionReward("f", lambda completion: value).score([item("x")])
         assert isinstance(wrong, ScoreError) and wrong.reason.startswith("returned")
+
+
+def test_what_a_row_has_not_is_said_in_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def f(completion, answer): return 0.0\n")
+    (found,) = load_reward("mine.py:f", tmp_path).score([item("4")])
+    assert "needs 'answer', and this row has none (it has: completion)" in str(found)

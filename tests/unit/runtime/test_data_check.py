@@ -104,4 +104,9 @@ def test_check_says_it_all_and_ends_with_1(tmp_path: Path, capsys) -> None:
     assert "problem: data.train: 1 of 2 rows have no answer" in said and "line 2" in said
     assert "reward exact: built-in" in said and "evaluation of the first" in said
     assert "  | 32:91" in said
-    assert json.loads(out.read_text())["plan"]["data"]["problems"]
+    (problem,) = json.loads(out.read_text())["plan"]["data"]["problems"]
+    for more in (["--dry-run"], []):
+        argv = ["train", str(QUICKSTART), *settings, "reward.functions=exact", *more]
+        assert main(argv) == 2, "training refuses what the check does"
+        assert capsys.readouterr().err == f"dora-rl: error: {problem}\n"
+    assert not (tmp_path / "r").exists()

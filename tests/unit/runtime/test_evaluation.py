@@ -250,7 +250,7 @@ def test_the_best_version_is_chosen_among_those_with_a_score() -> None:
         15: {"greedy": 0.7},
         20: {"greedy": 0.1},
     }
-    assert best_evaluated(found, "eval/greedy", is_max=True) == (10, "eval/greedy", 0.7)
+    assert best_evaluated(found, "eval/greedy", is_max=True) == (15, "eval/greedy", 0.7)
     assert best_evaluated(found, "eval/greedy", is_max=False) == (20, "eval/greedy", 0.1)
     assert best_evaluated(found, "eval/tail_greedy", is_max=True) == (0, "eval/sampled", 0.9)
     assert best_evaluated({5: found[5]}, "eval/greedy", is_max=True) is None

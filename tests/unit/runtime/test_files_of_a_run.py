@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 
 import pytest
 
+from dora_rl.core import events as ev
+from dora_rl.core.params import Params
 from dora_rl.engine.journal import Journal
 from dora_rl.engine.sequence import Request, new_sequence
+from dora_rl.observe.eventlog import FileLog
 from dora_rl.runtime.full_disk import full_line, is_full
 from dora_rl.runtime.journals import Journals
 from dora_rl.runtime.lines import cut_lines, read_lines
 from dora_rl.runtime.lock import RunLock
 from dora_rl.runtime.records import Records, TrainedSample
-from dora_rl.types import RequestId, SamplingParams, UserError
+from dora_rl.types import Finish, RequestId, SamplingParams, Segment, UserError
 
 
 def sample(group: int, version: int, reward: float = 1.0) -> TrainedSample:
@@ -72,6 +76,37 @@ def test_a_resumed_run_has_each_step_once_and_counts_the_whole(tmp_path: Path) -
     assert summary["staleness_max"] == 1 and summary["num_resumes"] == 1
     assert all(path.read_text().endswith("}\n") for path in tmp_path.glob("*.json"))
     assert again.totals.busy_s["learner"] == 13.0 and again.totals.cpu_s["learner"] == 15.0
+
+
+def finished(sample: int, num_tokens: int) -> ev.SampleFinished:
+    one = RequestId(0, sample)
+    return ev.SampleFinished(one, 0, "instance0", num_tokens, Finish.STOP, (Segment(0, 0),))
+
+
+def test_what_a_killed_life_did_since_its_totals_were_kept_is_counted(tmp_path: Path) -> None:
+    log = FileLog.create(tmp_path / "events")
+    log.append(time.monotonic(), ev.Started(Params()), [])
+    first = Records(tmp_path, rollouts=False, log=log)
+    first.work_begins()
+    first.totals.tokens_generated = 5
+    log.append(time.monotonic(), finished(0, 5), [])
+    first.step(0, {}, [sample(0, 0)], {})
+    kept_s = json.loads((tmp_path / "totals.json").read_text())["wall_s"]
+    # Two samples more, the second a minute later; then the process is killed.
+    log.append(time.monotonic(), finished(1, 7), [])
+    log.append(time.monotonic() + 60.0, finished(2, 11), [])
+    first.close()
+
+    written = {RequestId(0, 1): 4}  # three of its tokens were an environment's
+    again = Records(tmp_path, rollouts=False, committed=1, log=log, written=written.get)
+    assert again.totals.tokens_generated == 5 + 4 + 11
+    assert 60.0 <= again.wall_s - kept_s < 90.0
+    assert 60.0 <= again.totals.cut_s < 90.0, "the step that was open"
+    again.close()
+    once = Records(tmp_path, rollouts=False, committed=1, log=log)  # killed at its start
+    assert once.totals.tokens_generated == 20 and once.wall_s - again.wall_s < 30.0
+    once.close()
+    log.close()
 
 
 def write_journal(folder: Path, name: str, tokens: dict[RequestId, list[int]]) -> None:

@@ -11,14 +11,18 @@ import pytest
 import torch
 from learner_lives import TINY, Run, ids_of, order
 
+from dora_rl.commands.train import nothing_learned
+from dora_rl.config import AlgorithmConfig, ModelConfig, RolloutConfig, RunConfig
 from dora_rl.core import actions as act
 from dora_rl.runtime.layout import plan_layout
+from dora_rl.runtime.learner_check import check_learner
 from dora_rl.runtime.records import Totals
 from dora_rl.runtime.wire import Channel, Message, encode_learner
 from dora_rl.runtime.worker import Setup, serve
 from dora_rl.trainer.batch import GroupBatch, Sample, admit
 from dora_rl.trainer.learner import Learner
 from dora_rl.trainer.options import AlgorithmOptions, TrainerOptions
+from dora_rl.types import UserError
 
 KEY = bytes(32)
 
@@ -184,4 +188,28 @@ def test_the_summary_counts_updates_also_those_of_older_runs() -> None:
     totals.add(step | {"update/applied": 2.0, "update/skipped_non_finite": 1.0})
     totals.add(step | {"grad_norm": 0.1})  # before updates were counted
     totals.add(step | {"update/skipped_non_finite": 1.0})
+    totals.add(step | {"update/without_gradient": 1.0, "grad_norm": 0.0})
     assert (totals.updates_applied, totals.updates_skipped) == (3, 2)
+    assert totals.updates_without_gradient == 1
+
+
+def test_a_run_whose_every_gradient_was_zero_has_learned_nothing() -> None:
+    summary = {"updates_applied": 0, "updates_skipped": 0, "updates_without_gradient": 5}
+    assert "every gradient was zero" in (nothing_learned(summary) or "")
+    assert nothing_learned(summary | {"updates_applied": 1}) is None
+    assert "those of the start" in (nothing_learned(summary | {"updates_skipped": 1}) or "")
+    assert nothing_learned({}) is None, "no step was trained, or it is not known"
+
+
+@pytest.mark.parametrize("loss", ["grpo", "rloo", "reinforce", "reinforce++"])
+def test_an_advantage_within_a_group_of_one_is_refused(loss: str) -> None:
+    config = RunConfig(
+        model=ModelConfig(path=str(TINY)),
+        rollout=RolloutConfig(num_samples=1),
+        algorithm=AlgorithmConfig(loss=loss),
+    )
+    if loss == "reinforce++":  # over the whole batch
+        check_learner(config)
+        return
+    with pytest.raises(UserError, match=r"rollout\.num_samples = 1: .* nothing learned; give 2"):
+        check_learner(config)

@@ -128,7 +128,9 @@ def test_a_prompt_that_is_set_aside_is_told_at_once_and_the_stop_keeps_its_reaso
     run.samples, run.envs = ended, SimpleNamespace(forget=lambda group: None)
     run.journals = cast(Any, SimpleNamespace(forget=lambda group, size: None))
     run.__dict__["dropped"] = {"failed": 0}
-    run.__dict__["records"] = SimpleNamespace(totals=SimpleNamespace(discarded_tokens=0))
+    run.__dict__["records"] = SimpleNamespace(
+        totals=SimpleNamespace(discarded_tokens=0), keep=lambda: None
+    )
     keeper.do(act.EndGroup(0, 0, act.End.FAILED, None, "raised KeyError"))
     keeper.do(act.SetAside(4, 0, 4, False, "raised KeyError"))
     assert run.lines == ["prompt 4 is set aside: raised KeyError"]

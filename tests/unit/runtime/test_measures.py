@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from dora_rl.commands.train import report_lines
 from dora_rl.commands.train_progress import step_line
@@ -16,6 +18,7 @@ from dora_rl.observe.history import History
 from dora_rl.observe.measures import WINDOW_STEPS, smoothed_rates
 from dora_rl.runtime.lines import read_lines
 from dora_rl.runtime.records import Records, TrainedSample
+from dora_rl.runtime.weights import DiskWeightStore
 
 
 def sample(num_tokens: int, turns: list[tuple[int, int, int]] | None = None) -> TrainedSample:
@@ -153,6 +156,43 @@ def test_the_end_of_a_run_says_failed_and_names_the_best(tmp_path: Path) -> None
     assert any(line.startswith("best version 0 (eval/greedy 0.500)") for line in lines)
     last = list(read_lines(tmp_path / "metrics.jsonl"))[-1]
     assert last["eval/greedy"] is None and last["eval/num_failed"] == 80
+
+
+def test_weights_that_are_gone_are_not_offered_for_export(tmp_path: Path) -> None:
+    records = Records(tmp_path, rollouts=False)
+    records.step(0, {}, [sample(10)], {})
+    records.evaluation(3, {"greedy": 0.5})
+    summary = records.summary("sync", 1, "all steps are trained", 2)
+    records.close()
+    (best,) = [line for line in report_lines(tmp_path, summary) if line.startswith("best")]
+    assert best == "best version 3 (eval/greedy 0.500): its weights are gone"
+    DiskWeightStore(tmp_path / "weights").publish(3, [("w", torch.zeros(2))], None)
+    (best,) = [line for line in report_lines(tmp_path, summary) if line.startswith("best")]
+    assert best.endswith("--step best")
+    shutil.rmtree(tmp_path / "weights")
+    trainer = tmp_path / "checkpoints" / "step_000002" / "trainer"
+    trainer.mkdir(parents=True)
+    (trainer / "state.json").write_text("{}")
+    (best,) = [line for line in report_lines(tmp_path, summary) if line.startswith("best")]
+    assert best.endswith("--step best")
+
+
+def test_samples_that_failed_in_trained_groups_are_told_and_their_tokens_discarded(
+    tmp_path: Path,
+) -> None:
+    records = Records(tmp_path, rollouts=False)
+    records.totals.discarded_tokens = 100  # of a group that failed
+    records.step(0, {}, [sample(10)], {}, (2, 30))
+    records.step(1, {}, [sample(10)], {})
+    summary = records.summary("sync", 2, "all steps are trained", 2)
+    records.close()
+    assert (summary["samples_trained"], summary["samples_failed"]) == (2, 2)
+    assert summary["discarded_tokens"] == 130
+    assert "samples: 2 trained + 2 failed in trained groups" in report_lines(tmp_path, summary)
+    again = Records(tmp_path, rollouts=False, committed=2).summary("sync", 2, "stopped", 2)
+    assert (again["samples_failed"], again["discarded_tokens"]) == (2, 130)
+    lines = report_lines(tmp_path, summary | {"samples_failed": 0})
+    assert not any(line.startswith("samples:") for line in lines)
 
 
 def test_the_dashboard_has_the_idle_shares_of_the_summary(tmp_path: Path) -> None:

@@ -33,11 +33,12 @@ class Run:
         names = ("instance0", "instance1", "learner")
         self.workers = {name: Worker(name) for name in names}
         self.started: list[str] = []
+        self.log = "no GPU"
         self.crew = SimpleNamespace(
             workers=self.workers,
             closing=False,
             restart=self.restart,
-            log_tail=lambda _: "no GPU",
+            log_tail=lambda _: self.log,
             why_ended=lambda name: why_ended(
                 self.workers[name].last_words, self.workers[name].poll()
             ),
@@ -126,14 +127,15 @@ def test_why_a_learner_ended_is_in_the_log_and_on_the_console(run: Run) -> None:
 
 def test_before_the_first_step_an_instance_that_cannot_start_stops_the_run(run: Run) -> None:
     run.end("instance1", STARTS_MAX)
-    assert run.stops() == ["instance1 keeps ending; it last said: no GPU"]
+    assert run.stops() == ["instance1 keeps ending: its process ended; its log ends: no GPU"]
 
 
 def test_later_it_is_left_out_and_tried_again_after_a_step(run: Run) -> None:
     run.recovery.committed()
     run.end("instance1", STARTS_MAX)
     assert not run.stops() and run.started == ["instance1"] * (STARTS_MAX - 1)
-    assert run.lines == ["instance1 keeps ending and is left out for this step; it said: no GPU"]
+    why = "its process ended; its log ends: no GPU"
+    assert run.lines == [f"instance1 keeps ending and is left out for this step: {why}"]
     lost = [e for e in run.events if isinstance(e, ev.InstanceLost)]
     assert len(lost) == STARTS_MAX, "its requests go on elsewhere each time"
     run.recovery.committed()
@@ -146,14 +148,14 @@ def test_nobody_is_left_out_who_is_the_last(run: Run) -> None:
     run.recovery.committed()
     run.workers["instance0"].ended = True
     run.end("instance1", STARTS_MAX)
-    assert run.stops() == ["instance1 keeps ending; it last said: no GPU"]
+    assert run.stops() == ["instance1 keeps ending: its process ended; its log ends: no GPU"]
 
 
 def test_a_learner_is_never_left_out(run: Run) -> None:
     run.recovery.committed()
     run.start_learner = lambda: run.restart("learner")  # type: ignore[attr-defined]
     run.end("learner", STARTS_MAX)
-    assert run.stops() == ["learner keeps ending; it last said: no GPU"]
+    assert run.stops() == ["learner keeps ending: its process ended; its log ends: no GPU"]
 
 
 def test_of_ends_at_work_the_core_keeps_count_and_is_told_the_last_words(run: Run) -> None:
@@ -172,6 +174,24 @@ def test_a_process_that_was_ended_by_a_signal_says_so(run: Run) -> None:
     (lost,) = run.events
     assert isinstance(lost, ev.TrainerLost)
     assert lost.reason.startswith("its process ended by SIGKILL")
+
+
+@pytest.mark.parametrize("name", ["learner", "evaluator"])
+def test_whoever_is_killed_again_and_again_is_said_to_be(run: Run, name: str) -> None:
+    """A killed process says nothing and leaves an empty log; the system knows what ended it."""
+
+    def starts() -> None:
+        run.restart(name)
+        run.workers[name].poll = lambda: -9  # type: ignore[method-assign]
+
+    run.log, run.start_learner = "", starts  # type: ignore[attr-defined]
+    run.evaluations = SimpleNamespace(lost=starts, give_up=lambda: None)  # type: ignore[attr-defined]
+    run.workers[name] = Worker(name)
+    starts()
+    run.end(name, STARTS_MAX)
+    said = run.stops() if name == "learner" else run.lines
+    killed = "its process ended by SIGKILL, as the system does when memory runs out"
+    assert said[-1].endswith(f"{name} keeps ending: {killed}")
 
 
 def test_nobody_is_started_again_in_a_run_that_the_core_has_stopped(run: Run) -> None:

@@ -279,6 +279,19 @@ def test_non_finite_gradient_is_skipped_and_counted(model_dir: Path) -> None:
     assert math.isfinite(metrics["loss"]) and not torch.equal(before, flat(learner))
 
 
+def test_an_update_whose_gradient_is_zero_is_counted_apart(model_dir: Path) -> None:
+    learner = Learner(model_dir, GRPO, TRAINER)
+    groups = [
+        replace(g, samples=tuple(replace(s, reward=1.0) for s in g.samples))
+        for g in make_groups(0, 2)
+    ]
+    metrics = run_step(learner, 0, groups)
+    assert metrics["update/without_gradient"] == 1 and metrics["grad_norm"] == 0.0
+    assert "update/applied" not in metrics
+    metrics = run_step(learner, 1, make_groups(1, 2))
+    assert metrics["update/applied"] == 1 and "update/without_gradient" not in metrics
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("loss", ["grpo", "dapo", "gspo", "decoupled_ppo", "ppo"])
 def test_one_token_far_off_does_not_cost_the_update(model_dir: Path, loss: str, dtype: str) -> None:
