@@ -38,7 +38,7 @@ from dora_rl.runtime.eval_figures import Figures, best_evaluated
 from dora_rl.runtime.lines import cut_lines, keep_lines, read_lines
 from dora_rl.runtime.sink_writers import RunFacts
 from dora_rl.runtime.sinks import Sinks
-from dora_rl.types import RequestId, StepIndex, Version
+from dora_rl.types import RequestId, StepIndex, UserError, Version
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +139,18 @@ KEPT = (
 )
 
 
+def _read_totals(path: Path) -> dict[str, Any]:
+    try:
+        kept = json.loads(path.read_text())
+    except ValueError:
+        kept = None
+    if not isinstance(kept, dict):
+        raise UserError(
+            f"{path} is damaged; delete it and resume: sums over the whole run then begin anew"
+        )
+    return kept
+
+
 class Records:
     """The files of one run directory. `committed`: how many steps a resumed run's log holds."""
 
@@ -184,7 +196,7 @@ class Records:
             if "step" in line:
                 self._recent.append((tokens_of_line(line), line["time/step"]))
         path, cut_s = self.run_dir / "totals.json", self.totals.cut_s
-        kept = json.loads(path.read_text()) if path.is_file() else {}
+        kept = _read_totals(path) if path.is_file() else {}
         at = kept.pop("log", None)
         for name, value in kept.items():
             setattr(self.totals, name, value)

@@ -169,3 +169,11 @@ def test_a_full_disk_is_recognised_behind_other_errors(tmp_path: Path) -> None:
     assert is_full(RuntimeError('IoError(Os { code: 28, kind: StorageFull, message: "..." })'))
     assert not is_full(OSError(13, "Permission denied")) and not is_full(ValueError("28"))
     assert "--resume" in full_line(tmp_path, full)
+
+
+@pytest.mark.parametrize("text", ["x", "[]", ""])
+def test_damaged_totals_are_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "totals.json").write_text(text)
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(UserError, match=r"totals.json is damaged; delete it and resume"):
+        Records(tmp_path, rollouts=False, committed=0)
