@@ -53,15 +53,14 @@ def test_the_best_version_is_kept_failures_are_no_zeros_and_tracebacks_are_kept(
         assert line["eval/greedy"] == 0.0 and line["eval/num_failed"] == 2
         assert line["eval/num_answers"] == 16
     assert "(2 of 16 answers failed: reward" in said and "last evaluation: 2 of 16" in said
-    # The best one is still there, long after it was retired, and is what is exported.
-    assert run.summary()["best"] == {"version": 0, "metric": "eval/greedy", "value": 0.0}
+    # Of equals the later is best, and it is what is exported.
+    assert run.summary()["best"] == {"version": 4, "metric": "eval/greedy", "value": 0.0}
     sealed = {int(path.name) for path in (run.run_dir / "weights").glob("0*")}
-    assert 0 in sealed and not sealed & {1, 2}
-    found = find_model(run.run_dir, "best")
-    assert found.version == 0 and found.sealed is not None
+    assert not sealed & {0, 1, 2}
+    assert find_model(run.run_dir, "best").version == 4
     out = tmp_path / "out"
     assert main(["export", str(run.run_dir), str(out), "--step", "best"]) == 0
-    assert "wrote version 0 of" in capsys.readouterr().out
+    assert "wrote version 4 of" in capsys.readouterr().out
     # Where it raised is in the file that the console names.
     assert f"traceback in {run.run_dir}/user_errors.log" in said
     assert f"tracebacks in {run.run_dir}/user_errors.log" in said

@@ -1,8 +1,8 @@
 """`dora-rl train CONFIG.toml a.b=c --resume --dry-run`: train on this machine.
 
 Exit status: 0 all steps are trained, 2 the input is wrong, 3 stopped and resumable, 4 all steps are
-done and nothing was learned: no update was applied, or every gradient was zero, 130 cut off by a
-second signal (resumable too).
+done and every update was skipped as non-finite, 130 cut off by a second signal (resumable too). A
+run whose every gradient was zero says so: it did what it was told, and learned nothing.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ def run(args: argparse.Namespace) -> int:
         return STOPPED
     if (why := nothing_learned(summary)) is not None:
         print(f"dora-rl: nothing was learned: {why}", file=sys.stderr)
-        return NOTHING_LEARNED
+        if summary.get("updates_skipped"):
+            return NOTHING_LEARNED
     _report(run_dir, summary, reason)
     return 0
 

@@ -82,7 +82,7 @@ TABLE: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], str]] = {
     "trainer.seed": ((), (-1, 0, 7), ""),
     "rollout.num_instances": NUMBER,
     "rollout.threads": NUMBER,
-    "rollout.num_samples": NUMBER,
+    "rollout.num_samples": ((0, -1), (2,), "at least 1"),
     "rollout.tokens_max": NUMBER,
     "rollout.temperature": ((-0.1, NAN, INF), (1e-3, 1.0), "at least 0"),
     "rollout.top_k": ((-1,), (0,), "at least 0"),
