@@ -72,7 +72,7 @@ class Params:
     rebalance_period_s: float = 30.0
     rebalance_min_s: float = 1.0
     flip_gain_min: float = 0.75  # instances a version must lack before one is flipped for it
-    event_actions_max: int = 1_000  # of one event; decisions beyond it are left to the next ones
+    event_actions_max: int = 400  # of one event; decisions beyond it are left to the next ones
     kv_high: float = 0.95
     kv_low: float = 0.80
     # Faults that repeat. Zero switches a rule off: logs of older releases do not have the field
