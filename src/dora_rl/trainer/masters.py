@@ -37,10 +37,10 @@ def make_buffer(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype)
 
 
-def host_room(source: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def host_room(source: Tensor) -> Tensor:
     """Room on the host for copies of a tensor, pinned where it is on a GPU: a copy is then thirty
     times as fast. Making it takes about as long as a slow copy, so it is used again."""
-    return torch.empty(source.shape, dtype=dtype or source.dtype, pin_memory=source.is_cuda)
+    return torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
 
 
 @torch.no_grad()
