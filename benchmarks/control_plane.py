@@ -29,17 +29,13 @@ from typing import Any
 import numpy as np
 
 from dora_rl.config import ModelConfig, RunConfig
+from dora_rl.controller.loop import Loop
+from dora_rl.controller.moving import on_moving
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
 from dora_rl.core.step import initial
 from dora_rl.data.lengths import LogNormal
-from dora_rl.observe.audit import audit_run
-from dora_rl.observe.eventlog import FileLog
-from dora_rl.ports import Ports
-from dora_rl.runtime.cluster import Cluster, ClusterCrew, Host, Task
-from dora_rl.runtime.loop import Loop
-from dora_rl.runtime.moving import on_moving
-from dora_rl.runtime.wire import (
+from dora_rl.io.wire import (
     Channel,
     Message,
     decode_event,
@@ -48,7 +44,9 @@ from dora_rl.runtime.wire import (
     encode_fleet,
     encode_learner,
 )
-from dora_rl.runtime.worker import Setup
+from dora_rl.observe.audit import audit_run
+from dora_rl.observe.eventlog import FileLog
+from dora_rl.ports import Ports
 from dora_rl.sim.clock import VirtualClock
 from dora_rl.sim.faults import Faults
 from dora_rl.sim.fleet import Fleet
@@ -56,6 +54,8 @@ from dora_rl.sim.instance import SimRequest
 from dora_rl.sim.presets import preset_named, world_spec
 from dora_rl.sim.world import WorldSpec
 from dora_rl.types import Mode, RequestId, Segment
+from dora_rl.workers.worker import Setup
+from dora_rl.worlds.cluster_crew import Cluster, ClusterCrew, Host, Task
 
 GROUP_SIZE = 8
 SLOTS = 8
@@ -190,7 +190,7 @@ class Program:
     """A worker as a process. Implements `cluster.Task`."""
 
     def __init__(self, setup: str) -> None:
-        words = [sys.executable, "-m", "dora_rl.runtime.worker"]
+        words = [sys.executable, "-m", "dora_rl.workers.worker"]
         self._process = subprocess.Popen(words, stdin=subprocess.PIPE)
         assert self._process.stdin is not None
         self._process.stdin.write(setup.encode() + b"\n")
@@ -224,10 +224,10 @@ def open_hands(kind: str) -> Cluster:
     os.environ["PYTHONPATH"] = os.pathsep.join([here, os.environ.get("PYTHONPATH", "")])
     if kind == "processes":
         return Processes()
-    from dora_rl.runtime.kinds import authenticate
+    from dora_rl.worlds.kinds import authenticate
 
     authenticate(own=True)
-    from dora_rl.runtime.ray import RayCluster
+    from dora_rl.worlds.ray import RayCluster
 
     return RayCluster("", 2)
 

@@ -21,11 +21,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from dora_rl.controller.garbage import collect_no_more_in_full
 from dora_rl.core import events as ev
 from dora_rl.core.step import initial, step
 from dora_rl.data.lengths import LogNormal
 from dora_rl.observe.eventlog import Entry, MemoryLog
-from dora_rl.runtime.garbage import collect_no_more_in_full
 from dora_rl.sim.presets import preset_named, world_spec
 from dora_rl.sim.world import World
 from dora_rl.types import Mode

@@ -38,11 +38,11 @@ from dora_rl.engine.options import EngineOptions
 from dora_rl.engine.random_weights import RandomWeights
 from dora_rl.engine.sequence import Request
 from dora_rl.engine.transfer import begin_import, chunk_from_bytes, export_request
-from dora_rl.runtime.depot import Depot
-from dora_rl.runtime.instance_worker import write_export
-from dora_rl.runtime.transport import Link
-from dora_rl.runtime.weights import SharedMemoryWeightStore
+from dora_rl.io.transport import Link
 from dora_rl.types import RequestId, SamplingParams
+from dora_rl.weights.depot import Depot
+from dora_rl.weights.store import SharedMemoryWeightStore
+from dora_rl.workers.instance_worker import write_export
 from engine import SHAPES
 
 KEY = b"k" * 32

@@ -156,8 +156,8 @@ def sweep_trl(python: str, job: dict[str, Any], num_cores: int, sweep_steps: int
 
 
 def run_ours(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    from dora_rl.runtime.bench import Bench, BenchOptions
-    from dora_rl.runtime.settings import load_config
+    from dora_rl.bench.paradigms import Bench, BenchOptions
+    from dora_rl.setup.settings import load_config
     from dora_rl.types import Mode
 
     options = BenchOptions(
@@ -177,7 +177,7 @@ def run_ours(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def compare(args: argparse.Namespace) -> int:
-    from dora_rl.runtime.settings import load_config
+    from dora_rl.setup.settings import load_config
 
     os.chdir(ROOT)
     config = load_config(args.config)

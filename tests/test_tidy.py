@@ -24,6 +24,17 @@ ALL_FILES = sorted(path for tree in TREES for path in (ROOT / tree).rglob("*.py"
 # Imports only point to an earlier line. The parts of one line are siblings and do not import each
 # other, except that `observe` reads through `ports`, `config` uses `types`, and the command line
 # may start the dashboard.
+RUN = (
+    "io",
+    "store",
+    "weights",
+    "setup",
+    "workers",
+    "controller",
+    "worlds",
+    "audit",
+    "bench",
+)
 LAYERS = (
     ("types",),
     ("user_code",),
@@ -33,13 +44,13 @@ LAYERS = (
     ("observe",),
     ("chat",),
     ("engine", "trainer", "data", "rewards", "envs"),
-    ("runtime", "setup", "workers"),
+    ("runtime", *RUN),
     ("sim",),
     ("dashboard", "serve"),
     ("cli", "commands"),
 )
 # The command line is one part in several folders, and so is what runs a run.
-ONE_PART = {"commands": "cli", "setup": "runtime", "workers": "runtime"}
+ONE_PART = {"commands": "cli"} | dict.fromkeys(RUN, "runtime")
 RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}
 
 CORE_MAY_IMPORT = {

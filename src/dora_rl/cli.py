@@ -31,7 +31,7 @@ from dora_rl.commands import (
     train,
 )
 from dora_rl.commands.nearest import hint
-from dora_rl.runtime.system_errors import system_line
+from dora_rl.io.system_errors import system_line
 from dora_rl.types import UserError
 
 PIPE_CLOSED = 141  # as a program that is ended by SIGPIPE

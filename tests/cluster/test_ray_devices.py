@@ -32,10 +32,10 @@ SCRIPT = """
 import json, sys
 from pathlib import Path
 from dora_rl.config import RunConfig
-from dora_rl.runtime.cluster import ClusterCrew
-from dora_rl.runtime.cluster_run import demand_of
-from dora_rl.runtime.layout import plan_layout
-from dora_rl.runtime.ray import RayCluster
+from dora_rl.worlds.cluster_crew import ClusterCrew
+from dora_rl.worlds.cluster import demand_of
+from dora_rl.setup.layout import plan_layout
+from dora_rl.worlds.ray import RayCluster
 
 config = RunConfig.model_validate({
     "model": {"path": "unused"}, "rollout": {"backend": "vllm", "num_instances": 2},

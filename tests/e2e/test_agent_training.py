@@ -9,7 +9,7 @@ import pytest
 from tiny_runs import ROOT, TinyRun, tiny_run
 
 from dora_rl.data.chains import digits, final_window, reward
-from dora_rl.runtime.tokenizer import open_tokenizer
+from dora_rl.setup.tokenizer import open_tokenizer
 
 pytest.importorskip("openai")
 

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 from tiny_runs import MODEL, tiny_run
 
 from dora_rl.cli import main
-from dora_rl.runtime import kinds
+from dora_rl.worlds import kinds
 
 
 def refuse(

@@ -11,7 +11,7 @@ import pytest
 from tiny_runs import ENDLESS, STOPPED, finish, tiny_run, wait_until
 
 from dora_rl.cli import main
-from dora_rl.runtime.run_models import find_model
+from dora_rl.weights.run_models import find_model
 
 # Raises for one of the eight held-out prompts.
 REWARD = """

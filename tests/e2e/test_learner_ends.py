@@ -13,9 +13,9 @@ from tiny_runs import MODEL, STOPPED, TinyRun, finish, pid_of, tiny_run, wait_un
 
 from dora_rl.core.actions import OptimizerRewound
 from dora_rl.core.events import StopRequested, TrainerJoined, TrainerLost
-from dora_rl.runtime.weights import DiskWeightStore
 from dora_rl.trainer.masters import whole
 from dora_rl.trainer.weights import TensorReader
+from dora_rl.weights.store import DiskWeightStore
 
 pytestmark = pytest.mark.full
 

@@ -12,7 +12,7 @@ import pytest
 from recipe_models import stand_in
 
 from dora_rl.cli import main
-from dora_rl.runtime.settings import load_config
+from dora_rl.setup.settings import load_config
 
 RECIPES = Path(__file__).parent.parent.parent / "recipes"
 NAMES = sorted(path.stem for path in RECIPES.glob("*.toml"))

@@ -11,8 +11,8 @@ from tiny_runs import ROOT, TinyRun, finish, tiny_run
 from dora_rl.cli import main
 from dora_rl.core import events as ev
 from dora_rl.observe.audit import Promise, audit_run
-from dora_rl.runtime.recheck import is_chosen
 from dora_rl.types import RequestId
+from dora_rl.workers.recheck import is_chosen
 
 # A deliberate bug of the instances: requests of a version that comes while an older one is still
 # there are decoded with the older weights. Events, checksums and segments are as they should be.

@@ -12,7 +12,7 @@ from tiny_runs import ENDLESS, STOPPED, TinyRun, finish, tiny_run, wait_until, w
 from dora_rl.config import WeightsConfig
 from dora_rl.core.actions import EndGroup, InForce, IssueGroup, OptimizerRewound
 from dora_rl.core.events import Resumed, TrainerJoined
-from dora_rl.runtime.weights import shared_memory_root
+from dora_rl.weights.store import shared_memory_root
 
 # Long responses (the model never stops by itself), so that a signal finds some under way.
 LONG = {

@@ -21,7 +21,7 @@ from dora_rl.dashboard.watcher import Watcher
 from dora_rl.observe.audit import audit
 from dora_rl.observe.eventlog import MemoryLog, encode_entry
 from dora_rl.observe.replay import replay
-from dora_rl.runtime.settings import samples_enough
+from dora_rl.setup.settings import samples_enough
 from dora_rl.sim.checkers import Checker
 from dora_rl.sim.faults import Faults
 from dora_rl.sim.world import World

@@ -27,7 +27,7 @@ from dora_rl.engine.options import EngineOptions
 from dora_rl.engine.sequence import Request
 from dora_rl.engine.weights import HfDirectory
 from dora_rl.ports import Canary
-from dora_rl.runtime.weights import SharedMemoryWeightStore
+from dora_rl.weights.store import SharedMemoryWeightStore
 from dora_rl.types import RequestId, SamplingParams, UserError
 
 def main():

@@ -21,7 +21,6 @@ from dora_rl.engine.options import EngineOptions
 from dora_rl.engine.sequence import Request
 from dora_rl.engine.weights import HfDirectory
 from dora_rl.ports import Canary
-from dora_rl.runtime.weights import SealedFile, SharedMemoryWeightStore
 from dora_rl.types import (
     Finish,
     RequestId,
@@ -29,6 +28,7 @@ from dora_rl.types import (
     Trajectory,
     UserError,
 )
+from dora_rl.weights.store import SealedFile, SharedMemoryWeightStore
 
 GREEDY = SamplingParams(tokens_max=24, temperature=0, ignore_eos=True)
 DRAWN = SamplingParams(tokens_max=24, ignore_eos=True)

@@ -60,13 +60,13 @@ def run(args: argparse.Namespace) -> int:
     report, notes, again, nothing = auditor.report(), list[str](), list[str](), False
     found, num = list(report.findings), report.num_findings
     if args.files:
-        from dora_rl.runtime.file_audit import FileAudit
+        from dora_rl.audit.files import FileAudit
 
         files = FileAudit(args.run, auditor)
         found += files.check()
         num, notes = num + files.book.num, files.notes
     if again_too:
-        from dora_rl.runtime.recompute import recompute
+        from dora_rl.audit.recompute import recompute
 
         outcome = recompute(args.run, auditor, args.recompute)
         again = outcome.lines()

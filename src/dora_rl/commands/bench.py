@@ -46,11 +46,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _compare(args: argparse.Namespace, folder: Path) -> int:
+    from dora_rl.bench.paradigms import Bench, BenchOptions, ratios
+    from dora_rl.bench.report import draw_bench, ratio_lines, tables_of
     from dora_rl.commands.progress import console
     from dora_rl.commands.sim import modes_of
-    from dora_rl.runtime.bench import Bench, BenchOptions, ratios
-    from dora_rl.runtime.bench_report import draw_bench, ratio_lines, tables_of
-    from dora_rl.runtime.settings import load_config
+    from dora_rl.setup.settings import load_config
 
     config = load_config(args.config, args.overrides)
     if args.seeds < 1:
@@ -80,7 +80,7 @@ def _compare(args: argparse.Namespace, folder: Path) -> int:
 
 
 def _split(text: str) -> Any:
-    from dora_rl.runtime.bench import Split
+    from dora_rl.bench.paradigms import Split
 
     try:
         instances, _, rest = text.partition("x")

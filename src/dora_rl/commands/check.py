@@ -14,7 +14,7 @@ from dora_rl.commands.files import prepare_output, write_json
 
 if TYPE_CHECKING:
     from dora_rl.config import RunConfig
-    from dora_rl.runtime.prepare import Prepared
+    from dora_rl.setup.prepare import Prepared
 
 SUMMARY = "say what this machine has and what a configuration would do on it"
 
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from dora_rl.runtime.machine import look
+    from dora_rl.setup.machine import look
 
     prepare_output(args.json)
     machine = look()
@@ -58,10 +58,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _plan(args: argparse.Namespace, machine: Any) -> tuple[dict[str, Any], list[str]]:
     """Every check of `train`, then the forecast and the memory of each GPU."""
-    from dora_rl.runtime.machine import forecast
-    from dora_rl.runtime.prepare import prepare
-    from dora_rl.runtime.settings import load_config
+    from dora_rl.setup.machine import forecast
     from dora_rl.setup.plan import imagined
+    from dora_rl.setup.prepare import prepare
+    from dora_rl.setup.settings import load_config
     from dora_rl.setup.ways_out import memory_problems
 
     config = load_config(args.config, args.overrides)
@@ -99,7 +99,7 @@ def _leave_nothing(prepared: Prepared) -> None:
 
 def _look_at_data(prepared: Prepared) -> tuple[dict[str, Any], list[str]]:
     """Evaluation rows, the first prompt, the form of the reward, rows without an answer."""
-    from dora_rl.runtime.data_check import check_data
+    from dora_rl.setup.data_check import check_data
 
     found = check_data(prepared.config, prepared.train, prepared.evaluation)
     return asdict(found), found.lines()

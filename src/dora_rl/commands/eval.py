@@ -33,10 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from dora_rl.runtime.eval_figures import TAIL_FILE, failed_text, has_failed
-    from dora_rl.runtime.evaluate_once import evaluate_once
-    from dora_rl.runtime.run_models import find_model, is_run
-    from dora_rl.runtime.settings import load_config
+    from dora_rl.controller.eval_figures import TAIL_FILE, failed_text, has_failed
+    from dora_rl.setup.settings import load_config
+    from dora_rl.weights.run_models import find_model, is_run
+    from dora_rl.worlds.evaluate_once import evaluate_once
 
     prepare_output(args.json)
     for name in ("num_prompts", "samples"):

@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from dora_rl.runtime.run_models import export_model, find_model, run_config
+    from dora_rl.weights.run_models import export_model, find_model, run_config
 
     config = run_config(args.run)
     found = find_model(args.run, args.step)

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from dora_rl.types import UserError
 
 if TYPE_CHECKING:
-    from dora_rl.runtime.run_models import FoundModel
     from dora_rl.serve.server import ServeOptions
+    from dora_rl.weights.run_models import FoundModel
 
 SUMMARY = "serve a run's weights or a model to OpenAI clients"
 KEY_VARIABLE = "DORA_RL_API_KEY"
@@ -52,8 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from dora_rl.runtime.run_models import find_model, is_run
-    from dora_rl.runtime.tokenizer import open_tokenizer
+    from dora_rl.setup.tokenizer import open_tokenizer
+    from dora_rl.weights.run_models import find_model, is_run
 
     _check(args)
     try:

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dora_rl.runtime.local import LocalRun
-    from dora_rl.runtime.prepare import Prepared
+    from dora_rl.setup.prepare import Prepared
+    from dora_rl.worlds.local import LocalRun
 
 SUMMARY = "train a model: dora-rl train CONFIG.toml section.key=value ..."
 STOPPED = 3
@@ -32,17 +32,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from dora_rl.runtime.data_check import check_answers
-    from dora_rl.runtime.kinds import check_kind
-    from dora_rl.runtime.prepare import prepare
-    from dora_rl.runtime.resume import (
+    from dora_rl.controller.resume import (
         check_not_moved,
         check_run_dir,
         check_same_data,
         check_same_run,
         make_run_dir,
     )
-    from dora_rl.runtime.settings import load_config
+    from dora_rl.setup.data_check import check_answers
+    from dora_rl.setup.prepare import prepare
+    from dora_rl.setup.settings import load_config
+    from dora_rl.worlds.kinds import check_kind
 
     config = load_config(args.config, args.overrides)
     run_dir = Path(config.runtime.run_dir)
@@ -108,7 +108,7 @@ def _skipped(summary: dict[str, Any]) -> str:
 
 def _train(prepared: Prepared, *, resume: bool) -> tuple[dict[str, Any], bool, str]:
     from dora_rl.commands.train_progress import Progress
-    from dora_rl.runtime.kinds import open_run
+    from dora_rl.worlds.kinds import open_run
 
     interrupted = threading.Event()
 
@@ -168,8 +168,8 @@ def _report(run_dir: Path, summary: dict[str, Any], reason: str) -> None:
 
 def report_lines(run_dir: Path, summary: dict[str, Any]) -> list[str]:
     """The figures of summary.json that a user looks for first."""
-    from dora_rl.runtime.eval_figures import failed_text
-    from dora_rl.runtime.run_models import has_weights
+    from dora_rl.controller.eval_figures import failed_text
+    from dora_rl.weights.run_models import has_weights
 
     lines: list[str] = []
     first, last = summary["eval_first"], summary["eval_last"]

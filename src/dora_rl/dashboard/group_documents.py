@@ -179,7 +179,7 @@ def _decoder(files: RunFiles) -> Callable[[Sequence[int]], str] | None:
 @cache
 def _decoder_of(model: str, folder: str) -> Callable[[Sequence[int]], str] | None:
     """The tokenizer of the model, or of a checkpoint beside the run where the model is gone."""
-    from dora_rl.runtime.tokenizer import open_tokenizer
+    from dora_rl.setup.tokenizer import open_tokenizer
 
     kept = sorted((Path(folder) / "checkpoints").glob("*/tokenizer.json"))
     for place in (Path(model or "/nowhere"), *(path.parent for path in kept)):

@@ -1,0 +1,1 @@
+"""The old name of what is now `worlds`, `controller`, `workers`, `weights`, `setup` and `store`."""

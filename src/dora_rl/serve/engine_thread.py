@@ -22,8 +22,8 @@ import torch
 from dora_rl.chat.service import Piece
 from dora_rl.engine.engine import Engine
 from dora_rl.engine.sequence import Output, Request, Status
-from dora_rl.runtime.weights import WeightsError
 from dora_rl.types import Finish, RequestId, UserError, Version
+from dora_rl.weights.store import WeightsError
 
 Sink: TypeAlias = Callable[[Piece], None]  # called on the event loop
 Pieces: TypeAlias = Sequence[tuple[Sink, Piece]]

@@ -22,11 +22,11 @@ from dora_rl.chat.template import ChatTemplate, Tokenizer
 from dora_rl.engine.engine import Engine
 from dora_rl.engine.models import read_spec
 from dora_rl.engine.options import EngineOptions
-from dora_rl.runtime.run_models import FoundModel, newer_model
-from dora_rl.runtime.weights import WeightsError
 from dora_rl.serve.engine_thread import EngineThread, Pieces
 from dora_rl.serve.service import EngineService, Served, ServeLimits
 from dora_rl.types import UserError
+from dora_rl.weights.run_models import FoundModel, newer_model
+from dora_rl.weights.store import WeightsError
 
 
 @dataclass(frozen=True, slots=True)

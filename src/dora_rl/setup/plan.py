@@ -19,17 +19,17 @@ from dora_rl.config import RunConfig
 from dora_rl.engine.models import read_spec
 from dora_rl.engine.options import EngineOptions
 from dora_rl.engine.spec import ModelSpec
-from dora_rl.runtime.devices import visible_gpus
-from dora_rl.runtime.engines import adapter_rank
-from dora_rl.runtime.settings import core_params
 from dora_rl.setup.cards import Card, look_at_cards
+from dora_rl.setup.devices import visible_gpus
 from dora_rl.setup.memory import CONTEXT_BYTES, GB, MemoryPlan, Need, plan_memory
+from dora_rl.setup.settings import core_params
 from dora_rl.trainer.losses.recipes import fill
 from dora_rl.trainer.options import AlgorithmOptions, from_section
 from dora_rl.types import UserError
+from dora_rl.workers.engines import adapter_rank
 
 if TYPE_CHECKING:
-    from dora_rl.runtime.layout import Layout
+    from dora_rl.setup.layout import Layout
 
 Sizes = dict[str, dict[str, Any]]  # section -> key -> value
 SCORED_VERSIONS = 2  # that the learner holds to compute old log-probs under (trainer/scoring.py)
@@ -157,7 +157,7 @@ def with_memory(config: RunConfig, layout: Layout) -> Layout:
 
 def imagined(config: RunConfig, device_memory_gb: float) -> Layout:
     """As if this machine had such GPUs: as many as it has, or one. Needs none."""
-    from dora_rl.runtime.layout import plan_layout
+    from dora_rl.setup.layout import plan_layout
 
     gpus = visible_gpus() or ("0",)
     layout, size = plan_layout(config, "cuda", gpus), int(device_memory_gb * GB)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dora_rl.config import RunConfig
-from dora_rl.runtime.layout import Layout, plan_layout
+from dora_rl.setup.layout import Layout, plan_layout
 from dora_rl.setup.memory import GB, RESERVE_SHARE
 from dora_rl.setup.plan import DevicePlan, RunPlan, plan_run
 from dora_rl.types import UserError

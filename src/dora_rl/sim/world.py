@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from dora_rl.controller.loop import Loop
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
 from dora_rl.core.params import Params
@@ -17,7 +18,6 @@ from dora_rl.core.state import State
 from dora_rl.core.step import initial
 from dora_rl.observe.eventlog import MemoryLog
 from dora_rl.ports import EventLog, LedgerAction, Ports
-from dora_rl.runtime.loop import Loop
 from dora_rl.sim.clock import VirtualClock
 from dora_rl.sim.faults import Faults
 from dora_rl.sim.fleet import Fleet, InstanceSpec

@@ -37,11 +37,11 @@ FDS_MAX = 16
 WARM = (
     "torch",
     "safetensors.torch",
-    "dora_rl.runtime.instance_worker",
-    "dora_rl.runtime.learner_worker",
-    "dora_rl.runtime.eval_worker",
-    "dora_rl.runtime.reward_worker",
-    "dora_rl.runtime.env_worker",
+    "dora_rl.workers.instance_worker",
+    "dora_rl.workers.learner_worker",
+    "dora_rl.workers.eval_worker",
+    "dora_rl.workers.reward_worker",
+    "dora_rl.workers.env_worker",
 )
 
 
@@ -240,7 +240,7 @@ def _become_worker(asked: dict[str, Any], fds: list[int], inner: list[int]) -> N
         sys.stdin = open(0)  # noqa: SIM115 - the process's own, until its end
         import numpy as np
 
-        from dora_rl.runtime.worker import main as work
+        from dora_rl.workers.worker import main as work
 
         np.random.seed()  # user code may draw from it; not the same numbers in all workers
         code = work()

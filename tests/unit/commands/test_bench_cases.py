@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dora_rl.commands.bench import _split
-from dora_rl.config import ModelConfig, RunConfig
-from dora_rl.runtime.bench import (
+from dora_rl.bench.cpu_meter import CpuMeter
+from dora_rl.bench.paradigms import (
     ABLATIONS,
     ALTERNATING,
     Case,
@@ -19,7 +18,8 @@ from dora_rl.runtime.bench import (
     ratios,
     splits_of,
 )
-from dora_rl.runtime.cpu_meter import CpuMeter
+from dora_rl.commands.bench import _split
+from dora_rl.config import ModelConfig, RunConfig
 from dora_rl.types import Mode, UserError
 
 BASE = RunConfig(model=ModelConfig(path="m"))

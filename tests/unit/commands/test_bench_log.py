@@ -6,11 +6,11 @@ import json
 
 import pytest
 
+from dora_rl.bench.log import Window, read_log, run_figures
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
 from dora_rl.core.params import Params
 from dora_rl.observe.eventlog import FileLog
-from dora_rl.runtime.bench_log import Window, read_log, run_figures
 from dora_rl.types import Finish, Mode, RequestId, Segment, UserError
 
 PARAMS = Params(mode=Mode.SYNC, batch_groups=1, group_size=1, num_steps=4, inflight_groups=2)

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from dora_rl.cli import in_one_line, main
-from dora_rl.runtime.lock import RunLock
-from dora_rl.runtime.run_models import FoundModel, export_model
-from dora_rl.runtime.system_errors import system_line
+from dora_rl.controller.lock import RunLock
+from dora_rl.io.system_errors import system_line
 from dora_rl.types import UserError
+from dora_rl.weights.run_models import FoundModel, export_model
 
 ROOT = Path(__file__).parents[3]
 QUICKSTART = ROOT / "recipes" / "quickstart.toml"

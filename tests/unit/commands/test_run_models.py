@@ -11,9 +11,9 @@ import torch
 
 from dora_rl.cli import main
 from dora_rl.config import ModelConfig, RunConfig
-from dora_rl.runtime.run_models import export_model, find_model, is_run
-from dora_rl.runtime.weights import DiskWeightStore
 from dora_rl.types import UserError
+from dora_rl.weights.run_models import export_model, find_model, is_run
+from dora_rl.weights.store import DiskWeightStore
 
 MODEL = Path(__file__).parents[3] / "recipes" / "models" / "tiny"
 

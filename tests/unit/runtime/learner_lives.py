@@ -24,15 +24,15 @@ import torch
 from dora_rl.config import RunConfig
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
-from dora_rl.runtime.layout import plan_layout
-from dora_rl.runtime.learner_worker import LearnerWorker, read_group
-from dora_rl.runtime.settings import learner_algorithm
-from dora_rl.runtime.weights import DiskWeightStore
-from dora_rl.runtime.wire import Channel, Message, encode_learner
-from dora_rl.runtime.worker import Setup
+from dora_rl.io.wire import Channel, Message, encode_learner
+from dora_rl.setup.layout import plan_layout
+from dora_rl.setup.settings import learner_algorithm
 from dora_rl.trainer import state
 from dora_rl.trainer.learner import Learner
 from dora_rl.trainer.model import named_weights
+from dora_rl.weights.store import DiskWeightStore
+from dora_rl.workers.learner_worker import LearnerWorker, read_group
+from dora_rl.workers.worker import Setup
 
 TINY = Path(__file__).parents[3] / "recipes" / "models" / "tiny"
 TWO_GROUPS = {"batch_groups": 2, "num_steps": 1000}

@@ -13,8 +13,8 @@ import pytest
 
 from dora_rl.config import ModelConfig, RewardConfig, RunConfig
 from dora_rl.core.actions import Load
-from dora_rl.runtime.cluster import ClusterCrew, Host, choose_host
-from dora_rl.runtime.cluster_carrier import DepotCarrier
+from dora_rl.worlds.cluster_carrier import DepotCarrier
+from dora_rl.worlds.cluster_crew import ClusterCrew, Host, choose_host
 
 CONFIG = RunConfig(
     model=ModelConfig(path="unused"), reward=RewardConfig.model_validate({"functions": ["exact"]})
@@ -27,7 +27,7 @@ class Program:
 
     def __init__(self, setup: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "dora_rl.runtime.worker"], stdin=subprocess.PIPE
+            [sys.executable, "-m", "dora_rl.workers.worker"], stdin=subprocess.PIPE
         )
         assert self.process.stdin is not None
         self.process.stdin.write(setup.encode() + b"\n")

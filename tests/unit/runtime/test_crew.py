@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from dora_rl.config import ModelConfig, RewardConfig, RunConfig
-from dora_rl.runtime.crew import KILL_WAIT_S, SAVE_WAIT_S, Crew, Letter, Worker
+from dora_rl.workers.crew import KILL_WAIT_S, SAVE_WAIT_S, Crew, Letter, Worker
 
 CONFIG = RunConfig(
     model=ModelConfig(path="unused"), reward=RewardConfig.model_validate({"functions": ["exact"]})
@@ -116,7 +116,7 @@ def test_workers_end_with_their_controller(tmp_path: Path) -> None:
         "import json, sys, time\n"
         "from pathlib import Path\n"
         "from dora_rl.config import RunConfig\n"
-        "from dora_rl.runtime.crew import Crew\n"
+        "from dora_rl.workers.crew import Crew\n"
         f"crew = Crew(RunConfig.model_validate(json.loads({CONFIG.model_dump_json()!r})),"
         f" Path({str(tmp_path)!r}))\n"
         "worker = crew.start('reward', 'reward0', {'base_dir': '.'})\n"
@@ -141,7 +141,7 @@ def test_the_socket_of_a_killed_controller_goes_with_the_next_start(tmp_path: Pa
         "import json, sys\n"
         "from pathlib import Path\n"
         "from dora_rl.config import RunConfig\n"
-        "from dora_rl.runtime.crew import Crew\n"
+        "from dora_rl.workers.crew import Crew\n"
         f"crew = Crew(RunConfig.model_validate(json.loads({CONFIG.model_dump_json()!r})),"
         f" Path({str(tmp_path)!r}))\n"
         "print(Path(crew.address).parent, flush=True)\n"

@@ -11,11 +11,11 @@ from dora_rl.config import RunConfig
 from dora_rl.engine.cache import derive_num_blocks
 from dora_rl.engine.models import read_spec
 from dora_rl.engine.options import EngineOptions
-from dora_rl.runtime.cluster_run import demand_of
-from dora_rl.runtime.crew import Crew
-from dora_rl.runtime.devices import Place, place_instances
-from dora_rl.runtime.layout import plan_layout
+from dora_rl.setup.devices import Place, place_instances
+from dora_rl.setup.layout import plan_layout
 from dora_rl.types import UserError
+from dora_rl.workers.crew import Crew
+from dora_rl.worlds.cluster import demand_of
 
 TINY = Path(__file__).parents[3] / "recipes/models/tiny"
 SEEN = """

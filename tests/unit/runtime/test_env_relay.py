@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from dora_rl.config import RunConfig
-from dora_rl.runtime.env_relay import EnvRelay
-from dora_rl.runtime.prepare import with_environments
-from dora_rl.runtime.wire import Message
+from dora_rl.controller.env_relay import EnvRelay
+from dora_rl.io.wire import Message
+from dora_rl.setup.prepare import with_environments
 from dora_rl.types import Prompt, RequestId, UserError
 
 

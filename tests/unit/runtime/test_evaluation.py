@@ -12,12 +12,7 @@ from numpy.typing import NDArray
 
 from dora_rl.commands.train_progress import evaluation_line
 from dora_rl.config import EvaluationConfig
-from dora_rl.engine.engine import Engine
-from dora_rl.engine.models import read_spec
-from dora_rl.engine.options import EngineOptions
-from dora_rl.envs.host import Answer
-from dora_rl.runtime.crew import Crew
-from dora_rl.runtime.eval_figures import (
+from dora_rl.controller.eval_figures import (
     Figures,
     Sheet,
     TailPrompts,
@@ -26,12 +21,17 @@ from dora_rl.runtime.eval_figures import (
     figures,
     has_failed,
 )
-from dora_rl.runtime.eval_turns import EvalTurns
-from dora_rl.runtime.eval_worker import evaluate
-from dora_rl.runtime.evaluation import ATTEMPTS_MAX, Evaluations
-from dora_rl.runtime.scoring import Answer as Scored
-from dora_rl.runtime.scoring import ScoringPool
+from dora_rl.controller.evaluation import ATTEMPTS_MAX, Evaluations
+from dora_rl.controller.scoring import Answer as Scored
+from dora_rl.controller.scoring import ScoringPool
+from dora_rl.engine.engine import Engine
+from dora_rl.engine.models import read_spec
+from dora_rl.engine.options import EngineOptions
+from dora_rl.envs.host import Answer
 from dora_rl.types import Prompt, RequestId, SamplingParams, Trajectory
+from dora_rl.workers.crew import Crew
+from dora_rl.workers.eval_turns import EvalTurns
+from dora_rl.workers.eval_worker import evaluate
 
 MODEL = Path(__file__).parents[3] / "recipes" / "models" / "tiny"
 SECTION = EvaluationConfig(num_samples=2)

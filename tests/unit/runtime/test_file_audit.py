@@ -11,19 +11,19 @@ import numpy as np
 import pytest
 import torch
 
+from dora_rl.audit.files import FileAudit
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
 from dora_rl.core.params import Params
+from dora_rl.io.wire import Message
 from dora_rl.observe.audit import Auditor
 from dora_rl.observe.audit_books import GroupRecord
 from dora_rl.observe.audit_books import Sample as Known
 from dora_rl.observe.eventlog import Entry
-from dora_rl.runtime.file_audit import FileAudit
-from dora_rl.runtime.sample_digest import rounded, sample_digest
-from dora_rl.runtime.samples import Samples
-from dora_rl.runtime.weights import DiskWeightStore
-from dora_rl.runtime.wire import Message
+from dora_rl.store.sample_digest import rounded, sample_digest
+from dora_rl.store.samples import Samples
 from dora_rl.types import Finish, RequestId, Segment
+from dora_rl.weights.store import DiskWeightStore
 
 RID, SEGMENTS = RequestId(7, 1), (Segment(0, 2),)
 

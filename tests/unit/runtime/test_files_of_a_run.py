@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from dora_rl.controller.lock import RunLock
+from dora_rl.controller.records import Records, TrainedSample
 from dora_rl.core import events as ev
 from dora_rl.core.params import Params
 from dora_rl.engine.journal import Journal
 from dora_rl.engine.sequence import Request, new_sequence
+from dora_rl.io.full_disk import full_line, is_full
+from dora_rl.io.lines import cut_lines, read_lines
 from dora_rl.observe.eventlog import FileLog
-from dora_rl.runtime.full_disk import full_line, is_full
-from dora_rl.runtime.journals import Journals
-from dora_rl.runtime.lines import cut_lines, read_lines
-from dora_rl.runtime.lock import RunLock
-from dora_rl.runtime.records import Records, TrainedSample
+from dora_rl.store.journals import Journals
 from dora_rl.types import Finish, RequestId, SamplingParams, Segment, UserError
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from dora_rl.data.table_index import TableError
-from dora_rl.runtime.local import LocalRun
-from dora_rl.runtime.weights import WeightsCorrupt, WeightsFull
+from dora_rl.weights.store import WeightsCorrupt, WeightsFull
+from dora_rl.worlds.local import LocalRun
 
 
 def from_the_table(number: int) -> TableError:

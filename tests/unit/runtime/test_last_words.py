@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dora_rl.runtime.last_words import last_words, why_ended
+from dora_rl.workers.last_words import last_words, why_ended
 
 # As torch 2.11 to 2.13 put it.
 CUDA = (

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from dora_rl.cli import main
-from dora_rl.runtime.learner_check import check_learner
-from dora_rl.runtime.settings import resolve
+from dora_rl.setup.learner_check import check_learner
+from dora_rl.setup.settings import resolve
 from dora_rl.types import UserError
 
 ROOT = Path(__file__).parents[3]

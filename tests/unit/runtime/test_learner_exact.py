@@ -16,12 +16,12 @@ import pytest
 import torch
 from learner_lives import BF16, KINDS, TINY, Controller, Run, differing, everything
 
-from dora_rl.runtime.learner_worker import LearnerWorker
-from dora_rl.runtime.moments import Moments
-from dora_rl.runtime.versions import MirroredDisk
-from dora_rl.runtime.weights import WeightsFull
 from dora_rl.trainer.learner import Learner
 from dora_rl.trainer.options import AlgorithmOptions, TrainerOptions
+from dora_rl.weights.store import WeightsFull
+from dora_rl.weights.versions import MirroredDisk
+from dora_rl.workers.learner_worker import LearnerWorker
+from dora_rl.workers.moments import Moments
 
 RARELY = {"every_steps": 0, "state_every_s": 1e9}
 

@@ -13,16 +13,16 @@ from learner_lives import TINY, Run, ids_of, order
 
 from dora_rl.commands.train import nothing_learned
 from dora_rl.config import AlgorithmConfig, ModelConfig, RolloutConfig, RunConfig
+from dora_rl.controller.records import Totals
 from dora_rl.core import actions as act
-from dora_rl.runtime.layout import plan_layout
-from dora_rl.runtime.learner_check import check_learner
-from dora_rl.runtime.records import Totals
-from dora_rl.runtime.wire import Channel, Message, encode_learner
-from dora_rl.runtime.worker import Setup, serve
+from dora_rl.io.wire import Channel, Message, encode_learner
+from dora_rl.setup.layout import plan_layout
+from dora_rl.setup.learner_check import check_learner
 from dora_rl.trainer.batch import GroupBatch, Sample, admit
 from dora_rl.trainer.learner import Learner
 from dora_rl.trainer.options import AlgorithmOptions, TrainerOptions
 from dora_rl.types import UserError
+from dora_rl.workers.worker import Setup, serve
 
 KEY = bytes(32)
 

@@ -11,8 +11,8 @@ import pytest
 from learner_lives import Run
 
 from dora_rl.core import events as ev
-from dora_rl.runtime.weights import DiskWeightStore, WeightsFull
-from dora_rl.runtime.wire import decode_event
+from dora_rl.io.wire import decode_event
+from dora_rl.weights.store import DiskWeightStore, WeightsFull
 
 
 @pytest.fixture

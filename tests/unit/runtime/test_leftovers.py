@@ -9,13 +9,13 @@ import sys
 import threading
 from pathlib import Path
 
-from dora_rl.runtime.leftovers import OWNER, claim, store_name, sweep, transfer_of
-from dora_rl.runtime.versions import Versions
+from dora_rl.weights.leftovers import OWNER, claim, store_name, sweep, transfer_of
+from dora_rl.weights.versions import Versions
 
 HOLD = """
 import sys
 from pathlib import Path
-from dora_rl.runtime.leftovers import claim
+from dora_rl.weights.leftovers import claim
 claim(Path(sys.argv[1]))
 print("held", flush=True)
 sys.stdin.read()

@@ -9,12 +9,12 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from dora_rl.controller.ports import FleetPort, KeeperPort, RewardPort
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
 from dora_rl.core.params import Deadlines, Params
 from dora_rl.core.state import Phase
 from dora_rl.core.step import initial, step
-from dora_rl.runtime.local_ports import FleetPort, KeeperPort, RewardPort
 from dora_rl.types import Finish, RequestId, Segment
 
 RID = RequestId(0, 0)

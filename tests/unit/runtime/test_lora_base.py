@@ -15,12 +15,12 @@ from dora_rl.engine.engine import Engine
 from dora_rl.engine.models import read_spec
 from dora_rl.engine.options import EngineOptions
 from dora_rl.engine.random_weights import RandomAdapter
-from dora_rl.runtime.crew import Crew
-from dora_rl.runtime.layout import plan_layout
-from dora_rl.runtime.lora_base import base_checksum, whole
-from dora_rl.runtime.weights import SealedFile, SharedMemoryWeightStore, copy_version
-from dora_rl.runtime.wire import encode_fleet
+from dora_rl.io.wire import encode_fleet
+from dora_rl.setup.layout import plan_layout
 from dora_rl.types import BaseDiffers
+from dora_rl.weights.lora_base import base_checksum, whole
+from dora_rl.weights.store import SealedFile, SharedMemoryWeightStore, copy_version
+from dora_rl.workers.crew import Crew
 
 TINY = Path(__file__).parents[3] / "recipes" / "models" / "tiny"
 

@@ -14,8 +14,8 @@ from pydantic import BaseModel
 
 from dora_rl.config import AlgorithmConfig, RolloutConfig, TrainerConfig
 from dora_rl.engine.options import EngineOptions
-from dora_rl.runtime.learner_check import check_learner
-from dora_rl.runtime.settings import range_of, resolve
+from dora_rl.setup.learner_check import check_learner
+from dora_rl.setup.settings import range_of, resolve
 from dora_rl.trainer.losses.recipes import fill
 from dora_rl.trainer.options import AlgorithmOptions, TrainerOptions, check_trainer
 from dora_rl.trainer.ranges import ALGORITHM, TRAINER

@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 import torch
 
+from dora_rl.audit.recompute import Recomputation, reachable
 from dora_rl.config import AuditConfig, ModelConfig, RunConfig
 from dora_rl.core import events as ev
 from dora_rl.observe.audit import Auditor
 from dora_rl.observe.audit_books import GroupRecord, TrainedSample
 from dora_rl.observe.audit_books import Sample as Known
-from dora_rl.runtime.recheck import Recheck
-from dora_rl.runtime.recompute import Recomputation, reachable
-from dora_rl.runtime.weights import VersionMissing
 from dora_rl.trainer.batch import GroupBatch, Sample
 from dora_rl.types import Mode, RequestId, Segment
+from dora_rl.weights.store import VersionMissing
+from dora_rl.workers.recheck import Recheck
 
 # A request of a group of version 1 that was parked before its first token and went on under 2.
 LATER = (Segment(0, 2),)

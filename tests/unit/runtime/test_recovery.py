@@ -7,10 +7,10 @@ from typing import Any, cast
 
 import pytest
 
+from dora_rl.controller.recovery import RESTARTS_MAX, STARTS_MAX, Recovery
+from dora_rl.controller.scoring import ScoringPool
 from dora_rl.core import events as ev
-from dora_rl.runtime.last_words import why_ended
-from dora_rl.runtime.recovery import RESTARTS_MAX, STARTS_MAX, Recovery
-from dora_rl.runtime.scoring import ScoringPool
+from dora_rl.workers.last_words import why_ended
 
 
 class Worker:

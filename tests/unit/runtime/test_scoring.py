@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from dora_rl.runtime.crew import Crew
-from dora_rl.runtime.reward_worker import read_items
-from dora_rl.runtime.scoring import Failures, ScoringPool
+from dora_rl.controller.scoring import Failures, ScoringPool
 from dora_rl.types import Prompt
+from dora_rl.workers.crew import Crew
+from dora_rl.workers.reward_worker import read_items
 
 
 class FakeCrew:

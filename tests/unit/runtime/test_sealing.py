@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dora_rl.runtime.sealing import Sealing, WaitingStore
-from dora_rl.runtime.weights import DiskWeightStore, VersionMissing, WeightsCorrupt, WeightsFull
+from dora_rl.weights.sealing import Sealing, WaitingStore
+from dora_rl.weights.store import DiskWeightStore, VersionMissing, WeightsCorrupt, WeightsFull
 
 TENSORS = [("a", torch.arange(6.0)), ("b", torch.ones(3, 5))]
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dora_rl.core.params import Params
-from dora_rl.runtime.settings import core_params, load_config, resolve
+from dora_rl.setup.settings import core_params, load_config, resolve
 from dora_rl.types import UserError
 
 

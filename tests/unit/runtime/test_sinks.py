@@ -15,9 +15,9 @@ from typing import Any, ClassVar
 
 import pytest
 
-from dora_rl.runtime.records import Records
-from dora_rl.runtime.sink_writers import RunFacts, flat
-from dora_rl.runtime.sinks import LINES_MAX, Sinks, check_sinks
+from dora_rl.controller.records import Records
+from dora_rl.controller.sink_writers import RunFacts, flat
+from dora_rl.controller.sinks import LINES_MAX, Sinks, check_sinks
 from dora_rl.types import UserError
 
 STEP = {"step": 0, "reward/mean": 0.5, "name": "text", "flag": True}

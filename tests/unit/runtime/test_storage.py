@@ -15,13 +15,13 @@ import pytest
 from dora_rl.config import ModelConfig, RunConfig
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
-from dora_rl.runtime.sample_index import SampleIndex
-from dora_rl.runtime.storage import Storage
-from dora_rl.runtime.storage_client import StorageReader, StorageStream
-from dora_rl.runtime.transport import TransportError
-from dora_rl.runtime.wire import Channel, Message, encode_event, pack, unpack
-from dora_rl.runtime.worker import Setup
+from dora_rl.io.transport import TransportError
+from dora_rl.io.wire import Channel, Message, encode_event, pack, unpack
+from dora_rl.store.sample_index import SampleIndex
+from dora_rl.store.storage import Storage
+from dora_rl.store.storage_client import StorageReader, StorageStream
 from dora_rl.types import Finish, Prompt, RequestId, Segment
+from dora_rl.workers.worker import Setup
 
 MODEL = Path(__file__).parents[3] / "recipes" / "models" / "tiny"
 KEY = b"k" * 32

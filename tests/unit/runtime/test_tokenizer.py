@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dora_rl.runtime.tokenizer import LightTokenizer, open_tokenizer
+from dora_rl.setup.tokenizer import LightTokenizer, open_tokenizer
 from dora_rl.types import UserError
 
 MODEL = Path(__file__).parents[3] / "recipes" / "models" / "tiny"
@@ -65,9 +65,9 @@ def test_preparing_a_run_imports_neither_torch_nor_transformers() -> None:
     code = (
         "import sys\n"
         "from pathlib import Path\n"
-        "import dora_rl.runtime.local\n"
-        "from dora_rl.runtime.prepare import prepare\n"
-        "from dora_rl.runtime.settings import load_config\n"
+        "import dora_rl.worlds.local\n"
+        "from dora_rl.setup.prepare import prepare\n"
+        "from dora_rl.setup.settings import load_config\n"
         "prepare(load_config(Path('recipes/quickstart.toml'), ['runtime.device=cpu']))\n"
         "print([name for name in ('torch', 'transformers') if name in sys.modules])\n"
     )

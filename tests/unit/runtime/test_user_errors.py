@@ -13,12 +13,12 @@ from dora_rl.envs.base import Environment, Observation, Row, Turn
 from dora_rl.envs.host import Ask, Host
 from dora_rl.envs.load import load_environments
 from dora_rl.envs.text import TurnText
+from dora_rl.io.wire import Channel
 from dora_rl.rewards.base import CallLimits, ScoreItem
 from dora_rl.rewards.function import FunctionReward
-from dora_rl.runtime.user_errors import PLACES_MAX, UserErrors, send_user_errors
-from dora_rl.runtime.wire import Channel
 from dora_rl.types import RequestId
 from dora_rl.user_code import listen, raised
+from dora_rl.workers.user_errors import PLACES_MAX, UserErrors, send_user_errors
 
 
 class Wire:

@@ -14,14 +14,14 @@ from small_disk import needs_root, small_disk
 from dora_rl.core.params import Params
 from dora_rl.core.step import initial
 from dora_rl.ports import Canary
-from dora_rl.runtime.versions import MirroredDisk, Versions, share
-from dora_rl.runtime.weights import (
+from dora_rl.weights.store import (
     SharedMemoryWeightStore,
     VersionExists,
     WeightsError,
     WeightsFull,
     copy_version,
 )
+from dora_rl.weights.versions import MirroredDisk, Versions, share
 
 
 def made(tmp_path: Path, *numbers: int) -> Versions:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from dora_rl.controller.watchdog import Watchdog
 from dora_rl.core.events import Started, TrainerJoined
 from dora_rl.core.params import Params
 from dora_rl.core.step import initial, step
-from dora_rl.runtime.watchdog import Watchdog
 
 
 def test_it_names_who_waits_for_whom_since_when(tmp_path: Path) -> None:

@@ -21,8 +21,10 @@ from small_disk import needs_root, small_disk
 
 from dora_rl.config import WeightsConfig
 from dora_rl.ports import Canary, SealedWeights, WeightStore
-from dora_rl.runtime import weights_file, weights_writer
-from dora_rl.runtime.weights import (
+from dora_rl.weights import format as weights_file
+from dora_rl.weights import writer as weights_writer
+from dora_rl.weights.format import layer_order
+from dora_rl.weights.store import (
     DiskWeightStore,
     SharedMemoryWeightStore,
     VersionExists,
@@ -33,7 +35,6 @@ from dora_rl.runtime.weights import (
     export_safetensors,
     shared_memory_root,
 )
-from dora_rl.runtime.weights_file import layer_order
 
 torch.set_num_threads(1)
 
@@ -225,7 +226,7 @@ def test_damage_after_the_first_open_is_noticed_at_the_next(
 
 CRASH = """
 import os, signal, sys, torch
-from dora_rl.runtime.weights import SharedMemoryWeightStore
+from dora_rl.weights.store import SharedMemoryWeightStore
 store = SharedMemoryWeightStore(sys.argv[1])
 def tensors():
     yield "a", torch.ones(1000)

@@ -18,11 +18,11 @@ from dora_rl.engine.engine import Engine
 from dora_rl.engine.models import read_spec
 from dora_rl.engine.options import EngineOptions
 from dora_rl.engine.sequence import Request
-from dora_rl.runtime.run_models import find_model, is_run
-from dora_rl.runtime.tokenizer import open_tokenizer
 from dora_rl.serve.server import ModelServer, ServeOptions
 from dora_rl.serve.service import EngineService
+from dora_rl.setup.tokenizer import open_tokenizer
 from dora_rl.types import RequestId, SamplingParams, Trajectory
+from dora_rl.weights.run_models import find_model, is_run
 
 MODEL = Path(__file__).parents[3] / "recipes" / "models" / "tiny"
 ENGINE = EngineOptions(kv_bytes_max=16 << 20, seqs_max=64, step_tokens_max=256)

@@ -11,8 +11,8 @@ import pytest
 openai = pytest.importorskip("openai")
 from serving import MODEL, alone, serving, wait_until  # noqa: E402
 
-from dora_rl.runtime.tokenizer import open_tokenizer  # noqa: E402
 from dora_rl.serve.service import ServeLimits  # noqa: E402
+from dora_rl.setup.tokenizer import open_tokenizer  # noqa: E402
 
 IDS = {"return_token_ids": True}
 FIRST, SECOND = "03:271\n", "02:513\n"

@@ -12,8 +12,8 @@ openai = pytest.importorskip("openai")
 from serving import ENGINE, MODEL, serving, wait_until  # noqa: E402
 
 from dora_rl.config import ModelConfig, RunConfig  # noqa: E402
-from dora_rl.runtime.weights import DiskWeightStore  # noqa: E402
 from dora_rl.serve.service import ServeLimits  # noqa: E402
+from dora_rl.weights.store import DiskWeightStore  # noqa: E402
 
 FIRST, SECOND = "03:271\n", "02:513\n"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from dora_rl.config import DataSource
-from dora_rl.runtime.settings import load_config
+from dora_rl.setup.settings import load_config
 
 RECIPE = """
 [model]

@@ -11,15 +11,15 @@ import pytest
 
 from dora_rl.cli import main
 from dora_rl.config import RunConfig
-from dora_rl.runtime.layout import Layout, plan_layout
-from dora_rl.runtime.prepare import Prepared
-from dora_rl.runtime.resume import write_config
-from dora_rl.runtime.worker import read_setup
+from dora_rl.controller.resume import write_config
 from dora_rl.setup.cards import Card, read_rows
+from dora_rl.setup.layout import Layout, plan_layout
 from dora_rl.setup.memory import CONTEXT_BYTES, GB
 from dora_rl.setup.plan import RunPlan, plan_run, planned
+from dora_rl.setup.prepare import Prepared
 from dora_rl.setup.ways_out import memory_problems
 from dora_rl.types import UserError
+from dora_rl.workers.worker import read_setup
 
 QWEN = {
     "architectures": ["Qwen2ForCausalLM"],

@@ -9,13 +9,13 @@ import pytest
 import torch
 from trainer_cases import make_groups, write_tiny_model
 
-from dora_rl.runtime.weights import SharedMemoryWeightStore
 from dora_rl.trainer.attention_layout import Layout
 from dora_rl.trainer.checkpoint import Checkpoints, write_atomically
 from dora_rl.trainer.learner import Learner
 from dora_rl.trainer.lora import SCALE, whole_version
 from dora_rl.trainer.options import AlgorithmOptions, CheckpointOptions, TrainerOptions
 from dora_rl.types import UserError
+from dora_rl.weights.store import SharedMemoryWeightStore
 
 TRAINER = TrainerOptions(lr=1e-3, device="cpu", pack_tokens=64)
 

@@ -18,13 +18,13 @@ from dora_rl.config import RunConfig
 from dora_rl.engine.engine import Engine
 from dora_rl.engine.models import read_spec
 from dora_rl.engine.options import EngineOptions
-from dora_rl.runtime.learner_check import check_learner
-from dora_rl.runtime.weights import SharedMemoryWeightStore
+from dora_rl.setup.learner_check import check_learner
 from dora_rl.trainer.attention_layout import Layout
 from dora_rl.trainer.learner import Learner
 from dora_rl.trainer.options import AlgorithmOptions, CheckpointOptions, TrainerOptions
 from dora_rl.trainer.scoring import score
 from dora_rl.types import UserError
+from dora_rl.weights.store import SharedMemoryWeightStore
 
 TRAINER = TrainerOptions(lr=1e-3, device="cpu", pack_tokens=64, lora_rank=3)
 

@@ -18,12 +18,12 @@ from exact_cases import move_adapters
 from safetensors.torch import save_file
 from trainer_cases import make_groups
 
-from dora_rl.runtime.moments import Moments
-from dora_rl.runtime.weights import DiskWeightStore, SharedMemoryWeightStore
 from dora_rl.trainer import state
 from dora_rl.trainer.distributed import wait_for_all
 from dora_rl.trainer.learner import Learner
 from dora_rl.trainer.options import AlgorithmOptions, TrainerOptions
+from dora_rl.weights.store import DiskWeightStore, SharedMemoryWeightStore
+from dora_rl.workers.moments import Moments
 
 METRICS = ("loss", "grad_norm", "entropy", "kl", "ppo_kl", "reward/mean")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dora_rl.config import ModelConfig, RewardConfig, RunConfig
-from dora_rl.runtime.crew import Crew, Letter
+from dora_rl.workers.crew import Crew, Letter
 from dora_rl.workers.fork_server import ForkedProcess
 
 CONFIG = RunConfig(

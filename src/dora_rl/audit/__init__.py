@@ -1,0 +1,1 @@
+"""What a finished run proves: its files against its log, its samples computed again."""

@@ -1,0 +1,220 @@
+"""`dora-rl audit --recompute N RUN`: stored samples computed again from their sealed version.
+
+What the engine decoded token by token the learner's model runs as one document, from the weights on
+disk that the log names. Only versions that are still sealed can be reached; how many samples that
+is, is said. So is the power of the test, measured: how many of the same samples would have been
+found out had they come from the neighbouring version. Reads only.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dora_rl.config import RunConfig
+from dora_rl.core.events import Recomputed
+from dora_rl.data.prompts import PromptSource, open_data
+from dora_rl.io.lines import shape_problem
+from dora_rl.observe.audit import Auditor
+from dora_rl.observe.audit_books import TrainedSample
+from dora_rl.observe.audit_report import Finding, Promise
+from dora_rl.setup.settings import load_config
+from dora_rl.setup.tokenizer import open_tokenizer
+from dora_rl.trainer.batch import GroupBatch, Sample
+from dora_rl.trainer.documents import Document, document_of
+from dora_rl.trainer.lora import add_lora
+from dora_rl.trainer.model import clone_adapted, clone_architecture, load_policy
+from dora_rl.trainer.options import TrainerOptions, from_section
+from dora_rl.trainer.scoring import SealedScorer
+from dora_rl.types import RequestId, UserError, Version
+from dora_rl.weights.store import DiskWeightStore
+from dora_rl.workers.recheck import EXACT, ROUNDED, is_recomputable
+
+PACK_TOKENS = 8192
+SEED = 0  # of the choice
+
+
+@dataclass(slots=True)
+class Recomputation:
+    """`num_noticed` of `num_neighbours` would be found out under the version beside theirs."""
+
+    num_stored: int = 0
+    num_reached: int = 0
+    damaged: list[Finding] = field(default_factory=list[Finding])  # lines nobody can read
+    found: list[Recomputed] = field(default_factory=list[Recomputed])
+    num_neighbours: int = 0
+    num_noticed: int = 0
+    neighbour_gap: float = 0.0  # mean over them
+
+    @property
+    def findings(self) -> list[Finding]:
+        return self.damaged + [
+            Finding(
+                Promise.C1,
+                -1,
+                f"group {event.request.group}",
+                f"sample {event.request.sample} is not what version {event.version} gives: "
+                f"log-probs {event.gap_mean:.2g} apart on average, {event.gap_max:.2g} at most",
+            )
+            for event in self.found
+            if not event.is_same
+        ]
+
+    def lines(self) -> list[str]:
+        """What was reached, and what it is worth."""
+        reached = f"{len(self.found)} of {self.num_stored} stored samples"
+        sealed = f"the versions of {self.num_reached} are still sealed"
+        if not self.found:
+            return [f"nothing could be recomputed: {reached}; {sealed}"]
+        gap, tolerance = max(event.gap_max for event in self.found), self.found[0].tolerance
+        mean = sum(event.gap_mean for event in self.found) / len(self.found)
+        first = (
+            f"computed again now: {reached} ({sealed}); log-probs {mean:.2g} apart on average, "
+            f"{gap:.2g} at most, tolerance {tolerance:g}"
+        )
+        if not self.num_neighbours:
+            return [first, "power of this test: not known, no neighbouring version is sealed"]
+        return [
+            first,
+            f"power of this test: {self.num_noticed} of {self.num_neighbours} would be found out "
+            f"if a neighbouring version had made them ({self.neighbour_gap:.2g} apart on average)",
+        ]
+
+
+def recompute(run: Path, auditor: Auditor, num: int) -> Recomputation:
+    """`num` of the samples that can be reached, chosen at random but always the same."""
+    config = load_config(run / "config.json")
+    if not is_recomputable(config):
+        raise UserError("--recompute: the run drew from a part of the vocabulary (top_k, top_p)")
+    store = DiskWeightStore(run / "weights")
+    there = {*store.versions()}
+    found = Recomputation()
+    stored = reachable(run / "rollouts.jsonl", there, auditor.books.trained or {}, found)
+    chosen = random.Random(SEED).sample(stored, min(num, len(stored)))
+    if not chosen:
+        return found
+    prompts = _prompts(config)
+    documents = [_document(one, prompts) for one in chosen]
+    versions = [one.version for one in chosen]
+    scorer, exact = _scorer(config, store, versions[0])
+    tolerance = config.audit.tolerance or (EXACT if exact else ROUNDED)
+
+    def compare(places: Sequence[int], under: Sequence[Version]) -> list[Recomputed]:
+        scores = scorer.score([documents[place] for place in places], under)
+        return [
+            _outcome(chosen[place], documents[place], logprobs, version, tolerance)
+            for place, version, logprobs in zip(places, under, scores, strict=True)
+        ]
+
+    found.found = compare(range(len(chosen)), versions)
+    beside = {v: next((w for w in (v + 1, v - 1) if w in there), None) for v in {*versions}}
+    known = [(place, w) for place, v in enumerate(versions) if (w := beside[v]) is not None]
+    others = compare([place for place, _ in known], [w for _, w in known]) if known else []
+    found.num_neighbours = len(others)
+    found.num_noticed = sum(not event.is_same for event in others)
+    found.neighbour_gap = sum(event.gap_mean for event in others) / max(1, len(others))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A line of rollouts.jsonl, and the one version that its tokens come from, by the log."""
+
+    request: RequestId
+    version: Version
+    prompt: int
+    sample: Sample
+
+
+def reachable(
+    path: Path,
+    there: set[Version],
+    trained: Mapping[RequestId, TrainedSample],
+    found: Recomputation,
+) -> list[Stored]:
+    """Stored samples of one sealed version. A line that cannot be read is a finding."""
+    if not path.is_file():
+        raise UserError(f"--recompute: {path} is not there; the run kept no samples")
+    stored: list[Stored] = []
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, start=1):
+            found.num_stored += 1
+            try:
+                one = _stored(json.loads(raw), trained)
+            except (UserError, ValueError, KeyError, TypeError, AttributeError) as error:
+                name = f"{path.name} line {number}"
+                problem = str(error) if isinstance(error, UserError) else shape_problem(error)
+                found.damaged.append(Finding(Promise.FILES, -1, name, problem))
+                continue
+            if one is not None and one.version in there:
+                stored.append(one)
+    found.num_reached = len(stored)
+    return stored
+
+
+def _stored(line: dict[str, Any], trained: Mapping[RequestId, TrainedSample]) -> Stored | None:
+    """None where several versions made it, or it has no token."""
+    request = RequestId(int(line["group"]), int(line["sample"]))
+    known = trained.get(request)
+    if known is None:
+        text = f"sample {request.sample} of group {request.group} is in no batch of the log"
+        raise UserError(f"{text}; see audit --files")
+    mask = [int(m) for begin, end, m in line["turns"] for _ in range(begin, end)]
+    ids, logprobs = [*map(int, line["token_ids"])], [*map(float, line["logprobs"])]
+    if not len(ids) == len(logprobs) == len(mask):
+        raise ValueError("tokens, log-probs and turns are of several lengths")
+    if len(known.segments) != 1 or not any(mask):
+        return None
+    sample = Sample(ids, logprobs, mask, float(line["reward"]))
+    return Stored(request, known.segments[0].version, known.prompt, sample)
+
+
+def _prompts(config: RunConfig) -> PromptSource:
+    tokenizer = open_tokenizer(Path(config.model.path), config.model.trust_remote_code)
+    return open_data(config.data, tokenizer, ".")[0]
+
+
+def _document(one: Stored, prompts: PromptSource) -> Document:
+    """The log knows which prompt a group had; the data have its tokens."""
+    prompt_ids = prompts.prompt(one.prompt).token_ids
+    group = GroupBatch(one.request.group, one.version, prompt_ids, (one.sample,))
+    return document_of(group, one.sample, 0.0)
+
+
+def _scorer(
+    config: RunConfig, store: DiskWeightStore, version: Version
+) -> tuple[SealedScorer, bool]:
+    """The learner's model without a learner; and whether all was computed in float32."""
+    directory, options = Path(config.model.path), from_section(TrainerOptions, config.trainer)
+    policy = load_policy(directory, options)
+    if options.lora_rank:
+        add_lora(policy, options)
+    scorer = SealedScorer(
+        store,
+        lambda: clone_architecture(policy, options, directory),
+        lambda: clone_adapted(policy, options, directory),
+        config.rollout.temperature or 1.0,
+        PACK_TOKENS,
+    )
+    _, tensor = next(iter(store.open(version).tensors()))
+    decoded = config.engine_dtype("cpu")
+    exact = decoded == "float32" and tensor.dtype == policy.compute_dtype == torch.float32
+    return scorer, exact
+
+
+def _outcome(
+    one: Stored,
+    document: Document,
+    logprobs: torch.Tensor,
+    version: Version,
+    tolerance: float,
+) -> Recomputed:
+    gap = (logprobs.float() - document.rollout_logprobs).abs()
+    figures = (float(gap.mean()), float(gap.max()), tolerance)
+    return Recomputed(one.request, version, document.num_trained, *figures)

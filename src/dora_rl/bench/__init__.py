@@ -1,0 +1,1 @@
+"""Comparisons of whole runs: the paradigms side by side."""

@@ -1,0 +1,292 @@
+"""The paradigms compared: every mode trains for real, on the same cores, seeds, model and task.
+
+Each mode first runs briefly on every split of the cores that it can use and keeps the fastest; then
+all seeds run with that split. Modes that alternate (sync, partial, replication) give every core to
+both phases; the others share the cores between instances and learner. Every run is a process of its
+own (`dora-rl train`), so that nothing is warm for one and cold for another; the final weights are
+evaluated after the run, never beside it. Never changes what a mode does: only `rollout` and
+`trainer` threads, seeds, steps and the mode differ between runs.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dora_rl.bench.cpu_meter import CpuMeter
+from dora_rl.bench.log import Window, run_figures
+from dora_rl.config import RunConfig
+from dora_rl.controller.eval_figures import Figures
+from dora_rl.observe.gpu_meter import GpuMeter, start_meter
+from dora_rl.setup.prepare import choose_device
+from dora_rl.setup.settings import resolve
+from dora_rl.types import Mode, UserError
+
+ALTERNATING = (Mode.SYNC, Mode.PARTIAL, Mode.REPLICATION)
+START_UP_STEPS = 3
+RUN_TIMEOUT_S = 1800.0
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How the cores are used: `Split(2, 1, 2)` is two instances of one thread, learner with two."""
+
+    num_instances: int
+    threads: int
+    learner_threads: int
+
+    def __str__(self) -> str:
+        return f"{self.num_instances}x{self.threads}+{self.learner_threads}"
+
+
+def splits_of(mode: Mode, num_cores: int) -> tuple[Split, ...]:
+    """The stated sweep.
+
+    >>> [str(split) for split in splits_of(Mode.SYNC, 2)]
+    ['2x1+2', '1x2+2']
+    """
+    if mode in ALTERNATING:
+        found = (Split(num_cores, 1, num_cores), Split(1, num_cores, num_cores))
+    else:
+        half = max(1, num_cores // 2)
+        found = (
+            Split(half, 1, max(1, num_cores - half)),
+            Split(num_cores, 1, max(1, num_cores - half)),
+            Split(num_cores, 1, num_cores),
+        )
+    return tuple(dict.fromkeys(found))
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One row of the comparison: a mode, or an ablation of one, with what it changes."""
+
+    name: str
+    mode: Mode
+    changes: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
+
+
+# Flips and moves only happen where an instance cannot hold every live version, so two of the
+# ablations start from one resident version, as in the paper.
+ONE_RESIDENT = {"rollout": {"versions_max": 1}}
+ABLATIONS = (
+    Case("no streaming", Mode.MULTI_VERSION, {"orchestration": {"streaming": False}}),
+    Case("one resident version", Mode.MULTI_VERSION, ONE_RESIDENT),
+    Case(
+        "one resident, no KV moves",
+        Mode.MULTI_VERSION,
+        ONE_RESIDENT | {"orchestration": {"kv_moves": False}},
+    ),
+    Case(
+        "one resident, no repartition",
+        Mode.MULTI_VERSION,
+        ONE_RESIDENT | {"orchestration": {"repartition": False}},
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class BenchOptions:
+    modes: Sequence[Mode]
+    seeds: Sequence[int]
+    num_steps: int
+    sweep_steps: int
+    folder: Path
+    ablations: bool = False
+    num_eval_prompts: int = 400
+    num_cores: int = 0  # 0: all that may be used
+    split: Split | None = None  # given: no sweep
+
+
+def case_config(
+    config: RunConfig, case: Case, split: Split, seed: int, num_steps: int, run_dir: Path
+) -> RunConfig:
+    """The configuration of one run."""
+    data = config.model_dump(mode="json")
+    changes: dict[str, dict[str, Any]] = {
+        "orchestration": {"mode": case.mode.value, "num_steps": num_steps},
+        "rollout": {"num_instances": split.num_instances, "threads": split.threads},
+        "trainer": {"threads": split.learner_threads, "seed": seed},
+        # Held-out prompts are answered after the run; beside it they would take its cores.
+        "data": {"seed": seed, "eval": []},
+        "logging": {"rollouts": False, "progress": False},
+        "checkpoint": {"every_steps": 0},
+        "runtime": {"seed": seed, "run_dir": str(run_dir)},
+    }
+    for part in (changes, case.changes):
+        for section, values in part.items():
+            data[section] |= values
+    return resolve(data, "bench")
+
+
+class Bench:
+    """All runs of one comparison; `see` is told of each as it ends."""
+
+    def __init__(
+        self, config: RunConfig, options: BenchOptions, see: Callable[[str, dict[str, Any]], None]
+    ) -> None:
+        self.config, self.options, self._see = config, options, see
+        cores = sorted(os.sched_getaffinity(0))
+        self.cores = cores[: options.num_cores or len(cores)]
+        # Every child inherits it, and the layout counts the cores it may use.
+        os.sched_setaffinity(0, self.cores)
+        self._difficulty = _difficulties(config)
+        self.device = choose_device(config.runtime.device)
+        staleness = config.orchestration.max_staleness
+        self.window = Window.of(options.num_steps, staleness, START_UP_STEPS)
+        self.sweep_window = Window.of(options.sweep_steps, staleness, START_UP_STEPS)
+
+    def run(self) -> dict[str, Any]:
+        """All cases of one seed before the next seed: a machine that slows down slows all."""
+        options = self.options
+        cases = [Case(mode.value, mode) for mode in options.modes]
+        splits: dict[str, Split] = {}
+        tried: dict[str, dict[str, float]] = {}
+        for case in cases:
+            splits[case.name], tried[case.name] = self._best_split(case)
+        ours = splits.get(Mode.MULTI_VERSION.value)
+        if options.ablations and ours is not None:
+            cases += ABLATIONS
+            splits |= {case.name: ours for case in ABLATIONS}
+        runs: dict[str, list[dict[str, Any]]] = {case.name: [] for case in cases}
+        for seed in options.seeds:
+            for case in cases:
+                run = self._one(case, splits[case.name], seed, options.num_steps)
+                runs[case.name].append(run)
+        rows = [
+            _row(case, splits[case.name], tried.get(case.name, {}), runs[case.name])
+            for case in cases
+        ]
+        return {
+            "cores": len(self.cores),
+            "seeds": list(options.seeds),
+            "steps": options.num_steps,
+            "window": [self.window.first, self.window.last],
+            "model": self.config.model.path,
+            "rows": rows,
+        }
+
+    def _best_split(self, case: Case) -> tuple[Split, dict[str, float]]:
+        if self.options.split is not None:
+            return self.options.split, {}
+        splits = splits_of(case.mode, len(self.cores))
+        seed = self.options.seeds[0]
+        tried = {
+            split: self._one(case, split, seed, self.options.sweep_steps, sweep=True)
+            for split in splits
+        }
+        best = max(tried, key=lambda split: tried[split]["tokens_per_s"])
+        return best, {str(split): run["tokens_per_s"] for split, run in tried.items()}
+
+    def _one(
+        self, case: Case, split: Split, seed: int, num_steps: int, *, sweep: bool = False
+    ) -> dict[str, Any]:
+        name = f"{case.name.replace(' ', '_').replace(',', '')}-{split}-{seed}"
+        run_dir = self.options.folder / ("sweep" if sweep else "runs") / name
+        if (run_dir / "events").exists():
+            raise UserError(f"{run_dir} already holds a run; choose another --runs folder")
+        run_dir.mkdir(parents=True, exist_ok=True)
+        config = case_config(self.config, case, split, seed, num_steps, run_dir)
+        meter, gpu = _train(config, run_dir, self.device)
+        window = self.sweep_window if sweep else self.window
+        figures = run_figures(run_dir, window, self._difficulty)
+        begin, end = figures.pop("begin"), figures.pop("end")
+        cpu = meter.between(begin, end)
+        figures["cores_used"] = cpu
+        figures["cpu_unused_ratio"] = max(0.0, 1 - sum(cpu.values()) / len(self.cores))
+        figures["still_ratio"] = meter.still_between(begin, end)
+        if gpu is not None:
+            figures["device_idle_ratio"] = figures["still_ratio"] = gpu.idle_ratio(begin, end)
+        if not sweep and self.config.data.eval:
+            figures["eval"] = self._evaluate(run_dir)
+        figures |= {"seed": seed, "split": str(split), "load_1m": os.getloadavg()[0]}
+        self._see(f"{case.name} {split} seed {seed}{' (sweep)' if sweep else ''}", figures)
+        return figures
+
+    def _evaluate(self, run_dir: Path) -> Figures:
+        from dora_rl.weights.run_models import find_model
+        from dora_rl.worlds.evaluate_once import evaluate_once
+
+        num = self.options.num_eval_prompts
+        return evaluate_once(self.config, find_model(run_dir), num_prompts=num, num_samples=1)
+
+
+def _train(config: RunConfig, run_dir: Path, device: str) -> tuple[CpuMeter, GpuMeter | None]:
+    """One run to its end, in a process of its own, watched from outside."""
+    path = run_dir.with_name(f"{run_dir.name}.json")  # beside it: a run begins in an empty folder
+    path.write_text(config.model_dump_json(indent=1) + "\n")
+    with (run_dir / "train.log").open("wb") as log:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "dora_rl.cli", "train", str(path)], stdout=log, stderr=log
+        )
+        meter, gpu = CpuMeter(child.pid), start_meter(device)
+        meter.start()
+        try:
+            status = child.wait(RUN_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            raise UserError(f"{run_dir} did not end within {RUN_TIMEOUT_S:.0f} s") from None
+        finally:
+            if child.poll() is None:
+                child.terminate()
+                child.wait()
+            meter.end()
+            if gpu is not None:
+                gpu.end()
+    if status != 0:
+        last = (run_dir / "train.log").read_text().strip().splitlines()[-1:]
+        raise UserError(f"{run_dir} ended with status {status}: {' '.join(last)}")
+    return meter, gpu
+
+
+def _difficulties(config: RunConfig) -> Callable[[int], float | None]:
+    """The expected length of a prompt's answer, where the data has a `difficulty` column."""
+    from dora_rl.data.prompts import open_prompts
+    from dora_rl.setup.prepare import open_tokenizer
+
+    tokenizer = open_tokenizer(Path(config.model.path), config.model.trust_remote_code)
+    source = open_prompts(config.data, tokenizer)
+
+    def difficulty(index: int) -> float | None:
+        value = source.prompt(index).columns.get("difficulty")
+        return float(value) if isinstance(value, int | float) else None
+
+    return difficulty
+
+
+def _row(
+    case: Case, split: Split, tried: dict[str, float], runs: list[dict[str, Any]]
+) -> dict[str, Any]:
+    mean = {
+        key: sum(run[key] for run in runs) / len(runs)
+        for key, value in runs[0].items()
+        if isinstance(value, int | float) and all(run[key] is not None for run in runs)
+    }
+    if "eval" in runs[0]:
+        for name in ("sampled", "greedy"):
+            scores = [run["eval"][name] for run in runs]
+            if None not in scores:  # an evaluation that failed has none
+                mean[f"eval_{name}"] = sum(scores) / len(scores)
+    return {
+        "name": case.name,
+        "mode": case.mode.value,
+        "split": str(split),
+        "split_parts": [split.num_instances, split.threads, split.learner_threads],
+        "tried": tried,
+        "mean": mean,
+        "runs": runs,
+    }
+
+
+def ratios(result: dict[str, Any]) -> dict[str, float]:
+    """Tokens/s of multi-version over each other mode: means over the seeds."""
+    speed = {row["name"]: row["mean"]["tokens_per_s"] for row in result["rows"]}
+    ours = speed.get(Mode.MULTI_VERSION.value)
+    if ours is None:
+        return {}
+    others = (mode.value for mode in Mode if mode is not Mode.MULTI_VERSION)
+    return {name: ours / speed[name] for name in others if name in speed}

@@ -1,0 +1,257 @@
+"""Turns of a run's requests: from the instance that has one to an environment worker and back.
+
+    instance --turn--> relay --step--> env worker --stepped--> relay --observed--> instance
+
+A request always goes to the same worker, by its number, so its episode is there. The answer goes to
+the instance that asked last. A worker that dies or hangs is replaced and its questions are asked
+again; a question that has cost several workers fails its sample. Never decides where a request
+runs. Invariant: a question is waiting, at a worker, or answered; each environment has at most its
+`concurrent_max` at workers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dora_rl.config import RunConfig
+from dora_rl.envs.load import label_of, load_environments
+from dora_rl.io.wire import Message
+from dora_rl.types import GroupId, Prompt, RequestId
+from dora_rl.workers.crew import Crew
+from dora_rl.workers.turns import episode_seed, row_of
+
+SLACK_S = 10.0  # on top of the time-out that a worker keeps itself
+WORKERS_COST_MAX = 3  # workers that may die over one question
+
+
+@dataclass(slots=True, eq=False)
+class Question:
+    """One turn that wants an answer."""
+
+    id: int
+    request: RequestId
+    epoch: int
+    turn: int
+    instance: str
+    worker: str
+    label: str
+    body: dict[str, Any]
+    arrays: dict[str, NDArray[Any]]
+    asked_s: float
+    sent_s: float = 0.0
+    limit_s: float = 0.0
+    num_lost: int = 0
+
+
+class EnvRelay:
+    """All environments of a run, as the controller uses them."""
+
+    def __init__(
+        self,
+        crew: Crew,
+        config: RunConfig,
+        prompt_of: Callable[[RequestId, int], Prompt | None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`prompt_of` gives the prompt of a request, None if this epoch of it has ended."""
+        self._crew, self._prompt_of, self._clock = crew, prompt_of, clock
+        self._seed = config.runtime.seed
+        self._loaded = loaded = load_environments(config.env)
+        self.names = [f"env{index}" for index in range(config.env.num_workers if loaded else 0)]
+        self._ready: set[str] = set()
+        self._waiting: dict[str, deque[Question]] = {label: deque() for label in loaded}
+        self._sent: dict[int, Question] = {}
+        self._newest: dict[RequestId, Question] = {}
+        self._num_at: Counter[str] = Counter()  # questions at workers, by environment
+        self._known: dict[str, set[RequestId]] = {name: set() for name in self.names}
+        self._next = 0
+        self.num_answered = 0
+
+    def start(self) -> None:
+        for name in self.names:
+            self._crew.start("env", name, {"base_dir": "."})
+
+    def dispatch(self, prompt: Prompt) -> dict[str, Any] | None:
+        """What an instance is told of a prompt's environment; None: it has a single turn."""
+        if not self._loaded:
+            return None
+        return {"opens": self._loaded[label_of(prompt.env, self._loaded)].kind.opens}
+
+    def hear(self, name: str, message: Message) -> None:
+        """What an instance ("turn") or an environment worker ("ready", "stepped") says."""
+        if message.kind == "turn":
+            body = message.body
+            prompt = self._prompt_of(RequestId(body["group"], body["sample"]), body["epoch"])
+            if prompt is not None:
+                self._ask(name, message, prompt)
+        elif message.kind == "stepped":
+            self._stepped(name, message)
+        else:
+            self._start_giving(name)
+
+    # -- questions --------------------------------------------------------------------------------
+
+    def _ask(self, instance: str, message: Message, prompt: Prompt) -> None:
+        """A turn ended. The same one again (after a move, say) only changes the address."""
+        body = message.body
+        rid, turn = RequestId(body["group"], body["sample"]), int(body["turn"])
+        known = self._newest.get(rid)
+        if known is not None and known.turn == turn and _same(known.arrays, message.arrays):
+            known.instance, known.epoch = instance, body["epoch"]
+            return
+        label = label_of(prompt.env, self._loaded)
+        self._next += 1
+        question = {
+            "id": self._next,
+            "group": rid.group,
+            "sample": rid.sample,
+            "label": label,
+            "row": row_of(prompt),
+            "seed": episode_seed(self._seed, prompt.index),
+            "version": body["version"],
+        }
+        worker = self.names[(rid.group + rid.sample) % len(self.names)]
+        item = Question(
+            self._next,
+            rid,
+            body["epoch"],
+            turn,
+            instance,
+            worker,
+            label,
+            question,
+            dict(message.arrays),
+            self._clock(),
+        )
+        self._newest[rid] = item
+        self._waiting[label].append(item)
+        self._give_out(label)
+
+    def _give_out(self, label: str) -> None:
+        waiting, limit = self._waiting[label], self._loaded[label].entry.concurrent_max
+        blocked: list[Question] = []
+        while waiting and self._num_at[label] < limit:
+            question = waiting.popleft()
+            if self._newest.get(question.request) is not question:
+                continue  # asked again with other tokens, or ended
+            if question.worker not in self._ready:
+                blocked.append(question)
+                continue
+            self._send(question)
+        waiting.extendleft(reversed(blocked))
+
+    def _send(self, question: Question) -> None:
+        known = self._known[question.worker]
+        # A worker that does not know the episode takes all of its steps.
+        steps = 1 if question.request in known else question.turn + 1
+        known.add(question.request)
+        entry = self._loaded[question.label].entry
+        question.sent_s = self._clock()
+        question.limit_s = steps * entry.timeout_s + entry.latency_s[1] + SLACK_S
+        self._sent[question.id] = question
+        self._num_at[question.label] += 1
+        self._crew.send(question.worker, "step", question.body, question.arrays)
+
+    # -- answers ----------------------------------------------------------------------------------
+
+    def _stepped(self, worker: str, message: Message) -> None:
+        question = self._take_back(message.body["id"])
+        if question is not None:
+            self._deliver(question, message.body, message.arrays["token_ids"])
+            if message.body["hung"]:
+                self._replace(worker)
+            self._give_out(question.label)
+
+    def _take_back(self, number: int) -> Question | None:
+        question = self._sent.pop(number, None)
+        if question is not None:
+            self._num_at[question.label] -= 1
+            self.num_answered += 1
+        return question
+
+    def _deliver(
+        self, question: Question, body: Mapping[str, Any], token_ids: NDArray[Any]
+    ) -> None:
+        if self._newest.get(question.request) is not question:
+            return
+        del self._newest[question.request]
+        rid = question.request
+        answer = {name: body[name] for name in ("done", "cut", "reward", "error")}
+        answer |= {"group": rid.group, "sample": rid.sample}
+        answer |= {"epoch": question.epoch, "turn": question.turn}
+        self._crew.send(question.instance, "observed", answer, {"token_ids": token_ids})
+
+    def _fail(self, question: Question, reason: str) -> None:
+        body = {"done": False, "cut": False, "reward": None, "error": reason}
+        self._deliver(question, body, np.zeros(0, dtype=np.int32))
+
+    # -- workers ----------------------------------------------------------------------------------
+
+    def _start_giving(self, name: str) -> None:
+        self._ready.add(name)
+        for label in self._waiting:
+            self._give_out(label)
+
+    def lost(self, name: str) -> None:
+        """A worker's process ended: whoever it was busy with is asked again."""
+        for question in self._sent.values():
+            question.num_lost += question.worker == name
+        self._replace(name)
+
+    def _replace(self, name: str) -> None:
+        self._ready.discard(name)
+        self._known[name].clear()
+        held = [question for question in self._sent.values() if question.worker == name]
+        for question in reversed(held):
+            del self._sent[question.id]
+            self._num_at[question.label] -= 1
+            if question.num_lost >= WORKERS_COST_MAX:
+                self._fail(question, f"the environment {question.label} ended its process")
+            else:
+                self._waiting[question.label].appendleft(question)
+        if not self._crew.closing:
+            self._crew.restart(name)
+
+    def check_time(self) -> None:
+        """Replace workers that keep a question past its time, which is an error for that one."""
+        now = self._clock()
+        for question in list(self._sent.values()):
+            if question.id in self._sent and now - question.sent_s > question.limit_s:
+                self._take_back(question.id)
+                self._fail(question, f"the environment {question.label} does not answer")
+                self._replace(question.worker)
+
+    def forget(self, group: GroupId) -> None:
+        """A group has ended: nobody wants its answers any more."""
+        for rid in [rid for rid in self._newest if rid.group == group]:
+            del self._newest[rid]
+        for name in self.names:
+            gone = {rid for rid in self._known[name] if rid.group == group}
+            if gone:
+                self._known[name] -= gone
+                self._crew.send(name, "forget", {"group": group})
+
+    def waits(self) -> list[str]:
+        """Who waits for whom since when, for the watchdog."""
+        now = self._clock()
+        oldest: dict[str, Question] = {}
+        for question in self._newest.values():
+            first = oldest.setdefault(question.label, question)
+            if question.asked_s < first.asked_s:
+                oldest[question.label] = question
+        return [
+            f"request {tuple(question.request)} waits for the environment {label} "
+            f"({question.worker}) since {now - question.asked_s:.0f} s"
+            for label, question in sorted(oldest.items())
+        ]
+
+
+def _same(one: Mapping[str, NDArray[Any]], other: Mapping[str, NDArray[Any]]) -> bool:
+    return np.array_equal(one["token_ids"], other["token_ids"])

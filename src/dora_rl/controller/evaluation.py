@@ -1,0 +1,183 @@
+"""Held-out evaluation beside training: which version, which prompts, what came of it.
+
+An evaluation pins the weights it reads, not a place in the window: the version's files stay until
+its score is known, because the best evaluated version is kept. Invariant: every evaluation that was
+asked for is reported once, with its figures or as failed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from dora_rl.config import EvaluationConfig
+from dora_rl.controller.eval_figures import Figures, Sheet, TailPrompts, failed_figures, figures
+from dora_rl.controller.scoring import ScoringPool
+from dora_rl.types import Prompt, Version
+from dora_rl.workers.crew import Crew
+from dora_rl.workers.turns import row_of
+
+NAME = "evaluator"
+NO_REWARD = "its environment gave no reward, and reward.functions is empty"
+ATTEMPTS_MAX = 3  # of one evaluation whose evaluator dies
+
+
+class Evaluations:
+    """One at a time; newer requests wait, and only the newest of those is kept."""
+
+    def __init__(
+        self,
+        crew: Crew,
+        pool: ScoringPool,
+        prompts: Sequence[Prompt],
+        section: EvaluationConfig,
+        tail: TailPrompts,
+        decode: Callable[[Sequence[int]], str],
+        done: Callable[[Version, Figures], None],
+        extra: dict[str, Any],
+    ) -> None:
+        self._crew, self._pool, self._prompts = crew, pool, prompts
+        self._section, self._tail, self._decode, self._done = section, tail, decode, done
+        self._has_functions = bool(extra["has_functions"])
+        self._ready = False
+        self._waiting: list[Version] = []
+        self.running: Version | None = None
+        self._sheets: list[Sheet] = []
+        self._open = 0
+        self._extra = extra
+        self._attempts: Counter[Version] = Counter()
+        self._generating = False
+        self._heard_s = time.monotonic()
+
+    def start(self) -> None:
+        self._crew.start("evaluator", NAME, self._extra)
+
+    @property
+    def idle(self) -> bool:
+        return self.running is None and not self._waiting
+
+    def ask(self, version: Version) -> None:
+        if version != self.running and version not in self._waiting:
+            self._waiting.append(version)
+            self._next()
+
+    def pins(self) -> set[Version]:
+        """Versions whose files must stay."""
+        return set(self._waiting) | ({self.running} if self.running is not None else set())
+
+    def _next(self) -> None:
+        if not self._ready or self.running is not None or not self._waiting:
+            return
+        self.running = self._waiting.pop(0)
+        prompts = [list(prompt.token_ids) for prompt in self._prompts]
+        rows = [{**row_of(prompt), "env": prompt.env} for prompt in self._prompts]
+        body = {
+            "version": self.running,
+            "prompts": prompts,
+            "num_samples": self._section.num_samples,
+        }
+        body |= {"rows": rows}
+        self._generating, self._heard_s = True, time.monotonic()
+        self._crew.send(NAME, "evaluate", body)
+
+    def check_time(self, limit_s: float) -> None:
+        """End an evaluator that generates and has said nothing for too long."""
+        if self._generating and time.monotonic() - self._heard_s > limit_s:
+            self._generating = False
+            self._crew.kill(NAME)
+
+    def hear(self, kind: str, body: dict[str, Any]) -> None:
+        self._heard_s = time.monotonic()
+        if kind == "ready":
+            self._ready = True
+            self._next()
+        elif kind == "evaluated":
+            self._generating = False
+            self._score(body["answers"])
+
+    def lost(self) -> None:
+        """The evaluator died: the evaluation it was at begins again, a few times."""
+        self._ready = False
+        version = self.running if self._generating else None
+        self._generating = False
+        if version is not None:
+            self.running = None
+            self._attempts[version] += 1
+            if self._attempts[version] < ATTEMPTS_MAX:
+                self._waiting.insert(0, version)
+            else:
+                self._failed(version, f"the evaluator ended {ATTEMPTS_MAX} times while it answered")
+        self._crew.restart(NAME)
+
+    def give_up(self) -> None:
+        """No evaluator can be had: what waits for one has failed, and nothing waits any more."""
+        due = [self.running] if self.running is not None and self._generating else []
+        due += self._waiting
+        self._waiting.clear()
+        if due[:1] == [self.running]:
+            self.running = None
+        self._generating = False
+        for version in due:
+            self._failed(version, "the evaluator cannot be started")
+
+    def _failed(self, version: Version, why: str) -> None:
+        num_prompts = len(self._prompts)
+        self._done(version, failed_figures(num_prompts, self._section.num_samples, why))
+
+    def _score(self, answers: list[dict[str, Any]]) -> None:
+        self._sheets = [Sheet(prompt) for prompt in self._prompts]
+        self._open = sum(1 + len(answer["sampled"]) for answer in answers)
+        for sheet, answer in zip(self._sheets, answers, strict=True):
+            sheet.greedy_tokens = len(answer["greedy"])
+            responses = (answer["greedy"], *answer["sampled"])
+            sheet.sampled = [None] * len(answer["sampled"])
+            for place, ids in enumerate(responses):
+                self._submit(sheet, place, ids, answer)
+
+    def _submit(self, sheet: Sheet, place: int, ids: list[int], about: dict[str, Any]) -> None:
+        """Score an answer, unless it failed or its environment did. Place 0 is the greedy one."""
+        known, failure = about["rewards"][place], about["failures"][place]
+
+        def answer(reward: float | None, why: str) -> None:
+            if reward is None:
+                sheet.failures.append(why or "it has no reward")
+            elif place:
+                sheet.sampled[place - 1] = reward
+            else:
+                sheet.greedy = reward
+            self._open -= 1
+            if not self._open:
+                self._finish()
+
+        if failure or known is not None or not self._has_functions:
+            answer(None if failure else known, failure or NO_REWARD)
+            return
+        array, finish = np.asarray(ids, dtype=np.int32), about["finishes"][place]
+        self._pool.submit(sheet.prompt, self._decode(ids), array, finish, answer)
+
+    def _finish(self) -> None:
+        version, self.running = self.running, None
+        if version is not None:
+            self._done(version, self._figures(version))
+        self._next()
+
+    def _figures(self, version: Version) -> Figures:
+        found = figures(self._sheets, self._tail.indexes, self._section)
+        if self._tail.indexes is None and found["greedy"] is not None:
+            tail = self._tail.choose(version, self._sheets)
+            found = figures(self._sheets, tail, self._section)
+        return found
+
+
+def due(newest: Version, every_steps: int, last: Version) -> list[Version]:
+    """Versions up to `newest` that are to be evaluated: the first, the last, every so many.
+
+    >>> due(7, 3, 10)
+    [0, 3, 6]
+    """
+    wanted = {0, last} | set(range(every_steps, last, every_steps) if every_steps else ())
+    return sorted(version for version in wanted if version <= newest)

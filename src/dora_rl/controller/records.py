@@ -1,0 +1,468 @@
+"""What a run writes for people: metrics.jsonl, rollouts.jsonl, summary.json.
+
+Only adds up what it is told; never decides. Names follow the field (design, section 7).
+
+A step's lines are written before its log record. Invariant: after a resume the files hold exactly
+the steps that the log calls committed, each once; totals go over the whole run, not over the time
+since the last resume. Totals that are not in metrics.jsonl are kept in totals.json every second,
+with the number of the next log entry: after a kill they go on from there, with what the log has
+since. What the figures mean is in `observe.measures`.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dora_rl.config import CheckpointConfig, RunConfig
+from dora_rl.controller.eval_figures import Figures, best_evaluated
+from dora_rl.controller.sink_writers import RunFacts
+from dora_rl.controller.sinks import Sinks
+from dora_rl.core import events as ev
+from dora_rl.io.lines import cut_lines, keep_lines, read_lines
+from dora_rl.observe.eventlog import FileLog, entries_since
+from dora_rl.observe.measures import (
+    WINDOW_STEPS,
+    idle_ratio,
+    rollout_busy_s,
+    tokens_of_line,
+    tokens_per_s,
+    tokens_written,
+    trainer_busy_s,
+)
+from dora_rl.types import RequestId, StepIndex, UserError, Version
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedSample:
+    """One sample as it was trained."""
+
+    group: int
+    sample: int
+    version: Version
+    num_prompt: int
+    num_tokens: int
+    reward: float
+    finish: str
+    text: str
+    prompt: str
+    segments: int
+    logprobs: list[float]  # of each response token, rounded
+    logprob_sum: float
+    token_ids: list[int]
+    # What each reward function gave, by its label.
+    parts: dict[str, float] = field(default_factory=dict[str, float])
+    env: str = ""  # label of its environment, where the run has several
+    # (start, end, 1 where the policy wrote, 0 where an environment did) over the token ids
+    turns: list[tuple[int, int, int]] = field(default_factory=list[tuple[int, int, int]])
+
+
+@dataclass(slots=True)
+class Totals:
+    """Of the whole run. The second half is not in metrics.jsonl and is kept in totals.json."""
+
+    tokens_trained: int = 0
+    mixed: float = 0.0
+    samples: int = 0
+    samples_failed: int = 0  # left out of groups that were trained
+    tokens_failed: int = 0  # which they had generated
+    staleness_sum: float = 0.0
+    staleness_max: int = 0
+    rewards: list[float] = field(default_factory=list[float])
+    updates_applied: int = 0
+    updates_without_gradient: int = 0  # it was exactly zero: nothing to learn from
+    updates_skipped: int = 0  # their loss or gradient was not finite
+    evaluations: dict[Version, Figures] = field(default_factory=dict[Version, Figures])
+    steps_s: float = 0.0  # sum of time/step
+    wall_s: float = 0.0  # before the last resume
+    startup_s: float = 0.0
+    cut_s: float = 0.0  # training time of steps that an end of the run cut short
+    tokens_generated: int = 0
+    discarded_tokens: int = 0
+    migrations: int = 0
+    kv_bytes_moved: int = 0
+    num_resumes: int = 0
+    num_user_errors: int = 0  # what the user's code raised; see user_errors.log
+    samples_mismatched: int = 0  # computed again, and not what their version gives
+    cpu_s: dict[str, float] = field(default_factory=dict[str, float])
+    busy_s: dict[str, float] = field(default_factory=dict[str, float])
+
+    def add(self, line: dict[str, Any]) -> None:
+        """One line of metrics.jsonl."""
+        if "step" not in line:
+            self.evaluations[line["version"]] = {
+                name.removeprefix("eval/"): value
+                for name, value in line.items()
+                if name.startswith("eval/")
+            }
+            return
+        self.tokens_trained += tokens_of_line(line)
+        self.steps_s += line["time/step"]
+        self.samples += line["num_samples"]
+        self.samples_failed += line.get("num_samples_failed", 0)
+        self.tokens_failed += line.get("num_tokens_failed", 0)
+        self.staleness_sum += line["staleness/mean"] * line["num_samples"]
+        self.staleness_max = max(self.staleness_max, line["staleness/max"])
+        self.mixed += line["mixed_version_frac"] * line["num_samples"]
+        self.rewards.append(line["reward/mean"])
+        without = int(line.get("update/without_gradient", 0))
+        # Lines of releases before this count have the gradient's norm where one was applied.
+        is_old = "grad_norm" in line and not without
+        self.updates_applied += int(line.get("update/applied", is_old))
+        self.updates_without_gradient += without
+        self.updates_skipped += int(line.get("update/skipped_non_finite", 0))
+
+
+def by_environment(samples: Sequence[TrainedSample]) -> dict[str, float]:
+    """Turns of the policy, and the mean reward of each of several environments."""
+    turns = [sum(mask for _, _, mask in sample.turns) for sample in samples]
+    labels = sorted({sample.env for sample in samples} - {""})
+    found = {"turns/mean": float(np.mean(turns)), "turns/max": max(turns)} if max(turns) > 1 else {}
+    for label in labels:
+        rewards = [sample.reward for sample in samples if sample.env == label]
+        found[f"env/{label}/reward"] = float(np.mean(rewards))
+    return found
+
+
+KEEP_S = 1.0
+KEPT = (
+    "wall_s startup_s cut_s tokens_generated discarded_tokens migrations kv_bytes_moved "
+    "num_resumes num_user_errors samples_mismatched cpu_s busy_s"
+)
+
+
+def _read_totals(path: Path) -> dict[str, Any]:
+    try:
+        kept = json.loads(path.read_text())
+    except ValueError:
+        kept = None
+    if not isinstance(kept, dict):
+        raise UserError(
+            f"{path} is damaged; delete it and resume: sums over the whole run then begin anew"
+        )
+    return kept
+
+
+class Records:
+    """The files of one run directory. `committed`: how many steps a resumed run's log holds."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        rollouts: bool,
+        committed: int | None = None,
+        sinks: Sinks | None = None,
+        log: FileLog | None = None,
+        written: Callable[[RequestId], int | None] = lambda request: None,
+    ) -> None:
+        """`written`: how many tokens of a sample the policy wrote, where that is known."""
+        self.run_dir = run_dir
+        self._sinks, self._log, self._written = sinks, log, written
+        metrics, samples = run_dir / "metrics.jsonl", run_dir / "rollouts.jsonl"
+        self.totals = Totals()
+        # Tokens and seconds of the last steps.
+        self._recent: deque[tuple[int, float]] = deque(maxlen=WINDOW_STEPS)
+        if committed is not None:
+            cut_lines(samples, lambda line: line["step"] < committed)
+            # The time of a step that was recorded and not committed is spent all the same.
+            lost = [line for line in read_lines(metrics) if line.get("step", -1) >= committed]
+            self.totals.cut_s += sum(line["time/step"] for line in lost)
+            keep_lines(metrics, lambda line: line.get("step", -1) < committed)
+            self._recall(metrics)
+        self._metrics = metrics.open("a")
+        self._rollouts = samples.open("a") if rollouts else None
+        self.began = time.monotonic()
+        self.step_began = self.began
+        self.training_began: float | None = None
+        self._is_training = False  # a step is open
+        self._kept_at = self.began
+        self._cpu_s = cpu_time_s()
+        self._lives: dict[str, int] = {}
+        self._base: dict[str, tuple[float, float]] = {}
+        self.keep()
+
+    def _recall(self, metrics: Path) -> None:
+        for line in read_lines(metrics):
+            self.totals.add(line)
+            if "step" in line:
+                self._recent.append((tokens_of_line(line), line["time/step"]))
+        path, cut_s = self.run_dir / "totals.json", self.totals.cut_s
+        kept = _read_totals(path) if path.is_file() else {}
+        at = kept.pop("log", None)
+        for name, value in kept.items():
+            setattr(self.totals, name, value)
+        self.totals.cut_s += cut_s
+        self.totals.num_resumes += 1
+        if at is not None and self._log is not None:
+            self._catch_up(self._log, at["number"], at["now"], at["open_s"])
+
+    def _catch_up(self, log: FileLog, number: int, now: float, open_s: float | None) -> None:
+        """What a killed life did after it last kept its totals, up to its last log entry."""
+        totals, entries = self.totals, entries_since(log.folder, number)
+        lost_s = max(0.0, entries[-1].now - now) if entries else 0.0
+        totals.wall_s += lost_s
+        if open_s is not None:
+            totals.cut_s += open_s + lost_s
+        for entry in entries:
+            match entry.event:
+                case ev.SampleFinished() as event:
+                    count = self._written(event.request)
+                    totals.tokens_generated += event.num_tokens if count is None else count
+                case ev.Moved(num_bytes=num_bytes):
+                    totals.migrations += 1
+                    totals.kv_bytes_moved += num_bytes
+                case ev.Recomputed() as event:
+                    totals.samples_mismatched += not event.is_same
+                case _:
+                    pass
+
+    @property
+    def has_rollouts(self) -> bool:
+        """Whether every trained sample is written out."""
+        return self._rollouts is not None
+
+    @property
+    def wall_s(self) -> float:
+        return self.totals.wall_s + time.monotonic() - self.began
+
+    @property
+    def training_s(self) -> float:
+        return self.totals.steps_s + self.totals.cut_s
+
+    def work_begins(self) -> None:
+        """A request or a group is given out. With the first one the start-up is over."""
+        if self.training_began is None:
+            self.training_began = self.step_began = time.monotonic()
+            self.totals.startup_s += self.training_began - self.began
+            self._is_training = True
+            self.keep()
+
+    def step(
+        self,
+        step: StepIndex,
+        metrics: dict[str, float],
+        samples: Sequence[TrainedSample],
+        dropped: dict[str, int],
+        failed: tuple[int, int] = (0, 0),
+    ) -> dict[str, float]:
+        """A step is about to be committed: its line of metrics.jsonl.
+
+        `failed`: samples that its groups were trained without, and tokens of them.
+        """
+        now = time.monotonic()
+        took, self.step_began = now - self.step_began, now
+        stale = [step - s.version for s in samples]
+        lengths = np.array([s.num_tokens for s in samples])
+        rewards = [s.reward for s in samples]
+        tokens = sum(tokens_written(s.num_tokens, s.turns) for s in samples)
+        self._recent.append((tokens, took))
+        if "lr" in metrics:  # the learner adds up in single precision
+            metrics = metrics | {"lr": float(f"{metrics['lr']:.7g}")}
+        line = {
+            "step": step,
+            **metrics,
+            "tokens_trained": tokens,
+            "num_tokens": int(lengths.sum()) + sum(s.num_prompt for s in samples),
+            "num_samples": len(samples),
+            "reward/mean": float(np.mean(rewards)),
+            "reward/std": float(np.std(rewards)),
+            **_parts_means(samples),
+            "staleness/mean": sum(stale) / len(stale),
+            "staleness/max": max(stale),
+            "mixed_version_frac": sum(s.segments > 1 for s in samples) / len(samples),
+            "response_length/mean": float(lengths.mean()),
+            "response_length/median": float(np.median(lengths)),
+            "response_length/p99": float(np.percentile(lengths, 99)),
+            "response_length/max": int(lengths.max()),
+            **by_environment(samples),
+            "time/step": took,
+            "perf/tokens_per_s": tokens_per_s(*zip(*self._recent, strict=True)) or 0.0,
+            **{f"dropped/{name}": count for name, count in dropped.items()},
+            **(
+                {"num_samples_failed": failed[0], "num_tokens_failed": failed[1]}
+                if failed[0]
+                else {}
+            ),
+        }
+        for sample in samples if self._rollouts is not None else ():
+            self._rollout(step, sample)
+        self._write(line)
+        self.keep()
+        return line
+
+    def _rollout(self, step: StepIndex, sample: TrainedSample) -> None:
+        assert self._rollouts is not None
+        record = {name: getattr(sample, name) for name in TrainedSample.__slots__}
+        self._rollouts.write(json.dumps({"step": step, **record}) + "\n")
+
+    def evaluation(self, version: Version, figures: Figures) -> None:
+        self._write({"version": version, **{f"eval/{k}": v for k, v in figures.items()}})
+
+    def continued(self, record: dict[str, Any]) -> None:
+        """A request goes on from its journal: a line of continued.jsonl."""
+        with (self.run_dir / "continued.jsonl").open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def _write(self, line: dict[str, Any]) -> None:
+        if self._rollouts is not None:
+            self._rollouts.flush()
+        self._metrics.write(json.dumps(line) + "\n")
+        self._metrics.flush()
+        self.totals.add(line)
+        if self._sinks is not None:
+            self._sinks.write(line)
+
+    def usage(self, name: str, life: int, busy_s: float, cpu_s: float) -> None:
+        """What a worker has used since it was started; a new life begins at zero."""
+        totals = self.totals
+        if self._lives.get(name) != life:
+            self._lives[name] = life
+            self._base[name] = (totals.busy_s.get(name, 0.0), totals.cpu_s.get(name, 0.0))
+        busy_before, cpu_before = self._base[name]
+        totals.busy_s[name] = busy_before + busy_s
+        totals.cpu_s[name] = cpu_before + cpu_s
+
+    def tick(self, *, is_training: bool) -> None:
+        """Time passes. `is_training` false: all steps are done, and evaluations go on."""
+        self._is_training = self._is_training and is_training
+        if time.monotonic() - self._kept_at >= KEEP_S:
+            self.keep()
+
+    def keep(self) -> None:
+        now = self._kept_at = time.monotonic()
+        body = {name: getattr(self.totals, name) for name in KEPT.split()}
+        body["wall_s"] = self.totals.wall_s + now - self.began
+        if self._log is not None:
+            open_s = now - self.step_began if self._is_training else None
+            body["log"] = {"number": self._log.number, "now": now, "open_s": open_s}
+        self._replace("totals.json", body)
+
+    def summary(
+        self,
+        mode: str,
+        steps: int,
+        reason: str,
+        num_cores: int,
+        idle: float | None = None,
+        best: CheckpointConfig | None = None,
+        set_aside: Mapping[int, str] | None = None,
+    ) -> dict[str, Any]:
+        """The figures of the whole run; written to summary.json. `idle`: of its GPU, if any;
+        `num_cores` 0: its processes are not all on this machine."""
+        totals, wall = self.totals, self.wall_s
+        evaluations = [totals.evaluations[v] for v in sorted(totals.evaluations)]
+        figures = {
+            "mode": mode,
+            "steps": steps,
+            "stopped": reason,
+            "num_resumes": totals.num_resumes,
+            "wall_s": wall,
+            "startup_s": totals.startup_s,
+            "training_s": self.training_s,
+            "tokens_trained": totals.tokens_trained,
+            "tokens_generated": totals.tokens_generated,
+            "updates_applied": totals.updates_applied,
+            "updates_without_gradient": totals.updates_without_gradient,
+            "updates_skipped": totals.updates_skipped,
+            "tokens_per_s": tokens_per_s([totals.tokens_trained], [self.training_s]),
+            "reward_first": totals.rewards[0] if totals.rewards else None,
+            "reward_last": totals.rewards[-1] if totals.rewards else None,
+            "eval_first": evaluations[0] if evaluations else None,
+            "eval_last": evaluations[-1] if evaluations else None,
+            "best": best_of(totals.evaluations, best or CheckpointConfig()),
+            "staleness_mean": totals.staleness_sum / max(1, totals.samples),
+            "staleness_max": totals.staleness_max,
+            "mixed_version_frac": totals.mixed / max(1, totals.samples),
+            "samples_trained": totals.samples,
+            "samples_failed": totals.samples_failed,
+            "discarded_tokens": totals.discarded_tokens + totals.tokens_failed,
+            "samples_mismatched": totals.samples_mismatched,
+            "device_idle_ratio": idle,
+            "cpu_unused_ratio": self._cpu_unused(num_cores),
+            "rollout_idle_ratio": idle_ratio(rollout_busy_s(totals.busy_s), self.training_s),
+            "trainer_idle_ratio": idle_ratio(trainer_busy_s(totals.busy_s), self.training_s),
+            "migrations": totals.migrations,
+            "kv_bytes_moved": totals.kv_bytes_moved,
+            "num_user_errors": totals.num_user_errors,
+            "set_aside": [{"prompt": p, "reason": r} for p, r in (set_aside or {}).items()],
+        }
+        self.keep()
+        self._replace("summary.json", figures)
+        return figures
+
+    def _cpu_unused(self, num_cores: int) -> float | None:
+        """Since the last start: the CPU time of a controller that was killed is not known."""
+        lasted = time.monotonic() - self.began
+        if not num_cores or lasted <= 0:
+            return None
+        return max(0.0, 1 - (cpu_time_s() - self._cpu_s) / (lasted * num_cores))
+
+    def cut_short(self) -> None:
+        """The run ends in the middle of a step: the time is spent, whatever becomes of it."""
+        if self._is_training:
+            self.totals.cut_s += time.monotonic() - self.step_began
+            self._is_training = False
+
+    def _replace(self, name: str, body: dict[str, Any]) -> None:
+        path = self.run_dir / name
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(body, indent=1) + "\n")
+        temporary.replace(path)
+
+    def close(self) -> None:
+        if self._sinks is not None:
+            self._sinks.close()
+        self._metrics.close()
+        if self._rollouts is not None:
+            self._rollouts.close()
+
+
+def best_of(
+    evaluations: Mapping[Version, Figures], section: CheckpointConfig
+) -> dict[str, Any] | None:
+    """The best of a run, for its summary."""
+    best = best_evaluated(evaluations, section.best_metric, is_max=section.best_is_max)
+    return dict(zip(("version", "metric", "value"), best, strict=True)) if best else None
+
+
+def cpu_time_s() -> float:
+    """Of this process and of all workers that have ended."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)
+
+
+def _parts_means(samples: Sequence[TrainedSample]) -> dict[str, float]:
+    """`rewards/LABEL/mean` of every reward function, over the samples it scored."""
+    given: dict[str, list[float]] = {}
+    for sample in samples:
+        for label, score in sample.parts.items():
+            given.setdefault(label, []).append(score)
+    return {f"rewards/{label}/mean": float(np.mean(scores)) for label, scores in given.items()}
+
+
+def open_records(
+    config: RunConfig,
+    committed: int | None,
+    tell: Callable[[str], None],
+    log: FileLog,
+    written: Callable[[RequestId], int | None],
+) -> Records:
+    """The records of a run, with the sinks it asks for; `tell` gets a line when one fails."""
+    logging, run_dir = config.logging, Path(config.runtime.run_dir)
+    sinks: Sinks | None = None
+    if logging.sinks:
+        facts = RunFacts(run_dir, config.model_dump(mode="json"), committed or 0)
+        sinks = Sinks(logging.sinks, facts, tell)
+    rollouts = logging.rollouts and config.runtime.kind == "local"  # else the storage shards do it
+    return Records(
+        run_dir, rollouts=rollouts, committed=committed, sinks=sinks, log=log, written=written
+    )

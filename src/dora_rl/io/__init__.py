@@ -1,0 +1,1 @@
+"""Bytes in and out: lines, messages, connections, and what the system refuses."""

@@ -1,0 +1,140 @@
+"""What the learner would refuse after the start, found before it.
+
+Imports torch only for a loss or an advantage of the user's and for a device that is named.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dora_rl.config import AlgorithmConfig, RunConfig
+from dora_rl.engine.models import read_spec
+from dora_rl.setup.model_check import check_weights
+from dora_rl.trainer.losses.recipes import fill, is_users_own
+from dora_rl.trainer.options import (
+    ATTENTION_LAYERS,
+    LINEAR_LAYERS,
+    AlgorithmOptions,
+    TrainerOptions,
+    check_attention,
+    check_published,
+    check_trainer,
+    choose,
+    from_section,
+)
+from dora_rl.types import UserError
+
+WITHIN_GROUP = ("group", "group_mean", "leave_one_out")
+
+
+def check_learner(config: RunConfig) -> None:
+    """Losses, sampling, schedules, adapters and the reference."""
+    algorithm = from_section(AlgorithmOptions, config.algorithm)
+    trainer = from_section(TrainerOptions, config.trainer)
+    _check_sampling(config, fill(algorithm))
+    _check_group(config, fill(algorithm))
+    check_trainer(trainer)
+    _check_adapters(config, trainer)
+    if trainer.reference_model:
+        _check_reference(config, Path(trainer.reference_model))
+    if is_users_own(algorithm.loss) or is_users_own(algorithm.advantage or ""):
+        _try_own(algorithm, config.rollout.num_samples)
+
+
+def _check_sampling(config: RunConfig, algorithm: AlgorithmOptions) -> None:
+    """The learner's log-probs are of the policy that sampled: docs/algorithms.md says why.
+
+    The learner takes the softmax over the whole vocabulary at one temperature. What was sampled
+    otherwise has ratios far from 1 before anything is learned.
+    """
+    rollout = config.rollout
+    for key, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
+        value = getattr(rollout, key)
+        if value != off:
+            raise UserError(
+                f"rollout.{key} = {value:g}: the learner's log-probs are over the whole vocabulary "
+                "and those of truncated sampling are not, so every ratio would be wrong; train "
+                f"with {off:g} (`dora-rl eval` and `serve` may truncate)"
+            )
+    if rollout.temperature == 0:
+        raise UserError(
+            "rollout.temperature = 0: greedy responses are no samples of a policy, and those of a "
+            "group are all the same; train with a temperature above 0 (evaluations are greedy too)"
+        )
+    own = config.algorithm.temperature
+    against_rollout = algorithm.old_logprobs == "rollout" or algorithm.corrections
+    if own and own != rollout.temperature and against_rollout:
+        raise UserError(
+            f"algorithm.temperature = {own:g}: ratios to the rollout's log-probs, which are at "
+            f"rollout.temperature = {rollout.temperature:g}, would be wrong; leave it out, or set "
+            "algorithm.old_logprobs = 'behaviour' or 'proximal' and no algorithm.corrections"
+        )
+
+
+def _check_group(config: RunConfig, algorithm: AlgorithmOptions) -> None:
+    """An advantage within a group of one is always zero: such a run would learn nothing."""
+    if config.rollout.num_samples == 1 and algorithm.advantage in WITHIN_GROUP:
+        raise UserError(
+            f"rollout.num_samples = 1: the advantage {algorithm.advantage!r} compares the samples "
+            "of a group, so it would be 0 and nothing learned; give 2 or more, or "
+            "algorithm.advantage = 'batch' or 'gae'"
+        )
+
+
+def _try_own(algorithm: AlgorithmOptions, group_size: int) -> None:
+    """A loss and an advantage of the user's, on a made-up batch."""
+    from dora_rl.trainer.losses.registry import resolve
+    from dora_rl.trainer.losses.trial import try_advantage, try_loss
+
+    objective = resolve(algorithm)
+    if is_users_own(objective.options.loss):
+        try_loss(objective)
+    if is_users_own(objective.advantage):
+        try_advantage(objective, group_size)
+
+
+def describe_own(section: AlgorithmConfig) -> list[str]:
+    """The functions of the user's own that `check_learner` has tried, with their arguments."""
+    lines: list[str] = []
+    for key, name, args in (
+        ("loss", section.loss, section.loss_args),
+        ("advantage", section.advantage or "", section.advantage_args),
+    ):
+        if is_users_own(name):
+            given = "".join(f", {word} = {value}" for word, value in args.items())
+            lines.append(f"{key} {name}: tried on a made-up batch{given}")
+    return lines
+
+
+def check_learner_device(config: RunConfig, device: str) -> None:
+    """`device`: the run's, which the learner takes where trainer.device is auto."""
+    name = config.trainer.device if config.trainer.device != "auto" else device
+    if name.startswith("cuda") and not device.startswith("cuda"):
+        from dora_rl.trainer.model import pick_device
+
+        pick_device(name)
+    trainer = config.trainer
+    on_gpu = name.startswith("cuda")
+    check_attention(trainer.attention, on_gpu=on_gpu, dtype=trainer.compute_dtype)
+    check_published(trainer.compute_dtype, trainer.publish_dtype, on_gpu=on_gpu)
+
+
+def _check_adapters(config: RunConfig, trainer: TrainerOptions) -> None:
+    if not trainer.lora_rank:
+        return
+    spec = read_spec(config.model.path)
+    dense = spec.moe is None or len(spec.moe.sparse_layers) < spec.num_layers
+    # The layers of the blocks: neither learner nor instances have an adapter for the output matrix.
+    known = LINEAR_LAYERS if dense else ATTENTION_LAYERS
+    for target in trainer.lora_targets:
+        choose("layer in trainer.lora_targets", target, known)
+
+
+def _check_reference(config: RunConfig, path: Path) -> None:
+    check_weights(path, "trainer.reference_model")
+    policy, reference = read_spec(config.model.path), read_spec(path)
+    if policy.vocab != reference.vocab:
+        raise UserError(
+            f"trainer.reference_model: {path} has {reference.vocab} tokens, "
+            f"the model has {policy.vocab}; give one with the same tokenizer"
+        )

@@ -1,0 +1,177 @@
+"""Everything that can be wrong is found here, before anything starts.
+
+Imports neither torch nor transformers unless the model or the machine calls for them, so that a
+mistake is answered in a second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dora_rl.config import RewardConfig, RunConfig
+from dora_rl.controller.eval_figures import SCORES
+from dora_rl.controller.sinks import check_sinks
+from dora_rl.data.prompts import PromptSource, open_data
+from dora_rl.engine.models import read_spec
+from dora_rl.engine.options import EngineOptions
+from dora_rl.envs.load import label_of, load_environments
+from dora_rl.rewards.base import build
+from dora_rl.setup.layout import Layout, plan_layout
+from dora_rl.setup.learner_check import check_learner, check_learner_device, describe_own
+from dora_rl.setup.model_check import check_model_files
+from dora_rl.setup.plan import with_memory
+from dora_rl.setup.tokenizer import open_tokenizer
+from dora_rl.setup.ways_out import memory_problems
+from dora_rl.types import UserError
+from dora_rl.workers.engines import check_backend
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A run that can start."""
+
+    config: RunConfig
+    layout: Layout
+    train: PromptSource
+    evaluation: PromptSource | None
+    decode: Callable[[Sequence[int]], str]
+
+    def check_memory(self) -> None:
+        """Refuse a run whose GPUs are too small, with what to change."""
+        problems = memory_problems(self.config, self.layout)
+        if problems:
+            raise UserError(problems[0])
+
+    def describe(self) -> list[str]:
+        o, layout = self.config.orchestration, self.layout
+        return [
+            f"mode {o.mode.value}, K = {o.max_staleness}, {o.num_steps} steps of "
+            f"{o.batch_groups} groups x {self.config.rollout.num_samples} samples",
+            f"{len(layout.instances)} instances on {layout.device}, up to "
+            f"{layout.resident_max} versions each; learner with {layout.learner_threads} threads",
+            *self.train.describe(),
+            *describe_own(self.config.algorithm),
+            *_describe_environments(self.config),
+            f"run directory {self.config.runtime.run_dir}",
+        ]
+
+
+def prepare(config: RunConfig) -> Prepared:
+    """Open model, data and rewards; a mistake in any of them is one line."""
+    path = Path(config.model.path)
+    check_model_files(path)
+    check_sinks(config.logging.sinks)
+    check_learner(config)
+    config = with_environments(config)
+    reward = build(config.reward, Path(".")) if config.reward.functions else None
+    if reward is None and not config.env.environments:
+        raise UserError("reward.functions is empty; give path/to/file.py:name or a built-in")
+    tokenizer = open_tokenizer(path, config.model.trust_remote_code)
+    train, evaluation = open_data(config.data, tokenizer, ".")
+    if reward is not None:
+        check_columns(reward.missing(train.prompt(0).columns), config.reward)
+        reward.close()
+    check_best_metric(config)
+    check_backend(config)
+
+    def decode(ids: Sequence[int]) -> str:
+        return tokenizer.decode(ids, skip_special_tokens=True)
+
+    layout = with_memory(config, plan_layout(config, choose_device(config.runtime.device)))
+    check_learner_device(config, layout.device)
+    engine = EngineOptions(**config.engine_options(layout.device, layout.resident_max))
+    check_context(config, engine, len(train.prompt(0).token_ids))
+    return Prepared(config, layout, train, evaluation, decode)
+
+
+def check_columns(missing: Sequence[str], section: RewardConfig) -> None:
+    """What a reward cannot do without, the data must have."""
+    if missing:
+        names = ", ".join(function.name for function in section.functions)
+        raise UserError(
+            f"reward.functions: {names}: the data have no column {missing[0]!r}; "
+            "add it to the rows of data.train or rename the argument"
+        )
+
+
+def check_context(config: RunConfig, engine: EngineOptions, prompt_tokens: int) -> None:
+    """A prompt and its response have room, the first one at least."""
+    spec = read_spec(config.model.path)
+    context = engine.context_limit(spec.context_max)
+    tokens = prompt_tokens + config.rollout.tokens_max
+    if tokens > context:
+        raise UserError(
+            f"rollout.tokens_max: a prompt of {prompt_tokens} tokens and a response of "
+            f"{config.rollout.tokens_max} exceed the context of {context}; lower it to "
+            f"{context} less the longest prompt"
+        )
+    if config.rollout.backend == "native" and engine.kv_bytes_max:
+        # As the engine counts: one block is kept for the next token.
+        room = (engine.blocks_in(engine.kv_bytes_max, spec) - 1) * engine.block_tokens
+        if tokens > room:
+            raise UserError(
+                f"rollout.kv_bytes_max: {engine.kv_bytes_max} bytes hold requests of {room} tokens "
+                f"at most; a prompt of {prompt_tokens} and its response have {tokens}"
+            )
+
+
+def check_best_metric(config: RunConfig) -> None:
+    """The best checkpoint is chosen by a figure that evaluations have."""
+    metric = config.checkpoint.best_metric
+    if config.checkpoint.keep_best and metric.removeprefix("eval/") not in SCORES:
+        names = ", ".join(f"eval/{name}" for name in SCORES)
+        raise UserError(f"checkpoint.best_metric: {metric!r} is not measured; give one of {names}")
+
+
+def _describe_environments(config: RunConfig) -> list[str]:
+    return [
+        f"environment {entry.label or entry.name}: up to {entry.turns_max} turns of "
+        f"{entry.timeout_s:g} s, {entry.concurrent_max} at once, {config.env.num_workers} workers"
+        for entry in config.env.environments
+    ]
+
+
+def with_environments(config: RunConfig) -> RunConfig:
+    """Load the environments, and mix the training data by their weights.
+
+    The sources of an environment share its weight in proportion to their own.
+    """
+    loaded = load_environments(config.env)
+    if not loaded:
+        named = [s.path for s in (*config.data.train, *config.data.eval) if s.env]
+        if named:
+            raise UserError(f"data: {named[0]} names an environment, and env.environments is empty")
+        return config
+    for source in config.data.eval:
+        label_of(source.env, loaded)
+    labels = [label_of(source.env, loaded) for source in config.data.train]
+    totals = dict.fromkeys(labels, 0.0)
+    for label, source in zip(labels, config.data.train, strict=True):
+        totals[label] += source.weight
+    if len(totals) < 2:
+        return config
+    # Rounded, so that a run that is resumed from its own resolved configuration has the same.
+    mixed = tuple(
+        source.model_copy(
+            update={"weight": round(loaded[label].entry.weight * source.weight / totals[label], 9)}
+        )
+        for label, source in zip(labels, config.data.train, strict=True)
+    )
+    data = config.data.model_copy(update={"train": mixed})
+    return config.model_copy(update={"data": data})
+
+
+def choose_device(wanted: str) -> str:
+    """`auto` is a GPU where there is one. Torch is imported only where the system shows one."""
+    shows_gpu = any(Path(place).exists() for place in ("/proc/driver/nvidia", "/dev/nvidiactl"))
+    if wanted == "cpu" or (wanted == "auto" and not shows_gpu):
+        return "cpu"
+    import torch
+
+    if wanted == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if wanted.startswith("cuda") and not torch.cuda.is_available():
+        raise UserError(f"runtime.device: {wanted} is asked for and torch sees no GPU")
+    return wanted

@@ -1,0 +1,1 @@
+"""The sample store: the payload of every sample, from its first token to the end of its group."""

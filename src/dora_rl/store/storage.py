@@ -1,0 +1,155 @@
+"""A shard of the sample table: the payload of its groups, and journals of instances elsewhere.
+
+Rows come from instances, are read by rewards and the learner, and never pass the controller, which
+keeps what it decides by (lengths, rewards, versions: `sample_index`). A row is on disk before the
+controller hears of it, and told again if the instance asks again. Shard n has the groups whose
+number leaves the remainder n; all shards live on the controller's host, with the run directory.
+
+Lines of rollouts.jsonl are written here too, when a step closes: once per step and group, whoever
+asks how often.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dora_rl.core import events as ev
+from dora_rl.data.table_rows import TableClosed
+from dora_rl.envs.text import spans
+from dora_rl.io.lines import read_lines
+from dora_rl.io.transport import Link, Refused, Server, TransportError
+from dora_rl.io.wire import Channel, Message, decode_event, pack, unpack
+from dora_rl.setup.tokenizer import open_tokenizer
+from dora_rl.store.journals import Journals
+from dora_rl.store.samples import Samples
+from dora_rl.types import GroupId, Prompt, RequestId
+from dora_rl.workers.worker import Setup, beat
+
+BEAT_S = 1.0
+
+
+class Storage:
+    """One shard: serves the data connections; the controller's messages come through `hear`."""
+
+    def __init__(self, setup: Setup, channel: Channel) -> None:
+        config, self._channel = setup.config, channel
+        run_dir, number = Path(setup.run_dir), int(setup.extra["shard"])
+        self._samples = Samples(run_dir / f"table.{number}.log", config.rollout.num_samples)
+        self._journals = Journals(run_dir / "journal")
+        self._tokenizer = open_tokenizer(Path(config.model.path), config.model.trust_remote_code)
+        self._lock = threading.Lock()
+        self._rollouts = run_dir / "rollouts.jsonl" if config.logging.rollouts else None
+        found = read_lines(run_dir / "rollouts.jsonl")
+        self._written = {(line["step"], line["group"]) for line in found}
+        self.server = Server(bytes.fromhex(setup.key), self._answer)
+
+    # -- instances, rewards, learner --------------------------------------------------------------
+
+    def _answer(self, question: dict[str, Any], link: Link) -> None:
+        try:
+            self._do(question, link)
+        except TableClosed as error:  # the asker hears nothing, and asks the next shard
+            raise TransportError("the shard ends") from error
+
+    def _do(self, question: dict[str, Any], link: Link) -> None:
+        kind = question["kind"]
+        if kind == "put":
+            self._put(unpack(bytes(link.read(int(question["num_bytes"])))))
+            link.say({})
+        elif kind == "journal":
+            lines = bytes(link.read(int(question["num_bytes"])))
+            name, life, whole = question["name"], int(question["life"]), bool(question["whole"])
+            self._journals.write(name, life, lines, whole=whole)
+            link.say({})
+        elif kind == "rows":
+            data = self._read(int(question["group"]), question["samples"])
+            link.say({"num_bytes": len(data)})
+            link.write(data)
+        else:
+            raise Refused(f"a storage shard has no {kind!r}")
+
+    def _put(self, message: Message) -> None:
+        """Write the row, then tell the controller what it decides by."""
+        event = decode_event(message.body)
+        assert isinstance(event, ev.SampleFinished)
+        arrays = message.arrays
+        text = self._tokenizer.decode(arrays["token_ids"].tolist(), skip_special_tokens=True)
+        with self._lock:
+            self._samples.put(event, 0, message, text)
+        meta = {
+            "logprob_sum": float(arrays["logprobs"].sum(dtype=np.float64)),
+            "num_generated": int(arrays["loss_mask"].sum()),
+            "turns": spans(arrays["loss_mask"].tolist()),
+        }
+        reward = {"reward": arrays["reward"]} if "reward" in arrays else {}
+        self._channel.send("stored", {"event": message.body, "meta": meta}, reward)
+
+    def _read(self, group: GroupId, samples: Sequence[int]) -> bytes:
+        with self._lock:
+            rows = [self._samples.row(RequestId(group, sample)) for sample in samples]
+        found = [row.columns for row in rows if row is not None]
+        if len(found) < len(rows):
+            raise Refused(f"samples {list(samples)} of group {group} are not all here")
+        arrays: dict[str, NDArray[Any]] = {
+            name: np.concatenate([np.asarray(columns[name]) for columns in found])
+            for name in ("token_ids", "logprobs", "loss_mask")
+        }
+        body = {
+            "lengths": [len(np.asarray(columns["token_ids"])) for columns in found],
+            "texts": [str(columns["text"]) for columns in found],
+        }
+        return pack("rows", body, arrays)
+
+    # -- the controller ---------------------------------------------------------------------------
+
+    def hear(self, message: Message) -> None:
+        body = message.body
+        with self._lock:
+            if message.kind == "drop":
+                self._samples.drop(body["group"])
+            elif message.kind == "trained":
+                if self._rollouts is not None:
+                    self._write(self._rollouts, body)
+                self._channel.send("wrote", {"step": body["step"], "group": body["group"]})
+
+    def groups(self) -> list[GroupId]:
+        return self._samples.groups()
+
+    def _write(self, path: Path, body: dict[str, Any]) -> None:
+        """The group's lines, in one write where there is room."""
+        step, group = int(body["step"]), int(body["group"])
+        if (step, group) in self._written:
+            return
+        samples = tuple(int(sample) for sample in body["samples"])
+        for sample, reward, parts in zip(samples, body["rewards"], body["parts"], strict=True):
+            self._samples.reward(RequestId(group, sample), float(reward), parts)
+        lines: list[str] = []
+        index, token_ids, text, env = body["prompt"]
+        prompt = Prompt(index, tuple(token_ids), text, env=env)
+        for trained in self._samples.trained(group, samples, prompt):
+            record = asdict(trained) | {"version": body["version"]}
+            lines.append(json.dumps({"step": step, **record}) + "\n")
+        with path.open("ab") as file:  # writes the rest too where a part went first
+            file.write("".join(lines).encode())
+        self._written.add((step, group))
+
+
+def serve_storage(setup: Setup, channel: Channel) -> None:
+    """Until the controller says "end" or is gone."""
+    storage = Storage(setup, channel)
+    channel.send("ready", {"port": storage.server.port, "groups": storage.groups()})
+    beat(channel, lambda: channel.send("beat", {}), BEAT_S)
+    while True:
+        message = channel.receive()
+        if message.kind == "end":
+            storage.server.close()
+            return
+        storage.hear(message)

@@ -1,0 +1,1 @@
+"""Sealed versions of the policy: format, store, publication, cleaning up."""

@@ -1,0 +1,239 @@
+"""Which weights a run directory or a model directory stands for, and how to write them out.
+
+Reads only; a run may still be going on. Invariant: what is found is complete: checkpoints and
+sealed versions appear under their names only when every byte is there.
+
+    find_model(Path("runs/quickstart"), "last")   newest sealed version or checkpoint
+    find_model(Path("runs/quickstart"), "best")   the version with the best evaluation
+    find_model(Path("Qwen3-0.6B"))                a Hugging Face directory, as it is
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dora_rl.controller.eval_figures import Figures, best_evaluated
+from dora_rl.io.system_errors import number_of
+from dora_rl.types import UserError, Version
+
+if TYPE_CHECKING:
+    from dora_rl.config import RunConfig
+    from dora_rl.weights.store import SealedFile
+
+
+@dataclass(frozen=True, slots=True)
+class FoundModel:
+    """`directory` has config and tokenizer; the weights are `sealed`, or lie in `directory`."""
+
+    label: str
+    version: Version
+    directory: Path
+    sealed: SealedFile | None = None
+
+    @property
+    def source(self) -> Any:
+        """What `Engine.load` takes."""
+        return self.directory if self.sealed is None else self.whole()
+
+    def whole(self) -> Any:
+        """The sealed version with its adapter, if it is one, merged."""
+        from dora_rl.weights.lora_base import whole
+
+        return whole(self.sealed, self.directory)
+
+
+def is_run(path: Path) -> bool:
+    """A run directory has an event log; its config.json has the sections of a run."""
+    if (path / "events").is_dir():
+        return True
+    config = path / "config.json"
+    if not config.is_file():
+        return False
+    try:
+        return "orchestration" in json.loads(config.read_text())
+    except ValueError:
+        return False
+
+
+def run_config(run: Path) -> RunConfig:
+    from dora_rl.setup.settings import load_config
+
+    if not is_run(run):
+        raise UserError(f"{run} is not a run directory (no events/)")
+    return load_config(run / "config.json")
+
+
+def find_model(path: Path, step: str = "last") -> FoundModel:
+    """The weights that `path` and `step` name. `step`: last, best, or a number."""
+    if not path.is_dir():
+        raise UserError(f"{path} is neither a run nor a model directory")
+    if not is_run(path):
+        if not (path / "config.json").is_file():
+            raise UserError(f"{path} has no config.json; give a run or a Hugging Face directory")
+        if step != "last":
+            raise UserError(f"--step {step}: {path} is a model directory; only a run has steps")
+        return FoundModel(f"model {path}", 0, path)
+    found = _in_run(path)
+    if not found:
+        raise UserError(f"{path} has no checkpoint and no sealed weights yet")
+    if step == "last":
+        return _proved(path, found[max(found)])
+    if step == "best":
+        return _proved(path, _best(path, found))
+    return _proved(path, found[_number(step, found)])
+
+
+def _proved(run: Path, found: FoundModel) -> FoundModel:
+    """Refuse weights that are not those of the version they stand for."""
+    from dora_rl.weights.proof import checkpoint_problem, committed_weights, seals_whole_models
+
+    committed = committed_weights(run).get(found.version, "")
+    if found.sealed is None and not found.version:
+        problem = ""  # the model that the run began with; no step has made it
+    elif found.sealed is None:
+        known = committed if seals_whole_models(run_config(run)) else ""
+        problem = checkpoint_problem(found.directory, found.version - 1, known)
+    elif committed and found.sealed.checksum != committed:
+        problem = "its weights are not those that the log committed"
+    else:
+        problem = ""
+    if problem:
+        hint = f"see dora-rl audit --files {run}; choose another --step"
+        raise UserError(f"{found.label} is not what the run made: {problem}; {hint}")
+    return found
+
+
+def newer_model(run: Path, than: Version) -> FoundModel | None:
+    """The newest weights of a run, if they are newer; only those are opened.
+
+    Raises `WeightsError` where they are damaged, or were retired at this very moment.
+    """
+    from dora_rl.weights.store import DiskWeightStore
+
+    config = run_config(run)
+    root = run / "weights"
+    store = DiskWeightStore(root) if root.is_dir() else None
+    sealed = max(store.versions(), default=-1) if store is not None else -1
+    saved = max(_checkpoints(run, config).saved(), key=lambda one: one.step, default=None)
+    if saved is not None and saved.step + 1 >= sealed:
+        version, label = saved.step + 1, f"version {saved.step + 1} of {run} ({saved.path.name})"
+        return FoundModel(label, version, saved.path) if version > than else None
+    if store is None or sealed <= than:
+        return None
+    label = f"version {sealed} of {run} (sealed)"
+    return FoundModel(label, sealed, Path(config.model.path), store.open(sealed))
+
+
+def has_weights(run: Path, version: Version) -> bool:
+    """Whether the run still keeps this version; what it began with is its model."""
+    from dora_rl.weights.store import DiskWeightStore
+
+    root = run / "weights"
+    if version == 0 or (root.is_dir() and version in DiskWeightStore(root).versions()):
+        return True
+    # As `Checkpoints` names them; those are not imported here, as they bring torch with them.
+    return (run / "checkpoints" / f"step_{version - 1:06d}" / "trainer" / "state.json").is_file()
+
+
+def _in_run(run: Path) -> dict[Version, FoundModel]:
+    """Every version that is still there; a checkpoint is preferred to sealed weights."""
+    from dora_rl.weights.store import DiskWeightStore
+
+    config = run_config(run)
+    found: dict[Version, FoundModel] = {}
+    if (run / "weights").is_dir():
+        store = DiskWeightStore(run / "weights")
+        for version in store.versions():
+            label = f"version {version} of {run} (sealed)"
+            sealed = store.open(version)
+            found[version] = FoundModel(label, version, Path(config.model.path), sealed)
+    for saved in _checkpoints(run, config).saved():
+        version = saved.step + 1
+        label = f"version {version} of {run} ({saved.path.name})"
+        found[version] = FoundModel(label, version, saved.path)
+    return found
+
+
+def _checkpoints(run: Path, config: RunConfig) -> Any:
+    from dora_rl.trainer.checkpoint import Checkpoints
+    from dora_rl.trainer.options import CheckpointOptions, from_section
+
+    return Checkpoints(run / "checkpoints", from_section(CheckpointOptions, config.checkpoint))
+
+
+def _number(step: str, found: dict[Version, FoundModel]) -> Version:
+    there = ", ".join(str(version) for version in sorted(found))
+    if not step.isdigit():
+        raise UserError(f"--step {step!r}: give a number of steps trained, best or last")
+    if int(step) not in found:
+        raise UserError(f"--step {step}: the run keeps only the weights after steps {there}")
+    return int(step)
+
+
+def _best(run: Path, found: dict[Version, FoundModel]) -> FoundModel:
+    """The version that was evaluated best, and no other, whether or not it has a checkpoint."""
+    config = run_config(run)
+    metric, is_max = config.checkpoint.best_metric, config.checkpoint.best_is_max
+    evaluations = _evaluations(run)
+    best = best_evaluated(evaluations, metric, is_max=is_max)
+    if best is None:
+        raise UserError(f"--step best: {run} has no evaluation with a score; use last")
+    version, name, value = best
+    if version in found:
+        return found[version]
+    if version == 0:  # what the run began with
+        return FoundModel(f"version 0 of {run} ({config.model.path})", 0, Path(config.model.path))
+    kept = {v: figures for v, figures in evaluations.items() if v in found}
+    next_best = best_evaluated(kept, metric, is_max=is_max)
+    instead = f"--step {next_best[0]} ({next_best[2]:.4g})" if next_best else "--step last"
+    raise UserError(
+        f"--step best: version {version} is best ({name} {value:.4g}) and {run} does not keep its "
+        f"weights; use {instead}"
+    )
+
+
+def _evaluations(run: Path) -> dict[Version, Figures]:
+    path = run / "metrics.jsonl"
+    text = path.read_text() if path.is_file() else ""
+    lines = [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+    return {
+        line["version"]: {name.removeprefix("eval/"): line[name] for name in line}
+        for line in lines
+        if "step" not in line and "version" in line
+    }
+
+
+def export_model(found: FoundModel, out: Path, shard_bytes_max: int = 4 << 30) -> None:
+    """Write a complete Hugging Face directory, or nothing."""
+    from dora_rl.trainer.checkpoint import copy_side_files, write_atomically
+    from dora_rl.trainer.weights import tensor_files, write_model
+
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} is not an empty directory; choose another")
+    sealed = found.sealed
+
+    def fill(target: Path) -> None:
+        copy_side_files(found.directory, target)
+        if sealed is not None:
+            write_model(target, found.whole().tensors(), shard_bytes_max)
+            return
+        files = {*tensor_files(found.directory).values()}
+        files |= {*found.directory.glob("*.index.json")}
+        for file in sorted(files):
+            shutil.copy2(file, target / file.name)
+
+    try:
+        write_atomically(out, fill)
+    except Exception as error:
+        shutil.rmtree(out.with_name(f".{out.name}.tmp"), ignore_errors=True)
+        number = number_of(error)
+        if number is None:
+            raise
+        raise UserError(
+            f"cannot write {out} ({os.strerror(number)}); choose another directory"
+        ) from error

@@ -1,0 +1,329 @@
+"""The weight store of one host: sealed versions as files in shared memory.
+
+A version is opened from any process by (root, number).
+
+Never changes a version after publication, never shows half of one, never pickles. Invariant: a
+version is visible exactly when its directory carries its final name, and that name appears by one
+atomic rename after every byte and the manifest are written.
+
+    root/.lock               held for the moment a temporary directory is made or cleaned
+    root/.new-00000003-…     being written; its own lock says that the writer is alive
+    root/00000002/           sealed: model.safetensors (mapped by readers) and manifest.json
+    root/.old-00000001-…     retired; readers that have it mapped keep their pages
+
+A writer that dies leaves a `.new-` directory without a lock holder; the next store that is made on
+the same root removes it. The same class with `durable=True` keeps versions on a disk for resume.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dora_rl.config import WeightsConfig
+from dora_rl.ports import Canary
+from dora_rl.types import Version
+from dora_rl.weights.format import (
+    MANIFEST_FILE,
+    TENSORS_FILE,
+    SealedFile,
+    WeightsCorrupt,
+    WeightsError,
+    read_manifest,
+)
+from dora_rl.weights.leftovers import store_name
+from dora_rl.weights.writer import write_sealed
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = [
+    "DiskWeightStore",
+    "SealedFile",
+    "SharedMemoryWeightStore",
+    "VersionExists",
+    "VersionMissing",
+    "WeightsCorrupt",
+    "WeightsError",
+    "WeightsFull",
+    "copy_version",
+    "export_safetensors",
+    "shared_memory_root",
+]
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+class VersionExists(WeightsError):
+    """The version was published before; a number is used once."""
+
+
+class VersionMissing(WeightsError):
+    """The version was never published here, or is retired."""
+
+
+class WeightsFull(WeightsError):
+    """No room for the version. The store is as it was before the attempt."""
+
+
+class SharedMemoryWeightStore:
+    """Implements `ports.WeightStore`. Cheap to make; every process makes its own on the same root.
+
+    store = SharedMemoryWeightStore("/dev/shm/run-1")
+    store.publish(0, model.state_dict().items())
+    weights = store.open(0)            # in any process
+    for name in weights.names(): copy(weights.tensor(name))
+    """
+
+    def __init__(self, root: str | Path, *, durable: bool = False, verify: bool = True) -> None:
+        self.root = Path(root)
+        self.durable = durable
+        self._verify = verify
+        # Keyed by the file's stamp too, so that a file that was touched is hashed again.
+        self._verified: set[tuple[Version, tuple[int, ...]]] = set()
+        self.root.mkdir(parents=True, exist_ok=True)
+        self._clean()
+
+    def publish(
+        self,
+        version: Version,
+        tensors: Iterable[tuple[str, Tensor]],
+        canary: Canary | None = None,
+        base: str = "",
+    ) -> str:
+        """Write all tensors, seal, return the checksum. All or nothing."""
+        with self._copying(version) as copy:
+            return self._publish(version, tensors, canary, base, expected=None, copy_to=copy)
+
+    def take_in(self, sealed: SealedFile) -> None:
+        """Publish a copy of a version that another store has, if it is what was published."""
+        parts = (sealed.tensors(), sealed.canary, sealed.base)
+        self._publish(sealed.version, *parts, expected=sealed.checksum)
+
+    def _publish(
+        self,
+        version: Version,
+        tensors: Iterable[tuple[str, Tensor]],
+        canary: Canary | None,
+        base: str,
+        expected: str | None,
+        copy_to: Path | None = None,
+    ) -> str:
+        assert version >= 0, f"version {version} is negative"
+        if self._directory(version).exists():
+            raise VersionExists(f"version {version} is already published in {self.root}")
+        with self._new_directory(version) as directory:
+            manifest = write_sealed(
+                directory, version, tensors, canary, self.durable, base, copy_to
+            )
+            if expected not in (None, manifest.checksum):
+                raise WeightsCorrupt(f"version {version} changed after publication; not copied")
+            self._seal(directory, version)
+        return manifest.checksum
+
+    @contextmanager
+    def _copying(self, version: Version) -> Iterator[Path | None]:
+        """Where else the files of a version go while it is published: nowhere."""
+        del version
+        yield None
+
+    @contextmanager
+    def receiving(self, version: Version) -> Iterator[Path]:
+        """A directory to be filled with the two files of a version from elsewhere, then sealed."""
+        if self._directory(version).exists():
+            raise VersionExists(f"version {version} is already published in {self.root}")
+        with self._new_directory(version) as directory:
+            yield directory
+            self._seal(directory, version)
+
+    def open(self, version: Version) -> SealedFile:
+        """Map the version. Its bytes are hashed the first time this store object opens it."""
+        sealed = self.map(version)
+        if self._verify and (version, sealed.stamp) not in self._verified:
+            sealed.verify()
+            self._verified.add((version, sealed.stamp))
+        return sealed
+
+    def map(self, version: Version) -> SealedFile:
+        """Map the version without hashing it, for those who hash what they read."""
+        directory = self._directory(version)
+        try:
+            return SealedFile(directory, version)
+        except FileNotFoundError as error:
+            if directory.exists():
+                message = f"version {version}: {error.filename} is gone"
+                raise WeightsCorrupt(message) from error
+            raise VersionMissing(
+                f"version {version} is not in {self.root} (it has {list(self.versions())})"
+            ) from error
+
+    def retire(self, version: Version) -> None:
+        """Forget the version. Readers that have it mapped keep reading it."""
+        grave = self.root / f".old-{version:08d}-{os.getpid()}"
+        try:
+            self._directory(version).rename(grave)
+        except FileNotFoundError as error:
+            raise VersionMissing(f"version {version} is not in {self.root}") from error
+        # Another process may be cleaning at the same moment; a rest is cleaned with the next store.
+        shutil.rmtree(grave, ignore_errors=True)
+
+    def versions(self) -> Sequence[Version]:
+        """The sealed versions, oldest first."""
+        return sorted(int(entry.name) for entry in self.root.iterdir() if entry.name.isdigit())
+
+    def checksum(self, version: Version) -> str:
+        """What was published, from the manifest alone; no tensor is read."""
+        try:
+            return read_manifest(self._directory(version), version).checksum
+        except FileNotFoundError as error:
+            raise VersionMissing(f"version {version} is not in {self.root}") from error
+
+    def num_bytes(self) -> int:
+        """What the live window occupies."""
+        return sum(
+            (self._directory(v) / TENSORS_FILE).stat().st_size + self._manifest(v).stat().st_size
+            for v in self.versions()
+        )
+
+    def destroy(self) -> None:
+        """Remove the whole store, at the end of a run that needs no resume from it."""
+        shutil.rmtree(self.root, ignore_errors=True)
+
+    def _directory(self, version: Version) -> Path:
+        return self.root / f"{version:08d}"
+
+    def _manifest(self, version: Version) -> Path:
+        return self._directory(version) / MANIFEST_FILE
+
+    @contextmanager
+    def _new_directory(self, version: Version) -> Iterator[Path]:
+        """A private directory, locked while we live, gone afterwards whatever happens."""
+        directory = self.root / f".new-{version:08d}-{os.getpid()}"
+        with self._store_lock():
+            directory.mkdir()
+            handle = os.open(directory, os.O_RDONLY)
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        try:
+            yield directory
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            shutil.rmtree(directory, ignore_errors=True)
+            raise WeightsFull(self._full_message(version)) from error
+        finally:
+            os.close(handle)
+            shutil.rmtree(directory, ignore_errors=True)
+
+    def _seal(self, directory: Path, version: Version) -> None:
+        if self.durable:
+            _fsync_directory(directory)
+        try:
+            directory.rename(self._directory(version))
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            message = f"version {version} is already published in {self.root}"
+            raise VersionExists(message) from error
+        if self.durable:
+            _fsync_directory(self.root)
+
+    def _full_message(self, version: Version) -> str:
+        usage = shutil.disk_usage(self.root)
+        return (
+            f"no room for version {version} in {self.root}: {usage.free >> 20} of "
+            f"{usage.total >> 20} MiB are free; enlarge it (docker: --shm-size) or set weights.root"
+        )
+
+    @contextmanager
+    def _store_lock(self) -> Iterator[None]:
+        with (self.root / ".lock").open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def _clean(self) -> None:
+        """Remove what dead writers and interrupted retirements left behind."""
+        with self._store_lock():
+            for entry in self.root.iterdir():
+                if entry.name.startswith(".old-") or (
+                    entry.name.startswith(".new-") and not _is_locked(entry)
+                ):
+                    shutil.rmtree(entry, ignore_errors=True)
+
+
+class DiskWeightStore(SharedMemoryWeightStore):
+    """The same store on a disk, synced before a version becomes visible: for resume."""
+
+    def __init__(self, root: str | Path, *, verify: bool = True) -> None:
+        super().__init__(root, durable=True, verify=verify)
+
+
+def copy_version(
+    source: SharedMemoryWeightStore,
+    target: SharedMemoryWeightStore,
+    version: Version,
+) -> str:
+    """Copy a sealed version (shared memory to disk, or back on resume); returns its checksum.
+
+    Copying again what is already there is fine; a different version of that number is an error.
+    """
+    sealed = source.map(version)  # copying hashes every byte, so damage is noticed there
+    if version in target.versions():
+        if target.checksum(version) != sealed.checksum:
+            raise VersionExists(
+                f"version {version} in {target.root} differs from the one in {source.root}"
+            )
+        return sealed.checksum
+    target.take_in(sealed)
+    return sealed.checksum
+
+
+def export_safetensors(sealed: SealedFile, path: str | Path) -> None:
+    """Write the version as one plain safetensors file that other tools load, atomically."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with temporary.open("wb") as file:
+            file.write(sealed.file_bytes())
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    _fsync_directory(path.parent)
+
+
+def shared_memory_root(config: WeightsConfig, run_dir: str | Path) -> Path:
+    """Where a run keeps its live versions: the same place again when the run is resumed."""
+    if config.root:
+        return Path(config.root)
+    name = hashlib.sha256(str(Path(run_dir).resolve()).encode()).hexdigest()[:12]
+    if SHARED_MEMORY.is_dir() and os.access(SHARED_MEMORY, os.W_OK):
+        return SHARED_MEMORY / store_name(name)
+    return Path(run_dir) / "weights"
+
+
+def _is_locked(directory: Path) -> bool:
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(handle)
+    return False
+
+
+def _fsync_directory(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

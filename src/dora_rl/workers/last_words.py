@@ -1,0 +1,62 @@
+"""Why a worker ended, in one line: what it said itself, or what the system says of its process.
+
+Invariant: whoever runs out of memory is told so, with the numbers, wherever the words come from.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+
+from dora_rl.io.system_errors import is_memory
+from dora_rl.user_code import one_line
+
+ENDED = "its process ended"
+_SIZE = r"([\d.]+ [KMGT]i?B)"
+_CUDA = {
+    "wanted": re.compile(rf"Tried to allocate {_SIZE}"),
+    "total": re.compile(rf"total capacity of {_SIZE}"),
+    "free": re.compile(rf"of which {_SIZE} is free"),
+    "held": re.compile(rf"this process has {_SIZE} memory in use"),
+}
+_HOST = re.compile(r"tried to allocate (\d+) bytes")
+_ON_GPU = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "Failed to CUDA calloc")
+ROOM_ON_GPU = (
+    "lower rollout.kv_bytes_max or trainer.pack_tokens, "
+    'or set trainer.activation_checkpointing = "layer"'
+)
+ROOM_ON_HOST = "free memory on this machine, or lower trainer.pack_tokens and rollout.kv_bytes_max"
+
+
+def last_words(error: BaseException) -> str:
+    """An error as the reason for the end of a process."""
+    text = str(error)
+    if "CUDA out of memory" in text or any(sign in text for sign in _ON_GPU):
+        return _out_of_gpu_memory(text)
+    wanted = _HOST.search(text)
+    if is_memory(error):
+        much = f": {int(wanted[1]) / 2**30:.2f} GiB more were wanted" if wanted else ""
+        return f"out of memory on the host{much}; {ROOM_ON_HOST}"
+    return one_line(error)
+
+
+def _out_of_gpu_memory(text: str) -> str:
+    found = {name: match[1] for name, p in _CUDA.items() if (match := p.search(text))}
+    parts = [f"{found['wanted']} more were wanted"] if "wanted" in found else []
+    if "free" in found and "total" in found:
+        parts.append(f"{found['free']} of {found['total']} are free")
+    if "held" in found:
+        parts.append(f"this process has {found['held']}")
+    numbers = f": {', '.join(parts)}" if parts else ""
+    return f"out of memory on the GPU{numbers}; {ROOM_ON_GPU}"
+
+
+def why_ended(said: str, status: int | None) -> str:
+    """What the worker said, or its process's exit status (negative: the signal that ended it)."""
+    if said:
+        return said
+    if status is None or status >= 0:
+        return ENDED
+    name = signal.Signals(-status).name if -status in set(signal.Signals) else str(-status)
+    hint = ", as the system does when memory runs out" if name == "SIGKILL" else ""
+    return f"{ENDED} by {name}{hint}"

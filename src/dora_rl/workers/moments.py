@@ -1,0 +1,158 @@
+"""The optimizer's moments on disk, at most `checkpoint.state_every_s` old, written beside training.
+
+The learner is held up only by a copy to the host's memory at the end of a step; a thread writes it.
+One set is kept, the set before until the new one is complete.
+
+Never shows moments of a version that is not sealed, so that those on disk are always of a version
+that a restart can stand on. Invariant: what a clean end leaves is the moments of the last version.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dora_rl.trainer import distributed, state
+from dora_rl.trainer.learner import Learner
+from dora_rl.trainer.masters import host_room
+from dora_rl.types import Version
+from dora_rl.weights.store import DiskWeightStore, VersionMissing
+
+
+@dataclass(slots=True)
+class HostCopy:
+    """Moments of one version in the host's memory; empty on all ranks but the first."""
+
+    version: Version
+    tensors: dict[str, Tensor]
+
+
+class Moments:
+    """Copies, writes and finds them. Every rank has one; the first one writes."""
+
+    def __init__(
+        self, root: Path, every_s: float, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.store = DiskWeightStore(root)
+        self._every_s, self._clock = every_s, clock
+        self._first = distributed.world()[0] == 0
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="moments")
+        self._writing: Future[None] | None = None
+        self._held: HostCopy | None = None  # the newest copy
+        self._spare: list[dict[str, Tensor]] = []  # memory of copies that are no longer needed
+        self._room: Future[None] | None = None  # memory for the first copy, being made
+        self._saved_s = self._step_s = clock()
+
+    def forget_after(self, sealed: Version) -> None:
+        """At a start: what is newer than the newest sealed version belongs to another run."""
+        for version in self.store.versions():
+            if version > sealed:
+                self.store.retire(version)
+
+    # -- at the end of a step ---------------------------------------------------------------------
+
+    def step_ended(
+        self, learner: Learner, version: Version, sealed: Future[str], *, saved: bool
+    ) -> None:
+        """The learner is at `version`, which `sealed` waits for. `saved`: a checkpoint has it."""
+        now = self._clock()
+        took, self._step_s = now - self._step_s, now
+        if self._room is None:
+            self._make_room(learner)
+        if saved:
+            self._saved_s = now
+            return
+        # Later would be too late: the next chance is at the end of the next step.
+        due = now + took - self._saved_s > self._every_s and not self.is_writing()
+        due = distributed.decide(due)
+        # Several updates per step change the moments before the step is complete; a clean end in
+        # between then has this copy to save.
+        if due or learner.options.updates_per_step > 1:
+            self._copy(learner, version)
+        if due:
+            self._saved_s = now
+            self._begin(sealed)
+
+    def _make_room(self, learner: Learner) -> None:
+        """Pinned memory takes as long to make as a step of training: a thread makes it, after the
+        first step, when the moments are there. On several ranks the first copy makes it."""
+        self._room = Future()
+        self._room.set_result(None)
+        if distributed.world()[1] > 1 or learner.device.type == "cpu":
+            return
+        tensors = list(state.moments(learner))
+
+        def make() -> None:
+            self._spare.append({name: host_room(tensor) for name, tensor in tensors})
+
+        self._room = self._pool.submit(make)
+
+    def _copy(self, learner: Learner, version: Version) -> None:
+        if self._room is not None:
+            self._room.result()
+        if self._held is not None and not self.is_writing():
+            self._spare.append(self._held.tensors)
+        memory = self._spare.pop() if self._spare else {}
+        copies: dict[str, Tensor] = {}
+        for name, tensor in state.moments(learner):
+            if not self._first:
+                continue
+            room = memory.get(name)
+            if room is None:
+                room = host_room(tensor)
+            copies[name] = room.copy_(tensor, non_blocking=True)
+        if any(tensor.is_pinned() for tensor in copies.values()):
+            torch.cuda.synchronize()
+        self._held = HostCopy(version, copies)
+
+    def _begin(self, sealed: Future[str]) -> None:
+        held = self._held
+        assert held is not None
+        if self._first:
+            self._writing = self._pool.submit(self._write, held, sealed)
+
+    def _write(self, copy: HostCopy, sealed: Future[str] | None) -> None:
+        if sealed is not None:
+            sealed.result()
+        if copy.version not in self.store.versions():
+            self.store.publish(copy.version, copy.tensors.items())
+        for older in self.store.versions():
+            if older < copy.version:
+                with contextlib.suppress(VersionMissing):
+                    self.store.retire(older)
+
+    def is_writing(self) -> bool:
+        """Raises what went wrong with the last set."""
+        if self._writing is not None and self._writing.done():
+            self.wait()
+        return self._writing is not None
+
+    def wait(self) -> None:
+        """Until nothing is being written. Raises what went wrong."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    # -- at a clean end ---------------------------------------------------------------------------
+
+    def save(self, learner: Learner, version: Version) -> None:
+        """The moments of `version`, which is sealed and the learner's last, on disk when this
+        returns. A step that has begun must not have changed them, or a copy must be held."""
+        self.wait()
+        if self._held is None or self._held.version != version:
+            self._copy(learner, version)
+        assert self._held is not None
+        if self._first:
+            self._write(self._held, None)
+
+    # -- at a start -------------------------------------------------------------------------------
+
+    def load(self, learner: Learner, version: Version) -> None:
+        state.load_moments(learner, self.store.open(version))

@@ -1,0 +1,147 @@
+"""Samples computed again while their version lives, by another path than the one that made them.
+
+An instance decodes token by token from its paged cache; here the learner reads the sealed version
+that the log names and runs prompt and response as one document. A runtime that decodes under other
+weights than it says shows as log-probs that differ. Done by the learner while it waits for work;
+which samples are taken follows from their number alone. Never changes what is trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import torch
+
+from dora_rl.config import RunConfig
+from dora_rl.core import events as ev
+from dora_rl.ports import SealedWeights
+from dora_rl.trainer.batch import GroupBatch
+from dora_rl.trainer.documents import Document, document_of
+from dora_rl.trainer.learner import Learner
+from dora_rl.trainer.scoring import SealedScorer
+from dora_rl.types import RequestId, Version
+from dora_rl.weights.store import SharedMemoryWeightStore, VersionMissing
+
+PENDING_MAX = 32  # so many may wait for an idle moment; then one is made
+EXACT, ROUNDED = 1e-4, 0.05  # mean difference of a log-prob: all float32, or anything shorter
+
+
+def is_chosen(seed: int, request: RequestId, share: float) -> bool:
+    """The same samples in every life of a run."""
+    found = blake2b(f"{seed}/{request.group}/{request.sample}".encode(), digest_size=8).digest()
+    return int.from_bytes(found, "little") < share * 2**64
+
+
+def is_recomputable(config: RunConfig) -> bool:
+    """Where the engine draws from a part of the vocabulary its log-probs are those of the part."""
+    rollout = config.rollout
+    return not rollout.top_k and rollout.top_p == 1.0 and not rollout.min_p
+
+
+def tolerance_of(config: RunConfig, learner: torch.dtype, device: str) -> float:
+    """How far two right computations may lie apart, per token on average."""
+    exact = config.engine_dtype(device) == "float32" and learner == torch.float32
+    return config.audit.tolerance or (EXACT if exact else ROUNDED)
+
+
+@dataclass(slots=True)
+class Taken:
+    """A sample that waits to be computed again, and its weights, kept although they may retire."""
+
+    request: RequestId
+    document: Document
+    sealed: SealedWeights
+
+
+class Kept:
+    """The versions of samples that wait, as a store."""
+
+    def __init__(self) -> None:
+        self.versions: dict[Version, SealedWeights] = {}
+
+    def open(self, version: Version) -> SealedWeights:
+        return self.versions[version]
+
+
+class Recheck:
+    """What the learner computes again. `tell` gets the outcome for the log."""
+
+    def __init__(
+        self,
+        learner: Learner,
+        store: SharedMemoryWeightStore,
+        config: RunConfig,
+        device: str,
+        tell: Callable[[ev.Recomputed], None],
+    ) -> None:
+        audit = config.audit
+        works = learner.num_ranks == 1 and is_recomputable(config)
+        self._share = audit.recompute_share if works else 0.0
+        self._seed = config.runtime.seed
+        self._store, self._tell = store, tell
+        self._tolerance = tolerance_of(config, learner.policy.compute_dtype, device)
+        self._kept = Kept()
+        self._scorer = SealedScorer(
+            self._kept,  # type: ignore[arg-type]
+            learner.scorer.make_twin,
+            learner.scorer.make_adapted,
+            config.rollout.temperature or 1.0,
+            learner.pack_tokens,
+            models_max=1,
+        )
+        self._waiting: list[Taken] = []
+
+    @property
+    def is_waiting(self) -> bool:
+        return bool(self._waiting)
+
+    def offer(self, group: GroupBatch, samples: Sequence[int]) -> None:
+        """`samples` are the numbers of the group's samples, in its order."""
+        for number, sample in zip(samples, group.samples, strict=True):
+            request = RequestId(group.group, number)
+            pure = len(sample.segments) == 1
+            if (
+                not pure
+                or not sample.num_trained
+                or not is_chosen(self._seed, request, self._share)
+            ):
+                continue
+            try:
+                # In partial mode a request may begin under a later version than its group's.
+                sealed = self._store.map(sample.segments[0].version)
+            except VersionMissing:
+                continue  # counted by its absence: the log has no word of this sample
+            self._waiting.append(Taken(request, document_of(group, sample, 0.0), sealed))
+        if len(self._waiting) >= PENDING_MAX:
+            self.go_on()
+
+    def go_on(self) -> None:
+        """Those of one version."""
+        if not self._waiting:
+            return
+        version = self._waiting[0].sealed.version
+        mine = [taken for taken in self._waiting if taken.sealed.version == version]
+        self._waiting = [taken for taken in self._waiting if taken.sealed.version != version]
+        self._kept.versions = {version: mine[0].sealed}
+        found = self._scorer.score([taken.document for taken in mine], [version] * len(mine))
+        for taken, logprobs in zip(mine, found, strict=True):
+            gap = (logprobs.float() - taken.document.rollout_logprobs).abs()
+            self._tell(
+                ev.Recomputed(
+                    taken.request,
+                    version,
+                    taken.document.num_trained,
+                    float(gap.mean()),
+                    float(gap.max()),
+                    self._tolerance,
+                )
+            )
+        self._scorer.release()  # a twin is as large as the model
+        self._kept.versions = {}
+
+    def finish(self) -> None:
+        """All that wait."""
+        while self._waiting:
+            self.go_on()

@@ -1,0 +1,195 @@
+"""`python -m dora_rl.workers.worker`: one worker process of a local run.
+
+The parent writes one JSON line to standard input: the role, the name, where to connect, the key of
+the run and what the role needs. The worker ends when its controller does, whatever it is doing:
+nobody may write into the run directory beside the controller that resumes the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from safetensors import SafetensorError
+
+from dora_rl.config import RunConfig
+from dora_rl.io.full_disk import DISK_ERRORS, full_line, is_full
+from dora_rl.io.wire import Channel
+from dora_rl.setup.devices import VISIBLE
+from dora_rl.setup.mps import BELOW_NORMAL, PERCENT, PRIORITY
+from dora_rl.types import BaseDiffers, UserError
+from dora_rl.user_code import UserCodeError, listen, raised
+from dora_rl.workers.last_words import last_words
+from dora_rl.workers.priority import make_way
+from dora_rl.workers.user_errors import send_user_errors
+
+PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What a worker is told at its start."""
+
+    role: str
+    name: str
+    life: int
+    address: str
+    key: str
+    run_dir: str
+    config: RunConfig
+    extra: dict[str, Any]
+
+
+def read_setup(line: str) -> Setup:
+    """With the sizes that the memory plan has chosen for this worker in the configuration."""
+    data = json.loads(line)
+    config: dict[str, Any] = data["config"]
+    for section, values in data["extra"].get("sizes", {}).items():
+        config[section] = config[section] | values
+    if data["role"] == "learner" and config["trainer"]["device"] == "auto":
+        config["trainer"] = config["trainer"] | {"device": data["extra"]["device"]}
+    return Setup(**{**data, "config": RunConfig.model_validate(config)})
+
+
+def beat(channel: Channel, send: Any, period_s: float) -> None:
+    """Call `send` every so often from a thread of its own, until the connection ends."""
+
+    def run() -> None:
+        while True:
+            time.sleep(period_s)
+            try:
+                send()
+            except (OSError, EOFError):
+                return
+
+    del channel
+    threading.Thread(target=run, daemon=True).start()
+
+
+def end_with_parent() -> None:
+    """Die with the controller, at once, even in the middle of a long computation.
+
+    Linux kills us itself, which also works where user code holds the interpreter's lock. Anywhere
+    else (and where the parent died before the call) the end of standard input says it.
+    """
+
+    def watch() -> None:
+        while os.read(0, 4096):
+            pass
+        os._exit(1)
+
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def main() -> int:
+    setup = read_setup(sys.stdin.readline())
+    end_with_parent()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # the controller decides when to end
+    on_cpu = setup.extra.get("device") == "cpu"
+    if setup.role == "evaluator" or (setup.role == "instance" and on_cpu):
+        make_way()
+    if setup.extra.get("gpus"):
+        os.environ[VISIBLE] = ",".join(setup.extra["gpus"])  # before anything asks CUDA
+    if setup.extra.get("mps_percent", 100) < 100:
+        os.environ[PERCENT] = str(setup.extra["mps_percent"])
+    if setup.extra.get("mps_yields"):
+        os.environ[PRIORITY] = BELOW_NORMAL
+    if setup.config.runtime.threads:
+        _limit_threads(setup.config.runtime.threads)
+    if setup.extra.get("memory_limit"):
+        _limit_memory(setup.extra)
+    serve(setup)
+    return 0
+
+
+def _limit_threads(num_threads: int) -> None:
+    """Torch reads the variable when it is imported, which a forked worker has behind it."""
+    os.environ.setdefault("OMP_NUM_THREADS", str(num_threads))
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+
+def _limit_memory(extra: dict[str, Any]) -> None:
+    """What the allocator may hold of its GPU, for a run that plans for a smaller one."""
+    import torch
+
+    number = str(extra["device"]).partition(":")[2]
+    index = int(number) if number else int(extra.get("rank", 0))
+    torch.cuda.set_per_process_memory_fraction(min(1.0, extra["memory_limit"]), index)
+
+
+def serve(setup: Setup) -> None:
+    """Connect and do what the role does, until the controller says "end" or is gone."""
+    channel = Channel.connect(setup.address, bytes.fromhex(setup.key))
+    channel.send("hello", {"role": setup.role, "name": setup.name, "life": setup.life})
+    listen(send_user_errors(channel))
+    try:
+        _run(setup, channel)
+    except (EOFError, ConnectionError):
+        return  # the controller is gone
+    except (UserError, SafetensorError, *DISK_ERRORS) as error:
+        if isinstance(error, UserCodeError):
+            raised(str(error).partition(" raised ")[0], error.__cause__ or error)
+        reason = full_line(setup.run_dir, error) if is_full(error) else str(error)
+        ends_run = is_full(error) or isinstance(error, (BaseDiffers, UserCodeError))
+        # There is one learner, and the next one would come to the same place.
+        ends_run |= setup.role == "learner" and isinstance(error, UserError)
+        channel.send("fatal", {"reason": reason, "ends_run": ends_run})
+        raise
+    except Exception as error:
+        with contextlib.suppress(OSError):  # the controller may be gone too
+            channel.send("fault", {"reason": last_words(error)})
+        raise
+
+
+def _run(setup: Setup, channel: Channel) -> None:
+    if setup.role == "instance":
+        from dora_rl.workers.instance_worker import InstanceWorker
+
+        InstanceWorker(setup, channel).run()
+    elif setup.role == "learner":
+        from dora_rl.workers.learner_worker import LearnerWorker
+
+        LearnerWorker(setup, channel).run()
+    elif setup.role == "reward":
+        from dora_rl.workers.reward_worker import serve_rewards
+
+        serve_rewards(setup, channel)
+    elif setup.role == "env":
+        from dora_rl.workers.env_worker import serve_environments
+
+        serve_environments(setup, channel)
+    elif setup.role == "evaluator":
+        from dora_rl.workers.eval_worker import serve_evaluations
+
+        serve_evaluations(setup, channel)
+    elif setup.role == "depot":
+        from dora_rl.workers.depot_worker import serve_depot
+
+        serve_depot(setup, channel)
+    elif setup.role == "storage":
+        from dora_rl.store.storage import serve_storage
+
+        serve_storage(setup, channel)
+    elif ":" in setup.role:  # `module:function`: a benchmark brings its own
+        module, _, function = setup.role.partition(":")
+        getattr(import_module(module), function)(setup, channel)
+    else:
+        raise AssertionError(f"no worker has the role {setup.role!r}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

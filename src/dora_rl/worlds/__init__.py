@@ -1,0 +1,1 @@
+"""Where a run runs: each world builds the parts and starts the same loop."""

@@ -1,0 +1,189 @@
+"""Weights and KV between hosts: which depot pulls what from whom. No byte passes through here.
+
+Every host has a depot. A version is pulled once per host, from the host of the donor that the core
+named, else from the host that passes it on to the fewest (the learner's host among them), so that
+hosts that load at the same time form a chain and the learner's host sends the version once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+from dora_rl.core import actions as act
+from dora_rl.io.wire import Message
+from dora_rl.types import InstanceId, Version
+from dora_rl.worlds.cluster_crew import ClusterCrew, Host
+
+SILENT_S_MAX = 5.0  # a depot that says nothing for so long is on a host that is cut off
+STARTS_MAX = 5
+HOSTS_S = 1.0  # between two looks at the cluster
+
+
+@dataclass(slots=True)
+class Site:
+    """A host and its depot, as the controller knows them."""
+
+    host: Host
+    name: str
+    address: str = ""
+    heard_s: float = 0.0
+    num_starts: int = 0  # in a row that came to nothing
+    wanted: set[Version] = field(default_factory=set[Version])
+    there: set[Version] = field(default_factory=set[Version])
+
+
+@dataclass(slots=True)
+class Bytes:
+    """What depots have reported: over all hosts, since the start."""
+
+    weights: int = 0
+    fetches: int = 0
+    fetch_s: float = 0.0
+
+
+class DepotCarrier:
+    """Implements `carrier.Carrier` with one depot per host."""
+
+    def __init__(self, crew: ClusterCrew) -> None:
+        self._crew = crew
+        self._home = crew.cluster.home
+        self.sites: dict[str, Site] = {}
+        self._feeds: dict[Version, dict[str, int]] = {}  # per version and host: sent on to how many
+        self._looked_s = 0.0
+        self.moved = Bytes()
+        self.is_home_ready: Callable[[], bool] = lambda: True
+        crew.usable = self.usable
+
+    def tick(self) -> None:
+        """New hosts get a depot, lost ones are forgotten, waiting workers are placed."""
+        now = time.monotonic()
+        if now - self._looked_s >= HOSTS_S:
+            self._looked_s = now
+            self._look()
+        self._crew.place_waiting()
+
+    def _look(self) -> None:
+        hosts = {host.id: host for host in self._crew.cluster.hosts()}
+        for gone in [site for site in self.sites.values() if site.host.id not in hosts]:
+            self._forget(gone)
+        for host in hosts.values():
+            if host.id not in self.sites:
+                site = Site(host, f"depot-{host.id[:12]}")
+                self.sites[host.id] = site
+                self._crew.start("depot", site.name, {"host": host.id})
+
+    def _forget(self, site: Site) -> None:
+        del self.sites[site.host.id]
+        for feeds in self._feeds.values():
+            feeds.pop(site.host.id, None)
+        self._crew.discharge(site.name)
+
+    def usable(self) -> list[Host]:
+        """Hosts that may get workers: their depot is heard, and what workers need at home is up."""
+        now = time.monotonic()
+        home = self.sites.get(self._home.id)
+        if home is None or not home.address or not self.is_home_ready():
+            return []
+        return [
+            site.host
+            for site in self.sites.values()
+            if site.address and (site.host.id == self._home.id or self._is_heard(site, now))
+        ]
+
+    def _is_heard(self, site: Site, now: float) -> bool:
+        return now - site.heard_s < SILENT_S_MAX
+
+    # -- what depots say --------------------------------------------------------------------------
+
+    def site_named(self, name: str) -> Site | None:
+        return next((site for site in self.sites.values() if site.name == name), None)
+
+    def hear(self, name: str, message: Message) -> None:
+        site = self.site_named(name)
+        if site is None:
+            return
+        site.heard_s = time.monotonic()
+        body = message.body
+        if message.kind == "ready":
+            site.address = f"tcp://{site.host.ip}:{body['port']}"
+            site.there, site.num_starts = set(body["versions"]), 0
+            self._ask_again()
+        elif message.kind == "fetched":
+            site.there.add(body["version"])
+            self.moved.weights += body["num_bytes"]
+            self.moved.fetches += 1
+            self.moved.fetch_s += body["seconds"]
+
+    def lost(self, name: str) -> None:
+        """A depot ended. On a host that is still there it is started again."""
+        site = self.site_named(name)
+        if site is None or self._crew.closing:
+            return
+        site.address, site.there = "", set()
+        site.num_starts += 1
+        if site.num_starts < STARTS_MAX:  # else the host gets no worker while it is as it is
+            self._crew.restart(name)
+
+    def _ask_again(self) -> None:
+        """A depot is new: whoever waits for a version may have to ask it, or be asked again."""
+        for site in self.sites.values():
+            for version in site.wanted - site.there:
+                self._fetch(site, version, None)
+
+    # -- the carrier ------------------------------------------------------------------------------
+
+    def load(self, action: act.Load) -> None:
+        host = self._crew.host_of(action.instance)
+        site = self.sites.get(host.id) if host is not None else None
+        if site is None or site.host.id == self._home.id or action.version in site.wanted:
+            return
+        site.wanted.add(action.version)
+        donor = self._crew.host_of(action.donor) if action.donor is not None else None
+        self._fetch(site, action.version, donor)
+
+    def _fetch(self, site: Site, version: Version, donor: Host | None) -> None:
+        sources = self._sources(site, version, donor)
+        body = {"version": version, "sources": [other.address for other in sources]}
+        self._crew.send(site.name, "fetch", body)
+
+    def _sources(self, site: Site, version: Version, donor: Host | None) -> list[Site]:
+        """The donor's host or the one that feeds the fewest, then the learner's."""
+        feeds = self._feeds.setdefault(version, {self._home.id: 0})
+        home, now = self.sites[self._home.id], time.monotonic()
+        candidates = [
+            other
+            for other in (self.sites.get(host) for host in feeds)
+            if other is not None
+            and other is not site
+            and other.address
+            and (other is home or self._is_heard(other, now))
+        ]
+        named = [other for other in candidates if donor is not None and other.host.id == donor.id]
+        first = named or candidates
+        best = min(first, key=lambda other: feeds[other.host.id], default=home)
+        feeds[best.host.id] = feeds.get(best.host.id, 0) + 1
+        feeds.setdefault(site.host.id, 0)
+        return [best] if best is home else [best, home]
+
+    def exported(self, body: dict[str, Any], src: InstanceId) -> dict[str, Any]:
+        here, there = self._crew.host_of(src), self._crew.host_of(body["dst"])
+        if here is None or there is None or here.id == there.id or here.id not in self.sites:
+            return {}
+        return {"depot": self.sites[here.id].address}
+
+    def given_up(self, body: dict[str, Any], src: InstanceId) -> None:
+        """The source forgets what it laid out when it goes on with the request."""
+
+    def retire(self, versions: Collection[Version]) -> None:
+        if not versions:
+            return
+        for version in versions:
+            self._feeds.pop(version, None)
+        for site in self.sites.values():
+            site.wanted -= set(versions)
+            site.there -= set(versions)
+            if site.host.id != self._home.id:
+                self._crew.send(site.name, "retire", {"versions": sorted(versions)})

@@ -1,0 +1,132 @@
+"""One evaluation outside a run: load some weights, answer held-out prompts, score, add up.
+
+The same engine, sampling and rewards as in training; the answers of a version do not depend on
+when or where it is evaluated. Never writes anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dora_rl.config import RunConfig
+from dora_rl.controller.eval_figures import (
+    Figures,
+    Sheet,
+    TailPrompts,
+    curves,
+    figures,
+    has_failed,
+)
+from dora_rl.controller.evaluation import NO_REWARD
+from dora_rl.rewards.base import Reward, ScoreError, ScoreItem, build
+from dora_rl.types import Prompt, UserError
+from dora_rl.weights.run_models import FoundModel
+
+
+def evaluate_once(
+    config: RunConfig,
+    model: FoundModel,
+    *,
+    num_prompts: int,
+    num_samples: int,
+    tail_file: Path | None = None,
+) -> Figures:
+    """Greedy and sampled means, the tail, lengths, pass@1 to pass@k, and how much of it failed.
+
+    `tail_file`: where a run keeps which prompts its tail is.
+    """
+    import torch
+
+    from dora_rl.data.prompts import open_prompts
+    from dora_rl.engine.engine import Engine
+    from dora_rl.engine.models import read_spec
+    from dora_rl.engine.options import EngineOptions
+    from dora_rl.setup.prepare import open_tokenizer
+    from dora_rl.workers.eval_turns import EvalTurns
+    from dora_rl.workers.eval_worker import evaluate
+    from dora_rl.workers.turns import row_of
+
+    torch.set_num_threads(max(1, config.rollout.threads))
+    tokenizer = open_tokenizer(model.directory, config.model.trust_remote_code)
+    if not config.data.eval:
+        raise UserError("data.eval is empty; add data.eval=FILE to say what to evaluate on")
+    prompts = list(open_prompts(config.data, tokenizer, "eval").once(num_prompts))[:num_prompts]
+    device = config.runtime.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    options: dict[str, Any] = config.engine_options(device, 1)
+    options["versions_max"] = 1
+    decode = tokenizer.decode if config.rollout.stop_strings else None
+    engine = Engine(read_spec(model.directory), EngineOptions(**options), decode)
+    engine.load(model.version, model.source)
+    ids = [prompt.token_ids for prompt in prompts]
+    params = config.rollout.sampling_params()
+    turns = EvalTurns(config, Path(".")) if config.env.environments else None
+    if turns is not None:
+        turns.begin([{**row_of(prompt), "env": prompt.env} for prompt in prompts])
+    answers = evaluate(engine, model.version, ids, num_samples, params, turns=turns)
+    sheets = [
+        Sheet(prompt, greedy_tokens=len(answer["greedy"]))
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]
+    texts = [
+        [
+            tokenizer.decode(tokens, skip_special_tokens=True)
+            for tokens in (answer["greedy"], *answer["sampled"])
+        ]
+        for answer in answers
+    ]
+    _score(config, sheets, texts, answers)
+    # A single evaluation has no earlier one to take the tail from, except that of a run.
+    tail = TailPrompts(prompts, tail_file)
+    found = figures(sheets, tail.indexes, config.evaluation)
+    return found if has_failed(found) else found | curves(sheets, config.evaluation.success_min)
+
+
+def _score(
+    config: RunConfig,
+    sheets: Sequence[Sheet],
+    texts: list[list[str]],
+    answers: list[dict[str, Any]],
+) -> None:
+    """Fill the sheets in; an answer that cannot be scored has failed, with the reason."""
+    reward = build(config.reward, Path(".")) if config.reward.functions else None
+    if reward is None and not config.env.environments:
+        raise UserError("reward.functions is empty; give path/to/file.py:name or a built-in")
+    try:
+        for sheet, completions, answer in zip(sheets, texts, answers, strict=True):
+            values: list[float | None] = []
+            for place, completion in enumerate(completions):
+                score = _score_one(reward, sheet.prompt, completion, answer, place)
+                if isinstance(score, ScoreError):
+                    sheet.failures.append(score.reason)
+                values.append(None if isinstance(score, ScoreError) else score)
+            sheet.greedy, *sheet.sampled = values
+    finally:
+        if reward is not None:
+            reward.close()
+
+
+def _score_one(
+    reward: Reward | None, prompt: Prompt, completion: str, answer: dict[str, Any], place: int
+) -> float | ScoreError:
+    failure, known = answer["failures"][place], answer["rewards"][place]
+    if failure:
+        return ScoreError(failure)
+    if known is not None:
+        return float(known)
+    if reward is None:
+        return ScoreError(NO_REWARD)
+    token_ids = (answer["greedy"], *answer["sampled"])[place]
+    item = ScoreItem(
+        prompt=prompt.columns.get("prompt", prompt.text),  # type: ignore[arg-type]
+        prompt_text=prompt.text,
+        completion=completion,
+        completion_ids=tuple(token_ids),
+        answer=prompt.answer,
+        columns=prompt.columns,
+        finish=answer["finishes"][place],
+    )
+    return reward.score([item])[0]

@@ -1,0 +1,55 @@
+"""The kinds of a run: on this machine, or on a cluster. Only the hands differ, never the loop."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from importlib.util import find_spec
+
+from dora_rl.config import RunConfig
+from dora_rl.setup.prepare import Prepared
+from dora_rl.types import UserError
+from dora_rl.worlds.local import LocalRun
+
+
+def check_kind(config: RunConfig) -> None:
+    """What a run on a cluster cannot do without, as far as it shows before the start."""
+    if config.runtime.kind == "local":
+        return
+    if find_spec("ray") is None:
+        raise UserError("runtime.kind is ray and Ray is missing: pip install 'dora-rl[cluster]'")
+    mode = os.environ.get("RAY_AUTH_MODE", "token")
+    if mode != "token":
+        raise UserError(
+            f"RAY_AUTH_MODE is {mode!r}: anybody on the network could run code in this cluster; "
+            "unset it, and see docs/cluster.md for how hosts share a token"
+        )
+
+
+def open_run(prepared: Prepared, *, resume: bool) -> LocalRun:
+    """What `runtime.kind` asks for, ready to run."""
+    config = prepared.config
+    data = (prepared.layout, prepared.train, prepared.evaluation, prepared.decode)
+    if config.runtime.kind == "local":
+        return LocalRun(config, *data, resume=resume)
+    check_kind(config)
+    authenticate(own=not config.runtime.address)
+    from dora_rl.worlds.cluster import ClusterRun
+    from dora_rl.worlds.ray import open_cluster
+
+    cluster = open_cluster(config)
+    try:
+        return ClusterRun(config, *data, cluster=cluster, resume=resume)
+    except UserError:
+        cluster.close()
+        raise
+
+
+def authenticate(*, own: bool) -> None:
+    """Switch Ray's token authentication on; must come before Ray is imported.
+
+    A cluster of our own gets a fresh token; the token of any other is the user's to provide.
+    """
+    os.environ["RAY_AUTH_MODE"] = "token"
+    if own and not os.environ.get("RAY_AUTH_TOKEN_PATH"):
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
