@@ -92,6 +92,20 @@ def test_a_failed_evaluation_is_no_zero_and_a_second_try_replaces_it(
     assert shown(watcher, "metrics")["evaluations"]["eval/sampled"]["y"] == [0.25, 0.5]
 
 
+def test_a_step_without_its_figures_makes_the_sum_unknown(
+    entries: list[Entry], tmp_path: Path
+) -> None:
+    write_run(tmp_path, entries)
+    path = tmp_path / "metrics.jsonl"
+    with path.open("a") as file:
+        file.write('{"step": 1000, "loss": 0.5}\n')
+    watcher = Watcher(tmp_path, audit=False)
+    watcher.look()
+    found = shown(watcher, "overview")
+    assert found["tokens_trained"] is None and found["tokens_per_s"] is None
+    assert found["tokens_generated"] > 0
+
+
 @pytest.mark.parametrize("mode", [Mode.PARTIAL, Mode.REPLICATION])
 def test_what_a_baseline_gives_up_is_shown(mode: Mode, tmp_path: Path) -> None:
     entries = simulated(mode)
