@@ -116,8 +116,10 @@ def on_committed(state: State, step: StepIndex, now: float, out: list[Action]) -
     on_accepted(state, step, out)
     if step != state.committed or state.filling != step + 1:
         return
-    for gid in state.batches.pop(step).groups:
-        end_group(state, state.groups[gid], End.TRAINED, step, "", out)
+    groups = [state.groups[gid] for gid in state.batches.pop(step).groups]
+    for group in groups:
+        end_group(state, group, End.TRAINED, step, "", out)
+    state.ended += groups  # to free thousands at once takes longer than to end them: see `step`
     state.committed += 1
     state.trainer_losses = state.instance_losses = 0
     state.versions[state.committed] = Live(state.committed)

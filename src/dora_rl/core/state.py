@@ -250,6 +250,7 @@ class State:
     )  # free slots, for them
     stopped: str | None = None
     policy: Policy = field(init=False)
+    ended: list[Group] = field(init=False, default_factory=list[Group])  # only to be freed
 
     def __post_init__(self) -> None:
         self.put_in_force(self.params)
