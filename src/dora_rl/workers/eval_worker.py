@@ -16,6 +16,7 @@ from dora_rl.engine.options import EngineOptions
 from dora_rl.engine.sequence import Request
 from dora_rl.envs.host import Answer
 from dora_rl.io.wire import Channel
+from dora_rl.out_of_memory import free_cached, shortage
 from dora_rl.setup.tokenizer import open_tokenizer
 from dora_rl.types import Finish, RequestId, SamplingParams, Trajectory, Version
 from dora_rl.weights.lora_base import whole
@@ -49,14 +50,39 @@ def serve_evaluations(setup: Setup, channel: Channel) -> None:
         prompts = [tuple(ids) for ids in message.body["prompts"]]
         for old in engine.versions():
             engine.retire(old)
-        engine.load(version, whole(store.open(version), Path(config.model.path)))
+        source = whole(store.open(version), Path(config.model.path))
+        missing = _try_load(engine, version, source)
+        if missing:  # once more, without what torch holds on to
+            line = f"out of memory while version {version} was loaded ({missing}); once more"
+            channel.send("note", {"line": f"{setup.name}: {line}"})
+            free_cached()
+            engine.load(version, source)
         channel.send("loaded", {"version": version})
         samples = message.body["num_samples"]
         params, alive = config.rollout.sampling_params(), _Alive(channel)
         if turns is not None:
             turns.begin(message.body["rows"])
-        answers = evaluate(engine, version, prompts, samples, params, alive.say, turns)
+
+        def after_step() -> None:
+            notes, engine.notes = engine.notes, []
+            for line in notes:
+                channel.send("note", {"line": f"{setup.name}: {line}"})
+            alive.say()
+
+        answers = evaluate(engine, version, prompts, samples, params, after_step, turns)
         channel.send("evaluated", {"version": version, "answers": answers})
+
+
+def _try_load(engine: Engine, version: Version, source: Any) -> str:
+    """What was missing, where memory ran out."""
+    try:
+        engine.load(version, source)
+    except RuntimeError as error:
+        missing = shortage(error)
+        if not missing:
+            raise
+        return missing
+    return ""
 
 
 class _Alive:

@@ -24,6 +24,7 @@ from safetensors import SafetensorError
 from dora_rl.config import RunConfig
 from dora_rl.io.full_disk import DISK_ERRORS, full_line, is_full
 from dora_rl.io.wire import Channel
+from dora_rl.out_of_memory import arm
 from dora_rl.setup.devices import VISIBLE
 from dora_rl.setup.mps import BELOW_NORMAL, PERCENT, PRIORITY
 from dora_rl.types import BaseDiffers, UserError
@@ -134,6 +135,7 @@ def _limit_memory(extra: dict[str, Any]) -> None:
 def serve(setup: Setup) -> None:
     """Connect and do what the role does, until the controller says "end" or is gone."""
     channel = Channel.connect(setup.address, bytes.fromhex(setup.key))
+    arm(setup.role)
     channel.send("hello", {"role": setup.role, "name": setup.name, "life": setup.life})
     listen(send_user_errors(channel))
     try:

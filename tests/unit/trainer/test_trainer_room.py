@@ -10,10 +10,10 @@ import pytest
 import torch
 from trainer_cases import flat, make_groups
 
+from dora_rl.out_of_memory import shortage
 from dora_rl.trainer.batch import GroupBatch
 from dora_rl.trainer.learner import Learner
 from dora_rl.trainer.options import AlgorithmOptions, TrainerOptions
-from dora_rl.trainer.room import shortage
 from dora_rl.trainer.warm_up import warm_up
 from dora_rl.types import UserError
 
