@@ -18,7 +18,12 @@ from collections import Counter
 VARIABLE = "DORA_RL_MEMORY_FAULTS"
 PLACES = ("pack", "score", "twin", "launch", "load")
 # How libraries below torch's allocator say it.
-SIGNS = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory", "can't allocate memory")
+SIGNS = (
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDA out of memory",
+    "CUDA error: out of memory",
+    "can't allocate memory",
+)
 REASON_CHARS = 240
 
 

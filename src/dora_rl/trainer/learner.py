@@ -146,6 +146,11 @@ class Learner:
         """Of one pack; fewer once memory has run out."""
         return self.room.pack_tokens
 
+    @property
+    def holds_gradients(self) -> bool:
+        """From the first pack of an update until it is applied."""
+        return any(p.grad is not None for p in self.optimizer.parameters)
+
     # -- one step ---------------------------------------------------------------------------------
 
     def begin_step(self, step: StepIndex) -> None:
