@@ -20,6 +20,7 @@ from dora_rl.config import RunConfig
 from dora_rl.core import events as ev
 from dora_rl.out_of_memory import shortage
 from dora_rl.ports import SealedWeights
+from dora_rl.setup.settings import is_recomputable
 from dora_rl.trainer.batch import GroupBatch
 from dora_rl.trainer.documents import Document, document_of
 from dora_rl.trainer.learner import Learner
@@ -35,12 +36,6 @@ def is_chosen(seed: int, request: RequestId, share: float) -> bool:
     """The same samples in every life of a run."""
     found = blake2b(f"{seed}/{request.group}/{request.sample}".encode(), digest_size=8).digest()
     return int.from_bytes(found, "little") < share * 2**64
-
-
-def is_recomputable(config: RunConfig) -> bool:
-    """Where the engine draws from a part of the vocabulary its log-probs are those of the part."""
-    rollout = config.rollout
-    return not rollout.top_k and rollout.top_p == 1.0 and not rollout.min_p
 
 
 def tolerance_of(config: RunConfig, learner: torch.dtype, device: str) -> float:
