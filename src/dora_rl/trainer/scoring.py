@@ -23,7 +23,6 @@ from dora_rl.trainer.packing import pack_stream
 from dora_rl.trainer.room import Room
 from dora_rl.types import UserError, Version
 
-
 Tell = Callable[[str], None]
 
 

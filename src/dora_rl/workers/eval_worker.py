@@ -41,6 +41,7 @@ def serve_evaluations(setup: Setup, channel: Channel) -> None:
     engine = Engine(read_spec(config.model.path), EngineOptions(**options), decode)
     store = DiskWeightStore(Path(setup.run_dir) / "weights")
     turns = EvalTurns(config, Path(".")) if config.env.environments else None
+    alive = _Alive(channel, setup.name, engine)
     channel.send("ready", {})
     while True:
         message = channel.receive()
@@ -53,23 +54,15 @@ def serve_evaluations(setup: Setup, channel: Channel) -> None:
         source = whole(store.open(version), Path(config.model.path))
         missing = _try_load(engine, version, source)
         if missing:  # once more, without what torch holds on to
-            line = f"out of memory while version {version} was loaded ({missing}); once more"
-            channel.send("note", {"line": f"{setup.name}: {line}"})
+            alive.note(f"out of memory while version {version} was loaded ({missing}); once more")
             free_cached()
             engine.load(version, source)
         channel.send("loaded", {"version": version})
         samples = message.body["num_samples"]
-        params, alive = config.rollout.sampling_params(), _Alive(channel)
+        params = config.rollout.sampling_params()
         if turns is not None:
             turns.begin(message.body["rows"])
-
-        def after_step() -> None:
-            notes, engine.notes = engine.notes, []
-            for line in notes:
-                channel.send("note", {"line": f"{setup.name}: {line}"})
-            alive.say()
-
-        answers = evaluate(engine, version, prompts, samples, params, after_step, turns)
+        answers = evaluate(engine, version, prompts, samples, params, alive.say, turns)
         channel.send("evaluated", {"version": version, "answers": answers})
 
 
@@ -86,13 +79,19 @@ def _try_load(engine: Engine, version: Version, source: Any) -> str:
 
 
 class _Alive:
-    """Says now and then that the evaluator is still generating."""
+    """Says now and then that the evaluator is still generating, and what its engine has to say."""
 
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
+    def __init__(self, channel: Channel, name: str, engine: Engine) -> None:
+        self._channel, self._name, self._engine = channel, name, engine
         self._said_s = time.monotonic()
 
+    def note(self, line: str) -> None:
+        self._channel.send("note", {"line": f"{self._name}: {line}"})
+
     def say(self) -> None:
+        notes, self._engine.notes = self._engine.notes, []
+        for line in notes:
+            self.note(line)
         if time.monotonic() - self._said_s > ALIVE_S:
             self._said_s = time.monotonic()
             self._channel.send("progress", {})

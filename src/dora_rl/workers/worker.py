@@ -111,7 +111,7 @@ def main() -> int:
     if setup.config.runtime.threads:
         _limit_threads(setup.config.runtime.threads)
     if setup.role == "learner" and learner_device(setup).startswith("cuda"):
-        _grow_in_place()
+        grow_in_place()
     if setup.extra.get("memory_limit"):
         _limit_memory(setup)
     serve(setup)
@@ -148,7 +148,7 @@ def _limit_memory(setup: Setup) -> None:
     torch.cuda.set_per_process_memory_fraction(share, gpu_index(setup))
 
 
-def _grow_in_place() -> None:
+def grow_in_place() -> None:
     """Packs differ in size, and torch's allocator keeps a block of each size that it was asked for:
     after some steps the learner would hold a fifth more than it needs at any time. Segments that
     grow have one block of each. What the user has set stays."""

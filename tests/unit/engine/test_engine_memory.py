@@ -132,6 +132,7 @@ def test_blocks_of_a_step_that_failed_are_not_shared(path: Path) -> None:
 
 def test_a_session_goes_on(path: Path) -> None:
     """An idle session whose cache was on its way to the host when memory ran out."""
+
     def talk(engine: Engine) -> Trajectory:
         rid, params = RequestId(7, 0), replace(SAMPLED, tokens_max=6)
         engine.submit(Request(rid, 0, PROMPTS[0], params, keep=True))

