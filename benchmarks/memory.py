@@ -41,6 +41,7 @@ from dora_rl.setup.memory import CONTEXT_BYTES, GB
 from dora_rl.setup.plan import DevicePlan, RunPlan, plan_run, planned
 from dora_rl.trainer.architecture import read_architecture
 from dora_rl.trainer.batch import GroupBatch, Sample
+from dora_rl.trainer.decoder import Decoder
 from dora_rl.trainer.documents import document_of
 from dora_rl.trainer.learner import Learner
 from dora_rl.trainer.model import build_decoder, initialise
@@ -192,6 +193,7 @@ def work_as_learner(
     phases.put("frozen base", base if planned.need.lora_rank else 0)
     phases.put("masters", trained)
     longest = planned.need.request_tokens_max
+    groups: list[GroupBatch] = []
     for step, usual in enumerate(DOCUMENTS):
         if step < 2:  # the first one has no moments yet, and compiles
             phases.begin()
@@ -209,6 +211,7 @@ def work_as_learner(
     if planned.need.rechecks:
         phases.begin()
         twin = learner.scorer.make_adapted() if options.lora_rank else learner.scorer.make_twin()
+        assert isinstance(twin, Decoder)
         initialise(twin, seed=1)
         documents = [document_of(g, s, 0.0) for g in groups for s in g.samples]
         score(twin, documents, 1.0, learner.pack_tokens)
@@ -248,12 +251,10 @@ def work_as_engine(
     if rank:
         engine.load_base(RandomWeights(spec, 0, device=args.device))
     for version in range(versions):
-        source: Any = RandomWeights(spec, version, device=args.device)
-        if rank:
-            source = RandomAdapter(spec, version, rank, args.device)
-        engine.load(version, source)
-    del source  # made on the device here; those of a run are not
-    phases.begin()
+        whole = RandomWeights(spec, version, device=args.device)
+        engine.load(version, RandomAdapter(spec, version, rank, args.device) if rank else whole)
+        del whole
+    phases.begin()  # random weights are made on the device, those of a run are not
     for _ in engine.warm_up():
         pass
     requests = engine.options.seqs_max
