@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dora_rl.out_of_memory import free_cached, maybe_fail, shortage
 from dora_rl.ports import WeightStore
 from dora_rl.trainer import distributed, state
 from dora_rl.trainer.allocator import keep_freed_memory
@@ -56,7 +57,7 @@ from dora_rl.trainer.packing import pack_balanced, pack_stream
 from dora_rl.trainer.passes import policy_pass
 from dora_rl.trainer.prepare import group_documents, per_group_advantages, whole_batch_advantages
 from dora_rl.trainer.publish import Publisher, compute_canary
-from dora_rl.trainer.room import Room, shortage
+from dora_rl.trainer.room import Room
 from dora_rl.trainer.scoring import SealedScorer, score
 from dora_rl.types import StepIndex, UserError, Version
 
@@ -124,7 +125,8 @@ class Learner:
             made.make_twin,
             made.make_adapted,
             self.objective.options.temperature,
-            self.room.pack_tokens,
+            self.room,
+            tell=self._note_shortage,
         )
         self.meters = Meters(self.device)
         self.publisher = Publisher()
@@ -143,6 +145,11 @@ class Learner:
     def pack_tokens(self) -> int:
         """Of one pack; fewer once memory has run out."""
         return self.room.pack_tokens
+
+    @property
+    def holds_gradients(self) -> bool:
+        """From the first pack of an update until it is applied."""
+        return any(p.grad is not None for p in self.optimizer.parameters)
 
     # -- one step ---------------------------------------------------------------------------------
 
@@ -323,7 +330,7 @@ class Learner:
         if self.reference is None or not unscored:
             return
         temperature = self.objective.options.temperature
-        found = score(self.reference, unscored, temperature, self.pack_tokens)
+        found = score(self.reference, unscored, temperature, self.room, self._note_shortage)
         for d, logprobs in zip(unscored, found, strict=True):
             d.ref_logprobs = logprobs
 
@@ -383,21 +390,23 @@ class Learner:
                 f"trainer.pack_tokens below {self.pack_tokens}, then --resume"
             )
         recomputed = bool(self.policy.checkpointing) or self.room.recomputes(sum(lengths))
-        self.notes.append(self.room.shrink(lengths, missing, recomputed=recomputed))
-        self.meters.count("memory/retries")
-        self.scorer.pack_tokens = self.pack_tokens
+        self._note_shortage(self.room.shrink(lengths, missing, recomputed=recomputed))
         self._update.forget_passes(self.device)
         for optimizer in (self.optimizer, self.critic_optimizer):
             if optimizer is not None:
                 optimizer.zero_grad()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        free_cached()
+
+    def _note_shortage(self, line: str) -> None:
+        self.notes.append(line)
+        self.meters.count("memory/retries")
 
     def _run_pack(self, documents: list[Document]) -> None:
         if not documents:
             self._run_nothing()
             return
         assert self.step is not None
+        maybe_fail("pack")
         self._fill_old(documents)
         self._score_reference(documents)
         pack, update = collate(documents, self.device), self._update
@@ -518,7 +527,7 @@ class Learner:
         if self.objective.options.kl_in == "reward":
             self._score_reference(everything)
         if self.critic is not None:
-            fill_old_values(self.critic, everything, self.pack_tokens)
+            fill_old_values(self.critic, everything, self.room, self._note_shortage)
         if self.objective.needs_whole_batch and everything:
             whole_batch_advantages(everything, self.objective.options)
         else:

@@ -28,6 +28,7 @@ from dora_rl.engine.sequence import Request, Status, is_plain
 from dora_rl.engine.transfer import Export, begin_import, chunk_bytes, chunk_from_bytes
 from dora_rl.io.transport import TransportError
 from dora_rl.io.wire import Channel, Message, decode_fleet, encode_event, pack
+from dora_rl.out_of_memory import free_cached, shortage
 from dora_rl.store.sample_digest import sample_digest
 from dora_rl.store.storage_client import StorageStream
 from dora_rl.types import (
@@ -84,6 +85,7 @@ class InstanceWorker:
         self.load_attempts: dict[Version, int] = {}
         self.awaited: list[Version] = []  # to be loaded, and not in the store yet
         self.loads: deque[tuple[Version, Iterator[str]]] = deque()
+        self.loads_short: set[Version] = set()  # for which there was not enough memory, once
         self.checksums: dict[Version, str] = {}  # of what is being loaded
         self.warming = Warming(self.engine, is_plain(self.params))
         self.awake = True
@@ -130,7 +132,14 @@ class InstanceWorker:
                         continue
                     self.finish(output.trajectory)
                 self.busy_s += time.monotonic() - began
+            self._tell_notes()
             self._report()
+
+    def _tell_notes(self) -> None:
+        """What the engine has to say to whoever watches, once."""
+        notes, self.engine.notes = self.engine.notes, []
+        for line in notes:
+            self.channel.send("note", {"line": f"{self.name}: {line}"})
 
     def _close(self) -> None:
         """What is in flight continues from the journal, to the last token."""
@@ -323,7 +332,24 @@ class InstanceWorker:
             raise
         except (WeightsError, UserError) as error:
             self._say_failed(version, error)
+        except RuntimeError as error:
+            self._load_again(version, error)
         self.loads.popleft()
+
+    def _load_again(self, version: Version, error: RuntimeError) -> None:
+        """Where memory ran out, once more without what torch holds on to; then the core decides."""
+        missing = shortage(error)
+        if not missing:
+            raise error
+        self.checksums.pop(version)
+        if version in self.loads_short:
+            self._say_failed(version, error)
+            return
+        self.loads_short.add(version)
+        line = f"out of memory while version {version} was loaded ({missing}); it is loaded again"
+        self.engine.notes.append(line)
+        free_cached()
+        self.awaited.append(version)
 
     def _say_failed(self, version: Version, error: Exception) -> None:
         attempt = self.load_attempts.get(version, -1)

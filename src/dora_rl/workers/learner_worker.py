@@ -86,7 +86,9 @@ class LearnerWorker:
         self._check_base()
         self.reader = StorageReader(bytes.fromhex(setup.key))
         device = str(self.learner.device)
-        self.recheck = Recheck(self.learner, self.shared, config, device, channel.send_event)
+        self.recheck = Recheck(
+            self.learner, self.shared, config, device, channel.send_event, self._note
+        )
         self.fed: set[GroupId] = set()
         self.waiting: deque[Message] = deque()
         self.busy_s = 0.0
@@ -248,6 +250,9 @@ class LearnerWorker:
         self.channel.send_event(ev.TrainerJoined(self.version, optimizer, incarnation=life))
         beat(self.channel, self._beat, BEAT_S)
 
+    def _note(self, line: str) -> None:
+        self.channel.send("note", {"line": f"learner: {line}"})
+
     def _tell_notes(self) -> None:
         """What the learner has to say to whoever watches, once."""
         notes, self.learner.notes = self.learner.notes, []
@@ -345,6 +350,7 @@ class LearnerWorker:
             self.channel.send("committed", {"event": event, "metrics": metrics, "usage": usage})
 
         sealed = self._seal(action.step + 1, tell)
+        self.recheck.catch_up()
         self.progress += 1
         self.version = action.step + 1
         self.moments.step_ended(self.learner, self.version, sealed, saved=saved)
