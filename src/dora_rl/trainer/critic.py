@@ -55,7 +55,7 @@ def fill_old_values(critic: Critic, documents: Sequence[Document], pack_tokens: 
         if indices:
             pack = collate([documents[i] for i in indices], device)
             values = critic(pack.token_ids_T, pack.layout, pack.rows_N)
-            for d, v in zip(pack.documents, pack.split(values), strict=True):
+            for d, v in zip(pack.documents, pack.split(values.cpu()), strict=True):
                 d.old_values = v
     back_to_shards(critic)
 

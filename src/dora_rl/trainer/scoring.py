@@ -22,9 +22,15 @@ from dora_rl.types import UserError, Version
 
 @torch.no_grad()
 def score(
-    policy: nn.Module, documents: Sequence[Document], temperature: float, pack_tokens: int
+    policy: nn.Module,
+    documents: Sequence[Document],
+    temperature: float,
+    pack_tokens: int,
+    *,
+    on_device: bool = False,
 ) -> list[Tensor]:
-    """Log-probs of each document's trained tokens, on the CPU, in the documents' order."""
+    """Log-probs of each document's trained tokens, in the documents' order; on the CPU, or left
+    on the device for a pass that follows, so that nobody waits for them."""
     device = next(policy.parameters()).device
     packs, rest = pack_stream([d.num_tokens for d in documents], pack_tokens)
     out: list[Tensor] = []
@@ -35,7 +41,8 @@ def score(
                 scores = policy(
                     pack.token_ids_T, pack.layout, pack.rows_N, pack.target_N, temperature
                 )
-                out.extend(pack.split(scores.logprobs_N))
+                found = scores.logprobs_N
+                out.extend(pack.split(found if on_device else found.cpu()))
     return out
 
 
@@ -64,7 +71,13 @@ class SealedScorer:
         """Make the twin that adapters go on, where all ranks are sure to be."""
         self._adapted = self._adapted or self.make_adapted()
 
-    def score(self, documents: Sequence[Document], versions: Sequence[Version]) -> list[Tensor]:
+    def score(
+        self,
+        documents: Sequence[Document],
+        versions: Sequence[Version],
+        *,
+        on_device: bool = False,
+    ) -> list[Tensor]:
         """`documents[i]` under version `versions[i]`."""
         out: dict[int, Tensor] = {}
         for version in sorted(set(versions)):
@@ -74,6 +87,7 @@ class SealedScorer:
                 [documents[i] for i in mine],
                 self.temperature,
                 self.pack_tokens,
+                on_device=on_device,
             )
             out.update(zip(mine, found, strict=True))
         return [out[i] for i in range(len(documents))]
