@@ -48,15 +48,13 @@ NUMBER = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?")
 
 def train(args: argparse.Namespace, name: str, overrides: Sequence[str]) -> dict[str, Any]:
     """`dora-rl train` for at most `--minutes`; what it came to."""
-    from dora_rl.observe.gpu_meter import start_meter
-
     run_dir = args.out / name.replace(" ", "_")
     if run_dir.exists():
         sys.exit(f"{run_dir} exists; choose another --out")
     words = [*common(args), f"runtime.run_dir={run_dir}", *overrides, *args.set]
     command = [sys.executable, "-m", "dora_rl.cli", "train", str(args.recipe), *words]
     args.out.mkdir(parents=True, exist_ok=True)
-    meter = start_meter(device_of())
+    meter = start_gpu_meter()
     with (args.out / f"{run_dir.name}.log").open("wb") as log:
         begun = time.monotonic()
         child = subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT)
@@ -94,6 +92,12 @@ def common(args: argparse.Namespace) -> list[str]:
         "logging.progress=false",
     ]
     return [*words, *([f"orchestration.num_steps={args.steps}"] if args.steps else [])]
+
+
+def start_gpu_meter() -> Any:
+    from dora_rl.observe.gpu_meter import start_meter
+
+    return start_meter(device_of())
 
 
 def device_of() -> str:
@@ -394,7 +398,7 @@ def variants(path: Path | None) -> dict[str, list[str]]:
     return json.loads(path.read_text()) if path else VARIANTS
 
 
-def arguments() -> argparse.Namespace:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     whats = ("train", "modes", "sweep", "evaluate", "figures")
     parser.add_argument("--what", choices=whats, default="train")
@@ -415,7 +419,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/real_model"))
     parser.add_argument("--set", nargs="*", default=[], help="section.key=value for every run")
-    args = parser.parse_args()
+    return parser
+
+
+def resolved(args: argparse.Namespace) -> argparse.Namespace:
+    """Paths that mean the same wherever the children are started."""
     for name in ("recipe", "model", "out"):
         setattr(args, name, getattr(args, name).resolve())
     for name in ("train", "eval"):
@@ -425,7 +433,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    args = arguments()
+    args = resolved(make_parser().parse_args())
     if args.what == "evaluate":
         print(json.dumps(evaluate(args)))
         return 0
