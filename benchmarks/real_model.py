@@ -356,7 +356,8 @@ def draw(results: Sequence[dict[str, Any]], path: Path) -> None:
         axes[1].plot([p["tokens_trained"] / 1e6 for p in points], greedy, "o-")
     axes[0].set(xlabel="minutes since the command", ylabel="greedy accuracy (run's evaluator)")
     axes[1].set(xlabel="million response tokens in updates")
-    axes[0].legend()
+    if any(result.get("curve") for result in results):
+        axes[0].legend()
     figure.savefig(path, dpi=150)
     plt.close(figure)
 

@@ -59,6 +59,7 @@ def run_trl(job: dict[str, Any]) -> None:
     import torch
     import trl
     from datasets import Dataset
+    from datasets.table import InMemoryTable
     from transformers import AutoTokenizer, TrainerCallback
 
     from dora_rl.rewards.base import ScoreItem
@@ -105,18 +106,23 @@ def run_trl(job: dict[str, Any]) -> None:
         model.save_pretrained(folder, state_dict=half)
         config = json.loads((folder / "config.json").read_text()) | {"dtype": "bfloat16"}
         (folder / "config.json").write_text(json.dumps(config))
-        for file in Path(job["model"]).glob("*token*"):
-            shutil.copy(file, folder)
+        for file in Path(job["model"]).iterdir():  # the tokenizer, whatever its files are
+            text = file.suffix in (".json", ".jinja", ".txt", ".model")
+            if text and "index" not in file.name and not (folder / file.name).exists():
+                shutil.copy(file, folder)
         (folder / "wall_s").write_text(str(wall_s))
 
     missing = has_module("vllm") if job["use_vllm"] else "not wanted"
     tell({"trl": trl.__version__, "vllm": not missing, "why_not_vllm": missing})
     rows = [json.loads(line) for line in Path(job["rows"]).read_text().splitlines()]
+    # With a fingerprint of its own nothing is pickled to make one.
+    columns = {name: [row[name] for row in rows] for name in ("prompt", "answer")}
+    dataset = Dataset(InMemoryTable.from_pydict(columns), fingerprint="prompts")
     trainer = trl.GRPOTrainer(
         model=job["model"],
         reward_funcs=score,
         args=trl_config(trl, job, use_vllm=not missing),
-        train_dataset=Dataset.from_list(rows),
+        train_dataset=dataset,
         processing_class=AutoTokenizer.from_pretrained(job["model"], padding_side="left"),
         callbacks=[Clock()],
     )
