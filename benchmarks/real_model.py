@@ -37,8 +37,8 @@ MODES = ("multi_version", "one_step_off", "partial", "replication", "sync")
 # What `sweep` compares unless `--variants` says otherwise: name -> overrides of the recipe.
 VARIANTS: dict[str, list[str]] = {
     "recipe": [],
-    "lr 1e-6": ["trainer.lr=1e-6"],
     "lr 4e-6": ["trainer.lr=4e-6"],
+    "two updates": ["trainer.updates_per_step=2"],
 }
 NUMBER = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?")
 
