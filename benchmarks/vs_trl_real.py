@@ -352,9 +352,19 @@ def run(args: argparse.Namespace) -> int:
 
 
 def arguments() -> argparse.Namespace:
-    parser = real_model.make_parser()
-    parser.description = "dora-rl against TRL with vLLM on one GPU."
-    parser.set_defaults(minutes=4.0, out=Path("runs/vs_trl_real"), final_prompts=320)
+    parser = argparse.ArgumentParser(description="dora-rl against TRL with vLLM on one GPU.")
+    recipe = real_model.ROOT / "recipes" / "gsm8k_1.5b.toml"
+    parser.add_argument("--recipe", type=Path, default=recipe)
+    parser.add_argument("--model", type=Path, required=True, help="a model directory")
+    parser.add_argument("--train", required=True, help="training rows")
+    parser.add_argument("--eval", required=True, help="held-out rows")
+    parser.add_argument("--minutes", type=float, default=4.0, help="of each side")
+    parser.add_argument("--steps", type=int, default=0, help="0: as many as there is time for")
+    parser.add_argument("--every", type=int, default=5, help="steps between evaluations")
+    parser.add_argument("--prompts", type=int, default=320, help="held-out, for each evaluation")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("runs/vs_trl_real"))
+    parser.add_argument("--set", nargs="*", default=[], help="section.key=value of the recipe")
     parser.add_argument("--trl-python", default=sys.executable, help="Python with trl==1.16.*")
     parser.add_argument("--sweep-minutes", type=float, default=1.5, help="for each setting")
     numbers = ",".join(map(str, range(len(SETTINGS))))
@@ -362,7 +372,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--no-vllm", action="store_true", help="TRL's own generation")
     parser.add_argument("--only-trl", action="store_true")
     parser.add_argument("--dry-run", action="store_true", help="write the job, start nothing")
-    return real_model.resolved(parser.parse_args())
+    args = parser.parse_args()
+    args.final_prompts = args.prompts
+    return real_model.resolved(args)
 
 
 def main() -> int:
