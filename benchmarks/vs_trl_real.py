@@ -95,22 +95,9 @@ def run_trl(job: dict[str, Any]) -> None:
             tell(row | {"clipped": logs.get("completions/clipped_ratio")})
             over = wall_s > job["minutes"] * 60
             if job["every"] and (state.global_step % job["every"] == 0 or over):
-                save(f"{state.global_step:06d}", wall_s)
+                save(trainer, job, f"{state.global_step:06d}", wall_s)
             excluded_s += time.monotonic() - now
             control.should_training_stop = control.should_training_stop or over
-
-    def save(name: str, wall_s: float) -> None:
-        model: Any = trainer.accelerator.unwrap_model(trainer.model)
-        half = {key: value.to(torch.bfloat16) for key, value in model.state_dict().items()}
-        folder = Path(job["folder"]) / "saved" / name
-        model.save_pretrained(folder, state_dict=half)
-        config = json.loads((folder / "config.json").read_text()) | {"dtype": "bfloat16"}
-        (folder / "config.json").write_text(json.dumps(config))
-        for file in Path(job["model"]).iterdir():  # the tokenizer, whatever its files are
-            text = file.suffix in (".json", ".jinja", ".txt", ".model")
-            if text and "index" not in file.name and not (folder / file.name).exists():
-                shutil.copy(file, folder)
-        (folder / "wall_s").write_text(str(wall_s))
 
     missing = has_module("vllm") if job["use_vllm"] else "not wanted"
     tell({"trl": trl.__version__, "vllm": not missing, "why_not_vllm": missing})
@@ -127,6 +114,23 @@ def run_trl(job: dict[str, Any]) -> None:
         callbacks=[Clock()],
     )
     trainer.train()
+
+
+def save(trainer: Any, job: dict[str, Any], name: str, wall_s: float) -> None:
+    """The weights as they would be published, in bfloat16, with the tokenizer."""
+    import torch
+
+    model: Any = trainer.accelerator.unwrap_model(trainer.model)
+    half = {key: value.to(torch.bfloat16) for key, value in model.state_dict().items()}
+    folder = Path(job["folder"]) / "saved" / name
+    model.save_pretrained(folder, state_dict=half)
+    config = json.loads((folder / "config.json").read_text()) | {"dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps(config))
+    for file in Path(job["model"]).iterdir():  # the tokenizer, whatever its files are
+        text = file.suffix in (".json", ".jinja", ".txt", ".model")
+        if text and "index" not in file.name and not (folder / file.name).exists():
+            shutil.copy(file, folder)
+    (folder / "wall_s").write_text(str(wall_s))
 
 
 def trl_config(trl: Any, job: dict[str, Any], *, use_vllm: bool) -> Any:

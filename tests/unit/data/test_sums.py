@@ -1,4 +1,4 @@
-"""Running sums: right answers, disjoint splits, and a long tail of right answers by construction."""
+"""Running sums: right answers, disjoint splits, and a long tail by construction."""
 
 from __future__ import annotations
 
