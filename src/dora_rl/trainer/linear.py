@@ -14,7 +14,7 @@ Shapes: T tokens, I inputs, O outputs, R ranks of all adapters that share an inp
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -105,32 +105,30 @@ class LoraLinear(nn.Module):
 
 def side_by_side(x: Tensor, *layers: nn.Module) -> list[Tensor]:
     """The products of one input with several layers; their adapters share the first product."""
-    group = [m for m in layers if _shares_input(m)]
+    group = [layer for layer in layers if _shares_input(layer)]
     if not group:
         return [layer(x) for layer in layers]
-    downs = [m.down(x.dtype) for m in group]  # type: ignore[operator]
+    downs = [layer.down(x.dtype) for layer in group]
     xa = low_rank(x, torch.cat(downs))
-    if len(layers) == len(group) == 2 and _is_wide(*layers):
-        (gate, up), bs = (m.base_layer for m in group), [m.up(x.dtype) for m in group]  # type: ignore[operator]
-        weights = gate.weight.to(x.dtype), up.weight.to(x.dtype)
-        return list(adapted_pair(x, *weights, xa, *bs).chunk(2, dim=1))
+    if len(layers) == len(group) == 2 and _is_wide(group[0].base_layer, group[1].base_layer):
+        gate, up = (layer.base_layer.weight.to(x.dtype) for layer in group)
+        b_gate, b_up = (layer.up(x.dtype) for layer in group)
+        return list(adapted_pair(x, gate, up, xa, b_gate, b_up).chunk(2, dim=1))
     parts = iter(xa.split([a.shape[0] for a in downs], dim=1))
     return [
-        layer.add_to_base(x, next(parts)) if _shares_input(layer) else layer(x)  # type: ignore[operator]
-        for layer in layers
+        layer.add_to_base(x, next(parts)) if _shares_input(layer) else layer(x) for layer in layers
     ]
 
 
-def _shares_input(layer: nn.Module) -> bool:
+def _shares_input(layer: nn.Module) -> TypeGuard[LoraLinear]:
     if not isinstance(layer, LoraLinear) or layer.noisy or not layer.beside:
         return False
     return isinstance(layer.base_layer, Linear)
 
 
-def _is_wide(first: nn.Module, second: nn.Module) -> bool:
-    a, b = first.base_layer, second.base_layer
-    same = a.out_features == b.out_features and a.bias is None and b.bias is None  # type: ignore[union-attr]
-    return same and a.out_features + b.out_features > _WIDE * a.in_features  # type: ignore[union-attr,operator]
+def _is_wide(a: nn.Linear, b: nn.Linear) -> bool:
+    same = a.out_features == b.out_features and a.bias is None and b.bias is None
+    return same and a.out_features + b.out_features > _WIDE * a.in_features
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:
