@@ -168,3 +168,29 @@ def test_a_learner_learns() -> None:
         learner.feed(batch(step))
         losses.append(learner.finish_step()["loss"])
     assert losses[-1] < losses[0] - 1.0
+
+
+@pytest.mark.parametrize("rank", [0, 8])
+def test_no_pack_waits_for_the_device(rank: int) -> None:
+    """Once everything is compiled the host only queues: forward, backward, sums of metrics."""
+    trainer = TrainerOptions(device="cuda", lr=1e-4, pack_tokens=256, lora_rank=rank)
+    learner = Learner(policy_of(DENSE), AlgorithmOptions(kl_coef=0.1), trainer)
+    assert learner.policy.compiled
+    rng = random.Random(0)
+
+    def group(index: int) -> GroupBatch:
+        samples = tuple(
+            Sample([rng.randrange(VOCAB) for _ in range(n)], [-6.0] * n, [1] * n, float(n % 2))
+            for n in (40, 41, 80, 81)
+        )
+        return GroupBatch(index, 0, [1, 2, 3], samples)
+
+    for step in range(3):
+        learner.begin_step(step)
+        groups = [group(i) for i in range(8)]
+        torch.cuda.set_sync_debug_mode("error" if step == 2 else "default")
+        try:
+            learner.feed(groups)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert learner.finish_step()["train/packs"] > 4

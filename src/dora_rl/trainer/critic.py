@@ -57,8 +57,8 @@ def fill_old_values(
     """Values of every document under the critic as it is now."""
     room = Room(pack_tokens) if isinstance(pack_tokens, int) else pack_tokens
 
-    def run(pack: Pack) -> Sequence[Tensor]:
-        return pack.split(critic(pack.token_ids_T, pack.layout, pack.rows_N))
+    def run(pack: Pack) -> Tensor:
+        return critic(pack.token_ids_T, pack.layout, pack.rows_N)
 
     found = in_packs(documents, room, critic.head.device, run, tell)
     for d, values in zip(documents, found, strict=True):

@@ -102,12 +102,16 @@ class Pack:
         return self.rows_N.shape[0]
 
     def gather(self, parts: Sequence[Tensor]) -> Tensor:
-        """One tensor per document, side by side on the pack's device."""
-        return send(torch.cat(list(parts)), self.token_ids_T.device)
+        """One tensor per document, side by side on the pack's device. Parts may be there already:
+        bringing them back to the host first would make it wait for the device."""
+        device = self.token_ids_T.device
+        if all(p.device.type == "cpu" for p in parts):
+            return send(torch.cat(list(parts)), device)
+        return torch.cat([p if p.device == device else send(p, device) for p in parts])
 
     def split(self, values_N: Tensor) -> list[Tensor]:
-        """Back to one tensor per document, on the CPU."""
-        return list(values_N.detach().cpu().split([d.num_trained for d in self.documents]))
+        """Back to one tensor per document, where the values are."""
+        return list(values_N.detach().split([d.num_trained for d in self.documents]))
 
 
 def collate(documents: Sequence[Document], device: torch.device) -> Pack:

@@ -317,7 +317,8 @@ class Learner:
         update.num_tokens += sum(d.num_trained for d in documents)
         self.meters.count("train/tokens", sum(d.num_tokens for d in documents))
         if isinstance(self.policy, Decoder):
-            flops = self.policy.arch.train_flops([d.num_tokens for d in documents])
+            adapters = self.optimizer.num_parameters if self.options.lora_rank else 0
+            flops = self.policy.arch.train_flops([d.num_tokens for d in documents], adapters)
             self.meters.count("train/flops", flops)
         for d in documents:
             if self.objective.may_skip_zero_advantage and not bool(d.advantages.any()):
@@ -329,8 +330,17 @@ class Learner:
         unscored = [d for d in documents if d.ref_logprobs is None]
         if self.reference is None or not unscored:
             return
-        temperature = self.objective.options.temperature
-        found = score(self.reference, unscored, temperature, self.room, self._note_shortage)
+        options = self.objective.options
+        # A penalty in the reward is taken off on the host, before there are advantages.
+        there = options.kl_in != "reward"
+        found = score(
+            self.reference,
+            unscored,
+            options.temperature,
+            self.room,
+            self._note_shortage,
+            on_device=there,
+        )
         for d, logprobs in zip(unscored, found, strict=True):
             d.ref_logprobs = logprobs
 
@@ -454,7 +464,7 @@ class Learner:
                 d.old_logprobs = d.rollout_logprobs
             elif not (at_rest and version == self.step):
                 sealed.append((d, version))
-        found = self.scorer.score([d for d, _ in sealed], [v for _, v in sealed])
+        found = self.scorer.score([d for d, _ in sealed], [v for _, v in sealed], on_device=True)
         for (d, _), logprobs in zip(sealed, found, strict=True):
             d.old_logprobs = logprobs
 

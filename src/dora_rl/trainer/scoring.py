@@ -33,25 +33,30 @@ def score(
     temperature: float,
     pack_tokens: int | Room,
     tell: Tell = lambda line: None,
+    *,
+    on_device: bool = False,
 ) -> list[Tensor]:
-    """Log-probs of each document's trained tokens, on the CPU, in the documents' order."""
+    """Log-probs of each document's trained tokens, in the documents' order; on the CPU, or left
+    on the device for a pass that follows, so that nobody waits for them."""
     device = next(policy.parameters()).device
     room = Room(pack_tokens) if isinstance(pack_tokens, int) else pack_tokens
 
-    def run(pack: Pack) -> Sequence[Tensor]:
+    def run(pack: Pack) -> Tensor:
         scores = policy(pack.token_ids_T, pack.layout, pack.rows_N, pack.target_N, temperature)
-        return pack.split(scores.logprobs_N)
+        return scores.logprobs_N
 
     with without_dropout(policy):
-        return in_packs(documents, room, device, run, tell)
+        return in_packs(documents, room, device, run, tell, on_device=on_device)
 
 
 def in_packs(
     documents: Sequence[Document],
     room: Room,
     device: torch.device,
-    run: Callable[[Pack], Sequence[Tensor]],
+    run: Callable[[Pack], Tensor],
     tell: Tell,
+    *,
+    on_device: bool = False,
 ) -> list[Tensor]:
     """What `run` makes of each document, in their order. Nothing that it does is left behind by a
     pack that did not fit, so the pack alone is run again, smaller."""
@@ -61,7 +66,7 @@ def in_packs(
         packs, rest = pack_stream([d.num_tokens for d in left], room.pack_tokens)
         for indices in [*packs, *([rest] if rest else [])]:
             some = [left[i] for i in indices]
-            found, missing = _try_run(some, device, run)
+            found, missing = _try_run(some, device, run, on_device)
             if missing:
                 tell(room.shrink_scored([d.num_tokens for d in some], missing))
                 free_cached()
@@ -71,13 +76,18 @@ def in_packs(
 
 
 def _try_run(
-    documents: list[Document], device: torch.device, run: Callable[[Pack], Sequence[Tensor]]
+    documents: list[Document],
+    device: torch.device,
+    run: Callable[[Pack], Tensor],
+    on_device: bool,
 ) -> tuple[Sequence[Tensor], str]:
     """Returns outside of the handler, whose traceback holds the pack's tensors. Ranks that compute
     together cannot go back alone."""
     try:
         maybe_fail("score")
-        return run(collate(documents, device)), ""
+        pack = collate(documents, device)
+        values_N = run(pack)
+        return pack.split(values_N if on_device else values_N.cpu()), ""
     except RuntimeError as error:
         missing = shortage(error)
         if not missing or distributed.world()[1] > 1:
@@ -114,7 +124,13 @@ class SealedScorer:
             maybe_fail("twin")
             self._adapted = self.make_adapted()
 
-    def score(self, documents: Sequence[Document], versions: Sequence[Version]) -> list[Tensor]:
+    def score(
+        self,
+        documents: Sequence[Document],
+        versions: Sequence[Version],
+        *,
+        on_device: bool = False,
+    ) -> list[Tensor]:
         """`documents[i]` under version `versions[i]`."""
         out: dict[int, Tensor] = {}
         for version in sorted(set(versions)):
@@ -125,6 +141,7 @@ class SealedScorer:
                 self.temperature,
                 self.room,
                 self.tell,
+                on_device=on_device,
             )
             out.update(zip(mine, found, strict=True))
         return [out[i] for i in range(len(documents))]
