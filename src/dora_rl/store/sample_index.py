@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from dora_rl.controller.records import TrainedSample
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
-from dora_rl.data.table_rows import NewRow
 from dora_rl.io.wire import Message
 from dora_rl.store.samples import Samples, list_of
 from dora_rl.store.storage_client import shard_of
+from dora_rl.store.table import Row
 from dora_rl.types import Finish, GroupId, Prompt, RequestId, StepIndex, Version
 from dora_rl.workers.crew import Crew
 
@@ -28,8 +28,8 @@ from dora_rl.workers.crew import Crew
 class SampleIndex(Samples):
     """The table without its payload."""
 
-    def __init__(self, path: Path, group_size: int, num_shards: int) -> None:
-        super().__init__(path, group_size, needs=("num_tokens", "reward"))
+    def __init__(self, path: Path, num_shards: int) -> None:
+        super().__init__(path)
         self.names = [f"storage{number}" for number in range(num_shards)]
         self.addresses: list[str] = [""] * num_shards
         self._crew: Crew | None = None
@@ -91,12 +91,9 @@ class SampleIndex(Samples):
             "finish": event.finish.value,
             "segments": [list(segment) for segment in event.segments],
         }
-        row = NewRow(event.request.group, version, columns, event.request.sample, self._group_size)
         there = self.row(event.request)
-        if there is None:
-            self._table.put([row])
-        elif any(there.columns[name] != value for name, value in columns.items()):
-            self._replace(row)
+        if there is None or any(there.columns[name] != columns[name] for name in columns):
+            self._table.put([Row(event.request, version, columns)])
         if "reward" in message.arrays:
             self.reward(event.request, float(message.arrays["reward"][0]))
 
@@ -147,7 +144,7 @@ class SampleIndex(Samples):
         return [
             TrainedSample(
                 group=group,
-                sample=row.sample,
+                sample=row.request.sample,
                 version=row.version,
                 num_prompt=len(prompt.token_ids),
                 num_tokens=int(str(row.columns["num_tokens"])),

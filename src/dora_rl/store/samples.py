@@ -17,35 +17,30 @@ from numpy.typing import NDArray
 from dora_rl.controller.records import TrainedSample
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
-from dora_rl.data.table import Table
-from dora_rl.data.table_rows import NewRow, Row
 from dora_rl.envs.text import spans
 from dora_rl.io.wire import Message
 from dora_rl.store.sample_digest import rounded
+from dora_rl.store.table import Row, Table
 from dora_rl.types import Finish, GroupId, Prompt, RequestId, Version
 
-CONSUMER = "learner"
 PAYLOAD = ("token_ids", "logprobs", "loss_mask")
 
 
 class Samples:
     """The table as the controller uses it."""
 
-    def __init__(
-        self, path: Path, group_size: int, needs: tuple[str, ...] = ("token_ids", "reward")
-    ) -> None:
-        self._table = Table({CONSUMER: needs}, path=path)
-        self._group_size = group_size
+    def __init__(self, path: Path) -> None:
+        self._table = Table(path)
 
     def row(self, request: RequestId) -> Row | None:
-        found = self._table.read(self._table.rows_of(request.group, request.sample))
+        found = self._table.read(request.group, request.sample)
         return found[0] if found else None
 
     def groups(self) -> list[GroupId]:
         return self._table.groups()
 
     def rows(self, group: GroupId) -> list[Row]:
-        return self._table.read(self._table.rows_of(group))
+        return self._table.read(group)
 
     def completion(
         self, request: RequestId
@@ -71,26 +66,15 @@ class Samples:
             "segments": [list(segment) for segment in event.segments],
             "text": text,
         }
-        row = NewRow(event.request.group, version, columns, event.request.sample, self._group_size)
         there = self.row(event.request)
-        if there is None:
-            self._table.put([row])
-        elif any(not np.array_equal(_array(there, n), message.arrays[n]) for n in PAYLOAD):
-            self._replace(row)
+        # Where kernels are not exact its tokens or log-probs may be others than before the crash;
+        # the new row counts, as its digest does in the log.
+        if there is None or any(
+            not np.array_equal(_array(there, name), message.arrays[name]) for name in PAYLOAD
+        ):
+            self._table.put([Row(event.request, version, columns)])
         if "reward" in message.arrays:  # its environment gave one
             self.reward(event.request, float(message.arrays["reward"][0]))
-
-    def _replace(self, new: NewRow) -> None:
-        """The new row counts, as its digest does in the log: where kernels are not exact, its
-        tokens or log-probs may be others."""
-        rows = [new]
-        for row in self._table.read(self._table.rows_of(new.group)):
-            if row.sample != new.sample:
-                rows.append(
-                    NewRow(row.group, row.version, row.columns, row.sample, self._group_size)
-                )
-        self._table.drop(new.group)
-        self._table.put(rows)
 
     def stored_reward(self, request: RequestId) -> float | None:
         row = self.row(request)
@@ -102,7 +86,7 @@ class Samples:
         """`parts`: what each reward function gave, by its label."""
         row = self.row(request)
         if row is not None and "reward" not in row.columns:
-            self._table.extend({row.index: {"reward": reward, "parts": json.dumps(parts or {})}})
+            self._table.extend({request: {"reward": reward, "parts": json.dumps(parts or {})}})
 
     def feed(
         self, action: act.Feed, prompt_ids: tuple[int, ...]
@@ -126,7 +110,7 @@ class Samples:
         return [
             TrainedSample(
                 group=group,
-                sample=row.sample,
+                sample=row.request.sample,
                 version=row.version,
                 num_prompt=len(prompt.token_ids),
                 num_tokens=len(_array(row, "token_ids")),
@@ -152,7 +136,7 @@ class Samples:
         return int(_array(row, "loss_mask").sum()) if row is not None and there else None
 
     def num_tokens(self, group: GroupId) -> int:
-        rows = self._table.read(self._table.rows_of(group))
+        rows = self._table.read(group)
         return sum(len(_array(row, "token_ids")) for row in rows)
 
     def drop(self, group: GroupId) -> None:
@@ -162,7 +146,7 @@ class Samples:
         self._table.close()
 
     def _rows(self, group: GroupId, samples: tuple[int, ...]) -> list[Row]:
-        rows = {row.sample: row for row in self._table.read(self._table.rows_of(group))}
+        rows = {row.request.sample: row for row in self._table.read(group)}
         return [rows[sample] for sample in samples]
 
 

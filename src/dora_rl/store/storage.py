@@ -22,7 +22,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dora_rl.core import events as ev
-from dora_rl.data.table_rows import TableClosed
 from dora_rl.envs.text import spans
 from dora_rl.io.lines import read_lines
 from dora_rl.io.transport import Link, Refused, Server, TransportError
@@ -30,6 +29,7 @@ from dora_rl.io.wire import Channel, Message, decode_event, pack, unpack
 from dora_rl.setup.tokenizer import open_tokenizer
 from dora_rl.store.journals import Journals
 from dora_rl.store.samples import Samples
+from dora_rl.store.table import TableClosed
 from dora_rl.types import GroupId, Prompt, RequestId
 from dora_rl.workers.worker import Setup, beat
 
@@ -42,7 +42,7 @@ class Storage:
     def __init__(self, setup: Setup, channel: Channel) -> None:
         config, self._channel = setup.config, channel
         run_dir, number = Path(setup.run_dir), int(setup.extra["shard"])
-        self._samples = Samples(run_dir / f"table.{number}.log", config.rollout.num_samples)
+        self._samples = Samples(run_dir / f"table.{number}.log")
         self._journals = Journals(run_dir / "journal")
         self._tokenizer = open_tokenizer(Path(config.model.path), config.model.trust_remote_code)
         self._lock = threading.Lock()

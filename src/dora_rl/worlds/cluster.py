@@ -62,8 +62,7 @@ class ClusterRun(LocalRun):
 
     def _open_samples(self) -> Samples:
         shards = self.config.resources.storage_shards
-        path = self.run_dir / "table.log"
-        self.index = SampleIndex(path, self.params.group_size, shards)
+        self.index = SampleIndex(self.run_dir / "table.log", shards)
         return self.index
 
     def _demand(self, role: str, name: str) -> Mapping[str, float]:

@@ -153,7 +153,7 @@ class LocalRun:
         self.on_wait: Callable[[list[str]], None] = lambda lines: None
 
     def _open_samples(self) -> Samples:
-        return Samples(self.run_dir / "table.log", self.params.group_size)
+        return Samples(self.run_dir / "table.log")
 
     def _hire(self) -> tuple[Crew, Carrier]:
         """Who starts workers and carries messages, and how weights and KV travel."""

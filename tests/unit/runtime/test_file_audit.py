@@ -44,7 +44,7 @@ def finished(arrays: dict[str, Any]) -> ev.SampleFinished:
 
 
 def put(path: Path, arrays: dict[str, Any], reward: float | None = None) -> None:
-    samples = Samples(path, 2)
+    samples = Samples(path)
     samples.put(finished(arrays), 2, Message("finished", {}, arrays), "text")
     if reward is not None:
         samples.reward(RID, reward)

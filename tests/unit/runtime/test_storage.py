@@ -170,7 +170,7 @@ class Mailbox:
 
 def test_the_controller_keeps_what_it_decides_by(tmp_path: Path) -> None:
     mail = Mailbox()
-    index = SampleIndex(tmp_path / "table.log", 2, num_shards=2)
+    index = SampleIndex(tmp_path / "table.log", num_shards=2)
     index.start(mail)  # type: ignore[arg-type]
     index.addresses = ["tcp://a:1", "tcp://b:2"]
     for sample, ids in enumerate(([5, 6, 7], [8, 9])):
