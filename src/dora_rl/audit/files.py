@@ -31,7 +31,7 @@ from dora_rl.setup.tokenizer import open_tokenizer
 from dora_rl.store.record_log import TableError
 from dora_rl.store.sample_digest import sample_digest, text_digest
 from dora_rl.store.samples import Samples
-from dora_rl.types import RequestId, Segment, UserError, Version
+from dora_rl.types import RequestId, UserError, Version
 from dora_rl.weights.format import SealedFile, WeightsError
 from dora_rl.weights.proof import checkpoint_problem, seals_whole_models
 
@@ -398,23 +398,21 @@ class FileAudit:
         held: set[RequestId] = set()
         for gid in samples.groups():
             record = self.auditor.books.live.get(gid)
-            for row in samples.rows(gid):
-                rid = row.request
+            for found in samples.trajectories(gid):
+                rid = found.request
                 held.add(rid)
                 if record is None or rid.sample >= len(record.samples):
                     continue  # ended; its rows go with the next resume
                 sample = record.samples[rid.sample]
                 if sample.asked < 0 or not sample.digest:
                     continue  # written just before a crash, or by an older release
-                columns: dict[str, Any] = dict(row.columns)
-                segments = [Segment(*pair) for pair in columns["segments"]]
-                payload = (columns["token_ids"], columns["logprobs"], columns["loss_mask"])
-                if sample_digest(rid, segments, *payload) != sample.digest:
+                payload = (found.token_ids, found.logprobs, found.loss_mask)
+                if sample_digest(rid, found.segments, *payload) != sample.digest:
                     text = f"sample {rid.sample} of group {gid} is not what was generated"
                     self._add(name, text)
-                if sample.reward is not None and columns.get("reward") != sample.reward:
+                if sample.reward is not None and found.reward != sample.reward:
                     text = f"sample {rid.sample} of group {gid}: its reward is"
-                    self._add(name, f"{text} {columns.get('reward')}, not {sample.reward}")
+                    self._add(name, f"{text} {found.reward}, not {sample.reward}")
         samples.close()
         return held
 

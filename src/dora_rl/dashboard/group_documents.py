@@ -152,7 +152,7 @@ def _under_way(files: RunFiles, group: int, sample: int) -> dict[str, Any] | Non
         "token_ids": arrays["token_ids"].tolist(),
         "logprobs": arrays["logprobs"].astype(np.float64).round(4).tolist(),
         "turns": [[a, b, int(mask[a])] for a, b in pairwise(edges) if a < b],
-        "text": row["text"],
+        "text": row.get("text", ""),
     }
 
 

@@ -8,7 +8,7 @@ which samples are taken follows from their number alone. Never changes what is t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -17,11 +17,10 @@ import torch
 from dora_rl.config import RunConfig
 from dora_rl.core import events as ev
 from dora_rl.ports import SealedWeights
-from dora_rl.trainer.batch import GroupBatch
 from dora_rl.trainer.documents import Document, document_of
 from dora_rl.trainer.learner import Learner
 from dora_rl.trainer.scoring import SealedScorer
-from dora_rl.types import RequestId, Version
+from dora_rl.types import Group, RequestId, Version
 from dora_rl.weights.store import SharedMemoryWeightStore, VersionMissing
 
 PENDING_MAX = 32  # so many may wait for an idle moment; then one is made
@@ -97,13 +96,11 @@ class Recheck:
     def is_waiting(self) -> bool:
         return bool(self._waiting)
 
-    def offer(self, group: GroupBatch, samples: Sequence[int]) -> None:
-        """`samples` are the numbers of the group's samples, in its order."""
-        for number, sample in zip(samples, group.samples, strict=True):
-            request = RequestId(group.group, number)
-            pure = len(sample.segments) == 1
+    def offer(self, group: Group) -> None:
+        for sample in group.samples:
+            request = sample.request
             if (
-                not pure
+                sample.mixed
                 or not sample.num_trained
                 or not is_chosen(self._seed, request, self._share)
             ):

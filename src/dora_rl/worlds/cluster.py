@@ -153,7 +153,7 @@ class ClusterRun(LocalRun):
             return
         self.records.totals.tokens_generated += message.body["meta"]["num_generated"]
         version = self.state.groups[event.request.group].version
-        self.index.put_meta(event, version, message)
+        self.index.put_meta(event, version, message.body["meta"])
         self.handle(event)
 
     def step_closed(self, action: act.CloseStep) -> None:

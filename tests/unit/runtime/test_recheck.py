@@ -17,8 +17,7 @@ from dora_rl.core import events as ev
 from dora_rl.observe.audit import Auditor
 from dora_rl.observe.audit_books import GroupRecord, TrainedSample
 from dora_rl.observe.audit_books import Sample as Known
-from dora_rl.trainer.batch import GroupBatch, Sample
-from dora_rl.types import Mode, RequestId, Segment
+from dora_rl.types import Group, Mode, RequestId, Segment, Trajectory
 from dora_rl.weights.store import VersionMissing
 from dora_rl.workers.recheck import Recheck
 
@@ -44,9 +43,9 @@ def test_a_sample_is_taken_under_the_version_of_its_segment() -> None:
     learner: Any = SimpleNamespace(num_ranks=1, scorer=scorer, policy=policy, pack_tokens=64)
     config = RunConfig(model=ModelConfig(path="."), audit=AuditConfig(recompute_share=1.0))
     recheck = Recheck(learner, store, config, "cpu", lambda event: None)
-    sample = Sample([5, 6], [-0.1, -0.2], [1, 1], 1.0, LATER)
+    sample = Trajectory(RequestId(7, 0), 1, [5, 6], [-0.1, -0.2], [1, 1], segments=LATER)
     mixed = replace(sample, segments=(Segment(0, 1), Segment(1, 2)))
-    recheck.offer(GroupBatch(7, 1, [3], (sample, mixed)), (0, 1))
+    recheck.offer(Group(7, 1, [3], (sample, replace(mixed, request=RequestId(7, 1)))))
     assert store.asked == [2]
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from dora_rl.store.samples import Samples
 from dora_rl.store.table import Row, Table, TableClosed, TableCorrupt, TableError
-from dora_rl.types import RequestId
+from dora_rl.types import RequestId, Segment
 
 # A file of the release before the table lost its consumers: groups 4 (two samples, one of them
 # generated twice) and 5 (dropped), with rewards, of version 3.
@@ -103,8 +103,10 @@ def test_a_file_of_the_last_release_is_read(tmp_path: Path) -> None:
     samples = Samples(tmp_path / "table.log")
     assert samples.groups() == [4]
     assert samples.num_tokens(4) == 4
-    assert samples.stored_reward(RequestId(4, 0)) == 0.5
-    assert samples.stored_reward(RequestId(4, 1)) == 0.25
+    first, second = samples.trajectories(4)
+    assert (first.token_ids.tolist(), first.reward, first.parts) == ([5, 6], 0.5, {"exact": 0.5})
+    assert (second.reward, second.parts, second.text) == (0.25, {}, "t41")
+    assert second.segments == (Segment(0, 3),) and second.version == 3
     samples.drop(4)
     samples.close()
     assert Samples(tmp_path / "table.log").groups() == []
