@@ -9,6 +9,7 @@ from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from dora_rl.config import ModelConfig, RunConfig
@@ -21,6 +22,8 @@ from dora_rl.store.storage import Storage
 from dora_rl.store.storage_client import StorageReader, StorageStream
 from dora_rl.store.trajectories import to_message
 from dora_rl.types import Finish, Prompt, RequestId, Segment, Trajectory
+from dora_rl.workers.learner_worker import read_group
+from dora_rl.workers.reward_worker import read_items
 from dora_rl.workers.worker import Setup
 
 MODEL = Path(__file__).parents[3] / "recipes" / "models" / "tiny"
@@ -94,6 +97,27 @@ def test_a_row_is_kept_told_and_read_back(shard: Shard, tmp_path: Path) -> None:
     assert all(row.text and row.segments == (Segment(0, 5),) for row in rows)
     with pytest.raises(TransportError, match="not all here"):
         reader.rows(where | {"samples": [0, 3]}, wait_s_max=0.1)
+
+
+def test_learner_and_rewards_read_the_samples_where_they_are(shard: Shard) -> None:
+    out = stream(shard.address)
+    out.put(4, finished(4, 0, [5, 6, 7])[1])
+    out.put(4, finished(4, 1, [8, 9])[1])
+    shard.said(), shard.said()
+    reader = StorageReader(KEY)
+    where = {"address": shard.address, "group": 4, "samples": [0, 1]}
+    prompt_ids = {"prompt_ids": np.array([1, 2], dtype=np.int32)}
+    message = Message("order", {"rows": where, "rewards": [0.5, -1.0]}, prompt_ids)
+    group = read_group(act.Feed(6, 0, 4, 5, (0, 1)), message, reader)
+    assert (group.id, group.version, group.prompt_ids.tolist()) == (4, 5, [1, 2])
+    assert [(s.token_ids.tolist(), s.reward) for s in group.samples] == [
+        ([5, 6, 7], 0.5),
+        ([8, 9], -1.0),
+    ]
+    item = {"prompt": "p", "prompt_text": "p", "completion": "", "answer": None, "columns": {}}
+    item |= {"finish": "stop", "num_tokens": 0, "rows": where | {"samples": [1]}}
+    (scored,) = read_items([item], np.zeros(0, dtype=np.int32), reader)
+    assert scored.completion_ids == (8, 9) and scored.completion
 
 
 def test_what_a_dead_shard_had_or_missed_is_there_after_its_restart(tmp_path: Path) -> None:
