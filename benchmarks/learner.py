@@ -29,7 +29,6 @@ from pathlib import Path
 import torch
 
 from dora_rl.trainer.architecture import Architecture
-from dora_rl.trainer.batch import GroupBatch, Sample
 from dora_rl.trainer.decoder import Decoder
 from dora_rl.trainer.documents import Document, collate
 from dora_rl.trainer.learner import Learner
@@ -41,6 +40,7 @@ from dora_rl.trainer.model import (
     pick_dtype,
 )
 from dora_rl.trainer.options import AlgorithmOptions, TrainerOptions
+from dora_rl.types import Group, RequestId, Trajectory
 
 
 def qwen3_shape(**fields: int) -> Architecture:
@@ -93,7 +93,7 @@ def long_tail(count: int, mean: int, longest: int, seed: int) -> list[int]:
     return lengths
 
 
-def make_groups(lengths: list[int], prompt: int, vocab: int, group: int) -> list[GroupBatch]:
+def make_groups(lengths: list[int], prompt: int, vocab: int, group: int) -> list[Group]:
     """Groups of random tokens; rewards alternate, so that every response has a gradient."""
     generator = torch.Generator().manual_seed(0)
     groups = []
@@ -101,9 +101,10 @@ def make_groups(lengths: list[int], prompt: int, vocab: int, group: int) -> list
         samples = []
         for i, n in enumerate(lengths[start : start + group]):
             ids = torch.randint(vocab, (n,), generator=generator).tolist()
-            samples.append(Sample(ids, [-math.log(vocab)] * n, [1] * n, float(i % 2)))
+            rid, logprobs, reward = RequestId(start, i), [-math.log(vocab)] * n, float(i % 2)
+            samples.append(Trajectory(rid, 0, ids, logprobs, [1] * n, reward=reward))
         prompt_ids = torch.randint(vocab, (prompt,), generator=generator).tolist()
-        groups.append(GroupBatch(start, 0, prompt_ids, tuple(samples)))
+        groups.append(Group(start, 0, prompt_ids, tuple(samples)))
     return groups
 
 
@@ -136,7 +137,7 @@ def make_learner(name: str, rank: int, args: argparse.Namespace) -> Learner:
     return Learner(decoder, algorithm, trainer)
 
 
-def time_steps(learner: Learner, groups: list[GroupBatch], repeats: int) -> list[float]:
+def time_steps(learner: Learner, groups: list[Group], repeats: int) -> list[float]:
     times = []
     for step in range(repeats + 1):
         synchronise(learner.device)
@@ -149,7 +150,7 @@ def time_steps(learner: Learner, groups: list[GroupBatch], repeats: int) -> list
     return times[1:]  # the first compiles and fills caches
 
 
-def time_padded(learner: Learner, groups: list[GroupBatch], repeats: int) -> float:
+def time_padded(learner: Learner, groups: list[Group], repeats: int) -> float:
     """The same model and tokens, each micro-batch padded to its longest response.
 
     Micro-batches hold as many rows, in arrival order, as fit `pack_tokens` once padded. Padding is
@@ -263,8 +264,7 @@ def engine_gap(learner: Learner, args: argparse.Namespace) -> dict[str, float]:
         for output in engine.step():
             t = output.trajectory
             if t is not None:
-                sample = Sample(t.token_ids, t.logprobs, t.loss_mask, 0.0)
-                groups.append((GroupBatch(t.request.group, 0, t.prompt_ids, (sample,)), t))
+                groups.append((Group(t.request.group, 0, t.prompt_ids, (t,)), t))
     from dora_rl.trainer.documents import document_of
 
     documents = [document_of(g, g.samples[0], 0.0) for g, _ in groups]

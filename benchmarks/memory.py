@@ -40,14 +40,13 @@ from dora_rl.setup.layout import plan_layout
 from dora_rl.setup.memory import CONTEXT_BYTES, GB
 from dora_rl.setup.plan import DevicePlan, RunPlan, plan_run, planned
 from dora_rl.trainer.architecture import read_architecture
-from dora_rl.trainer.batch import GroupBatch, Sample
 from dora_rl.trainer.decoder import Decoder
 from dora_rl.trainer.documents import document_of
 from dora_rl.trainer.learner import Learner
 from dora_rl.trainer.model import build_decoder, initialise
 from dora_rl.trainer.options import TrainerOptions, from_section
 from dora_rl.trainer.scoring import score
-from dora_rl.types import RequestId, SamplingParams
+from dora_rl.types import Group, RequestId, SamplingParams, Trajectory
 from dora_rl.workers.worker import grow_in_place
 
 PROMPT, NEW = 128, 96
@@ -193,7 +192,7 @@ def work_as_learner(
     phases.put("frozen base", base if planned.need.lora_rank else 0)
     phases.put("masters", trained)
     longest = planned.need.request_tokens_max
-    groups: list[GroupBatch] = []
+    groups: list[Group] = []
     for step, usual in enumerate(DOCUMENTS):
         if step < 2:  # the first one has no moments yet, and compiles
             phases.begin()
@@ -219,20 +218,27 @@ def work_as_learner(
     return learner.notes
 
 
-def make_groups(lengths: list[int], vocab: int, version: int) -> list[GroupBatch]:
+def make_groups(lengths: list[int], vocab: int, version: int) -> list[Group]:
     """Pairs of random responses, one of them right, so that every one has a gradient."""
     generator = torch.Generator().manual_seed(0)
-    made: list[GroupBatch] = []
+    made: list[Group] = []
     lengths = lengths + lengths[-1:] * (len(lengths) % 2)
     for at in range(0, len(lengths), 2):
         ids = [
             torch.randint(vocab, (n - 8,), generator=generator).tolist() for n in lengths[at:][:2]
         ]
         samples = tuple(
-            Sample(words, [-math.log(vocab)] * len(words), [1] * len(words), float(place))
+            Trajectory(
+                RequestId(at, place),
+                version,
+                words,
+                [-math.log(vocab)] * len(words),
+                [1] * len(words),
+                reward=float(place),
+            )
             for place, words in enumerate(ids)
         )
-        made.append(GroupBatch(at, version, list(range(8)), samples))
+        made.append(Group(at, version, list(range(8)), samples))
     return made
 
 

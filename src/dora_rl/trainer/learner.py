@@ -35,7 +35,6 @@ from dora_rl.trainer import distributed, state
 from dora_rl.trainer.allocator import keep_freed_memory
 from dora_rl.trainer.assembly import assemble, attention_crossover_tokens
 from dora_rl.trainer.attention_layout import Layout
-from dora_rl.trainer.batch import GroupBatch
 from dora_rl.trainer.critic import critic_pass, fill_old_values
 from dora_rl.trainer.decoder import Decoder
 from dora_rl.trainer.documents import Document, collate
@@ -59,7 +58,7 @@ from dora_rl.trainer.prepare import group_documents, per_group_advantages, whole
 from dora_rl.trainer.publish import Publisher, compute_canary
 from dora_rl.trainer.room import Room
 from dora_rl.trainer.scoring import SealedScorer, score
-from dora_rl.types import StepIndex, UserError, Version
+from dora_rl.types import Group, StepIndex, UserError, Version
 
 _PACK_TOKENS = {"cpu": 4096, "cuda": 32768}
 _PACK_PARTS = 4  # a pack that is full by one part is run where the learner would wait instead
@@ -136,7 +135,7 @@ class Learner:
         self.num_updates = 0
         self.num_skipped = 0  # updates in a row
         self.skip_reason = ""
-        self._buffer: list[GroupBatch] = []
+        self._buffer: list[Group] = []
         self._pending: list[Document] = []
         self._update = OpenUpdate(self.device)
         self._updates_in_step = 0
@@ -162,8 +161,8 @@ class Learner:
             self.scorer.hold_base()  # ranks score different packs, but begin a step together
         self._update, self._pending, self._buffer = OpenUpdate(self.device), [], []
 
-    def feed(self, groups: Sequence[GroupBatch]) -> None:
-        """Take groups. Bad samples are counted and left out; see `batch.admit`."""
+    def feed(self, groups: Sequence[Group]) -> None:
+        """Take groups. Bad samples are counted and left out; see `intake.admit`."""
         assert self.step is not None, "begin_step first"
         limit = self.options.document_tokens_max or self.policy.positions_max
         for group in groups:
@@ -301,7 +300,7 @@ class Learner:
             )
         return batch_groups // updates
 
-    def _take(self, group: GroupBatch) -> None:
+    def _take(self, group: Group) -> None:
         """A group of the open update: documents, advantages, counts for the denominators."""
         assert not self.objective.needs_whole_batch
         documents = group_documents(group, self.objective.options)
@@ -531,7 +530,7 @@ class Learner:
     def _run_buffer(self) -> None:
         groups, self._buffer = self._buffer, []
         if self.options.canonical_order:
-            groups.sort(key=lambda g: g.group)
+            groups.sort(key=lambda g: g.id)
         documents = [group_documents(g, self.objective.options) for g in groups]
         everything = [d for ds in documents for d in ds]
         if self.objective.options.kl_in == "reward":

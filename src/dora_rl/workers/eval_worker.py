@@ -123,8 +123,10 @@ def evaluate(
     done = _generate(engine, turns, (greedy, params), alive)
     return [
         {
-            "greedy": list(done[RequestId(index, 0)].token_ids),
-            "sampled": [list(done[RequestId(index, 1 + s)].token_ids) for s in range(num_samples)],
+            "greedy": done[RequestId(index, 0)].token_ids.tolist(),
+            "sampled": [
+                done[RequestId(index, 1 + s)].token_ids.tolist() for s in range(num_samples)
+            ],
             "rewards": [done[RequestId(index, s)].reward for s in range(1 + num_samples)],
             "finishes": [done[RequestId(index, s)].finish.value for s in range(1 + num_samples)],
             "failures": [_failure(done[RequestId(index, s)]) for s in range(1 + num_samples)],

@@ -15,9 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
@@ -31,6 +29,7 @@ from dora_rl.io.wire import Channel, Message, decode_fleet, encode_event, pack
 from dora_rl.out_of_memory import free_cached, shortage
 from dora_rl.store.sample_digest import sample_digest
 from dora_rl.store.storage_client import StorageStream
+from dora_rl.store.trajectories import to_message
 from dora_rl.types import (
     BaseDiffers,
     Finish,
@@ -275,11 +274,6 @@ class InstanceWorker:
             final = trajectory.finish is Finish.REFUSED and "resident" not in trajectory.error
             self.say(ev.SampleFailed(rid, epoch, self.name, trajectory.error, final))
             return
-        arrays: dict[str, NDArray[Any]] = {
-            "token_ids": np.asarray(trajectory.token_ids, dtype=np.int32),
-            "logprobs": np.asarray(trajectory.logprobs, dtype=np.float32),
-            "loss_mask": np.asarray(trajectory.loss_mask, dtype=np.uint8),
-        }
         event = ev.SampleFinished(
             rid,
             epoch,
@@ -287,15 +281,21 @@ class InstanceWorker:
             len(trajectory.token_ids),
             trajectory.finish,
             trajectory.segments,
-            digest=sample_digest(rid, trajectory.segments, *arrays.values()),
+            digest=sample_digest(
+                rid,
+                trajectory.segments,
+                trajectory.token_ids,
+                trajectory.logprobs,
+                trajectory.loss_mask,
+            ),
             incarnation=self.setup.life,
         )
-        if reward is not None:
-            arrays["reward"] = np.asarray([reward], dtype=np.float64)
+        samples, arrays = to_message([replace(trajectory, reward=reward)])
+        body = {"event": encode_event(event), "samples": samples}
         if self.storage is not None:
-            self.storage.put(rid.group, pack("finished", encode_event(event), arrays))
+            self.storage.put(rid.group, pack("finished", body, arrays))
         else:
-            self.channel.send("finished", encode_event(event), arrays)
+            self.channel.send("finished", body, arrays)
 
     def _begin_loads(self) -> None:
         """An instance may be up before the learner has sealed (or copied back) a version."""

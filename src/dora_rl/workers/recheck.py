@@ -10,7 +10,7 @@ and never ends a run: where there is no memory for it, it stops and says so.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -21,11 +21,10 @@ from dora_rl.core import events as ev
 from dora_rl.out_of_memory import shortage
 from dora_rl.ports import SealedWeights
 from dora_rl.setup.settings import is_recomputable
-from dora_rl.trainer.batch import GroupBatch
 from dora_rl.trainer.documents import Document, document_of
 from dora_rl.trainer.learner import Learner
 from dora_rl.trainer.scoring import SealedScorer
-from dora_rl.types import RequestId, UserError, Version
+from dora_rl.types import Group, RequestId, UserError, Version
 from dora_rl.weights.store import SharedMemoryWeightStore, VersionMissing
 
 PENDING_MAX = 32  # so many may wait for an idle moment; then the end of a step is one
@@ -98,13 +97,11 @@ class Recheck:
         """Whether there is something to do, and room for it."""
         return bool(self._waiting) and not self._learner.holds_gradients
 
-    def offer(self, group: GroupBatch, samples: Sequence[int]) -> None:
-        """`samples` are the numbers of the group's samples, in its order."""
-        for number, sample in zip(samples, group.samples, strict=True):
-            request = RequestId(group.group, number)
-            pure = len(sample.segments) == 1
+    def offer(self, group: Group) -> None:
+        for sample in group.samples:
+            request = sample.request
             if (
-                not pure
+                sample.mixed
                 or not sample.num_trained
                 or not is_chosen(self._seed, request, self._share)
             ):

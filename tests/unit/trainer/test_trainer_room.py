@@ -12,12 +12,11 @@ import torch
 from trainer_cases import flat, make_groups
 
 from dora_rl.out_of_memory import shortage
-from dora_rl.trainer.batch import GroupBatch
 from dora_rl.trainer.learner import Learner
 from dora_rl.trainer.options import AlgorithmOptions, TrainerOptions
 from dora_rl.trainer.scoring import SealedScorer
 from dora_rl.trainer.warm_up import warm_up
-from dora_rl.types import UserError
+from dora_rl.types import Group, UserError
 
 TRAINER = TrainerOptions(lr=1e-3, device="cpu", pack_tokens=100)
 WORDS = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 9 GiB"
@@ -57,7 +56,7 @@ class SmallMemory:
 
 
 def train(
-    learner: Learner, groups: list[GroupBatch], num_steps: int = 2
+    learner: Learner, groups: list[Group], num_steps: int = 2
 ) -> tuple[torch.Tensor, list[dict[str, float]]]:
     metrics = []
     for step in range(num_steps):
