@@ -9,7 +9,6 @@ the run's key (HMAC challenge of `multiprocessing.connection`); after that only 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
 import struct
@@ -22,13 +21,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dora_rl.core.codec import decoder, encoder
 from dora_rl.core.events import Event
+from dora_rl.io.codec import dumps, loads, rule
 from dora_rl.ports import FleetAction, LearnerAction
 
-encode_event, decode_event = encoder(Event), decoder(Event)
-encode_fleet, decode_fleet = encoder(FleetAction), decoder(FleetAction)
-encode_learner, decode_learner = encoder(LearnerAction), decoder(LearnerAction)
+encode_event, decode_event = rule(Event)
+encode_fleet, decode_fleet = rule(FleetAction)
+encode_learner, decode_learner = rule(LearnerAction)
 
 _LENGTH = struct.Struct("<I")
 _DTYPES = {"<i4", "<i8", "<f4", "<f8", "|u1"}
@@ -45,7 +44,7 @@ class Message:
 
 def pack(kind: str, body: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> bytes:
     shapes = [[name, array.dtype.str, len(array)] for name, array in arrays.items()]
-    header = json.dumps({"kind": kind, "body": body, "arrays": shapes}).encode()
+    header = dumps({"kind": kind, "body": body, "arrays": shapes})
     parts = [_LENGTH.pack(len(header)), header]
     parts.extend(np.ascontiguousarray(array).tobytes() for array in arrays.values())
     return b"".join(parts)
@@ -53,7 +52,7 @@ def pack(kind: str, body: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]])
 
 def unpack(data: bytes) -> Message:
     (length,) = _LENGTH.unpack_from(data)
-    header = json.loads(data[4 : 4 + length])
+    header = loads(data[4 : 4 + length])
     arrays: dict[str, NDArray[Any]] = {}
     at = 4 + length
     for name, dtype, count in header["arrays"]:

@@ -9,7 +9,6 @@ a damaged line anywhere else is an error that names it.
 
 from __future__ import annotations
 
-import json
 import os
 import time
 import zlib
@@ -19,17 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from dora_rl.core.actions import Action
-from dora_rl.core.codec import decoder, encoder
 from dora_rl.core.events import Event, StepCommitted
 from dora_rl.core.state import State
 from dora_rl.core.step import initial, step
+from dora_rl.io.codec import dumps, loads, rule
 from dora_rl.observe.chain import TAIL_BYTES, ChainCheck, chained, digest_in
 from dora_rl.observe.segments import segments
 from dora_rl.types import UserError
 
-_encode_event, _decode_event = encoder(Event), decoder(Event)
-_encode_actions, _decode_actions = encoder(list[Action]), decoder(list[Action])
-_encode_state, _decode_state = encoder(State), decoder(State)
+_EVENT, _ACTIONS, _STATE = rule(Event), rule(list[Action]), rule(State)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +48,7 @@ class Snapshot:
     state: dict[str, Any]
 
     def restore(self) -> State:
-        return _decode_state(self.state)
+        return _STATE.decode(self.state)
 
 
 def encode_entry(entry: Entry) -> bytes:
@@ -64,22 +61,18 @@ def encode_snapshot(number: int, now: float, state: State) -> bytes:
 
 
 def _entry_body(entry: Entry) -> bytes:
-    return _body(
+    return dumps(
         {
             "n": entry.number,
             "t": entry.now,
-            "e": _encode_event(entry.event),
-            "a": _encode_actions(entry.actions),
+            "e": _EVENT.encode(entry.event),
+            "a": _ACTIONS.encode(entry.actions),
         }
     )
 
 
 def _snapshot_body(number: int, now: float, state: State) -> bytes:
-    return _body({"n": number, "t": now, "s": _encode_state(state)})
-
-
-def _body(record: dict[str, Any]) -> bytes:
-    return json.dumps(record, separators=(",", ":")).encode()
+    return dumps({"n": number, "t": now, "s": _STATE.encode(state)})
 
 
 def _line(body: bytes) -> bytes:
@@ -104,10 +97,11 @@ def parse_line(line: bytes) -> Entry | Snapshot | None:
         return None
     if zlib.crc32(body) != crc:
         return None
-    record = json.loads(body)
+    record = loads(body)
     if "s" in record:
         return Snapshot(record["n"], record["t"], record["s"])
-    return Entry(record["n"], record["t"], _decode_event(record["e"]), _decode_actions(record["a"]))
+    event, actions = _EVENT.decode(record["e"]), _ACTIONS.decode(record["a"])
+    return Entry(record["n"], record["t"], event, actions)
 
 
 class FileLog:

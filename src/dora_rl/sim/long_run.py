@@ -174,6 +174,9 @@ def _write_step(
         "loss": 0.1 / (1 + step),
         "entropy": 1.0 / (1 + 0.01 * step),
         "grad_norm": 0.5,
+        "num_samples": len(lengths),
+        "time/step": 1.0,
+        "response_length/mean": sum(lengths) / len(lengths),
         "response_length/median": lengths[len(lengths) // 2],
         "response_length/max": lengths[-1],
     }

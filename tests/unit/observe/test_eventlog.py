@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from simulated_logs import small_world, whole_run
 
 from dora_rl.core import actions as act
-from dora_rl.core.codec import encode
 from dora_rl.core.state import State
 from dora_rl.core.step import step
+from dora_rl.io.codec import encode
 from dora_rl.observe.audit import audit_run
 from dora_rl.observe.eventlog import (
     Entry,
