@@ -20,6 +20,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dora_rl.io.codec import dumps, loads
 from dora_rl.observe.columns import FREQUENT, Columns, Rare, raw_columns, value_of
 from dora_rl.observe.segments import SegmentReaders
 from dora_rl.types import UserError
@@ -53,12 +54,8 @@ def send(found: Columns, out: IO[bytes]) -> None:
         "texts": found.texts,
         "lines": [found.now_first, found.now_last, found.num_lines],
     }
-    values = f"[{','.join(rare.value for rare in found.rare)}]"
-    parts = [
-        json.dumps(header).encode(),
-        values.encode(),
-        b"".join(a.tobytes() for *_, a in arrays),
-    ]
+    values = dumps([rare.value for rare in found.rare])
+    parts = [dumps(header), values, b"".join(a.tobytes() for *_, a in arrays)]
     sizes = [len(part).to_bytes(8, "little") for part in parts]
     out.write(b"".join(sizes + parts))
     out.flush()
@@ -81,7 +78,7 @@ def receive(stream: IO[bytes]) -> Columns | None:
     parts = [stream.read(size) for size in sizes]
     if len(sizes) < _SIZES or [len(part) for part in parts] != sizes:
         return None
-    header: dict[str, Any] = json.loads(parts[0])
+    header: dict[str, Any] = loads(parts[0])
     tables: dict[str, dict[str, Any]] = {name: {} for name in (*_KINDS, _RARE)}
     offset = 0
     for kind, name, dtype, num in header["arrays"]:
@@ -89,7 +86,7 @@ def receive(stream: IO[bytes]) -> Columns | None:
         offset += array.nbytes
         tables[kind][name] = array.astype(np.int64) if array.dtype.kind in "iu" else array
     rows = [tables[_RARE][name].tolist() for name in ("at", "now", "before")]
-    values = map(value_of, json.loads(parts[1]))
+    values = map(value_of, loads(parts[1]))
     rare = [Rare(*row) for row in zip(*rows, values, strict=True)]
     by_kind = {kind: tables[name] for name, kind in _KINDS.items()}
     return Columns(by_kind, rare, header["texts"], *header["lines"])
