@@ -9,9 +9,6 @@ a damaged line anywhere else is an error that names it.
 
 from __future__ import annotations
 
-import os
-import time
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +18,7 @@ from dora_rl.core.actions import Action
 from dora_rl.core.events import Event, StepCommitted
 from dora_rl.core.state import State
 from dora_rl.core.step import initial, step
+from dora_rl.io.append_log import AppendLog, Damaged, checked, text_of, whole_lines
 from dora_rl.io.codec import dumps, loads, rule
 from dora_rl.observe.chain import TAIL_BYTES, ChainCheck, chained, digest_in
 from dora_rl.observe.segments import segments
@@ -53,11 +51,11 @@ class Snapshot:
 
 def encode_entry(entry: Entry) -> bytes:
     """Its line, without a digest: as logs before the chain had it."""
-    return _line(_entry_body(entry))
+    return checked(_entry_body(entry))
 
 
 def encode_snapshot(number: int, now: float, state: State) -> bytes:
-    return _line(_snapshot_body(number, now, state))
+    return checked(_snapshot_body(number, now, state))
 
 
 def _entry_body(entry: Entry) -> bytes:
@@ -75,27 +73,18 @@ def _snapshot_body(number: int, now: float, state: State) -> bytes:
     return dumps({"n": number, "t": now, "s": _STATE.encode(state)})
 
 
-def _line(body: bytes) -> bytes:
-    return b"%08x %s\n" % (zlib.crc32(body), body)
-
-
 def encode_chained(entries: Iterable[Entry]) -> Iterator[bytes]:
     """The lines of a log from its first entry on, each with its digest."""
     digest = ""
     for entry in entries:
         body, digest = chained(digest, _entry_body(entry))
-        yield _line(body)
+        yield checked(body)
 
 
 def parse_line(line: bytes) -> Entry | Snapshot | None:
     """The record of one line, or None if it is damaged."""
-    if len(line) < 10 or not line.endswith(b"\n"):
-        return None
-    try:
-        crc, body = int(line[:8], 16), line[9:-1]
-    except ValueError:
-        return None
-    if zlib.crc32(body) != crc:
+    body = text_of(line)
+    if body is None:
         return None
     record = loads(body)
     if "s" in record:
@@ -116,8 +105,7 @@ class FileLog:
         self._number = 0
         self._in_segment = 0
         self._digest = ""  # of the last line written
-        self._file: int | None = None
-        self._synced_at = time.monotonic()
+        self._file: AppendLog | None = None
 
     @classmethod
     def create(cls, folder: Path, **options: Any) -> FileLog:
@@ -135,10 +123,10 @@ class FileLog:
         log = cls(folder, **options)
         log._number = number
         log._in_segment = number - int(path.stem)
-        log._file = os.open(path, os.O_RDWR)
-        os.ftruncate(log._file, size)  # a torn last line goes
-        log._digest = digest_in(os.pread(log._file, TAIL_BYTES, size - TAIL_BYTES))
-        os.lseek(log._file, 0, os.SEEK_END)
+        log._file = AppendLog(path, size=size, sync_s=log._fsync_s)  # a torn last line goes
+        with path.open("rb") as file:
+            file.seek(size - TAIL_BYTES)
+            log._digest = digest_in(file.read())
         return log, state
 
     @property
@@ -154,8 +142,7 @@ class FileLog:
         self._write(_entry_body(Entry(self._number, now, event, list(actions))))
         self._number += 1
         self._in_segment += 1
-        due = time.monotonic() - self._synced_at >= self._fsync_s
-        if due or isinstance(event, StepCommitted):
+        if isinstance(event, StepCommitted):
             self.sync()
 
     def snapshot_due(self) -> bool:
@@ -170,26 +157,23 @@ class FileLog:
 
     def sync(self) -> None:
         assert self._file is not None
-        os.fsync(self._file)
-        self._synced_at = time.monotonic()
+        self._file.sync()
 
     def close(self) -> None:
         if self._file is not None:
             self.sync()
-            os.close(self._file)
+            self._file.close()
             self._file = None
 
     def _open(self, number: int) -> None:
         path = self._folder / f"{number:012d}.jsonl"
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        self._file = AppendLog(path, sync_s=self._fsync_s, new=True)
         self._in_segment = 0
 
     def _write(self, body: bytes) -> None:
         assert self._file is not None
         body, digest = chained(self._digest, body)
-        view = memoryview(_line(body))
-        while view:
-            view = view[os.write(self._file, view) :]
+        self._file.append(checked(body))
         self._digest = digest
 
 
@@ -226,23 +210,24 @@ def _read_segment(
     path: Path, chain: ChainCheck | None, *, last: bool
 ) -> Iterator[Entry | Snapshot]:
     # At once: line by line, a writer could complete a torn line between two reads.
-    lines = path.read_bytes().splitlines(keepends=True)
-    for place, line in enumerate(lines):
+    data = path.read_bytes()
+    lines = whole_lines(data)
+    for place, line in enumerate(lines, start=1):
         record = parse_line(line)
         if record is None:
-            if last and place == len(lines) - 1:
-                return  # torn by a crash
-            raise UserError(f"{path.name} line {place + 1} of the event log is damaged")
+            raise _damaged(path.name, place)
         if chain is not None:
             chain.see(line)
         yield record
+    if not last and not data.endswith(b"\n"):
+        raise _damaged(path.name, len(lines) + 1)
 
 
 def entries_since(folder: Path, number: int) -> list[Entry]:
     """The entries from `number` on. Read from the end: the cost does not grow with the run."""
     found: list[Entry] = []
     for path in reversed(segments(folder)):
-        for line in reversed(path.read_bytes().splitlines(keepends=True)):
+        for line in reversed(whole_lines(path.read_bytes())):
             record = parse_line(line)
             if record is not None and record.number < number:
                 return found[::-1]
@@ -272,17 +257,16 @@ def _recover_segment(path: Path) -> tuple[State, int, int] | None:
 def recover_lines(lines: Iterable[bytes], name: str = "the log") -> tuple[State, int, int] | None:
     """State, next entry number and good length of one segment; None if it holds nothing whole.
 
-    Only a last line can be torn by a crash; a damaged one before it is an error.
+    A last line without its end was torn by a crash; a damaged one is an error.
     """
     state: State | None = None
     number = size = 0
-    rest = iter(lines)
-    for place, line in enumerate(rest, start=1):
+    for place, line in enumerate(lines, start=1):
+        if not line.endswith(b"\n"):
+            break
         record = parse_line(line)
         if record is None:
-            if next(rest, None) is not None:
-                raise UserError(f"{name} line {place} of the event log is damaged")
-            break
+            raise _damaged(name, place)
         if isinstance(record, Snapshot):
             state = record.restore()
             number = record.number
@@ -297,6 +281,10 @@ def recover_lines(lines: Iterable[bytes], name: str = "the log") -> tuple[State,
             number = record.number + 1
         size += len(line)
     return (state, number, size) if state is not None else None
+
+
+def _damaged(name: str, place: int) -> Damaged:
+    return Damaged(f"{name} line {place} of the event log is damaged")
 
 
 def initial_of(first: Entry) -> State:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from dora_rl.data import table_log
 from dora_rl.data.table import NewRow, Table, TableCorrupt, TableError
 from dora_rl.data.table_codec import as_value, decode, describe_columns, encode, read_columns
+from dora_rl.io import append_log
 
 CONSUMERS = {"rewarder": ("token_ids",), "trainer": ("token_ids", "reward")}
 
@@ -165,7 +166,7 @@ def test_a_full_disk_refuses_the_operation_and_nothing_else(
         return write(file, data[: len(data) // 2])
 
     with monkeypatch.context() as patch:
-        patch.setattr(table_log.os, "write", half_then_full)
+        patch.setattr(append_log.os, "write", half_then_full)
         for operation in (
             lambda: table.put([NewRow(5, 0, {"token_ids": [1] * 50})]),
             lambda: table.release([2]),

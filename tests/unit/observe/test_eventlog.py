@@ -200,6 +200,21 @@ def test_a_damaged_line_in_the_middle_is_named(folder: Path, tmp_path: Path, pla
         list(read(copy))
 
 
+def test_a_last_line_that_is_complete_and_damaged_is_named_not_cut(
+    folder: Path, tmp_path: Path
+) -> None:
+    """It has its end, so no writer died in it: reading it as torn would lose an entry."""
+    copy = copy_of(folder, tmp_path / "events")
+    newest = segments(copy)[-1]
+    last = whole_lines(newest)
+    damaged(newest, last)
+    before = newest.read_bytes()
+    for look in (lambda: list(read(copy)), lambda: FileLog.resume(copy)):
+        with pytest.raises(UserError, match=f"{newest.name} line {last} "):
+            look()
+    assert newest.read_bytes() == before
+
+
 @pytest.mark.parametrize("line", [1, 5])
 def test_a_damaged_line_is_an_error_on_resume_not_the_end_of_the_log(
     folder: Path, tmp_path: Path, line: int
