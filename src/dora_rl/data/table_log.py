@@ -31,7 +31,7 @@ class TableLog:
     def __init__(self, path: Path, *, fsync: bool) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = AppendLog(path, sync_s=0 if fsync else None)
+        self._file = AppendLog(path, synced=fsync)
         if self._file.num_bytes < len(MAGIC):
             self._file.cut(0)
             self._file.append(MAGIC)

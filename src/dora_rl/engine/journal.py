@@ -46,7 +46,7 @@ class Journal:
         bytes_max: int = 64 << 20,
     ) -> None:
         if isinstance(path, str | Path):
-            path = AppendLog.of_lines(Path(path), sync_s=0 if durable else None)
+            path = AppendLog.of_lines(Path(path), synced=durable)
         self._sink: Sink = path
         self._every, self._bytes_max = every, bytes_max
         self._lines: list[bytes] = []

@@ -41,14 +41,14 @@ class Damaged(UserError):
 class AppendLog:
     """One file, open for appending; it may not exist. What lies behind `size` is cut off.
 
-    `sync_s`: seconds between two times that it is brought to the disk, 0: with every append, None:
-    when `sync` is called. Without that it survives the death of processes, but no power cut.
+    What was appended survives the death of processes. A power cut it survives from the next `sync`
+    on, or at once if `synced`.
     """
 
     def __init__(
-        self, path: Path, *, size: int | None = None, sync_s: float | None = None, new: bool = False
+        self, path: Path, *, size: int | None = None, synced: bool = False, new: bool = False
     ) -> None:
-        self.path, self._sync_s = path, sync_s
+        self.path, self._synced = path, synced
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | (os.O_EXCL if new else 0)
         self._file = os.open(path, flags, 0o644)
         self.num_bytes = os.lseek(self._file, 0, os.SEEK_END)
@@ -57,10 +57,10 @@ class AppendLog:
         self._synced_at = time.monotonic()
 
     @classmethod
-    def of_lines(cls, path: Path, *, sync_s: float | None = None) -> AppendLog:
+    def of_lines(cls, path: Path, *, synced: bool = False) -> AppendLog:
         """With a torn last line cut off."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        return cls(path, size=lines_end(path), sync_s=sync_s)
+        return cls(path, size=lines_end(path), synced=synced)
 
     def append(self, *parts: Any) -> None:
         """All or nothing: after a failed write the file is as it was."""
@@ -70,8 +70,12 @@ class AppendLog:
             self.cut(self.num_bytes)
             raise
         self.num_bytes += written
-        if self._sync_s is not None and time.monotonic() - self._synced_at >= self._sync_s:
+        if self._synced:
             self.sync()
+
+    def unsynced_s(self) -> float:
+        """Since it was last brought to the disk."""
+        return time.monotonic() - self._synced_at
 
     def sync(self) -> None:
         os.fdatasync(self._file)

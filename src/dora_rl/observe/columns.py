@@ -4,16 +4,28 @@ A run of 100,000 groups has millions of lines, and a picture needs a few numbers
 frequent events and actions (`FREQUENT`) become one array per field; msgspec reads just these fields
 and passes over the rest of a line. Rare ones are decoded as they are. What no picture needs is left
 out, and checksums are not looked at: proving is `audit`'s part.
+
+Segments of a long log are read by other processes, which `segments` starts. Each gets paths and
+answers each with a JSON header, the rare values as the log has them, and the arrays, whole numbers
+as short as they may be. A reader that dies (killed for its memory, say) is an error that names its
+segment; nothing is passed over.
+
+    python -m dora_rl.observe.columns FD FD < paths.json
 """
 
 from __future__ import annotations
 
+import gc
+import json
+import os
+import sys
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 from operator import attrgetter
-from typing import Any, NamedTuple, TypeAlias
+from pathlib import Path
+from typing import IO, Any, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -21,7 +33,9 @@ from numpy.typing import NDArray
 
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
-from dora_rl.io.codec import decode, loads
+from dora_rl.io.codec import decode, dumps, loads
+from dora_rl.observe.segments import SegmentReaders
+from dora_rl.types import UserError
 
 Table: TypeAlias = dict[str, NDArray[Any]]
 Kind: TypeAlias = type
@@ -249,3 +263,129 @@ def _joined(kind: Kind, parts: list[Table]) -> Table:
     if not parts:
         return {name: np.zeros(0, "f8" if name in ("now", "reward") else "i8") for name in names}
     return {name: np.concatenate([part[name] for part in parts]) for name in names}
+
+
+# -- tables that grow ------------------------------------------------------------------------------
+
+
+class Growing:
+    """Equally long columns. `table["name"]` is a view of the rows in use; write through it."""
+
+    def __init__(self, **fills: tuple[str, float]) -> None:
+        self._fills = fills
+        self._columns: dict[str, NDArray[Any]] = {
+            name: np.full(1024, fill, dtype) for name, (dtype, fill) in fills.items()
+        }
+        self.size = 0
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        return self._columns[name][: self.size]
+
+    def reach(self, size: int) -> None:
+        """Have at least so many rows; new ones hold the columns' fill values."""
+        if size <= self.size:
+            return
+        room = len(next(iter(self._columns.values())))
+        if size > room:
+            more = max(size, 2 * room) - room
+            for name, (dtype, fill) in self._fills.items():
+                self._columns[name] = np.concatenate(
+                    [self._columns[name], np.full(more, fill, dtype)]
+                )
+        self.size = size
+
+    def extend(self, rows: Mapping[str, NDArray[Any]]) -> None:
+        """Add rows; every column must be given."""
+        assert rows.keys() == self._fills.keys(), f"{sorted(rows)} are not the columns"
+        begin = self.size
+        self.reach(begin + len(next(iter(rows.values()))))
+        for name, values in rows.items():
+            self._columns[name][begin : self.size] = values
+
+
+# -- by other processes ----------------------------------------------------------------------------
+
+
+_SIZES = 3  # of header, rare values and arrays, eight bytes each
+
+
+def read_segments(readers: SegmentReaders) -> Iterator[Columns]:
+    """The columns of whole segments, in order."""
+    try:
+        for place, path in enumerate(readers.paths):
+            found = receive(readers.streams[place % len(readers.streams)])
+            if found is None:
+                raise UserError(f"{path} could not be read: its reader has ended")
+            yield found
+    finally:
+        readers.close()
+
+
+def send(found: Columns, out: IO[bytes]) -> None:
+    """One answer."""
+    arrays = [(k.__name__, n, _short(a)) for k, t in found.tables.items() for n, a in t.items()]
+    for name in ("at", "now", "before"):
+        column = np.array([getattr(rare, name) for rare in found.rare])
+        arrays.append(("rare", name, _short(column)))
+    arrays.sort(key=lambda row: -row[2].itemsize)  # so that each lies where its type may
+    header = {
+        "arrays": [[kind, name, a.dtype.str, len(a)] for kind, name, a in arrays],
+        "texts": found.texts,
+        "lines": [found.now_first, found.now_last, found.num_lines],
+    }
+    values = dumps([rare.value for rare in found.rare])
+    parts = [dumps(header), values, b"".join(a.tobytes() for *_, a in arrays)]
+    sizes = [len(part).to_bytes(8, "little") for part in parts]
+    out.write(b"".join(sizes + parts))
+    out.flush()
+
+
+def _short(array: NDArray[Any]) -> NDArray[Any]:
+    """Whole numbers as bytes or four bytes each, where they fit."""
+    if array.dtype != np.int64 or not len(array):
+        return array
+    low, high = array.min(), array.max()
+    if low >= 0 and high < 1 << 8:
+        return array.astype(np.uint8)
+    fits = low >= -(1 << 31) and high < 1 << 31
+    return array.astype(np.int32) if fits else array
+
+
+def receive(stream: IO[bytes]) -> Columns | None:
+    """The next answer, None if there is no whole one."""
+    sizes = np.frombuffer(stream.read(8 * _SIZES), "<i8").tolist()
+    parts = [stream.read(size) for size in sizes]
+    if len(sizes) < _SIZES or [len(part) for part in parts] != sizes:
+        return None
+    header: dict[str, Any] = loads(parts[0])
+    tables: dict[str, dict[str, Any]] = {kind: {} for kind in (*_KINDS, "rare")}
+    offset = 0
+    for kind, name, dtype, num in header["arrays"]:
+        array = np.frombuffer(parts[2], dtype, num, offset)
+        offset += array.nbytes
+        tables[kind][name] = array.astype(np.int64) if array.dtype.kind in "iu" else array
+    rows = [tables["rare"][name].tolist() for name in ("at", "now", "before")]
+    values = map(value_of, loads(parts[1]))
+    rare = [Rare(*row) for row in zip(*rows, values, strict=True)]
+    by_kind = {kind: tables[kind.__name__] for kind in FREQUENT}
+    return Columns(by_kind, rare, header["texts"], *header["lines"])
+
+
+def main() -> None:
+    ends = [int(word) for word in sys.argv[1:]]
+    paths = json.load(sys.stdin)
+    gc.disable()  # nothing lives longer than an answer
+    mine = next((place for place in range(1, len(ends)) if os.fork() == 0), 0)
+    for place, end in enumerate(ends):
+        if place != mine:
+            os.close(end)  # or nobody would notice that its reader has ended
+    with open(ends[mine], "wb") as out:
+        for path in paths[mine :: len(ends)]:
+            send(raw_columns(Path(path).read_bytes()), out)
+
+
+if __name__ == "__main__":
+    main()

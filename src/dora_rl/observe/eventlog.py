@@ -1,16 +1,23 @@
 """The event log: append-only, checksummed lines, with snapshots so that recovery stays short.
 
-A run's log is a folder of segments. Each line is `crc32 json`, and its JSON ends with a digest that
-is chained over all lines before it (`chain`); a segment begins with a snapshot of the core's state
-(the first one with the `Started` event instead). Recovery reads the newest segment only: its cost
-does not grow with the run. A torn last line, left by a crash in the middle of a write, is cut off;
-a damaged line anywhere else is an error that names it.
+A run's log is a folder of segments. Each line is `crc32 json`; a segment begins with a snapshot of
+the core's state (the first one with the `Started` event instead). Recovery reads the newest segment
+only: its cost does not grow with the run. A torn last line, left by a crash in the middle of a
+write, is cut off; a damaged line is an error that names it (see `io.append_log`).
+
+The chain: every line carries a digest over itself and the digest before it. A line that was
+changed, removed, added or moved breaks the chain at the next line, whatever its own checksum says.
+Against accidents and buggy code: whoever rewrites every line can make a new chain. Lines of
+releases before the chain have no digest; they are counted, never believed to be chained.
+
+    {"n":7, ..., "h":"90f1c8a1d2b3c4e5"}     h = blake2b-64(h of the line before + line without h)
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +27,6 @@ from dora_rl.core.state import State
 from dora_rl.core.step import initial, step
 from dora_rl.io.append_log import AppendLog, Damaged, checked, text_of, whole_lines
 from dora_rl.io.codec import dumps, loads, rule
-from dora_rl.observe.chain import TAIL_BYTES, ChainCheck, chained, digest_in
 from dora_rl.observe.segments import segments
 from dora_rl.types import UserError
 
@@ -123,7 +129,7 @@ class FileLog:
         log = cls(folder, **options)
         log._number = number
         log._in_segment = number - int(path.stem)
-        log._file = AppendLog(path, size=size, sync_s=log._fsync_s)  # a torn last line goes
+        log._file = AppendLog(path, size=size)  # a torn last line goes
         with path.open("rb") as file:
             file.seek(size - TAIL_BYTES)
             log._digest = digest_in(file.read())
@@ -142,7 +148,9 @@ class FileLog:
         self._write(_entry_body(Entry(self._number, now, event, list(actions))))
         self._number += 1
         self._in_segment += 1
-        if isinstance(event, StepCommitted):
+        assert self._file is not None
+        due = self._file.unsynced_s() >= self._fsync_s
+        if due or isinstance(event, StepCommitted):
             self.sync()
 
     def snapshot_due(self) -> bool:
@@ -167,7 +175,7 @@ class FileLog:
 
     def _open(self, number: int) -> None:
         path = self._folder / f"{number:012d}.jsonl"
-        self._file = AppendLog(path, sync_s=self._fsync_s, new=True)
+        self._file = AppendLog(path, new=True)
         self._in_segment = 0
 
     def _write(self, body: bytes) -> None:
@@ -293,3 +301,53 @@ def initial_of(first: Entry) -> State:
     if first.number != 0 or params is None:
         raise UserError("the event log does not begin with a Started event")
     return initial(params)
+
+
+# -- the chain -------------------------------------------------------------------------------------
+
+
+_BEGIN, _END = b',"h":"', b'"}\n'
+_CHARS = 16
+_SUFFIX = len(_BEGIN) + _CHARS + len(_END)
+TAIL_BYTES = _SUFFIX  # of a file, enough to read the digest of its last line
+
+
+def chained(previous: str, body: bytes) -> tuple[bytes, str]:
+    """A JSON object with its digest as the last field, and the digest."""
+    digest = blake2b(previous.encode() + body, digest_size=_CHARS // 2).hexdigest()
+    return b"%s%s%s%s" % (body[:-1], _BEGIN, digest.encode(), _END[:-1]), digest
+
+
+def digest_in(tail: bytes) -> str:
+    """The digest at the end of a line, "" if it has none."""
+    if tail[-_SUFFIX : -_SUFFIX + len(_BEGIN)] != _BEGIN or not tail.endswith(_END):
+        return ""
+    return tail[-_SUFFIX + len(_BEGIN) : -len(_END)].decode(errors="replace")
+
+
+class ChainCheck:
+    """Follows the chain line by line. `problem` is what is wrong with the last line, or ""."""
+
+    def __init__(self) -> None:
+        self.num_chained = 0
+        self.num_unchained = 0
+        self.problem = ""
+        self._previous = ""
+
+    def see(self, line: bytes) -> None:
+        """`line` as it lies in the file: checksum, blank, JSON, newline."""
+        self.problem = ""
+        digest = digest_in(line)
+        if not digest:
+            self.num_unchained += 1
+            if self.num_chained:
+                self.problem = "has no digest, and entries before it have one"
+        else:
+            self.num_chained += 1
+            body = line[9:-_SUFFIX] + b"}"
+            if chained(self._previous, body)[1] != digest:
+                self.problem = (
+                    "its digest does not follow from the line before it: a line was changed, "
+                    "removed, added or moved"
+                )
+        self._previous = digest

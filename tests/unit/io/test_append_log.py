@@ -62,7 +62,7 @@ def test_a_torn_line_is_cut_when_the_file_is_opened_for_writing(tmp_path: Path) 
     log = AppendLog.of_lines(path)
     log.append(checked(b"one"), checked(b"two")[:-3])
     log.close()
-    log = AppendLog.of_lines(path, sync_s=0)
+    log = AppendLog.of_lines(path, synced=True)
     log.append(checked(b"three"))
     assert [text_of(line) for line in whole_lines(path.read_bytes())] == [b"one", b"three"]
     log.replace(checked(b"four"))

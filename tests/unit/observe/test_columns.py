@@ -15,12 +15,12 @@ from simulated_logs import resumed_run, whole_run
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
 from dora_rl.core.step import initial
-from dora_rl.observe.column_readers import read_segments
 from dora_rl.observe.columns import (
     FREQUENT,
     Columns,
     columns,
     names_of,
+    read_segments,
 )
 from dora_rl.observe.eventlog import Entry, encode_entry, encode_snapshot
 from dora_rl.observe.segments import SegmentReaders
