@@ -12,7 +12,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from dora_rl.controller.sink_writers import WRITERS, RunFacts, Writer
 from dora_rl.types import UserError
@@ -43,7 +43,7 @@ def writer_of(name: str) -> Callable[[RunFacts], Writer]:
     found = load_object(name, Path("."), section="logging", key="logging.sinks")
     if not callable(found):
         raise UserError(f"logging.sinks: {name} is not a class; see docs/extending.md")
-    return found
+    return cast(Callable[[RunFacts], Writer], found)
 
 
 class Sinks:

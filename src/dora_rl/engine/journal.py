@@ -27,8 +27,8 @@ _PARAMS_FIELDS = tuple(field.name for field in fields(SamplingParams))
 class Sink(Protocol):
     """Where the lines go: a file here, or a connection to whoever keeps them."""
 
-    def append(self, data: bytes) -> None: ...
-    def replace(self, data: bytes) -> None:
+    def append(self, data: bytes, /) -> None: ...
+    def replace(self, data: bytes, /) -> None:
         """All lines so far give way to these, at once."""
         ...
 
@@ -45,9 +45,8 @@ class Journal:
         durable: bool = True,
         bytes_max: int = 64 << 20,
     ) -> None:
-        if isinstance(path, str | Path):
-            path = AppendLog.of_lines(Path(path), synced=durable)
-        self._sink: Sink = path
+        is_file = isinstance(path, str | Path)
+        self._sink = AppendLog.of_lines(Path(path), synced=durable) if is_file else path
         self._every, self._bytes_max = every, bytes_max
         self._lines: list[bytes] = []
         self._tokens: dict[RequestId, tuple[list[int], list[float], list[float]]] = {}
