@@ -61,7 +61,7 @@ class TableLog:
     def rewrite(self, bodies: Iterable[Sequence[Any]]) -> None:
         """Replace everything by these records, atomically, and go on appending after them."""
         try:
-            self._file.replace(*_parts(bodies))
+            self._file.rewrite(_parts(bodies))
         except OSError as error:
             raise _no_room(self.path, error) from error
         self._rewritten_bytes = self._file.num_bytes

@@ -49,6 +49,7 @@ class AppendLog:
         self, path: Path, *, size: int | None = None, synced: bool = False, new: bool = False
     ) -> None:
         self.path, self._synced = path, synced
+        self._changed = True  # whoever wrote it before may not have brought it to the disk
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | (os.O_EXCL if new else 0)
         self._file = os.open(path, flags, 0o644)
         self.num_bytes = os.lseek(self._file, 0, os.SEEK_END)
@@ -65,33 +66,39 @@ class AppendLog:
     def append(self, *parts: Any) -> None:
         """All or nothing: after a failed write the file is as it was."""
         try:
+            self._changed = True
             written = _write(self._file, parts)
+            if self._synced:
+                self.sync()
         except OSError:
             self.cut(self.num_bytes)
             raise
         self.num_bytes += written
-        if self._synced:
-            self.sync()
 
     def unsynced_s(self) -> float:
         """Since it was last brought to the disk."""
         return time.monotonic() - self._synced_at
 
     def sync(self) -> None:
-        os.fdatasync(self._file)
-        self._synced_at = time.monotonic()
+        """To the disk, if anything has changed since the last time."""
+        if self._changed:
+            os.fdatasync(self._file)
+        self._changed, self._synced_at = False, time.monotonic()
 
     def cut(self, size: int) -> None:
         os.ftruncate(self._file, size)
         os.lseek(self._file, size, os.SEEK_SET)
-        self.num_bytes = size
+        self.num_bytes, self._changed = size, True
 
-    def replace(self, *parts: Any) -> None:
+    def replace(self, data: bytes) -> None:
+        self.rewrite([data])
+
+    def rewrite(self, parts: Iterable[Any]) -> None:
         """All that is there gives way to this, at once and on the disk."""
         write_whole(self.path, parts)
         os.close(self._file)
         self._file = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
-        self.num_bytes = os.lseek(self._file, 0, os.SEEK_END)
+        self.num_bytes, self._changed = os.lseek(self._file, 0, os.SEEK_END), False
 
     def close(self) -> None:
         os.close(self._file)
