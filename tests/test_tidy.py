@@ -25,7 +25,6 @@ ALL_FILES = sorted(path for tree in TREES for path in (ROOT / tree).rglob("*.py"
 # other, except that `observe` reads through `ports`, `config` uses `types`, and the command line
 # may start the dashboard.
 RUN = (
-    "io",
     "store",
     "weights",
     "setup",
@@ -41,6 +40,7 @@ LAYERS = (
     ("config",),
     ("core",),
     ("ports",),
+    ("io",),
     ("observe",),
     ("chat",),
     ("engine", "trainer", "data", "rewards", "envs"),

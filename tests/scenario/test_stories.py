@@ -11,8 +11,8 @@ from simulated_logs import entries_of, small_world
 
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
-from dora_rl.core.codec import decode, encode
 from dora_rl.core.state import State
+from dora_rl.io.codec import decode, encode
 from dora_rl.observe.audit import AuditFigures, audit
 from dora_rl.sim.world import World
 from dora_rl.types import Mode

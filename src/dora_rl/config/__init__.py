@@ -406,8 +406,9 @@ class LoggingConfig(Section):
 
     rollouts: bool = True  # every trained sample as a line of rollouts.jsonl
     progress: bool = True  # live lines on the console
-    # Metrics also go here, where installed.
-    sinks: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ()
+    # Metrics also go here, where installed: `tensorboard`, `wandb`, `mlflow`, `trackio`, or
+    # `path/to/file.py:Name` for a writer of your own, see extending.md.
+    sinks: tuple[str, ...] = ()
 
 
 class AuditConfig(Section):

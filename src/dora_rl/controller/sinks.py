@@ -1,4 +1,4 @@
-"""Where metrics go beside metrics.jsonl: TensorBoard, W&B, MLflow, trackio, when asked for.
+"""Where metrics go beside metrics.jsonl: a tracking service, or a file of the user's, if asked for.
 
 Each sink works in a thread of its own behind a bounded queue, so that a slow or hanging service
 never holds up the run. A sink that fails is reported once and is off from then on; the run and the
@@ -10,25 +10,40 @@ from __future__ import annotations
 import importlib.util
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, cast
 
 from dora_rl.controller.sink_writers import WRITERS, RunFacts, Writer
 from dora_rl.types import UserError
+from dora_rl.user_code import load_object
 
 LINES_MAX = 1_000  # waiting for one sink; more are left out and reported
 CLOSE_S = 15.0
-PACKAGES = {name: name for name in ("tensorboard", "wandb", "mlflow", "trackio")}
 
 
 def check_sinks(names: Sequence[str]) -> None:
-    """Before anything starts: is there a package for each sink?"""
+    """Before anything starts: is there a package, or a file of the user's, for each sink?"""
     for name in names:
-        if importlib.util.find_spec(PACKAGES[name]) is None:
+        writer_of(name)
+        if name in WRITERS and importlib.util.find_spec(name) is None:
             raise UserError(
-                f"logging.sinks: {name} is not installed; pip install {PACKAGES[name]}, "
+                f"logging.sinks: {name} is not installed; pip install {name}, "
                 "or take it out of the list"
             )
+
+
+def writer_of(name: str) -> Callable[[RunFacts], Writer]:
+    """What writes to a service, or what the user names as `path/to/file.py:Name`."""
+    if name in WRITERS:
+        return WRITERS[name]
+    if ":" not in name:
+        known = ", ".join(WRITERS)
+        raise UserError(f"logging.sinks: {name} is none of {known}, nor path/to/file.py:Name")
+    found = load_object(name, Path("."), section="logging", key="logging.sinks")
+    if not callable(found):
+        raise UserError(f"logging.sinks: {name} is not a class; see docs/extending.md")
+    return cast(Callable[[RunFacts], Writer], found)
 
 
 class Sinks:
@@ -39,9 +54,9 @@ class Sinks:
         names: Sequence[str],
         facts: RunFacts,
         tell: Callable[[str], None],
-        writers: Mapping[str, Callable[[RunFacts], Writer]] = WRITERS,
+        find: Callable[[str], Callable[[RunFacts], Writer]] = writer_of,
     ) -> None:
-        self._sinks = [_Sink(name, writers[name], facts, tell) for name in dict.fromkeys(names)]
+        self._sinks = [_Sink(name, find(name), facts, tell) for name in dict.fromkeys(names)]
 
     def write(self, line: dict[str, Any]) -> None:
         """A line of metrics.jsonl: of a step (it has `step`) or of an evaluation (`version`)."""

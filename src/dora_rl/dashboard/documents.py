@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 
 from dora_rl.core.actions import End
 from dora_rl.dashboard.run_files import SILENT_S, RunFiles
-from dora_rl.observe.history import History
-from dora_rl.observe.history_rows import ENDS, FINISHES
+from dora_rl.observe.history import ENDS, FINISHES, History
 from dora_rl.observe.measures import (
     idle_ratio,
     rollout_busy_s,
@@ -24,7 +23,7 @@ from dora_rl.observe.measures import (
     tokens_per_s,
     trainer_busy_s,
 )
-from dora_rl.observe.occupancy import busy_s
+from dora_rl.observe.placements import busy_s
 from dora_rl.types import Mode
 
 STATES = ("generating", "scoring", "ready", "taken", *(end.value for end in ENDS))

@@ -17,8 +17,7 @@ import numpy as np
 
 from dora_rl.dashboard.documents import STATES, states
 from dora_rl.dashboard.run_files import RunFiles
-from dora_rl.observe.history import History
-from dora_rl.observe.history_rows import FINISHES
+from dora_rl.observe.history import FINISHES, History
 from dora_rl.observe.placements import Why
 from dora_rl.store.table import peek
 from dora_rl.types import RequestId, UserError

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dora_rl.observe.history import History
-from dora_rl.observe.occupancy import coverage, lanes
+from dora_rl.observe.placements import coverage, lanes
 
 COLOURS = 7
 STAYS_MAX = 4_000  # drawn one by one up to here

@@ -1,24 +1,23 @@
 """A token journal: what an instance generated, on disk every few tokens.
 
 Append-only lines, `crc32 JSON`. A `state` line tells everything about a request, `tokens` lines add
-to it, an `end` line closes it. Reading stops at the first damaged line (a torn tail after a kill)
-and gives, for every request that had not ended, a `Request` that continues it: same version, same
-random stream, next position. What was not yet flushed is simply generated again, with the same
-tokens. Never read while it is being written.
+to it, an `end` line closes it. Reading gives, for every request that had not ended, a `Request`
+that continues it: same version, same random stream, next position. What was not yet flushed, is
+torn or lies behind a damaged line is simply generated again, with the same tokens. Never read while
+it is being written.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
 from dora_rl.engine.sequence import Request
 from dora_rl.engine.sequence import Sequence as Seq
+from dora_rl.io.append_log import AppendLog, checked, text_of, whole_lines
+from dora_rl.io.codec import dumps, loads
 from dora_rl.types import RequestId, SamplingParams, Segment
 
 _REQUEST_FIELDS = tuple(field.name for field in fields(Request))
@@ -28,40 +27,12 @@ _PARAMS_FIELDS = tuple(field.name for field in fields(SamplingParams))
 class Sink(Protocol):
     """Where the lines go: a file here, or a connection to whoever keeps them."""
 
-    def append(self, data: bytes) -> None: ...
-    def replace(self, data: bytes) -> None:
+    def append(self, data: bytes, /) -> None: ...
+    def replace(self, data: bytes, /) -> None:
         """All lines so far give way to these, at once."""
         ...
 
     def close(self) -> None: ...
-
-
-class FileSink:
-    """A file, synced after every append."""
-
-    def __init__(self, path: Path, durable: bool) -> None:
-        self.path, self._durable = path, durable
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: IO[bytes] = path.open("ab")
-
-    def append(self, data: bytes) -> None:
-        self._file.write(data)
-        self._file.flush()
-        if self._durable:
-            os.fdatasync(self._file.fileno())
-
-    def replace(self, data: bytes) -> None:
-        fresh = self.path.with_suffix(".new")
-        with fresh.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        self._file.close()
-        fresh.replace(self.path)
-        self._file = self.path.open("ab")
-
-    def close(self) -> None:
-        self._file.close()
 
 
 class Journal:
@@ -74,7 +45,8 @@ class Journal:
         durable: bool = True,
         bytes_max: int = 64 << 20,
     ) -> None:
-        self._sink = FileSink(Path(path), durable) if isinstance(path, str | Path) else path
+        is_file = isinstance(path, str | Path)
+        self._sink = AppendLog.of_lines(Path(path), synced=durable) if is_file else path
         self._every, self._bytes_max = every, bytes_max
         self._lines: list[bytes] = []
         self._tokens: dict[RequestId, tuple[list[int], list[float], list[float]]] = {}
@@ -143,11 +115,11 @@ def read_journal(path: str | Path) -> list[Request]:
     file = Path(path)
     if not file.is_file():
         return []
-    for line in file.read_bytes().split(b"\n"):
-        entry = _parse(line)
-        if entry is None:
+    for line in whole_lines(file.read_bytes()):
+        text = text_of(line)
+        if text is None:
             break
-        kind, body = entry
+        kind, body = loads(text)
         if kind == "state":
             request = request_from_json(body)
             live[request.id] = request
@@ -209,19 +181,4 @@ def _extended(request: Request, body: dict[str, Any]) -> Request:
 
 
 def _line(kind: str, body: dict[str, object]) -> bytes:
-    text = json.dumps([kind, body], separators=(",", ":")).encode()
-    return b"%08x %s\n" % (zlib.crc32(text), text)
-
-
-def _parse(line: bytes) -> tuple[str, dict[str, Any]] | None:
-    """None for a line that is torn, damaged or the empty end of the file."""
-    head, _, text = line.partition(b" ")
-    if len(head) != 8 or not text:
-        return None
-    try:
-        if int(head, 16) != zlib.crc32(text):
-            return None
-    except ValueError:
-        return None
-    kind, body = json.loads(text)
-    return kind, body
+    return checked(dumps([kind, body]))

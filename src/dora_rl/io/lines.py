@@ -1,4 +1,7 @@
-"""Files of JSON lines that are only ever appended to: read them, and cut off a bad end."""
+"""Files of JSON lines without checksums: read them, and take back what a run must not keep.
+
+Their ends follow the rule of `append_log`: a torn last line is not there, a damaged one is named.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,22 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from dora_rl.io.append_log import AppendLog, Damaged, lines_end, write_whole
+
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     if path.is_file():
-        with path.open() as file:
-            yield from map(json.loads, file)
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.endswith(b"\n"):
+                    yield _parsed(line, f"{path} line {number}")
+
+
+def _parsed(line: bytes, name: str) -> dict[str, Any]:
+    try:
+        return json.loads(line)
+    except ValueError as error:
+        raise Damaged(f"{name} {shape_problem(error)}") from error
 
 
 def shape_problem(error: Exception) -> str:
@@ -27,17 +41,16 @@ def cut_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
 
     Costs what is removed, not what is there.
     """
+    end = lines_end(path)
     if not path.is_file() or not path.stat().st_size:
         return
-    with path.open("r+b") as file:
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            end = data.rfind(b"\n") + 1
-            while end:
-                start = data.rfind(b"\n", 0, end - 1) + 1
-                if keep(json.loads(data[start:end])):
-                    break
-                end = start
-        file.truncate(end)
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        while end:
+            start = data.rfind(b"\n", 0, end - 1) + 1
+            if keep(_parsed(data[start:end], f"{path} at byte {start}")):
+                break
+            end = start
+    AppendLog(path, size=end).close()
 
 
 def keep_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
@@ -46,6 +59,4 @@ def keep_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
     lines = list(read_lines(path))
     if all(map(keep, lines)):
         return
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(json.dumps(line) + "\n" for line in lines if keep(line)))
-    temporary.replace(path)
+    write_whole(path, ((json.dumps(line) + "\n").encode() for line in lines if keep(line)))

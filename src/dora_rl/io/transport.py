@@ -2,8 +2,8 @@
 
 A server answers questions (small JSON) with an answer (small JSON) and, where the answer announces
 them, raw bytes that go from one process's memory to the other's: no pickle, no copy on the way.
-Both sides prove by HMAC that they know the run's key before anything else is read. Every wait on
-the peer has a deadline; a peer that is silent for longer counts as gone.
+Both sides prove that they know the run's key (see `connection`). Every wait on the peer has a
+deadline; a peer that is silent for longer counts as gone.
 
     asker                                   server
     connect, challenge, answer     <->      challenge, answer
@@ -15,22 +15,17 @@ the peer has a deadline; a peer that is silent for longer counts as gone.
 from __future__ import annotations
 
 import contextlib
-import json
-import os
-import socket
-import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge
-from typing import Any
+from multiprocessing.connection import Connection as Raw
+from multiprocessing.connection import Listener
+from typing import Any, Self
 
-from dora_rl.io.wire import answer_at_once, host_and_port
+from dora_rl.io.codec import dumps, loads
+from dora_rl.io.connection import SILENT_S_MAX, Connection, answer_at_once, greet, wait_at_most
 
-CONNECT_S_MAX = 5.0
-SILENT_S_MAX = 30.0
 QUESTION_BYTES_MAX = 4 << 20
-SEND_BYTES = 4 << 20  # of one system call
 
 
 class TransportError(Exception):
@@ -41,41 +36,29 @@ class Refused(TransportError):
     """What was asked for cannot be had. Raised by a handler before it has answered anything."""
 
 
-class Link:
-    """One end of a connection: JSON by message, bulk as raw bytes."""
+class Link(Connection):
+    """One end: questions and answers as small JSON, bulk as raw bytes."""
 
-    def __init__(self, connection: Connection, silent_s_max: float = SILENT_S_MAX) -> None:
-        answer_at_once(connection, silent_s_max)
-        self._connection = connection
-        self._socket = socket.socket(fileno=os.dup(connection.fileno()))
-        wait = struct.pack("ll", int(silent_s_max), int(silent_s_max % 1 * 1e6))
-        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-            self._socket.setsockopt(socket.SOL_SOCKET, option, wait)
+    def __init__(self, raw: Raw, silent_s_max: float = SILENT_S_MAX) -> None:
+        super().__init__(raw)
+        answer_at_once(raw, silent_s_max)
+        wait_at_most(raw, silent_s_max)
 
     @classmethod
-    def connect(cls, address: str, key: bytes, silent_s_max: float = SILENT_S_MAX) -> Link:
+    def connect(cls, address: str, key: bytes) -> Self:
         """Raises `TransportError` if nobody is there or the key is another."""
         try:
-            plain = socket.create_connection(host_and_port(address), CONNECT_S_MAX)
-            plain.settimeout(None)
-            connection = Connection(plain.detach())
-            answer_challenge(connection, key)
-            deliver_challenge(connection, key)
-            return cls(connection, silent_s_max)
+            return super().connect(address, key)
         except (OSError, EOFError, ValueError, AuthenticationError) as error:
             raise TransportError(f"{address}: {error or type(error).__name__}") from error
 
     def say(self, body: dict[str, Any]) -> None:
-        try:
-            self._connection.send_bytes(json.dumps(body).encode())
-        except OSError as error:
-            raise TransportError(str(error)) from error
+        with _told():
+            self.send_frame(dumps(body))
 
     def hear(self) -> dict[str, Any]:
-        try:
-            return json.loads(self._connection.recv_bytes(QUESTION_BYTES_MAX))
-        except (OSError, EOFError, ValueError) as error:
-            raise TransportError(str(error) or "the connection ended") from error
+        with _told():
+            return loads(self.receive_frame(QUESTION_BYTES_MAX))
 
     def ask(self, kind: str, **body: Any) -> dict[str, Any]:
         """A question and its answer; an answer that names an error is raised."""
@@ -86,32 +69,26 @@ class Link:
         return answer
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        view = memoryview(data).cast("B")
-        try:
-            for at in range(0, len(view), SEND_BYTES):
-                self._socket.sendall(view[at : at + SEND_BYTES])
-        except OSError as error:
-            raise TransportError(str(error)) from error
+        with _told():
+            super().write(data)
 
     def read_into(self, view: memoryview) -> None:
-        at = 0
-        while at < len(view):
-            try:
-                count = self._socket.recv_into(view[at:])
-            except OSError as error:
-                raise TransportError(str(error)) from error
-            if not count:
-                raise TransportError("the connection ended in the middle")
-            at += count
+        with _told():
+            super().read_into(view)
 
     def read(self, num_bytes: int) -> bytearray:
         data = bytearray(num_bytes)
         self.read_into(memoryview(data))
         return data
 
-    def close(self) -> None:
-        self._socket.close()
-        self._connection.close()
+
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    """Whatever is wrong with the connection is one kind of error."""
+    try:
+        yield
+    except (OSError, EOFError, ValueError) as error:
+        raise TransportError(str(error) or "the connection ended") from error
 
 
 Handler = Callable[[dict[str, Any], Link], None]
@@ -136,40 +113,34 @@ class Server:
     def _accept(self) -> None:
         while not self._closing:
             try:
-                connection = self._listener.accept()
+                raw = self._listener.accept()
             except OSError:
                 if self._closing:
                     return
                 continue
-            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+            threading.Thread(target=self._serve, args=(raw,), daemon=True).start()
 
-    def _serve(self, connection: Connection) -> None:
+    def _serve(self, raw: Raw) -> None:
         try:
-            deliver_challenge(connection, self._key)
-            answer_challenge(connection, self._key)
+            greet(raw, self._key)
+            link = Link(raw)
         except (AuthenticationError, OSError, EOFError, ValueError):
             self.num_refused += 1
-            connection.close()
+            raw.close()
             return
-        link = Link(connection)
         with contextlib.suppress(TransportError), contextlib.closing(link):
             while not self._closing:
-                question = self._next(connection)
+                if not self._asks(link):
+                    continue  # an idle asker is no fault
+                question = link.hear()
                 try:
                     self._handler(question, link)
                 except Refused as error:
                     link.say({"error": str(error)})
 
-    def _next(self, connection: Connection) -> dict[str, Any]:
-        """The next question, whenever it comes: an idle asker is no fault."""
-        while True:
-            try:
-                if connection.poll(1.0):
-                    return json.loads(connection.recv_bytes(QUESTION_BYTES_MAX))
-            except (OSError, EOFError, ValueError) as error:
-                raise TransportError(str(error)) from error
-            if self._closing:
-                raise TransportError("the server closes")
+    def _asks(self, link: Link) -> bool:
+        with _told():
+            return link.poll(1.0)
 
     def close(self) -> None:
         self._closing = True

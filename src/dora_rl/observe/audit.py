@@ -24,8 +24,7 @@ from dora_rl.observe.audit_late import LateMessages
 from dora_rl.observe.audit_places import PlaceAudit
 from dora_rl.observe.audit_report import AuditFigures, AuditReport, Finding, Notebook, Promise
 from dora_rl.observe.audit_steps import StepAudit
-from dora_rl.observe.chain import ChainCheck
-from dora_rl.observe.eventlog import Entry, Snapshot, read
+from dora_rl.observe.eventlog import ChainCheck, Entry, Snapshot, read
 
 __all__ = [
     "AuditFigures",

@@ -1,35 +1,36 @@
 """The event log: append-only, checksummed lines, with snapshots so that recovery stays short.
 
-A run's log is a folder of segments. Each line is `crc32 json`, and its JSON ends with a digest that
-is chained over all lines before it (`chain`); a segment begins with a snapshot of the core's state
-(the first one with the `Started` event instead). Recovery reads the newest segment only: its cost
-does not grow with the run. A torn last line, left by a crash in the middle of a write, is cut off;
-a damaged line anywhere else is an error that names it.
+A run's log is a folder of segments. Each line is `crc32 json`; a segment begins with a snapshot of
+the core's state (the first one with the `Started` event instead). Recovery reads the newest segment
+only: its cost does not grow with the run. A torn last line, left by a crash in the middle of a
+write, is cut off; a damaged line is an error that names it (see `io.append_log`).
+
+The chain: every line carries a digest over itself and the digest before it. A line that was
+changed, removed, added or moved breaks the chain at the next line, whatever its own checksum says.
+Against accidents and buggy code: whoever rewrites every line can make a new chain. Lines of
+releases before the chain have no digest; they are counted, never believed to be chained.
+
+    {"n":7, ..., "h":"90f1c8a1d2b3c4e5"}     h = blake2b-64(h of the line before + line without h)
 """
 
 from __future__ import annotations
 
-import json
-import os
-import time
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 from dora_rl.core.actions import Action
-from dora_rl.core.codec import decoder, encoder
 from dora_rl.core.events import Event, StepCommitted
 from dora_rl.core.state import State
 from dora_rl.core.step import initial, step
-from dora_rl.observe.chain import TAIL_BYTES, ChainCheck, chained, digest_in
+from dora_rl.io.append_log import AppendLog, Damaged, checked, text_of, whole_lines
+from dora_rl.io.codec import dumps, loads, rule
 from dora_rl.observe.segments import segments
 from dora_rl.types import UserError
 
-_encode_event, _decode_event = encoder(Event), decoder(Event)
-_encode_actions, _decode_actions = encoder(list[Action]), decoder(list[Action])
-_encode_state, _decode_state = encoder(State), decoder(State)
+_EVENT, _ACTIONS, _STATE = rule(Event), rule(list[Action]), rule(State)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,39 +52,31 @@ class Snapshot:
     state: dict[str, Any]
 
     def restore(self) -> State:
-        return _decode_state(self.state)
+        return _STATE.decode(self.state)
 
 
 def encode_entry(entry: Entry) -> bytes:
     """Its line, without a digest: as logs before the chain had it."""
-    return _line(_entry_body(entry))
+    return checked(_entry_body(entry))
 
 
 def encode_snapshot(number: int, now: float, state: State) -> bytes:
-    return _line(_snapshot_body(number, now, state))
+    return checked(_snapshot_body(number, now, state))
 
 
 def _entry_body(entry: Entry) -> bytes:
-    return _body(
+    return dumps(
         {
             "n": entry.number,
             "t": entry.now,
-            "e": _encode_event(entry.event),
-            "a": _encode_actions(entry.actions),
+            "e": _EVENT.encode(entry.event),
+            "a": _ACTIONS.encode(entry.actions),
         }
     )
 
 
 def _snapshot_body(number: int, now: float, state: State) -> bytes:
-    return _body({"n": number, "t": now, "s": _encode_state(state)})
-
-
-def _body(record: dict[str, Any]) -> bytes:
-    return json.dumps(record, separators=(",", ":")).encode()
-
-
-def _line(body: bytes) -> bytes:
-    return b"%08x %s\n" % (zlib.crc32(body), body)
+    return dumps({"n": number, "t": now, "s": _STATE.encode(state)})
 
 
 def encode_chained(entries: Iterable[Entry]) -> Iterator[bytes]:
@@ -91,23 +84,19 @@ def encode_chained(entries: Iterable[Entry]) -> Iterator[bytes]:
     digest = ""
     for entry in entries:
         body, digest = chained(digest, _entry_body(entry))
-        yield _line(body)
+        yield checked(body)
 
 
 def parse_line(line: bytes) -> Entry | Snapshot | None:
     """The record of one line, or None if it is damaged."""
-    if len(line) < 10 or not line.endswith(b"\n"):
+    body = text_of(line)
+    if body is None:
         return None
-    try:
-        crc, body = int(line[:8], 16), line[9:-1]
-    except ValueError:
-        return None
-    if zlib.crc32(body) != crc:
-        return None
-    record = json.loads(body)
+    record = loads(body)
     if "s" in record:
         return Snapshot(record["n"], record["t"], record["s"])
-    return Entry(record["n"], record["t"], _decode_event(record["e"]), _decode_actions(record["a"]))
+    event, actions = _EVENT.decode(record["e"]), _ACTIONS.decode(record["a"])
+    return Entry(record["n"], record["t"], event, actions)
 
 
 class FileLog:
@@ -122,8 +111,7 @@ class FileLog:
         self._number = 0
         self._in_segment = 0
         self._digest = ""  # of the last line written
-        self._file: int | None = None
-        self._synced_at = time.monotonic()
+        self._file: AppendLog | None = None
 
     @classmethod
     def create(cls, folder: Path, **options: Any) -> FileLog:
@@ -141,10 +129,10 @@ class FileLog:
         log = cls(folder, **options)
         log._number = number
         log._in_segment = number - int(path.stem)
-        log._file = os.open(path, os.O_RDWR)
-        os.ftruncate(log._file, size)  # a torn last line goes
-        log._digest = digest_in(os.pread(log._file, TAIL_BYTES, size - TAIL_BYTES))
-        os.lseek(log._file, 0, os.SEEK_END)
+        log._file = AppendLog(path, size=size)  # a torn last line goes
+        with path.open("rb") as file:
+            file.seek(size - TAIL_BYTES)
+            log._digest = digest_in(file.read())
         return log, state
 
     @property
@@ -160,7 +148,8 @@ class FileLog:
         self._write(_entry_body(Entry(self._number, now, event, list(actions))))
         self._number += 1
         self._in_segment += 1
-        due = time.monotonic() - self._synced_at >= self._fsync_s
+        assert self._file is not None
+        due = self._file.unsynced_s() >= self._fsync_s
         if due or isinstance(event, StepCommitted):
             self.sync()
 
@@ -176,26 +165,23 @@ class FileLog:
 
     def sync(self) -> None:
         assert self._file is not None
-        os.fsync(self._file)
-        self._synced_at = time.monotonic()
+        self._file.sync()
 
     def close(self) -> None:
         if self._file is not None:
             self.sync()
-            os.close(self._file)
+            self._file.close()
             self._file = None
 
     def _open(self, number: int) -> None:
         path = self._folder / f"{number:012d}.jsonl"
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        self._file = AppendLog(path, new=True)
         self._in_segment = 0
 
     def _write(self, body: bytes) -> None:
         assert self._file is not None
         body, digest = chained(self._digest, body)
-        view = memoryview(_line(body))
-        while view:
-            view = view[os.write(self._file, view) :]
+        self._file.append(checked(body))
         self._digest = digest
 
 
@@ -232,23 +218,24 @@ def _read_segment(
     path: Path, chain: ChainCheck | None, *, last: bool
 ) -> Iterator[Entry | Snapshot]:
     # At once: line by line, a writer could complete a torn line between two reads.
-    lines = path.read_bytes().splitlines(keepends=True)
-    for place, line in enumerate(lines):
+    data = path.read_bytes()
+    lines = whole_lines(data)
+    for place, line in enumerate(lines, start=1):
         record = parse_line(line)
         if record is None:
-            if last and place == len(lines) - 1:
-                return  # torn by a crash
-            raise UserError(f"{path.name} line {place + 1} of the event log is damaged")
+            raise _damaged(path.name, place)
         if chain is not None:
             chain.see(line)
         yield record
+    if not last and not data.endswith(b"\n"):
+        raise _damaged(path.name, len(lines) + 1)
 
 
 def entries_since(folder: Path, number: int) -> list[Entry]:
     """The entries from `number` on. Read from the end: the cost does not grow with the run."""
     found: list[Entry] = []
     for path in reversed(segments(folder)):
-        for line in reversed(path.read_bytes().splitlines(keepends=True)):
+        for line in reversed(whole_lines(path.read_bytes())):
             record = parse_line(line)
             if record is not None and record.number < number:
                 return found[::-1]
@@ -278,17 +265,16 @@ def _recover_segment(path: Path) -> tuple[State, int, int] | None:
 def recover_lines(lines: Iterable[bytes], name: str = "the log") -> tuple[State, int, int] | None:
     """State, next entry number and good length of one segment; None if it holds nothing whole.
 
-    Only a last line can be torn by a crash; a damaged one before it is an error.
+    A last line without its end was torn by a crash; a damaged one is an error.
     """
     state: State | None = None
     number = size = 0
-    rest = iter(lines)
-    for place, line in enumerate(rest, start=1):
+    for place, line in enumerate(lines, start=1):
+        if not line.endswith(b"\n"):
+            break
         record = parse_line(line)
         if record is None:
-            if next(rest, None) is not None:
-                raise UserError(f"{name} line {place} of the event log is damaged")
-            break
+            raise _damaged(name, place)
         if isinstance(record, Snapshot):
             state = record.restore()
             number = record.number
@@ -305,9 +291,63 @@ def recover_lines(lines: Iterable[bytes], name: str = "the log") -> tuple[State,
     return (state, number, size) if state is not None else None
 
 
+def _damaged(name: str, place: int) -> Damaged:
+    return Damaged(f"{name} line {place} of the event log is damaged")
+
+
 def initial_of(first: Entry) -> State:
     """The state before a run's first entry."""
     params = getattr(first.event, "params", None)
     if first.number != 0 or params is None:
         raise UserError("the event log does not begin with a Started event")
     return initial(params)
+
+
+# -- the chain -------------------------------------------------------------------------------------
+
+
+_BEGIN, _END = b',"h":"', b'"}\n'
+_CHARS = 16
+_SUFFIX = len(_BEGIN) + _CHARS + len(_END)
+TAIL_BYTES = _SUFFIX  # of a file, enough to read the digest of its last line
+
+
+def chained(previous: str, body: bytes) -> tuple[bytes, str]:
+    """A JSON object with its digest as the last field, and the digest."""
+    digest = blake2b(previous.encode() + body, digest_size=_CHARS // 2).hexdigest()
+    return b"%s%s%s%s" % (body[:-1], _BEGIN, digest.encode(), _END[:-1]), digest
+
+
+def digest_in(tail: bytes) -> str:
+    """The digest at the end of a line, "" if it has none."""
+    if tail[-_SUFFIX : -_SUFFIX + len(_BEGIN)] != _BEGIN or not tail.endswith(_END):
+        return ""
+    return tail[-_SUFFIX + len(_BEGIN) : -len(_END)].decode(errors="replace")
+
+
+class ChainCheck:
+    """Follows the chain line by line. `problem` is what is wrong with the last line, or ""."""
+
+    def __init__(self) -> None:
+        self.num_chained = 0
+        self.num_unchained = 0
+        self.problem = ""
+        self._previous = ""
+
+    def see(self, line: bytes) -> None:
+        """`line` as it lies in the file: checksum, blank, JSON, newline."""
+        self.problem = ""
+        digest = digest_in(line)
+        if not digest:
+            self.num_unchained += 1
+            if self.num_chained:
+                self.problem = "has no digest, and entries before it have one"
+        else:
+            self.num_chained += 1
+            body = line[9:-_SUFFIX] + b"}"
+            if chained(self._previous, body)[1] != digest:
+                self.problem = (
+                    "its digest does not follow from the line before it: a line was changed, "
+                    "removed, added or moved"
+                )
+        self._previous = digest

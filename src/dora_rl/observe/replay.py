@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from dora_rl.core.codec import encode
 from dora_rl.core.state import State
 from dora_rl.core.step import step
+from dora_rl.io.codec import encode
 from dora_rl.observe.eventlog import Entry, Snapshot, initial_of
 
 
@@ -29,10 +29,11 @@ def replay(records: Iterable[Entry | Snapshot]) -> ReplayResult:
     for record in records:
         if isinstance(record, Snapshot):
             num_snapshots += 1
-            if state is not None and encode(State, state) != record.state:
+            written = record.restore()
+            if state is not None and encode(State, state) != encode(State, written):
                 text = f"the snapshot before entry {record.number} is another state"
                 return ReplayResult(num_entries, num_snapshots, text)
-            state = state if state is not None else record.restore()
+            state = state if state is not None else written
             continue
         state = state if state is not None else initial_of(record)
         actions = step(state, record.event, record.now)

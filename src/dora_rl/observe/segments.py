@@ -1,7 +1,7 @@
 """The files of an event log, and processes on other cores that read many of them.
 
 Threads would only wait for each other at the interpreter's lock. One process is started; it loads
-what it needs (`column_readers`) and forks, so that loading happens once. This module itself is
+what it needs (`columns`) and forks, so that loading happens once. This module itself is
 light: the readers are under way before the process that asked for them has loaded numpy.
 """
 
@@ -46,7 +46,7 @@ class SegmentReaders:
             with contextlib.suppress(AttributeError, OSError):  # not here, or not allowed
                 fcntl.fcntl(put, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "dora_rl.observe.column_readers", *map(str, ends)],
+            [sys.executable, "-m", "dora_rl.observe.columns", *map(str, ends)],
             stdin=subprocess.PIPE,
             pass_fds=ends,
             env=os.environ | _ENVIRONMENT,

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from dora_rl.observe.column_readers import read_segments
-from dora_rl.observe.columns import Columns, columns
+from dora_rl.observe.columns import Columns, columns, read_segments
 from dora_rl.observe.history import History
 from dora_rl.observe.segments import SegmentReaders, segments, start_readers
 from dora_rl.types import UserError

@@ -21,8 +21,7 @@ from typing import IO, Any, TypeAlias
 import numpy as np
 
 from dora_rl.observe.history import History
-from dora_rl.observe.occupancy import lanes
-from dora_rl.observe.placements import Why
+from dora_rl.observe.placements import Why, lanes
 from dora_rl.types import UserError
 
 LEARNER, REWARDS, FIRST_INSTANCE = 1, 2, 10

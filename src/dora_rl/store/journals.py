@@ -6,10 +6,12 @@ reading it and starting the request again loses nothing. Never read while it is 
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
 from dora_rl.engine.journal import read_journal, request_json
+from dora_rl.io.append_log import AppendLog
 from dora_rl.types import GroupId, RequestId
 
 
@@ -27,10 +29,10 @@ class Journals:
         return max(lives, default=-1) + 1
 
     def write(self, name: str, life: int, lines: bytes, *, whole: bool) -> None:
-        """What an instance on another host has written to its journal. Torn tails are expected."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        with (self._folder / f"{name}.{life}.jsonl").open("wb" if whole else "ab") as file:
-            file.write(lines)
+        """What an instance on another host has written to its journal."""
+        file = AppendLog.of_lines(self._folder / f"{name}.{life}.jsonl")
+        with contextlib.closing(file):
+            (file.replace if whole else file.append)(lines)
 
     def collect(self, name: str | None = None, *, alive: set[GroupId]) -> None:
         """Take in the journals of a dead instance, or of all (after a restart of the run)."""

@@ -26,13 +26,14 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge
+from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import IO, Any, Protocol
 
 from numpy.typing import NDArray
 
 from dora_rl.config import RunConfig
+from dora_rl.io.connection import greet
 from dora_rl.io.wire import Channel, Message, pack
 from dora_rl.weights.leftovers import claim, store_name, sweep
 from dora_rl.workers.fork_server import ForkServer
@@ -252,8 +253,7 @@ class Crew:
     def _greet(self, connection: Connection) -> None:
         """Both sides prove that they know the key; then the worker says who it is."""
         try:
-            deliver_challenge(connection, self._key)
-            answer_challenge(connection, self._key)
+            greet(connection, self._key)
             channel = Channel(connection)
             hello = channel.receive()
         except AuthenticationError:
@@ -299,7 +299,7 @@ class Crew:
             if data is None:
                 return
             try:
-                worker.channel.send_packed(data)
+                worker.channel.send_frame(data)
             except OSError:
                 return
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dora_rl.config import RunConfig
-from dora_rl.io.wire import answer_at_once
+from dora_rl.io.connection import answer_at_once
 from dora_rl.workers.crew import Crew, Letter, Process, Worker
 
 LAST_WORDS_S = 2.0  # for what a worker said to arrive after its end is known

@@ -59,7 +59,6 @@ from dora_rl.core.ledger import current
 from dora_rl.core.state import Phase, State
 from dora_rl.core.step import initial
 from dora_rl.data.prompts import PromptSource
-from dora_rl.io.full_disk import DISK_ERRORS, full_line, is_full
 from dora_rl.io.lines import read_lines
 from dora_rl.io.system_errors import system_line
 from dora_rl.io.wire import Message, decode_event
@@ -78,6 +77,7 @@ from dora_rl.weights.carrier import Carrier, SameHost
 from dora_rl.weights.store import WeightsError
 from dora_rl.weights.versions import Versions
 from dora_rl.workers.crew import Crew, Letter
+from dora_rl.workers.full_disk import DISK_ERRORS, full_line, is_full
 from dora_rl.workers.user_errors import UserErrors
 
 TICK_S = 0.5

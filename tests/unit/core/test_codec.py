@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from dora_rl.core import events as ev
 from dora_rl.core.actions import Action
-from dora_rl.core.codec import decode, encode
 from dora_rl.core.events import Event, Scored, Started
 from dora_rl.core.invariants import check_invariants
 from dora_rl.core.params import Params
 from dora_rl.core.state import State
 from dora_rl.core.step import step
+from dora_rl.io.codec import decode, dumps, encode, loads
 from dora_rl.observe.eventlog import MemoryLog
 from dora_rl.sim.presets import PRESETS, world_spec
 from dora_rl.sim.world import World
@@ -31,7 +31,12 @@ st.register_type_strategy(RequestId, st.builds(RequestId, st.integers(), st.inte
 
 
 def through_json(kind: Any, value: Any) -> Any:
-    return decode(kind, json.loads(json.dumps(encode(kind, value))))
+    """By our own text; and the text of releases that used `json` alone says the same."""
+    written = encode(kind, value)
+    text, plain = dumps(written), json.dumps(written)
+    assert text.isascii() and str(json.loads(text)) == str(json.loads(plain))
+    assert str(loads(plain.encode())) == str(loads(text)) == str(json.loads(plain))
+    return decode(kind, loads(text))
 
 
 @pytest.mark.parametrize("kind", typing.get_args(Event), ids=lambda k: k.__name__)
@@ -96,8 +101,8 @@ def test_a_log_of_an_older_release_is_decided_by_its_own_rules() -> None:
 
 
 def test_a_value_without_a_rule_is_refused_at_once() -> None:
-    with pytest.raises(TypeError, match="no rule"):
-        encode(set[int], {1})
+    with pytest.raises(TypeError, match="unsupported"):
+        encode(object, object())
 
 
 @pytest.mark.parametrize("mode", list(Mode))

@@ -9,8 +9,8 @@ from hand_driven import Hand, only
 
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
-from dora_rl.core.codec import decode, encode
 from dora_rl.core.state import Phase, State
+from dora_rl.io.codec import decode, encode
 from dora_rl.types import RequestId
 
 ATTEMPTS = 3

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from dora_rl.core.codec import decode, encode
 from dora_rl.core.state import State
 from dora_rl.data.lengths import Pareto
+from dora_rl.io.codec import decode, encode
 from dora_rl.observe.eventlog import Entry, MemoryLog
 from dora_rl.sim.presets import PRESETS, world_spec
 from dora_rl.sim.world import World

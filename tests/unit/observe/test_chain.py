@@ -12,8 +12,8 @@ from simulated_logs import small_world, whole_run
 from dora_rl.core import events as ev
 from dora_rl.core.step import step
 from dora_rl.observe.audit import Promise, audit_run
-from dora_rl.observe.chain import ChainCheck
 from dora_rl.observe.eventlog import (
+    ChainCheck,
     Entry,
     FileLog,
     encode_chained,

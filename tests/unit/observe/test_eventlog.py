@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from simulated_logs import small_world, whole_run
 
 from dora_rl.core import actions as act
-from dora_rl.core.codec import encode
 from dora_rl.core.state import State
 from dora_rl.core.step import step
+from dora_rl.io.codec import encode
 from dora_rl.observe.audit import audit_run
 from dora_rl.observe.eventlog import (
     Entry,
@@ -198,6 +198,21 @@ def test_a_damaged_line_in_the_middle_is_named(folder: Path, tmp_path: Path, pla
     damaged(path, 5)
     with pytest.raises(UserError, match=f"{path.name} line 5 "):
         list(read(copy))
+
+
+def test_a_last_line_that_is_complete_and_damaged_is_named_not_cut(
+    folder: Path, tmp_path: Path
+) -> None:
+    """It has its end, so no writer died in it: reading it as torn would lose an entry."""
+    copy = copy_of(folder, tmp_path / "events")
+    newest = segments(copy)[-1]
+    last = whole_lines(newest)
+    damaged(newest, last)
+    before = newest.read_bytes()
+    for look in (lambda: list(read(copy)), lambda: FileLog.resume(copy)):
+        with pytest.raises(UserError, match=f"{newest.name} line {last} "):
+            look()
+    assert newest.read_bytes() == before
 
 
 @pytest.mark.parametrize("line", [1, 5])

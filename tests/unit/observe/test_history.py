@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from plain_columns import plain_columns
 from simulated_logs import resumed_run, whole_run
 
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
 from dora_rl.observe.audit import audit
-from dora_rl.observe.columns import columns, plain_columns
+from dora_rl.observe.columns import columns
 from dora_rl.observe.eventlog import Entry, encode_entry
-from dora_rl.observe.history import History
-from dora_rl.observe.history_rows import ENDS, repeats
-from dora_rl.observe.occupancy import busy_s, coverage, lanes
+from dora_rl.observe.history import ENDS, History, repeats
+from dora_rl.observe.placements import busy_s, coverage, lanes
 from dora_rl.observe.segments import SegmentReaders, segments
 from dora_rl.observe.tail import LogTail, follow, read_history
 from dora_rl.sim.soak import Soak

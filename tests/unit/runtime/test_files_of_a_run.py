@@ -15,11 +15,11 @@ from dora_rl.core import events as ev
 from dora_rl.core.params import Params
 from dora_rl.engine.journal import Journal
 from dora_rl.engine.sequence import Request, new_sequence
-from dora_rl.io.full_disk import full_line, is_full
 from dora_rl.io.lines import cut_lines, read_lines
 from dora_rl.observe.eventlog import FileLog
 from dora_rl.store.journals import Journals
 from dora_rl.types import Finish, RequestId, SamplingParams, Segment, UserError
+from dora_rl.workers.full_disk import full_line, is_full
 
 
 def sample(group: int, version: int, reward: float = 1.0) -> TrainedSample:

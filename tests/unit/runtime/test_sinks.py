@@ -7,6 +7,7 @@ with the calls of the real packages, put where `import` finds them.
 from __future__ import annotations
 
 import json
+import re
 import sys
 import threading
 import types
@@ -206,7 +207,7 @@ class Kept:
 def test_a_sink_that_fails_is_told_of_once_and_the_others_go_on(tmp_path: Path) -> None:
     told: list[str] = []
     writers = {"bad": Broken, "good": Kept}
-    sinks = Sinks(["bad", "good"], RunFacts(tmp_path, {}, 0), told.append, writers)
+    sinks = Sinks(["bad", "good"], RunFacts(tmp_path, {}, 0), told.append, writers.__getitem__)
     records = Records(tmp_path, rollouts=False, sinks=sinks)
     for version in range(5):
         records.evaluation(version, {"sampled": 0.1 * version})
@@ -224,12 +225,12 @@ def test_a_sink_that_hangs_holds_nothing_up(tmp_path: Path) -> None:
             release.wait(30)
 
     told: list[str] = []
-    sinks = Sinks(["slow"], RunFacts(tmp_path, {}, 0), told.append, {"slow": Hanging})
+    sinks = Sinks(["slow"], RunFacts(tmp_path, {}, 0), told.append, {"slow": Hanging}.__getitem__)
     for step in range(5):
         sinks.write({"step": step})
     sinks.close(0.2)
     assert len(told) == 1 and "not done" in told[0]
-    flooded = Sinks(["slow"], RunFacts(tmp_path, {}, 0), told.append, {"slow": Hanging})
+    flooded = Sinks(["slow"], RunFacts(tmp_path, {}, 0), told.append, {"slow": Hanging}.__getitem__)
     for step in range(LINES_MAX + 5):
         flooded.write({"step": step})
     flooded.close(0.2)
@@ -242,6 +243,19 @@ def test_a_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"wandb is not installed; pip install wandb"):
         check_sinks(["wandb"])
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("wanb", "wanb is none of tensorboard, wandb, mlflow, trackio, nor path/to/file.py:Name"),
+        ("absent.py:Sink", "absent.py does not exist; check logging.sinks"),
+        ("math:pi", "math:pi is not a class"),
+    ],
+)
+def test_a_name_that_is_no_sink_is_one_line(name: str, says: str) -> None:
+    with pytest.raises(UserError, match=re.escape(says)):
+        check_sinks([name])
 
 
 def test_the_configuration_becomes_flat() -> None:

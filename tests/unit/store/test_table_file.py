@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dora_rl.io import append_log
 from dora_rl.store import record_log
 from dora_rl.store.table import Row, Table, TableCorrupt, TableError
 from dora_rl.store.values import as_value, decode, describe_columns, encode, read_columns
@@ -142,7 +143,7 @@ def test_a_full_disk_refuses_the_operation_and_nothing_else(
         return write(file, data[: len(data) // 2])
 
     with monkeypatch.context() as patch:
-        patch.setattr(record_log.os, "write", half_then_full)
+        patch.setattr(append_log.os, "write", half_then_full)
         for operation in (
             lambda: table.put([row(5, token_ids=[1] * 50)]),
             lambda: table.extend({RequestId(2, 0): {"reward": 1.0}}),
