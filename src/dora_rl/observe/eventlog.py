@@ -20,13 +20,14 @@ from typing import Any
 
 from dora_rl.core.actions import Action
 from dora_rl.core.codec import decoder, encoder
-from dora_rl.core.events import Event, StepCommitted
+from dora_rl.core.events import Event, Rewound, StepCommitted, VersionDurable
 from dora_rl.core.state import State
 from dora_rl.core.step import initial, step
 from dora_rl.observe.chain import TAIL_BYTES, ChainCheck, chained, digest_in
 from dora_rl.observe.segments import segments
 from dora_rl.types import UserError
 
+SYNCED = (StepCommitted, VersionDurable, Rewound)  # on disk before anything relies on them
 _encode_event, _decode_event = encoder(Event), decoder(Event)
 _encode_actions, _decode_actions = encoder(list[Action]), decoder(list[Action])
 _encode_state, _decode_state = encoder(State), decoder(State)
@@ -161,7 +162,7 @@ class FileLog:
         self._number += 1
         self._in_segment += 1
         due = time.monotonic() - self._synced_at >= self._fsync_s
-        if due or isinstance(event, StepCommitted):
+        if due or isinstance(event, SYNCED):
             self.sync()
 
     def snapshot_due(self) -> bool:
