@@ -36,7 +36,7 @@ function promise(title, figure) {
 
 const STATE_COLOURS = {
   generating: "--v4", scoring: "--v3", ready: "--v1", taken: "--v0",
-  trained: "--v2", filtered: "--soft", failed: "--v5", surplus: "--v6", lost: "--v4",
+  trained: "--v2", filtered: "--soft", failed: "--v5", surplus: "--v6", lost: "--v6",
 };
 
 export function overview() {
