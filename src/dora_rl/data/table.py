@@ -260,6 +260,12 @@ class Table:
 
     # Durability
 
+    def sync(self) -> None:
+        """What was written so far survives a power cut."""
+        with self._lock:
+            if self._log is not None and not self._closed:
+                self._log.sync()
+
     def checkpoint(self, path: str | Path | None = None) -> None:
         """Rewrite the file with live rows only, or write them to another file to restore from."""
         with self._lock:

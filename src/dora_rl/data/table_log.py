@@ -49,6 +49,7 @@ class TableLog:
             _write_all(self._file, [MAGIC])
             self.num_bytes = len(MAGIC)
         self._rewritten_bytes = 0
+        self._synced_bytes = 0
 
     def read(self) -> Iterator[memoryview]:
         """The body of every record; a torn tail is cut off the file."""
@@ -97,13 +98,18 @@ class TableLog:
             raise TableError(reason) from error
         self.num_bytes += written
 
+    def sync(self) -> None:
+        if self.num_bytes != self._synced_bytes:
+            os.fdatasync(self._file)
+            self._synced_bytes = self.num_bytes
+
     def rewrite(self, bodies: Iterable[Sequence[Any]]) -> None:
         """Replace everything by these records, atomically, and go on appending after them."""
         write_log(self.path, bodies)
         old = self._file
         self._file = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
         self.num_bytes = os.lseek(self._file, 0, os.SEEK_END)
-        self._rewritten_bytes = self.num_bytes
+        self._rewritten_bytes = self._synced_bytes = self.num_bytes
         os.close(old)
 
     def mostly_old(self, live_bytes: int) -> bool:

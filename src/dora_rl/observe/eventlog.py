@@ -13,7 +13,7 @@ import json
 import os
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -125,6 +125,8 @@ class FileLog:
         self._digest = ""  # of the last line written
         self._file: int | None = None
         self._synced_at = time.monotonic()
+        # What the entries rely on is on disk before they are.
+        self.before_sync: Callable[[], None] = lambda: None
 
     @classmethod
     def create(cls, folder: Path, **options: Any) -> FileLog:
@@ -177,6 +179,7 @@ class FileLog:
 
     def sync(self) -> None:
         assert self._file is not None
+        self.before_sync()
         os.fsync(self._file)
         self._synced_at = time.monotonic()
 

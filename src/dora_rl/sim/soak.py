@@ -248,7 +248,7 @@ def with_levels(
         return spec, rates
     params = replace(spec.params, durable_behind=1)
     durable_s = rng.choice([0.0, rng.uniform(0, 5), rng.uniform(5, 60)])
-    loss_s = rng.uniform(30, 200) if rng.random() < 0.6 else 0.0
+    loss_s = rng.uniform(10, 120) if rng.random() < 0.7 else 0.0
     return replace(spec, params=params, durable_s=durable_s), replace(
         rates, host_loss_every_s=loss_s
     )
