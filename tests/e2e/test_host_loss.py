@@ -74,7 +74,7 @@ def test_killed_between_sealed_and_durable_nothing_is_lost(tmp_path: Path, dtype
     (committed,) = events(run, StepCommitted)
     run.train("--resume")
     assert not events(run, Rewound) and run.proven().figures.finished
-    joined = [event for event in events(run, TrainerJoined)][1]
+    joined = list(events(run, TrainerJoined))[1]
     assert joined.version == joined.durable == 1, "finished before anything else"
     assert [event.step for event in events(run, StepCommitted)] == list(range(NUM_STEPS))
     fed = [a for entry in run.entries() for a in entry.actions if isinstance(a, Feed)]

@@ -179,8 +179,10 @@ class Records:
             # So is an evaluation of a version that was lost with its host.
             keep_lines(
                 metrics,
-                lambda line: line.get("step", -1) < committed
-                and ("step" in line or line["version"] <= committed),
+                lambda line: (
+                    line.get("step", -1) < committed
+                    and ("step" in line or line["version"] <= committed)
+                ),
             )
             self._recall(metrics)
         self._metrics = metrics.open("a")

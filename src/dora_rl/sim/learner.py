@@ -165,9 +165,7 @@ class SimLearner:
             self._durable_at_s = now + self.durable_s
             self.clock.at(self._durable_at_s, lambda: self._become_durable(version, life))
         self.post(
-            ev.StepCommitted(
-                step.index, checksum, incarnation=self.incarnation, durable=on_disk
-            )
+            ev.StepCommitted(step.index, checksum, incarnation=self.incarnation, durable=on_disk)
         )
         ahead, self._ahead = self._ahead, []
         for action in ahead:

@@ -36,7 +36,9 @@ def committed_weights(run: Path) -> dict[Version, str]:
                 record = parse_line(line) if told else None
                 event: Any = record.event if isinstance(record, Entry) else None
                 if isinstance(event, Rewound):
-                    found = {version: found[version] for version in found if version <= event.version}
+                    found = {
+                        version: found[version] for version in found if version <= event.version
+                    }
                 elif isinstance(event, StepCommitted):
                     found.setdefault(event.step + 1, event.checksum)
     return found

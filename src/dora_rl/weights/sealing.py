@@ -57,9 +57,7 @@ class Sealing:
         """`sealed` gives the checksum when shared memory has the version. The result comes when the
         disk has it. Both are told in the thread."""
         before, self._sealed = self._durable, sealed
-        self._durable = self._pool.submit(
-            self._follow, before, version, sealed, tell, tell_durable
-        )
+        self._durable = self._pool.submit(self._follow, before, version, sealed, tell, tell_durable)
         return self._durable
 
     def _follow(

@@ -3,10 +3,10 @@
 With several ranks every one of them is fed the same groups in the same order; the first one alone
 seals, saves and speaks to the controller.
 
-Order at a step's end: trainer state (where a checkpoint is due), a copy of the weights; then, beside
-the next step's training (`sealing`), what makes the masters exact and the version itself to shared
-memory, the event that becomes the log record, the same to the disk, the event that says so. With
-several ranks the learner waits for all of that: the others read versions from the disk. The
+Order at a step's end: trainer state (where a checkpoint is due), a copy of the weights; then,
+beside the next step's training (`sealing`), what makes the masters exact and the version itself to
+shared memory, the event that becomes the log record, the same to the disk, the event that says so.
+With several ranks the learner waits for all of that: the others read versions from the disk. The
 optimizer's moments follow now and then, beside it too (`moments`).
 
     learner/masters/   of the newest version: what makes its masters, critic and counters exact

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import threading
 from collections.abc import Iterator
@@ -139,10 +140,8 @@ def die_at(run: Run, step: int, place: int) -> tuple[list[str], int]:
     watch(worker.disk, "version")
     controller.train(step)
     controller.end()
-    try:
+    with contextlib.suppress(Died):
         worker.run()
-    except Died:
-        pass
     return writes, max(worker.shared.versions())
 
 
@@ -154,8 +153,9 @@ def test_killed_before_each_write_of_a_version_nothing_is_lost_or_done_twice(
     """The four writes at a step's end, in their order: shared memory survives each death of the
     process, so whatever was sealed is on disk, bit for bit, when the next life has begun."""
     trainer = {"compute_dtype": dtype, "lr": 1e-4}
-    whole, torn = Run(make(tmp_path / "whole"), trainer=trainer), Run(
-        make(tmp_path / "torn"), trainer=trainer
+    whole, torn = (
+        Run(make(tmp_path / "whole"), trainer=trainer),
+        Run(make(tmp_path / "torn"), trainer=trainer),
     )
     with torch.backends.mkldnn.flags(enabled=False):
         writes, sealed = die_at(whole, 0, 99)
@@ -209,7 +209,7 @@ def test_without_shared_memory_the_last_durable_version_is_gone_on_from(run: Run
 def test_a_slow_disk_holds_up_the_next_seal_and_is_counted(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Step 1 is trained while version 1 is on its way; version 2 is not sealed before it is there."""
+    """Step 1 is trained while version 1 is on its way; version 2 is sealed when it is there."""
     worker, controller = run.learner(every_steps=0)
     seal, trained, sealed_with = worker.disk._seal, threading.Event(), []
 
