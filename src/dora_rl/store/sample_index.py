@@ -141,7 +141,8 @@ class SampleIndex(Samples):
 
     def sync_shards(self) -> None:
         """The loss of this host takes no row that the shards have now."""
-        for name in self.names if self._crew is not None else ():
+        assert self._crew is not None
+        for name in self.names:
             self._crew.send(name, "sync", {})
 
     def trained(

@@ -152,7 +152,7 @@ def test_a_lost_version_is_gone_back_over(mode: Mode, later: int, accepted: bool
     run.to_the_end()
     run.audit()
     trained = [a for e in run.entries for a in e.actions if isinstance(a, act.EndGroup)]
-    per_step = [a.step for a in trained if a.end is act.End.TRAINED]
+    per_step = [a.step or 0 for a in trained if a.end is act.End.TRAINED]
     assert sorted(per_step) == [s for s in range(6) for _ in range(2)]
     assert replay(run.entries).ok
 

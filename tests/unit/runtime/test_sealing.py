@@ -39,8 +39,8 @@ class Levels:
         )
 
     def note(self, what: str, version: int) -> None:
-        there = (self.shared.versions.versions(), self.disk.versions.versions())
-        self.told.append((what, version, *map(list, there)))
+        shared, disk = self.shared.versions.versions(), self.disk.versions.versions()
+        self.told.append((what, version, list(shared), list(disk)))
 
 
 @pytest.fixture
@@ -116,7 +116,11 @@ def test_the_learner_waits_for_a_version_that_it_needs_itself_and_not_for_the_di
     with pytest.raises(VersionMissing):
         levels.store.open(0)
     sealed, on_disk = Future[str](), threading.Event()
-    levels.sealing.begin(0, sealed, lambda checksum: None, lambda: on_disk.wait(60) and None)
+
+    def hold() -> None:
+        on_disk.wait(60)
+
+    levels.sealing.begin(0, sealed, lambda checksum: None, hold)
     threading.Timer(0.05, lambda: sealed.set_result(levels.seal(0))).start()
     assert levels.store.open(0).version == 0 and levels.sealing.is_running()
     assert levels.store.waited_s > 0.0
