@@ -137,7 +137,8 @@ def on_durable(state: State, version: Version, out: list[Action]) -> None:
     """The disk has a version. Word of it may come before that of its seal."""
     state.on_disk = max(state.on_disk, version)
     end_durable(state, out)
-    retire_finished(state, out)
+    if state.stopped is None:
+        retire_finished(state, out)
 
 
 def end_durable(state: State, out: list[Action]) -> None:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 TENSORS_FILE = "model.safetensors"
 MANIFEST_FILE = "manifest.json"
 FORMAT = 1
-NUM_THREADS = min(8, os.cpu_count() or 1)  # that hash or copy tensors of one version
+NUM_THREADS = min(16, len(os.sched_getaffinity(0)))  # that hash or copy tensors of one version
 
 # safetensors' names of the types, and torch's.
 DTYPES = {

@@ -32,6 +32,7 @@ from dora_rl.ports import Canary
 from dora_rl.types import Version
 from dora_rl.weights.format import (
     MANIFEST_FILE,
+    NUM_THREADS,
     TENSORS_FILE,
     SealedFile,
     WeightsCorrupt,
@@ -82,9 +83,17 @@ class SharedMemoryWeightStore:
     for name in weights.names(): copy(weights.tensor(name))
     """
 
-    def __init__(self, root: str | Path, *, durable: bool = False, verify: bool = True) -> None:
+    def __init__(
+        self,
+        root: str | Path,
+        *,
+        durable: bool = False,
+        verify: bool = True,
+        threads: int = NUM_THREADS,
+    ) -> None:
+        """`threads` hash and copy a version that is published here."""
         self.root = Path(root)
-        self.durable = durable
+        self.durable, self.threads = durable, threads
         self._verify = verify
         # Keyed by the file's stamp too, so that a file that was touched is hashed again.
         self._verified: set[tuple[Version, tuple[int, ...]]] = set()
@@ -118,7 +127,9 @@ class SharedMemoryWeightStore:
         if self._directory(version).exists():
             raise VersionExists(f"version {version} is already published in {self.root}")
         with self._new_directory(version) as directory:
-            manifest = write_sealed(directory, version, tensors, canary, self.durable, base)
+            manifest = write_sealed(
+                directory, version, tensors, canary, self.durable, base, self.threads
+            )
             if expected not in (None, manifest.checksum):
                 raise WeightsCorrupt(f"version {version} changed after publication; not copied")
             self._seal(directory, version)

@@ -1,7 +1,9 @@
 """Writing one sealed version: its tensors as they come, hashed and copied side by side.
 
-To shared memory every tensor is copied in slices by several threads: a file there is memory, and
-one thread takes longer to get it than to fill it. To a disk it is written in order, and synced.
+To shared memory every tensor is copied in slices by several threads through mappings: a file there
+is memory, one thread takes longer to get it than to fill it, and writing to one file takes turns.
+A mapping costs twice the work of a write, so that few cores write. To a disk tensors are written in
+order, and synced.
 
 Never shows a version to anybody: the directory is the caller's, and private until it seals it. What
 is written is described in `format`.
@@ -46,6 +48,7 @@ HEADER_ROOM_BYTES = 64 * 1024
 CHUNK_BYTES = 16 * 1024 * 1024
 SLICE_BYTES = 32 * 1024 * 1024  # of a tensor, that one thread copies to shared memory at a time
 MAPPED_BYTES_MIN = 1024 * 1024  # less is written: a mapping of its own would cost more
+MAPPED_THREADS_MIN = 4
 DTYPE_CODES = {name: code for code, name in DTYPES.items()}
 
 
@@ -56,10 +59,12 @@ def write_sealed(
     canary: Canary | None,
     durable: bool,
     base: str = "",
+    threads: int = NUM_THREADS,
 ) -> Manifest:
     """Write both files into `directory`, which must be empty and seen by nobody else yet."""
     with (directory / TENSORS_FILE).open("w+b") as file:
-        entries = _write_tensors(file, tensors, in_order=durable)
+        in_order = durable or threads < MAPPED_THREADS_MIN
+        entries = _write_tensors(file, tensors, threads, in_order=in_order)
         header = _header_bytes(version, entries, HEADER_ROOM_BYTES)
         _write_header(file, header)
         if durable:
@@ -81,7 +86,7 @@ def _write_header(file: BinaryIO, header: bytes) -> None:
 
 
 def _write_tensors(
-    file: BinaryIO, tensors: Iterable[tuple[str, Tensor]], *, in_order: bool
+    file: BinaryIO, tensors: Iterable[tuple[str, Tensor]], threads: int, *, in_order: bool
 ) -> tuple[TensorEntry, ...]:
     entries: dict[str, TensorEntry] = {}
     pending: deque[tuple[str, Future[str], list[Future[None]]]] = deque()
@@ -89,7 +94,7 @@ def _write_tensors(
     file.seek(HEADER_ROOM_BYTES)
     # Hashing, writing and copying release the interpreter lock: they run side by side. Few tensors
     # wait for theirs, since each is held in memory until then.
-    with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="weights-write") as pool:
+    with ThreadPoolExecutor(threads, thread_name_prefix="weights-write") as pool:
         try:
             for name, tensor in tensors:
                 assert name not in entries, f"tensor {name!r} is published twice in one version"
@@ -107,7 +112,7 @@ def _write_tensors(
                 )
                 entries[name] = TensorEntry(name, dtype, tuple(tensor.shape), begin, end, "")
                 begin = end
-                if len(pending) > 2 * NUM_THREADS:
+                if len(pending) > 2 * threads:
                     _enter_digest(entries, pending)
             while pending:
                 _enter_digest(entries, pending)

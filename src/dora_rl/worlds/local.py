@@ -431,14 +431,13 @@ class LocalRun:
             self._ask_evaluation(event.version)
 
     def _lost_alive(self, version: Version) -> None:
-        """Somebody has taken the shared memory away under the run."""
-        newest = self.state.committed
-        self.handle(
-            ev.StopRequested(
-                f"version {newest} is gone from shared memory and was not on disk yet; "
-                f"--resume goes back to version {version}"
-            )
-        )
+        """Somebody has taken the shared memory, or the disk, away under the run."""
+        newest, durable = self.state.committed, self.state.durable
+        text = f"version {newest} is gone from shared memory and was not on disk yet; "
+        text += f"--resume goes back to version {version}"
+        if version < durable:
+            text = f"version {durable} is gone from {self.versions.disk.root}; restore it"
+        self.handle(ev.StopRequested(text))
 
     def _durable(self, version: Version) -> None:
         """The evaluator reads versions from the disk."""

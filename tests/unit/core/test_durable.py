@@ -1,4 +1,4 @@
-"""Two levels at a step's end: committed when sealed, ended when durable, gone back over when lost."""
+"""Two levels at a step's end: committed when sealed, ended when durable, undone when lost."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,14 +102,15 @@ def tensors(number: int = 0) -> list[tuple[str, torch.Tensor]]:
 
 @pytest.mark.parametrize("num_names", [6, 1200], ids=["few names", "a header that needs more room"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("threads", [2, 8], ids="{} threads".format)
 def test_shared_memory_and_disk_hold_the_same(
-    tmp_path: Path, num_names: int, dtype: torch.dtype
+    tmp_path: Path, num_names: int, dtype: torch.dtype, threads: int
 ) -> None:
     """Slices that several threads copy, and the same written in order; small and large tensors."""
     given = [(f"model.layers.{i}.weight.{'x' * 40}", torch.randn(3)) for i in range(num_names)]
     given += [("large", torch.randn(3_000_001)), ("none", torch.empty(0)), ("odd", torch.ones(1))]
     given = [(name, tensor.to(dtype)) for name, tensor in given]
-    shared = SharedMemoryWeightStore(tmp_path / "shared")
+    shared = SharedMemoryWeightStore(tmp_path / "shared", threads=threads)
     checksum = shared.publish(2, given, Canary((1,), (-0.5,)), "base")
     disk = DiskWeightStore(tmp_path / "disk")
     assert copy_version(shared, disk, 2) == checksum == disk.checksum(2)
@@ -135,7 +137,9 @@ def test_a_source_that_fails_leaves_nothing(tmp_path: Path) -> None:
 
 @needs_root
 @pytest.mark.parametrize("size", [50_000, 600_000], ids=["written", "mapped"])
-@pytest.mark.parametrize("kind", [SharedMemoryWeightStore, DiskWeightStore])
+@pytest.mark.parametrize(
+    "kind", [partial(SharedMemoryWeightStore, threads=8), DiskWeightStore], ids=["shared", "disk"]
+)
 def test_a_place_that_is_full_is_named(tmp_path: Path, kind: Any, size: int) -> None:
     """A mapping that there is no memory for would end the process: it is refused before."""
     small, kib = tmp_path / "small", 14 * size // 1024
