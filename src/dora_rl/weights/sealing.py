@@ -32,7 +32,7 @@ class Sealing:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="durable")
         self._durable: Future[None] | None = None  # of the newest version
         self._sealed: Future[str] | None = None
-        self.waited_s = 0.0  # that seals have waited for the disk, so far
+        self.waited_s = 0.0  # for the disk, before the version that was sealed last
 
     def turn(self) -> Callable[[], None]:
         """What has to be called before the next version is sealed: waits until the one before is
@@ -43,7 +43,7 @@ class Sealing:
             began = time.monotonic()
             if before is not None:
                 before.result()
-            self.waited_s += time.monotonic() - began
+            self.waited_s = time.monotonic() - began
 
         return wait
 

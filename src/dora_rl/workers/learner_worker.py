@@ -383,7 +383,7 @@ class LearnerWorker:
     ) -> Future[Any]:
         """All ranks gather; the first one writes. With several, the others wait for that. The
         result comes when the disk has the version."""
-        began, waited_s = time.monotonic(), self.sealing.waited_s
+        began = time.monotonic()
         self.sealing.is_running()  # raises what went wrong with the one before
         alone, turn = self.num_ranks == 1, self.sealing.turn()
         level = self.seals_to
@@ -393,7 +393,7 @@ class LearnerWorker:
         metrics["time/publish_stall"] = time.monotonic() - began
 
         def tell_with_wait(checksum: str) -> None:
-            metrics["time/durable_wait"] = self.sealing.waited_s - waited_s
+            metrics["time/durable_wait"] = self.sealing.waited_s
             tell(checksum)
 
         durable: Future[Any] = sealed

@@ -13,11 +13,14 @@ import torch
 from safetensors.torch import load_file
 from small_disk import needs_root, small_disk
 
+from dora_rl.core import events as ev
 from dora_rl.core.params import Params
 from dora_rl.core.state import State
 from dora_rl.core.step import initial
+from dora_rl.observe.eventlog import FileLog
 from dora_rl.ports import Canary
 from dora_rl.types import UserError
+from dora_rl.weights.proof import committed_weights
 from dora_rl.weights.store import (
     DiskWeightStore,
     SharedMemoryWeightStore,
@@ -191,6 +194,15 @@ def test_a_version_that_is_lost_is_gone_back_over(tmp_path: Path, what: str) -> 
     versions.rewind(2)
     assert list(versions.shared.versions()) == list(versions.disk.versions()) == [0, 1, 2]
     assert not SharedMemoryWeightStore(tmp_path / "shared" / "masters").versions()
+
+
+def test_the_checksum_of_a_version_is_that_of_the_newest_lineage(tmp_path: Path) -> None:
+    """`export`, `eval` and `serve` compare weights with it."""
+    log = FileLog.create(tmp_path / "events")
+    told = (ev.StepCommitted(0, "a"), ev.StepCommitted(1, "b"), ev.Rewound(1))
+    for event in (*told, ev.StepCommitted(1, "c")):
+        log.append(0.0, event, [])
+    assert committed_weights(tmp_path) == {1: "a", 2: "c"}
 
 
 def test_a_run_without_the_version_to_go_back_to_is_refused(tmp_path: Path) -> None:
