@@ -49,6 +49,14 @@ def claim(root: Path, run_dir: Path | None = None) -> int:
         os.close(handle)  # somebody swept it between the two
 
 
+def owner_of(root: Path) -> str:
+    """The run directory of whoever claimed a store last; empty: not known."""
+    try:
+        return (root / OWNER).read_text(errors="replace")
+    except OSError:
+        return ""
+
+
 def sweep(folder: Path, now_s: float | None = None) -> int:
     """Remove what this user's dead runs need no more of their stores there; returns the bytes given
     back."""

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from dora_rl.core.state import State
 from dora_rl.types import UserError, Version
-from dora_rl.weights.leftovers import claim, sweep
+from dora_rl.weights.leftovers import claim, owner_of, sweep
 from dora_rl.weights.levels import Level, disk_level, is_one_place, lost_version, shared_level
 from dora_rl.weights.store import (
     SHARED_MEMORY,
@@ -35,6 +35,8 @@ class Versions:
         self._on_disk: Level = disk_level(run_dir)
         self._sealed: Level = shared_level(shared)
         self.disk, self.shared = self._on_disk.versions, self._sealed.versions
+        if owner_of(shared) not in ("", str(run_dir.resolve())):
+            self._sealed.forget_after(-1)  # of another run, which had the same `weights.root`
         self.to_retire: set[Version] = set()
         self._disk_only: set[Version] = set()  # retired, and pinned on the disk
         self._owner: int | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from functools import partial
@@ -20,6 +21,7 @@ from dora_rl.core.step import initial
 from dora_rl.observe.eventlog import FileLog
 from dora_rl.ports import Canary
 from dora_rl.types import UserError
+from dora_rl.weights.leftovers import claim
 from dora_rl.weights.proof import committed_weights
 from dora_rl.weights.store import (
     DiskWeightStore,
@@ -179,6 +181,16 @@ def test_a_version_that_is_sealed_and_not_durable_stays_for_the_resume(tmp_path:
     assert 3 in versions.shared.versions()
     versions.release()
     assert 3 in SharedMemoryWeightStore(tmp_path / "shared").versions(), "an end cut short"
+
+
+def test_what_another_run_has_sealed_in_the_same_place_is_not_taken(tmp_path: Path) -> None:
+    """Both have the same `weights.root`; the other was killed with a newer version sealed."""
+    os.close(claim(sealed_only(tmp_path, 3).shared.root, tmp_path / "run"))
+    again = Versions(tmp_path / "run", tmp_path / "shared")
+    assert list(again.shared.versions()) == [0, 1, 2, 3]
+    other = Versions(tmp_path / "other", tmp_path / "shared")
+    assert not other.shared.versions()
+    assert not SharedMemoryWeightStore(tmp_path / "shared" / "masters").versions()
 
 
 @pytest.mark.parametrize("what", ["gone", "damaged", "masters gone", "masters damaged"])
