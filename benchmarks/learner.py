@@ -2,10 +2,13 @@
 
     python benchmarks/learner.py --model tiny
     python benchmarks/learner.py --model qwen3-0.6b,qwen3-1.7b --device cuda --padded --gap
+    python benchmarks/learner.py --model qwen2.5-1.5b --device cuda --checkpointing layer \
+        --pack-tokens 16384 --samples 512 --mean 300 --longest 768 --lora-rank 0,32
 
 One step trains `--samples` responses (GRPO, every response with a gradient, AdamW, clipping). Model
-FLOPs count 6 per matrix parameter and token and causal attention, no recomputation; MFU is against
-`--peak-tflops` (989: dense bfloat16 of an H100 or H200). `--padded` also runs the same batch padded
+FLOPs count 6 per matrix parameter and token (4 where only adapters are trained) and causal
+attention, no recomputation; MFU is against `--peak-tflops` (989: dense bfloat16 of an H100 or
+H200). `--padded` also runs the same batch padded
 to its longest response per micro-batch of the same token count, as a plain trainer does. `--gap`
 generates with the native engine and compares its log-probs with the learner's on the same tokens.
 Prints a table, writes JSON.
@@ -26,12 +29,18 @@ from pathlib import Path
 import torch
 
 from dora_rl.trainer.architecture import Architecture
-from dora_rl.trainer.batch import GroupBatch, Sample
 from dora_rl.trainer.decoder import Decoder
 from dora_rl.trainer.documents import Document, collate
 from dora_rl.trainer.learner import Learner
-from dora_rl.trainer.model import build_decoder, initialise, named_weights
+from dora_rl.trainer.model import (
+    build_decoder,
+    initialise,
+    named_weights,
+    pick_device,
+    pick_dtype,
+)
 from dora_rl.trainer.options import AlgorithmOptions, TrainerOptions
+from dora_rl.types import Group, RequestId, Trajectory
 
 
 def qwen3_shape(**fields: int) -> Architecture:
@@ -63,6 +72,11 @@ SHAPES = {
         vocab=151_936, hidden=2048, intermediate=6144, num_layers=28, num_heads=16,
         num_kv_heads=8, head_dim=128,
     ),
+    "qwen2.5-1.5b": Architecture(
+        family="qwen2", vocab=151_936, hidden=1536, intermediate=8960, num_layers=28, num_heads=12,
+        num_kv_heads=2, head_dim=128, norm_eps=1e-6, tied=True, positions_max=32_768,
+        rope_theta=1_000_000.0, qkv_bias=True,
+    ),
 }  # fmt: skip
 
 
@@ -79,7 +93,7 @@ def long_tail(count: int, mean: int, longest: int, seed: int) -> list[int]:
     return lengths
 
 
-def make_groups(lengths: list[int], prompt: int, vocab: int, group: int) -> list[GroupBatch]:
+def make_groups(lengths: list[int], prompt: int, vocab: int, group: int) -> list[Group]:
     """Groups of random tokens; rewards alternate, so that every response has a gradient."""
     generator = torch.Generator().manual_seed(0)
     groups = []
@@ -87,9 +101,10 @@ def make_groups(lengths: list[int], prompt: int, vocab: int, group: int) -> list
         samples = []
         for i, n in enumerate(lengths[start : start + group]):
             ids = torch.randint(vocab, (n,), generator=generator).tolist()
-            samples.append(Sample(ids, [-math.log(vocab)] * n, [1] * n, float(i % 2)))
+            rid, logprobs, reward = RequestId(start, i), [-math.log(vocab)] * n, float(i % 2)
+            samples.append(Trajectory(rid, 0, ids, logprobs, [1] * n, reward=reward))
         prompt_ids = torch.randint(vocab, (prompt,), generator=generator).tolist()
-        groups.append(GroupBatch(start, 0, prompt_ids, tuple(samples)))
+        groups.append(Group(start, 0, prompt_ids, tuple(samples)))
     return groups
 
 
@@ -98,7 +113,7 @@ def synchronise(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def make_learner(name: str, args: argparse.Namespace) -> Learner:
+def make_learner(name: str, rank: int, args: argparse.Namespace) -> Learner:
     trainer = TrainerOptions(
         lr=1e-6,
         device=args.device,
@@ -108,15 +123,21 @@ def make_learner(name: str, args: argparse.Namespace) -> Learner:
         compile=args.compile,
         activation_checkpointing=args.checkpointing,
         threads=args.threads,
+        lora_rank=rank,
+        lora_alpha=2.0 * rank or 1.0,
+        lora_publish=args.lora_publish,
     )
-    decoder = build_decoder(SHAPES[name], trainer)
+    device = pick_device(args.device)
+    # As a model directory in bfloat16 is read: masters in float32, a frozen base as it is stored.
+    stored = pick_dtype(args.dtype, device) if rank else torch.float32
+    decoder = build_decoder(SHAPES[name], trainer, stored)
     initialise(decoder, seed=0)
     # The ratio is far from 1 for random tokens under random weights; only speed matters here.
     algorithm = AlgorithmOptions(loss="grpo", clip_low=0.99, clip_high=1e9)
     return Learner(decoder, algorithm, trainer)
 
 
-def time_steps(learner: Learner, groups: list[GroupBatch], repeats: int) -> list[float]:
+def time_steps(learner: Learner, groups: list[Group], repeats: int) -> list[float]:
     times = []
     for step in range(repeats + 1):
         synchronise(learner.device)
@@ -129,7 +150,7 @@ def time_steps(learner: Learner, groups: list[GroupBatch], repeats: int) -> list
     return times[1:]  # the first compiles and fills caches
 
 
-def time_padded(learner: Learner, groups: list[GroupBatch], repeats: int) -> float:
+def time_padded(learner: Learner, groups: list[Group], repeats: int) -> float:
     """The same model and tokens, each micro-batch padded to its longest response.
 
     Micro-batches hold as many rows, in arrival order, as fit `pack_tokens` once padded. Padding is
@@ -172,19 +193,20 @@ def _padded_pass(
     scores.logprobs_N.sum().backward()
 
 
-def measure(name: str, args: argparse.Namespace) -> dict[str, float | str]:
+def measure(name: str, rank: int, args: argparse.Namespace) -> dict[str, float | str]:
     gc.collect()  # of the model before: what it held would count as memory of this one
     arch = SHAPES[name]
     lengths = long_tail(args.samples, args.mean, args.longest, seed=0)
     groups = make_groups(lengths, args.prompt, arch.vocab, group=8)
-    learner = make_learner(name, args)
+    learner = make_learner(name, rank, args)
     if learner.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     best = min(time_steps(learner, groups, args.repeats))
     tokens = [n + args.prompt for n in lengths]
-    flops = arch.train_flops(tokens)
+    flops = arch.train_flops(tokens, learner.optimizer.num_parameters if rank else 0)
     row: dict[str, float | str] = {
-        "model": name,
+        "model": f"{name} r{rank}" if rank else name,
+        "lora_rank": rank,
         "parameters": sum(p.numel() for p in learner.policy.parameters()),
         "dtype": str(learner.policy.compute_dtype).removeprefix("torch."),
         "pack_tokens": learner.pack_tokens,
@@ -242,8 +264,7 @@ def engine_gap(learner: Learner, args: argparse.Namespace) -> dict[str, float]:
         for output in engine.step():
             t = output.trajectory
             if t is not None:
-                sample = Sample(t.token_ids, t.logprobs, t.loss_mask, 0.0)
-                groups.append((GroupBatch(t.request.group, 0, t.prompt_ids, (sample,)), t))
+                groups.append((Group(t.request.group, 0, t.prompt_ids, (t,)), t))
     from dora_rl.trainer.documents import document_of
 
     documents = [document_of(g, g.samples[0], 0.0) for g, _ in groups]
@@ -276,6 +297,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--compile", default="auto")
     parser.add_argument("--checkpointing", default="none", choices=("none", "layer"))
     parser.add_argument("--pack-tokens", type=int, default=0)
+    parser.add_argument(
+        "--lora-rank",
+        type=lambda text: [int(rank) for rank in text.split(",")],
+        default=[0],
+        help="comma-separated; 0 trains all weights",
+    )
+    parser.add_argument("--lora-publish", default="adapters", choices=("adapters", "merged"))
     parser.add_argument("--samples", type=int, default=0, help="responses per step")
     parser.add_argument("--mean", type=int, default=0, help="mean response length")
     parser.add_argument("--longest", type=int, default=0)
@@ -300,7 +328,7 @@ def show(row: dict[str, float | str]) -> None:
         return format(row[key], form) if key in row else "-"
 
     print(
-        f"{row['model']:<12}{row['dtype']:<10}{row['pack_tokens']:>7}{row['tokens']:>9}"
+        f"{row['model']:<17}{row['dtype']:<10}{row['pack_tokens']:>7}{row['tokens']:>9}"
         f"{number('step_s', '9.3f')}{number('tokens_per_s', '10.0f')}"
         f"{number('tflops', '9.3f')}{number('mfu', '7.1%'):>7}"
         f"{number('memory_gib_max', '9.1f'):>9}{number('padded_s', '9.3f'):>9}"
@@ -318,7 +346,7 @@ def main() -> int:
     print(f"{machine}, torch {torch.__version__}, {torch.get_num_threads()} threads, "
           f"{args.samples} responses, mean {args.mean}, longest {args.longest}")  # fmt: skip
     print(
-        f"{'model':<12}{'dtype':<10}{'pack':>7}{'tokens':>9}{'step s':>9}{'tokens/s':>10}"
+        f"{'model':<17}{'dtype':<10}{'pack':>7}{'tokens':>9}{'step s':>9}{'tokens/s':>10}"
         f"{'TFLOP/s':>9}{'MFU':>7}{'peak GiB':>9}{'padded s':>9}{'speedup':>8}"
         f"{'gap mean':>10}{'gap max':>10}"
     )
@@ -327,9 +355,13 @@ def main() -> int:
         if name not in SHAPES:
             print(f"unknown model '{name}'; known: {', '.join(SHAPES)}", file=sys.stderr)
             return 2
-        row = measure(name, args)
-        rows.append(row)
-        show(row)
+        for rank in args.lora_rank:
+            row = measure(name, rank, args)
+            rows.append(row)
+            show(row)
+            if torch.cuda.is_available():
+                gc.collect()
+                torch.cuda.empty_cache()
     if args.json:
         args.json.write_text(json.dumps({"machine": machine, "rows": rows}, indent=2) + "\n")
     return 0

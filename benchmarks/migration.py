@@ -123,7 +123,7 @@ def measure(
         while target.has_work():
             for output in target.step():
                 if output.trajectory is not None:
-                    tokens = output.trajectory.token_ids
+                    tokens = output.trajectory.token_ids.tolist()
         if turn:
             best_s = min(best_s, wall_s)
     return {"ms": best_s * 1e3, "bytes": num_bytes, "prefill": prefilled, "tokens": tokens}

@@ -1,11 +1,12 @@
-"""Rows/s and MB/s of the sample table, next to PyPI's TransferQueue in one run.
+"""Rows/s and MB/s of the sample store, next to PyPI's TransferQueue in one run.
 
     python benchmarks/table.py --json table.json [--peer-python /path/to/venv/bin/python]
 
 TransferQueue 0.1.11 (polling mode, its default storage) runs in the interpreter given by
 `--peer-python`, since it brings Ray. dora-rl's table is measured three ways: in the process that
 owns it, the same with its file, and with its file from another process over a pipe, which is what
-TransferQueue does over ZeroMQ. Every put is one call, every get marks the rows as consumed.
+TransferQueue does over ZeroMQ. The rows of a call are one group. A get reads them and ends them:
+TransferQueue marks them as consumed, the table drops their group, which the ledger would name.
 """
 
 from __future__ import annotations
@@ -85,13 +86,16 @@ def timed(calls: Sequence[Callable[[], object]]) -> float:
 
 
 def measure_own(system: str, load: Load, path: Path | None, remote: bool) -> Result:
-    from dora_rl.data.table import NewRow, Table
+    from dora_rl.store.table import Row, Table
+    from dora_rl.types import RequestId
 
-    consumers = {CONSUMER: COLUMNS}
     num_total = load.num_calls * load.num_rows
     batches = [
-        [NewRow(i, 0, columns_of(load, i)) for i in range(n, n + load.num_rows)]
-        for n in range(0, num_total, load.num_rows)
+        [
+            Row(RequestId(group, i), 0, columns_of(load, group * load.num_rows + i))
+            for i in range(load.num_rows)
+        ]
+        for group in range(load.num_calls)
     ]
     seen: list[int] = []
 
@@ -102,12 +106,19 @@ def measure_own(system: str, load: Load, path: Path | None, remote: bool) -> Res
     if remote:
         put_s, get_s = measure_remote(load, path, batches, seen)
     else:
-        table = Table(consumers, auto_release=True, path=path)
+        table = Table(path)
         put_s = timed([lambda batch=batch: table.put(batch) for batch in batches])
-        get_s = timed([lambda: check(table.take(CONSUMER, num_rows=load.num_rows))] * len(batches))
+        get_s = timed([lambda g=g: check(taken(table, g)) for g in range(load.num_calls)])
         table.close()
     assert sorted(seen) == list(range(num_total)), "rows were lost or given twice"
     return Result(system, load.name, put_s, get_s, num_total, load.num_bytes)
+
+
+def taken(table: Any, group: int) -> list[Any]:
+    """Read a group and end it."""
+    rows = table.read(group)
+    table.drop(group)
+    return rows
 
 
 def measure_remote(
@@ -121,17 +132,16 @@ def measure_remote(
     ours.recv_bytes()
 
     def put(batch: Sequence[Any]) -> None:
-        rows = [(row.group, row.columns) for row in batch]
-        send(ours, rows)
+        send(ours, [(row.request.group, row.columns) for row in batch])
         ours.recv_bytes()
 
-    def get() -> None:
-        send(ours, [(load.num_rows, {})])
+    def get(group: int) -> None:
+        send(ours, [(group, {})])
         seen.extend(int(columns["reward"][0]) for _, columns in receive(ours))
 
     times = (
         timed([lambda batch=batch: put(batch) for batch in batches]),
-        timed([get] * len(batches)),
+        timed([lambda g=g: get(g) for g in range(load.num_calls)]),
     )
     ours.close()
     server.join(30)
@@ -139,9 +149,10 @@ def measure_remote(
 
 
 def serve(connection: Connection, path: str) -> None:
-    from dora_rl.data.table import NewRow, Table
+    from dora_rl.store.table import Row, Table
+    from dora_rl.types import RequestId
 
-    table = Table({CONSUMER: COLUMNS}, auto_release=True, path=path)
+    table = Table(Path(path))
     connection.send_bytes(b"ready")
     while True:
         try:
@@ -150,15 +161,16 @@ def serve(connection: Connection, path: str) -> None:
             table.close()
             return
         if rows[0][1]:
-            table.put([NewRow(group, 0, columns) for group, columns in rows])
+            numbered = enumerate(rows)
+            table.put([Row(RequestId(group, i), 0, columns) for i, (group, columns) in numbered])
             connection.send_bytes(b"done")
         else:
-            taken = table.take(CONSUMER, num_rows=rows[0][0])
-            send(connection, [(row.index, row.columns) for row in taken])
+            found = taken(table, rows[0][0])
+            send(connection, [(row.number, row.columns) for row in found])
 
 
 def send(connection: Connection, rows: Sequence[tuple[int, dict[str, Any]]]) -> None:
-    from dora_rl.data.table_codec import describe_columns, encode
+    from dora_rl.store.values import describe_columns, encode
 
     blobs: list[Any] = []
     header = {"rows": [[number, describe_columns(columns, blobs)] for number, columns in rows]}
@@ -166,7 +178,7 @@ def send(connection: Connection, rows: Sequence[tuple[int, dict[str, Any]]]) -> 
 
 
 def receive(connection: Connection) -> list[tuple[int, dict[str, Any]]]:
-    from dora_rl.data.table_codec import decode, read_columns
+    from dora_rl.store.values import decode, read_columns
 
     body = memoryview(connection.recv_bytes())
     header, place = decode(body)

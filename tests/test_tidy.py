@@ -37,7 +37,7 @@ RUN = (
 )
 LAYERS = (
     ("types",),
-    ("user_code",),
+    ("user_code", "out_of_memory"),
     ("config",),
     ("core",),
     ("ports",),

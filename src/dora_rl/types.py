@@ -1,7 +1,7 @@
 """The dictionary of the domain: small immutable values that every layer shares.
 
-Never holds behaviour, I/O or tensors. Invariant: a value, once made, does not change, and every
-piece of generated data carries the version that made it.
+Never holds behaviour or I/O, and imports nothing heavy. Invariant: a value, once made, does not
+change, and every piece of generated data carries the version that made it.
 
     version     integer policy number; 0 is the start, each training step makes the next
     trajectory  one response (possibly many turns) with its tokens, log-probs and *the* version
@@ -15,7 +15,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Ints: TypeAlias = NDArray[np.int32]
+    Floats: TypeAlias = NDArray[np.float32]
+    Mask: TypeAlias = NDArray[np.uint8]
 
 Version: TypeAlias = int
 GroupId: TypeAlias = int
@@ -101,31 +109,112 @@ class Prompt:
     env: str = ""  # label of its environment, where the run has several
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Trajectory:
-    """One finished response.
+    """One finished response: the one type of a sample, from the engine to the loss.
 
-    `loss_mask[i]` is 1 where token i was sampled by the policy and 0 where an environment wrote
-    it. `segments` has exactly one entry except in the `partial` baseline.
+    The engine returns it, messages carry it, the store keeps it, rewards and the learner read it.
+    Per-token values are numpy arrays (any sequence that is given becomes one), one entry for each
+    token of the response. Two are equal where all their values are.
 
-        Trajectory(RequestId(7, 3), 2, prompt_ids=(5, 6), token_ids=(8, 9), logprobs=(-.1, -.2),
-                   loss_mask=(1, 1), finish=Finish.STOP, segments=(Segment(0, 2),))
+        Trajectory(RequestId(7, 3), 2, token_ids=[8, 9], logprobs=[-0.1, -0.2], loss_mask=[1, 1])
     """
 
     request: RequestId
+    # The version that generated it; in the `partial` baseline, where there may be several, the one
+    # its group was issued on once it is stored, the last one before.
     version: Version
-    prompt_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    loss_mask: tuple[int, ...]
-    finish: Finish
-    segments: tuple[Segment, ...]
+    token_ids: Ints
+    # Under the policy that sampled them, at the temperature and with the filters of the sampling.
+    logprobs: Floats
+    # 1 where the policy sampled the token, 0 where an environment wrote it.
+    loss_mask: Mask
+    finish: Finish = Finish.STOP
+    # Exactly one except in the `partial` baseline; none given: `version` throughout.
+    segments: tuple[Segment, ...] = ()
+    # A group has one prompt, which `Group` has: in messages and in the store this is empty.
+    prompt_ids: Ints = ()  # pyright: ignore[reportAssignmentType]
     text: str = ""
     reward: float | None = None
-    raw_logprobs: tuple[float, ...] = ()
+    # What each reward function gave, by its label.
+    parts: dict[str, float] = field(default_factory=dict[str, float])
+    # At temperature 1 and without filters, where they were asked for.
+    raw_logprobs: Floats | None = None
     turns: int = 1
     error: str = ""
+    # A branch: it has the history of this other trajectory up to the token `fork` of the response,
+    # and its own from there on. None: it has no history but its prompt.
+    parent: RequestId | None = None
+    fork: int = 0
+    # Of a mixture of experts: which experts each token of the response was routed to, by layer,
+    # as [token, layer, choice]. None: not recorded, or a dense model.
+    expert_ids: Ints | None = None
+    # Of the same tokens under a teacher, where one was asked. None: not known.
+    teacher_logprobs: Floats | None = None
+
+    def __post_init__(self) -> None:
+        from numpy import asarray
+
+        for name, dtype in ARRAYS.items():
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, asarray(value, dtype))
+        if not self.segments:
+            object.__setattr__(self, "segments", (Segment(0, self.version),))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Trajectory):
+            return NotImplemented
+        from numpy import array_equal
+
+        return all(
+            array_equal(getattr(self, name), getattr(other, name))
+            if name in ARRAYS
+            else getattr(self, name) == getattr(other, name)
+            for name in self.__slots__
+        )
 
     @property
-    def num_tokens(self) -> int:
-        return len(self.prompt_ids) + len(self.token_ids)
+    def num_trained(self) -> int:
+        """Tokens that the policy sampled."""
+        return int((self.loss_mask != 0).sum())
+
+    @property
+    def truncated(self) -> bool:
+        """It was cut off at the limit of tokens."""
+        return self.finish is Finish.LENGTH
+
+    @property
+    def mixed(self) -> bool:
+        """Several versions made it."""
+        return len({segment.version for segment in self.segments}) > 1
+
+
+# The fields of a trajectory that are arrays, and what of.
+ARRAYS = {
+    "prompt_ids": "int32",
+    "token_ids": "int32",
+    "logprobs": "float32",
+    "loss_mask": "uint8",
+    "raw_logprobs": "float32",
+    "expert_ids": "int32",
+    "teacher_logprobs": "float32",
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """The trajectories of one prompt, all issued on one version, as the learner is fed them.
+
+    Group(7, 2, prompt_ids=[5, 6], samples=(first, second))
+    """
+
+    id: GroupId
+    version: Version
+    prompt_ids: Ints
+    samples: tuple[Trajectory, ...]
+
+    def __post_init__(self) -> None:
+        from numpy import asarray
+
+        object.__setattr__(self, "prompt_ids", asarray(self.prompt_ids, "int32"))

@@ -100,8 +100,20 @@ def test_a_prompt_whose_reward_always_raises_is_set_aside(tmp_path: Path) -> Non
 
 @pytest.mark.full
 def test_a_prompt_that_kills_its_engine_is_set_aside_and_nobody_else(tmp_path: Path) -> None:
-    bad = 2
-    run = tiny_run(tmp_path, orchestration__num_steps=6, orchestration__attempts_max=2)
+    """Its prompt is so long that its instance is killed before its first token, each time."""
+    bad, rows = 2, tmp_path / "rows.jsonl"
+    prompts = ["+".join("1" * (240 if n == bad else 2)) + "=" for n in range(40)]
+    rows.write_text("".join(f'{{"prompt": "{p}", "answer": "2"}}\n' for p in prompts))
+    run = tiny_run(
+        tmp_path,
+        model__path=str(slow_twin(tmp_path / "slow", num_layers=64)),
+        data__train=[{"path": str(rows)}],
+        data__shuffle=False,
+        rollout__tokens_max=16,
+        rollout__step_tokens_max=16,
+        orchestration__num_steps=6,
+        orchestration__attempts_max=2,
+    )
     process = run.start()
     for entry in entries_as_they_come(run, process):
         for name in dispatched(entry, bad):

@@ -20,6 +20,7 @@ REAL = [
     "gsm8k_1.5b",
     "gsm8k_1.5b_lora",
     "gsm8k_135m",
+    "longtail_1.5b",
     "math_lora_qwen3_1.7b",
     "math_qwen3_0.6b",
     "text_format",

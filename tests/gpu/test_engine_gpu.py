@@ -81,7 +81,7 @@ def models(tmp_path_factory: pytest.TempPathFactory):
 
 @torch.no_grad()
 def check_against(model, trajectory: Trajectory, tolerance: float) -> None:
-    prompt, response = trajectory.prompt_ids, trajectory.token_ids
+    prompt, response = trajectory.prompt_ids.tolist(), trajectory.token_ids.tolist()
     logits = model(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1].float()
     chosen = torch.tensor(response)[:, None]
     gap = logits.amax(-1) - logits.gather(1, chosen)[:, 0]
@@ -172,11 +172,14 @@ def test_sampling_equals_the_cpu(models, kinds: tuple[SamplingParams, ...]) -> N
                     results[-1][output.id] = output.trajectory
         if device == "cuda":
             assert (engine.stats().steps > calls + 5) == (kinds is PLAIN_KINDS)
-    same = sum(results[0][key].token_ids == results[1][key].token_ids for key in results[0])
+    same = sum(
+        results[0][key].token_ids.tolist() == results[1][key].token_ids.tolist()
+        for key in results[0]
+    )
     assert same >= len(results[0]) - 1  # a draw within rounding of a boundary may differ
     for key, trajectory in results[0].items():
         other = results[1][key]
-        if trajectory.token_ids == other.token_ids:
+        if trajectory.token_ids.tolist() == other.token_ids.tolist():
             gaps = [abs(a - b) for a, b in zip(trajectory.logprobs, other.logprobs, strict=True)]
             assert max(gaps) < 1e-4
 
@@ -246,7 +249,7 @@ def test_lora_versions_equal_merged_weights(models, options: dict) -> None:
             each.submit(Request(RequestId(index, 0), index % 3, prompt, GREEDY))
         done.append(finish_all(each))
     for key, trajectory in done[0].items():
-        assert trajectory.token_ids == done[1][key].token_ids
+        assert trajectory.token_ids.tolist() == done[1][key].token_ids.tolist()
         pairs = zip(trajectory.logprobs, done[1][key].logprobs, strict=True)
         assert max(abs(a - b) for a, b in pairs) < 5e-3
 
@@ -312,7 +315,7 @@ def test_kernels_in_cuda_c_give_the_log_probs_of_the_prompts_pass(monkeypatch) -
     def run(given: dict[RequestId, Trajectory] | None = None) -> dict[RequestId, Trajectory]:
         for group, prompt in enumerate(prompts):
             id_ = RequestId(group, 0)
-            forced = given[id_].token_ids if given else ()
+            forced = tuple(given[id_].token_ids.tolist()) if given else ()
             sampling = SamplingParams(tokens_max=24, ignore_eos=True, forced_ids=forced)
             engine.submit(Request(id_, 0, tuple(prompt), sampling))
         return finish_all(engine)
@@ -321,6 +324,6 @@ def test_kernels_in_cuda_c_give_the_log_probs_of_the_prompts_pass(monkeypatch) -
     assert used == {"wide", "paged"}
     scored = run(drawn)
     for id_, trajectory in drawn.items():
-        assert scored[id_].token_ids == trajectory.token_ids
+        assert scored[id_].token_ids.tolist() == trajectory.token_ids.tolist()
         pairs = zip(scored[id_].logprobs, trajectory.logprobs, strict=True)
         assert max(abs(a - b) for a, b in pairs) < 0.05

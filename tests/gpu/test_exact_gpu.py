@@ -72,6 +72,19 @@ def test_every_family_sees_no_gap(tmp_path: Path, family: str, compile_: str, dt
     check_critic(model, trainer)
 
 
+@pytest.mark.parametrize("compile_", ["on", "off"])
+@pytest.mark.parametrize("form", ["adapters", "merged"])
+@pytest.mark.parametrize("family", ["qwen2", "llama", "qwen3_moe"])
+def test_every_family_sees_no_gap_with_adapters(
+    tmp_path: Path, family: str, form: str, compile_: str
+) -> None:
+    more = {"moe_intermediate_size": 64, "num_experts": 16, "num_experts_per_tok": 6}
+    shape = WIDE | (more if family == "qwen3_moe" else {})
+    model = write_exact_model(tmp_path / "model", family, **shape)
+    trainer = on_gpu(form, compute_dtype="bfloat16", compile=compile_)
+    check_recipe(model, "longcat", "behaviour", trainer)
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_models_run_by_transformers_see_no_gap(tmp_path: Path, family: str, form: str) -> None:

@@ -14,10 +14,10 @@ import torch
 from dora_rl.trainer.architecture import Architecture
 from dora_rl.trainer.attention import attend_flex, attend_loop, attend_varlen
 from dora_rl.trainer.attention_layout import Layout
-from dora_rl.trainer.batch import GroupBatch, Sample
 from dora_rl.trainer.learner import Learner
 from dora_rl.trainer.model import build_decoder, initialise
 from dora_rl.trainer.options import AlgorithmOptions, TrainerOptions
+from dora_rl.types import Group, RequestId, Trajectory
 
 pytestmark = [
     pytest.mark.gpu,
@@ -123,7 +123,7 @@ def test_logits_in_chunks_change_nothing() -> None:
     close(parts[2], whole[2], 1e-4)
 
 
-def groups(seed: int) -> list[GroupBatch]:
+def groups(seed: int) -> list[Group]:
     rng = random.Random(seed)
     out = []
     for g in range(6):
@@ -131,8 +131,9 @@ def groups(seed: int) -> list[GroupBatch]:
         for i in range(4):
             n = rng.randint(5, 300)
             ids = [rng.randrange(VOCAB) for _ in range(n)]
-            samples.append(Sample(ids, [-6.2] * n, [1] * n, float(i % 2)))
-        out.append(GroupBatch(g, 0, [rng.randrange(VOCAB) for _ in range(9)], tuple(samples)))
+            rid, reward = RequestId(g, i), float(i % 2)
+            samples.append(Trajectory(rid, 0, ids, [-6.2] * n, [1] * n, reward=reward))
+        out.append(Group(g, 0, [rng.randrange(VOCAB) for _ in range(9)], tuple(samples)))
     return out
 
 
@@ -153,14 +154,14 @@ def test_a_learner_learns() -> None:
     trainer = TrainerOptions(device="cuda", lr=3e-4)
     learner = Learner(policy_of(DENSE), AlgorithmOptions(loss="reinforce"), trainer)
 
-    def batch(step: int) -> list[GroupBatch]:
+    def batch(step: int) -> list[Group]:
         rng = random.Random(step)
         prompt = [rng.randrange(VOCAB) for _ in range(8)]
         pair = [
-            Sample([token] * 8, [-6.2] * 8, [1] * 8, reward)
+            Trajectory(RequestId(step, 0), step, [token] * 8, [-6.2] * 8, [1] * 8, reward=reward)
             for token, reward in ((5, 1.0), (6, 0.0))
         ]
-        return [GroupBatch(step, step, prompt, tuple(pair))]
+        return [Group(step, step, prompt, tuple(pair))]
 
     losses = []
     for step in range(30):
@@ -168,3 +169,29 @@ def test_a_learner_learns() -> None:
         learner.feed(batch(step))
         losses.append(learner.finish_step()["loss"])
     assert losses[-1] < losses[0] - 1.0
+
+
+@pytest.mark.parametrize("rank", [0, 8])
+def test_no_pack_waits_for_the_device(rank: int) -> None:
+    """Once everything is compiled the host only queues: forward, backward, sums of metrics."""
+    trainer = TrainerOptions(device="cuda", lr=1e-4, pack_tokens=256, lora_rank=rank)
+    learner = Learner(policy_of(DENSE), AlgorithmOptions(kl_coef=0.1), trainer)
+    assert learner.policy.compiled
+    rng = random.Random(0)
+
+    def group(index: int) -> Group:
+        samples: list[Trajectory] = []
+        for place, n in enumerate((40, 41, 80, 81)):
+            ids, rid = [rng.randrange(VOCAB) for _ in range(n)], RequestId(index, place)
+            samples.append(Trajectory(rid, 0, ids, [-6.0] * n, [1] * n, reward=float(n % 2)))
+        return Group(index, 0, [1, 2, 3], tuple(samples))
+
+    for step in range(3):
+        learner.begin_step(step)
+        groups = [group(i) for i in range(8)]
+        torch.cuda.set_sync_debug_mode("error" if step == 2 else "default")
+        try:
+            learner.feed(groups)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert learner.finish_step()["train/packs"] > 4

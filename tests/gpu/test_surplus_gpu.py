@@ -50,7 +50,7 @@ def test_a_session_goes_on_behind_rows_beyond_its_turn(tmp_path: Path, num_given
         engine.submit(Request(key, 0, prompt, params, keep=True))
         finish_all(engine)
         engine.extend(key, given)
-        return finish_all(engine)[key].token_ids
+        return finish_all(engine)[key].token_ids.tolist()
 
     stop = session("cpu", ())[3]
     assert session("cuda", (stop,)) == session("cpu", (stop,))

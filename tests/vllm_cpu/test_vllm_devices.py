@@ -63,7 +63,7 @@ def main():
             done.append(out)
         assert len(done[0]) == 4
         for key, trajectory in done[0].items():
-            assert trajectory.token_ids == done[1][key].token_ids, key
+            assert trajectory.token_ids.tolist() == done[1][key].token_ids.tolist(), key
         engine.retire(version)
     print("DEVICES OK")
 

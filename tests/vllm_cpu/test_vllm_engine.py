@@ -99,7 +99,7 @@ def finish(engine: Engine | VllmEngine) -> dict[RequestId, Trajectory]:
 def check_equal(ours: dict[RequestId, Trajectory], theirs: dict[RequestId, Trajectory]) -> None:
     assert ours.keys() == theirs.keys()
     for key, trajectory in ours.items():
-        assert trajectory.token_ids == theirs[key].token_ids
+        assert trajectory.token_ids.tolist() == theirs[key].token_ids.tolist()
         pairs = zip(trajectory.logprobs, theirs[key].logprobs, strict=True)
         assert max(abs(a - b) for a, b in pairs) < 1e-4
 
@@ -122,9 +122,12 @@ def test_a_request_draws_by_its_own_seed(world: World) -> None:
     for index, prompt in enumerate(prompts()):
         engine.submit(Request(RequestId(index, 0), 0, prompt, DRAWN, seed=3))
         alone = finish(engine)[RequestId(index, 0)]
-        assert alone.token_ids == together[RequestId(index, 0)].token_ids
+        assert alone.token_ids.tolist() == together[RequestId(index, 0)].token_ids.tolist()
     engine.submit(Request(RequestId(4, 0), 0, prompts()[4], DRAWN, seed=4))
-    assert finish(engine)[RequestId(4, 0)].token_ids != together[RequestId(4, 0)].token_ids
+    assert (
+        finish(engine)[RequestId(4, 0)].token_ids.tolist()
+        != together[RequestId(4, 0)].token_ids.tolist()
+    )
 
 
 def test_parked_requests_outlive_a_change_of_version(world: World) -> None:
@@ -187,12 +190,12 @@ def test_stops_and_limits(world: World) -> None:
     engine = world.hold(0)
     first = prompts()[2]
     engine.submit(Request(RequestId(0, 0), 0, first, GREEDY))
-    whole = finish(engine)[RequestId(0, 0)].token_ids
+    whole = finish(engine)[RequestId(0, 0)].token_ids.tolist()
     stop = SamplingParams(tokens_max=24, temperature=0, ignore_eos=True, stop_ids=(whole[5],))
     engine.submit(Request(RequestId(0, 0), 0, first, stop))
     stopped = finish(engine)[RequestId(0, 0)]
     assert stopped.finish is Finish.STOP
-    assert stopped.token_ids == whole[: whole.index(whole[5]) + 1]
+    assert stopped.token_ids.tolist() == whole[: whole.index(whole[5]) + 1]
     cases = {(): "empty", (VOCAB,): "vocabulary", (1,) * 250: "context"}
     for prompt, message in cases.items():
         engine.submit(Request(RequestId(1, 0), 0, prompt, GREEDY))
@@ -213,7 +216,7 @@ def test_sessions_go_on(world: World) -> None:
         done.append(finish(engine))
         engine.abort(RequestId(0, 0))
     check_equal(*done)
-    assert done[0][RequestId(0, 0)].loss_mask == (1,) * 5 + (0,) * 2 + (1,) * 5
+    assert done[0][RequestId(0, 0)].loss_mask.tolist() == [1] * 5 + [0] * 2 + [1] * 5
 
 
 def test_other_weights_than_published_are_refused(world: World) -> None:

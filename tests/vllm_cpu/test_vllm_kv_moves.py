@@ -108,7 +108,7 @@ for request in requests():
 whole = finish(native)
 for done in (moved, again):
     for group, trajectory in done.items():
-        assert trajectory.token_ids == whole[group].token_ids, group
+        assert trajectory.token_ids.tolist() == whole[group].token_ids.tolist(), group
         gaps = [abs(a - b) for a, b in zip(trajectory.logprobs, whole[group].logprobs)]
         assert max(gaps) < 1e-4, (group, gaps)
 assert set(moved) == {1, 2, 3}

@@ -63,7 +63,7 @@ for each in (engine, native):
     done.append(out)
 assert len(done[0]) == 6
 for key, trajectory in done[0].items():
-    assert trajectory.token_ids == done[1][key].token_ids, key
+    assert trajectory.token_ids.tolist() == done[1][key].token_ids.tolist(), key
     gaps = [abs(a - b) for a, b in zip(trajectory.logprobs, done[1][key].logprobs)]
     assert max(gaps) < 1e-4, (key, gaps)
 engine.retire(0)

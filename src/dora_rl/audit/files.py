@@ -22,16 +22,16 @@ import numpy as np
 from dora_rl.config import RunConfig
 from dora_rl.controller.records import Totals, best_of
 from dora_rl.data.prompts import PromptSource, open_data
-from dora_rl.data.table_index import TableError
 from dora_rl.io.lines import shape_problem
 from dora_rl.observe.audit import Auditor
 from dora_rl.observe.audit_books import TrainedSample
 from dora_rl.observe.audit_report import Finding, Notebook, Promise
 from dora_rl.setup.settings import core_params, load_config
 from dora_rl.setup.tokenizer import open_tokenizer
+from dora_rl.store.record_log import TableError
 from dora_rl.store.sample_digest import sample_digest, text_digest
 from dora_rl.store.samples import Samples
-from dora_rl.types import RequestId, Segment, UserError, Version
+from dora_rl.types import RequestId, UserError, Version
 from dora_rl.weights.format import SealedFile, WeightsError
 from dora_rl.weights.proof import checkpoint_problem, seals_whole_models
 
@@ -394,27 +394,25 @@ class FileAudit:
                     self._add("table", f"sample {place} of group {gid} finished and has no row")
 
     def _table(self, name: str, path: Path) -> set[RequestId]:
-        samples = Samples(path, self.auditor.books.params.group_size)
+        samples = Samples(path)
         held: set[RequestId] = set()
         for gid in samples.groups():
             record = self.auditor.books.live.get(gid)
-            for row in samples.rows(gid):
-                rid = RequestId(gid, row.sample)
+            for found in samples.trajectories(gid):
+                rid = found.request
                 held.add(rid)
-                if record is None or row.sample >= len(record.samples):
+                if record is None or rid.sample >= len(record.samples):
                     continue  # ended; its rows go with the next resume
-                sample = record.samples[row.sample]
+                sample = record.samples[rid.sample]
                 if sample.asked < 0 or not sample.digest:
                     continue  # written just before a crash, or by an older release
-                columns: dict[str, Any] = dict(row.columns)
-                segments = [Segment(*pair) for pair in columns["segments"]]
-                payload = (columns["token_ids"], columns["logprobs"], columns["loss_mask"])
-                if sample_digest(rid, segments, *payload) != sample.digest:
-                    text = f"sample {row.sample} of group {gid} is not what was generated"
+                payload = (found.token_ids, found.logprobs, found.loss_mask)
+                if sample_digest(rid, found.segments, *payload) != sample.digest:
+                    text = f"sample {rid.sample} of group {gid} is not what was generated"
                     self._add(name, text)
-                if sample.reward is not None and columns.get("reward") != sample.reward:
-                    text = f"sample {row.sample} of group {gid}: its reward is"
-                    self._add(name, f"{text} {columns.get('reward')}, not {sample.reward}")
+                if sample.reward is not None and found.reward != sample.reward:
+                    text = f"sample {rid.sample} of group {gid}: its reward is"
+                    self._add(name, f"{text} {found.reward}, not {sample.reward}")
         samples.close()
         return held
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from dora_rl.config import RunConfig
@@ -26,18 +27,19 @@ from dora_rl.observe.audit_books import TrainedSample
 from dora_rl.observe.audit_report import Finding, Promise
 from dora_rl.setup.settings import load_config
 from dora_rl.setup.tokenizer import open_tokenizer
-from dora_rl.trainer.batch import GroupBatch, Sample
 from dora_rl.trainer.documents import Document, document_of
 from dora_rl.trainer.lora import add_lora
 from dora_rl.trainer.model import clone_adapted, clone_architecture, load_policy
 from dora_rl.trainer.options import TrainerOptions, from_section
 from dora_rl.trainer.scoring import SealedScorer
-from dora_rl.types import RequestId, UserError, Version
+from dora_rl.types import Group, RequestId, Trajectory, UserError, Version
 from dora_rl.weights.store import DiskWeightStore
 from dora_rl.workers.recheck import EXACT, ROUNDED, is_recomputable
 
 PACK_TOKENS = 8192
 SEED = 0  # of the choice
+# What a damaged line of rollouts.jsonl may raise.
+UNREADABLE = (UserError, ValueError, KeyError, TypeError, AttributeError, OverflowError)
 
 
 @dataclass(slots=True)
@@ -129,7 +131,7 @@ class Stored:
     request: RequestId
     version: Version
     prompt: int
-    sample: Sample
+    sample: Trajectory
 
 
 def reachable(
@@ -147,7 +149,7 @@ def reachable(
             found.num_stored += 1
             try:
                 one = _stored(json.loads(raw), trained)
-            except (UserError, ValueError, KeyError, TypeError, AttributeError) as error:
+            except UNREADABLE as error:
                 name = f"{path.name} line {number}"
                 problem = str(error) if isinstance(error, UserError) else shape_problem(error)
                 found.damaged.append(Finding(Promise.FILES, -1, name, problem))
@@ -165,14 +167,16 @@ def _stored(line: dict[str, Any], trained: Mapping[RequestId, TrainedSample]) ->
     if known is None:
         text = f"sample {request.sample} of group {request.group} is in no batch of the log"
         raise UserError(f"{text}; see audit --files")
-    mask = [int(m) for begin, end, m in line["turns"] for _ in range(begin, end)]
-    ids, logprobs = [*map(int, line["token_ids"])], [*map(float, line["logprobs"])]
+    mask = np.array([m for begin, end, m in line["turns"] for _ in range(begin, end)], np.uint8)
+    ids = np.fromiter(map(int, line["token_ids"]), np.int32)
+    logprobs = np.fromiter(map(float, line["logprobs"]), np.float32)
     if not len(ids) == len(logprobs) == len(mask):
         raise ValueError("tokens, log-probs and turns are of several lengths")
     if len(known.segments) != 1 or not any(mask):
         return None
-    sample = Sample(ids, logprobs, mask, float(line["reward"]))
-    return Stored(request, known.segments[0].version, known.prompt, sample)
+    version = known.segments[0].version
+    sample = Trajectory(request, version, ids, logprobs, mask, reward=float(line["reward"]))
+    return Stored(request, version, known.prompt, sample)
 
 
 def _prompts(config: RunConfig) -> PromptSource:
@@ -182,8 +186,8 @@ def _prompts(config: RunConfig) -> PromptSource:
 
 def _document(one: Stored, prompts: PromptSource) -> Document:
     """The log knows which prompt a group had; the data have its tokens."""
-    prompt_ids = prompts.prompt(one.prompt).token_ids
-    group = GroupBatch(one.request.group, one.version, prompt_ids, (one.sample,))
+    prompt_ids = np.array(prompts.prompt(one.prompt).token_ids, np.int32)
+    group = Group(one.request.group, one.version, prompt_ids, (one.sample,))
     return document_of(group, one.sample, 0.0)
 
 

@@ -291,7 +291,7 @@ class TrainerConfig(Section):
     attention: Literal["auto", "varlen", "flex", "blocks", "sdpa", "loop"] = "auto"
     # lean: our packed decoder; auto: that where it knows the family.
     implementation: Literal["auto", "lean", "transformers"] = "auto"
-    compile: Literal["auto", "on", "off"] = "auto"  # its layers; auto: on CUDA, without LoRA
+    compile: Literal["auto", "on", "off"] = "auto"  # its layers; auto: on CUDA
     # layer: the activations of each layer are computed again in the backward pass, which saves most
     # of their memory and costs a fifth of the speed. auto: only where a GPU's memory is short.
     activation_checkpointing: Literal["auto", "none", "layer"] = "auto"

@@ -99,7 +99,7 @@ class Evaluations:
             self._generating = False
             self._score(body["answers"])
 
-    def lost(self) -> None:
+    def lost(self, why: str = "") -> None:
         """The evaluator died: the evaluation it was at begins again, a few times."""
         self._ready = False
         version = self.running if self._generating else None
@@ -110,7 +110,9 @@ class Evaluations:
             if self._attempts[version] < ATTEMPTS_MAX:
                 self._waiting.insert(0, version)
             else:
-                self._failed(version, f"the evaluator ended {ATTEMPTS_MAX} times while it answered")
+                last = f", the last time: {why}" if why else ""
+                times = f"the evaluator ended {ATTEMPTS_MAX} times while it answered"
+                self._failed(version, times + last)
         self._crew.restart(NAME)
 
     def give_up(self) -> None:

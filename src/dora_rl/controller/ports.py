@@ -107,13 +107,12 @@ class RewardPort:
 
     def do(self, action: act.Score) -> None:
         run, rid, attempt = self.run, action.request, action.attempt
-        row = run.samples.row(rid)
-        if row is None:
+        sample = run.samples.get(rid)
+        if sample is None:
             run.later.append(ev.ScoreFailed(rid, attempt, "its row is not in the table"))
             return
-        known = run.samples.stored_reward(rid)
-        if known is not None:  # scored just before a crash
-            run.later.append(ev.Scored(rid, attempt, known))
+        if sample.reward is not None:  # scored just before a crash
+            run.later.append(ev.Scored(rid, attempt, sample.reward))
             return
 
         parts: dict[str, float] = {}
@@ -128,13 +127,13 @@ class RewardPort:
             run.samples.reward(rid, reward, parts)
             run.handle(ev.Scored(rid, attempt, reward))
 
-        prompt, columns = run.train.prompt(action.prompt), row.columns
+        prompt, finish = run.train.prompt(action.prompt), sample.finish
         if not run.config.reward.functions:
-            self._without_functions(action, str(columns["finish"]))
+            self._without_functions(action, finish)
             return
-        text, ids, more = run.samples.completion(rid)
-        finish = str(columns["finish"])
-        run.pool.submit(prompt, text, ids, finish, answer, parts.update, more)
+        more = run.samples.where_to_read(rid)
+        pool, ids = run.pool, sample.token_ids
+        pool.submit(prompt, sample.text, ids, finish.value, answer, parts.update, more)
 
     def _failed(self, rid: RequestId, attempt: int, why: str) -> None:
         told = self.run.pool.failures.add(why)
@@ -142,10 +141,10 @@ class RewardPort:
             self.run.on_wait(told)
         self.run.handle(ev.ScoreFailed(rid, attempt, why))
 
-    def _without_functions(self, action: act.Score, finish: str) -> None:
+    def _without_functions(self, action: act.Score, finish: Finish) -> None:
         """Only environments give rewards, and this one did not."""
         run, rid = self.run, action.request
-        if finish == Finish.LENGTH.value:  # it was cut off before it came to that
+        if finish is Finish.LENGTH:  # it was cut off before it came to that
             run.samples.reward(rid, 0.0)
             run.later.append(ev.Scored(rid, action.attempt, 0.0))
             return

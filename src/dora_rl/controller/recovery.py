@@ -65,7 +65,7 @@ class Recovery:
             run.envs.lost(name)
         elif name == "evaluator":
             assert run.evaluations is not None
-            run.evaluations.lost()
+            run.evaluations.lost(self._why(name))
         elif run.stop is None:
             self._replace(name)
 

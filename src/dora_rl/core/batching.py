@@ -144,8 +144,10 @@ def on_durable(state: State, version: Version, out: list[Action]) -> None:
 def end_durable(state: State, out: list[Action]) -> None:
     """Groups whose step can no longer be undone have ended; with the last step the run has."""
     for step in [step for step in state.batches if step < state.durable]:
-        for gid in state.batches.pop(step).groups:
-            end_group(state, state.groups[gid], End.TRAINED, step, "", out)
+        groups = [state.groups[gid] for gid in state.batches.pop(step).groups]
+        for group in groups:
+            end_group(state, group, End.TRAINED, step, "", out)
+        state.ended += groups  # to free thousands at once takes longer than to end them: see `step`
     if state.durable >= state.params.num_steps:
         stop(state, "all steps are trained", out, done=True)
 

@@ -163,16 +163,22 @@ def rebalance(state: State, now: float, out: list[Action]) -> None:
     """
     state.rebalance_wanted = False
     state.rebalanced_s = now
-    awake = [inst for inst in state.instances.values() if inst.awake]
-    single = [inst for inst in awake if inst.resident_max == 1]
+    awake: list[Instance] = []
+    single: list[Instance] = []
     state.flips.clear()
-    state.seats = deque(inst.id for inst in awake if inst.resident_max > 1)
+    state.seats.clear()
+    for inst in state.instances.values():  # one pass: there may be thousands
+        if inst.awake:
+            awake.append(inst)
+            if inst.resident_max == 1:
+                single.append(inst)
+            else:
+                state.seats.append(inst.id)
+            if not inst.requests and not inst.incoming:
+                state.stirred[inst.id] = None
     _seat_some(state, now, out)
     if single and state.params.repartition:
         _repartition(state, single)
-    for inst in awake:
-        if not inst.requests and not inst.incoming:
-            state.stirred[inst.id] = None
     looked_at = len(awake) // LOOKS_PER_ACTION
     carry_on(state, now, out, looked_at)
     if state.seats or state.flips or not state.has_room(out, looked_at):
@@ -237,7 +243,10 @@ def _repartition(state: State, single: list[Instance]) -> None:
     target = shares(demand, len(single))
     given: dict[Version | None, list[Instance]] = {}
     for inst in single:
-        given.setdefault(_assigned(inst), []).append(inst)
+        version = _assigned(inst)
+        if version not in given:
+            given[version] = []
+        given[version].append(inst)
     total = sum(demand.values())
     lacking: dict[Version, int] = {}
     for version, share in target.items():
@@ -250,16 +259,21 @@ def _repartition(state: State, single: list[Instance]) -> None:
             lacking[version] = share - have
     if not any(gap > 0 for gap in lacking.values()):
         return
+    first = sorted(
+        (v for v, gap in lacking.items() if gap > 0),
+        key=lambda v: (bool(state.versions[v].holders or state.versions[v].coming), v),
+    )
+    needs = [v for v in first for _ in range(lacking[v])]
     spare: list[tuple[int, int, Instance, Version | None]] = []
     for version, members in given.items():
         surplus = len(members) - (target.get(version, 0) if version is not None else 0)
         if surplus > 0:
             costs = [(_cost(inst, version), -inst.index, inst, version) for inst in members]
-            spare += sorted(costs)[:surplus]
+            costs.sort()
+            spare += costs[: min(surplus, len(needs))]
     spare.sort()
-    needs = [v for v, gap in lacking.items() for _ in range(gap) if gap > 0]
-    needs.sort(key=lambda v: (bool(state.versions[v].holders or state.versions[v].coming), v))
-    state.flip_room = {v: _room(state, v) for v in state.versions}
+    given_up = {old for _, _, _, old in spare[: len(needs)] if old in state.versions}
+    state.flip_room = {old: _room(state, old) for old in given_up if old is not None}
     if state.params.level_running:
         for version in set(needs):
             live = state.versions[version]

@@ -41,15 +41,15 @@ def touch(state: State, inst: Instance) -> None:
         if live is None or version in inst.leaving:
             continue
         heapq.heappush(live.heap, (key, inst.index, inst.id))
-        if len(live.heap) > 4 * len(live.holders) + 64:
+        if len(live.heap) > 2 * len(live.holders) + 64:
             _rebuild(state, live)
 
 
 def _rebuild(state: State, live: Live) -> None:
-    high, heap = state.params.kv_high, live.heap
+    high, heap, instances = state.params.kv_high, live.heap, state.instances
     heap.clear()
     for name in live.holders:  # the same as `touch`, written out: there may be thousands
-        inst = state.instances[name]
+        inst = instances[name]
         load = len(inst.requests) + len(inst.incoming)
         pressed = inst.kv_tokens > high * inst.kv_tokens_max > 0
         if inst.awake and load < inst.slots_max and not pressed:

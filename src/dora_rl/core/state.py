@@ -256,6 +256,7 @@ class State:
     on_disk: Version = 0  # the newest version that was said to be durable; see `durable`
     lineage: int = 0  # how often the run went back to a durable version
     policy: Policy = field(init=False)
+    ended: list[Group] = field(init=False, default_factory=list[Group])  # only to be freed
 
     def __post_init__(self) -> None:
         self.put_in_force(self.params)

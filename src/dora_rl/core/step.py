@@ -45,6 +45,8 @@ from dora_rl.core.params import Params
 from dora_rl.core.placement import fill
 from dora_rl.core.state import State
 
+FREED_PER_EVENT = 64  # groups that have ended
+
 
 def initial(params: Params) -> State:
     """The state before the first event (which must be `Started` with the same params)."""
@@ -61,6 +63,7 @@ def step(state: State, event: Event, now: float) -> list[Action]:
         _handle(state, event, now, out)
     if state.old_deadlines:
         faults.forget_met(state)
+    del state.ended[-FREED_PER_EVENT:]
     if state.stopped is None:
         _decide(state, now, out)
     return out

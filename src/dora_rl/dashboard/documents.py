@@ -86,14 +86,17 @@ def overview(history: History, files: RunFiles) -> dict[str, Any]:
 
 def token_figures(history: History, files: RunFiles, trained: NDArray[Any]) -> dict[str, Any]:
     """As the run's own files have them, so that all places show the same; a simulated run has a
-    log alone, and no tokens that were not the policy's."""
+    log alone, and no tokens that were not the policy's. None: a step's line lacks its figures."""
     generated = files.document("totals.json").get("tokens_generated")
     if not files.steps:
         tokens = int(history.groups["tokens"][trained].sum())
         rate = tokens_per_s([tokens], [history.now_s])
     else:
-        tokens = sum(map(tokens_of_line, files.steps))
-        rate = tokens_per_s([tokens], [training_s(files)])
+        try:
+            tokens = sum(map(tokens_of_line, files.steps))
+            rate = tokens_per_s([tokens], [training_s(files)])
+        except KeyError:
+            tokens = rate = None
     generated = int(history.groups["tokens"].sum()) if generated is None else generated
     return {"tokens_trained": tokens, "tokens_generated": generated, "tokens_per_s": rate}
 

@@ -17,11 +17,11 @@ import numpy as np
 
 from dora_rl.dashboard.documents import STATES, states
 from dora_rl.dashboard.run_files import RunFiles
-from dora_rl.data.table_peek import peek
 from dora_rl.observe.history import History
 from dora_rl.observe.history_rows import FINISHES
 from dora_rl.observe.placements import Why
-from dora_rl.types import UserError
+from dora_rl.store.table import peek
+from dora_rl.types import RequestId, UserError
 
 PAGE_MAX = 200
 ORDERS = ("newest", "oldest", "longest", "best", "worst", "moved")
@@ -142,7 +142,7 @@ def trajectory(history: History, files: RunFiles, group: int, sample: int) -> di
 
 def _under_way(files: RunFiles, group: int, sample: int) -> dict[str, Any] | None:
     """A sample that has finished and was not trained (yet): from the table, if it is there."""
-    row = peek(files.folder / "table.log", group, sample)
+    row = peek(files.folder / "table.log", RequestId(group, sample))
     if row is None:
         return None
     arrays = {name: np.asarray(row[name]) for name in ("token_ids", "logprobs", "loss_mask")}
@@ -152,7 +152,7 @@ def _under_way(files: RunFiles, group: int, sample: int) -> dict[str, Any] | Non
         "token_ids": arrays["token_ids"].tolist(),
         "logprobs": arrays["logprobs"].astype(np.float64).round(4).tolist(),
         "turns": [[a, b, int(mask[a])] for a, b in pairwise(edges) if a < b],
-        "text": row["text"],
+        "text": row.get("text", ""),
     }
 
 

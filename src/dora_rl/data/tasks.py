@@ -6,6 +6,7 @@ rows of different splits are disjoint by construction.
 
 from __future__ import annotations
 
+from dora_rl.data import sums
 from dora_rl.data.chains import ChainSpec, Split, problem_at
 from dora_rl.types import UserError
 
@@ -29,12 +30,36 @@ class Chains:
         self.spec = ChainSpec(**options)  # pyright: ignore[reportArgumentType]
 
     def row(self, seed: int, index: int, split: str) -> dict[str, object]:
-        if split not in SPLITS:
-            raise UserError(f"chains: no split {split!r}; give one of {', '.join(SPLITS)}")
-        problem = problem_at(self.spec, SPLITS[split], seed, index)
+        problem = problem_at(self.spec, _split("chains", split), seed, index)
         return {
             "prompt": problem.text,
             "answer": problem.answer,
             "difficulty": problem.num_steps,
             "split": str(problem.split),
         }
+
+
+class Sums:
+    """Running sums for models that read English; the options are those of `sums.SumSpec`.
+
+    >>> Sums(num_steps_max=60).row(0, 5, "train").keys()
+    dict_keys(['prompt', 'answer', 'difficulty', 'split'])
+    """
+
+    def __init__(self, **options: int | float) -> None:
+        self.spec = sums.SumSpec(**options)  # pyright: ignore[reportArgumentType]
+
+    def row(self, seed: int, index: int, split: str) -> dict[str, object]:
+        problem = sums.problem_at(self.spec, _split("sums", split), seed, index)
+        return {
+            "prompt": problem.text,
+            "answer": problem.answer,
+            "difficulty": problem.num_steps,
+            "split": str(problem.split),
+        }
+
+
+def _split(task: str, name: str) -> Split:
+    if name not in SPLITS:
+        raise UserError(f"{task}: no split {name!r}; give one of {', '.join(SPLITS)}")
+    return SPLITS[name]

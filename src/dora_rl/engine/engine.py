@@ -15,6 +15,9 @@ On a GPU a step is launched before the tokens of the one before it are read (`as
 token appears one call later, and where the host is slower than the GPU a step is a burst of several
 decode steps. A request that stops early then has surplus rows in flight, whose results are dropped.
 Every other method first waits for what is in flight.
+
+Where a step runs out of memory, its requests start again from the tokens they have, and later steps
+have half as many rows at most: nothing is lost but the computing. `notes` says so, once each time.
 """
 
 from __future__ import annotations
@@ -39,6 +42,7 @@ from dora_rl.engine.stats import EngineStats, stats_of
 from dora_rl.engine.stops import hits_stop_string
 from dora_rl.engine.transfer import Export, export_request
 from dora_rl.engine.weights import TensorSource
+from dora_rl.out_of_memory import free_cached, maybe_fail, shortage
 from dora_rl.types import Finish, RequestId, SamplingParams, UserError, Version
 
 if TYPE_CHECKING:
@@ -62,6 +66,7 @@ class Engine:
         self.context_max = self.options.context_limit(spec.context_max)
         self.scheduler = Scheduler(self.options, self.runner.num_blocks, self.context_max)
         self.residency = Residency(self.runner, self.options.versions_max)
+        self.notes: list[str] = []  # for whoever watches
         self._outputs: list[Output] = []
         self._in_flight: deque[tuple[Plan, Any]] = deque()
         self._num_arrived = 0
@@ -260,9 +265,9 @@ class Engine:
     def step(self) -> list[Output]:
         """Plan, run, commit. Returns what every request gained."""
         plan = self.scheduler.plan(self.runner.burst)
-        if plan.spans or plan.cache_ops:
-            launched = self.runner.launch(plan, self.residency.slots)
-            self._in_flight.append((plan, launched))
+        if (plan.spans or plan.cache_ops) and (missing := self._launch(plan)):
+            self._start_again(plan, missing)
+            plan = Plan()
         depth = self.runner.depth if plan.spans else 0
         while len(self._in_flight) > depth:
             self._collect()
@@ -272,6 +277,32 @@ class Engine:
             idle = not self.has_work()
             self.journal.step(self.scheduler.sequences(), plan.repeat, idle=idle)
         return outputs
+
+    def _launch(self, plan: Plan) -> str:
+        """Returns what was missing where memory ran out, outside of the handler, whose traceback
+        holds the step's tensors."""
+        try:
+            maybe_fail("launch")
+            launched = self.runner.launch(plan, self.residency.slots)
+        except RuntimeError as error:
+            missing = shortage(error)
+            if not missing:
+                raise
+        else:
+            self._in_flight.append((plan, launched))
+            return ""
+        return missing
+
+    def _start_again(self, plan: Plan, missing: str) -> None:
+        """A plan was booked and did not run: whatever it touched starts from its tokens again."""
+        self.scheduler.take_back(plan)
+        self.drain()
+        for seq in plan.sequences():
+            if self.scheduler.find(seq.id) is seq:
+                self.scheduler.start_again(seq)
+                self.runner.cache.drop_host(seq.id)
+        self.notes.append(self.scheduler.shrink(plan, missing))
+        free_cached()
 
     def drain(self) -> None:
         """Wait for what is in flight; its outputs come with the next step."""

@@ -71,3 +71,8 @@ class Plan:
     @property
     def num_rows(self) -> int:
         return sum(span.num_rows for span in self.spans)
+
+    def sequences(self) -> list[Sequence]:
+        """All whose cache it changes, each once."""
+        moved = [op.seq for op in self.cache_ops if isinstance(op, Spill | Restore)]
+        return list({seq.id: seq for seq in [*moved, *(span.seq for span in self.spans)]}.values())

@@ -16,9 +16,9 @@ from collections.abc import Iterator
 
 from dora_rl.engine.blocks import BlockPool
 from dora_rl.engine.options import EngineOptions
-from dora_rl.engine.plan import Plan, Spill
+from dora_rl.engine.plan import Plan, Scrub, Spill
 from dora_rl.engine.sequence import Sequence, Status
-from dora_rl.types import RequestId
+from dora_rl.types import RequestId, UserError
 
 
 class Queues:
@@ -27,6 +27,7 @@ class Queues:
     def __init__(self, options: EngineOptions, num_blocks: int, positions_max: int) -> None:
         self.options, self.positions_max = options, positions_max
         self.block_tokens = options.block_tokens
+        self.step_tokens_max = options.step_tokens_max  # fewer once memory has run out
         cached_max = options.prefix_blocks_max or max(1, num_blocks // 8)
         self.pool = BlockPool(num_blocks, cached_max if options.prefix_cache else 0)
         self.waiting: dict[RequestId, Sequence] = {}
@@ -99,6 +100,39 @@ class Queues:
         seq.digests = []
         seq.status = Status.WAITING
         insert_by_arrival(self.waiting, seq)
+
+    def take_back(self, plan: Plan) -> None:
+        """A plan that was booked is not run. Before the tokens of earlier ones are read: prompt
+        blocks that it would have filled must not become known as filled."""
+        for span in plan.spans:
+            span.seq.num_computed = span.start
+        for op in plan.cache_ops:
+            if isinstance(op, Scrub):
+                self.pool.to_scrub.extend(op.blocks)
+
+    def start_again(self, seq: Sequence) -> None:
+        """From the tokens that are known; nothing of it is in flight."""
+        idle = seq.status is Status.IDLE
+        self.reset(seq)
+        seq.num_tokens = len(seq.tokens)
+        seq.num_scored = len(seq.logprobs)
+        if idle:
+            del self.waiting[seq.id]
+            self.keep_idle(seq)
+
+    def shrink(self, plan: Plan, reason: str) -> str:
+        """A step of such rows did not fit. Returns what is done about it."""
+        rows = plan.num_rows
+        if rows < 2:
+            raise UserError(
+                f"out of memory in a step of {rows} rows ({reason}), and none is smaller; lower "
+                "rollout.kv_bytes_max, rollout.versions_max or trainer.pack_tokens"
+            )
+        self.step_tokens_max = min(self.step_tokens_max, rows) // 2
+        return (
+            f"out of memory in a step of {rows:,} rows ({reason}); its requests start again from "
+            f"their tokens and steps have {self.step_tokens_max:,} rows at most from now on"
+        )
 
     def take_blocks(self, seq: Sequence, count: int) -> bool:
         """Blocks for an arriving request, leaving one for each running one; False: too few."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from dora_rl.engine.backend import Runner
 from dora_rl.engine.sealed import CheckedSource, check_base, check_canary
 from dora_rl.engine.weights import HfDirectory, TensorSource
+from dora_rl.out_of_memory import maybe_fail
 from dora_rl.types import UserError, Version
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ class Residency:
         """Fill a free slot, yielding after each layer; resident once the iterator is exhausted."""
         slot = self._reserve(version)
         try:
+            maybe_fail("load")
             if isinstance(source, str | Path):
                 yield from self._layers(slot, HfDirectory(source), str(source))
             else:

@@ -35,7 +35,7 @@ class Scheduler(Queues):
         if self.pool.to_scrub:
             plan.cache_ops.append(Scrub(tuple(self.pool.to_scrub)))
             self.pool.to_scrub.clear()
-        budget = self.options.step_tokens_max
+        budget = self.step_tokens_max
         before = self.num_preemptions
         num_decode_left = len(self.running)
         for seq in list(self.running.values()):

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import NamedTuple
 
+import numpy as np
+
 from dora_rl.types import (
     Finish,
     RequestId,
@@ -164,17 +166,17 @@ class Sequence:
 
     def trajectory(self) -> Trajectory:
         """The response as the rest of the system sees it."""
-        response = tuple(self.tokens[self.num_prompt :])
+        raw = self.raw_logprobs
         return Trajectory(
             request=self.id,
             version=self.version,
-            prompt_ids=tuple(self.tokens[: self.num_prompt]),
-            token_ids=response,
-            logprobs=tuple(self.logprobs),
-            loss_mask=tuple(self.loss_mask),
+            token_ids=np.array(self.tokens[self.num_prompt :], np.int32),
+            logprobs=np.array(self.logprobs, np.float32),
+            loss_mask=np.array(self.loss_mask, np.uint8),
             finish=self.finish or Finish.ERROR,
             segments=tuple(self.segments),
-            raw_logprobs=tuple(self.raw_logprobs),
+            prompt_ids=np.array(self.tokens[: self.num_prompt], np.int32),
+            raw_logprobs=np.array(raw, np.float32) if raw else None,
             turns=self.turns,
             error=self.error,
         )

@@ -10,6 +10,7 @@ piece with a `finish`, unless it is aborted; if the engine breaks, that piece is
 from __future__ import annotations
 
 import queue
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -119,6 +120,9 @@ class EngineThread(threading.Thread):
             self._load_some()
         if self.engine.has_work():
             self._hand_out(self.engine.step())
+            notes, self.engine.notes = self.engine.notes, []
+            for line in notes:
+                print(line, file=sys.stderr, flush=True)
         return True
 
     def _next(self, wait: bool) -> Command | None:

@@ -5,10 +5,14 @@ peaks and obeyed. Sizes that the configuration leaves open (0 or "auto") are cho
 nowhere else: the KV pool, the tokens of a pack, activation checkpointing, the chunk of the logits
 and the resident versions. Never allocates and never imports torch.
 
-The learner's peak comes in one of two moments, and the plan takes the larger:
+The learner's peak comes in one of three moments, and the plan takes the largest:
 
     logits   all saved activations + one chunk of float32 logits with its gradient
     layer    all saved activations + one layer's, computed again (checkpointing) or being freed
+    twin     no activations and no gradients, but a frozen version that samples are computed again
+             under (workers/recheck.py)
+
+What a layer saves is counted tensor by tensor (`layer_bytes`); a test holds it against autograd.
 
 Invariant: the lines of a plan that fits add up to at most the memory it was made for.
 """
@@ -26,8 +30,8 @@ FRAGMENTED = 1.08  # what the allocator holds over what is in use at the peak
 RESERVE_SHARE = 0.03  # of a device, kept free for what nobody foresaw
 EVALUATOR_REQUESTS = 128  # at once, at most: it has no hurry
 CHUNK_ELEMENTS = (1 << 29, 1 << 27, 1 << 25)  # of one chunk's logits, the fastest first
-# Of the KV that every request in flight would need at full length; most end long before.
-KV_SHARES = (0.5, 0.25, 0.1, 0.03)
+DECODED_TOKENS_MIN = 128  # of KV for each request that is decoded: more of them would only spill
+EVALUATOR_STEP_TOKENS = 2048  # rows of one of its steps, at most
 # Measured in this order of speed (docs/lab): recomputing costs a fifth, small packs more.
 WAYS = (
     ("none", 32_768),
@@ -39,6 +43,26 @@ WAYS = (
     ("none", 4_096),
     ("layer", 4_096),
     ("layer", 2_048),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """How far the plan goes before it tries what costs more. `kv_shares` are of the KV that every
+    request in flight would need at full length; most end long before."""
+
+    versions_min: int
+    kv_shares: tuple[float, ...]
+    pack_min: int
+    evaluator_part: int  # it answers so many times fewer requests at once, in smaller steps
+
+
+# A smaller KV cache and computing layers again cost a little speed, fewer resident versions cost
+# moves of requests, small packs and a small cache cost the most.
+STAGES = (
+    Stage(2, (0.5, 0.25), 8_192, 1),
+    Stage(2, (0.25, 0.1), 2_048, 1),
+    Stage(1, (0.1, 0.03), 2_048, 4),
 )
 
 
@@ -73,6 +97,8 @@ class Need:
     num_requests: int = 256  # that an instance may have at once
     request_tokens_max: int = 1024  # prompt and response
     step_tokens_max: int = 2048  # rows of one engine step
+    compiled: bool = True  # layers are, and so save less
+    rechecks: bool = False  # samples are computed again under frozen versions, now and then
     num_twins: int = 0  # frozen copies in the learner: reference, sealed versions
     critic: bool = False
     kv_bytes: int = 0
@@ -89,8 +115,10 @@ class MemoryPlan:
     total_bytes: int
     lines: tuple[Line, ...]
     kv_bytes: int  # of each instance
+    num_requests: int  # that an instance decodes at once; others wait in it
     evaluator_kv_bytes: int
     evaluator_requests: int
+    evaluator_step_tokens: int
     pack_tokens: int
     checkpointing: str
     chunk_tokens: int
@@ -140,29 +168,41 @@ def adapter_params(spec: ModelSpec, rank: int) -> int:
     return rank * spec.num_layers * (attention + wide)
 
 
-def layer_bytes(spec: ModelSpec) -> int:
+def layer_bytes(spec: ModelSpec, compiled: bool = True, lora_rank: int = 0) -> int:
     """What one token leaves behind in one layer for the backward pass, in bfloat16.
 
-    Three widths of the MLP, and the attention's inputs and outputs; fitted to two measured models
-    (5.5 widths of the state; 2 of the heads, or 2.45 where queries and keys are normalised).
+    States: the layer's input, its norm, the output of attention's projection, the sum and its norm;
+    not compiled, what each norm scales too, and the sum alone. Attention: queries, keys and values
+    as they are rotated, the mixed values, and in float32 a normaliser of each head; where queries
+    and keys are normalised also before and after it. MLP: gate, up and their product; not compiled,
+    the activated gate too. The float32 norm of each row that is normalised.
     """
-    heads = 2.45 if spec.qk_norm else 2.0
+    heads, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     inner = spec.intermediate
     if spec.moe is not None:
         inner = max(inner, spec.moe.top_k * spec.moe.intermediate)
-    return int(2 * (3 * inner + 5.5 * spec.hidden + heads * spec.qkv_rows))
+    rows, widths = 2, 3 if compiled else 4
+    states = 5 if compiled else 4 if lora_rank else 6  # norms of a frozen base have no gradient
+    wide = states * spec.hidden + widths * inner + spec.qkv_rows + heads
+    if spec.qk_norm:
+        wide += 2 * (heads + kv)
+        rows += spec.num_heads + spec.num_kv_heads
+    adapters = 7 * lora_rank  # what lies between the two halves of each
+    floats = rows * (1 if compiled else 2) + spec.num_heads
+    return 2 * (wide + adapters) + 4 * floats
 
 
 def logits_bytes(spec: ModelSpec, chunk: int, trained: bool) -> int:
-    """A chunk's logits and their gradient; the output matrix cast, and its gradient if trained."""
+    """A chunk's logits and their gradient; the output matrix cast, and if it is trained its
+    gradient and a chunk's part of that."""
     matrix = spec.vocab * spec.hidden
-    return chunk * spec.vocab * (4 + 4 + 2) + matrix * (2 + (4 if trained else 0))
+    return chunk * spec.vocab * (4 + 4 + 2) + matrix * (2 + (4 + 2 if trained else 0))
 
 
 def working_bytes(need: Need, checkpointing: str, pack: int, chunk: int) -> int:
     """The learner's memory beside its state, at the peak of a pack."""
     spec, tokens, item = need.spec, max(pack, need.request_tokens_max), need.compute_bytes
-    each = layer_bytes(spec) * item // 2
+    each = layer_bytes(spec, need.compiled, need.lora_rank) * item // 2
     # Weights that are cast where they are used are kept for the backward pass.
     cast = 0 if need.lora_rank and need.base_bytes == item else item * body_params(spec)
     if checkpointing == "none":
@@ -175,16 +215,33 @@ def working_bytes(need: Need, checkpointing: str, pack: int, chunk: int) -> int:
     return int(FRAGMENTED * (saved + ends + max(logits, again)))
 
 
+def trained_params(need: Need) -> int:
+    return adapter_params(need.spec, need.lora_rank) if need.lora_rank else num_params(need.spec)
+
+
+def recheck_bytes(need: Need, pack: int, chunk: int) -> int:
+    """A frozen version and one layer of a pack that it reads, or its logits, in the place of the
+    gradients: what more that takes than the learner's state."""
+    if not need.rechecks:
+        return 0
+    spec, tokens = need.spec, max(pack, need.request_tokens_max)
+    twin = need.compute_bytes * num_params(spec)
+    layer = tokens * layer_bytes(spec) * need.compute_bytes // 2
+    logits = min(chunk, tokens) * spec.vocab * (4 + 4)
+    gradients = 4 * trained_params(need) // need.num_ranks
+    return int(FRAGMENTED * (twin + max(layer, logits))) - gradients
+
+
 def state_lines(need: Need) -> Iterator[Line]:
     """What the learner holds all the time."""
     spec, who = need.spec, need.learner_name
-    params, ranks = num_params(spec), need.num_ranks
-    trained = adapter_params(spec, need.lora_rank) if need.lora_rank else params
+    params, ranks, trained = num_params(spec), need.num_ranks, trained_params(need)
     yield Line(who, "context", CONTEXT_BYTES)
     if need.lora_rank:
         kind = "float32" if need.base_bytes == 4 else "as it computes"
         yield Line(who, f"frozen base ({kind})", need.base_bytes * params // ranks)
-    yield Line(who, "masters and gradients (float32)", 8 * trained // ranks)
+    yield Line(who, "masters (float32)", 4 * trained // ranks)
+    yield Line(who, "gradients (float32)", 4 * trained // ranks)
     yield Line(who, "moments (float32)", 8 * trained // ranks)
     if need.num_twins:
         name = f"frozen copies: {need.num_twins}"
@@ -215,6 +272,12 @@ def engine_lines(need: Need, who: str, versions: int, requests: int, kv: int) ->
     yield Line(who, f"KV cache: {tokens:,} tokens", kv)
 
 
+def decoded_at_once(need: Need, kv: int) -> int:
+    """Requests that such a cache is enough for, most of them far from their full length."""
+    each = max(16, min(DECODED_TOKENS_MIN, need.request_tokens_max // 4))
+    return max(8, kv // (each * kv_token_bytes(need.spec, need.item_bytes)))
+
+
 def graph_bytes(need: Need, versions: int, requests: int) -> int:
     """Captured decode steps share one pool; a prefill has its own rows and 512 rows of logits."""
     spec = need.spec
@@ -229,25 +292,28 @@ def plan_memory(need: Need, total_bytes: int) -> MemoryPlan:
     room = int(total_bytes * (1.0 - RESERVE_SHARE))
     last: MemoryPlan | None = None
     engines = need.num_instances > 0 or need.evaluator
-    for versions in _fewer(need):
-        for share in KV_SHARES if engines else KV_SHARES[:1]:
-            for checkpointing, pack, chunk in _ways(need):
-                last = _divide(need, room, versions, chunk, share, checkpointing, pack)
-                if last.fits:
-                    return replace(last, total_bytes=total_bytes)
+    for stage in STAGES:
+        for versions in _fewer(need, stage.versions_min):
+            for share in stage.kv_shares if engines else stage.kv_shares[-1:]:
+                for way in _ways(need, stage.pack_min):
+                    last = _divide(need, room, versions, share, way, stage.evaluator_part)
+                    if last.fits:
+                        return replace(last, total_bytes=total_bytes)
     assert last is not None
     return replace(last, total_bytes=total_bytes)
 
 
-def _fewer(need: Need) -> Iterator[int]:
+def _fewer(need: Need, least: int) -> Iterator[int]:
     yield need.versions_max
     if not need.versions_fixed:
-        yield from range(need.versions_max - 1, 0, -1)
+        yield from range(need.versions_max - 1, least - 1, -1)
 
 
-def _ways(need: Need) -> Iterator[tuple[str, int, int]]:
-    """Checkpointing, tokens of a pack, tokens of a chunk. A smaller chunk costs less speed than a
-    small pack, the smallest more."""
+Way = tuple[str, int, int]  # checkpointing, tokens of a pack, tokens of a chunk
+
+
+def _ways(need: Need, pack_min: int) -> Iterator[Way]:
+    """A smaller chunk costs less speed than a small pack, the smallest more."""
     if not need.learner:
         yield "none", 0, 0
         return
@@ -255,51 +321,66 @@ def _ways(need: Need) -> Iterator[tuple[str, int, int]]:
     seen: set[tuple[str, int, int]] = set()
     for ways, some in ((WAYS[:3], chunks[:1]), (WAYS, chunks[:-1]), (WAYS, chunks[-1:])):
         for checkpointing, pack in ways:
-            for chunk in some:
+            for chunk in some if pack >= pack_min else ():
                 way = (need.checkpointing or checkpointing, need.pack_tokens or pack, chunk)
                 if way not in seen:
                     seen.add(way)
                     yield way
 
 
+def _learner_lines(need: Need, way: Way) -> Iterator[Line]:
+    checkpointing, pack, chunk = way
+    yield from state_lines(need)
+    how = "recomputed by layer" if checkpointing == "layer" else "all kept"
+    peak, what = working_bytes(need, *way), f"a pack of {pack:,} tokens, {how}; logits"
+    twin = recheck_bytes(need, pack, chunk)
+    if twin > peak:
+        peak, what = twin, "a frozen version (audit.recompute_share), or a pack"
+    yield Line(need.learner_name, what, peak)
+
+
 def _divide(
-    need: Need, room: int, versions: int, chunk: int, share: float, checkpointing: str, pack: int
+    need: Need, room: int, versions: int, share: float, way: Way, evaluator_part: int
 ) -> MemoryPlan:
     """Fixed parts first, then KV: its share at least, more where there is more."""
     lines: list[Line] = []
+    checkpointing, pack, chunk = way
     if need.others_bytes:
         lines.append(Line("others", "in use by other programs", need.others_bytes))
     if need.learner:
-        lines += state_lines(need)
-        peak = working_bytes(need, checkpointing, pack, chunk)
-        how = "recomputed by layer" if checkpointing == "layer" else "all kept"
-        lines.append(Line(need.learner_name, f"a pack of {pack:,} tokens, {how}; logits", peak))
+        lines += _learner_lines(need, way)
     full = kv_token_bytes(need.spec, need.item_bytes) * need.request_tokens_max
-    evaluator_kv, beside = 0, min(need.evaluator_requests, EVALUATOR_REQUESTS)
+    evaluator_kv, beside = 0, min(need.evaluator_requests, EVALUATOR_REQUESTS) // evaluator_part
+    beside = max(1, beside)
+    rows = max(beside, min(need.step_tokens_max, EVALUATOR_STEP_TOKENS) // evaluator_part)
     if need.evaluator:
         evaluator_kv = max(2 * full, int(share / 2 * beside * full))
-        lines += engine_lines(replace(need, lora_rank=0), "evaluator", 1, beside, evaluator_kv)
+        its = replace(need, lora_rank=0, step_tokens_max=rows)
+        lines += engine_lines(its, "evaluator", 1, beside, evaluator_kv)
     names = need.names or tuple(f"instance{index}" for index in range(need.num_instances))
+    wanted = full * need.num_requests
+    kv = need.kv_bytes or max(2 * full, int(share * wanted))
+    decoded = min(need.num_requests, decoded_at_once(need, kv))
     engines = [
         line
         for name in names
-        for line in engine_lines(need, name, versions, need.num_requests, 0)
+        for line in engine_lines(need, name, versions, decoded, 0)
         if not line.what.startswith("KV")
     ]
     left = room - sum(line.num_bytes for line in [*lines, *engines])
-    wanted = full * need.num_requests
-    kv = need.kv_bytes or max(2 * full, int(share * wanted))
     if names and not need.kv_bytes:
         kv = min(max(2 * full, wanted), max(kv, left // len(names)))
     for name in names:
-        lines += engine_lines(need, name, versions, need.num_requests, kv)
+        lines += engine_lines(need, name, versions, decoded, kv)
     used = sum(line.num_bytes for line in lines)
     return MemoryPlan(
         total_bytes=room,
         lines=tuple(lines),
         kv_bytes=kv,
+        num_requests=decoded,
         evaluator_kv_bytes=evaluator_kv,
         evaluator_requests=beside,
+        evaluator_step_tokens=rows,
         pack_tokens=pack,
         checkpointing=checkpointing,
         chunk_tokens=chunk,

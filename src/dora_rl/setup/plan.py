@@ -22,7 +22,7 @@ from dora_rl.engine.spec import ModelSpec
 from dora_rl.setup.cards import Card, look_at_cards
 from dora_rl.setup.devices import visible_gpus
 from dora_rl.setup.memory import CONTEXT_BYTES, GB, MemoryPlan, Need, plan_memory
-from dora_rl.setup.settings import core_params
+from dora_rl.setup.settings import core_params, is_recomputable
 from dora_rl.trainer.losses.recipes import fill
 from dora_rl.trainer.options import AlgorithmOptions, from_section
 from dora_rl.types import UserError
@@ -100,9 +100,14 @@ class RunPlan:
             return {"trainer": trainer}
         if name == "evaluator":
             kv = {"kv_bytes_max": plan.evaluator_kv_bytes, "num_blocks": 0}
-            return {"rollout": kv | {"seqs_max": plan.evaluator_requests}}
+            kv |= {"seqs_max": plan.evaluator_requests}
+            return {"rollout": kv | {"step_tokens_max": plan.evaluator_step_tokens}}
         # vLLM measures what its weights and graphs leave of its share.
-        return {"rollout": {"kv_bytes_max": plan.kv_bytes}} if self.backend == "native" else {}
+        if self.backend != "native":
+            return {}
+        at_once = {"seqs_max": plan.num_requests}
+        fewer = at_once if plan.num_requests < device.need.num_requests else {}
+        return {"rollout": {"kv_bytes_max": plan.kv_bytes} | fewer}
 
     def share(self, name: str) -> float | None:
         """Of its whole card, with what nobody has planned for divided in proportion; None: the GPU
@@ -277,6 +282,8 @@ def need_of(
         num_requests=min(rollout.seqs_max, -(-asked // len(layout.instances))),
         request_tokens_max=request_tokens(config, options.context_limit(spec.context_max)),
         step_tokens_max=options.step_tokens_max,
+        compiled=trainer.compile == "on" or (trainer.compile == "auto" and not trainer.lora_rank),
+        rechecks=config.audit.recompute_share > 0 and ranks == 1 and is_recomputable(config),
         num_twins=num_twins(config),
         critic=fill(from_section(AlgorithmOptions, config.algorithm)).advantage == "gae",
         kv_bytes=kv,

@@ -241,3 +241,9 @@ def move_cost(config: RunConfig) -> MoveCost:
         move_overhead_s=0.001,
         prefill_tokens_per_s=flops_per_s / (2.0 * weights),
     )
+
+
+def is_recomputable(config: RunConfig) -> bool:
+    """Where the engine draws from a part of the vocabulary its log-probs are those of the part."""
+    rollout = config.rollout
+    return not rollout.top_k and rollout.top_p == 1.0 and not rollout.min_p

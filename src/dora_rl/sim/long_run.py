@@ -127,7 +127,8 @@ def _write_files(
 
     tokens: dict[tuple[int, int], int] = {}
     reward: dict[tuple[int, int], float] = {}
-    batches: list[list[act.EndGroup]] = []
+    batches: list[tuple[float, list[act.EndGroup]]] = []
+    began_s = entries[0].now
     for entry in entries:
         if isinstance(entry.event, ev.SampleFinished):
             request = entry.event.request
@@ -136,14 +137,16 @@ def _write_files(
             request = entry.event.request
             reward[request.group, request.sample] = entry.event.reward
         elif isinstance(entry.event, ev.StepCommitted):
-            batches.append([a for a in entry.actions if isinstance(a, act.EndGroup)])
+            ends = [a for a in entry.actions if isinstance(a, act.EndGroup)]
+            batches.append((entry.now - began_s, ends))
+            began_s = entry.now
     with (folder / "metrics.jsonl").open("w") as metrics, (
         folder / "rollouts.jsonl"
     ).open("w") as rollouts:  # fmt: skip
         for turn in range(times):
-            for step, ends in enumerate(batches):
+            for step, (step_s, ends) in enumerate(batches):
                 _write_step(
-                    metrics, rollouts, turn * base_steps + step, ends, turn * base_groups,
+                    metrics, rollouts, turn * base_steps + step, step_s, ends, turn * base_groups,
                     turn * base_steps, tokens, reward,
                 )  # fmt: skip
 
@@ -152,6 +155,7 @@ def _write_step(
     metrics: TextIO,
     rollouts: TextIO,
     step: int,
+    step_s: float,
     ends: list[Any],
     groups_on: int,
     versions_on: int,
@@ -174,6 +178,9 @@ def _write_step(
         "loss": 0.1 / (1 + step),
         "entropy": 1.0 / (1 + 0.01 * step),
         "grad_norm": 0.5,
+        "num_samples": len(lengths),
+        "tokens_trained": sum(lengths),
+        "time/step": step_s,
         "response_length/median": lengths[len(lengths) // 2],
         "response_length/max": lengths[-1],
     }

@@ -6,8 +6,8 @@ needed it says which shard to ask. Rewards are kept here: they decide what happe
 
 from __future__ import annotations
 
-import json
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +17,19 @@ from numpy.typing import NDArray
 from dora_rl.controller.records import TrainedSample
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
-from dora_rl.data.table_rows import NewRow
-from dora_rl.io.wire import Message
-from dora_rl.store.samples import Samples, list_of
+from dora_rl.store.samples import Samples
 from dora_rl.store.storage_client import shard_of
-from dora_rl.types import Finish, GroupId, Prompt, RequestId, StepIndex, Version
+from dora_rl.store.table import Row
+from dora_rl.store.trajectories import trajectory_of
+from dora_rl.types import GroupId, Prompt, RequestId, StepIndex, Trajectory, Version
 from dora_rl.workers.crew import Crew
 
 
 class SampleIndex(Samples):
     """The table without its payload."""
 
-    def __init__(self, path: Path, group_size: int, num_shards: int) -> None:
-        super().__init__(path, group_size, needs=("num_tokens", "reward"))
+    def __init__(self, path: Path, num_shards: int) -> None:
+        super().__init__(path)
         self.names = [f"storage{number}" for number in range(num_shards)]
         self.addresses: list[str] = [""] * num_shards
         self._crew: Crew | None = None
@@ -82,38 +82,36 @@ class SampleIndex(Samples):
 
     # -- as in `Samples` --------------------------------------------------------------------------
 
-    def put_meta(self, event: ev.SampleFinished, version: Version, message: Message) -> None:
+    def put_meta(self, event: ev.SampleFinished, version: Version, meta: Mapping[str, Any]) -> None:
         """A shard has the row of a finished sample."""
         columns = {
             "num_tokens": event.num_tokens,
-            "logprob_sum": message.body["meta"]["logprob_sum"],
-            "turns": message.body["meta"]["turns"],
+            "logprob_sum": meta["logprob_sum"],
+            "turns": meta["turns"],
             "finish": event.finish.value,
             "segments": [list(segment) for segment in event.segments],
         }
-        row = NewRow(event.request.group, version, columns, event.request.sample, self._group_size)
-        there = self.row(event.request)
-        if there is None:
-            self._table.put([row])
-        elif any(there.columns[name] != value for name, value in columns.items()):
-            self._replace(row)
-        if "reward" in message.arrays:
-            self.reward(event.request, float(message.arrays["reward"][0]))
+        there = self._row(event.request)
+        if there is None or any(there.columns[name] != columns[name] for name in columns):
+            self._table.put([Row(event.request, version, columns)])
+        if meta["reward"] is not None:
+            self.reward(event.request, meta["reward"])
 
-    def completion(self, request: RequestId) -> tuple[str, NDArray[np.int32], dict[str, Any]]:
-        where = self.where(request.group, [request.sample])
-        return "", np.zeros(0, dtype=np.int32), {"rows": where}
+    def where_to_read(self, request: RequestId) -> dict[str, Any]:
+        return {"rows": self.where(request.group, [request.sample])}
+
+    def _read(self, row: Row) -> Trajectory:
+        """Without its payload; `turns` of a row here are the spans of its mask."""
+        columns = {name: value for name, value in row.columns.items() if name != "turns"}
+        return trajectory_of(row.request, row.version, columns)
 
     def feed(
         self, action: act.Feed, prompt_ids: tuple[int, ...]
     ) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
-        rows = self._rows(action.group, action.samples)
+        chosen = self._chosen(action.group, action.samples)
         body = {
             "rows": self.where(action.group, action.samples),
-            "lengths": [row.columns["num_tokens"] for row in rows],
-            "segments": [row.columns["segments"] for row in rows],
-            "rewards": [row.columns["reward"] for row in rows],
-            "truncated": [row.columns["finish"] == Finish.LENGTH.value for row in rows],
+            "rewards": [sample.reward for sample in chosen],
         }
         return body, {"prompt_ids": np.asarray(prompt_ids, dtype=np.int32)}
 
@@ -126,14 +124,14 @@ class SampleIndex(Samples):
         prompt: Prompt,
     ) -> None:
         """The group's lines of rollouts.jsonl are due."""
-        rows = self._rows(group, tuple(samples))
+        chosen = self._chosen(group, samples)
         body = {
             "step": step,
             "group": group,
             "version": version,
             "samples": list(samples),
-            "rewards": [row.columns["reward"] for row in rows],
-            "parts": [json.loads(str(row.columns["parts"])) for row in rows],
+            "rewards": [sample.reward for sample in chosen],
+            "parts": [sample.parts for sample in chosen],
             "prompt": [prompt.index, list(prompt.token_ids), prompt.text, prompt.env],
         }
         self._unwritten[step, group] = body
@@ -150,30 +148,22 @@ class SampleIndex(Samples):
     ) -> list[TrainedSample]:
         """For the figures of a step; tokens and text are written by the shards."""
         assert not tokens, "the shards have them"
-        return [
-            TrainedSample(
-                group=group,
-                sample=row.sample,
-                version=row.version,
-                num_prompt=len(prompt.token_ids),
-                num_tokens=int(str(row.columns["num_tokens"])),
-                reward=float(str(row.columns["reward"])),
-                finish=str(row.columns["finish"]),
-                text="",
-                prompt="",
-                segments=len(list_of(row, "segments")),
-                logprobs=[],
-                logprob_sum=float(str(row.columns["logprob_sum"])),
-                token_ids=[],
-                parts=json.loads(str(row.columns["parts"])),
-                env=prompt.env,
-                turns=[(begin, end, mask) for begin, end, mask in list_of(row, "turns")],
+        found: list[TrainedSample] = []
+        for sample in super().trained(group, samples, prompt, tokens=False):
+            columns = self._table.read(group, sample.sample)[0].columns
+            found.append(
+                replace(
+                    sample,
+                    num_tokens=columns["num_tokens"],
+                    logprob_sum=columns["logprob_sum"],
+                    turns=[(begin, end, mask) for begin, end, mask in columns["turns"]],
+                    prompt="",
+                )
             )
-            for row in self._rows(group, samples)
-        ]
+        return found
 
     def num_tokens(self, group: GroupId) -> int:
-        return sum(int(str(row.columns["num_tokens"])) for row in self.rows(group))
+        return sum(row.columns["num_tokens"] for row in self._table.read(group))
 
     def drop(self, group: GroupId) -> None:
         super().drop(group)

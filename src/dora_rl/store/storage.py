@@ -14,22 +14,21 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from dora_rl.core import events as ev
-from dora_rl.data.table_rows import TableClosed
 from dora_rl.envs.text import spans
 from dora_rl.io.lines import read_lines
 from dora_rl.io.transport import Link, Refused, Server, TransportError
-from dora_rl.io.wire import Channel, Message, decode_event, pack, unpack
+from dora_rl.io.wire import Channel, Message, pack, unpack
 from dora_rl.setup.tokenizer import open_tokenizer
 from dora_rl.store.journals import Journals
 from dora_rl.store.samples import Samples
+from dora_rl.store.table import TableClosed
+from dora_rl.store.trajectories import from_message, to_message
 from dora_rl.types import GroupId, Prompt, RequestId
 from dora_rl.workers.worker import Setup, beat
 
@@ -42,7 +41,7 @@ class Storage:
     def __init__(self, setup: Setup, channel: Channel) -> None:
         config, self._channel = setup.config, channel
         run_dir, number = Path(setup.run_dir), int(setup.extra["shard"])
-        self._samples = Samples(run_dir / f"table.{number}.log", config.rollout.num_samples)
+        self._samples = Samples(run_dir / f"table.{number}.log")
         self._journals = Journals(run_dir / "journal")
         self._tokenizer = open_tokenizer(Path(config.model.path), config.model.trust_remote_code)
         self._lock = threading.Lock()
@@ -78,35 +77,26 @@ class Storage:
 
     def _put(self, message: Message) -> None:
         """Write the row, then tell the controller what it decides by."""
-        event = decode_event(message.body)
-        assert isinstance(event, ev.SampleFinished)
-        arrays = message.arrays
-        text = self._tokenizer.decode(arrays["token_ids"].tolist(), skip_special_tokens=True)
+        (sample,) = from_message(message.body["samples"], message.arrays)
+        text = self._tokenizer.decode(sample.token_ids.tolist(), skip_special_tokens=True)
         with self._lock:
-            self._samples.put(event, 0, message, text)
+            self._samples.put(replace(sample, text=text))
         meta = {
-            "logprob_sum": float(arrays["logprobs"].sum(dtype=np.float64)),
-            "num_generated": int(arrays["loss_mask"].sum()),
-            "turns": spans(arrays["loss_mask"].tolist()),
+            "logprob_sum": float(sample.logprobs.sum(dtype=np.float64)),
+            "num_generated": sample.num_trained,
+            "turns": spans(sample.loss_mask.tolist()),
+            "reward": sample.reward,
         }
-        reward = {"reward": arrays["reward"]} if "reward" in arrays else {}
-        self._channel.send("stored", {"event": message.body, "meta": meta}, reward)
+        self._channel.send("stored", {"event": message.body["event"], "meta": meta})
 
     def _read(self, group: GroupId, samples: Sequence[int]) -> bytes:
         with self._lock:
-            rows = [self._samples.row(RequestId(group, sample)) for sample in samples]
-        found = [row.columns for row in rows if row is not None]
-        if len(found) < len(rows):
+            asked = [self._samples.get(RequestId(group, sample)) for sample in samples]
+        found = [trajectory for trajectory in asked if trajectory is not None]
+        if len(found) < len(asked):
             raise Refused(f"samples {list(samples)} of group {group} are not all here")
-        arrays: dict[str, NDArray[Any]] = {
-            name: np.concatenate([np.asarray(columns[name]) for columns in found])
-            for name in ("token_ids", "logprobs", "loss_mask")
-        }
-        body = {
-            "lengths": [len(np.asarray(columns["token_ids"])) for columns in found],
-            "texts": [str(columns["text"]) for columns in found],
-        }
-        return pack("rows", body, arrays)
+        entries, arrays = to_message(found)
+        return pack("rows", {"samples": entries}, arrays)
 
     # -- the controller ---------------------------------------------------------------------------
 

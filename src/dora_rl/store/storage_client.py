@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from dora_rl.io.transport import Link, TransportError
-from dora_rl.io.wire import Message, unpack
-from dora_rl.types import GroupId
+from dora_rl.io.wire import unpack
+from dora_rl.store.trajectories import from_message
+from dora_rl.types import GroupId, Trajectory
 
 RETRY_S = 0.3
 READ_S_MAX = 20.0
@@ -94,8 +95,8 @@ class StorageReader:
         self._key = key
         self._links: dict[str, Link] = {}
 
-    def rows(self, where: dict[str, Any], wait_s_max: float = READ_S_MAX) -> Message:
-        """The samples that `where` ({"address", "group", "samples"}) names, one after the other.
+    def rows(self, where: dict[str, Any], wait_s_max: float = READ_S_MAX) -> list[Trajectory]:
+        """The samples that `where` ({"address", "group", "samples"}) names, in its order.
 
         Raises `TransportError` when they cannot be had for so long.
         """
@@ -105,7 +106,8 @@ class StorageReader:
                 link = self._links.get(address) or Link.connect(address, self._key)
                 self._links[address] = link
                 answer = link.ask("rows", group=where["group"], samples=where["samples"])
-                return unpack(bytes(link.read(int(answer["num_bytes"]))))
+                message = unpack(bytes(link.read(int(answer["num_bytes"]))))
+                return from_message(message.body["samples"], message.arrays)
             except TransportError:
                 with contextlib.suppress(KeyError):
                     self._links.pop(address).close()

@@ -70,15 +70,17 @@ class Architecture:
             return attention + 3 * h * self.expert_intermediate * self.experts_per_token
         return attention + 3 * h * self.intermediate
 
-    def train_flops(self, lengths: list[int]) -> float:
+    def train_flops(self, lengths: list[int], adapter_params: int = 0) -> float:
         """Model FLOPs of forward and backward over documents: 6 per parameter and token (the
         output matrix counted, the embedding lookup not), 6·n·width per token for causal
-        attention; no recomputation is counted."""
+        attention; no recomputation is counted. Where adapters are trained, 4 per frozen parameter:
+        it has no gradient of its own."""
         tokens = sum(lengths)
         matrices = self.num_layers * self.layer_params_active() + self.vocab * self.hidden
         width = self.num_heads * self.head_dim
         attention = self.num_layers * width * sum(6.0 * n * n for n in lengths)
-        return 6.0 * matrices * tokens + attention
+        per_token = 4.0 * matrices + 6.0 * adapter_params if adapter_params else 6.0 * matrices
+        return per_token * tokens + attention
 
 
 def load_config(directory: Path) -> dict[str, Any]:

@@ -77,7 +77,9 @@ def _reference(
         return freeze(load_policy(Path(options.reference_model), options))
     twin = make_twin()
     copy_weights(twin, policy)
-    return twin
+    if options.lora_rank and options.lora_publish == "adapters":
+        add_lora(twin, options)  # new ones add nothing, in the policy's own order of sums
+    return freeze(twin)
 
 
 def _shard(policy: Policy, critic: Critic | None) -> None:

@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from dora_rl.trainer.attention_layout import Layout
 from dora_rl.trainer.casting import cast_parameters
 from dora_rl.trainer.distributed import back_to_shards
-from dora_rl.trainer.documents import Document, Pack, collate
+from dora_rl.trainer.documents import Document, Pack
 from dora_rl.trainer.losses.penalties import value_loss
 from dora_rl.trainer.meters import Meters
 from dora_rl.trainer.model import Policy, copy_weights
 from dora_rl.trainer.options import AlgorithmOptions
-from dora_rl.trainer.packing import pack_stream
+from dora_rl.trainer.room import Room
+from dora_rl.trainer.scoring import Tell, in_packs
 
 
 class Critic(nn.Module):
@@ -47,16 +48,21 @@ def make_critic(twin: Policy, policy: Policy) -> Critic:
 
 
 @torch.no_grad()
-def fill_old_values(critic: Critic, documents: Sequence[Document], pack_tokens: int) -> None:
+def fill_old_values(
+    critic: Critic,
+    documents: Sequence[Document],
+    pack_tokens: int | Room,
+    tell: Tell = lambda line: None,
+) -> None:
     """Values of every document under the critic as it is now."""
-    device = critic.head.device
-    packs, rest = pack_stream([d.num_tokens for d in documents], pack_tokens)
-    for indices in [*packs, rest]:
-        if indices:
-            pack = collate([documents[i] for i in indices], device)
-            values = critic(pack.token_ids_T, pack.layout, pack.rows_N)
-            for d, v in zip(pack.documents, pack.split(values), strict=True):
-                d.old_values = v
+    room = Room(pack_tokens) if isinstance(pack_tokens, int) else pack_tokens
+
+    def run(pack: Pack) -> Tensor:
+        return critic(pack.token_ids_T, pack.layout, pack.rows_N)
+
+    found = in_packs(documents, room, critic.head.device, run, tell)
+    for d, values in zip(documents, found, strict=True):
+        d.old_values = values
     back_to_shards(critic)
 
 

@@ -23,16 +23,9 @@ from dora_rl.trainer.attention import Attend
 from dora_rl.trainer.attention_layout import Layout
 from dora_rl.trainer.experts import SparseMlp
 from dora_rl.trainer.lean_ops import rms_norm, rotate
+from dora_rl.trainer.linear import Linear, side_by_side
 from dora_rl.trainer.logprobs import TokenScores, chunk_tokens, token_scores
 from dora_rl.trainer.rope import rotation
-
-
-class Linear(nn.Linear):
-    """A linear layer that casts its float32 weight to the activations' dtype."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        bias = None if self.bias is None else self.bias.to(input.dtype)
-        return F.linear(input, self.weight.to(input.dtype), bias)
 
 
 class RmsNorm(nn.Module):
@@ -63,9 +56,8 @@ class Attention(nn.Module):
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         t, d = x.shape[0], self.arch.head_dim
-        q = self.q_proj(x).view(t, -1, d)
-        k = self.k_proj(x).view(t, -1, d)
-        v = self.v_proj(x).view(t, -1, d)
+        made = side_by_side(x, self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (y.view(t, -1, d) for y in made)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         return rotate(q, cos, sin), rotate(k, cos, sin), v
@@ -81,7 +73,8 @@ class Mlp(nn.Module):
         self.down_proj = Linear(arch.intermediate, arch.hidden, bias=arch.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = side_by_side(x, self.gate_proj, self.up_proj)
+        return self.down_proj(F.silu(gate) * up)
 
 
 class Layer(nn.Module):

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dora_rl.trainer.attention_layout import Layout, send
-from dora_rl.trainer.batch import GroupBatch, Sample
-from dora_rl.types import GroupId, Version
+from dora_rl.types import Group, GroupId, Trajectory, Version
 
 
 @dataclass(slots=True)
@@ -56,30 +57,28 @@ class Document:
         return torch.full((self.num_trained,), self.version, dtype=torch.int64)
 
 
-def document_of(group: GroupBatch, sample: Sample, reward: float) -> Document:
+def document_of(group: Group, sample: Trajectory, reward: float) -> Document:
     """The document of one admitted sample."""
     start = len(group.prompt_ids)
-    mask = torch.tensor(sample.loss_mask, dtype=torch.bool)
-    place = mask.nonzero().squeeze(-1)
-    logprobs = torch.tensor(sample.logprobs, dtype=torch.float32)
+    place = np.flatnonzero(sample.loss_mask)
+    token_ids = np.concatenate([group.prompt_ids, sample.token_ids], dtype=np.int64)
     return Document(
-        token_ids=torch.tensor([*group.prompt_ids, *sample.token_ids], dtype=torch.int64),
-        rows=place + (start - 1),
-        rollout_logprobs=logprobs[place],
+        token_ids=torch.from_numpy(token_ids),
+        rows=torch.from_numpy(place + (start - 1)),
+        rollout_logprobs=torch.from_numpy(sample.logprobs[place]),
         reward=reward,
         version=group.version,
-        group=group.group,
+        group=group.id,
         truncated=sample.truncated,
         mixed_versions=_mixed_versions(sample, place),
     )
 
 
-def _mixed_versions(sample: Sample, place: Tensor) -> Tensor | None:
-    if len({s.version for s in sample.segments}) <= 1:
+def _mixed_versions(sample: Trajectory, place: NDArray[np.int64]) -> Tensor | None:
+    if not sample.mixed:
         return None
-    starts = torch.tensor([s.start for s in sample.segments])
-    versions = torch.tensor([s.version for s in sample.segments])
-    return versions[torch.searchsorted(starts, place, right=True) - 1]
+    starts, versions = np.array(sample.segments, np.int64).T
+    return torch.from_numpy(versions[np.searchsorted(starts, place, side="right") - 1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +101,16 @@ class Pack:
         return self.rows_N.shape[0]
 
     def gather(self, parts: Sequence[Tensor]) -> Tensor:
-        """One tensor per document, side by side on the pack's device."""
-        return send(torch.cat(list(parts)), self.token_ids_T.device)
+        """One tensor per document, side by side on the pack's device. Parts may be there already:
+        bringing them back to the host first would make it wait for the device."""
+        device = self.token_ids_T.device
+        if all(p.device.type == "cpu" for p in parts):
+            return send(torch.cat(list(parts)), device)
+        return torch.cat([p if p.device == device else send(p, device) for p in parts])
 
     def split(self, values_N: Tensor) -> list[Tensor]:
-        """Back to one tensor per document, on the CPU."""
-        return list(values_N.detach().cpu().split([d.num_trained for d in self.documents]))
+        """Back to one tensor per document, where the values are."""
+        return list(values_N.detach().split([d.num_trained for d in self.documents]))
 
 
 def collate(documents: Sequence[Document], device: torch.device) -> Pack:

@@ -29,12 +29,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dora_rl.out_of_memory import free_cached, maybe_fail, shortage
 from dora_rl.ports import WeightStore
 from dora_rl.trainer import distributed, state
 from dora_rl.trainer.allocator import keep_freed_memory
 from dora_rl.trainer.assembly import assemble, attention_crossover_tokens
 from dora_rl.trainer.attention_layout import Layout
-from dora_rl.trainer.batch import GroupBatch
 from dora_rl.trainer.critic import critic_pass, fill_old_values
 from dora_rl.trainer.decoder import Decoder
 from dora_rl.trainer.documents import Document, collate
@@ -56,9 +56,9 @@ from dora_rl.trainer.packing import pack_balanced, pack_stream
 from dora_rl.trainer.passes import policy_pass
 from dora_rl.trainer.prepare import group_documents, per_group_advantages, whole_batch_advantages
 from dora_rl.trainer.publish import Publisher, compute_canary
-from dora_rl.trainer.room import Room, shortage
+from dora_rl.trainer.room import Room
 from dora_rl.trainer.scoring import SealedScorer, score
-from dora_rl.types import StepIndex, UserError, Version
+from dora_rl.types import Group, StepIndex, UserError, Version
 
 _PACK_TOKENS = {"cpu": 4096, "cuda": 32768}
 _PACK_PARTS = 4  # a pack that is full by one part is run where the learner would wait instead
@@ -124,7 +124,8 @@ class Learner:
             made.make_twin,
             made.make_adapted,
             self.objective.options.temperature,
-            self.room.pack_tokens,
+            self.room,
+            tell=self._note_shortage,
         )
         self.meters = Meters(self.device)
         self.publisher = Publisher()
@@ -134,7 +135,7 @@ class Learner:
         self.num_updates = 0
         self.num_skipped = 0  # updates in a row
         self.skip_reason = ""
-        self._buffer: list[GroupBatch] = []
+        self._buffer: list[Group] = []
         self._pending: list[Document] = []
         self._update = OpenUpdate(self.device)
         self._updates_in_step = 0
@@ -143,6 +144,11 @@ class Learner:
     def pack_tokens(self) -> int:
         """Of one pack; fewer once memory has run out."""
         return self.room.pack_tokens
+
+    @property
+    def holds_gradients(self) -> bool:
+        """From the first pack of an update until it is applied."""
+        return any(p.grad is not None for p in self.optimizer.parameters)
 
     # -- one step ---------------------------------------------------------------------------------
 
@@ -155,8 +161,8 @@ class Learner:
             self.scorer.hold_base()  # ranks score different packs, but begin a step together
         self._update, self._pending, self._buffer = OpenUpdate(self.device), [], []
 
-    def feed(self, groups: Sequence[GroupBatch]) -> None:
-        """Take groups. Bad samples are counted and left out; see `batch.admit`."""
+    def feed(self, groups: Sequence[Group]) -> None:
+        """Take groups. Bad samples are counted and left out; see `intake.admit`."""
         assert self.step is not None, "begin_step first"
         limit = self.options.document_tokens_max or self.policy.positions_max
         for group in groups:
@@ -298,7 +304,7 @@ class Learner:
             )
         return batch_groups // updates
 
-    def _take(self, group: GroupBatch) -> None:
+    def _take(self, group: Group) -> None:
         """A group of the open update: documents, advantages, counts for the denominators."""
         assert not self.objective.needs_whole_batch
         documents = group_documents(group, self.objective.options)
@@ -314,7 +320,8 @@ class Learner:
         update.num_tokens += sum(d.num_trained for d in documents)
         self.meters.count("train/tokens", sum(d.num_tokens for d in documents))
         if isinstance(self.policy, Decoder):
-            flops = self.policy.arch.train_flops([d.num_tokens for d in documents])
+            adapters = self.optimizer.num_parameters if self.options.lora_rank else 0
+            flops = self.policy.arch.train_flops([d.num_tokens for d in documents], adapters)
             self.meters.count("train/flops", flops)
         for d in documents:
             if self.objective.may_skip_zero_advantage and not bool(d.advantages.any()):
@@ -326,8 +333,17 @@ class Learner:
         unscored = [d for d in documents if d.ref_logprobs is None]
         if self.reference is None or not unscored:
             return
-        temperature = self.objective.options.temperature
-        found = score(self.reference, unscored, temperature, self.pack_tokens)
+        options = self.objective.options
+        # A penalty in the reward is taken off on the host, before there are advantages.
+        there = options.kl_in != "reward"
+        found = score(
+            self.reference,
+            unscored,
+            options.temperature,
+            self.room,
+            self._note_shortage,
+            on_device=there,
+        )
         for d, logprobs in zip(unscored, found, strict=True):
             d.ref_logprobs = logprobs
 
@@ -387,21 +403,23 @@ class Learner:
                 f"trainer.pack_tokens below {self.pack_tokens}, then --resume"
             )
         recomputed = bool(self.policy.checkpointing) or self.room.recomputes(sum(lengths))
-        self.notes.append(self.room.shrink(lengths, missing, recomputed=recomputed))
-        self.meters.count("memory/retries")
-        self.scorer.pack_tokens = self.pack_tokens
+        self._note_shortage(self.room.shrink(lengths, missing, recomputed=recomputed))
         self._update.forget_passes(self.device)
         for optimizer in (self.optimizer, self.critic_optimizer):
             if optimizer is not None:
                 optimizer.zero_grad()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        free_cached()
+
+    def _note_shortage(self, line: str) -> None:
+        self.notes.append(line)
+        self.meters.count("memory/retries")
 
     def _run_pack(self, documents: list[Document]) -> None:
         if not documents:
             self._run_nothing()
             return
         assert self.step is not None
+        maybe_fail("pack")
         self._fill_old(documents)
         self._score_reference(documents)
         pack, update = collate(documents, self.device), self._update
@@ -449,7 +467,7 @@ class Learner:
                 d.old_logprobs = d.rollout_logprobs
             elif not (at_rest and version == self.step):
                 sealed.append((d, version))
-        found = self.scorer.score([d for d, _ in sealed], [v for _, v in sealed])
+        found = self.scorer.score([d for d, _ in sealed], [v for _, v in sealed], on_device=True)
         for (d, _), logprobs in zip(sealed, found, strict=True):
             d.old_logprobs = logprobs
 
@@ -516,13 +534,13 @@ class Learner:
     def _run_buffer(self) -> None:
         groups, self._buffer = self._buffer, []
         if self.options.canonical_order:
-            groups.sort(key=lambda g: g.group)
+            groups.sort(key=lambda g: g.id)
         documents = [group_documents(g, self.objective.options) for g in groups]
         everything = [d for ds in documents for d in ds]
         if self.objective.options.kl_in == "reward":
             self._score_reference(everything)
         if self.critic is not None:
-            fill_old_values(self.critic, everything, self.pack_tokens)
+            fill_old_values(self.critic, everything, self.room, self._note_shortage)
         if self.objective.needs_whole_batch and everything:
             whole_batch_advantages(everything, self.objective.options)
         else:

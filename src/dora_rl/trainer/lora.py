@@ -1,8 +1,8 @@
 """Low-rank adapters: added to a policy, published alone or merged, saved as a PEFT directory.
 
-Never trains anything but the adapters. Invariant: a policy computes with exactly what it publishes,
-adapters or merged weights in the compute dtype, and the saved adapter is what
-`peft.PeftModel.from_pretrained` loads on top of the same base model.
+Never trains anything but the adapters. Invariant: what is published is what a policy computes with
+(see `linear`), and the saved adapter is what `peft.PeftModel.from_pretrained` loads on top of the
+same base model.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from dora_rl.trainer.decoder import Linear
 from dora_rl.trainer.distributed import like_shard
+from dora_rl.trainer.linear import ADAPTER, LoraLinear, merged_weight
 from dora_rl.trainer.options import LINEAR_LAYERS, TrainerOptions
 from dora_rl.trainer.weights import TensorReader
 from dora_rl.types import UserError
@@ -27,67 +26,9 @@ from dora_rl.types import UserError
 if TYPE_CHECKING:
     from dora_rl.ports import SealedWeights
 
-_ADAPTER = "default"
 _BASE = ".base_layer."
 PREFIX = "base_model.model."  # peft's, before a checkpoint's name
 SCALE = "lora_scale"  # in a published adapter: alpha / rank, one number
-
-
-class LoraLinear(nn.Module):
-    """A frozen linear layer with an adapter, under peft's names; computed as it is published.
-
-    adapters: base(x) + scale·B(A(x)), all three products in the activations' dtype, which is what
-    an engine does with a published adapter.
-    merged: one product with the merged weight, rounded as it is published; the gradient reaches
-    the adapter as if nothing had been rounded.
-    """
-
-    def __init__(self, base: nn.Linear, options: TrainerOptions) -> None:
-        super().__init__()
-        device, rank = base.weight.device, options.lora_rank
-        down = Linear(base.in_features, rank, bias=False)  # initialised on the CPU: the same
-        up = Linear(rank, base.out_features, bias=False)  # numbers on every device
-        nn.init.kaiming_uniform_(down.weight, a=5**0.5)
-        nn.init.zeros_(up.weight)
-        self.base_layer = base
-        self.lora_A = nn.ModuleDict({_ADAPTER: down.to(device)})
-        self.lora_B = nn.ModuleDict({_ADAPTER: up.to(device)})
-        self.lora_dropout = nn.Dropout(options.lora_dropout)
-        self.scale = options.lora_alpha / rank
-        self.merges = options.lora_publish == "merged"
-
-    def factors(self) -> tuple[Tensor, Tensor]:
-        """A (rank, in) and B (out, rank)."""
-        return self.lora_A[_ADAPTER].weight, self.lora_B[_ADAPTER].weight  # type: ignore[return-value]
-
-    def forward(self, x: Tensor) -> Tensor:
-        # Noise on the adapter's input has no merged form.
-        if not self.merges or (self.lora_dropout.p and self.lora_dropout.training):
-            return self.base_layer(x) + self._adapt(self.lora_dropout(x))
-        with torch.no_grad():
-            a, b = self.factors()
-            whole = merged_weight(self.base_layer.weight, a, b, self.scale, _compute_dtype(x))
-        bias = self.base_layer.bias
-        y = F.linear(x, whole, None if bias is None else bias.to(whole.dtype))
-        # Zero, with the gradient of the adapter; what x gets came through the merged weight.
-        delta = self._adapt(x.detach())
-        return y + (delta - delta.detach())
-
-    def _adapt(self, x: Tensor) -> Tensor:
-        return self.lora_B[_ADAPTER](self.lora_A[_ADAPTER](x)) * self.scale
-
-
-def _compute_dtype(x: Tensor) -> torch.dtype:
-    """What a linear layer computes in: x's own, unless autocast says otherwise."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-
-
-def merged_weight(weight: Tensor, a: Tensor, b: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """base + scale·B·A in float32, from and to numbers of `dtype`: those a policy computes with."""
-    weight, a, b = (t.to(dtype).float() for t in (weight, a, b))
-    with torch.autocast(weight.device.type, enabled=False):
-        return (weight + scale * (b @ a)).to(dtype)
 
 
 def add_lora(policy: nn.Module, options: TrainerOptions) -> None:
@@ -184,7 +125,7 @@ def adapter_tensors(policy: nn.Module) -> dict[str, Tensor]:
 
 def peft_name(name: str) -> str:
     """An adapter's name in a PEFT directory and in a published version."""
-    return PREFIX + name.removeprefix("inner.").replace(f".{_ADAPTER}.", ".")
+    return PREFIX + name.removeprefix("inner.").replace(f".{ADAPTER}.", ".")
 
 
 def published_adapter(

@@ -72,7 +72,7 @@ class Meters:
         self, reduce: Callable[[dict[str, list[float]]], dict[str, list[float]]] | None = None
     ) -> dict[str, float]:
         """Everything since the last read, as plain floats. `reduce` adds up over ranks."""
-        pairs = {k: [float(v), self._weights[k]] for k, v in self._sums.items()}
+        pairs = {k: [v, self._weights[k]] for k, v in self._plain_sums().items()}
         if reduce is not None:
             pairs = reduce(pairs)
         out = {k: total / weight for k, (total, weight) in pairs.items() if weight}
@@ -81,6 +81,15 @@ class Meters:
             out.update(_spread(name, values))
         self._sums, self._weights, self._counts, self._extremes = {}, {}, {}, {}
         return out
+
+    def _plain_sums(self) -> dict[str, float]:
+        """One wait for the device, whatever the number of sums."""
+        out: dict[str, float] = {}
+        for device in {total.device for total in self._sums.values()}:
+            there = {name: t for name, t in self._sums.items() if t.device == device}
+            values = torch.stack([t.double() for t in there.values()]).tolist()
+            out.update(zip(there, values, strict=True))
+        return {name: out[name] for name in self._sums}
 
 
 def _spread(name: str, values: list[float]) -> dict[str, float]:

@@ -66,7 +66,7 @@ def build_decoder(
     decoder.checkpointing = options.activation_checkpointing == "layer"
     decoder.chunk_tokens = options.logits_chunk_tokens
     if choose("trainer.compile", options.compile, ("auto", "on", "off")) != "off" and (
-        options.compile == "on" or (device.type == "cuda" and not options.lora_rank)
+        options.compile == "on" or device.type == "cuda"
     ):
         _compile_layers(decoder)
     return decoder

@@ -58,6 +58,10 @@ class Optimizer:
     def parameters(self) -> Iterable[nn.Parameter]:
         return self.named.values()
 
+    @property
+    def num_parameters(self) -> int:
+        return sum(p.numel() for p in self.named.values())
+
     def zero_grad(self) -> None:
         self.adamw.zero_grad(set_to_none=True)
 
@@ -67,8 +71,11 @@ class Optimizer:
         `poisoned` is a sum that is non-finite if any pack's loss was.
         """
         grads = self._grads()
-        norm = total_norm(grads) * scale
-        ok = math.isfinite(norm) and (poisoned is None or bool(torch.isfinite(poisoned)))
+        known = [total_norm(grads)] + ([] if poisoned is None else [poisoned])
+        # Both at once: the host waits for the device a single time.
+        norm, *loss = torch.stack([t.detach().double() for t in known]).tolist()
+        norm *= scale
+        ok = math.isfinite(norm) and all(map(math.isfinite, loss))
         if ok:
             limit = self.options.grad_norm_max
             clip = min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
@@ -104,8 +111,8 @@ class Optimizer:
             self.adamw.state[p][kind] = state if kind == "step" else like_shard(state, p)
 
 
-def total_norm(grads: list[Tensor]) -> float:
+def total_norm(grads: list[Tensor]) -> Tensor:
     """The L2 norm of all gradients together (of the whole model, when they are sharded)."""
     norm = torch.nn.utils.get_total_norm(grads, foreach=True)
     full = getattr(norm, "full_tensor", None)
-    return float(full() if full is not None else norm)
+    return full() if full is not None else norm

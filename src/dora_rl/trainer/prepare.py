@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from dora_rl.trainer.advantages import GroupScores, gae, overlong_penalty, returns_to_go, whiten
-from dora_rl.trainer.batch import GroupBatch
 from dora_rl.trainer.documents import Document, document_of
 from dora_rl.trainer.losses.penalties import KL
 from dora_rl.trainer.losses.registry import Objective
 from dora_rl.trainer.options import AlgorithmOptions
+from dora_rl.types import Group
 
 
-def group_documents(group: GroupBatch, options: AlgorithmOptions) -> list[Document]:
+def group_documents(group: Group, options: AlgorithmOptions) -> list[Document]:
     """The group's documents, their rewards shaped by the overlong penalty, no advantages yet."""
     out = []
     for sample in group.samples:

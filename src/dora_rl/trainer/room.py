@@ -6,29 +6,16 @@ Decides only. Invariant: every try is smaller than the one before, so there is a
     one document                   its layers are computed again in the backward pass, and those of
                                    every document as long
     one document, computed again   nothing is smaller: the run ends, and says why
+
+Log-probs under frozen weights keep no activations: a pack of them is halved too, and one document
+that does not fit ends the run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from dora_rl.types import UserError
-
-# How libraries below torch's allocator say it.
-_SIGNS = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory", "can't allocate memory")
-_REASON_CHARS = 240
-
-
-def shortage(error: BaseException) -> str:
-    """What was missing, in a line; empty: memory was not the reason. A loss of the user's own
-    raises it as the cause of its own error."""
-    for found in (error, error.__cause__):
-        text = str(found)
-        if isinstance(found, torch.OutOfMemoryError) or any(sign in text for sign in _SIGNS):
-            return " ".join(text.split())[:_REASON_CHARS] or "out of memory"
-    return ""
 
 
 class Room:
@@ -61,4 +48,19 @@ class Room:
             f"out of memory: a document of {tokens:,} tokens does not fit alone, with its layers "
             f"computed twice ({reason}); lower rollout.tokens_max, rollout.kv_bytes_max or "
             "trainer.logits_chunk_tokens, or train adapters (trainer.lora_rank)"
+        )
+
+    def shrink_scored(self, lengths: Sequence[int], reason: str) -> str:
+        """A pack of documents that were only scored did not fit. Returns what is done about it."""
+        tokens = sum(lengths)
+        if len(lengths) > 1:
+            self.pack_tokens = max(1, min(self.pack_tokens, tokens) // 2)
+            return (
+                f"out of memory while {tokens:,} tokens were scored under frozen weights "
+                f"({reason}); packs have {self.pack_tokens:,} tokens at most from now on"
+            )
+        raise UserError(
+            f"out of memory: a document of {tokens:,} tokens cannot be scored under frozen weights "
+            f"({reason}); lower rollout.tokens_max, rollout.kv_bytes_max or "
+            "trainer.logits_chunk_tokens"
         )

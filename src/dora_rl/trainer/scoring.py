@@ -1,7 +1,8 @@
 """Log-probs of documents under policies that do not move: sealed versions and the reference.
 
 Never scores under weights in motion. Invariant: every log-prob handed out was computed from a
-sealed version of the weight store (or the frozen reference), by the training engine.
+sealed version of the weight store (or the frozen reference), by the training engine. Where memory
+runs out, the same documents are scored in smaller packs, and whoever watches is told.
 """
 
 from __future__ import annotations
@@ -12,31 +13,86 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from dora_rl.out_of_memory import free_cached, maybe_fail, shortage
 from dora_rl.ports import WeightStore
-from dora_rl.trainer.documents import Document, collate
+from dora_rl.trainer import distributed
+from dora_rl.trainer.documents import Document, Pack, collate
 from dora_rl.trainer.lora import is_published_adapter, load_published_adapter, without_dropout
 from dora_rl.trainer.model import Policy, load_weights
 from dora_rl.trainer.packing import pack_stream
+from dora_rl.trainer.room import Room
 from dora_rl.types import UserError, Version
+
+Tell = Callable[[str], None]
 
 
 @torch.no_grad()
 def score(
-    policy: nn.Module, documents: Sequence[Document], temperature: float, pack_tokens: int
+    policy: nn.Module,
+    documents: Sequence[Document],
+    temperature: float,
+    pack_tokens: int | Room,
+    tell: Tell = lambda line: None,
+    *,
+    on_device: bool = False,
 ) -> list[Tensor]:
-    """Log-probs of each document's trained tokens, on the CPU, in the documents' order."""
+    """Log-probs of each document's trained tokens, in the documents' order; on the CPU, or left
+    on the device for a pass that follows, so that nobody waits for them."""
     device = next(policy.parameters()).device
-    packs, rest = pack_stream([d.num_tokens for d in documents], pack_tokens)
-    out: list[Tensor] = []
+    room = Room(pack_tokens) if isinstance(pack_tokens, int) else pack_tokens
+
+    def run(pack: Pack) -> Tensor:
+        scores = policy(pack.token_ids_T, pack.layout, pack.rows_N, pack.target_N, temperature)
+        return scores.logprobs_N
+
     with without_dropout(policy):
-        for indices in [*packs, rest]:
-            if indices:
-                pack = collate([documents[i] for i in indices], device)
-                scores = policy(
-                    pack.token_ids_T, pack.layout, pack.rows_N, pack.target_N, temperature
-                )
-                out.extend(pack.split(scores.logprobs_N))
+        return in_packs(documents, room, device, run, tell, on_device=on_device)
+
+
+def in_packs(
+    documents: Sequence[Document],
+    room: Room,
+    device: torch.device,
+    run: Callable[[Pack], Tensor],
+    tell: Tell,
+    *,
+    on_device: bool = False,
+) -> list[Tensor]:
+    """What `run` makes of each document, in their order. Nothing that it does is left behind by a
+    pack that did not fit, so the pack alone is run again, smaller."""
+    out: list[Tensor] = []
+    while len(out) < len(documents):
+        left = documents[len(out) :]
+        packs, rest = pack_stream([d.num_tokens for d in left], room.pack_tokens)
+        for indices in [*packs, *([rest] if rest else [])]:
+            some = [left[i] for i in indices]
+            found, missing = _try_run(some, device, run, on_device)
+            if missing:
+                tell(room.shrink_scored([d.num_tokens for d in some], missing))
+                free_cached()
+                break
+            out.extend(found)
     return out
+
+
+def _try_run(
+    documents: list[Document],
+    device: torch.device,
+    run: Callable[[Pack], Tensor],
+    on_device: bool,
+) -> tuple[Sequence[Tensor], str]:
+    """Returns outside of the handler, whose traceback holds the pack's tensors. Ranks that compute
+    together cannot go back alone."""
+    try:
+        maybe_fail("score")
+        pack = collate(documents, device)
+        values_N = run(pack)
+        return pack.split(values_N if on_device else values_N.cpu()), ""
+    except RuntimeError as error:
+        missing = shortage(error)
+        if not missing or distributed.world()[1] > 1:
+            raise
+    return (), missing
 
 
 class SealedScorer:
@@ -51,20 +107,30 @@ class SealedScorer:
         make_twin: Callable[[], Policy],
         make_adapted: Callable[[], Policy],
         temperature: float,
-        pack_tokens: int,
+        pack_tokens: int | Room,
         models_max: int = 2,
+        tell: Tell = lambda line: None,
     ) -> None:
         self.store, self.make_twin, self.make_adapted = store, make_twin, make_adapted
-        self.temperature, self.pack_tokens, self.models_max = temperature, pack_tokens, models_max
+        self.temperature, self.models_max, self.tell = temperature, models_max, tell
+        self.room = Room(pack_tokens) if isinstance(pack_tokens, int) else pack_tokens
         self._models: OrderedDict[Version, Policy] = OrderedDict()
         self._adapted: Policy | None = None
         self._adapter: Version | None = None
 
     def hold_base(self) -> None:
         """Make the twin that adapters go on, where all ranks are sure to be."""
-        self._adapted = self._adapted or self.make_adapted()
+        if self._adapted is None:
+            maybe_fail("twin")
+            self._adapted = self.make_adapted()
 
-    def score(self, documents: Sequence[Document], versions: Sequence[Version]) -> list[Tensor]:
+    def score(
+        self,
+        documents: Sequence[Document],
+        versions: Sequence[Version],
+        *,
+        on_device: bool = False,
+    ) -> list[Tensor]:
         """`documents[i]` under version `versions[i]`."""
         out: dict[int, Tensor] = {}
         for version in sorted(set(versions)):
@@ -73,7 +139,9 @@ class SealedScorer:
                 self._model(version),
                 [documents[i] for i in mine],
                 self.temperature,
-                self.pack_tokens,
+                self.room,
+                self.tell,
+                on_device=on_device,
             )
             out.update(zip(mine, found, strict=True))
         return [out[i] for i in range(len(documents))]
@@ -102,7 +170,24 @@ class SealedScorer:
             self._adapter = version
             return self._adapted
         full = len(self._models) >= self.models_max
-        model = self._models.popitem(last=False)[1] if full else self.make_twin()
+        model = self._models.popitem(last=False)[1] if full else self._twin()
         load_weights(model, sealed.tensor)
         self._models[version] = model
         return model
+
+    def _twin(self) -> Policy:
+        """Where there is no room for another, the least recently used one is loaded anew."""
+        try:
+            maybe_fail("twin")
+            return self.make_twin()
+        except RuntimeError as error:
+            missing = shortage(error)
+            if not missing or not self._models or distributed.world()[1] > 1:
+                raise
+        self.models_max = len(self._models)
+        self.tell(
+            f"out of memory for another frozen version ({missing}); at most {self.models_max} at a "
+            "time from now on"
+        )
+        free_cached()
+        return self._models.popitem(last=False)[1]

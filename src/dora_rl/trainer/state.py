@@ -23,7 +23,13 @@ from torch import Tensor, nn
 
 from dora_rl.trainer import checkpoint
 from dora_rl.trainer.distributed import gathered, like_shard, wait_for_all
-from dora_rl.trainer.lora import adapter_tensors, load_adapter_tensors, save_adapter
+from dora_rl.trainer.lora import (
+    adapter_tensors,
+    is_adapter,
+    load_adapter_tensors,
+    plain_name,
+    save_adapter,
+)
 from dora_rl.trainer.masters import prefixed, whole, with_prefix
 from dora_rl.trainer.model import (
     base_weights,
@@ -62,7 +68,7 @@ def save(learner: Learner, directory: Path, options: CheckpointOptions) -> Path:
         parts["critic"] = {n: gathered(p) for n, p in learner.critic.named_parameters()}
         parts["critic_optimizer"] = _moments(learner.critic_optimizer)
     if learner.reference is not None and not learner.options.reference_model:
-        parts["reference"] = dict(learner.reference.named_parameters())
+        parts["reference"] = _frozen(learner.reference)
 
     def fill(target: Path) -> None:
         trainer = target / checkpoint.TRAINER
@@ -89,6 +95,12 @@ def save(learner: Learner, directory: Path, options: CheckpointOptions) -> Path:
     return directory
 
 
+def _frozen(reference: nn.Module) -> dict[str, Tensor]:
+    """A reference's weights by the model's own names. Its adapters, if any, are new ones."""
+    named = reference.named_parameters()
+    return {plain_name(n): p.detach() for n, p in named if not is_adapter(n)}
+
+
 def _moments(optimizer: Optimizer) -> dict[str, Tensor]:
     return {n: gathered(t) for n, t in optimizer.state_tensors().items()}
 
@@ -107,7 +119,9 @@ def restore(learner: Learner, directory: Path) -> None:
     if learner.critic is not None:
         _fill(learner.critic, checkpoint.load_tensors(trainer / "critic.safetensors"))
     if learner.reference is not None and not learner.options.reference_model:
-        _fill(learner.reference, checkpoint.load_tensors(trainer / "reference.safetensors"))
+        saved = checkpoint.load_tensors(trainer / "reference.safetensors")
+        for name, p in _frozen(learner.reference).items():
+            p.copy_(saved[name])
     _set_counters(learner, state)
     checkpoint.restore_rng(checkpoint.load_tensors(trainer / "rng.safetensors"))
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dora_rl.out_of_memory import shortage
 from dora_rl.trainer.attention_layout import Layout
 from dora_rl.trainer.learner import Learner
-from dora_rl.trainer.room import shortage
 
 DOCUMENT_TOKENS = 512
 PACK_MIN = 8

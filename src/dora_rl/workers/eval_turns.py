@@ -51,9 +51,9 @@ class EvalTurns:
             label_of(str(row["env"]), self._loaded),
             read_row(row),
             episode_seed(0, rid.group),
-            trajectory.token_ids,
-            trajectory.loss_mask,
-            trajectory.logprobs,
+            tuple(trajectory.token_ids.tolist()),
+            tuple(trajectory.loss_mask.tolist()),
+            tuple(trajectory.logprobs.tolist()),
             trajectory.version,
         )
         self.num_open += 1

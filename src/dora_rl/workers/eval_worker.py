@@ -16,6 +16,7 @@ from dora_rl.engine.options import EngineOptions
 from dora_rl.engine.sequence import Request
 from dora_rl.envs.host import Answer
 from dora_rl.io.wire import Channel
+from dora_rl.out_of_memory import free_cached, shortage
 from dora_rl.setup.tokenizer import open_tokenizer
 from dora_rl.types import Finish, RequestId, SamplingParams, Trajectory, Version
 from dora_rl.weights.lora_base import whole
@@ -40,6 +41,7 @@ def serve_evaluations(setup: Setup, channel: Channel) -> None:
     engine = Engine(read_spec(config.model.path), EngineOptions(**options), decode)
     store = DiskWeightStore(Path(setup.run_dir) / "weights")
     turns = EvalTurns(config, Path(".")) if config.env.environments else None
+    alive = _Alive(channel, setup.name, engine)
     channel.send("ready", {})
     while True:
         message = channel.receive()
@@ -49,24 +51,47 @@ def serve_evaluations(setup: Setup, channel: Channel) -> None:
         prompts = [tuple(ids) for ids in message.body["prompts"]]
         for old in engine.versions():
             engine.retire(old)
-        engine.load(version, whole(store.open(version), Path(config.model.path)))
+        source = whole(store.open(version), Path(config.model.path))
+        missing = _try_load(engine, version, source)
+        if missing:  # once more, without what torch holds on to
+            alive.note(f"out of memory while version {version} was loaded ({missing}); once more")
+            free_cached()
+            engine.load(version, source)
         channel.send("loaded", {"version": version})
         samples = message.body["num_samples"]
-        params, alive = config.rollout.sampling_params(), _Alive(channel)
+        params = config.rollout.sampling_params()
         if turns is not None:
             turns.begin(message.body["rows"])
         answers = evaluate(engine, version, prompts, samples, params, alive.say, turns)
         channel.send("evaluated", {"version": version, "answers": answers})
 
 
-class _Alive:
-    """Says now and then that the evaluator is still generating."""
+def _try_load(engine: Engine, version: Version, source: Any) -> str:
+    """What was missing, where memory ran out."""
+    try:
+        engine.load(version, source)
+    except RuntimeError as error:
+        missing = shortage(error)
+        if not missing:
+            raise
+        return missing
+    return ""
 
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
+
+class _Alive:
+    """Says now and then that the evaluator is still generating, and what its engine has to say."""
+
+    def __init__(self, channel: Channel, name: str, engine: Engine) -> None:
+        self._channel, self._name, self._engine = channel, name, engine
         self._said_s = time.monotonic()
 
+    def note(self, line: str) -> None:
+        self._channel.send("note", {"line": f"{self._name}: {line}"})
+
     def say(self) -> None:
+        notes, self._engine.notes = self._engine.notes, []
+        for line in notes:
+            self.note(line)
         if time.monotonic() - self._said_s > ALIVE_S:
             self._said_s = time.monotonic()
             self._channel.send("progress", {})
@@ -98,8 +123,10 @@ def evaluate(
     done = _generate(engine, turns, (greedy, params), alive)
     return [
         {
-            "greedy": list(done[RequestId(index, 0)].token_ids),
-            "sampled": [list(done[RequestId(index, 1 + s)].token_ids) for s in range(num_samples)],
+            "greedy": done[RequestId(index, 0)].token_ids.tolist(),
+            "sampled": [
+                done[RequestId(index, 1 + s)].token_ids.tolist() for s in range(num_samples)
+            ],
             "rewards": [done[RequestId(index, s)].reward for s in range(1 + num_samples)],
             "finishes": [done[RequestId(index, s)].finish.value for s in range(1 + num_samples)],
             "failures": [_failure(done[RequestId(index, s)]) for s in range(1 + num_samples)],

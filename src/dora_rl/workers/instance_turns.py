@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from dora_rl.core import events as ev
 from dora_rl.engine.sequence import Status
 from dora_rl.envs.host import Answer
@@ -42,12 +40,8 @@ class InstanceTurns:
             body = {"group": rid.group, "sample": rid.sample, "epoch": epoch, "turn": seq.turns}
             body["version"] = seq.version
             now = seq.trajectory()  # an output may lie here while the session is replaced
-            arrays = {
-                "token_ids": np.asarray(now.token_ids, dtype=np.int32),
-                "loss_mask": np.asarray(now.loss_mask, dtype=np.uint8),
-                "logprobs": np.asarray(now.logprobs, dtype=np.float32),
-            }
-            worker.channel.send("turn", body, arrays)
+            names = ("token_ids", "loss_mask", "logprobs")
+            worker.channel.send("turn", body, {name: getattr(now, name) for name in names})
         return True
 
     def observed(self, message: Message) -> None:

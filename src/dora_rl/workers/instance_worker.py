@@ -15,9 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
@@ -28,8 +26,10 @@ from dora_rl.engine.sequence import Request, Status, is_plain
 from dora_rl.engine.transfer import Export, begin_import, chunk_bytes, chunk_from_bytes
 from dora_rl.io.transport import TransportError
 from dora_rl.io.wire import Channel, Message, decode_fleet, encode_event, pack
+from dora_rl.out_of_memory import free_cached, shortage
 from dora_rl.store.sample_digest import sample_digest
 from dora_rl.store.storage_client import StorageStream
+from dora_rl.store.trajectories import to_message
 from dora_rl.types import (
     BaseDiffers,
     Finish,
@@ -84,6 +84,7 @@ class InstanceWorker:
         self.load_attempts: dict[Version, int] = {}
         self.awaited: list[Version] = []  # to be loaded, and not in the store yet
         self.loads: deque[tuple[Version, Iterator[str]]] = deque()
+        self.loads_short: set[Version] = set()  # for which there was not enough memory, once
         self.checksums: dict[Version, str] = {}  # of what is being loaded
         self.warming = Warming(self.engine, is_plain(self.params))
         self.awake = True
@@ -130,7 +131,14 @@ class InstanceWorker:
                         continue
                     self.finish(output.trajectory)
                 self.busy_s += time.monotonic() - began
+            self._tell_notes()
             self._report()
+
+    def _tell_notes(self) -> None:
+        """What the engine has to say to whoever watches, once."""
+        notes, self.engine.notes = self.engine.notes, []
+        for line in notes:
+            self.channel.send("note", {"line": f"{self.name}: {line}"})
 
     def _close(self) -> None:
         """What is in flight continues from the journal, to the last token."""
@@ -266,11 +274,6 @@ class InstanceWorker:
             final = trajectory.finish is Finish.REFUSED and "resident" not in trajectory.error
             self.say(ev.SampleFailed(rid, epoch, self.name, trajectory.error, final))
             return
-        arrays: dict[str, NDArray[Any]] = {
-            "token_ids": np.asarray(trajectory.token_ids, dtype=np.int32),
-            "logprobs": np.asarray(trajectory.logprobs, dtype=np.float32),
-            "loss_mask": np.asarray(trajectory.loss_mask, dtype=np.uint8),
-        }
         event = ev.SampleFinished(
             rid,
             epoch,
@@ -278,15 +281,21 @@ class InstanceWorker:
             len(trajectory.token_ids),
             trajectory.finish,
             trajectory.segments,
-            digest=sample_digest(rid, trajectory.segments, *arrays.values()),
+            digest=sample_digest(
+                rid,
+                trajectory.segments,
+                trajectory.token_ids,
+                trajectory.logprobs,
+                trajectory.loss_mask,
+            ),
             incarnation=self.setup.life,
         )
-        if reward is not None:
-            arrays["reward"] = np.asarray([reward], dtype=np.float64)
+        samples, arrays = to_message([replace(trajectory, reward=reward)])
+        body = {"event": encode_event(event), "samples": samples}
         if self.storage is not None:
-            self.storage.put(rid.group, pack("finished", encode_event(event), arrays))
+            self.storage.put(rid.group, pack("finished", body, arrays))
         else:
-            self.channel.send("finished", encode_event(event), arrays)
+            self.channel.send("finished", body, arrays)
 
     def _begin_loads(self) -> None:
         """An instance may be up before the learner has sealed (or copied back) a version."""
@@ -323,7 +332,24 @@ class InstanceWorker:
             raise
         except (WeightsError, UserError) as error:
             self._say_failed(version, error)
+        except RuntimeError as error:
+            self._load_again(version, error)
         self.loads.popleft()
+
+    def _load_again(self, version: Version, error: RuntimeError) -> None:
+        """Where memory ran out, once more without what torch holds on to; then the core decides."""
+        missing = shortage(error)
+        if not missing:
+            raise error
+        self.checksums.pop(version)
+        if version in self.loads_short:
+            self._say_failed(version, error)
+            return
+        self.loads_short.add(version)
+        line = f"out of memory while version {version} was loaded ({missing}); it is loaded again"
+        self.engine.notes.append(line)
+        free_cached()
+        self.awaited.append(version)
 
     def _say_failed(self, version: Version, error: Exception) -> None:
         attempt = self.load_attempts.get(version, -1)

@@ -31,7 +31,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from dora_rl.controller.lock import LEARNER_LOCK
@@ -41,13 +40,13 @@ from dora_rl.engine.sealed import check_base
 from dora_rl.io.wire import Channel, Message, decode_learner, encode_event
 from dora_rl.setup.settings import learner_algorithm
 from dora_rl.store.storage_client import StorageReader
+from dora_rl.store.trajectories import from_message
 from dora_rl.trainer import distributed, state
-from dora_rl.trainer.batch import GroupBatch, Sample
 from dora_rl.trainer.checkpoint import Checkpoints, Saved
 from dora_rl.trainer.learner import Learner
 from dora_rl.trainer.options import CheckpointOptions, from_section
 from dora_rl.trainer.warm_up import warm_up
-from dora_rl.types import GroupId, Segment, StepIndex, Version
+from dora_rl.types import Group, GroupId, StepIndex, Version
 from dora_rl.weights.levels import Level, disk_level, finish_sealed, is_one_place, shared_level
 from dora_rl.weights.lora_base import run_base
 from dora_rl.weights.sealing import Sealing, WaitingStore
@@ -91,7 +90,9 @@ class LearnerWorker:
         self._check_base()
         self.reader = StorageReader(bytes.fromhex(setup.key))
         device = str(self.learner.device)
-        self.recheck = Recheck(self.learner, self.shared, config, device, channel.send_event)
+        self.recheck = Recheck(
+            self.learner, self.shared, config, device, channel.send_event, self._note
+        )
         self.fed: set[GroupId] = set()
         self.waiting: deque[Message] = deque()
         self.busy_s = 0.0
@@ -257,6 +258,9 @@ class LearnerWorker:
         )
         beat(self.channel, self._beat, BEAT_S)
 
+    def _note(self, line: str) -> None:
+        self.channel.send("note", {"line": f"learner: {line}"})
+
     def _tell_notes(self) -> None:
         """What the learner has to say to whoever watches, once."""
         notes, self.learner.notes = self.learner.notes, []
@@ -296,10 +300,10 @@ class LearnerWorker:
         with self._at_work():
             self._plan_updates(message.body)
             self.fed.add(action.group)
-            group = read_group(action, self._with_rows(message))
+            group = read_group(action, message, self.reader)
             self.learner.feed([group])
             self.progress += 1
-        self.recheck.offer(group, action.samples)
+        self.recheck.offer(group)
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:
@@ -311,13 +315,6 @@ class LearnerWorker:
     def _worked_s(self) -> float:
         """A clock that stands while the learner waits for a version that it is still sealing."""
         return time.monotonic() - self.shared.waited_s
-
-    def _with_rows(self, message: Message) -> Message:
-        """On a cluster the controller says where the rows are, and they are fetched from there."""
-        if "rows" not in message.body:
-            return message
-        stored = self.reader.rows(message.body["rows"])
-        return replace(message, arrays=message.arrays | stored.arrays)
 
     def _close(self, action: act.CloseStep) -> None:
         if not self._begin(action.step):
@@ -360,6 +357,7 @@ class LearnerWorker:
             self.channel.send_event(ev.VersionDurable(action.step + 1, incarnation=life))
 
         durable = self._seal(action.step + 1, metrics, tell, tell_durable)
+        self.recheck.catch_up()
         self.progress += 1
         self.version = action.step + 1
         self.moments.step_ended(self.learner, self.version, durable, saved=saved)
@@ -412,23 +410,13 @@ def wait_for_lock(path: Path) -> int:
     return handle
 
 
-def read_group(action: act.Feed, message: Message) -> GroupBatch:
-    """The group's samples from the flat arrays of a message."""
-    ids, logprobs, mask = (message.arrays[n] for n in ("token_ids", "logprobs", "loss_mask"))
-    ends = np.cumsum(message.body["lengths"])
-    samples: list[Sample] = []
-    for place, end in enumerate(ends):
-        begin = int(end) - message.body["lengths"][place]
-        segments = tuple(Segment(*pair) for pair in message.body["segments"][place])
-        samples.append(
-            Sample(
-                token_ids=ids[begin:end].tolist(),
-                logprobs=logprobs[begin:end].tolist(),
-                loss_mask=mask[begin:end].tolist(),
-                reward=message.body["rewards"][place],
-                segments=segments,
-                truncated=message.body["truncated"][place],
-            )
-        )
-    prompt_ids = message.arrays["prompt_ids"].tolist()
-    return GroupBatch(action.group, action.version, prompt_ids, tuple(samples))
+def read_group(action: act.Feed, message: Message, reader: StorageReader | None = None) -> Group:
+    """The group of a message. On a cluster that says where the samples are, and what they got."""
+    body, arrays = message.body, message.arrays
+    if "rows" in body:
+        assert reader is not None
+        stored = zip(reader.rows(body["rows"]), body["rewards"], strict=True)
+        samples = [replace(sample, reward=reward) for sample, reward in stored]
+    else:
+        samples = from_message(body["samples"], arrays)
+    return Group(action.group, action.version, arrays["prompt_ids"], tuple(samples))

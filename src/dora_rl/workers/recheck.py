@@ -2,13 +2,15 @@
 
 An instance decodes token by token from its paged cache; here the learner reads the sealed version
 that the log names and runs prompt and response as one document. A runtime that decodes under other
-weights than it says shows as log-probs that differ. Done by the learner while it waits for work;
-which samples are taken follows from their number alone. Never changes what is trained.
+weights than it says shows as log-probs that differ. Done by the learner while it waits for work and
+holds no gradients: the twin that reads a version is smaller than they are, so that it needs no room
+of its own. Which samples are taken follows from their number alone. Never changes what is trained,
+and never ends a run: where there is no memory for it, it stops and says so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -16,15 +18,16 @@ import torch
 
 from dora_rl.config import RunConfig
 from dora_rl.core import events as ev
+from dora_rl.out_of_memory import shortage
 from dora_rl.ports import SealedWeights
-from dora_rl.trainer.batch import GroupBatch
+from dora_rl.setup.settings import is_recomputable
 from dora_rl.trainer.documents import Document, document_of
 from dora_rl.trainer.learner import Learner
 from dora_rl.trainer.scoring import SealedScorer
-from dora_rl.types import RequestId, Version
+from dora_rl.types import Group, RequestId, UserError, Version
 from dora_rl.weights.store import SharedMemoryWeightStore, VersionMissing
 
-PENDING_MAX = 32  # so many may wait for an idle moment; then one is made
+PENDING_MAX = 32  # so many may wait for an idle moment; then the end of a step is one
 EXACT, ROUNDED = 1e-4, 0.05  # mean difference of a log-prob: all float32, or anything shorter
 
 
@@ -32,12 +35,6 @@ def is_chosen(seed: int, request: RequestId, share: float) -> bool:
     """The same samples in every life of a run."""
     found = blake2b(f"{seed}/{request.group}/{request.sample}".encode(), digest_size=8).digest()
     return int.from_bytes(found, "little") < share * 2**64
-
-
-def is_recomputable(config: RunConfig) -> bool:
-    """Where the engine draws from a part of the vocabulary its log-probs are those of the part."""
-    rollout = config.rollout
-    return not rollout.top_k and rollout.top_p == 1.0 and not rollout.min_p
 
 
 def tolerance_of(config: RunConfig, learner: torch.dtype, device: str) -> float:
@@ -75,12 +72,13 @@ class Recheck:
         config: RunConfig,
         device: str,
         tell: Callable[[ev.Recomputed], None],
+        note: Callable[[str], None] = lambda line: None,
     ) -> None:
         audit = config.audit
         works = learner.num_ranks == 1 and is_recomputable(config)
         self._share = audit.recompute_share if works else 0.0
         self._seed = config.runtime.seed
-        self._store, self._tell = store, tell
+        self._learner, self._store, self._tell, self._note = learner, store, tell, note
         self._tolerance = tolerance_of(config, learner.policy.compute_dtype, device)
         self._kept = Kept()
         self._scorer = SealedScorer(
@@ -90,20 +88,20 @@ class Recheck:
             config.rollout.temperature or 1.0,
             learner.pack_tokens,
             models_max=1,
+            tell=note,
         )
         self._waiting: list[Taken] = []
 
     @property
     def is_waiting(self) -> bool:
-        return bool(self._waiting)
+        """Whether there is something to do, and room for it."""
+        return bool(self._waiting) and not self._learner.holds_gradients
 
-    def offer(self, group: GroupBatch, samples: Sequence[int]) -> None:
-        """`samples` are the numbers of the group's samples, in its order."""
-        for number, sample in zip(samples, group.samples, strict=True):
-            request = RequestId(group.group, number)
-            pure = len(sample.segments) == 1
+    def offer(self, group: Group) -> None:
+        for sample in group.samples:
+            request = sample.request
             if (
-                not pure
+                sample.mixed
                 or not sample.num_trained
                 or not is_chosen(self._seed, request, self._share)
             ):
@@ -114,7 +112,10 @@ class Recheck:
             except VersionMissing:
                 continue  # counted by its absence: the log has no word of this sample
             self._waiting.append(Taken(request, document_of(group, sample, 0.0), sealed))
-        if len(self._waiting) >= PENDING_MAX:
+
+    def catch_up(self) -> None:
+        """At the end of a step: a learner that never waits has no idle moment."""
+        while len(self._waiting) >= PENDING_MAX:
             self.go_on()
 
     def go_on(self) -> None:
@@ -125,7 +126,14 @@ class Recheck:
         mine = [taken for taken in self._waiting if taken.sealed.version == version]
         self._waiting = [taken for taken in self._waiting if taken.sealed.version != version]
         self._kept.versions = {version: mine[0].sealed}
-        found = self._scorer.score([taken.document for taken in mine], [version] * len(mine))
+        try:
+            found = self._scorer.score([taken.document for taken in mine], [version] * len(mine))
+        except (RuntimeError, UserError) as error:
+            missing = shortage(error)
+            if not missing:
+                raise
+            self._give_up(missing)
+            return
         for taken, logprobs in zip(mine, found, strict=True):
             gap = (logprobs.float() - taken.document.rollout_logprobs).abs()
             self._tell(
@@ -140,6 +148,15 @@ class Recheck:
             )
         self._scorer.release()  # a twin is as large as the model
         self._kept.versions = {}
+
+    def _give_up(self, missing: str) -> None:
+        self._share, self._waiting = 0.0, []
+        self._scorer.release()
+        self._kept.versions = {}
+        self._note(
+            f"out of memory while samples were computed again ({missing}); no more are in this "
+            "life of the learner (audit.recompute_share)"
+        )
 
     def finish(self) -> None:
         """All that wait."""

@@ -44,14 +44,14 @@ def read_items(
     for item, end in zip(items, ends, strict=True):
         ids, text = token_ids[int(end) - item["num_tokens"] : int(end)], item["completion"]
         if "rows" in item and reader is not None:
-            stored = reader.rows(item["rows"])
-            ids, text = stored.arrays["token_ids"], stored.body["texts"][0]
+            (stored,) = reader.rows(item["rows"])
+            ids, text = stored.token_ids, stored.text
         found.append(
             ScoreItem(
                 prompt=item["prompt"],
                 prompt_text=item["prompt_text"],
                 completion=text,
-                completion_ids=tuple(int(t) for t in ids),
+                completion_ids=tuple(ids.tolist()),
                 answer=item["answer"],
                 columns=item["columns"],
                 finish=item["finish"],

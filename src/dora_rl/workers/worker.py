@@ -24,6 +24,7 @@ from safetensors import SafetensorError
 from dora_rl.config import RunConfig
 from dora_rl.io.full_disk import DISK_ERRORS, full_line, is_full
 from dora_rl.io.wire import Channel
+from dora_rl.out_of_memory import arm
 from dora_rl.setup.devices import VISIBLE
 from dora_rl.setup.mps import BELOW_NORMAL, PERCENT, PRIORITY
 from dora_rl.types import BaseDiffers, UserError
@@ -33,6 +34,7 @@ from dora_rl.workers.priority import make_way
 from dora_rl.workers.user_errors import send_user_errors
 
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +110,10 @@ def main() -> int:
         os.environ[PRIORITY] = BELOW_NORMAL
     if setup.config.runtime.threads:
         _limit_threads(setup.config.runtime.threads)
+    if setup.role == "learner" and learner_device(setup).startswith("cuda"):
+        grow_in_place()
     if setup.extra.get("memory_limit"):
-        _limit_memory(setup.extra)
+        _limit_memory(setup)
     serve(setup)
     return 0
 
@@ -122,18 +126,44 @@ def _limit_threads(num_threads: int) -> None:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
-def _limit_memory(extra: dict[str, Any]) -> None:
+def learner_device(setup: Setup) -> str:
+    """What `trainer.device` says, or else the device of the run."""
+    wanted = setup.config.trainer.device
+    return str(setup.extra["device"]) if wanted == "auto" else wanted
+
+
+def gpu_index(setup: Setup) -> int:
+    """Of the GPU that this worker computes on, among those that it sees. Rank r of the learner has
+    the r-th from the first one on."""
+    extra = setup.extra
+    name = learner_device(setup) if setup.role == "learner" else str(extra["device"])
+    return int(name.partition(":")[2] or 0) + int(extra.get("rank", 0))
+
+
+def _limit_memory(setup: Setup) -> None:
     """What the allocator may hold of its GPU, for a run that plans for a smaller one."""
     import torch
 
-    number = str(extra["device"]).partition(":")[2]
-    index = int(number) if number else int(extra.get("rank", 0))
-    torch.cuda.set_per_process_memory_fraction(min(1.0, extra["memory_limit"]), index)
+    share = min(1.0, float(setup.extra["memory_limit"]))
+    torch.cuda.set_per_process_memory_fraction(share, gpu_index(setup))
+
+
+def grow_in_place() -> None:
+    """Packs differ in size, and torch's allocator keeps a block of each size that it was asked for:
+    after some steps the learner would hold a fifth more than it needs at any time. Segments that
+    grow have one block of each. What the user has set stays."""
+    if any(name in os.environ for name in ALLOCATOR_VARIABLES):
+        return
+    import torch
+
+    choose = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    (choose or torch.cuda.memory._set_allocator_settings)("expandable_segments:True")
 
 
 def serve(setup: Setup) -> None:
     """Connect and do what the role does, until the controller says "end" or is gone."""
     channel = Channel.connect(setup.address, bytes.fromhex(setup.key))
+    arm(setup.role)
     channel.send("hello", {"role": setup.role, "name": setup.name, "life": setup.life})
     listen(send_user_errors(channel))
     try:

@@ -62,8 +62,7 @@ class ClusterRun(LocalRun):
 
     def _open_samples(self) -> Samples:
         shards = self.config.resources.storage_shards
-        path = self.run_dir / "table.log"
-        self.index = SampleIndex(path, self.params.group_size, shards)
+        self.index = SampleIndex(self.run_dir / "table.log", shards)
         return self.index
 
     def _demand(self, role: str, name: str) -> Mapping[str, float]:
@@ -156,7 +155,7 @@ class ClusterRun(LocalRun):
             return
         self.records.totals.tokens_generated += message.body["meta"]["num_generated"]
         version = self.state.groups[event.request.group].version
-        self.index.put_meta(event, version, message)
+        self.index.put_meta(event, version, message.body["meta"])
         self.handle(event)
 
     def step_closed(self, action: act.CloseStep) -> None:

@@ -6,6 +6,7 @@ when or where it is evaluated. Never writes anything.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,8 @@ def evaluate_once(
     if turns is not None:
         turns.begin([{**row_of(prompt), "env": prompt.env} for prompt in prompts])
     answers = evaluate(engine, model.version, ids, num_samples, params, turns=turns)
+    for line in engine.notes:
+        print(line, file=sys.stderr)
     sheets = [
         Sheet(prompt, greedy_tokens=len(answer["greedy"]))
         for prompt, answer in zip(prompts, answers, strict=True)

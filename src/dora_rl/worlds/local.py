@@ -73,6 +73,7 @@ from dora_rl.setup.settings import core_params
 from dora_rl.store.journals import Journals
 from dora_rl.store.sample_digest import text_digest
 from dora_rl.store.samples import Samples
+from dora_rl.store.trajectories import from_message
 from dora_rl.types import StepIndex, Version
 from dora_rl.weights.carrier import Carrier, SameHost
 from dora_rl.weights.store import WeightsError
@@ -160,7 +161,7 @@ class LocalRun:
         self.on_wait: Callable[[list[str]], None] = lambda lines: None
 
     def _open_samples(self) -> Samples:
-        return Samples(self.run_dir / "table.log", self.params.group_size)
+        return Samples(self.run_dir / "table.log")
 
     def _hire(self) -> tuple[Crew, Carrier]:
         """Who starts workers and carries messages, and how weights and KV travel."""
@@ -455,14 +456,15 @@ class LocalRun:
             self.handle(ev.StopRequested(f"version {version} is damaged on disk too: {error}"))
 
     def _finished(self, message: Message) -> None:
-        event = decode_event(message.body)
+        event = decode_event(message.body["event"])
         assert isinstance(event, ev.SampleFinished)
         if self.stop is not None or current(self.state, event.request, event.epoch) is None:
             return
-        self.records.totals.tokens_generated += int(message.arrays["loss_mask"].sum())
-        text = self.decode(message.arrays["token_ids"].tolist())
+        (sample,) = from_message(message.body["samples"], message.arrays)
+        self.records.totals.tokens_generated += sample.num_trained
+        text = self.decode(sample.token_ids.tolist())
         version = self.state.groups[event.request.group].version
-        self.samples.put(event, version, message, text)
+        self.samples.put(replace(sample, version=version, text=text))
         self.handle(event)
 
     def _committed(self, life: int, message: Message) -> None:

@@ -19,13 +19,11 @@ from dora_rl.dashboard.group_documents import pieces
 from dora_rl.dashboard.run_files import RunFiles
 from dora_rl.dashboard.timeline import COLOURS, STAYS_MAX
 from dora_rl.dashboard.watcher import Watcher
-from dora_rl.data.table import Table
-from dora_rl.data.table_peek import peek
-from dora_rl.data.table_rows import NewRow
 from dora_rl.observe.audit import audit
 from dora_rl.observe.eventlog import Entry, encode_entry
 from dora_rl.observe.plots import draw_run
-from dora_rl.types import Mode
+from dora_rl.store.table import Row, Table, peek
+from dora_rl.types import Mode, RequestId
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +88,20 @@ def test_a_failed_evaluation_is_no_zero_and_a_second_try_replaces_it(
         file.write(json.dumps({"version": 3, "eval/sampled": 0.5}) + "\n")
     watcher.look()
     assert shown(watcher, "metrics")["evaluations"]["eval/sampled"]["y"] == [0.25, 0.5]
+
+
+def test_a_step_without_its_figures_makes_the_sum_unknown(
+    entries: list[Entry], tmp_path: Path
+) -> None:
+    write_run(tmp_path, entries)
+    path = tmp_path / "metrics.jsonl"
+    with path.open("a") as file:
+        file.write('{"step": 1000, "loss": 0.5}\n')
+    watcher = Watcher(tmp_path, audit=False)
+    watcher.look()
+    found = shown(watcher, "overview")
+    assert found["tokens_trained"] is None and found["tokens_per_s"] is None
+    assert found["tokens_generated"] > 0
 
 
 @pytest.mark.parametrize("mode", [Mode.PARTIAL, Mode.REPLICATION])
@@ -235,14 +247,15 @@ def test_a_live_run_is_followed_without_reading_again(entries: list[Entry], tmp_
 
 def test_a_sample_is_read_before_its_group_is_trained(entries: list[Entry], tmp_path: Path) -> None:
     write_log(tmp_path / "events", entries[:150])
-    table = Table({"learner": ("token_ids", "reward")}, path=tmp_path / "table.log")
+    table = Table(tmp_path / "table.log")
     columns = {
         "token_ids": np.array([4, 5, 6], np.int32),
         "logprobs": np.array([-0.5, -1.0, -2.0], np.float32),
         "loss_mask": np.array([1, 0, 1], np.int8),
         "text": "abc",
     }
-    table.put([NewRow(1, 0, columns, 2, 4), NewRow(1, 0, columns | {"text": "d"}, 3, 4)])
+    first, second = RequestId(1, 2), RequestId(1, 3)
+    table.put([Row(first, 0, columns), Row(second, 0, columns | {"text": "d"})])
     watcher = Watcher(tmp_path, audit=False)
     watcher.look()
     found = shown(watcher, "trajectory", group=1, sample=2)
@@ -251,7 +264,7 @@ def test_a_sample_is_read_before_its_group_is_trained(entries: list[Entry], tmp_
     assert shown(watcher, "trajectory", group=1, sample=0) is None
     torn = (tmp_path / "table.log").read_bytes()[:-5]
     (tmp_path / "table.log").write_bytes(torn)  # being written: nothing is cut off, nothing fails
-    assert peek(tmp_path / "table.log", 1, 2) is None
+    assert peek(tmp_path / "table.log", first) is None
     assert (tmp_path / "table.log").read_bytes() == torn
     table.close()
 

@@ -45,12 +45,12 @@ def run(engine: Engine, request: Request):
 
 def test_stop_ids_and_eos(engine: Engine) -> None:
     free = run(engine, Request(KEY, 0, PROMPT, GREEDY))
-    stop = free.token_ids[4]
-    first = free.token_ids.index(stop)
+    stop = int(free.token_ids[4])
+    first = free.token_ids.tolist().index(stop)
     params = SamplingParams(tokens_max=12, temperature=0, stop_ids=(stop,))
     stopped = run(engine, Request(KEY, 0, PROMPT, params))
     assert stopped.finish is Finish.STOP
-    assert stopped.token_ids == free.token_ids[: first + 1]
+    assert stopped.token_ids.tolist() == free.token_ids[: first + 1].tolist()
 
 
 def test_stop_string(path: Path) -> None:
@@ -65,7 +65,7 @@ def test_stop_string(path: Path) -> None:
     params = SamplingParams(tokens_max=12, temperature=0, ignore_eos=True, stop_strings=(text,))
     stopped = run(engine, Request(KEY, 0, PROMPT, params))
     assert stopped.finish is Finish.STOP
-    assert stopped.token_ids == free.token_ids[:8]
+    assert stopped.token_ids.tolist() == free.token_ids[:8].tolist()
 
 
 def test_forced_tokens_are_scored(engine: Engine, saved: Saved) -> None:
@@ -73,7 +73,7 @@ def test_forced_tokens_are_scored(engine: Engine, saved: Saved) -> None:
     forced = random_prompts((30,), seed=4)[0]
     params = SamplingParams(tokens_max=30, forced_ids=forced)
     scored = run(engine, Request(KEY, 0, PROMPT, params))
-    assert scored.token_ids == forced
+    assert tuple(scored.token_ids) == forced
     with torch.no_grad():
         logits = model(torch.tensor([[*PROMPT, *forced]])).logits[0, len(PROMPT) - 1 : -1]
     expected = torch.log_softmax(logits, -1).gather(1, torch.tensor(forced)[:, None])[:, 0]
@@ -83,7 +83,7 @@ def test_forced_tokens_are_scored(engine: Engine, saved: Saved) -> None:
 def test_forced_tokens_then_free_ones(engine: Engine) -> None:
     free = run(engine, Request(KEY, 0, PROMPT, GREEDY))
     params = SamplingParams(
-        tokens_max=12, temperature=0, ignore_eos=True, forced_ids=free.token_ids[:5]
+        tokens_max=12, temperature=0, ignore_eos=True, forced_ids=tuple(free.token_ids[:5].tolist())
     )
     mixed = run(engine, Request(KEY, 0, PROMPT, params))
     assert mixed == free
@@ -205,9 +205,12 @@ def test_reversion_records_segments(engine: Engine, saved: Saved) -> None:
     trajectory = finish_all(engine)[KEY]
     assert trajectory.segments == (Segment(0, 0), Segment(num_old, 1))
     alone = make_engine(saved("qwen3", 1)[1])
-    grown = (*PROMPT, *trajectory.token_ids[:num_old])
+    grown = (*PROMPT, *trajectory.token_ids[:num_old].tolist())
     params = SamplingParams(tokens_max=12 - num_old, temperature=0, ignore_eos=True)
-    assert run(alone, Request(KEY, 0, grown, params)).token_ids == trajectory.token_ids[num_old:]
+    assert (
+        run(alone, Request(KEY, 0, grown, params)).token_ids.tolist()
+        == trajectory.token_ids[num_old:].tolist()
+    )
 
 
 # -------------------------------------------------------------------- sessions
@@ -238,7 +241,7 @@ def test_a_parked_request_needs_no_version(engine: Engine, saved: Saved) -> None
         engine.unpark(KEY)
     engine.load(0, saved("qwen3")[1])
     engine.unpark(KEY)
-    assert finish_all(engine)[KEY].token_ids == alone.token_ids
+    assert finish_all(engine)[KEY].token_ids.tolist() == alone.token_ids.tolist()
 
 
 def test_a_session_continues_without_recomputing(engine: Engine, saved: Saved) -> None:
@@ -250,13 +253,13 @@ def test_a_session_continues_without_recomputing(engine: Engine, saved: Saved) -
     engine.extend(KEY, given)
     second = finish_all(engine)[KEY]
     assert engine.stats().prefill_tokens - before == len(given) + 1
-    assert second.token_ids[:12] == first.token_ids
-    assert second.token_ids[12:15] == given
-    assert second.loss_mask == (1,) * 12 + (0,) * 3 + (1,) * 12
+    assert second.token_ids[:12].tolist() == first.token_ids.tolist()
+    assert tuple(second.token_ids[12:15]) == given
+    assert second.loss_mask.tolist() == [1] * 12 + [0] * 3 + [1] * 12
     assert second.turns == 2
-    grown = (*PROMPT, *second.token_ids[:15])
+    grown = (*PROMPT, *second.token_ids[:15].tolist())
     alone = run(make_engine(saved("qwen3")[1]), Request(KEY, 0, grown, GREEDY))
-    assert alone.token_ids == second.token_ids[15:]
+    assert alone.token_ids.tolist() == second.token_ids[15:].tolist()
     check_against(model, alone)
     assert engine.abort(KEY)
     assert engine.stats().used_blocks == 0
@@ -275,7 +278,7 @@ def test_an_idle_session_gives_up_its_blocks(path: Path) -> None:
     run(roomy, Request(KEY, 0, PROMPT, GREEDY, keep=True))
     roomy.extend(KEY, (5, 6, 7))
     assert finish_all(roomy)[KEY] == second
-    assert second.token_ids[:12] == first.token_ids
+    assert second.token_ids[:12].tolist() == first.token_ids.tolist()
 
 
 # ------------------------------------------------------------------- migration

@@ -58,7 +58,9 @@ def finish(engine: Engine, params: SamplingParams):
 
 def test_a_stop_string_ends_a_response_inside_a_burst(path: Path) -> None:
     free = finish(make(path, 1), GREEDY)
-    strings = tuple(text_of(free[RequestId(g, 0)].token_ids[g + 5 : g + 7]) for g in range(4))
+    strings = tuple(
+        text_of(free[RequestId(g, 0)].token_ids[g + 5 : g + 7].tolist()) for g in range(4)
+    )
     params = SamplingParams(tokens_max=24, temperature=0, ignore_eos=True, stop_strings=strings)
     engine = make(path, 6)
     found = finish(engine, params)
@@ -98,7 +100,7 @@ def test_steps_of_a_burst_are_counted_and_journalled(path: Path, tmp_path: Path)
 def test_a_session_that_ended_inside_a_burst_moves_to_a_full_engine(path: Path) -> None:
     """It comes with blocks of rows beyond its end, which nobody makes room for."""
     key, short = RequestId(0, 0), replace(GREEDY, tokens_max=8)
-    free = finish(make(path, 1), GREEDY)[key].token_ids
+    free = finish(make(path, 1), GREEDY)[key].token_ids.tolist()
     params = replace(GREEDY, tokens_max=50, stop_ids=(free[2],))
     source, target = make(path, 40), make(path, 40, num_blocks=5)
     expected = make(path, 1)

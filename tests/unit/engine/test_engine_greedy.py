@@ -44,7 +44,7 @@ def random_prompts(lengths: tuple[int, ...], seed: int = 0) -> list[tuple[int, .
 @torch.no_grad()
 def check_against(model: PreTrainedModel, trajectory: Trajectory) -> None:
     """Every token is the model's best (up to a tie), every log-prob the model's."""
-    prompt, response = trajectory.prompt_ids, trajectory.token_ids
+    prompt, response = trajectory.prompt_ids.tolist(), trajectory.token_ids.tolist()
     logits = model(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1].float()
     chosen = torch.tensor(response)[:, None]
     gap = logits.amax(-1) - logits.gather(1, chosen)[:, 0]
@@ -88,7 +88,7 @@ def test_tokens_equal_generate(saved: Saved) -> None:
     prompt = random_prompts((21,))[0]
     params = SamplingParams(tokens_max=40, temperature=0, ignore_eos=True)
     engine.submit(Request(RequestId(0, 0), 0, prompt, params))
-    response = finish_all(engine)[RequestId(0, 0)].token_ids
+    response = finish_all(engine)[RequestId(0, 0)].token_ids.tolist()
     expected = model.generate(
         torch.tensor([prompt]), max_new_tokens=40, do_sample=False, eos_token_id=None
     )
@@ -104,4 +104,4 @@ def test_samples_of_a_prompt_are_prefilled_once(saved: Saved) -> None:
         engine.submit(Request(RequestId(0, sample), 0, prompt, params))
     done = finish_all(engine)
     assert engine.stats().prefill_tokens == 40
-    assert len({trajectory.token_ids for trajectory in done.values()}) == 1
+    assert len({tuple(trajectory.token_ids) for trajectory in done.values()}) == 1

@@ -47,7 +47,7 @@ def test_bfloat16(saved: Saved) -> None:
     engine.load(0, path)
     rounded = generate(engine)
     gaps = [abs(a - b) for a, b in zip(exact.logprobs, rounded.logprobs, strict=True)]
-    same = exact.token_ids == rounded.token_ids
+    same = exact.token_ids.tolist() == rounded.token_ids.tolist()
     assert max(gaps[: len(gaps) if same else 1]) < 0.2
 
 

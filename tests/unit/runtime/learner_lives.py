@@ -28,9 +28,11 @@ from dora_rl.core import events as ev
 from dora_rl.io.wire import Channel, Message, encode_learner
 from dora_rl.setup.layout import plan_layout
 from dora_rl.setup.settings import learner_algorithm
+from dora_rl.store.trajectories import to_message
 from dora_rl.trainer import state
 from dora_rl.trainer.learner import Learner
 from dora_rl.trainer.model import named_weights
+from dora_rl.types import RequestId, Trajectory
 from dora_rl.weights.store import DiskWeightStore
 from dora_rl.workers.learner_worker import LearnerWorker, read_group
 from dora_rl.workers.worker import Setup
@@ -54,22 +56,21 @@ def order(step: int, group: int, groups: int = 1, updates: int = 1) -> Message:
     rng = random.Random(step * 1000 + group)
     lengths = [rng.randint(2, 6) for _ in range(2)]
     total = sum(lengths)
+    token_ids = [rng.randrange(3, 15) for _ in range(total)]
+    logprobs = [rng.gauss(-3, 0.3) for _ in range(total)]
+    samples: list[Trajectory] = []
+    for place, length in enumerate(lengths):
+        span = slice(sum(lengths[:place]), sum(lengths[:place]) + length)
+        payload = (token_ids[span], logprobs[span], [1] * length)
+        samples.append(Trajectory(RequestId(group, place), step, *payload, reward=float(place)))
+    entries, arrays = to_message(samples)
     body = {
         "action": encode_learner(act.Feed(step, 0, group, step, (0, 1))),
         "batch_groups": groups,
         "updates": updates,
-        "lengths": lengths,
-        "segments": [[[0, step]], [[0, step]]],
-        "rewards": [0.0, 1.0],
-        "truncated": [False, False],
+        "samples": entries,
     }
-    arrays = {
-        "token_ids": np.array([rng.randrange(3, 15) for _ in range(total)], dtype=np.int32),
-        "logprobs": np.array([rng.gauss(-3, 0.3) for _ in range(total)], dtype=np.float32),
-        "loss_mask": np.ones(total, dtype=np.uint8),
-        "prompt_ids": np.array([3, 4], dtype=np.int32),
-    }
-    return Message("order", body, arrays)
+    return Message("order", body, arrays | {"prompt_ids": np.array([3, 4], dtype=np.int32)})
 
 
 def ids_of(step: int, groups: int) -> list[int]:

@@ -254,3 +254,12 @@ def test_the_best_version_is_chosen_among_those_with_a_score() -> None:
     assert best_evaluated(found, "eval/greedy", is_max=False) == (20, "eval/greedy", 0.1)
     assert best_evaluated(found, "eval/tail_greedy", is_max=True) == (0, "eval/sampled", 0.9)
     assert best_evaluated({5: found[5]}, "eval/greedy", is_max=True) is None
+
+
+def test_an_evaluator_that_keeps_ending_says_why() -> None:
+    stand = Stand(lambda prompt: 1.0)
+    stand.evaluations.ask(4)
+    for _ in range(ATTEMPTS_MAX):
+        stand.evaluations.lost("out of memory on the GPU: 2.00 GiB more were wanted")
+        stand.evaluations.hear("ready", {})
+    assert "out of memory on the GPU" in str(stand.done[4])

@@ -15,14 +15,13 @@ from dora_rl.audit.files import FileAudit
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
 from dora_rl.core.params import Params
-from dora_rl.io.wire import Message
 from dora_rl.observe.audit import Auditor
 from dora_rl.observe.audit_books import GroupRecord
 from dora_rl.observe.audit_books import Sample as Known
 from dora_rl.observe.eventlog import Entry
 from dora_rl.store.sample_digest import rounded, sample_digest
 from dora_rl.store.samples import Samples
-from dora_rl.types import Finish, RequestId, Segment
+from dora_rl.types import Finish, RequestId, Segment, Trajectory
 from dora_rl.weights.store import DiskWeightStore
 
 RID, SEGMENTS = RequestId(7, 1), (Segment(0, 2),)
@@ -44,8 +43,8 @@ def finished(arrays: dict[str, Any]) -> ev.SampleFinished:
 
 
 def put(path: Path, arrays: dict[str, Any], reward: float | None = None) -> None:
-    samples = Samples(path, 2)
-    samples.put(finished(arrays), 2, Message("finished", {}, arrays), "text")
+    samples = Samples(path)
+    samples.put(Trajectory(RID, 2, **arrays, segments=SEGMENTS, text="text"))
     if reward is not None:
         samples.reward(RID, reward)
     samples.close()

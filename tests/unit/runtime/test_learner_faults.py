@@ -18,10 +18,10 @@ from dora_rl.core import actions as act
 from dora_rl.io.wire import Channel, Message, encode_learner
 from dora_rl.setup.layout import plan_layout
 from dora_rl.setup.learner_check import check_learner
-from dora_rl.trainer.batch import GroupBatch, Sample, admit
+from dora_rl.trainer.intake import admit
 from dora_rl.trainer.learner import Learner
 from dora_rl.trainer.options import AlgorithmOptions, TrainerOptions
-from dora_rl.types import UserError
+from dora_rl.types import Group, RequestId, Trajectory, UserError
 from dora_rl.workers.worker import Setup, serve
 
 KEY = bytes(32)
@@ -152,11 +152,11 @@ def test_skipped_updates_are_counted_in_a_row_only(tmp_path: Path) -> None:
     algorithm = AlgorithmOptions(**own_loss(tmp_path, body))
     trainer = TrainerOptions(device="cpu", skipped_updates_max=2)
     learner = Learner(TINY, algorithm, trainer)
-    sample = Sample([5, 6], [-1.0, -1.0], [1, 1], 1.0)
+    sample = Trajectory(RequestId(0, 0), 0, [5, 6], [-1.0, -1.0], [1, 1], reward=1.0)
     counts: list[int] = []
     for step, num_samples in enumerate([2, 3, 2, 2, 3]):
         learner.begin_step(step)
-        learner.feed([GroupBatch(0, step, (3,), (sample,) * num_samples)])
+        learner.feed([Group(0, step, (3,), (sample,) * num_samples)])
         learner.finish_step()
         counts.append(learner.num_skipped)
         assert learner.skipped_too_many() == (step == 3)
@@ -164,10 +164,10 @@ def test_skipped_updates_are_counted_in_a_row_only(tmp_path: Path) -> None:
 
 
 def test_rewards_beyond_float32_are_left_out_by_name() -> None:
-    def sample(reward: float) -> Sample:
-        return Sample([5, 6], [-1.0, -1.0], [1, 1], reward)
+    def sample(reward: float) -> Trajectory:
+        return Trajectory(RequestId(0, 0), 0, [5, 6], [-1.0, -1.0], [1, 1], reward=reward)
 
-    group = GroupBatch(0, 0, (3,), (sample(1e39), sample(-1e39), sample(1e18), sample(0.0)))
+    group = Group(0, 0, (3,), (sample(1e39), sample(-1e39), sample(1e18), sample(0.0)))
     kept, faults = admit(group, 100, 10)
     assert kept is not None and [s.reward for s in kept.samples] == [1e18, 0.0]
     assert faults == {"reward_out_of_range": 2}

@@ -6,7 +6,6 @@ from collections import deque
 from types import SimpleNamespace
 from typing import Any, cast
 
-import numpy as np
 import pytest
 
 from dora_rl.controller.ports import FleetPort, KeeperPort, RewardPort
@@ -15,7 +14,7 @@ from dora_rl.core import events as ev
 from dora_rl.core.params import Deadlines, Params
 from dora_rl.core.state import Phase
 from dora_rl.core.step import initial, step
-from dora_rl.types import Finish, RequestId, Segment
+from dora_rl.types import Finish, RequestId, Segment, Trajectory
 
 RID = RequestId(0, 0)
 
@@ -38,11 +37,9 @@ class Run:
         prompt = SimpleNamespace(token_ids=(1, 2))
         self.train = SimpleNamespace(prompt=lambda place: prompt)
         self.config = SimpleNamespace(reward=SimpleNamespace(functions=("f",)))
-        row = SimpleNamespace(columns={"finish": "stop"})
         self.samples = SimpleNamespace(
-            row=lambda rid: row,
-            stored_reward=lambda rid: None,
-            completion=lambda rid: ("text", np.zeros(1, np.int32), {}),
+            get=lambda rid: Trajectory(rid, 0, [5], [-0.5], [1], text="text"),
+            where_to_read=lambda rid: {},
             reward=lambda rid, reward, parts: self.rewards.append(reward),
         )
         self.pool = SimpleNamespace(

@@ -180,7 +180,7 @@ def test_a_process_that_was_ended_by_a_signal_says_so(run: Run) -> None:
 def test_whoever_is_killed_again_and_again_is_said_to_be(run: Run, name: str) -> None:
     """A killed process says nothing and leaves an empty log; the system knows what ended it."""
 
-    def starts() -> None:
+    def starts(why: str = "") -> None:
         run.restart(name)
         run.workers[name].poll = lambda: -9  # type: ignore[method-assign]
 

@@ -16,11 +16,14 @@ from dora_rl.config import ModelConfig, RunConfig
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
 from dora_rl.io.transport import TransportError
-from dora_rl.io.wire import Channel, Message, encode_event, pack, unpack
+from dora_rl.io.wire import Channel, Message, encode_event, pack
 from dora_rl.store.sample_index import SampleIndex
 from dora_rl.store.storage import Storage
 from dora_rl.store.storage_client import StorageReader, StorageStream
-from dora_rl.types import Finish, Prompt, RequestId, Segment
+from dora_rl.store.trajectories import to_message
+from dora_rl.types import Finish, Prompt, RequestId, Segment, Trajectory
+from dora_rl.workers.learner_worker import read_group
+from dora_rl.workers.reward_worker import read_items
 from dora_rl.workers.worker import Setup
 
 MODEL = Path(__file__).parents[3] / "recipes" / "models" / "tiny"
@@ -29,7 +32,7 @@ PROMPT = Prompt(3, (1, 2), "p")
 
 
 def meta(ids: list[int]) -> dict[str, Any]:
-    return {"logprob_sum": -0.5 * len(ids), "turns": [[0, len(ids), 1]]}
+    return {"logprob_sum": -0.5 * len(ids), "turns": [[0, len(ids), 1]], "reward": None}
 
 
 class Shard:
@@ -62,12 +65,9 @@ def shard(tmp_path: Path):
 def finished(group: int, sample: int, ids: list[int]) -> tuple[ev.SampleFinished, bytes]:
     rid, segments = RequestId(group, sample), (Segment(0, 5),)
     event = ev.SampleFinished(rid, 0, "instance0", len(ids), Finish.STOP, segments)
-    arrays = {
-        "token_ids": np.array(ids, dtype=np.int32),
-        "logprobs": np.full(len(ids), -0.5, dtype=np.float32),
-        "loss_mask": np.ones(len(ids), dtype=np.uint8),
-    }
-    return event, pack("finished", encode_event(event), arrays)
+    sample = Trajectory(rid, 5, ids, [-0.5] * len(ids), [1] * len(ids), segments=segments)
+    entries, arrays = to_message([sample])
+    return event, pack("finished", {"event": encode_event(event), "samples": entries}, arrays)
 
 
 def stream(*addresses: str) -> StorageStream:
@@ -92,11 +92,32 @@ def test_a_row_is_kept_told_and_read_back(shard: Shard, tmp_path: Path) -> None:
     reader = StorageReader(KEY)
     where = {"address": shard.address, "group": 4, "samples": [1, 0]}
     rows = reader.rows(where)
-    assert rows.body["lengths"] == [2, 3]
-    assert rows.arrays["token_ids"].tolist() == [8, 9, 5, 6, 7]
-    assert all(isinstance(text, str) and text for text in rows.body["texts"])
+    assert [row.request.sample for row in rows] == [1, 0]
+    assert [row.token_ids.tolist() for row in rows] == [[8, 9], [5, 6, 7]]
+    assert all(row.text and row.segments == (Segment(0, 5),) for row in rows)
     with pytest.raises(TransportError, match="not all here"):
         reader.rows(where | {"samples": [0, 3]}, wait_s_max=0.1)
+
+
+def test_learner_and_rewards_read_the_samples_where_they_are(shard: Shard) -> None:
+    out = stream(shard.address)
+    out.put(4, finished(4, 0, [5, 6, 7])[1])
+    out.put(4, finished(4, 1, [8, 9])[1])
+    shard.said(), shard.said()
+    reader = StorageReader(KEY)
+    where = {"address": shard.address, "group": 4, "samples": [0, 1]}
+    prompt_ids = {"prompt_ids": np.array([1, 2], dtype=np.int32)}
+    message = Message("order", {"rows": where, "rewards": [0.5, -1.0]}, prompt_ids)
+    group = read_group(act.Feed(6, 0, 4, 5, (0, 1)), message, reader)
+    assert (group.id, group.version, group.prompt_ids.tolist()) == (4, 5, [1, 2])
+    assert [(s.token_ids.tolist(), s.reward) for s in group.samples] == [
+        ([5, 6, 7], 0.5),
+        ([8, 9], -1.0),
+    ]
+    item = {"prompt": "p", "prompt_text": "p", "completion": "", "answer": None, "columns": {}}
+    item |= {"finish": "stop", "num_tokens": 0, "rows": where | {"samples": [1]}}
+    (scored,) = read_items([item], np.zeros(0, dtype=np.int32), reader)
+    assert scored.completion_ids == (8, 9) and scored.completion
 
 
 def test_what_a_dead_shard_had_or_missed_is_there_after_its_restart(tmp_path: Path) -> None:
@@ -111,7 +132,8 @@ def test_what_a_dead_shard_had_or_missed_is_there_after_its_restart(tmp_path: Pa
     out.move_to([second.address])
     assert second.said().body["event"], "sent again until somebody had it"
     where = {"address": second.address, "group": 4, "samples": [0, 1]}
-    assert StorageReader(KEY).rows(where).arrays["token_ids"].tolist() == [5, 6, 7, 8, 9]
+    rows = StorageReader(KEY).rows(where)
+    assert [row.token_ids.tolist() for row in rows] == [[5, 6, 7], [8, 9]]
     second.close()
 
 
@@ -170,18 +192,17 @@ class Mailbox:
 
 def test_the_controller_keeps_what_it_decides_by(tmp_path: Path) -> None:
     mail = Mailbox()
-    index = SampleIndex(tmp_path / "table.log", 2, num_shards=2)
+    index = SampleIndex(tmp_path / "table.log", num_shards=2)
     index.start(mail)  # type: ignore[arg-type]
     index.addresses = ["tcp://a:1", "tcp://b:2"]
     for sample, ids in enumerate(([5, 6, 7], [8, 9])):
-        event, packed = finished(7, sample, ids)
-        body = {"event": unpack(packed).body, "meta": meta(ids)}
-        index.put_meta(event, 3, Message("stored", body))
-        index.put_meta(event, 3, Message("stored", body))  # told twice
+        event, _ = finished(7, sample, ids)
+        index.put_meta(event, 3, meta(ids))
+        index.put_meta(event, 3, meta(ids))  # told twice
         index.reward(event.request, float(sample))
     body, arrays = index.feed(act.Feed(4, 0, 7, 3, (0, 1)), (1, 2))
     assert body["rows"] == {"address": "tcp://b:2", "group": 7, "samples": [0, 1]}
-    assert body["lengths"] == [3, 2] and body["rewards"] == [0.0, 1.0]
+    assert body["rewards"] == [0.0, 1.0]
     assert list(arrays) == ["prompt_ids"]
     assert index.num_tokens(7) == 5
     trained = index.trained(7, (0, 1), PROMPT)

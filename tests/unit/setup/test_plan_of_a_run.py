@@ -19,7 +19,7 @@ from dora_rl.setup.plan import RunPlan, plan_run, planned
 from dora_rl.setup.prepare import Prepared
 from dora_rl.setup.ways_out import memory_problems
 from dora_rl.types import UserError
-from dora_rl.workers.worker import read_setup
+from dora_rl.workers.worker import gpu_index, read_setup
 
 QWEN = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -250,3 +250,53 @@ def test_check_plans_for_a_card_that_is_not_here(
 def test_the_drivers_tool_is_read() -> None:
     rows = read_rows("0, GPU-5f, 143771, 143160\n1, GPU-6a, [N/A], [N/A]\nnonsense\n")
     assert rows == [("0", "GPU-5f", Card(143_771 << 20, 143_160 << 20))]
+
+
+@pytest.mark.parametrize(
+    ("role", "device", "trainer", "rank", "index"),
+    [
+        ("learner", "cuda", "auto", 0, 0),
+        ("learner", "cuda", "auto", 1, 1),
+        ("learner", "cuda", "cuda:2", 0, 2),  # another GPU than the rest of the run
+        ("learner", "cuda:1", "auto", 0, 1),
+        ("instance", "cuda", "cuda:2", None, 0),
+        ("evaluator", "cuda:1", "auto", None, 1),
+    ],
+)
+def test_the_limit_is_that_of_the_gpu_the_worker_is_on(
+    model: Path, role: str, device: str, trainer: str, rank: int | None, index: int
+) -> None:
+    config = config_of(model, trainer={"device": trainer})
+    extra = {"device": device, "memory_limit": 0.5} | ({} if rank is None else {"rank": rank})
+    line = {"role": role, "name": role, "life": 0, "address": "", "key": "", "run_dir": ""}
+    line |= {"config": config.model_dump(mode="json"), "extra": extra}
+    assert gpu_index(read_setup(json.dumps(line))) == index
+
+
+def test_every_worker_of_a_smaller_card_is_limited(model: Path) -> None:
+    layout = lay_out(config_of(model, runtime={"device_memory_gb": 60}), 150)
+    extras = [
+        layout.learner_extra("learner", Path("m")),
+        layout.instance_extra("instance0"),
+        layout.evaluator_extra(),
+    ]
+    assert all(0 < extra["memory_limit"] < 0.4 for extra in extras)
+
+
+def test_a_frozen_version_takes_the_place_of_the_gradients(model: Path) -> None:
+    """With full weights it is smaller than they are; beside adapters it is not."""
+
+    def learner(share: float, **trainer: object) -> int:
+        config = config_of(model, audit={"recompute_share": share}, trainer=trainer)
+        return memory_of(lay_out(config, 80)).devices[0].memory.of("learner")
+
+    small = {"activation_checkpointing": "layer", "pack_tokens": 4096, "logits_chunk_tokens": 256}
+    assert learner(0.01, **small) == learner(0.0, **small)
+    grown = learner(0.01, lora_rank=32, **small) - learner(0.0, lora_rank=32, **small)
+    assert grown > 1.5 * GB
+    config = config_of(model, trainer={"lora_rank": 32, **small})
+    table = memory_of(lay_out(config, 80)).table()
+    assert any("frozen version (audit.recompute_share)" in row for row in table)
+    # Where nothing can be computed again, nothing is kept free for it.
+    filtered = config_of(model, rollout={"top_k": 5}, trainer={"lora_rank": 32, **small})
+    assert not any("audit.recompute" in row for row in memory_of(lay_out(filtered, 80)).table())

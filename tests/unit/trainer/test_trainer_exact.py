@@ -79,11 +79,11 @@ def test_every_family_sees_no_gap(
 
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_compiled_layers_see_no_gap(model_dir: Path, dtype: str) -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_compiled_layers_see_no_gap(model_dir: Path, form: str, dtype: str) -> None:
     """What is fused must round where the plain formulas do, with and without gradients."""
-    check_recipe(
-        model_dir, "longcat", "behaviour", trainer_options(compute_dtype=dtype, compile="on")
-    )
+    trainer = trainer_options(form, compute_dtype=dtype, compile="on")
+    check_recipe(model_dir, "longcat", "behaviour", trainer)
 
 
 @pytest.mark.parametrize("implementation", ["lean", "transformers"])

@@ -8,23 +8,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from trainer_cases import VOCAB, flat, make_groups
+from trainer_cases import VOCAB, flat, make_groups, sample
 from trainer_store import MemoryStore
 
 from dora_rl.config import AlgorithmConfig, CheckpointConfig, TrainerConfig
 from dora_rl.trainer.attention_layout import Layout
-from dora_rl.trainer.batch import GroupBatch, Sample
 from dora_rl.trainer.learner import Learner
 from dora_rl.trainer.model import load_policy
 from dora_rl.trainer.options import AlgorithmOptions, CheckpointOptions, TrainerOptions
-from dora_rl.types import REWARD_MAX, Finish, RequestId, Segment, Trajectory, UserError
+from dora_rl.types import REWARD_MAX, Group, Segment, UserError
 
 TRAINER = TrainerOptions(lr=1e-3, device="cpu", pack_tokens=64)
 GRPO = AlgorithmOptions()
 
 
 def run_step(
-    learner: Learner, step: int, groups: list[GroupBatch], at_once: int = 1
+    learner: Learner, step: int, groups: list[Group], at_once: int = 1
 ) -> dict[str, float]:
     learner.begin_step(step)
     for i in range(0, len(groups), at_once):
@@ -34,7 +33,7 @@ def run_step(
 
 def after_one_step(
     model_dir: Path,
-    groups: list[GroupBatch],
+    groups: list[Group],
     algorithm: AlgorithmOptions = GRPO,
     trainer: TrainerOptions = TRAINER,
     at_once: int = 1,
@@ -117,7 +116,7 @@ def test_skipping_groups_without_signal_is_exact(model_dir: Path) -> None:
     assert "train/tokens_skipped" not in metrics
 
 
-def true_logprobs(model_dir: Path, groups: list[GroupBatch]) -> list[GroupBatch]:
+def true_logprobs(model_dir: Path, groups: list[Group]) -> list[Group]:
     """The same groups with the model's own log-probs, as a perfect engine would report."""
     policy = load_policy(model_dir, TrainerOptions(device="cpu"))
     out = []
@@ -318,13 +317,13 @@ def test_bad_samples_are_counted_by_reason(model_dir: Path) -> None:
         "no_reward": replace(s, reward=None),
         "non_finite_reward": replace(s, reward=math.nan),
         "nothing_to_train": replace(s, loss_mask=[0] * n),
-        "too_long": Sample([1] * 300, [-1.0] * 300, [1] * 300, 1.0),
+        "too_long": sample([1] * 300, [-1.0] * 300, [1] * 300, 1.0),
         "token_out_of_range": replace(s, token_ids=[VOCAB] * n),
         "non_finite_logprob": replace(s, logprobs=[math.inf] * n),
     }
     mixed = replace(good, samples=(*good.samples, *bad.values()))
-    empty = GroupBatch(9, 0, good.prompt_ids, (bad["no_reward"],))
-    nothing = GroupBatch(10, 0, good.prompt_ids, ())
+    empty = Group(9, 0, good.prompt_ids, (bad["no_reward"],))
+    nothing = Group(10, 0, good.prompt_ids, ())
     learner = Learner(model_dir, GRPO, TRAINER, batch_groups=3)
     metrics = run_step(learner, 0, [mixed, empty, nothing])
     for reason in bad:
@@ -337,7 +336,7 @@ def test_bad_samples_are_counted_by_reason(model_dir: Path) -> None:
 def test_a_step_of_nothing_changes_nothing(model_dir: Path) -> None:
     learner = Learner(model_dir, GRPO, TRAINER, batch_groups=1)
     before = flat(learner)
-    metrics = run_step(learner, 0, [GroupBatch(0, 0, (1,), ())])
+    metrics = run_step(learner, 0, [Group(0, 0, (1,), ())])
     assert metrics["update/empty"] == 1 and torch.equal(before, flat(learner))
     learner = Learner(model_dir, AlgorithmOptions(loss="reinforce++"), TRAINER)
     assert run_step(learner, 0, [])["update/empty"] == 1
@@ -356,20 +355,6 @@ def test_metrics_describe_the_batch(model_dir: Path) -> None:
     assert 0 < metrics["entropy"] <= math.log(VOCAB)
     for name in ("kl", "clip_ratio/low", "clip_ratio/high", "grad_norm", "mismatch_kl", "lr"):
         assert math.isfinite(metrics[name])
-
-
-def test_groups_from_trajectories() -> None:
-    def trajectory(sample: int, version: int) -> Trajectory:
-        segments = (Segment(0, version), Segment(1, version + 1)) if sample else (Segment(0, 1),)
-        return Trajectory(
-            RequestId(7, sample), 1, (5, 6), (8, 9), (-0.1, -0.2), (1, 1), Finish.LENGTH, segments,
-            reward=float(sample),
-        )  # fmt: skip
-
-    group = GroupBatch.from_trajectories([trajectory(1, 1), trajectory(0, 1)])
-    assert group.group == 7 and group.version == 1
-    assert [s.reward for s in group.samples] == [0.0, 1.0]
-    assert all(s.truncated for s in group.samples)
 
 
 def test_config_sections_match_the_options() -> None:

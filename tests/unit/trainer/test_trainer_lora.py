@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.utils
 from exact_cases import documents_of, move_adapters, write_exact_model
 from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from trainer_cases import make_groups, write_tiny_model
 from trainer_store import MemoryStore
 
@@ -21,6 +24,8 @@ from dora_rl.engine.options import EngineOptions
 from dora_rl.setup.learner_check import check_learner
 from dora_rl.trainer.attention_layout import Layout
 from dora_rl.trainer.learner import Learner
+from dora_rl.trainer.linear import Linear, LoraLinear, side_by_side
+from dora_rl.trainer.lora import without_dropout
 from dora_rl.trainer.options import AlgorithmOptions, CheckpointOptions, TrainerOptions
 from dora_rl.trainer.scoring import score
 from dora_rl.types import UserError
@@ -149,3 +154,103 @@ def train_step(learner: Learner, step: int) -> None:
     learner.begin_step(step)
     learner.feed(make_groups(3 + step, 2))
     learner.finish_step()
+
+
+# -- how they are computed ------------------------------------------------------------------------
+
+
+class Products(TorchDispatchMode):
+    """Notes the shapes of what matrix products make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            self.shapes.append(tuple(out.shape))
+        return out
+
+
+def backward_products(learner: Learner) -> set[tuple[int, ...]]:
+    ids = documents_of(30, 1)[0].token_ids
+    rows, layout = torch.arange(29), Layout([30], ids.device)
+    loss = learner.policy(ids, layout, rows, ids[1:]).logprobs_N.mean()
+    with Products() as seen:
+        loss.backward()
+    return set(seen.shapes)
+
+
+@pytest.mark.parametrize("form", ["adapters", "merged"])
+def test_no_gradient_of_a_frozen_matrix_is_computed(model_dir: Path, form: str) -> None:
+    """A third of the work of full training: 2 FLOPs of 6 for each parameter and token."""
+    whole = Learner(model_dir, None, replace(TRAINER, lora_rank=0))
+    frozen = {
+        tuple(p.shape)
+        for name, p in whole.policy.named_parameters()
+        if p.dim() == 2 and ("layers" in name or "lm_head" in name)
+    }
+    assert frozen <= backward_products(whole)
+    learner = Learner(model_dir, None, replace(TRAINER, lora_publish=form))
+    move_adapters(learner)
+    made = backward_products(learner)
+    assert made and not made & frozen
+
+
+def plain_adapted(x: Tensor, layer: LoraLinear) -> Tensor:
+    """The formula, in float64."""
+    a, b = (t.double() for t in layer.factors())
+    bias = layer.base_layer.bias
+    y = x.double() @ layer.base_layer.weight.double().t()
+    return (y if bias is None else y + bias.double()) + layer.scale * (x.double() @ a.t()) @ b.t()
+
+
+@pytest.mark.parametrize("outs", [(5, 3, 3), (40, 40), (9, 9), (40, 9)])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("targets", [1, 3])
+def test_layers_that_share_an_input_equal_the_formula(
+    outs: tuple[int, ...], bias: bool, targets: int
+) -> None:
+    """Few and many outputs, with and without biases, some layers without an adapter."""
+    torch.manual_seed(0)
+    options = replace(TRAINER, lora_alpha=5.0)
+    plain = [Linear(12, out, bias=bias).requires_grad_(False) for out in outs]
+    layers = [LoraLinear(layer, options) for layer in plain[:targets]] + plain[targets:]
+    for layer in layers[:targets]:
+        torch.nn.init.normal_(layer.factors()[1])  # type: ignore[operator]
+    x = torch.randn(7, 12, requires_grad=True)
+    trained = [x, *(t for layer in layers[:targets] for t in layer.factors())]  # type: ignore[operator]
+    weights = [torch.randn(7, out) for out in outs]
+    expected = [plain_adapted(x, m) if isinstance(m, LoraLinear) else m(x) for m in layers]
+    found = side_by_side(x, *layers)
+    gradients = []
+    for values in (expected, found):
+        loss = sum((v * w).sum() for v, w in zip(values, weights, strict=True))
+        gradients.append(torch.autograd.grad(loss, trained))  # type: ignore[arg-type]
+    for a, b in zip([*expected, *gradients[0]], [*found, *gradients[1]], strict=True):
+        assert torch.allclose(a.to(b.dtype), b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("form", ["adapters", "merged"])
+def test_layers_with_adapters_are_compiled_whole(tmp_path: Path, form: str, dropout: float) -> None:
+    """Nothing in a layer makes the compiler give up, and values stay those of plain layers."""
+    model = write_tiny_model(tmp_path / "model", "qwen2")
+    ids = documents_of(30, 1)[0].token_ids
+    rows, layout = torch.arange(29), Layout([30], ids.device)
+    found = []
+    for compiled in ("off", "on"):
+        torch._dynamo.utils.counters.clear()
+        trainer = replace(TRAINER, lora_publish=form, compile=compiled, lora_dropout=dropout)
+        learner = Learner(model, None, trainer)
+        move_adapters(learner)
+        with without_dropout(learner.policy):
+            scores = learner.policy(ids, layout, rows, ids[1:]).logprobs_N
+        learner.policy(ids, layout, rows, ids[1:]).logprobs_N.mean().backward()
+        assert all(p.grad is not None for p in learner.optimizer.parameters)
+        found.append(scores.detach())
+    assert torch._dynamo.utils.counters["frames"]["ok"] >= 2
+    assert not torch._dynamo.utils.counters["graph_break"]
+    assert torch.allclose(*found, atol=1e-5)

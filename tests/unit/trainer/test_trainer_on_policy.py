@@ -17,16 +17,15 @@ from dora_rl.engine.engine import Engine
 from dora_rl.engine.models import read_spec
 from dora_rl.engine.options import EngineOptions
 from dora_rl.engine.sequence import Request
-from dora_rl.trainer.batch import GroupBatch
 from dora_rl.trainer.learner import Learner
 from dora_rl.trainer.options import AlgorithmOptions, TrainerOptions
-from dora_rl.types import RequestId, SamplingParams
+from dora_rl.types import Group, RequestId, SamplingParams
 
 # Rounding of bfloat16 between two programs; of float32 next to none.
 GAP_MAX = {"float32": 1e-5, "bfloat16": 0.03}
 
 
-def sampled(model_dir: Path, params: SamplingParams, dtype: str) -> list[GroupBatch]:
+def sampled(model_dir: Path, params: SamplingParams, dtype: str) -> list[Group]:
     """Four groups of four responses, as the engine reports them, with made-up rewards."""
     engine = Engine(read_spec(model_dir), EngineOptions(dtype=dtype))
     engine.load(0, str(model_dir))
@@ -39,9 +38,9 @@ def sampled(model_dir: Path, params: SamplingParams, dtype: str) -> list[GroupBa
         done += [o.trajectory for o in engine.step() if o.trajectory is not None]
     groups = []
     for group in range(4):
-        made = GroupBatch.from_trajectories([t for t in done if t.request.group == group])
-        rewarded = [replace(s, reward=float(i % 2)) for i, s in enumerate(made.samples)]
-        groups.append(GroupBatch(group, 0, made.prompt_ids, tuple(rewarded)))
+        mine = [t for t in done if t.request.group == group]
+        rewarded = [replace(t, reward=float(t.request.sample % 2)) for t in mine]
+        groups.append(Group(group, 0, mine[0].prompt_ids, tuple(rewarded)))
     return groups
 
 

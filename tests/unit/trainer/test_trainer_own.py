@@ -7,16 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from trainer_cases import flat, make_groups
+from trainer_cases import flat, make_groups, sample
 from trainer_store import MemoryStore
 
 from dora_rl.trainer.advantages import PER_GROUP, GroupAdvantage, GroupScores
-from dora_rl.trainer.batch import GroupBatch, Sample
 from dora_rl.trainer.learner import Learner
 from dora_rl.trainer.losses.registry import resolve
 from dora_rl.trainer.losses.trial import made_up_inputs, try_advantage, try_loss
 from dora_rl.trainer.options import AlgorithmOptions, TrainerOptions
-from dora_rl.types import Segment, UserError
+from dora_rl.types import Group, Segment, UserError
 from dora_rl.user_code import UserCodeError, load_object
 
 LOSSES = """\
@@ -173,7 +172,7 @@ def test_what_a_loss_sees_in_training(losses: Path, model_dir: Path, dtype: str)
     trainer = TrainerOptions(lr=1e-3, device="cpu", compute_dtype=dtype, pack_tokens=1000)
     learner = Learner(model_dir, algorithm, trainer, batch_groups=2, store=MemoryStore())
     first, second = make_groups(1, 2, samples=2, version=1)
-    mixed = Sample(
+    mixed = sample(
         token_ids=[3, 4, 5, 6],
         logprobs=[-1.0] * 4,
         loss_mask=[1, 0, 1, 1],
@@ -181,7 +180,7 @@ def test_what_a_loss_sees_in_training(losses: Path, model_dir: Path, dtype: str)
         segments=(Segment(0, 1), Segment(3, 2)),
         truncated=True,
     )
-    second = GroupBatch(7, 2, second.prompt_ids, (mixed, second.samples[1]))
+    second = Group(7, 2, second.prompt_ids, (mixed, second.samples[1]))
     before = flat(learner)
     learner.begin_step(3)
     learner.feed([first, second])
@@ -265,9 +264,9 @@ def test_truncation_reaches_an_advantage_in_training(advantages: Path, model_dir
         loss="reinforce", advantage=f"{advantages}:uncut", advantage_args={"penalty": 1.0}
     )
     learner = Learner(model_dir, algorithm, TrainerOptions(lr=1e-3, device="cpu"), batch_groups=1)
-    cut, whole = (Sample([3, 4], [-1.0, -1.0], [1, 1], 1.0, truncated=t) for t in (True, False))
+    cut, whole = (sample([3, 4], [-1.0, -1.0], [1, 1], 1.0, truncated=t) for t in (True, False))
     learner.begin_step(0)
-    learner.feed([GroupBatch(0, 0, [1, 2], (cut, whole))])
+    learner.feed([Group(0, 0, [1, 2], (cut, whole))])
     metrics = learner.finish_step()
     # The advantage of the cut response is 0, and it is skipped: one document of two trains.
     assert metrics["train/tokens_skipped"] == 4 and metrics["grad_norm"] > 0

@@ -8,11 +8,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trainer_cases import sample
 
 from dora_rl.trainer import advantages as adv
-from dora_rl.trainer.batch import GroupBatch, Sample
 from dora_rl.trainer.documents import collate, document_of
 from dora_rl.trainer.packing import document_cost, pack_balanced, pack_stream, quadratic_tokens
+from dora_rl.types import Group, Trajectory
 
 lengths = st.lists(st.integers(1, 300), max_size=60)
 
@@ -59,7 +60,7 @@ def test_balancing_counts_attention() -> None:
 
 
 @st.composite
-def samples(draw: st.DrawFn) -> list[tuple[list[int], Sample]]:
+def samples(draw: st.DrawFn) -> list[tuple[list[int], Trajectory]]:
     """Responses with holes in their masks, each after its own prompt."""
     out = []
     for _ in range(draw(st.integers(1, 5))):
@@ -68,13 +69,13 @@ def samples(draw: st.DrawFn) -> list[tuple[list[int], Sample]]:
         mask = [draw(st.integers(0, 1)) for _ in ids]
         mask[draw(st.integers(0, len(ids) - 1))] = 1
         logprobs = [-0.5 * (i + 1) for i in range(len(ids))]
-        out.append((prompt, Sample(ids, logprobs, mask, 1.0)))
+        out.append((prompt, sample(ids, logprobs, mask, 1.0)))
     return out
 
 
 @given(rows=samples())
-def test_a_pack_holds_exactly_the_trained_tokens(rows: list[tuple[list[int], Sample]]) -> None:
-    documents = [document_of(GroupBatch(0, 0, p, (s,)), s, 1.0) for p, s in rows]
+def test_a_pack_holds_exactly_the_trained_tokens(rows: list[tuple[list[int], Trajectory]]) -> None:
+    documents = [document_of(Group(0, 0, p, (s,)), s, 1.0) for p, s in rows]
     pack = collate(documents, torch.device("cpu"))
     want, start = [], 0
     for i, (prompt, s) in enumerate(rows):

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from trainer_cases import flat, make_groups
 
-from dora_rl.trainer.batch import GroupBatch
+from dora_rl.out_of_memory import shortage
 from dora_rl.trainer.learner import Learner
 from dora_rl.trainer.options import AlgorithmOptions, TrainerOptions
-from dora_rl.trainer.room import shortage
+from dora_rl.trainer.scoring import SealedScorer
 from dora_rl.trainer.warm_up import warm_up
-from dora_rl.types import UserError
+from dora_rl.types import Group, UserError
 
 TRAINER = TrainerOptions(lr=1e-3, device="cpu", pack_tokens=100)
 WORDS = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 9 GiB"
@@ -55,7 +56,7 @@ class SmallMemory:
 
 
 def train(
-    learner: Learner, groups: list[GroupBatch], num_steps: int = 2
+    learner: Learner, groups: list[Group], num_steps: int = 2
 ) -> tuple[torch.Tensor, list[dict[str, float]]]:
     metrics = []
     for step in range(num_steps):
@@ -154,3 +155,75 @@ def test_a_warm_up_that_does_not_fit_makes_packs_smaller(model_dir: Path) -> Non
     warm_up(learner, 10_000)
     assert memory.failures == len(learner.notes) == 2 and learner.pack_tokens <= 250
     assert all(p.grad is None for p in learner.policy.parameters())
+
+
+class SmallScoring:
+    """Stands for an allocator too: a frozen model reads no pack of more tokens than fit."""
+
+    def __init__(self, model: Any, tokens_max: int) -> None:
+        self.failures, self._tokens_max = 0, tokens_max
+        model.register_forward_pre_hook(self._forward)
+
+    def _forward(self, module: Any, args: tuple[Any, ...]) -> None:
+        if len(args[0]) > self._tokens_max and not torch.is_grad_enabled():
+            self.failures += 1
+            raise torch.OutOfMemoryError(WORDS)
+
+
+FROZEN = [
+    AlgorithmOptions(kl_coef=0.1),
+    AlgorithmOptions(kl_coef=0.1, kl_in="reward"),  # scored while groups are taken, not in a pack
+    AlgorithmOptions(loss="ppo"),  # values of the whole batch
+]
+
+
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+@pytest.mark.parametrize("algorithm", FROZEN, ids=["reference", "in reward", "critic"])
+def test_what_is_only_scored_is_scored_in_smaller_packs(
+    model_dir: Path, algorithm: AlgorithmOptions, compute: str
+) -> None:
+    trainer = replace(TRAINER, compute_dtype=compute)
+    groups = make_groups(3, 6)
+    learner = Learner(model_dir, algorithm, trainer, batch_groups=6)
+    frozen = learner.reference if learner.critic is None else learner.critic
+    memory = SmallScoring(frozen, 30)
+    got, metrics = train(learner, groups, 1)
+    assert memory.failures == len(learner.notes) == metrics[0]["memory/retries"] > 0
+    assert "scored under frozen weights" in learner.notes[0] and learner.pack_tokens <= 30
+    want, _ = train(Learner(model_dir, algorithm, trainer, batch_groups=6), groups, 1)
+    assert (got - want).abs().max() < (2e-5 if compute == "float32" else 3e-3)
+    train(learner, groups, 1)
+    assert memory.failures == len(learner.notes), "it is remembered"
+
+
+def test_one_document_that_cannot_be_scored_ends_with_a_line(model_dir: Path) -> None:
+    learner = Learner(model_dir, AlgorithmOptions(kl_coef=0.1, kl_in="reward"), TRAINER)
+    SmallScoring(learner.reference, 1)
+    learner.begin_step(0)
+    with pytest.raises(UserError, match="cannot be scored under frozen weights") as told:
+        learner.feed(make_groups(3, 6))
+    assert "Tried to allocate 2.00 GiB" in str(told.value) and "\n" not in str(told.value)
+
+
+def test_fewer_frozen_versions_where_there_is_no_room_for_another() -> None:
+    made: list[torch.nn.Module] = []
+
+    def make_twin() -> Any:
+        if made:
+            raise torch.OutOfMemoryError(WORDS)
+        made.append(torch.nn.Linear(2, 2))
+        return made[-1]
+
+    class Ones:
+        def open(self, version: int) -> Any:
+            shapes = {"weight": (2, 2), "bias": (2,)}
+            return SimpleNamespace(
+                names=lambda: list(shapes), tensor=lambda n: torch.full(shapes[n], float(version))
+            )
+
+    said: list[str] = []
+    scorer = SealedScorer(Ones(), make_twin, make_twin, 1.0, 64, tell=said.append)  # type: ignore[arg-type]
+    first = scorer._model(1)
+    assert scorer._model(2) is first and scorer.models_max == len(said) == 1
+    assert first.weight[0, 0].item() == 2.0 and WORDS.split(".")[0] in said[0]
+    assert scorer._model(1) is first and first.weight[0, 0].item() == 1.0 and len(said) == 1

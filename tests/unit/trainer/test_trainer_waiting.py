@@ -1,11 +1,14 @@
-"""A learner that would wait trains what it has."""
+"""A learner that would wait trains what it has, and reads from its device once an update."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from trainer_cases import flat, make_groups
 
 from dora_rl.trainer.learner import Learner
@@ -45,3 +48,32 @@ def test_a_learner_that_buffers_its_step_waits(model_dir: Path, options: dict[st
     learner.begin_step(0)
     learner.feed(make_groups(4, 3))
     assert not learner.may_go_on()
+
+
+class Reads(TorchDispatchMode):
+    """Counts numbers taken out of tensors: on a GPU the host waits for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_packs_read_nothing(model_dir: Path, rank: int) -> None:
+    """However many there are; and what closes an update fetches all it needs at once."""
+    algorithm = AlgorithmOptions(kl_coef=0.1)
+    counts = []
+    for pack_tokens in (16, 4096):
+        trainer = replace(TRAINER, pack_tokens=pack_tokens, lora_rank=rank, attention="loop")
+        learner = Learner(model_dir, algorithm, trainer, batch_groups=4)
+        learner.begin_step(0)
+        with Reads() as seen:
+            learner.feed(make_groups(4, 4))
+            metrics = learner.finish_step()
+        counts.append((metrics["train/packs"], seen.count))
+    (many, of_many), (few, of_few) = counts
+    assert many > 4 * few and of_many == of_few == 0, counts

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from dora_rl.trainer.architecture import read_architecture
-from dora_rl.trainer.batch import GroupBatch, Sample
 from dora_rl.trainer.learner import Learner
 from dora_rl.trainer.model import build_decoder, initialise, named_weights
 from dora_rl.trainer.options import TrainerOptions
 from dora_rl.trainer.weights import write_model
+from dora_rl.types import Finish, Group, RequestId, Segment, Trajectory
 
 torch.set_num_threads(1)
 
@@ -80,9 +80,23 @@ def write_tiny_model(directory: Path, family: str, seed: int = 0) -> Path:
     return directory
 
 
+def sample(
+    token_ids: list[int],
+    logprobs: list[float],
+    loss_mask: list[int],
+    reward: float | None,
+    segments: tuple[Segment, ...] = (),
+    truncated: bool = False,
+) -> Trajectory:
+    """One response; which group it is of does not matter to the learner."""
+    finish = Finish.LENGTH if truncated else Finish.STOP
+    request = RequestId(0, 0)
+    return Trajectory(request, 0, token_ids, logprobs, loss_mask, finish, segments, reward=reward)
+
+
 def make_groups(
     seed: int, count: int, samples: int = 4, version: int = 0, tokens_max: int = 20
-) -> list[GroupBatch]:
+) -> list[Group]:
     """Random groups with masks that have holes, as multi-turn data does."""
     rng = random.Random(seed)
     groups = []
@@ -92,7 +106,7 @@ def make_groups(
             n = rng.randint(1, tokens_max)
             mask = [1] + [int(rng.random() < 0.8) for _ in range(n - 1)]
             made.append(
-                Sample(
+                sample(
                     token_ids=[rng.randrange(VOCAB) for _ in range(n)],
                     logprobs=[-3.0 + rng.gauss(0, 0.3) for _ in range(n)],
                     loss_mask=mask,
@@ -100,7 +114,7 @@ def make_groups(
                 )
             )
         prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 6))]
-        groups.append(GroupBatch(g, version, prompt, tuple(made)))
+        groups.append(Group(g, version, prompt, tuple(made)))
     return groups
 
 

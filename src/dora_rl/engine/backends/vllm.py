@@ -60,6 +60,7 @@ class VllmEngine:
         self._sent: dict[str, Seq] = {}  # those that vLLM works on, by the name it knows them by
         self._name_of: dict[RequestId, str] = {}
         self._begun: set[str] = set()  # that have gained something
+        self.notes: list[str] = []  # for whoever watches
         self._outputs: list[Output] = []
         self._num_arrived = self._num_sent = self._num_steps = 0
         self._num_decode_tokens = self._num_prefill_tokens = self._num_prefix_tokens = 0

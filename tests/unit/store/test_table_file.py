@@ -12,27 +12,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dora_rl.data import table_log
-from dora_rl.data.table import NewRow, Table, TableCorrupt, TableError
-from dora_rl.data.table_codec import as_value, decode, describe_columns, encode, read_columns
+from dora_rl.store import record_log
+from dora_rl.store.table import Row, Table, TableCorrupt, TableError
+from dora_rl.store.values import as_value, decode, describe_columns, encode, read_columns
+from dora_rl.types import RequestId
 
-CONSUMERS = {"rewarder": ("token_ids",), "trainer": ("token_ids", "reward")}
+
+def row(group: int, sample: int = 0, **columns: Any) -> Row:
+    return Row(RequestId(group, sample), group, columns)
 
 
 def state_of(table: Table) -> Any:
     """Everything a user can ask, in a comparable form."""
-    stats = table.stats()
     rows = {}
-    for index in range(stats.num_put):
-        try:
-            (row,) = table.read([index])
-        except TableError:
-            continue
-        values = {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in row.columns.items()}
-        rows[index] = (row.group, row.version, row.sample, row.num_tokens, values)
-    ready = {c: [r.index for r in table.peek(c, num_rows=10**6)] for c in CONSUMERS}
-    groups = {c: [r.index for r in table.peek(c, num_groups=10**6)] for c in CONSUMERS}
-    return stats, rows, ready, groups
+    for group in table.groups():
+        for found in table.read(group):
+            values = {
+                name: value.tolist() if isinstance(value, np.ndarray) else value
+                for name, value in found.columns.items()
+            }
+            rows[found.request] = (found.version, values)
+    return rows
 
 
 def play(table: Table) -> list[Any]:
@@ -42,83 +42,69 @@ def play(table: Table) -> list[Any]:
     def done() -> None:
         states.append(state_of(table))
 
-    first = table.put([NewRow(0, 0, {"token_ids": [1, 2, 3], "text": "é"}, i, 2) for i in (0, 1)])
+    table.put([row(0, sample, token_ids=[1, 2, 3], text="é") for sample in (0, 1)])
     done()
-    table.put([NewRow(1, 1, {"token_ids": np.arange(4, dtype=np.int16), "raw": b"\0x"}, 0, 2)])
+    table.put([row(1, token_ids=np.arange(4, dtype=np.int16), raw=b"\0x")])
     done()
-    table.take("rewarder", num_rows=2)
+    extra = {"info": {"k": [1, None]}}
+    table.extend({RequestId(0, s): {"reward": 0.25 * s, **extra} for s in (0, 1)})
     done()
-    table.extend({i: {"reward": 0.25 * i, "info": {"k": [1, None]}} for i in first})
+    table.put([row(0, 1, token_ids=[7])])
     done()
-    table.take("trainer", group=0)
+    table.extend({RequestId(0, 1): {"reward": 0.5}})
     done()
-    table.untake("trainer", [first[1]])
+    table.put([row(2, token_ids=[])])
     done()
-    table.release(first)
-    done()
-    table.put([NewRow(2, 1, {"token_ids": []}, 0, 3)])
-    done()
-    table.drop(2)
+    table.drop(1)
     done()
     return states
 
 
 def test_everything_comes_back(tmp_path: Path) -> None:
-    table = Table(CONSUMERS, path=tmp_path / "t")
+    table = Table(tmp_path / "t")
     states = play(table)
     table.close()
-    again = Table(CONSUMERS, path=tmp_path / "t")
+    again = Table(tmp_path / "t")
     assert state_of(again) == states[-1]
-    assert again.put([NewRow(9, 0, {})]) == [states[-1][0].num_put]
-
-
-@pytest.mark.parametrize("in_place", [True, False])
-def test_a_checkpoint_holds_the_live_rows_only(tmp_path: Path, in_place: bool) -> None:
-    table = Table(CONSUMERS, path=tmp_path / "t")
-    states = play(table)
-    path = tmp_path / ("t" if in_place else "copy")
-    table.checkpoint(None if in_place else path)
-    assert state_of(table) == states[-1]
-    table.put([NewRow(1, 1, {"token_ids": [5]}, 1, 2)])
-    after = state_of(table)
-    table.close()
-    again = Table(CONSUMERS, path=path)
-    assert state_of(again) == (after if in_place else states[-1])
-    again.check_invariants()
+    again.put([row(9)])
+    again.extend({RequestId(9, 0): {"x": 1}, RequestId(2, 0): {"x": 2}})
+    expected = state_of(again)
+    again.close()
+    assert state_of(Table(tmp_path / "t")) == expected
 
 
 def test_a_crash_at_any_byte_leaves_an_exact_prefix(tmp_path: Path) -> None:
-    whole = Table(CONSUMERS, path=tmp_path / "whole")
+    whole = Table(tmp_path / "whole")
     states = play(whole)
     whole.close()
     content = (tmp_path / "whole").read_bytes()
-    reached = set()
+    reached: set[int] = set()
     cut = tmp_path / "cut"
     for size in range(len(content) + 1):
         cut.write_bytes(content[:size])
-        table = Table(CONSUMERS, path=cut)
+        table = Table(cut)
         state = state_of(table)
         assert state in states
         number = states.index(state)
         assert not reached or number >= max(reached), "a longer file may not hold less"
         reached.add(number)
         # What was cut off is gone for good: going on gives a sound file again.
-        table.put([NewRow(50, 0, {"token_ids": [1]})])
+        table.put([row(50, token_ids=[1])])
         expected = state_of(table)
         table.close()
-        reopened = Table(CONSUMERS, path=cut)
+        reopened = Table(cut)
         assert state_of(reopened) == expected
         reopened.close()
     assert reached == set(range(len(states)))
 
 
 def test_a_tail_of_zeros_is_a_torn_tail(tmp_path: Path) -> None:
-    table = Table(CONSUMERS, path=tmp_path / "t")
+    table = Table(tmp_path / "t")
     states = play(table)
     table.close()
     with (tmp_path / "t").open("ab") as file:
         file.write(bytes(100))
-    assert state_of(Table(CONSUMERS, path=tmp_path / "t")) == states[-1]
+    assert state_of(Table(tmp_path / "t")) == states[-1]
 
 
 @settings(max_examples=100, deadline=None)
@@ -127,7 +113,7 @@ def test_damage_is_never_taken_for_data(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     path = tmp_path_factory.mktemp("table") / "t"
-    table = Table(CONSUMERS, path=path)
+    table = Table(path)
     states = play(table)
     table.close()
     content = bytearray(path.read_bytes())
@@ -135,7 +121,7 @@ def test_damage_is_never_taken_for_data(
     content[place] ^= 1 << data.draw(st.integers(0, 7))
     path.write_bytes(content)
     try:
-        damaged = Table(CONSUMERS, path=path)
+        damaged = Table(path)
     except TableCorrupt as error:
         assert str(path) in str(error)
         return
@@ -143,19 +129,10 @@ def test_damage_is_never_taken_for_data(
     assert state_of(damaged) in states[-2:]
 
 
-def test_other_consumers_are_refused(tmp_path: Path) -> None:
-    Table(CONSUMERS, path=tmp_path / "t").close()
-    with pytest.raises(TableError, match="written for consumers"):
-        Table({"someone": ()}, path=tmp_path / "t")
-    (tmp_path / "x").write_bytes(b"something else entirely")
-    with pytest.raises(TableCorrupt, match="not a table"):
-        Table(CONSUMERS, path=tmp_path / "x")
-
-
 def test_a_full_disk_refuses_the_operation_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    table = Table(CONSUMERS, path=tmp_path / "t", fsync=True)
+    table = Table(tmp_path / "t")
     states = play(table)
     write = os.write
 
@@ -165,37 +142,37 @@ def test_a_full_disk_refuses_the_operation_and_nothing_else(
         return write(file, data[: len(data) // 2])
 
     with monkeypatch.context() as patch:
-        patch.setattr(table_log.os, "write", half_then_full)
+        patch.setattr(record_log.os, "write", half_then_full)
         for operation in (
-            lambda: table.put([NewRow(5, 0, {"token_ids": [1] * 50})]),
-            lambda: table.release([2]),
-            lambda: table.checkpoint(),
+            lambda: table.put([row(5, token_ids=[1] * 50)]),
+            lambda: table.extend({RequestId(2, 0): {"reward": 1.0}}),
+            lambda: table.drop(2),
         ):
             with pytest.raises(TableError, match="No space left"):
                 operation()
     assert state_of(table) == states[-1]
-    table.put([NewRow(5, 0, {"token_ids": [1] * 50})])
+    table.put([row(5, token_ids=[1] * 50)])
     expected = state_of(table)
     table.close()
-    assert state_of(Table(CONSUMERS, path=tmp_path / "t")) == expected
+    assert state_of(Table(tmp_path / "t")) == expected
 
 
 def test_the_file_does_not_grow_with_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(table_log, "REWRITE_BYTES_MIN", 20_000)
-    table = Table({"trainer": ()}, auto_release=True, path=tmp_path / "t")
+    monkeypatch.setattr(record_log, "REWRITE_BYTES_MIN", 20_000)
+    table = Table(tmp_path / "t")
     largest = 0
     for group in range(500):
-        table.put([NewRow(group, 0, {"a": np.zeros(200)})])
+        table.put([row(group, a=np.zeros(200))])
         if group >= 5:
-            table.take("trainer", num_rows=1)
+            table.drop(group - 5)
         largest = max(largest, (tmp_path / "t").stat().st_size)
-    assert largest < 20_000 + 7 * 2_000 * (table_log.REWRITE_RATIO + 1)
-    expected = table.stats()
+    assert largest < 20_000 + 7 * 2_000 * (record_log.REWRITE_RATIO + 1)
+    expected = state_of(table)
     table.close()
-    assert expected.num_put == 500
-    assert Table({"trainer": ()}, auto_release=True, path=tmp_path / "t").stats() == expected
+    assert len(expected) == 5
+    assert state_of(Table(tmp_path / "t")) == expected
 
 
 json_values = st.recursive(

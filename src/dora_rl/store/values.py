@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from math import prod
 from typing import Any, TypeAlias, cast
@@ -89,16 +89,6 @@ def num_bytes_of_all(values: Columns) -> int:
     total = 0
     for value in values.values():
         total += value.nbytes if type(value) is np.ndarray else num_bytes_of(value)
-    return total
-
-
-def num_tokens_of_all(values: Columns, token_columns: Iterable[str]) -> int:
-    """The weight of a row when rows are balanced over ranks."""
-    total = 0
-    for column in token_columns:
-        value = values.get(column)
-        if isinstance(value, (np.ndarray, list)):
-            total += len(value)
     return total
 
 

@@ -17,8 +17,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from dora_rl.data.table_index import TableError
-
 MAGIC = b"dora-table-1\n"
 RECORD = struct.Struct("<III")
 LENGTH = struct.Struct("<I")
@@ -31,16 +29,19 @@ REWRITE_BYTES_MIN = 4 << 20
 REWRITE_RATIO = 4
 
 
+class TableError(Exception):
+    """The table refused an operation; it is as it was before."""
+
+
 class TableCorrupt(TableError):
     """The file is damaged at a place that no crash explains."""
 
 
 class TableLog:
-    """Open for appending; `fsync` makes each record survive a power cut and not just a kill."""
+    """Open for appending."""
 
-    def __init__(self, path: Path, *, fsync: bool) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self._fsync = fsync
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self.num_bytes = os.lseek(self._file, 0, os.SEEK_END)
@@ -90,8 +91,6 @@ class TableLog:
         """All or nothing: after a failed write the file is cut back to where it was."""
         try:
             written = _write_all(self._file, _record(body))
-            if self._fsync:
-                os.fdatasync(self._file)
         except OSError as error:
             self._cut(self.num_bytes)
             reason = f"cannot write {self.path} ({error.strerror}); free some room"
@@ -124,6 +123,19 @@ class TableLog:
         os.ftruncate(self._file, size)
         os.lseek(self._file, size, os.SEEK_SET)
         self.num_bytes = size
+
+
+def whole_records(path: Path) -> Iterator[memoryview]:
+    """The body of every record that is complete, while another process goes on writing the file.
+    Reads only: a torn tail is left to the owner."""
+    content = memoryview(path.read_bytes()) if path.is_file() else memoryview(b"")
+    place = len(MAGIC)
+    while place + RECORD.size <= len(content):
+        end = place + RECORD.size + RECORD.unpack_from(content, place)[0]
+        if end > len(content):
+            return
+        yield content[place + RECORD.size : end]
+        place = end
 
 
 def write_log(path: Path, bodies: Iterable[Sequence[Any]]) -> None:

@@ -1,0 +1,104 @@
+"""Running sums: a built-in task for real language models, whose right answers have a long tail.
+
+A problem is a list of numbers. The prompt, in plain English, wants them added one at a time with
+every running total written down, so a right answer is as long as its list:
+
+    answer      12 + 7 = 19
+                19 + 30 = 49
+                \\boxed{49}
+
+The number of additions is log-normal: most problems take a few lines, a few take a hundred, and
+the longest of a batch is many times its median. Everything is drawn from (seed, index); nothing
+here reads files or needs torch.
+
+Invariant: training and held-out problems are disjoint; the split is a hash of the numbers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from random import Random
+from statistics import NormalDist
+
+from dora_rl.data.chains import HELDOUT_PER_MILLE, Split
+from dora_rl.types import UserError
+
+QUESTION = (
+    "Add these numbers from left to right, one at a time. Write one line for each addition, for "
+    "example 12 + 7 = 19, and nothing else. Then put the final total in \\boxed{{}}.\n\n{numbers}"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SumSpec:
+    """How hard: additions are log-normal (median, sigma), rounded, clamped to 1..num_steps_max;
+    the numbers are uniform from 1 to number_max."""
+
+    num_steps_median: float = 4.0
+    num_steps_sigma: float = 1.4
+    num_steps_max: int = 96
+    number_max: int = 99
+
+    def __post_init__(self) -> None:
+        if self.num_steps_max < 1:
+            raise UserError(f"sums: num_steps_max is {self.num_steps_max}; give at least 1")
+        if not 1 <= self.num_steps_median <= self.num_steps_max:
+            raise UserError(
+                f"sums: num_steps_median is {self.num_steps_median}; "
+                f"give 1 to num_steps_max ({self.num_steps_max})"
+            )
+        if self.num_steps_sigma < 0:
+            raise UserError(f"sums: num_steps_sigma is {self.num_steps_sigma}; give 0 or more")
+        if self.number_max < 9:
+            raise UserError(f"sums: number_max is {self.number_max}; give at least 9")
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """`Problem((12, 7, 30))` takes two additions and has the answer "49"."""
+
+    numbers: tuple[int, ...]
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.numbers) - 1
+
+    @property
+    def text(self) -> str:
+        return QUESTION.format(numbers=", ".join(map(str, self.numbers)))
+
+    @property
+    def answer(self) -> str:
+        return str(sum(self.numbers))
+
+    @property
+    def split(self) -> Split:
+        text = ",".join(map(str, self.numbers)).encode()
+        digest = hashlib.blake2b(text, digest_size=8, person=b"sums").digest()
+        held_out = int.from_bytes(digest, "big") % 1000 < HELDOUT_PER_MILLE
+        return Split.HELDOUT if held_out else Split.TRAIN
+
+
+def solution(problem: Problem) -> str:
+    """The right answer, worked out as the prompt wants it."""
+    totals = pairwise(accumulate(problem.numbers))
+    added = zip(totals, problem.numbers[1:], strict=True)
+    lines = [f"{before} + {number} = {after}\n" for (before, after), number in added]
+    return "".join(lines) + f"\\boxed{{{problem.answer}}}"
+
+
+def problem_at(spec: SumSpec, split: Split, seed: int, index: int) -> Problem:
+    """The problem at a place of the endless stream; a function of its arguments alone."""
+    rng = Random(f"sums/{split}/{seed}/{index}")
+    # Only rng.random() is promised to be the same in every Python version, hence the inverse.
+    sigmas = NormalDist().inv_cdf(min(max(rng.random(), 1e-12), 1 - 1e-12))
+    drawn = round(spec.num_steps_median * math.exp(spec.num_steps_sigma * sigmas))
+    num_numbers = 1 + min(max(drawn, 1), spec.num_steps_max)
+    while True:  # the split restricts the numbers, never how many they are
+        numbers = (1 + int(rng.random() * spec.number_max) for _ in range(num_numbers))
+        problem = Problem(tuple(numbers))
+        if problem.split is split:
+            return problem

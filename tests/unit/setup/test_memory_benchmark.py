@@ -1,0 +1,73 @@
+"""`benchmarks/memory.py`: which measured phase stands against which line of the plan."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dora_rl.setup.memory import GB
+
+PATH = Path(__file__).parents[3] / "benchmarks" / "memory.py"
+
+
+@pytest.fixture(scope="module")
+def bench() -> Any:
+    spec = importlib.util.spec_from_file_location("memory_benchmark", PATH)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+LEARNER = {
+    "frozen base": 0,
+    "masters": 6 * GB,
+    "gradients": 6 * GB,
+    "moments": 12 * GB,
+    "pack": 60 * GB,
+    "pack, held": 63 * GB,
+    "frozen version": 25 * GB,
+    "frozen version, held": 26 * GB,
+}
+ENGINE = {"KV": 10 * GB, "weights and KV": 19 * GB, "work": 21 * GB, "work, held": 22 * GB}
+
+
+@pytest.mark.parametrize("case", ["135m", "0.6b", "1.5b", "1.5b-lora", "long", "two"])
+def test_every_line_of_the_plan_is_measured(bench: Any, case: str, tmp_path: Path) -> None:
+    config = bench.configure(case, tmp_path, 0.0)
+    plan, device = bench.plan_case(config, 150 * GB)
+    assert plan.fits and ("instance1" in device.seats.names) == (case == "two")
+    for who in device.seats.names:
+        found = {"phases": LEARNER if who == "learner" else ENGINE}
+        rows = bench.lines_of(device, who, found, GB // 2)
+        assert len(rows) == 1 + sum(line.who == who for line in device.memory.lines)
+        assert all(row["measured"] is not None for row in rows)
+        assert sum(row["planned"] for row in rows[:-1]) == rows[-1]["planned"]
+        by_name = {row["what"].split()[0].rstrip(":"): row["measured"] for row in rows}
+        assert by_name["context"] == GB // 2
+        if who == "learner":
+            pack = by_name.get("a")
+            assert pack in (36 * GB, 1 * GB) and by_name["all"] == 63.5 * GB
+        else:
+            assert by_name["graphs"] == 3 * GB and by_name["KV"] == 10 * GB
+            assert by_name["all"] == 22.5 * GB
+
+
+def test_what_failed_or_is_not_known_has_no_figure(bench: Any, tmp_path: Path) -> None:
+    config = bench.configure("0.6b", tmp_path, 0.0)
+    _, device = bench.plan_case(config, 80 * GB)
+    rows = bench.lines_of(device, "learner", {"failed": "out of memory"}, None)
+    assert all(row["measured"] is None for row in rows)
+    assert bench.shown(rows[0]).endswith("-      -")
+    assert bench.has_failed({"fits": True, "workers": {"learner": {"failed": "x"}}})
+    assert bench.has_failed({"case": "long", "failed": "not begun"})
+    assert not bench.has_failed({"fits": True, "workers": {"learner": {"notes": []}}})
+
+
+@pytest.mark.parametrize("case", ["1.5b-lora", "0.6b"])
+def test_the_cases_for_small_cards_are_planned(bench: Any, case: str, tmp_path: Path) -> None:
+    plan, device = bench.plan_case(bench.configure(case, tmp_path, 24.0), 150 * GB)
+    assert plan.fits and plan.enforced and device.memory.total_bytes == 24 * GB

@@ -1,0 +1,108 @@
+"""One type of sample: what goes into a message or the store comes back as it was."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dora_rl.io.wire import pack, unpack
+from dora_rl.store.samples import Samples
+from dora_rl.store.trajectories import from_message, to_message
+from dora_rl.types import ARRAYS, Finish, Group, RequestId, Segment, Trajectory
+
+PLAIN = Trajectory(RequestId(7, 0), 2, [8, 9], [-0.1, -0.2], [1, 1])
+# Every field has another value than its default.
+FULL = Trajectory(
+    RequestId(7, 1),
+    3,
+    token_ids=[8, 9, 10],
+    logprobs=[-0.1, -0.2, -0.3],
+    loss_mask=[1, 0, 1],
+    finish=Finish.LENGTH,
+    segments=(Segment(0, 2), Segment(2, 3)),
+    prompt_ids=[5, 6],
+    text="é",
+    reward=-0.25,
+    parts={"exact": -0.25},
+    raw_logprobs=[-1.0, -2.0, -3.0],
+    turns=2,
+    error="why",
+    parent=RequestId(7, 0),
+    fork=1,
+    expert_ids=np.arange(24).reshape(3, 4, 2),
+    teacher_logprobs=[-0.5, -0.5, -0.5],
+)
+
+
+def test_the_example_uses_every_field() -> None:
+    """Or the tests below would not notice a field that is not carried."""
+    for field in fields(Trajectory):
+        value, default = getattr(FULL, field.name), getattr(PLAIN, field.name)
+        assert not np.array_equal(value, default), field.name
+
+
+def test_messages_carry_all_of_a_trajectory_but_its_prompt() -> None:
+    entries, arrays = to_message([PLAIN, FULL])
+    message = unpack(pack("finished", {"samples": entries}, arrays))
+    plain, full = from_message(message.body["samples"], message.arrays)
+    assert plain == PLAIN
+    assert full == replace(FULL, prompt_ids=[])
+    assert full.expert_ids is not None and full.expert_ids.shape == (3, 4, 2)
+
+
+def test_the_store_keeps_all_of_a_trajectory_but_its_prompt(tmp_path: Path) -> None:
+    samples = Samples(tmp_path / "table.log")
+    for sample in (FULL, PLAIN):
+        samples.put(sample)
+    samples.reward(PLAIN.request, 1.0, {"exact": 1.0})
+    expected = [
+        replace(PLAIN, reward=1.0, parts={"exact": 1.0}),
+        replace(FULL, prompt_ids=[]),
+    ]
+    assert samples.trajectories(7) == expected
+    samples.close()
+    assert Samples(tmp_path / "table.log").trajectories(7) == expected
+
+
+def test_a_sample_that_is_told_twice_is_kept_once_and_the_newer_one_counts(tmp_path: Path) -> None:
+    samples = Samples(tmp_path / "table.log")
+    samples.put(PLAIN)
+    size = (tmp_path / "table.log").stat().st_size
+    samples.put(PLAIN)
+    assert (tmp_path / "table.log").stat().st_size == size
+    samples.reward(PLAIN.request, 1.0)
+    other = replace(PLAIN, logprobs=[-0.1, -0.25])
+    samples.put(other)
+    assert samples.get(PLAIN.request) == other, "the reward was that of the other response"
+
+
+def test_values_are_arrays_and_equal_by_value() -> None:
+    for name, dtype in ARRAYS.items():
+        assert getattr(FULL, name).dtype == dtype
+    assert replace(FULL) == FULL != PLAIN
+    for name in ARRAYS:
+        changed = np.array(getattr(FULL, name))
+        changed.reshape(-1)[0] += 1
+        assert replace(FULL, **{name: changed}) != FULL, name
+    assert replace(FULL, teacher_logprobs=None) != FULL
+    assert PLAIN.segments == (Segment(0, 2),) and not PLAIN.mixed and FULL.mixed
+    assert (FULL.num_trained, FULL.truncated, PLAIN.truncated) == (2, True, False)
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(FULL)
+
+
+def test_the_old_names_of_the_learners_samples_still_work() -> None:
+    code = (
+        "from dora_rl.trainer.batch import GroupBatch, Sample\n"
+        "s = Sample(token_ids=(3,), logprobs=(-1.0,), loss_mask=(1,), reward=1.0, truncated=True)\n"
+        "g = GroupBatch(group=4, version=1, prompt_ids=(1, 2), samples=(s,))\n"
+        "print(type(g).__name__, g.id, g.samples[0].truncated)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [Group.__name__, "4", "True"]
+    assert "FutureWarning: dora_rl.trainer.batch: GroupBatch and Sample are now" in done.stderr
