@@ -49,7 +49,10 @@ class Versions:
     def release(self) -> None:
         """The run has ended: shared memory is given back, but for a version that the learner had
         no time to write to the disk."""
-        unsaved = self._sealed.newest() > self._on_disk.newest()
+        try:
+            unsaved = self._sealed.newest() > self._on_disk.newest()
+        except FileNotFoundError:
+            unsaved = False  # the run directory was deleted or moved: nobody resumes it
         if not is_one_place(self._sealed, self._on_disk) and not unsaved:
             self.shared.destroy()
         if self._owner is not None:

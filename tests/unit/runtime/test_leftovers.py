@@ -11,6 +11,8 @@ import threading
 import time
 from pathlib import Path
 
+import pytest
+
 from dora_rl.weights.leftovers import KEEP_S, OWNER, claim, store_name, sweep, transfer_of
 from dora_rl.weights.versions import Versions
 
@@ -85,6 +87,17 @@ def test_a_run_gives_its_shared_memory_back_and_keeps_its_disk(tmp_path: Path) -
     same.hold()
     same.release()
     assert disk.exists()
+
+
+@pytest.mark.parametrize("gone", ["run", "shared"])
+def test_a_run_whose_directory_was_deleted_gives_its_shared_memory_back(
+    tmp_path: Path, gone: str
+) -> None:
+    versions = Versions(tmp_path / "run", tmp_path / "shared")
+    versions.hold()
+    shutil.rmtree(tmp_path / gone)
+    versions.release()
+    assert not (tmp_path / "shared").exists()
 
 
 def killed_run(tmp_path: Path) -> tuple[Path, Path]:
