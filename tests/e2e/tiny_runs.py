@@ -108,8 +108,8 @@ class TinyRun:
         """A number of steps with a place for every group that was issued (docs/staleness.md)."""
         actions = [action for entry in self.entries() for action in entry.actions]
         trained = [a.step for a in actions if isinstance(a, EndGroup) and a.step is not None]
-        # In training, in filling, and what the window may still owe to later ones.
-        return max(trained, default=-1) + 1 + 2 + max_staleness
+        # Sealed, in training, in filling, and what the window may still owe to later ones.
+        return max(trained, default=-1) + 2 + 2 + max_staleness
 
     def entries(self) -> list[Entry]:
         return [record for record in read(self.run_dir / "events") if isinstance(record, Entry)]

@@ -90,7 +90,13 @@ def _lines(report: AuditReport, notes: list[str], again: list[str]) -> list[str]
         + ("finished" if figures.finished else "not finished"),
         f"groups: {figures.groups_issued} issued = {figures.groups_outstanding} outstanding + "
         f"{figures.groups_trained} trained + {figures.groups_filtered} filtered + "
-        f"{figures.groups_failed} failed + {figures.groups_surplus} surplus",
+        f"{figures.groups_failed} failed + {figures.groups_surplus} surplus"
+        + (f" + {figures.groups_lost} lost" if figures.groups_lost else ""),
+        *(
+            [f"went back to the last durable version {figures.num_rewound} times"]
+            if figures.num_rewound
+            else []
+        ),
         f"staleness: mean {figures.staleness_mean:.2f}, at most {figures.staleness_max}; "
         f"mixed-version share {figures.mixed_version_frac:.3f}; "
         f"discarded tokens {figures.discarded_tokens}",

@@ -9,6 +9,8 @@ from __future__ import annotations
 import fcntl
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from dora_rl.types import UserError
@@ -46,3 +48,27 @@ class RunLock:
 
     def release(self) -> None:
         os.close(self.fd)
+
+
+LEARNER_LOCK = ".learner-lock"
+
+
+@contextmanager
+def learner_ended(run_dir: Path, wait_s: float = WAIT_S) -> Iterator[None]:
+    """While no learner of this run lives: one that was given up may still be writing a version."""
+    handle = os.open(run_dir / LEARNER_LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+    until = time.monotonic() + wait_s
+    try:
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise UserError(
+                        f"a learner of {run_dir} is still there; end it, then --resume"
+                    ) from None
+            time.sleep(POLL_S)
+        yield
+    finally:
+        os.close(handle)

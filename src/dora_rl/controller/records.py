@@ -176,7 +176,14 @@ class Records:
             # The time of a step that was recorded and not committed is spent all the same.
             lost = [line for line in read_lines(metrics) if line.get("step", -1) >= committed]
             self.totals.cut_s += sum(line["time/step"] for line in lost)
-            keep_lines(metrics, lambda line: line.get("step", -1) < committed)
+            # So is an evaluation of a version that was lost with its host.
+            keep_lines(
+                metrics,
+                lambda line: (
+                    line.get("step", -1) < committed
+                    and ("step" in line or line["version"] <= committed)
+                ),
+            )
             self._recall(metrics)
         self._metrics = metrics.open("a")
         self._rollouts = samples.open("a") if rollouts else None

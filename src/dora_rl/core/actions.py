@@ -20,6 +20,7 @@ class End(StrEnum):
     FILTERED = "filtered"
     FAILED = "failed"
     SURPLUS = "surplus"  # replication only
+    LOST = "lost"  # generated on a version that was lost with its host; its prompt is issued again
 
 
 class How(StrEnum):

@@ -1,4 +1,4 @@
-"""Filling a training step: take, feed, close, accept, commit.
+"""Filling a training step: take, feed, close, accept, commit, end.
 
 A ready group is taken oldest version first, and only if every older version keeps enough places
 (`window.Bound.may_take`); a blocked take waits for a group that is still running, it never
@@ -15,7 +15,7 @@ from dora_rl.core.orchestrate import retire_finished
 from dora_rl.core.reversion import reversion_all
 from dora_rl.core.state import Batch, Group, GroupPhase, Live, Phase, State
 from dora_rl.core.window import Bound
-from dora_rl.types import StepIndex
+from dora_rl.types import StepIndex, Version
 
 
 def take(state: State, now: float, out: list[Action]) -> None:
@@ -107,24 +107,22 @@ def on_accepted(state: State, step: StepIndex, out: list[Action]) -> None:
 
 
 def on_committed(state: State, step: StepIndex, now: float, out: list[Action]) -> None:
-    """Version step + 1 is sealed and durable: its groups have ended, the window slides.
+    """Version step + 1 is sealed: requests may start on it, the window slides. Its groups end when
+    it is durable. A learner seals no second version before, so that the one before is by now.
 
     A learner trains a step only when it holds all its groups, so this says that it has accepted
     them too, if that message is late. One from before a restart of the learner cannot do harm:
     `close_sent` is false until the batch was fed again, and what was sealed is never fed again.
     """
     on_accepted(state, step, out)
-    if step != state.committed or state.filling != step + 1:
+    if step != state.committed or state.filling <= step:
         return
-    groups = [state.groups[gid] for gid in state.batches.pop(step).groups]
-    for group in groups:
-        end_group(state, group, End.TRAINED, step, "", out)
-    state.ended += groups  # to free thousands at once takes longer than to end them: see `step`
+    state.on_disk = max(state.on_disk, state.committed)
     state.committed += 1
     state.trainer_losses = state.instance_losses = 0
     state.versions[state.committed] = Live(state.committed)
+    end_durable(state, out)
     if state.committed == state.params.num_steps:
-        stop(state, "all steps are trained", out, done=True)
         return
     if not state.batch.closed:
         wake_elastic(state, now, out)
@@ -133,6 +131,25 @@ def on_committed(state: State, step: StepIndex, now: float, out: list[Action]) -
     retire_finished(state, out)  # what is left of it is done by the next events
     state.rebalance_wanted = True
     state.rebalanced_s = -1.0e9  # a step's end always rebalances
+
+
+def on_durable(state: State, version: Version, out: list[Action]) -> None:
+    """The disk has a version. Word of it may come before that of its seal."""
+    state.on_disk = max(state.on_disk, version)
+    end_durable(state, out)
+    if state.stopped is None:
+        retire_finished(state, out)
+
+
+def end_durable(state: State, out: list[Action]) -> None:
+    """Groups whose step can no longer be undone have ended; with the last step the run has."""
+    for step in [step for step in state.batches if step < state.durable]:
+        groups = [state.groups[gid] for gid in state.batches.pop(step).groups]
+        for group in groups:
+            end_group(state, group, End.TRAINED, step, "", out)
+        state.ended += groups  # to free thousands at once takes longer than to end them: see `step`
+    if state.durable >= state.params.num_steps:
+        stop(state, "all steps are trained", out, done=True)
 
 
 def adopt_target(state: State, out: list[Action]) -> None:

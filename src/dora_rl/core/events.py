@@ -35,6 +35,14 @@ class Resumed:
 
 
 @dataclass(frozen=True, slots=True)
+class Rewound:
+    """The host was lost, and with its shared memory a version that was sealed and not durable. The
+    run goes on from `version`, the last durable one, in a new lineage. Follows `Resumed`."""
+
+    version: Version
+
+
+@dataclass(frozen=True, slots=True)
 class InstanceJoined:
     instance: InstanceId
     slots_max: int
@@ -198,24 +206,38 @@ class BatchAccepted:
 
 @dataclass(frozen=True, slots=True)
 class StepCommitted:
-    """Trainer state and the sealed weights of version step + 1 are durable.
+    """The weights of version step + 1, and what makes their masters exact, are sealed: in the
+    host's shared memory, checksummed. The death of any process leaves them there.
 
-    `metrics`: digest of the step's line of metrics.jsonl, which is written before this.
+    `metrics`: digest of the step's line of metrics.jsonl, which is written before this. `durable`:
+    the newest version that was on disk when this one was sealed; -1 in logs of earlier releases,
+    where a version was on disk before it was told (`Params.durable_behind` is 0 there).
     """
 
     step: StepIndex
     checksum: str
     incarnation: int = -1
     metrics: str = ""
+    durable: Version = -1
+
+
+@dataclass(frozen=True, slots=True)
+class VersionDurable:
+    """A sealed version, and what makes its masters exact, are on disk too."""
+
+    version: Version
+    incarnation: int = -1
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerJoined:
-    """A learner is there, holding sealed `version`; its optimizer may be older."""
+    """A learner is there, holding sealed `version`; its optimizer may be older. `durable` is the
+    newest version on disk, -1 where that was not told."""
 
     version: Version
     optimizer_version: Version
     incarnation: int = -1
+    durable: Version = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,6 +278,7 @@ FromInstance: TypeAlias = (
 Event: TypeAlias = (
     Started
     | Resumed
+    | Rewound
     | InstanceJoined
     | InstanceLost
     | InstanceReport
@@ -271,6 +294,7 @@ Event: TypeAlias = (
     | Recomputed
     | BatchAccepted
     | StepCommitted
+    | VersionDurable
     | TrainerJoined
     | TrainerLost
     | TrainerReport

@@ -10,7 +10,7 @@ import heapq
 from dataclasses import replace
 
 from dora_rl.core.actions import Abort, Action, InForce, OptimizerRewound, Restart, RestartTrainer
-from dora_rl.core.batching import adopt_target, on_accepted, on_committed
+from dora_rl.core.batching import adopt_target, end_durable, on_accepted, on_committed
 from dora_rl.core.deadlines import (
     INSTANCE,
     MOVE,
@@ -296,6 +296,8 @@ def on_trainer_joined(state: State, event: TrainerJoined, now: float, out: list[
     assert event.version == state.committed or (sealed_unlogged and batch and batch.closed), (
         f"the learner holds version {event.version}, the log ends at {state.committed}"
     )
+    state.on_disk = max(state.on_disk, event.durable)
+    end_durable(state, out)
     state.trainer.alive = True
     state.trainer.progress = -1
     state.trainer.progress_s = now
@@ -498,10 +500,12 @@ def on_resumed(state: State, event: Resumed, now: float, out: list[Action]) -> N
         updates_per_step=old.updates_per_step,
     )
     changed = as_before != event.params
+    if not old.durable_behind:
+        state.on_disk = state.committed  # a release that wrote to the disk first
     state.put_in_force(as_before)
     state.target = event.params if changed else None
-    if state.committed >= event.params.num_steps:
-        stop(state, "all steps are trained", out, done=True)
+    end_durable(state, out)
+    if state.stopped is not None:
         return
     if changed:
         adopt_target(state, out)

@@ -23,6 +23,7 @@ from dora_rl.core.events import (
     TrainerJoined,
     TrainerLost,
     TrainerReport,
+    VersionDurable,
 )
 from dora_rl.core.state import State
 from dora_rl.types import InstanceId
@@ -40,7 +41,7 @@ def is_late(state: State, event: Event) -> bool:
             return event.incarnation >= 0 and _is_other(state, event.dst, event.incarnation)
         case MoveFailed():
             return event.incarnation >= 0 and _is_other(state, event.src, event.incarnation)
-        case BatchAccepted() | StepCommitted() | TrainerReport():
+        case BatchAccepted() | StepCommitted() | VersionDurable() | TrainerReport():
             return event.incarnation >= 0 and event.incarnation != state.trainer.incarnation
         case InstanceJoined():
             return event.life <= state.incarnations.get(event.instance, -1)

@@ -192,8 +192,8 @@ def end_group(
         else:
             state.num_inflight -= 1
     live.unended -= 1
-    state.num_ended[end] += 1
-    if end is not End.FAILED:
+    state.num_ended[end] = state.num_ended.get(end, 0) + 1
+    if end not in (End.FAILED, End.LOST):
         prompt_settled(state, group.prompt)
     del state.groups[group.id]
     out.append(EndGroup(group.id, group.version, end, step, reason))

@@ -385,13 +385,13 @@ def _employ(state: State, inst: Instance, now: float, out: list[Action]) -> None
 
 
 def retire_finished(state: State, out: list[Action]) -> None:
-    """Versions other than the newest with no group left leave the window.
+    """Versions older than the last durable one, with no group left, leave the window.
 
     Their seats come free as far as this event has room; the last seat makes the retirement.
     """
     state.retiring = False
     for live in list(state.versions.values()):
-        if live.version == state.newest or live.unended:
+        if live.version >= state.durable or live.unended:
             continue
         assert not live.num_active, "a version retired with requests on it"
         for name in [*live.holders, *live.leavers]:

@@ -88,6 +88,9 @@ class Params:
     trainer_losses_max: int = 0  # losses of the learner in one step that stop the run
     instance_losses_max: int = 0  # lost instances in a row, no request having gained, that stop it
     load_failures_max: int = 0  # failed loads from the store of a version nobody holds, same
+    # Versions that may be committed and not on disk yet: 1, or 0 in logs of older releases, where a
+    # version was on disk before it was committed.
+    durable_behind: int = 0
     cost: MoveCost = MoveCost()
     deadlines: Deadlines = Deadlines()
 

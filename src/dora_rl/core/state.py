@@ -197,7 +197,11 @@ def _no_ends() -> dict[End, int]:
 
 @dataclass(slots=True)
 class State:
-    """Everything the core knows. `committed` is both the steps done and the newest version."""
+    """Everything the core knows. `committed` is both the steps done and the newest version.
+
+    A step's batch and groups stay until the version that it made is durable: only then can nothing
+    make the run train it again.
+    """
 
     params: Params
     target: Params | None = None  # K or B asked for on resume and not yet in force
@@ -249,6 +253,8 @@ class State:
         default_factory=dict[Version, int]
     )  # free slots, for them
     stopped: str | None = None
+    on_disk: Version = 0  # the newest version that was said to be durable; see `durable`
+    lineage: int = 0  # how often the run went back to a durable version
     policy: Policy = field(init=False)
     ended: list[Group] = field(init=False, default_factory=list[Group])  # only to be freed
 
@@ -262,6 +268,11 @@ class State:
     @property
     def newest(self) -> Version:
         return self.committed
+
+    @property
+    def durable(self) -> Version:
+        """The newest version that no loss of the host can undo."""
+        return min(self.committed, self.on_disk) if self.params.durable_behind else self.committed
 
     @property
     def batch(self) -> Batch:

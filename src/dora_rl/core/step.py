@@ -10,7 +10,7 @@ actions; what is left over is found again by the next event, because it is in th
 
 from __future__ import annotations
 
-from dora_rl.core import batching, elastic, faults, ledger, orchestrate, suspects
+from dora_rl.core import batching, elastic, faults, ledger, orchestrate, rewind, suspects
 from dora_rl.core.actions import Action, InForce
 from dora_rl.core.admission import admit
 from dora_rl.core.events import (
@@ -26,6 +26,7 @@ from dora_rl.core.events import (
     MoveFailed,
     Recomputed,
     Resumed,
+    Rewound,
     SampleFailed,
     SampleFinished,
     Scored,
@@ -37,6 +38,7 @@ from dora_rl.core.events import (
     TrainerJoined,
     TrainerLost,
     TrainerReport,
+    VersionDurable,
 )
 from dora_rl.core.incarnations import is_late, note
 from dora_rl.core.params import Params
@@ -126,6 +128,8 @@ def _handle(state: State, event: Event, now: float, out: list[Action]) -> None:
             batching.on_accepted(state, event.step, out)
         case StepCommitted():
             batching.on_committed(state, event.step, now, out)
+        case VersionDurable():
+            batching.on_durable(state, event.version, out)
         case _:
             _handle_rare(state, event, now, out)
 
@@ -157,6 +161,8 @@ def _handle_rare(state: State, event: Event, now: float, out: list[Action]) -> N
             pass  # for whoever reads the log; nothing is decided by it
         case Resumed():
             faults.on_resumed(state, event, now, out)
+        case Rewound():
+            rewind.on_rewound(state, event.version, out)
         case Started():
             params = event.params
             assert params == state.params, "Started must carry the params of the state"

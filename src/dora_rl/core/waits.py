@@ -38,6 +38,8 @@ def waits(state: State) -> list[Wait]:
 def _trainer_waits(state: State) -> list[Wait]:
     if not state.trainer.alive:
         return [Wait("controller", "a learner to join")]
+    if state.durable < state.committed >= state.params.num_steps:
+        return [Wait("the end of the run", f"version {state.committed} to be on disk")]
     batch = state.batch
     if batch.closed:
         return [Wait(f"step {batch.step}", f"the learner to finish step {state.committed}")]

@@ -116,7 +116,8 @@ def _promises(history: History, trained: NDArray[Any]) -> dict[str, Any]:
     staleness = (groups["step"] - groups["version"])[trained]
     scored = groups["scored"][trained].astype(np.int64)
     num_samples = int(scored.sum())
-    lost = np.isin(groups["end"], [ENDS.index(End.FAILED), ENDS.index(End.SURPLUS)])
+    discarded = (End.FAILED, End.SURPLUS, End.LOST)
+    lost = np.isin(groups["end"], [ENDS.index(end) for end in discarded])
     size = history.params.group_size
     tokens = history.samples["tokens"][: len(groups) * size].reshape(-1, size)
     reward = history.samples["reward"][: len(groups) * size].reshape(-1, size)

@@ -1,9 +1,9 @@
 // The list of groups, one group with its samples, and reading a trajectory token by token.
 import { get, h, num, seconds, tip, versionBadge } from "./draw.js";
 
-const STATES = ["generating", "scoring", "ready", "taken", "trained", "filtered", "failed", "surplus"];
+const STATES = ["generating", "scoring", "ready", "taken", "trained", "filtered", "failed", "surplus", "lost"];
 const ORDERS = { newest: "newest first", oldest: "oldest first", longest: "most tokens", best: "best reward", worst: "worst reward", moved: "most moves" };
-const KINDS = { trained: "good", failed: "bad", surplus: "warn", filtered: "warn", generating: "live", taken: "finished" };
+const KINDS = { trained: "good", failed: "bad", surplus: "warn", lost: "warn", filtered: "warn", generating: "live", taken: "finished" };
 const SIZE = 50;
 
 function choose(label, options, onchange) {

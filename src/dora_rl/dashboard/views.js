@@ -36,7 +36,7 @@ function promise(title, figure) {
 
 const STATE_COLOURS = {
   generating: "--v4", scoring: "--v3", ready: "--v1", taken: "--v0",
-  trained: "--v2", filtered: "--soft", failed: "--v5", surplus: "--v6",
+  trained: "--v2", filtered: "--soft", failed: "--v5", surplus: "--v6", lost: "--v6",
 };
 
 export function overview() {
@@ -83,7 +83,7 @@ export function overview() {
     promises.mixed.set(p.mixed ? (p.mixed_given_up ? "warn" : "bad") : "good", `${num(p.mixed)} mixed`, p.mixed,
       `of ${num(p.samples)} trained samples${p.mixed_given_up ? "; this mode does not promise it" : ""}`);
     promises.discarded.set(p.discarded ? "warn" : "good", `${num(p.discarded)} groups`, p.discarded,
-      `${num(p.discarded_tokens)} tokens in failed samples and in failed or surplus groups${p.discarded_given_up ? "; this mode does not promise it" : ""}`);
+      `${num(p.discarded_tokens)} tokens in failed samples and in failed, surplus or lost groups${p.discarded_given_up ? "; this mode does not promise it" : ""}`);
     promises.staleness.set(p.staleness_max > run.max_staleness ? "bad" : "good",
       `${p.staleness_max} ≤ ${run.max_staleness}`, p.staleness_max, "oldest version trained, behind its step");
     reward.update([{ name: "reward", ...run.rewards }]);

@@ -105,6 +105,8 @@ class Auditor:
             ev.Recomputed: (groups.on_recomputed,),
             ev.BatchAccepted: (steps.on_accepted,),
             ev.StepCommitted: (steps.on_committed,),
+            ev.VersionDurable: (steps.on_durable,),
+            ev.Rewound: (steps.on_rewound,),
             ev.TrainerJoined: (steps.on_trainer_joined,),
             ev.TrainerLost: (steps.on_trainer_lost,),
         }
@@ -209,7 +211,11 @@ class Auditor:
             groups_failed=ends[act.End.FAILED],
             groups_surplus=ends[act.End.SURPLUS],
             groups_outstanding=len(books.live),
-            groups_discarded=ends[act.End.FAILED] + ends[act.End.SURPLUS],
+            groups_discarded=sum(
+                ends[end] for end in (act.End.FAILED, act.End.SURPLUS, act.End.LOST)
+            ),
+            groups_lost=ends[act.End.LOST],
+            num_rewound=books.lineage,
             samples_trained=tally.samples,
             samples_masked=tally.masked,
             tokens_trained=tally.tokens,

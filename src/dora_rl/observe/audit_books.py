@@ -93,7 +93,7 @@ class Tally:
 
 @dataclass(slots=True)
 class Books:
-    """`expected`: groups whose step this entry commits; each must end as trained in it."""
+    """`expected`: groups whose step this entry makes durable; each must end as trained in it."""
 
     params: Params = field(default_factory=Params)
     live: dict[GroupId, GroupRecord] = field(default_factory=dict[GroupId, GroupRecord])
@@ -103,6 +103,8 @@ class Books:
     unended: dict[Version, int] = field(default_factory=dict[Version, int])
     filling: StepIndex = 0
     committed: StepIndex = 0  # also the newest version
+    on_disk: Version = 0  # the newest that was said to be durable
+    lineage: int = 0  # how often the run went back to a durable version
     taken: int = 0  # groups of the step being filled that the log shows as taken
     retired: set[Version] = field(default_factory=set[Version])
     in_force: list[act.InForce] = field(default_factory=list[act.InForce])
@@ -118,6 +120,13 @@ class Books:
     # Losses of an instance on which nothing else ran, since the request last gained a token.
     alone: dict[RequestId, int] = field(default_factory=dict[RequestId, int])
     dirty: bool = False  # a figure of the invariant changed in this entry
+
+    @property
+    def durable(self) -> Version:
+        """The newest version that is on disk, by the log. A log whose parameters let no version be
+        behind is of a release that committed a version when it was on disk."""
+        behind = self.params.durable_behind
+        return min(self.committed, self.on_disk) if behind else self.committed
 
     def force(self, step: StepIndex) -> act.InForce:
         """K and B for this step."""

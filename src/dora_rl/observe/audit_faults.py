@@ -65,7 +65,7 @@ class FaultAudit:
         if action.end is act.End.FAILED:
             self.failures[record.prompt] = self.failures.get(record.prompt, 0) + 1
             self.last_failed[record.prompt] = action.group
-        else:
+        elif action.end is not act.End.LOST:  # its prompt comes again, with what it has against it
             self.failures.pop(record.prompt, None)
             self.last_failed.pop(record.prompt, None)
         for sample in range(len(record.samples)):

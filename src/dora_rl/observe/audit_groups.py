@@ -248,10 +248,23 @@ class GroupAudit:
                 self._add(Promise.C2, name, "filtered by a rule that does not apply to it")
         else:
             self.books.tally.discarded_tokens += sum(s.num_tokens for s in record.samples)
+        if action.end is act.End.LOST:
+            self._check_lost(name, record)
         if not action.reason:
             self._add(Promise.C2, name, f"ended as {action.end} without a reason")
         elif action.end is act.End.FAILED:
             self._check_failed(name, record, action)
+
+    def _check_lost(self, name: str, record: GroupRecord) -> None:
+        """Only with a version that was lost with its host. Where K or B has changed, also for want
+        of a place; the `partial` baseline moves a group to newer versions."""
+        event, books = self.notes.event, self.books
+        self.owed[record.prompt] = None
+        with_version = isinstance(event, ev.Rewound) and record.version > event.version
+        changed = len({(f.max_staleness, f.batch_groups) for f in books.in_force}) > 1
+        may = changed or books.params.mode is Mode.PARTIAL
+        if not with_version and not (isinstance(event, ev.Rewound) and may):
+            self._add(Promise.C2, name, f"ended as lost, its version {record.version} is not")
 
     def _killer(self, record: GroupRecord, group: GroupId) -> Sample | None:
         """A sample whose instance was lost so often while nothing else ran there."""

@@ -45,7 +45,7 @@ class LateMessages:
                 return self._is_other(event.instance, event) or event.attempt not in (-1, asked)
             case ev.InstanceReport() | ev.SampleFinished() | ev.SampleFailed():
                 return self._is_other(event.instance, event)
-            case ev.BatchAccepted() | ev.StepCommitted() | ev.TrainerReport():
+            case ev.BatchAccepted() | ev.StepCommitted() | ev.VersionDurable() | ev.TrainerReport():
                 return self._is_other(LEARNER, event)
             case _:
                 return False

@@ -71,7 +71,7 @@ class AuditFigures:
     groups_failed: int
     groups_surplus: int
     groups_outstanding: int
-    groups_discarded: int  # failed or surplus
+    groups_discarded: int  # failed, surplus or lost
     samples_trained: int
     samples_masked: int
     tokens_trained: int
@@ -91,6 +91,8 @@ class AuditFigures:
     recomputed_gap_max: float = 0.0  # the largest difference of a log-prob among them
     num_chained: int = 0  # lines with a digest chained over those before them
     num_unchained: int = 0  # lines without: written by an older release
+    groups_lost: int = 0  # with a version that was lost with its host
+    num_rewound: int = 0  # how often the run went back to a durable version
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,8 @@ class StepAudit:
         self.fed: dict[GroupId, int] = {}  # of the learner's step, since the learner joined
         self.ahead: dict[GroupId, int] = {}  # of the step after it
         self.closed: tuple[GroupId, ...] | None = None  # the batch of the step in training
+        self.unsaved: dict[StepIndex, tuple[GroupId, ...]] = {}  # batches of committed steps
+        self.is_resuming = False  # nothing runs yet: the run may go back to a durable version
         self.close_sent = False
         self.checksums: dict[StepIndex, str] = {}
         self.batch_sizes: list[int] = []
@@ -45,8 +47,12 @@ class StepAudit:
                 f"resumed as {new.mode} with groups of {new.group_size}; the run is {old.mode} "
                 f"with groups of {old.group_size}",
             )
+        if not old.durable_behind:
+            self.books.on_disk = self.books.committed
         self.books.params, self.books.config = new, event.config
         self.trainer = False
+        self.is_resuming = isinstance(event, ev.Resumed)
+        self._end_durable()
 
     def on_in_force(self, action: act.InForce) -> None:
         books = self.books
@@ -153,12 +159,54 @@ class StepAudit:
         books.metrics.setdefault(event.step, event.metrics)
         if event.step == books.filling and self.close_sent:
             self._next_step()  # whoever has trained a batch held it
-        if event.step == books.committed and books.filling == event.step + 1:
+        if event.step == books.committed and books.filling > event.step:
+            if books.params.durable_behind and event.durable < event.step:
+                text = f"sealed when only version {event.durable} was on disk"
+                self._add(Promise.VERSIONS, f"version {event.step + 1}", text)
+            books.on_disk = max(books.on_disk, event.step)
             self._commit()
+
+    def on_durable(self, event: ev.VersionDurable) -> None:
+        self.books.on_disk = max(self.books.on_disk, event.version)
+        self._end_durable()
+
+    def _end_durable(self) -> None:
+        """Groups of steps that nothing can undo any more end in this entry."""
+        books = self.books
+        for step in [step for step in self.unsaved if step < books.durable]:
+            books.expected |= dict.fromkeys(self.unsaved.pop(step), step)
+
+    def on_rewound(self, event: ev.Rewound) -> None:
+        """The host was lost: what was committed and not durable is undone, and nothing else."""
+        books, version = self.books, event.version
+        name = f"version {version}"
+        if not self.is_resuming:
+            self._add(Promise.VERSIONS, name, "went back to while the run was going on")
+        if not books.durable <= version < books.committed:
+            text = f"went back to, {books.committed} is newest and {books.durable} durable"
+            self._add(Promise.VERSIONS, name, text)
+            return
+        self.closed = self.unsaved.pop(version, None)
+        self.unsaved.clear()
+        self.fed, self.ahead, self.close_sent = {}, {}, False
+        for record in books.live.values():
+            if record.step is not None and record.step > version:
+                record.step = record.update = None
+                books.untaken[record.version] = books.untaken.get(record.version, 0) + 1
+        for step in range(version, books.committed):
+            self.checksums.pop(step, None)
+            books.metrics.pop(step, None)
+            books.weights.pop(step + 1, None)
+            self.batch_sizes.pop()
+        books.committed, books.filling, books.taken = version, version + 1, 0
+        books.lineage += 1
+        books.dirty = True
 
     def on_trainer_joined(self, event: ev.TrainerJoined) -> None:
         books = self.books
-        self.trainer = True
+        self.trainer, self.is_resuming = True, False
+        books.on_disk = max(books.on_disk, event.durable)
+        self._end_durable()
         self.fed, self.ahead = {}, {}
         self.close_sent = False
         if event.version == books.committed + 1 and self.closed is not None:
@@ -177,11 +225,12 @@ class StepAudit:
     def _commit(self) -> None:
         books = self.books
         groups = self.closed or ()
-        books.expected = dict.fromkeys(groups, books.committed)
+        self.unsaved[books.committed] = groups
         self.batch_sizes.append(len(groups))
         self.closed, self.close_sent = None, False
         self.fed, self.ahead = self.ahead, {}
         books.committed += 1
+        self._end_durable()
 
     def on_retire(self, action: act.RetireVersion) -> None:
         books = self.books
@@ -189,8 +238,9 @@ class StepAudit:
         if books.unended.get(version):
             left = [g for g, record in books.live.items() if record.version == version]
             self._add(Promise.VERSIONS, name, f"retired before groups {left[:5]} ended")
-        if version >= books.committed or version in books.retired:
-            self._add(Promise.VERSIONS, name, "retired, and it is the newest or retired already")
+        if version >= books.durable or version in books.retired:
+            text = "retired, and it is the newest on disk, newer or retired already"
+            self._add(Promise.VERSIONS, name, text)
         books.retired.add(version)
         if not books.unended.get(version):
             books.unended.pop(version, None)
@@ -251,6 +301,9 @@ class StepAudit:
         if books.committed != books.params.num_steps:
             text = f"{books.committed} of {books.params.num_steps} steps were committed"
             self._add(Promise.BATCH, f"step {books.committed}", f"the run ended: {text}")
+        if books.durable != books.committed:
+            text = f"the run ended, and only version {books.durable} is known to be on disk"
+            self._add(Promise.VERSIONS, f"version {books.committed}", text)
 
     def _add(self, promise: Promise, subject: str, message: str) -> None:
         self.notes.add(promise, subject, message)

@@ -15,14 +15,14 @@ releases before the chain have no digest; they are counted, never believed to be
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 from dora_rl.core.actions import Action
-from dora_rl.core.events import Event, StepCommitted
+from dora_rl.core.events import Event, Rewound, StepCommitted, VersionDurable
 from dora_rl.core.state import State
 from dora_rl.core.step import initial, step
 from dora_rl.io.append_log import AppendLog, Damaged, checked, text_of, whole_lines
@@ -30,6 +30,7 @@ from dora_rl.io.codec import dumps, loads, rule
 from dora_rl.observe.segments import segments
 from dora_rl.types import UserError
 
+SYNCED = (StepCommitted, VersionDurable, Rewound)  # on disk before anything relies on them
 _EVENT, _ACTIONS, _STATE = rule(Event), rule(list[Action]), rule(State)
 
 
@@ -112,6 +113,8 @@ class FileLog:
         self._in_segment = 0
         self._digest = ""  # of the last line written
         self._file: AppendLog | None = None
+        # What the entries rely on is on disk before they are.
+        self.before_sync: Callable[[], None] = lambda: None
 
     @classmethod
     def create(cls, folder: Path, **options: Any) -> FileLog:
@@ -150,7 +153,7 @@ class FileLog:
         self._in_segment += 1
         assert self._file is not None
         due = self._file.unsynced_s() >= self._fsync_s
-        if due or isinstance(event, StepCommitted):
+        if due or isinstance(event, SYNCED):
             self.sync()
 
     def snapshot_due(self) -> bool:
@@ -165,6 +168,7 @@ class FileLog:
 
     def sync(self) -> None:
         assert self._file is not None
+        self.before_sync()
         self._file.sync()
 
     def close(self) -> None:

@@ -160,6 +160,8 @@ class History:
             case ev.StepCommitted():
                 self.step(value.step).committed_s = now_s
                 self.committed = max(self.committed, value.step + 1)
+            case ev.Rewound():
+                self._rewind(value.version, now_s)
             case act.WaitFor():
                 self.waits.append(WaitRecord(now_s, value.step, value.groups))
             case act.Sleep():
@@ -170,6 +172,14 @@ class History:
                 self.stop = value
             case _:
                 self._see_incident(value, now_s)
+
+    def _rewind(self, version: int, now_s: float) -> None:
+        """Steps from there on are trained again: what they were before is undone."""
+        text = f"back to version {version}, the last one on disk"
+        self.incidents.append(Incident(now_s, "rewound", "learner", text))
+        self.committed = min(self.committed, version)
+        for record in [self.steps[step] for step in self.steps if step >= version]:
+            record.closed_s = record.committed_s = np.nan
 
     def _see_load(self, value: act.Load | ev.Loaded | ev.LoadFailed, now_s: float) -> None:
         key = (self.instance(value.instance), value.version)

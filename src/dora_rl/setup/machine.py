@@ -206,7 +206,9 @@ def forecast(config: RunConfig, machine: Machine, layout: Layout) -> Forecast:
         inflight_groups=groups,
         inflight_requests=groups * params.group_size,
         # The window, and the version that is being published.
-        shm_needed_bytes=each * (policy.max_staleness + 2),
+        # Live versions, the one that is being sealed, and beside two of them what makes their
+        # masters exact: as large as the version where that is half of a master, else small.
+        shm_needed_bytes=each * (policy.max_staleness + 4),
         problems=(),
     )
     crowd = 0 if layout.memory is not None else layout.crowd

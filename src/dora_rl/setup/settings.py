@@ -184,6 +184,7 @@ def core_params(config: RunConfig) -> Params:
         if o.instance_losses_max
         else 0,
         load_failures_max=o.load_failures_max,
+        durable_behind=1,
         oversample=o.oversample,
         fill_older_max=o.fill_older_max,
         rebalance_period_s=o.rebalance_period_s,

@@ -55,6 +55,9 @@ class Checker:
     def _catch_up(self) -> None:
         """Read what was logged since; a crash may have come between logging and performing."""
         for entry in self.log.entries[self.num_read :]:
+            if isinstance(entry.event, ev.Rewound):  # later batches are filled anew
+                kept = [step for step in self.closed if step <= entry.event.version]
+                self.closed = {step: self.closed[step] for step in kept}
             for action in entry.actions:
                 self._see_action(action)
         self.num_read = len(self.log.entries)

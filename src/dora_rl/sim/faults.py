@@ -69,6 +69,7 @@ class FaultRates:
     kills: float = 0.0  # of all prompts
     still: float = 0.0
     stall_every_s: float = 0.0
+    host_loss_every_s: float = 0.0
 
     @staticmethod
     def swarm(rng: random.Random) -> FaultRates:

@@ -1,8 +1,9 @@
 """The simulated learner and reward pool behind their ports.
 
 The learner works through what it was fed at a fixed pace, as a stream; a closed batch ends with
-the optimizer updates and the sealing of the next version, in the durable order of the design:
-trainer state, sealed weights, then the event that becomes the log record.
+the optimizer updates and the sealing of the next version, then the event that becomes the log
+record. The disk has the version `durable_s` later, and no other is sealed before. What is sealed
+survives the learner; with its host only what is durable does.
 """
 
 from __future__ import annotations
@@ -54,14 +55,19 @@ class SimLearner:
         tokens_of: Callable[[GroupId, tuple[int, ...]], int],
         *,
         colocated_s: float = 0.0,
+        durable_s: float | None = None,
     ) -> None:
+        """`durable_s` None: a version is on disk before it is told, as in older logs."""
         self.clock = clock
         self.post = post
         self.cost = cost
         self.tokens_of = tokens_of
         self.colocated_s = colocated_s  # switching shared devices over to training
-        self.sealed: Version = 0  # durable
-        self.trained: list[TrainedStep] = []  # durable, one per sealed version
+        self.durable_s = durable_s
+        self.sealed: Version = 0  # the newest that is there for the next life
+        self.durable: Version = 0  # and for a life on another host
+        self._durable_at_s = 0.0
+        self.trained: list[TrainedStep] = []  # one per sealed version
         self.alive = False
         self.life = 0  # raised by every start and end
         self.incarnation = 0  # the life of the last start
@@ -74,12 +80,23 @@ class SimLearner:
         self.life += 1
         self._step, self._ahead = None, []
         self.incarnation = self.life
-        self.post(ev.TrainerJoined(self.sealed, self.sealed, incarnation=self.incarnation))
+        self.durable = self.sealed  # whoever begins writes first what the one before had not
+        on_disk = -1 if self.durable_s is None else self.durable
+        self.post(
+            ev.TrainerJoined(
+                self.sealed, self.sealed, incarnation=self.incarnation, durable=on_disk
+            )
+        )
 
     def die(self) -> None:
         self.alive = False
         self.life += 1
         self._step, self._ahead = None, []
+
+    def lose_host(self) -> None:
+        """What was sealed and not durable is gone."""
+        self.sealed = self.durable
+        del self.trained[self.durable :]
 
     def do(self, action: LearnerAction) -> None:
         if isinstance(action, act.RestartTrainer):
@@ -130,6 +147,9 @@ class SimLearner:
     def _commit(self, step: _Step, life: int) -> None:
         if life != self.life or step.index != self.sealed:
             return
+        if self.durable < self.sealed:  # the disk is slower than the step was
+            self.clock.at(self._durable_at_s, lambda: self._commit(step, life))
+            return
         groups = tuple((f.group, f.version, f.samples) for f in step.fed.values())
         now = self.clock.now()
         self.trained.append(
@@ -137,11 +157,24 @@ class SimLearner:
         )
         self.sealed = step.index + 1
         self._step = None
-        checksum = f"sum{self.sealed}"
-        self.post(ev.StepCommitted(step.index, checksum, incarnation=self.incarnation))
+        checksum, on_disk = f"sum{self.sealed}", -1
+        if self.durable_s is None:
+            self.durable = self.sealed
+        else:
+            on_disk, version = self.durable, self.sealed
+            self._durable_at_s = now + self.durable_s
+            self.clock.at(self._durable_at_s, lambda: self._become_durable(version, life))
+        self.post(
+            ev.StepCommitted(step.index, checksum, incarnation=self.incarnation, durable=on_disk)
+        )
         ahead, self._ahead = self._ahead, []
         for action in ahead:
             self._feed(action)
+
+    def _become_durable(self, version: Version, life: int) -> None:
+        if life == self.life:
+            self.durable = version
+            self.post(ev.VersionDurable(version, incarnation=self.incarnation))
 
 
 class SimRewards:

@@ -186,7 +186,7 @@ def _discarded(world: World) -> int:
     tokens = world.fleet.stats.aborted_tokens
     size = world.spec.params.group_size
     for end in world.keeper.ended:
-        if end.end in (act.End.SURPLUS, act.End.FAILED):
+        if end.end in (act.End.SURPLUS, act.End.FAILED, act.End.LOST):
             for sample in range(size):
                 request = finished.get(RequestId(end.group, sample))
                 tokens += request.total if request is not None else 0

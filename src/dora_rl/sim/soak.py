@@ -31,7 +31,7 @@ from dora_rl.observe.replay import replay
 from dora_rl.sim.checkers import Checker, PromiseBroken, require
 from dora_rl.sim.faults import FaultRates, RandomFaults
 from dora_rl.sim.scenarios import random_world
-from dora_rl.sim.world import ControllerCrash, World
+from dora_rl.sim.world import ControllerCrash, World, WorldSpec
 from dora_rl.types import Mode
 
 LIVENESS_S = 50_000.0
@@ -79,6 +79,7 @@ class Soak:
         rates = FaultRates.swarm(self.rng)
         if not spec.params.losses_max:  # older rules know nothing of these
             rates = replace(rates, poison=0.0, kills=0.0, still=0.0, stall_every_s=0.0)
+        spec, rates = with_levels(spec, rates, random.Random(f"levels {seed}"))
         self.faults = RandomFaults(rates, random.Random(f"faults {seed}"))
         self.log = CrashingLog(self.rng.choice([5, 50, 500]))
         self.world = World(spec, self.faults, self.log)
@@ -94,6 +95,7 @@ class Soak:
         self._every(rates.stall_every_s, self._stall_instance)
         self._every(rates.trainer_death_every_s, self._kill_trainer)
         self._every(rates.controller_death_every_s, self._kill_controller)
+        self._every(rates.host_loss_every_s, self._lose_host)
         world.clock.at(self.calm_s, self._calm_down)
         world.start()
         if not self._until_its_end().done:
@@ -203,6 +205,12 @@ class Soak:
             self.log.armed = how
         self.world.clock.after(self.rng.uniform(1, 30), self._resume_controller)
 
+    def _lose_host(self) -> None:
+        if self.world.loop is None:
+            return
+        self.world.lose_host()
+        self.world.clock.after(self.rng.uniform(1, 30), self._resume_controller)
+
     def _resume_controller(self) -> None:
         if self.log.armed is not None:  # no turn happened since; die now
             self.log.armed = None
@@ -230,6 +238,20 @@ class Soak:
                 if name not in fleet.instances:
                     fleet.join(name, *fleet.specs[name])
                     break
+
+
+def with_levels(
+    spec: WorldSpec, rates: FaultRates, rng: random.Random
+) -> tuple[WorldSpec, FaultRates]:
+    """Most worlds commit a version before it is on disk, and may lose their host then."""
+    if rng.random() < 0.2:
+        return spec, rates
+    params = replace(spec.params, durable_behind=1)
+    durable_s = rng.choice([0.0, rng.uniform(0, 5), rng.uniform(5, 60)])
+    loss_s = rng.uniform(10, 120) if rng.random() < 0.7 else 0.0
+    return replace(spec, params=params, durable_s=durable_s), replace(
+        rates, host_loss_every_s=loss_s
+    )
 
 
 def run_seed(seed: int) -> str | None:

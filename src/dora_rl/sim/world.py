@@ -39,6 +39,7 @@ class WorldSpec:
     report_s: float = 10.0
     tick_s: float = 5.0
     colocated_s: float = 0.0
+    durable_s: float = 0.0  # from the seal of a version to its being on disk
 
 
 @dataclass(slots=True)
@@ -78,7 +79,12 @@ class World:
         self.keeper = SimKeeper()
         self.fleet = Fleet(self.clock, self.post, spec.task, self.faults, report_s=spec.report_s)
         self.learner = SimLearner(
-            self.clock, self.post, spec.train, self._tokens_of, colocated_s=spec.colocated_s
+            self.clock,
+            self.post,
+            spec.train,
+            self._tokens_of,
+            colocated_s=spec.colocated_s,
+            durable_s=spec.durable_s if spec.params.durable_behind else None,
         )
         self.rewards = SimRewards(
             self.clock, self.post, spec.reward_of, spec.latency_of, self.faults
@@ -142,12 +148,19 @@ class World:
         if self.learner.alive:
             self.learner.die()
 
+    def lose_host(self) -> None:
+        """As `kill_controller`, and its shared memory is gone."""
+        self.kill_controller()
+        self.learner.lose_host()
+
     def resume_controller(self, state: State, **changes: int) -> None:
         """Go on from a recovered state; K, B or the number of steps may change."""
         self.loop = Loop(state, self._ports())
         self.keeper.stop = None
         params = replace(state.target or state.params, **changes)
         self._deliver(ev.Resumed(params), self.life)
+        if self.learner.sealed < state.committed:
+            self._deliver(ev.Rewound(self.learner.sealed), self.life)
         self.learner.join()
         for name, spec, cost in self.spec.instances:
             if name in self.fleet.instances:

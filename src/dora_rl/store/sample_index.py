@@ -137,6 +137,12 @@ class SampleIndex(Samples):
         self._unwritten[step, group] = body
         self._tell(group, "trained", body)
 
+    def sync_shards(self) -> None:
+        """The loss of this host takes no row that the shards have now."""
+        assert self._crew is not None
+        for name in self.names:
+            self._crew.send(name, "sync", {})
+
     def trained(
         self, group: GroupId, samples: tuple[int, ...], prompt: Prompt, *, tokens: bool = False
     ) -> list[TrainedSample]:

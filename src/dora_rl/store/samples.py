@@ -118,6 +118,10 @@ class Samples:
     def drop(self, group: GroupId) -> None:
         self._table.drop(group)
 
+    def sync(self) -> None:
+        """The loss of the host takes nothing of what is there now."""
+        self._table.sync()
+
     def close(self) -> None:
         self._table.close()
 

@@ -105,6 +105,8 @@ class Storage:
         with self._lock:
             if message.kind == "drop":
                 self._samples.drop(body["group"])
+            elif message.kind == "sync":
+                self._samples.sync()
             elif message.kind == "trained":
                 if self._rollouts is not None:
                     self._write(self._rollouts, body)

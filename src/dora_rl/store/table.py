@@ -104,6 +104,11 @@ class Table:
         """The groups that have rows here."""
         return list(self._rows)
 
+    def sync(self) -> None:
+        """What was written so far survives a power cut."""
+        if self._log is not None and not self._closed:
+            self._log.sync()
+
     def close(self) -> None:
         if not self._closed and self._log is not None:
             self._log.close()

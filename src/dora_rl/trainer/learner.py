@@ -20,7 +20,7 @@ update's loss, whatever the packs it was cut into, and however often memory ran 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -226,9 +226,11 @@ class Learner:
         version: Version,
         background: bool = False,
         exact: WeightStore | None = None,
+        turn: Callable[[], None] = lambda: None,
     ) -> Future[str]:
         """Seal the weights as `version`; the result is the checksum. The weights are copied before
         this returns, so with `background` the next step may begin while the store still writes.
+        `turn` is called before it does, and returns when it may.
         What rounding takes from the masters, and what is never published, goes to `exact`, under
         the same number and before the version is sealed: see `adopt`."""
         assert self.step is None, "weights in motion are never published"
@@ -249,7 +251,9 @@ class Learner:
             return done
         base = self.base if adapters else ""
         beside = (exact, list((lost | rest).items())) if exact is not None else None
-        return self.publisher.publish(store, version, tensors, canary, background, base, beside)
+        return self.publisher.publish(
+            store, version, tensors, canary, background, base, beside, turn
+        )
 
     def save(self, directory: str | Path, options: CheckpointOptions | None = None) -> Path:
         """Write a checkpoint (see `checkpoint`) atomically under this very name."""

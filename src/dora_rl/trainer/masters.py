@@ -48,15 +48,18 @@ def split(
     name: str, master: Tensor, dtype: torch.dtype, buffer: MakeBuffer = make_buffer
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Copies on the host: the master in `dtype`, and by name what it lacks. A float32 version
-    lacks nothing; one in float16 has another exponent, and the master is kept as it is."""
+    lacks nothing; one in float16 has another exponent, and the master is kept as it is. Copies into
+    pinned memory are only begun: the caller waits for the device before it reads them."""
     published = buffer(name, master.shape, dtype)
     if dtype != torch.bfloat16 or master.dtype != torch.float32:
-        published.copy_(master)
+        published.copy_(master, non_blocking=True)
         lacks = dtype != master.dtype
         if not lacks:
             return published, {}
         return published, {
-            WHOLE + name: buffer(WHOLE + name, master.shape, master.dtype).copy_(master)
+            WHOLE + name: buffer(WHOLE + name, master.shape, master.dtype).copy_(
+                master, non_blocking=True
+            )
         }
     low = buffer(LOW + name, master.shape, torch.int16)
     odd: list[Tensor] = []
@@ -66,8 +69,8 @@ def split(
         rounded = part.to(dtype)
         bits, high = part.view(torch.int32), rounded.view(torch.int16).to(torch.int32) << 16
         lower = (bits - high).to(torch.int16)
-        out[begin : begin + CHUNK].copy_(rounded)
-        rest[begin : begin + CHUNK].copy_(lower)
+        out[begin : begin + CHUNK].copy_(rounded, non_blocking=True)
+        rest[begin : begin + CHUNK].copy_(lower, non_blocking=True)
         odd.append(torch.nonzero(high + lower != bits).view(-1).cpu() + begin)
     parts = {LOW + name: low}
     at = torch.cat(odd) if odd else torch.empty(0, dtype=torch.int64)

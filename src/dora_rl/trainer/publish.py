@@ -73,8 +73,10 @@ class Publisher:
                 copy, parts = split(name, tensor, kind, keep)
                 lost |= parts
             else:
-                copy = keep(name, tensor.shape, kind).copy_(tensor)
+                copy = keep(name, tensor.shape, kind).copy_(tensor, non_blocking=True)
             tensors.append((name, copy))
+        if self._host:
+            torch.cuda.synchronize()  # the copies run behind each other, and are waited for once
         return tensors, lost
 
     def _keep(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
@@ -91,17 +93,18 @@ class Publisher:
         background: bool,
         base: str = "",
         exact: tuple[WeightStore, list[tuple[str, Tensor]]] | None = None,
+        turn: Callable[[], None] = lambda: None,
     ) -> Future[str]:
         """The checksum, as a future; already there unless `background`. `exact` is the state that
-        belongs to the version and where it goes; that of older versions is forgotten then."""
+        belongs to the version and where it goes; that of older versions is forgotten then. `turn`
+        returns when the stores may take the version."""
 
         def seal() -> str:
+            turn()
             if exact is None:
                 return store.publish(version, _drain(tensors), canary, base)
-            with ThreadPoolExecutor(1, thread_name_prefix="exact") as pool:
-                written = pool.submit(exact[0].publish, version, _drain(exact[1]), canary, base)
-                given = _and_then(_drain(tensors), written.result)
-                checksum = store.publish(version, given, canary, base)
+            exact[0].publish(version, _drain(exact[1]), canary, base)
+            checksum = store.publish(version, _drain(tensors), canary, base)
             for older in exact[0].versions():
                 if older < version:
                     exact[0].retire(older)
@@ -127,11 +130,3 @@ def _drain(tensors: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     tensors.reverse()
     while tensors:
         yield tensors.pop()
-
-
-def _and_then(
-    tensors: Iterator[tuple[str, Tensor]], wait_for: Callable[[], object]
-) -> Iterator[tuple[str, Tensor]]:
-    """The store has not seen the last tensor, and so cannot seal, until `wait_for` returns."""
-    yield from tensors
-    wait_for()

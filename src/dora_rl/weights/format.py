@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 TENSORS_FILE = "model.safetensors"
 MANIFEST_FILE = "manifest.json"
 FORMAT = 1
-NUM_HASH_THREADS = min(4, os.cpu_count() or 1)
+NUM_THREADS = min(16, len(os.sched_getaffinity(0)))  # that hash or copy tensors of one version
 
 # safetensors' names of the types, and torch's.
 DTYPES = {
@@ -237,7 +237,7 @@ class SealedFile:
     def verify(self) -> None:
         """Hash every byte again and compare with what was published."""
         self.check_header()
-        with ThreadPoolExecutor(NUM_HASH_THREADS, thread_name_prefix="weights-hash") as pool:
+        with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="weights-hash") as pool:
             digests = pool.map(lambda t: digest_of(self._bytes(t)), self.manifest.tensors)
             bad = [
                 t.name

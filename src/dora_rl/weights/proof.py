@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dora_rl.core.events import Rewound, StepCommitted
 from dora_rl.observe.eventlog import Entry, parse_line
 from dora_rl.observe.segments import segments
 from dora_rl.types import UserError, Version
@@ -22,7 +23,7 @@ from dora_rl.weights.format import TensorEntry, checksum_of, digest_of
 if TYPE_CHECKING:
     from dora_rl.config import RunConfig
 
-_COMMITTED = b'"is":"StepCommitted"'
+_COMMITTED, _REWOUND = b'"is":"StepCommitted"', b'"is":"Rewound"'
 
 
 def committed_weights(run: Path) -> dict[Version, str]:
@@ -31,9 +32,14 @@ def committed_weights(run: Path) -> dict[Version, str]:
     for path in segments(run / "events"):
         with path.open("rb") as file:
             for line in file:
-                record = parse_line(line) if _COMMITTED in line else None
-                if isinstance(record, Entry):
-                    event: Any = record.event
+                told = _COMMITTED in line or _REWOUND in line
+                record = parse_line(line) if told else None
+                event: Any = record.event if isinstance(record, Entry) else None
+                if isinstance(event, Rewound):
+                    found = {
+                        version: found[version] for version in found if version <= event.version
+                    }
+                elif isinstance(event, StepCommitted):
                     found.setdefault(event.step + 1, event.checksum)
     return found
 

@@ -1,8 +1,14 @@
-"""The last part of publishing, beside the next step: disk, shared memory, then the word of it.
+"""Publishing beside the next step: sealed, told, durable, told again.
 
-The learner copies its weights and goes on; a thread does the rest, in this order: sealed on disk,
-sealed in shared memory, told. Never two versions at a time, and nothing is told that is not
-durable. What goes wrong in the thread is raised where the learner looks next: before it reads its
+The learner copies its weights and goes on; threads do the rest, in this order:
+
+    wait until the version before is durable
+    write masters and version to shared memory     sealed: `tell`, and instances load it
+    write the same to the disk                     durable: `tell_durable`
+
+So at most one version is sealed and not durable: a disk that is slower than the steps holds up the
+next seal, not the copy of the weights, and how long it did is counted. Never tells what is not
+there yet. What goes wrong in a thread is raised where the learner looks next: before it reads its
 next message, opens a version that is not there yet or seals another.
 """
 
@@ -14,40 +20,76 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from dora_rl.types import Version
 from dora_rl.weights.format import SealedFile
-from dora_rl.weights.store import DiskWeightStore, SharedMemoryWeightStore
-from dora_rl.weights.versions import share
+from dora_rl.weights.levels import Level, make_durable
+from dora_rl.weights.store import SharedMemoryWeightStore
 
 
 class Sealing:
-    """At most one version on its way."""
+    """At most one version on its way to the disk, and one that waits for it to be sealed."""
 
-    def __init__(self, disk: DiskWeightStore, shared: SharedMemoryWeightStore) -> None:
-        self._disk, self._shared = disk, shared
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="seal")
-        self._running: Future[None] | None = None
+    def __init__(self, shared: Level, disk: Level) -> None:
+        self._shared, self._disk = shared, disk
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="durable")
+        self._durable: Future[None] | None = None  # of the newest version
+        self._sealed: Future[str] | None = None
+        self.waited_s = 0.0  # for the disk, before the version that was sealed last
 
-    def begin(self, version: Version, checksum: Future[str], tell: Callable[[str], None]) -> None:
-        """`checksum` comes when the disk has the version; `tell` is called, in the thread, when
-        shared memory has it too."""
-        assert self._running is None, "wait for the version before"
-        self._running = self._pool.submit(self._seal, version, checksum, tell)
+    def turn(self) -> Callable[[], None]:
+        """What has to be called before the next version is sealed: waits until the one before is
+        durable. Raises what went wrong with it."""
+        before = self._durable
 
-    def _seal(self, version: Version, checksum: Future[str], tell: Callable[[str], None]) -> None:
-        found = checksum.result()
-        share(self._disk, self._shared, version)  # the disk store has done it, if it mirrors
-        tell(found)
+        def wait() -> None:
+            began = time.monotonic()
+            if before is not None:
+                before.result()
+            self.waited_s = time.monotonic() - began
+
+        return wait
+
+    def begin(
+        self,
+        version: Version,
+        sealed: Future[str],
+        tell: Callable[[str], None],
+        tell_durable: Callable[[], None] = lambda: None,
+    ) -> Future[None]:
+        """`sealed` gives the checksum when shared memory has the version. The result comes when the
+        disk has it. Both are told in the thread."""
+        before, self._sealed = self._durable, sealed
+        self._durable = self._pool.submit(self._follow, before, version, sealed, tell, tell_durable)
+        return self._durable
+
+    def _follow(
+        self,
+        before: Future[None] | None,
+        version: Version,
+        sealed: Future[str],
+        tell: Callable[[str], None],
+        tell_durable: Callable[[], None],
+    ) -> None:
+        if before is not None:
+            before.result()  # done: one thread; what went wrong with it is not passed over
+        tell(sealed.result())
+        make_durable(self._shared, self._disk, version)
+        tell_durable()
 
     def is_running(self) -> bool:
         """Whether a version is on its way. Raises what went wrong with the last one."""
-        if self._running is not None and self._running.done():
+        if self._durable is not None and self._durable.done():
             self.wait()
-        return self._running is not None
+        return self._durable is not None
+
+    def wait_sealed(self) -> None:
+        """Until shared memory has the newest version. Raises what went wrong."""
+        if self._sealed is not None:
+            self._sealed.result()
 
     def wait(self) -> None:
         """Until nothing is on its way. Raises what went wrong."""
-        running, self._running = self._running, None
-        if running is not None:
-            running.result()
+        durable, self._durable, self._sealed = self._durable, None, None
+        if durable is not None:
+            durable.result()
 
 
 class WaitingStore(SharedMemoryWeightStore):
@@ -59,6 +101,6 @@ class WaitingStore(SharedMemoryWeightStore):
     def open(self, version: Version) -> SealedFile:
         if self.sealing is not None and version not in self.versions():
             began = time.monotonic()
-            self.sealing.wait()
+            self.sealing.wait_sealed()
             self.waited_s += time.monotonic() - began
         return super().open(version)

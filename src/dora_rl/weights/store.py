@@ -32,6 +32,7 @@ from dora_rl.ports import Canary
 from dora_rl.types import Version
 from dora_rl.weights.format import (
     MANIFEST_FILE,
+    NUM_THREADS,
     TENSORS_FILE,
     SealedFile,
     WeightsCorrupt,
@@ -82,9 +83,17 @@ class SharedMemoryWeightStore:
     for name in weights.names(): copy(weights.tensor(name))
     """
 
-    def __init__(self, root: str | Path, *, durable: bool = False, verify: bool = True) -> None:
+    def __init__(
+        self,
+        root: str | Path,
+        *,
+        durable: bool = False,
+        verify: bool = True,
+        threads: int = NUM_THREADS,
+    ) -> None:
+        """`threads` hash and copy a version that is published here."""
         self.root = Path(root)
-        self.durable = durable
+        self.durable, self.threads = durable, threads
         self._verify = verify
         # Keyed by the file's stamp too, so that a file that was touched is hashed again.
         self._verified: set[tuple[Version, tuple[int, ...]]] = set()
@@ -99,8 +108,7 @@ class SharedMemoryWeightStore:
         base: str = "",
     ) -> str:
         """Write all tensors, seal, return the checksum. All or nothing."""
-        with self._copying(version) as copy:
-            return self._publish(version, tensors, canary, base, expected=None, copy_to=copy)
+        return self._publish(version, tensors, canary, base, expected=None)
 
     def take_in(self, sealed: SealedFile) -> None:
         """Publish a copy of a version that another store has, if it is what was published."""
@@ -114,25 +122,18 @@ class SharedMemoryWeightStore:
         canary: Canary | None,
         base: str,
         expected: str | None,
-        copy_to: Path | None = None,
     ) -> str:
         assert version >= 0, f"version {version} is negative"
         if self._directory(version).exists():
             raise VersionExists(f"version {version} is already published in {self.root}")
         with self._new_directory(version) as directory:
             manifest = write_sealed(
-                directory, version, tensors, canary, self.durable, base, copy_to
+                directory, version, tensors, canary, self.durable, base, self.threads
             )
             if expected not in (None, manifest.checksum):
                 raise WeightsCorrupt(f"version {version} changed after publication; not copied")
             self._seal(directory, version)
         return manifest.checksum
-
-    @contextmanager
-    def _copying(self, version: Version) -> Iterator[Path | None]:
-        """Where else the files of a version go while it is published: nowhere."""
-        del version
-        yield None
 
     @contextmanager
     def receiving(self, version: Version) -> Iterator[Path]:

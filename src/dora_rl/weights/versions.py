@@ -1,21 +1,21 @@
-"""The sealed versions of a local run: on disk for resume, in shared memory for the instances.
+"""The sealed versions of a local run: in shared memory for the instances, on disk for resume.
 
-Invariant: the disk holds every live version, those that wait for their evaluation and the best one
-that has had it; shared memory is a copy of the live ones that can be made again, and goes with the
-run.
+Invariant: the disk holds every live version but, for a moment, the newest, those that wait for
+their evaluation and the best one that has had it. Shared memory holds the live ones; what the disk
+has of them can be made again and goes with the run, and what it has not stays for the resume.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from pathlib import Path
 
 from dora_rl.core.state import State
-from dora_rl.types import Version
-from dora_rl.weights.leftovers import claim, sweep
+from dora_rl.types import UserError, Version
+from dora_rl.weights.leftovers import claim, owner_of, sweep
+from dora_rl.weights.levels import Level, disk_level, is_one_place, lost_version, shared_level
 from dora_rl.weights.store import (
     SHARED_MEMORY,
     DiskWeightStore,
@@ -25,57 +25,84 @@ from dora_rl.weights.store import (
     WeightsError,
     copy_version,
 )
-from dora_rl.weights.writer import CopyFailed
 
 
 class Versions:
     """Both stores as the controller uses them."""
 
-    def __init__(self, disk: Path, shared: Path) -> None:
-        self.disk = DiskWeightStore(disk)
-        self.shared = SharedMemoryWeightStore(shared)
+    def __init__(self, run_dir: Path, shared: Path) -> None:
+        self._run_dir = run_dir
+        self._on_disk: Level = disk_level(run_dir)
+        self._sealed: Level = shared_level(shared)
+        self.disk, self.shared = self._on_disk.versions, self._sealed.versions
+        if owner_of(shared) not in ("", str(run_dir.resolve())):
+            self._sealed.forget_after(-1)  # of another run, which had the same `weights.root`
         self.to_retire: set[Version] = set()
         self._disk_only: set[Version] = set()  # retired, and pinned on the disk
         self._owner: int | None = None
 
     def hold(self) -> int:
         """Claim the shared store for this process; returns the bytes that dead runs had there."""
-        self._owner = claim(self.shared.root)
+        self._owner = claim(self.shared.root, self._run_dir)
         return sweep(SHARED_MEMORY)
 
     def release(self) -> None:
-        """The run has ended: shared memory is given back."""
-        # A machine without shared memory has both in one place.
-        if self.shared.root.resolve() != self.disk.root.resolve():
+        """The run has ended: shared memory is given back, but for a version that the learner had
+        no time to write to the disk."""
+        try:
+            unsaved = self._sealed.newest() > self._on_disk.newest()
+        except FileNotFoundError:
+            unsaved = False  # the run directory was deleted or moved: nobody resumes it
+        if not is_one_place(self._sealed, self._on_disk) and not unsaved:
             self.shared.destroy()
         if self._owner is not None:
             os.close(self._owner)
             self._owner = None
 
+    def lost(self, state: State) -> Version | None:
+        """After a crash: the version to go back to, where the newest of the log was lost with its
+        host before it was durable."""
+        if not lost_version(self._sealed, self._on_disk, state.committed):
+            return None
+        durable = state.committed - 1
+        if durable < state.durable or durable not in self.disk.versions():
+            raise UserError(
+                f"version {state.committed} is neither in {self.disk.root} nor in "
+                f"{self.shared.root}, and there is no version {durable} to go back to: "
+                "the run directory is damaged"
+            )
+        return durable
+
+    def rewind(self, version: Version) -> None:
+        """What is left of newer versions goes."""
+        for level in (self._sealed, self._on_disk):
+            level.forget_after(version)
+
     def keep_only(self, state: State, wanted: Collection[Version]) -> None:
-        """After a crash: what is neither live, nor newer than the log, nor wanted goes."""
+        """After a crash: what is neither live, nor newer than the log, nor wanted goes. What only
+        shared memory has stays if it is newer than all that the disk has: the learner writes it."""
         for version in self.disk.versions():
             live = version in state.versions or version >= state.committed
             if not live and version not in wanted:
                 self.disk.retire(version)
             elif not live:
                 self.to_retire.add(version)
+        newest = self._on_disk.newest()
         for version in set(self.shared.versions()) - set(self.disk.versions()):
-            self.shared.retire(version)
+            if version < newest:
+                self.shared.retire(version)
 
     def clear(self) -> None:
         """A new run: an interrupted one under the same name may have left its versions."""
-        for store in (self.shared, self.disk):
-            for version in store.versions():
-                store.retire(version)
+        for level in (self._sealed, self._on_disk):
+            level.forget_after(-1)
 
     def retire_all_but(self, pins: Collection[Version]) -> set[Version]:
         """Retire what is due: instances need it no more. On the disk it stays while it is pinned.
 
         Returns the versions that are new among the retired.
         """
-        # A machine without shared memory has both in one place.
-        one_place = self.shared.root.resolve() == self.disk.root.resolve()
+        one_place = is_one_place(self._sealed, self._on_disk)
         gone, new = self.to_retire - set(pins), self.to_retire - self._disk_only
         for store, versions in (
             (self.shared, gone if one_place else self.to_retire),
@@ -94,7 +121,7 @@ class Versions:
         True if it was; raises `WeightsError` if the disk's copy is no better.
         """
         if version not in self.disk.versions():
-            return False  # not sealed yet
+            return False  # not sealed yet, or not on disk yet: it is tried again
         try:
             SharedMemoryWeightStore(self.shared.root).open(version)
             return False
@@ -118,29 +145,3 @@ def share(
         if shared.checksum(version) != checksum:
             raise
         return checksum  # the other one was faster
-
-
-class MirroredDisk(DiskWeightStore):
-    """The learner's disk store: what it publishes goes to shared memory in the same pass over the
-    tensors, sealed there when it is sealed on disk. `share` finds that copy, or makes it."""
-
-    def __init__(self, root: str | Path, mirror: SharedMemoryWeightStore) -> None:
-        super().__init__(root)
-        self._mirror = mirror
-
-    @contextmanager
-    def _copying(self, version: Version) -> Iterator[Path | None]:
-        if self.root.resolve() == self._mirror.root.resolve():
-            yield None
-            return
-        published = False
-        try:
-            with self._mirror.receiving(version) as copy:
-                try:
-                    yield copy
-                except CopyFailed as failed:
-                    raise failed.error from failed  # shared memory's, and told as such
-                published = True
-        except VersionExists:
-            if not published:
-                raise

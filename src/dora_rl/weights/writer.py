@@ -1,19 +1,25 @@
-"""Writing one sealed version: its tensors as they come, to one place or two in the same pass.
+"""Writing one sealed version: its tensors as they come, hashed and copied side by side.
 
-Never shows a version to anybody: the directories are the caller's, and private until it seals them.
-What is written is described in `weights_file`.
+To shared memory every tensor is copied in slices by several threads through mappings: a file there
+is memory, one thread takes longer to get it than to fill it, and writing to one file takes turns.
+A mapping costs twice the work of a write, so that few cores write. To a disk tensors are written in
+order, and synced.
+
+Never shows a version to anybody: the directory is the caller's, and private until it seals it. What
+is written is described in `format`.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import mmap
 import os
 import struct
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
@@ -24,7 +30,7 @@ from dora_rl.weights.format import (
     DTYPES,
     FORMAT,
     MANIFEST_FILE,
-    NUM_HASH_THREADS,
+    NUM_THREADS,
     TENSORS_FILE,
     Manifest,
     TensorEntry,
@@ -40,15 +46,10 @@ if TYPE_CHECKING:
 # known. Room for about 500 names is left in front; more names cost one extra copy of the file.
 HEADER_ROOM_BYTES = 64 * 1024
 CHUNK_BYTES = 16 * 1024 * 1024
+SLICE_BYTES = 32 * 1024 * 1024  # of a tensor, that one thread copies to shared memory at a time
+MAPPED_BYTES_MIN = 1024 * 1024  # less is written: a mapping of its own would cost more
+MAPPED_THREADS_MIN = 4
 DTYPE_CODES = {name: code for code, name in DTYPES.items()}
-
-
-class CopyFailed(Exception):
-    """The second place that a version is written to could not take it; `error` says why."""
-
-    def __init__(self, error: OSError) -> None:
-        super().__init__(str(error))
-        self.error = error
 
 
 def write_sealed(
@@ -58,34 +59,20 @@ def write_sealed(
     canary: Canary | None,
     durable: bool,
     base: str = "",
-    copy_to: Path | None = None,
+    threads: int = NUM_THREADS,
 ) -> Manifest:
-    """Write both files into `directory`, which must be empty and seen by nobody else yet; and the
-    same into `copy_to`, another such directory, in the same pass."""
-    with ExitStack() as stack:
-        file = stack.enter_context((directory / TENSORS_FILE).open("w+b"))
-        copy = stack.enter_context((copy_to / TENSORS_FILE).open("w+b")) if copy_to else None
-        entries = _write_tensors(file, copy, tensors)
+    """Write both files into `directory`, which must be empty and seen by nobody else yet."""
+    with (directory / TENSORS_FILE).open("w+b") as file:
+        in_order = durable or threads < MAPPED_THREADS_MIN
+        entries = _write_tensors(file, tensors, threads, in_order=in_order)
         header = _header_bytes(version, entries, HEADER_ROOM_BYTES)
         _write_header(file, header)
-        if copy is not None:
-            _tried(_write_header, copy, header)
         if durable:
             os.fsync(file.fileno())
     digest = hashlib.sha256(header).hexdigest()
     manifest = Manifest(version, checksum_of(entries), len(header), digest, entries, canary, base)
     write_manifest(directory, manifest, durable)
-    if copy_to is not None:
-        _tried(write_manifest, copy_to, manifest, False)
     return manifest
-
-
-def _tried(write: Callable[..., object], *args: object) -> None:
-    """What goes wrong with a copy is told apart from what goes wrong with the original."""
-    try:
-        write(*args)
-    except OSError as error:
-        raise CopyFailed(error) from error
 
 
 def _write_header(file: BinaryIO, header: bytes) -> None:
@@ -99,43 +86,83 @@ def _write_header(file: BinaryIO, header: bytes) -> None:
 
 
 def _write_tensors(
-    file: BinaryIO, copy: BinaryIO | None, tensors: Iterable[tuple[str, Tensor]]
+    file: BinaryIO, tensors: Iterable[tuple[str, Tensor]], threads: int, *, in_order: bool
 ) -> tuple[TensorEntry, ...]:
     entries: dict[str, TensorEntry] = {}
-    pending: deque[tuple[str, Future[str], Future[None] | None]] = deque()
+    pending: deque[tuple[str, Future[str], list[Future[None]]]] = deque()
     begin = 0
     file.seek(HEADER_ROOM_BYTES)
-    if copy is not None:
-        copy.seek(HEADER_ROOM_BYTES)
-    with (
-        ThreadPoolExecutor(NUM_HASH_THREADS, thread_name_prefix="weights-hash") as pool,
-        ThreadPoolExecutor(1, thread_name_prefix="weights-copy") as copier,
-    ):
-        for name, tensor in tensors:
-            assert name not in entries, f"tensor {name!r} is published twice in one version"
-            data = _bytes_of(tensor)
-            # Hashing and writing release the interpreter lock: they run side by side. Few tensors
-            # wait for their hash, since each is held in memory until then.
-            copied = copier.submit(_tried, copy.write, data) if copy else None
-            pending.append((name, pool.submit(digest_of, data), copied))
-            file.write(data)
-            end = begin + len(data)
-            dtype = DTYPE_CODES.get(str(tensor.dtype).removeprefix("torch."))
-            assert dtype is not None, f"tensor {name!r} has type {tensor.dtype}, not in safetensors"
-            entries[name] = TensorEntry(name, dtype, tuple(tensor.shape), begin, end, "")
-            begin = end
-            if len(pending) > NUM_HASH_THREADS:
+    # Hashing, writing and copying release the interpreter lock: they run side by side. Few tensors
+    # wait for theirs, since each is held in memory until then.
+    with ThreadPoolExecutor(threads, thread_name_prefix="weights-write") as pool:
+        try:
+            for name, tensor in tensors:
+                assert name not in entries, f"tensor {name!r} is published twice in one version"
+                data = _bytes_of(tensor)
+                end = begin + len(data)
+                digest, copies = pool.submit(digest_of, data), list[Future[None]]()
+                if in_order:
+                    file.write(data)
+                else:
+                    copies = _copy(pool, file.fileno(), HEADER_ROOM_BYTES + begin, data)
+                pending.append((name, digest, copies))
+                dtype = DTYPE_CODES.get(str(tensor.dtype).removeprefix("torch."))
+                assert dtype is not None, (
+                    f"tensor {name!r} has type {tensor.dtype}, not in safetensors"
+                )
+                entries[name] = TensorEntry(name, dtype, tuple(tensor.shape), begin, end, "")
+                begin = end
+                if len(pending) > 2 * threads:
+                    _enter_digest(entries, pending)
+            while pending:
                 _enter_digest(entries, pending)
-        while pending:
-            _enter_digest(entries, pending)
+        except BaseException:
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
     return tuple(entries.values())
 
 
+def _copy(
+    pool: ThreadPoolExecutor, handle: int, start: int, data: memoryview
+) -> list[Future[None]]:
+    """Slices of a tensor on their way to their place in a file of shared memory."""
+    if len(data) < MAPPED_BYTES_MIN:
+        return [pool.submit(_write_at, handle, start, data)]
+    # Memory that is mapped and cannot be had would end the process: it is looked for before, for
+    # this tensor and for what is still on its way to its place.
+    room, end = os.fstatvfs(handle), start + len(data)
+    wanted = end - os.fstat(handle).st_blocks * 512
+    if room.f_blocks and room.f_bavail * room.f_frsize < wanted:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    os.ftruncate(handle, end)
+    return [
+        pool.submit(_copy_slice, handle, start + at, data[at : at + SLICE_BYTES])
+        for at in range(0, len(data), SLICE_BYTES)
+    ]
+
+
+def _write_at(handle: int, start: int, data: memoryview) -> None:
+    while data:
+        done = os.pwrite(handle, data, start)
+        data, start = data[done:], start + done
+
+
+def _copy_slice(handle: int, start: int, data: memoryview) -> None:
+    import numpy as np
+
+    before = start % mmap.ALLOCATIONGRANULARITY
+    with mmap.mmap(handle, before + len(data), offset=start - before) as there:
+        place = np.frombuffer(there, dtype=np.uint8, offset=before)
+        np.copyto(place, np.frombuffer(data, dtype=np.uint8))
+        del place  # or the mapping could not be closed
+
+
 def _enter_digest(
-    entries: dict[str, TensorEntry], pending: deque[tuple[str, Future[str], Future[None] | None]]
+    entries: dict[str, TensorEntry],
+    pending: deque[tuple[str, Future[str], list[Future[None]]]],
 ) -> None:
-    name, digest, copied = pending.popleft()
-    if copied is not None:
+    name, digest, copies = pending.popleft()
+    for copied in copies:
         copied.result()
     entries[name] = replace(entries[name], digest=digest.result())
 

@@ -3,17 +3,18 @@
 With several ranks every one of them is fed the same groups in the same order; the first one alone
 seals, saves and speaks to the controller.
 
-Durable order at a step's end: trainer state (where a checkpoint is due), what rounding took from
-the masters, sealed weights on disk, sealed weights in shared memory, then the event that becomes
-the log record. A version that is sealed on disk is never trained again under the same number. The
-weights are copied first and sealed beside the next step's training (`sealing`), except with several
-ranks; the optimizer's moments follow now and then, beside it too (`moments`).
+Order at a step's end: trainer state (where a checkpoint is due), a copy of the weights; then,
+beside the next step's training (`sealing`), what makes the masters exact and the version itself to
+shared memory, the event that becomes the log record, the same to the disk, the event that says so.
+With several ranks the learner waits for all of that: the others read versions from the disk. The
+optimizer's moments follow now and then, beside it too (`moments`).
 
     learner/masters/   of the newest version: what makes its masters, critic and counters exact
     learner/moments/   of the newest version that they were written for
 
-Invariant: however this process ends, the next one has the masters, the critic, the counters and the
-schedule of the newest sealed version, bit for bit; after a clean end the moments too.
+Invariant: however this process ends, the next one on this host has the masters, the critic, the
+counters and the schedule of the newest sealed version, bit for bit; after a clean end the moments
+too. On another host it has those of the newest durable one.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from typing import Any
 
 import torch
 
+from dora_rl.controller.lock import LEARNER_LOCK
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
 from dora_rl.engine.sealed import check_base
@@ -45,10 +47,11 @@ from dora_rl.trainer.learner import Learner
 from dora_rl.trainer.options import CheckpointOptions, from_section
 from dora_rl.trainer.warm_up import warm_up
 from dora_rl.types import Group, GroupId, StepIndex, Version
+from dora_rl.weights.levels import Level, disk_level, finish_sealed, is_one_place, shared_level
 from dora_rl.weights.lora_base import run_base
 from dora_rl.weights.sealing import Sealing, WaitingStore
-from dora_rl.weights.store import DiskWeightStore, WeightsError
-from dora_rl.weights.versions import MirroredDisk, share
+from dora_rl.weights.store import WeightsError
+from dora_rl.weights.versions import share
 from dora_rl.workers.moments import Moments
 from dora_rl.workers.recheck import Recheck
 from dora_rl.workers.worker import Setup, beat
@@ -66,19 +69,21 @@ class LearnerWorker:
         self.setup, self.channel = setup, channel
         run_dir = Path(setup.run_dir)
         self.rank, self.num_ranks = int(setup.extra["rank"]), int(setup.extra["num_ranks"])
-        self.lock = wait_for_lock(run_dir / ".learner-lock") if self.rank == 0 else None
+        self.lock = wait_for_lock(run_dir / LEARNER_LOCK) if self.rank == 0 else None
         where = str(setup.extra.get("ip", ""))
         distributed.join(setup.extra["meeting"], self.rank, self.num_ranks, where)
         self.shared = WaitingStore(setup.extra["weights_root"])
-        self.disk = MirroredDisk(run_dir / "weights", self.shared)
-        self.sealing = self.shared.sealing = Sealing(self.disk, self.shared)
+        shared, disk = shared_level(setup.extra["weights_root"]), disk_level(run_dir)
+        self.disk, self.exact = disk.versions, disk.masters
+        self.seals_to: Level = disk if is_one_place(shared, disk) else shared
+        self.sealing = self.shared.sealing = Sealing(shared, disk)
+        self.notes: list[str] = finish_sealed(shared, disk) if self.rank == 0 else []
+        distributed.wait_for_all()  # now the disk has the newest version, for every rank
         options = from_section(CheckpointOptions, config.checkpoint)
         self.checkpoints = Checkpoints(run_dir / "checkpoints", options)
-        self.exact = DiskWeightStore(run_dir / "learner" / "masters")
         self.moments = Moments(run_dir / "learner" / "moments", options.state_every_s)
         self.version: Version = max(self.disk.versions(), default=-1)
         self.opened_version = self.version
-        self.notes: list[str] = []
         self.learner, self.optimizer_version = self._open_learner(self.version)
         hint = "put runtime.run_dir on a file system that all learner ranks share"
         distributed.agree("the newest sealed version to be", self.version, hint)
@@ -124,10 +129,12 @@ class LearnerWorker:
         return learner, optimizer_version
 
     def _forget_unsealed(self, sealed: Version) -> None:
-        """What a life that ended before it sealed the version left beside it."""
-        for version in self.exact.versions():
-            if version > sealed:
-                self.exact.retire(version)
+        """What a life that ended before it sealed the version left beside it, and what is left of
+        a version that was lost with its host."""
+        for store in (self.exact, self.seals_to.masters):
+            for version in store.versions():
+                if version > sealed:
+                    store.retire(version)
         self.moments.forget_after(sealed)
 
     def _find_moments(self, learner: Learner, sealed: Version, saved: list[Saved]) -> Version:
@@ -155,7 +162,7 @@ class LearnerWorker:
 
     def run(self) -> None:
         if self.version < 0:
-            self._seal(0, lambda checksum: None)
+            self._seal(0, {}, lambda checksum: None, lambda: None)
             self.sealing.wait()
             self.version = 0
         if self.rank == 0:
@@ -246,7 +253,9 @@ class LearnerWorker:
         for line in self.notes:
             self.channel.send("note", {"line": f"learner: {line}"})
         life = self.setup.life
-        self.channel.send_event(ev.TrainerJoined(self.version, optimizer, incarnation=life))
+        self.channel.send_event(
+            ev.TrainerJoined(self.version, optimizer, incarnation=life, durable=self.version)
+        )
         beat(self.channel, self._beat, BEAT_S)
 
     def _note(self, line: str) -> None:
@@ -338,14 +347,20 @@ class LearnerWorker:
             metrics["time/weight_sync"] = time.monotonic() - trained_s
             usage = {"busy_s": busy_s, "cpu_s": time.process_time()}
             life = self.setup.life
-            event = encode_event(ev.StepCommitted(action.step, checksum, incarnation=life))
-            self.channel.send("committed", {"event": event, "metrics": metrics, "usage": usage})
+            # It was this one's turn: the one before is durable.
+            said = ev.StepCommitted(action.step, checksum, incarnation=life, durable=action.step)
+            body = {"event": encode_event(said), "metrics": metrics, "usage": usage}
+            self.channel.send("committed", body)
 
-        sealed = self._seal(action.step + 1, tell)
+        def tell_durable() -> None:
+            life = self.setup.life
+            self.channel.send_event(ev.VersionDurable(action.step + 1, incarnation=life))
+
+        durable = self._seal(action.step + 1, metrics, tell, tell_durable)
         self.recheck.catch_up()
         self.progress += 1
         self.version = action.step + 1
-        self.moments.step_ended(self.learner, self.version, sealed, saved=saved)
+        self.moments.step_ended(self.learner, self.version, durable, saved=saved)
         if self.learner.skipped_too_many():
             self.sealing.wait()  # the step is over all the same, and is not trained again
             self.learner.raise_skipped()
@@ -357,18 +372,35 @@ class LearnerWorker:
         temporary.write_text(json.dumps({"step": step, "metrics": metrics}) + "\n")
         temporary.replace(path)
 
-    def _seal(self, version: Version, tell: Callable[[str], None]) -> Future[str]:
+    def _seal(
+        self,
+        version: Version,
+        metrics: dict[str, float],
+        tell: Callable[[str], None],
+        tell_durable: Callable[[], None],
+    ) -> Future[Any]:
         """All ranks gather; the first one writes. With several, the others wait for that. The
         result comes when the disk has the version."""
-        self.sealing.wait()
-        alone = self.num_ranks == 1
-        checksum = self.learner.publish(self.disk, version, background=alone, exact=self.exact)
+        began = time.monotonic()
+        self.sealing.is_running()  # raises what went wrong with the one before
+        alone, turn = self.num_ranks == 1, self.sealing.turn()
+        level = self.seals_to
+        sealed = self.learner.publish(
+            level.versions, version, background=alone, exact=level.masters, turn=turn
+        )
+        metrics["time/publish_stall"] = time.monotonic() - began
+
+        def tell_with_wait(checksum: str) -> None:
+            metrics["time/durable_wait"] = self.sealing.waited_s
+            tell(checksum)
+
+        durable: Future[Any] = sealed
         if self.rank == 0:
-            self.sealing.begin(version, checksum, tell)
+            durable = self.sealing.begin(version, sealed, tell_with_wait, tell_durable)
         if not alone:
             self.sealing.wait()
             distributed.wait_for_all()
-        return checksum
+        return durable
 
 
 def wait_for_lock(path: Path) -> int:

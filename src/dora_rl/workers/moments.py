@@ -3,7 +3,7 @@
 The learner is held up only by a copy to the host's memory at the end of a step; a thread writes it.
 One set is kept, the set before until the new one is complete.
 
-Never shows moments of a version that is not sealed, so that those on disk are always of a version
+Never shows moments of a version that is not durable, so that those on disk are always of a version
 that a restart can stand on. Invariant: what a clean end leaves is the moments of the last version.
 """
 
@@ -15,6 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,9 +60,10 @@ class Moments:
     # -- at the end of a step ---------------------------------------------------------------------
 
     def step_ended(
-        self, learner: Learner, version: Version, sealed: Future[str], *, saved: bool
+        self, learner: Learner, version: Version, durable: Future[Any], *, saved: bool
     ) -> None:
-        """The learner is at `version`, which `sealed` waits for. `saved`: a checkpoint has it."""
+        """The learner is at `version`; `durable` comes when the disk has that. `saved`: a
+        checkpoint has the moments."""
         now = self._clock()
         took, self._step_s = now - self._step_s, now
         if self._room is None:
@@ -78,7 +80,7 @@ class Moments:
             self._copy(learner, version)
         if due:
             self._saved_s = now
-            self._begin(sealed)
+            self._begin(durable)
 
     def _make_room(self, learner: Learner) -> None:
         """Pinned memory takes as long to make as a step of training: a thread makes it, after the
@@ -112,15 +114,15 @@ class Moments:
             torch.cuda.synchronize()
         self._held = HostCopy(version, copies)
 
-    def _begin(self, sealed: Future[str]) -> None:
+    def _begin(self, durable: Future[Any]) -> None:
         held = self._held
         assert held is not None
         if self._first:
-            self._writing = self._pool.submit(self._write, held, sealed)
+            self._writing = self._pool.submit(self._write, held, durable)
 
-    def _write(self, copy: HostCopy, sealed: Future[str] | None) -> None:
-        if sealed is not None:
-            sealed.result()
+    def _write(self, copy: HostCopy, durable: Future[Any] | None) -> None:
+        if durable is not None:
+            durable.result()
         if copy.version not in self.store.versions():
             self.store.publish(copy.version, copy.tensors.items())
         for older in self.store.versions():

@@ -73,7 +73,9 @@ class ClusterRun(LocalRun):
         weights = self.layout.weights_root
         at_home = host.id == self.cluster.home.id
         if not at_home:
-            weights = weights.with_name(f"{weights.name}@{host.ip}")
+            # A cache that a lost lineage has left there is never taken for this one's.
+            lineage = f"-{self.lineage}" if self.lineage else ""
+            weights = weights.with_name(f"{weights.name}@{host.ip}{lineage}")
         return {
             "at_home": at_home,
             "ip": host.ip,
@@ -163,6 +165,7 @@ class ClusterRun(LocalRun):
             scored = [r.id.sample for r in group.requests if r.phase is Phase.SCORED]
             prompt = self.train.prompt(group.prompt)
             self.index.closing(action.step, gid, group.version, scored, prompt)
+        self.index.sync_shards()
 
     def _record_step(self, step: StepIndex, metrics: dict[str, float]) -> str:
         if step == self.state.committed:

@@ -11,6 +11,7 @@ never takes the run with it.
     exported             tells the destination to import       -
     imported             tells the source to forget            Moved
     committed + metrics  writes the step's records             StepCommitted
+    (durable)            asks for its evaluation               VersionDurable
     fatal                stops the run with the reason         StopRequested
     fault                remembers the reason for its end      -
     (gone)               reads its journal, starts it again    InstanceLost / TrainerLost
@@ -44,7 +45,7 @@ from dora_rl.controller.eval_figures import (
 )
 from dora_rl.controller.evaluation import Evaluations, due
 from dora_rl.controller.garbage import Garbage
-from dora_rl.controller.lock import RunLock
+from dora_rl.controller.lock import RunLock, learner_ended
 from dora_rl.controller.loop import Loop
 from dora_rl.controller.moving import on_moving
 from dora_rl.controller.ports import FleetPort, KeeperPort, LearnerPort, RewardPort, prompt_of
@@ -126,13 +127,19 @@ class LocalRun:
         else:
             self.log, state = FileLog.create(events), initial(self.params)
         self.samples = self._open_samples()
+        self.log.before_sync = self.samples.sync
+        self.versions = Versions(self.run_dir, layout.weights_root)
+        # The version to go back to, where the newest was lost with its host.
+        self.goes_back_to = self._find_lost(state) if resume else None
         committed = state.committed if resume else None
+        if self.goes_back_to is not None:
+            committed = self.goes_back_to
+        self.lineage = state.lineage + (self.goes_back_to is not None)
         self.records = open_records(
             config, committed, lambda line: self.on_wait([line]), self.log, self.samples.num_written
         )
         self.user_errors = UserErrors(self.run_dir, lambda line: self.on_wait([line]))
         self.journals = Journals(self.run_dir / "journal")
-        self.versions = Versions(self.run_dir / "weights", layout.weights_root)
         self.crew, self.carrier = self._hire()
         self.pool = ScoringPool(
             self.crew, config.reward.num_workers, config.reward.worker_timeout_s, {"base_dir": "."}
@@ -212,6 +219,7 @@ class LocalRun:
             self.journals.collect(alive=set(self.state.groups))
             self.versions.keep_only(self.state, {*self._evaluations_missing(), *self._best()})
             self.handle(ev.Resumed(self.params, config=text_digest(config_text(self.config))))
+            self._go_back()
             for version in self._evaluations_missing():
                 self._ask_evaluation(version)
         else:
@@ -228,6 +236,26 @@ class LocalRun:
                 self.pool.start()
             if self.evaluations is not None:
                 self.evaluations.start()
+
+    def _find_lost(self, state: State) -> Version | None:
+        """A learner that was given up and still writes is waited for."""
+        if state.durable == state.committed:
+            return None
+        with learner_ended(self.run_dir):
+            return self.versions.lost(state)
+
+    def _go_back(self) -> None:
+        if self.goes_back_to is None or self.stop is not None:
+            return
+        lost, version = self.state.committed, self.goes_back_to
+        self.versions.rewind(version)
+        self.handle(ev.Rewound(version))
+        self.on_wait(
+            [
+                f"version {lost} was lost with the host's shared memory before it was on disk: the "
+                f"run goes back to version {version} and trains step {version} again"
+            ]
+        )
 
     def start_learner(self) -> None:
         start_ranks(self.crew, self.layout, self.run_dir)
@@ -368,7 +396,12 @@ class LocalRun:
 
     def _event(self, event: ev.Event) -> None:
         if isinstance(event, ev.TrainerJoined):
+            if event.version < self.state.committed:
+                self._lost_alive(event.version)
+                return
             self._trainer_joined(event)
+        if isinstance(event, ev.VersionDurable) and self.stop is None:
+            self._durable(event.version)
         if isinstance(event, ev.LoadFailed):
             self._repair(event.version)
         if isinstance(event, ev.Recomputed) and not event.is_same and self.stop is None:
@@ -389,15 +422,28 @@ class LocalRun:
             )
 
     def _trainer_joined(self, event: ev.TrainerJoined) -> None:
-        missing = self._evaluations_missing()
-        if event.version == 0 and 0 in missing:
-            self._ask_evaluation(0)
         if event.version == self.state.committed + 1:
             # Sealed before a crash, logged only now. The learner left its figures on disk.
             step = self.state.committed
             left = list(read_lines(self.run_dir / "learner.json"))
             metrics = left[0]["metrics"] if left and left[0]["step"] == step else {}
             self._record_step(step, metrics)
+        if event.version in self._evaluations_missing(event.version):  # on disk only now
+            self._ask_evaluation(event.version)
+
+    def _lost_alive(self, version: Version) -> None:
+        """Somebody has taken the shared memory, or the disk, away under the run."""
+        newest, durable = self.state.committed, self.state.durable
+        text = f"version {newest} is gone from shared memory and was not on disk yet; "
+        text += f"--resume goes back to version {version}"
+        if version < durable:
+            text = f"version {durable} is gone from {self.versions.disk.root}; restore it"
+        self.handle(ev.StopRequested(text))
+
+    def _durable(self, version: Version) -> None:
+        """The evaluator reads versions from the disk."""
+        if version in self._evaluations_due(version):
+            self._ask_evaluation(version)
 
     def _repair(self, version: Version) -> None:
         """An instance could not load a version: make sure that the shared copy is good."""
@@ -452,8 +498,6 @@ class LocalRun:
             self.on_wait(
                 [f"step {step}: {skipped:.0f} updates skipped, loss or gradient not finite"]
             )
-        if step + 1 in self._evaluations_due(step + 1):
-            self._ask_evaluation(step + 1)
         return text_digest(json.dumps(line))
 
     def step_closed(self, action: act.CloseStep) -> None:
@@ -466,10 +510,10 @@ class LocalRun:
         every = self.config.evaluation.every_steps
         return due(newest, every, self.params.num_steps) if self.evaluations is not None else []
 
-    def _evaluations_missing(self) -> list[Version]:
+    def _evaluations_missing(self, newest: Version | None = None) -> list[Version]:
         """Due, not done or failed, and still possible: a crash came between."""
         done, there = self.records.totals.evaluations, self.versions.disk.versions()
-        due = self._evaluations_due(self.state.committed)
+        due = self._evaluations_due(self.state.committed if newest is None else newest)
         missing = [version for version in due if version not in done or has_failed(done[version])]
         return [version for version in missing if version in there]
 

@@ -117,10 +117,13 @@ class Hand:
         return done
 
     def train(self, checksum: str = "sum") -> list[act.Action]:
-        """The learner accepts the closed batch and commits its step."""
+        """The learner accepts the closed batch and commits its step; then it is durable too."""
         index = self.state.committed
         done = self.tell(ev.BatchAccepted(index))
-        return done + self.tell(ev.StepCommitted(index, f"{checksum}{index}"))
+        behind = self.state.params.durable_behind
+        durable = index if behind else -1
+        done += self.tell(ev.StepCommitted(index, f"{checksum}{index}", durable=durable))
+        return done + (self.tell(ev.VersionDurable(index + 1)) if behind else [])
 
     def running(self) -> list[Group]:
         """Groups that are neither ready nor taken, oldest first."""

@@ -246,3 +246,19 @@ def test_prompts_that_are_set_aside_are_named() -> None:
     assert history.set_aside == {7: "raised KeyError"}
     (incident,) = [i for i in history.incidents if i.kind == "set aside"]
     assert incident.text == "prompt 7: raised KeyError"
+
+
+@pytest.mark.parametrize("per_chunk", [1, 100])
+def test_a_step_that_was_undone_is_not_committed_before_it_is_again(per_chunk: int) -> None:
+    """After a lost host, as the dashboard shows it."""
+    entries = whole_run(Mode.MULTI_VERSION)
+    place = next(i for i, e in enumerate(entries) if isinstance(e.event, ev.StepCommitted)) + 1
+    params, now = entries[0].event.params, entries[place].now  # type: ignore[union-attr]
+    told = [*entries[:place]]
+    for event in (ev.Resumed(params), ev.Rewound(0)):
+        told.append(Entry(len(told), now, event, []))
+    history = history_of(told, per_chunk)
+    assert history.committed == 0 and np.isnan(history.steps[0].committed_s)
+    assert [incident.kind for incident in history.incidents][-2:] == ["resumed", "rewound"]
+    told.append(replace(entries[place - 1], number=len(told), now=now + 1))
+    assert history_of(told, per_chunk).committed == 1

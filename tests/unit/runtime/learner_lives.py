@@ -7,6 +7,7 @@ FOLDER/result.json.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -84,6 +85,7 @@ class Controller:
         self.committed: list[Message] = []
         self.said: list[str] = []
         self.joined: list[ev.TrainerJoined] = []
+        self.durable: list[int] = []
         self._num_closed = 0
 
     def poll(self, timeout_s: float) -> bool:
@@ -106,6 +108,8 @@ class Controller:
     def send_event(self, event: ev.Event) -> None:
         if isinstance(event, ev.TrainerJoined):
             self.joined.append(event)
+        elif isinstance(event, ev.VersionDurable):
+            self.durable.append(event.version)
 
     def send(self, kind: str, body: dict[str, Any]) -> None:
         self.said.append(kind)
@@ -134,7 +138,7 @@ class Run:
 
     def __init__(self, folder: Path, **sections: dict[str, Any]) -> None:
         self.folder, self.sections = folder, sections
-        self._lock: int | None = None
+        self._worker: LearnerWorker | None = None
 
     def config(self, **checkpoint: Any) -> RunConfig:
         return RunConfig.model_validate(
@@ -158,13 +162,17 @@ class Run:
         setup = Setup("learner", "learner", 0, "", "00", str(self.folder), config, extra)
         controller = controller or Controller()
         worker = LearnerWorker(setup, cast(Channel, controller))
-        self._lock = worker.lock
+        self._worker = worker
         return worker, controller
 
     def let_go(self) -> None:
-        if self._lock is not None:
-            os.close(self._lock)
-        self._lock = None
+        """The life before has ended: a process waits for its threads, then its lock is free."""
+        if self._worker is not None:
+            with contextlib.suppress(Exception):
+                self._worker.sealing.wait()
+            assert self._worker.lock is not None
+            os.close(self._worker.lock)
+        self._worker = None
 
     def checkpoints(self) -> list[str]:
         return sorted(path.name for path in (self.folder / "checkpoints").iterdir())
@@ -201,9 +209,10 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 class Watched(Controller):
     """Tells the other process how far it is, and goes on for ever."""
 
-    def __init__(self, pipe: int, step: int, last: int | None, updates: int) -> None:
+    def __init__(self, pipe: int, last: int | None, updates: int) -> None:
         super().__init__()
-        self._pipe, self._step, self._last, self._updates = pipe, step, last, updates
+        self._pipe, self._last, self._updates = pipe, last, updates
+        self.step = 0
 
     def receive(self) -> Message:
         os.write(self._pipe, b".")
@@ -211,20 +220,20 @@ class Watched(Controller):
 
     def poll(self, timeout_s: float) -> bool:
         if not self.to_say and len(self.committed) == self._num_closed:
-            if self._step == self._last:
+            if self._last is not None and self.step >= self._last:
                 self.end()
             else:
-                self.train(self._step, groups=2, updates=self._updates)
-                self._step += 1
+                self.train(self.step, groups=2, updates=self._updates)
+                self.step += 1
         return super().poll(timeout_s)
 
 
 def live(run: Run, pipe: int, state_every_s: float, last: int | None) -> None:
     """One life, in a process of its own; notes what it began with."""
-    sealed = max(DiskWeightStore(run.folder / "weights").versions(), default=0)
     updates = run.config().trainer.updates_per_step
-    controller = Watched(pipe, sealed, last, updates)
+    controller = Watched(pipe, last, updates)
     worker, _ = run.learner(controller, every_steps=7, state_every_s=state_every_s)
+    controller.step = max(0, worker.version)
     with (run.folder / "starts.jsonl").open("a") as file:
         file.write(json.dumps([worker.version, worker.optimizer_version]) + "\n")
     os.write(pipe, b"!")

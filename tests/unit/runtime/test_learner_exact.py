@@ -19,7 +19,6 @@ from learner_lives import BF16, KINDS, TINY, Controller, Run, differing, everyth
 from dora_rl.trainer.learner import Learner
 from dora_rl.trainer.options import AlgorithmOptions, TrainerOptions
 from dora_rl.weights.store import WeightsFull
-from dora_rl.weights.versions import MirroredDisk
 from dora_rl.workers.learner_worker import LearnerWorker
 from dora_rl.workers.moments import Moments
 
@@ -152,11 +151,11 @@ def test_masters_of_a_version_that_was_never_sealed_are_not_used(
     worker, controller = run.learner(**RARELY)
     whole_step(run, controller, 1)
     with monkeypatch.context() as patch, pytest.raises(WeightsFull):
-        patch.setattr(MirroredDisk, "publish", no_room)
+        patch.setattr(worker.seals_to.versions, "publish", no_room)
         worker.run()
-    assert worker.exact.versions() == [1, 2] and worker.disk.versions() == [0, 1]
+    assert worker.seals_to.masters.versions() == [1, 2] and worker.disk.versions() == [0, 1]
     again, _ = run.learner(**RARELY)
-    assert again.exact.versions() == [1]
+    assert again.exact.versions() == again.seals_to.masters.versions() == [1]
     assert differing(before, everything(again.learner)) == []
     got, _ = train(run, range(1, 2), **RARELY)
     assert got.exact.versions() == [2]

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from learner_lives import Run
 
 from dora_rl.core import events as ev
 from dora_rl.io.wire import decode_event
-from dora_rl.weights.store import DiskWeightStore, WeightsFull
+from dora_rl.weights.store import WeightsFull
 
 
 @pytest.fixture
@@ -48,7 +51,7 @@ def fail_to_seal(run: Run, monkeypatch: pytest.MonkeyPatch, step: int, **checkpo
     worker, controller = run.learner(**checkpoint)
     controller.train(step)
     with monkeypatch.context() as patch, pytest.raises(WeightsFull):
-        patch.setattr(DiskWeightStore, "publish", no_room)
+        patch.setattr(worker.seals_to.versions, "publish", no_room)
         worker.run()
     assert not controller.committed
 
@@ -64,7 +67,7 @@ def test_the_optimizer_is_kept_until_the_version_of_the_next_checkpoint_is_seale
     controller.end()
     worker.run()
     assert [decode_event(m.body["event"]) for m in controller.committed] == [
-        ev.StepCommitted(1, worker.disk.checksum(2), incarnation=0)
+        ev.StepCommitted(1, worker.disk.checksum(2), incarnation=0, durable=1)
     ]
     assert run.checkpoints() == ["step_000001"]
 
@@ -85,11 +88,12 @@ def test_a_fault_in_the_next_step_does_not_undo_the_one_before(
     worker, controller = run.learner()
     controller.train(0)
     controller.train(1, closed=False)
-    fed, original, faulty = threading.Event(), DiskWeightStore.publish, worker.learner.feed
+    store = worker.seals_to.versions
+    fed, original, faulty = threading.Event(), store.publish, worker.learner.feed
 
-    def publish(store: DiskWeightStore, version: int, *more: Any) -> str:
+    def publish(version: int, *more: Any) -> str:
         assert version == 0 or fed.wait(60)
-        return original(store, version, *more)
+        return original(version, *more)
 
     def feed(groups: Any) -> None:
         if worker.version == 1:
@@ -97,8 +101,143 @@ def test_a_fault_in_the_next_step_does_not_undo_the_one_before(
             raise AssertionError("out of memory")
         faulty(groups)
 
-    monkeypatch.setattr(DiskWeightStore, "publish", publish)
+    monkeypatch.setattr(store, "publish", publish)
     monkeypatch.setattr(worker.learner, "feed", feed)
     with pytest.raises(AssertionError, match="out of memory"):
         worker.run()
     assert len(controller.committed) == 1 and list(worker.shared.versions()) == [0, 1]
+    assert controller.durable == [1] == [max(worker.disk.versions())], "and it is on disk"
+
+
+# -- between sealed and durable --------------------------------------------------------------------
+
+
+class Died(BaseException):
+    """The process is gone: no handler of an error sees it."""
+
+
+def die_at(run: Run, step: int, place: int) -> tuple[list[str], int]:
+    """A life that trains one step and dies before the write `place` of its version to the disk.
+    Returns the writes it came to and the version it had sealed."""
+    worker, controller = run.learner(every_steps=0, state_every_s=1e9)
+    writes: list[str] = []
+
+    def watch(store: Any, name: str) -> None:
+        seal = store._seal
+
+        def counted(directory: Path, version: int) -> None:
+            if version:
+                writes.append(f"{name} {version}")
+            if len(writes) > place:
+                raise Died(name)
+            seal(directory, version)
+
+        store._seal = counted
+
+    watch(worker.seals_to.masters, "shared masters")
+    watch(worker.seals_to.versions, "shared version")
+    watch(worker.exact, "masters")
+    watch(worker.disk, "version")
+    controller.train(step)
+    controller.end()
+    with contextlib.suppress(Died):
+        worker.run()
+    return writes, max(worker.shared.versions())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("place", range(5))
+def test_killed_before_each_write_of_a_version_nothing_is_lost_or_done_twice(
+    tmp_path: Path, place: int, dtype: str
+) -> None:
+    """The four writes at a step's end, in their order: shared memory survives each death of the
+    process, so whatever was sealed is on disk, bit for bit, when the next life has begun."""
+    trainer = {"compute_dtype": dtype, "lr": 1e-4}
+    whole, torn = (
+        Run(make(tmp_path / "whole"), trainer=trainer),
+        Run(make(tmp_path / "torn"), trainer=trainer),
+    )
+    with torch.backends.mkldnn.flags(enabled=False):
+        writes, sealed = die_at(whole, 0, 99)
+        assert writes == ["shared masters 1", "shared version 1", "masters 1", "version 1"]
+        done, sealed = die_at(torn, 0, place)
+        assert done == writes[: place + 1] and sealed == int(place >= 2)
+        again, controller = torn.learner(every_steps=0, state_every_s=1e9)
+        assert again.version == sealed == max(again.disk.versions())
+        assert again.exact.versions() == [sealed] and not again.notes
+        if not sealed:  # nobody has heard of it: the step is trained now
+            controller.train(0)
+        controller.end()
+        again.run()
+        assert controller.joined[0].durable == controller.joined[0].version == sealed
+        there, _ = whole.learner(every_steps=0, state_every_s=1e9)
+    same = [(run.disk.checksum(1), run.exact.checksum(1)) for run in (there, again)]
+    assert same[0] == same[1]
+    whole.let_go()
+    torn.let_go()
+
+
+def make(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
+
+
+@pytest.mark.parametrize("part", ["", "masters"])
+def test_a_sealed_version_that_is_damaged_is_not_taken_and_told(run: Run, part: str) -> None:
+    die_at(run, 0, 2)
+    (path,) = (run.folder / "shared" / part / "00000001").glob("*.safetensors")
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 1
+    path.chmod(0o644)
+    path.write_bytes(data)
+    again, _ = run.learner()
+    assert again.version == 0 and again.disk.versions() == again.shared.versions() == [0]
+    assert "version 1 in shared memory cannot be used" in again.notes[0]
+
+
+def test_without_shared_memory_the_last_durable_version_is_gone_on_from(run: Run) -> None:
+    die_at(run, 0, 2)
+    shutil.rmtree(run.folder / "shared")
+    again, controller = run.learner()
+    assert again.version == 0 and again.exact.versions() == [0]
+    controller.train(0)
+    controller.end()
+    again.run()
+    assert controller.durable == [1] and list(again.shared.versions()) == [0, 1]
+
+
+def test_a_slow_disk_holds_up_the_next_seal_and_is_counted(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Step 1 is trained while version 1 is on its way; version 2 is sealed when it is there."""
+    worker, controller = run.learner(every_steps=0)
+    seal, trained, sealed_with = worker.disk._seal, threading.Event(), []
+
+    def slow(directory: Path, version: int) -> None:
+        assert version != 1 or trained.wait(60)
+        seal(directory, version)
+
+    publish, finish = worker.seals_to.versions.publish, worker.learner.finish_step
+
+    def watched(version: int, *more: Any) -> str:
+        sealed_with.append(max(worker.disk.versions(), default=-1))
+        return publish(version, *more)
+
+    def finished() -> dict[str, float]:
+        metrics = finish()
+        if worker.version == 1:
+            threading.Timer(0.1, trained.set).start()
+        return metrics
+
+    monkeypatch.setattr(worker.disk, "_seal", slow)
+    monkeypatch.setattr(worker.seals_to.versions, "publish", watched)
+    monkeypatch.setattr(worker.learner, "finish_step", finished)
+    for step in range(2):
+        controller.train(step)
+    controller.end()
+    worker.run()
+    assert sealed_with == [-1, 0, 1] and controller.durable == [1, 2]
+    for message in controller.committed:
+        times = message.body["metrics"]
+        assert 0 <= times["time/durable_wait"] <= times["time/weight_sync"]
+        assert 0 < times["time/publish_stall"] <= times["time/weight_sync"]

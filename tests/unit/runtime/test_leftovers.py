@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
-from dora_rl.weights.leftovers import OWNER, claim, store_name, sweep, transfer_of
+import pytest
+
+from dora_rl.weights.leftovers import KEEP_S, OWNER, claim, store_name, sweep, transfer_of
 from dora_rl.weights.versions import Versions
 
 HOLD = """
@@ -75,11 +79,63 @@ def test_several_may_hold_one_store(tmp_path: Path) -> None:
 
 
 def test_a_run_gives_its_shared_memory_back_and_keeps_its_disk(tmp_path: Path) -> None:
-    versions = Versions(tmp_path / "disk", tmp_path / "shared")
+    versions, disk = Versions(tmp_path, tmp_path / "shared"), tmp_path / "weights"
     versions.hold()
     versions.release()
-    assert not (tmp_path / "shared").exists() and (tmp_path / "disk").exists()
-    same = Versions(tmp_path / "disk", tmp_path / "disk")  # a machine without shared memory
+    assert not (tmp_path / "shared").exists() and disk.exists()
+    same = Versions(tmp_path, disk)  # a machine without shared memory
     same.hold()
     same.release()
-    assert (tmp_path / "disk").exists()
+    assert disk.exists()
+
+
+@pytest.mark.parametrize("gone", ["run", "shared"])
+def test_a_run_whose_directory_was_deleted_gives_its_shared_memory_back(
+    tmp_path: Path, gone: str
+) -> None:
+    versions = Versions(tmp_path / "run", tmp_path / "shared")
+    versions.hold()
+    shutil.rmtree(tmp_path / gone)
+    versions.release()
+    assert not (tmp_path / "shared").exists()
+
+
+def killed_run(tmp_path: Path) -> tuple[Path, Path]:
+    """Versions 0 to 2 in shared memory with masters of the last, 0 and 1 on disk."""
+    run_dir, root = tmp_path / "run", make_store(tmp_path, "one")
+    for folder in ("00000001", "00000002", "masters/00000002"):
+        (root / folder).mkdir(parents=True)
+        (root / folder / "tensors").write_bytes(b"x" * 1000)
+    for folder in ("events", "weights/00000000", "weights/00000001"):
+        (run_dir / folder).mkdir(parents=True)
+    os.close(claim(root, run_dir))
+    return run_dir, root
+
+
+def left(root: Path) -> list[str]:
+    found = [path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_dir()]
+    return sorted(found)
+
+
+def test_what_a_killed_run_has_in_shared_memory_alone_stays(tmp_path: Path) -> None:
+    """It can still be resumed without a loss; the rest is given back at once."""
+    _, root = killed_run(tmp_path)
+    assert sweep(tmp_path) >= 1000
+    assert left(root) == ["00000002", "masters", "masters/00000002"]
+    assert not transfer_of(root).exists()
+    assert sweep(tmp_path) == 0 and (root / OWNER).exists(), "and the next one finds it so"
+
+
+def test_it_goes_when_the_disk_has_it_or_the_run_is_gone_or_it_is_old(tmp_path: Path) -> None:
+    run_dir, root = killed_run(tmp_path)
+    (run_dir / "weights" / "00000002").mkdir()
+    sweep(tmp_path)
+    assert not root.exists()
+    shutil.rmtree(run_dir)
+    run_dir, root = killed_run(tmp_path)
+    shutil.rmtree(run_dir)
+    sweep(tmp_path)
+    assert not root.exists()
+    run_dir, root = killed_run(tmp_path)
+    sweep(tmp_path, time.time() + KEEP_S + 60)
+    assert not root.exists()
