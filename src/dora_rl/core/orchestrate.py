@@ -273,7 +273,7 @@ def _repartition(state: State, single: list[Instance]) -> None:
             spare += costs[: min(surplus, len(needs))]
     spare.sort()
     given_up = {old for _, _, _, old in spare[: len(needs)] if old in state.versions}
-    state.flip_room = {old: _room(state, old) for old in given_up if old is not None}
+    state.flip_room = {old: _room(state, old) for old in given_up}
     if state.params.level_running:
         for version in set(needs):
             live = state.versions[version]
