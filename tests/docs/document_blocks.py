@@ -54,7 +54,7 @@ class Block:
 def pages() -> list[Path]:
     """Every page a reader may follow."""
     top = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "ARCHITECTURE.md")]
-    return [*top, ROOT / "recipes" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    return [*top, ROOT / "recipes" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def shown(path: Path) -> str:
