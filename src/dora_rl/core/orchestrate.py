@@ -18,7 +18,6 @@ from dora_rl.core.deadlines import watch_load
 from dora_rl.core.partition import shares
 from dora_rl.core.placement import (
     best_holder,
-    kv_estimate,
     relocate,
     start_move,
     stop_isolating,
@@ -268,8 +267,8 @@ def _repartition(state: State, single: list[Instance]) -> None:
     for version, members in given.items():
         surplus = len(members) - (target.get(version, 0) if version is not None else 0)
         if surplus > 0:
-            costs = [(_cost(inst, version), -inst.index, inst, version) for inst in members]
-            costs.sort()
+            costs = _costs(members, version)
+            costs.sort()  # by cost, then by index: no two are equal
             spare += costs[: min(surplus, len(needs))]
     spare.sort()
     given_up = {old for _, _, _, old in spare[: len(needs)] if old in state.versions}
@@ -282,19 +281,26 @@ def _repartition(state: State, single: list[Instance]) -> None:
     state.flips = deque((inst.id, old, version) for version, (_, _, inst, old) in chosen)
 
 
-def _cost(inst: Instance, version: Version | None) -> int:
-    """KV tokens that would have to move if the instance gave this version up."""
-    if version is None or not inst.requests:
-        return 0
-    held = inst.held.get(version)
-    return kv_estimate(inst, held) if held is not None and held.num else 0
+def _costs(
+    members: list[Instance], version: Version | None
+) -> list[tuple[int, int, Instance, Version | None]]:
+    """KV tokens that would have to move if each instance gave this version up: `kv_estimate`,
+    written out, since there may be thousands."""
+    if version is None:
+        return [(0, -inst.index, inst, None) for inst in members]
+    costs: list[tuple[int, int, Instance, Version | None]] = []
+    for inst in members:
+        held = inst.held.get(version) if inst.requests else None
+        cost = held.offset + held.num * inst.decode_steps if held is not None and held.num else 0
+        costs.append((cost, -inst.index, inst, version))
+    return costs
 
 
 def _room(state: State, version: Version) -> int:
     """Free slots on the awake holders of a version."""
-    room = 0
+    room, instances = 0, state.instances
     for name in state.versions[version].holders:
-        inst = state.instances[name]
+        inst = instances[name]
         if inst.awake:
             room += inst.slots_max - len(inst.requests) - len(inst.incoming)
     return room
