@@ -219,7 +219,9 @@ def test_damaged_weights_in_shared_memory_are_refused_and_restored(
     )
     process = run.start()
     path = root / "00000000" / "model.safetensors"
-    wait_until("version 0", path.is_file, process)
+    # Before that a learner that starts anew would find the damage itself, and seal it once more.
+    on_disk = run.run_dir / "weights" / "00000000"
+    wait_until("version 0", lambda: path.is_file() and on_disk.is_dir(), process)
     process.send_signal(signal.SIGSTOP)
     for pid in workers_of(run.run_dir):
         if pid != process.pid:

@@ -266,21 +266,22 @@ class GroupAudit:
         if not with_version and not (isinstance(event, ev.Rewound) and may):
             self._add(Promise.C2, name, f"ended as lost, its version {record.version} is not")
 
-    def _killer(self, record: GroupRecord, group: GroupId) -> Sample | None:
-        """A sample whose instance was lost so often while nothing else ran there."""
+    def _killers(self, record: GroupRecord, group: GroupId) -> list[Sample]:
+        """Samples whose instance was lost so often while nothing else ran there."""
         params, alone = self.books.params, self.books.alone
-        for number, sample in enumerate(record.samples):
-            if params.losses_max and alone.get(RequestId(group, number), 0) >= params.attempts_max:
-                return sample
-        return None
+        return [
+            sample
+            for number, sample in enumerate(record.samples)
+            if params.losses_max and alone.get(RequestId(group, number), 0) >= params.attempts_max
+        ]
 
     def _check_failed(self, name: str, record: GroupRecord, action: act.EndGroup) -> None:
         """Only what the events say can fail a group, and with their words."""
         self.owed[record.prompt] = None
         failed = [s for s in record.samples if gave_up(s, self.books)]
         spare = len(record.samples) - self.books.params.samples_needed
-        if len(failed) <= spare and (killer := self._killer(record, action.group)) is not None:
-            failed = [killer]  # one sample that ends its instance ends its group
+        if len(failed) <= spare and (killers := self._killers(record, action.group)):
+            failed = killers  # one sample that ends its instance ends its group
         elif len(failed) <= spare:
             text = f"ended as failed ({action.reason}), and {len(failed)} of its samples have"
             self._add(Promise.C2, name, text)
