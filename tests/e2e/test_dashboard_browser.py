@@ -154,7 +154,8 @@ def check_views(page: Any, run: Any, figures: AuditFigures) -> None:
     open_view(page, "timeline")
     canvas = page.locator(".timeline canvas").first
     samples = sum(isinstance(e.event, ev.SampleFinished) for e in run.entries())
-    assert int(canvas.get_attribute("data-stays")) >= samples
+    drawn = "n => Number(document.querySelector('.timeline canvas').dataset.stays) >= n"
+    page.wait_for_function(drawn, arg=samples)  # the whole of the log may come a little later
     assert int(canvas.get_attribute("data-moves")) == figures.migrations
     whole = float(canvas.get_attribute("data-end"))
     canvas.focus()
