@@ -18,6 +18,7 @@ from dora_rl.core.deadlines import watch_load
 from dora_rl.core.partition import shares
 from dora_rl.core.placement import (
     best_holder,
+    kv_estimate,
     relocate,
     start_move,
     stop_isolating,
@@ -242,10 +243,7 @@ def _repartition(state: State, single: list[Instance]) -> None:
     target = shares(demand, len(single))
     given: dict[Version | None, list[Instance]] = {}
     for inst in single:
-        version = _assigned(inst)
-        if version not in given:
-            given[version] = []
-        given[version].append(inst)
+        given.setdefault(_assigned(inst), []).append(inst)
     total = sum(demand.values())
     lacking: dict[Version, int] = {}
     for version, share in target.items():
@@ -267,7 +265,7 @@ def _repartition(state: State, single: list[Instance]) -> None:
     for version, members in given.items():
         surplus = len(members) - (target.get(version, 0) if version is not None else 0)
         if surplus > 0:
-            costs = _costs(members, version)
+            costs = [(_cost(inst, version), -inst.index, inst, version) for inst in members]
             costs.sort()  # by cost, then by index: no two are equal
             spare += costs[: min(surplus, len(needs))]
     spare.sort()
@@ -281,19 +279,12 @@ def _repartition(state: State, single: list[Instance]) -> None:
     state.flips = deque((inst.id, old, version) for version, (_, _, inst, old) in chosen)
 
 
-def _costs(
-    members: list[Instance], version: Version | None
-) -> list[tuple[int, int, Instance, Version | None]]:
-    """KV tokens that would have to move if each instance gave this version up: `kv_estimate`,
-    written out, since there may be thousands."""
-    if version is None:
-        return [(0, -inst.index, inst, None) for inst in members]
-    costs: list[tuple[int, int, Instance, Version | None]] = []
-    for inst in members:
-        held = inst.held.get(version) if inst.requests else None
-        cost = held.offset + held.num * inst.decode_steps if held is not None and held.num else 0
-        costs.append((cost, -inst.index, inst, version))
-    return costs
+def _cost(inst: Instance, version: Version | None) -> int:
+    """KV tokens that would have to move if the instance gave this version up."""
+    if version is None or not inst.requests:
+        return 0
+    held = inst.held.get(version)
+    return kv_estimate(inst, held) if held is not None and held.num else 0
 
 
 def _room(state: State, version: Version) -> int:

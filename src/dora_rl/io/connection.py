@@ -18,9 +18,10 @@ import os
 import socket
 import struct
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection as Raw
-from multiprocessing.connection import answer_challenge, deliver_challenge
+from multiprocessing.connection import Listener, answer_challenge, deliver_challenge
 from typing import Self
 
 CONNECT_S_MAX = 5.0
@@ -96,6 +97,21 @@ class Connection:
         if self._socket is not None:
             self._socket.close()
         self._raw.close()
+
+
+def accept_each(
+    listener: Listener, is_closing: Callable[[], bool], serve: Callable[[Raw], None]
+) -> None:
+    """Until the listener is closed. Each connection is served by a thread of its own: a stranger
+    that says nothing keeps that waiting, nobody else."""
+    while not is_closing():
+        try:
+            raw = listener.accept()
+        except OSError:
+            if not is_closing():
+                time.sleep(0.1)  # out of file descriptors, for a moment
+            continue
+        threading.Thread(target=serve, args=(raw,), daemon=True).start()
 
 
 def greet(raw: Raw, key: bytes, wait_s_max: float = PROOF_S_MAX) -> None:

@@ -23,7 +23,14 @@ from multiprocessing.connection import Listener
 from typing import Any, Self
 
 from dora_rl.io.codec import dumps, loads
-from dora_rl.io.connection import SILENT_S_MAX, Connection, answer_at_once, greet, wait_at_most
+from dora_rl.io.connection import (
+    SILENT_S_MAX,
+    Connection,
+    accept_each,
+    answer_at_once,
+    greet,
+    wait_at_most,
+)
 
 QUESTION_BYTES_MAX = 4 << 20
 
@@ -111,14 +118,7 @@ class Server:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self) -> None:
-        while not self._closing:
-            try:
-                raw = self._listener.accept()
-            except OSError:
-                if self._closing:
-                    return
-                continue
-            threading.Thread(target=self._serve, args=(raw,), daemon=True).start()
+        accept_each(self._listener, lambda: self._closing, self._serve)
 
     def _serve(self, raw: Raw) -> None:
         try:

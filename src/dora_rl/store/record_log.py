@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from dora_rl.io.append_log import AppendLog, Damaged, frame, frames, write_whole
+from dora_rl.io.append_log import AppendLog, Damaged, frame, frames
 
 MAGIC = b"dora-table-1\n"
 # A file this much larger than its live rows, and than it was after its last rewriting, is mostly
@@ -86,14 +86,6 @@ def whole_records(path: Path) -> Iterator[memoryview]:
     content = memoryview(path.read_bytes()) if path.is_file() else memoryview(b"")
     for _, body in frames(content, len(MAGIC), str(path)):
         yield body
-
-
-def write_log(path: Path, bodies: Iterable[Sequence[Any]]) -> None:
-    """Write a whole file beside `path`, sync it, and rename it into place."""
-    try:
-        write_whole(path, _parts(bodies))
-    except OSError as error:
-        raise _no_room(path, error) from error
 
 
 def _parts(bodies: Iterable[Sequence[Any]]) -> Iterator[Any]:

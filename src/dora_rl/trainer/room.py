@@ -29,11 +29,14 @@ class Room:
         """Whether such a pack computes its layers again, whatever others do."""
         return self._recomputed_tokens is not None and num_tokens >= self._recomputed_tokens
 
+    def _halve(self, tokens: int) -> None:
+        self.pack_tokens = max(1, min(self.pack_tokens, tokens) // 2)
+
     def shrink(self, lengths: Sequence[int], reason: str, *, recomputed: bool) -> str:
         """A pack of documents of these lengths did not fit. Returns what is done about it."""
         tokens = sum(lengths)
         if len(lengths) > 1:
-            self.pack_tokens = max(1, min(self.pack_tokens, tokens) // 2)
+            self._halve(tokens)
             return (
                 f"out of memory in a pack of {tokens:,} tokens ({reason}); its update begins again "
                 f"and packs have {self.pack_tokens:,} tokens at most from now on"
@@ -54,7 +57,7 @@ class Room:
         """A pack of documents that were only scored did not fit. Returns what is done about it."""
         tokens = sum(lengths)
         if len(lengths) > 1:
-            self.pack_tokens = max(1, min(self.pack_tokens, tokens) // 2)
+            self._halve(tokens)
             return (
                 f"out of memory while {tokens:,} tokens were scored under frozen weights "
                 f"({reason}); packs have {self.pack_tokens:,} tokens at most from now on"

@@ -33,7 +33,7 @@ from typing import IO, Any, Protocol
 from numpy.typing import NDArray
 
 from dora_rl.config import RunConfig
-from dora_rl.io.connection import greet
+from dora_rl.io.connection import accept_each, greet
 from dora_rl.io.wire import Channel, Message, pack
 from dora_rl.weights.leftovers import claim, store_name, sweep
 from dora_rl.workers.fork_server import ForkServer
@@ -239,16 +239,7 @@ class Crew:
             worker.outbox.put(pack(kind, body, arrays or {}))
 
     def _accept(self) -> None:
-        while not self.closing:
-            try:
-                connection = self._listener.accept()
-            except OSError:
-                if self.closing:
-                    return
-                time.sleep(0.1)  # out of file descriptors, for a moment
-                continue
-            # A stranger that says nothing keeps its own thread waiting, nobody else.
-            threading.Thread(target=self._greet, args=(connection,), daemon=True).start()
+        accept_each(self._listener, lambda: self.closing, self._greet)
 
     def _greet(self, connection: Connection) -> None:
         """Both sides prove that they know the key; then the worker says who it is."""

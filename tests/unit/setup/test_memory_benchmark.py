@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
+import memory_program
 import pytest
 
 from dora_rl.setup.memory import GB
 
-PATH = Path(__file__).parents[3] / "benchmarks" / "memory.py"
-
 
 @pytest.fixture(scope="module")
 def bench() -> Any:
-    spec = importlib.util.spec_from_file_location("memory_benchmark", PATH)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return memory_program.load()
 
 
 LEARNER = {

@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import tomllib
 from pathlib import Path
-from typing import Any
 
+import memory_program
 import pytest
 
 from dora_rl.config import RunConfig
@@ -20,27 +20,7 @@ from dora_rl.setup.plan import plan_run, planned
 from dora_rl.setup.ways_out import memory_problems
 
 ROOT = Path(__file__).parents[3]
-COMMON = {
-    "max_position_embeddings": 32_768,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-    "hidden_act": "silu",
-}
-NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-
-
-def shape(kind: str, vocab: int, *sizes: int) -> dict[str, Any]:
-    keys = (*NAMES, "num_key_value_heads", "head_dim")
-    made = COMMON | {"model_type": kind.lower(), "architectures": [f"{kind}ForCausalLM"]}
-    return made | {"vocab_size": vocab} | dict(zip(keys, sizes, strict=True))
-
-
-SHAPES = {
-    "1.5b": shape("Qwen2", 151_936, 1536, 8960, 28, 12, 2, 128),
-    "0.6b": shape("Qwen3", 151_936, 1024, 3072, 28, 16, 8, 128),
-    "135m": shape("Llama", 49_152, 576, 1536, 30, 9, 3, 64),
-}
+SHAPES = memory_program.load().SHAPES
 
 
 def plan_recipe(
