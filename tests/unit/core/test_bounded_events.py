@@ -80,7 +80,7 @@ def test_what_is_left_over_comes_to_the_partition_that_fits() -> None:
 
 
 def test_a_large_fleet_is_looked_at_by_one_event_and_divided_by_the_next() -> None:
-    """To look at all instances is an event's whole share; what follows from it is the next one's."""
+    """To look at all instances is an event's whole share; what follows is the next one's."""
     hand = run_of(limit=2, seats=1)
     train_some(hand, 2)
     divided_later = 0
