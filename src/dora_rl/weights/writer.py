@@ -93,7 +93,7 @@ def _write_tensors(
 ) -> tuple[TensorEntry, ...]:
     entries: dict[str, TensorEntry] = {}
     pending: deque[tuple[str, Future[str], list[Future[None]]]] = deque()
-    begin, window = 0, _Window(file.fileno())
+    begin, window = 0, Window(file.fileno())
     file.seek(HEADER_ROOM_BYTES)
     # Hashing, writing and copying release the interpreter lock: they run side by side. Few tensors
     # wait for theirs, since each is held in memory until then.
@@ -110,7 +110,7 @@ def _write_tensors(
                 else:
                     place = window.place(HEADER_ROOM_BYTES + begin, len(data))
                     copies = [
-                        pool.submit(_copy_slice, place, data, at)
+                        pool.submit(copy_slice, place, data, at)
                         for at in range(0, len(data), SLICE_BYTES)
                     ]
                 pending.append((name, digest, copies))
@@ -132,12 +132,12 @@ def _write_tensors(
     return tuple(entries.values())
 
 
-class _Window:
+class Window:
     """The end of a growing file of shared memory, mapped in few large pieces: threads that map and
     unmap hold up those that copy."""
 
-    def __init__(self, handle: int) -> None:
-        self._handle = handle
+    def __init__(self, handle: int, num_bytes: int = WINDOW_BYTES) -> None:
+        self._handle, self._num_bytes = handle, num_bytes
         self._begin = self._end = 0
         self._there: Any = None
 
@@ -154,7 +154,7 @@ class _Window:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if end > self._end:
             self._begin = start - start % mmap.ALLOCATIONGRANULARITY
-            self._end = max(end, self._begin + WINDOW_BYTES)
+            self._end = max(end, self._begin + self._num_bytes)
             os.ftruncate(self._handle, self._end)  # takes no memory before it is written
             length = self._end - self._begin
             mapped = mmap.mmap(self._handle, length, offset=self._begin)
@@ -162,7 +162,7 @@ class _Window:
         return self._there[start - self._begin : end - self._begin]
 
 
-def _copy_slice(place: Any, data: memoryview, at: int) -> None:
+def copy_slice(place: Any, data: memoryview, at: int) -> None:
     import numpy as np
 
     piece = data[at : at + SLICE_BYTES]
