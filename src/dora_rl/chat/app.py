@@ -8,15 +8,17 @@ is closed, whatever happens.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import itertools
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from math import isfinite
 from typing import Any
 
+import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -24,7 +26,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from dora_rl.chat.answers import Choice, Frame
+from dora_rl.chat.answers import OPEN, Choice, Frame
 from dora_rl.chat.errors import (
     ApiError,
     bad_request,
@@ -35,7 +37,6 @@ from dora_rl.chat.errors import (
 )
 from dora_rl.chat.requests import read_chat, read_completion
 from dora_rl.chat.service import ChatAsk, Service
-from dora_rl.chat.tool_calls import OPEN
 
 BODY_BYTES_MAX = 16 << 20
 SESSION_HEADER = "x-session-id"
@@ -290,3 +291,25 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 async def _fault(request: Request, error: Exception) -> Response:
     return _error_response(server_error(f"internal error ({type(error).__name__})"))
+
+
+BACKLOG = 1024  # connections that may wait to be accepted
+
+
+class HttpServer(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def http_server(app: Any, grace_s: float = 1.0) -> HttpServer:
+    """`await server.serve(sockets=[...])`; `grace_s` is for answers on their way at the end."""
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        backlog=BACKLOG,
+        timeout_graceful_shutdown=int(grace_s),
+    )
+    return HttpServer(config)

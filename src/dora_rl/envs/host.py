@@ -16,9 +16,8 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
-from dora_rl.envs.base import Environment, Observation, Row
+from dora_rl.envs.base import Environment, Observation, Row, TurnText, turns_of
 from dora_rl.envs.load import LoadedEnvironment
-from dora_rl.envs.text import TurnText, turns_of
 from dora_rl.types import REWARD_MAX, GroupId, RequestId, Version
 from dora_rl.user_code import one_line, raised
 

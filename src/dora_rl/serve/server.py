@@ -16,9 +16,8 @@ from pathlib import Path
 
 import torch
 
-from dora_rl.chat.app import make_app
-from dora_rl.chat.http import BACKLOG, HttpServer, http_server
-from dora_rl.chat.template import ChatTemplate, Tokenizer
+from dora_rl.chat.app import BACKLOG, HttpServer, http_server, make_app
+from dora_rl.chat.conversation import ChatTemplate, Tokenizer
 from dora_rl.engine.engine import Engine
 from dora_rl.engine.models import read_spec
 from dora_rl.engine.options import EngineOptions

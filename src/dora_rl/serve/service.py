@@ -7,33 +7,34 @@ that is resident, and a version is retired only when nobody is on it.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dora_rl.chat.conversation import Conversation, Turn
+from dora_rl.chat.conversation import ChatTemplate, Conversation, Turn
 from dora_rl.chat.errors import (
+    ApiError,
     bad_request,
     context_too_long,
     model_not_found,
     server_error,
     server_full,
     session_busy,
+    session_not_found,
 )
-from dora_rl.chat.requests import Ask
-from dora_rl.chat.service import ChatAsk
-from dora_rl.chat.template import ChatTemplate
+from dora_rl.chat.requests import Ask, Message
+from dora_rl.chat.service import ChatAsk, Piece
 from dora_rl.engine.sequence import Request
 from dora_rl.serve.engine_thread import Abort, EngineThread, Load, Retire, Start
-from dora_rl.serve.generation import EngineGeneration
-from dora_rl.serve.sessions import Session, Sessions
-from dora_rl.types import RequestId, SamplingParams, Version
+from dora_rl.types import Finish, RequestId, SamplingParams, Version
 
 STREAM = RequestId(0, 0)  # with a given seed the draws do not depend on what else was asked
 
@@ -294,3 +295,158 @@ class EngineService:
             self.engine.tell(Abort(request))
         self._sessions.unpin(generation.version)
         self.retire_unused()
+
+
+class EngineGeneration:
+    """Implements `chat.service.Generation`. `on_close(unfinished)` is called exactly once."""
+
+    def __init__(
+        self,
+        version: Version,
+        prompts: Sequence[tuple[int, ...]],
+        requests: Sequence[RequestId],
+        on_close: Callable[[EngineGeneration, list[RequestId]], None],
+        session: Session | None = None,
+        turn: Turn | None = None,
+    ) -> None:
+        self.version, self.prompts = version, prompts
+        self.turn, self._session = turn, session
+        self.num_requests = len(requests)
+        self._on_close = on_close
+        self._running = dict(enumerate(requests))
+        self._queue: asyncio.Queue[Piece] = asyncio.Queue()
+        self._token_ids: list[int] = []
+        self._logprobs: list[float] = []
+        self._closed = False
+        self.reply_known = False
+
+    @property
+    def session(self) -> dict[str, Any] | None:
+        if self._session is None or self.turn is None:
+            return None
+        number = self._session.conversation.num_turns + (0 if self.reply_known else 1)
+        note: dict[str, Any] = {"id": self._session.id, "continued": self.turn.continued}
+        note["turn"] = number if self.turn.continued else 1
+        return note | ({"restarted_because": self.turn.why} if self.turn.why else {})
+
+    @property
+    def owner(self) -> Session | None:
+        return self._session
+
+    def sink(self, piece: Piece) -> None:
+        self._queue.put_nowait(piece)
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        while self._running:
+            piece = await self._queue.get()
+            if piece.finish is not None:
+                del self._running[piece.choice]
+            if piece.finish is Finish.REFUSED:
+                raise bad_request(piece.error)
+            if piece.finish is Finish.ERROR:
+                raise server_error(piece.error)
+            if self._session is not None:
+                self._token_ids += piece.token_ids
+                self._logprobs += piece.logprobs
+            yield piece
+
+    def replied(self, reply: Message) -> None:
+        if self._session is not None and self.turn is not None and self._token_ids:
+            past = self._session.conversation
+            past.add(self.turn, self._token_ids, self._logprobs, reply)
+            self.reply_known = True
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._on_close(self, list(self._running.values()))
+
+
+@dataclass(slots=True)
+class Session:
+    """One line of turns. `request` is its name in the engine, for all turns."""
+
+    id: str
+    version: Version
+    request: RequestId
+    seed: int
+    used_s: float
+    conversation: Conversation = field(default_factory=Conversation)
+    busy: bool = False
+
+    def summary(self) -> dict[str, Any]:
+        past = self.conversation
+        return {
+            "id": self.id,
+            "object": "session",
+            "weight_version": self.version,
+            "turns": past.num_turns,
+            "num_tokens": len(past.prompt_ids) + len(past.token_ids),
+        }
+
+    def record(self, reward: float | None = None) -> dict[str, Any]:
+        """Everything a trainer would want to know."""
+        past = self.conversation
+        return self.summary() | {
+            "messages": past.messages,
+            "prompt_token_ids": list(past.prompt_ids),
+            "token_ids": list(past.token_ids),
+            "logprobs": list(past.logprobs),
+            "loss_mask": list(past.loss_mask),
+            "reward": reward,
+        }
+
+
+class Sessions:
+    """All of them, and the pins of the versions."""
+
+    def __init__(self, num_max: int, idle_s_max: float) -> None:
+        self._num_max, self._idle_s_max = num_max, idle_s_max
+        self._by_id: dict[str, Session] = {}
+        self._pins: Counter[Version] = Counter()
+
+    def find(self, session_id: str) -> Session | None:
+        return self._by_id.get(session_id)
+
+    def get(self, session_id: str) -> Session:
+        if session_id not in self._by_id:
+            raise session_not_found(session_id)
+        return self._by_id[session_id]
+
+    def open(
+        self, session_id: str | None, version: Version, request: RequestId, now: float
+    ) -> Session:
+        if len(self._by_id) >= self._num_max:
+            message = f"The server has {self._num_max} open sessions; end one and try again"
+            raise ApiError(429, message, code="too_many_sessions", kind="rate_limit_error")
+        name = session_id or f"session-{secrets.token_hex(8)}"
+        session = Session(name, version, request, secrets.randbits(63), now)
+        self._by_id[name] = session
+        self.pin(version)
+        return session
+
+    def end(self, session_id: str) -> Session:
+        session = self.get(session_id)
+        del self._by_id[session_id]
+        self.unpin(session.version)
+        return session
+
+    def idle(self, now: float) -> list[Session]:
+        """Those that nobody has used for too long."""
+        oldest = now - self._idle_s_max
+        return [s for s in self._by_id.values() if not s.busy and s.used_s < oldest]
+
+    def on(self, version: Version) -> int:
+        """How many sessions stay on a version."""
+        return sum(session.version == version for session in self._by_id.values())
+
+    def pin(self, version: Version) -> None:
+        self._pins[version] += 1
+
+    def unpin(self, version: Version) -> None:
+        assert self._pins[version] > 0, f"version {version} has no pin"
+        self._pins[version] -= 1
+
+    def unused(self, versions: Collection[Version], live: Version) -> list[Version]:
+        """Versions that can go: older than the live one, and nobody is on them."""
+        return [v for v in sorted(versions) if v != live and not self._pins[v]]

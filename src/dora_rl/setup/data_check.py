@@ -11,7 +11,6 @@ from pathlib import Path
 from dora_rl.config import RunConfig
 from dora_rl.data.prompts import PromptSource
 from dora_rl.rewards.base import build
-from dora_rl.rewards.weighted import describe, needing_answer
 from dora_rl.types import Prompt, UserError
 
 PROMPT_CHARS_MAX = 2_000
@@ -55,8 +54,8 @@ def check_data(
     if not config.reward.functions:
         return found
     reward = build(config.reward, Path("."))
-    found.rewards = describe(reward, config.reward)
-    needing = needing_answer(reward)
+    found.rewards = reward.describe()
+    needing = reward.needing_answer()
     reward.close()
     found.problems = _unanswered(needing, train, evaluation)
     return found
@@ -67,7 +66,7 @@ def check_answers(config: RunConfig, train: PromptSource, evaluation: PromptSour
     if not config.reward.functions:
         return
     reward = build(config.reward, Path("."))
-    needing = needing_answer(reward)
+    needing = reward.needing_answer()
     reward.close()
     problems = _unanswered(needing, train, evaluation)
     if problems:

@@ -19,11 +19,14 @@ from dora_rl.engine.options import EngineOptions
 from dora_rl.envs.load import label_of, load_environments
 from dora_rl.rewards.base import build
 from dora_rl.setup.layout import Layout, plan_layout
-from dora_rl.setup.learner_check import check_learner, check_learner_device, describe_own
-from dora_rl.setup.model_check import check_model_files
-from dora_rl.setup.plan import with_memory
+from dora_rl.setup.learner_check import (
+    check_learner,
+    check_learner_device,
+    check_model_files,
+    describe_own,
+)
+from dora_rl.setup.plan import memory_problems, with_memory
 from dora_rl.setup.tokenizer import open_tokenizer
-from dora_rl.setup.ways_out import memory_problems
 from dora_rl.types import UserError
 from dora_rl.workers.engines import check_backend
 
