@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dora_rl.commands.files import prepare_output, write_json
+from dora_rl.commands.arguments import JSON, OVERRIDES, argument, prepare_output, write_json
 
 if TYPE_CHECKING:
     from dora_rl.config import RunConfig
@@ -19,17 +19,18 @@ if TYPE_CHECKING:
 SUMMARY = "say what this machine has and what a configuration would do on it"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", type=Path, nargs="?", help="a TOML file or a run's config.json")
-    parser.add_argument("overrides", nargs="*", help="section.key=value")
-    parser.add_argument(
+ARGUMENTS = (
+    argument("config", type=Path, nargs="?", help="a TOML file or a run's config.json"),
+    OVERRIDES,
+    argument(
         "--device-memory-gb",
         type=float,
         default=0.0,
         metavar="GB",
         help="plan for GPUs of this size, whether or not there is one here",
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
+    ),
+    JSON,
+)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -37,22 +38,18 @@ def run(args: argparse.Namespace) -> int:
 
     prepare_output(args.json)
     machine = look()
-    for line in machine.lines():
-        print(line)
+    print(*machine.lines(), sep="\n")
     document: dict[str, Any] = {"machine": asdict(machine)}
     problems: list[str] = []
     if args.config is not None:
         plan, described = _plan(args, machine)
-        document["plan"] = plan
-        problems = list(plan["problems"])
-        for line in described:
-            print(line)
+        document["plan"], problems = plan, plan["problems"]
+        print(*described, sep="\n")
     for problem in problems:
         print(f"problem: {problem}")
     if args.config is not None and not problems:
         print("this run fits")
-    if args.json is not None:
-        write_json(args.json, document)
+    write_json(args.json, document)
     return 1 if problems else 0
 
 

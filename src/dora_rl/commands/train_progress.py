@@ -75,10 +75,7 @@ class Progress:
     def _step(self, line: dict[str, Any]) -> None:
         self._lines |= line
         if self._show and self._live is None:
-            if "step" in line:
-                self._console.print(step_line(line), highlight=False, soft_wrap=True)
-            else:
-                self._console.print(evaluation_line(line), highlight=False, soft_wrap=True)
+            self._tell([step_line(line) if "step" in line else evaluation_line(line)])
 
     def _tell(self, lines: list[str]) -> None:
         """Something the user should know now: a watchdog's words, a repair."""
