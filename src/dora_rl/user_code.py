@@ -52,10 +52,11 @@ def _load_module(place: str, base_dir: Path, section: str, key: str) -> ModuleTy
     path = base_dir / Path(place).expanduser()
     if not path.is_file():
         raise UserError(f"{section}: {path} does not exist; check {key}")
-    return _load_file(path.resolve(), section)
+    return load_file(path.resolve(), section)
 
 
-def _load_file(path: Path, section: str) -> ModuleType:
+def load_file(path: Path, section: str) -> ModuleType:
+    """The module in a file, which may import its neighbours; executed once."""
     # The name is unique to the file, so that two files of one name do not meet.
     digest = blake2b(str(path).encode(), digest_size=6).hexdigest()
     name = f"dora_rl_{section}_{path.stem}_{digest}"

@@ -20,8 +20,9 @@ from typing import Any, Protocol, cast
 from uuid import UUID
 
 from dora_rl.config import DataConfig, DataSource
-from dora_rl.data.rows import Row, one_line
+from dora_rl.data.rows import Row
 from dora_rl.types import Prompt, UserError
+from dora_rl.user_code import one_line
 
 ANSWER_COLUMNS = ("answer", "ground_truth", "solution", "label")
 # What a template may add to a message (role, begin, end), for the quick test of length only.
@@ -154,11 +155,9 @@ def _message(entry: object, number: int, where: str) -> dict[str, object]:
 def _contents(messages: Sequence[Mapping[str, object]]) -> list[str] | None:
     """All texts of plain messages; None where something is more than a role and a text."""
     contents = [message.get("content") for message in messages]
-    if any(message.keys() != {"role", "content"} for message in messages):
-        return None
-    if not all(isinstance(content, str) for content in contents):
-        return None
-    return cast(list[str], contents)
+    plain_keys = all(message.keys() == {"role", "content"} for message in messages)
+    texts = [content for content in contents if isinstance(content, str)]
+    return texts if plain_keys and len(texts) == len(contents) else None
 
 
 def read_answer(row: Row, source: DataSource, where: str) -> str | None:

@@ -232,7 +232,7 @@ class AgentEndpoint:
 
     def __init__(self, text: TurnText) -> None:
         self._text = text
-        self._template = ChatTemplate(text.tokenizer)
+        self.template = ChatTemplate(text.tokenizer)
         self._episodes: dict[str, Episode] = {}
         self._keys: dict[str, str] = {}  # key -> episode
         self._num_opened = 0
@@ -264,10 +264,6 @@ class AgentEndpoint:
 
     # -- the service ------------------------------------------------------------------------------
 
-    @property
-    def template(self) -> ChatTemplate:
-        return self._template
-
     def healthy(self) -> bool:
         return True
 
@@ -283,7 +279,7 @@ class AgentEndpoint:
         episode = self._get(ask.session_id or "")
         options = self._text.template_options | request.template_options
         turn = episode.past.next_turn(
-            request.messages, request.tools, options, self._template, self._text.stop_ids
+            request.messages, request.tools, options, self.template, self._text.stop_ids
         )
         return episode.begin(turn)
 

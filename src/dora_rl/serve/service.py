@@ -48,30 +48,20 @@ class ServeLimits:
     session_idle_s_max: float = 900.0
 
 
-@dataclass(frozen=True, slots=True)
-class Served:
-    """What is served: its name, and what the engine says of it."""
-
-    name: str
-    vocab: int
-    context_max: int
-    versions_max: int
-    end_ids: frozenset[int]
-
-
 class EngineService:
     """Implements `chat.service.Service`."""
 
     def __init__(
         self,
-        served: Served,
+        name: str,
         template: ChatTemplate,
         engine: EngineThread,
         limits: ServeLimits,
         record: Path | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.served, self._template, self.engine = served, template, engine
+        self.name, self.template, self.engine = name, template, engine
+        self._vocab, self._context_max = engine.engine.spec.vocab, engine.engine.context_max
         self._limits, self._record, self._now = limits, record, now
         self._sessions = Sessions(limits.sessions_max, limits.session_idle_s_max)
         self._resident: list[Version] = []
@@ -80,17 +70,13 @@ class EngineService:
         self._groups = itertools.count(1)
         self._created = int(time.time())
 
-    @property
-    def template(self) -> ChatTemplate:
-        return self._template
-
     def healthy(self) -> bool:
         return not self.engine.broken
 
     # ---------------------------------------------------------------- versions
 
     def has_room(self) -> bool:
-        return len(self._resident) < self.served.versions_max
+        return len(self._resident) < self.engine.engine.options.versions_max
 
     def begin_load(self, version: Version, source: Any) -> Future[None]:
         """Load beside the others; `went_live` or `load_failed` must follow."""
@@ -119,19 +105,18 @@ class EngineService:
     def models(self) -> list[dict[str, Any]]:
         versions = [version for version in self._resident if version <= self.live]
         base = {"object": "model", "created": self._created, "owned_by": "dora-rl"}
-        base["max_model_len"] = self.served.context_max
-        name = self.served.name
+        base["max_model_len"], name = self._context_max, self.name
         named = [(name, self.live), *((f"{name}@{version}", version) for version in versions)]
         return [{"id": model} | base | {"weight_version": version} for model, version in named]
 
     def _version_of(self, model: str) -> Version | None:
         """None: whatever is live. `NAME@3` asks for one that is resident."""
         name, _, number = model.partition("@")
-        if model == self.served.name:
+        if model == self.name:
             return None
         known = [version for version in self._resident if version <= self.live]
-        if name != self.served.name or not number.isdigit() or int(number) not in known:
-            raise model_not_found(model, self.served.name)
+        if name != self.name or not number.isdigit() or int(number) not in known:
+            raise model_not_found(model, self.name)
         return int(number)
 
     # ---------------------------------------------------------------- sessions
@@ -185,10 +170,10 @@ class EngineService:
         ask = request.ask
         written = (request.messages, request.tools, request.template_options)
         if ask.session_id is None:
-            return self._begin(ask, [self._template.prompt_ids(*written)])
+            return self._begin(ask, [self.template.prompt_ids(*written)])
         session = self._session_of(ask)
         past = Conversation() if session is None else session.conversation
-        turn = past.next_turn(*written, self._template, self.served.end_ids)
+        turn = past.next_turn(*written, self.template, self.engine.engine.spec.eos_ids)
         params = self._params(ask, turn.prompt_ids)
         if session is None:
             wanted = self._version_of(ask.model)
@@ -265,15 +250,15 @@ class EngineService:
         return generation
 
     def _params(self, ask: Ask, prompt: Sequence[int]) -> SamplingParams:
-        room = self.served.context_max - len(prompt)
+        room = self._context_max - len(prompt)
         wanted = room if ask.tokens_max is None else ask.tokens_max
         if not prompt:
             raise bad_request("the prompt has no tokens")
-        if max(prompt) >= self.served.vocab:
-            raise bad_request(f"token id {max(prompt)} is outside of {self.served.vocab}", "prompt")
+        if max(prompt) >= self._vocab:
+            raise bad_request(f"token id {max(prompt)} is outside of {self._vocab}", "prompt")
         if room < 1 or wanted > room:
-            raise context_too_long(len(prompt), max(wanted, 1), self.served.context_max)
-        top_n = min(ask.params.logprobs_top_n, self.served.vocab)
+            raise context_too_long(len(prompt), max(wanted, 1), self._context_max)
+        top_n = min(ask.params.logprobs_top_n, self._vocab)
         return replace(ask.params, tokens_max=wanted, logprobs_top_n=top_n)
 
     def _take_places(self, count: int) -> None:
@@ -310,7 +295,7 @@ class EngineGeneration:
         turn: Turn | None = None,
     ) -> None:
         self.version, self.prompts = version, prompts
-        self.turn, self._session = turn, session
+        self.turn, self.owner = turn, session
         self.num_requests = len(requests)
         self._on_close = on_close
         self._running = dict(enumerate(requests))
@@ -322,16 +307,12 @@ class EngineGeneration:
 
     @property
     def session(self) -> dict[str, Any] | None:
-        if self._session is None or self.turn is None:
+        if self.owner is None or self.turn is None:
             return None
-        number = self._session.conversation.num_turns + (0 if self.reply_known else 1)
-        note: dict[str, Any] = {"id": self._session.id, "continued": self.turn.continued}
+        number = self.owner.conversation.num_turns + (0 if self.reply_known else 1)
+        note: dict[str, Any] = {"id": self.owner.id, "continued": self.turn.continued}
         note["turn"] = number if self.turn.continued else 1
         return note | ({"restarted_because": self.turn.why} if self.turn.why else {})
-
-    @property
-    def owner(self) -> Session | None:
-        return self._session
 
     def sink(self, piece: Piece) -> None:
         self._queue.put_nowait(piece)
@@ -345,14 +326,14 @@ class EngineGeneration:
                 raise bad_request(piece.error)
             if piece.finish is Finish.ERROR:
                 raise server_error(piece.error)
-            if self._session is not None:
+            if self.owner is not None:
                 self._token_ids += piece.token_ids
                 self._logprobs += piece.logprobs
             yield piece
 
     def replied(self, reply: Message) -> None:
-        if self._session is not None and self.turn is not None and self._token_ids:
-            past = self._session.conversation
+        if self.owner is not None and self.turn is not None and self._token_ids:
+            past = self.owner.conversation
             past.add(self.turn, self._token_ids, self._logprobs, reply)
             self.reply_known = True
 
