@@ -70,9 +70,9 @@ def _plan(args: argparse.Namespace, machine: Any) -> tuple[dict[str, Any], list[
     problems = [*memory_problems(prepared.config, layout), *data["problems"]]
     document: dict[str, Any] = {"data": data}
     if not size_gb:
-        plan = forecast(config, machine, layout)
-        document |= asdict(plan)
-        lines, problems = [*lines, *plan.lines()], [*plan.problems, *problems]
+        figures, shown = forecast(config, machine, layout)
+        document |= figures
+        lines, problems = [*lines, *shown], [*figures["problems"], *problems]
     if layout.memory is not None:
         document["memory"] = layout.memory.document()
         lines += layout.memory.table()

@@ -1,6 +1,6 @@
 """[env]: which environments a run plays, how long they may take, how many at once.
 
-Only says what is wanted; `dora_rl.envs.load` finds the classes. Nothing here performs work.
+Only says what is wanted; `dora_rl.envs.host` finds the classes. Nothing here performs work.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from dora_rl.chat.errors import ApiError, bad_request, session_busy, session_not
 from dora_rl.chat.requests import Ask, Message
 from dora_rl.chat.service import ChatAsk, Piece
 from dora_rl.envs.base import Environment, Observation, Row, Turn, TurnText
-from dora_rl.envs.load import KEY
+from dora_rl.envs.host import KEY
 from dora_rl.types import REWARD_MAX, Finish, UserError, Version
 from dora_rl.user_code import load_object, one_line
 

@@ -15,8 +15,9 @@ from __future__ import annotations
 from collections.abc import Awaitable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
+from dora_rl.chat.conversation import Tokenizer
 from dora_rl.types import UserError
 
 if TYPE_CHECKING:
@@ -100,12 +101,6 @@ T = TypeVar("T")
 
 # Stands for the turn of the policy in a rendered conversation; no template writes it by itself.
 MARK = "\u2063turn\u2063"
-
-
-class Tokenizer(Protocol):
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> Sequence[int]: ...
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str: ...
-    def apply_chat_template(self, conversation: Any, **options: Any) -> Any: ...
 
 
 def spans(loss_mask: Sequence[int]) -> list[tuple[int, int, int]]:

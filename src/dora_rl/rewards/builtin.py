@@ -20,8 +20,7 @@ from typing import Any
 
 from dora_rl.config import RewardConfig
 from dora_rl.rewards.base import Reward, ScoreError, ScoreItem
-from dora_rl.rewards.calls import Expired, deadline
-from dora_rl.rewards.function import read_score
+from dora_rl.rewards.function import Expired, deadline, read_score
 from dora_rl.types import UserError
 from dora_rl.user_code import one_line
 

@@ -10,8 +10,7 @@ import pytest
 
 from dora_rl.config import EnvConfig, RewardConfig
 from dora_rl.envs.base import Environment, Observation, Row, Turn, TurnText
-from dora_rl.envs.host import Ask, Host
-from dora_rl.envs.load import load_environments
+from dora_rl.envs.host import Ask, Host, load_environments
 from dora_rl.io.wire import Channel
 from dora_rl.rewards.base import ScoreItem
 from dora_rl.rewards.function import FunctionReward
