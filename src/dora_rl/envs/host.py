@@ -17,7 +17,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from dora_rl.config.env import EnvConfig, EnvironmentEntry
+from dora_rl.config import EnvConfig, EnvironmentEntry
 from dora_rl.envs.base import Environment, Observation, Row, TurnText, turns_of
 from dora_rl.types import REWARD_MAX, GroupId, RequestId, UserError, Version
 from dora_rl.user_code import load_object, one_line, raised

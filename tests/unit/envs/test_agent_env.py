@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("openai")
 
-from dora_rl.config.env import EnvConfig, EnvironmentEntry
+from dora_rl.config import EnvConfig, EnvironmentEntry
 from dora_rl.envs.base import Row, TurnText
 from dora_rl.envs.host import Answer, Ask, Host, load_environments
 from dora_rl.setup.tokenizer import open_tokenizer
