@@ -55,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _plan(args: argparse.Namespace, machine: Any) -> tuple[dict[str, Any], list[str]]:
     """Every check of `train`, then the forecast and the memory of each GPU."""
+    from dora_rl.setup.data_check import check_data
     from dora_rl.setup.machine import forecast
     from dora_rl.setup.plan import imagined, memory_problems
     from dora_rl.setup.prepare import prepare
@@ -63,12 +64,13 @@ def _plan(args: argparse.Namespace, machine: Any) -> tuple[dict[str, Any], list[
     config = load_config(args.config, args.overrides)
     size_gb = args.device_memory_gb
     prepared = prepare(_without_device(config) if size_gb else config)
-    data, described = _look_at_data(prepared)
+    # Evaluation rows, the first prompt, the form of the reward, rows without an answer.
+    data = check_data(prepared.config, prepared.train, prepared.evaluation)
     layout = imagined(prepared.config, size_gb) if size_gb else prepared.layout
     _leave_nothing(prepared)
-    lines = [*prepared.describe(), *described]
-    problems = [*memory_problems(prepared.config, layout), *data["problems"]]
-    document: dict[str, Any] = {"data": data}
+    lines = [*prepared.describe(), *data.lines()]
+    problems = [*memory_problems(prepared.config, layout), *data.problems]
+    document: dict[str, Any] = {"data": asdict(data)}
     if not size_gb:
         figures, shown = forecast(config, machine, layout)
         document |= figures
@@ -91,11 +93,3 @@ def _leave_nothing(prepared: Prepared) -> None:
     transfer = prepared.layout.transfer_root
     if transfer.is_dir() and not any(transfer.iterdir()):
         transfer.rmdir()
-
-
-def _look_at_data(prepared: Prepared) -> tuple[dict[str, Any], list[str]]:
-    """Evaluation rows, the first prompt, the form of the reward, rows without an answer."""
-    from dora_rl.setup.data_check import check_data
-
-    found = check_data(prepared.config, prepared.train, prepared.evaluation)
-    return asdict(found), found.lines()

@@ -5,13 +5,14 @@ Reads the rows; starts nothing and writes nothing.
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from dora_rl.config import RunConfig
 from dora_rl.data.prompts import PromptSource
 from dora_rl.rewards.base import build
-from dora_rl.types import Prompt, UserError
+from dora_rl.types import UserError
 
 PROMPT_CHARS_MAX = 2_000
 
@@ -44,31 +45,24 @@ class DataCheck:
 def check_data(
     config: RunConfig, train: PromptSource, evaluation: PromptSource | None
 ) -> DataCheck:
-    first: Prompt = train.prompt(0)
+    first = train.prompt(0)
     found = DataCheck(
         first_prompt=first.text,
         first_prompt_tokens=len(first.token_ids),
         first_answer=first.answer,
         evaluation=_describe_evaluation(config, evaluation),
     )
-    if not config.reward.functions:
-        return found
-    reward = build(config.reward, Path("."))
-    found.rewards = reward.describe()
-    needing = reward.needing_answer()
-    reward.close()
-    found.problems = _unanswered(needing, train, evaluation)
+    if config.reward.functions:
+        with closing(build(config.reward, Path("."))) as reward:
+            found.rewards = reward.describe()
+            needing = reward.needing_answer()
+        found.problems = _unanswered(needing, train, evaluation)
     return found
 
 
 def check_answers(config: RunConfig, train: PromptSource, evaluation: PromptSource | None) -> None:
     """Refuse rows without an answer where a reward needs one, with the line of `check`."""
-    if not config.reward.functions:
-        return
-    reward = build(config.reward, Path("."))
-    needing = reward.needing_answer()
-    reward.close()
-    problems = _unanswered(needing, train, evaluation)
+    problems = check_data(config, train, evaluation).problems
     if problems:
         raise UserError(problems[0])
 

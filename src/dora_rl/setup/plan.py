@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from functools import reduce
+from typing import Any, NamedTuple
 
 from dora_rl.config import RunConfig
 from dora_rl.engine.models import read_spec
@@ -27,9 +28,6 @@ from dora_rl.trainer.losses.recipes import fill
 from dora_rl.trainer.options import AlgorithmOptions, from_section
 from dora_rl.types import UserError
 from dora_rl.workers.engines import adapter_rank
-
-if TYPE_CHECKING:
-    from dora_rl.setup.layout import Layout
 
 Sizes = dict[str, dict[str, Any]]  # section -> key -> value
 SCORED_VERSIONS = 2  # that the learner holds to compute old log-probs under (trainer/scoring.py)
@@ -162,8 +160,6 @@ def with_memory(config: RunConfig, layout: Layout) -> Layout:
 
 def imagined(config: RunConfig, device_memory_gb: float) -> Layout:
     """As if this machine had such GPUs: as many as it has, or one. Needs none."""
-    from dora_rl.setup.layout import plan_layout
-
     gpus = visible_gpus() or ("0",)
     layout, size = plan_layout(config, "cuda", gpus), int(device_memory_gb * GB)
     plan = plan_run(config, layout, dict.fromkeys(gpus, Card(size, size)))
@@ -313,67 +309,63 @@ def num_twins(config: RunConfig) -> int:
     return int(has_reference) + scored
 
 
-Again = Callable[[RunConfig], RunPlan | None]
+# ---- what to change where a run does not fit: each change is planned, none is guessed
+
 WAYS_MAX = 4
 LORA_RANK = 32
 TOKENS_MIN, SEQS_MIN = 256, 16
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
-    """One thing to set: as the user writes it, and in the configuration."""
+class Change(NamedTuple):
+    """One key to set, and what to say beside it."""
 
-    text: str
     section: str
-    values: dict[str, Any]
+    key: str
+    value: Any
+    more: str = ""
 
     def of(self, config: RunConfig) -> RunConfig:
-        part = getattr(config, self.section).model_copy(update=self.values)
+        part = getattr(config, self.section).model_copy(update={self.key: self.value})
         return config.model_copy(update={self.section: part})
 
     @property
-    def key(self) -> str:
-        return self.text.partition("=")[0]
+    def text(self) -> str:
+        value = "[]" if self.value == () else self.value
+        return f"{self.section}.{self.key}={value}{self.more}"
 
 
-def change(section: str, more: str = "", **values: Any) -> Change:
-    shown = " ".join(f"{section}.{key}={_toml(value)}" for key, value in values.items())
-    return Change(shown + more, section, values)
-
-
-def _toml(value: object) -> str:
-    return "[]" if value == () else str(value)
-
-
-def candidates(config: RunConfig, plan: RunPlan) -> Iterator[Change]:
+def candidates(config: RunConfig, plan: RunPlan) -> list[Change]:
     """Changes that exist, the cheapest first: what costs speed before what costs quality. Of one
     kind the smallest comes first."""
     rollout, trainer = config.rollout, config.trainer
     has_learner = any(device.seats.learner for device in plan.devices)
-    if rollout.num_blocks:
-        yield change("rollout", num_blocks=0)
-    if rollout.kv_bytes_max:
-        yield change("rollout", kv_bytes_max=0)
-    if has_learner and trainer.activation_checkpointing == "none":
-        yield change("trainer", activation_checkpointing="layer")
-    if has_learner and trainer.pack_tokens:
-        yield change("trainer", pack_tokens=0)
-    if rollout.versions_max > 1:
-        yield change("rollout", versions_max=0)
-    if rollout.num_instances > 1:
-        yield change("rollout", num_instances=1)
-    for seqs in halved(rollout.seqs_max, SEQS_MIN):
-        yield change("rollout", seqs_max=seqs)
-    if any(device.seats.evaluator for device in plan.devices):
-        yield change("data", " (evaluate afterwards)", eval=())
-    if config.algorithm.old_logprobs in ("behaviour", "proximal"):
-        yield change("algorithm", old_logprobs="rollout")
-    for staleness in range(config.orchestration.max_staleness - 1, 0, -1):
-        yield change("orchestration", max_staleness=staleness)
-    for tokens in halved(rollout.tokens_max, TOKENS_MIN):
-        yield change("rollout", tokens_max=tokens)
-    if has_learner and not trainer.lora_rank:
-        yield change("trainer", lora_rank=LORA_RANK)
+    has_evaluator = any(device.seats.evaluator for device in plan.devices)
+    older = config.algorithm.old_logprobs in ("behaviour", "proximal")
+    checkpointing = trainer.activation_checkpointing
+    offers = [
+        (rollout.num_blocks, Change("rollout", "num_blocks", 0)),
+        (rollout.kv_bytes_max, Change("rollout", "kv_bytes_max", 0)),
+        (
+            has_learner and checkpointing == "none",
+            Change("trainer", "activation_checkpointing", "layer"),
+        ),
+        (has_learner and trainer.pack_tokens, Change("trainer", "pack_tokens", 0)),
+        (rollout.versions_max > 1, Change("rollout", "versions_max", 0)),
+        (rollout.num_instances > 1, Change("rollout", "num_instances", 1)),
+        *((True, Change("rollout", "seqs_max", n)) for n in halved(rollout.seqs_max, SEQS_MIN)),
+        (has_evaluator, Change("data", "eval", (), " (evaluate afterwards)")),
+        (older, Change("algorithm", "old_logprobs", "rollout")),
+        *(
+            (True, Change("orchestration", "max_staleness", staleness))
+            for staleness in range(config.orchestration.max_staleness - 1, 0, -1)
+        ),
+        *(
+            (True, Change("rollout", "tokens_max", n))
+            for n in halved(rollout.tokens_max, TOKENS_MIN)
+        ),
+        (has_learner and not trainer.lora_rank, Change("trainer", "lora_rank", LORA_RANK)),
+    ]
+    return [change for offered, change in offers if offered]
 
 
 def halved(value: int, least: int) -> Iterator[int]:
@@ -393,62 +385,44 @@ def memory_problems(config: RunConfig, layout: Layout) -> list[str]:
         return []
     cards = plan.cards
 
-    def again(other: RunConfig) -> RunPlan | None:
+    def fits(changes: Sequence[Change]) -> bool:
+        other = reduce(lambda changed, change: change.of(changed), changes, config)
         try:
-            return plan_run(other, plan_layout(other, layout.device, tuple(cards)), cards)
+            found = plan_run(other, plan_layout(other, layout.device, tuple(cards)), cards)
         except UserError:  # the change does not go with the rest of the configuration
-            return None
+            return False
+        return found is not None and found.fits
 
-    ways = ways_out(config, plan, again)
+    ways = ways_out(candidates(config, plan), fits)
     return [f"{needs_line(device)}: {ways}" for device in wrong]
 
 
 def needs_line(device: DevicePlan) -> str:
     memory = device.memory
+    # The plan that did not fit is the smallest there is; a card keeps a reserve beside it.
+    smallest = int(memory.planned_bytes / (1.0 - RESERVE_SHARE))
     parts = {line.who: memory.of(line.who) for line in memory.lines}
     listed = ", ".join(f"{who} {num_bytes / GB:.1f}" for who, num_bytes in parts.items())
     return (
         f"GPU {device.gpu.removeprefix('cuda:')} has {memory.total_bytes / GB:.1f} GB and the run "
-        f"needs {smallest_card(device) / GB:.1f} GB at least ({listed})"
+        f"needs {smallest / GB:.1f} GB at least ({listed})"
     )
 
 
-def smallest_card(device: DevicePlan) -> int:
-    """The plan that did not fit is the smallest there is; a card keeps a reserve beside it."""
-    return int(device.memory.planned_bytes / (1.0 - RESERVE_SHARE))
-
-
-def ways_out(config: RunConfig, plan: RunPlan, again: Again) -> str:
-    """Single changes that are enough, one of each kind; where none is, several together."""
+def ways_out(changes: Sequence[Change], fits: Callable[[Sequence[Change]], bool]) -> str:
+    """Single changes that are enough, one of each kind; where none is, several together: the most
+    of each kind, then without whatever is not needed."""
     enough: dict[str, Change] = {}
-    for way in candidates(config, plan):
-        if way.key not in enough and _fits(way.of(config), again):
-            enough[way.key] = way
-    told = [way.text for way in enough.values()]
-    if told:
-        return f"set {' or '.join(told[:WAYS_MAX])}"
-    return together(config, plan, again)
-
-
-def together(config: RunConfig, plan: RunPlan, again: Again) -> str:
-    """The most of each kind, then without whatever is not needed."""
-    most = list({way.key: way for way in candidates(config, plan)}.values())
-    if not _fits(_with(config, most), again):
+    for change in changes:
+        if change.key not in enough and fits([change]):
+            enough[change.key] = change
+    if enough:
+        return f"set {' or '.join([change.text for change in enough.values()][:WAYS_MAX])}"
+    needed = most = list({change.key: change for change in changes}.values())
+    if not fits(most):
         return "no setting of this program makes it fit; use a larger card or a smaller model"
-    needed = list(most)
-    for way in reversed(most[:-1]):
-        fewer = [other for other in needed if other is not way]
-        if _fits(_with(config, fewer), again):
+    for change in reversed(most[:-1]):
+        fewer = [other for other in needed if other is not change]
+        if fits(fewer):
             needed = fewer
-    return f"set {' and '.join(way.text for way in needed)}"
-
-
-def _with(config: RunConfig, ways: Sequence[Change]) -> RunConfig:
-    for way in ways:
-        config = way.of(config)
-    return config
-
-
-def _fits(config: RunConfig, again: Again) -> bool:
-    found = again(config)
-    return found is not None and found.fits
+    return f"set {' and '.join(change.text for change in needed)}"
