@@ -122,7 +122,7 @@ def _train(prepared: Prepared, *, resume: bool) -> tuple[dict[str, Any], bool, s
     for number in (signal.SIGINT, signal.SIGTERM):  # after Ray, which sets its own
         signal.signal(number, on_signal)
     try:
-        with Progress(local, show=config.logging.progress):
+        with Progress(local, show=config.logging.progress).showing():
             try:
                 stop = local.run(interrupted.is_set)
             finally:
