@@ -55,10 +55,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _plan(args: argparse.Namespace, machine: Any) -> tuple[dict[str, Any], list[str]]:
     """Every check of `train`, then the forecast and the memory of each GPU."""
-    from dora_rl.setup.data_check import check_data
     from dora_rl.setup.machine import forecast
     from dora_rl.setup.plan import imagined, memory_problems
-    from dora_rl.setup.prepare import prepare
+    from dora_rl.setup.prepare import check_data, prepare
     from dora_rl.setup.settings import load_config
 
     config = load_config(args.config, args.overrides)

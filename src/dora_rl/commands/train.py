@@ -41,8 +41,7 @@ def run(args: argparse.Namespace) -> int:
         check_same_run,
         make_run_dir,
     )
-    from dora_rl.setup.data_check import check_answers
-    from dora_rl.setup.prepare import prepare
+    from dora_rl.setup.prepare import check_answers, prepare
     from dora_rl.setup.settings import load_config
     from dora_rl.worlds.kinds import check_kind
 

@@ -160,7 +160,7 @@ class ModelServer:
             self._say(f"version {found.version} cannot be loaded: {error}")
             return
         service.went_live(found.version)
-        stay = service.sessions_on(before)
+        stay = service.sessions.on(before)
         rest = f"; {stay} sessions stay on version {before}" if stay else ""
         self._say(f"version {found.version} is live{rest}")
 

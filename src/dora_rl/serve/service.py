@@ -63,7 +63,7 @@ class EngineService:
         self.name, self.template, self.engine = name, template, engine
         self._vocab, self._context_max = engine.engine.spec.vocab, engine.engine.context_max
         self._limits, self._record, self._now = limits, record, now
-        self._sessions = Sessions(limits.sessions_max, limits.session_idle_s_max)
+        self.sessions = Sessions(limits.sessions_max, limits.session_idle_s_max)
         self._resident: list[Version] = []
         self.live: Version = -1
         self.num_running = 0
@@ -93,14 +93,11 @@ class EngineService:
         self._resident.remove(version)
 
     def retire_unused(self) -> list[Version]:
-        gone = [v for v in self._sessions.unused(self._resident, self.live) if v < self.live]
+        gone = [v for v in self.sessions.unused(self._resident, self.live) if v < self.live]
         for version in gone:
             self._resident.remove(version)
             self.engine.tell(Retire(version))
         return gone
-
-    def sessions_on(self, version: Version) -> int:
-        return self._sessions.on(version)
 
     def models(self) -> list[dict[str, Any]]:
         versions = [version for version in self._resident if version <= self.live]
@@ -122,17 +119,17 @@ class EngineService:
     # ---------------------------------------------------------------- sessions
 
     def open_session(self, session_id: str | None) -> dict[str, Any]:
-        if session_id is not None and self._sessions.find(session_id) is not None:
-            return self._sessions.get(session_id).summary()
+        if session_id is not None and self.sessions.find(session_id) is not None:
+            return self.sessions.get(session_id).summary()
         return self._open(session_id, self.live).summary()
 
     def read_session(self, session_id: str) -> dict[str, Any]:
-        return self._sessions.get(session_id).record()
+        return self.sessions.get(session_id).record()
 
     async def end_session(self, session_id: str, reward: float | None) -> dict[str, Any]:
-        if self._sessions.get(session_id).busy:
+        if self.sessions.get(session_id).busy:
             raise session_busy(session_id)
-        session = self._sessions.end(session_id)
+        session = self.sessions.end(session_id)
         self.engine.tell(Abort(session.request))
         self.retire_unused()
         if self._record is not None and session.conversation.num_turns:
@@ -142,14 +139,14 @@ class EngineService:
         return session.summary() | {"reward": reward}
 
     async def end_idle_sessions(self) -> int:
-        idle = self._sessions.idle(self._now())
+        idle = self.sessions.idle(self._now())
         for session in idle:
             await self.end_session(session.id, None)
         return len(idle)
 
     def _open(self, session_id: str | None, version: Version) -> Session:
         request = RequestId(next(self._groups), 0)
-        return self._sessions.open(session_id, version, request, self._now())
+        return self.sessions.open(session_id, version, request, self._now())
 
     def _session_of(self, ask: Ask) -> Session | None:
         """The session to go on with, checked; None where it has yet to begin."""
@@ -157,7 +154,7 @@ class EngineService:
         if ask.num_samples != 1:
             raise bad_request("a session goes on with one reply: 'n' must be 1", "n")
         wanted = self._version_of(ask.model)
-        session = self._sessions.find(ask.session_id)
+        session = self.sessions.find(ask.session_id)
         if session is not None and session.busy:
             raise session_busy(session.id)
         if session is not None and wanted not in (None, session.version):
@@ -211,7 +208,7 @@ class EngineService:
             ]
         ids = [request.id for request in requests]
         generation = EngineGeneration(version, prompts, ids, self._closed)
-        self._sessions.pin(version)
+        self.sessions.pin(version)
         for index, one in enumerate(requests):
             self.engine.tell(Start(one, index, generation.sink))
         return generation
@@ -244,7 +241,7 @@ class EngineService:
         generation = EngineGeneration(
             session.version, prompts, [session.request], self._closed, session, turn
         )
-        self._sessions.pin(session.version)
+        self.sessions.pin(session.version)
         new_ids = turn.new_ids if turn.continued else None
         self.engine.tell(Start(base, 0, generation.sink, new_ids))
         return generation
@@ -278,7 +275,7 @@ class EngineService:
                 unfinished = [*unfinished, session.request]
         for request in unfinished:
             self.engine.tell(Abort(request))
-        self._sessions.unpin(generation.version)
+        self.sessions.unpin(generation.version)
         self.retire_unused()
 
 
@@ -300,6 +297,7 @@ class EngineGeneration:
         self._on_close = on_close
         self._running = dict(enumerate(requests))
         self._queue: asyncio.Queue[Piece] = asyncio.Queue()
+        self.sink = self._queue.put_nowait
         self._token_ids: list[int] = []
         self._logprobs: list[float] = []
         self._closed = False
@@ -313,9 +311,6 @@ class EngineGeneration:
         note: dict[str, Any] = {"id": self.owner.id, "continued": self.turn.continued}
         note["turn"] = number if self.turn.continued else 1
         return note | ({"restarted_because": self.turn.why} if self.turn.why else {})
-
-    def sink(self, piece: Piece) -> None:
-        self._queue.put_nowait(piece)
 
     async def pieces(self) -> AsyncIterator[Piece]:
         while self._running:
