@@ -2,7 +2,12 @@
 
 Beside the usual fields every answer and every chunk carries `weight_version`, and `session` where
 there is one; with `return_token_ids` also `prompt_token_ids` and `token_ids`, as vLLM names them.
-Invariant: chunks of a choice add up to the same choice in a whole answer.
+Text comes out without half characters and without the stop string. Tool calls are read in the form
+of Hermes and Qwen templates, `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`; other
+models' calls stay text. Invariants: chunks of a choice add up to the same choice in a whole answer;
+the pieces of a response add up to the decoded response, cut at the stop string that is complete
+first (of several that come with one piece, the one that begins first); a block that is not a
+well-formed call of an offered tool is text like any other.
 """
 
 from __future__ import annotations

@@ -3,6 +3,15 @@
 Pure. Invariant: `token_ids` is what the model read and wrote, in order, never made from text again;
 `loss_mask` is 1 exactly where the model wrote. A request whose messages do not begin with the
 messages of the session starts it again from its own messages, and says why.
+
+Messages become ids through the model's own chat template, and what a model wrote is never tokenised
+again. For the next turn only the text *around* the reply is rendered: the reply is replaced by a
+mark, and what the template puts after the mark is tokenised alone and appended to the ids the model
+generated.
+
+    template:  …<|im_start|>assistant\\n MARK <|im_end|>\\n<|im_start|>user\\nnext…assistant\\n
+    kept ids:  …the ids as they were generated, up to and with the end-of-turn id
+    appended:                                    \\n<|im_start|>user\\nnext…assistant\\n
 """
 
 from __future__ import annotations
@@ -97,7 +106,7 @@ MARK = "DORAreplyMARK7f3a9"
 
 
 class Tokenizer(Protocol):
-    """What is asked of a tokenizer; those of transformers and `runtime.tokenizer` have it."""
+    """What is asked of a tokenizer; those of transformers and `setup.tokenizer` have it."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> Sequence[int]: ...
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str: ...

@@ -6,6 +6,11 @@ row once. Rows, the length limit and the templates are checked before the first 
 
     train, evaluation = open_data(config.data, tokenizer)
     train.prompt(0), train.prompt(10**9), ...
+
+A string prompt is encoded as it stands (with the tokenizer's own beginning-of-text, if any); a
+message list goes through the tokenizer's chat template. Every column of the row reaches the reward
+in `Prompt.columns`; there, `prompt` is the prompt as the user wrote it (string or messages). A row
+that cannot give a prompt is a `UserError` that says where the row is and what to change.
 """
 
 from __future__ import annotations

@@ -8,6 +8,11 @@
 Every chat request becomes a turn of the trajectory. The function (or coroutine) runs beside the
 endpoint; a plain function gets a thread of its own. Invariant: the agent sees nothing but HTTP, so
 the same function runs against `dora-rl serve` unchanged.
+
+The endpoint listens on loopback, one per event loop, with a key per episode. Sampling settings of
+the requests are not looked at: the run's own count, so that all of a trajectory comes from the
+policy that is trained. It never generates. Invariant: the ids an episode has read and written are
+those of its trajectory, in order.
 """
 
 from __future__ import annotations

@@ -8,6 +8,13 @@ episode that was lost with its process is built again by taking the same steps.
     class Echo(Environment):
         def step(self, turn: Turn) -> Observation:
             return Observation(reward=float(turn.text == "hello"), done=True)
+
+`TurnText` goes between token ids and text. It never touches ids that are already in the trajectory:
+a turn is decoded for the environment to read, an observation is encoded and appended, and nothing
+is ever encoded twice. Turns are told apart by the loss mask alone:
+
+    loss_mask   0 0 0 | 1 1 1 1 | 0 0 | 1 1 1
+                opening  turn 1   obs   turn 2
 """
 
 from __future__ import annotations

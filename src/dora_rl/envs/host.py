@@ -3,7 +3,10 @@
 An `Ask` carries the whole response so far, so whoever is asked can build a lost episode again by
 taking its steps (without the injected latency). Asking twice for the same turn gives the same
 answer and takes no second step. Never raises for what an environment does: an exception or a
-time-out is an `Answer` with an error. Invariant: one episode takes one step at a time.
+time-out is an `Answer` with an error. Environments are found by name: built-ins,
+`package.module:Name` and `path/to/file.py:Name`. Invariants: one episode takes one step at a time;
+whatever is wrong with an environment's name, code or options is one `UserError` line before
+anything starts.
 """
 
 from __future__ import annotations

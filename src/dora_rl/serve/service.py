@@ -2,7 +2,9 @@
 
 Lives on the event loop; the engine has a thread of its own. New requests and sessions go to the
 live version; a session stays where it began. Invariant: a request is started only on a version
-that is resident, and a version is retired only when nobody is on it.
+that is resident, and a version is retired only when nobody is on it: it has as many pins as there
+are sessions and running requests on it. When a generation is closed nothing of it is left in the
+engine, except a session that may go on.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the learner would refuse after the start, found before it.
+"""What the learner would refuse after the start, found before it: model, losses, schedules.
 
 Imports torch only for a loss or an advantage of the user's and for a device that is named.
 """

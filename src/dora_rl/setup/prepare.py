@@ -1,7 +1,7 @@
 """Everything that can be wrong is found here, before anything starts.
 
 Imports neither torch nor transformers unless the model or the machine calls for them, so that a
-mistake is answered in a second.
+mistake is answered in a second. `check_data` is what `dora-rl check` shows of data and reward.
 """
 
 from __future__ import annotations
