@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from dora_rl.commands.arguments import MODEL, argument, check_least
 from dora_rl.types import UserError
+from dora_rl.user_code import require
 
 if TYPE_CHECKING:
     from dora_rl.serve.server import ServeOptions
@@ -80,12 +81,13 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     check_least(args, 1, "versions_max", "requests_max", "sessions_max")
-    if not 0 <= args.port < 65536:
-        raise UserError(f"--port {args.port} is not between 0 and 65535")
-    if args.record is not None and not args.record.parent.is_dir():
-        raise UserError(f"--record {args.record}: there is no directory {args.record.parent}")
-    if args.chat_template is not None and not args.chat_template.is_file():
-        raise UserError(f"--chat-template {args.chat_template}: no such file")
+    folder = args.record.parent if args.record is not None else Path(".")
+    template = args.chat_template
+    require(
+        (0 <= args.port < 65536, f"--port {args.port} is not between 0 and 65535"),
+        (folder.is_dir(), f"--record {args.record}: there is no directory {folder}"),
+        (template is None or template.is_file(), f"--chat-template {template}: no such file"),
+    )
 
 
 def _options(args: argparse.Namespace, found: FoundModel, watch: Path | None) -> ServeOptions:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dora_rl.commands.arguments import JSON, argument, check_least, prepare_output, write_json
-from dora_rl.types import UserError
+from dora_rl.user_code import require
 
 if TYPE_CHECKING:
     from dora_rl.trainer.sft import SftProgress
@@ -39,13 +39,15 @@ ARGUMENTS = (
 
 
 def _check(args: argparse.Namespace) -> None:
-    if not args.model.is_dir():
-        raise UserError(f"--model: {args.model} is not a directory with a Hugging Face model")
-    if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
-        raise UserError(f"--out: {args.out} is not an empty directory; choose another")
-    for name in ("epochs", "batch_examples", "lr"):
-        if not getattr(args, name) > 0:
-            raise UserError(f"--{name.replace('_', '-')} must be more than 0")
+    model, out = args.model, args.out
+    free = not out.exists() or (out.is_dir() and not any(out.iterdir()))
+    require(
+        (model.is_dir(), f"--model: {model} is not a directory with a Hugging Face model"),
+        (free, f"--out: {out} is not an empty directory; choose another"),
+        (args.epochs > 0, "--epochs must be more than 0"),
+        (args.batch_examples > 0, "--batch-examples must be more than 0"),
+        (args.lr > 0, "--lr must be more than 0"),
+    )
     names = ("warmup_updates", "tokens_max", "pack_tokens", "eval_examples", "lora_rank")
     check_least(args, 0, *names)
 

@@ -19,6 +19,7 @@ from dora_rl.commands.arguments import hint
 from dora_rl.data.lengths import Empirical, LengthModel, LogNormal, Pareto, mean_of
 from dora_rl.sim.presets import Preset, preset_named, scaled
 from dora_rl.types import UserError
+from dora_rl.user_code import require
 
 _WORKERS_MAX = 8
 
@@ -132,13 +133,18 @@ def _number(where: str, text: str, kind: type[int] | type[float]) -> Any:
 
 def _checked(key: str, value: Any) -> Any:
     zero_is_fine = key in _MAY_BE_ZERO or isinstance(value, bool)
-    if value < 0 or (value == 0 and not zero_is_fine):
-        bound = "0 or more" if zero_is_fine else "positive"
-        raise UserError(f"--set {key}: must be {bound}, not {value}")
-    if key in _AT_MOST_ONE and value > 1:
-        raise UserError(f"--set {key}: must be at most 1, not {value}")
-    if key == "oversample" and value < 1:
-        raise UserError(f"--set oversample: must be at least 1, not {value}")
+    bound = "0 or more" if zero_is_fine else "positive"
+    require(
+        (value > 0 or (value == 0 and zero_is_fine), f"--set {key}: must be {bound}, not {value}"),
+        (
+            key not in _AT_MOST_ONE or value <= 1,
+            f"--set {key}: must be at most 1, not {value}",
+        ),
+        (
+            key != "oversample" or value >= 1,
+            f"--set oversample: must be at least 1, not {value}",
+        ),
+    )
     return value
 
 
@@ -147,23 +153,31 @@ def parse_lengths(text: str, present: LengthModel) -> LengthModel:
     form, _, rest = text.partition(":")
     if form == "file":
         return _from_file(Path(rest), present)
-    if form not in ("lognormal", "pareto"):
-        near = hint(form, ("lognormal", "pareto", "file"))
-        raise UserError(f"--set lengths: unknown form {form!r}{near}")
-    parts = rest.split(",")
-    if len(parts) != 3:
-        raise UserError(f"--set lengths: {text!r} is not {_LENGTH_FORMS}")
+    near, parts = hint(form, ("lognormal", "pareto", "file")), rest.split(",")
+    require(
+        (form in ("lognormal", "pareto"), f"--set lengths: unknown form {form!r}{near}"),
+        (len(parts) == 3, f"--set lengths: {text!r} is not {_LENGTH_FORMS}"),
+    )
     where = "--set lengths"
     first, second = (_number(where, part, float) for part in parts[:2])
     tokens_max = _number(where, parts[2], int)
-    if first <= 0 or second <= 0 or tokens_max < 1:
-        raise UserError(f"--set lengths: the three numbers of {text!r} must be positive")
-    if form == "pareto":
-        if second < 1 or second > tokens_max:
-            raise UserError(f"--set lengths: MIN must be from 1 to MAX, not {parts[1]}")
+    is_pareto = form == "pareto"
+    require(
+        (
+            first > 0 and second > 0 and tokens_max >= 1,
+            f"--set lengths: the three numbers of {text!r} must be positive",
+        ),
+        (
+            not is_pareto or 1 <= second <= tokens_max,
+            f"--set lengths: MIN must be from 1 to MAX, not {parts[1]}",
+        ),
+        (
+            is_pareto or first < tokens_max,
+            f"--set lengths: MEAN ({parts[0]}) must be less than MAX ({parts[2]})",
+        ),
+    )
+    if is_pareto:
         return Pareto(first, int(second), tokens_max)
-    if first >= tokens_max:
-        raise UserError(f"--set lengths: MEAN ({parts[0]}) must be less than MAX ({parts[2]})")
     model = LogNormal.with_mean(first, second, tokens_max)
     if mean_of(model) < 0.99 * first:
         raise UserError(f"--set lengths: cut at {parts[2]}, the mean cannot be {parts[0]}")

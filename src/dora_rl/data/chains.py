@@ -26,9 +26,9 @@ from enum import StrEnum
 from functools import lru_cache
 from random import Random
 from statistics import NormalDist
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
-from dora_rl.types import UserError
+from dora_rl.user_code import require
 
 Window: TypeAlias = tuple[int, ...]
 
@@ -45,25 +45,11 @@ class Split(StrEnum):
     HELDOUT = "heldout"
 
 
-class Steps(Protocol):
-    """How many steps a task's problems take: log-normal, rounded and clamped."""
-
-    @property
-    def num_steps_median(self) -> float: ...
-    @property
-    def num_steps_sigma(self) -> float: ...
-    @property
-    def num_steps_max(self) -> int: ...
-
-
-def check_steps(task: str, spec: Steps) -> None:
-    if not 1 <= spec.num_steps_median <= spec.num_steps_max:
-        raise UserError(
-            f"{task}: num_steps_median is {spec.num_steps_median}; "
-            f"give 1 to num_steps_max ({spec.num_steps_max})"
-        )
-    if spec.num_steps_sigma < 0:
-        raise UserError(f"{task}: num_steps_sigma is {spec.num_steps_sigma}; give 0 or more")
+def draw_num_steps(median: float, sigma: float, num_steps_max: int, rng: Random) -> int:
+    """Log-normal, rounded and clamped."""
+    # Only rng.random() is promised to be the same in every Python version, hence the inverse.
+    sigmas = NormalDist().inv_cdf(min(max(rng.random(), 1e-12), 1 - 1e-12))
+    return min(max(round(median * math.exp(sigma * sigmas)), 1), num_steps_max)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +62,28 @@ class ChainSpec:
     num_steps_max: int = 60
 
     def __post_init__(self) -> None:
-        if self.num_digits < 2:
-            raise UserError(f"chains: num_digits is {self.num_digits}; give at least 2")
-        if not 1 <= self.num_steps_max <= NUM_STEPS_LIMIT:
-            raise UserError(
-                f"chains: num_steps_max is {self.num_steps_max}; give 1 to {NUM_STEPS_LIMIT}"
-            )
-        check_steps("chains", self)
+        median, most = self.num_steps_median, self.num_steps_max
+        require(
+            (
+                self.num_digits >= 2,
+                f"chains: num_digits is {self.num_digits}; give at least 2",
+            ),
+            (
+                1 <= most <= NUM_STEPS_LIMIT,
+                f"chains: num_steps_max is {most}; give 1 to {NUM_STEPS_LIMIT}",
+            ),
+            (
+                1 <= median <= most,
+                f"chains: num_steps_median is {median}; give 1 to num_steps_max ({most})",
+            ),
+            (
+                self.num_steps_sigma >= 0,
+                f"chains: num_steps_sigma is {self.num_steps_sigma}; give 0 or more",
+            ),
+        )
+
+    def draw_num_steps(self, rng: Random) -> int:
+        return draw_num_steps(self.num_steps_median, self.num_steps_sigma, self.num_steps_max, rng)
 
     @property
     def response_tokens_max(self) -> int:
@@ -152,13 +153,6 @@ def solution(problem: Problem, disturb: Callable[[Window, int], Window] | None =
     return "".join(lines) + "=" + digits(window)
 
 
-def draw_num_steps(spec: Steps, rng: Random) -> int:
-    # Only rng.random() is promised to be the same in every Python version, hence the inverse.
-    sigmas = NormalDist().inv_cdf(min(max(rng.random(), 1e-12), 1 - 1e-12))
-    steps = spec.num_steps_median * math.exp(spec.num_steps_sigma * sigmas)
-    return min(max(round(steps), 1), spec.num_steps_max)
-
-
 def draw_window(spec: ChainSpec, rng: Random) -> Window:
     return tuple(int(rng.random() * 10) for _ in range(spec.num_digits))
 
@@ -174,7 +168,7 @@ def draw_problem(spec: ChainSpec, split: Split, num_steps: int, rng: Random) -> 
 def problem_at(spec: ChainSpec, split: Split, seed: int, index: int) -> Problem:
     """The problem at a place of the endless stream; a function of its arguments alone."""
     rng = Random(f"chains/{split}/{seed}/{index}")
-    return draw_problem(spec, split, draw_num_steps(spec, rng), rng)
+    return draw_problem(spec, split, spec.draw_num_steps(rng), rng)
 
 
 def reward(completion: str, answer: str) -> float:
@@ -250,6 +244,6 @@ def demonstrations(
         if rng.random() < uniform_frac:
             num_steps = 1 + int(rng.random() * spec.num_steps_max)
         else:
-            num_steps = draw_num_steps(spec, rng)
+            num_steps = spec.draw_num_steps(rng)
         problem = draw_problem(spec, Split.TRAIN, num_steps, rng)
         yield demonstration(problem, None if index < num_clean else flaws or Flaws(), rng)

@@ -18,8 +18,7 @@ from urllib.parse import urlsplit
 from dora_rl.config import RewardConfig
 from dora_rl.rewards.base import Reward, ScoreError, ScoreItem
 from dora_rl.rewards.builtin import compiled, last_match
-from dora_rl.types import UserError
-from dora_rl.user_code import one_line
+from dora_rl.user_code import one_line, require
 
 NUM_ATTEMPTS = 3
 RETRY_WAIT_S_MAX = 30.0
@@ -69,12 +68,17 @@ class JudgeReward(Reward):
         tokens_max: int = 512,
         body: dict[str, Any] | None = None,
     ) -> None:
-        if urlsplit(url).scheme not in ("http", "https"):
-            raise UserError(f"reward: judge: url {url!r} must begin with http:// or https://")
-        if "{completion}" not in template:
-            raise UserError("reward: judge: template has no {completion}; put it where it belongs")
-        if score_max <= 0:
-            raise UserError(f"reward: judge: score_max is {score_max:g}; give more than 0")
+        require(
+            (
+                urlsplit(url).scheme in ("http", "https"),
+                f"reward: judge: url {url!r} must begin with http:// or https://",
+            ),
+            (
+                "{completion}" in template,
+                "reward: judge: template has no {completion}; put it where it belongs",
+            ),
+            (score_max > 0, f"reward: judge: score_max is {score_max:g}; give more than 0"),
+        )
         self.name = "judge"
         self._limits, self.num_threads = limits, limits.concurrent_max
         self._url = url.rstrip("/") + "/chat/completions"
