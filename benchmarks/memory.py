@@ -35,7 +35,7 @@ from dora_rl.engine.models import read_spec
 from dora_rl.engine.options import EngineOptions
 from dora_rl.engine.random_weights import RandomAdapter, RandomWeights
 from dora_rl.engine.sequence import Request
-from dora_rl.setup.cards import Card, look_at_cards
+from dora_rl.setup.devices import Card, look_at_cards
 from dora_rl.setup.layout import plan_layout
 from dora_rl.setup.memory import CONTEXT_BYTES, GB
 from dora_rl.setup.plan import DevicePlan, RunPlan, plan_run, planned

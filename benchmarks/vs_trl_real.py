@@ -63,7 +63,7 @@ def run_trl(job: dict[str, Any]) -> None:
     from transformers import AutoTokenizer, TrainerCallback
 
     from dora_rl.rewards.base import ScoreItem
-    from dora_rl.rewards.mathematics import math
+    from dora_rl.rewards.builtin import math
 
     scorer, lines = math(), Path(job["folder"]) / "steps.jsonl"
     excluded_s = 0.0

@@ -1,7 +1,7 @@
 """`dora-rl`: one program, one command per file in `dora_rl.commands`.
 
 A mistake of the user ends in one line on stderr and exit status 2; `--debug` shows the traceback.
-Never does any work itself. To add a command, write its module and enter it in `COMMANDS`.
+Never does any work itself. To add a command, write its module and enter it in `commands.COMMANDS`.
 """
 
 from __future__ import annotations
@@ -11,59 +11,16 @@ import os
 import select
 import sys
 from collections.abc import Callable, Sequence
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 from dora_rl import __version__
-from dora_rl.commands import (
-    audit,
-    bench,
-    check,
-    dashboard,
-    eval,
-    export,
-    plan,
-    plot,
-    replay,
-    serve,
-    sft,
-    sim,
-    trace,
-    train,
-)
-from dora_rl.commands.nearest import hint
+from dora_rl.commands import COMMANDS
+from dora_rl.commands.arguments import argument, hint
 from dora_rl.io.system_errors import system_line
 from dora_rl.types import UserError
 
 PIPE_CLOSED = 141  # as a program that is ended by SIGPIPE
-
-
-class Command(Protocol):
-    """What a module in `dora_rl.commands` has to offer. `run` returns the exit status."""
-
-    @property
-    def SUMMARY(self) -> str: ...
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
-
-    def run(self, args: argparse.Namespace) -> int: ...
-
-
-COMMANDS: dict[str, Command] = {
-    "check": check,
-    "sft": sft,
-    "train": train,
-    "bench": bench,
-    "sim": sim,
-    "plan": plan,
-    "audit": audit,
-    "replay": replay,
-    "eval": eval,
-    "export": export,
-    "serve": serve,
-    "dashboard": dashboard,
-    "trace": trace,
-    "plot": plot,
-}
+DEBUG = argument("--debug", action="store_true", help="show the traceback of an error")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -86,12 +43,15 @@ def build_parser() -> tuple[_Parser, dict[str, _Parser]]:
     chooser = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
     parsers: dict[str, _Parser] = {}
     for name, command in COMMANDS.items():
-        one = chooser.add_parser(
-            name, help=command.SUMMARY, description=command.SUMMARY, allow_abbrev=False
+        parsers[name] = one = chooser.add_parser(
+            name,
+            help=command.SUMMARY,
+            description=command.SUMMARY,
+            epilog=getattr(command, "ABOUT", None),
+            allow_abbrev=False,
         )
-        command.add_arguments(one)
-        one.add_argument("--debug", action="store_true", help="show the traceback of an error")
-        parsers[name] = one
+        for names, options in (*command.ARGUMENTS, DEBUG):
+            one.add_argument(*names, **options)
     return parser, parsers
 
 

@@ -48,13 +48,11 @@ class Faults:
     """Which calls of this process fail."""
 
     def __init__(self, role: str, wanted: str) -> None:
-        self._at: set[tuple[str, int]] = set()
-        self._calls: Counter[str] = Counter()
-        for entry in wanted.split():
-            who, place, number = entry.split(":")
+        entries = [entry.split(":") for entry in wanted.split()]
+        for _, place, _ in entries:
             assert place in PLACES, f"{VARIABLE}: {place} is none of {', '.join(PLACES)}"
-            if who == role:
-                self._at.add((place, int(number)))
+        self._at = {(place, int(number)) for who, place, number in entries if who == role}
+        self._calls: Counter[str] = Counter()
 
     def count(self, place: str) -> None:
         """Raises what torch does, if this call is to fail."""

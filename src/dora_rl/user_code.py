@@ -1,8 +1,9 @@
 """Objects that the user names: `package.module:name` or `path/to/file.py:name`; what they raise.
 
-Knows nothing of what they are for. Invariant: whatever is wrong with the name or the code behind it
-is one `UserError` line that names the section and the key; what the code raises later is told to
-whoever listens in this process, with its traceback.
+Also `require`, for checks of what a user gives. Knows nothing of what the objects are for.
+Invariant: whatever is wrong with the name or the code behind it is one `UserError` line that names
+the section and the key; what the code raises later is told to whoever listens in this process, with
+its traceback.
 """
 
 from __future__ import annotations
@@ -19,6 +20,13 @@ from types import ModuleType
 from typing import Any
 
 from dora_rl.types import UserError
+
+
+def require(*checks: tuple[object, str]) -> None:
+    """Refuse what the user gave with the line of the first check that does not hold."""
+    for holds, line in checks:
+        if not holds:
+            raise UserError(line)
 
 
 class UserCodeError(UserError):
@@ -52,10 +60,11 @@ def _load_module(place: str, base_dir: Path, section: str, key: str) -> ModuleTy
     path = base_dir / Path(place).expanduser()
     if not path.is_file():
         raise UserError(f"{section}: {path} does not exist; check {key}")
-    return _load_file(path.resolve(), section)
+    return load_file(path.resolve(), section)
 
 
-def _load_file(path: Path, section: str) -> ModuleType:
+def load_file(path: Path, section: str) -> ModuleType:
+    """The module in a file, which may import its neighbours; executed once."""
     # The name is unique to the file, so that two files of one name do not meet.
     digest = blake2b(str(path).encode(), digest_size=6).hexdigest()
     name = f"dora_rl_{section}_{path.stem}_{digest}"

@@ -2,20 +2,25 @@
 
 Beside the usual fields every answer and every chunk carries `weight_version`, and `session` where
 there is one; with `return_token_ids` also `prompt_token_ids` and `token_ids`, as vLLM names them.
-Invariant: chunks of a choice add up to the same choice in a whole answer.
+Text comes out without half characters and without the stop string. Tool calls are read in the form
+of Hermes and Qwen templates, `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`; other
+models' calls stay text. Invariants: chunks of a choice add up to the same choice in a whole answer;
+the pieces of a response add up to the decoded response, cut at the stop string that is complete
+first (of several that come with one piece, the one that begins first); a block that is not a
+well-formed call of an offered tool is text like any other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import re
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from dora_rl.chat.conversation import Tokenizer
 from dora_rl.chat.requests import Ask, Message
 from dora_rl.chat.service import Generation, Piece
-from dora_rl.chat.template import Tokenizer
-from dora_rl.chat.text import TextStream, clear_of
-from dora_rl.chat.tool_calls import OPEN, read_tool_calls
 from dora_rl.types import Finish
 
 LOGPROB_MIN = -9999.0  # JSON has no infinity; a token that top_p or top_k shut out has this
@@ -192,3 +197,115 @@ class Choice:
 
     def _word(self, token: int) -> str:
         return self.frame.tokenizer.decode([token])
+
+
+BROKEN = "\N{REPLACEMENT CHARACTER}"  # what a decoder writes for bytes that end too early
+WINDOW = 16  # tokens decoded again with each piece, so that spaces and joins come out right
+
+
+class TextStream:
+    """`push` returns what is certain by now; `finish` the rest."""
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str] = ()) -> None:
+        self._decode = decode
+        self._stops = tuple(stops)
+        self._ids: list[int] = []
+        self._start = 0  # of the ids still decoded again
+        self._seen = 0  # ids whose text is in `_text`
+        self._before = ""  # text of the ids from `_start` to `_seen`
+        self._text = ""
+        self._given = 0
+        self.stopped = False
+
+    @property
+    def text(self) -> str:
+        """Everything given out so far."""
+        return self._text[: self._given]
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        self._ids += token_ids
+        self._take(final=False)
+        return self._give(self._certain())
+
+    def finish(self) -> str:
+        self._take(final=True)
+        self._certain()
+        return self._give(len(self._text))
+
+    def _take(self, final: bool) -> None:
+        """Text of the new ids: the decoded window less the part of it that was decoded before."""
+        if self.stopped or self._seen == len(self._ids):
+            return
+        after = self._decode(self._ids[self._start :])
+        if after.endswith(BROKEN) and not final:
+            return
+        self._text += after[len(self._before) :]
+        self._seen, self._before = len(self._ids), after
+        if self._seen - self._start > 2 * WINDOW:
+            self._start = self._seen - WINDOW
+            self._before = self._decode(self._ids[self._start :])
+
+    def _certain(self) -> int:
+        """How far the text cannot become part of a stop string; cuts it where one is complete."""
+        end, complete = clear_of(self._text, self._stops)
+        if complete:
+            self._text, self.stopped = self._text[:end], True
+        return end
+
+    def _give(self, end: int) -> str:
+        start, self._given = self._given, max(self._given, end)
+        return self._text[start : self._given]
+
+
+def clear_of(text: str, marks: Sequence[str]) -> tuple[int, bool]:
+    """Up to where the text holds no mark nor the beginning of one; whether one is complete.
+
+    >>> clear_of("a</th", ["</think>"]), clear_of("a</think>b", ["</think>"])
+    ((1, False), (1, True))
+    """
+    found = [at for mark in marks if (at := text.find(mark)) >= 0]
+    if found:
+        return min(found), True
+    held = 0
+    for mark in marks:
+        for length in range(min(len(mark) - 1, len(text)), held, -1):
+            if text.endswith(mark[:length]):
+                held = length
+                break
+    return len(text) - held, False
+
+
+OPEN = "<tool_call>"
+_BLOCK = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+
+
+def read_tool_calls(text: str, tools: Collection[dict[str, Any]], prefix: str) -> Message:
+    """The assistant's message: the text before the first call, and the calls.
+
+    >>> tools = [{"type": "function", "function": {"name": "add"}}]
+    >>> written = 'so<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    >>> message = read_tool_calls(written, tools, "call")
+    >>> message["content"], message["tool_calls"][0]["function"]
+    ('so', {'name': 'add', 'arguments': '{"a": 1}'})
+    """
+    names = {tool.get("function", {}).get("name") for tool in tools}
+    calls: list[Message] = []
+    for match in _BLOCK.finditer(text) if tools else ():
+        call = _call(match.group(1), names)
+        if call is not None:
+            text = text if calls else text[: match.start()]
+            calls.append({"id": f"{prefix}_{len(calls)}", "type": "function", "function": call})
+    message: Message = {"role": "assistant", "content": text}
+    return message | ({"tool_calls": calls} if calls else {})
+
+
+def _call(block: str, names: Collection[object]) -> dict[str, str] | None:
+    try:
+        call = json.loads(block)
+    except ValueError:
+        return None
+    if not isinstance(call, dict) or call.get("name") not in names:
+        return None
+    arguments = call.get("arguments", {})
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {"name": call["name"], "arguments": text}

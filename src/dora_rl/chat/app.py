@@ -1,4 +1,4 @@
-"""The endpoints, as a Starlette application over a `Service`.
+"""The endpoints, as a Starlette application over a `Service`, and the server that carries it.
 
 Checks the key, reads and checks bodies, writes answers or server-sent events, and gives up a
 generation as soon as its client is gone. Generates nothing. Invariant: a generation that was begun
@@ -8,15 +8,17 @@ is closed, whatever happens.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import itertools
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from math import isfinite
 from typing import Any
 
+import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -24,7 +26,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from dora_rl.chat.answers import Choice, Frame
+from dora_rl.chat.answers import OPEN, Choice, Frame
 from dora_rl.chat.errors import (
     ApiError,
     bad_request,
@@ -35,8 +37,8 @@ from dora_rl.chat.errors import (
 )
 from dora_rl.chat.requests import read_chat, read_completion
 from dora_rl.chat.service import ChatAsk, Service
-from dora_rl.chat.tool_calls import OPEN
 
+BACKLOG = 1024  # connections that may wait to be accepted
 BODY_BYTES_MAX = 16 << 20
 SESSION_HEADER = "x-session-id"
 
@@ -60,7 +62,7 @@ def make_app(service: Service, api_key: str | None, keys: Mapping[str, str] | No
             Route("/health", front.health, methods=["GET"]),
             *(Route(path, guard.over(call), methods=[how]) for path, call, how in routes),
         ],
-        exception_handlers={ApiError: _api_error, HTTPException: _http_error, Exception: _fault},
+        exception_handlers=dict.fromkeys((ApiError, HTTPException, Exception), _on_error),
     )
 
 
@@ -121,12 +123,13 @@ class Front:
         body, messages = read_chat(await _json(request))
         ask = body.ask(request.state.session)
         tools = tuple(body.offered_tools())
-        options = body.chat_template_kwargs or {}
-        asked = ChatAsk(ask, tuple(messages), tools, options)
+        asked = ChatAsk(ask, tuple(messages), tools, body.chat_template_kwargs or {})
         generation = await self._service.chat(asked)
         template = self._service.template
         read = tools if OPEN in template.text else ()
-        frame = Frame(self._id("chatcmpl"), _now(), ask, generation, template.tokenizer, True, read)
+        frame = Frame(
+            self._id("chatcmpl"), int(time.time()), ask, generation, template.tokenizer, True, read
+        )
         return _Answering(frame)
 
     async def completions(self, request: Request) -> Response:
@@ -138,7 +141,9 @@ class Front:
             for prompt in body.prompts()
         ]
         generation = await self._service.complete(ask, prompts)
-        return _Answering(Frame(self._id("cmpl"), _now(), ask, generation, tokenizer, False))
+        return _Answering(
+            Frame(self._id("cmpl"), int(time.time()), ask, generation, tokenizer, False)
+        )
 
     async def open_session(self, request: Request) -> Response:
         body = await _json(request, otherwise={})
@@ -206,8 +211,10 @@ class _Answering(Response):
         await JSONResponse(body)(scope, receive, send)
 
     async def _stream(self, send: Send) -> None:
-        headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
-        headers.append((b"cache-control", b"no-cache"))
+        headers = [
+            (b"content-type", b"text/event-stream; charset=utf-8"),
+            (b"cache-control", b"no-cache"),
+        ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         try:
             async for event in self._events():
@@ -268,25 +275,36 @@ async def _json(request: Request, otherwise: Any = None) -> Any:
         raise bad_request("the body is not valid JSON") from None
 
 
-def _now() -> int:
-    return int(time.time())
-
-
 def _error_response(error: ApiError) -> Response:
     return JSONResponse(error.body(), error.status, headers=error.headers)
 
 
-async def _api_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
+async def _on_error(request: Request, error: Exception) -> Response:
+    """Ours, Starlette's own (an unknown path, a wrong method), and what nobody foresaw."""
+    if isinstance(error, HTTPException):
+        where = f"{request.method} {request.url.path}"
+        error = ApiError(error.status_code, f"Invalid URL ({where})", code="not_found")
+    elif not isinstance(error, ApiError):
+        error = server_error(f"internal error ({type(error).__name__})")
     return _error_response(error)
 
 
-async def _http_error(request: Request, error: Exception) -> Response:
-    """Starlette's own: an unknown path, a wrong method."""
-    assert isinstance(error, HTTPException)
-    where = f"{request.method} {request.url.path}"
-    return _error_response(ApiError(error.status_code, f"Invalid URL ({where})", code="not_found"))
+class HttpServer(uvicorn.Server):
+    """Carries an application over HTTP; signals are the caller's business."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
 
 
-async def _fault(request: Request, error: Exception) -> Response:
-    return _error_response(server_error(f"internal error ({type(error).__name__})"))
+def http_server(app: Any, grace_s: float = 1.0) -> HttpServer:
+    """`await server.serve(sockets=[...])`; `grace_s` is for answers on their way at the end."""
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        backlog=BACKLOG,
+        timeout_graceful_shutdown=int(grace_s),
+    )
+    return HttpServer(config)

@@ -39,10 +39,9 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
 
 
 def unauthorized(given: bool) -> ApiError:
-    how = "send the header 'Authorization: Bearer KEY'"
-    message = f"Incorrect API key provided; {how}" if given else f"No API key provided; {how}"
-    headers = {"WWW-Authenticate": "Bearer"}
-    return ApiError(401, message, code="invalid_api_key", headers=headers)
+    what = "Incorrect API key" if given else "No API key"
+    message = f"{what} provided; send the header 'Authorization: Bearer KEY'"
+    return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
 
 def model_not_found(model: str, known: str) -> ApiError:
@@ -62,9 +61,12 @@ def session_busy(session_id: str) -> ApiError:
 
 def server_full(limit: int) -> ApiError:
     message = f"The server is full: {limit} responses are being generated; try again"
-    headers = {"Retry-After": "1"}
     return ApiError(
-        429, message, code="rate_limit_exceeded", kind="rate_limit_error", headers=headers
+        429,
+        message,
+        code="rate_limit_exceeded",
+        kind="rate_limit_error",
+        headers={"Retry-After": "1"},
     )
 
 

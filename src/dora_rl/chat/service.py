@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+from dora_rl.chat.conversation import ChatTemplate
 from dora_rl.chat.requests import Ask, Message
-from dora_rl.chat.template import ChatTemplate
 from dora_rl.types import Finish, Version
 
 

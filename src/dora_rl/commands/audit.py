@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dora_rl.commands.files import events_folder, prepare_output, write_json
+from dora_rl.commands.arguments import RUN, argument, events_folder, prepare_output, write_json
 from dora_rl.types import UserError
 
 if TYPE_CHECKING:
@@ -26,22 +26,22 @@ _GIVEN_UP = {
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = ABOUT
-    parser.add_argument("run", type=Path, metavar="RUN", help="run directory, or its event log")
-    parser.add_argument(
+ARGUMENTS = (
+    RUN,
+    argument(
         "--files",
         action="store_true",
         help="compare rollouts, table, metrics, config, weights and checkpoints with the log",
-    )
-    parser.add_argument(
+    ),
+    argument(
         "--recompute",
         type=int,
         default=None,
         metavar="N",
         help="compute N stored samples again from their sealed versions, and compare log-probs",
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write findings and figures")
+    ),
+    argument("--json", type=Path, metavar="FILE", help="write findings and figures"),
+)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -74,68 +74,42 @@ def run(args: argparse.Namespace) -> int:
         num += len(outcome.findings)
         nothing = not outcome.found
     report = replace(report, findings=tuple(found), num_findings=num)
-    for line in _lines(report, notes, again):
-        print(line)
+    print(*_lines(report, notes, again), sep="\n")
     print(_verdict(report, notes, files=args.files, nothing=nothing))
     proved = report.proved and not nothing
-    if args.json is not None:
-        write_json(args.json, _document(report, notes, again) | {"proved": proved})
+    write_json(args.json, _document(report, notes, again) | {"proved": proved})
     return 0 if proved else 1 if not report.ok else UNFINISHED
 
 
 def _lines(report: AuditReport, notes: list[str], again: list[str]) -> list[str]:
     figures = report.figures
-    lines = [
+    lost = f" + {figures.groups_lost} lost" if figures.groups_lost else ""
+    unchained = f" in {figures.num_unchained} lines" if figures.num_chained else ""
+    more = report.num_findings - _LINES_MAX
+    lines = (
         f"{figures.mode}: {figures.steps} steps, {figures.num_entries} log entries, "
         + ("finished" if figures.finished else "not finished"),
         f"groups: {figures.groups_issued} issued = {figures.groups_outstanding} outstanding + "
         f"{figures.groups_trained} trained + {figures.groups_filtered} filtered + "
-        f"{figures.groups_failed} failed + {figures.groups_surplus} surplus"
-        + (f" + {figures.groups_lost} lost" if figures.groups_lost else ""),
-        *(
-            [f"went back to the last durable version {figures.num_rewound} times"]
-            if figures.num_rewound
-            else []
-        ),
+        f"{figures.groups_failed} failed + {figures.groups_surplus} surplus{lost}",
+        figures.num_rewound
+        and f"went back to the last durable version {figures.num_rewound} times",
         f"staleness: mean {figures.staleness_mean:.2f}, at most {figures.staleness_max}; "
         f"mixed-version share {figures.mixed_version_frac:.3f}; "
         f"discarded tokens {figures.discarded_tokens}",
-        *(
-            [
-                f"samples: {figures.samples_trained} trained + {figures.samples_masked} failed in "
-                "trained groups"
-            ]
-            if figures.samples_masked
-            else []
-        ),
-        *_chain(report),
-        *_recomputed(report),
+        figures.samples_masked
+        and f"samples: {figures.samples_trained} trained + {figures.samples_masked} failed in "
+        "trained groups",
+        figures.num_unchained and f"no chain{unchained}: written by an older release",
+        figures.num_recomputed
+        and f"computed again during the run: {figures.num_recomputed} samples, log-probs at most "
+        f"{figures.recomputed_gap_max:.2g} apart",
         *again,
         *(f"not compared: {note}" for note in notes),
-    ]
-    lines += [str(finding) for finding in report.findings[:_LINES_MAX]]
-    if report.num_findings > _LINES_MAX:
-        lines.append(f"… and {report.num_findings - _LINES_MAX} more")
-    return lines
-
-
-def _chain(report: AuditReport) -> list[str]:
-    figures = report.figures
-    if not figures.num_unchained:
-        return []
-    if not figures.num_chained:
-        return ["no chain: written by an older release"]
-    return [f"no chain in {figures.num_unchained} lines: written by an older release"]
-
-
-def _recomputed(report: AuditReport) -> list[str]:
-    figures = report.figures
-    if not figures.num_recomputed:
-        return []
-    return [
-        f"computed again during the run: {figures.num_recomputed} samples, log-probs at most "
-        f"{figures.recomputed_gap_max:.2g} apart"
-    ]
+        *map(str, report.findings[:_LINES_MAX]),
+        more > 0 and f"… and {more} more",
+    )
+    return [line for line in lines if line]
 
 
 def _verdict(report: AuditReport, notes: list[str], *, files: bool, nothing: bool) -> str:

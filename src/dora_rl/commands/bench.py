@@ -7,42 +7,47 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from dora_rl.commands.files import prepare_output, write_json
+from dora_rl.commands.arguments import (
+    JSON,
+    OVERRIDES,
+    argument,
+    check_least,
+    prepare_output,
+    write_json,
+)
 from dora_rl.types import UserError
 
 SUMMARY = "train with every mode on the same cores and compare speed and learning"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", choices=("paradigms",), help="what to compare")
-    parser.add_argument("config", type=Path, help="a TOML file")
-    parser.add_argument("overrides", nargs="*", help="section.key=value")
-    parser.add_argument("--modes", default="all", help="all, or a comma-separated list")
-    parser.add_argument("--seeds", type=int, default=1, metavar="N", help="seeds 0 to N-1")
-    parser.add_argument("--steps", type=int, default=0, help="of each run (default: the config's)")
-    parser.add_argument(
+ARGUMENTS = (
+    argument("what", choices=("paradigms",), help="what to compare"),
+    argument("config", type=Path, help="a TOML file"),
+    OVERRIDES,
+    argument("--modes", default="all", help="all, or a comma-separated list"),
+    argument("--seeds", type=int, default=1, metavar="N", help="seeds 0 to N-1"),
+    argument("--steps", type=int, default=0, help="of each run (default: the config's)"),
+    argument(
         "--sweep-steps", type=int, default=24, help="of each run that looks for the best split"
-    )
-    parser.add_argument(
+    ),
+    argument(
         "--split",
         metavar="IxT+L",
         help="I instances of T threads, learner with L; for all modes, instead of the sweep",
-    )
-    parser.add_argument("--cores", type=int, default=0, help="cores to use (default: all)")
-    parser.add_argument("--eval-prompts", type=int, default=400, help="held-out prompts at the end")
-    parser.add_argument("--ablations", action="store_true", help="also without single parts")
-    parser.add_argument("--runs", type=Path, help="keep the run directories here")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw bars")
+    ),
+    argument("--cores", type=int, default=0, help="cores to use (default: all)"),
+    argument("--eval-prompts", type=int, default=400, help="held-out prompts at the end"),
+    argument("--ablations", action="store_true", help="also without single parts"),
+    argument("--runs", type=Path, help="keep the run directories here"),
+    JSON,
+    argument("--picture", type=Path, metavar="FILE", help="draw bars"),
+)
 
 
 def run(args: argparse.Namespace) -> int:
-    for path in (args.json, args.picture):
-        prepare_output(path)
-    if args.runs is not None:
-        return _compare(args, args.runs)
+    prepare_output(args.json, args.picture)
     with tempfile.TemporaryDirectory(prefix="dora-rl-bench-") as folder:
-        return _compare(args, Path(folder))
+        return _compare(args, args.runs or Path(folder))
 
 
 def _compare(args: argparse.Namespace, folder: Path) -> int:
@@ -53,8 +58,7 @@ def _compare(args: argparse.Namespace, folder: Path) -> int:
     from dora_rl.setup.settings import load_config
 
     config = load_config(args.config, args.overrides)
-    if args.seeds < 1:
-        raise UserError("--seeds must be at least 1")
+    check_least(args, 1, "seeds")
     options = BenchOptions(
         modes=modes_of(args.modes),
         seeds=range(args.seeds),
@@ -72,8 +76,7 @@ def _compare(args: argparse.Namespace, folder: Path) -> int:
     out.print(*tables_of(result))
     for line in ratio_lines(result):
         out.print(line, highlight=False)
-    if args.json is not None:
-        write_json(args.json, result)
+    write_json(args.json, result)
     if args.picture is not None:
         draw_bench(result, args.picture)
     return 0

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dora_rl.commands.files import prepare_output, write_json
+from dora_rl.commands.arguments import JSON, OVERRIDES, argument, prepare_output, write_json
 
 if TYPE_CHECKING:
     from dora_rl.config import RunConfig
@@ -19,17 +19,18 @@ if TYPE_CHECKING:
 SUMMARY = "say what this machine has and what a configuration would do on it"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", type=Path, nargs="?", help="a TOML file or a run's config.json")
-    parser.add_argument("overrides", nargs="*", help="section.key=value")
-    parser.add_argument(
+ARGUMENTS = (
+    argument("config", type=Path, nargs="?", help="a TOML file or a run's config.json"),
+    OVERRIDES,
+    argument(
         "--device-memory-gb",
         type=float,
         default=0.0,
         metavar="GB",
         help="plan for GPUs of this size, whether or not there is one here",
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
+    ),
+    JSON,
+)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -37,46 +38,42 @@ def run(args: argparse.Namespace) -> int:
 
     prepare_output(args.json)
     machine = look()
-    for line in machine.lines():
-        print(line)
+    print(*machine.lines(), sep="\n")
     document: dict[str, Any] = {"machine": asdict(machine)}
     problems: list[str] = []
     if args.config is not None:
         plan, described = _plan(args, machine)
-        document["plan"] = plan
-        problems = list(plan["problems"])
-        for line in described:
-            print(line)
+        document["plan"], problems = plan, plan["problems"]
+        print(*described, sep="\n")
     for problem in problems:
         print(f"problem: {problem}")
     if args.config is not None and not problems:
         print("this run fits")
-    if args.json is not None:
-        write_json(args.json, document)
+    write_json(args.json, document)
     return 1 if problems else 0
 
 
 def _plan(args: argparse.Namespace, machine: Any) -> tuple[dict[str, Any], list[str]]:
     """Every check of `train`, then the forecast and the memory of each GPU."""
     from dora_rl.setup.machine import forecast
-    from dora_rl.setup.plan import imagined
-    from dora_rl.setup.prepare import prepare
+    from dora_rl.setup.plan import imagined, memory_problems
+    from dora_rl.setup.prepare import check_data, prepare
     from dora_rl.setup.settings import load_config
-    from dora_rl.setup.ways_out import memory_problems
 
     config = load_config(args.config, args.overrides)
     size_gb = args.device_memory_gb
     prepared = prepare(_without_device(config) if size_gb else config)
-    data, described = _look_at_data(prepared)
+    # Evaluation rows, the first prompt, the form of the reward, rows without an answer.
+    data = check_data(prepared.config, prepared.train, prepared.evaluation)
     layout = imagined(prepared.config, size_gb) if size_gb else prepared.layout
     _leave_nothing(prepared)
-    lines = [*prepared.describe(), *described]
-    problems = [*memory_problems(prepared.config, layout), *data["problems"]]
-    document: dict[str, Any] = {"data": data}
+    lines = [*prepared.describe(), *data.lines()]
+    problems = [*memory_problems(prepared.config, layout), *data.problems]
+    document: dict[str, Any] = {"data": asdict(data)}
     if not size_gb:
-        plan = forecast(config, machine, layout)
-        document |= asdict(plan)
-        lines, problems = [*lines, *plan.lines()], [*plan.problems, *problems]
+        figures, shown = forecast(config, machine, layout)
+        document |= figures
+        lines, problems = [*lines, *shown], [*figures["problems"], *problems]
     if layout.memory is not None:
         document["memory"] = layout.memory.document()
         lines += layout.memory.table()
@@ -95,11 +92,3 @@ def _leave_nothing(prepared: Prepared) -> None:
     transfer = prepared.layout.transfer_root
     if transfer.is_dir() and not any(transfer.iterdir()):
         transfer.rmdir()
-
-
-def _look_at_data(prepared: Prepared) -> tuple[dict[str, Any], list[str]]:
-    """Evaluation rows, the first prompt, the form of the reward, rows without an answer."""
-    from dora_rl.setup.data_check import check_data
-
-    found = check_data(prepared.config, prepared.train, prepared.evaluation)
-    return asdict(found), found.lines()

@@ -2,9 +2,8 @@
 
     python -m dora_rl.commands.config_reference docs/config.md
 
-A key's description is its comment in the source: behind it on the line, or on the lines directly
-above it (a comment that begins with `--` is a heading and belongs to no key). Never says anything
-the types do not say. Invariant: every key of every section is in the page, in the order of the
+A key's description is the text that stands below it in the source. Never says anything the types
+do not say. Invariant: every key of every section is in the page, in the order of the
 source; a test fails when the page is older than the types.
 """
 
@@ -12,14 +11,13 @@ from __future__ import annotations
 
 import ast
 import inspect
-import io
 import re
 import sys
-import tokenize
 import types
 import typing
 from collections.abc import Iterator
 from enum import Enum
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +58,7 @@ def _section(title: str, kind: type[BaseModel], path: str) -> Iterator[str]:
     text = re.sub(r"^\[\w+\] ", "", inspect.cleandoc(kind.__doc__ or "").replace("\n\n", "\n"))
     yield f"## {title}\n\n{text[:1].upper()}{text[1:]}\n"
     yield "| key | kind | default | may change on resume | what |\n|---|---|---|---|---|"
-    said = comments_of(kind)
+    said = texts_of(kind)
     for key, field in kind.model_fields.items():
         rule = RULES[f"{path}.{key}"].value
         cells = (f"`{key}`", kind_of(field), _default(field), rule, said.get(key, ""))
@@ -127,29 +125,20 @@ def _default(field: FieldInfo) -> str:
     return f"`{value}`" if value != "" else '`""`'
 
 
-def comments_of(kind: type[BaseModel]) -> dict[str, str]:
-    """Key -> its comment in the source, of one class and those it inherits from."""
+def texts_of(kind: type[BaseModel]) -> dict[str, str]:
+    """Key -> the text below it in the source, of one class and those it inherits from."""
     found: dict[str, str] = {}
     for owner in reversed(kind.__mro__):
         if issubclass(owner, BaseModel) and owner is not BaseModel:
-            found |= _comments(inspect.getsource(owner))
-    return found
-
-
-def _comments(source: str) -> dict[str, str]:
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    said = {token.start[0]: token for token in tokens if token.type == tokenize.COMMENT}
-    alone = {n for n, token in said.items() if not token.line[: token.start[1]].strip()}
-    found: dict[str, str] = {}
-    for node in ast.walk(ast.parse(source)):
-        if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
-            continue
-        above: list[int] = []
-        while node.lineno - len(above) - 1 in alone:
-            above.append(node.lineno - len(above) - 1)
-        beside = [n for n in range(node.lineno, (node.end_lineno or 0) + 1) if n in said]
-        lines = [said[n].string.lstrip("# ") for n in [*reversed(above), *beside]]
-        found[node.target.id] = " ".join(line for line in lines if not line.startswith("--"))
+            (definition,) = ast.parse(inspect.getsource(owner)).body
+            assert isinstance(definition, ast.ClassDef)
+            for key, below in pairwise(definition.body):
+                match key, below:
+                    case (
+                        ast.AnnAssign(target=ast.Name(id=name)),
+                        ast.Expr(value=ast.Constant(value=str(text))),
+                    ):
+                        found[name] = " ".join(text.split())
     return found
 
 

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import argparse
 import webbrowser
-from pathlib import Path
 
-from dora_rl.commands.files import events_folder
+from dora_rl.commands.arguments import RUN, argument, events_folder
 from dora_rl.types import UserError
 
 SUMMARY = "look at a run in the browser, live or finished"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, metavar="RUN", help="run directory, or its event log")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
-    parser.add_argument("--port", type=int, default=8265, help="0 takes a free one (8265)")
-    parser.add_argument(
+ARGUMENTS = (
+    RUN,
+    argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)"),
+    argument("--port", type=int, default=8265, help="0 takes a free one (8265)"),
+    argument(
         "--token", default="", help="ask for this token (made up where --host is not loopback)"
-    )
-    parser.add_argument("--no-open", action="store_true", help="do not open a browser")
+    ),
+    argument("--no-open", action="store_true", help="do not open a browser"),
+)
 
 
 def run(args: argparse.Namespace) -> int:

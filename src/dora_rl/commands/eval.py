@@ -10,7 +10,14 @@ import argparse
 import sys
 from pathlib import Path
 
-from dora_rl.commands.files import prepare_output, write_json
+from dora_rl.commands.arguments import (
+    JSON,
+    MODEL,
+    argument,
+    check_least,
+    prepare_output,
+    write_json,
+)
 from dora_rl.types import UserError
 from dora_rl.user_code import listen, origin_of, trace_of
 
@@ -18,18 +25,15 @@ TRACES_MAX = 3  # tracebacks of the user's code that are shown
 SUMMARY = "evaluate a run's weights or a model on held-out prompts"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", type=Path, metavar="RUN_OR_MODEL", help="a run or a model")
-    parser.add_argument(
-        "overrides", nargs="*", default=[], help="section.key=value of the configuration"
-    )
-    parser.add_argument(
-        "--config", type=Path, help="data, reward and sampling (default: those of the run)"
-    )
-    parser.add_argument("--step", default="last", metavar="N|best|last", help="which weights")
-    parser.add_argument("--num-prompts", type=int, metavar="N", help="held-out prompts")
-    parser.add_argument("--samples", type=int, metavar="K", help="sampled answers per prompt")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
+ARGUMENTS = (
+    MODEL,
+    argument("overrides", nargs="*", default=[], help="section.key=value of the configuration"),
+    argument("--config", type=Path, help="data, reward and sampling (default: those of the run)"),
+    argument("--step", default="last", metavar="N|best|last", help="which weights"),
+    argument("--num-prompts", type=int, metavar="N", help="held-out prompts"),
+    argument("--samples", type=int, metavar="K", help="sampled answers per prompt"),
+    JSON,
+)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -39,9 +43,7 @@ def run(args: argparse.Namespace) -> int:
     from dora_rl.worlds.evaluate_once import evaluate_once
 
     prepare_output(args.json)
-    for name in ("num_prompts", "samples"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')} must be at least 1")
+    check_least(args, 1, "num_prompts", "samples")
     found = find_model(args.model, args.step)
     if args.config is None and not is_run(args.model):
         raise UserError(f"{args.model} is a model; add --config FILE.toml with data and reward")
@@ -59,8 +61,7 @@ def run(args: argparse.Namespace) -> int:
     for name, value in figures.items():
         if isinstance(value, float):
             print(f"  {name:14} {value:.4g}")
-    if args.json is not None:
-        write_json(args.json, {"model": found.label, "version": found.version, **figures})
+    write_json(args.json, {"model": found.label, "version": found.version, **figures})
     for trace in list(traces.values())[:TRACES_MAX]:
         print(trace, file=sys.stderr)
     if text := failed_text(figures):

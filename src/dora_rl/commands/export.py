@@ -5,18 +5,21 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from dora_rl.commands.arguments import argument
+
 SUMMARY = "write a run's weights as a Hugging Face directory"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
-    parser.add_argument("out", type=Path, metavar="OUT_DIR", help="a new or empty directory")
-    parser.add_argument(
+ARGUMENTS = (
+    argument("run", type=Path, metavar="RUN", help="run directory"),
+    argument("out", type=Path, metavar="OUT_DIR", help="a new or empty directory"),
+    argument(
         "--step",
         default="last",
         metavar="N|best|last",
         help="weights after N training steps (default: the newest)",
-    )
+    ),
+)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -5,31 +5,32 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from dora_rl.commands import testbed
-from dora_rl.commands.files import prepare_output, write_json
+from dora_rl.commands.arguments import TESTBED, argument, prepare_output, write_json
 
 SUMMARY = "search split, staleness bound and groups in flight for the best throughput"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    testbed.add_arguments(parser)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the plan")
+ARGUMENTS = (
+    *TESTBED,
+    argument("--json", type=Path, metavar="FILE", help="write the plan"),
+)
 
 
 def run(args: argparse.Namespace) -> int:
-    preset = testbed.preset_of(args)
     from dora_rl.commands.progress import console, showing
+    from dora_rl.commands.testbed import preset_of, workers_of
     from dora_rl.sim.plan import plan
     from dora_rl.sim.plan_result import plan_table
 
+    preset = preset_of(args)
     prepare_output(args.json)
     with showing(["plan"]) as see:
-        result = plan(preset, seed=args.seed, num_workers=testbed.workers_of(args), see=see)
+        result = plan(preset, seed=args.seed, num_workers=workers_of(args), see=see)
     out = console()
     out.print(plan_table(result))
     for line in result.reasons:
         out.print(line, highlight=False)
+    write_json(args.json, result.as_json())
     if args.json is not None:
-        write_json(args.json, result.as_json())
         out.print(f"wrote {args.json}", highlight=False, soft_wrap=True)
     return 0

@@ -5,19 +5,18 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from dora_rl.commands.files import events_folder, prepare_output
+from dora_rl.commands.arguments import RUN, argument, events_folder, prepare_output
 
 SUMMARY = "draw the curves and the timeline of a run"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, metavar="RUN", help="run directory, or its event log")
-    parser.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", required=True, help=".png, .svg or .pdf"
-    )
-    parser.add_argument(
+ARGUMENTS = (
+    RUN,
+    argument("-o", "--output", type=Path, metavar="FILE", required=True, help=".png, .svg or .pdf"),
+    argument(
         "--only", choices=("curves", "timeline"), help="one part instead of the whole picture"
-    )
+    ),
+)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -26,7 +26,9 @@ def showing(names: Sequence[str]) -> Iterator[See]:
     """Shows one line per flow, the runs it has done and the last of them."""
     stderr = Console(stderr=True)
     if not stderr.is_terminal:
-        yield lambda name, job, result: print_run(stderr, name, result)
+        yield lambda name, job, result: stderr.print(
+            f"{name}: {describe(result)}", highlight=False, soft_wrap=True
+        )
         return
     columns = (SpinnerColumn(finished_text="·"), TextColumn("{task.description}"))
     with Progress(*columns, TimeElapsedColumn(), console=stderr, transient=True) as progress:
@@ -39,10 +41,6 @@ def showing(names: Sequence[str]) -> Iterator[See]:
             progress.update(tasks[name], description=text)
 
         yield see
-
-
-def print_run(stderr: Console, name: str, result: ModeResult) -> None:
-    stderr.print(f"{name}: {describe(result)}", highlight=False, soft_wrap=True)
 
 
 def describe(result: ModeResult) -> str:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
-from dora_rl.commands.files import events_folder
+from dora_rl.commands.arguments import RUN, events_folder
 
 SUMMARY = "feed a run's event log to the core again and compare its decisions"
 EMPTY = 3  # as the audit says it of a log that proves nothing
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, metavar="RUN", help="run directory, or its event log")
+ARGUMENTS = (RUN,)
 
 
 def run(args: argparse.Namespace) -> int:

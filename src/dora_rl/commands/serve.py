@@ -12,7 +12,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dora_rl.commands.arguments import MODEL, argument, check_least
 from dora_rl.types import UserError
+from dora_rl.user_code import require
 
 if TYPE_CHECKING:
     from dora_rl.serve.server import ServeOptions
@@ -22,33 +24,34 @@ SUMMARY = "serve a run's weights or a model to OpenAI clients"
 KEY_VARIABLE = "DORA_RL_API_KEY"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", type=Path, metavar="RUN_OR_MODEL", help="a run or a model")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
-    parser.add_argument("--port", type=int, default=8000, help="0: any free one")
-    parser.add_argument(
+ARGUMENTS = (
+    MODEL,
+    argument("--host", default="127.0.0.1", help="address to listen on"),
+    argument("--port", type=int, default=8000, help="0: any free one"),
+    argument(
         "--api-key",
         metavar="KEY",
         help=f"clients must send it (or ${KEY_VARIABLE}); off loopback one is made if none is set",
-    )
-    parser.add_argument(
+    ),
+    argument(
         "--version",
         default="last",
         metavar="N|best|last",
         help="which weights of a run; last also takes newer ones as they are sealed",
-    )
-    parser.add_argument("--name", help="the model's name (default: that of the directory)")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="(default: by device)")
-    parser.add_argument("--threads", type=int, default=0, help="on the CPU; 0: all cores")
-    parser.add_argument("--context-max", type=int, default=0, help="0: what the model allows")
-    parser.add_argument("--versions-max", type=int, default=3, help="resident at once")
-    parser.add_argument("--requests-max", type=int, default=512, help="more get status 429")
-    parser.add_argument("--sessions-max", type=int, default=4096, help="more get status 429")
-    parser.add_argument("--session-idle-s", type=float, default=900.0, help="then a session ends")
-    parser.add_argument("--grace-s", type=float, default=10.0, help="for answers, when ending")
-    parser.add_argument("--record", type=Path, metavar="FILE", help="ended sessions, as jsonl")
-    parser.add_argument("--chat-template", type=Path, metavar="FILE", help="instead of the model's")
+    ),
+    argument("--name", help="the model's name (default: that of the directory)"),
+    argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ..."),
+    argument("--dtype", choices=("float32", "bfloat16"), help="(default: by device)"),
+    argument("--threads", type=int, default=0, help="on the CPU; 0: all cores"),
+    argument("--context-max", type=int, default=0, help="0: what the model allows"),
+    argument("--versions-max", type=int, default=3, help="resident at once"),
+    argument("--requests-max", type=int, default=512, help="more get status 429"),
+    argument("--sessions-max", type=int, default=4096, help="more get status 429"),
+    argument("--session-idle-s", type=float, default=900.0, help="then a session ends"),
+    argument("--grace-s", type=float, default=10.0, help="for answers, when ending"),
+    argument("--record", type=Path, metavar="FILE", help="ended sessions, as jsonl"),
+    argument("--chat-template", type=Path, metavar="FILE", help="instead of the model's"),
+)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -77,15 +80,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    for name in ("versions_max", "requests_max", "sessions_max"):
-        if getattr(args, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')} must be at least 1")
-    if not 0 <= args.port < 65536:
-        raise UserError(f"--port {args.port} is not between 0 and 65535")
-    if args.record is not None and not args.record.parent.is_dir():
-        raise UserError(f"--record {args.record}: there is no directory {args.record.parent}")
-    if args.chat_template is not None and not args.chat_template.is_file():
-        raise UserError(f"--chat-template {args.chat_template}: no such file")
+    check_least(args, 1, "versions_max", "requests_max", "sessions_max")
+    folder = args.record.parent if args.record is not None else Path(".")
+    template = args.chat_template
+    require(
+        (0 <= args.port < 65536, f"--port {args.port} is not between 0 and 65535"),
+        (folder.is_dir(), f"--record {args.record}: there is no directory {folder}"),
+        (template is None or template.is_file(), f"--chat-template {template}: no such file"),
+    )
 
 
 def _options(args: argparse.Namespace, found: FoundModel, watch: Path | None) -> ServeOptions:

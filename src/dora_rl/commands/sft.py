@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dora_rl.commands.files import prepare_output, write_json
-from dora_rl.types import UserError
+from dora_rl.commands.arguments import JSON, argument, check_least, prepare_output, write_json
+from dora_rl.user_code import require
 
 if TYPE_CHECKING:
     from dora_rl.trainer.sft import SftProgress
@@ -16,38 +16,40 @@ SUMMARY = "supervised warm start on jsonl rows of prompt and completion"
 _LINES_MAX = 20  # of progress, whatever the number of updates
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("data", type=Path, nargs="+", metavar="DATA.jsonl")
-    parser.add_argument("--model", type=Path, required=True, help="Hugging Face directory")
-    parser.add_argument("--out", type=Path, required=True, help="a new or empty directory")
-    parser.add_argument("--epochs", type=float, default=1.0)
-    parser.add_argument("--batch-examples", type=int, default=64, help="of one update")
-    parser.add_argument("--lr", type=float, default=1e-5)
-    parser.add_argument("--schedule", default="constant", help="constant, linear or cosine")
-    parser.add_argument("--warmup-updates", type=int, default=0)
-    parser.add_argument("--weight-decay", type=float, default=0.0)
-    parser.add_argument("--tokens-max", type=int, default=0, help="longer rows are left out")
-    parser.add_argument("--pack-tokens", type=int, default=0, help="of one micro-batch")
-    parser.add_argument("--eval-examples", type=int, default=0, help="held out from the end")
-    parser.add_argument("--keep-order", action="store_true", help="do not shuffle the rows")
-    parser.add_argument("--lora-rank", type=int, default=0)
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--threads", type=int, default=0)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
+ARGUMENTS = (
+    argument("data", type=Path, nargs="+", metavar="DATA.jsonl"),
+    argument("--model", type=Path, required=True, help="Hugging Face directory"),
+    argument("--out", type=Path, required=True, help="a new or empty directory"),
+    argument("--epochs", type=float, default=1.0),
+    argument("--batch-examples", type=int, default=64, help="of one update"),
+    argument("--lr", type=float, default=1e-5),
+    argument("--schedule", default="constant", help="constant, linear or cosine"),
+    argument("--warmup-updates", type=int, default=0),
+    argument("--weight-decay", type=float, default=0.0),
+    argument("--tokens-max", type=int, default=0, help="longer rows are left out"),
+    argument("--pack-tokens", type=int, default=0, help="of one micro-batch"),
+    argument("--eval-examples", type=int, default=0, help="held out from the end"),
+    argument("--keep-order", action="store_true", help="do not shuffle the rows"),
+    argument("--lora-rank", type=int, default=0),
+    argument("--device", default="auto"),
+    argument("--threads", type=int, default=0),
+    argument("--seed", type=int, default=0),
+    JSON,
+)
 
 
 def _check(args: argparse.Namespace) -> None:
-    if not args.model.is_dir():
-        raise UserError(f"--model: {args.model} is not a directory with a Hugging Face model")
-    if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
-        raise UserError(f"--out: {args.out} is not an empty directory; choose another")
-    for name in ("epochs", "batch_examples", "lr"):
-        if not getattr(args, name) > 0:
-            raise UserError(f"--{name.replace('_', '-')} must be more than 0")
-    for name in ("warmup_updates", "tokens_max", "pack_tokens", "eval_examples", "lora_rank"):
-        if getattr(args, name) < 0:
-            raise UserError(f"--{name.replace('_', '-')} must be 0 or more")
+    model, out = args.model, args.out
+    free = not out.exists() or (out.is_dir() and not any(out.iterdir()))
+    require(
+        (model.is_dir(), f"--model: {model} is not a directory with a Hugging Face model"),
+        (free, f"--out: {out} is not an empty directory; choose another"),
+        (args.epochs > 0, "--epochs must be more than 0"),
+        (args.batch_examples > 0, "--batch-examples must be more than 0"),
+        (args.lr > 0, "--lr must be more than 0"),
+    )
+    names = ("warmup_updates", "tokens_max", "pack_tokens", "eval_examples", "lora_rank")
+    check_least(args, 0, *names)
 
 
 def run(args: argparse.Namespace) -> int:

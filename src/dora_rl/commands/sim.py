@@ -5,30 +5,29 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from dora_rl.commands import testbed
-from dora_rl.commands.files import prepare_output, write_json
-from dora_rl.commands.nearest import hint
+from dora_rl.commands.arguments import JSON, TESTBED, argument, hint, prepare_output, write_json
 from dora_rl.types import Mode, UserError
 
 SUMMARY = "compare the modes on a testbed, in simulation"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    testbed.add_arguments(parser)
-    parser.add_argument("--mode", default="all", help="all, or one or more of " + ", ".join(Mode))
-    parser.add_argument(
+ARGUMENTS = (
+    *TESTBED,
+    argument("--mode", default="all", help="all, or one or more of " + ", ".join(Mode)),
+    argument(
         "--split", type=int, metavar="N", help="GPUs that generate (default: search the best)"
-    )
-    parser.add_argument(
+    ),
+    argument(
         "--match",
         action="append",
         default=[],
         metavar="MODE=SHARE",
         help="search the split with this rollout-only share instead, for example one_step_off=0.33",
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw bars and a Gantt chart")
-    parser.add_argument("--log", type=Path, metavar="DIR", help="write the event log of the mode")
+    ),
+    JSON,
+    argument("--picture", type=Path, metavar="FILE", help="draw bars and a Gantt chart"),
+    argument("--log", type=Path, metavar="DIR", help="write the event log of the mode"),
+)
 
 
 def modes_of(text: str) -> list[Mode]:
@@ -61,14 +60,13 @@ def shares_of(texts: list[str]) -> dict[Mode, float]:
 
 
 def run(args: argparse.Namespace) -> int:
-    modes = modes_of(args.mode)
-    preset = testbed.preset_of(args)
     from dora_rl.commands.progress import console, showing
+    from dora_rl.commands.testbed import preset_of, workers_of
     from dora_rl.sim.compare import CompareOptions, compare
     from dora_rl.sim.report import as_json, promise_table, published_shares, speed_table
 
-    for path in (args.json, args.picture):
-        prepare_output(path)
+    modes, preset = modes_of(args.mode), preset_of(args)
+    prepare_output(args.json, args.picture)
     if args.picture is not None:
         from dora_rl.sim.picture import check_format
 
@@ -77,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
         seed=args.seed,
         split=args.split,
         shares=published_shares(preset) | shares_of(args.match),
-        num_workers=testbed.workers_of(args),
+        num_workers=workers_of(args),
         with_timeline=args.picture is not None,
         log=args.log / "events" if args.log is not None else None,
     )
@@ -85,8 +83,7 @@ def run(args: argparse.Namespace) -> int:
         comparison = compare(preset, modes, options, see)
     out = console()
     out.print(speed_table(comparison), promise_table(comparison))
-    if args.json is not None:
-        write_json(args.json, as_json(comparison))
+    write_json(args.json, as_json(comparison))
     if args.picture is not None:
         from dora_rl.sim.picture import draw
 

@@ -1,64 +1,31 @@
-"""The arguments that `sim` and `plan` share: which preset, how many GPUs, what is changed in it."""
+"""A simulator preset as the arguments of `sim` and `plan` want it, and `--set key=value`.
+
+`max_staleness=3`, `device.nic_bytes_per_s=25e9`, `lengths=pareto:1.2,64,30720`: fields of the
+preset, checked one by one. An unknown key is an error that names the nearest one; a value of the
+wrong kind or sign names its key.
+"""
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
 
+from dora_rl.commands.arguments import hint
+from dora_rl.data.lengths import Empirical, LengthModel, LogNormal, Pareto, mean_of
+from dora_rl.sim.presets import Preset, preset_named, scaled
 from dora_rl.types import UserError
-
-if TYPE_CHECKING:
-    from dora_rl.sim.presets import Preset
+from dora_rl.user_code import require
 
 _WORKERS_MAX = 8
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("preset", metavar="PRESET", help="testbed: paper-64, moe-agentic, small, …")
-    parser.add_argument(
-        "--gpus", type=_count, metavar="N", help="number of GPUs; the batch stays as it is"
-    )
-    parser.add_argument(
-        "--seed", type=int, metavar="N", default=0, help="of the response lengths (default 0)"
-    )
-    parser.add_argument("--steps", type=_count, metavar="N", help="training steps to simulate")
-    parser.add_argument(
-        "--batch-scale", type=float, metavar="X", default=1.0, help="scale the batch by this"
-    )
-    parser.add_argument(
-        "--set",
-        dest="settings",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="change a field of the preset: max_staleness=3, device.nic_bytes_per_s=25e9, "
-        "lengths=lognormal:MEAN,SIGMA,MAX | pareto:ALPHA,MIN,MAX | file:PATH, …",
-    )
-    parser.add_argument("--no-kv-moves", action="store_true", help="re-prefill instead of moving")
-    parser.add_argument("--no-repartition", action="store_true", help="no proportional partition")
-    parser.add_argument("--no-streaming", action="store_true", help="train on whole batches only")
-    parser.add_argument(
-        "--jobs", type=_count, metavar="N", help="simulations at once (default: one per core)"
-    )
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
-    return value
-
-
-_count.__name__ = "whole number"  # argparse puts it into its error line
-
-
 def preset_of(args: argparse.Namespace) -> Preset:
     """The preset as the arguments want it, checked."""
-    from dora_rl.commands.overrides import apply
-    from dora_rl.sim.presets import preset_named, scaled
-
     preset = scaled(preset_named(args.preset), args.gpus, args.batch_scale)
     if args.steps is not None:
         preset = replace(preset, num_steps=args.steps)
@@ -80,3 +47,149 @@ def preset_of(args: argparse.Namespace) -> Preset:
 
 def workers_of(args: argparse.Namespace) -> int:
     return args.jobs or min(_WORKERS_MAX, len(os.sched_getaffinity(0)))
+
+
+_MAY_BE_ZERO = {
+    "max_staleness",
+    "warmup_steps",
+    "prompt_tokens",
+    "reward_s",
+    "environment_s",
+    "report_s",
+    "engine.host_s_per_layer",
+    "engine.host_s_per_request",
+    "engine.allreduce_s",
+    "engine.activation_bytes",
+    "engine.load_overhead_s",
+    "engine.move_overhead_s",
+    "engine.sleep_wake_s",
+    "model.kv_bytes_per_token_override",
+}
+_AT_MOST_ONE = {
+    "engine.memory_share",
+    "efficiency.decode_bandwidth",
+    "efficiency.training",
+    "efficiency.prefill",
+}
+_LENGTH_FORMS = "lognormal:MEAN,SIGMA,MAX | pareto:ALPHA,MIN,MAX | file:PATH"
+
+
+def apply(preset: Preset, settings: Sequence[str]) -> Preset:
+    """The preset with every `key=value` put in."""
+    for setting in settings:
+        key, sign, text = setting.partition("=")
+        if not sign:
+            raise UserError(f"--set {setting!r}: write key=value")
+        preset = _put(preset, key.strip(), text.strip())
+    return preset
+
+
+def keys_of(preset: Preset) -> dict[str, Any]:
+    """Every key that can be set, with its present value."""
+    keys: dict[str, Any] = {}
+    for field in fields(preset):
+        value = getattr(preset, field.name)
+        if field.name == "lengths" or not is_dataclass(value):
+            keys[field.name] = value
+            continue
+        keys |= {
+            f"{field.name}.{inner.name}": getattr(value, inner.name) for inner in fields(value)
+        }
+    return {key: value for key, value in keys.items() if key.split(".")[-1] != "name"}
+
+
+def _put(preset: Preset, key: str, text: str) -> Preset:
+    keys = keys_of(preset)
+    if key not in keys:
+        raise UserError(f"--set: unknown key {key!r}{hint(key, keys)}")
+    if key == "lengths":
+        return replace(preset, lengths=parse_lengths(text, preset.lengths))
+    value = _checked(key, _parse(key, text, keys[key]))
+    outer, dot, inner = key.partition(".")
+    if not dot:
+        return replace(preset, **{key: value})
+    return replace(preset, **{outer: replace(getattr(preset, outer), **{inner: value})})
+
+
+def _parse(key: str, text: str, present: Any) -> Any:
+    if isinstance(present, bool):
+        if text.lower() not in ("true", "false"):
+            raise UserError(f"--set {key}: {text!r} is not true or false")
+        return text.lower() == "true"
+    kind = int if isinstance(present, int) else float
+    return _number(f"--set {key}", text, kind)
+
+
+def _number(where: str, text: str, kind: type[int] | type[float]) -> Any:
+    try:
+        value = kind(text)
+    except ValueError:
+        name = "a whole number" if kind is int else "a number"
+        raise UserError(f"{where}: {text!r} is not {name}") from None
+    if not math.isfinite(value):
+        raise UserError(f"{where}: {text!r} is not finite")
+    return value
+
+
+def _checked(key: str, value: Any) -> Any:
+    zero_is_fine = key in _MAY_BE_ZERO or isinstance(value, bool)
+    bound = "0 or more" if zero_is_fine else "positive"
+    require(
+        (value > 0 or (value == 0 and zero_is_fine), f"--set {key}: must be {bound}, not {value}"),
+        (
+            key not in _AT_MOST_ONE or value <= 1,
+            f"--set {key}: must be at most 1, not {value}",
+        ),
+        (
+            key != "oversample" or value >= 1,
+            f"--set oversample: must be at least 1, not {value}",
+        ),
+    )
+    return value
+
+
+def parse_lengths(text: str, present: LengthModel) -> LengthModel:
+    """A length model from its short form."""
+    form, _, rest = text.partition(":")
+    if form == "file":
+        return _from_file(Path(rest), present)
+    near, parts = hint(form, ("lognormal", "pareto", "file")), rest.split(",")
+    require(
+        (form in ("lognormal", "pareto"), f"--set lengths: unknown form {form!r}{near}"),
+        (len(parts) == 3, f"--set lengths: {text!r} is not {_LENGTH_FORMS}"),
+    )
+    where = "--set lengths"
+    first, second = (_number(where, part, float) for part in parts[:2])
+    tokens_max = _number(where, parts[2], int)
+    is_pareto = form == "pareto"
+    require(
+        (
+            first > 0 and second > 0 and tokens_max >= 1,
+            f"--set lengths: the three numbers of {text!r} must be positive",
+        ),
+        (
+            not is_pareto or 1 <= second <= tokens_max,
+            f"--set lengths: MIN must be from 1 to MAX, not {parts[1]}",
+        ),
+        (
+            is_pareto or first < tokens_max,
+            f"--set lengths: MEAN ({parts[0]}) must be less than MAX ({parts[2]})",
+        ),
+    )
+    if is_pareto:
+        return Pareto(first, int(second), tokens_max)
+    model = LogNormal.with_mean(first, second, tokens_max)
+    if mean_of(model) < 0.99 * first:
+        raise UserError(f"--set lengths: cut at {parts[2]}, the mean cannot be {parts[0]}")
+    return model
+
+
+def _from_file(path: Path, present: LengthModel) -> LengthModel:
+    """Observed lengths, cut where the preset cuts its own."""
+    tokens_max = getattr(present, "tokens_max", 2**31)
+    try:
+        return Empirical.from_file(path, tokens_max)
+    except OSError as error:
+        raise UserError(f"cannot read the length file {path}: {error.strerror}") from error
+    except UnicodeDecodeError:
+        raise UserError(f"length file {path} is not text; it needs one length per line") from None

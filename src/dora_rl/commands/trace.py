@@ -5,17 +5,22 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from dora_rl.commands.files import events_folder, prepare_output
+from dora_rl.commands.arguments import RUN, argument, events_folder, prepare_output
 
 SUMMARY = "write a run as a trace for ui.perfetto.dev"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, metavar="RUN", help="run directory, or its event log")
-    parser.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", default=Path("trace.json"),
+ARGUMENTS = (
+    RUN,
+    argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        default=Path("trace.json"),
         help="where to write it; .gz compresses (trace.json)",
-    )  # fmt: skip
+    ),  # fmt: skip,
+)
 
 
 def run(args: argparse.Namespace) -> int:

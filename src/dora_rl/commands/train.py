@@ -14,9 +14,10 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dora_rl.commands.arguments import OVERRIDES, argument
+
 if TYPE_CHECKING:
     from dora_rl.setup.prepare import Prepared
-    from dora_rl.worlds.local import LocalRun
 
 SUMMARY = "train a model: dora-rl train CONFIG.toml section.key=value ..."
 STOPPED = 3
@@ -24,11 +25,12 @@ NOTHING_LEARNED = 4
 ASIDE_SHOWN = 5
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", type=Path, help="a TOML file, or the config.json of a run")
-    parser.add_argument("overrides", nargs="*", default=[], help="section.key=value")
-    parser.add_argument("--resume", action="store_true", help="go on with the run directory's run")
-    parser.add_argument("--dry-run", action="store_true", help="check everything, start nothing")
+ARGUMENTS = (
+    argument("config", type=Path, help="a TOML file, or the config.json of a run"),
+    OVERRIDES,
+    argument("--resume", action="store_true", help="go on with the run directory's run"),
+    argument("--dry-run", action="store_true", help="check everything, start nothing"),
+)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -39,8 +41,7 @@ def run(args: argparse.Namespace) -> int:
         check_same_run,
         make_run_dir,
     )
-    from dora_rl.setup.data_check import check_answers
-    from dora_rl.setup.prepare import prepare
+    from dora_rl.setup.prepare import check_answers, prepare
     from dora_rl.setup.settings import load_config
     from dora_rl.worlds.kinds import check_kind
 
@@ -57,8 +58,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.resume:  # a run of an older release, which did not look, goes on
         check_answers(prepared.config, prepared.train, prepared.evaluation)
     if args.dry_run:
-        for line in prepared.describe():
-            print(line)
+        print(*prepared.describe(), sep="\n")
         return 0
     make_run_dir(run_dir)
     check_same_data(prepared.train, run_dir)
@@ -121,20 +121,14 @@ def _train(prepared: Prepared, *, resume: bool) -> tuple[dict[str, Any], bool, s
     for number in (signal.SIGINT, signal.SIGTERM):  # after Ray, which sets its own
         signal.signal(number, on_signal)
     try:
-        with Progress(local, show=config.logging.progress):
-            return _until_closed(local, interrupted)
+        with Progress(local, show=config.logging.progress).showing():
+            try:
+                stop = local.run(interrupted.is_set)
+            finally:
+                summary = local.close()
     except KeyboardInterrupt:
         local.crew.kill_all()
         raise
-
-
-def _until_closed(
-    local: LocalRun, interrupted: threading.Event
-) -> tuple[dict[str, Any], bool, str]:
-    try:
-        stop = local.run(interrupted.is_set)
-    finally:
-        summary = local.close()
     return summary, stop.done, stop.reason
 
 

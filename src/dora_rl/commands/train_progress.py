@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from types import TracebackType
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
@@ -41,44 +41,30 @@ class Progress:
     """Reads a run's state now and then; never changes it."""
 
     def __init__(self, run: Any, *, show: bool) -> None:
-        self._run = run
-        self._console = Console()
+        self._run, self._show = run, show
+        self._console, self._began = Console(), time.monotonic()
         self._live: Live | None = None
         self._lines: dict[str, Any] = {}
-        self._show = show
-        self._began = time.monotonic()
-        run.on_step = self._step
-        run.on_wait = self._tell
+        run.on_step, run.on_wait = self._step, self._tell
 
-    def __enter__(self) -> Progress:
-        if self._show and self._console.is_terminal:
-            self._live = Live(self._table(), console=self._console, refresh_per_second=2)
-            self._live.__enter__()
-            threading.Thread(target=self._refresh, args=(self._live,), daemon=True).start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        live, self._live = self._live, None
-        if live is not None:
-            live.__exit__(kind, error, trace)
-
-    def _refresh(self, live: Live) -> None:
-        while self._live is live:
-            time.sleep(0.5)
-            live.update(self._table())
+    @contextmanager
+    def showing(self) -> Iterator[None]:
+        """A table on a terminal, redrawn twice a second; elsewhere `_step` writes lines."""
+        if not self._show or not self._console.is_terminal:
+            yield
+            return
+        try:
+            with Live(
+                get_renderable=self._table, console=self._console, refresh_per_second=2
+            ) as self._live:
+                yield
+        finally:
+            self._live = None
 
     def _step(self, line: dict[str, Any]) -> None:
         self._lines |= line
         if self._show and self._live is None:
-            if "step" in line:
-                self._console.print(step_line(line), highlight=False, soft_wrap=True)
-            else:
-                self._console.print(evaluation_line(line), highlight=False, soft_wrap=True)
+            self._tell([step_line(line) if "step" in line else evaluation_line(line)])
 
     def _tell(self, lines: list[str]) -> None:
         """Something the user should know now: a watchdog's words, a repair."""

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dora_rl.config import RunConfig
-from dora_rl.envs.load import label_of, load_environments
+from dora_rl.envs.host import label_of, load_environments
 from dora_rl.io.wire import Message
 from dora_rl.types import GroupId, Prompt, RequestId
 from dora_rl.workers.crew import Crew

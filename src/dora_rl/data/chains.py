@@ -20,16 +20,15 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
-from itertools import count
 from random import Random
 from statistics import NormalDist
 from typing import TypeAlias
 
-from dora_rl.types import Prompt, UserError
+from dora_rl.user_code import require
 
 Window: TypeAlias = tuple[int, ...]
 
@@ -46,6 +45,13 @@ class Split(StrEnum):
     HELDOUT = "heldout"
 
 
+def draw_num_steps(median: float, sigma: float, num_steps_max: int, rng: Random) -> int:
+    """Log-normal, rounded and clamped."""
+    # Only rng.random() is promised to be the same in every Python version, hence the inverse.
+    sigmas = NormalDist().inv_cdf(min(max(rng.random(), 1e-12), 1 - 1e-12))
+    return min(max(round(median * math.exp(sigma * sigmas)), 1), num_steps_max)
+
+
 @dataclass(frozen=True, slots=True)
 class ChainSpec:
     """How hard: steps are log-normal (median, sigma), rounded, and clamped to 1..num_steps_max."""
@@ -56,19 +62,28 @@ class ChainSpec:
     num_steps_max: int = 60
 
     def __post_init__(self) -> None:
-        if self.num_digits < 2:
-            raise UserError(f"chains: num_digits is {self.num_digits}; give at least 2")
-        if not 1 <= self.num_steps_max <= NUM_STEPS_LIMIT:
-            raise UserError(
-                f"chains: num_steps_max is {self.num_steps_max}; give 1 to {NUM_STEPS_LIMIT}"
-            )
-        if not 1 <= self.num_steps_median <= self.num_steps_max:
-            raise UserError(
-                f"chains: num_steps_median is {self.num_steps_median}; "
-                f"give 1 to num_steps_max ({self.num_steps_max})"
-            )
-        if self.num_steps_sigma < 0:
-            raise UserError(f"chains: num_steps_sigma is {self.num_steps_sigma}; give 0 or more")
+        median, most = self.num_steps_median, self.num_steps_max
+        require(
+            (
+                self.num_digits >= 2,
+                f"chains: num_digits is {self.num_digits}; give at least 2",
+            ),
+            (
+                1 <= most <= NUM_STEPS_LIMIT,
+                f"chains: num_steps_max is {most}; give 1 to {NUM_STEPS_LIMIT}",
+            ),
+            (
+                1 <= median <= most,
+                f"chains: num_steps_median is {median}; give 1 to num_steps_max ({most})",
+            ),
+            (
+                self.num_steps_sigma >= 0,
+                f"chains: num_steps_sigma is {self.num_steps_sigma}; give 0 or more",
+            ),
+        )
+
+    def draw_num_steps(self, rng: Random) -> int:
+        return draw_num_steps(self.num_steps_median, self.num_steps_sigma, self.num_steps_max, rng)
 
     @property
     def response_tokens_max(self) -> int:
@@ -118,25 +133,24 @@ def final_window(window: Window, num_steps: int) -> Window:
 @lru_cache(maxsize=65536)
 def split_of(final: Window) -> Split:
     """The split of every problem that ends in this window."""
-    digest = hashlib.blake2b(digits(final).encode(), digest_size=8, person=b"chains").digest()
+    return hashed_split(digits(final), b"chains")
+
+
+def hashed_split(text: str, task: bytes) -> Split:
+    digest = hashlib.blake2b(text.encode(), digest_size=8, person=task).digest()
     held_out = int.from_bytes(digest, "big") % 1000 < HELDOUT_PER_MILLE
     return Split.HELDOUT if held_out else Split.TRAIN
 
 
-def solution(problem: Problem) -> str:
-    """The full right response: the scratchpad down to 00, then the answer."""
+def solution(problem: Problem, disturb: Callable[[Window, int], Window] | None = None) -> str:
+    """The full right response: the scratchpad down to 00, then the answer. `disturb` may put
+    another window in the place of each, and the scratchpad goes on from there."""
     window, lines = problem.window, list[str]()
     for num_steps in reversed(range(problem.num_steps)):
         window = advance(window)
+        window = disturb(window, num_steps) if disturb else window
         lines.append(line(window, num_steps))
     return "".join(lines) + "=" + digits(window)
-
-
-def draw_num_steps(spec: ChainSpec, rng: Random) -> int:
-    # Only rng.random() is promised to be the same in every Python version, hence the inverse.
-    sigmas = NormalDist().inv_cdf(min(max(rng.random(), 1e-12), 1 - 1e-12))
-    steps = spec.num_steps_median * math.exp(spec.num_steps_sigma * sigmas)
-    return min(max(round(steps), 1), spec.num_steps_max)
 
 
 def draw_window(spec: ChainSpec, rng: Random) -> Window:
@@ -154,37 +168,7 @@ def draw_problem(spec: ChainSpec, split: Split, num_steps: int, rng: Random) -> 
 def problem_at(spec: ChainSpec, split: Split, seed: int, index: int) -> Problem:
     """The problem at a place of the endless stream; a function of its arguments alone."""
     rng = Random(f"chains/{split}/{seed}/{index}")
-    return draw_problem(spec, split, draw_num_steps(spec, rng), rng)
-
-
-def prompt_at(
-    spec: ChainSpec,
-    split: Split,
-    seed: int,
-    index: int,
-    encode: Callable[[str], Sequence[int]] | None = None,
-) -> Prompt:
-    """The same as a prompt: text, gold answer, columns `difficulty` (steps) and `split`."""
-    problem = problem_at(spec, split, seed, index)
-    return Prompt(
-        index=index,
-        token_ids=tuple(encode(problem.text)) if encode else (),
-        text=problem.text,
-        answer=problem.answer,
-        columns={"difficulty": problem.num_steps, "split": str(split)},
-    )
-
-
-def prompts(
-    spec: ChainSpec,
-    split: Split,
-    seed: int,
-    start: int = 0,
-    encode: Callable[[str], Sequence[int]] | None = None,
-) -> Iterator[Prompt]:
-    """The endless stream from `start` on; any place can be reached directly (resume)."""
-    for index in count(start):
-        yield prompt_at(spec, split, seed, index, encode)
+    return draw_problem(spec, split, spec.draw_num_steps(rng), rng)
 
 
 def reward(completion: str, answer: str) -> float:
@@ -227,13 +211,11 @@ def demonstration(problem: Problem, flaws: Flaws | None, rng: Random) -> Demonst
         spec = ChainSpec(num_digits=len(problem.window))
         guess = draw_problem(spec, problem.split, 1, rng)
         return Demonstration(problem.text, "=" + guess.answer)
-    window, lines = problem.window, list[str]()
-    for num_steps in reversed(range(problem.num_steps)):
-        window = advance(window)
-        if rng.random() < flaws.slip_prob:
-            window = slip(window, num_steps, rng)
-        lines.append(line(window, num_steps))
-    return Demonstration(problem.text, "".join(lines) + "=" + digits(window))
+
+    def disturb(window: Window, num_steps: int) -> Window:
+        return slip(window, num_steps, rng) if rng.random() < flaws.slip_prob else window
+
+    return Demonstration(problem.text, solution(problem, disturb))
 
 
 def slip(window: Window, num_steps: int, rng: Random) -> Window:
@@ -262,6 +244,6 @@ def demonstrations(
         if rng.random() < uniform_frac:
             num_steps = 1 + int(rng.random() * spec.num_steps_max)
         else:
-            num_steps = draw_num_steps(spec, rng)
+            num_steps = spec.draw_num_steps(rng)
         problem = draw_problem(spec, Split.TRAIN, num_steps, rng)
         yield demonstration(problem, None if index < num_clean else flaws or Flaws(), rng)

@@ -7,7 +7,6 @@ i of an unchanged source is always the same, and `where(i)` says where the user 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import inspect
 import json
 import mmap
@@ -15,11 +14,13 @@ import re
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from dora_rl.config import DataSource
 from dora_rl.types import UserError
+from dora_rl.user_code import load_file, one_line
 
 Row = Mapping[str, object]
 
@@ -28,22 +29,28 @@ TEXT_SUFFIXES = (".jsonl", ".ndjson", ".json")
 SUFFIXES = (*TEXT_SUFFIXES, ".parquet")
 
 
-class Rows(Protocol):
-    """`num_rows` is None where rows are made on the fly and never end."""
+class Rows:
+    """Rows by number, from `get`. `num_rows` is None where they are made and never end."""
 
-    @property
-    def num_rows(self) -> int | None: ...
-    def row(self, index: int) -> Row: ...
-    def where(self, index: int) -> str: ...
+    def __init__(self, name: str, num_rows: int | None, get: Callable[[int], object]) -> None:
+        self.num_rows, self._name, self._get = num_rows, name, get
+
+    def row(self, index: int) -> Row:
+        row = self._get(index)
+        if not isinstance(row, Mapping):
+            kind = type(row).__name__
+            raise UserError(f"{self.where(index)}: a row must be an object, not {kind}")
+        return cast(Row, row)
+
+    def where(self, index: int) -> str:
+        return f"{self._name} row {index}"
 
 
-class JsonlRows:
+class JsonlRows(Rows):
     """One JSON object a line. The file is mapped; only the places of its lines are kept."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._begins = array("q")
-        self._lines = array("q")
+        self._begins, self._lines = array("q"), array("q")
         with path.open("rb") as file:
             place = 0
             for number, line in enumerate(file, 1):
@@ -54,74 +61,28 @@ class JsonlRows:
             empty = place == 0
             self._map = b"" if empty else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self._begins.append(place)
+        super().__init__(str(path), len(self._lines), self._parse)
 
-    @property
-    def num_rows(self) -> int:
-        return len(self._lines)
-
-    def row(self, index: int) -> Row:
+    def _parse(self, index: int) -> object:
         line = self._map[self._begins[index] : self._begins[index + 1]]
         try:
-            row = json.loads(line)
+            return json.loads(line)
         except ValueError as error:
             raise UserError(
                 f"{self.where(index)}: not JSON ({error}); write one JSON object on each line"
             ) from error
-        return _as_row(row, self.where(index))
 
     def where(self, index: int) -> str:
-        return f"{self._path} line {self._lines[index]}"
+        return f"{self._name} line {self._lines[index]}"
 
 
-class ListRows:
-    """Rows that are already in memory: a .json file that holds one array."""
-
-    def __init__(self, name: str, rows: Sequence[object]) -> None:
-        self._name = name
-        self._rows = rows
-
-    @property
-    def num_rows(self) -> int:
-        return len(self._rows)
-
-    def row(self, index: int) -> Row:
-        return _as_row(self._rows[index], self.where(index))
-
-    def where(self, index: int) -> str:
-        return f"{self._name} row {index}"
-
-
-class ArrowRows:
-    """A pyarrow table: parquet files, or the memory-mapped files of a saved dataset."""
-
-    def __init__(self, name: str, table: Any) -> None:
-        self._name = name
-        self._table = table
-
-    @property
-    def num_rows(self) -> int:
-        return self._table.num_rows
-
-    def row(self, index: int) -> Row:
-        return self._table.slice(index, 1).to_pylist()[0]
-
-    def where(self, index: int) -> str:
-        return f"{self._name} row {index}"
-
-
-class JoinedRows:
+class JoinedRows(Rows):
     """Several files, one after the other."""
 
     def __init__(self, parts: Sequence[Rows]) -> None:
         self._parts = parts
-        self._ends = array("q")
-        for part in parts:
-            assert part.num_rows is not None
-            self._ends.append((self._ends[-1] if self._ends else 0) + part.num_rows)
-
-    @property
-    def num_rows(self) -> int:
-        return self._ends[-1]
+        self._ends = list(accumulate(part.num_rows or 0 for part in parts))
+        super().__init__("", self._ends[-1], lambda index: index)
 
     def row(self, index: int) -> Row:
         part, inside = self._find(index)
@@ -136,41 +97,25 @@ class JoinedRows:
         return self._parts[number], index - (self._ends[number - 1] if number else 0)
 
 
-class MadeRows:
+class MadeRows(Rows):
     """Rows made by code: `maker.row(seed, index, split)` is a pure function of its arguments."""
 
-    num_rows = None
-
     def __init__(self, name: str, maker: Any, seed: int, split: str) -> None:
-        self._name = name
-        self._maker = maker
-        self._seed = seed
-        self._split = split
+        super().__init__(name, None, lambda index: maker.row(seed, index, split))
 
     def row(self, index: int) -> Row:
         try:
-            row = self._maker.row(self._seed, index, self._split)
+            return super().row(index)
         except UserError:
             raise
         except Exception as error:
             # The user's code may raise anything; to the run it is a row that cannot be made.
             raise UserError(f"{self.where(index)}: its code raised {one_line(error)}") from error
-        return _as_row(row, self.where(index))
-
-    def where(self, index: int) -> str:
-        return f"{self._name} row {index}"
 
 
-def one_line(error: BaseException) -> str:
-    """Kind and first line of an error that others raised."""
-    first = next((line for line in str(error).splitlines() if line.strip()), "")
-    return f"{type(error).__name__}: {first}"
-
-
-def _as_row(row: object, where: str) -> Row:
-    if not isinstance(row, Mapping):
-        raise UserError(f"{where}: a row must be an object, not {type(row).__name__}")
-    return cast(Row, row)
+def _arrow_rows(name: str, table: Any) -> Rows:
+    """A pyarrow table: parquet files, or the memory-mapped files of a saved dataset."""
+    return Rows(name, table.num_rows, lambda index: table.slice(index, 1).to_pylist()[0])
 
 
 def open_rows(
@@ -198,57 +143,49 @@ def load_maker(source: DataSource, base_dir: Path) -> object:
     """Import `package.module:name` or `file.py:name`; what makes a maker is called with options."""
     place, _, name = source.path.rpartition(":")
     try:
-        if place.endswith(".py"):
-            spec = importlib.util.spec_from_file_location(Path(place).stem, base_dir / place)
-            assert spec is not None and spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-        else:
-            module = importlib.import_module(place)
-        maker = getattr(module, name)
+        is_file = place.endswith(".py")
+        maker = getattr(
+            load_file(base_dir / place, "data") if is_file else importlib.import_module(place), name
+        )
     except (Exception, SystemExit) as error:
         # Importing runs the user's code, which may raise anything, or call sys.exit.
         raise UserError(
             f"data: cannot load {source.path} ({one_line(error)}); "
             f"give package.module:name or path/to/file.py:name"
         ) from error
-    if inspect.isclass(maker) or not hasattr(maker, "row"):
-        maker = _call(source, maker)
-    elif source.options:
+    made = inspect.isclass(maker) or not hasattr(maker, "row")
+    if source.options and not made:
         raise UserError(f"data: {source.path} is an object and takes no options")
+    try:
+        maker = maker(**source.options) if made and callable(maker) else maker
+    except TypeError as error:
+        raise UserError(
+            f"data: {source.path} does not take the options {dict(source.options)} ({error})"
+        ) from error
     if not callable(getattr(maker, "row", None)):
         raise UserError(f"data: {source.path} has no method row(seed, index, split) -> dict")
     return maker
 
 
-def _call(source: DataSource, factory: Callable[..., object]) -> object:
-    if not callable(factory):
-        raise UserError(f"data: {source.path} has no method row(seed, index, split) -> dict")
-    try:
-        return factory(**source.options)
-    except TypeError as error:
-        raise UserError(
-            f"data: {source.path} does not take the options {dict(source.options)} ({error})"
-        ) from error
-
-
 def _file_rows(path: Path) -> Rows:
     if path.suffix == ".parquet":
-        return ArrowRows(str(path), _read_parquet(path))
+        return _arrow_rows(str(path), _read_parquet(path))
     if path.suffix not in TEXT_SUFFIXES:
         raise UserError(f"data: {path} is not one of {', '.join(SUFFIXES)}")
     if path.suffix == ".json":
         with path.open("rb") as file:
             if file.read(64).lstrip().startswith(b"["):
-                return _json_array(path)
+                return _array_rows(path)
     return JsonlRows(path)
 
 
-def _json_array(path: Path) -> ListRows:
+def _array_rows(path: Path) -> Rows:
+    """A .json file that holds one array."""
     try:
-        return ListRows(str(path), json.loads(path.read_bytes()))
+        rows = json.loads(path.read_bytes())
     except ValueError as error:
         raise UserError(f"data: {path} is not JSON ({error})") from error
+    return Rows(str(path), len(rows), rows.__getitem__)
 
 
 def _read_parquet(path: Path) -> Any:
@@ -307,14 +244,11 @@ def _saved_rows(path: Path) -> Rows:
         state = json.loads((path / "state.json").read_bytes())
         if state.get("_indices_files"):
             raise UserError(f"data: {path} has an index; save it after dataset.flatten_indices()")
-        tables = []
-        for entry in state["_data_files"]:
-            stream = arrow.ipc.open_stream(arrow.memory_map(str(path / entry["filename"])))
-            tables.append(stream.read_all())
-        table = arrow.concat_tables(tables)
+        files = [arrow.memory_map(str(path / entry["filename"])) for entry in state["_data_files"]]
+        table = arrow.concat_tables([arrow.ipc.open_stream(file).read_all() for file in files])
     except (ValueError, KeyError, OSError, arrow.ArrowInvalid) as error:
         raise UserError(f"data: {path} is not a saved dataset ({one_line(error)})") from error
-    return ArrowRows(str(path), table)
+    return _arrow_rows(str(path), table)
 
 
 def _hub_rows(source: DataSource, split: str, path: Path) -> Rows:
@@ -331,4 +265,4 @@ def _hub_rows(source: DataSource, split: str, path: Path) -> Rows:
         raise UserError(
             f"data: cannot load {source.path} split {split!r} ({one_line(error)})"
         ) from error
-    return ArrowRows(source.path, loaded.flatten_indices().data.table)
+    return _arrow_rows(source.path, loaded.flatten_indices().data.table)

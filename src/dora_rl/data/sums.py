@@ -16,15 +16,12 @@ Invariant: training and held-out problems are disjoint; the split is a hash of t
 
 from __future__ import annotations
 
-import hashlib
-import math
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from random import Random
-from statistics import NormalDist
 
-from dora_rl.data.chains import HELDOUT_PER_MILLE, Split
-from dora_rl.types import UserError
+from dora_rl.data.chains import Split, draw_num_steps, hashed_split
+from dora_rl.user_code import require
 
 QUESTION = (
     "Add these numbers from left to right, one at a time. Write one line for each addition, for "
@@ -43,17 +40,19 @@ class SumSpec:
     number_max: int = 99
 
     def __post_init__(self) -> None:
-        if self.num_steps_max < 1:
-            raise UserError(f"sums: num_steps_max is {self.num_steps_max}; give at least 1")
-        if not 1 <= self.num_steps_median <= self.num_steps_max:
-            raise UserError(
-                f"sums: num_steps_median is {self.num_steps_median}; "
-                f"give 1 to num_steps_max ({self.num_steps_max})"
-            )
-        if self.num_steps_sigma < 0:
-            raise UserError(f"sums: num_steps_sigma is {self.num_steps_sigma}; give 0 or more")
-        if self.number_max < 9:
-            raise UserError(f"sums: number_max is {self.number_max}; give at least 9")
+        median, most = self.num_steps_median, self.num_steps_max
+        require(
+            (most >= 1, f"sums: num_steps_max is {most}; give at least 1"),
+            (
+                1 <= median <= most,
+                f"sums: num_steps_median is {median}; give 1 to num_steps_max ({most})",
+            ),
+            (
+                self.num_steps_sigma >= 0,
+                f"sums: num_steps_sigma is {self.num_steps_sigma}; give 0 or more",
+            ),
+            (self.number_max >= 9, f"sums: number_max is {self.number_max}; give at least 9"),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +75,7 @@ class Problem:
 
     @property
     def split(self) -> Split:
-        text = ",".join(map(str, self.numbers)).encode()
-        digest = hashlib.blake2b(text, digest_size=8, person=b"sums").digest()
-        held_out = int.from_bytes(digest, "big") % 1000 < HELDOUT_PER_MILLE
-        return Split.HELDOUT if held_out else Split.TRAIN
+        return hashed_split(",".join(map(str, self.numbers)), b"sums")
 
 
 def solution(problem: Problem) -> str:
@@ -93,10 +89,9 @@ def solution(problem: Problem) -> str:
 def problem_at(spec: SumSpec, split: Split, seed: int, index: int) -> Problem:
     """The problem at a place of the endless stream; a function of its arguments alone."""
     rng = Random(f"sums/{split}/{seed}/{index}")
-    # Only rng.random() is promised to be the same in every Python version, hence the inverse.
-    sigmas = NormalDist().inv_cdf(min(max(rng.random(), 1e-12), 1 - 1e-12))
-    drawn = round(spec.num_steps_median * math.exp(spec.num_steps_sigma * sigmas))
-    num_numbers = 1 + min(max(drawn, 1), spec.num_steps_max)
+    num_numbers = 1 + draw_num_steps(
+        spec.num_steps_median, spec.num_steps_sigma, spec.num_steps_max, rng
+    )
     while True:  # the split restricts the numbers, never how many they are
         numbers = (1 + int(rng.random() * spec.number_max) for _ in range(num_numbers))
         problem = Problem(tuple(numbers))

@@ -6,8 +6,11 @@ rows of different splits are disjoint by construction.
 
 from __future__ import annotations
 
-from dora_rl.data import sums
-from dora_rl.data.chains import ChainSpec, Split, problem_at
+from collections.abc import Callable
+from typing import Any
+
+from dora_rl.data import chains, sums
+from dora_rl.data.chains import Split
 from dora_rl.types import UserError
 
 SPLITS = {
@@ -19,47 +22,43 @@ SPLITS = {
 }
 
 
-class Chains:
+class Task:
+    """Makes the rows of one task; the options are those of its `kind`."""
+
+    name: str
+    kind: Callable[..., Any]
+    problem_at: Callable[..., Any]
+
+    def __init__(self, **options: int | float) -> None:
+        self.spec = self.kind(**options)
+
+    def row(self, seed: int, index: int, split: str) -> dict[str, object]:
+        if split not in SPLITS:
+            raise UserError(f"{self.name}: no split {split!r}; give one of {', '.join(SPLITS)}")
+        problem = self.problem_at(self.spec, SPLITS[split], seed, index)
+        return {
+            "prompt": problem.text,
+            "answer": problem.answer,
+            "difficulty": problem.num_steps,
+            "split": str(problem.split),
+        }
+
+
+class Chains(Task):
     """Digit chains; the options are those of `ChainSpec`.
 
     >>> Chains(num_digits=3).row(0, 5, "train").keys()
     dict_keys(['prompt', 'answer', 'difficulty', 'split'])
     """
 
-    def __init__(self, **options: int | float) -> None:
-        self.spec = ChainSpec(**options)  # pyright: ignore[reportArgumentType]
-
-    def row(self, seed: int, index: int, split: str) -> dict[str, object]:
-        problem = problem_at(self.spec, _split("chains", split), seed, index)
-        return {
-            "prompt": problem.text,
-            "answer": problem.answer,
-            "difficulty": problem.num_steps,
-            "split": str(problem.split),
-        }
+    name, kind, problem_at = "chains", chains.ChainSpec, staticmethod(chains.problem_at)
 
 
-class Sums:
+class Sums(Task):
     """Running sums for models that read English; the options are those of `sums.SumSpec`.
 
     >>> Sums(num_steps_max=60).row(0, 5, "train").keys()
     dict_keys(['prompt', 'answer', 'difficulty', 'split'])
     """
 
-    def __init__(self, **options: int | float) -> None:
-        self.spec = sums.SumSpec(**options)  # pyright: ignore[reportArgumentType]
-
-    def row(self, seed: int, index: int, split: str) -> dict[str, object]:
-        problem = sums.problem_at(self.spec, _split("sums", split), seed, index)
-        return {
-            "prompt": problem.text,
-            "answer": problem.answer,
-            "difficulty": problem.num_steps,
-            "split": str(problem.split),
-        }
-
-
-def _split(task: str, name: str) -> Split:
-    if name not in SPLITS:
-        raise UserError(f"{task}: no split {name!r}; give one of {', '.join(SPLITS)}")
-    return SPLITS[name]
+    name, kind, problem_at = "sums", sums.SumSpec, staticmethod(sums.problem_at)

@@ -1,29 +1,32 @@
 """Code execution: the program in the completion, run in the sandbox against the row's tests.
 
-Never runs anything in this process. A program that fails, hangs or attacks scores nothing; only
-tests that cannot be read, or a machine that cannot run programs, are errors of the sample.
+The tests of a problem come in the shapes that the field's datasets use:
+
+    ["assert f(1) == 2", ...]                       statements, each one test (MBPP)
+    "def check(f): ..." + column entry_point        one test (HumanEval)
+    {"inputs": [...], "outputs": [...]}             standard input and output (APPS, TACO, verl)
+    {..., "fn_name": "f"}                           the same, as calls of a function
+    [{"input": ..., "output": ...}, ...]            the same, one by one
+
+Any of them may be JSON text. Never runs anything in this process. A program that fails, hangs or
+attacks scores nothing; only tests that cannot be read, or a machine that cannot run programs, are
+errors of the sample.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import re
 import time
-from collections.abc import Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
 
-from dora_rl.rewards.base import CallLimits, ScoreError, ScoreItem
-from dora_rl.rewards.problem_tests import (
-    BadTests,
-    Exchange,
-    Statement,
-    Test,
-    problem_tests,
-    same_output,
-)
-from dora_rl.rewards.sandbox.box import Sandbox
-from dora_rl.rewards.sandbox.door import SandboxLost
+from dora_rl.config import RewardConfig
+from dora_rl.rewards.base import Reward, ScoreError, ScoreItem
+from dora_rl.rewards.sandbox.box import Sandbox, SandboxLost
 from dora_rl.rewards.sandbox.limits import End, Limits
 
 FENCE = re.compile(r"```[ \t]*(?:python3?|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
@@ -36,18 +39,16 @@ def program_in(completion: str) -> str:
     return blocks[-1] if blocks else completion
 
 
-class CodeReward:
+class CodeReward(Reward):
     """1 if all tests pass, otherwise 0; with `partial`, the share that passes.
 
     `timeout_s` of the section bounds all tests of a sample together: what has not run by then
     has not passed. `preamble` stands before every program (imports that a dataset takes as given).
     """
 
-    many = False
-
     def __init__(
         self,
-        limits: CallLimits,
+        limits: RewardConfig,
         *,
         tests: str = "",
         partial: bool = False,
@@ -64,10 +65,8 @@ class CodeReward:
     ) -> None:
         self.name = "code"
         self._timeout_s = limits.timeout_s
-        self._column = tests
-        self._partial = partial
-        self._tests_max = tests_max
-        self._tolerance = tolerance
+        self._column, self._tests_max = tests, tests_max
+        self._partial, self._tolerance = partial, tolerance
         self._preamble = f"{preamble}\n" if preamble else ""
         self._limits: dict[str, Any] = {
             "cpu_s": cpu_s,
@@ -76,7 +75,7 @@ class CodeReward:
             "processes_max": processes_max,
         }
         self._wall_s = wall_s
-        self._num_threads = min(limits.concurrent_max, os.cpu_count() or 1)
+        self.num_threads = min(limits.concurrent_max, os.cpu_count() or 1)
         self.sandbox = Sandbox(
             allow_unsandboxed=allow_unsandboxed, import_paths=import_paths, preload=preload
         )
@@ -87,13 +86,7 @@ class CodeReward:
     def close(self) -> None:
         self.sandbox.close()
 
-    def score(self, items: Sequence[ScoreItem]) -> list[float | ScoreError]:
-        if len(items) == 1:
-            return [self._one(items[0])]
-        with ThreadPoolExecutor(self._num_threads) as pool:
-            return list(pool.map(self._one, items))
-
-    def _one(self, item: ScoreItem) -> float | ScoreError:
+    def score_one(self, item: ScoreItem) -> float | ScoreError:
         try:
             tests = problem_tests(item, self._column)[: self._tests_max]
             num_passed = self._num_passed(self._preamble + program_in(item.completion), tests)
@@ -127,3 +120,117 @@ class CodeReward:
     def _until(self, end_s: float) -> Limits:
         wall_s = max(0.1, min(self._wall_s, end_s - time.monotonic()))
         return Limits(wall_s=wall_s, **self._limits)
+
+
+COLUMNS = ("tests", "test_list", "test_cases", "input_output", "test")
+
+
+class BadTests(Exception):
+    """This row's tests cannot be understood."""
+
+
+@dataclass(frozen=True, slots=True)
+class Statement:
+    """Runs in the program's own scope; passes unless it raises."""
+
+    code: str
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """A whole run: what the program reads, and what it must print."""
+
+    stdin: str
+    stdout: str
+
+
+Test = Statement | Exchange
+
+
+def problem_tests(item: ScoreItem, column: str = "") -> list[Test]:
+    names = (column,) if column else COLUMNS
+    name = next((name for name in names if item.columns.get(name)), None)
+    found: object = item.columns[name] if name else None if column else item.answer
+    if not found:
+        raise BadTests(f"no tests; the row has none of {', '.join(names)}")
+    if isinstance(found, str):
+        found = _from_text(found)
+    entry = item.columns.get("entry_point")
+    if isinstance(found, str) and isinstance(entry, str) and entry.isidentifier():
+        found = f"{found}\ncheck({entry})\n"
+    return read_tests(found)
+
+
+def _from_text(text: str) -> object:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def read_tests(found: object) -> list[Test]:
+    if isinstance(found, str):
+        return [Statement(found)]
+    if isinstance(found, Mapping):
+        return _pairs(cast(Mapping[str, Any], found))
+    if isinstance(found, Sequence) and found:
+        return [test for entry in cast(Sequence[object], found) for test in read_tests(entry)]
+    raise BadTests(f"tests are {type(found).__name__}; give statements, or inputs and outputs")
+
+
+def _pairs(found: Mapping[str, Any]) -> list[Test]:
+    if "inputs" in found and "outputs" in found:
+        inputs, outputs = found["inputs"], found["outputs"]
+        if len(inputs) != len(outputs):
+            raise BadTests(f"{len(inputs)} inputs and {len(outputs)} outputs")
+    elif "input" in found and "output" in found:
+        inputs, outputs = [found["input"]], [found["output"]]
+    else:
+        raise BadTests(f"a test has {', '.join(map(str, found))}, not input and output")
+    name = found.get("fn_name")
+    pairs = zip(inputs, outputs, strict=True)
+    if isinstance(name, str) and name:
+        return [_call(name, given, wanted) for given, wanted in pairs]
+    return [Exchange(_text(given), _text(wanted)) for given, wanted in pairs]
+
+
+def _call(name: str, given: Any, wanted: Any) -> Statement:
+    """`fn_name` datasets list the arguments, and often wrap the result in a list of one."""
+    arguments = ", ".join(map(repr, given if isinstance(given, Sequence) else [given]))
+    target = f"Solution().{name}" if "." not in name else name
+    accepted = [wanted, wanted[0]] if isinstance(wanted, list) and len(wanted) == 1 else [wanted]
+    code = (
+        f"_made = ({name} if {name.split('.')[0]!r} in globals() else {target})({arguments})\n"
+        f"_made = list(_made) if isinstance(_made, tuple) else _made\n"
+        f"assert any(_made == wanted for wanted in {accepted!r}), repr(_made)[:200]"
+    )
+    return Statement(code)
+
+
+def _text(value: Any) -> str:
+    """Some datasets keep input as a list of lines."""
+    if isinstance(value, list):
+        return "\n".join(map(str, value))
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def same_output(made: str, wanted: str, tolerance: float = 0.0) -> bool:
+    """Equal but for space at line ends and the end; numbers within a relative tolerance."""
+    rows = [[line.rstrip() for line in text.strip().splitlines()] for text in (made, wanted)]
+    if rows[0] == rows[1]:
+        return True
+    if tolerance <= 0 or len(rows[0]) != len(rows[1]):
+        return False
+    words = [[word for line in lines for word in line.split()] for lines in rows]
+    return len(words[0]) == len(words[1]) and all(
+        _close(a, b, tolerance) for a, b in zip(*words, strict=True)
+    )
+
+
+def _close(made: str, wanted: str, tolerance: float) -> bool:
+    if made == wanted:
+        return True
+    try:
+        return math.isclose(float(made), float(wanted), rel_tol=tolerance, abs_tol=tolerance)
+    except ValueError:
+        return False

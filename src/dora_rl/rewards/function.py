@@ -1,5 +1,17 @@
 """A user's function as a reward: form found by signature, time limit, retries, errors as values.
 
+The four ways the field writes a reward function are told apart by the names of the parameters:
+
+    trl        f(prompts, completions, completion_ids, **columns) -> list[float | None]
+    verl       compute_score(data_source, solution_str, ground_truth, extra_info=None) -> float|dict
+    verifiers  f(prompt, completion, answer, state, info) -> float, any subset, by name
+    plain      f(completion, answer) -> float
+
+`verifiers` functions read messages (`completion[-1]["content"]`), plain ones a string, and both
+may be written `f(completion, answer)`. So that signature is taken as verifiers if the function is
+asynchronous, annotates a list, or mentions "content"; otherwise it is plain. `form` in the config
+overrides all of this.
+
 Never lets an exception of the user's code out of `score`. Invariant: a batch call that fails is
 repeated sample by sample, so that one bad sample costs no other its score.
 """
@@ -7,25 +19,320 @@ repeated sample by sample, so that one bad sample costs no other its score.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import functools
 import inspect
+import json
 import math
+import os
+import signal
+import threading
 import time
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from types import CodeType
+from typing import Any, TypeVar, cast
 
-from dora_rl.rewards import forms
-from dora_rl.rewards.base import CallLimits, ScoreError, ScoreItem
-from dora_rl.rewards.calls import Expired, deadline, run_async
-from dora_rl.rewards.forms import Form, MissingColumn
+from dora_rl.config import RewardConfig
+from dora_rl.rewards.base import Reward, ScoreError, ScoreItem
 from dora_rl.types import REWARD_MAX, UserError
 from dora_rl.user_code import raised
 
 NUM_ATTEMPTS_WAITING = 3
+ANSWER_NAMES = ("answer", "ground_truth", "solution", "label")
+TRL_NAMES = ("prompts", "completions", "completion_ids", "completions_ids")
+VERIFIERS_NAMES = ("prompt", "completion", "answer", "state", "info", "task")
+FORMS_HELP = (
+    "write it as f(prompts, completions, completion_ids, **columns) [TRL], "
+    "compute_score(data_source, solution_str, ground_truth, extra_info=None) [verl], "
+    "f(prompt, completion, answer, state, info) with any of these names [verifiers], "
+    "or f(completion, answer) [plain]"
+)
 
 
-class FunctionReward:
-    """`FunctionReward("my.py:f", f).score(items)`; see `forms` for what `f` may look like."""
+def _ignore(*_: object, **__: object) -> None:
+    return None
+
+
+# What TRL's trainer also hands over, for functions that name it: here it goes nowhere.
+TRAINER_THINGS = {"trainer_state": None, "log_extra": _ignore, "log_metric": _ignore}
+
+
+class Form(StrEnum):
+    TRL = "trl"
+    VERL = "verl"
+    VERIFIERS = "verifiers"
+    PLAIN = "plain"
+
+
+class MissingColumn(Exception):
+    """The function asks for something that this row does not have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """What a function takes. `required` and `optional` can be given by name."""
+
+    required: tuple[str, ...]
+    optional: tuple[str, ...]
+    takes_any: bool  # has **kwargs
+    asynchronous: bool
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.required + self.optional
+
+
+def read_signature(spec: str, function: Callable[..., Any]) -> Signature:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError) as error:
+        raise UserError(f"reward: {spec} has no readable signature; {FORMS_HELP}") from error
+    required, optional, takes_any = list[str](), list[str](), False
+    for parameter in parameters:
+        if parameter.kind is parameter.VAR_KEYWORD:
+            takes_any = True
+        elif parameter.kind is parameter.POSITIONAL_ONLY:
+            raise UserError(
+                f"reward: {spec} takes {parameter.name!r} by position only; {FORMS_HELP}"
+            )
+        elif parameter.kind is not parameter.VAR_POSITIONAL:
+            into = required if parameter.default is parameter.empty else optional
+            into.append(parameter.name)
+    # Of an instance, the method that a call runs; looked up on its class, as Python does.
+    called = getattr(type(function), "__call__", function)  # noqa: B004
+    asynchronous = any(map(inspect.iscoroutinefunction, (function, called)))
+    return Signature(tuple(required), tuple(optional), takes_any, asynchronous)
+
+
+def find_form(spec: str, function: Callable[..., Any], signature: Signature) -> Form:
+    names = signature.names
+    if any(name in names for name in TRL_NAMES):
+        return Form.TRL
+    if "solution_str" in names:
+        return Form.VERL
+    if not any(name in names for name in ("completion", "state")):
+        raise UserError(
+            f"reward: {spec} takes ({', '.join(names)}), which is none of the known forms; "
+            f"{FORMS_HELP}"
+        )
+    others = not set(signature.required) <= {"completion", "answer"} or "completion" not in names
+    others = others or any(name in names for name in ("prompt", "state", "info", "task"))
+    return Form.VERIFIERS if others or _reads_messages(function, signature) else Form.PLAIN
+
+
+def _reads_messages(function: Callable[..., Any], signature: Signature) -> bool:
+    annotation = getattr(function, "__annotations__", {}).get("completion")
+    if annotation is not None:
+        return annotation not in (str, "str")
+    if signature.asynchronous:
+        return True
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return isinstance(code, CodeType) and _mentions_content(code)
+
+
+def _mentions_content(code: CodeType) -> bool:
+    if "content" in code.co_names or "content" in code.co_consts:
+        return True
+    return any(_mentions_content(c) for c in code.co_consts if isinstance(c, CodeType))
+
+
+def is_chat(item: ScoreItem) -> bool:
+    return not isinstance(item.prompt, str)
+
+
+def as_messages(item: ScoreItem) -> list[dict[str, Any]]:
+    return [{"role": "assistant", "content": item.completion}]
+
+
+def _pick(signature: Signature, known: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
+    """The known values a function can take; a required one that is not there is an error."""
+    offered = {**known, **options}
+    absent = [name for name in signature.required if name not in offered]
+    if absent:
+        raise MissingColumn(
+            f"needs {', '.join(map(repr, absent))}, and this row has none "
+            f"(it has: {', '.join(sorted(map(str, known))) or 'no columns'})"
+        )
+    if signature.takes_any:
+        return offered
+    return {name: offered[name] for name in signature.names if name in offered}
+
+
+def _answers(item: ScoreItem, columns: Mapping[str, object]) -> dict[str, object]:
+    """The gold answer under each of its usual names, unless a column has that name."""
+    if item.answer is None:
+        return {}
+    return {name: item.answer for name in ANSWER_NAMES if name not in columns}
+
+
+def trl_arguments(
+    signature: Signature, items: Sequence[ScoreItem], options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Lists over the batch. Messages where prompts are messages, otherwise strings."""
+    known: dict[str, Any] = {
+        "prompts": [item.prompt for item in items],
+        "completions": [as_messages(i) if is_chat(i) else i.completion for i in items],
+        "completion_ids": [list(item.completion_ids) for item in items],
+    }
+    rarer = {"completions_ids": known["completion_ids"], **TRAINER_THINGS}
+    known |= {name: value for name, value in rarer.items() if name in signature.names}
+    rows = [_answers(item, item.columns) | item.columns for item in items]
+    named = set(signature.names)
+    for name in dict.fromkeys(name for row in rows for name in row):
+        aliased = name in ANSWER_NAMES and not any(name in item.columns for item in items)
+        if name not in ("prompt", "completion", "completion_ids") and (
+            name in named or not aliased
+        ):
+            known.setdefault(name, [row.get(name) for row in rows])
+    return _pick(signature, known, options)
+
+
+def verl_arguments(
+    signature: Signature, item: ScoreItem, options: Mapping[str, Any]
+) -> dict[str, Any]:
+    columns = item.columns
+    nested = columns.get("reward_model")
+    truth: object = item.answer
+    if isinstance(nested, Mapping) and "ground_truth" in nested:
+        truth = cast(Mapping[str, object], nested)["ground_truth"]
+    extra = columns.get("extra_info")
+    known = {
+        "data_source": columns.get("data_source", ""),
+        "solution_str": item.completion,
+        "ground_truth": truth,
+        "extra_info": dict(cast(Mapping[str, object], extra)) if extra else {},
+    }
+    return _pick(signature, known, options)
+
+
+def verifiers_arguments(
+    signature: Signature, item: ScoreItem, options: Mapping[str, Any], *, text: bool
+) -> dict[str, Any]:
+    """`text`: the function's annotation asks for a string, as for verifiers' text completions."""
+    prompt: object = item.prompt
+    if not text and not is_chat(item):
+        prompt = [{"role": "user", "content": item.prompt}]
+    info = item.columns.get("info")
+    # Datasets keep `info` as JSON text where its rows differ in shape.
+    info = json.loads(info) if isinstance(info, str) and info else info or {}
+    columns = {name: value for name, value in item.columns.items() if name != "prompt"}
+    given: dict[str, Any] = {
+        "prompt": prompt,
+        "completion": item.completion if text else as_messages(item),
+        "answer": item.answer if item.answer is not None else "",
+        "info": info,
+        "task": item.columns.get("task", "default"),
+    }
+    state = columns | given | {"finish": item.finish, "completion_ids": list(item.completion_ids)}
+    extra = {} if signature.takes_any else columns
+    return _pick(signature, extra | given | {"state": state}, options)
+
+
+def plain_arguments(
+    signature: Signature, item: ScoreItem, options: Mapping[str, Any]
+) -> dict[str, Any]:
+    known: dict[str, Any] = {"completion": item.completion}
+    if item.answer is not None or "answer" not in signature.required:
+        known["answer"] = item.answer
+    return _pick(signature, known, options)
+
+
+# ---- calling with a time limit
+#
+# A synchronous call is interrupted by an exception: raised by a timer signal in the main thread
+# (which also stops a runaway regular expression or a power with millions of digits), or injected
+# into any other thread (which stops Python code only; so workers score in their main thread). What
+# holds the interpreter in foreign code cannot be stopped from inside; the process that owns the
+# worker is the outer guard. Asynchronous calls run on one event loop in a thread of its own, so
+# that they work whether or not the caller is itself inside a loop. No call outlives its limit
+# silently.
+
+T = TypeVar("T")
+
+# Code that swallows the interruption (`except: pass` in a loop) is interrupted again.
+AGAIN_S = 0.25
+
+
+class Expired(BaseException):
+    """Not an `Exception`: the user's `except Exception` must not swallow it."""
+
+
+def deadline(timeout_s: float) -> AbstractContextManager[None]:
+    """Raise `Expired` in the body once `timeout_s` have passed."""
+    in_main = threading.current_thread() is threading.main_thread()
+    return _alarm(timeout_s) if in_main else _injected(timeout_s)
+
+
+@contextmanager
+def _alarm(timeout_s: float) -> Iterator[None]:
+    def expire(*_: object) -> None:
+        raise Expired
+
+    before = signal.signal(signal.SIGALRM, expire)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, timeout_s, AGAIN_S)
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@contextmanager
+def _injected(timeout_s: float) -> Iterator[None]:
+    target = ctypes.c_ulong(threading.get_ident())
+    inject = ctypes.pythonapi.PyThreadState_SetAsyncExc
+    lock, done = threading.Lock(), threading.Event()
+
+    def watch() -> None:
+        wait_s = timeout_s
+        while not done.wait(wait_s):
+            wait_s = AGAIN_S
+            with lock:
+                if not done.is_set():
+                    inject(target, ctypes.py_object(Expired))
+
+    watcher = threading.Thread(target=watch, name="reward-deadline", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        with lock:
+            done.set()
+            # An exception that is set but not yet raised would hit whatever runs next.
+            inject(target, None)
+
+
+# By process: a forked child gets its own.
+_loops: dict[int, asyncio.AbstractEventLoop] = {}
+_loops_lock = threading.Lock()
+
+
+def run_async(coroutine: Coroutine[Any, Any, T], guard_s: float) -> T:
+    """Run to the end on the loop thread; `Expired` if the loop itself is blocked for `guard_s`."""
+    pid = os.getpid()
+    with _loops_lock:
+        if pid not in _loops:
+            _loops[pid] = asyncio.new_event_loop()
+            run = _loops[pid].run_forever
+            threading.Thread(target=run, name="reward-loop", daemon=True).start()
+        loop = _loops[pid]
+    future = asyncio.run_coroutine_threadsafe(coroutine, loop)
+    try:
+        return future.result(guard_s)
+    except TimeoutError as error:
+        future.cancel()
+        with _loops_lock:
+            # Blocking code holds this loop; the next call gets a new one.
+            if _loops.get(pid) is loop:
+                del _loops[pid]
+        raise Expired from error
+
+
+class FunctionReward(Reward):
+    """`FunctionReward("my.py:f", f).score(items)`; see above for what `f` may look like."""
 
     def __init__(
         self,
@@ -34,18 +341,20 @@ class FunctionReward:
         *,
         form: str = "auto",
         options: Mapping[str, Any] | None = None,
-        limits: CallLimits | None = None,
+        limits: RewardConfig | None = None,
     ) -> None:
         if inspect.isclass(function):
             raise UserError(f"reward: {name} is a class; give a function or an instance")
         self.name = name
-        self.limits = limits or CallLimits()
+        self.limits = limits or RewardConfig()
         self._function = function
-        self._signature = forms.read_signature(name, function)
+        self._signature = read_signature(name, function)
         self._options = dict(options or {})
         self._check_options()
-        found = forms.find_form if form == "auto" else lambda *_: Form(form)
-        self.form = found(name, function, self._signature)
+        self.form = find_form(name, function, self._signature) if form == "auto" else Form(form)
+        found = "found by its parameters" if form == "auto" else "as configured"
+        self.how = f"form {self.form.value}, {found} ({', '.join(self._signature.names)})"
+        self.needs_answer = any(name in ANSWER_NAMES for name in self._signature.required)
         annotation = getattr(function, "__annotations__", {}).get("completion")
         self._text = annotation in (str, "str")
         self.many = self._signature.asynchronous
@@ -61,44 +370,28 @@ class FunctionReward:
 
     def missing(self, columns: Collection[str]) -> list[str]:
         """Arguments without a default that neither the form, the options nor the data provide."""
-        known = set(self._options) | set(columns) | set(forms.ANSWER_NAMES)
+        known = set(self._options) | set(columns) | set(ANSWER_NAMES)
         known |= {
-            Form.TRL: {*forms.TRL_NAMES, "trainer_state", "log_extra", "log_metric"},
+            Form.TRL: {*TRL_NAMES, *TRAINER_THINGS},
             Form.VERL: {"data_source", "solution_str", "ground_truth", "extra_info"},
-            Form.VERIFIERS: set(forms.VERIFIERS_NAMES),
+            Form.VERIFIERS: set(VERIFIERS_NAMES),
             Form.PLAIN: {"completion"},
         }[self.form]
         return [name for name in self._signature.required if name not in known]
 
-    @property
-    def needs_answer(self) -> bool:
-        """Whether a row without an answer cannot be scored: an argument without a default is it."""
-        return any(name in forms.ANSWER_NAMES for name in self._signature.required)
-
-    @property
-    def arguments(self) -> tuple[str, ...]:
-        return self._signature.names
-
-    def close(self) -> None:
-        return None
-
     def score(self, items: Sequence[ScoreItem]) -> list[float | ScoreError]:
-        if not items:
-            return []
-        if self.form is not Form.TRL:
-            if self._signature.asynchronous:
-                return self._run_together([[item] for item in items])
-            return [self._one_call([item])[0] for item in items]
-        scores = self._one_call(items)
-        if len(items) > 1 and _is_failure(scores):
-            if self._signature.asynchronous:
-                return self._run_together([[item] for item in items])
-            return [self._one_call([item])[0] for item in items]
-        return scores
+        if self.form is Form.TRL:
+            scores = self._calls([items]) if items else []
+            if len(items) < 2 or not _is_failure(scores):
+                return scores
+        return self._calls([[item] for item in items])
+
+    def _calls(self, batches: Sequence[Sequence[ScoreItem]]) -> list[float | ScoreError]:
+        if self._signature.asynchronous:
+            return self._run_together(batches)
+        return [score for batch in batches for score in self._one_call(batch)]
 
     def _one_call(self, items: Sequence[ScoreItem]) -> list[float | ScoreError]:
-        if self._signature.asynchronous:
-            return self._run_together([items])
         for attempt in range(1, self._attempts + 1):
             outcome = self._try_sync(items)
             if not _is_failure(outcome) or attempt == self._attempts:
@@ -155,11 +448,11 @@ class FunctionReward:
 
     def _arguments(self, items: Sequence[ScoreItem]) -> dict[str, Any]:
         if self.form is Form.TRL:
-            return forms.trl_arguments(self._signature, items, self._options)
+            return trl_arguments(self._signature, items, self._options)
         make = {
-            Form.VERL: forms.verl_arguments,
-            Form.PLAIN: forms.plain_arguments,
-            Form.VERIFIERS: functools.partial(forms.verifiers_arguments, text=self._text),
+            Form.VERL: verl_arguments,
+            Form.PLAIN: plain_arguments,
+            Form.VERIFIERS: functools.partial(verifiers_arguments, text=self._text),
         }[self.form]
         return make(self._signature, items[0], self._options)
 
@@ -168,11 +461,11 @@ class FunctionReward:
             return [read_score(result)]
         if not hasattr(result, "__len__") or isinstance(result, (str, Mapping)):
             wrong = f"returned {type(result).__name__}, not a list of {num_items} scores"
-            return [ScoreError(wrong)] * num_items
-        if len(result) != num_items:
+        elif len(result) != num_items:
             wrong = f"returned {len(result)} scores for {num_items} completions"
-            return [ScoreError(wrong)] * num_items
-        return [read_score(value) for value in result]
+        else:
+            return [read_score(value) for value in result]
+        return [ScoreError(wrong)] * num_items
 
     def _expired(self, num_items: int) -> list[float | ScoreError]:
         return [ScoreError(f"took longer than timeout_s = {self.limits.timeout_s:g}")] * num_items

@@ -12,15 +12,13 @@ import os
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
 
-from dora_rl.rewards.base import CallLimits, ScoreError, ScoreItem
-from dora_rl.rewards.match import compiled, last_match
-from dora_rl.types import UserError
-from dora_rl.user_code import one_line
+from dora_rl.config import RewardConfig
+from dora_rl.rewards.base import Reward, ScoreError, ScoreItem
+from dora_rl.rewards.builtin import compiled, last_match
+from dora_rl.user_code import one_line, require
 
 NUM_ATTEMPTS = 3
 RETRY_WAIT_S_MAX = 30.0
@@ -51,14 +49,14 @@ class JudgeFailed(Exception):
         self.wait_s = wait_s
 
 
-class JudgeReward:
+class JudgeReward(Reward):
     """`url` is the API's base, such as `http://localhost:8000/v1`."""
 
     many = True
 
     def __init__(
         self,
-        limits: CallLimits,
+        limits: RewardConfig,
         *,
         url: str,
         model: str,
@@ -70,37 +68,29 @@ class JudgeReward:
         tokens_max: int = 512,
         body: dict[str, Any] | None = None,
     ) -> None:
-        if urlsplit(url).scheme not in ("http", "https"):
-            raise UserError(f"reward: judge: url {url!r} must begin with http:// or https://")
-        if "{completion}" not in template:
-            raise UserError("reward: judge: template has no {completion}; put it where it belongs")
-        if score_max <= 0:
-            raise UserError(f"reward: judge: score_max is {score_max:g}; give more than 0")
+        require(
+            (
+                urlsplit(url).scheme in ("http", "https"),
+                f"reward: judge: url {url!r} must begin with http:// or https://",
+            ),
+            (
+                "{completion}" in template,
+                "reward: judge: template has no {completion}; put it where it belongs",
+            ),
+            (score_max > 0, f"reward: judge: score_max is {score_max:g}; give more than 0"),
+        )
         self.name = "judge"
-        self._limits = limits
+        self._limits, self.num_threads = limits, limits.concurrent_max
         self._url = url.rstrip("/") + "/chat/completions"
         self._key_variable = key_variable
-        self._template = template
-        self._score_max = score_max
+        self._template, self._score_max = template, score_max
         self._pattern = compiled("pattern", pattern)
         self._attempts = limits.attempts or NUM_ATTEMPTS
         self._body = {"model": model, "temperature": temperature, "max_tokens": tokens_max}
         self._body |= body or {}
         self.num_calls = 0
 
-    def missing(self, columns: Collection[str]) -> list[str]:
-        return []
-
-    def close(self) -> None:
-        return None
-
-    def score(self, items: Sequence[ScoreItem]) -> list[float | ScoreError]:
-        if len(items) == 1:
-            return [self._one(items[0])]
-        with ThreadPoolExecutor(self._limits.concurrent_max) as pool:
-            return list(pool.map(self._one, items))
-
-    def _one(self, item: ScoreItem) -> float | ScoreError:
+    def score_one(self, item: ScoreItem) -> float | ScoreError:
         body = self._body | {"messages": [{"role": "user", "content": self._question(item)}]}
         for attempt in range(1, self._attempts + 1):
             try:
@@ -148,11 +138,9 @@ class JudgeReward:
     def _read(self, text: str) -> float:
         found = last_match(self._pattern, text)
         try:
-            number = float(found) if found is not None else None
+            number = float(found or "")
         except ValueError:
-            number = None
-        if number is None:
-            raise JudgeFailed(f"the judge gave no score: {text[-80:]!r}", 0.0)
+            raise JudgeFailed(f"the judge gave no score: {text[-80:]!r}", 0.0) from None
         return min(max(number / self._score_max, 0.0), 1.0)
 
 

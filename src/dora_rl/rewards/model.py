@@ -6,24 +6,25 @@ asked. Invariant: a score does not depend on which other items are in its batch,
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dora_rl.rewards.base import CallLimits, ScoreError, ScoreItem
+from dora_rl.config import RewardConfig
+from dora_rl.rewards.base import Reward, ScoreError, ScoreItem
 from dora_rl.rewards.function import read_score
 from dora_rl.types import UserError
 from dora_rl.user_code import one_line
 
 
-class ModelReward:
+class ModelReward(Reward):
     """The model's only label, or the probability of `label` where it has several."""
 
     many = True
 
     def __init__(
         self,
-        limits: CallLimits,
+        limits: RewardConfig,
         base_dir: Path,
         *,
         path: str,
@@ -70,12 +71,6 @@ class ModelReward:
         num_labels = self._model.config.num_labels
         if not 0 <= label < num_labels:
             raise UserError(f"reward: model {place} has {num_labels} labels, not one of {label}")
-
-    def missing(self, columns: Collection[str]) -> list[str]:
-        return []
-
-    def close(self) -> None:
-        return None
 
     def score(self, items: Sequence[ScoreItem]) -> list[float | ScoreError]:
         scores: list[float | ScoreError] = []

@@ -16,14 +16,13 @@ from pathlib import Path
 
 import torch
 
-from dora_rl.chat.app import make_app
-from dora_rl.chat.http import BACKLOG, HttpServer, http_server
-from dora_rl.chat.template import ChatTemplate, Tokenizer
+from dora_rl.chat.app import BACKLOG, HttpServer, http_server, make_app
+from dora_rl.chat.conversation import ChatTemplate, Tokenizer
 from dora_rl.engine.engine import Engine
 from dora_rl.engine.models import read_spec
 from dora_rl.engine.options import EngineOptions
 from dora_rl.serve.engine_thread import EngineThread, Pieces
-from dora_rl.serve.service import EngineService, Served, ServeLimits
+from dora_rl.serve.service import EngineService, ServeLimits
 from dora_rl.types import UserError
 from dora_rl.weights.run_models import FoundModel, newer_model
 from dora_rl.weights.store import WeightsError
@@ -100,7 +99,13 @@ class ModelServer:
         thread = EngineThread(engine, deliver, self._options.num_threads)
         thread.start()
         try:
-            service = self._service(engine, thread)
+            service = EngineService(
+                self._options.name,
+                self._template,
+                thread,
+                self._options.limits,
+                self._options.record,
+            )
             await asyncio.wrap_future(service.begin_load(self._model.version, self._model.source))
             service.went_live(self._model.version)
             await self._serve(service, ready)
@@ -109,17 +114,6 @@ class ModelServer:
             await asyncio.to_thread(thread.stop)
         if thread.broken:
             raise UserError(f"the engine failed: {thread.reason}")
-
-    def _service(self, engine: Engine, thread: EngineThread) -> EngineService:
-        options = self._options
-        served = Served(
-            name=options.name,
-            vocab=engine.spec.vocab,
-            context_max=engine.context_max,
-            versions_max=options.engine.versions_max,
-            end_ids=frozenset(engine.spec.eos_ids),
-        )
-        return EngineService(served, self._template, thread, options.limits, options.record)
 
     async def _serve(
         self, service: EngineService, ready: Callable[[EngineService], None] | None
@@ -166,7 +160,7 @@ class ModelServer:
             self._say(f"version {found.version} cannot be loaded: {error}")
             return
         service.went_live(found.version)
-        stay = service.sessions_on(before)
+        stay = service.sessions.on(before)
         rest = f"; {stay} sessions stay on version {before}" if stay else ""
         self._say(f"version {found.version} is live{rest}")
 

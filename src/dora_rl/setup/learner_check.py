@@ -1,4 +1,4 @@
-"""What the learner would refuse after the start, found before it.
+"""What the learner would refuse after the start, found before it: model, losses, schedules.
 
 Imports torch only for a loss or an advantage of the user's and for a device that is named.
 """
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dora_rl.config import AlgorithmConfig, RunConfig
 from dora_rl.engine.models import read_spec
-from dora_rl.setup.model_check import check_weights
+from dora_rl.engine.targets import check_files
 from dora_rl.trainer.losses.recipes import fill, is_users_own
 from dora_rl.trainer.options import (
     ATTENTION_LAYERS,
@@ -138,3 +138,23 @@ def _check_reference(config: RunConfig, path: Path) -> None:
             f"trainer.reference_model: {path} has {reference.vocab} tokens, "
             f"the model has {policy.vocab}; give one with the same tokenizer"
         )
+
+
+def check_weights(path: Path, key: str) -> None:
+    """A Hugging Face directory of a known architecture with whole safetensors. `key` named it."""
+    if not path.is_dir():
+        raise UserError(
+            f"{key}: {path} is not a directory with a Hugging Face model; give its path, or "
+            f"fetch one with: hf download ID --local-dir DIR"
+        )
+    spec = read_spec(path)
+    if not any(path.glob("*.safetensors")):
+        raise UserError(f"{key}: no *.safetensors in {path}; convert the model to safetensors")
+    check_files(path, spec)
+
+
+def check_model_files(path: Path) -> None:
+    """The model to train: weights and a tokenizer."""
+    check_weights(path, "model.path")
+    if not any(path.glob("tokenizer*")) and not any(path.glob("vocab*")):
+        raise UserError(f"model.path: no tokenizer in {path}; copy tokenizer.json into it")

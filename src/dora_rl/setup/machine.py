@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -132,47 +132,12 @@ def _gpus() -> tuple[dict[str, Any], ...]:
     return tuple(found)
 
 
-@dataclass(frozen=True, slots=True)
-class Forecast:
-    """What a run would use. Bytes are estimates; `problems` say what does not fit."""
-
-    mode: str
-    device: str
-    instances: int
-    instance_gpus: tuple[str, ...]  # of each instance, as CUDA names them; () on a CPU
-    instance_threads: int
-    learner_threads: int
-    colocated: bool
-    resident_versions: int
-    versions_fit: int
-    version_bytes: int
-    parameters: int
-    kv_tokens_per_instance: int
-    slots: int
-    inflight_groups: int
-    inflight_requests: int
-    shm_needed_bytes: int
-    problems: tuple[str, ...]
-
-    def lines(self) -> list[str]:
-        where = "on the learner's cores" if self.colocated else "beside the learner"
-        gpus = [f"GPUs of the instances: {' '.join(self.instance_gpus)}"]
-        return [
-            f"{self.mode} on {self.device}: {self.instances} instances x {self.instance_threads} "
-            f"threads {where}, learner with {self.learner_threads} threads",
-            *(gpus if any(self.instance_gpus) else []),
-            f"{self.parameters / 1e6:.2f} M parameters, {self.version_bytes / GIB:.3f} GiB a "
-            f"version; an instance holds up to {self.resident_versions}, memory has room for "
-            f"{self.versions_fit} more in all",
-            f"in flight: up to {self.inflight_groups} groups = {self.inflight_requests} requests, "
-            f"for {self.slots} decode slots; KV for {self.kv_tokens_per_instance} tokens "
-            "an instance",
-            f"shared memory for live versions: {self.shm_needed_bytes / GIB:.3f} GiB",
-        ]
-
-
-def forecast(config: RunConfig, machine: Machine, layout: Layout) -> Forecast:
-    """Compare the layout of a run with the machine. The memory of GPUs is their plan's."""
+def forecast(
+    config: RunConfig, machine: Machine, layout: Layout
+) -> tuple[dict[str, Any], list[str]]:
+    """Compare the layout of a run with the machine: what the run would use, as figures (bytes are
+    estimates) and as lines. Among the figures are `problems`, which say what does not fit; the
+    memory of GPUs is their plan's."""
     from dora_rl.core.modes import policy_of
     from dora_rl.engine import cache, memory
     from dora_rl.engine.models import read_spec
@@ -188,60 +153,84 @@ def forecast(config: RunConfig, machine: Machine, layout: Layout) -> Forecast:
     options = EngineOptions(**values, memory_share=extra["memory_share"])
     each = memory.version_bytes(spec, options.dtype)
     free = machine.memory_free_bytes if device == "cpu" else memory.free_bytes(device)
+    fit = memory.versions_that_fit(spec, options.dtype, int(free * 0.9))
     groups = min(params.inflight_groups, policy.cap or params.inflight_groups)
-    plan = Forecast(
-        mode=params.mode.value,
-        device=device,
-        instances=len(layout.instances),
-        instance_gpus=tuple(",".join(place.gpus) for place in layout.places.values()),
-        instance_threads=config.rollout.threads,
-        learner_threads=layout.learner_threads,
-        colocated=layout.elastic,
-        resident_versions=layout.resident_max,
-        versions_fit=memory.versions_that_fit(spec, options.dtype, int(free * 0.9)),
-        version_bytes=each,
-        parameters=each // cache.DTYPES[options.dtype].itemsize,
-        kv_tokens_per_instance=cache.derive_num_blocks(spec, options) * options.block_tokens,
-        slots=len(layout.instances) * options.seqs_max,
-        inflight_groups=groups,
-        inflight_requests=groups * params.group_size,
-        # The window, and the version that is being published.
-        # Live versions, the one that is being sealed, and beside two of them what makes their
-        # masters exact: as large as the version where that is half of a master, else small.
-        shm_needed_bytes=each * (policy.max_staleness + 4),
-        problems=(),
-    )
+    # Live versions, the one that is being sealed, and beside two of them what makes their
+    # masters exact: as large as the version where that is half of a master, else small.
+    shm = each * (policy.max_staleness + 4)
+    figures: dict[str, Any] = {
+        "mode": params.mode.value,
+        "device": device,
+        "instances": len(layout.instances),
+        # Of each instance, as CUDA names them; none on a CPU.
+        "instance_gpus": tuple(",".join(place.gpus) for place in layout.places.values()),
+        "instance_threads": config.rollout.threads,
+        "learner_threads": layout.learner_threads,
+        "colocated": layout.elastic,
+        "resident_versions": layout.resident_max,
+        "versions_fit": fit,
+        "version_bytes": each,
+        "parameters": each // cache.DTYPES[options.dtype].itemsize,
+        "kv_tokens_per_instance": cache.derive_num_blocks(spec, options) * options.block_tokens,
+        "slots": len(layout.instances) * options.seqs_max,
+        "inflight_groups": groups,
+        "inflight_requests": groups * params.group_size,
+        "shm_needed_bytes": shm,
+    }
+    # So many instances share a device; 0: its memory is planned elsewhere.
     crowd = 0 if layout.memory is not None else layout.crowd
-    problems = tuple(_problems(plan, config, machine, spec.context_max, crowd))
-    return Forecast(**{**asdict(plan), "problems": problems})
+    needed = layout.resident_max * crowd
+    figures["problems"] = _problems(figures, config, machine, spec.context_max, needed)
+    return figures, _forecast_lines(figures)
+
+
+def _forecast_lines(plan: dict[str, Any]) -> list[str]:
+    where = "on the learner's cores" if plan["colocated"] else "beside the learner"
+    gpus = [f"GPUs of the instances: {' '.join(plan['instance_gpus'])}"]
+    return [
+        f"{plan['mode']} on {plan['device']}: {plan['instances']} instances x "
+        f"{plan['instance_threads']} threads {where}, learner with {plan['learner_threads']} "
+        "threads",
+        *(gpus if any(plan["instance_gpus"]) else []),
+        f"{plan['parameters'] / 1e6:.2f} M parameters, {plan['version_bytes'] / GIB:.3f} GiB a "
+        f"version; an instance holds up to {plan['resident_versions']}, memory has room for "
+        f"{plan['versions_fit']} more in all",
+        f"in flight: up to {plan['inflight_groups']} groups = {plan['inflight_requests']} "
+        f"requests, for {plan['slots']} decode slots; KV for {plan['kv_tokens_per_instance']} "
+        "tokens an instance",
+        f"shared memory for live versions: {plan['shm_needed_bytes'] / GIB:.3f} GiB",
+    ]
 
 
 def _problems(
-    plan: Forecast, config: RunConfig, machine: Machine, context: int, crowd: int
+    plan: dict[str, Any], config: RunConfig, machine: Machine, context: int, needed: int
 ) -> list[str]:
-    """`crowd` instances share a device; 0: its memory is planned elsewhere."""
-    found = []
-    needed = plan.resident_versions * crowd
-    if plan.versions_fit < needed:
-        found.append(
-            f"{needed} resident versions do not fit, only {plan.versions_fit}: lower "
-            "orchestration.max_staleness, rollout.versions_max or rollout.num_instances"
-        )
-    if plan.shm_needed_bytes > machine.shm_free_bytes:
-        found.append("shared memory is too small for the live versions: set weights.root")
-    if plan.device == "cpu" and plan.instances * plan.instance_threads > machine.cores:
-        found.append(
-            f"{plan.instances} instances x {plan.instance_threads} threads on {machine.cores} "
-            "cores: lower rollout.num_instances or rollout.threads"
-        )
-    if plan.inflight_requests > plan.slots:
-        found.append(
-            f"{plan.inflight_requests} requests wanted in flight, but only {plan.slots} slots: "
-            "raise rollout.seqs_max or lower orchestration.inflight_groups"
-        )
-    if config.rollout.tokens_max >= context:
-        found.append(
+    """Whether each thing fits, and what to say where it does not."""
+    threads = plan["instances"] * plan["instance_threads"]
+    checks = (
+        (
+            plan["versions_fit"] >= needed,
+            f"{needed} resident versions do not fit, only {plan['versions_fit']}: lower "
+            "orchestration.max_staleness, rollout.versions_max or rollout.num_instances",
+        ),
+        (
+            plan["shm_needed_bytes"] <= machine.shm_free_bytes,
+            "shared memory is too small for the live versions: set weights.root",
+        ),
+        (
+            plan["device"] != "cpu" or threads <= machine.cores,
+            f"{plan['instances']} instances x {plan['instance_threads']} threads on "
+            f"{machine.cores} cores: lower rollout.num_instances or rollout.threads",
+        ),
+        (
+            plan["inflight_requests"] <= plan["slots"],
+            f"{plan['inflight_requests']} requests wanted in flight, but only {plan['slots']} "
+            "slots: raise rollout.seqs_max or lower orchestration.inflight_groups",
+        ),
+        (
+            config.rollout.tokens_max < context,
             f"rollout.tokens_max ({config.rollout.tokens_max}) leaves no room for a prompt in "
-            f"the model's {context} positions"
-        )
-    return found
+            f"the model's {context} positions",
+        ),
+    )
+    return [problem for fits, problem in checks if not fits]

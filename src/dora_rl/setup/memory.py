@@ -232,44 +232,51 @@ def recheck_bytes(need: Need, pack: int, chunk: int) -> int:
     return int(FRAGMENTED * (twin + max(layer, logits))) - gradients
 
 
-def state_lines(need: Need) -> Iterator[Line]:
+def state_lines(need: Need) -> list[Line]:
     """What the learner holds all the time."""
     spec, who = need.spec, need.learner_name
     params, ranks, trained = num_params(spec), need.num_ranks, trained_params(need)
-    yield Line(who, "context", CONTEXT_BYTES)
-    if need.lora_rank:
-        kind = "float32" if need.base_bytes == 4 else "as it computes"
-        yield Line(who, f"frozen base ({kind})", need.base_bytes * params // ranks)
-    yield Line(who, "masters (float32)", 4 * trained // ranks)
-    yield Line(who, "gradients (float32)", 4 * trained // ranks)
-    yield Line(who, "moments (float32)", 8 * trained // ranks)
-    if need.num_twins:
-        name = f"frozen copies: {need.num_twins}"
-        yield Line(who, name, need.num_twins * need.compute_bytes * params)
-    if need.critic:
-        yield Line(who, "critic: masters, gradients, moments", 16 * params // ranks)
-    if ranks > 1:  # two layers and the matrices at the ends are whole while they compute
-        whole = 2 * body_params(spec) // spec.num_layers + num_params(spec) - body_params(spec)
-        yield Line(who, "parts gathered from other ranks", (need.compute_bytes + 4) * whole)
+    kind = "float32" if need.base_bytes == 4 else "as it computes"
+    base = need.base_bytes * params // ranks if need.lora_rank else 0
+    # Of several ranks two layers and the matrices at the ends are whole while they compute.
+    whole = 2 * body_params(spec) // spec.num_layers + params - body_params(spec)
+    gathered = (need.compute_bytes + 4) * whole if ranks > 1 else 0
+    twins = need.num_twins * need.compute_bytes * params
+    critic = 16 * params // ranks if need.critic else 0
+    sizes = {
+        "context": CONTEXT_BYTES,
+        f"frozen base ({kind})": base,
+        "masters (float32)": 4 * trained // ranks,
+        "gradients (float32)": 4 * trained // ranks,
+        "moments (float32)": 8 * trained // ranks,
+        f"frozen copies: {need.num_twins}": twins,
+        "critic: masters, gradients, moments": critic,
+        "parts gathered from other ranks": gathered,
+    }
+    return [Line(who, what, num_bytes) for what, num_bytes in sizes.items() if num_bytes]
 
 
 def kv_token_bytes(spec: ModelSpec, item_bytes: int = 2) -> int:
     return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * item_bytes
 
 
-def engine_lines(need: Need, who: str, versions: int, requests: int, kv: int) -> Iterator[Line]:
+def engine_lines(need: Need, who: str, versions: int, requests: int, kv: int) -> list[Line]:
     spec = need.spec
     weights = need.item_bytes * num_params(spec)
-    yield Line(who, "context", CONTEXT_BYTES)
+    what, held = (
+        "weights" if versions == 1 else f"weights of {versions} versions",
+        versions * weights,
+    )
     if need.lora_rank and need.adapters:
         each = need.item_bytes * adapter_params(spec, need.lora_rank)
-        yield Line(who, f"base and {versions} adapters", weights + versions * each)
-    else:
-        what = "weights" if versions == 1 else f"weights of {versions} versions"
-        yield Line(who, what, versions * weights)
-    yield Line(who, "graphs and workspace", graph_bytes(need, versions, requests))
+        what, held = f"base and {versions} adapters", weights + versions * each
     tokens = kv // kv_token_bytes(spec, need.item_bytes)
-    yield Line(who, f"KV cache: {tokens:,} tokens", kv)
+    return [
+        Line(who, "context", CONTEXT_BYTES),
+        Line(who, what, held),
+        Line(who, "graphs and workspace", graph_bytes(need, versions, requests)),
+        Line(who, f"KV cache: {tokens:,} tokens", kv),
+    ]
 
 
 def decoded_at_once(need: Need, kv: int) -> int:
@@ -361,12 +368,7 @@ def _divide(
     wanted = full * need.num_requests
     kv = need.kv_bytes or max(2 * full, int(share * wanted))
     decoded = min(need.num_requests, decoded_at_once(need, kv))
-    engines = [
-        line
-        for name in names
-        for line in engine_lines(need, name, versions, decoded, 0)
-        if not line.what.startswith("KV")
-    ]
+    engines = [line for name in names for line in engine_lines(need, name, versions, decoded, 0)]
     left = room - sum(line.num_bytes for line in [*lines, *engines])
     if names and not need.kv_bytes:
         kv = min(max(2 * full, wanted), max(kv, left // len(names)))

@@ -11,25 +11,23 @@ the same sizes. Never touches a device.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from functools import reduce
+from typing import Any, NamedTuple
 
 from dora_rl.config import RunConfig
 from dora_rl.engine.models import read_spec
 from dora_rl.engine.options import EngineOptions
 from dora_rl.engine.spec import ModelSpec
-from dora_rl.setup.cards import Card, look_at_cards
-from dora_rl.setup.devices import visible_gpus
-from dora_rl.setup.memory import CONTEXT_BYTES, GB, MemoryPlan, Need, plan_memory
+from dora_rl.setup.devices import Card, look_at_cards, visible_gpus
+from dora_rl.setup.layout import Layout, plan_layout
+from dora_rl.setup.memory import CONTEXT_BYTES, GB, RESERVE_SHARE, MemoryPlan, Need, plan_memory
 from dora_rl.setup.settings import core_params, is_recomputable
 from dora_rl.trainer.losses.recipes import fill
 from dora_rl.trainer.options import AlgorithmOptions, from_section
 from dora_rl.types import UserError
 from dora_rl.workers.engines import adapter_rank
-
-if TYPE_CHECKING:
-    from dora_rl.setup.layout import Layout
 
 Sizes = dict[str, dict[str, Any]]  # section -> key -> value
 SCORED_VERSIONS = 2  # that the learner holds to compute old log-probs under (trainer/scoring.py)
@@ -162,8 +160,6 @@ def with_memory(config: RunConfig, layout: Layout) -> Layout:
 
 def imagined(config: RunConfig, device_memory_gb: float) -> Layout:
     """As if this machine had such GPUs: as many as it has, or one. Needs none."""
-    from dora_rl.setup.layout import plan_layout
-
     gpus = visible_gpus() or ("0",)
     layout, size = plan_layout(config, "cuda", gpus), int(device_memory_gb * GB)
     plan = plan_run(config, layout, dict.fromkeys(gpus, Card(size, size)))
@@ -311,3 +307,122 @@ def num_twins(config: RunConfig) -> int:
         one = bool(adapter_rank(config)) or options.old_logprobs == "proximal"
         scored = 1 if one else min(SCORED_VERSIONS, max(1, config.orchestration.max_staleness))
     return int(has_reference) + scored
+
+
+# ---- what to change where a run does not fit: each change is planned, none is guessed
+
+WAYS_MAX = 4
+LORA_RANK = 32
+TOKENS_MIN, SEQS_MIN = 256, 16
+
+
+class Change(NamedTuple):
+    """One key to set, and what to say beside it."""
+
+    section: str
+    key: str
+    value: Any
+    more: str = ""
+
+    def of(self, config: RunConfig) -> RunConfig:
+        part = getattr(config, self.section).model_copy(update={self.key: self.value})
+        return config.model_copy(update={self.section: part})
+
+    @property
+    def text(self) -> str:
+        value = "[]" if self.value == () else self.value
+        return f"{self.section}.{self.key}={value}{self.more}"
+
+
+def candidates(config: RunConfig, plan: RunPlan) -> list[Change]:
+    """Changes that exist, the cheapest first: what costs speed before what costs quality. Of one
+    kind the smallest comes first."""
+    rollout, trainer = config.rollout, config.trainer
+    has_learner = any(device.seats.learner for device in plan.devices)
+    has_evaluator = any(device.seats.evaluator for device in plan.devices)
+    older = config.algorithm.old_logprobs in ("behaviour", "proximal")
+    checkpointing = trainer.activation_checkpointing
+    offers = [
+        (rollout.num_blocks, Change("rollout", "num_blocks", 0)),
+        (rollout.kv_bytes_max, Change("rollout", "kv_bytes_max", 0)),
+        (
+            has_learner and checkpointing == "none",
+            Change("trainer", "activation_checkpointing", "layer"),
+        ),
+        (has_learner and trainer.pack_tokens, Change("trainer", "pack_tokens", 0)),
+        (rollout.versions_max > 1, Change("rollout", "versions_max", 0)),
+        (rollout.num_instances > 1, Change("rollout", "num_instances", 1)),
+        *((True, Change("rollout", "seqs_max", n)) for n in halved(rollout.seqs_max, SEQS_MIN)),
+        (has_evaluator, Change("data", "eval", (), " (evaluate afterwards)")),
+        (older, Change("algorithm", "old_logprobs", "rollout")),
+        *(
+            (True, Change("orchestration", "max_staleness", staleness))
+            for staleness in range(config.orchestration.max_staleness - 1, 0, -1)
+        ),
+        *(
+            (True, Change("rollout", "tokens_max", n))
+            for n in halved(rollout.tokens_max, TOKENS_MIN)
+        ),
+        (has_learner and not trainer.lora_rank, Change("trainer", "lora_rank", LORA_RANK)),
+    ]
+    return [change for offered, change in offers if offered]
+
+
+def halved(value: int, least: int) -> Iterator[int]:
+    """
+    >>> list(halved(100, 20))
+    [50, 25]
+    """
+    while (value := value // 2) >= least:
+        yield value
+
+
+def memory_problems(config: RunConfig, layout: Layout) -> list[str]:
+    """One line for each GPU that is too small; none where the run fits, or nothing is known."""
+    plan = layout.memory
+    wrong = [device for device in plan.devices if not device.memory.fits] if plan else []
+    if plan is None or not wrong:
+        return []
+    cards = plan.cards
+
+    def fits(changes: Sequence[Change]) -> bool:
+        other = reduce(lambda changed, change: change.of(changed), changes, config)
+        try:
+            found = plan_run(other, plan_layout(other, layout.device, tuple(cards)), cards)
+        except UserError:  # the change does not go with the rest of the configuration
+            return False
+        return found is not None and found.fits
+
+    ways = ways_out(candidates(config, plan), fits)
+    return [f"{needs_line(device)}: {ways}" for device in wrong]
+
+
+def needs_line(device: DevicePlan) -> str:
+    memory = device.memory
+    # The plan that did not fit is the smallest there is; a card keeps a reserve beside it.
+    smallest = int(memory.planned_bytes / (1.0 - RESERVE_SHARE))
+    parts = {line.who: memory.of(line.who) for line in memory.lines}
+    listed = ", ".join(f"{who} {num_bytes / GB:.1f}" for who, num_bytes in parts.items())
+    return (
+        f"GPU {device.gpu.removeprefix('cuda:')} has {memory.total_bytes / GB:.1f} GB and the run "
+        f"needs {smallest / GB:.1f} GB at least ({listed})"
+    )
+
+
+def ways_out(changes: Sequence[Change], fits: Callable[[Sequence[Change]], bool]) -> str:
+    """Single changes that are enough, one of each kind; where none is, several together: the most
+    of each kind, then without whatever is not needed."""
+    enough: dict[str, Change] = {}
+    for change in changes:
+        if change.key not in enough and fits([change]):
+            enough[change.key] = change
+    if enough:
+        return f"set {' or '.join([change.text for change in enough.values()][:WAYS_MAX])}"
+    needed = most = list({change.key: change for change in changes}.values())
+    if not fits(most):
+        return "no setting of this program makes it fit; use a larger card or a smaller model"
+    for change in reversed(most[:-1]):
+        fewer = [other for other in needed if other is not change]
+        if fits(fewer):
+            needed = fewer
+    return f"set {' and '.join(change.text for change in needed)}"

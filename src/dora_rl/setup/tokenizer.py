@@ -27,7 +27,7 @@ TEXT_OPTIONS = {"tokenize", "add_generation_prompt", "continue_final_message"}
 
 
 class LightTokenizer:
-    """What data and rewards ask of a tokenizer (`data.render.Tokenizer`, and `decode`)."""
+    """What data and rewards ask of a tokenizer (`data.prompts.Tokenizer`, and `decode`)."""
 
     def __init__(self, path: Path, settings: dict[str, Any], trust_remote_code: bool) -> None:
         from tokenizers import Tokenizer

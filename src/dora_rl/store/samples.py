@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from dora_rl.controller.records import TrainedSample
 from dora_rl.core import actions as act
-from dora_rl.envs.text import spans
+from dora_rl.envs.base import spans
 from dora_rl.store.sample_digest import rounded
 from dora_rl.store.table import Row, Table
 from dora_rl.store.trajectories import columns_of, to_message, trajectory_of

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from dora_rl.envs.text import spans
+from dora_rl.envs.base import spans
 from dora_rl.io.lines import read_lines
 from dora_rl.io.transport import Link, Refused, Server, TransportError
 from dora_rl.io.wire import Channel, Message, pack, unpack

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dora_rl.envs.host import Answer, Ask, Host
-from dora_rl.envs.load import load_environments
+from dora_rl.envs.host import Answer, Ask, Host, load_environments
 from dora_rl.io.wire import Channel, Message
 from dora_rl.types import RequestId
 from dora_rl.workers.turns import read_row, turn_text

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dora_rl.config import RunConfig
-from dora_rl.envs.host import Answer, Ask, Host
-from dora_rl.envs.load import label_of, load_environments
+from dora_rl.envs.host import Answer, Ask, Host, label_of, load_environments
 from dora_rl.types import RequestId, Trajectory
 from dora_rl.workers.turns import episode_seed, read_row, turn_text
 

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dora_rl.config import RunConfig
-from dora_rl.envs.base import Row
+from dora_rl.envs.base import Row, TurnText
 from dora_rl.envs.host import Answer
-from dora_rl.envs.text import TurnText
 from dora_rl.types import Finish, Prompt, RequestId, SamplingParams, Trajectory
 
 if TYPE_CHECKING:

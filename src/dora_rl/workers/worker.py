@@ -24,8 +24,7 @@ from safetensors import SafetensorError
 from dora_rl.config import RunConfig
 from dora_rl.io.wire import Channel
 from dora_rl.out_of_memory import arm
-from dora_rl.setup.devices import VISIBLE
-from dora_rl.setup.mps import BELOW_NORMAL, PERCENT, PRIORITY
+from dora_rl.setup.devices import BELOW_NORMAL, PERCENT, PRIORITY, VISIBLE
 from dora_rl.types import BaseDiffers, UserError
 from dora_rl.user_code import UserCodeError, listen, raised
 from dora_rl.workers.full_disk import DISK_ERRORS, full_line, is_full

@@ -66,8 +66,8 @@ from dora_rl.io.wire import Message, decode_event
 from dora_rl.observe.eventlog import FileLog
 from dora_rl.observe.gpu_meter import GpuMeter, start_meter
 from dora_rl.ports import Ports
+from dora_rl.setup.devices import Mps
 from dora_rl.setup.layout import Layout, start_ranks
-from dora_rl.setup.mps import Mps
 from dora_rl.setup.settings import core_params
 from dora_rl.store.journals import Journals
 from dora_rl.store.sample_digest import text_digest

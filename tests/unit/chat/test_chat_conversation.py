@@ -6,10 +6,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from dora_rl.chat.conversation import Conversation
+from dora_rl.chat.conversation import ChatTemplate, Conversation
 from dora_rl.chat.errors import ApiError
 from dora_rl.chat.requests import read_chat
-from dora_rl.chat.template import ChatTemplate
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

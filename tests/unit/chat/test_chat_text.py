@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from dora_rl.chat.text import BROKEN, TextStream, clear_of
-from dora_rl.chat.tool_calls import read_tool_calls
+from dora_rl.chat.answers import BROKEN, TextStream, clear_of, read_tool_calls
 
 TOOLS = [{"type": "function", "function": {"name": "add"}}]
 

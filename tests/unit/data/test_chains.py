@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from itertools import islice, product
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from dora_rl.data import chains
 from dora_rl.data.chains import ChainSpec, Flaws, Problem, Split
+from dora_rl.data.tasks import Chains
 from dora_rl.types import UserError
 
 SPEC = ChainSpec()
@@ -66,32 +67,30 @@ def test_flawed_demonstrations_never_touch_the_held_out_split() -> None:
 
 @pytest.mark.parametrize("split", Split)
 def test_response_lengths_have_a_long_tail(split: Split) -> None:
-    stream = islice(chains.prompts(SPEC, split, seed=0), 4000)
-    lengths = sorted(
-        len(chains.solution(chains.problem_at(SPEC, split, 0, prompt.index))) for prompt in stream
-    )
+    stream = (chains.problem_at(SPEC, split, 0, index) for index in range(4000))
+    lengths = sorted(len(chains.solution(problem)) for problem in stream)
     assert lengths[3959] / statistics.median(lengths) >= 8
 
 
 def test_the_stream_depends_on_seed_and_index_only() -> None:
-    whole = list(islice(chains.prompts(SPEC, Split.TRAIN, seed=5), 50))
-    resumed = list(islice(chains.prompts(SPEC, Split.TRAIN, seed=5, start=30), 20))
-    other = list(islice(chains.prompts(SPEC, Split.TRAIN, seed=6), 50))
+    source = Chains(num_steps_median=SPEC.num_steps_median, num_steps_max=SPEC.num_steps_max)
+    whole = [source.row(5, index, "train") for index in range(50)]
+    resumed = [source.row(5, index, "train") for index in range(30, 50)]
+    other = [source.row(6, index, "train") for index in range(50)]
     assert whole[30:] == resumed
-    assert [prompt.text for prompt in whole] != [prompt.text for prompt in other]
+    assert [row["prompt"] for row in whole] != [row["prompt"] for row in other]
     # Pinned: the shipped model was warm-started on this stream; it must not change silently.
-    assert [prompt.text for prompt in whole[:4]] == PINNED
+    assert [row["prompt"] for row in whole[:4]] == PINNED
 
 
 PINNED = ["01:596\n", "01:758\n", "01:016\n", "05:419\n"]
 
 
-def test_a_prompt_carries_answer_difficulty_and_tokens() -> None:
-    prompt = chains.prompt_at(SPEC, Split.HELDOUT, 1, 2, encode=lambda text: [len(text)])
-    problem = chains.problem_at(SPEC, Split.HELDOUT, 1, 2)
-    assert (prompt.text, prompt.answer) == (problem.text, problem.answer)
-    assert prompt.columns == {"difficulty": problem.num_steps, "split": "heldout"}
-    assert prompt.token_ids == (7,)
+def test_a_row_carries_answer_difficulty_and_split() -> None:
+    row = Chains().row(1, 2, "heldout")
+    problem = chains.problem_at(ChainSpec(), Split.HELDOUT, 1, 2)
+    assert (row["prompt"], row["answer"]) == (problem.text, problem.answer)
+    assert (row["difficulty"], row["split"]) == (problem.num_steps, "heldout")
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from dora_rl.config import DataConfig, DataSource
-from dora_rl.data.prompts import check_disjoint, open_data, open_prompts
-from dora_rl.data.render import read_answer
+from dora_rl.data.prompts import check_disjoint, open_data, open_prompts, read_answer
 from dora_rl.types import UserError
 
 

@@ -43,7 +43,7 @@ def test_a_solution_is_right_and_rewarded(seed: int, index: int, split: Split) -
 
 
 def test_the_built_in_reward_takes_the_solution() -> None:
-    math = pytest.importorskip("dora_rl.rewards.mathematics").math
+    math = pytest.importorskip("dora_rl.rewards.builtin").math
     pytest.importorskip("math_verify")
     problem = sums.problem_at(SPEC, Split.TRAIN, 0, 7)
     right = ScoreItem(problem.text, problem.text, sums.solution(problem), answer=problem.answer)

@@ -9,11 +9,9 @@ import pytest
 
 pytest.importorskip("openai")
 
-from dora_rl.config.env import EnvConfig, EnvironmentEntry
-from dora_rl.envs.base import Row
-from dora_rl.envs.host import Answer, Ask, Host
-from dora_rl.envs.load import load_environments
-from dora_rl.envs.text import TurnText
+from dora_rl.config import EnvConfig, EnvironmentEntry
+from dora_rl.envs.base import Row, TurnText
+from dora_rl.envs.host import Answer, Ask, Host, load_environments
 from dora_rl.setup.tokenizer import open_tokenizer
 from dora_rl.types import RequestId, UserError
 from dora_rl.user_code import listen, trace_of

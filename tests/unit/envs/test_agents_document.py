@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from dora_rl.config import EnvConfig, RunConfig
-from dora_rl.config.env import EnvironmentEntry
-from dora_rl.envs.load import load_environments
+from dora_rl.config import EnvConfig, EnvironmentEntry, RunConfig
+from dora_rl.envs.host import load_environments
 
 TEXT = (Path(__file__).parents[3] / "docs" / "agents.md").read_text()
 

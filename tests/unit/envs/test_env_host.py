@@ -11,10 +11,8 @@ from typing import Any, ClassVar
 import pytest
 
 from dora_rl.config import EnvConfig
-from dora_rl.envs.base import Environment, Observation, Row, Turn
-from dora_rl.envs.host import Answer, Ask, Host
-from dora_rl.envs.load import LoadedEnvironment, load_environments
-from dora_rl.envs.text import TurnText, spans, turns_of
+from dora_rl.envs.base import Environment, Observation, Row, Turn, TurnText, spans, turns_of
+from dora_rl.envs.host import Answer, Ask, Host, LoadedEnvironment, load_environments
 from dora_rl.types import RequestId, UserError
 
 STOP = 99

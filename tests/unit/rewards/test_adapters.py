@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from dora_rl.rewards.base import CallLimits, ScoreError, ScoreItem, load_reward
-from dora_rl.rewards.forms import Form
-from dora_rl.rewards.function import FunctionReward
+from dora_rl.config import RewardConfig
+from dora_rl.rewards.base import ScoreError, ScoreItem, load_reward
+from dora_rl.rewards.function import Form, FunctionReward
 from dora_rl.types import UserError
 
 STYLES = Path(__file__).parent / "styles"
@@ -263,7 +263,7 @@ class TestLoading:
 
 
 class TestLimits:
-    FAST = CallLimits(timeout_s=0.2, retry_wait_s=0.0)
+    FAST = RewardConfig(timeout_s=0.2, retry_wait_s=0.0)
 
     def test_endless_loop_ends_that_sample_only(self) -> None:
         def f(completion: str) -> float:
@@ -315,7 +315,7 @@ class TestLimits:
 
         FunctionReward("f", f, limits=self.FAST).score([item("x")])
         assert len(tries) == 1
-        FunctionReward("f", f, limits=CallLimits(attempts=2, retry_wait_s=0)).score([item("x")])
+        FunctionReward("f", f, limits=RewardConfig(attempts=2, retry_wait_s=0)).score([item("x")])
         assert len(tries) == 3
 
     @pytest.mark.parametrize(

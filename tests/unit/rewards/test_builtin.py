@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from dora_rl.config import RewardConfig
-from dora_rl.rewards.base import ScoreError, ScoreItem, build, load_reward
-from dora_rl.rewards.weighted import CachedReward
+from dora_rl.rewards.base import CachedReward, ScoreError, ScoreItem, build, load_reward
 from dora_rl.types import UserError
 
 

@@ -8,9 +8,16 @@ from typing import Any
 
 import pytest
 
-from dora_rl.rewards.base import CallLimits, ScoreError, ScoreItem
-from dora_rl.rewards.code import CodeReward, program_in
-from dora_rl.rewards.problem_tests import Exchange, Statement, problem_tests, same_output
+from dora_rl.config import RewardConfig
+from dora_rl.rewards.base import ScoreError, ScoreItem
+from dora_rl.rewards.code import (
+    CodeReward,
+    Exchange,
+    Statement,
+    problem_tests,
+    program_in,
+    same_output,
+)
 from dora_rl.rewards.sandbox.box import Sandbox
 
 DOUBLE = "```python\ndef double(x):\n    return 2 * x\n```"
@@ -23,7 +30,7 @@ def item(completion: str, answer: str | None = None, **columns: object) -> Score
 
 @pytest.fixture(scope="module")
 def reward(sandbox: Sandbox) -> Iterator[CodeReward]:
-    made = CodeReward(CallLimits())
+    made = CodeReward(RewardConfig())
     yield made
     made.close()
 
@@ -31,7 +38,7 @@ def reward(sandbox: Sandbox) -> Iterator[CodeReward]:
 @pytest.fixture(scope="module")
 def partial(sandbox: Sandbox) -> Iterator[CodeReward]:
     # The program that hangs is busy: its time on a core ends it, however busy the machine is.
-    made = CodeReward(CallLimits(timeout_s=120), partial=True, wall_s=60, cpu_s=1)
+    made = CodeReward(RewardConfig(timeout_s=120), partial=True, wall_s=60, cpu_s=1)
     yield made
     made.close()
 

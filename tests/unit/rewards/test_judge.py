@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from dora_rl.config import RewardConfig
-from dora_rl.rewards.base import CallLimits, ScoreError, ScoreItem, build
+from dora_rl.rewards.base import ScoreError, ScoreItem, build
 from dora_rl.rewards.judge import JudgeReward
 from dora_rl.types import UserError
 
-LIMITS = CallLimits(timeout_s=60.0, retry_wait_s=0.0)
+LIMITS = RewardConfig(timeout_s=60.0, retry_wait_s=0.0)
 
 
 class Endpoint(ThreadingHTTPServer):

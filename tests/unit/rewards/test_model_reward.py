@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from dora_rl.rewards.base import CallLimits, ScoreError, ScoreItem
+from dora_rl.config import RewardConfig
+from dora_rl.rewards.base import ScoreError, ScoreItem
 from dora_rl.rewards.model import ModelReward
 from dora_rl.types import UserError
 
@@ -52,7 +53,7 @@ def numbers(scores: list[float | ScoreError]) -> list[float]:
 
 
 def test_score_is_the_models_own_and_free_of_batch_mates(directory: Path) -> None:
-    reward = ModelReward(CallLimits(), directory.parent, path=directory.name, batch_items=2)
+    reward = ModelReward(RewardConfig(), directory.parent, path=directory.name, batch_items=2)
     texts = ["good", "a much longer response than that", "bad"]
     together = numbers(reward.score([item(text) for text in texts]))
     alone = [numbers(reward.score([item(text)]))[0] for text in texts]
@@ -68,13 +69,13 @@ def test_score_is_the_models_own_and_free_of_batch_mates(directory: Path) -> Non
 
 
 def test_squash(directory: Path) -> None:
-    reward = ModelReward(CallLimits(), Path("."), path=str(directory), squash=True)
+    reward = ModelReward(RewardConfig(), Path("."), path=str(directory), squash=True)
     (score,) = numbers(reward.score([item("good")]))
     assert 0 < score < 1
 
 
 def test_wrong_directory_and_label(directory: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be loaded"):
-        ModelReward(CallLimits(), Path("."), path=str(tmp_path))
+        ModelReward(RewardConfig(), Path("."), path=str(tmp_path))
     with pytest.raises(UserError, match="1 labels"):
-        ModelReward(CallLimits(), Path("."), path=str(directory), label=1)
+        ModelReward(RewardConfig(), Path("."), path=str(directory), label=1)

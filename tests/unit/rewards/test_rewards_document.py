@@ -10,14 +10,13 @@ TEXT = (Path(__file__).parents[3] / "docs" / "rewards.md").read_text()
 def test_every_built_in_and_its_options_are_documented() -> None:
     import inspect
 
-    from dora_rl.rewards import builtin, mathematics
+    from dora_rl.rewards import builtin
     from dora_rl.rewards.code import CodeReward
     from dora_rl.rewards.judge import JudgeReward
     from dora_rl.rewards.model import ModelReward
 
     makers = {
-        **builtin.SIMPLE,
-        "math": mathematics.math,
+        **builtin.SCORERS,
         "code": CodeReward,
         "judge": JudgeReward,
         "model": ModelReward,

@@ -17,8 +17,7 @@ from typing import Any, cast
 import pytest
 
 from dora_rl.rewards.sandbox import seccomp
-from dora_rl.rewards.sandbox.box import Sandbox
-from dora_rl.rewards.sandbox.door import SandboxLost
+from dora_rl.rewards.sandbox.box import Sandbox, SandboxLost
 from dora_rl.rewards.sandbox.limits import End, Limits
 from dora_rl.types import UserError
 

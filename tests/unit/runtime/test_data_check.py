@@ -12,7 +12,7 @@ import pytest
 from dora_rl.cli import main
 from dora_rl.config import RunConfig
 from dora_rl.data.prompts import open_data
-from dora_rl.setup.data_check import DataCheck, check_data
+from dora_rl.setup.prepare import DataCheck, check_data
 
 ROOT = Path(__file__).parents[3]
 QUICKSTART = ROOT / "recipes" / "quickstart.toml"

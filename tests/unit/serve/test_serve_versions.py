@@ -119,5 +119,5 @@ def test_idle_sessions_end(run):
     limits = ServeLimits(session_idle_s_max=0.0)
     with serving(run, limits=limits) as running:
         ask(running.client(), [user(FIRST)], "short")
-        wait_until(lambda: running.service.sessions_on(0) == 0, "the session has ended")
+        wait_until(lambda: running.service.sessions.on(0) == 0, "the session has ended")
         wait_until(lambda: running.engine.stats().idle == 0, "its KV is free")

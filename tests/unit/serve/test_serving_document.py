@@ -14,8 +14,8 @@ pytest.importorskip("openai")
 from serving import MODEL, serving
 
 from dora_rl.cli import build_parser
-from dora_rl.config.env import EnvConfig
-from dora_rl.envs.load import load_environments
+from dora_rl.config import EnvConfig
+from dora_rl.envs.host import load_environments
 
 TEXT = (Path(__file__).parents[3] / "docs" / "serving.md").read_text()
 

@@ -12,12 +12,11 @@ import pytest
 from dora_rl.cli import main
 from dora_rl.config import RunConfig
 from dora_rl.controller.resume import write_config
-from dora_rl.setup.cards import Card, read_rows
+from dora_rl.setup.devices import Card, read_rows
 from dora_rl.setup.layout import Layout, plan_layout
 from dora_rl.setup.memory import CONTEXT_BYTES, GB
-from dora_rl.setup.plan import RunPlan, plan_run, planned
+from dora_rl.setup.plan import RunPlan, memory_problems, plan_run, planned
 from dora_rl.setup.prepare import Prepared
-from dora_rl.setup.ways_out import memory_problems
 from dora_rl.types import UserError
 from dora_rl.workers.worker import gpu_index, read_setup
 

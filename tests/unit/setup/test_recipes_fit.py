@@ -13,11 +13,10 @@ import memory_program
 import pytest
 
 from dora_rl.config import RunConfig
-from dora_rl.setup.cards import Card
+from dora_rl.setup.devices import Card
 from dora_rl.setup.layout import plan_layout
 from dora_rl.setup.memory import GB, MemoryPlan
-from dora_rl.setup.plan import plan_run, planned
-from dora_rl.setup.ways_out import memory_problems
+from dora_rl.setup.plan import memory_problems, plan_run, planned
 
 ROOT = Path(__file__).parents[3]
 SHAPES = memory_program.load().SHAPES

@@ -248,15 +248,13 @@ def _limit(limits: dict[str, Any]) -> None:
         resource.RLIMIT_MSGQUEUE: 0,
         resource.RLIMIT_RTPRIO: 0,
         resource.RLIMIT_SIGPENDING: 256,
+        resource.RLIMIT_STACK: STACK_BYTES,
     }
     for kind, value in bounds.items():
         _, hard = resource.getrlimit(kind)
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(kind, (value, value))
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))
-    _, hard = resource.getrlimit(resource.RLIMIT_STACK)
-    stack = STACK_BYTES if hard == resource.RLIM_INFINITY else min(STACK_BYTES, hard)
-    resource.setrlimit(resource.RLIMIT_STACK, (stack, stack))
 
 
 def _kill_children() -> None:
