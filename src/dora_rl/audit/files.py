@@ -24,8 +24,7 @@ from dora_rl.controller.records import Totals, best_of
 from dora_rl.data.prompts import PromptSource, open_data
 from dora_rl.io.lines import shape_problem
 from dora_rl.observe.audit import Auditor
-from dora_rl.observe.audit_books import TrainedSample
-from dora_rl.observe.audit_report import Finding, Notebook, Promise
+from dora_rl.observe.audit_books import Finding, Notebook, Promise, TrainedSample
 from dora_rl.setup.settings import core_params, load_config
 from dora_rl.setup.tokenizer import open_tokenizer
 from dora_rl.store.record_log import TableError

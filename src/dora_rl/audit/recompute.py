@@ -23,8 +23,7 @@ from dora_rl.core.events import Recomputed
 from dora_rl.data.prompts import PromptSource, open_data
 from dora_rl.io.lines import shape_problem
 from dora_rl.observe.audit import Auditor
-from dora_rl.observe.audit_books import TrainedSample
-from dora_rl.observe.audit_report import Finding, Promise
+from dora_rl.observe.audit_books import Finding, Promise, TrainedSample
 from dora_rl.setup.settings import load_config
 from dora_rl.setup.tokenizer import open_tokenizer
 from dora_rl.trainer.documents import Document, document_of
