@@ -6,8 +6,8 @@ and passes over the rest of a line. Rare ones are decoded as they are. What no p
 out, and checksums are not looked at: proving is `audit`'s part.
 
 Segments of a long log are read by other processes, which `segments` starts. Each gets paths and
-answers each with a JSON header, the rare values as the log has them, and the arrays, whole numbers
-as short as they may be. A reader that dies (killed for its memory, say) is an error that names its
+answers each with a message (`io.wire`): the rare values as the log has them, and the arrays, whole
+numbers as short as they may be. A reader that dies (killed for its memory, say) is an error that names its
 segment; nothing is passed over.
 
     python -m dora_rl.observe.columns FD FD < paths.json
@@ -33,7 +33,8 @@ from numpy.typing import NDArray
 
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
-from dora_rl.io.codec import decode, dumps, loads
+from dora_rl.io.codec import decode, loads
+from dora_rl.io.wire import pack, unpack
 from dora_rl.observe.segments import SegmentReaders
 from dora_rl.types import UserError
 
@@ -309,7 +310,7 @@ class Growing:
 # -- by other processes ----------------------------------------------------------------------------
 
 
-_SIZES = 3  # of header, rare values and arrays, eight bytes each
+_LENGTH_BYTES = 8
 
 
 def read_segments(readers: SegmentReaders) -> Iterator[Columns]:
@@ -325,21 +326,14 @@ def read_segments(readers: SegmentReaders) -> Iterator[Columns]:
 
 
 def send(found: Columns, out: IO[bytes]) -> None:
-    """One answer."""
-    arrays = [(k.__name__, n, _short(a)) for k, t in found.tables.items() for n, a in t.items()]
+    """One answer: its length, then a message."""
+    arrays = {f"{k.__name__}.{n}": _short(a) for k, t in found.tables.items() for n, a in t.items()}
     for name in ("at", "now", "before"):
-        column = np.array([getattr(rare, name) for rare in found.rare])
-        arrays.append(("rare", name, _short(column)))
-    arrays.sort(key=lambda row: -row[2].itemsize)  # so that each lies where its type may
-    header = {
-        "arrays": [[kind, name, a.dtype.str, len(a)] for kind, name, a in arrays],
-        "texts": found.texts,
-        "lines": [found.now_first, found.now_last, found.num_lines],
-    }
-    values = dumps([rare.value for rare in found.rare])
-    parts = [dumps(header), values, b"".join(a.tobytes() for *_, a in arrays)]
-    sizes = [len(part).to_bytes(8, "little") for part in parts]
-    out.write(b"".join(sizes + parts))
+        arrays[f"rare.{name}"] = _short(np.array([getattr(rare, name) for rare in found.rare]))
+    lines = [found.now_first, found.now_last, found.num_lines]
+    values = [rare.value for rare in found.rare]
+    data = pack("columns", {"texts": found.texts, "lines": lines, "rare": values}, arrays)
+    out.write(len(data).to_bytes(_LENGTH_BYTES, "little") + data)
     out.flush()
 
 
@@ -356,22 +350,20 @@ def _short(array: NDArray[Any]) -> NDArray[Any]:
 
 def receive(stream: IO[bytes]) -> Columns | None:
     """The next answer, None if there is no whole one."""
-    sizes = np.frombuffer(stream.read(8 * _SIZES), "<i8").tolist()
-    parts = [stream.read(size) for size in sizes]
-    if len(sizes) < _SIZES or [len(part) for part in parts] != sizes:
+    size = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
+    data = stream.read(size)
+    if not data or len(data) < size:
         return None
-    header: dict[str, Any] = loads(parts[0])
-    tables: dict[str, dict[str, Any]] = {kind: {} for kind in (*_KINDS, "rare")}
-    offset = 0
-    for kind, name, dtype, num in header["arrays"]:
-        array = np.frombuffer(parts[2], dtype, num, offset)
-        offset += array.nbytes
-        tables[kind][name] = array.astype(np.int64) if array.dtype.kind in "iu" else array
+    message = unpack(data)
+    tables: dict[str, Table] = {kind: {} for kind in (*_KINDS, "rare")}
+    for name, array in message.arrays.items():
+        kind, _, column = name.partition(".")
+        tables[kind][column] = array.astype(np.int64) if array.dtype.kind in "iu" else array
     rows = [tables["rare"][name].tolist() for name in ("at", "now", "before")]
-    values = map(value_of, loads(parts[1]))
+    values = map(value_of, message.body["rare"])
     rare = [Rare(*row) for row in zip(*rows, values, strict=True)]
     by_kind = {kind: tables[kind.__name__] for kind in FREQUENT}
-    return Columns(by_kind, rare, header["texts"], *header["lines"])
+    return Columns(by_kind, rare, message.body["texts"], *message.body["lines"])
 
 
 def main() -> None:
