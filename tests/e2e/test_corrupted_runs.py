@@ -14,8 +14,7 @@ from tiny_runs import TinyRun, tiny_run
 from dora_rl.audit.files import FileAudit
 from dora_rl.cli import main
 from dora_rl.observe.audit import Promise, audit_run, read_through
-from dora_rl.observe.eventlog import Entry, digest_in, encode_chained, encode_entry, read
-from dora_rl.observe.replay import replay
+from dora_rl.observe.eventlog import Entry, digest_in, encode_chained, encode_entry, read, replay
 from dora_rl.types import UserError
 
 

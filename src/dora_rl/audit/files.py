@@ -22,14 +22,14 @@ import numpy as np
 from dora_rl.config import RunConfig
 from dora_rl.controller.records import Totals, best_of
 from dora_rl.data.prompts import PromptSource, open_data
-from dora_rl.io.lines import shape_problem
+from dora_rl.io.append_log import shape_problem
 from dora_rl.observe.audit import Auditor
 from dora_rl.observe.audit_books import Finding, Notebook, Promise, TrainedSample
 from dora_rl.setup.settings import core_params, load_config
 from dora_rl.setup.tokenizer import open_tokenizer
-from dora_rl.store.record_log import TableError
-from dora_rl.store.sample_digest import sample_digest, text_digest
 from dora_rl.store.samples import Samples
+from dora_rl.store.table import TableError
+from dora_rl.store.trajectories import sample_digest, text_digest
 from dora_rl.types import RequestId, UserError, Version
 from dora_rl.weights.format import SealedFile, WeightsError
 from dora_rl.weights.proof import checkpoint_problem, seals_whole_models

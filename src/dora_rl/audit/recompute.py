@@ -21,7 +21,7 @@ import torch
 from dora_rl.config import RunConfig
 from dora_rl.core.events import Recomputed
 from dora_rl.data.prompts import PromptSource, open_data
-from dora_rl.io.lines import shape_problem
+from dora_rl.io.append_log import shape_problem
 from dora_rl.observe.audit import Auditor
 from dora_rl.observe.audit_books import Finding, Promise, TrainedSample
 from dora_rl.setup.settings import load_config

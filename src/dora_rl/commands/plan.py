@@ -19,8 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     preset = testbed.preset_of(args)
     from dora_rl.commands.progress import console, showing
-    from dora_rl.sim.plan import plan
-    from dora_rl.sim.plan_result import plan_table
+    from dora_rl.sim.plan import plan, plan_table
 
     prepare_output(args.json)
     with showing(["plan"]) as see:

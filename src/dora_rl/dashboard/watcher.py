@@ -17,13 +17,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dora_rl.dashboard import documents, group_documents
+from dora_rl.dashboard import documents
 from dora_rl.dashboard.run_files import RunFiles
 from dora_rl.dashboard.timeline import Stays, timeline
 from dora_rl.dashboard.verdict import Verdict
+from dora_rl.observe.columns import LogTail, read_columns
 from dora_rl.observe.history import History
 from dora_rl.observe.segments import SegmentReaders
-from dora_rl.observe.tail import LogTail, read_columns
 from dora_rl.types import UserError
 
 POLL_S = 0.5
@@ -156,10 +156,10 @@ class Watcher:
             "throughput": lambda q: documents.throughput(history, files, self.stays().columns),
             "timeline": self._timeline,
             "groups": self._groups,
-            "group": lambda q: group_documents.one_group(
+            "group": lambda q: documents.one_group(
                 history, _int(q, "group", -1), self.stays().columns
             ),
-            "trajectory": lambda q: group_documents.trajectory(
+            "trajectory": lambda q: documents.trajectory(
                 history, files, _int(q, "group", -1), _int(q, "sample", 0)
             ),
         }
@@ -182,7 +182,7 @@ class Watcher:
 
     def _groups(self, query: dict[str, str]) -> dict[str, Any]:
         version = query.get("version", "")
-        return group_documents.group_list(
+        return documents.group_list(
             self.history,
             query.get("state", ""),
             int(version) if version.isdigit() else None,

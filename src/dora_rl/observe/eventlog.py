@@ -11,6 +11,8 @@ Against accidents and buggy code: whoever rewrites every line can make a new cha
 releases before the chain have no digest; they are counted, never believed to be chained.
 
     {"n":7, ..., "h":"90f1c8a1d2b3c4e5"}     h = blake2b-64(h of the line before + line without h)
+
+Replay (`dora-rl replay RUN`) feeds a log to the core again; it must give the same actions.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from dora_rl.core.events import Event, Rewound, StepCommitted, VersionDurable
 from dora_rl.core.state import State
 from dora_rl.core.step import initial, step
 from dora_rl.io.append_log import AppendLog, Damaged, checked, text_of, whole_lines
-from dora_rl.io.codec import dumps, loads, rule
+from dora_rl.io.codec import dumps, encode, loads, rule
 from dora_rl.observe.segments import segments
 from dora_rl.types import UserError
 
@@ -355,3 +357,47 @@ class ChainCheck:
                     "removed, added or moved"
                 )
         self._previous = digest
+
+
+# -- replay ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayResult:
+    num_entries: int
+    num_snapshots: int
+    difference: str | None
+
+    @property
+    def ok(self) -> bool:
+        return self.difference is None
+
+
+def replay(records: Iterable[Entry | Snapshot]) -> ReplayResult:
+    """Drive the core with a run's events. Stops at the first difference."""
+    state: State | None = None
+    num_entries = num_snapshots = 0
+    for record in records:
+        if isinstance(record, Snapshot):
+            num_snapshots += 1
+            written = record.restore()
+            if state is not None and encode(State, state) != encode(State, written):
+                text = f"the snapshot before entry {record.number} is another state"
+                return ReplayResult(num_entries, num_snapshots, text)
+            state = state if state is not None else written
+            continue
+        state = state if state is not None else initial_of(record)
+        actions = step(state, record.event, record.now)
+        if actions != record.actions:
+            return ReplayResult(num_entries, num_snapshots, _difference(record, actions))
+        num_entries += 1
+    return ReplayResult(num_entries, num_snapshots, None)
+
+
+def _difference(record: Entry, actions: Sequence[object]) -> str:
+    for place, (now, then) in enumerate(zip(actions, record.actions, strict=False)):
+        if now != then:
+            return f"entry {record.number} action {place}: logged {then!r}, replayed {now!r}"
+    return (
+        f"entry {record.number}: {len(record.actions)} actions were logged, {len(actions)} replayed"
+    )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
 from dora_rl.core.params import Params
-from dora_rl.observe.columns import Columns, Growing, Rare, Table
+from dora_rl.observe.columns import Columns, Growing, LogTail, Rare, Table, read_columns
 from dora_rl.observe.placements import KEEP, Placements, Rows, Why
 from dora_rl.types import Finish, StepIndex
 
@@ -226,6 +227,14 @@ class History:
             case _:
                 return
         self.incidents.append(Incident(now_s, kind, name, text))
+
+
+def read_history(folder: Path) -> History:
+    """The history of a whole log."""
+    history = History()
+    for read in read_columns(LogTail(folder)):
+        history.add(read)
+    return history
 
 
 # -- what is frequent: whole tables at a time, never row by row ------------------------------------

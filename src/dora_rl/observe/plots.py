@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 
 from dora_rl.core.actions import End
-from dora_rl.observe.history import ENDS, History
+from dora_rl.observe.history import ENDS, History, read_history
 from dora_rl.observe.placements import coverage
-from dora_rl.observe.tail import read_history
 from dora_rl.types import UserError
 
 FORMATS = (".png", ".svg", ".pdf")

@@ -12,10 +12,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dora_rl.sim.flows import Flow, Job, See, conduct
+from dora_rl.sim.flows import (
+    Flow,
+    Job,
+    See,
+    balanced_split,
+    best_of,
+    conduct,
+    nearest_to,
+    search_split,
+    splits_of,
+)
 from dora_rl.sim.presets import COLOCATED, Preset, world_spec
 from dora_rl.sim.run import ModeResult
-from dora_rl.sim.split import balanced_split, best_of, nearest_to, search_split, splits_of
 from dora_rl.types import Mode, UserError
 
 

@@ -3,23 +3,29 @@
 A flow is a generator that yields the runs it wants and is sent their results, so a search reads
 like plain code and never knows who performs it. Invariant: the same job is performed once, and
 what a flow returns does not depend on the number of workers.
+
+The search for a split: throughput has one peak over the split (too few generate, or too few train),
+and the share of a step in which only rollout works falls as devices move to rollout. So both the
+best split and the one with a given rollout-only share are found by narrowing the gaps between a few
+first guesses, laid around the split at which decoding and training would take equally long.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import signal
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
+from dora_rl.data.lengths import mean_of
+from dora_rl.observe.eventlog import FileLog
 from dora_rl.sim.clock import VirtualClock
-from dora_rl.sim.presets import Preset
-from dora_rl.sim.run import ModeResult, run_mode
-from dora_rl.sim.timeline import Timeline
+from dora_rl.sim.presets import Preset, world_spec
+from dora_rl.sim.run import ModeResult, Timeline, run_mode
 from dora_rl.types import Mode, UserError
 
 T = TypeVar("T")
@@ -44,8 +50,6 @@ See: TypeAlias = Callable[[str, Job, ModeResult], None]
 
 def perform(job: Job) -> ModeResult:
     """Run one job. The timeline comes back closed, without the clock of the run."""
-    from dora_rl.observe.eventlog import FileLog
-
     log = FileLog.create(job.log) if job.log is not None else None
     result = run_mode(
         job.preset,
@@ -62,9 +66,19 @@ def perform(job: Job) -> ModeResult:
 
 def conduct(flows: Mapping[str, Flow[T]], num_workers: int, see: See) -> dict[str, T]:
     """Drive every flow to its end and return what each returned."""
-    executor: Executor = _Inline() if num_workers <= 1 else _processes(num_workers)
+    # A child dies at once when the user interrupts, without a traceback of its own.
+    executor = (
+        _Inline()
+        if num_workers <= 1
+        else ProcessPoolExecutor(
+            num_workers,
+            mp_context=multiprocessing.get_context("spawn"),
+            initializer=signal.signal,
+            initargs=(signal.SIGINT, signal.SIG_DFL),
+        )
+    )
     try:
-        found = _Conductor(flows, executor, see).run()
+        found = _drive(flows, executor, see)
     except BrokenProcessPool as error:
         executor.shutdown(wait=False, cancel_futures=True)
         raise UserError("a simulating process was killed; try --jobs 1 (less memory)") from error
@@ -77,16 +91,6 @@ def conduct(flows: Mapping[str, Flow[T]], num_workers: int, see: See) -> dict[st
     return found
 
 
-def _processes(num_workers: int) -> Executor:
-    # A child dies at once when the user interrupts, without a traceback of its own.
-    return ProcessPoolExecutor(
-        num_workers,
-        mp_context=multiprocessing.get_context("spawn"),
-        initializer=signal.signal,
-        initargs=(signal.SIGINT, signal.SIG_DFL),
-    )
-
-
 class _Inline(Executor):
     """Performs a job where it stands."""
 
@@ -96,44 +100,127 @@ class _Inline(Executor):
         return future
 
 
-class _Conductor:
-    def __init__(self, flows: Mapping[str, Flow[Any]], executor: Executor, see: See) -> None:
-        self.flows = flows
-        self.executor = executor
-        self.see = see
-        self.known: dict[Job, Future[ModeResult]] = {}
-        self.asked: dict[str, list[Future[ModeResult]]] = {}
-        self.returned: dict[str, Any] = {}
+def _drive(flows: Mapping[str, Flow[T]], executor: Executor, see: See) -> dict[str, T]:
+    known: dict[Job, Future[ModeResult]] = {}
+    asked: dict[str, list[Future[ModeResult]]] = {}
+    returned: dict[str, T] = {}
 
-    def run(self) -> dict[str, Any]:
-        for name in self.flows:
-            self._advance(name, None)
-        while self.asked:
-            for name, futures in list(self.asked.items()):
-                if all(future.done() for future in futures):
-                    self._advance(name, [future.result() for future in futures])
-            pending = [f for futures in self.asked.values() for f in futures if not f.done()]
-            if pending:
-                wait(pending, return_when=FIRST_COMPLETED)
-        return {name: self.returned[name] for name in self.flows}
+    def submit(name: str, job: Job) -> Future[ModeResult]:
+        def tell(done: Future[ModeResult]) -> None:
+            if not done.cancelled() and done.exception() is None:
+                see(name, job, done.result())
 
-    def _advance(self, name: str, answers: list[ModeResult] | None) -> None:
-        flow = self.flows[name]
+        if job not in known:
+            known[job] = executor.submit(perform, job)
+            known[job].add_done_callback(tell)
+        return known[job]
+
+    def advance(name: str, answers: list[ModeResult] | None) -> None:
+        flow = flows[name]
         try:
             jobs = next(flow) if answers is None else flow.send(answers)
         except StopIteration as stop:
-            self.returned[name] = stop.value
-            self.asked.pop(name, None)
+            returned[name] = stop.value
+            asked.pop(name, None)
             return
-        self.asked[name] = [self._submit(name, job) for job in jobs]
+        asked[name] = [submit(name, job) for job in jobs]
 
-    def _submit(self, name: str, job: Job) -> Future[ModeResult]:
-        if job not in self.known:
-            future = self.executor.submit(perform, job)
-            future.add_done_callback(lambda done: self._tell(name, job, done))
-            self.known[job] = future
-        return self.known[job]
+    for name in flows:
+        advance(name, None)
+    while asked:
+        for name, futures in list(asked.items()):
+            if all(future.done() for future in futures):
+                advance(name, [future.result() for future in futures])
+        pending = [f for futures in asked.values() for f in futures if not f.done()]
+        if pending:
+            wait(pending, return_when=FIRST_COMPLETED)
+    return {name: returned[name] for name in flows}
 
-    def _tell(self, name: str, job: Job, done: Future[ModeResult]) -> None:
-        if not done.cancelled() and done.exception() is None:
-            self.see(name, job, done.result())
+
+# -- the search for a split ------------------------------------------------------------------------
+
+
+_CHOICES_MAX = 32
+_REACH = 0.12  # of the choices, on both sides of the first guess
+
+
+def splits_of(preset: Preset) -> list[int]:
+    """Numbers of rollout devices worth trying: whole instances, at most about 32 of them."""
+    tensor = preset.tensor_parallel
+    every = list(range(tensor, preset.num_devices - tensor + 1, tensor))
+    stride = -(-len(every) // _CHOICES_MAX)
+    return every[stride - 1 :: stride]
+
+
+def balanced_split(preset: Preset) -> int:
+    """Where full decode slots and the trainer need the same time for a step; a guess, no run."""
+    choices = splits_of(preset)
+    spec = world_spec(preset, Mode.MULTI_VERSION, 0, choices[0])
+    _, instance, cost = spec.instances[0]
+    context, slots = instance.kv_tokens_max / instance.slots_max, instance.slots_max
+    per_request_s = cost.engine.host_s_per_request + cost.flops_s_per_request()
+    per_request_s += context * cost.kv_s_per_token()
+    decode_s = cost.step_base_s() + cost.weights_s(slots) + slots * per_request_s
+    num_trajectories = preset.batch_groups * preset.group_size
+    response = mean_of(preset.lengths)
+    tokens = num_trajectories * (preset.prompt_tokens + response)
+
+    def step_s(split: int) -> float:
+        train = replace(spec.train, num_devices=preset.num_devices - split)
+        rollout_s = (
+            num_trajectories * response * decode_s / slots / (split / preset.tensor_parallel)
+        )
+        return max(rollout_s, tokens / train.tokens_per_s() + train.update_s())
+
+    return min(choices, key=step_s)
+
+
+def search_split(
+    choices: Sequence[int], guess: int, job_of: Callable[[int], Job], share: float | None = None
+) -> Flow[dict[int, ModeResult]]:
+    """Try splits until the best, and the one nearest to `share`, has no untried neighbour."""
+    tried: dict[int, ModeResult] = {}
+    places = _first(len(choices), choices.index(guess))
+    while places:
+        results = yield [job_of(choices[place]) for place in places]
+        tried.update(zip(places, results, strict=True))
+        wanted = _around_best(tried, len(choices))
+        if share is not None:
+            wanted |= _around_share(tried, len(choices), share)
+        places = sorted(wanted - set(tried))
+    return {choices[place]: tried[place] for place in sorted(tried)}
+
+
+def _first(count: int, guess: int) -> list[int]:
+    reach = max(1, round(_REACH * count))
+    return sorted({max(0, guess - reach), guess, min(count - 1, guess + reach)})
+
+
+def _around_best(tried: dict[int, ModeResult], count: int) -> set[int]:
+    """Midpoints of the gaps on both sides of the best place so far."""
+    best = max(tried, key=lambda place: (tried[place].tokens_per_s, -place))
+    below = max((place for place in tried if place < best), default=-1)
+    above = min((place for place in tried if place > best), default=count)
+    return _middle(below, best) | _middle(best, above)
+
+
+def _around_share(tried: dict[int, ModeResult], count: int, share: float) -> set[int]:
+    """The midpoint of the gap in which the rollout-only share passes `share`."""
+    more = [place for place in tried if tried[place].rollout_only_share >= share]
+    below = max(more, default=-1)
+    above = min((place for place in tried if place > below), default=count)
+    return _middle(below, above)
+
+
+def _middle(low: int, high: int) -> set[int]:
+    return {(low + high) // 2} if high - low > 1 else set()
+
+
+def best_of(tried: dict[int, ModeResult], num: int = 1) -> list[int]:
+    """The splits with the highest throughput, best first; of equals the one that trains more."""
+    return sorted(tried, key=lambda split: (-tried[split].tokens_per_s, split))[:num]
+
+
+def nearest_to(tried: dict[int, ModeResult], share: float, num: int = 1) -> list[int]:
+    """The splits whose rollout-only share is nearest to `share`, nearest first."""
+    return sorted(tried, key=lambda s: (abs(tried[s].rollout_only_share - share), s))[:num]

@@ -71,7 +71,6 @@ class SimLearner:
         self.alive = False
         self.life = 0  # raised by every start and end
         self.incarnation = 0  # the life of the last start
-        self.last_commit_s = 0.0
         self._step: _Step | None = None
         self._ahead: list[act.Feed] = []  # of the next step: looked at when this one is sealed
 

@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 from dora_rl.controller.records import TrainedSample
 from dora_rl.core import actions as act
 from dora_rl.envs.text import spans
-from dora_rl.store.sample_digest import rounded
 from dora_rl.store.table import Row, Table
-from dora_rl.store.trajectories import columns_of, to_message, trajectory_of
+from dora_rl.store.trajectories import columns_of, rounded, to_message, trajectory_of
 from dora_rl.types import GroupId, Prompt, RequestId, Trajectory
 
 PAYLOAD = ("token_ids", "logprobs", "loss_mask")

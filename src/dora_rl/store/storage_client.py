@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
-from dora_rl.io.transport import Link, TransportError
+from dora_rl.io.connection import Link, TransportError
 from dora_rl.io.wire import unpack
 from dora_rl.store.trajectories import from_message
 from dora_rl.types import GroupId, Trajectory
