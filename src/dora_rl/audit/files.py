@@ -147,13 +147,11 @@ class FileAudit:
             self.notes.append("prompts, there is no configuration to open the data by")
             return
         try:
-            path = Path(config.model.path)
-            tokenizer = open_tokenizer(path, config.model.trust_remote_code)
-            prompts, _ = open_data(config.data, tokenizer, ".")
+            prompts, decode = open_run_data(config)
         except (UserError, OSError, ImportError) as error:
             self.notes.append(f"prompts, the data cannot be opened: {error}")
             return
-        self.decode = partial(tokenizer.decode, skip_special_tokens=True)
+        self.decode = decode
         if begun_with is not None and begun_with != prompts.fingerprint():
             self._add("data.json", "the data are not those that the run began with")
             return
@@ -471,6 +469,13 @@ class FileAudit:
                 problem = f"cannot be read: {error}"
             if problem:
                 self._add(path.name, problem)
+
+
+def open_run_data(config: RunConfig) -> tuple[PromptSource, Callable[[Sequence[int]], str]]:
+    """The prompts of a run as it read them, and what gives the text of tokens."""
+    tokenizer = open_tokenizer(Path(config.model.path), config.model.trust_remote_code)
+    prompts, _ = open_data(config.data, tokenizer, ".")
+    return prompts, partial(tokenizer.decode, skip_special_tokens=True)
 
 
 def _differences(found: Mapping[str, Any], expected: Mapping[str, Any]) -> Iterator[str]:
