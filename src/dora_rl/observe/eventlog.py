@@ -82,14 +82,6 @@ def _snapshot_body(number: int, now: float, state: State) -> bytes:
     return dumps({"n": number, "t": now, "s": _STATE.encode(state)})
 
 
-def encode_chained(entries: Iterable[Entry]) -> Iterator[bytes]:
-    """The lines of a log from its first entry on, each with its digest."""
-    digest = ""
-    for entry in entries:
-        body, digest = chained(digest, _entry_body(entry))
-        yield checked(body)
-
-
 def parse_line(line: bytes) -> Entry | Snapshot | None:
     """The record of one line, or None if it is damaged."""
     body = text_of(line)
@@ -154,8 +146,7 @@ class FileLog:
         self._number += 1
         self._in_segment += 1
         assert self._file is not None
-        due = self._file.unsynced_s() >= self._fsync_s
-        if due or isinstance(event, SYNCED):
+        if self._file.unsynced_s() >= self._fsync_s or isinstance(event, SYNCED):
             self.sync()
 
     def snapshot_due(self) -> bool:
@@ -180,8 +171,7 @@ class FileLog:
             self._file = None
 
     def _open(self, number: int) -> None:
-        path = self._folder / f"{number:012d}.jsonl"
-        self._file = AppendLog(path, new=True)
+        self._file = AppendLog(self._folder / f"{number:012d}.jsonl", new=True)
         self._in_segment = 0
 
     def _write(self, body: bytes) -> None:
@@ -253,7 +243,8 @@ def entries_since(folder: Path, number: int) -> list[Entry]:
 def recover(folder: Path) -> tuple[State, int, Path, int]:
     """State after the last whole entry, its number, the segment to go on with, its good length."""
     for path in reversed(segments(folder)):
-        found = _recover_segment(path)
+        with path.open("rb") as file:
+            found = recover_lines(file, path.name)
         if found is not None:
             state, number, size = found
             for later in segments(folder):
@@ -261,11 +252,6 @@ def recover(folder: Path) -> tuple[State, int, Path, int]:
                     later.unlink()  # begun and never got its snapshot
             return state, number, path, size
     raise UserError(f"{folder} holds no event log to resume from")
-
-
-def _recover_segment(path: Path) -> tuple[State, int, int] | None:
-    with path.open("rb") as file:
-        return recover_lines(file, path.name)
 
 
 def recover_lines(lines: Iterable[bytes], name: str = "the log") -> tuple[State, int, int] | None:

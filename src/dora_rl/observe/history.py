@@ -72,9 +72,21 @@ class History:
         self.params = Params()
         self.names: dict[str, int] = {}  # instances, in the order of their coming
         self.slots_max: dict[str, int] = {}
-        self.groups: Growing = new_groups()
-        self.samples: Growing = new_samples()
-        self.moves: Growing = new_moves()
+        # `end` -1: outstanding; times nan and steps -1: not yet. `step` trained it.
+        self.groups = Growing(
+            version=("i4", -1), prompt=("i8", -1), issued_s=("f8", np.nan), ready_s=("f8", np.nan),
+            fed_s=("f8", np.nan), fed_step=("i4", -1), ended_s=("f8", np.nan), end=("i1", -1),
+            step=("i4", -1), finished=("i4", 0), scored=("i4", 0), reward_sum=("f8", 0),
+            tokens=("i8", 0), moves=("i4", 0), mixed=("i4", 0),
+        )  # fmt: skip
+        self.samples = Growing(
+            tokens=("i4", -1), reward=("f4", np.nan), finish=("i1", -1), finished_s=("f8", np.nan),
+            instance=("i4", -1), mixed=("?", 0),
+        )  # fmt: skip
+        self.moves = Growing(
+            now=("f8", 0), slot=("i4", 0), src=("i4", 0), dst=("i4", 0), num_bytes=("i8", 0),
+            num_tokens=("i8", 0),
+        )  # fmt: skip
         self.placements = Placements()
         self.steps: dict[StepIndex, StepRecord] = {}
         self.loads: list[LoadRecord] = []
@@ -99,9 +111,7 @@ class History:
         return group * self.params.group_size + sample
 
     def step(self, step: StepIndex) -> StepRecord:
-        if step not in self.steps:
-            self.steps[step] = StepRecord()
-        return self.steps[step]
+        return self.steps.setdefault(step, StepRecord())
 
     def add(self, chunk: Columns) -> None:
         """The next whole lines of the log."""
@@ -139,8 +149,6 @@ class History:
                 self._offsets.append((rare.at, last_s - rare.now))
 
     def seconds_at(self, at: int, now: float) -> float:
-        if len(self._offsets) == 1:
-            return now + self._offsets[0][1]
         return now + next(offset for place, offset in reversed(self._offsets) if place <= at)
 
     def seconds(self, table: Table) -> NDArray[np.float64]:
@@ -253,30 +261,6 @@ _PLACES = {
 _LOSSES = (ev.InstanceLost, act.Restart, ev.Resumed)
 
 
-def new_groups() -> Growing:
-    """`end` -1: outstanding; times nan and steps -1: not yet. `step` trained it."""
-    return Growing(
-        version=("i4", -1), prompt=("i8", -1), issued_s=("f8", np.nan), ready_s=("f8", np.nan),
-        fed_s=("f8", np.nan), fed_step=("i4", -1), ended_s=("f8", np.nan), end=("i1", -1),
-        step=("i4", -1), finished=("i4", 0), scored=("i4", 0), reward_sum=("f8", 0),
-        tokens=("i8", 0), moves=("i4", 0), mixed=("i4", 0),
-    )  # fmt: skip
-
-
-def new_samples() -> Growing:
-    return Growing(
-        tokens=("i4", -1), reward=("f4", np.nan), finish=("i1", -1), finished_s=("f8", np.nan),
-        instance=("i4", -1), mixed=("?", 0),
-    )  # fmt: skip
-
-
-def new_moves() -> Growing:
-    return Growing(
-        now=("f8", 0), slot=("i4", 0), src=("i4", 0), dst=("i4", 0), num_bytes=("i8", 0),
-        num_tokens=("i8", 0),
-    )  # fmt: skip
-
-
 def _codes(texts: list[str], words: tuple[str, ...]) -> NDArray[Any]:
     """For each text its place among `words`, -1 if it is none of them."""
     return np.array([words.index(text) if text in words else -1 for text in texts] or [-1])
@@ -340,13 +324,12 @@ def _count(groups: Growing, name: str, at: NDArray[Any], by: NDArray[Any] | None
 def _with_slots(history: History, table: Table) -> tuple[Table, NDArray[Any]]:
     """The last row of every request, in the order of the log, and the requests' slots."""
     slots = table["group"] * history.params.group_size + table["sample"]
+    keep = np.flatnonzero(slots < len(history.samples))
     if repeats(slots):  # a late or repeated message
         _, last = np.unique(slots[::-1], return_index=True)
-        keep = np.sort(len(slots) - 1 - last)
+        keep = np.intersect1d(keep, len(slots) - 1 - last)
+    if len(keep) < len(slots):
         table, slots = {name: column[keep] for name, column in table.items()}, slots[keep]
-    known = slots < len(history.samples)
-    if not known.all():
-        table, slots = {name: column[known] for name, column in table.items()}, slots[known]
     return table, slots
 
 
@@ -384,8 +367,12 @@ def stays_of(
     history: History, chunk: Columns
 ) -> Iterator[tuple[Rows, tuple[int | None, float] | None]]:
     """Placement rows in stretches; after each, the instance that was lost there (None: all)."""
-    parts = [_dispatched(history, chunk), _finished(history, chunk), _moved(history, chunk)]
-    parts.append(_parked(history, chunk))
+    parts = [
+        _dispatched(history, chunk),
+        _plain_rows(history, chunk, ev.SampleFinished, "instance", Why.FINISHED),
+        _plain_rows(history, chunk, ev.Moved, "dst", Why.MOVED),
+        _plain_rows(history, chunk, act.Park, "instance", Why.PARKED),
+    ]
     few = [_one(history, rare) for rare in chunk.rare if type(rare.value) in _PLACES]
     if few:
         parts.append(Rows(*(np.array(column) for column in zip(*few, strict=True))))
@@ -418,18 +405,6 @@ def _dispatched(history: History, chunk: Columns) -> Rows:
     now = history.seconds(table)[which]
     why = np.full(len(which), Why.DISPATCHED)
     return Rows(table["at"][which], now, slot, instance, table["version"][which], why)
-
-
-def _finished(history: History, chunk: Columns) -> Rows:
-    return _plain_rows(history, chunk, ev.SampleFinished, "instance", Why.FINISHED)
-
-
-def _moved(history: History, chunk: Columns) -> Rows:
-    return _plain_rows(history, chunk, ev.Moved, "dst", Why.MOVED)
-
-
-def _parked(history: History, chunk: Columns) -> Rows:
-    return _plain_rows(history, chunk, act.Park, "instance", Why.PARKED)
 
 
 def _plain_rows(history: History, chunk: Columns, kind: type, where: str, why: Why) -> Rows:
