@@ -21,11 +21,10 @@ from typing import Any, TypeAlias
 from rich.box import SIMPLE
 from rich.table import Table
 
-from dora_rl.bench.cpu_meter import CpuMeter
 from dora_rl.bench.log import Window, run_figures
 from dora_rl.config import RunConfig
 from dora_rl.controller.eval_figures import Figures
-from dora_rl.observe.gpu_meter import GpuMeter, start_meter
+from dora_rl.observe.meters import CpuMeter, GpuMeter, start_meter
 from dora_rl.setup.prepare import choose_device
 from dora_rl.setup.settings import resolve
 from dora_rl.types import Mode, UserError

@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     for path in (args.json, args.picture):
         prepare_output(path)
     if args.picture is not None:
-        from dora_rl.sim.picture import check_format
+        from dora_rl.observe.plots import check_format
 
         check_format(args.picture)
     options = CompareOptions(

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from numpy.typing import NDArray
 
 from dora_rl.core.actions import End
 from dora_rl.dashboard.run_files import SILENT_S, RunFiles
+from dora_rl.envs.text import spans as spans_of
 from dora_rl.observe.history import ENDS, FINISHES, History
 from dora_rl.observe.measures import (
     idle_ratio,
@@ -33,6 +33,7 @@ from dora_rl.observe.measures import (
 )
 from dora_rl.observe.placements import Why, busy_s
 from dora_rl.store.table import peek
+from dora_rl.store.trajectories import rounded
 from dora_rl.types import Mode, RequestId, UserError
 
 STATES = ("generating", "scoring", "ready", "taken", *(end.value for end in ENDS))
@@ -86,7 +87,7 @@ def overview(history: History, files: RunFiles) -> dict[str, Any]:
         "evaluation_first": files.evaluations[0] if files.evaluations else None,
         "promises": _promises(history, trained),
         "waiting": _waiting(history),
-        "incidents": _incidents(history),
+        "incidents": [i.as_json() for i in history.incidents[-INCIDENTS_SHOWN:][::-1]],
         "set_aside": [{"prompt": p, "reason": r} for p, r in history.set_aside.items()],
         "rewards": series(history)["reward/mean"],
     }
@@ -153,13 +154,6 @@ def _waiting(history: History) -> dict[str, Any] | None:
         return None
     left = [g for g in wait.groups if np.isnan(fed[g])]
     return {"step": wait.step, "groups": left[:12], "since": wait.begin_s} if left else None
-
-
-def _incidents(history: History) -> list[dict[str, Any]]:
-    return [
-        {"now": i.now_s, "kind": i.kind, "instance": i.instance, "text": i.text}
-        for i in history.incidents[-INCIDENTS_SHOWN:][::-1]
-    ]
 
 
 def series(history: History) -> dict[str, dict[str, Any]]:
@@ -321,10 +315,9 @@ def _ordered(history: History, found: Any, order: str) -> Any:
     if order == "oldest":
         return found
     found = found[::-1]
-    if order == "longest":
-        return found[np.argsort(-groups["tokens"][found], kind="stable")]
-    if order == "moved":
-        return found[np.argsort(-groups["moves"][found], kind="stable")]
+    if order in ("longest", "moved"):
+        most = groups["tokens" if order == "longest" else "moves"][found]
+        return found[np.argsort(-most, kind="stable")]
     if order in ("best", "worst"):
         scored = found[groups["scored"][found] > 0]
         mean = groups["reward_sum"][scored] / groups["scored"][scored]
@@ -333,12 +326,11 @@ def _ordered(history: History, found: Any, order: str) -> Any:
 
 
 def _row(history: History, group: int, state: str) -> dict[str, Any]:
-    one = {name: history.groups[name][group] for name in ("version", "prompt", "finished", "scored",
-           "tokens", "moves", "fed_step", "step")}  # fmt: skip
+    counts = ("version", "prompt", "finished", "scored", "tokens", "moves", "fed_step", "step")
     row: dict[str, Any] = {"group": group, "state": state}
-    row |= {name: int(value) for name, value in one.items()}
+    row |= {name: int(history.groups[name][group]) for name in counts}
     times = ("issued_s", "ready_s", "fed_s", "ended_s")
-    row |= {name: _known(history.groups[name][group]) for name in times}
+    row |= {name: known(history.groups[name][group]) for name in times}
     if row["scored"] < history.params.group_size:
         row["ready_s"] = None
     row["reward"] = (
@@ -357,42 +349,30 @@ def one_group(history: History, group: int, spans: dict[str, Any]) -> dict[str, 
     names = list(history.names)
     first = group * size
     mine = (spans["slot"] >= first) & (spans["slot"] < first + size)
-    stays: dict[int, list[dict[str, Any]]] = {}
-    for place in np.flatnonzero(mine):
-        stays.setdefault(int(spans["slot"][place]) - first, []).append(
-            {
-                "instance": names[int(spans["instance"][place])],
-                "version": int(spans["version"][place]),
-                "begin": float(spans["begin"][place]),
-                "end": float(spans["end"][place]),
-                "began": Why(int(spans["began"][place])).name.lower(),
-                "ended": _why(int(spans["ended"][place])),
-            }
-        )
-    rows: list[dict[str, Any]] = []
-    for sample in range(size):
-        slot = first + sample
-        code = int(samples["finish"][slot])
-        rows.append(
-            {
-                "sample": sample,
-                "tokens": max(0, int(samples["tokens"][slot])),
-                "finish": FINISHES[code].value if code >= 0 else "",
-                "reward": _known(samples["reward"][slot]),
-                "mixed": bool(samples["mixed"][slot]),
-                "stays": sorted(stays.get(sample, []), key=lambda stay: stay["begin"]),
-            }
-        )
+    columns = ("slot", "instance", "version", "begin", "end", "began", "ended")
+    stays: dict[int, list[dict[str, Any]]] = {first + sample: [] for sample in range(size)}
+    found = zip(*(spans[name][mine].tolist() for name in columns), strict=True)
+    for slot, instance, version, begin, end, began, ended in found:
+        stay = {"instance": names[instance], "version": version, "begin": begin, "end": end}
+        why = Why(ended).name.lower() if ended >= 0 else "running"
+        stays[slot].append(stay | {"began": Why(began).name.lower(), "ended": why})
+    rows = [
+        {
+            "sample": sample,
+            "tokens": max(0, int(samples["tokens"][first + sample])),
+            "finish": ("", *FINISHES)[int(samples["finish"][first + sample]) + 1],
+            "reward": known(samples["reward"][first + sample]),
+            "mixed": bool(samples["mixed"][first + sample]),
+            "stays": sorted(stays[first + sample], key=lambda stay: stay["begin"]),
+        }
+        for sample in range(size)
+    ]
     state = STATES[int(states(history)[group])]
     reason = history.reasons.get(group, "")
     return {**_row(history, group, state), "reason": reason, "samples": rows}
 
 
-def _why(code: int) -> str:
-    return Why(code).name.lower() if code >= 0 else "running"
-
-
-def _known(value: float) -> float | None:
+def known(value: float) -> float | None:
     return None if np.isnan(value) else float(value)
 
 
@@ -405,7 +385,8 @@ def trajectory(history: History, files: RunFiles, group: int, sample: int) -> di
     record = record or _under_way(files, group, sample)
     if record is None:
         return None
-    decode = _decoder(files)
+    model = files.document("config.json").get("model", {}).get("path", "")
+    decode = _decoder_of(str(model), str(files.folder.resolve()))
     ids = record.get("token_ids", [])
     return record | {"pieces": pieces(ids, decode) if decode is not None else []}
 
@@ -415,13 +396,10 @@ def _under_way(files: RunFiles, group: int, sample: int) -> dict[str, Any] | Non
     row = peek(files.folder / "table.log", RequestId(group, sample))
     if row is None:
         return None
-    arrays = {name: np.asarray(row[name]) for name in ("token_ids", "logprobs", "loss_mask")}
-    mask = arrays["loss_mask"]
-    edges = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(mask)]
     return {
-        "token_ids": arrays["token_ids"].tolist(),
-        "logprobs": arrays["logprobs"].astype(np.float64).round(4).tolist(),
-        "turns": [[a, b, int(mask[a])] for a, b in pairwise(edges) if a < b],
+        "token_ids": np.asarray(row["token_ids"]).tolist(),
+        "logprobs": rounded(row["logprobs"]),
+        "turns": [list(turn) for turn in spans_of(np.asarray(row["loss_mask"]).tolist())],
         "text": row.get("text", ""),
     }
 
@@ -439,11 +417,6 @@ def pieces(ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> list[s
     if begin < len(ids):
         texts += [decode(ids[begin:])] + [""] * (len(ids) - begin - 1)
     return texts
-
-
-def _decoder(files: RunFiles) -> Callable[[Sequence[int]], str] | None:
-    model = files.document("config.json").get("model", {}).get("path", "")
-    return _decoder_of(str(model), str(files.folder.resolve()))
 
 
 @cache

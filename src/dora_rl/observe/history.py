@@ -64,6 +64,9 @@ class Incident:
     instance: str
     text: str
 
+    def as_json(self) -> dict[str, Any]:
+        return {"now": self.now_s, "kind": self.kind, "instance": self.instance, "text": self.text}
+
 
 class History:
     """Everything seen so far. Groups are indexed by their number, samples by `slot`."""
@@ -157,6 +160,17 @@ class History:
             return table["now"] + self._offsets[0][1]
         places, offsets = (np.array(part) for part in zip(*self._offsets, strict=True))
         return table["now"] + offsets[np.searchsorted(places, table["at"], "right") - 1]
+
+    def or_now(self, seconds: float) -> float:
+        """The time of the last entry, for what has not happened yet."""
+        return self.now_s if np.isnan(seconds) else seconds
+
+    def ended_waits(self) -> Iterator[tuple[WaitRecord, float]]:
+        """Each with its end: when the next group was fed."""
+        fed = np.sort(self.groups["fed_s"][~np.isnan(self.groups["fed_s"])])
+        for wait in self.waits:
+            place = int(np.searchsorted(fed, wait.begin_s, "right"))
+            yield wait, float(fed[place]) if place < len(fed) else self.now_s
 
     # -- what is rare -----------------------------------------------------------------------------
 

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_FORMATS = (".png", ".svg", ".pdf")
 _GANTT_MODES = (Mode.SYNC, Mode.ONE_STEP_OFF, Mode.PARTIAL, Mode.MULTI_VERSION, Mode.REPLICATION)
 _GANTTS_MAX = 3
 _INSTANCES_MAX = 12
@@ -43,16 +42,6 @@ _VERSIONS = (
     "#6c63c7",
     "#a0603a",
 )
-
-
-def check_format(path: Path) -> None:
-    """Refuse what cannot be drawn before the simulation starts."""
-    if path.suffix.lower() not in _FORMATS:
-        raise UserError(f"--picture {path}: the name must end in {', '.join(_FORMATS)}")
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise UserError("--picture needs matplotlib: pip install 'dora-rl[plot]'") from None
 
 
 def draw(comparison: Comparison, path: Path) -> None:

@@ -115,8 +115,9 @@ class Samples:
     def num_written(self, request: RequestId) -> int | None:
         """Tokens of a sample that the policy wrote; None: its payload is not here."""
         row = self._row(request)
-        there = row is not None and "loss_mask" in row.columns
-        return self._read(row).num_trained if there else None
+        if row is None or "loss_mask" not in row.columns:
+            return None
+        return self._read(row).num_trained
 
     def num_tokens(self, group: GroupId) -> int:
         return sum(len(sample.token_ids) for sample in self.trajectories(group))

@@ -64,7 +64,7 @@ from dora_rl.io.append_log import read_lines
 from dora_rl.io.system_errors import system_line
 from dora_rl.io.wire import Message, decode_event
 from dora_rl.observe.eventlog import FileLog
-from dora_rl.observe.gpu_meter import GpuMeter, start_meter
+from dora_rl.observe.meters import GpuMeter, start_meter
 from dora_rl.ports import Ports
 from dora_rl.setup.layout import Layout, start_ranks
 from dora_rl.setup.mps import Mps
