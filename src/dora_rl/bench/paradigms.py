@@ -5,7 +5,8 @@ all seeds run with that split. Modes that alternate (sync, partial, replication)
 both phases; the others share the cores between instances and learner. Every run is a process of its
 own (`dora-rl train`), so that nothing is warm for one and cold for another; the final weights are
 evaluated after the run, never beside it. Never changes what a mode does: only `rollout` and
-`trainer` threads, seeds, steps and the mode differ between runs.
+`trainer` threads, seeds, steps and the mode differ between runs. The tables and the picture of a
+comparison are at the end; they only format.
 """
 
 from __future__ import annotations

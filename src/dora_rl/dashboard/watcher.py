@@ -140,8 +140,7 @@ class Watcher:
             kept = self._cached.get(key)
             if kept is not None and kept[0] == self.revision:
                 return kept[1]
-            revision, value = self.revision, make(query)
-            text = _text(value)
+            revision, text = self.revision, _text(make(query))
             if len(self._cached) >= CACHED_MAX:
                 self._cached.clear()
             self._cached[key] = (revision, text)

@@ -266,8 +266,8 @@ class Soak:
             self.world.clock.after(self.rng.uniform(4, 30), self._trainer_rejoins)
 
     def _trainer_rejoins(self) -> None:
-        if not self.world.learner.alive and self.world.loop is not None:
-            self.world.learner.join()
+        if self.world.loop is not None:
+            self.world.learner.rejoin()
 
     def _kill_controller(self) -> None:
         if self.world.loop is None:
