@@ -17,7 +17,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from dora_rl.sim.flows import (
+from dora_rl.sim.compare import (
     Flow,
     Job,
     See,

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sim_results import made_result
 
-from dora_rl.sim.flows import (
+from dora_rl.sim.compare import (
     Flow,
     Job,
     balanced_split,
