@@ -49,8 +49,7 @@ from dora_rl.observe.eventlog import FileLog
 from dora_rl.ports import Ports
 from dora_rl.sim.clock import VirtualClock
 from dora_rl.sim.faults import Faults
-from dora_rl.sim.fleet import Fleet
-from dora_rl.sim.instance import SimRequest
+from dora_rl.sim.fleet import Fleet, SimRequest
 from dora_rl.sim.presets import preset_named, world_spec
 from dora_rl.sim.world import WorldSpec
 from dora_rl.types import Mode, RequestId, Segment

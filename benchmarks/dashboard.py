@@ -2,7 +2,7 @@
 
     python benchmarks/dashboard.py --groups 100000 --json dashboard.json
 
-Makes a run directory of that many groups (see `sim/long_run.py`), then starts `dora-rl dashboard`
+Makes a run directory of that many groups (see `long_run.py`), then starts `dora-rl dashboard`
 as a user would, and measures from the start of the process: until the page's files are answered,
 until the overview has the whole log, and how long each view takes after that. With a Chromium and
 `playwright` installed the page itself is opened too, and timed from the command to the figures on
@@ -23,7 +23,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from dora_rl.sim.long_run import write_long_run
+from long_run import write_long_run
 
 DOCUMENTS = {
     "overview": "overview",

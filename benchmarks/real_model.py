@@ -95,7 +95,7 @@ def common(args: argparse.Namespace) -> list[str]:
 
 
 def start_gpu_meter() -> Any:
-    from dora_rl.observe.gpu_meter import start_meter
+    from dora_rl.observe.meters import start_meter
 
     return start_meter(device_of())
 

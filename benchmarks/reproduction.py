@@ -18,8 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dora_rl.sim.compare import CompareOptions, Comparison, compare
-from dora_rl.sim.flows import Flow, Job, conduct
+from dora_rl.sim.compare import CompareOptions, Comparison, Flow, Job, compare, conduct
 from dora_rl.sim.presets import PRESETS, Preset, scaled
 from dora_rl.sim.report import as_json, published, published_shares, row_split, rows_of, split_text
 from dora_rl.sim.run import ModeResult

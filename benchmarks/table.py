@@ -170,7 +170,7 @@ def serve(connection: Connection, path: str) -> None:
 
 
 def send(connection: Connection, rows: Sequence[tuple[int, dict[str, Any]]]) -> None:
-    from dora_rl.store.values import describe_columns, encode
+    from dora_rl.store.table import describe_columns, encode
 
     blobs: list[Any] = []
     header = {"rows": [[number, describe_columns(columns, blobs)] for number, columns in rows]}
@@ -178,7 +178,7 @@ def send(connection: Connection, rows: Sequence[tuple[int, dict[str, Any]]]) -> 
 
 
 def receive(connection: Connection) -> list[tuple[int, dict[str, Any]]]:
-    from dora_rl.store.values import decode, read_columns
+    from dora_rl.store.table import decode, read_columns
 
     body = memoryview(connection.recv_bytes())
     header, place = decode(body)

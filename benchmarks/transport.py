@@ -38,7 +38,7 @@ from dora_rl.engine.options import EngineOptions
 from dora_rl.engine.random_weights import RandomWeights
 from dora_rl.engine.sequence import Request
 from dora_rl.engine.transfer import begin_import, chunk_from_bytes, export_request
-from dora_rl.io.transport import Link
+from dora_rl.io.connection import Link
 from dora_rl.types import RequestId, SamplingParams
 from dora_rl.weights.depot import Depot
 from dora_rl.weights.store import SharedMemoryWeightStore

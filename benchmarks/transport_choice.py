@@ -4,7 +4,7 @@
 
 Two hosts in network namespaces, each with a raylet. A tensor that one actor holds is brought to an
 actor on the other host, by each of: Ray's object store (put there, get here), Ray's direct tensor
-transport over gloo, and the project's own authenticated stream (`io/transport.py`). All three
+transport over gloo, and the project's own authenticated stream (`io/connection.py`). All three
 are timed alike, from this program's order to its answer: what each call of an actor costs is in all
 of them. The last two rows are the round trip of a small message: an actor call, and a question over
 the stream.
@@ -36,7 +36,7 @@ def actors(ray: Any, node_ids: list[str]) -> list[Any]:
     import torch
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    from dora_rl.io.transport import Link, Server
+    from dora_rl.io.connection import Link, Server
     from dora_rl.trainer.distributed import interface_of
 
     class End:

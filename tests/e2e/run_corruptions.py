@@ -18,8 +18,7 @@ from typing import Any
 
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
-from dora_rl.observe.eventlog import Entry
-from dora_rl.observe.replay import replay
+from dora_rl.observe.eventlog import Entry, replay
 from dora_rl.types import Finish, Mode, RequestId, Segment
 
 Entries = list[Entry]

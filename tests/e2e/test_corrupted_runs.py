@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import zlib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,9 @@ from tiny_runs import TinyRun, tiny_run
 
 from dora_rl.audit.files import FileAudit
 from dora_rl.cli import main
+from dora_rl.io.append_log import checked
 from dora_rl.observe.audit import Promise, audit_run, read_through
-from dora_rl.observe.eventlog import Entry, digest_in, encode_chained, encode_entry, read
-from dora_rl.observe.replay import replay
+from dora_rl.observe.eventlog import Entry, chained, digest_in, encode_entry, read, replay
 from dora_rl.types import UserError
 
 
@@ -39,6 +40,14 @@ def segment_of(run: Path) -> Path:
 
 def entries_of(run: Path) -> list[Entry]:
     return [record for record in read(run / "events") if isinstance(record, Entry)]
+
+
+def encode_chained(entries: Iterable[Entry]) -> Iterator[bytes]:
+    """The lines of a log from its first entry on, each with its digest."""
+    digest = ""
+    for entry in entries:
+        body, digest = chained(digest, encode_entry(entry)[9:-1])
+        yield checked(body)
 
 
 def edited(entry: Entry, line: bytes) -> bytes:

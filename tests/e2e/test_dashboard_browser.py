@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -30,6 +31,8 @@ FLAGS = (
 )
 VIEWS = ("overview", "timeline", "learning", "distributions", "throughput", "groups")
 WAIT_MS = 60_000  # on a machine that is busy with other tests
+LONG_RUN = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "long_run.py"))
+write_long_run = LONG_RUN["write_long_run"]
 
 pytestmark = [
     pytest.mark.full,
@@ -221,8 +224,6 @@ def ink(page: Any) -> int:
 def test_dark_and_light_differ_and_nothing_is_fetched_from_elsewhere(
     browser: Any, page: Any, tmp_path: Path
 ) -> None:
-    from dora_rl.sim.long_run import write_long_run
-
     write_long_run(tmp_path / "run", 64, base_steps=2)
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
@@ -240,8 +241,6 @@ def test_dark_and_light_differ_and_nothing_is_fetched_from_elsewhere(
 
 
 def test_a_run_of_a_hundred_thousand_groups(page: Any, tmp_path: Path) -> None:
-    from dora_rl.sim.long_run import write_long_run
-
     num_groups = write_long_run(tmp_path / "long", 100_000)
     assert num_groups >= 100_000
     with dashboard(tmp_path / "long", page) as address:

@@ -24,8 +24,7 @@ from safetensors.numpy import load_file, save_file
 from dora_rl.core.actions import EndGroup
 from dora_rl.core.events import InstanceJoined
 from dora_rl.observe.audit import AuditReport, audit_run
-from dora_rl.observe.eventlog import Entry, read
-from dora_rl.observe.replay import replay
+from dora_rl.observe.eventlog import Entry, read, replay
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "recipes" / "models" / "tiny"

@@ -19,8 +19,7 @@ from dora_rl.core import actions as act
 from dora_rl.core import events as ev
 from dora_rl.dashboard.watcher import Watcher
 from dora_rl.observe.audit import audit
-from dora_rl.observe.eventlog import MemoryLog, encode_entry
-from dora_rl.observe.replay import replay
+from dora_rl.observe.eventlog import MemoryLog, encode_entry, replay
 from dora_rl.setup.settings import samples_enough
 from dora_rl.sim.checkers import Checker
 from dora_rl.sim.faults import Faults
@@ -122,7 +121,7 @@ class Story:
 @pytest.mark.parametrize("mode", [Mode.SYNC, Mode.MULTI_VERSION])
 @pytest.mark.parametrize("poisoned", [{0}, {2, 5, 11}])
 def test_a_poison_prompt_is_set_aside_and_the_run_goes_on(mode: Mode, poisoned: set[int]) -> None:
-    story = Story(BadPrompts(frozenset(poisoned)), mode=mode)
+    story = Story(BadPrompts(poisoned=frozenset(poisoned)), mode=mode)
     story.to_the_end()
     assert story.checker.set_aside == story.failed_prompts() == poisoned
 
@@ -157,7 +156,7 @@ LONG_TOKENS = 120_000
 
 @pytest.mark.parametrize("num_instances", [2, 0])
 def test_all_of_it_at_once(num_instances: int) -> None:
-    faults = BadPrompts(frozenset({3, 10}), {6: 0, 9: 70})
+    faults = BadPrompts(poisoned=frozenset({3, 10}), killers={6: 0, 9: 70})
     story = Story(faults, long_ones, num_instances)
     story.live_for(60.0)
     story.to_the_end()

@@ -23,7 +23,7 @@ from dora_rl.core import (
 from dora_rl.core.actions import RetireVersion, Unload
 from dora_rl.core.events import Loaded
 from dora_rl.core.state import GENERATING, Phase
-from dora_rl.sim import instance, soak
+from dora_rl.sim import fleet, soak
 from dora_rl.types import Mode
 
 Patch = Callable[[pytest.MonkeyPatch], None]
@@ -48,7 +48,7 @@ def no_version_check_at_decode(patch: pytest.MonkeyPatch) -> None:
         return None
 
     everywhere(patch, "best_holder", any_instance)
-    patch.setattr(instance.SimInstance, "refuses", lambda self, version: None)
+    patch.setattr(fleet.SimInstance, "refuses", lambda self, version: None)
 
 
 def admission_without_the_bound(patch: pytest.MonkeyPatch) -> None:

@@ -22,15 +22,14 @@ import numpy as np
 from dora_rl.config import RunConfig
 from dora_rl.controller.records import Totals, best_of
 from dora_rl.data.prompts import PromptSource, open_data
-from dora_rl.io.lines import shape_problem
+from dora_rl.io.append_log import shape_problem
 from dora_rl.observe.audit import Auditor
-from dora_rl.observe.audit_books import TrainedSample
-from dora_rl.observe.audit_report import Finding, Notebook, Promise
+from dora_rl.observe.audit_books import Finding, Notebook, Promise, TrainedSample
 from dora_rl.setup.settings import core_params, load_config
 from dora_rl.setup.tokenizer import open_tokenizer
-from dora_rl.store.record_log import TableError
-from dora_rl.store.sample_digest import sample_digest, text_digest
 from dora_rl.store.samples import Samples
+from dora_rl.store.table import TableError
+from dora_rl.store.trajectories import sample_digest, text_digest
 from dora_rl.types import RequestId, UserError, Version
 from dora_rl.weights.format import SealedFile, WeightsError
 from dora_rl.weights.proof import checkpoint_problem, seals_whole_models
@@ -138,23 +137,20 @@ class FileAudit:
 
     def _data(self, config: RunConfig | None) -> None:
         """Opens the data as the run read them, if they are still there."""
-        path = self.run / "data.json"
+        path, begun_with = self.run / "data.json", None
         if path.is_file():
             begun_with = json.loads(path.read_bytes())["fingerprint"]
         else:
             self._add("data.json", "is missing")
-            begun_with = None
         if config is None:
             self.notes.append("prompts, there is no configuration to open the data by")
             return
         try:
-            path = Path(config.model.path)
-            tokenizer = open_tokenizer(path, config.model.trust_remote_code)
-            prompts, _ = open_data(config.data, tokenizer, ".")
+            prompts, decode = open_run_data(config)
         except (UserError, OSError, ImportError) as error:
             self.notes.append(f"prompts, the data cannot be opened: {error}")
             return
-        self.decode = partial(tokenizer.decode, skip_special_tokens=True)
+        self.decode = decode
         if begun_with is not None and begun_with != prompts.fingerprint():
             self._add("data.json", "the data are not those that the run began with")
             return
@@ -191,8 +187,9 @@ class FileAudit:
                 self._add(name, f"sample {rid.sample} of group {rid.group}: {problem}")
         missing = [rid for rid in self.trained if rid not in seen]
         if missing:
-            text = f"{len(missing)} trained samples are missing, the first of group"
-            self._add("rollouts.jsonl", f"{text} {missing[0].group}")
+            first = missing[0].group
+            text = f"{len(missing)} trained samples are missing, the first of group {first}"
+            self._add("rollouts.jsonl", text)
         if num_undigested:
             text = f"{num_undigested} samples without a digest in the log (an older release)"
             self.notes.append(f"rollouts.jsonl: {text}; their tokens are not compared")
@@ -291,8 +288,7 @@ class FileAudit:
     def _summary(self, config: RunConfig | None) -> None:
         stop, path = self.auditor.stop, self.run / "summary.json"
         if stop is None:
-            text = "summary.json, it is written at an end and this life has none"
-            self.notes.append(text)
+            self.notes.append("summary.json, it is written at an end and this life has none")
             return
         if not path.is_file():
             self._add("summary.json", "is missing")
@@ -407,12 +403,11 @@ class FileAudit:
                 if sample.asked < 0 or not sample.digest:
                     continue  # written just before a crash, or by an older release
                 payload = (found.token_ids, found.logprobs, found.loss_mask)
+                which = f"sample {rid.sample} of group {gid}"
                 if sample_digest(rid, found.segments, *payload) != sample.digest:
-                    text = f"sample {rid.sample} of group {gid} is not what was generated"
-                    self._add(name, text)
+                    self._add(name, f"{which} is not what was generated")
                 if sample.reward is not None and found.reward != sample.reward:
-                    text = f"sample {rid.sample} of group {gid}: its reward is"
-                    self._add(name, f"{text} {found.reward}, not {sample.reward}")
+                    self._add(name, f"{which}: its reward is {found.reward}, not {sample.reward}")
         samples.close()
         return held
 
@@ -425,13 +420,13 @@ class FileAudit:
             if not path.name.isdigit():
                 continue
             version = int(path.name)
+            found[version] = None
             try:
                 sealed = SealedFile(path, version)
                 sealed.verify()
                 found[version] = sealed
             except (WeightsError, *DAMAGE) as error:
                 self._add(f"{name} {version}", str(error))
-                found[version] = None
         return found
 
     def _learner(self) -> None:
@@ -440,18 +435,17 @@ class FileAudit:
         self._verified(self.run / "learner" / "moments", "moments of version")
 
     def _sealed(self) -> None:
-        known = self.auditor.books.weights
+        known, newest = self.auditor.books.weights, self.auditor.books.committed
         there = self._verified(self.run / "weights", "version")
         for version, sealed in there.items():
             if sealed is None:
                 continue
-            if version > self.auditor.books.committed:
+            if version > newest:
                 self.notes.append(f"version {version}: sealed, and not in the log yet")
             elif not known.get(version):
                 self.notes.append(f"version {version}: the log has no checksum of it")
             elif known[version] != sealed.checksum:
                 self._add(f"version {version}", "its weights are not those that the log committed")
-        newest = self.auditor.books.committed
         if newest not in there:
             self.notes.append(f"version {newest}: its sealed weights are not there")
 
@@ -472,6 +466,13 @@ class FileAudit:
                 problem = f"cannot be read: {error}"
             if problem:
                 self._add(path.name, problem)
+
+
+def open_run_data(config: RunConfig) -> tuple[PromptSource, Callable[[Sequence[int]], str]]:
+    """The prompts of a run as it read them, and what gives the text of tokens."""
+    tokenizer = open_tokenizer(Path(config.model.path), config.model.trust_remote_code)
+    prompts, _ = open_data(config.data, tokenizer, ".")
+    return prompts, partial(tokenizer.decode, skip_special_tokens=True)
 
 
 def _differences(found: Mapping[str, Any], expected: Mapping[str, Any]) -> Iterator[str]:

@@ -18,15 +18,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from dora_rl.audit.files import open_run_data
 from dora_rl.config import RunConfig
 from dora_rl.core.events import Recomputed
-from dora_rl.data.prompts import PromptSource, open_data
-from dora_rl.io.lines import shape_problem
+from dora_rl.io.append_log import shape_problem
 from dora_rl.observe.audit import Auditor
-from dora_rl.observe.audit_books import TrainedSample
-from dora_rl.observe.audit_report import Finding, Promise
+from dora_rl.observe.audit_books import Finding, Promise, TrainedSample
 from dora_rl.setup.settings import load_config
-from dora_rl.setup.tokenizer import open_tokenizer
 from dora_rl.trainer.documents import Document, document_of
 from dora_rl.trainer.lora import add_lora
 from dora_rl.trainer.model import clone_adapted, clone_architecture, load_policy
@@ -101,8 +99,8 @@ def recompute(run: Path, auditor: Auditor, num: int) -> Recomputation:
     chosen = random.Random(SEED).sample(stored, min(num, len(stored)))
     if not chosen:
         return found
-    prompts = _prompts(config)
-    documents = [_document(one, prompts) for one in chosen]
+    prompts, _ = open_run_data(config)  # the log knows which prompt a group had
+    documents = [_document(one, prompts.prompt(one.prompt).token_ids) for one in chosen]
     versions = [one.version for one in chosen]
     scorer, exact = _scorer(config, store, versions[0])
     tolerance = config.audit.tolerance or (EXACT if exact else ROUNDED)
@@ -179,14 +177,8 @@ def _stored(line: dict[str, Any], trained: Mapping[RequestId, TrainedSample]) ->
     return Stored(request, version, known.prompt, sample)
 
 
-def _prompts(config: RunConfig) -> PromptSource:
-    tokenizer = open_tokenizer(Path(config.model.path), config.model.trust_remote_code)
-    return open_data(config.data, tokenizer, ".")[0]
-
-
-def _document(one: Stored, prompts: PromptSource) -> Document:
-    """The log knows which prompt a group had; the data have its tokens."""
-    prompt_ids = np.array(prompts.prompt(one.prompt).token_ids, np.int32)
+def _document(one: Stored, token_ids: Sequence[int]) -> Document:
+    prompt_ids = np.array(token_ids, np.int32)
     group = Group(one.request.group, one.version, prompt_ids, (one.sample,))
     return document_of(group, one.sample, 0.0)
 

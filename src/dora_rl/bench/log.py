@@ -110,42 +110,31 @@ def read_log(events: Path, window: Window) -> LogFigures:
 
 def _follow(fleet: dict[InstanceId, Busy], entry: Entry, begin: float, end: float) -> None:
     """Keep the instances' running requests up to date."""
-    event = entry.event
-    match event:
-        case ev.InstanceJoined():
-            busy = _change(fleet, event.instance, entry.now, begin, end)
-            busy.requests, busy.awake = set(), True  # a new life begins with nothing
-        case ev.SampleFinished() | ev.SampleFailed():
-            _change(fleet, event.instance, entry.now, begin, end).requests.discard(event.request)
-        case ev.Moved():
-            _change(fleet, event.src, entry.now, begin, end).requests.discard(event.request)
-            _change(fleet, event.dst, entry.now, begin, end).requests.add(event.request)
-        case _:
-            pass
-    for action in entry.actions:
-        match action:
+
+    def changed(name: InstanceId) -> Busy:
+        busy = fleet.setdefault(name, Busy(since=entry.now))
+        busy.account(entry.now, begin, end)
+        return busy
+
+    for what in (entry.event, *entry.actions):
+        match what:
+            case ev.InstanceJoined():
+                busy = changed(what.instance)
+                busy.requests, busy.awake = set(), True  # a new life begins with nothing
+            case ev.Moved():
+                changed(what.src).requests.discard(what.request)
+                changed(what.dst).requests.add(what.request)
             case act.Dispatch():
-                busy = _change(fleet, action.instance, entry.now, begin, end)
-                busy.requests |= {RequestId(action.group, sample) for sample in action.samples}
-            case act.Abort() | act.Park():
-                busy = _change(fleet, action.instance, entry.now, begin, end)
-                busy.requests.discard(action.request)
+                new = {RequestId(what.group, sample) for sample in what.samples}
+                changed(what.instance).requests.update(new)
             case act.Unpark() | act.Reversion():
-                busy = _change(fleet, action.instance, entry.now, begin, end)
-                busy.requests.add(action.request)
+                changed(what.instance).requests.add(what.request)
+            case ev.SampleFinished() | ev.SampleFailed() | act.Abort() | act.Park():
+                changed(what.instance).requests.discard(what.request)
             case act.Sleep() | act.Wake():
-                busy = _change(fleet, action.instance, entry.now, begin, end)
-                busy.awake = isinstance(action, act.Wake)
+                changed(what.instance).awake = isinstance(what, act.Wake)
             case _:
                 pass
-
-
-def _change(
-    fleet: dict[InstanceId, Busy], name: InstanceId, now: float, begin: float, end: float
-) -> Busy:
-    busy = fleet.setdefault(name, Busy(since=now))
-    busy.account(now, begin, end)
-    return busy
 
 
 def run_figures(

@@ -51,8 +51,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _compare(args: argparse.Namespace, folder: Path) -> int:
-    from dora_rl.bench.paradigms import Bench, BenchOptions, ratios
-    from dora_rl.bench.report import draw_bench, ratio_lines, tables_of
+    from dora_rl.bench.paradigms import (
+        Bench,
+        BenchOptions,
+        draw_bench,
+        ratio_lines,
+        ratios,
+        tables_of,
+    )
     from dora_rl.commands.progress import console
     from dora_rl.commands.sim import modes_of
     from dora_rl.setup.settings import load_config

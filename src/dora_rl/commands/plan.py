@@ -19,8 +19,7 @@ ARGUMENTS = (
 def run(args: argparse.Namespace) -> int:
     from dora_rl.commands.progress import console, showing
     from dora_rl.commands.testbed import preset_of, workers_of
-    from dora_rl.sim.plan import plan
-    from dora_rl.sim.plan_result import plan_table
+    from dora_rl.sim.plan import plan, plan_table
 
     preset = preset_of(args)
     prepare_output(args.json)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from dora_rl.sim.flows import Job, See
+from dora_rl.sim.compare import Job, See
 from dora_rl.sim.report import duration, split_text
 from dora_rl.sim.run import ModeResult
 

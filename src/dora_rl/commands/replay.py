@@ -14,8 +14,7 @@ ARGUMENTS = (RUN,)
 
 
 def run(args: argparse.Namespace) -> int:
-    from dora_rl.observe.eventlog import read
-    from dora_rl.observe.replay import replay
+    from dora_rl.observe.eventlog import read, replay
 
     result = replay(read(events_folder(args.run)))
     snapshots = f" and {result.num_snapshots} snapshots" if result.num_snapshots else ""

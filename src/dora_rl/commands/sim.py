@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     modes, preset = modes_of(args.mode), preset_of(args)
     prepare_output(args.json, args.picture)
     if args.picture is not None:
-        from dora_rl.sim.picture import check_format
+        from dora_rl.observe.plots import check_format
 
         check_format(args.picture)
     options = CompareOptions(

@@ -24,7 +24,7 @@ ARGUMENTS = (
 
 
 def run(args: argparse.Namespace) -> int:
-    from dora_rl.observe.tail import read_history
+    from dora_rl.observe.history import read_history
     from dora_rl.observe.trace import write_trace
 
     prepare_output(args.output)

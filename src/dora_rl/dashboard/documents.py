@@ -3,10 +3,17 @@
 Figures come from the event log through `observe.history`, and from the run's files where the log
 does not know (metrics, measured busy times). Everything is computed over whole arrays; nothing
 here grows with the run except by the arrays themselves, and no document does.
+
+Text is in rollouts.jsonl once its group was trained; before that, and for a while for groups that
+were not, in the table. Lengths, rewards and places the log always tells. Token texts need the
+model's tokenizer; without one a token is shown by its id.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +21,7 @@ from numpy.typing import NDArray
 
 from dora_rl.core.actions import End
 from dora_rl.dashboard.run_files import SILENT_S, RunFiles
+from dora_rl.envs.base import spans as spans_of
 from dora_rl.observe.history import ENDS, FINISHES, History
 from dora_rl.observe.measures import (
     idle_ratio,
@@ -23,8 +31,10 @@ from dora_rl.observe.measures import (
     tokens_per_s,
     trainer_busy_s,
 )
-from dora_rl.observe.placements import busy_s
-from dora_rl.types import Mode
+from dora_rl.observe.placements import Why, busy_s
+from dora_rl.store.table import peek
+from dora_rl.store.trajectories import rounded
+from dora_rl.types import Mode, RequestId, UserError
 
 STATES = ("generating", "scoring", "ready", "taken", *(end.value for end in ENDS))
 _FIRST_END = 4
@@ -77,7 +87,7 @@ def overview(history: History, files: RunFiles) -> dict[str, Any]:
         "evaluation_first": files.evaluations[0] if files.evaluations else None,
         "promises": _promises(history, trained),
         "waiting": _waiting(history),
-        "incidents": _incidents(history),
+        "incidents": [i.as_json() for i in history.incidents[-INCIDENTS_SHOWN:][::-1]],
         "set_aside": [{"prompt": p, "reason": r} for p, r in history.set_aside.items()],
         "rewards": series(history)["reward/mean"],
     }
@@ -144,13 +154,6 @@ def _waiting(history: History) -> dict[str, Any] | None:
         return None
     left = [g for g in wait.groups if np.isnan(fed[g])]
     return {"step": wait.step, "groups": left[:12], "since": wait.begin_s} if left else None
-
-
-def _incidents(history: History) -> list[dict[str, Any]]:
-    return [
-        {"now": i.now_s, "kind": i.kind, "instance": i.instance, "text": i.text}
-        for i in history.incidents[-INCIDENTS_SHOWN:][::-1]
-    ]
 
 
 def series(history: History) -> dict[str, dict[str, Any]]:
@@ -279,3 +282,154 @@ def throughput(history: History, files: RunFiles, spans: dict[str, NDArray[Any]]
         "wall": wall,
         "curves": metrics(history, files)["steps"],
     }
+
+
+# -- groups and trajectories -----------------------------------------------------------------------
+
+
+PAGE_MAX = 200
+ORDERS = ("newest", "oldest", "longest", "best", "worst", "moved")
+
+
+def group_list(
+    history: History, state: str, version: int | None, order: str, page: int, size: int
+) -> dict[str, Any]:
+    """One page of the groups in a state (empty: any) and of a version (None: any)."""
+    groups, state_of = history.groups, states(history)
+    chosen = np.ones(len(groups), bool)
+    if state in STATES:
+        chosen &= state_of == STATES.index(state)
+    if version is not None:
+        chosen &= groups["version"] == version
+    found = np.flatnonzero(chosen & (groups["version"] >= 0))
+    found = _ordered(history, found, order)
+    size = max(1, min(size, PAGE_MAX))
+    page = max(0, min(page, (len(found) - 1) // size)) if len(found) else 0
+    here = found[page * size : (page + 1) * size]
+    rows = [_row(history, int(group), STATES[state_of[group]]) for group in here]
+    return {"total": len(found), "page": page, "size": size, "groups": rows}
+
+
+def _ordered(history: History, found: Any, order: str) -> Any:
+    groups = history.groups
+    if order == "oldest":
+        return found
+    found = found[::-1]
+    if order in ("longest", "moved"):
+        most = groups["tokens" if order == "longest" else "moves"][found]
+        return found[np.argsort(-most, kind="stable")]
+    if order in ("best", "worst"):
+        scored = found[groups["scored"][found] > 0]
+        mean = groups["reward_sum"][scored] / groups["scored"][scored]
+        return scored[np.argsort(-mean if order == "best" else mean, kind="stable")]
+    return found
+
+
+def _row(history: History, group: int, state: str) -> dict[str, Any]:
+    counts = ("version", "prompt", "finished", "scored", "tokens", "moves", "fed_step", "step")
+    row: dict[str, Any] = {"group": group, "state": state}
+    row |= {name: int(history.groups[name][group]) for name in counts}
+    times = ("issued_s", "ready_s", "fed_s", "ended_s")
+    row |= {name: known(history.groups[name][group]) for name in times}
+    if row["scored"] < history.params.group_size:
+        row["ready_s"] = None
+    row["reward"] = (
+        float(history.groups["reward_sum"][group]) / row["scored"] if row["scored"] else None
+    )
+    step = row["step"] if row["step"] >= 0 else row["fed_step"]
+    row["staleness"] = step - row["version"] if step >= 0 else None
+    return row
+
+
+def one_group(history: History, group: int, spans: dict[str, Any]) -> dict[str, Any] | None:
+    """A group with its samples and where each of them ran."""
+    if not 0 <= group < len(history.groups) or history.groups["version"][group] < 0:
+        return None
+    size, samples = history.params.group_size, history.samples
+    names = list(history.names)
+    first = group * size
+    mine = (spans["slot"] >= first) & (spans["slot"] < first + size)
+    columns = ("slot", "instance", "version", "begin", "end", "began", "ended")
+    stays: dict[int, list[dict[str, Any]]] = {first + sample: [] for sample in range(size)}
+    found = zip(*(spans[name][mine].tolist() for name in columns), strict=True)
+    for slot, instance, version, begin, end, began, ended in found:
+        stay = {"instance": names[instance], "version": version, "begin": begin, "end": end}
+        why = Why(ended).name.lower() if ended >= 0 else "running"
+        stays[slot].append(stay | {"began": Why(began).name.lower(), "ended": why})
+    rows = [
+        {
+            "sample": sample,
+            "tokens": max(0, int(samples["tokens"][first + sample])),
+            "finish": ("", *FINISHES)[int(samples["finish"][first + sample]) + 1],
+            "reward": known(samples["reward"][first + sample]),
+            "mixed": bool(samples["mixed"][first + sample]),
+            "stays": sorted(stays[first + sample], key=lambda stay: stay["begin"]),
+        }
+        for sample in range(size)
+    ]
+    state = STATES[int(states(history)[group])]
+    reason = history.reasons.get(group, "")
+    return {**_row(history, group, state), "reason": reason, "samples": rows}
+
+
+def known(value: float) -> float | None:
+    return None if np.isnan(value) else float(value)
+
+
+def trajectory(history: History, files: RunFiles, group: int, sample: int) -> dict[str, Any] | None:
+    """A sample with its tokens; None if there is no text of it."""
+    if not 0 <= group < len(history.groups):
+        return None
+    step = int(history.groups["step"][group])
+    record = files.rollout(step, group, sample) if step >= 0 else None
+    record = record or _under_way(files, group, sample)
+    if record is None:
+        return None
+    model = files.document("config.json").get("model", {}).get("path", "")
+    decode = _decoder_of(str(model), str(files.folder.resolve()))
+    ids = record.get("token_ids", [])
+    return record | {"pieces": pieces(ids, decode) if decode is not None else []}
+
+
+def _under_way(files: RunFiles, group: int, sample: int) -> dict[str, Any] | None:
+    """A sample that has finished and was not trained (yet): from the table, if it is there."""
+    row = peek(files.folder / "table.log", RequestId(group, sample))
+    if row is None:
+        return None
+    return {
+        "token_ids": np.asarray(row["token_ids"]).tolist(),
+        "logprobs": rounded(row["logprobs"]),
+        "turns": [list(turn) for turn in spans_of(np.asarray(row["loss_mask"]).tolist())],
+        "text": row.get("text", ""),
+    }
+
+
+def pieces(ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> list[str]:
+    """The text of each token. Where several make one character, the first has it, the others ''."""
+    texts: list[str] = []
+    begin = 0
+    for end in range(1, len(ids) + 1):
+        text = decode(ids[begin:end])
+        whole = "�" not in text
+        if whole or end - begin == 8:
+            texts += [text] + [""] * (end - begin - 1)
+            begin = end
+    if begin < len(ids):
+        texts += [decode(ids[begin:])] + [""] * (len(ids) - begin - 1)
+    return texts
+
+
+@cache
+def _decoder_of(model: str, folder: str) -> Callable[[Sequence[int]], str] | None:
+    """The tokenizer of the model, or of a checkpoint beside the run where the model is gone."""
+    from dora_rl.setup.tokenizer import open_tokenizer
+
+    kept = sorted((Path(folder) / "checkpoints").glob("*/tokenizer.json"))
+    for place in (Path(model or "/nowhere"), *(path.parent for path in kept)):
+        if (place / "tokenizer_config.json").is_file() or (place / "tokenizer.json").is_file():
+            try:
+                tokenizer = open_tokenizer(place, trust_remote_code=False)
+            except (UserError, ImportError):
+                continue
+            return lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False)
+    return None

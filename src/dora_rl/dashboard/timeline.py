@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dora_rl.dashboard.documents import known
 from dora_rl.observe.history import History
 from dora_rl.observe.placements import coverage, lanes
 
@@ -66,9 +67,7 @@ def timeline(
             if until > begin and since < end
         ],
         "incidents": [
-            {"now": i.now_s, "kind": i.kind, "instance": i.instance, "text": i.text}
-            for i in history.incidents
-            if begin <= i.now_s <= end
+            incident.as_json() for incident in history.incidents if begin <= incident.now_s <= end
         ][:MARKS_MAX],
     }
     if len(here["begin"]) <= STAYS_MAX:
@@ -111,11 +110,11 @@ def _steps(history: History, begin: float, end: float, width: int) -> list[list[
     last = -np.inf
     for step in sorted(history.steps):
         record = history.steps[step]
-        done = record.committed_s if record.committed_s == record.committed_s else history.now_s
+        done = history.or_now(record.committed_s)
         fed = record.fed_s if record.fed_s == record.fed_s else record.closed_s
         wide = done - last > 2 * (end - begin) / max(1, width)
         if done >= begin and fed <= end and wide:
-            rows.append([step, fed, _known(record.closed_s), _known(record.committed_s)])
+            rows.append([step, fed, known(record.closed_s), known(record.committed_s)])
             last = done
     return rows
 
@@ -126,7 +125,7 @@ def _loads(history: History, row: NDArray[Any], begin: float, end: float) -> lis
             int(row[load.instance]),
             load.version,
             load.begin_s,
-            _known(load.end_s),
+            known(load.end_s),
             load.donor,
             load.failed,
         ]
@@ -141,26 +140,20 @@ def _moves(history: History, row: NDArray[Any], begin: float, end: float) -> dic
     here = np.flatnonzero((moves["now"] >= begin) & (moves["now"] <= end))
     num = len(here)
     here = here[:: num // MARKS_MAX + 1]
-    size = history.params.group_size
-    slots = moves["slot"][here]
-    version = history.groups["version"][slots // size]
+    group, sample = np.divmod(moves["slot"][here], history.params.group_size)
     src, dst = row[moves["src"][here]], row[moves["dst"][here]]
-    rows = [_rounded(moves["now"][here]), src.tolist(), dst.tolist()]
-    rows += [(slots // size).tolist(), (slots % size).tolist(), version.tolist()]
-    return {"num": num, "rows": [list(row) for row in zip(*rows, strict=True)]}
+    columns = (src, dst, group, sample, history.groups["version"][group])
+    rows = zip(_rounded(moves["now"][here]), *(c.tolist() for c in columns), strict=True)
+    return {"num": num, "rows": [list(row) for row in rows]}
 
 
 def _waits(history: History, begin: float, end: float) -> list[list[Any]]:
-    """[step, begin, end, groups]: a wait ends when the next group is fed."""
-    fed = np.sort(history.groups["fed_s"][~np.isnan(history.groups["fed_s"])])
-    rows: list[list[Any]] = []
-    for wait in history.waits:
-        if wait.begin_s > end:
-            break
-        place = int(np.searchsorted(fed, wait.begin_s, "right"))
-        until = float(fed[place]) if place < len(fed) else history.now_s
-        if until >= begin:
-            rows.append([wait.step, wait.begin_s, until, list(wait.groups[:12])])
+    """[step, begin, end, groups]."""
+    rows = [
+        [wait.step, wait.begin_s, until, list(wait.groups[:12])]
+        for wait, until in history.ended_waits()
+        if wait.begin_s <= end and until >= begin
+    ]
     return rows[:: len(rows) // MARKS_MAX + 1]
 
 
@@ -169,10 +162,6 @@ def _natural(name: str) -> tuple[str, int, str]:
     stem = name.rstrip("0123456789")
     digits = name[len(stem) :]
     return stem, int(digits or 0), name
-
-
-def _known(value: float) -> float | None:
-    return None if np.isnan(value) else float(value)
 
 
 def _rounded(values: NDArray[Any]) -> list[float]:

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from dora_rl.observe.audit import Auditor
+from dora_rl.observe.columns import LogTail
 from dora_rl.observe.eventlog import parse_line
-from dora_rl.observe.tail import LogTail
 
 EVERY_S = 2.0
 FINDINGS_SHOWN = 50

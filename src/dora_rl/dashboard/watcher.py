@@ -17,13 +17,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dora_rl.dashboard import documents, group_documents
+from dora_rl.dashboard import documents
 from dora_rl.dashboard.run_files import RunFiles
 from dora_rl.dashboard.timeline import Stays, timeline
 from dora_rl.dashboard.verdict import Verdict
+from dora_rl.observe.columns import LogTail, read_columns
 from dora_rl.observe.history import History
 from dora_rl.observe.segments import SegmentReaders
-from dora_rl.observe.tail import LogTail, read_columns
 from dora_rl.types import UserError
 
 POLL_S = 0.5
@@ -140,8 +140,7 @@ class Watcher:
             kept = self._cached.get(key)
             if kept is not None and kept[0] == self.revision:
                 return kept[1]
-            revision, value = self.revision, make(query)
-            text = _text(value)
+            revision, text = self.revision, _text(make(query))
             if len(self._cached) >= CACHED_MAX:
                 self._cached.clear()
             self._cached[key] = (revision, text)
@@ -156,10 +155,10 @@ class Watcher:
             "throughput": lambda q: documents.throughput(history, files, self.stays().columns),
             "timeline": self._timeline,
             "groups": self._groups,
-            "group": lambda q: group_documents.one_group(
+            "group": lambda q: documents.one_group(
                 history, _int(q, "group", -1), self.stays().columns
             ),
-            "trajectory": lambda q: group_documents.trajectory(
+            "trajectory": lambda q: documents.trajectory(
                 history, files, _int(q, "group", -1), _int(q, "sample", 0)
             ),
         }
@@ -182,7 +181,7 @@ class Watcher:
 
     def _groups(self, query: dict[str, str]) -> dict[str, Any]:
         version = query.get("version", "")
-        return group_documents.group_list(
+        return documents.group_list(
             self.history,
             query.get("state", ""),
             int(version) if version.isdigit() else None,

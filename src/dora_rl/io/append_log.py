@@ -8,6 +8,7 @@ said, so it is never cut and never passed over: whoever meets it names the file 
 
     line     text, newline                                   complete with its newline
     checked  CRC of the text in hex, blank, text, newline
+    JSON     a line without a checksum: one that cannot be read is damaged
     frame    length | CRC of the length | CRC of the body | body
 
 Never knows what a record means. Invariant: what is read is an exact prefix of what was appended,
@@ -16,12 +17,13 @@ and holds every record whose `append` returned.
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
 import struct
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -197,3 +199,54 @@ def frames(content: memoryview, place: int, name: str) -> Iterator[tuple[int, me
             raise Damaged(f"{name} is damaged at byte {place}; restore it from a copy")
         yield end, body
         place = end
+
+
+# -- lines of JSON without checksums ---------------------------------------------------------------
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    if path.is_file():
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.endswith(b"\n"):
+                    yield _parsed(line, f"{path} line {number}")
+
+
+def _parsed(line: bytes, name: str) -> dict[str, Any]:
+    try:
+        return json.loads(line)
+    except ValueError as error:
+        raise Damaged(f"{name} {shape_problem(error)}") from error
+
+
+def shape_problem(error: Exception) -> str:
+    """What is wrong with JSON that cannot be read, or is not of the shape that was written."""
+    if isinstance(error, KeyError):
+        return f"is damaged (it has no {error.args[0]})"
+    return f"is damaged ({error})"
+
+
+def cut_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
+    """Remove a torn last line, and whole lines from the end on until one is to be kept.
+
+    Costs what is removed, not what is there.
+    """
+    end = lines_end(path)
+    if not path.is_file() or not path.stat().st_size:
+        return
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        while end:
+            start = data.rfind(b"\n", 0, end - 1) + 1
+            if keep(_parsed(data[start:end], f"{path} at byte {start}")):
+                break
+            end = start
+    AppendLog(path, size=end).close()
+
+
+def keep_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
+    """Remove a torn last line, and every line that is not to be kept. Reads the whole file."""
+    cut_lines(path, lambda line: True)
+    lines = list(read_lines(path))
+    if all(map(keep, lines)):
+        return
+    write_whole(path, ((json.dumps(line) + "\n").encode() for line in lines if keep(line)))

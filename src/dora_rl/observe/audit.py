@@ -1,8 +1,8 @@
 """`dora-rl audit RUN`: prove C1, C2, C3 and conservation from the event log alone.
 
-Four checkers read each entry, event first, then its actions in order: `audit_places` (where
-requests are, who holds which weights), `audit_groups` (groups and samples), `audit_faults` (prompts
-that are set aside) and `audit_steps` (batches, steps, the bound). They share books of their own,
+Checkers read each entry, event first, then its actions in order: `audit_places` (where requests
+are, who holds which weights), `audit_groups` (groups, samples, prompts that are set aside) and
+`audit_steps` (batches, steps, the bound). They share books of their own (`audit_books`),
 and with the core nothing but the event and action types. A run that was cut off can be audited too:
 what is outstanding is no finding, but nothing is called proved (`AuditReport.proved`) before the
 log ends with a completed run.
@@ -17,14 +17,20 @@ from typing import Any, TypeAlias
 
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
-from dora_rl.observe.audit_books import Books
-from dora_rl.observe.audit_faults import FaultAudit
-from dora_rl.observe.audit_groups import GroupAudit
-from dora_rl.observe.audit_late import LateMessages
+from dora_rl.observe.audit_books import (
+    LOG,
+    AuditFigures,
+    AuditReport,
+    Books,
+    Finding,
+    Notebook,
+    Promise,
+)
+from dora_rl.observe.audit_groups import FaultAudit, GroupAudit
 from dora_rl.observe.audit_places import PlaceAudit
-from dora_rl.observe.audit_report import AuditFigures, AuditReport, Finding, Notebook, Promise
 from dora_rl.observe.audit_steps import StepAudit
 from dora_rl.observe.eventlog import ChainCheck, Entry, Snapshot, read
+from dora_rl.types import GroupId, InstanceId
 
 __all__ = [
     "AuditFigures",
@@ -38,6 +44,25 @@ __all__ = [
 ]
 
 Checks: TypeAlias = dict[type, tuple[Callable[[Any], None], ...]]
+LEARNER = ""  # no instance has this name
+# Who says what: the field that names the instance, or the learner.
+_SPEAKERS: dict[type, str] = {
+    ev.InstanceJoined: "instance",
+    ev.InstanceLost: "instance",
+    ev.InstanceReport: "instance",
+    ev.Loaded: "instance",
+    ev.LoadFailed: "instance",
+    ev.SampleFinished: "instance",
+    ev.SampleFailed: "instance",
+    ev.Moved: "dst",
+    ev.MoveFailed: "src",
+    ev.TrainerJoined: LEARNER,
+    ev.TrainerLost: LEARNER,
+    ev.TrainerReport: LEARNER,
+    ev.BatchAccepted: LEARNER,
+    ev.StepCommitted: LEARNER,
+    ev.VersionDurable: LEARNER,
+}
 
 
 def audit_run(folder: Path) -> AuditReport:
@@ -90,12 +115,17 @@ class Auditor:
         places, groups, steps = self.places, self.groups, self.steps
         return {
             ev.Started: (steps.on_started,),
-            ev.Resumed: (self._on_resumed, places.on_resumed, steps.on_started),
+            ev.Resumed: (
+                self._on_resumed,
+                self.late.on_resumed,
+                places.on_resumed,
+                steps.on_started,
+            ),
             ev.InstanceJoined: (self.faults.on_joined, places.on_joined),
             ev.InstanceLost: (self.faults.on_lost, places.on_lost),
             ev.Continued: (self.faults.on_continued,),
-            ev.Loaded: (places.on_loaded,),
-            ev.LoadFailed: (places.on_load_failed,),
+            ev.Loaded: (places.on_load_end,),
+            ev.LoadFailed: (places.on_load_end,),
             ev.SampleFinished: (places.on_finished,),
             ev.SampleFailed: (places.on_failed,),
             ev.Moved: (places.on_moved,),
@@ -117,12 +147,12 @@ class Auditor:
             act.IssueGroup: (self.faults.on_issue, groups.on_issue),
             act.Dispatch: (places.on_dispatch,),
             act.Abort: (places.on_abort,),
-            act.Load: (places.on_load,),
+            act.Load: (self.late.on_load, places.on_load),
             act.Unload: (places.on_unload,),
-            act.Move: (places.on_move,),
+            act.Move: (self.late.on_move, places.on_move),
             act.Park: (places.on_park,),
-            act.Unpark: (places.on_unpark,),
-            act.Reversion: (places.on_reversion,),
+            act.Unpark: (places.on_continue,),
+            act.Reversion: (places.on_reversion, places.on_continue),
             act.Sleep: (places.on_sleep,),
             act.Wake: (places.on_wake,),
             act.Restart: (self.faults.on_lost, places.on_lost),
@@ -130,7 +160,7 @@ class Auditor:
             act.Score: (groups.on_score,),
             act.Feed: (steps.on_feed,),
             act.CloseStep: (steps.on_close,),
-            act.EndGroup: (places.on_end, self.faults.on_end, groups.on_end),
+            act.EndGroup: (self.late.on_end, places.on_end, self.faults.on_end, groups.on_end),
             act.SetAside: (self.faults.on_set_aside,),
             act.RetireVersion: (steps.on_retire,),
             act.WaitFor: (groups.on_wait_for,),
@@ -143,7 +173,7 @@ class Auditor:
         if self.chain.problem:
             name = f"entry {record.number}"
             name = name if isinstance(record, Entry) else f"snapshot before {name}"
-            self.notes.add(Promise.LOG, name, self.chain.problem)
+            self.notes.add(LOG, name, self.chain.problem)
         if isinstance(record, Entry):
             self._see(record)
 
@@ -152,22 +182,21 @@ class Auditor:
         expected = notes.entry + 1
         notes.entry, notes.event, notes.finished = entry.number, entry.event, None
         if entry.number != expected:
-            notes.add(Promise.LOG, f"entry {expected}", f"missing: {entry.number} comes instead")
+            notes.add(LOG, f"entry {expected}", f"missing: {entry.number} comes instead")
         if (entry.number == 0) != isinstance(entry.event, ev.Started):
-            notes.add(Promise.LOG, f"entry {entry.number}", "the run starts once, at entry 0")
+            notes.add(LOG, f"entry {entry.number}", "the run starts once, at entry 0")
         if entry.now < self.now and not isinstance(entry.event, ev.Resumed):
-            notes.add(Promise.LOG, f"entry {entry.number}", "is older than the entry before it")
+            notes.add(LOG, f"entry {entry.number}", "is older than the entry before it")
         self.now = entry.now
         self._count(entry.event)
         if self.stop is not None and not isinstance(entry.event, ev.Resumed):
             if entry.actions:
-                notes.add(Promise.LOG, f"entry {entry.number}", "actions after the stop")
+                notes.add(LOG, f"entry {entry.number}", "actions after the stop")
             return  # nothing is believed after the stop, by the core neither
         if not self.late.is_late(entry.event):  # the core does not believe it either
             for check in self._on_event.get(type(entry.event), ()):
                 check(entry.event)
         for action in entry.actions:
-            self.late.see(action)
             for check in self._on_action.get(type(action), ()):
                 check(action)
         self.steps.settle()
@@ -180,8 +209,7 @@ class Auditor:
         elif isinstance(event, ev.Recomputed):
             self.num_mismatched += not event.is_same
 
-    def _on_resumed(self, event: ev.Resumed) -> None:
-        del event
+    def _on_resumed(self, _event: ev.Resumed) -> None:
         self.num_killed += self.stop is None
         self.stop = None
         self.num_resumes += 1
@@ -236,3 +264,59 @@ class Auditor:
             num_chained=self.chain.num_chained,
             num_unchained=self.chain.num_unchained,
         )
+
+
+class LateMessages:
+    """Which messages of a log came late or twice. Told of every event and action, in order.
+
+    By the definition of `core.events`: a worker's message counts if it is of the incarnation that
+    joined last (or of a newer one, for a join or a loss), and an answer counts if it is to the last
+    order. What is not known (-1, in logs of earlier releases) counts.
+    """
+
+    def __init__(self) -> None:
+        self._newest: dict[InstanceId, int] = {}
+        self._loads: dict[InstanceId, int] = {}
+        self._moves: dict[GroupId, dict[int, int]] = {}  # by sample
+
+    def is_late(self, event: Any) -> bool:
+        """Asked once for each event; what is not late is remembered."""
+        speaker = _SPEAKERS.get(type(event))
+        if speaker is None:
+            return False
+        name = getattr(event, speaker) if speaker else LEARNER
+        match event:
+            case ev.InstanceJoined():
+                return not self._begins(name, event.life, 1)
+            case ev.TrainerJoined():
+                return not self._begins(name, event.incarnation, 1)
+            case ev.InstanceLost() | ev.TrainerLost():
+                return not self._begins(name, event.incarnation, 0)
+            case _ if event.incarnation >= 0 and event.incarnation != self._newest.get(name, -1):
+                return True
+            case ev.Loaded() | ev.LoadFailed():
+                return event.attempt not in (-1, self._loads.get(name, -1))
+            case ev.Moved() | ev.MoveFailed():
+                asked = self._moves.get(event.request.group, {})
+                return event.attempt not in (-1, asked.get(event.request.sample, -1))
+            case _:
+                return False
+
+    def _begins(self, name: InstanceId, incarnation: int, more: int) -> bool:
+        newest = self._newest.get(name, -1)
+        if incarnation >= newest + more:
+            self._newest[name] = incarnation
+            return True
+        return incarnation < 0
+
+    def on_resumed(self, _event: ev.Resumed) -> None:
+        self._newest.clear()
+
+    def on_load(self, action: act.Load) -> None:
+        self._loads[action.instance] = action.attempt
+
+    def on_move(self, action: act.Move) -> None:
+        self._moves.setdefault(action.request.group, {})[action.request.sample] = action.attempt
+
+    def on_end(self, action: act.EndGroup) -> None:
+        self._moves.pop(action.group, None)

@@ -1,16 +1,166 @@
-"""The auditor's own books: what the log has shown so far about groups, steps and versions.
+"""What an audit says, and the books that its checkers share while they read a log.
 
-Plain data, kept by the checkers beside this file and shared between them. Nothing here comes from
-the core's state; a run's books can be rebuilt by anyone who can read the log.
+Findings name a promise and its culprit; figures are counted from the log. The books say what the
+log has shown so far about groups, steps and versions. Nothing here comes from the core's state: a
+run's books can be rebuilt by anyone who can read the log. Never checks a promise itself.
+
+    C1            one version per trajectory
+    C2            every group ends exactly once; every trained sample was finished and scored once
+    C3            staleness at most K, by the invariant of docs/staleness.md
+    batch         every step trains exactly B groups, once, in order
+    conservation  issued = outstanding + ended, after every entry
+    prompts       every prompt of the stream in order, each once; again only after a failure
+    versions      published before use, loaded before decoding, retired last
+    log           the entries themselves: chained, numbered without gaps, nothing after the stop
+    files         what lies beside the log is what the log tells of (`audit --files`)
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from dora_rl.core import actions as act
+from dora_rl.core.events import Event, Tick
 from dora_rl.core.params import Params
 from dora_rl.types import GroupId, RequestId, Segment, StepIndex, Version
+
+FINDINGS_MAX = 1_000  # kept in full; further ones are only counted
+
+
+class Promise(StrEnum):
+    C1 = "C1"
+    C2 = "C2"
+    C3 = "C3"
+    BATCH = "batch"
+    CONSERVATION = "conservation"
+    PROMPTS = "prompts"
+    VERSIONS = "versions"
+    LOG = "log"
+    FILES = "files"
+
+
+C1, C2, C3, BATCH, CONSERVATION, PROMPTS, VERSIONS, LOG, FILES = Promise
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One broken promise: `subject` is the group, instance, version or step that broke it.
+
+    `entry` is -1 where no entry of the log is at fault but a file beside it.
+
+    >>> str(Finding(Promise.C3, 812, "group 7", "staleness 3, 2 is allowed"))
+    'C3: group 7: staleness 3, 2 is allowed (entry 812)'
+    """
+
+    promise: Promise
+    entry: int
+    subject: str
+    message: str
+
+    def __str__(self) -> str:
+        where = f" (entry {self.entry})" if self.entry >= 0 else ""
+        return f"{self.promise}: {self.subject}: {self.message}{where}"
+
+
+@dataclass(frozen=True, slots=True)
+class AuditFigures:
+    """Counted from the log alone. The mean staleness is that of trained samples, as in
+    `Records.summary`; tokens are response tokens."""
+
+    mode: str
+    num_entries: int
+    num_resumes: int
+    steps: int
+    groups_issued: int
+    groups_trained: int
+    groups_filtered: int
+    groups_failed: int
+    groups_surplus: int
+    groups_outstanding: int
+    groups_discarded: int  # failed, surplus or lost
+    samples_trained: int
+    samples_masked: int
+    tokens_trained: int
+    discarded_tokens: int  # of finished samples that failed, or whose group was discarded
+    staleness_mean: float
+    staleness_max: int
+    staleness_counts: tuple[int, ...]  # groups trained at staleness 0, 1, 2, ...
+    mixed_version_frac: float
+    batch_sizes: tuple[int, ...]
+    live_versions_max: int
+    migrations: int
+    kv_bytes_moved: int
+    finished: bool  # the log ends with a completed run
+    set_aside: tuple[int, ...] = ()  # prompts that are not issued again
+    stopped: str = ""  # the reason of the stop that the log ends with
+    num_recomputed: int = 0  # samples computed again during the run, from sealed weights
+    recomputed_gap_max: float = 0.0  # the largest difference of a log-prob among them
+    num_chained: int = 0  # lines with a digest chained over those before them
+    num_unchained: int = 0  # lines without: written by an older release
+    groups_lost: int = 0  # with a version that was lost with its host
+    num_rewound: int = 0  # how often the run went back to a durable version
+
+
+@dataclass(frozen=True, slots=True)
+class AuditReport:
+    """`proved` is the proof: the whole run was read and no promise was broken.
+
+    `ok` alone says that nothing was broken as far as the log goes.
+    """
+
+    findings: tuple[Finding, ...]
+    num_findings: int
+    figures: AuditFigures
+
+    @property
+    def ok(self) -> bool:
+        return self.num_findings == 0
+
+    @property
+    def proved(self) -> bool:
+        return self.ok and self.figures.finished
+
+    @property
+    def unfinished(self) -> str:
+        """Why this log cannot prove that every promise was kept; "" where it can."""
+        figures = self.figures
+        if figures.finished:
+            return ""
+        if not figures.num_entries:
+            return "the log is empty"
+        left = f"{figures.groups_outstanding} groups outstanding"
+        if figures.stopped:
+            return f"{left}, stopped: {figures.stopped}"
+        return f"{left}, no stop record"
+
+
+@dataclass(slots=True)
+class Notebook:
+    """Where the checkers write, and what they share about the entry being read."""
+
+    entry: int = -1
+    event: Event = field(default_factory=Tick)
+    finished: RequestId | None = None  # the sample that this entry's event really finished
+    num: int = 0
+    found: list[Finding] = field(default_factory=list[Finding])
+
+    def check(self, holds: object, promise: Promise, subject: str, message: str) -> None:
+        """What must hold of a subject; `message` says what is wrong where it does not.
+
+        Made in any case: what is checked for every sample spells the condition out instead.
+        """
+        if not holds:
+            self.add(promise, subject, message)
+
+    def add(self, promise: Promise, subject: str, message: str) -> None:
+        self.num += 1
+        if len(self.found) < FINDINGS_MAX:
+            self.found.append(Finding(promise, self.entry, subject, message))
+
+
+# -- the books -------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -79,8 +229,8 @@ class TrainedSample:
 class Tally:
     """Sums over ended groups."""
 
-    ends: dict[act.End, int] = field(default_factory=dict[act.End, int])
-    staleness: dict[int, int] = field(default_factory=dict[int, int])  # of groups
+    ends: Counter[act.End] = field(default_factory=Counter[act.End])
+    staleness: Counter[int] = field(default_factory=Counter[int])  # of groups
     staleness_sum: int = 0  # over trained samples
     samples: int = 0
     masked: int = 0
@@ -99,8 +249,8 @@ class Books:
     live: dict[GroupId, GroupRecord] = field(default_factory=dict[GroupId, GroupRecord])
     ended: dict[GroupId, act.End] = field(default_factory=dict[GroupId, act.End])
     num_issued: int = 0
-    untaken: dict[Version, int] = field(default_factory=dict[Version, int])
-    unended: dict[Version, int] = field(default_factory=dict[Version, int])
+    untaken: Counter[Version] = field(default_factory=Counter[Version])
+    unended: Counter[Version] = field(default_factory=Counter[Version])
     filling: StepIndex = 0
     committed: StepIndex = 0  # also the newest version
     on_disk: Version = 0  # the newest that was said to be durable
@@ -118,7 +268,7 @@ class Books:
     metrics: dict[StepIndex, str] = field(default_factory=dict[StepIndex, str])  # their digests
     config: str = ""  # digest of config.json
     # Losses of an instance on which nothing else ran, since the request last gained a token.
-    alone: dict[RequestId, int] = field(default_factory=dict[RequestId, int])
+    alone: Counter[RequestId] = field(default_factory=Counter[RequestId])
     dirty: bool = False  # a figure of the invariant changed in this entry
 
     @property

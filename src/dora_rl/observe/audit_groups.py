@@ -1,17 +1,31 @@
-"""The auditor of groups and samples: C1 by the engine's own segments, C2, and who may be admitted.
+"""The auditors of groups: C1 by the engine's own segments, C2, who may be admitted, and that no
+prompt is set aside without its evidence in the log.
 
-Recounts from the log what the core claims; shares only the event and action types with it.
+They recount from the log what the core claims, and share only the event and action types with it.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
-from dora_rl.observe.audit_books import Books, GroupRecord, Sample, TrainedSample
-from dora_rl.observe.audit_report import Notebook, Promise
-from dora_rl.types import GroupId, Mode, RequestId, Segment
+from dora_rl.observe.audit_books import (
+    BATCH,
+    C1,
+    C2,
+    C3,
+    PROMPTS,
+    VERSIONS,
+    Books,
+    GroupRecord,
+    Notebook,
+    Sample,
+    TrainedSample,
+)
+from dora_rl.observe.audit_places import PlaceAudit
+from dora_rl.types import GroupId, InstanceId, Mode, RequestId, Segment
 
 TOO_LATE = "in time"  # a reward that did not answer; no event tells of it
 
@@ -29,8 +43,8 @@ class GroupAudit:
     """Every group is issued once and ends once; what is trained was decoded and scored properly."""
 
     def __init__(self, books: Books, notes: Notebook) -> None:
-        self.books = books
-        self.notes = notes
+        self.books, self.notes = books, notes
+        self.add, self.check = notes.add, notes.check
         self.prompts: dict[int, GroupId] = {}
         self.next_prompt = 0
         self.owed: dict[int, None] = {}  # prompts of failed groups, not issued again yet
@@ -40,25 +54,33 @@ class GroupAudit:
         books = self.books
         name, version = f"group {action.group}", action.version
         if action.group in books.live or action.group in books.ended:
-            self._add(Promise.C2, name, "issued twice")
+            self.add(C2, name, "issued twice")
             return
-        if action.group != self.next_group:
-            self._add(Promise.C2, name, f"issued while group {self.next_group} is next")
+        self.check(
+            action.group == self.next_group,
+            C2,
+            name,
+            f"issued while group {self.next_group} is next",
+        )
         self.next_group = action.group + 1
-        if action.step != books.filling:
-            self._add(Promise.C2, name, f"issued for step {action.step}, not {books.filling}")
+        self.check(
+            action.step == books.filling,
+            C2,
+            name,
+            f"issued for step {action.step}, not {books.filling}",
+        )
         self._check_prompt(action)
         staleness_max = books.force(books.filling).max_staleness
         if version > books.committed or version in books.retired:
-            self._add(Promise.VERSIONS, name, f"issued on version {version}, which is not live")
+            self.add(VERSIONS, name, f"issued on version {version}, which is not live")
         elif version != books.committed and version + staleness_max <= books.filling:
-            self._add(Promise.C3, name, f"issued on version {version}, due in the step in filling")
+            self.add(C3, name, f"issued on version {version}, due in the step in filling")
         elif version < books.filling - staleness_max:
-            self._add(Promise.C3, name, f"issued on version {version}, too old already")
+            self.add(C3, name, f"issued on version {version}, too old already")
         samples = [Sample() for _ in range(books.params.group_size)]
         books.live[action.group] = GroupRecord(version, action.prompt, samples)
-        books.untaken[version] = books.untaken.get(version, 0) + 1
-        books.unended[version] = books.unended.get(version, 0) + 1
+        books.untaken[version] += 1
+        books.unended[version] += 1
         books.num_issued += 1
         books.dirty = True
 
@@ -70,24 +92,24 @@ class GroupAudit:
             del self.owed[prompt]
         elif earlier is not None:
             text = f"prompt {prompt} was issued already as group {earlier}"
-            self._add(Promise.PROMPTS, name, text)
+            self.add(PROMPTS, name, text)
         elif prompt != self.next_prompt:
             text = f"issued with prompt {prompt}, {self.next_prompt} is next"
-            self._add(Promise.PROMPTS, name, text)
+            self.add(PROMPTS, name, text)
         self.next_prompt = max(self.next_prompt, prompt + 1)
         self.prompts[prompt] = action.group
 
     def on_score(self, action: act.Score) -> None:
         record, name = self.books.live.get(action.request.group), f"group {action.request.group}"
         if record is None or action.request.sample >= len(record.samples):
-            self._add(Promise.C2, name, f"scoring of sample {action.request.sample} it has not")
+            self.add(C2, name, f"scoring of sample {action.request.sample} it has not")
             return
         sample = record.samples[action.request.sample]
         label = f"sample {action.request.sample}"
         event = self.notes.event
         if action.prompt != record.prompt:
             text = f"{label} is scored for prompt {action.prompt}, not {record.prompt}"
-            self._add(Promise.PROMPTS, name, text)
+            self.add(PROMPTS, name, text)
         if isinstance(event, ev.Tick) and action.attempt > sample.asked >= 0:
             sample.unscored(TOO_LATE, self.books.params.attempts_max)
         if sample.asked < 0:
@@ -96,9 +118,9 @@ class GroupAudit:
                 sample.segments, sample.finish = event.segments, event.finish.value
                 self._check_segments(name, label, record, event.segments, sample)
             else:
-                self._add(Promise.C2, name, f"{label} is to be scored and has not finished")
+                self.add(C2, name, f"{label} is to be scored and has not finished")
         elif self._asked_twice(sample, action):
-            self._add(Promise.C2, name, f"{label} counts as finished or scored twice")
+            self.add(C2, name, f"{label} counts as finished or scored twice")
         sample.asked = action.attempt
 
     def _asked_twice(self, sample: Sample, action: act.Score) -> bool:
@@ -128,7 +150,7 @@ class GroupAudit:
             proper = segments == (Segment(0, record.version),)
         if not proper:
             text = f"{label} was decoded as {[tuple(s) for s in segments]}"
-            self._add(Promise.C1, name, f"{text}, its version is {record.version}")
+            self.add(C1, name, f"{text}, its version is {record.version}")
 
     def on_scored(self, event: ev.Scored) -> None:
         record = self.books.live.get(event.request.group)
@@ -158,18 +180,26 @@ class GroupAudit:
         record = self.books.live.get(event.request.group)
         known = record.samples[event.request.sample : event.request.sample + 1] if record else ()
         # What the engine's own segments name; that they may is checked where it finished.
-        if any([s.version for s in sample.segments] != [event.version] for sample in known):
-            self._add(Promise.C1, name, f"computed again under version {event.version}")
+        self.check(
+            all([s.version for s in sample.segments] == [event.version] for sample in known),
+            C1,
+            name,
+            f"computed again under version {event.version}",
+        )
         if not event.is_same:
             text = f"sample {event.request.sample} is not what version {event.version} gives:"
             gaps = f"{event.gap_mean:.2g} apart on average, {event.gap_max:.2g} at most"
-            self._add(Promise.C1, name, f"{text} log-probs {gaps}, tolerance {event.tolerance:g}")
+            self.add(C1, name, f"{text} log-probs {gaps}, tolerance {event.tolerance:g}")
 
     def on_wait_for(self, action: act.WaitFor) -> None:
         for group in action.groups:
             record = self.books.live.get(group)
-            if record is None or record.step is not None:
-                self._add(Promise.C3, f"group {group}", "waited for, and it is not outstanding")
+            self.check(
+                record is not None and record.step is None,
+                C3,
+                f"group {group}",
+                "waited for, and it is not outstanding",
+            )
 
     def on_end(self, action: act.EndGroup) -> None:
         books = self.books
@@ -178,13 +208,16 @@ class GroupAudit:
         if record is None:
             known = action.group in books.ended
             text = f"ended twice, now as {action.end}" if known else "ended and was never issued"
-            self._add(Promise.C2, name, text)
+            self.add(C2, name, text)
             return
-        if action.version != record.version:
-            self._add(Promise.C1, name, f"issued on {record.version}, ended on {action.version}")
+        self.check(
+            action.version == record.version,
+            C1,
+            name,
+            f"issued on {record.version}, ended on {action.version}",
+        )
         books.ended[action.group] = action.end
-        ends = books.tally.ends
-        ends[action.end] = ends.get(action.end, 0) + 1
+        books.tally.ends[action.end] += 1
         books.unended[record.version] -= 1
         if record.step is None:
             books.untaken[record.version] -= 1
@@ -197,13 +230,17 @@ class GroupAudit:
     def _check_trained(self, name: str, record: GroupRecord, action: act.EndGroup) -> None:
         step = self.books.expected.pop(action.group, None)
         if step is None or step != action.step:
-            self._add(Promise.BATCH, name, f"trained in step {action.step}, not in its batch")
+            self.add(BATCH, name, f"trained in step {action.step}, not in its batch")
             return
         staleness, limit = step - record.version, self.books.force(step).max_staleness
-        if not 0 <= staleness <= limit:
-            self._add(Promise.C3, name, f"trained at staleness {staleness}, {limit} is allowed")
+        self.check(
+            0 <= staleness <= limit,
+            C3,
+            name,
+            f"trained at staleness {staleness}, {limit} is allowed",
+        )
         tally = self.books.tally
-        tally.staleness[staleness] = tally.staleness.get(staleness, 0) + 1
+        tally.staleness[staleness] += 1
         fed = self.books.fed_samples.pop(action.group, ())
         self._check_rewards(name, record)
         self._keep(action, record, fed)
@@ -219,8 +256,12 @@ class GroupAudit:
 
     def _check_rewards(self, name: str, record: GroupRecord) -> None:
         rewards = {s.reward for s in record.samples if s.reward is not None}
-        if self.books.params.filter_equal and len(rewards) == 1:
-            self._add(Promise.C2, name, "trained with equal rewards, which are to be filtered")
+        self.check(
+            not self.books.params.filter_equal or len(rewards) != 1,
+            C2,
+            name,
+            "trained with equal rewards, which are to be filtered",
+        )
 
     def _keep(self, action: act.EndGroup, record: GroupRecord, fed: tuple[int, ...]) -> None:
         """For a comparison with the files of the run, if one was asked for."""
@@ -235,23 +276,31 @@ class GroupAudit:
                 trained[RequestId(action.group, place)] = found
 
     def _check_untrained(self, name: str, record: GroupRecord, action: act.EndGroup) -> None:
-        if record.step is not None:
-            self._add(Promise.C2, name, f"fed to step {record.step}, then ended as {action.end}")
-        if action.step is not None:
-            self._add(Promise.C2, name, f"ended as {action.end} by step {action.step}")
-        if action.end is act.End.SURPLUS and self.books.params.mode is not Mode.REPLICATION:
-            self._add(Promise.C2, name, "dropped as surplus, which only replication may do")
+        self.check(
+            record.step is None, C2, name, f"fed to step {record.step}, then ended as {action.end}"
+        )
+        self.check(action.step is None, C2, name, f"ended as {action.end} by step {action.step}")
+        self.check(
+            action.end is not act.End.SURPLUS or self.books.params.mode is Mode.REPLICATION,
+            C2,
+            name,
+            "dropped as surplus, which only replication may do",
+        )
         if action.end is act.End.FILTERED:
             rewards = {s.reward for s in record.samples if s.reward is not None}
             settled = all(s.reward is not None or gave_up(s, self.books) for s in record.samples)
-            if not self.books.params.filter_equal or len(rewards) != 1 or not settled:
-                self._add(Promise.C2, name, "filtered by a rule that does not apply to it")
+            self.check(
+                self.books.params.filter_equal and len(rewards) == 1 and settled,
+                C2,
+                name,
+                "filtered by a rule that does not apply to it",
+            )
         else:
             self.books.tally.discarded_tokens += sum(s.num_tokens for s in record.samples)
         if action.end is act.End.LOST:
             self._check_lost(name, record)
         if not action.reason:
-            self._add(Promise.C2, name, f"ended as {action.end} without a reason")
+            self.add(C2, name, f"ended as {action.end} without a reason")
         elif action.end is act.End.FAILED:
             self._check_failed(name, record, action)
 
@@ -263,8 +312,12 @@ class GroupAudit:
         with_version = isinstance(event, ev.Rewound) and record.version > event.version
         changed = len({(f.max_staleness, f.batch_groups) for f in books.in_force}) > 1
         may = changed or books.params.mode is Mode.PARTIAL
-        if not with_version and not (isinstance(event, ev.Rewound) and may):
-            self._add(Promise.C2, name, f"ended as lost, its version {record.version} is not")
+        self.check(
+            with_version or (isinstance(event, ev.Rewound) and may),
+            C2,
+            name,
+            f"ended as lost, its version {record.version} is not",
+        )
 
     def _killers(self, record: GroupRecord, group: GroupId) -> list[Sample]:
         """Samples whose instance was lost so often while nothing else ran there."""
@@ -284,14 +337,116 @@ class GroupAudit:
             failed = killers  # one sample that ends its instance ends its group
         elif len(failed) <= spare:
             text = f"ended as failed ({action.reason}), and {len(failed)} of its samples have"
-            self._add(Promise.C2, name, text)
+            self.add(C2, name, text)
             return
         causes = [cause for s in failed for cause in s.causes]
         if isinstance(self.notes.event, ev.Tick):
             causes.append(TOO_LATE)
-        if not any(cause in action.reason for cause in causes):
-            text = f"failed because {action.reason!r}, which no event says; they say {causes[:3]}"
-            self._add(Promise.C2, name, text)
+        self.check(
+            any(cause in action.reason for cause in causes),
+            C2,
+            name,
+            f"failed because {action.reason!r}, which no event says; they say {causes[:3]}",
+        )
 
-    def _add(self, promise: Promise, subject: str, message: str) -> None:
-        self.notes.add(promise, subject, message)
+
+class FaultAudit:
+    """Every prompt that is set aside had its attempts, and is not issued again.
+
+    Counts the failed groups of each prompt, and for each request the losses of an instance on which
+    nothing else ran. A request that went on with more tokens than before starts from zero.
+    """
+
+    def __init__(self, books: Books, notes: Notebook, places: PlaceAudit) -> None:
+        self.books, self.places = books, places
+        self.check = notes.check
+        self.set_aside: dict[int, str] = {}
+        self.failures: Counter[int] = Counter()  # failed groups of prompts that are not settled
+        self.last_failed: dict[int, GroupId] = {}
+        self.alone = books.alone
+        self.kept: dict[RequestId, int] = {}
+
+    # Before `places` forgets who was there.
+
+    def on_joined(self, event: ev.InstanceJoined) -> None:
+        known = self.places.instances.get(event.instance)
+        if known is not None and known.life != event.life:
+            self._lost(event.instance)
+
+    def on_lost(self, event: ev.InstanceLost | act.Restart) -> None:
+        self._lost(event.instance)
+
+    def _lost(self, name: InstanceId) -> None:
+        instance = self.places.instances.get(name)
+        if instance is None:
+            return
+        at_work = [r for r, place in instance.requests.items() if not place.parked]
+        if len(at_work) == 1:
+            self.alone[at_work[0]] += 1
+
+    def on_continued(self, event: ev.Continued) -> None:
+        known = event.request.group in self.books.live
+        if known and event.num_tokens > self.kept.get(event.request, 0):
+            self.kept[event.request] = event.num_tokens
+            self.alone.pop(event.request, None)
+
+    # Before `groups` forgets the group.
+
+    def on_issue(self, action: act.IssueGroup) -> None:
+        self.check(
+            action.prompt not in self.set_aside,
+            C2,
+            f"prompt {action.prompt}",
+            f"issued as group {action.group} after it was set aside",
+        )
+
+    def on_end(self, action: act.EndGroup) -> None:
+        record = self.books.live.get(action.group)
+        if record is None:
+            return
+        if action.end is act.End.FAILED:
+            self.failures[record.prompt] += 1
+            self.last_failed[record.prompt] = action.group
+        elif action.end is not act.End.LOST:  # its prompt comes again, with what it has against it
+            self.failures.pop(record.prompt, None)
+            self.last_failed.pop(record.prompt, None)
+        for sample in range(len(record.samples)):
+            request = RequestId(action.group, sample)
+            self.kept.pop(request, None)
+            if action.end is not act.End.FAILED:
+                self.alone.pop(request, None)
+
+    def on_set_aside(self, action: act.SetAside) -> None:
+        params, prompt = self.books.params, action.prompt
+        self.check(
+            self.last_failed.get(prompt) == action.group,
+            C2,
+            f"prompt {prompt}",
+            f"set aside for group {action.group}, which did not fail last",
+        )
+        self.check(prompt not in self.set_aside, C2, f"prompt {prompt}", "set aside twice")
+        failures = self.failures.pop(prompt, 0)
+        self.check(
+            failures == action.failures,
+            C2,
+            f"prompt {prompt}",
+            f"{failures} of its groups failed, not {action.failures}",
+        )
+        samples = range(params.group_size)
+        losses = [self.alone.pop(RequestId(action.group, s), 0) for s in samples]
+        self.check(
+            not action.kills or max(losses) >= params.attempts_max,
+            C2,
+            f"prompt {prompt}",
+            f"set aside after {max(losses)} lost instances that it had alone"
+            f", {params.attempts_max} are needed",
+        )
+        self.check(
+            action.kills or 0 < params.group_failures_max <= failures,
+            C2,
+            f"prompt {prompt}",
+            f"set aside after {failures} failed groups, {params.group_failures_max} are needed",
+        )
+        self.check(action.reason, C2, f"prompt {prompt}", "set aside without a reason")
+        self.set_aside[prompt] = action.reason
+        self.last_failed.pop(prompt, None)

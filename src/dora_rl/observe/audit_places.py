@@ -8,12 +8,12 @@ definition says.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
-from dora_rl.observe.audit_books import Books
-from dora_rl.observe.audit_report import Notebook, Promise
+from dora_rl.observe.audit_books import C1, C2, PROMPTS, VERSIONS, Books, Notebook
 from dora_rl.types import InstanceId, Mode, RequestId, Version
 
 
@@ -37,19 +37,16 @@ class InstanceRecord:
     awake: bool = True
     loading: Version | None = None
     held: set[Version] = field(default_factory=set[Version])
-    busy: dict[Version, int] = field(default_factory=dict[Version, int])
+    busy: Counter[Version] = field(default_factory=Counter[Version])
     requests: dict[RequestId, Place] = field(default_factory=dict[RequestId, Place])
-
-    def count(self, version: Version, change: int) -> None:
-        self.busy[version] = self.busy.get(version, 0) + change
 
 
 class PlaceAudit:
     """Follows every request from its dispatch to its end, and every version's residency."""
 
     def __init__(self, books: Books, notes: Notebook) -> None:
-        self.books = books
-        self.notes = notes
+        self.books, self.notes = books, notes
+        self.add, self.check = notes.add, notes.check
         self.instances: dict[InstanceId, InstanceRecord] = {}
         self.places: dict[RequestId, Place] = {}
         self.epochs: dict[RequestId, int] = {}  # of the last dispatch
@@ -69,8 +66,7 @@ class PlaceAudit:
     def on_lost(self, event: ev.InstanceLost | act.Restart) -> None:
         self._lose(event.instance)
 
-    def on_resumed(self, event: ev.Resumed) -> None:
-        del event
+    def on_resumed(self, _event: ev.Resumed) -> None:
         for name in list(self.instances):
             self._lose(name, blame=False)  # a restart of the whole run is nobody's fault
 
@@ -95,43 +91,51 @@ class PlaceAudit:
         if instance is None:
             return
         instance.loading = action.version
-        if action.version > self.books.committed or action.version in self.books.retired:
-            self._add(action.instance, f"loads version {action.version}, which is not live")
+        self.check(
+            action.version <= self.books.committed and action.version not in self.books.retired,
+            VERSIONS,
+            action.instance,
+            f"loads version {action.version}, which is not live",
+        )
         if action.donor is not None:
             donor = self.instances.get(action.donor)
-            if donor is None or action.version not in donor.held:
-                self._add(action.instance, f"loads from {action.donor}, which does not hold it")
+            self.check(
+                donor is not None and action.version in donor.held,
+                VERSIONS,
+                action.instance,
+                f"loads from {action.donor}, which does not hold it",
+            )
 
-    def on_loaded(self, event: ev.Loaded) -> None:
+    def on_load_end(self, event: ev.Loaded | ev.LoadFailed) -> None:
         instance = self.instances.get(event.instance)
-        if instance is not None and instance.loading == event.version:
-            instance.loading = None
+        if instance is None or instance.loading != event.version:
+            return
+        instance.loading = None
+        if isinstance(event, ev.Loaded):
             instance.held.add(event.version)
-            self._check_weights(event)
-
-    def _check_weights(self, event: ev.Loaded) -> None:
-        """An instance says what it loaded: the same everywhere, and what was committed."""
-        if event.checksum and self.books.weights.setdefault(event.version, event.checksum) != (
-            event.checksum
-        ):
-            text = f"loaded other weights as version {event.version} than were published"
-            self._add(event.instance, text)
-
-    def on_load_failed(self, event: ev.LoadFailed) -> None:
-        instance = self.instances.get(event.instance)
-        if instance is not None and instance.loading == event.version:
-            instance.loading = None
+            # An instance says what it loaded: the same everywhere, and what was committed.
+            told, known = event.checksum, self.books.weights
+            self.check(
+                not told or known.setdefault(event.version, told) == told,
+                VERSIONS,
+                event.instance,
+                f"loaded other weights as version {event.version} than were published",
+            )
 
     def on_unload(self, action: act.Unload) -> None:
         instance = self._instance(action.instance, f"unload version {action.version}")
         if instance is None:
             return
-        if action.version not in instance.held:
-            self._add(action.instance, f"unloads version {action.version} it does not hold")
+        self.check(
+            action.version in instance.held,
+            VERSIONS,
+            action.instance,
+            f"unloads version {action.version} it does not hold",
+        )
         if instance.busy.get(action.version):
             running = [r for r, p in instance.requests.items() if p.version == action.version]
             text = f"unloads version {action.version} with requests on it"
-            self._add(action.instance, f"{text}: {self._groups(running)}", Promise.C1)
+            self.add(C1, action.instance, f"{text}: {self._groups(running)}")
         instance.held.discard(action.version)
 
     def on_sleep(self, action: act.Sleep) -> None:
@@ -143,8 +147,12 @@ class PlaceAudit:
             for request, place in instance.requests.items()
             if place.instance == action.instance and not place.parked and place.dest is None
         ]
-        if running:
-            self._add(action.instance, f"sleeps with running requests: {self._groups(running)}")
+        self.check(
+            not running,
+            VERSIONS,
+            action.instance,
+            f"sleeps with running requests: {self._groups(running)}",
+        )
         instance.awake = False
 
     def on_wake(self, action: act.Wake) -> None:
@@ -157,29 +165,33 @@ class PlaceAudit:
     def on_dispatch(self, action: act.Dispatch) -> None:
         instance = self._instance(action.instance, f"start group {action.group}")
         record = self.books.live.get(action.group)
-        if record is None:
-            self._add(f"group {action.group}", "dispatched and is not outstanding", Promise.C2)
+        self.check(
+            record is not None, C2, f"group {action.group}", "dispatched and is not outstanding"
+        )
         if instance is None or record is None:
             return
-        if action.prompt != record.prompt:
-            text = f"dispatched with prompt {action.prompt}, issued with {record.prompt}"
-            self._add(f"group {action.group}", text, Promise.PROMPTS)
+        self.check(
+            action.prompt == record.prompt,
+            PROMPTS,
+            f"group {action.group}",
+            f"dispatched with prompt {action.prompt}, issued with {record.prompt}",
+        )
         self._check_version(action.group, action.version)
         self._check_holds(action.instance, instance, action.group, action.version)
         for sample, epoch in zip(action.samples, action.epochs, strict=False):
             request = RequestId(action.group, sample)
             if sample >= len(record.samples):
-                self._add(f"group {action.group}", f"has no sample {sample}", Promise.C2)
+                self.add(C2, f"group {action.group}", f"has no sample {sample}")
                 continue
             repeated = epoch <= self.epochs.get(request, -1)
             if request in self.places or repeated or record.samples[sample].asked >= 0:
                 text = f"sample {sample} is dispatched again, epoch {epoch}"
-                self._add(f"group {action.group}", text, Promise.C2)
+                self.add(C2, f"group {action.group}", text)
                 self._remove(request)
             self.epochs[request] = epoch
             self.places[request] = place = Place(epoch, action.version, action.instance)
             instance.requests[request] = place
-            instance.count(action.version, 1)
+            instance.busy[action.version] += 1
         self._check_slots(action.instance, instance)
 
     def on_move(self, action: act.Move) -> None:
@@ -192,7 +204,7 @@ class PlaceAudit:
         self._check_holds(action.dst, dst, action.request.group, action.version)
         place.dest = action.dst
         dst.requests[action.request] = place
-        dst.count(place.version, 1)
+        dst.busy[place.version] += 1
         self._check_slots(action.dst, dst)
 
     def on_moved(self, event: ev.Moved) -> None:
@@ -204,7 +216,7 @@ class PlaceAudit:
         src = self.instances[place.instance]
         src.requests.pop(event.request, None)
         if not place.parked:
-            src.count(place.version, -1)
+            src.busy[place.version] -= 1
         place.instance, place.dest, place.parked = event.dst, None, False
 
     def on_move_failed(self, event: ev.MoveFailed) -> None:
@@ -217,27 +229,24 @@ class PlaceAudit:
             return
         dst = self.instances[event.dst]
         dst.requests.pop(event.request, None)
-        dst.count(place.version, -1)
+        dst.busy[place.version] -= 1
         place.dest = None
 
     def on_park(self, action: act.Park) -> None:
         place = self._placed(action.request, action.epoch, action.instance)
         if place is not None and not place.parked:
-            self.instances[action.instance].count(place.version, -1)
+            self.instances[action.instance].busy[place.version] -= 1
             place.parked = True
 
-    def on_unpark(self, action: act.Unpark) -> None:
-        self._continue(action)
-
     def on_reversion(self, action: act.Reversion) -> None:
-        if self.books.params.mode is not Mode.PARTIAL:
-            name = f"group {action.request.group}"
-            self._add(
-                name, "continued under another version, which only partial may do", Promise.C1
-            )
-        self._continue(action)
+        self.check(
+            self.books.params.mode is Mode.PARTIAL,
+            C1,
+            f"group {action.request.group}",
+            "continued under another version, which only partial may do",
+        )
 
-    def _continue(self, action: act.Unpark | act.Reversion) -> None:
+    def on_continue(self, action: act.Unpark | act.Reversion) -> None:
         place = self._placed(action.request, action.epoch, action.instance)
         instance = self.instances.get(action.instance)
         if place is None or instance is None:
@@ -246,8 +255,8 @@ class PlaceAudit:
             self._check_version(action.request.group, action.version)
         self._check_holds(action.instance, instance, action.request.group, action.version)
         if not place.parked:
-            instance.count(place.version, -1)
-        instance.count(action.version, 1)
+            instance.busy[place.version] -= 1
+        instance.busy[action.version] += 1
         place.version, place.parked = action.version, False
         self._check_slots(action.instance, instance)
 
@@ -264,7 +273,7 @@ class PlaceAudit:
             return
         if event.instance not in (place.instance, place.dest):
             text = f"sample {event.request.sample} finished on {event.instance}, where it is not"
-            self._add(f"group {event.request.group}", text, Promise.C2)
+            self.add(C2, f"group {event.request.group}", text)
         self.notes.finished = event.request
         pure = len(event.segments) == 1 and event.segments[0].version == place.version
         if not pure and self.books.params.mode is not Mode.PARTIAL:
@@ -282,7 +291,7 @@ class PlaceAudit:
         for sample in range(len(record.samples) if record is not None else 0):
             request = RequestId(action.group, sample)
             if request in self.places:
-                self._add(f"group {action.group}", f"ended while sample {sample} runs", Promise.C2)
+                self.add(C2, f"group {action.group}", f"ended while sample {sample} runs")
                 self._remove(request)
             self.epochs.pop(request, None)
 
@@ -294,51 +303,62 @@ class PlaceAudit:
             instance = self.instances.get(name) if name is not None else None
             if instance is not None:
                 instance.requests.pop(request, None)
-                instance.count(place.version, -int(counted))
+                instance.busy[place.version] -= counted
 
     # Checks.
 
     def _instance(self, name: InstanceId, what: str) -> InstanceRecord | None:
         instance = self.instances.get(name)
-        if instance is None:
-            self._add(name, f"is to {what}, and there is no such instance")
+        self.check(
+            instance is not None, VERSIONS, name, f"is to {what}, and there is no such instance"
+        )
         return instance
 
     def _placed(self, request: RequestId, epoch: int, where: InstanceId) -> Place | None:
         place = self.places.get(request)
         if place is None or (place.epoch, place.instance, place.dest) != (epoch, where, None):
             text = f"sample {request.sample} is ordered on {where}, where it is not"
-            self._add(f"group {request.group}", text, Promise.C2)
+            self.add(C2, f"group {request.group}", text)
             return None
         return place
 
     def _check_version(self, group: int, version: Version) -> None:
         record = self.books.live.get(group)
-        if version > self.books.committed:
-            self._add(f"group {group}", f"decodes under version {version} before its publication")
+        self.check(
+            version <= self.books.committed,
+            VERSIONS,
+            f"group {group}",
+            f"decodes under version {version} before its publication",
+        )
         if record is None or record.version == version:
             return
-        if self.books.params.mode is not Mode.PARTIAL or version < record.version:
-            text = f"issued on version {record.version}, decodes under {version}"
-            self._add(f"group {group}", text, Promise.C1)
+        self.check(
+            self.books.params.mode is Mode.PARTIAL and version >= record.version,
+            C1,
+            f"group {group}",
+            f"issued on version {record.version}, decodes under {version}",
+        )
 
     def _check_holds(
         self, name: InstanceId, instance: InstanceRecord, group: int, version: Version
     ) -> None:
-        if version not in instance.held:
-            text = f"group {group} is sent to it on version {version}, which it does not hold"
-            self._add(name, text, Promise.C1)
-        if not instance.awake:
-            self._add(name, f"group {group} is sent to it while it sleeps")
+        self.check(
+            version in instance.held,
+            C1,
+            name,
+            f"group {group} is sent to it on version {version}, which it does not hold",
+        )
+        self.check(instance.awake, VERSIONS, name, f"group {group} is sent to it while it sleeps")
 
     def _check_slots(self, name: InstanceId, instance: InstanceRecord) -> None:
         load = sum(instance.busy.values())
-        if load > instance.slots_max:
-            self._add(name, f"has {load} requests for {instance.slots_max} slots")
+        self.check(
+            load <= instance.slots_max,
+            VERSIONS,
+            name,
+            f"has {load} requests for {instance.slots_max} slots",
+        )
 
     @staticmethod
     def _groups(requests: list[RequestId]) -> str:
         return "groups " + ", ".join(str(g) for g in sorted({r.group for r in requests})[:5])
-
-    def _add(self, subject: str, message: str, promise: Promise = Promise.VERSIONS) -> None:
-        self.notes.add(promise, subject, message)

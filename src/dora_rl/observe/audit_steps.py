@@ -10,9 +10,19 @@ from __future__ import annotations
 
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
-from dora_rl.observe.audit_books import Books, GroupRecord
+from dora_rl.observe.audit_books import (
+    BATCH,
+    C1,
+    C2,
+    C3,
+    CONSERVATION,
+    LOG,
+    VERSIONS,
+    Books,
+    GroupRecord,
+    Notebook,
+)
 from dora_rl.observe.audit_groups import gave_up
-from dora_rl.observe.audit_report import Notebook, Promise
 from dora_rl.types import GroupId, Mode, StepIndex
 
 _FIXED_STALENESS = {Mode.SYNC: 0, Mode.ONE_STEP_OFF: 1, Mode.REPLICATION: 0}
@@ -22,8 +32,8 @@ class StepAudit:
     """Each step trains exactly B groups, once and in order, none of them too old."""
 
     def __init__(self, books: Books, notes: Notebook) -> None:
-        self.books = books
-        self.notes = notes
+        self.books, self.notes = books, notes
+        self.add, self.check = notes.add, notes.check
         self.trainer = False
         self.fed: dict[GroupId, int] = {}  # of the learner's step, since the learner joined
         self.ahead: dict[GroupId, int] = {}  # of the step after it
@@ -37,16 +47,14 @@ class StepAudit:
 
     def on_started(self, event: ev.Started | ev.Resumed) -> None:
         old, new = self.books.params, event.params
-        if isinstance(event, ev.Resumed) and (old.mode, old.group_size) != (
-            new.mode,
-            new.group_size,
-        ):
-            self._add(
-                Promise.LOG,
-                f"entry {self.notes.entry}",
-                f"resumed as {new.mode} with groups of {new.group_size}; the run is {old.mode} "
-                f"with groups of {old.group_size}",
-            )
+        self.check(
+            not isinstance(event, ev.Resumed)
+            or (old.mode, old.group_size) == (new.mode, new.group_size),
+            LOG,
+            f"entry {self.notes.entry}",
+            f"resumed as {new.mode} with groups of {new.group_size}; the run is {old.mode} "
+            f"with groups of {old.group_size}",
+        )
         if not old.durable_behind:
             self.books.on_disk = self.books.committed
         self.books.params, self.books.config = new, event.config
@@ -61,14 +69,18 @@ class StepAudit:
         wanted = (staleness, params.batch_groups)
         given = (action.max_staleness, action.batch_groups)
         old = books.in_force[-1] if books.in_force else None
-        if given != wanted and (old is None or given != (old.max_staleness, old.batch_groups)):
-            self._add(
-                Promise.C3, f"step {action.step}", f"K, B = {given} in force, {wanted} were asked"
-            )
-        if action.step != books.filling:
-            self._add(
-                Promise.C3, f"step {action.step}", f"K, B set while {books.filling} is filled"
-            )
+        self.check(
+            given == wanted or (old is not None and given == (old.max_staleness, old.batch_groups)),
+            C3,
+            f"step {action.step}",
+            f"K, B = {given} in force, {wanted} were asked",
+        )
+        self.check(
+            action.step == books.filling,
+            C3,
+            f"step {action.step}",
+            f"K, B set while {books.filling} is filled",
+        )
         if old is not None and given != (old.max_staleness, old.batch_groups):
             for record in books.live.values():  # what was fed already is cut into updates anew
                 record.update = None if record.step == action.step else record.update
@@ -79,21 +91,32 @@ class StepAudit:
         books = self.books
         name, record = f"group {action.group}", books.live.get(action.group)
         if record is None:
-            self._add(Promise.BATCH, name, f"fed to step {action.step} and is not outstanding")
+            self.add(BATCH, name, f"fed to step {action.step} and is not outstanding")
             return
         ahead = action.step == books.committed + 1
         fed = self.ahead if ahead else self.fed
-        if not self.trainer or not (action.step == books.committed or ahead):
-            self._add(Promise.BATCH, name, f"fed to step {action.step}, {books.committed} is next")
-        if ahead and not (self.close_sent and books.filling == action.step):
-            text = f"fed to step {action.step} before step {books.committed} was closed and held"
-            self._add(Promise.BATCH, name, text)
-        if action.version != record.version:
-            self._add(Promise.C1, name, f"issued on {record.version}, fed as {action.version}")
+        self.check(
+            self.trainer and (action.step == books.committed or ahead),
+            BATCH,
+            name,
+            f"fed to step {action.step}, {books.committed} is next",
+        )
+        self.check(
+            not ahead or (self.close_sent and books.filling == action.step),
+            BATCH,
+            name,
+            f"fed to step {action.step} before step {books.committed} was closed and held",
+        )
+        self.check(
+            action.version == record.version,
+            C1,
+            name,
+            f"issued on {record.version}, fed as {action.version}",
+        )
         if record.step not in (None, action.step):
-            self._add(Promise.BATCH, name, f"in the batches of {record.step} and {action.step}")
+            self.add(BATCH, name, f"in the batches of {record.step} and {action.step}")
         elif action.group in fed:
-            self._add(Promise.BATCH, name, f"fed twice to step {action.step}")
+            self.add(BATCH, name, f"fed twice to step {action.step}")
         self._check_samples(name, record, action)
         if record.step is None:
             record.step = action.step
@@ -102,38 +125,66 @@ class StepAudit:
             books.dirty = True
         elif record.update not in (None, action.update):
             text = f"fed to update {record.update}, then to update {action.update}"
-            self._add(Promise.BATCH, name, text)
+            self.add(BATCH, name, text)
         record.update = action.update
         fed[action.group] = action.update
         books.fed_samples[action.group] = action.samples
 
     def _check_samples(self, name: str, record: GroupRecord, action: act.Feed) -> None:
         scored = [s for s, sample in enumerate(record.samples) if sample.reward is not None]
-        if any(sample not in scored for sample in action.samples):
-            self._add(Promise.C2, name, "fed with samples that were not finished and scored")
+        self.check(
+            all(sample in scored for sample in action.samples),
+            C2,
+            name,
+            "fed with samples that were not finished and scored",
+        )
         needed = self.books.params.samples_needed
         distinct = len(set(action.samples)) == len(action.samples)
-        if not distinct or len(action.samples) < min(needed, len(record.samples)):
-            self._add(Promise.C2, name, f"fed with samples {action.samples}, {needed} are needed")
+        self.check(
+            distinct and len(action.samples) >= min(needed, len(record.samples)),
+            C2,
+            name,
+            f"fed with samples {action.samples}, {needed} are needed",
+        )
         for place, sample in enumerate(record.samples):
             if place not in action.samples and not gave_up(sample, self.books):
-                self._add(Promise.C2, name, f"fed without sample {place}, which did not fail")
+                self.add(C2, name, f"fed without sample {place}, which did not fail")
 
     def on_close(self, action: act.CloseStep) -> None:
         name, size = f"step {action.step}", self.books.force(action.step).batch_groups
-        if action.step != self.books.committed:
-            self._add(Promise.BATCH, name, f"closed while {self.books.committed} is next")
-        if len(action.groups) != size or len(set(action.groups)) != size:
-            self._add(Promise.BATCH, name, f"closed with {len(action.groups)} groups, not {size}")
-        if tuple(self.fed) != action.groups:
-            odd = sorted(set(self.fed) ^ set(action.groups)) or list(action.groups)
-            self._add(Promise.BATCH, name, f"closed is not what was fed: groups {odd[:5]}")
-        if self.closed is not None and self.closed != action.groups:
-            self._add(Promise.BATCH, name, "closed again with other groups")
+        self.check(
+            action.step == self.books.committed,
+            BATCH,
+            name,
+            f"closed while {self.books.committed} is next",
+        )
+        self.check(
+            len(action.groups) == size and len(set(action.groups)) == size,
+            BATCH,
+            name,
+            f"closed with {len(action.groups)} groups, not {size}",
+        )
+        odd = sorted(set(self.fed) ^ set(action.groups)) or list(action.groups)
+        self.check(
+            tuple(self.fed) == action.groups,
+            BATCH,
+            name,
+            f"closed is not what was fed: groups {odd[:5]}",
+        )
+        self.check(
+            self.closed is None or self.closed == action.groups,
+            BATCH,
+            name,
+            "closed again with other groups",
+        )
         per_update = [*self.fed.values()]
         counts = {per_update.count(update) for update in set(per_update)}
-        if len(counts) > 1 or per_update != sorted(per_update):
-            self._add(Promise.BATCH, name, "its optimizer updates have unequal shares")
+        self.check(
+            len(counts) <= 1 and per_update == sorted(per_update),
+            BATCH,
+            name,
+            "its optimizer updates have unequal shares",
+        )
         self.closed, self.close_sent = action.groups, True
 
     def on_accepted(self, event: ev.BatchAccepted) -> None:
@@ -150,19 +201,20 @@ class StepAudit:
         books = self.books
         earlier = self.checksums.setdefault(event.step, event.checksum)
         if earlier != event.checksum:
-            self._add(
-                Promise.BATCH, f"step {event.step}", "committed twice, with different weights"
-            )
+            self.add(BATCH, f"step {event.step}", "committed twice, with different weights")
         elif books.weights.setdefault(event.step + 1, event.checksum) != event.checksum:
             text = "instances loaded other weights than were committed"
-            self._add(Promise.VERSIONS, f"version {event.step + 1}", text)
+            self.add(VERSIONS, f"version {event.step + 1}", text)
         books.metrics.setdefault(event.step, event.metrics)
         if event.step == books.filling and self.close_sent:
             self._next_step()  # whoever has trained a batch held it
         if event.step == books.committed and books.filling > event.step:
-            if books.params.durable_behind and event.durable < event.step:
-                text = f"sealed when only version {event.durable} was on disk"
-                self._add(Promise.VERSIONS, f"version {event.step + 1}", text)
+            self.check(
+                not books.params.durable_behind or event.durable >= event.step,
+                VERSIONS,
+                f"version {event.step + 1}",
+                f"sealed when only version {event.durable} was on disk",
+            )
             books.on_disk = max(books.on_disk, event.step)
             self._commit()
 
@@ -180,11 +232,10 @@ class StepAudit:
         """The host was lost: what was committed and not durable is undone, and nothing else."""
         books, version = self.books, event.version
         name = f"version {version}"
-        if not self.is_resuming:
-            self._add(Promise.VERSIONS, name, "went back to while the run was going on")
+        self.check(self.is_resuming, VERSIONS, name, "went back to while the run was going on")
         if not books.durable <= version < books.committed:
             text = f"went back to, {books.committed} is newest and {books.durable} durable"
-            self._add(Promise.VERSIONS, name, text)
+            self.add(VERSIONS, name, text)
             return
         self.closed = self.unsaved.pop(version, None)
         self.unsaved.clear()
@@ -192,7 +243,7 @@ class StepAudit:
         for record in books.live.values():
             if record.step is not None and record.step > version:
                 record.step = record.update = None
-                books.untaken[record.version] = books.untaken.get(record.version, 0) + 1
+                books.untaken[record.version] += 1
         for step in range(version, books.committed):
             self.checksums.pop(step, None)
             books.metrics.pop(step, None)
@@ -214,12 +265,9 @@ class StepAudit:
                 self._next_step()
             self._commit()
         elif event.version != books.committed:
-            self._add(
-                Promise.VERSIONS, f"version {event.version}", f"joined, {books.committed} is newest"
-            )
+            self.add(VERSIONS, f"version {event.version}", f"joined, {books.committed} is newest")
 
-    def on_trainer_lost(self, event: object) -> None:
-        del event
+    def on_trainer_lost(self, _event: object) -> None:
         self.trainer = False
 
     def _commit(self) -> None:
@@ -237,10 +285,13 @@ class StepAudit:
         name, version = f"version {action.version}", action.version
         if books.unended.get(version):
             left = [g for g, record in books.live.items() if record.version == version]
-            self._add(Promise.VERSIONS, name, f"retired before groups {left[:5]} ended")
-        if version >= books.durable or version in books.retired:
-            text = "retired, and it is the newest on disk, newer or retired already"
-            self._add(Promise.VERSIONS, name, text)
+            self.add(VERSIONS, name, f"retired before groups {left[:5]} ended")
+        self.check(
+            version < books.durable and version not in books.retired,
+            VERSIONS,
+            name,
+            "retired, and it is the newest on disk, newer or retired already",
+        )
         books.retired.add(version)
         if not books.unended.get(version):
             books.unended.pop(version, None)
@@ -250,18 +301,22 @@ class StepAudit:
         """The laws that hold between entries."""
         books = self.books
         for group, step in books.expected.items():
-            self._add(Promise.C2, f"group {group}", f"in the batch of step {step}, did not end")
+            self.add(C2, f"group {group}", f"in the batch of step {step}, did not end")
         books.expected.clear()
         if not books.in_force:
-            self._add(Promise.C3, f"entry {self.notes.entry}", "no K and B are in force")
+            self.add(C3, f"entry {self.notes.entry}", "no K and B are in force")
             params = books.params
             staleness = _FIXED_STALENESS.get(params.mode, params.max_staleness)
             books.in_force.append(act.InForce(0, staleness, params.batch_groups))
         if not books.dirty:
             return
         books.dirty = False
-        if books.num_issued != len(books.live) + sum(books.tally.ends.values()):
-            self._add(Promise.CONSERVATION, "groups", "issued is not outstanding plus ended")
+        self.check(
+            books.num_issued == len(books.live) + sum(books.tally.ends.values()),
+            CONSERVATION,
+            "groups",
+            "issued is not outstanding plus ended",
+        )
         self.live_versions_max = max(self.live_versions_max, self.num_live_versions)
         if books.params.mode is not Mode.REPLICATION:
             self._check_bound()
@@ -282,14 +337,14 @@ class StepAudit:
             count = books.untaken[version]
             total += count
             if count and version < step - staleness:
-                self._add(Promise.C3, f"version {version}", f"{count} groups missed their deadline")
+                self.add(C3, f"version {version}", f"{count} groups missed their deadline")
             elif version >= step - staleness:
                 places = batch - books.taken + batch * (min(version + staleness, last) - step)
                 if total > places:
                     text = f"{total} untaken groups up to it, {places} places by their deadline"
                     newest = max(books.live, default=0)
                     subject = f"version {version}, step {step}, group {newest}"
-                    self._add(Promise.C3, subject, text)
+                    self.add(C3, subject, text)
 
     def finish(self, done: bool) -> None:
         """A completed run leaves nothing over. One that was cut off may."""
@@ -297,13 +352,16 @@ class StepAudit:
         if not done:
             return
         for group in books.live:
-            self._add(Promise.C2, f"group {group}", "never ended")
-        if books.committed != books.params.num_steps:
-            text = f"{books.committed} of {books.params.num_steps} steps were committed"
-            self._add(Promise.BATCH, f"step {books.committed}", f"the run ended: {text}")
-        if books.durable != books.committed:
-            text = f"the run ended, and only version {books.durable} is known to be on disk"
-            self._add(Promise.VERSIONS, f"version {books.committed}", text)
-
-    def _add(self, promise: Promise, subject: str, message: str) -> None:
-        self.notes.add(promise, subject, message)
+            self.add(C2, f"group {group}", "never ended")
+        self.check(
+            books.committed == books.params.num_steps,
+            BATCH,
+            f"step {books.committed}",
+            f"the run ended: {books.committed} of {books.params.num_steps} steps were committed",
+        )
+        self.check(
+            books.durable == books.committed,
+            VERSIONS,
+            f"version {books.committed}",
+            f"the run ended, and only version {books.durable} is known to be on disk",
+        )

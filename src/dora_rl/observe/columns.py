@@ -5,10 +5,13 @@ frequent events and actions (`FREQUENT`) become one array per field; msgspec rea
 and passes over the rest of a line. Rare ones are decoded as they are. What no picture needs is left
 out, and checksums are not looked at: proving is `audit`'s part.
 
+`LogTail` follows a log as it grows: every byte is read once, and whole lines only; what a writer
+has not finished waits for the next look. Never writes, never blocks the run it watches.
+
 Segments of a long log are read by other processes, which `segments` starts. Each gets paths and
-answers each with a JSON header, the rare values as the log has them, and the arrays, whole numbers
-as short as they may be. A reader that dies (killed for its memory, say) is an error that names its
-segment; nothing is passed over.
+answers each with a message (`io.wire`): the rare values as the log has them, and the arrays, whole
+numbers as short as they may be. A reader that dies (killed for its memory, say) is an error that
+names its segment; nothing is passed over.
 
     python -m dora_rl.observe.columns FD FD < paths.json
 """
@@ -33,8 +36,9 @@ from numpy.typing import NDArray
 
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
-from dora_rl.io.codec import decode, dumps, loads
-from dora_rl.observe.segments import SegmentReaders
+from dora_rl.io.codec import decode, loads
+from dora_rl.io.wire import pack, unpack
+from dora_rl.observe.segments import SegmentReaders, segments, start_readers
 from dora_rl.types import UserError
 
 Table: TypeAlias = dict[str, NDArray[Any]]
@@ -136,10 +140,7 @@ class Columns:
 
 def columns(data: bytes) -> Columns:
     """Read whole lines of the log; snapshots among them are passed over."""
-    return decoded(raw_columns(data))
-
-
-def decoded(found: Columns) -> Columns:
+    found = raw_columns(data)
     return replace(found, rare=[rare._replace(value=value_of(rare.value)) for rare in found.rare])
 
 
@@ -309,7 +310,7 @@ class Growing:
 # -- by other processes ----------------------------------------------------------------------------
 
 
-_SIZES = 3  # of header, rare values and arrays, eight bytes each
+_LENGTH_BYTES = 8
 
 
 def read_segments(readers: SegmentReaders) -> Iterator[Columns]:
@@ -325,53 +326,109 @@ def read_segments(readers: SegmentReaders) -> Iterator[Columns]:
 
 
 def send(found: Columns, out: IO[bytes]) -> None:
-    """One answer."""
-    arrays = [(k.__name__, n, _short(a)) for k, t in found.tables.items() for n, a in t.items()]
+    """One answer: its length, then a message."""
+    arrays = {f"{k.__name__}.{n}": _short(a) for k, t in found.tables.items() for n, a in t.items()}
     for name in ("at", "now", "before"):
-        column = np.array([getattr(rare, name) for rare in found.rare])
-        arrays.append(("rare", name, _short(column)))
-    arrays.sort(key=lambda row: -row[2].itemsize)  # so that each lies where its type may
-    header = {
-        "arrays": [[kind, name, a.dtype.str, len(a)] for kind, name, a in arrays],
-        "texts": found.texts,
-        "lines": [found.now_first, found.now_last, found.num_lines],
-    }
-    values = dumps([rare.value for rare in found.rare])
-    parts = [dumps(header), values, b"".join(a.tobytes() for *_, a in arrays)]
-    sizes = [len(part).to_bytes(8, "little") for part in parts]
-    out.write(b"".join(sizes + parts))
+        arrays[f"rare.{name}"] = _short(np.array([getattr(rare, name) for rare in found.rare]))
+    lines = [found.now_first, found.now_last, found.num_lines]
+    values = [rare.value for rare in found.rare]
+    data = pack("columns", {"texts": found.texts, "lines": lines, "rare": values}, arrays)
+    out.write(len(data).to_bytes(_LENGTH_BYTES, "little") + data)
     out.flush()
 
 
 def _short(array: NDArray[Any]) -> NDArray[Any]:
     """Whole numbers as bytes or four bytes each, where they fit."""
-    if array.dtype != np.int64 or not len(array):
-        return array
-    low, high = array.min(), array.max()
-    if low >= 0 and high < 1 << 8:
-        return array.astype(np.uint8)
-    fits = low >= -(1 << 31) and high < 1 << 31
-    return array.astype(np.int32) if fits else array
+    if array.dtype == np.int64 and len(array):
+        for short in (np.iinfo(np.uint8), np.iinfo(np.int32)):
+            if short.min <= array.min() and array.max() <= short.max:
+                return array.astype(short.dtype)
+    return array
 
 
 def receive(stream: IO[bytes]) -> Columns | None:
     """The next answer, None if there is no whole one."""
-    sizes = np.frombuffer(stream.read(8 * _SIZES), "<i8").tolist()
-    parts = [stream.read(size) for size in sizes]
-    if len(sizes) < _SIZES or [len(part) for part in parts] != sizes:
+    size = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
+    data = stream.read(size)
+    if not data or len(data) < size:
         return None
-    header: dict[str, Any] = loads(parts[0])
-    tables: dict[str, dict[str, Any]] = {kind: {} for kind in (*_KINDS, "rare")}
-    offset = 0
-    for kind, name, dtype, num in header["arrays"]:
-        array = np.frombuffer(parts[2], dtype, num, offset)
-        offset += array.nbytes
-        tables[kind][name] = array.astype(np.int64) if array.dtype.kind in "iu" else array
+    message = unpack(data)
+    tables: dict[str, Table] = {kind: {} for kind in (*_KINDS, "rare")}
+    for name, array in message.arrays.items():
+        kind, _, column = name.partition(".")
+        tables[kind][column] = array.astype(np.int64) if array.dtype.kind in "iu" else array
     rows = [tables["rare"][name].tolist() for name in ("at", "now", "before")]
-    values = map(value_of, loads(parts[1]))
+    values = map(value_of, message.body["rare"])
     rare = [Rare(*row) for row in zip(*rows, values, strict=True)]
     by_kind = {kind: tables[kind.__name__] for kind in FREQUENT}
-    return Columns(by_kind, rare, header["texts"], *header["lines"])
+    return Columns(by_kind, rare, message.body["texts"], *message.body["lines"])
+
+
+# -- as the log grows ------------------------------------------------------------------------------
+
+
+CHUNK_BYTES = 8 << 20
+
+
+class LogTail:
+    """Where we are in a folder of segments. `readers` may have been started before."""
+
+    def __init__(self, folder: Path, readers: SegmentReaders | None = None) -> None:
+        self._folder = folder
+        self._readers = readers
+        self._path: Path | None = None
+        self._offset = 0
+        self.num_bytes = 0  # read so far
+
+    def chunks(self) -> Iterator[bytes]:
+        """Whole lines that were not read before, in the order of the log."""
+        paths = segments(self._folder)
+        if not paths:
+            raise UserError(f"{self._folder} holds no event log")
+        for path in paths:
+            if self._path is not None and path < self._path:
+                continue
+            if path != self._path:
+                self._path, self._offset = path, 0
+            yield from self._rest(path)
+
+    def readers(self) -> SegmentReaders | None:
+        """Processes that read the beginning of a long log, as long as nothing was read of it."""
+        if self._path is not None:
+            return None
+        started, self._readers = self._readers, None
+        return started or start_readers(self._folder)
+
+    def passed(self, path: Path) -> None:
+        """A segment was read elsewhere, all of it."""
+        self._path, self._offset = path, path.stat().st_size
+        self.num_bytes += self._offset
+
+    def _rest(self, path: Path) -> Iterator[bytes]:
+        with path.open("rb") as file:
+            while True:
+                file.seek(self._offset)
+                data = file.read(CHUNK_BYTES)
+                end = data.rfind(b"\n") + 1
+                if not end and len(data) == CHUNK_BYTES:  # a snapshot can be longer than a chunk
+                    data += file.readline()
+                    end = len(data) if data.endswith(b"\n") else 0
+                if not end:
+                    return
+                self._offset += end
+                self.num_bytes += end
+                yield data[:end]
+
+
+def read_columns(tail: LogTail) -> Iterator[Columns]:
+    """New lines as columns, in order; the closed segments of a long log on several cores."""
+    readers = tail.readers()
+    if readers is not None:
+        for path, found in zip(readers.paths, read_segments(readers), strict=True):
+            tail.passed(path)
+            yield found
+    for chunk in tail.chunks():
+        yield columns(chunk)
 
 
 def main() -> None:

@@ -11,6 +11,8 @@ Against accidents and buggy code: whoever rewrites every line can make a new cha
 releases before the chain have no digest; they are counted, never believed to be chained.
 
     {"n":7, ..., "h":"90f1c8a1d2b3c4e5"}     h = blake2b-64(h of the line before + line without h)
+
+Replay (`dora-rl replay RUN`) feeds a log to the core again; it must give the same actions.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from dora_rl.core.events import Event, Rewound, StepCommitted, VersionDurable
 from dora_rl.core.state import State
 from dora_rl.core.step import initial, step
 from dora_rl.io.append_log import AppendLog, Damaged, checked, text_of, whole_lines
-from dora_rl.io.codec import dumps, loads, rule
+from dora_rl.io.codec import dumps, encode, loads, rule
 from dora_rl.observe.segments import segments
 from dora_rl.types import UserError
 
@@ -78,14 +80,6 @@ def _entry_body(entry: Entry) -> bytes:
 
 def _snapshot_body(number: int, now: float, state: State) -> bytes:
     return dumps({"n": number, "t": now, "s": _STATE.encode(state)})
-
-
-def encode_chained(entries: Iterable[Entry]) -> Iterator[bytes]:
-    """The lines of a log from its first entry on, each with its digest."""
-    digest = ""
-    for entry in entries:
-        body, digest = chained(digest, _entry_body(entry))
-        yield checked(body)
 
 
 def parse_line(line: bytes) -> Entry | Snapshot | None:
@@ -152,8 +146,7 @@ class FileLog:
         self._number += 1
         self._in_segment += 1
         assert self._file is not None
-        due = self._file.unsynced_s() >= self._fsync_s
-        if due or isinstance(event, SYNCED):
+        if self._file.unsynced_s() >= self._fsync_s or isinstance(event, SYNCED):
             self.sync()
 
     def snapshot_due(self) -> bool:
@@ -178,8 +171,7 @@ class FileLog:
             self._file = None
 
     def _open(self, number: int) -> None:
-        path = self._folder / f"{number:012d}.jsonl"
-        self._file = AppendLog(path, new=True)
+        self._file = AppendLog(self._folder / f"{number:012d}.jsonl", new=True)
         self._in_segment = 0
 
     def _write(self, body: bytes) -> None:
@@ -251,7 +243,8 @@ def entries_since(folder: Path, number: int) -> list[Entry]:
 def recover(folder: Path) -> tuple[State, int, Path, int]:
     """State after the last whole entry, its number, the segment to go on with, its good length."""
     for path in reversed(segments(folder)):
-        found = _recover_segment(path)
+        with path.open("rb") as file:
+            found = recover_lines(file, path.name)
         if found is not None:
             state, number, size = found
             for later in segments(folder):
@@ -259,11 +252,6 @@ def recover(folder: Path) -> tuple[State, int, Path, int]:
                     later.unlink()  # begun and never got its snapshot
             return state, number, path, size
     raise UserError(f"{folder} holds no event log to resume from")
-
-
-def _recover_segment(path: Path) -> tuple[State, int, int] | None:
-    with path.open("rb") as file:
-        return recover_lines(file, path.name)
 
 
 def recover_lines(lines: Iterable[bytes], name: str = "the log") -> tuple[State, int, int] | None:
@@ -355,3 +343,47 @@ class ChainCheck:
                     "removed, added or moved"
                 )
         self._previous = digest
+
+
+# -- replay ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayResult:
+    num_entries: int
+    num_snapshots: int
+    difference: str | None
+
+    @property
+    def ok(self) -> bool:
+        return self.difference is None
+
+
+def replay(records: Iterable[Entry | Snapshot]) -> ReplayResult:
+    """Drive the core with a run's events. Stops at the first difference."""
+    state: State | None = None
+    num_entries = num_snapshots = 0
+    for record in records:
+        if isinstance(record, Snapshot):
+            num_snapshots += 1
+            written = record.restore()
+            if state is not None and encode(State, state) != encode(State, written):
+                text = f"the snapshot before entry {record.number} is another state"
+                return ReplayResult(num_entries, num_snapshots, text)
+            state = state if state is not None else written
+            continue
+        state = state if state is not None else initial_of(record)
+        actions = step(state, record.event, record.now)
+        if actions != record.actions:
+            return ReplayResult(num_entries, num_snapshots, _difference(record, actions))
+        num_entries += 1
+    return ReplayResult(num_entries, num_snapshots, None)
+
+
+def _difference(record: Entry, actions: Sequence[object]) -> str:
+    for place, (now, then) in enumerate(zip(actions, record.actions, strict=False)):
+        if now != then:
+            return f"entry {record.number} action {place}: logged {then!r}, replayed {now!r}"
+    return (
+        f"entry {record.number}: {len(record.actions)} actions were logged, {len(actions)} replayed"
+    )

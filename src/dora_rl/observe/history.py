@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
 from dora_rl.core.params import Params
-from dora_rl.observe.columns import Columns, Growing, Rare, Table
+from dora_rl.observe.columns import Columns, Growing, LogTail, Rare, Table, read_columns
 from dora_rl.observe.placements import KEEP, Placements, Rows, Why
 from dora_rl.types import Finish, StepIndex
 
@@ -63,6 +64,9 @@ class Incident:
     instance: str
     text: str
 
+    def as_json(self) -> dict[str, Any]:
+        return {"now": self.now_s, "kind": self.kind, "instance": self.instance, "text": self.text}
+
 
 class History:
     """Everything seen so far. Groups are indexed by their number, samples by `slot`."""
@@ -71,9 +75,21 @@ class History:
         self.params = Params()
         self.names: dict[str, int] = {}  # instances, in the order of their coming
         self.slots_max: dict[str, int] = {}
-        self.groups: Growing = new_groups()
-        self.samples: Growing = new_samples()
-        self.moves: Growing = new_moves()
+        # `end` -1: outstanding; times nan and steps -1: not yet. `step` trained it.
+        self.groups = Growing(
+            version=("i4", -1), prompt=("i8", -1), issued_s=("f8", np.nan), ready_s=("f8", np.nan),
+            fed_s=("f8", np.nan), fed_step=("i4", -1), ended_s=("f8", np.nan), end=("i1", -1),
+            step=("i4", -1), finished=("i4", 0), scored=("i4", 0), reward_sum=("f8", 0),
+            tokens=("i8", 0), moves=("i4", 0), mixed=("i4", 0),
+        )  # fmt: skip
+        self.samples = Growing(
+            tokens=("i4", -1), reward=("f4", np.nan), finish=("i1", -1), finished_s=("f8", np.nan),
+            instance=("i4", -1), mixed=("?", 0),
+        )  # fmt: skip
+        self.moves = Growing(
+            now=("f8", 0), slot=("i4", 0), src=("i4", 0), dst=("i4", 0), num_bytes=("i8", 0),
+            num_tokens=("i8", 0),
+        )  # fmt: skip
         self.placements = Placements()
         self.steps: dict[StepIndex, StepRecord] = {}
         self.loads: list[LoadRecord] = []
@@ -98,9 +114,7 @@ class History:
         return group * self.params.group_size + sample
 
     def step(self, step: StepIndex) -> StepRecord:
-        if step not in self.steps:
-            self.steps[step] = StepRecord()
-        return self.steps[step]
+        return self.steps.setdefault(step, StepRecord())
 
     def add(self, chunk: Columns) -> None:
         """The next whole lines of the log."""
@@ -138,8 +152,6 @@ class History:
                 self._offsets.append((rare.at, last_s - rare.now))
 
     def seconds_at(self, at: int, now: float) -> float:
-        if len(self._offsets) == 1:
-            return now + self._offsets[0][1]
         return now + next(offset for place, offset in reversed(self._offsets) if place <= at)
 
     def seconds(self, table: Table) -> NDArray[np.float64]:
@@ -148,6 +160,17 @@ class History:
             return table["now"] + self._offsets[0][1]
         places, offsets = (np.array(part) for part in zip(*self._offsets, strict=True))
         return table["now"] + offsets[np.searchsorted(places, table["at"], "right") - 1]
+
+    def or_now(self, seconds: float) -> float:
+        """The time of the last entry, for what has not happened yet."""
+        return self.now_s if np.isnan(seconds) else seconds
+
+    def ended_waits(self) -> Iterator[tuple[WaitRecord, float]]:
+        """Each with its end: when the next group was fed."""
+        fed = np.sort(self.groups["fed_s"][~np.isnan(self.groups["fed_s"])])
+        for wait in self.waits:
+            place = int(np.searchsorted(fed, wait.begin_s, "right"))
+            yield wait, float(fed[place]) if place < len(fed) else self.now_s
 
     # -- what is rare -----------------------------------------------------------------------------
 
@@ -228,6 +251,14 @@ class History:
         self.incidents.append(Incident(now_s, kind, name, text))
 
 
+def read_history(folder: Path) -> History:
+    """The history of a whole log."""
+    history = History()
+    for read in read_columns(LogTail(folder)):
+        history.add(read)
+    return history
+
+
 # -- what is frequent: whole tables at a time, never row by row ------------------------------------
 # Each function puts one chunk of columns into the tables of a `History`. Late or repeated messages
 # (of an instance that was given up, say) change nothing that is there.
@@ -242,30 +273,6 @@ _PLACES = {
     act.Abort: Why.ABORTED,
 }
 _LOSSES = (ev.InstanceLost, act.Restart, ev.Resumed)
-
-
-def new_groups() -> Growing:
-    """`end` -1: outstanding; times nan and steps -1: not yet. `step` trained it."""
-    return Growing(
-        version=("i4", -1), prompt=("i8", -1), issued_s=("f8", np.nan), ready_s=("f8", np.nan),
-        fed_s=("f8", np.nan), fed_step=("i4", -1), ended_s=("f8", np.nan), end=("i1", -1),
-        step=("i4", -1), finished=("i4", 0), scored=("i4", 0), reward_sum=("f8", 0),
-        tokens=("i8", 0), moves=("i4", 0), mixed=("i4", 0),
-    )  # fmt: skip
-
-
-def new_samples() -> Growing:
-    return Growing(
-        tokens=("i4", -1), reward=("f4", np.nan), finish=("i1", -1), finished_s=("f8", np.nan),
-        instance=("i4", -1), mixed=("?", 0),
-    )  # fmt: skip
-
-
-def new_moves() -> Growing:
-    return Growing(
-        now=("f8", 0), slot=("i4", 0), src=("i4", 0), dst=("i4", 0), num_bytes=("i8", 0),
-        num_tokens=("i8", 0),
-    )  # fmt: skip
 
 
 def _codes(texts: list[str], words: tuple[str, ...]) -> NDArray[Any]:
@@ -331,13 +338,12 @@ def _count(groups: Growing, name: str, at: NDArray[Any], by: NDArray[Any] | None
 def _with_slots(history: History, table: Table) -> tuple[Table, NDArray[Any]]:
     """The last row of every request, in the order of the log, and the requests' slots."""
     slots = table["group"] * history.params.group_size + table["sample"]
+    keep = np.flatnonzero(slots < len(history.samples))
     if repeats(slots):  # a late or repeated message
         _, last = np.unique(slots[::-1], return_index=True)
-        keep = np.sort(len(slots) - 1 - last)
+        keep = np.intersect1d(keep, len(slots) - 1 - last)
+    if len(keep) < len(slots):
         table, slots = {name: column[keep] for name, column in table.items()}, slots[keep]
-    known = slots < len(history.samples)
-    if not known.all():
-        table, slots = {name: column[known] for name, column in table.items()}, slots[known]
     return table, slots
 
 
@@ -375,8 +381,12 @@ def stays_of(
     history: History, chunk: Columns
 ) -> Iterator[tuple[Rows, tuple[int | None, float] | None]]:
     """Placement rows in stretches; after each, the instance that was lost there (None: all)."""
-    parts = [_dispatched(history, chunk), _finished(history, chunk), _moved(history, chunk)]
-    parts.append(_parked(history, chunk))
+    parts = [
+        _dispatched(history, chunk),
+        _plain_rows(history, chunk, ev.SampleFinished, "instance", Why.FINISHED),
+        _plain_rows(history, chunk, ev.Moved, "dst", Why.MOVED),
+        _plain_rows(history, chunk, act.Park, "instance", Why.PARKED),
+    ]
     few = [_one(history, rare) for rare in chunk.rare if type(rare.value) in _PLACES]
     if few:
         parts.append(Rows(*(np.array(column) for column in zip(*few, strict=True))))
@@ -409,18 +419,6 @@ def _dispatched(history: History, chunk: Columns) -> Rows:
     now = history.seconds(table)[which]
     why = np.full(len(which), Why.DISPATCHED)
     return Rows(table["at"][which], now, slot, instance, table["version"][which], why)
-
-
-def _finished(history: History, chunk: Columns) -> Rows:
-    return _plain_rows(history, chunk, ev.SampleFinished, "instance", Why.FINISHED)
-
-
-def _moved(history: History, chunk: Columns) -> Rows:
-    return _plain_rows(history, chunk, ev.Moved, "dst", Why.MOVED)
-
-
-def _parked(history: History, chunk: Columns) -> Rows:
-    return _plain_rows(history, chunk, act.Park, "instance", Why.PARKED)
 
 
 def _plain_rows(history: History, chunk: Columns, kind: type, where: str, why: Why) -> Rows:

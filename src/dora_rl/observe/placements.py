@@ -82,10 +82,10 @@ class Placements:
         last = np.concatenate([first[1:], [True]])
         version = self._versions(rows, first)
         begins = rows.why < ENDS
-        self._close_open(rows, first)
-        inner = begins & ~last
-        after = np.flatnonzero(inner) + 1
-        here = np.flatnonzero(inner)
+        there = first & (self.open["instance"][rows.slot] >= 0)
+        self._close(rows.slot[there], rows.now[there], rows.why[there])
+        here = np.flatnonzero(begins & ~last)
+        after = here + 1
         self.spans.extend(
             {
                 "begin": rows.now[here], "end": rows.now[after], "slot": rows.slot[here],
@@ -93,7 +93,12 @@ class Placements:
                 "began": rows.why[here], "ended": rows.why[after],
             }
         )  # fmt: skip
-        self._leave_open(rows, version, last, begins)
+        stay, here = self.open, last & begins  # what is still open
+        stay["version"][rows.slot[last]] = version[last]
+        slots = rows.slot[here]
+        stay["begin"][slots] = rows.now[here]
+        stay["instance"][slots] = rows.instance[here]
+        stay["began"][slots] = rows.why[here]
 
     def _without_strays(self, rows: Rows) -> Rows:
         """Drop ends that come from an instance where the request no longer is (late messages)."""
@@ -116,10 +121,6 @@ class Placements:
         known = np.where((given != KEEP) | first, np.arange(len(given)), 0)
         return given[np.maximum.accumulate(known)]
 
-    def _close_open(self, rows: Rows, first: NDArray[Any]) -> None:
-        there = first & (self.open["instance"][rows.slot] >= 0)
-        self._close(rows.slot[there], rows.now[there], rows.why[there])
-
     def _close(self, slots: NDArray[Any], now: Any, why: Any) -> None:
         stay = self.open
         self.spans.extend(
@@ -132,17 +133,6 @@ class Placements:
         )  # fmt: skip
         stay["instance"][slots] = -1
 
-    def _leave_open(
-        self, rows: Rows, version: NDArray[Any], last: NDArray[Any], begins: NDArray[Any]
-    ) -> None:
-        stay = self.open
-        stay["version"][rows.slot[last]] = version[last]
-        here = last & begins
-        slots = rows.slot[here]
-        stay["begin"][slots] = rows.now[here]
-        stay["instance"][slots] = rows.instance[here]
-        stay["began"][slots] = rows.why[here]
-
     def lose(self, instance: int | None, now: float) -> None:
         """An instance is gone (None: all of them), and with it every stay on it."""
         places = self.open["instance"]
@@ -152,14 +142,11 @@ class Placements:
     def all_spans(self, now: float) -> dict[str, NDArray[Any]]:
         """Closed stays and, up to `now`, the open ones."""
         slots = np.flatnonzero(self.open["instance"] >= 0)
-        names = ("begin", "slot", "instance", "version", "began")
-        opened = {name: self.open[name][slots] for name in names if name != "slot"}
-        opened |= {"slot": slots, "end": np.full(len(slots), now)}
-        opened["ended"] = np.full(len(slots), -1)
-        return {
-            name: np.concatenate([self.spans[name], opened[name]])
-            for name in (*names, "end", "ended")
+        opened = {
+            name: self.open[name][slots] for name in ("begin", "instance", "version", "began")
         }
+        opened |= {"slot": slots, "end": np.full(len(slots), now), "ended": np.full(len(slots), -1)}
+        return {n: np.concatenate([self.spans[n], column]) for n, column in opened.items()}
 
 
 # -- how much ran where ----------------------------------------------------------------------------

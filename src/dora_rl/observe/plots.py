@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 
 from dora_rl.core.actions import End
-from dora_rl.observe.history import ENDS, History
+from dora_rl.observe.history import ENDS, History, read_history
 from dora_rl.observe.placements import coverage
-from dora_rl.observe.tail import read_history
 from dora_rl.types import UserError
 
 FORMATS = (".png", ".svg", ".pdf")
@@ -213,8 +212,7 @@ def _fill(axis: Any, history: History, rows: dict[int, int], begin: float, end: 
 
 def _learner(axis: Any, history: History, begin: float, end: float) -> None:
     for step, record in history.steps.items():
-        closed = history.now_s if np.isnan(record.closed_s) else record.closed_s
-        done = history.now_s if np.isnan(record.committed_s) else record.committed_s
+        closed, done = history.or_now(record.closed_s), history.or_now(record.committed_s)
         if done < begin or record.fed_s > end:
             continue
         colour = VERSIONS[step % len(VERSIONS)]
@@ -229,7 +227,7 @@ def _learner(axis: Any, history: History, begin: float, end: float) -> None:
 
 def _loads(axis: Any, history: History, rows: dict[int, int], begin: float, end: float) -> None:
     for load in history.loads:
-        until = history.now_s if np.isnan(load.end_s) else load.end_s
+        until = history.or_now(load.end_s)
         if load.instance in rows and until > begin and load.begin_s < end:
             wide = max(until - load.begin_s, 0.002 * (end - begin))
             colour = VERSIONS[load.version % len(VERSIONS)]

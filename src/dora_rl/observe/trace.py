@@ -16,7 +16,7 @@ import gzip
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -41,9 +41,9 @@ Event: TypeAlias = dict[str, Any]
 
 def write_trace(history: History, path: Path) -> int:
     """Write the file (compressed if its name ends in .gz); returns the number of events."""
-    number = 0
+    number, packed = 0, path.suffix == ".gz"
     try:
-        with _open(path) as file:
+        with gzip.open(path, "wt", compresslevel=5) if packed else path.open("w") as file:
             file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
             for number, event in enumerate(trace_events(history), start=1):
                 file.write((",\n" if number > 1 else "") + json.dumps(event, separators=(",", ":")))
@@ -51,12 +51,6 @@ def write_trace(history: History, path: Path) -> int:
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from error
     return number
-
-
-def _open(path: Path) -> IO[str]:
-    if path.suffix == ".gz":
-        return gzip.open(path, "wt", compresslevel=5)
-    return path.open("w")
 
 
 def trace_events(history: History) -> Iterator[Event]:
@@ -100,22 +94,15 @@ def _names(history: History) -> Iterator[Event]:
         yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": name}}
 
 
-def _or_now(value: float, history: History) -> float:
-    return history.now_s if np.isnan(value) else value
-
-
 def _learner(history: History) -> Iterator[Event]:
     for step, record in sorted(history.steps.items()):
-        closed = _or_now(record.closed_s, history)
+        closed = history.or_now(record.closed_s)
         if not np.isnan(record.fed_s):
             yield _slice(f"fill {step}", LEARNER, 1, record.fed_s, closed, step=step, colour=step)
         if not np.isnan(record.closed_s):
-            done = _or_now(record.committed_s, history)
+            done = history.or_now(record.committed_s)
             yield _slice(f"train {step}", LEARNER, 0, closed, done, step=step, colour=step)
-    fed = np.sort(history.groups["fed_s"][~np.isnan(history.groups["fed_s"])])
-    for wait in history.waits:
-        place = int(np.searchsorted(fed, wait.begin_s, "right"))
-        until = float(fed[place]) if place < len(fed) else history.now_s
+    for wait, until in history.ended_waits():
         groups = list(wait.groups)
         yield _slice(f"step {wait.step} waits", LEARNER, 2, wait.begin_s, until, groups=groups)
 
@@ -148,7 +135,7 @@ def _stays(history: History) -> Iterator[Event]:
 
 def _loads(history: History) -> Iterator[Event]:
     for load in history.loads:
-        end = _or_now(load.end_s, history)
+        end = history.or_now(load.end_s)
         told = {"donor": load.donor or "store"} | ({"failed": load.failed} if load.failed else {})
         yield _slice(
             f"load v{load.version}", FIRST_INSTANCE + load.instance, _LOADS, load.begin_s, end,
@@ -176,11 +163,9 @@ def _rewards(history: History) -> Iterator[Event]:
 
 def _counters(history: History) -> Iterator[Event]:
     groups = history.groups
-    ready = groups["ready_s"][groups["scored"] >= history.params.group_size]
-    left = np.fmin(groups["fed_s"], groups["ended_s"])[
-        groups["scored"] >= history.params.group_size
-    ]
-    yield from _level("ready groups", LEARNER, ready, left[~np.isnan(left)])
+    scored = groups["scored"] >= history.params.group_size
+    left = np.fmin(groups["fed_s"], groups["ended_s"])[scored]
+    yield from _level("ready groups", LEARNER, groups["ready_s"][scored], left[~np.isnan(left)])
     spans = history.placements.all_spans(history.now_s)
     for code in history.names.values():
         here = spans["instance"] == code

@@ -59,9 +59,8 @@ class LightTokenizer:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         options = {name: value for name, value in options.items() if name != "tokenize"}
-        rendered, _ = render_jinja_template(
-            [conversation], chat_template=self.chat_template, **options, **self._specials
-        )
+        options |= {"chat_template": self.chat_template, **self._specials}
+        rendered, _ = render_jinja_template([conversation], **options)
         return rendered[0]
 
     @cached_property

@@ -1,53 +1,12 @@
-"""What goes wrong in a simulated run, drawn from a seed. The base class answers "nothing"."""
+"""What goes wrong in a simulated run, drawn from a seed. At rates of zero that is nothing."""
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from dora_rl.core import actions as act
 from dora_rl.types import RequestId
-
-
-class Faults:
-    """An undisturbed world."""
-
-    def load_fails(self, action: act.Load) -> str | None:
-        return None
-
-    def move_fails(self, action: act.Move) -> str | None:
-        return None
-
-    def sample_fails(self, request: RequestId) -> str | None:
-        return None
-
-    def poison(self, prompt: int) -> str | None:
-        """Why the reward of this prompt always fails, if it does."""
-        return None
-
-    def kills_at(self, prompt: int, sample: int) -> int | None:
-        """The token at which this sample ends the process of whoever decodes it, if it does."""
-        return None
-
-    def stands_still(self, request: RequestId, epoch: int) -> bool:
-        """Is this placement of the request forgotten by its instance?"""
-        return False
-
-    def score(self, request: RequestId, attempt: int) -> str | None:
-        """None: scored; "hang": no answer; "nan": not a number; anything else: an error."""
-        return None
-
-    def restart_s(self) -> float | None:
-        """How long a restart takes; None: it never comes back."""
-        return 5.0
-
-    def delay_s(self) -> float:
-        """How late a message reaches the controller."""
-        return 0.0
-
-    def again_s(self) -> float | None:
-        """How much later this message arrives a second time; None: it does not."""
-        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +29,7 @@ class FaultRates:
     still: float = 0.0
     stall_every_s: float = 0.0
     host_loss_every_s: float = 0.0
+    restart_s: tuple[float, float] = (5.0, 5.0)  # at least, at most
 
     @staticmethod
     def swarm(rng: random.Random) -> FaultRates:
@@ -94,17 +54,20 @@ class FaultRates:
             kills=some(0.01, 0.05),
             still=some(0.001, 0.02),
             stall_every_s=some(40, 300),
+            restart_s=(1, 20),
         )
 
 
-class RandomFaults(Faults):
+@dataclass
+class Faults:
     """Faults at the given rates until `calm` is set; from then on no new ones."""
 
-    def __init__(self, rates: FaultRates, rng: random.Random) -> None:
-        self.rates = rates
-        self.rng = rng
-        self.seed = rng.randrange(2**32)
-        self.calm = False
+    rates: FaultRates = FaultRates()
+    rng: random.Random = field(default_factory=lambda: random.Random(0))
+    calm: bool = False
+
+    def __post_init__(self) -> None:
+        self.seed = self.rng.randrange(2**32)
 
     def _happens(self, rate: float) -> bool:
         return not self.calm and rate > 0 and self.rng.random() < rate
@@ -125,10 +88,14 @@ class RandomFaults(Faults):
         return random.Random(f"{self.seed} {what} {prompt}")
 
     def poison(self, prompt: int) -> str | None:
-        bad = self._draw("poison", prompt).random() < self.rates.poison
-        return "raised KeyError" if bad else None
+        """Why the reward of this prompt always fails, if it does."""
+        rate = self.rates.poison
+        return "raised KeyError" if rate and self._draw("poison", prompt).random() < rate else None
 
     def kills_at(self, prompt: int, sample: int) -> int | None:
+        """The token at which this sample ends the process of whoever decodes it, if it does."""
+        if not self.rates.kills:
+            return None
         draw = self._draw("kills", prompt)
         return draw.choice([0, 3, 70]) if draw.random() < self.rates.kills else None
 
@@ -137,23 +104,28 @@ class RandomFaults(Faults):
         return self.poison(prompt) is not None or self.kills_at(prompt, 0) is not None
 
     def stands_still(self, request: RequestId, epoch: int) -> bool:
+        """Is this placement of the request forgotten by its instance?"""
         return self._happens(self.rates.still)
 
     def score(self, request: RequestId, attempt: int) -> str | None:
+        """None: scored; "hang": no answer; "nan": not a number; anything else: an error."""
         if not self._happens(self.rates.score):
             return None
         return self.rng.choice(["hang", "nan", "raised ValueError"])
 
-    def restart_s(self) -> float | None:
-        return self.rng.uniform(1, 20)
+    def restart_s(self) -> float:
+        """How long a restart takes."""
+        return self.rng.uniform(*self.rates.restart_s)
 
     def delay_s(self) -> float:
+        """How late a message reaches the controller."""
         if not self.rates.delay_s or self.calm:
             return 0.0
         return self.rng.expovariate(1 / self.rates.delay_s)
 
     def again_s(self) -> float | None:
-        """Soon, or when its sender and its order may long be others."""
+        """How much later this message arrives a second time; None: it does not. Soon, or when its
+        sender and its order may long be others."""
         if not self._happens(self.rates.duplicate):
             return None
         return self.rng.choice([0.1, 1.0, self.rng.uniform(2, 20), self.rng.uniform(20, 90)])

@@ -1,13 +1,22 @@
 """The simulated rollout fleet behind the `Generator` port.
 
-Performs orders after the time they take and posts events, as the real instances do. Faults come
-in through `Faults`, whose answers are all "no" in an undisturbed run.
+Performs orders after the time they take and posts events, as the real instances do. Faults come in
+through `Faults`, whose answers are all "no" in an undisturbed run.
+
+An instance is continuous batching as a fluid. All requests that decode on it gain tokens at the
+same pace, one per decode step, so one counter serves them all: a request ends when the counter
+reaches the value fixed at its arrival. The step time grows with the KV cache; between two changes
+of the batch it is integrated exactly.
+
+    counter   decode steps so far (a real number)      debt_s   prefill time still to be paid
 """
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
@@ -15,10 +24,175 @@ from dora_rl.ports import FleetAction
 from dora_rl.sim.clock import VirtualClock
 from dora_rl.sim.faults import Faults
 from dora_rl.sim.hardware import RolloutCost
-from dora_rl.sim.instance import SimInstance, SimRequest
-from dora_rl.types import Finish, InstanceId, RequestId, Segment
+from dora_rl.types import Finish, InstanceId, RequestId, Segment, Version
+
+
+@dataclass(slots=True)
+class SimRequest:
+    """One sample as the engine sees it. `done` of `total` response tokens are decoded."""
+
+    id: RequestId
+    epoch: int
+    version: Version
+    prompt_tokens: int
+    total: int
+    kills_at: int | None = None  # decoding this token ends the instance's process
+    still: bool = False  # the instance does nothing for it
+    done: float = 0.0
+    ends_at: float = 0.0  # counter value at which it is complete
+    added_at: float = 0.0
+    segments: list[Segment] = field(default_factory=list[Segment])
+
+    def continue_under(self, version: Version) -> None:
+        """Record which version decodes from here on."""
+        if not self.segments or self.segments[-1].version != version:
+            self.segments.append(Segment(int(self.done), version))
+        self.version = version
+
+    @property
+    def last(self) -> float:
+        """The token after which something happens."""
+        if self.kills_at is not None:
+            return max(self.done, min(self.total, self.kills_at))
+        return self.total
+
+    @property
+    def context(self) -> float:
+        return self.prompt_tokens + self.done
+
+
+class SimInstance:
+    """Decodes what it is given, under the versions it holds."""
+
+    def __init__(self, name: InstanceId, cost: RolloutCost, now: float) -> None:
+        self.name = name
+        self.cost = cost
+        self.loaded: dict[Version, None] = {}  # versions whose weights are here
+        self.held: dict[Version, int] = {}  # requests decoding per version
+        self.running: dict[RequestId, SimRequest] = {}
+        self.parked: dict[RequestId, SimRequest] = {}
+        self.leaving: dict[RequestId, SimRequest] = {}
+        self.awake = True
+        self.announced = False  # the controller knows of it
+        self.frozen = False  # hangs: reports nothing, does nothing
+        self.stalled = False  # reports, and decodes nothing
+        self.speed = 1.0
+        self.counter = 0.0
+        self.kv = 0.0
+        self.debt_s = 0.0
+        self.busy_s = 0.0
+        self.slot_s = 0.0
+        self.at = now
+        self.turn = 0  # raised at every change, so that stale wake-ups are recognised
+        self._ends: list[tuple[float, RequestId, int]] = []
+        self._base_s = cost.step_base_s()
+        self._request_s = cost.engine.host_s_per_request
+        self._kv_s = cost.kv_s_per_token()
+        self._flops_s = cost.flops_s_per_request()
+
+    def _pace(self) -> tuple[float, float]:
+        """Seconds of the next step, and by how much each further step is longer."""
+        n = len(self.running)
+        weights = sum(self.cost.weights_s(count) for count in self.held.values())
+        moving = weights + self._kv_s * self.kv
+        slope = self._kv_s * n
+        computing = self._flops_s * n
+        if computing > moving:
+            moving, slope = computing, 0.0
+        scale = self.cost.stall(n) / self.speed
+        return scale * (self._base_s + self._request_s * n + moving), scale * slope
+
+    def advance(self, now: float) -> None:
+        """Bring the counters up to now."""
+        elapsed, self.at = now - self.at, now
+        idle = not self.running or not self.awake or self.frozen or self.stalled
+        if elapsed <= 0 or idle:
+            return
+        self.busy_s += elapsed
+        self.slot_s += elapsed * len(self.running)
+        paid = min(self.debt_s, elapsed)
+        self.debt_s -= paid
+        elapsed -= paid
+        if elapsed > 0:
+            pace, slope = self._pace()
+            if slope > 1e-15:
+                steps = (math.sqrt(pace * pace + 2 * slope * elapsed) - pace) / slope
+            else:
+                steps = elapsed / pace
+            self.counter += steps
+            self.kv += steps * len(self.running)
+
+    def next_end_s(self) -> float | None:
+        """Seconds until the next request is complete, if nothing changes."""
+        while self._ends:
+            ends_at, rid, epoch = self._ends[0]
+            request = self.running.get(rid)
+            if request is not None and request.epoch == epoch and request.ends_at == ends_at:
+                break
+            heapq.heappop(self._ends)
+        if not self._ends or not self.awake or self.frozen or self.stalled:
+            return None
+        steps = max(0.0, self._ends[0][0] - self.counter)
+        pace, slope = self._pace()
+        return self.debt_s + steps * pace + 0.5 * slope * steps * steps
+
+    def pop_ended(self) -> list[SimRequest]:
+        """Requests whose last token has been decoded."""
+        ended: list[SimRequest] = []
+        while self._ends and self._ends[0][0] <= self.counter + 1e-6:
+            ends_at, rid, epoch = heapq.heappop(self._ends)
+            request = self.running.get(rid)
+            if request is not None and request.epoch == epoch and request.ends_at == ends_at:
+                self.remove(request)
+                request.done = request.last
+                ended.append(request)
+        return ended
+
+    def refuses(self, version: Version) -> str | None:
+        """A request is decoded under its own version or not at all."""
+        held = version in self.loaded
+        return None if held else f"{self.name} does not hold version {version}"
+
+    def unload(self, version: Version) -> None:
+        """As strict as the real engine: weights go only when nothing decodes under them."""
+        assert version in self.loaded, f"{self.name} unloads version {version}, not held"
+        users = [tuple(rid) for rid, r in self.running.items() if r.version == version]
+        assert not users, f"{self.name} unloads version {version} with requests {users}"
+        del self.loaded[version]
+
+    def add(self, request: SimRequest) -> None:
+        request.ends_at = self.counter + request.last - request.done
+        if request.still:
+            request.ends_at = math.inf
+        request.added_at = self.at
+        self.running[request.id] = request
+        self.held[request.version] = self.held.get(request.version, 0) + 1
+        self.kv += request.context
+        if not request.still:
+            heapq.heappush(self._ends, (request.ends_at, request.id, request.epoch))
+
+    def remove(self, request: SimRequest) -> None:
+        """Take a request off the batch, its progress brought up to date."""
+        request.done = self.progress_of(request)
+        del self.running[request.id]
+        self.held[request.version] -= 1
+        if not self.held[request.version]:
+            del self.held[request.version]
+        self.kv -= request.context
+        if not self.running:
+            self.kv = 0.0
+
+    def progress_of(self, request: SimRequest) -> float:
+        if request.still or request.id not in self.running:
+            return request.done
+        return request.last - max(0.0, request.ends_at - self.counter)
+
+    def prefill(self, num_tokens: float) -> None:
+        self.debt_s += num_tokens * self._flops_s / self.speed
+
 
 STILL_S = 2.0  # without a token: named in the reports
+JOURNAL_TOKENS = 32  # a durable journal is written every so many
 Post = Callable[[ev.Event, Callable[[], bool]], None]
 """Send an event to the controller; it arrives only if the predicate still holds then."""
 Task = Callable[[int, int], tuple[int, int]]
@@ -38,7 +212,6 @@ class InstanceSpec:
 @dataclass(slots=True)
 class FleetStats:
     num_moves: int = 0
-    num_loads: int = 0
     kv_bytes_moved: float = 0.0
     move_s: float = 0.0
     load_s: float = 0.0
@@ -57,14 +230,12 @@ class Fleet:
         faults: Faults,
         *,
         report_s: float,
-        journal_tokens: int = 32,
     ) -> None:
         self.clock = clock
         self.post = post
         self.task = task
         self.faults = faults
         self.report_s = report_s
-        self.journal_tokens = journal_tokens
         self.instances: dict[InstanceId, SimInstance] = {}
         self.lives: dict[InstanceId, int] = {}
         self.specs: dict[InstanceId, tuple[InstanceSpec, RolloutCost]] = {}
@@ -99,13 +270,8 @@ class Fleet:
         instance = self.instances.pop(name)
         instance.advance(self.clock.now())
         instance.turn += 1
-        self._journal(instance)
-
-    def _journal(self, instance: SimInstance) -> None:
-        """What a durable journal, written every few tokens, would still have."""
         for request in [*instance.running.values(), *instance.leaving.values()]:
-            done = int(instance.progress_of(request)) // self.journal_tokens * self.journal_tokens
-            self.journal[request.id] = (done, tuple(request.segments))
+            self._keep_journal(request, instance.progress_of(request))
         for request in instance.parked.values():
             self.journal[request.id] = (int(request.done), tuple(request.segments))
 
@@ -128,17 +294,15 @@ class Fleet:
         match action:
             case act.Restart():
                 self._restart(action.instance)
-                return
             case act.Move():
                 self._move(action)
-                return
             case _:
                 instance = self.instances.get(action.instance)
-        if instance is None or instance.frozen or not instance.announced:
-            return  # the order reaches nobody
-        instance.advance(self.clock.now())
-        self._order(instance, action)
-        self.schedule(instance)
+                if instance is None or instance.frozen or not instance.announced:
+                    return  # the order reaches nobody
+                instance.advance(self.clock.now())
+                self._order(instance, action)
+                self.schedule(instance)
 
     def _order(self, instance: SimInstance, action: FleetAction) -> None:
         match action:
@@ -190,8 +354,7 @@ class Fleet:
                     self.post(ev.Continued(rid, epoch, done), lambda: True)
                 request.done = float(min(done, total - 1))
                 request.segments = list(segments)
-                self.stats.prefill_tokens_again += request.context
-                instance.prefill(request.context)
+                self._prefill_again(instance, request)
             elif not shared:
                 instance.prefill(prompt_tokens)  # the samples of a group share their prompt
                 shared = True
@@ -208,53 +371,50 @@ class Fleet:
                 instance.name, ev.SampleFailed(request.id, action.epoch, instance.name, refusal)
             )
             return
-        if request.id in instance.running:
+        if instance.parked.pop(request.id, None) is None:
             instance.remove(request)
-        else:
-            del instance.parked[request.id]
         if action.version == request.version:
             instance.debt_s += instance.cost.spill_s(request.context)
         else:
-            self.stats.prefill_tokens_again += request.context
-            instance.prefill(request.context)
+            self._prefill_again(instance, request)
         request.continue_under(action.version)
         instance.add(request)
+
+    def _prefill_again(self, instance: SimInstance, request: SimRequest) -> None:
+        self.stats.prefill_tokens_again += request.context
+        instance.prefill(request.context)
 
     def _abort(self, instance: SimInstance, rid: RequestId, epoch: int) -> None:
         request = instance.running.get(rid)
         if request is not None and request.epoch == epoch:
             instance.remove(request)
             self.stats.aborted_tokens += request.done
-            self._keep_journal(request)
+            self._keep_journal(request, request.done)
         for place in (instance.parked, instance.leaving):
             held = place.get(rid)
             if held is not None and held.epoch == epoch:
-                del place[rid]
-                self._keep_journal(held)
+                self._keep_journal(place.pop(rid), held.done)
 
-    def _keep_journal(self, request: SimRequest) -> None:
-        done = int(request.done) // self.journal_tokens * self.journal_tokens
-        self.journal[request.id] = (done, tuple(request.segments))
+    def _keep_journal(self, request: SimRequest, done: float) -> None:
+        """What a durable journal, written every few tokens, would still have."""
+        kept = int(done) // JOURNAL_TOKENS * JOURNAL_TOKENS
+        self.journal[request.id] = (kept, tuple(request.segments))
 
     def _load(self, instance: SimInstance, action: act.Load) -> None:
         delay = instance.cost.load_s()
-        self.stats.num_loads += 1
         self.stats.load_s += delay
         reason = self.faults.load_fails(action)
+        name, version, attempt = instance.name, action.version, action.attempt
 
         def done() -> None:
-            if self.instances.get(instance.name) is not instance or instance.frozen:
+            if self.instances.get(name) is not instance or instance.frozen:
                 return
             if reason is not None:
-                failed = ev.LoadFailed(
-                    instance.name, action.version, reason, attempt=action.attempt
-                )
-                self.tell(instance.name, failed)
+                self.tell(name, ev.LoadFailed(name, version, reason, attempt=attempt))
                 return
             instance.advance(self.clock.now())
-            instance.loaded[action.version] = None
-            loaded = ev.Loaded(instance.name, action.version, attempt=action.attempt)
-            self.tell(instance.name, loaded)
+            instance.loaded[version] = None
+            self.tell(name, ev.Loaded(name, version, attempt=attempt))
             self.schedule(instance)
 
         self.clock.after(delay, done)
@@ -268,15 +428,12 @@ class Fleet:
         request = src.running.get(action.request) or src.parked.get(action.request)
         if request is None or request.epoch != action.epoch:
             return  # it ended before the order came; its end is on the way
-        was_parked = request.id in src.parked
-        if was_parked:
-            del src.parked[request.id]
-        else:
+        was_parked = src.parked.pop(request.id, None) is not None
+        if not was_parked:
             src.remove(request)
         src.leaving[request.id] = request
         self.schedule(src)
-        by_kv = action.how is act.How.KV
-        delay = src.cost.move_s(request.context if by_kv else 0)
+        delay = src.cost.move_s(request.context if action.how is act.How.KV else 0)
         fault = self.faults.move_fails(action)
         self.clock.after(delay, lambda: self._arrive(action, src, request, was_parked, fault))
 
@@ -291,8 +448,7 @@ class Fleet:
         if self.instances.get(src.name) is not src or src.leaving.get(request.id) is not request:
             return  # the source died, or the request was aborted
         dst = self.instances.get(action.dst)
-        reachable = dst is not None and not dst.frozen and dst.announced
-        if not reachable or dst is None or fault is not None:
+        if dst is None or dst.frozen or not dst.announced or fault is not None:
             self._move_failed(action, src, request, was_parked, fault or "destination gone")
             return
         refusal = dst.refuses(action.version)
@@ -301,15 +457,13 @@ class Fleet:
             return
         del src.leaving[request.id]
         dst.advance(self.clock.now())
-        context = request.context
+        context, num_bytes = request.context, 0
         if action.how is act.How.KV:
             num_bytes = int(context * dst.cost.model.kv_bytes_per_token)
             self.stats.kv_bytes_moved += num_bytes
             self.stats.move_s += dst.cost.move_s(context)
         else:
-            num_bytes = 0
-            self.stats.prefill_tokens_again += context
-            dst.prefill(context)
+            self._prefill_again(dst, request)
         self.stats.num_moves += 1
         dst.add(request)
         who = (request.id, request.epoch, src.name, dst.name)
@@ -328,18 +482,16 @@ class Fleet:
             src.add(request)
             self.schedule(src)
         else:
-            self._keep_journal(request)
+            self._keep_journal(request, request.done)
         who = (request.id, request.epoch, src.name, action.dst)
         self.tell(src.name, ev.MoveFailed(*who, kept, why, attempt=action.attempt))
 
     def _restart(self, name: InstanceId) -> None:
         if name in self.instances:
             self.die(name)
-        delay = self.faults.restart_s()
-        if delay is not None:
-            self.clock.after(delay, lambda: self._rejoin(name))
+        self.clock.after(self.faults.restart_s(), lambda: self.rejoin(name))
 
-    def _rejoin(self, name: InstanceId) -> None:
+    def rejoin(self, name: InstanceId) -> None:
         if name not in self.instances:
             self.join(name, *self.specs[name])
 
@@ -358,10 +510,11 @@ class Fleet:
                 ended = instance.pop_ended()
                 for request in [r for r in ended if r.done >= r.total]:
                     self._finish(instance, request)
-                for request in [r for r in ended if r.done < r.total]:
-                    self._kill(instance, request)
-                    return
-                self.schedule(instance)
+                killer = next((r for r in ended if r.done < r.total), None)
+                if killer is None:
+                    self.schedule(instance)
+                else:
+                    self._kill(instance, killer)
 
         self.clock.after(delay, wake)
 
@@ -371,12 +524,12 @@ class Fleet:
         name = instance.name
         self.die(name)
         self.tell(name, ev.InstanceLost(name, "its process ended"))
-        self.clock.after(self.faults.restart_s() or 5.0, lambda: self._rejoin(name))
+        self.clock.after(self.faults.restart_s(), lambda: self.rejoin(name))
 
     def _finish(self, instance: SimInstance, request: SimRequest) -> None:
         reason = self.faults.sample_fails(request.id)
         if reason is not None:
-            self._keep_journal(request)
+            self._keep_journal(request, request.done)
             self.tell(
                 instance.name, ev.SampleFailed(request.id, request.epoch, instance.name, reason)
             )

@@ -7,7 +7,7 @@ of `Efficiency` are fitted (docs/reproduction.md). Nothing here knows modes, ver
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from dora_rl.types import UserError
 
@@ -24,13 +24,10 @@ class Accelerator:
     host_bytes_per_s: float
 
     def validate(self) -> None:
-        for field in ("flops", "hbm_bytes", "hbm_bytes_per_s", "nic_bytes_per_s"):
-            if getattr(self, field) <= 0:
-                raise UserError(f"accelerator.{field} must be positive, not {getattr(self, field)}")
-        if self.host_bytes_per_s <= 0:
-            raise UserError(
-                f"accelerator.host_bytes_per_s must be positive, not {self.host_bytes_per_s}"
-            )
+        for field in fields(self)[1:]:
+            value = getattr(self, field.name)
+            if value <= 0:
+                raise UserError(f"accelerator.{field.name} must be positive, not {value}")
 
 
 # NVIDIA H800 SXM: the H100's compute and memory (989.4 TFLOP/s dense bf16, 80 GB HBM3 at

@@ -71,14 +71,11 @@ class SimLearner:
         self.alive = False
         self.life = 0  # raised by every start and end
         self.incarnation = 0  # the life of the last start
-        self.last_commit_s = 0.0
         self._step: _Step | None = None
         self._ahead: list[act.Feed] = []  # of the next step: looked at when this one is sealed
 
     def join(self) -> None:
-        self.alive = True
-        self.life += 1
-        self._step, self._ahead = None, []
+        self._begin_life(alive=True)
         self.incarnation = self.life
         self.durable = self.sealed  # whoever begins writes first what the one before had not
         on_disk = -1 if self.durable_s is None else self.durable
@@ -89,7 +86,10 @@ class SimLearner:
         )
 
     def die(self) -> None:
-        self.alive = False
+        self._begin_life(alive=False)
+
+    def _begin_life(self, *, alive: bool) -> None:
+        self.alive = alive
         self.life += 1
         self._step, self._ahead = None, []
 
@@ -101,7 +101,7 @@ class SimLearner:
     def do(self, action: LearnerAction) -> None:
         if isinstance(action, act.RestartTrainer):
             self.die()
-            self.clock.after(5.0, self._rejoin)
+            self.clock.after(5.0, self.rejoin)
         elif not self.alive or isinstance(action, act.OptimizerRewound):
             return
         elif isinstance(action, act.Feed):
@@ -109,7 +109,7 @@ class SimLearner:
         else:
             self._close(action)
 
-    def _rejoin(self) -> None:
+    def rejoin(self) -> None:
         if not self.alive:
             self.join()
 
@@ -200,14 +200,12 @@ class SimRewards:
         outcome = outcome or self.faults.score(action.request, action.attempt)
         if outcome == "hang":
             return
-        event: ev.Event
+        event: ev.Event = ev.Scored(action.request, action.attempt, float("nan"))
         if outcome is None:
             reward = self.reward_of(action.request, action.prompt)
             event = ev.Scored(action.request, action.attempt, reward)
             self.scored.add(action.request)
-        elif outcome == "nan":
-            event = ev.Scored(action.request, action.attempt, float("nan"))
-        else:
+        elif outcome != "nan":
             event = ev.ScoreFailed(action.request, action.attempt, outcome)
         latency_s = self.latency_of(action.request, action.prompt)
         self.clock.after(latency_s, lambda: self.post(event))

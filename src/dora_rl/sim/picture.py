@@ -16,15 +16,13 @@ from typing import TYPE_CHECKING, Any
 from dora_rl.sim.compare import Comparison
 from dora_rl.sim.presets import COLOCATED
 from dora_rl.sim.report import Row, row_split, rows_of, unit_of
-from dora_rl.sim.run import ModeResult
-from dora_rl.sim.timeline import Bar
+from dora_rl.sim.run import Bar, ModeResult
 from dora_rl.types import Mode, UserError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_FORMATS = (".png", ".svg", ".pdf")
 _GANTT_MODES = (Mode.SYNC, Mode.ONE_STEP_OFF, Mode.PARTIAL, Mode.MULTI_VERSION, Mode.REPLICATION)
 _GANTTS_MAX = 3
 _INSTANCES_MAX = 12
@@ -46,16 +44,6 @@ _VERSIONS = (
 )
 
 
-def check_format(path: Path) -> None:
-    """Refuse what cannot be drawn before the simulation starts."""
-    if path.suffix.lower() not in _FORMATS:
-        raise UserError(f"--picture {path}: the name must end in {', '.join(_FORMATS)}")
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise UserError("--picture needs matplotlib: pip install 'dora-rl[plot]'") from None
-
-
 def draw(comparison: Comparison, path: Path) -> None:
     """Write the picture; its format follows the name."""
     import matplotlib as mpl
@@ -70,24 +58,22 @@ def draw(comparison: Comparison, path: Path) -> None:
         "ytick.color": _INK,
         "svg.fonttype": "none",
     }
+    charts = _charts(comparison)
+    heights = [1.4 + 0.34 * len(rows_of(comparison))]
+    heights += [0.75 + 0.17 * (1 + len(_sampled(result))) for result in charts]
     with mpl.rc_context(style):
-        figure = Figure(figsize=(12, _height(comparison)), layout="constrained")
-        _compose(figure, comparison)
+        figure = Figure(figsize=(12, sum(heights) + 0.6), layout="constrained")
+        _compose(figure, comparison, charts, heights)
         try:
             figure.savefig(path, dpi=130)
         except OSError as error:
             raise UserError(f"cannot write {path}: {error.strerror}") from error
 
 
-def _height(comparison: Comparison) -> float:
-    bars = 1.4 + 0.34 * len(rows_of(comparison))
-    return bars + sum(0.75 + 0.17 * (1 + len(_sampled(r))) for r in _charts(comparison)) + 0.6
-
-
-def _compose(figure: Figure, comparison: Comparison) -> None:
-    rows, charts = rows_of(comparison), _charts(comparison)
-    top = 1.4 + 0.34 * len(rows)
-    heights = [top, *(0.75 + 0.17 * (1 + len(_sampled(result))) for result in charts)]
+def _compose(
+    figure: Figure, comparison: Comparison, charts: Sequence[ModeResult], heights: list[float]
+) -> None:
+    rows = rows_of(comparison)
     grid = figure.add_gridspec(1 + len(charts), 2, height_ratios=heights)
     preset = comparison.preset
     figure.suptitle(
@@ -112,12 +98,8 @@ def _charts(comparison: Comparison) -> list[ModeResult]:
     return [outcomes[mode].main for mode in outcomes if mode in wanted]
 
 
-def _label(row: Row) -> str:
-    return f"{row.mode.value}\n{row_split(row)}"
-
-
 def _bar_axes(axes: Axes, rows: Sequence[Row], title: str) -> None:
-    axes.set_yticks(range(len(rows)), [_label(row) for row in rows])
+    axes.set_yticks(range(len(rows)), [f"{row.mode.value}\n{row_split(row)}" for row in rows])
     axes.invert_yaxis()
     axes.set_title(title, loc="left", fontsize=10.5, fontweight="bold")
     axes.xaxis.grid(True, color=_GRID, linewidth=0.7)

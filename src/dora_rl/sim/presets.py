@@ -177,15 +177,17 @@ def rollout_devices_of(preset: Preset, mode: Mode, rollout_devices: int | None) 
     return rollout_devices
 
 
-def slots_of(preset: Preset, cost: RolloutCost) -> int:
-    """Requests an instance holds without running out of KV cache.
-
-    A request in flight is on average longer than a response: E[L^2] / (2 E[L]).
-    """
+def mean_context(preset: Preset) -> float:
+    """Mean tokens of a request in flight: long ones are met more often, E[L^2] / (2 E[L])."""
     grid = (np.arange(100_000) + 0.5) / 100_000
     lengths = preset.lengths.draw(grid).astype(np.float64)
-    context = preset.prompt_tokens + float((lengths**2).mean() / (2 * lengths.mean()))
-    return max(1, min(cost.engine.requests_max, int(0.85 * cost.kv_tokens_max() / context)))
+    return preset.prompt_tokens + float((lengths**2).mean() / (2 * lengths.mean()))
+
+
+def slots_of(preset: Preset, cost: RolloutCost) -> int:
+    """Requests an instance holds without running out of KV cache."""
+    fit = int(0.85 * cost.kv_tokens_max() / mean_context(preset))
+    return max(1, min(cost.engine.requests_max, fit))
 
 
 def world_spec(
@@ -207,13 +209,13 @@ def world_spec(
     train = TrainCost(
         preset.device, preset.model, preset.efficiency, training, preset.updates_per_step
     )
-    slots = slots_of(preset, cost)
-    spec = InstanceSpec(slots, preset.resident_max, cost.kv_tokens_max(), colocated)
-    num_instances = generating // preset.tensor_parallel
-    names = [f"i{index:05d}" for index in range(num_instances)]
+    spec = InstanceSpec(
+        slots_of(preset, cost), preset.resident_max, cost.kv_tokens_max(), colocated
+    )
+    names = [f"i{index:05d}" for index in range(generating // preset.tensor_parallel)]
     task = Task(preset, seed)
     return WorldSpec(
-        params=_params(preset, mode, cost, num_instances * slots),
+        params=_params(preset, mode, cost),
         instances=tuple((name, spec, cost) for name in names),
         train=train,
         task=task,
@@ -224,8 +226,7 @@ def world_spec(
     )
 
 
-def _params(preset: Preset, mode: Mode, cost: RolloutCost, slots: int) -> Params:
-    del slots
+def _params(preset: Preset, mode: Mode, cost: RolloutCost) -> Params:
     return Params(
         mode=mode,
         max_staleness=preset.max_staleness,

@@ -7,7 +7,8 @@ they are shown beside the simulated ones and used for nothing but choosing the s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -64,7 +65,10 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
         if outcome.best is not None:
             entry["matched"] = outcome.matched
             entry["best"] = outcome.best.as_json()
-            entry["searched"] = [_brief(result) for result in outcome.searched]
+            names = ("split", "step_s", "rollout_only_share", "tokens_per_s")
+            entry["searched"] = [
+                {n: getattr(result, n) for n in names} for result in outcome.searched
+            ]
         if mode in paper:
             entry["paper"] = _set_against(outcome.main, paper[mode])
         modes[mode.value] = entry
@@ -82,16 +86,8 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
     }
 
 
-def _brief(result: ModeResult) -> dict[str, Any]:
-    names = ("split", "step_s", "rollout_only_share", "tokens_per_s")
-    return {name: getattr(result, name) for name in names}
-
-
 def _set_against(result: ModeResult, paper: Published) -> dict[str, float]:
-    return {
-        "step_s": paper.step_s,
-        "rollout_only_share": paper.rollout_only_share,
-        "tokens_per_s": paper.tokens_per_s,
+    return asdict(paper) | {
         "step_difference": result.step_s / paper.step_s - 1,
         "tokens_per_s_difference": result.tokens_per_s / paper.tokens_per_s - 1,
     }
@@ -155,12 +151,13 @@ def speed_table(comparison: Comparison) -> Table:
     )
     first = rows[0].result.tokens_per_s
     for row in rows:
-        cells = [
-            (f"{row.result.step_s / unit_s:.2f}", _step_of(row, unit_s)),
-            (percent(row.result.rollout_only_share), _share_of(row)),
-            (f"{row.result.tokens_per_s:,.0f}", _rate_of(row)),
-        ]
-        shown = [cell for pair in cells for cell in (pair if with_paper else pair[:1])]
+        ours = (
+            f"{row.result.step_s / unit_s:.2f}",
+            percent(row.result.rollout_only_share),
+            f"{row.result.tokens_per_s:,.0f}",
+        )
+        both = chain.from_iterable(zip(ours, _beside(row, unit_s), strict=True))
+        shown = both if with_paper else ours
         ratio = f"{row.result.tokens_per_s / first:.2f}"
         table.add_row(row.mode.value, row_split(row), *shown, ratio)
     if any(outcome.matched for outcome in comparison.outcomes.values()):
@@ -171,21 +168,16 @@ def speed_table(comparison: Comparison) -> Table:
     return table
 
 
-def _step_of(row: Row, unit_s: float) -> str:
-    if row.paper is None:
-        return ""
-    return f"{row.paper.step_s / unit_s:.2f} {row.result.step_s / row.paper.step_s - 1:+.0%}"
-
-
-def _share_of(row: Row) -> str:
-    return percent(row.paper.rollout_only_share) if row.paper is not None else ""
-
-
-def _rate_of(row: Row) -> str:
-    if row.paper is None:
-        return ""
-    change = row.result.tokens_per_s / row.paper.tokens_per_s - 1
-    return f"{row.paper.tokens_per_s:,.0f} {change:+.0%}"
+def _beside(row: Row, unit_s: float) -> tuple[str, str, str]:
+    """The published step, rollout-only share and rate of a row, and how far off we are."""
+    paper, result = row.paper, row.result
+    if paper is None:
+        return "", "", ""
+    return (
+        f"{paper.step_s / unit_s:.2f} {result.step_s / paper.step_s - 1:+.0%}",
+        percent(paper.rollout_only_share),
+        f"{paper.tokens_per_s:,.0f} {result.tokens_per_s / paper.tokens_per_s - 1:+.0%}",
+    )
 
 
 def promise_table(comparison: Comparison) -> Table:

@@ -6,18 +6,19 @@ the run, where fewer and fewer groups are left to admit.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
 from dora_rl.observe.eventlog import MemoryLog
 from dora_rl.ports import EventLog
+from dora_rl.sim.clock import VirtualClock
+from dora_rl.sim.fleet import FleetStats, SimInstance
 from dora_rl.sim.learner import TrainedStep
 from dora_rl.sim.presets import COLOCATED, Preset, rollout_devices_of, world_spec
-from dora_rl.sim.timeline import Timeline
 from dora_rl.sim.world import World
-from dora_rl.types import Mode, RequestId
+from dora_rl.types import InstanceId, Mode, RequestId, Version
 
 TIME_MAX_S = 1e8
 
@@ -59,11 +60,7 @@ class _Mark:
     now: float
     busy_s: float
     slot_s: float
-    load_s: float
-    move_s: float
-    prefill_again: float
-    num_moves: int
-    kv_bytes: float
+    stats: FleetStats
 
 
 class _Meter:
@@ -84,17 +81,9 @@ class _Meter:
         now, fleet = self.world.clock.now(), self.world.fleet
         for instance in fleet.instances.values():
             instance.advance(now)
-        stats = fleet.stats
-        return _Mark(
-            now,
-            sum(i.busy_s for i in fleet.instances.values()),
-            sum(i.slot_s for i in fleet.instances.values()),
-            stats.load_s,
-            stats.move_s,
-            stats.prefill_tokens_again,
-            stats.num_moves,
-            stats.kv_bytes_moved,
-        )
+        busy_s = sum(instance.busy_s for instance in fleet.instances.values())
+        slot_s = sum(instance.slot_s for instance in fleet.instances.values())
+        return _Mark(now, busy_s, slot_s, replace(fleet.stats))
 
 
 def run_mode(
@@ -136,12 +125,12 @@ def _figures(
     slots = sum(spec.slots_max for _, spec, _ in world.spec.instances)
     cost = world.spec.instances[0][2]
     shared = wall * num_instances
+    old, new = begin.stats, end.stats
+    again = new.prefill_tokens_again - old.prefill_tokens_again
     overheads = {
-        "load": (end.load_s - begin.load_s) / shared,
-        "transfer": (end.move_s - begin.move_s) / shared,
-        "prefill_again": (end.prefill_again - begin.prefill_again)
-        / cost.prefill_tokens_per_s()
-        / shared,
+        "load": (new.load_s - old.load_s) / shared,
+        "transfer": (new.move_s - old.move_s) / shared,
+        "prefill_again": again / cost.prefill_tokens_per_s() / shared,
     }
     stale = [step.step - version for step in steps for _, version, _ in step.groups]
     all_stale = [s.step - v for s in world.learner.trained for _, v, _ in s.groups]
@@ -158,8 +147,8 @@ def _figures(
         staleness_max=max(all_stale),
         mixed_version_frac=_mixed(world, steps),
         discarded_tokens=_discarded(world),
-        migrations=end.num_moves - begin.num_moves,
-        kv_bytes_moved=end.kv_bytes - begin.kv_bytes,
+        migrations=new.num_moves - old.num_moves,
+        kv_bytes_moved=new.kv_bytes_moved - old.kv_bytes_moved,
         overhead_share=sum(overheads.values()),
         overheads=overheads,
         length_bias=_length_bias(world),
@@ -171,26 +160,26 @@ def _figures(
 
 
 def _mixed(world: World, steps: list[TrainedStep]) -> float:
-    mixed = total = 0
-    for step in steps:
-        for group, _, samples in step.groups:
-            for sample in samples:
-                total += 1
-                mixed += len(world.fleet.finished[RequestId(group, sample)].segments) > 1
-    return mixed / total
+    trained = [
+        world.fleet.finished[RequestId(group, sample)]
+        for step in steps
+        for group, _, samples in step.groups
+        for sample in samples
+    ]
+    return sum(len(request.segments) > 1 for request in trained) / len(trained)
 
 
 def _discarded(world: World) -> int:
     """Tokens generated for groups that were not trained on."""
-    finished = world.fleet.finished
-    tokens = world.fleet.stats.aborted_tokens
-    size = world.spec.params.group_size
-    for end in world.keeper.ended:
-        if end.end in (act.End.SURPLUS, act.End.FAILED, act.End.LOST):
-            for sample in range(size):
-                request = finished.get(RequestId(end.group, sample))
-                tokens += request.total if request is not None else 0
-    return int(tokens)
+    discarded = (act.End.SURPLUS, act.End.FAILED, act.End.LOST)
+    requests = [
+        world.fleet.finished.get(RequestId(end.group, sample))
+        for end in world.keeper.ended
+        if end.end in discarded
+        for sample in range(world.spec.params.group_size)
+    ]
+    done = sum(request.total for request in requests if request is not None)
+    return int(world.fleet.stats.aborted_tokens + done)
 
 
 def _length_bias(world: World) -> float:
@@ -202,3 +191,68 @@ def _length_bias(world: World) -> float:
     }
     trained = [issued[end.group] for end in world.keeper.ended if end.end is act.End.TRAINED]
     return (sum(trained) / len(trained)) / (sum(issued.values()) / len(issued))
+
+
+# -- who did what when -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """`version` None is idle time; `num_requests` is about how many ran."""
+
+    row: str
+    begin_s: float
+    end_s: float
+    version: Version | None
+    num_requests: int
+
+
+def _alike(before: int, after: int) -> bool:
+    """Not worth a new bar: a draining batch shows as a stair, not as one bar per request."""
+    return 4 * after <= 5 * before and 4 * before <= 5 * after
+
+
+@dataclass(slots=True)
+class Timeline:
+    """Bars per instance, closed whenever its version or, clearly, the size of its batch changes."""
+
+    clock: VirtualClock
+    bars: list[Bar] = field(default_factory=list[Bar])
+    _open: dict[InstanceId, tuple[float, Version | None, int]] = field(
+        default_factory=dict[InstanceId, tuple[float, Version | None, int]]
+    )
+    _training: tuple[int, float] | None = None
+    _fed: int = -1  # the last step that a group was fed to
+
+    def see_instance(self, instance: SimInstance) -> None:
+        """The instance's batch changed."""
+        busy = {v: n for v, n in instance.held.items() if n} if instance.awake else {}
+        version = max(busy, key=lambda v: (busy[v], v)) if busy else None
+        num_requests = len(instance.running) if version is not None else 0
+        now = self.clock.now()
+        opened = self._open.get(instance.name)
+        if opened is not None and opened[1] == version and _alike(opened[2], num_requests):
+            return
+        if opened is not None and now > opened[0]:
+            self.bars.append(Bar(instance.name, opened[0], now, opened[1], opened[2]))
+        self._open[instance.name] = (now, version, num_requests)
+
+    def see(self, event: ev.Event, actions: list[act.Action]) -> None:
+        """Training begins with the first group fed, or with the commit before it if that is later,
+        and ends with the commit."""
+        now = self.clock.now()
+        if isinstance(event, ev.StepCommitted) and self._training is not None:
+            self.bars.append(Bar("trainer", self._training[1], now, event.step, 1))
+            self._training = (self._fed, now) if self._fed > event.step else None
+        for action in actions:
+            if isinstance(action, act.Feed):
+                self._fed = action.step
+                self._training = self._training or (action.step, now)
+
+    def close(self) -> list[Bar]:
+        now = self.clock.now()
+        for name, (begin, version, most) in self._open.items():
+            if now > begin:
+                self.bars.append(Bar(name, begin, now, version, most))
+        self._open.clear()
+        return sorted(self.bars, key=lambda bar: (bar.row, bar.begin_s))

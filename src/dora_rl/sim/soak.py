@@ -1,8 +1,9 @@
 """The soak: thousands of small random worlds with random faults. `make soak SEEDS=n SEED0=first`.
 
-Safety first: while faults happen, no promise may break. Then liveness: no new faults, those that
-remain become permanent, and the run must still come to its end. A failing seed is printed with
-the command that replays it.
+Every size is drawn small, because small numbers meet the edges (one instance, one slot, K = 0,
+groups larger than all slots together) far more often than large ones. Safety first: while faults
+happen, no promise may break. Then liveness: no new faults, those that remain become permanent, and
+the run must still come to its end. A failing seed is printed with the command that replays it.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ import multiprocessing
 import random
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+from dora_rl.core import actions as act
 from dora_rl.core import events as ev
-from dora_rl.core.actions import Action, Stop
-from dora_rl.core.events import Event
+from dora_rl.core.params import Deadlines, MoveCost, Params
 from dora_rl.core.state import State
 from dora_rl.observe.audit import audit
 from dora_rl.observe.eventlog import (
@@ -26,13 +27,106 @@ from dora_rl.observe.eventlog import (
     encode_entry,
     encode_snapshot,
     recover_lines,
+    replay,
 )
-from dora_rl.observe.replay import replay
 from dora_rl.sim.checkers import Checker, PromiseBroken, require
-from dora_rl.sim.faults import FaultRates, RandomFaults
-from dora_rl.sim.scenarios import random_world
+from dora_rl.sim.faults import FaultRates, Faults
+from dora_rl.sim.fleet import InstanceSpec
+from dora_rl.sim.hardware import H800, TINY_100M, Efficiency, Engine, RolloutCost, TrainCost
 from dora_rl.sim.world import ControllerCrash, World, WorldSpec
-from dora_rl.types import Mode
+from dora_rl.types import InstanceId, Mode, RequestId
+
+
+def random_world(rng: random.Random) -> WorldSpec:
+    """A run of a few steps in a random mode on a few instances."""
+    mode = rng.choice([*Mode, Mode.MULTI_VERSION, Mode.MULTI_VERSION, Mode.MULTI_VERSION])
+    group_size = rng.randint(1, 4)
+    params = random_params(rng, mode, group_size)
+    lengths_seed = rng.randrange(2**32)
+    tail = rng.uniform(0.6, 2.0)
+    train = TrainCost(H800, TINY_100M, Efficiency(), 1, 1, update_overhead_s=rng.uniform(0.1, 10))
+
+    def task(prompt: int, sample: int) -> tuple[int, int]:
+        draw = random.Random(f"{lengths_seed}/{prompt}/{sample}")
+        return draw.randint(4, 64), 1 + min(20_000, int(draw.lognormvariate(5.5, tail)))
+
+    def reward_of(request: RequestId, prompt: int) -> float:
+        return float((prompt * 7 + request.sample * 3 + lengths_seed) % 3)
+
+    def latency_of(request: RequestId, prompt: int) -> float:
+        return random.Random(f"{lengths_seed}:{prompt}:{request.sample}").expovariate(2.0)
+
+    return WorldSpec(
+        params=params,
+        instances=tuple(random_fleet(rng)),
+        train=train,
+        task=task,
+        reward_of=reward_of,
+        latency_of=latency_of,
+        report_s=rng.uniform(0.5, 4.0),
+        tick_s=rng.uniform(0.5, 3.0),
+        colocated_s=rng.uniform(0.0, 2.0),
+    )
+
+
+def random_params(rng: random.Random, mode: Mode, group_size: int) -> Params:
+    batch = rng.randint(1, 6)
+    attempts_max = rng.choice([4, 6, 10])
+    rules = rng.random() < 0.85  # else those of older logs
+    return Params(
+        mode=mode,
+        max_staleness=rng.randint(0, 3),
+        batch_groups=batch,
+        group_size=group_size,
+        num_steps=rng.randint(3, 7),
+        inflight_groups=rng.randint(1, 4 * batch),
+        ready_max=rng.choice([1, 3, 1_000]),
+        samples_min=rng.choice([0, 0, 1]),
+        streaming=rng.random() < 0.7,
+        kv_moves=rng.random() < 0.8,
+        repartition=rng.random() < 0.8,
+        level_running=rng.random() < 0.3,
+        level_slack=rng.choice([0.0, 0.3]),
+        filter_equal=group_size > 1 and rng.random() < 0.3,
+        filtered_max=60,  # such a world has no other end: its rewards are equal
+        failed_share_max=1.0,
+        attempts_max=attempts_max,
+        losses_max=rng.choice([1, 2]) if rules else 0,
+        group_failures_max=attempts_max if rules else 0,
+        trainer_losses_max=rng.choice([0, 3]) if rules else 0,
+        instance_losses_max=rng.choice([0, attempts_max + 4]) if rules else 0,
+        load_failures_max=rng.choice([0, 4]) if rules else 0,
+        oversample=rng.choice([1.0, 1.5, 2.0]),
+        fill_older_max=rng.choice([0, 0, 2]),
+        rebalance_period_s=rng.uniform(2, 20),
+        rebalance_min_s=rng.choice([0.0, 1.0, 3.0]),
+        event_actions_max=rng.choice([2, 10, 2_000, 2_000]),
+        cost=MoveCost(1.2e4, rng.choice([1e6, 1e9]), 0.01, 2e4),
+        deadlines=Deadlines(
+            report_s=rng.uniform(8, 20),
+            load_s=30,
+            move_s=20,
+            score_s=10,
+            trainer_s=120,
+            progress_s=rng.uniform(20, 40) if rules else 0.0,
+        ),
+    )
+
+
+def random_fleet(rng: random.Random) -> list[tuple[InstanceId, InstanceSpec, RolloutCost]]:
+    resident = rng.choice([1, 1, 2, 2, 4])
+    mixed = rng.random() < 0.2
+    elastic_share = rng.choice([0.0, 0.0, 0.5, 0.8, 1.0])
+    fleet: list[tuple[InstanceId, InstanceSpec, RolloutCost]] = []
+    engine = Engine(load_overhead_s=rng.uniform(0.1, 4.0), sleep_wake_s=rng.uniform(0, 1))
+    for index in range(rng.randint(1, 6)):
+        seats = rng.randint(1, 3) if mixed else resident
+        kv = rng.choice([0, 2_000, 20_000])
+        spec = InstanceSpec(rng.randint(1, 8), seats, kv, rng.random() < elastic_share)
+        cost = RolloutCost(H800, TINY_100M, engine, Efficiency(), 1, seats)
+        fleet.append((f"i{index}", spec, cost))
+    return fleet
+
 
 LIVENESS_S = 50_000.0
 REPEATS = ("the learner was lost", "instances in a row were lost", "loaded by no instance")
@@ -48,7 +142,7 @@ class CrashingLog(MemoryLog):
         self._segment: list[bytes] = []
         self.armed: str | None = None  # "torn": the entry is lost; "logged": its actions are
 
-    def append(self, now: float, event: Event, actions: Iterable[Action]) -> None:
+    def append(self, now: float, event: ev.Event, actions: Iterable[act.Action]) -> None:
         armed, self.armed = self.armed, None
         if armed == "torn":
             raise ControllerCrash
@@ -80,7 +174,7 @@ class Soak:
         if not spec.params.losses_max:  # older rules know nothing of these
             rates = replace(rates, poison=0.0, kills=0.0, still=0.0, stall_every_s=0.0)
         spec, rates = with_levels(spec, rates, random.Random(f"levels {seed}"))
-        self.faults = RandomFaults(rates, random.Random(f"faults {seed}"))
+        self.faults = Faults(rates, random.Random(f"faults {seed}"))
         self.log = CrashingLog(self.rng.choice([5, 50, 500]))
         self.world = World(spec, self.faults, self.log)
         self.checker = Checker(self.world, self.log, every=self.rng.choice([1, 7]))
@@ -90,9 +184,9 @@ class Soak:
     def run(self) -> None:
         world, rates = self.world, self.faults.rates
         self._every(rates.death_every_s, self._kill_instance)
-        self._every(rates.freeze_every_s, self._freeze_instance)
-        self._every(rates.slow_every_s, self._slow_instance)
-        self._every(rates.stall_every_s, self._stall_instance)
+        self._every(rates.freeze_every_s, lambda: self._disturb("frozen"))
+        self._every(rates.slow_every_s, lambda: self._disturb("speed"))
+        self._every(rates.stall_every_s, lambda: self._disturb("stalled"))
         self._every(rates.trainer_death_every_s, self._kill_trainer)
         self._every(rates.controller_death_every_s, self._kill_controller)
         self._every(rates.host_loss_every_s, self._lose_host)
@@ -106,7 +200,7 @@ class Soak:
         result = replay(self.log.entries)
         require(result.ok, f"replay differs: {result.difference}")
 
-    def _until_its_end(self) -> Stop:
+    def _until_its_end(self) -> act.Stop:
         """A run that stops itself because a fault repeats is resumed by its user."""
         world = self.world
         for _ in range(STOPS_MAX):
@@ -121,19 +215,16 @@ class Soak:
             world.resume_stopped(self.log.recover())
         raise PromiseBroken("the run stops itself again and again")
 
-    def _every(self, mean_s: float, what: object) -> None:
-        if mean_s:
-            assert callable(what)
-            self.world.clock.after(
-                self.rng.expovariate(1 / mean_s), lambda: self._again(mean_s, what)
-            )
+    def _every(self, mean_s: float, what: Callable[[], None]) -> None:
+        """Again and again, until it is calm or the run has ended."""
 
-    def _again(self, mean_s: float, what: object) -> None:
-        if self.faults.calm or self.world.keeper.stop is not None:
-            return
-        assert callable(what)
-        what()
-        self._every(mean_s, what)
+        def happen() -> None:
+            if not self.faults.calm and self.world.keeper.stop is None:
+                what()
+                self._every(mean_s, what)
+
+        if mean_s:
+            self.world.clock.after(self.rng.expovariate(1 / mean_s), happen)
 
     def _victim(self) -> str | None:
         alive = [name for name, inst in self.world.fleet.instances.items() if not inst.frozen]
@@ -147,40 +238,23 @@ class Soak:
         fleet.die(name)
         if self.rng.random() < 0.7:  # otherwise only its silence tells
             fleet.tell(name, ev.InstanceLost(name, "process died"))
-        spec, cost = fleet.specs[name]
         if self.rng.random() < 0.8:
-            delay_s = self.rng.uniform(0.1, 40)
-            self.world.clock.after(delay_s, lambda: self._rejoin(name, spec, cost))
+            self.world.clock.after(self.rng.uniform(0.1, 40), lambda: self._rejoin(name))
 
-    def _rejoin(self, name: str, spec: object, cost: object) -> None:
-        del spec, cost
-        fleet = self.world.fleet
-        if name not in fleet.instances and self.world.loop is not None:
-            fleet.join(name, *fleet.specs[name])
+    def _rejoin(self, name: str) -> None:
+        if self.world.loop is not None:
+            self.world.fleet.rejoin(name)
 
-    def _freeze_instance(self) -> None:
+    def _disturb(self, what: str) -> None:
+        """An instance hangs ("frozen"), decodes nothing any more ("stalled") or has another
+        "speed"."""
         name = self._victim()
-        if name is not None:
-            instance = self.world.fleet.instances[name]
-            instance.advance(self.world.clock.now())
-            instance.frozen = True
-            instance.turn += 1
-
-    def _slow_instance(self) -> None:
-        name = self._victim()
-        if name is not None:
-            instance = self.world.fleet.instances[name]
-            instance.advance(self.world.clock.now())
-            instance.speed = self.rng.choice([0.1, 0.5, 1.0, 2.0])
-            self.world.fleet.schedule(instance)
-
-    def _stall_instance(self) -> None:
-        name = self._victim()
-        if name is not None:
-            instance = self.world.fleet.instances[name]
-            instance.advance(self.world.clock.now())
-            instance.stalled = True
-            self.world.fleet.schedule(instance)
+        if name is None:
+            return
+        instance = self.world.fleet.instances[name]
+        instance.advance(self.world.clock.now())
+        setattr(instance, what, self.rng.choice([0.1, 0.5, 1.0, 2.0]) if what == "speed" else True)
+        self.world.fleet.schedule(instance)
 
     def _kill_trainer(self) -> None:
         learner = self.world.learner
@@ -192,8 +266,8 @@ class Soak:
             self.world.clock.after(self.rng.uniform(4, 30), self._trainer_rejoins)
 
     def _trainer_rejoins(self) -> None:
-        if not self.world.learner.alive and self.world.loop is not None:
-            self.world.learner.join()
+        if self.world.loop is not None:
+            self.world.learner.rejoin()
 
     def _kill_controller(self) -> None:
         if self.world.loop is None:
@@ -219,10 +293,8 @@ class Soak:
             return
         changes: dict[str, int] = {}
         if self.world.spec.params.mode is not Mode.REPLICATION and self.rng.random() < 0.4:
-            changes = {
-                "max_staleness": self.rng.randint(0, 3),
-                "batch_groups": self.rng.randint(1, 6),
-            }
+            staleness, batch = self.rng.randint(0, 3), self.rng.randint(1, 6)
+            changes = {"max_staleness": staleness, "batch_groups": batch}
         self.world.resume_controller(self.log.recover(), **changes)
 
     def _calm_down(self) -> None:
@@ -234,10 +306,9 @@ class Soak:
             self.world.clock.after(5.0, self._trainer_rejoins)
         fleet = self.world.fleet
         if all(inst.frozen for inst in fleet.instances.values()):
-            for name in fleet.specs:
-                if name not in fleet.instances:
-                    fleet.join(name, *fleet.specs[name])
-                    break
+            gone = [name for name in fleet.specs if name not in fleet.instances]
+            for name in gone[:1]:
+                fleet.rejoin(name)
 
 
 def with_levels(
@@ -258,9 +329,7 @@ def run_seed(seed: int) -> str | None:
     """None if the seed passes, else what went wrong."""
     try:
         Soak(seed).run()
-    except AssertionError:
-        return traceback.format_exc(limit=-6)
-    except (KeyError, ValueError, IndexError, AttributeError, TypeError, RuntimeError):
+    except (AssertionError, LookupError, ValueError, AttributeError, TypeError, RuntimeError):
         return traceback.format_exc(limit=-8)
     return None
 

@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 
 from dora_rl.envs.base import spans
-from dora_rl.io.lines import read_lines
-from dora_rl.io.transport import Link, Refused, Server, TransportError
+from dora_rl.io.append_log import read_lines
+from dora_rl.io.connection import Link, Refused, Server, TransportError
 from dora_rl.io.wire import Channel, Message, pack, unpack
 from dora_rl.setup.tokenizer import open_tokenizer
 from dora_rl.store.journals import Journals

@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
-from dora_rl.io.transport import Link, TransportError
+from dora_rl.io.connection import Link, TransportError
 from dora_rl.io.wire import unpack
 from dora_rl.store.trajectories import from_message
 from dora_rl.types import GroupId, Trajectory
@@ -33,7 +33,7 @@ class StorageStream:
     """Rows and journal lines of one instance on their way to the shards, in order per shard."""
 
     def __init__(self, key: bytes, name: str, life: int, addresses: Sequence[str]) -> None:
-        self._key, self._name, self._life = key, name, life
+        self._key, self._journal = key, {"kind": "journal", "name": name, "life": life}
         self._addresses = list(addresses)
         self._queues: list[Waiting] = [queue.SimpleQueue() for _ in addresses]
         self._num_put, self._num_kept = 0, [0] * len(self._queues)
@@ -46,20 +46,17 @@ class StorageStream:
         self._addresses = list(addresses)
 
     def put(self, group: GroupId, packed: bytes) -> None:
-        shard = shard_of(group, len(self._queues))
-        self._num_put += 1
-        self._queues[shard].put(({"kind": "put"}, packed))
+        self._give(shard_of(group, len(self._queues)), {"kind": "put"}, packed)
 
     def append(self, data: bytes) -> None:
-        self._journal(data, whole=False)
+        self._give(0, self._journal | {"whole": False}, data)
 
     def replace(self, data: bytes) -> None:
-        self._journal(data, whole=True)
+        self._give(0, self._journal | {"whole": True}, data)
 
-    def _journal(self, data: bytes, *, whole: bool) -> None:
-        head = {"kind": "journal", "name": self._name, "life": self._life, "whole": whole}
+    def _give(self, shard: int, head: dict[str, Any], data: bytes) -> None:
         self._num_put += 1
-        self._queues[0].put((head, data))
+        self._queues[shard].put((head, data))
 
     def close(self) -> None:
         """Wait a moment for what is on its way."""

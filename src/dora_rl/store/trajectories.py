@@ -1,8 +1,13 @@
-"""A trajectory as columns of a row and as a message, and back: the one pair of functions for each.
+"""A trajectory as columns of a row, as a message and as a digest: the one place for each.
 
 Never decides anything. Invariant: what comes back equals what was given, except its prompt, which
 is not carried: whoever reads knows the prompt of the group. What has its default is left out, so
 that rows and messages of an older release read as well.
+
+The digest is what the log remembers of a sample's tokens and log-probs: taken by the instance where
+the sample is made, logged with `SampleFinished`, and compared by `audit --files` with every file
+that holds the sample later. Log-probs count to four decimals, as rollouts.jsonl has them, so that
+each of those files gives the same digest.
 """
 
 from __future__ import annotations
@@ -10,9 +15,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields
+from hashlib import blake2b
 from typing import Any
 
-from numpy.typing import NDArray
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from dora_rl.types import ARRAYS, Finish, RequestId, Segment, Trajectory, Version
 
@@ -26,14 +33,12 @@ _DEFAULTS = {
 
 def columns_of(trajectory: Trajectory) -> dict[str, Any]:
     """Arrays and values that JSON carries, by the names of the fields."""
-    found: dict[str, Any] = {}
-    for name, default in _DEFAULTS.items():
-        value = getattr(trajectory, name)
-        if name in ARRAYS:
-            if value is not None:
-                found[name] = value
-        elif value != default:
-            found[name] = value
+    values = {name: getattr(trajectory, name) for name in _DEFAULTS}
+    found = {
+        name: value
+        for name, value in values.items()
+        if (value is not None if name in ARRAYS else value != _DEFAULTS[name])
+    }
     found["finish"] = trajectory.finish.value
     found["segments"] = [list(segment) for segment in trajectory.segments]
     return found
@@ -85,3 +90,37 @@ def from_message(
                 columns[name] = array.reshape(shapes.get(name, -1))
         found.append(trajectory_of(RequestId(*entry["request"]), entry["version"], columns))
     return found
+
+
+# -- the digest of a sample ------------------------------------------------------------------------
+
+
+DECIMALS = 4
+
+
+def sample_digest(
+    request: RequestId,
+    segments: Sequence[Segment],
+    token_ids: ArrayLike,
+    logprobs: ArrayLike,
+    loss_mask: ArrayLike,
+) -> str:
+    """16 hexadecimal digits over all of it."""
+    head = [list(request), [list(segment) for segment in segments]]
+    found = blake2b(repr(head).encode(), digest_size=8)
+    found.update(np.asarray(token_ids, dtype="<i4").tobytes())
+    # Not every float can be scaled and be a whole number: those are infinite, and never trained.
+    scaled = np.rint(np.asarray(logprobs, dtype=np.float64) * 10**DECIMALS)
+    found.update(np.nan_to_num(scaled, posinf=2**62, neginf=-(2**62)).astype("<i8").tobytes())
+    found.update(np.asarray(loss_mask, dtype=np.uint8).tobytes())
+    return found.hexdigest()
+
+
+def text_digest(text: str) -> str:
+    """Of a file or a line that the log vouches for."""
+    return blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def rounded(logprobs: ArrayLike) -> list[float]:
+    """As rollouts.jsonl has them."""
+    return np.asarray(logprobs, dtype=np.float64).round(DECIMALS).tolist()

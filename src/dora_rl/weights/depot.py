@@ -23,8 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from dora_rl.io.connection import SILENT_S_MAX
-from dora_rl.io.transport import Link, Refused, Server, TransportError
+from dora_rl.io.connection import SILENT_S_MAX, Link, Refused, Server, TransportError
 from dora_rl.types import Version
 from dora_rl.weights.format import (
     MANIFEST_FILE,

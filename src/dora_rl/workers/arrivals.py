@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from dora_rl.io.transport import Link, TransportError
+from dora_rl.io.connection import Link, TransportError
 from dora_rl.types import RequestId
 
 

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 
-from dora_rl.io.transport import TransportError
+from dora_rl.io.connection import TransportError
 from dora_rl.io.wire import Channel
 from dora_rl.types import Version
 from dora_rl.weights.depot import Depot, Fetched

@@ -10,7 +10,7 @@ import errno
 import shutil
 from pathlib import Path
 
-from dora_rl.store.record_log import TableError
+from dora_rl.store.table import TableError
 from dora_rl.weights.store import WeightsError, WeightsFull
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

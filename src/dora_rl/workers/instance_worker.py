@@ -24,12 +24,11 @@ from dora_rl.engine.engine import Engine
 from dora_rl.engine.journal import Journal, continuation, request_from_json, request_json
 from dora_rl.engine.sequence import Request, Status, is_plain
 from dora_rl.engine.transfer import Export, begin_import, chunk_bytes, chunk_from_bytes
-from dora_rl.io.transport import TransportError
+from dora_rl.io.connection import TransportError
 from dora_rl.io.wire import Channel, Message, decode_fleet, encode_event, pack
 from dora_rl.out_of_memory import free_cached, shortage
-from dora_rl.store.sample_digest import sample_digest
 from dora_rl.store.storage_client import StorageStream
-from dora_rl.store.trajectories import to_message
+from dora_rl.store.trajectories import sample_digest, to_message
 from dora_rl.types import (
     BaseDiffers,
     Finish,

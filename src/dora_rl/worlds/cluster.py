@@ -23,8 +23,7 @@ from dora_rl.core.state import Phase
 from dora_rl.io.wire import Message, decode_event
 from dora_rl.setup.devices import EVALUATOR_SHARE, LEARNER_SHARE
 from dora_rl.setup.layout import Layout
-from dora_rl.store.sample_index import SampleIndex
-from dora_rl.store.samples import Samples
+from dora_rl.store.samples import SampleIndex, Samples
 from dora_rl.types import StepIndex, UserError
 from dora_rl.weights.carrier import Carrier
 from dora_rl.weights.leftovers import transfer_of

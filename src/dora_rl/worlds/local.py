@@ -60,19 +60,18 @@ from dora_rl.core.ledger import current
 from dora_rl.core.state import Phase, State
 from dora_rl.core.step import initial
 from dora_rl.data.prompts import PromptSource
-from dora_rl.io.lines import read_lines
+from dora_rl.io.append_log import read_lines
 from dora_rl.io.system_errors import system_line
 from dora_rl.io.wire import Message, decode_event
 from dora_rl.observe.eventlog import FileLog
-from dora_rl.observe.gpu_meter import GpuMeter, start_meter
+from dora_rl.observe.meters import GpuMeter, start_meter
 from dora_rl.ports import Ports
 from dora_rl.setup.devices import Mps
 from dora_rl.setup.layout import Layout, start_ranks
 from dora_rl.setup.settings import core_params
 from dora_rl.store.journals import Journals
-from dora_rl.store.sample_digest import text_digest
 from dora_rl.store.samples import Samples
-from dora_rl.store.trajectories import from_message
+from dora_rl.store.trajectories import from_message, text_digest
 from dora_rl.types import StepIndex, Version
 from dora_rl.weights.carrier import Carrier, SameHost
 from dora_rl.weights.store import WeightsError

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from dora_rl.bench.cpu_meter import CpuMeter
 from dora_rl.bench.paradigms import (
     ABLATIONS,
     ALTERNATING,
@@ -20,6 +19,7 @@ from dora_rl.bench.paradigms import (
 )
 from dora_rl.commands.bench import _split
 from dora_rl.config import ModelConfig, RunConfig
+from dora_rl.observe.meters import CpuMeter
 from dora_rl.types import Mode, UserError
 
 BASE = RunConfig(model=ModelConfig(path="m"))

@@ -14,8 +14,7 @@ from dora_rl.core.params import Params
 from dora_rl.core.state import GroupPhase
 from dora_rl.core.waits import waits
 from dora_rl.observe.audit import audit
-from dora_rl.observe.eventlog import Entry
-from dora_rl.observe.replay import replay
+from dora_rl.observe.eventlog import Entry, replay
 from dora_rl.types import Mode
 
 

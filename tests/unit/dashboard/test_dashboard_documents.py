@@ -15,7 +15,7 @@ from made_runs import simulated, write_log, write_run
 
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
-from dora_rl.dashboard.group_documents import pieces
+from dora_rl.dashboard.documents import pieces
 from dora_rl.dashboard.run_files import RunFiles
 from dora_rl.dashboard.timeline import COLOURS, STAYS_MAX
 from dora_rl.dashboard.watcher import Watcher

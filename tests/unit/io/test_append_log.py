@@ -11,12 +11,14 @@ from dora_rl.io.append_log import (
     AppendLog,
     Damaged,
     checked,
+    cut_lines,
     frame,
     frames,
+    keep_lines,
+    read_lines,
     text_of,
     whole_lines,
 )
-from dora_rl.io.lines import cut_lines, keep_lines, read_lines
 
 BODIES = [[b"first"], [b"", b"sec", b"ond"], [bytes(600)], [b"last"]]
 

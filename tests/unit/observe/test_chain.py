@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import zlib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,13 @@ from simulated_logs import small_world, whole_run
 
 from dora_rl.core import events as ev
 from dora_rl.core.step import step
+from dora_rl.io.append_log import checked
 from dora_rl.observe.audit import Promise, audit_run
 from dora_rl.observe.eventlog import (
     ChainCheck,
     Entry,
     FileLog,
-    encode_chained,
+    chained,
     encode_entry,
     parse_line,
     read,
@@ -47,6 +49,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def copy(folder: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(folder, tmp_path / "events"))
+
+
+def encode_chained(entries: Iterable[Entry]) -> Iterator[bytes]:
+    """The lines of a log from its first entry on, each with its digest."""
+    digest = ""
+    for entry in entries:
+        body, digest = chained(digest, encode_entry(entry)[9:-1])
+        yield checked(body)
 
 
 def broken(folder: Path) -> list[str]:

@@ -24,9 +24,9 @@ from dora_rl.observe.eventlog import (
     parse_line,
     read,
     recover,
+    replay,
     segments,
 )
-from dora_rl.observe.replay import replay
 from dora_rl.types import Mode, UserError
 
 PER_SEGMENT = 60

@@ -15,16 +15,23 @@ from simulated_logs import resumed_run, whole_run
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
 from dora_rl.observe.audit import audit
-from dora_rl.observe.columns import columns
+from dora_rl.observe.columns import LogTail, columns, read_columns
 from dora_rl.observe.eventlog import Entry, encode_entry
-from dora_rl.observe.history import ENDS, History, repeats
+from dora_rl.observe.history import ENDS, History, read_history, repeats
 from dora_rl.observe.placements import busy_s, coverage, lanes
 from dora_rl.observe.segments import SegmentReaders, segments
-from dora_rl.observe.tail import LogTail, follow, read_history
 from dora_rl.sim.soak import Soak
 from dora_rl.types import Mode, RequestId
 
 Stay = tuple[RequestId, str, int, float, float]
+
+
+def follow(history: History, tail: LogTail) -> bool:
+    """Bring a history up to date; true if there was anything new."""
+    before = history.num_entries
+    for read in read_columns(tail):
+        history.add(read)
+    return history.num_entries > before
 
 
 def history_of(entries: list[Entry], per_chunk: int) -> History:

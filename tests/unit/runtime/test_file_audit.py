@@ -19,8 +19,8 @@ from dora_rl.observe.audit import Auditor
 from dora_rl.observe.audit_books import GroupRecord
 from dora_rl.observe.audit_books import Sample as Known
 from dora_rl.observe.eventlog import Entry
-from dora_rl.store.sample_digest import rounded, sample_digest
 from dora_rl.store.samples import Samples
+from dora_rl.store.trajectories import rounded, sample_digest
 from dora_rl.types import Finish, RequestId, Segment, Trajectory
 from dora_rl.weights.store import DiskWeightStore
 

@@ -15,7 +15,7 @@ from dora_rl.core import events as ev
 from dora_rl.core.params import Params
 from dora_rl.engine.journal import Journal
 from dora_rl.engine.sequence import Request, new_sequence
-from dora_rl.io.lines import cut_lines, read_lines
+from dora_rl.io.append_log import cut_lines, read_lines
 from dora_rl.observe.eventlog import FileLog
 from dora_rl.store.journals import Journals
 from dora_rl.types import Finish, RequestId, SamplingParams, Segment, UserError

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dora_rl.store.record_log import TableError
+from dora_rl.store.table import TableError
 from dora_rl.weights.store import WeightsCorrupt, WeightsFull
 from dora_rl.worlds.local import LocalRun
 

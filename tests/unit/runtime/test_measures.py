@@ -15,7 +15,7 @@ from dora_rl.commands.train_progress import step_line
 from dora_rl.controller.records import Records, TrainedSample
 from dora_rl.dashboard.documents import throughput, token_figures
 from dora_rl.dashboard.run_files import RunFiles
-from dora_rl.io.lines import read_lines
+from dora_rl.io.append_log import read_lines
 from dora_rl.observe.history import History
 from dora_rl.observe.measures import WINDOW_STEPS, smoothed_rates
 from dora_rl.weights.store import DiskWeightStore

@@ -15,9 +15,9 @@ import pytest
 from dora_rl.config import ModelConfig, RunConfig
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
-from dora_rl.io.transport import TransportError
+from dora_rl.io.connection import TransportError
 from dora_rl.io.wire import Channel, Message, encode_event, pack
-from dora_rl.store.sample_index import SampleIndex
+from dora_rl.store.samples import SampleIndex
 from dora_rl.store.storage import Storage
 from dora_rl.store.storage_client import StorageReader, StorageStream
 from dora_rl.store.trajectories import to_message

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dora_rl.io.transport import Link, Refused, TransportError
+from dora_rl.io.connection import Link, Refused, TransportError
 from dora_rl.ports import Canary
 from dora_rl.types import RequestId
 from dora_rl.weights.depot import Depot, Fetched

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dora_rl.sim.clock import VirtualClock
-from dora_rl.sim.run import ModeResult
-from dora_rl.sim.timeline import Timeline
+from dora_rl.sim.run import ModeResult, Timeline
 
 
 def made_result(mode: str = "multi_version", rollout: int = 4, **figures: Any) -> ModeResult:

@@ -6,7 +6,7 @@ import multiprocessing
 from collections.abc import Generator
 from dataclasses import replace
 
-from dora_rl.sim.flows import Job, conduct
+from dora_rl.sim.compare import Job, conduct
 from dora_rl.sim.presets import preset_named
 from dora_rl.sim.run import ModeResult
 from dora_rl.types import Mode

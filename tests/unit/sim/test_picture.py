@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from sim_results import made_result
 
+from dora_rl.observe.plots import check_format
 from dora_rl.sim.clock import VirtualClock
 from dora_rl.sim.compare import CompareOptions, Comparison, Outcome, compare
-from dora_rl.sim.picture import _charts, _sampled, _steady_s, check_format, draw
+from dora_rl.sim.picture import _charts, _sampled, _steady_s, draw
 from dora_rl.sim.presets import PRESETS
-from dora_rl.sim.run import run_mode
-from dora_rl.sim.timeline import Bar, Timeline
+from dora_rl.sim.run import Bar, Timeline, run_mode
 from dora_rl.types import Mode, UserError
 
 SMALL = replace(PRESETS["small"], num_steps=5)

@@ -9,12 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sim_results import made_result
 
-from dora_rl.sim.flows import Flow, Job, conduct
-from dora_rl.sim.plan import Knobs, _Search, plan
-from dora_rl.sim.plan_result import Candidate, Change, consequences, explain
+from dora_rl.sim.compare import (
+    Flow,
+    Job,
+    balanced_split,
+    best_of,
+    conduct,
+    nearest_to,
+    search_split,
+    splits_of,
+)
+from dora_rl.sim.plan import Candidate, Change, Knobs, _Search, consequences, explain, plan
 from dora_rl.sim.presets import PRESETS
 from dora_rl.sim.run import ModeResult
-from dora_rl.sim.split import balanced_split, best_of, nearest_to, search_split, splits_of
 from dora_rl.types import Mode
 
 SMALL = PRESETS["small"]

@@ -13,9 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dora_rl.io import append_log
-from dora_rl.store import record_log
-from dora_rl.store.table import Row, Table, TableCorrupt, TableError
-from dora_rl.store.values import as_value, decode, describe_columns, encode, read_columns
+from dora_rl.store import table as table_module
+from dora_rl.store.table import (
+    Row,
+    Table,
+    TableCorrupt,
+    TableError,
+    as_value,
+    decode,
+    describe_columns,
+    encode,
+    read_columns,
+)
 from dora_rl.types import RequestId
 
 
@@ -161,7 +170,7 @@ def test_a_full_disk_refuses_the_operation_and_nothing_else(
 def test_the_file_does_not_grow_with_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(record_log, "REWRITE_BYTES_MIN", 20_000)
+    monkeypatch.setattr(table_module, "REWRITE_BYTES_MIN", 20_000)
     table = Table(tmp_path / "t")
     largest = 0
     for group in range(500):
@@ -169,7 +178,7 @@ def test_the_file_does_not_grow_with_the_run(
         if group >= 5:
             table.drop(group - 5)
         largest = max(largest, (tmp_path / "t").stat().st_size)
-    assert largest < 20_000 + 7 * 2_000 * (record_log.REWRITE_RATIO + 1)
+    assert largest < 20_000 + 7 * 2_000 * (table_module.REWRITE_RATIO + 1)
     expected = state_of(table)
     table.close()
     assert len(expected) == 5

@@ -4,7 +4,7 @@ A short run is simulated and its log repeated, each time as if the controller ha
 last step and been resumed for the next ones: groups, prompts, versions, steps and times go on.
 The log keeps every promise (`audit` finds nothing) and has as many lines as a run of that length;
 only the snapshots between segments are left out, so it cannot itself be resumed. metrics.jsonl and
-rollouts.jsonl are written beside it.
+rollouts.jsonl are written beside it. `benchmarks/dashboard.py` and its test in the browser use it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
+from dora_rl.core import actions as act
+from dora_rl.core import events as ev
 from dora_rl.data.lengths import LogNormal
 from dora_rl.observe.eventlog import Entry, MemoryLog, encode_entry
 from dora_rl.sim.presets import preset_named, world_spec
@@ -111,7 +113,7 @@ def _moved(value: dict[str, Any], shift: dict[str, int], turn: int) -> dict[str,
             moved[name] = [item[0] + shift["group"], item[1]]
         elif name == "segments":
             moved[name] = [[start, version + shift["step"]] for start, version in item]
-        elif name == "life":
+        elif name in ("life", "incarnation") and item >= 0:
             moved[name] = item + turn
         elif name in _SHIFTED and item is not None:
             by = shift[_SHIFTED[name]]
@@ -122,9 +124,6 @@ def _moved(value: dict[str, Any], shift: dict[str, int], turn: int) -> dict[str,
 def _write_files(
     folder: Path, entries: list[Entry], times: int, base_steps: int, base_groups: int
 ) -> None:
-    from dora_rl.core import actions as act
-    from dora_rl.core import events as ev
-
     tokens: dict[tuple[int, int], int] = {}
     reward: dict[tuple[int, int], float] = {}
     batches: list[tuple[float, list[act.EndGroup]]] = []
