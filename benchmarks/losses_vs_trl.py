@@ -27,9 +27,9 @@ from dora_rl.trainer.documents import Document, collate
 from dora_rl.trainer.losses.aggregate import denominator
 from dora_rl.trainer.losses.registry import resolve
 from dora_rl.trainer.meters import Meters
-from dora_rl.trainer.model import load_policy
 from dora_rl.trainer.options import AlgorithmOptions, TrainerOptions
 from dora_rl.trainer.passes import policy_pass
+from dora_rl.trainer.policy.model import load_policy
 
 VOCAB, LENGTH_MAX = 40, 24
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-5, 1e-5

@@ -11,12 +11,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dora_rl.trainer.architecture import Architecture
-from dora_rl.trainer.attention import attend_flex, attend_loop, attend_varlen
-from dora_rl.trainer.attention_layout import Layout
+from dora_rl.model.spec import ModelSpec, MoeSpec, RopeSpec
+from dora_rl.trainer.attention.backends import attend_flex, attend_loop, attend_varlen
+from dora_rl.trainer.attention.layout import Layout
 from dora_rl.trainer.learner import Learner
-from dora_rl.trainer.model import build_decoder, initialise
 from dora_rl.trainer.options import AlgorithmOptions, TrainerOptions
+from dora_rl.trainer.policy.model import build_decoder, initialise
 from dora_rl.types import Group, RequestId, Trajectory
 
 pytestmark = [
@@ -25,7 +25,7 @@ pytestmark = [
 ]
 
 VOCAB = 512
-DENSE = Architecture(
+DENSE = ModelSpec(
     family="qwen3",
     vocab=VOCAB,
     hidden=256,
@@ -36,21 +36,19 @@ DENSE = Architecture(
     head_dim=64,
     norm_eps=1e-6,
     tied=True,
-    positions_max=4096,
-    rope_theta=10000.0,
+    context_max=4096,
+    rope=RopeSpec(10000.0),
     qk_norm=True,
 )
 SPARSE = replace(
     DENSE,
     family="qwen3_moe",
-    num_experts=8,
-    experts_per_token=2,
-    expert_intermediate=128,
+    moe=MoeSpec(num_experts=8, top_k=2, intermediate=128, normalise=True, sparse_layers=(0, 1, 2)),
 )
 LENGTHS = [700, 3, 64, 129, 1, 350]
 
 
-def policy_of(arch: Architecture, **options: object):
+def policy_of(arch: ModelSpec, **options: object):
     trainer = TrainerOptions(device="cuda", **options)  # type: ignore[arg-type]
     decoder = build_decoder(arch, trainer)
     torch.manual_seed(0)
@@ -92,7 +90,7 @@ def test_packed_attention_equals_one_document_at_a_time(attend) -> None:
 
 
 @pytest.mark.parametrize("arch", [DENSE, SPARSE], ids=["dense", "sparse"])
-def test_bfloat16_is_near_float32(arch: Architecture) -> None:
+def test_bfloat16_is_near_float32(arch: ModelSpec) -> None:
     exact = scores_and_gradient(policy_of(arch, compute_dtype="float32", compile="off"))
     half = scores_and_gradient(policy_of(arch, compute_dtype="bfloat16", compile="off"))
     # A router's near-tie may choose another expert in half precision, which moves a token by more.

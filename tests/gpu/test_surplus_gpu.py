@@ -22,9 +22,9 @@ from test_engine_greedy import finish_all, random_prompts  # noqa: E402
 from tiny_models import save_model  # noqa: E402
 
 from dora_rl.engine.engine import Engine  # noqa: E402
-from dora_rl.engine.models import read_spec  # noqa: E402
 from dora_rl.engine.options import EngineOptions  # noqa: E402
 from dora_rl.engine.sequence import Request  # noqa: E402
+from dora_rl.model.directory import read_spec  # noqa: E402
 from dora_rl.types import RequestId, SamplingParams  # noqa: E402
 
 OPTIONS = EngineOptions(
@@ -58,7 +58,7 @@ def test_a_session_goes_on_behind_rows_beyond_its_turn(tmp_path: Path, num_given
 
 def test_prefill_reads_nothing_behind_the_context() -> None:
     """There may be NaN of a row beyond the end of another request."""
-    from dora_rl.engine.cuda.attention import attend_prefill
+    from dora_rl.engine.cuda.kernels.attention import attend_prefill
 
     generator = torch.Generator("cuda").manual_seed(0)
     pool = torch.randn(2, 6, 2, 16, 64, device="cuda", generator=generator)

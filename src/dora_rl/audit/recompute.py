@@ -28,9 +28,9 @@ from dora_rl.observe.audit_report import Finding, Promise
 from dora_rl.setup.settings import load_config
 from dora_rl.setup.tokenizer import open_tokenizer
 from dora_rl.trainer.documents import Document, document_of
-from dora_rl.trainer.lora import add_lora
-from dora_rl.trainer.model import clone_adapted, clone_architecture, load_policy
 from dora_rl.trainer.options import TrainerOptions, from_section
+from dora_rl.trainer.policy.lora import add_lora
+from dora_rl.trainer.policy.model import clone_adapted, clone_architecture, load_policy
 from dora_rl.trainer.scoring import SealedScorer
 from dora_rl.types import Group, RequestId, Trajectory, UserError, Version
 from dora_rl.weights.store import DiskWeightStore

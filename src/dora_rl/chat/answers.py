@@ -13,9 +13,9 @@ from typing import Any
 
 from dora_rl.chat.requests import Ask, Message
 from dora_rl.chat.service import Generation, Piece
-from dora_rl.chat.template import Tokenizer
 from dora_rl.chat.text import TextStream, clear_of
 from dora_rl.chat.tool_calls import OPEN, read_tool_calls
+from dora_rl.model.tokenizer import Tokenizer
 from dora_rl.types import Finish
 
 LOGPROB_MIN = -9999.0  # JSON has no infinity; a token that top_p or top_k shut out has this

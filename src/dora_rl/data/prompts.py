@@ -21,8 +21,9 @@ from typing import Literal
 
 from dora_rl.config import DataConfig, DataSource
 from dora_rl.data.order import Interleave, epoch_key, permute
-from dora_rl.data.render import Renderer, Tokenizer, plain, read_answer, read_prompt
+from dora_rl.data.render import Renderer, plain, read_answer, read_prompt
 from dora_rl.data.rows import Rows, open_rows
+from dora_rl.model.tokenizer import Tokenizer
 from dora_rl.types import Prompt, UserError
 
 # A file up to this many rows is checked row by row even where no length limit asks for it.

@@ -16,23 +16,17 @@ import re
 from collections.abc import Mapping, Sequence
 from datetime import date, datetime, time
 from decimal import Decimal
-from typing import Any, Protocol, cast
+from typing import Any, cast
 from uuid import UUID
 
 from dora_rl.config import DataConfig, DataSource
 from dora_rl.data.rows import Row, one_line
+from dora_rl.model.tokenizer import Tokenizer
 from dora_rl.types import Prompt, UserError
 
 ANSWER_COLUMNS = ("answer", "ground_truth", "solution", "label")
 # What a template may add to a message (role, begin, end), for the quick test of length only.
 MESSAGE_TOKENS_SLACK = 16
-
-
-class Tokenizer(Protocol):
-    """The few things asked of a tokenizer; those of transformers have them."""
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> Sequence[int]: ...
-    def apply_chat_template(self, conversation: Any, **options: Any) -> Any: ...
 
 
 class Renderer:

@@ -31,17 +31,15 @@ from typing import TYPE_CHECKING, Any
 from dora_rl.engine.backend import Runner, make_runner
 from dora_rl.engine.journal import Journal
 from dora_rl.engine.options import EngineOptions
-from dora_rl.engine.plan import Plan
+from dora_rl.engine.plan import Plan, StepResult
 from dora_rl.engine.residency import Residency
-from dora_rl.engine.result import StepResult
 from dora_rl.engine.scheduler import Scheduler
-from dora_rl.engine.sequence import Output, Request, Status, new_sequence
+from dora_rl.engine.sequence import Output, Request, Status, hits_stop_string, new_sequence
 from dora_rl.engine.sequence import Sequence as Seq
-from dora_rl.engine.spec import ModelSpec
 from dora_rl.engine.stats import EngineStats, stats_of
-from dora_rl.engine.stops import hits_stop_string
 from dora_rl.engine.transfer import Export, export_request
-from dora_rl.engine.weights import TensorSource
+from dora_rl.model.directory import TensorSource
+from dora_rl.model.spec import ModelSpec
 from dora_rl.out_of_memory import free_cached, maybe_fail, shortage
 from dora_rl.types import Finish, RequestId, SamplingParams, UserError, Version
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from dora_rl.types import UserError
 
 if TYPE_CHECKING:
-    from dora_rl.engine.spec import ModelSpec
+    from dora_rl.model.spec import ModelSpec
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 

@@ -12,21 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from dora_rl.envs.base import Message, Observation, Turn
+from dora_rl.model.tokenizer import Tokenizer
 from dora_rl.types import UserError
 
 T = TypeVar("T")
 
 # Stands for the turn of the policy in a rendered conversation; no template writes it by itself.
 MARK = "\u2063turn\u2063"
-
-
-class Tokenizer(Protocol):
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> Sequence[int]: ...
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str: ...
-    def apply_chat_template(self, conversation: Any, **options: Any) -> Any: ...
 
 
 def spans(loss_mask: Sequence[int]) -> list[tuple[int, int, int]]:

@@ -8,12 +8,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from dora_rl.config import AlgorithmConfig, RunConfig
-from dora_rl.engine.models import read_spec
+from dora_rl.model.directory import read_spec
+from dora_rl.model.names import ATTENTION_LAYERS, LINEAR_LAYERS
 from dora_rl.setup.model_check import check_weights
 from dora_rl.trainer.losses.recipes import fill, is_users_own
 from dora_rl.trainer.options import (
-    ATTENTION_LAYERS,
-    LINEAR_LAYERS,
     AlgorithmOptions,
     TrainerOptions,
     check_attention,
@@ -110,7 +109,7 @@ def check_learner_device(config: RunConfig, device: str) -> None:
     """`device`: the run's, which the learner takes where trainer.device is auto."""
     name = config.trainer.device if config.trainer.device != "auto" else device
     if name.startswith("cuda") and not device.startswith("cuda"):
-        from dora_rl.trainer.model import pick_device
+        from dora_rl.trainer.policy.model import pick_device
 
         pick_device(name)
     trainer = config.trainer

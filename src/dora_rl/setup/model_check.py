@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dora_rl.engine.models import read_spec
-from dora_rl.engine.targets import check_files
+from dora_rl.model.directory import check_files, read_spec
 from dora_rl.types import UserError
 
 

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from dora_rl.config import RunConfig
-from dora_rl.engine.models import read_spec
 from dora_rl.engine.options import EngineOptions
-from dora_rl.engine.spec import ModelSpec
+from dora_rl.model.directory import read_spec
+from dora_rl.model.spec import ModelSpec
 from dora_rl.setup.cards import Card, look_at_cards
 from dora_rl.setup.devices import visible_gpus
 from dora_rl.setup.memory import CONTEXT_BYTES, GB, MemoryPlan, Need, plan_memory

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 
 from dora_rl.config import AlgorithmConfig, RunConfig
 from dora_rl.core.params import Deadlines, MoveCost, Params
-from dora_rl.engine.models import read_spec
+from dora_rl.model.directory import read_spec
 from dora_rl.trainer.ranges import Range
 from dora_rl.types import UserError
 

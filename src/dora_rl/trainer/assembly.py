@@ -12,10 +12,13 @@ from pathlib import Path
 
 from dora_rl.trainer import distributed
 from dora_rl.trainer.critic import Critic, make_critic
-from dora_rl.trainer.decoder import Decoder
-from dora_rl.trainer.lora import add_lora
 from dora_rl.trainer.losses.registry import Objective
-from dora_rl.trainer.model import (
+from dora_rl.trainer.optim import Optimizer
+from dora_rl.trainer.options import TrainerOptions
+from dora_rl.trainer.packing import quadratic_tokens
+from dora_rl.trainer.policy.decoder import Decoder
+from dora_rl.trainer.policy.lora import add_lora
+from dora_rl.trainer.policy.model import (
     Policy,
     clone_adapted,
     clone_architecture,
@@ -23,9 +26,6 @@ from dora_rl.trainer.model import (
     freeze,
     load_policy,
 )
-from dora_rl.trainer.optim import Optimizer
-from dora_rl.trainer.options import TrainerOptions
-from dora_rl.trainer.packing import quadratic_tokens
 
 
 @dataclass(slots=True)

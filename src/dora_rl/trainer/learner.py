@@ -31,19 +31,18 @@ from torch import Tensor
 
 from dora_rl.out_of_memory import free_cached, maybe_fail, shortage
 from dora_rl.ports import WeightStore
-from dora_rl.trainer import distributed, state
+from dora_rl.trainer import distributed
 from dora_rl.trainer.allocator import keep_freed_memory
 from dora_rl.trainer.assembly import assemble, attention_crossover_tokens
-from dora_rl.trainer.attention_layout import Layout
+from dora_rl.trainer.attention.layout import Layout
+from dora_rl.trainer.checkpoints import state
+from dora_rl.trainer.checkpoints.publish import Publisher, compute_canary
 from dora_rl.trainer.critic import critic_pass, fill_old_values
-from dora_rl.trainer.decoder import Decoder
 from dora_rl.trainer.documents import Document, collate
 from dora_rl.trainer.intake import take_in
-from dora_rl.trainer.lora import load_published_adapter, published_adapter
 from dora_rl.trainer.losses.aggregate import denominator
 from dora_rl.trainer.losses.registry import resolve
 from dora_rl.trainer.meters import Meters
-from dora_rl.trainer.model import Policy, load_weights, pick_dtype
 from dora_rl.trainer.optim import learning_rate
 from dora_rl.trainer.options import (
     AlgorithmOptions,
@@ -54,8 +53,10 @@ from dora_rl.trainer.options import (
 )
 from dora_rl.trainer.packing import pack_balanced, pack_stream
 from dora_rl.trainer.passes import policy_pass
+from dora_rl.trainer.policy.decoder import Decoder
+from dora_rl.trainer.policy.lora import load_published_adapter, published_adapter
+from dora_rl.trainer.policy.model import Policy, load_weights, pick_dtype
 from dora_rl.trainer.prepare import group_documents, per_group_advantages, whole_batch_advantages
-from dora_rl.trainer.publish import Publisher, compute_canary
 from dora_rl.trainer.room import Room
 from dora_rl.trainer.scoring import SealedScorer, score
 from dora_rl.types import Group, StepIndex, UserError, Version

@@ -125,10 +125,6 @@ class TrainerOptions:
     seed: int = 0
 
 
-ATTENTION_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj")
-LINEAR_LAYERS = (*ATTENTION_LAYERS, "gate_proj", "up_proj", "down_proj")
-
-
 def check_attention(name: str, *, on_gpu: bool, dtype: str) -> None:
     """Whether a backend computes on such a device in this dtype ("auto": the device's own)."""
     if name == "varlen" and (not on_gpu or dtype == "float32"):

@@ -9,15 +9,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dora_rl.trainer.corrections import correction_weight
 from dora_rl.trainer.documents import Pack
-from dora_rl.trainer.logprobs import TokenScores
 from dora_rl.trainer.losses.aggregate import numerator
+from dora_rl.trainer.losses.corrections import correction_weight
 from dora_rl.trainer.losses.inputs import LossInputs, LossOutput, ratio_of
 from dora_rl.trainer.losses.penalties import KL, kl_k3
 from dora_rl.trainer.losses.registry import Objective
 from dora_rl.trainer.meters import Meters
-from dora_rl.trainer.model import Policy
+from dora_rl.trainer.policy.logprobs import TokenScores
+from dora_rl.trainer.policy.model import Policy
 from dora_rl.types import StepIndex
 
 

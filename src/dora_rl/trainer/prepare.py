@@ -11,8 +11,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dora_rl.trainer.advantages import GroupScores, gae, overlong_penalty, returns_to_go, whiten
 from dora_rl.trainer.documents import Document, document_of
+from dora_rl.trainer.losses.advantages import (
+    GroupScores,
+    gae,
+    overlong_penalty,
+    returns_to_go,
+    whiten,
+)
 from dora_rl.trainer.losses.penalties import KL
 from dora_rl.trainer.losses.registry import Objective
 from dora_rl.trainer.options import AlgorithmOptions

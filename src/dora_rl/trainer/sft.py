@@ -19,17 +19,24 @@ from pathlib import Path
 
 import torch
 
+from dora_rl.model.directory import write_model
+from dora_rl.model.tokenizer import Tokenizer
 from dora_rl.trainer.allocator import keep_freed_memory
-from dora_rl.trainer.checkpoint import copy_side_files, write_atomically
+from dora_rl.trainer.checkpoints.checkpoint import copy_side_files, write_atomically
 from dora_rl.trainer.documents import Document, collate
-from dora_rl.trainer.lora import add_lora
-from dora_rl.trainer.model import Policy, load_policy, named_weights, pick_dtype, stored_weights
 from dora_rl.trainer.optim import Optimizer, learning_rate
 from dora_rl.trainer.options import TrainerOptions
 from dora_rl.trainer.packing import pack_balanced
+from dora_rl.trainer.policy.lora import add_lora
+from dora_rl.trainer.policy.model import (
+    Policy,
+    load_policy,
+    named_weights,
+    pick_dtype,
+    stored_weights,
+)
 from dora_rl.trainer.scoring import score
-from dora_rl.trainer.sft_data import Demonstration, Tokenizer, encode_row, read_rows
-from dora_rl.trainer.weights import write_model
+from dora_rl.trainer.sft_data import Demonstration, encode_row, read_rows
 from dora_rl.types import UserError
 
 _SHARD_BYTES_MAX = 4 << 30

@@ -12,21 +12,13 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
+from dora_rl.model.tokenizer import Tokenizer
 from dora_rl.types import UserError
 
 Messages: TypeAlias = list[dict[str, Any]]
 COMPLETION_COLUMNS = ("completion", "response", "output")
-
-
-class Tokenizer(Protocol):
-    """What is asked of a tokenizer; those of transformers have it."""
-
-    eos_token_id: int | None
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> Sequence[int]: ...
-    def apply_chat_template(self, conversation: Any, **options: Any) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +69,9 @@ def encode_row(
     if not isinstance(completion, str):
         raise UserError(f"{where}: '{column}' must be a string where the prompt is one")
     end = list(tokenizer.encode(completion, add_special_tokens=False))
-    if add_eos and tokenizer.eos_token_id is not None:
-        end.append(tokenizer.eos_token_id)
+    eos_id: int | None = getattr(tokenizer, "eos_token_id", None)
+    if add_eos and eos_id is not None:
+        end.append(eos_id)
     if not start or not end:
         raise UserError(f"{where}: prompt and completion must each have at least one token")
     return Demonstration((*start, *end), len(start))

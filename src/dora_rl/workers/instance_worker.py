@@ -47,7 +47,7 @@ from dora_rl.workers.warming import Warming
 from dora_rl.workers.worker import Setup
 
 if TYPE_CHECKING:
-    from dora_rl.engine.backends.vllm_move import VllmExport
+    from dora_rl.engine.vllm.move import VllmExport
 
 REPORT_S = 1.0
 REPORT_BUSY_S = 0.25  # the core reads off the lengths of running requests

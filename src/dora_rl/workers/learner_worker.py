@@ -36,13 +36,14 @@ import torch
 from dora_rl.controller.lock import LEARNER_LOCK
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
-from dora_rl.engine.sealed import check_base
 from dora_rl.io.wire import Channel, Message, decode_learner, encode_event
+from dora_rl.model.sealed import check_base
 from dora_rl.setup.settings import learner_algorithm
 from dora_rl.store.storage_client import StorageReader
 from dora_rl.store.trajectories import from_message
-from dora_rl.trainer import distributed, state
-from dora_rl.trainer.checkpoint import Checkpoints, Saved
+from dora_rl.trainer import distributed
+from dora_rl.trainer.checkpoints import state
+from dora_rl.trainer.checkpoints.checkpoint import Checkpoints, Saved
 from dora_rl.trainer.learner import Learner
 from dora_rl.trainer.options import CheckpointOptions, from_section
 from dora_rl.trainer.warm_up import warm_up

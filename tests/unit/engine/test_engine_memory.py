@@ -16,10 +16,10 @@ from transformers import PreTrainedModel
 from dora_rl.engine.backend import Runner, make_runner
 from dora_rl.engine.engine import Engine
 from dora_rl.engine.journal import Journal, read_journal
-from dora_rl.engine.models import read_spec
 from dora_rl.engine.options import EngineOptions
 from dora_rl.engine.plan import Plan
 from dora_rl.engine.sequence import Request
+from dora_rl.model.directory import read_spec
 from dora_rl.types import Finish, RequestId, SamplingParams, Trajectory, UserError, Version
 
 Saved = Callable[..., tuple[PreTrainedModel, Path]]

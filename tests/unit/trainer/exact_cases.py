@@ -18,24 +18,23 @@ from trainer_cases import FAMILIES, SHAPE, VOCAB, make_groups
 from trainer_store import MemoryStore
 
 from dora_rl.engine.engine import Engine
-from dora_rl.engine.models import read_spec
 from dora_rl.engine.options import EngineOptions
-from dora_rl.trainer.architecture import read_architecture
+from dora_rl.model.directory import read_spec, write_model
 from dora_rl.trainer.critic import fill_old_values
 from dora_rl.trainer.documents import Document, collate, document_of
 from dora_rl.trainer.learner import Learner
-from dora_rl.trainer.lora import adapter_tensors, load_adapter_tensors
 from dora_rl.trainer.losses.recipes import RECIPES
-from dora_rl.trainer.model import (
+from dora_rl.trainer.options import AlgorithmOptions, TrainerOptions
+from dora_rl.trainer.policy.lora import adapter_tensors, load_adapter_tensors
+from dora_rl.trainer.policy.model import (
     build_decoder,
     initialise,
+    lean_spec,
     load_policy,
     load_weights,
     named_weights,
 )
-from dora_rl.trainer.options import AlgorithmOptions, TrainerOptions
 from dora_rl.trainer.scoring import score
-from dora_rl.trainer.weights import write_model
 
 LOSSES = tuple(RECIPES)
 LONG = {"max_position_embeddings": 3200, "head_dim": 32}
@@ -48,7 +47,7 @@ def write_exact_model(directory: Path, family: str, sharpness: float = 1.0, **sh
     config: dict[str, Any] = {"tie_word_embeddings": False, **SHAPE, **FAMILIES[family], **shape}
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
-    arch = read_architecture(config)
+    arch = lean_spec(config)
     assert arch is not None
     decoder = build_decoder(arch, TrainerOptions(device="cpu"))
     initialise(decoder, 0, std=0.2)

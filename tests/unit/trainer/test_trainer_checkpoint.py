@@ -9,11 +9,12 @@ import pytest
 import torch
 from trainer_cases import make_groups, write_tiny_model
 
-from dora_rl.trainer.attention_layout import Layout
-from dora_rl.trainer.checkpoint import Checkpoints, write_atomically
+from dora_rl.model.names import SCALE
+from dora_rl.trainer.attention.layout import Layout
+from dora_rl.trainer.checkpoints.checkpoint import Checkpoints, write_atomically
 from dora_rl.trainer.learner import Learner
-from dora_rl.trainer.lora import SCALE, whole_version
 from dora_rl.trainer.options import AlgorithmOptions, CheckpointOptions, TrainerOptions
+from dora_rl.trainer.policy.lora import whole_version
 from dora_rl.types import UserError
 from dora_rl.weights.store import SharedMemoryWeightStore
 

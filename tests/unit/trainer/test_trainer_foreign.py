@@ -28,23 +28,23 @@ from trainer_cases import VOCAB as TINY_VOCAB
 from trainer_cases import flat, make_groups, write_tiny_model
 from trainer_store import MemoryStore
 
-from dora_rl.trainer.attention_layout import Layout
-from dora_rl.trainer.foreign import ForeignPolicy
-from dora_rl.trainer.foreign_check import DIFFERENCE_MAX, load_foreign
-from dora_rl.trainer.foreign_clone import WINDOW, _smaller
+from dora_rl.model.directory import write_model
+from dora_rl.trainer.attention.layout import Layout
+from dora_rl.trainer.checkpoints.publish import Publisher
+from dora_rl.trainer.foreign.check import DIFFERENCE_MAX, load_foreign
+from dora_rl.trainer.foreign.clone import WINDOW, _smaller
+from dora_rl.trainer.foreign.policy import ForeignPolicy
 from dora_rl.trainer.learner import Learner
-from dora_rl.trainer.logprobs import TokenScores
-from dora_rl.trainer.lora import add_lora
-from dora_rl.trainer.model import (
+from dora_rl.trainer.options import AlgorithmOptions, TrainerOptions
+from dora_rl.trainer.policy.logprobs import TokenScores
+from dora_rl.trainer.policy.lora import add_lora
+from dora_rl.trainer.policy.model import (
     clone_architecture,
     load_policy,
     load_weights,
     named_weights,
     stored_weights,
 )
-from dora_rl.trainer.options import AlgorithmOptions, TrainerOptions
-from dora_rl.trainer.publish import Publisher
-from dora_rl.trainer.weights import write_model
 from dora_rl.types import UserError
 
 CPU = torch.device("cpu")

@@ -12,10 +12,10 @@ from trainer_cases import VOCAB, flat, make_groups, sample
 from trainer_store import MemoryStore
 
 from dora_rl.config import AlgorithmConfig, CheckpointConfig, TrainerConfig
-from dora_rl.trainer.attention_layout import Layout
+from dora_rl.trainer.attention.layout import Layout
 from dora_rl.trainer.learner import Learner
-from dora_rl.trainer.model import load_policy
 from dora_rl.trainer.options import AlgorithmOptions, CheckpointOptions, TrainerOptions
+from dora_rl.trainer.policy.model import load_policy
 from dora_rl.types import REWARD_MAX, Group, Segment, UserError
 
 TRAINER = TrainerOptions(lr=1e-3, device="cpu", pack_tokens=64)

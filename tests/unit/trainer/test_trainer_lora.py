@@ -19,14 +19,14 @@ from trainer_store import MemoryStore
 
 from dora_rl.config import RunConfig
 from dora_rl.engine.engine import Engine
-from dora_rl.engine.models import read_spec
 from dora_rl.engine.options import EngineOptions
+from dora_rl.model.directory import read_spec
 from dora_rl.setup.learner_check import check_learner
-from dora_rl.trainer.attention_layout import Layout
+from dora_rl.trainer.attention.layout import Layout
 from dora_rl.trainer.learner import Learner
-from dora_rl.trainer.linear import Linear, LoraLinear, side_by_side
-from dora_rl.trainer.lora import without_dropout
 from dora_rl.trainer.options import AlgorithmOptions, CheckpointOptions, TrainerOptions
+from dora_rl.trainer.policy.linear import Linear, LoraLinear, side_by_side
+from dora_rl.trainer.policy.lora import without_dropout
 from dora_rl.trainer.scoring import score
 from dora_rl.types import UserError
 from dora_rl.weights.store import SharedMemoryWeightStore

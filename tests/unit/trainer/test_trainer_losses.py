@@ -14,10 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dora_rl.trainer.advantages import PER_GROUP
-from dora_rl.trainer.corrections import CORRECTIONS, correction_weight
 from dora_rl.trainer.losses import recipes
+from dora_rl.trainer.losses.advantages import PER_GROUP
 from dora_rl.trainer.losses.aggregate import whole
+from dora_rl.trainer.losses.corrections import CORRECTIONS, correction_weight
 from dora_rl.trainer.losses.inputs import LossInputs
 from dora_rl.trainer.losses.penalties import KL, value_loss
 from dora_rl.trainer.losses.recipes import RECIPES

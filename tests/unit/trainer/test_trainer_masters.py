@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from trainer_cases import flat, make_groups, write_tiny_model
 from trainer_store import MemoryStore
 
+from dora_rl.trainer.checkpoints.masters import AT, LOW, split, whole
 from dora_rl.trainer.learner import Learner
-from dora_rl.trainer.masters import AT, LOW, split, whole
 from dora_rl.trainer.options import AlgorithmOptions, TrainerOptions
 from dora_rl.types import UserError
 

@@ -9,15 +9,14 @@ import pytest
 import torch
 from trainer_cases import FAMILIES, VOCAB, write_tiny_model
 
-from dora_rl.trainer.architecture import read_architecture
-from dora_rl.trainer.attention import attend_loop, attend_sdpa
-from dora_rl.trainer.attention_blocks import attend_blocks
-from dora_rl.trainer.attention_layout import Layout
-from dora_rl.trainer.lean_ops import rms_norm, rotate
-from dora_rl.trainer.logprobs import token_scores
-from dora_rl.trainer.model import load_policy, named_weights, pick_device
+from dora_rl.model.directory import HfDirectory, write_model
+from dora_rl.trainer.attention.backends import attend_loop, attend_sdpa
+from dora_rl.trainer.attention.blocks import attend_blocks
+from dora_rl.trainer.attention.layout import Layout
 from dora_rl.trainer.options import TrainerOptions
-from dora_rl.trainer.weights import TensorReader, write_model
+from dora_rl.trainer.policy.lean_ops import rms_norm, rotate
+from dora_rl.trainer.policy.logprobs import token_scores
+from dora_rl.trainer.policy.model import lean_spec, load_policy, named_weights, pick_device
 from dora_rl.types import UserError
 
 CPU = torch.device("cpu")
@@ -191,18 +190,18 @@ def test_shards_are_read_back(model_dir: Path, tmp_path: Path) -> None:
     tensors = dict(named_weights(policy))
     files = write_model(tmp_path, tensors.items(), shard_bytes_max=4096)
     assert len(files) > 3
-    with TensorReader(tmp_path) as reader:
-        assert all(torch.equal(reader.read(n), t) for n, t in tensors.items())
-        with pytest.raises(UserError, match="'nothing' is missing"):
-            reader.read("nothing")
+    reader = HfDirectory(tmp_path)
+    assert all(torch.equal(reader.tensor(n), t) for n, t in tensors.items())
+    with pytest.raises(UserError, match="'nothing' is missing"):
+        reader.tensor("nothing")
 
 
 def test_what_the_lean_decoder_does_not_know_is_refused(model_dir: Path, tmp_path: Path) -> None:
     config = json.loads((model_dir / "config.json").read_text())
-    assert read_architecture(config) is not None
-    assert read_architecture({**config, "architectures": ["OtherForCausalLM"]}) is None
-    assert read_architecture({**config, "use_sliding_window": True}) is None
-    assert read_architecture({**config, "rope_parameters": {"rope_type": "yarn"}}) is None
+    assert lean_spec(config) is not None
+    assert lean_spec({**config, "architectures": ["OtherForCausalLM"]}) is None
+    assert lean_spec({**config, "use_sliding_window": True}) is None
+    assert lean_spec({**config, "rope_parameters": {"rope_type": "yarn"}}) is None
     with pytest.raises(UserError, match=r"no config\.json"):
         load_policy(tmp_path, TrainerOptions(device="cpu"))
 

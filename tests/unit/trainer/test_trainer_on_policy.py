@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from dora_rl.engine.engine import Engine
-from dora_rl.engine.models import read_spec
 from dora_rl.engine.options import EngineOptions
 from dora_rl.engine.sequence import Request
+from dora_rl.model.directory import read_spec
 from dora_rl.trainer.learner import Learner
 from dora_rl.trainer.options import AlgorithmOptions, TrainerOptions
 from dora_rl.types import Group, RequestId, SamplingParams

@@ -10,8 +10,8 @@ import torch
 from trainer_cases import flat, make_groups, sample
 from trainer_store import MemoryStore
 
-from dora_rl.trainer.advantages import PER_GROUP, GroupAdvantage, GroupScores
 from dora_rl.trainer.learner import Learner
+from dora_rl.trainer.losses.advantages import PER_GROUP, GroupAdvantage, GroupScores
 from dora_rl.trainer.losses.registry import resolve
 from dora_rl.trainer.losses.trial import made_up_inputs, try_advantage, try_loss
 from dora_rl.trainer.options import AlgorithmOptions, TrainerOptions

@@ -14,9 +14,9 @@ from foreign_families import write_family
 from trainer_cases import write_tiny_model
 from transformers import AutoModelForCausalLM
 
-from dora_rl.trainer.attention_layout import Layout
-from dora_rl.trainer.model import load_policy
+from dora_rl.trainer.attention.layout import Layout
 from dora_rl.trainer.options import TrainerOptions
+from dora_rl.trainer.policy.model import load_policy
 from dora_rl.trainer.sft import SftOptions, SftProgress, run_sft
 from dora_rl.trainer.sft_data import encode_row
 from dora_rl.types import UserError

@@ -18,7 +18,7 @@ from exact_cases import move_adapters
 from safetensors.torch import save_file
 from trainer_cases import make_groups
 
-from dora_rl.trainer import state
+from dora_rl.trainer.checkpoints import state
 from dora_rl.trainer.distributed import wait_for_all
 from dora_rl.trainer.learner import Learner
 from dora_rl.trainer.options import AlgorithmOptions, TrainerOptions

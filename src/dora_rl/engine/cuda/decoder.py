@@ -17,19 +17,19 @@ import triton
 from torch import Tensor
 from torch.nn import functional
 
-from dora_rl.engine.cache import KvCache
-from dora_rl.engine.cuda import fused, paged, skinny, wide
-from dora_rl.engine.cuda import rows as kernels
-from dora_rl.engine.cuda.adapters import adapt
-from dora_rl.engine.cuda.attention import attend_decode
-from dora_rl.engine.cuda.experts import sparse_rows
-from dora_rl.engine.cuda.overlap import overlap
+from dora_rl.engine.cpu.experts import route
+from dora_rl.engine.cuda.kernels import fused, paged, skinny, wide
+from dora_rl.engine.cuda.kernels import rows as kernels
+from dora_rl.engine.cuda.kernels.adapters import adapt
+from dora_rl.engine.cuda.kernels.attention import attend_decode
+from dora_rl.engine.cuda.kernels.cuts import choose_splits
+from dora_rl.engine.cuda.kernels.experts import sparse_rows
+from dora_rl.engine.cuda.kernels.overlap import overlap
 from dora_rl.engine.cuda.sampling import Chunks, chunks_of
-from dora_rl.engine.cuts import choose_splits
-from dora_rl.engine.models.experts import route
-from dora_rl.engine.rope import rope_tables
-from dora_rl.engine.spec import ModelSpec
-from dora_rl.engine.weights import Layer, ModelWeights
+from dora_rl.engine.tensors.cache import KvCache
+from dora_rl.engine.tensors.weights import Layer, ModelWeights
+from dora_rl.model.rope import rope_tables
+from dora_rl.model.spec import ModelSpec
 
 SCORED_ROWS_MAX = 32  # of a version; with more, a kernel that reads the logits again is faster
 

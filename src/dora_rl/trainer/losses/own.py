@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dora_rl.trainer.advantages import GroupAdvantage, GroupScores
+from dora_rl.trainer.losses.advantages import GroupAdvantage, GroupScores
 from dora_rl.trainer.losses.inputs import LossFunction, LossInputs, LossOutput
 from dora_rl.trainer.options import AlgorithmOptions, Scalar, choose
 from dora_rl.types import UserError

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dora_rl.trainer.advantages import PER_GROUP, GroupAdvantage
+from dora_rl.trainer.losses.advantages import PER_GROUP, GroupAdvantage
 from dora_rl.trainer.losses.clipped import clipped, decoupled, triplet
 from dora_rl.trainer.losses.inputs import LossFunction
 from dora_rl.trainer.losses.own import own_advantage, own_loss
