@@ -95,7 +95,7 @@ class InstanceWorker:
 
     def run(self) -> None:
         stats = self.engine.stats()
-        tokens = stats.total_blocks * self.engine.options.block_tokens
+        tokens = stats.total_blocks * self.engine.limits.block_tokens
         self.channel.send_event(
             ev.InstanceJoined(
                 self.name,

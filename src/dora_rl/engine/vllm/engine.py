@@ -15,38 +15,28 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dora_rl.engine.journal import Journal, request_from_json
 from dora_rl.engine.options import EngineOptions
-from dora_rl.engine.sequence import (
-    Decode,
-    Output,
-    Request,
-    Status,
-    hits_stop_string,
-    mix64,
-    new_sequence,
-)
+from dora_rl.engine.requests import EngineStats, Limits, RequestBook
+from dora_rl.engine.sequence import Decode, Output, Status, mix64
 from dora_rl.engine.sequence import Sequence as Seq
-from dora_rl.engine.stats import EngineStats
 from dora_rl.engine.vllm.move import RequestKv, VllmExport, unpack_kv
-from dora_rl.engine.vllm.process import VllmOptions, VllmProcess
-from dora_rl.model.directory import FileSource
+from dora_rl.engine.vllm.process import Gain, VllmOptions, VllmProcess
+from dora_rl.model.directory import FileSource, TensorSource
 from dora_rl.model.sealed import CheckedSource, check_base, check_canary
-from dora_rl.types import Finish, RequestId, SamplingParams, UserError, Version
+from dora_rl.types import Finish, RequestId, UserError, Version
 
 if TYPE_CHECKING:
-    from dora_rl.model.directory import TensorSource
     from dora_rl.ports import SealedWeights
 
 __all__ = ["VllmEngine", "VllmExport", "VllmOptions"]
 
 
-class VllmEngine:
+class VllmEngine(RequestBook):
     """See the module docstring. Call for call as `engine.Engine`, where an instance needs it."""
 
     def __init__(
@@ -55,11 +45,17 @@ class VllmEngine:
         options: EngineOptions,
         decode: Decode | None = None,
         journal: Journal | None = None,
+        process: VllmProcess | None = None,
     ) -> None:
-        self._vllm, self.decode, self.journal = vllm, decode, journal
-        self._process = VllmProcess(vllm, options)
-        self.options = replace(options, block_tokens=self._process.block_tokens)
-        self.context_max = self._process.context_max
+        self._vllm = vllm
+        self._process = process or VllmProcess(vllm, options)
+        limits = Limits(
+            self._process.vocab,
+            self._process.context_max,
+            self._process.num_blocks,
+            self._process.block_tokens,
+        )
+        super().__init__(limits, vllm.eos_ids, decode, journal)
         self._versions_max = options.versions_max if vllm.lora_rank else 1
         self._resident: list[Version] = []
         self._base = ""  # its checksum, under adapters
@@ -67,10 +63,8 @@ class VllmEngine:
         self._sent: dict[str, Seq] = {}  # those that vLLM works on, by the name it knows them by
         self._name_of: dict[RequestId, str] = {}
         self._begun: set[str] = set()  # that have gained something
-        self.notes: list[str] = []  # for whoever watches
-        self._outputs: list[Output] = []
-        self._num_arrived = self._num_sent = self._num_steps = 0
-        self._num_decode_tokens = self._num_prefill_tokens = self._num_prefix_tokens = 0
+        self._arrived: dict[RequestId, RequestKv] = {}  # until the request is sent
+        self._num_sent = self._num_prefix_tokens = 0
 
     # ---------------------------------------------------------------- versions
 
@@ -91,10 +85,6 @@ class VllmEngine:
         if not isinstance(source, FileSource):
             raise UserError("an instance of several devices loads weights from files alone")
         return source.files
-
-    def load(self, version: Version, source: SealedWeights, verify: bool = True) -> None:
-        for _ in self.load_layers(version, source, verify):
-            pass
 
     def load_layers(
         self, version: Version, source: SealedWeights, verify: bool = True
@@ -146,43 +136,25 @@ class VllmEngine:
 
     # ---------------------------------------------------------------- requests
 
-    def submit(self, request: Request, kv: RequestKv | None = None) -> None:
-        """Queue a request; a hopeless one ends at once, as a refused output of the next step."""
-        self._num_arrived += 1
-        seq = new_sequence(request, self._num_arrived, self._vllm.eos_ids)
-        reason = self._refusal(seq)
-        if reason:
-            self._refuse(seq, reason)
-            return
-        self._seqs[seq.id] = seq
-        self._note(seq)
-        finish = self._finish_of(seq)
-        if finish is not None:
-            self._end(seq, finish, (), ())
-        else:
-            self._send(seq, kv)
-
     def take_in(self, meta: bytes, data: memoryview) -> None:
         """A request from elsewhere with its KV (see `VllmExport`); raises if it cannot go on."""
         body = json.loads(meta)
         request = request_from_json(body["request"])
-        where = f"request {tuple(request.id)}"
-        if request.version not in self._resident:
-            raise UserError(f"{where}: version {request.version} is not resident")
+        self._check_resident(request.id, request.version)
         if body["layout"] != self._process.kv_layout():
-            raise UserError(f"{where}: its KV is laid out otherwise than here")
-        self.submit(request, unpack_kv(body, data))
+            raise UserError(f"request {tuple(request.id)}: its KV is laid out otherwise than here")
+        self._arrived[request.id] = unpack_kv(body, data)
+        self.submit(request)
+        self._arrived.pop(request.id, None)  # of one that was refused, or had ended
 
-    def _refusal(self, seq: Seq, known: bool = False) -> str:
-        """Why it can never run here, or an empty string."""
-        if not known and seq.id in self._seqs:
-            return f"request {tuple(seq.id)} is already in this engine"
-        if seq.version not in self._resident:
-            return f"version {seq.version} is not resident (resident: {list(self.versions())})"
+    def _refusal(self, seq: Seq, length: int) -> str:
         return self._process.refusal(seq)
 
-    def _send(self, seq: Seq, kv: RequestKv | None = None) -> None:
-        """Hand it to vLLM: everything known that `kv` has not is prefilled, then it samples on."""
+    def _enter(self, seq: Seq) -> None:
+        self._seqs[seq.id] = seq
+
+    def _run(self, seq: Seq) -> None:
+        """Hand it to vLLM: what has not arrived with it is prefilled, then it samples on."""
         assert seq.version in self._resident
         self._num_sent += 1
         name = f"{seq.id.group}.{seq.id.sample}.{self._num_sent}"
@@ -192,7 +164,7 @@ class VllmEngine:
         self._num_prefill_tokens += len(seq.tokens)
         # A continuation must not draw the numbers of the beginning again.
         seed = mix64(seq.key ^ seq.num_response) >> 1
-        self._process.add(name, seq, seed, kv)
+        self._process.add(name, seq, seed, self._arrived.pop(seq.id, None))
 
     def _unsend(self, seq: Seq) -> None:
         name = self._name_of.pop(seq.id, None)
@@ -201,44 +173,25 @@ class VllmEngine:
             self._begun.discard(name)
             self._process.abort(name)
 
-    def abort(self, request: RequestId) -> bool:
-        """Drop a request (or close a session) without an output; True if it was here."""
-        here = request in self._seqs
-        if here:
-            self.forget(request)
-        return here
+    def _rest(self, seq: Seq) -> None:
+        self._unsend(seq)
+        seq.status = Status.IDLE
 
-    @property
-    def length_max(self) -> int:
-        """Tokens that a request can ever have here, prompt included."""
-        return min(self.context_max, (self._process.num_blocks - 1) * self.options.block_tokens)
+    def _leave(self, seq: Seq) -> None:
+        del self._seqs[seq.id]
+        self._unsend(seq)
 
     def find(self, request: RequestId) -> Seq | None:
         return self._seqs.get(request)
 
-    def is_parked(self, request: RequestId) -> bool:
-        seq = self._seqs.get(request)
-        return seq is not None and seq.status is Status.PARKED
+    def sequences(self) -> Iterable[Seq]:
+        return list(self._seqs.values())
 
     def park(self, request: RequestId) -> None:
         """Take it from vLLM; its tokens stay, its KV does not."""
         seq = self._known(request)
         self._unsend(seq)
         seq.status = Status.PARKED
-
-    def unpark(self, request: RequestId) -> None:
-        seq = self._known(request)
-        if seq.version not in self._resident:
-            raise UserError(f"request {tuple(request)}: version {seq.version} is not resident")
-        self._go_on(seq)
-
-    def _go_on(self, seq: Seq) -> None:
-        """Sample on; a session whose turn had ended is idle again, and says so again."""
-        finish = self._finish_of(seq) if seq.request.keep else None
-        if finish is None:
-            self._send(seq)
-        else:
-            self._end(seq, finish, (), ())
 
     def export(self, request: RequestId) -> VllmExport:
         """Put a request aside until it has arrived elsewhere."""
@@ -248,37 +201,15 @@ class VllmEngine:
         self.park(request)
         return VllmExport(self, self._known(request), parked, kv, self._process.kv_layout())
 
-    def extend(
-        self, request: RequestId, token_ids: Sequence[int], params: SamplingParams | None = None
-    ) -> None:
-        """Next turn of a kept session; vLLM's prefix cache spares what it still has."""
-        seq = self._known(request)
-        seq.begin_turn(token_ids, params, self._vllm.eos_ids)
-        reason = self._refusal(seq, known=True)
-        if reason:
-            self.forget(request)
-            self._refuse(seq, reason)
-            return
-        self._note(seq)
-        self._send(seq)
-
     def reversion(self, request: RequestId, version: Version) -> None:
         """Continue on other weights (the `partial` baseline only): re-prefilled, and recorded."""
         seq = self._known(request)
-        if version not in self._resident:
-            raise UserError(f"request {tuple(request)}: version {version} is not resident")
-        parked = seq.status is Status.PARKED
+        self._check_resident(request, version)
         self._unsend(seq)
         seq.change_version(version)
         self._note(seq)
-        if not parked:
+        if seq.status is not Status.PARKED:
             self._go_on(seq)
-
-    def forget(self, request: RequestId) -> None:
-        """Drop every trace of a request."""
-        self._unsend(self._seqs.pop(request))
-        if self.journal:
-            self.journal.end(request)
 
     # -------------------------------------------------------------------- step
 
@@ -292,11 +223,7 @@ class VllmEngine:
         """One step of vLLM. Returns what every request gained."""
         if self._sent:
             self._collect()
-        self._num_steps += 1
-        outputs, self._outputs = self._outputs, []
-        if self.journal:
-            self.journal.step(list(self._seqs.values()), idle=not self.has_work())
-        return outputs
+        return self._hand_out(1)
 
     def drain(self) -> None:
         """Nothing of vLLM's is in flight between two calls that is not simply computed again."""
@@ -309,76 +236,29 @@ class VllmEngine:
                     self._begun.add(gain.name)
                     self._num_prefill_tokens -= gain.num_cached
                     self._num_prefix_tokens += gain.num_cached
-                self._commit(seq, gain.token_ids, gain.logprobs, gain.top, gain.failed)
+                self._commit(seq, gain)
 
-    def _commit(
-        self, seq: Seq, token_ids: list[int], logprobs: list[float], top: tuple, failed: str
-    ) -> None:
-        if failed or any(map(math.isnan, logprobs)):
-            seq.error = f"request {tuple(seq.id)}: {failed or 'non-finite logits'}"
-            self._end(seq, Finish.ERROR, (), ())
+    def _commit(self, seq: Seq, gain: Gain) -> None:
+        token_ids, logprobs = gain.token_ids, gain.logprobs
+        if gain.failed or any(map(math.isnan, logprobs)):
+            self._fail(seq, gain.failed or "non-finite logits")
             return
-        raw = logprobs if seq.request.params.raw_logprobs else []
-        finish = None
+        finish: Finish | None = None
         for count, (token, logprob) in enumerate(zip(token_ids, logprobs, strict=True), 1):
             seq.tokens.append(token)
             seq.logprobs.append(logprob)
             seq.loss_mask.append(1)
             finish = self._finish_of(seq)
             if finish is not None:  # a stop string may end inside what vLLM gave at once
-                token_ids, logprobs, raw = token_ids[:count], logprobs[:count], raw[:count]
+                token_ids, logprobs = token_ids[:count], logprobs[:count]
                 break
+        raw = logprobs if seq.request.params.raw_logprobs else []
         seq.raw_logprobs += raw
         seq.num_tokens = len(seq.tokens)
-        self._num_decode_tokens += len(token_ids)
-        if self.journal:
-            self.journal.tokens(seq.id, token_ids, logprobs, raw)
-        if finish is not None:
-            self._end(seq, finish, tuple(token_ids), tuple(logprobs), top)
-        elif token_ids:
-            self._outputs.append(Output(seq.id, tuple(token_ids), tuple(logprobs), None, top))
-
-    def _finish_of(self, seq: Seq) -> Finish | None:
-        if not seq.turns:
-            return Finish.STOP  # a session that others open: see `Request.turns`
-        if seq.num_response and seq.loss_mask and seq.loss_mask[-1]:
-            stops = seq.tokens[-1] in seq.stop_ids
-            if stops or hits_stop_string(seq, self.decode):
-                return Finish.STOP
-        return Finish.LENGTH if seq.num_response >= seq.response_max else None
-
-    def _end(
-        self,
-        seq: Seq,
-        finish: Finish,
-        tokens: tuple[int, ...],
-        logprobs: tuple[float, ...],
-        top: tuple = (),
-    ) -> None:
-        seq.finish = finish
-        if seq.request.keep and finish in (Finish.STOP, Finish.LENGTH):
-            self._unsend(seq)
-            seq.status = Status.IDLE
-        else:
-            self.forget(seq.id)
-        self._outputs.append(Output(seq.id, tokens, logprobs, seq.trajectory(), top))
-
-    def _refuse(self, seq: Seq, reason: str) -> None:
-        seq.finish, seq.error = Finish.REFUSED, reason
-        self._outputs.append(Output(seq.id, (), (), seq.trajectory()))
-
-    def _known(self, request: RequestId) -> Seq:
-        seq = self._seqs.get(request)
-        if seq is None:
-            raise UserError(f"request {tuple(request)} is not here")
-        return seq
-
-    def _note(self, seq: Seq) -> None:
-        if self.journal:
-            self.journal.state(seq)
+        self._gain(seq, token_ids, logprobs, raw, gain.top, finish)
 
     def stats(self) -> EngineStats:
-        size, total = self.options.block_tokens, self._process.num_blocks
+        size, total = self.limits.block_tokens, self.limits.num_blocks
         running = list(self._sent.values())
         used = min(total, sum(-(-len(seq.tokens) // size) for seq in running))
         aside = [seq.status for seq in self._seqs.values()]

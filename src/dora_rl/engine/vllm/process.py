@@ -23,6 +23,7 @@ from torch import Tensor
 
 from dora_rl.engine.options import EngineOptions
 from dora_rl.engine.sequence import Sequence as Seq
+from dora_rl.engine.sequence import is_filtered
 from dora_rl.engine.tensors.cache import DTYPES
 from dora_rl.engine.vllm.move import RequestKv
 from dora_rl.model.directory import TensorSource
@@ -172,18 +173,9 @@ class VllmProcess:
     def refusal(self, seq: Seq) -> str:
         """Why vLLM can never work on it, or an empty string."""
         params = seq.request.params
-        length = seq.num_prompt + max(seq.response_max, seq.num_response)
-        filters = params.top_k or params.min_p or params.top_p < 1
-        if not seq.num_prompt:
-            return "the prompt is empty"
-        if min(seq.tokens) < 0 or max(seq.tokens) >= self.vocab:
-            bad = next(token for token in seq.tokens if not 0 <= token < self.vocab)
-            return f"token id {bad} is outside the vocabulary of {self.vocab}"
-        if length > self.context_max:
-            return f"{length} tokens (prompt + tokens_max) exceed the context of {self.context_max}"
         if params.forced_ids:
             return "forced tokens are scored by the native engine alone"
-        if params.raw_logprobs and (filters or params.temperature not in (0, 1)):
+        if params.raw_logprobs and (is_filtered(params) or params.temperature not in (0, 1)):
             return "vLLM gives one log-prob per token: raw_logprobs needs temperature 1, no filters"
         return ""
 
