@@ -6,7 +6,7 @@ anything is sharded, so they start from exactly the weights the run starts from.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,3 +95,10 @@ def attention_crossover_tokens(policy: Policy) -> float:
         return 8192.0
     arch = policy.arch
     return quadratic_tokens(arch.num_heads * arch.head_dim, arch.layer_params_active())
+
+
+def train_flops(policy: Policy, lengths: Sequence[int], adapter_params: int) -> float | None:
+    """Of forward and backward over documents; None where the shape of the model is not known."""
+    if not isinstance(policy, Decoder):
+        return None
+    return policy.arch.train_flops(lengths, adapter_params)

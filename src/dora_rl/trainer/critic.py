@@ -16,11 +16,11 @@ from dora_rl.trainer.attention.layout import Layout
 from dora_rl.trainer.distributed import back_to_shards
 from dora_rl.trainer.documents import Document, Pack
 from dora_rl.trainer.losses.penalties import value_loss
+from dora_rl.trainer.memory import Room
 from dora_rl.trainer.meters import Meters
 from dora_rl.trainer.options import AlgorithmOptions
 from dora_rl.trainer.policy.casting import cast_parameters
 from dora_rl.trainer.policy.model import Policy, copy_weights
-from dora_rl.trainer.room import Room
 from dora_rl.trainer.scoring import Tell, in_packs
 
 

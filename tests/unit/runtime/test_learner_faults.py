@@ -18,9 +18,9 @@ from dora_rl.core import actions as act
 from dora_rl.io.wire import Channel, Message, encode_learner
 from dora_rl.setup.layout import plan_layout
 from dora_rl.setup.learner_check import check_learner
-from dora_rl.trainer.intake import admit
 from dora_rl.trainer.learner import Learner
 from dora_rl.trainer.options import AlgorithmOptions, TrainerOptions
+from dora_rl.trainer.prepare import admit
 from dora_rl.types import Group, RequestId, Trajectory, UserError
 from dora_rl.workers.worker import Setup, serve
 

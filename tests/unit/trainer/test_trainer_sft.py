@@ -17,8 +17,7 @@ from transformers import AutoModelForCausalLM
 from dora_rl.trainer.attention.layout import Layout
 from dora_rl.trainer.options import TrainerOptions
 from dora_rl.trainer.policy.model import load_policy
-from dora_rl.trainer.sft import SftOptions, SftProgress, run_sft
-from dora_rl.trainer.sft_data import encode_row
+from dora_rl.trainer.sft import SftOptions, SftProgress, encode_row, run_sft
 from dora_rl.types import UserError
 
 TRAINER = TrainerOptions(lr=1e-2, device="cpu", pack_tokens=64)

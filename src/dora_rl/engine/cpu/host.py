@@ -16,8 +16,7 @@ from dora_rl.engine.cpu.batch import BlockTables
 from dora_rl.engine.options import EngineOptions
 from dora_rl.engine.plan import Plan, Span, StepResult
 from dora_rl.engine.tensors.cache import KvCache, derive_num_blocks, perform
-from dora_rl.engine.tensors.memory import check_memory
-from dora_rl.engine.tensors.weights import make_weights
+from dora_rl.engine.tensors.memory import make_weights
 from dora_rl.model.spec import ModelSpec
 from dora_rl.types import Version
 
@@ -31,7 +30,6 @@ class HostRunner(ABC):
 
     def __init__(self, spec: ModelSpec, options: EngineOptions) -> None:
         self.spec, self.options = spec, options
-        check_memory(spec, options)
         self.weights = make_weights(spec, options)
         self.num_blocks = derive_num_blocks(spec, options)
         self.cache = KvCache(spec, options, self.num_blocks)

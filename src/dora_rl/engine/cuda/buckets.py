@@ -1,4 +1,6 @@
-"""How many rows a decode pass on a GPU has: padded to buckets, each with a graph of its own.
+"""How many rows a decode pass on a GPU has, and how many passes are launched at once.
+
+Pure. Rows are padded to buckets, each with a graph of its own.
 
 A graph takes about as long to capture as a hundred steps, and a run meets hundreds of buckets, many
 of them for a moment only while requests end. So a larger one serves, whose surplus rows are
@@ -15,6 +17,9 @@ FIRST_ROWS = (1, 4, 16, 32, 64, 96, 128)
 ROWS_FREE = 64  # up to here rows cost little beside the weights that a version has read for them
 BLOCKS_FEW = 16  # contexts up to here are all alike, longer ones are told apart by factors of four
 SPLIT_COST = 0.1  # of a pass, for each factor: longer contexts are split into more parts
+
+
+FED_LAUNCHES = 16  # in a row for which the GPU never waited, before bursts get shorter
 
 
 class Bucket(NamedTuple):
@@ -88,3 +93,23 @@ class Buckets:
         wasted = self._wasted.get(needed, 0.0) + steps * (1 - cost(needed) / cost(served))
         self._wasted[needed] = wasted
         return needed if wasted > CAPTURE_STEPS else served
+
+
+class Bursts:
+    """Decode steps launched at once, where a GPU may be faster than its host: twice as many if the
+    GPU has waited, one fewer if it has not for a while. A longer burst saves the host work, and
+    costs surplus rows where a response ends inside it."""
+
+    def __init__(self, steps_max: int) -> None:
+        self._steps_max, self._num_fed = steps_max, 0
+
+    def after(self, steps: int, starved: bool) -> int:
+        """The next burst, after one of `steps` at whose launch the GPU had run out of work or not.
+        Between 1 and `steps_max`."""
+        self._num_fed = 0 if starved else self._num_fed + 1
+        if starved:
+            return min(self._steps_max, 2 * steps)
+        if self._num_fed < FED_LAUNCHES:
+            return steps
+        self._num_fed = 0
+        return max(1, steps - 1)

@@ -1,6 +1,6 @@
 """How much fits: versions of the weights and blocks of the KV cache, from the memory there is.
 
-Asked once, when an engine is made. Never allocates.
+Asked once, when an engine is made, which gets its weights here.
 """
 
 from __future__ import annotations
@@ -31,6 +31,13 @@ def version_bytes(spec: ModelSpec, dtype: str) -> int:
 
 def versions_that_fit(spec: ModelSpec, dtype: str, num_bytes: int) -> int:
     return num_bytes // version_bytes(spec, dtype)
+
+
+def make_weights(spec: ModelSpec, options: EngineOptions) -> ModelWeights:
+    """Room for what the options say, if there is that much."""
+    check_memory(spec, options)
+    o = options
+    return ModelWeights(spec, o.versions_max, o.device, o.dtype, o.lora_rank)
 
 
 def check_memory(spec: ModelSpec, options: EngineOptions) -> None:

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from dora_rl.engine.options import EngineOptions
 from dora_rl.engine.tensors import pages
 from dora_rl.engine.tensors.cache import DTYPES
 from dora_rl.engine.tensors.lora import NUM_PARTS, Adapters, LoraShape
@@ -139,9 +138,3 @@ class ModelWeights:
         inner = moe.intermediate if moe else spec.intermediate
         shape = (num_gates * inner, spec.hidden) if num_gates else (spec.hidden, inner)
         return (moe.num_experts, *shape) if moe else shape
-
-
-def make_weights(spec: ModelSpec, options: EngineOptions) -> ModelWeights:
-    """Room for what the options say."""
-    o = options
-    return ModelWeights(spec, o.versions_max, o.device, o.dtype, o.lora_rank)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dora_rl.trainer.losses.advantages import PER_GROUP, GroupAdvantage
+from dora_rl.trainer.losses.aggregate import denominator
 from dora_rl.trainer.losses.clipped import clipped, decoupled, triplet
 from dora_rl.trainer.losses.inputs import LossFunction
 from dora_rl.trainer.losses.own import own_advantage, own_loss
@@ -44,6 +45,11 @@ class Objective:
     def aggregation(self) -> str:
         assert self.options.aggregation is not None
         return self.options.aggregation
+
+    def denominator(self, num_tokens: int, num_sequences: int) -> float:
+        """What the numerator of a whole update is divided by."""
+        constant = self.options.constant_tokens
+        return denominator(self.aggregation, num_tokens, num_sequences, constant)
 
     @property
     def advantage(self) -> str:

@@ -12,6 +12,7 @@ where they are used, so gradients arrive in float32.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -97,6 +98,11 @@ class Layer(nn.Module):
     def _after(self, x: Tensor, mixed: Tensor) -> Tensor:
         x = x + self.self_attn.o_proj(mixed)
         return x + self.mlp(self.post_attention_layernorm(x))
+
+    def fuse(self, **how: Any) -> None:
+        """Compile the two halves."""
+        self.before = torch.compile(self._before, **how)
+        self.after = torch.compile(self._after, **how)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
         q, k, v = self.before(x, cos, sin)

@@ -84,8 +84,7 @@ def _compile_layers(decoder: Decoder) -> None:
     exact: dict[str, Any] = {"dynamic": True, "options": {"emulate_precision_casts": True}}
     for layer in decoder.model.layers:
         assert isinstance(layer, Layer)
-        layer.before = torch.compile(layer._before, **exact)
-        layer.after = torch.compile(layer._after, **exact)
+        layer.fuse(**exact)
     decoder.compiled = True
     # Beyond it torch runs them as they are, without a word: sizes × with and without gradients.
     limits: Any = torch._dynamo.config

@@ -17,8 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dora_rl.engine.cpu.experts import route
 from dora_rl.engine.cuda.kernels.overlap import jit
 from dora_rl.engine.cuda.kernels.rows import gate
+from dora_rl.model.spec import MoeSpec
 
 
 @jit
@@ -81,6 +83,17 @@ def sort_visits(expert: Tensor, num_experts: int, tile: int) -> tuple[Tensor, Te
     tiles = torch.arange(num_tiles, device=device)
     tile_expert = torch.searchsorted(ends, tiles, right=True)
     return order, torch.where(tiles < ends[-1], tile_expert, -1)
+
+
+def choose_experts(
+    logits: Tensor, moe: MoeSpec, dtype: torch.dtype, num_versions: int
+) -> tuple[Tensor, Tensor]:
+    """Weights and expert numbers of [version, row] rows, counted over all version slots."""
+    share, expert = route(logits, moe, dtype)
+    if num_versions > 1:
+        version = torch.arange(len(logits), device=logits.device) // (len(logits) // num_versions)
+        expert = expert + version[:, None] * moe.num_experts
+    return share, expert
 
 
 def sparse_rows(h: Tensor, share: Tensor, expert: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
