@@ -28,10 +28,10 @@ from pathlib import Path
 
 import torch
 
+from dora_rl.config import AlgorithmConfig, TrainerConfig
 from dora_rl.model.spec import ModelSpec, RopeSpec
 from dora_rl.trainer.documents import Document, collate
 from dora_rl.trainer.learner import Learner
-from dora_rl.trainer.options import AlgorithmOptions, TrainerOptions
 from dora_rl.trainer.policy.decoder import Decoder
 from dora_rl.trainer.policy.model import (
     build_decoder,
@@ -114,7 +114,7 @@ def synchronise(device: torch.device) -> None:
 
 
 def make_learner(name: str, rank: int, args: argparse.Namespace) -> Learner:
-    trainer = TrainerOptions(
+    trainer = TrainerConfig(
         lr=1e-6,
         device=args.device,
         compute_dtype=args.dtype,
@@ -133,7 +133,7 @@ def make_learner(name: str, rank: int, args: argparse.Namespace) -> Learner:
     decoder = build_decoder(SHAPES[name], trainer, stored)
     initialise(decoder, seed=0)
     # The ratio is far from 1 for random tokens under random weights; only speed matters here.
-    algorithm = AlgorithmOptions(loss="grpo", clip_low=0.99, clip_high=1e9)
+    algorithm = AlgorithmConfig(loss="grpo", clip_low=0.99, clip_high=1e9)
     return Learner(decoder, algorithm, trainer)
 
 

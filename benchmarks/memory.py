@@ -41,7 +41,6 @@ from dora_rl.setup.memory import CONTEXT_BYTES, GB
 from dora_rl.setup.plan import DevicePlan, RunPlan, plan_run, planned
 from dora_rl.trainer.documents import document_of
 from dora_rl.trainer.learner import Learner
-from dora_rl.trainer.options import TrainerOptions, from_section
 from dora_rl.trainer.policy.decoder import Decoder
 from dora_rl.trainer.policy.model import build_decoder, initialise, lean_spec
 from dora_rl.trainer.scoring import score
@@ -175,7 +174,7 @@ def work_as_learner(
 ) -> list[str]:
     spec = json.loads((Path(config.model.path) / "config.json").read_text())
     trainer = config.trainer.model_copy(update={"device": device, "compute_dtype": "bfloat16"})
-    options = from_section(TrainerOptions, trainer)
+    options = trainer
     arch = lean_spec(spec)
     assert arch is not None
     half = bool(planned.need.lora_rank) and planned.need.base_bytes == 2

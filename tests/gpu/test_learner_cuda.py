@@ -11,11 +11,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from dora_rl.config import AlgorithmConfig, TrainerConfig
 from dora_rl.model.spec import ModelSpec, MoeSpec, RopeSpec
 from dora_rl.trainer.attention.backends import attend_flex, attend_loop, attend_varlen
 from dora_rl.trainer.attention.layout import Layout
 from dora_rl.trainer.learner import Learner
-from dora_rl.trainer.options import AlgorithmOptions, TrainerOptions
 from dora_rl.trainer.policy.model import build_decoder, initialise
 from dora_rl.types import Group, RequestId, Trajectory
 
@@ -49,7 +49,7 @@ LENGTHS = [700, 3, 64, 129, 1, 350]
 
 
 def policy_of(arch: ModelSpec, **options: object):
-    trainer = TrainerOptions(device="cuda", **options)  # type: ignore[arg-type]
+    trainer = TrainerConfig(device="cuda", **options)  # type: ignore[arg-type]
     decoder = build_decoder(arch, trainer)
     torch.manual_seed(0)
     initialise(decoder, 0, std=0.05)
@@ -138,8 +138,8 @@ def groups(seed: int) -> list[Group]:
 def test_a_stream_gives_the_gradient_of_one_big_batch() -> None:
     norms = []
     for pack_tokens in (512, 100_000):
-        trainer = TrainerOptions(device="cuda", pack_tokens=pack_tokens, lr=1e-4)
-        learner = Learner(policy_of(DENSE, pack_tokens=pack_tokens), AlgorithmOptions(), trainer)
+        trainer = TrainerConfig(device="cuda", pack_tokens=pack_tokens, lr=1e-4)
+        learner = Learner(policy_of(DENSE, pack_tokens=pack_tokens), AlgorithmConfig(), trainer)
         learner.begin_step(0)
         for group in groups(0):
             learner.feed([group])
@@ -149,8 +149,8 @@ def test_a_stream_gives_the_gradient_of_one_big_batch() -> None:
 
 def test_a_learner_learns() -> None:
     """Prefer one token over another; the log-probs must follow."""
-    trainer = TrainerOptions(device="cuda", lr=3e-4)
-    learner = Learner(policy_of(DENSE), AlgorithmOptions(loss="reinforce"), trainer)
+    trainer = TrainerConfig(device="cuda", lr=3e-4)
+    learner = Learner(policy_of(DENSE), AlgorithmConfig(loss="reinforce"), trainer)
 
     def batch(step: int) -> list[Group]:
         rng = random.Random(step)
@@ -172,8 +172,8 @@ def test_a_learner_learns() -> None:
 @pytest.mark.parametrize("rank", [0, 8])
 def test_no_pack_waits_for_the_device(rank: int) -> None:
     """Once everything is compiled the host only queues: forward, backward, sums of metrics."""
-    trainer = TrainerOptions(device="cuda", lr=1e-4, pack_tokens=256, lora_rank=rank)
-    learner = Learner(policy_of(DENSE), AlgorithmOptions(kl_coef=0.1), trainer)
+    trainer = TrainerConfig(device="cuda", lr=1e-4, pack_tokens=256, lora_rank=rank)
+    learner = Learner(policy_of(DENSE), AlgorithmConfig(kl_coef=0.1), trainer)
     assert learner.policy.compiled
     rng = random.Random(0)
 

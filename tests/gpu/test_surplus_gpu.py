@@ -6,7 +6,6 @@ Run with `pytest tests/gpu -m gpu` on a machine with a CUDA device and Triton.
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -42,7 +41,7 @@ def test_a_session_goes_on_behind_rows_beyond_its_turn(tmp_path: Path, num_given
     given = tuple(range(20, 20 + num_given))
 
     def session(device: str, stop_ids: tuple[int, ...]) -> tuple[int, ...]:
-        engine = Engine(read_spec(tmp_path), replace(OPTIONS, device=device))
+        engine = Engine(read_spec(tmp_path), OPTIONS.model_copy(update={"device": device}))
         engine.load(0, tmp_path)
         if device == "cuda":
             engine.runner.burst, engine.runner._choose_burst = 3, lambda: None

@@ -24,7 +24,6 @@ from dora_rl.setup.devices import visible_gpus
 from dora_rl.setup.memory import CONTEXT_BYTES, GB, MemoryPlan, Need, plan_memory
 from dora_rl.setup.settings import core_params, is_recomputable
 from dora_rl.trainer.losses.recipes import fill
-from dora_rl.trainer.options import AlgorithmOptions, from_section
 from dora_rl.types import UserError
 from dora_rl.workers.engines import adapter_rank
 
@@ -285,7 +284,7 @@ def need_of(
         compiled=trainer.compile == "on" or (trainer.compile == "auto" and not trainer.lora_rank),
         rechecks=config.audit.recompute_share > 0 and ranks == 1 and is_recomputable(config),
         num_twins=num_twins(config),
-        critic=fill(from_section(AlgorithmOptions, config.algorithm)).advantage == "gae",
+        critic=fill(config.algorithm).advantage == "gae",
         kv_bytes=kv,
         pack_tokens=trainer.pack_tokens,
         checkpointing=trainer.activation_checkpointing.replace("auto", ""),
@@ -302,7 +301,7 @@ def request_tokens(config: RunConfig, context: int) -> int:
 
 def num_twins(config: RunConfig) -> int:
     """Frozen copies that the learner holds: the reference, and versions to score under."""
-    options = fill(from_section(AlgorithmOptions, config.algorithm))
+    options = fill(config.algorithm)
     has_reference = options.reference or options.kl_coef != 0.0
     scored = 0
     several = config.trainer.updates_per_step > 1 and options.old_logprobs == "proximal"

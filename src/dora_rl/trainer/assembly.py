@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from dora_rl.config import TrainerConfig
 from dora_rl.trainer import distributed
 from dora_rl.trainer.critic import Critic, make_critic
 from dora_rl.trainer.losses.registry import Objective
 from dora_rl.trainer.optim import Optimizer
-from dora_rl.trainer.options import TrainerOptions
 from dora_rl.trainer.packing import quadratic_tokens
 from dora_rl.trainer.policy.decoder import Decoder
 from dora_rl.trainer.policy.lora import add_lora
@@ -42,7 +42,7 @@ class Assembly:
 
 
 def assemble(
-    model: Path | Policy, objective: Objective, options: TrainerOptions, directory: Path | None
+    model: Path | Policy, objective: Objective, options: TrainerConfig, directory: Path | None
 ) -> Assembly:
     """Load or take the policy and build everything around it."""
     policy = load_policy(model, options) if isinstance(model, Path) else model
@@ -69,7 +69,7 @@ def assemble(
 
 
 def _reference(
-    policy: Policy, objective: Objective, options: TrainerOptions, make_twin: Callable[[], Policy]
+    policy: Policy, objective: Objective, options: TrainerConfig, make_twin: Callable[[], Policy]
 ) -> Policy | None:
     if not objective.needs_reference:
         return None

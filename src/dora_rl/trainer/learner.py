@@ -1,6 +1,6 @@
 """The learner: takes groups as a stream, makes micro-batches as they fill, steps, publishes.
 
-    learner = Learner("path/to/model", AlgorithmOptions(loss="grpo"), TrainerOptions(lr=1e-4),
+    learner = Learner("path/to/model", AlgorithmConfig(loss="grpo"), TrainerConfig(lr=1e-4),
                       batch_groups=32)
     learner.begin_step(0)              # step s trains version s ...
     learner.feed([group, group])       # any number of calls, any number of groups
@@ -25,19 +25,14 @@ from pathlib import Path
 
 from torch import Tensor
 
+from dora_rl.config import AlgorithmConfig, CheckpointConfig, TrainerConfig
 from dora_rl.ports import WeightStore
 from dora_rl.trainer import distributed
 from dora_rl.trainer.checkpoints import state
 from dora_rl.trainer.checkpoints.publish import Publisher, compute_canary
+from dora_rl.trainer.checks import check_published
 from dora_rl.trainer.critic import fill_old_values
 from dora_rl.trainer.losses.registry import resolve
-from dora_rl.trainer.options import (
-    AlgorithmOptions,
-    CheckpointOptions,
-    TrainerOptions,
-    check_published,
-    from_section,
-)
 from dora_rl.trainer.policy.lora import load_published_adapter, published_adapter
 from dora_rl.trainer.policy.model import Policy, load_weights, pick_dtype
 from dora_rl.trainer.prepare import (
@@ -58,20 +53,15 @@ class Learner(Updates):
     def __init__(
         self,
         model: str | Path | Policy,
-        algorithm: object = None,
-        trainer: object = None,
+        algorithm: AlgorithmConfig | None = None,
+        trainer: TrainerConfig | None = None,
         *,
         batch_groups: int | None = None,
         store: WeightStore | None = None,
     ) -> None:
-        algorithm = algorithm or AlgorithmOptions()
-        trainer = trainer or TrainerOptions()
-        if not isinstance(algorithm, AlgorithmOptions):
-            algorithm = from_section(AlgorithmOptions, algorithm)
-        if not isinstance(trainer, TrainerOptions):
-            trainer = from_section(TrainerOptions, trainer)
+        trainer = trainer or TrainerConfig()
         source = Path(model) if isinstance(model, str) else model
-        super().__init__(source, resolve(algorithm), trainer, store)
+        super().__init__(source, resolve(algorithm or AlgorithmConfig()), trainer, store)
         on_gpu = self.device.type != "cpu"
         check_published(trainer.compute_dtype, trainer.publish_dtype, on_gpu=on_gpu)
         self.groups_per_update = self._groups_per_update(batch_groups)
@@ -178,10 +168,10 @@ class Learner(Updates):
             store, version, tensors, canary, background, base, beside, turn
         )
 
-    def save(self, directory: str | Path, options: CheckpointOptions | None = None) -> Path:
+    def save(self, directory: str | Path, options: CheckpointConfig | None = None) -> Path:
         """Write a checkpoint (see `checkpoint`) atomically under this very name."""
         assert self.step is None, "a checkpoint is taken between steps"
-        return state.save(self, Path(directory), options or CheckpointOptions())
+        return state.save(self, Path(directory), options or CheckpointConfig())
 
     def adopt(self, store: WeightStore, version: Version, exact: WeightStore | None = None) -> None:
         """Take the weights of a sealed version and go on from there, with the moments as they are:
@@ -202,8 +192,8 @@ class Learner(Updates):
     def resume(
         cls,
         directory: str | Path,
-        algorithm: object = None,
-        trainer: object = None,
+        algorithm: AlgorithmConfig | None = None,
+        trainer: TrainerConfig | None = None,
         *,
         batch_groups: int | None = None,
         store: WeightStore | None = None,
@@ -217,8 +207,6 @@ class Learner(Updates):
 
     def _groups_per_update(self, batch_groups: int | None) -> int | None:
         updates = self.options.updates_per_step
-        if updates < 1:
-            raise UserError("trainer.updates_per_step must be at least 1")
         if batch_groups is None:
             return None
         if batch_groups % updates:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dora_rl.config import AlgorithmConfig
 from dora_rl.trainer.documents import Document, document_of
 from dora_rl.trainer.losses.advantages import (
     GroupScores,
@@ -28,7 +29,6 @@ from dora_rl.trainer.losses.advantages import (
 from dora_rl.trainer.losses.penalties import KL
 from dora_rl.trainer.losses.registry import Objective
 from dora_rl.trainer.meters import Meters
-from dora_rl.trainer.options import AlgorithmOptions
 from dora_rl.types import REWARD_MAX, Group, StepIndex, Trajectory
 
 
@@ -90,7 +90,7 @@ def sample_fault(group: Group, sample: Trajectory, tokens_max: int, vocab: int) 
     return ""
 
 
-def group_documents(group: Group, options: AlgorithmOptions) -> list[Document]:
+def group_documents(group: Group, options: AlgorithmConfig) -> list[Document]:
     """The group's documents, their rewards shaped by the overlong penalty, no advantages yet."""
     out = []
     for sample in group.samples:
@@ -105,7 +105,7 @@ def group_documents(group: Group, options: AlgorithmOptions) -> list[Document]:
     return out
 
 
-def _kl_T(document: Document, options: AlgorithmOptions) -> Tensor | None:
+def _kl_T(document: Document, options: AlgorithmConfig) -> Tensor | None:
     """Per-token penalty to subtract from the reward, or None."""
     if options.kl_in != "reward" or options.kl_coef == 0.0:
         return None
@@ -128,7 +128,7 @@ def per_group_advantages(documents: Sequence[Document], objective: Objective) ->
         d.advantages = torch.full((d.num_trained,), a, dtype=torch.float32)
 
 
-def whole_batch_advantages(documents: Sequence[Document], options: AlgorithmOptions) -> None:
+def whole_batch_advantages(documents: Sequence[Document], options: AlgorithmConfig) -> None:
     """Fill in advantages that need every response of the step.
 
     batch: returns to go of (reward at the last token − KL), whitened over all tokens.

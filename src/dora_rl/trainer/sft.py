@@ -1,7 +1,7 @@
 """Supervised warm start: imitate demonstrations, packed, with the learner's model and optimizer.
 
     result = run_sft(Path("model"), [Path("demos.jsonl")], Path("out"), SftOptions(epochs=2),
-                     TrainerOptions(lr=2e-3), on_progress=print)
+                     TrainerConfig(lr=2e-3), on_progress=print)
 
 Demonstrations are jsonl rows `{"prompt": ..., "completion": ...}`; each side is a string or a
 message list. A string prompt is encoded as the rollout encodes it (with the tokenizer's own
@@ -20,19 +20,19 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 
+from dora_rl.config import TrainerConfig
 from dora_rl.model.directory import write_model
 from dora_rl.model.tokenizer import Tokenizer
 from dora_rl.trainer.checkpoints.checkpoint import copy_side_files, write_atomically
 from dora_rl.trainer.documents import Document, collate
 from dora_rl.trainer.memory import keep_freed_memory
 from dora_rl.trainer.optim import Optimizer, learning_rate
-from dora_rl.trainer.options import TrainerOptions
 from dora_rl.trainer.packing import pack_balanced
 from dora_rl.trainer.policy.lora import add_lora
 from dora_rl.trainer.policy.model import (
@@ -98,7 +98,7 @@ def run_sft(
     data: Sequence[Path],
     out: Path,
     options: SftOptions,
-    trainer: TrainerOptions,
+    trainer: TrainerConfig,
     on_progress: Callable[[SftProgress], None] | None = None,
     tokenizer: Tokenizer | None = None,
 ) -> SftResult:
@@ -144,7 +144,7 @@ def run_sft(
     )
 
 
-def _load_tokenizer(model: Path, trainer: TrainerOptions) -> Tokenizer:
+def _load_tokenizer(model: Path, trainer: TrainerConfig) -> Tokenizer:
     from transformers import AutoTokenizer
 
     try:
@@ -171,14 +171,15 @@ class _Run:
         policy: Policy,
         train: list[Document],
         options: SftOptions,
-        trainer: TrainerOptions,
+        trainer: TrainerConfig,
     ) -> None:
         self.policy, self.documents, self.options = policy, train, options
         self.device = next(policy.parameters()).device
         per_epoch = math.ceil(len(train) / options.batch_examples)
         self.num_updates = max(1, round(per_epoch * options.epochs))
         # A decaying schedule without a horizon ends with the run.
-        self.trainer = replace(trainer, num_updates=trainer.num_updates or self.num_updates)
+        horizon = {"num_updates": trainer.num_updates or self.num_updates}
+        self.trainer = trainer.model_copy(update=horizon)
         if trainer.lora_rank:
             add_lora(policy, trainer)
         self.optimizer = Optimizer(policy, self.trainer)

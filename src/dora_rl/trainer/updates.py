@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from dora_rl.config import TrainerConfig
 from dora_rl.out_of_memory import free_cached, maybe_fail, shortage
 from dora_rl.ports import WeightStore
 from dora_rl.trainer import distributed
@@ -30,7 +31,6 @@ from dora_rl.trainer.losses.registry import Objective
 from dora_rl.trainer.memory import Room, keep_freed_memory
 from dora_rl.trainer.meters import Meters
 from dora_rl.trainer.optim import learning_rate
-from dora_rl.trainer.options import TrainerOptions
 from dora_rl.trainer.packing import pack_balanced, pack_stream
 from dora_rl.trainer.passes import empty_pass, policy_pass
 from dora_rl.trainer.scoring import SealedScorer, score
@@ -65,7 +65,7 @@ class Updates:
         self,
         model: Path | Policy,
         objective: Objective,
-        trainer: TrainerOptions,
+        trainer: TrainerConfig,
         store: WeightStore | None,
     ) -> None:
         self.objective, self.options = objective, trainer

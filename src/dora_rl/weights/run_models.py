@@ -161,9 +161,8 @@ def _in_run(run: Path) -> dict[Version, FoundModel]:
 
 def _checkpoints(run: Path, config: RunConfig) -> Any:
     from dora_rl.trainer.checkpoints.checkpoint import Checkpoints
-    from dora_rl.trainer.options import CheckpointOptions, from_section
 
-    return Checkpoints(run / "checkpoints", from_section(CheckpointOptions, config.checkpoint))
+    return Checkpoints(run / "checkpoints", config.checkpoint)
 
 
 def _number(step: str, found: dict[Version, FoundModel]) -> Version:

@@ -36,7 +36,7 @@ def text_of(ids: Sequence[int]) -> str:
 
 def make(path: Path, burst: int, journal: Journal | None = None, **changes: int) -> Engine:
     """One step at a time, or in bursts."""
-    spec, options = read_spec(path), replace(OPTIONS, **changes)
+    spec, options = read_spec(path), OPTIONS.model_copy(update=changes)
     runner = make_runner(spec, options)
     ahead = AheadRunner(runner, burst) if burst > 1 else runner
     engine = Engine(spec, options, decode=text_of, journal=journal, runner=ahead)

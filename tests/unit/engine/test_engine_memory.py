@@ -59,7 +59,7 @@ def make(
     burst: int = 1,
     **changes: Any,
 ) -> Engine:
-    spec, options = read_spec(path), replace(OPTIONS, **changes)
+    spec, options = read_spec(path), OPTIONS.model_copy(update=changes)
     runner: Any = make_runner(spec, options)
     runner = wrap(AheadRunner(runner, burst) if burst > 1 else runner)
     engine = Engine(spec, options, journal=journal, runner=runner)

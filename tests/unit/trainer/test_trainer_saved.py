@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from dora_rl.config import TrainerConfig
 from dora_rl.model.directory import read_spec
 from dora_rl.model.rope import inverse_frequencies, rotation
 from dora_rl.setup.memory import layer_bytes
 from dora_rl.trainer.attention.layout import Layout
-from dora_rl.trainer.options import TrainerOptions
 from dora_rl.trainer.policy.decoder import Layer
 from dora_rl.trainer.policy.lora import add_lora
 from dora_rl.trainer.policy.model import lean_spec
@@ -126,7 +126,7 @@ def test_adapters_keep_little_more(compiled: bool, tmp_path: Path) -> None:
     folder, rank = write(tmp_path, "qwen2"), 4
     layer, arch = make_layer(folder)
     layer.requires_grad_(False)
-    add_lora(layer, TrainerOptions(lora_rank=rank, device="cpu"))
+    add_lora(layer, TrainerConfig(lora_rank=rank, device="cpu"))
     if compiled:
         compile_halves(layer)
     each = (kept_bytes(layer, arch, 128) - kept_bytes(layer, arch, 64)) / 64

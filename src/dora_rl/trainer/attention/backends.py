@@ -23,9 +23,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dora_rl.config.section import choose
 from dora_rl.trainer.attention.blocks import attend_blocks
 from dora_rl.trainer.attention.layout import Layout
-from dora_rl.trainer.options import check_attention, choose
+from dora_rl.trainer.checks import check_attention
 from dora_rl.types import UserError
 
 # Beyond this length the probabilities that `blocks` keeps weigh more than the flash kernel's

@@ -26,7 +26,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dora_rl.trainer.options import CheckpointOptions
+from dora_rl.config import CheckpointConfig
 from dora_rl.types import StepIndex, UserError, Version
 
 TRAINER = "trainer"
@@ -152,7 +152,7 @@ class Saved:
 class Checkpoints:
     """The checkpoints of one run: newest `keep`, and the best by evaluation."""
 
-    def __init__(self, root: Path, options: CheckpointOptions) -> None:
+    def __init__(self, root: Path, options: CheckpointConfig) -> None:
         self.root, self.options = root, options
 
     def path_of(self, step: StepIndex) -> Path:

@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from dora_rl.config import CheckpointConfig
 from dora_rl.model.directory import write_model
 from dora_rl.trainer.checkpoints import checkpoint
 from dora_rl.trainer.checkpoints.masters import prefixed, whole, with_prefix
 from dora_rl.trainer.distributed import gathered, like_shard, wait_for_all
 from dora_rl.trainer.optim import Optimizer
-from dora_rl.trainer.options import CheckpointOptions
 from dora_rl.trainer.policy.lora import (
     adapter_tensors,
     is_adapter,
@@ -53,7 +53,7 @@ ADAPTER, CRITIC, POLICY, RANDOM = "adapter:", "critic:", "policy:", "random:"
 COUNTERS = "counters"  # of a version: JSON as bytes
 
 
-def save(learner: Learner, directory: Path, options: CheckpointOptions) -> Path:
+def save(learner: Learner, directory: Path, options: CheckpointConfig) -> Path:
     """Write everything atomically; rank 0 writes, the others take part in gathering and wait."""
     dtype = learner.policy.compute_dtype
     if options.dtype != "auto":

@@ -23,12 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dora_rl.config import TrainerConfig
 from dora_rl.model.directory import HfDirectory, tensor_files, write_model
 from dora_rl.trainer.attention.layout import Layout
 from dora_rl.trainer.foreign.clone import make_clone
 from dora_rl.trainer.foreign.names import CheckpointFormat, own_tensors
 from dora_rl.trainer.foreign.policy import ForeignPolicy
-from dora_rl.trainer.options import TrainerOptions
 from dora_rl.trainer.policy.casting import cast_parameters
 from dora_rl.trainer.policy.logprobs import TokenScores
 from dora_rl.types import UserError
@@ -41,7 +41,7 @@ HALF_DIFFERENCE_MAX = 0.2
 
 
 def load_foreign(
-    directory: Path, device: torch.device, dtype: torch.dtype, options: TrainerOptions
+    directory: Path, device: torch.device, dtype: torch.dtype, options: TrainerConfig
 ) -> ForeignPolicy:
     """The model of a directory, checked; float32 parameters."""
     trust = options.trust_remote_code
@@ -168,7 +168,7 @@ def _write(model: Any, directory: Path) -> None:
 
 
 def _policy(directory: Path, attention: str, trust: bool) -> ForeignPolicy:
-    options = TrainerOptions(device="cpu")
+    options = TrainerConfig(device="cpu")
     return ForeignPolicy(load_model(directory, attention, trust), torch.float32, options)
 
 

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from dora_rl.config import TrainerConfig
+from dora_rl.config.section import choose
 from dora_rl.trainer.attention.layout import Layout, send
 from dora_rl.trainer.foreign.names import CheckpointFormat
-from dora_rl.trainer.options import TrainerOptions, choose
 from dora_rl.trainer.policy.casting import cast_where_used
 from dora_rl.trainer.policy.logprobs import TokenScores, chunk_tokens, token_scores
 from dora_rl.types import UserError
@@ -29,7 +30,7 @@ from dora_rl.types import UserError
 class ForeignPolicy(nn.Module):
     """transformers' own model; `inner` is it, with the names it has there."""
 
-    def __init__(self, model: Any, dtype: torch.dtype, options: TrainerOptions) -> None:
+    def __init__(self, model: Any, dtype: torch.dtype, options: TrainerConfig) -> None:
         super().__init__()
         config = model.config.get_text_config()
         self.inner = model

@@ -9,17 +9,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dora_rl.config import AlgorithmConfig
 from dora_rl.trainer.losses.inputs import LossInputs, LossOutput, ratio_of
-from dora_rl.trainer.options import AlgorithmOptions
 
 
-def _bounds(options: AlgorithmOptions) -> tuple[float, float]:
+def _bounds(options: AlgorithmConfig) -> tuple[float, float]:
     assert options.clip_low is not None and options.clip_high is not None, "recipe not resolved"
     return 1.0 - options.clip_low, 1.0 + options.clip_high
 
 
 def surrogate(
-    ratio_T: Tensor, advantage_T: Tensor, options: AlgorithmOptions
+    ratio_T: Tensor, advantage_T: Tensor, options: AlgorithmConfig
 ) -> tuple[Tensor, Tensor, Tensor]:
     """−min(r·A, clip(r, 1−ε_low, 1+ε_high)·A), with marks of what was clipped.
 
@@ -36,13 +36,13 @@ def surrogate(
     return loss, clipped_low, clipped_high
 
 
-def clipped(inputs: LossInputs, options: AlgorithmOptions) -> LossOutput:
+def clipped(inputs: LossInputs, options: AlgorithmConfig) -> LossOutput:
     """loss_t = −min(r_t·A_t, clip(r_t, 1−ε_low, 1+ε_high)·A_t),  r_t = π_θ(t)/π_old(t)."""
     ratio = ratio_of(inputs.logprobs_T, inputs.old_logprobs_T)
     return LossOutput(*surrogate(ratio, inputs.advantages_T, options))
 
 
-def decoupled(inputs: LossInputs, options: AlgorithmOptions) -> LossOutput:
+def decoupled(inputs: LossInputs, options: AlgorithmConfig) -> LossOutput:
     """loss_t = −sg[π_prox(t)/π_behav(t)] · min(r_t·A_t, clip(r_t, 1−ε_low, 1+ε_high)·A_t).
 
     r_t = π_θ(t)/π_prox(t): the trust region is around the recent proximal policy (`old`), the
@@ -57,7 +57,7 @@ def decoupled(inputs: LossInputs, options: AlgorithmOptions) -> LossOutput:
     return LossOutput(weight.detach() * loss, low, high)
 
 
-def triplet(inputs: LossInputs, options: AlgorithmOptions) -> LossOutput:
+def triplet(inputs: LossInputs, options: AlgorithmConfig) -> LossOutput:
     """loss_t = −min(r_t, 1+ε_pos_high)·A_t               where A_t ≥ 0
     loss_t = −clip(r_t, 1−ε_neg_low, ε_neg_high)·A_t     where A_t < 0
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dora_rl.config import AlgorithmConfig
 from dora_rl.trainer.losses.advantages import PER_GROUP, GroupAdvantage
 from dora_rl.trainer.losses.aggregate import denominator
 from dora_rl.trainer.losses.clipped import clipped, decoupled, triplet
@@ -16,7 +17,6 @@ from dora_rl.trainer.losses.own import own_advantage, own_loss
 from dora_rl.trainer.losses.recipes import fill, is_users_own, recipe_of
 from dora_rl.trainer.losses.score import cispo, reinforce
 from dora_rl.trainer.losses.sequence import gspo
-from dora_rl.trainer.options import AlgorithmOptions
 
 FUNCTIONS: dict[str, LossFunction] = {
     "clipped": clipped,
@@ -37,7 +37,7 @@ class Objective:
     """
 
     function: LossFunction
-    options: AlgorithmOptions
+    options: AlgorithmConfig
     group_advantage: GroupAdvantage | None  # None: it takes the whole batch
     zero_advantage_is_free: bool = True
 
@@ -77,7 +77,7 @@ class Objective:
         return o.skip_zero_advantage and free and not kl_in_loss and o.entropy_coef == 0.0
 
 
-def resolve(options: AlgorithmOptions) -> Objective:
+def resolve(options: AlgorithmConfig) -> Objective:
     """The options filled from the recipe, and the functions."""
     filled = fill(options)
     name = filled.advantage

@@ -3,11 +3,11 @@ ever clipped away. Pure."""
 
 from __future__ import annotations
 
+from dora_rl.config import AlgorithmConfig
 from dora_rl.trainer.losses.inputs import LossInputs, LossOutput, ratio_of
-from dora_rl.trainer.options import AlgorithmOptions
 
 
-def reinforce(inputs: LossInputs, options: AlgorithmOptions) -> LossOutput:
+def reinforce(inputs: LossInputs, options: AlgorithmConfig) -> LossOutput:
     """loss_t = −A_t · log π_θ(t).
 
     With leave-one-out advantages and per-sequence sums this is RLOO. Data from older versions is
@@ -16,7 +16,7 @@ def reinforce(inputs: LossInputs, options: AlgorithmOptions) -> LossOutput:
     return LossOutput(-inputs.advantages_T * inputs.logprobs_T)
 
 
-def cispo(inputs: LossInputs, options: AlgorithmOptions) -> LossOutput:
+def cispo(inputs: LossInputs, options: AlgorithmConfig) -> LossOutput:
     """loss_t = −sg[clip(r_t, 1−ε_low, 1+ε_high)] · A_t · log π_θ(t),  r_t = π_θ(t)/π_old(t).
 
     The clipped ratio is a weight, not a gate: every token keeps a gradient.

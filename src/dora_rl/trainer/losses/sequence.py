@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from dora_rl.config import AlgorithmConfig
 from dora_rl.trainer.losses.clipped import surrogate
 from dora_rl.trainer.losses.inputs import LOG_RATIO_MAX, LossInputs, LossOutput
-from dora_rl.trainer.options import AlgorithmOptions
 
 
-def gspo(inputs: LossInputs, options: AlgorithmOptions) -> LossOutput:
+def gspo(inputs: LossInputs, options: AlgorithmConfig) -> LossOutput:
     """loss_t = −min(s_i·A_t, clip(s_i, 1−ε_low, 1+ε_high)·A_t)  for every token t of sequence i,
 
     s_i = (π_θ(y_i)/π_old(y_i))^(1/|y_i|) = exp(mean_t(log π_θ(t) − log π_old(t))).

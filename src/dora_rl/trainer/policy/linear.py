@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dora_rl.trainer.options import TrainerOptions
+from dora_rl.config import TrainerConfig
 
 ADAPTER = "default"
 # Two matrices with that many times more outputs than inputs add their adapters inside the product:
@@ -45,7 +45,7 @@ class LoraLinear(nn.Module):
     the adapter as if nothing had been rounded.
     """
 
-    def __init__(self, base: nn.Linear, options: TrainerOptions) -> None:
+    def __init__(self, base: nn.Linear, options: TrainerConfig) -> None:
         super().__init__()
         device, rank = base.weight.device, options.lora_rank
         down = Linear(base.in_features, rank, bias=False)  # initialised on the CPU: the same

@@ -17,10 +17,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from dora_rl.config import TrainerConfig
 from dora_rl.model.directory import HfDirectory
 from dora_rl.model.names import LINEAR_LAYERS, PREFIX, SCALE
 from dora_rl.trainer.distributed import like_shard
-from dora_rl.trainer.options import TrainerOptions
 from dora_rl.trainer.policy.linear import ADAPTER, LoraLinear, merged_weight
 from dora_rl.types import UserError
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _BASE = ".base_layer."
 
 
-def add_lora(policy: nn.Module, options: TrainerOptions) -> None:
+def add_lora(policy: nn.Module, options: TrainerConfig) -> None:
     """Freeze the policy and add adapters to its linear layers, in place."""
     linear = {n: m for n, m in policy.named_modules() if isinstance(m, nn.Linear)}
     found = {n.rsplit(".", 1)[-1] for n, m in linear.items() if m is not _output_layer(policy)}
@@ -129,7 +129,7 @@ def peft_name(name: str) -> str:
 
 def published_adapter(
     policy: nn.Module,
-    options: TrainerOptions,
+    options: TrainerConfig,
     dtype: torch.dtype,
     gather: Callable[[Tensor], Tensor],
 ) -> list[tuple[str, Tensor]]:
@@ -199,7 +199,7 @@ def load_adapter_tensors(policy: nn.Module, tensors: dict[str, Tensor]) -> None:
 
 
 def save_adapter(
-    directory: Path, adapters: dict[str, Tensor], options: TrainerOptions, base: str
+    directory: Path, adapters: dict[str, Tensor], options: TrainerConfig, base: str
 ) -> None:
     """A PEFT directory: adapter_config.json and adapter_model.safetensors. The adapters are whole,
     by the policy's names."""

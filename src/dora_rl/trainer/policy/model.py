@@ -14,6 +14,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from dora_rl.config import TrainerConfig
+from dora_rl.config.section import choose
 from dora_rl.model.directory import HfDirectory, read_config
 from dora_rl.model.families import spec_from_config
 from dora_rl.model.rope import inverse_frequencies
@@ -22,7 +24,6 @@ from dora_rl.trainer.attention.backends import pick_attention
 from dora_rl.trainer.distributed import gathered, like_shard, world
 from dora_rl.trainer.foreign.check import load_foreign
 from dora_rl.trainer.foreign.policy import ForeignPolicy
-from dora_rl.trainer.options import TrainerOptions, choose
 from dora_rl.trainer.policy.casting import cast_parameters
 from dora_rl.trainer.policy.decoder import Decoder, Layer
 from dora_rl.trainer.policy.experts import from_checkpoint, to_checkpoint
@@ -52,7 +53,7 @@ def pick_dtype(name: str, device: torch.device, what: str = "trainer.compute_dty
 
 
 def build_decoder(
-    arch: ModelSpec, options: TrainerOptions, weights_dtype: torch.dtype = torch.float32
+    arch: ModelSpec, options: TrainerConfig, weights_dtype: torch.dtype = torch.float32
 ) -> Decoder:
     """A lean decoder on the chosen device, its parameters not yet initialised."""
     device = pick_device(options.device)
@@ -104,7 +105,7 @@ def initialise(decoder: Decoder, seed: int, std: float = 0.02) -> None:
             p.copy_(torch.randn(p.shape, generator=generator) * std)
 
 
-def load_policy(directory: Path, options: TrainerOptions) -> Policy:
+def load_policy(directory: Path, options: TrainerConfig) -> Policy:
     """Read a model directory into a policy with float32 parameters. A base that only carries
     adapters stays as it is stored, where the policy computes in that."""
     config = read_config(directory)
@@ -135,7 +136,7 @@ def lean_spec(config: Mapping[str, Any]) -> ModelSpec | None:
     return spec if lean else None
 
 
-def _weights_dtype(config: dict[str, Any], options: TrainerOptions) -> torch.dtype:
+def _weights_dtype(config: dict[str, Any], options: TrainerConfig) -> torch.dtype:
     """Half the memory, and the same numbers wherever they go. Ranks shard one dtype alone."""
     computed = pick_dtype(options.compute_dtype, pick_device(options.device))
     stored = str(config.get("dtype") or config.get("torch_dtype"))
@@ -242,7 +243,7 @@ def copy_weights(twin: nn.Module, policy: nn.Module) -> None:
     load_weights(twin, tensors.__getitem__)
 
 
-def clone_architecture(policy: Policy, options: TrainerOptions, directory: Path | None) -> Policy:
+def clone_architecture(policy: Policy, options: TrainerConfig, directory: Path | None) -> Policy:
     """A second policy of the same shape, frozen and in the compute dtype; not yet filled.
 
     It holds a sealed version or the reference. Every rank has its own, whole. It computes as the
@@ -261,7 +262,7 @@ def freeze(policy: Policy) -> Policy:
 
 
 @torch.no_grad()
-def clone_adapted(policy: Policy, options: TrainerOptions, directory: Path | None) -> Policy:
+def clone_adapted(policy: Policy, options: TrainerConfig, directory: Path | None) -> Policy:
     """A frozen twin on the same base with room for the adapter of any version. Base weights come
     from all ranks, so all must enter."""
     twin = clone_architecture(policy, options, directory)
