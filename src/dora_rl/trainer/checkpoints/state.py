@@ -35,7 +35,6 @@ from dora_rl.trainer.policy.lora import (
     save_adapter,
 )
 from dora_rl.trainer.policy.model import (
-    base_weights,
     load_weights,
     named_weights,
     pick_dtype,
@@ -60,7 +59,7 @@ def save(learner: Learner, directory: Path, options: CheckpointConfig) -> Path:
         dtype = pick_dtype(options.dtype, learner.device, "checkpoint.dtype")
     lora = bool(learner.options.lora_rank)
     weights = {n: t.float() for n, t in named_weights(learner.policy, gathered)}
-    masters = {n: gathered(t) for n, t in base_weights(learner.policy)} if lora else weights
+    masters = dict(named_weights(learner.policy, gathered, None)) if lora else weights
     parts = {"optimizer": _moments(learner.optimizer)}
     if lora:
         parts["adapters"] = {n: gathered(t) for n, t in adapter_tensors(learner.policy).items()}

@@ -11,12 +11,10 @@ from dataclasses import dataclass
 from dora_rl.config import AlgorithmConfig
 from dora_rl.trainer.losses.advantages import PER_GROUP, GroupAdvantage
 from dora_rl.trainer.losses.aggregate import denominator
-from dora_rl.trainer.losses.clipped import clipped, decoupled, triplet
+from dora_rl.trainer.losses.functions import cispo, clipped, decoupled, gspo, reinforce, triplet
 from dora_rl.trainer.losses.inputs import LossFunction
 from dora_rl.trainer.losses.own import own_advantage, own_loss
 from dora_rl.trainer.losses.recipes import fill, is_users_own, recipe_of
-from dora_rl.trainer.losses.score import cispo, reinforce
-from dora_rl.trainer.losses.sequence import gspo
 
 FUNCTIONS: dict[str, LossFunction] = {
     "clipped": clipped,

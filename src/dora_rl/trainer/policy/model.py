@@ -192,24 +192,24 @@ def checkpoint_name(name: str) -> str:
 def named_weights(
     policy: nn.Module,
     gather: Callable[[Tensor], Tensor] = lambda t: t,
-    merge_dtype: torch.dtype = torch.float32,
+    merge_dtype: torch.dtype | None = torch.float32,
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors of the Hugging Face checkpoint, adapters merged, one at a time in fixed order.
 
-    Merged in float32, or in numbers of another dtype: those that a policy computes with."""
+    Merged in float32, or in numbers of another dtype: those that a policy computes with. None:
+    without the adapters, which is what training with adapters resumes from."""
+
+    def whole_of(name: str, tensor: Tensor) -> Tensor:
+        whole = gather(tensor.detach())
+        return whole if merge_dtype is None else merged(policy, name, whole, gather, merge_dtype)
+
     if isinstance(policy, ForeignPolicy):
         own = _foreign_tensors(policy)
-
-        def whole_of(name: str) -> Tensor:
-            at, tensor = own[name]
-            return merged(policy, at, gather(tensor.detach()), gather, merge_dtype)
-
-        yield from policy.format.to_checkpoint(whole_of)
+        yield from policy.format.to_checkpoint(lambda name: whole_of(*own[name]))
         return
     for name, p in policy.named_parameters():
         if not is_adapter(name):
-            whole = merged(policy, name, gather(p.detach()), gather, merge_dtype)
-            yield from to_checkpoint(checkpoint_name(name), whole)
+            yield from to_checkpoint(checkpoint_name(name), whole_of(name, p))
 
 
 def stored_weights(
@@ -224,17 +224,6 @@ def stored_weights(
 def exact_names(policy: nn.Module) -> frozenset[str]:
     """Tensors of the checkpoint that no training changes and no publication rounds."""
     return policy.format.exact if isinstance(policy, ForeignPolicy) else frozenset()
-
-
-def base_weights(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """As `named_weights`, without the adapters: what training with adapters resumes from."""
-    if isinstance(policy, ForeignPolicy):
-        own = _foreign_tensors(policy)
-        yield from policy.format.to_checkpoint(lambda name: own[name][1].detach())
-        return
-    for name, p in policy.named_parameters():
-        if not is_adapter(name):
-            yield from to_checkpoint(checkpoint_name(name), p.detach())
 
 
 def copy_weights(twin: nn.Module, policy: nn.Module) -> None:

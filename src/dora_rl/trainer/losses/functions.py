@@ -1,7 +1,8 @@
-"""The clipped-ratio family: PPO's surrogate as GRPO, Dr.GRPO, DAPO, REINFORCE++ and PPO use it,
-its decoupled form, and LongCat's triplet clip.
+"""The losses themselves. Pure; r_t = π_θ(t) / π_old(t), and the gradient flows through π_θ only.
 
-Pure. r_t = π_θ(t) / π_old(t) throughout; the gradient flows through π_θ only.
+The clipped-ratio family: PPO's surrogate as GRPO, Dr.GRPO, DAPO, REINFORCE++ and PPO use it, its
+decoupled form, LongCat's triplet clip, and GSPO, whose ratio is that of whole sequences. The
+score-function family: the gradient is a weight times ∇ log π_θ, so no token's is clipped away.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dora_rl.config import AlgorithmConfig
-from dora_rl.trainer.losses.inputs import LossInputs, LossOutput, ratio_of
+from dora_rl.trainer.losses.inputs import LOG_RATIO_MAX, LossInputs, LossOutput, ratio_of
 
 
 def _bounds(options: AlgorithmConfig) -> tuple[float, float]:
@@ -72,3 +73,34 @@ def triplet(inputs: LossInputs, options: AlgorithmConfig) -> LossOutput:
     bounded = torch.where(negative, ratio.clamp(low, options.dual_clip), ratio.clamp(max=high))
     clipped_high = torch.where(negative, ratio > options.dual_clip, ratio > high)
     return LossOutput(-bounded * advantage, negative & (ratio < low), clipped_high)
+
+
+def gspo(inputs: LossInputs, options: AlgorithmConfig) -> LossOutput:
+    """loss_t = −min(s_i·A_t, clip(s_i, 1−ε_low, 1+ε_high)·A_t)  for every token t of sequence i,
+
+    s_i = (π_θ(y_i)/π_old(y_i))^(1/|y_i|) = exp(mean_t(log π_θ(t) − log π_old(t))).
+    With one advantage per sequence and sequence-mean aggregation this is the paper's objective.
+    """
+    log_ratio_S = inputs.mean_S(inputs.logprobs_T - inputs.old_logprobs_T)
+    ratio_T = inputs.spread_T(log_ratio_S.clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX).exp())
+    return LossOutput(*surrogate(ratio_T, inputs.advantages_T, options))
+
+
+def reinforce(inputs: LossInputs, options: AlgorithmConfig) -> LossOutput:
+    """loss_t = −A_t · log π_θ(t).
+
+    With leave-one-out advantages and per-sequence sums this is RLOO. Data from older versions is
+    corrected by weights (see `corrections`), not by a ratio in the loss.
+    """
+    return LossOutput(-inputs.advantages_T * inputs.logprobs_T)
+
+
+def cispo(inputs: LossInputs, options: AlgorithmConfig) -> LossOutput:
+    """loss_t = −sg[clip(r_t, 1−ε_low, 1+ε_high)] · A_t · log π_θ(t),  r_t = π_θ(t)/π_old(t).
+
+    The clipped ratio is a weight, not a gate: every token keeps a gradient.
+    """
+    low, high = _bounds(options)
+    ratio = ratio_of(inputs.logprobs_T, inputs.old_logprobs_T).detach()
+    loss = -ratio.clamp(low, high) * inputs.advantages_T * inputs.logprobs_T
+    return LossOutput(loss, ratio < low, ratio > high)
