@@ -4,6 +4,7 @@ Triggers: a step's end (always), KV pressure, a period, an instance joining or l
 with requests and no instance, an instance with nothing to do. Between rebalances an event costs
 O(live versions + log n); a rebalance looks at every instance once and flips as few as possible.
 What it decides is begun by this event and the next ones: each causes `event_actions_max` actions.
+In a large fleet the partition itself is decided by the event after the one that looked.
 
     want   the instance shall hold this version     leave  it shall give this version up
     pump   start the next load once a seat is free  stir   look at drained and idle instances
@@ -177,11 +178,12 @@ def rebalance(state: State, now: float, out: list[Action]) -> None:
             if not inst.requests and not inst.incoming:
                 state.stirred[inst.id] = None
     _seat_some(state, now, out)
-    if single and state.params.repartition:
-        _repartition(state, single)
     looked_at = len(awake) // LOOKS_PER_ACTION
+    state.partition_due = bool(single) and state.params.repartition
+    if state.partition_due and state.has_room(out, looked_at):
+        _repartition(state, single)
     carry_on(state, now, out, looked_at)
-    if state.seats or state.flips or not state.has_room(out, looked_at):
+    if state.partition_due or state.seats or state.flips or not state.has_room(out, looked_at):
         return  # who has no instance then is found by `step`, which asks for another rebalance
     for live in list(state.versions.values()):
         if live.num_active and not live.holders and not live.coming:
@@ -191,6 +193,10 @@ def rebalance(state: State, now: float, out: list[Action]) -> None:
 def carry_on(state: State, now: float, out: list[Action], more: int = 0) -> None:
     """Go on with what was decided, as far as this event has room, and look at who was stirred."""
     _seat_some(state, now, out)
+    if state.partition_due and not more:
+        single = [i for i in state.instances.values() if i.awake and i.resident_max == 1]
+        _repartition(state, single)
+        more = len(single) // LOOKS_PER_ACTION
     while state.flips and state.has_room(out, more):
         name, old, new = state.flips.popleft()
         inst = state.instances.get(name)
@@ -239,6 +245,7 @@ def _assigned(inst: Instance) -> Version | None:
 
 def _repartition(state: State, single: list[Instance]) -> None:
     """Decide which instances change their version: `state.flips`."""
+    state.partition_due = False
     demand = {v: live.num_active for v, live in state.versions.items() if live.num_active}
     target = shares(demand, len(single))
     given: dict[Version | None, list[Instance]] = {}

@@ -41,6 +41,7 @@ def on_rewound(state: State, version: Version, out: list[Action]) -> None:
     state.lineage += 1
     for plans in (state.flips, state.seats, state.flip_room, state.stirred):
         plans.clear()
+    state.partition_due = False
     if state.policy.keeps_bound:
         _make_it_hold(state, out)
     out.append(InForce(state.filling, state.policy.max_staleness, state.params.batch_groups))

@@ -248,6 +248,7 @@ class State:
     waiting_for: tuple[GroupId, ...] = ()
     stirred: dict[InstanceId, None] = field(default_factory=dict[InstanceId, None])
     seats: deque[InstanceId] = field(default_factory=deque[InstanceId])  # to get the newest version
+    partition_due: bool = False  # a rebalance has looked and not yet decided
     flips: deque[Flip] = field(default_factory=deque[Flip])  # decided by a rebalance, not begun
     flip_room: dict[Version, int] = field(
         default_factory=dict[Version, int]

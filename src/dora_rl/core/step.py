@@ -79,7 +79,7 @@ def _decide(state: State, now: float, out: list[Action]) -> None:
     _give_out(state, now, out)
     if state.retiring:
         orchestrate.retire_finished(state, out)
-    if state.stirred or state.flips or state.seats:
+    if state.stirred or state.flips or state.seats or state.partition_due:
         orchestrate.carry_on(state, now, out)
     has_room = len(out) <= state.params.event_actions_max // 2
     if all_admitted and has_room and _rebalance_due(state, now):

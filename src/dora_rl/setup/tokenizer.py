@@ -1,8 +1,9 @@
 """The controller's tokenizer: the `tokenizers` library alone where that is enough.
 
-Importing transformers takes seconds, and the controller needs it only for chat templates and for
-tokenizers that exist as Python code. Invariant: `encode` and `decode` give what transformers'
-`AutoTokenizer` gives; where that is not certain from the files, transformers is used.
+Importing all of transformers takes seconds, and the controller needs that only for tokenizers that
+exist as Python code; for chat templates its renderer is enough. Invariant: `encode`, `decode` and
+the text of a template are what transformers' `AutoTokenizer` gives; where that is not certain from
+the files, `AutoTokenizer` is used.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ PLAIN_CLASSES = {"PreTrainedTokenizerFast", "TokenizersBackend", "Qwen2Tokenizer
 PLAIN_CLASSES |= {"Qwen2TokenizerFast"}
 # Settings by which transformers changes what tokenizer.json says.
 CHANGES = ("add_bos_token", "add_eos_token", "auto_map", "clean_up_tokenization_spaces")
+# What a template may be asked for without the tokenizer itself.
+TEXT_OPTIONS = {"tokenize", "add_generation_prompt", "continue_final_message"}
 
 
 class LightTokenizer:
@@ -37,6 +40,7 @@ class LightTokenizer:
                 f"model.path: {path / 'tokenizer.json'} is no tokenizer ({one_line(error)}); "
                 "copy the file from the model again"
             ) from error
+        self._specials = _special_tokens(path, settings)
         template = path / "chat_template.jinja"
         self.chat_template = settings.get("chat_template") or (
             template.read_text() if template.is_file() else None
@@ -49,7 +53,16 @@ class LightTokenizer:
         return self._light.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def apply_chat_template(self, conversation: Any, **options: Any) -> Any:
-        return self._whole.apply_chat_template(conversation, **options)
+        is_text = options.get("tokenize") is False and options.keys() <= TEXT_OPTIONS
+        if not is_text or self._specials is None or not isinstance(self.chat_template, str):
+            return self._whole.apply_chat_template(conversation, **options)
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        options = {name: value for name, value in options.items() if name != "tokenize"}
+        rendered, _ = render_jinja_template(
+            [conversation], chat_template=self.chat_template, **options, **self._specials
+        )
+        return rendered[0]
 
     @cached_property
     def _whole(self) -> Any:
@@ -64,6 +77,18 @@ def open_tokenizer(path: Path, trust_remote_code: bool) -> Any:
         _read_json(path / "tokenizer.json")  # a damaged file gets its line here
         return LightTokenizer(path, settings, trust_remote_code)
     return _auto_tokenizer(path, trust_remote_code)
+
+
+def _special_tokens(path: Path, settings: dict[str, Any]) -> dict[str, str] | None:
+    """What templates know by name; None: other files have their say."""
+    if (path / "special_tokens_map.json").exists() or (path / "added_tokens.json").exists():
+        return None
+    named = {name: value for name, value in settings.items() if name.endswith("_token")}
+    texts = {
+        name: value.get("content") if isinstance(value, dict) else value
+        for name, value in named.items()
+    }
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
 def _auto_tokenizer(path: Path, trust_remote_code: bool) -> Any:

@@ -71,6 +71,7 @@ class Sealing:
         if before is not None:
             before.result()  # done: one thread; what went wrong with it is not passed over
         tell(sealed.result())
+        self._shared.forget_masters_before(version)  # to give memory back takes a while
         make_durable(self._shared, self._disk, version)
         tell_durable()
 

@@ -1,9 +1,9 @@
 """Writing one sealed version: its tensors as they come, hashed and copied side by side.
 
-To shared memory every tensor is copied in slices by several threads through mappings: a file there
+To shared memory every tensor is copied in slices by several threads through a mapping: a file there
 is memory, one thread takes longer to get it than to fill it, and writing to one file takes turns.
 A mapping costs twice the work of a write, so that few cores write. To a disk tensors are written in
-order, and synced.
+order, the disk is set to work at once (otherwise it would begin when all is written), and synced.
 
 Never shows a version to anybody: the directory is the caller's, and private until it seals it. What
 is written is described in `format`.
@@ -11,6 +11,8 @@ is written is described in `format`.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import errno
 import hashlib
 import json
@@ -22,7 +24,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from dora_rl.model.checksum import checksum_of
 from dora_rl.ports import Canary
@@ -47,8 +49,9 @@ if TYPE_CHECKING:
 HEADER_ROOM_BYTES = 64 * 1024
 CHUNK_BYTES = 16 * 1024 * 1024
 SLICE_BYTES = 32 * 1024 * 1024  # of a tensor, that one thread copies to shared memory at a time
-MAPPED_BYTES_MIN = 1024 * 1024  # less is written: a mapping of its own would cost more
+WINDOW_BYTES = 1024 * 1024 * 1024  # of a file, mapped at a time
 MAPPED_THREADS_MIN = 4
+SYNC_FILE_RANGE_WRITE = 2  # <fcntl.h>
 DTYPE_CODES = {name: code for code, name in DTYPES.items()}
 
 
@@ -90,7 +93,7 @@ def _write_tensors(
 ) -> tuple[TensorEntry, ...]:
     entries: dict[str, TensorEntry] = {}
     pending: deque[tuple[str, Future[str], list[Future[None]]]] = deque()
-    begin = 0
+    begin, window = 0, Window(file.fileno())
     file.seek(HEADER_ROOM_BYTES)
     # Hashing, writing and copying release the interpreter lock: they run side by side. Few tensors
     # wait for theirs, since each is held in memory until then.
@@ -103,8 +106,13 @@ def _write_tensors(
                 digest, copies = pool.submit(digest_of, data), list[Future[None]]()
                 if in_order:
                     file.write(data)
+                    _start_writing(file.fileno(), HEADER_ROOM_BYTES + begin, len(data))
                 else:
-                    copies = _copy(pool, file.fileno(), HEADER_ROOM_BYTES + begin, data)
+                    place = window.place(HEADER_ROOM_BYTES + begin, len(data))
+                    copies = [
+                        pool.submit(copy_slice, place, data, at)
+                        for at in range(0, len(data), SLICE_BYTES)
+                    ]
                 pending.append((name, digest, copies))
                 dtype = DTYPE_CODES.get(str(tensor.dtype).removeprefix("torch."))
                 assert dtype is not None, (
@@ -119,42 +127,54 @@ def _write_tensors(
         except BaseException:
             pool.shutdown(wait=True, cancel_futures=True)
             raise
+    if not in_order:
+        os.ftruncate(file.fileno(), HEADER_ROOM_BYTES + begin)
     return tuple(entries.values())
 
 
-def _copy(
-    pool: ThreadPoolExecutor, handle: int, start: int, data: memoryview
-) -> list[Future[None]]:
-    """Slices of a tensor on their way to their place in a file of shared memory."""
-    if len(data) < MAPPED_BYTES_MIN:
-        return [pool.submit(_write_at, handle, start, data)]
-    # Memory that is mapped and cannot be had would end the process: it is looked for before, for
-    # this tensor and for what is still on its way to its place.
-    room, end = os.fstatvfs(handle), start + len(data)
-    wanted = end - os.fstat(handle).st_blocks * 512
-    if room.f_blocks and room.f_bavail * room.f_frsize < wanted:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    os.ftruncate(handle, end)
-    return [
-        pool.submit(_copy_slice, handle, start + at, data[at : at + SLICE_BYTES])
-        for at in range(0, len(data), SLICE_BYTES)
-    ]
+class Window:
+    """The end of a growing file of shared memory, mapped in few large pieces: threads that map and
+    unmap hold up those that copy."""
+
+    def __init__(self, handle: int, num_bytes: int = WINDOW_BYTES) -> None:
+        self._handle, self._num_bytes = handle, num_bytes
+        self._begin = self._end = 0
+        self._there: Any = None
+
+    def place(self, start: int, size: int) -> Any:
+        """Where these bytes of the file are, as an array. What is mapped is given back with the
+        last array of it."""
+        import numpy as np
+
+        # Memory that is mapped and cannot be had would end the process: it is looked for before,
+        # for this tensor and for what is still on its way to its place.
+        room, end = os.fstatvfs(self._handle), start + size
+        wanted = end - os.fstat(self._handle).st_blocks * 512
+        if room.f_blocks and room.f_bavail * room.f_frsize < wanted:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if end > self._end:
+            self._begin = start - start % mmap.ALLOCATIONGRANULARITY
+            self._end = max(end, self._begin + self._num_bytes)
+            os.ftruncate(self._handle, self._end)  # takes no memory before it is written
+            length = self._end - self._begin
+            mapped = mmap.mmap(self._handle, length, offset=self._begin)
+            self._there = np.frombuffer(mapped, dtype=np.uint8)
+        return self._there[start - self._begin : end - self._begin]
 
 
-def _write_at(handle: int, start: int, data: memoryview) -> None:
-    while data:
-        done = os.pwrite(handle, data, start)
-        data, start = data[done:], start + done
-
-
-def _copy_slice(handle: int, start: int, data: memoryview) -> None:
+def copy_slice(place: Any, data: memoryview, at: int) -> None:
     import numpy as np
 
-    before = start % mmap.ALLOCATIONGRANULARITY
-    with mmap.mmap(handle, before + len(data), offset=start - before) as there:
-        place = np.frombuffer(there, dtype=np.uint8, offset=before)
-        np.copyto(place, np.frombuffer(data, dtype=np.uint8))
-        del place  # or the mapping could not be closed
+    piece = data[at : at + SLICE_BYTES]
+    np.copyto(place[at : at + len(piece)], np.frombuffer(piece, dtype=np.uint8))
+
+
+def _start_writing(handle: int, start: int, size: int) -> None:
+    """Sets the disk to work on what was just written, and does not wait for it. Where the system
+    has no such call, `fsync` does it all."""
+    with contextlib.suppress(AttributeError):
+        call = ctypes.CDLL(None).sync_file_range
+        call(handle, ctypes.c_int64(start), ctypes.c_int64(size), SYNC_FILE_RANGE_WRITE)
 
 
 def _enter_digest(

@@ -163,7 +163,7 @@ class LearnerWorker:
     def run(self) -> None:
         if self.version < 0:
             self._seal(0, {}, lambda checksum: None, lambda: None)
-            self.sealing.wait()
+            self.sealing.wait_sealed()  # a lost host costs nothing: it is made of the model again
             self.version = 0
         if self.rank == 0:
             self._say_joined()

@@ -79,6 +79,29 @@ def test_what_is_left_over_comes_to_the_partition_that_fits() -> None:
             assert abs(count - share) <= 1, (limit, version, count, share)
 
 
+def test_a_large_fleet_is_looked_at_by_one_event_and_divided_by_the_next() -> None:
+    """To look at all instances is an event's whole share; what follows is the next one's."""
+    hand = run_of(limit=2, seats=1)
+    train_some(hand, 2)
+    divided_later = 0
+    for _ in range(40):
+        hand.tell(ev.Tick(), after_s=1.0)
+        if hand.state.partition_due:
+            divided_later += 1
+            assert not hand.state.flips, "the event that looked has also divided"
+            hand.tell(ev.Tick())
+            assert not hand.state.partition_due
+        hand.settle()
+        for name in list(hand.state.instances):
+            hand.tell(ev.InstanceReport(name, 0, 0))
+    assert divided_later, "no rebalance had to wait"
+    demand = {v: live.num_active for v, live in hand.state.versions.items() if live.num_active}
+    for version, share in shares(demand, NUM_INSTANCES).items():
+        assert abs(len(hand.state.versions[version].holders) - share) <= 1
+    hand.to_the_end()
+    hand.audit()
+
+
 def test_a_batch_is_closed_when_all_its_groups_are_fed() -> None:
     hand = Hand(batch_groups=9, group_size=1, num_steps=2, mode=Mode.SYNC, event_actions_max=2)
     hand.begin({"a": 16})

@@ -116,6 +116,35 @@ class Died(BaseException):
     """The process is gone: no handler of an error sees it."""
 
 
+def test_a_learner_joins_before_version_0_is_on_disk_and_a_lost_host_costs_nothing(
+    run: Run,
+) -> None:
+    worker, controller = run.learner()
+    seal, checksums = worker.disk._seal, list[str]()
+
+    def late(directory: Path, version: int) -> None:
+        while not controller.joined:
+            threading.Event().wait(0.01)
+        checksums.append(worker.shared.checksum(version))
+        raise Died
+
+    worker.disk._seal = late  # type: ignore[method-assign]
+    controller.vanish()
+    with pytest.raises((EOFError, Died)):
+        worker.run()
+    with pytest.raises(Died):
+        worker.sealing.wait()
+    assert controller.joined[0].version == 0 and not worker.disk.versions()
+    worker.disk._seal = seal  # type: ignore[method-assign]
+    run.let_go()
+    shutil.rmtree(run.folder / "shared")
+    worker, controller = run.learner()
+    controller.train(0)
+    controller.end()
+    worker.run()
+    assert [worker.disk.checksum(0)] == checksums and worker.version == 1
+
+
 def die_at(run: Run, step: int, place: int) -> tuple[list[str], int]:
     """A life that trains one step and dies before the write `place` of its version to the disk.
     Returns the writes it came to and the version it had sealed."""

@@ -36,6 +36,44 @@ def test_same_tokens_and_text_as_transformers() -> None:
     )
 
 
+TEMPLATE = (
+    "{%- for m in messages %}<|{{ m['role'] }}|>{{ m['content'] | trim }}{{ eos_token }}\n"
+    "{%- endfor %}{%- if add_generation_prompt %}<|assistant|>{% endif %}"
+    "{{ pad_token }}{{ bos_token is defined }}"
+)
+TURNS = (
+    [{"role": "user", "content": " 2 + 2? "}],
+    [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "é {{ x }}"}],
+    [{"role": "user", "content": "2"}, {"role": "assistant", "content": "4 is"}],
+)
+
+
+@pytest.mark.parametrize("special", [{}, {"bos_token": "<eos>"}, {"bos_token": None}])
+def test_a_template_is_rendered_as_transformers_does(
+    tmp_path: Path, special: dict[str, str | None]
+) -> None:
+    from transformers import AutoTokenizer
+
+    model = tmp_path / "model"
+    shutil.copytree(MODEL, model)
+    path = model / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | special))
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    light, whole = open_tokenizer(model, False), AutoTokenizer.from_pretrained(model)
+    for turns in TURNS:
+        for asked in (
+            {"add_generation_prompt": True},
+            {"add_generation_prompt": False},
+            {"continue_final_message": True},
+        ):
+            ours = light.apply_chat_template(turns, tokenize=False, **asked)
+            assert ours == whole.apply_chat_template(turns, tokenize=False, **asked)
+    assert "_whole" not in vars(light), "the whole tokenizer was loaded"
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    light.apply_chat_template(TURNS[0], tokenize=False, tools=tools)
+    assert "_whole" in vars(light)
+
+
 def test_settings_that_change_the_tokens_call_for_transformers(tmp_path: Path) -> None:
     shutil.copytree(MODEL, tmp_path / "model")
     path = tmp_path / "model" / "tokenizer_config.json"

@@ -48,9 +48,10 @@ def some_tensors(seed: int = 0, layers: int = 3) -> dict[str, torch.Tensor]:
     return tensors
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> SharedMemoryWeightStore:
-    return SharedMemoryWeightStore(tmp_path / "store")
+@pytest.fixture(params=[1, 8], ids=["one core", "many cores"])
+def store(tmp_path: Path, request: pytest.FixtureRequest) -> SharedMemoryWeightStore:
+    """On few cores tensors are written, on many they are copied through mappings."""
+    return SharedMemoryWeightStore(tmp_path / "store", threads=request.param)
 
 
 def test_what_is_published_is_what_is_read(store: SharedMemoryWeightStore) -> None:
@@ -95,6 +96,22 @@ def test_every_type_shape_and_alignment(store: SharedMemoryWeightStore) -> None:
         read = sealed.tensor(name)
         assert read.shape == tensor.shape
         assert torch.equal(read.double(), tensor.double())
+
+
+def test_pieces_of_a_file_are_mapped_in_turn(tmp_path: Path) -> None:
+    """Windows of few pages, tensors that cross their ends, that fill several, that are empty."""
+    sizes = [10, 5000, 4096, 0, 70_000, 1, 12_287, 4097]
+    pieces = [os.urandom(size) for size in sizes]
+    with (tmp_path / "file").open("w+b") as file:
+        window, start = weights_writer.Window(file.fileno(), 3 * 4096), 100
+        places = []
+        for piece in pieces:
+            places.append((window.place(start, len(piece)), piece))
+            start += len(piece)
+        for place, piece in places:  # the earlier windows are still there
+            weights_writer.copy_slice(place, memoryview(piece), 0)
+        file.seek(100)
+        assert file.read(start - 100) == b"".join(pieces)
 
 
 def test_other_tools_read_the_file(store: SharedMemoryWeightStore, tmp_path: Path) -> None:

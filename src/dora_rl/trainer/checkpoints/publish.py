@@ -96,19 +96,16 @@ class Publisher:
         turn: Callable[[], None] = lambda: None,
     ) -> Future[str]:
         """The checksum, as a future; already there unless `background`. `exact` is the state that
-        belongs to the version and where it goes; that of older versions is forgotten then. `turn`
-        returns when the stores may take the version."""
+        belongs to the version and where it goes; that of older versions stays. `turn` returns when
+        the stores may take the version."""
 
         def seal() -> str:
             turn()
             if exact is None:
                 return store.publish(version, _drain(tensors), canary, base)
-            exact[0].publish(version, _drain(exact[1]), canary, base)
-            checksum = store.publish(version, _drain(tensors), canary, base)
-            for older in exact[0].versions():
-                if older < version:
-                    exact[0].retire(older)
-            return checksum
+            with ThreadPoolExecutor(1, thread_name_prefix="publish-exact") as beside:
+                state = beside.submit(exact[0].publish, version, _drain(exact[1]), canary, base)
+                return store.publish(version, _after(tensors, state), canary, base)
 
         if background:
             if self._pool is None:
@@ -123,6 +120,12 @@ class Publisher:
         if self._pool is not None:
             self._pool.shutdown(wait=True)
             self._pool = None
+
+
+def _after(tensors: list[tuple[str, Tensor]], state: Future[str]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a version, which is not complete before its exact state is sealed."""
+    yield from _drain(tensors)
+    state.result()
 
 
 def _drain(tensors: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

@@ -87,9 +87,12 @@ def _compile_layers(decoder: Decoder) -> None:
         assert isinstance(layer, Layer)
         layer.fuse(**exact)
     decoder.compiled = True
+    settings: Any = torch._dynamo.config
+    # Otherwise the eps of a norm is an input that may change: a number on the CPU in every layer,
+    # and half a minute for a C++ compiler at the start.
+    settings.specialize_float = True
     # Beyond it torch runs them as they are, without a word: sizes × with and without gradients.
-    limits: Any = torch._dynamo.config
-    limits.recompile_limit = max(limits.recompile_limit, 64)
+    settings.recompile_limit = max(settings.recompile_limit, 64)
 
 
 @torch.no_grad()
