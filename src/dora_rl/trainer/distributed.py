@@ -31,15 +31,6 @@ def world() -> tuple[int, int]:
     return 0, 1
 
 
-def init_from_environment(device_type: str) -> tuple[int, int]:
-    """Join the process group torchrun describes: NCCL on CUDA, gloo elsewhere."""
-    if not dist.is_initialized() and dist.is_torchelastic_launched():
-        dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
-        if device_type == "cuda":
-            torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
-    return world()
-
-
 def interface_of(ip: str) -> str | None:
     """The name of the network interface that has this address."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
