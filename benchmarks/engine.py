@@ -34,9 +34,9 @@ import torch
 
 from dora_rl.engine.engine import Engine
 from dora_rl.engine.options import EngineOptions
-from dora_rl.engine.random_weights import RandomAdapter, RandomWeights
 from dora_rl.engine.sequence import Request
-from dora_rl.engine.spec import ModelSpec, RopeSpec
+from dora_rl.model.random_weights import RandomAdapter, RandomWeights
+from dora_rl.model.spec import ModelSpec, RopeSpec
 from dora_rl.types import RequestId, SamplingParams
 
 
@@ -296,7 +296,7 @@ def profile(engine: Engine, args: argparse.Namespace, num_requests: int, version
 
 def set_kernels(args: argparse.Namespace) -> None:
     """Other choices of the decode kernels than the engine's own."""
-    from dora_rl.engine.cuda import attention, driver, fused, skinny
+    from dora_rl.engine.cuda.kernels import attention, driver, fused, skinny
 
     if args.triton:
         driver.is_here = lambda: False

@@ -28,28 +28,28 @@ from pathlib import Path
 
 import torch
 
-from dora_rl.trainer.architecture import Architecture
-from dora_rl.trainer.decoder import Decoder
+from dora_rl.config import AlgorithmConfig, TrainerConfig
+from dora_rl.model.spec import ModelSpec, RopeSpec
 from dora_rl.trainer.documents import Document, collate
 from dora_rl.trainer.learner import Learner
-from dora_rl.trainer.model import (
+from dora_rl.trainer.policy.decoder import Decoder
+from dora_rl.trainer.policy.model import (
     build_decoder,
     initialise,
     named_weights,
     pick_device,
     pick_dtype,
 )
-from dora_rl.trainer.options import AlgorithmOptions, TrainerOptions
 from dora_rl.types import Group, RequestId, Trajectory
 
 
-def qwen3_shape(**fields: int) -> Architecture:
-    return Architecture(
+def qwen3_shape(**fields: int) -> ModelSpec:
+    return ModelSpec(
         family="qwen3",
         norm_eps=1e-6,
         tied=True,
-        positions_max=40_960,
-        rope_theta=1_000_000.0,
+        context_max=40_960,
+        rope=RopeSpec(1_000_000.0),
         qk_norm=True,
         **fields,
     )
@@ -72,10 +72,10 @@ SHAPES = {
         vocab=151_936, hidden=2048, intermediate=6144, num_layers=28, num_heads=16,
         num_kv_heads=8, head_dim=128,
     ),
-    "qwen2.5-1.5b": Architecture(
+    "qwen2.5-1.5b": ModelSpec(
         family="qwen2", vocab=151_936, hidden=1536, intermediate=8960, num_layers=28, num_heads=12,
-        num_kv_heads=2, head_dim=128, norm_eps=1e-6, tied=True, positions_max=32_768,
-        rope_theta=1_000_000.0, qkv_bias=True,
+        num_kv_heads=2, head_dim=128, norm_eps=1e-6, tied=True, context_max=32_768,
+        rope=RopeSpec(1_000_000.0), qkv_bias=True,
     ),
 }  # fmt: skip
 
@@ -114,7 +114,7 @@ def synchronise(device: torch.device) -> None:
 
 
 def make_learner(name: str, rank: int, args: argparse.Namespace) -> Learner:
-    trainer = TrainerOptions(
+    trainer = TrainerConfig(
         lr=1e-6,
         device=args.device,
         compute_dtype=args.dtype,
@@ -133,7 +133,7 @@ def make_learner(name: str, rank: int, args: argparse.Namespace) -> Learner:
     decoder = build_decoder(SHAPES[name], trainer, stored)
     initialise(decoder, seed=0)
     # The ratio is far from 1 for random tokens under random weights; only speed matters here.
-    algorithm = AlgorithmOptions(loss="grpo", clip_low=0.99, clip_high=1e9)
+    algorithm = AlgorithmConfig(loss="grpo", clip_low=0.99, clip_high=1e9)
     return Learner(decoder, algorithm, trainer)
 
 
@@ -231,7 +231,7 @@ def engine_gap(learner: Learner, args: argparse.Namespace) -> dict[str, float]:
     from dora_rl.engine.engine import Engine
     from dora_rl.engine.options import EngineOptions
     from dora_rl.engine.sequence import Request
-    from dora_rl.engine.spec import ModelSpec, RopeSpec
+    from dora_rl.model.spec import ModelSpec, RopeSpec
     from dora_rl.trainer.scoring import score
     from dora_rl.types import RequestId, SamplingParams
 

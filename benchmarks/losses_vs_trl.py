@@ -18,43 +18,42 @@ import json
 import random
 import sys
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from dora_rl.config import AlgorithmConfig, TrainerConfig
 from dora_rl.trainer.documents import Document, collate
 from dora_rl.trainer.losses.aggregate import denominator
 from dora_rl.trainer.losses.registry import resolve
 from dora_rl.trainer.meters import Meters
-from dora_rl.trainer.model import load_policy
-from dora_rl.trainer.options import AlgorithmOptions, TrainerOptions
 from dora_rl.trainer.passes import policy_pass
+from dora_rl.trainer.policy.model import load_policy
 
 VOCAB, LENGTH_MAX = 40, 24
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-5, 1e-5
 
-CASES: dict[str, tuple[AlgorithmOptions, dict[str, object]]] = {
-    "grpo": (AlgorithmOptions(loss="grpo"), {"loss_type": "grpo"}),
+CASES: dict[str, tuple[AlgorithmConfig, dict[str, object]]] = {
+    "grpo": (AlgorithmConfig(loss="grpo"), {"loss_type": "grpo"}),
     "grpo + kl k3": (
-        AlgorithmOptions(loss="grpo", kl_coef=0.1),
+        AlgorithmConfig(loss="grpo", kl_coef=0.1),
         {"loss_type": "grpo", "beta": 0.1, "use_bias_correction_kl": False},
     ),
     "grpo + weighted kl k3": (
-        AlgorithmOptions(loss="grpo", kl_coef=0.1, kl_ratio_weighted=True),
+        AlgorithmConfig(loss="grpo", kl_coef=0.1, kl_ratio_weighted=True),
         {"loss_type": "grpo", "beta": 0.1, "use_bias_correction_kl": True},
     ),
     "grpo + two-sided clip": (
-        AlgorithmOptions(loss="grpo", dual_clip=1.5),
+        AlgorithmConfig(loss="grpo", dual_clip=1.5),
         {"loss_type": "grpo", "delta": 1.5},
     ),
     "dr_grpo": (
-        AlgorithmOptions(loss="dr_grpo", constant_tokens=LENGTH_MAX),
+        AlgorithmConfig(loss="dr_grpo", constant_tokens=LENGTH_MAX),
         {"loss_type": "dr_grpo"},
     ),
-    "dapo": (AlgorithmOptions(loss="dapo"), {"loss_type": "dapo", "epsilon_high": 0.28}),
+    "dapo": (AlgorithmConfig(loss="dapo"), {"loss_type": "dapo", "epsilon_high": 0.28}),
     "gspo": (
-        AlgorithmOptions(loss="gspo"),
+        AlgorithmConfig(loss="gspo"),
         {
             "loss_type": "grpo",
             "importance_sampling_level": "sequence",
@@ -62,7 +61,7 @@ CASES: dict[str, tuple[AlgorithmOptions, dict[str, object]]] = {
             "epsilon_high": 4e-4,
         },
     ),
-    "cispo": (AlgorithmOptions(loss="cispo"), {"loss_type": "cispo", "epsilon_high": 5.0}),
+    "cispo": (AlgorithmConfig(loss="cispo"), {"loss_type": "cispo", "epsilon_high": 5.0}),
 }
 
 
@@ -120,7 +119,7 @@ def make_documents(seed: int) -> tuple[list[Document], list[int], list[list[int]
 
 def centre_on_policy(directory: Path, documents: list[Document]) -> None:
     """Old and reference log-probs scattered around the model's own, so that some ratios clip."""
-    policy = load_policy(directory, TrainerOptions(device="cpu"))
+    policy = load_policy(directory, TrainerConfig(device="cpu"))
     pack = collate(documents, torch.device("cpu"))
     with torch.no_grad():
         scores = policy(pack.token_ids_T, pack.layout, pack.rows_N, pack.target_N)
@@ -132,12 +131,12 @@ def centre_on_policy(directory: Path, documents: list[Document]) -> None:
 
 
 def our_gradient(
-    directory: Path, documents: list[Document], options: AlgorithmOptions
+    directory: Path, documents: list[Document], options: AlgorithmConfig
 ) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and gradients through our packed decoder."""
-    policy = load_policy(directory, TrainerOptions(device="cpu"))
+    policy = load_policy(directory, TrainerConfig(device="cpu"))
     # TRL has no dual clip unless it is asked for one (`delta`).
-    objective = resolve(replace(options, dual_clip=options.dual_clip or 0.0))
+    objective = resolve(options.model_copy(update={"dual_clip": options.dual_clip or 0.0}))
     pack = collate(documents, torch.device("cpu"))
     total = policy_pass(policy, pack, objective, Meters(torch.device("cpu")), step=0)
     den = denominator(
@@ -222,7 +221,7 @@ def compare(directory: Path, name: str, scratch: Path) -> dict[str, float | str 
     for seed in range(3):
         documents, prompts, masks = make_documents(seed)
         centre_on_policy(directory, documents)
-        ours, our_grads = our_gradient(directory, documents, replace(options))
+        ours, our_grads = our_gradient(directory, documents, options)
         with contextlib.redirect_stdout(io.StringIO()):
             theirs, their_grads = trl_gradient(
                 directory, padded(documents, prompts, masks), settings, scratch

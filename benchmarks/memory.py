@@ -31,20 +31,18 @@ import torch
 
 from dora_rl.config import RunConfig
 from dora_rl.engine.engine import Engine
-from dora_rl.engine.models import read_spec
 from dora_rl.engine.options import EngineOptions
-from dora_rl.engine.random_weights import RandomAdapter, RandomWeights
 from dora_rl.engine.sequence import Request
+from dora_rl.model.directory import read_spec
+from dora_rl.model.random_weights import RandomAdapter, RandomWeights
 from dora_rl.setup.devices import Card, look_at_cards
 from dora_rl.setup.layout import plan_layout
 from dora_rl.setup.memory import CONTEXT_BYTES, GB
 from dora_rl.setup.plan import DevicePlan, RunPlan, plan_run, planned
-from dora_rl.trainer.architecture import read_architecture
-from dora_rl.trainer.decoder import Decoder
 from dora_rl.trainer.documents import document_of
 from dora_rl.trainer.learner import Learner
-from dora_rl.trainer.model import build_decoder, initialise
-from dora_rl.trainer.options import TrainerOptions, from_section
+from dora_rl.trainer.policy.decoder import Decoder
+from dora_rl.trainer.policy.model import build_decoder, initialise, lean_spec
 from dora_rl.trainer.scoring import score
 from dora_rl.types import Group, RequestId, SamplingParams, Trajectory
 from dora_rl.workers.worker import grow_in_place
@@ -176,8 +174,8 @@ def work_as_learner(
 ) -> list[str]:
     spec = json.loads((Path(config.model.path) / "config.json").read_text())
     trainer = config.trainer.model_copy(update={"device": device, "compute_dtype": "bfloat16"})
-    options = from_section(TrainerOptions, trainer)
-    arch = read_architecture(spec)
+    options = trainer
+    arch = lean_spec(spec)
     assert arch is not None
     half = bool(planned.need.lora_rank) and planned.need.base_bytes == 2
     decoder = build_decoder(arch, options, torch.bfloat16 if half else torch.float32)

@@ -26,7 +26,6 @@ import torch
 from dora_rl.engine.engine import Engine
 from dora_rl.engine.journal import continuation
 from dora_rl.engine.options import EngineOptions
-from dora_rl.engine.random_weights import RandomWeights
 from dora_rl.engine.sequence import Request
 from dora_rl.engine.transfer import (
     begin_import,
@@ -35,6 +34,7 @@ from dora_rl.engine.transfer import (
     export_request,
     move,
 )
+from dora_rl.model.random_weights import RandomWeights
 from dora_rl.types import RequestId, SamplingParams
 from engine import SHAPES
 

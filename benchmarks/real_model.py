@@ -262,8 +262,8 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
 
     from dora_rl.data.prompts import open_prompts
     from dora_rl.engine.engine import Engine
-    from dora_rl.engine.models import read_spec
     from dora_rl.engine.options import EngineOptions
+    from dora_rl.model.directory import read_spec
     from dora_rl.rewards.base import ScoreItem, build
     from dora_rl.setup.prepare import open_tokenizer
     from dora_rl.setup.settings import load_config

@@ -35,10 +35,10 @@ from hosts import VirtualHost, call, can_make_hosts, virtual_hosts
 from dora_rl.engine.engine import Engine
 from dora_rl.engine.journal import continuation
 from dora_rl.engine.options import EngineOptions
-from dora_rl.engine.random_weights import RandomWeights
 from dora_rl.engine.sequence import Request
 from dora_rl.engine.transfer import begin_import, chunk_from_bytes, export_request
 from dora_rl.io.connection import Link
+from dora_rl.model.random_weights import RandomWeights
 from dora_rl.types import RequestId, SamplingParams
 from dora_rl.weights.depot import Depot
 from dora_rl.weights.store import SharedMemoryWeightStore

@@ -13,8 +13,8 @@ from tiny_runs import MODEL, STOPPED, TinyRun, finish, pid_of, tiny_run, wait_un
 
 from dora_rl.core.actions import OptimizerRewound
 from dora_rl.core.events import StopRequested, TrainerJoined, TrainerLost
-from dora_rl.trainer.masters import whole
-from dora_rl.trainer.weights import TensorReader
+from dora_rl.model.directory import HfDirectory
+from dora_rl.trainer.checkpoints.masters import whole
 from dora_rl.weights.store import DiskWeightStore
 
 pytestmark = pytest.mark.full
@@ -44,8 +44,8 @@ def masters(run: TinyRun) -> dict[str, torch.Tensor]:
 def progress(run: TinyRun) -> float:
     """How far the weights have come, in steps of the learning rate: root mean square."""
     found = masters(run)
-    with TensorReader(MODEL) as start:
-        moved = torch.cat([(t - start.read(n).float()).reshape(-1) for n, t in found.items()])
+    start = HfDirectory(MODEL)
+    moved = torch.cat([(t - start.tensor(n).float()).reshape(-1) for n, t in found.items()])
     return float(moved.square().mean().sqrt()) / LR
 
 

@@ -10,8 +10,8 @@ import torch
 def hopper() -> None:
     """For kernels in CUDA C. What does not compile on a Hopper fails its tests; to do without is
     for other machines."""
-    from dora_rl.engine.cuda import driver
-    from dora_rl.engine.cuda.overlap import is_hopper
+    from dora_rl.engine.cuda.kernels import driver
+    from dora_rl.engine.cuda.kernels.overlap import is_hopper
 
     if not (is_hopper(torch.device("cuda", 0)) and driver.is_here()):
         pytest.skip("needs a Hopper and cuda-bindings")

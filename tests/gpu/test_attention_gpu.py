@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dora_rl.engine.cuts import Splits
+from dora_rl.engine.cuda.kernels.cuts import Splits
 
 pytestmark = [
     pytest.mark.gpu,
@@ -30,7 +30,7 @@ def _attend(q, pool, table, slots, positions) -> torch.Tensor:
 @pytest.mark.parametrize("splits", [(1, 1), (2, 1), (7, 1), (9, 2), (16, 3)])
 @pytest.mark.parametrize("shape", [(8, 2, 128), (2, 4, 64), (1, 1, 64), (4, 8, 128)])
 def test_decode_attention_kernel(splits: tuple[int, int], shape: tuple[int, int, int]) -> None:
-    from dora_rl.engine.cuda.attention import attend_decode
+    from dora_rl.engine.cuda.kernels.attention import attend_decode
 
     kv_heads, group, dim = shape
     rows, num_blocks, tokens = 9, 80, 16
@@ -56,7 +56,7 @@ def test_decode_attention_kernel(splits: tuple[int, int], shape: tuple[int, int,
 @pytest.mark.usefixtures("hopper")
 def test_paged_attention(splits, shape: tuple[int, int, int], tokens: int, each: int) -> None:
     """With every ring; more blocks than a warp has lanes; nothing behind a context is used."""
-    from dora_rl.engine.cuda import paged
+    from dora_rl.engine.cuda.kernels import paged
 
     kv_heads, group, dim = shape
     rows, blocks_max = 12, 40
@@ -85,7 +85,7 @@ def test_paged_attention(splits, shape: tuple[int, int, int], tokens: int, each:
 
 @pytest.mark.usefixtures("hopper")
 def test_a_key_that_is_not_a_number_spoils_its_own_row_alone() -> None:
-    from dora_rl.engine.cuda import paged
+    from dora_rl.engine.cuda.kernels import paged
 
     pool = torch.randn(2, 4, 1, 64, 128, device="cuda").bfloat16()
     q = torch.randn(2, 1, 2, 128, device="cuda").bfloat16()
@@ -99,7 +99,7 @@ def test_a_key_that_is_not_a_number_spoils_its_own_row_alone() -> None:
 
 
 def test_what_attention_is_left_to_triton() -> None:
-    from dora_rl.engine.cuda import paged
+    from dora_rl.engine.cuda.kernels import paged
 
     def fits(group: int, dim: int, dtype: torch.dtype = torch.bfloat16) -> bool:
         return paged.fits(torch.empty(2, 4, 2, 64, dim, dtype=dtype, device="cuda"), group)
@@ -115,9 +115,9 @@ def test_what_attention_is_left_to_triton() -> None:
 @pytest.mark.parametrize("num_parts", [1, 2])
 def test_fused_attention_equals_its_pieces(dtype, splits: tuple[int, int], num_parts: int) -> None:
     """Rotary embedding with the cache write, then decode attention, each by its own kernel."""
-    from dora_rl.engine.cuda.attention import attend_decode
-    from dora_rl.engine.cuda.fused import attend_fused
-    from dora_rl.engine.cuda.rows import rope_write_kernel
+    from dora_rl.engine.cuda.kernels.attention import attend_decode
+    from dora_rl.engine.cuda.kernels.fused import attend_fused
+    from dora_rl.engine.cuda.kernels.rows import rope_write_kernel
 
     num_kv, num_q, dim, tokens, rows = 4, 2, 128, 16, 7
     heads = num_kv * num_q + 2 * num_kv

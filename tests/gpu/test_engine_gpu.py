@@ -23,10 +23,10 @@ from random_adapters import merge, random_adapter  # noqa: E402
 from tiny_models import VOCAB, save_model  # noqa: E402
 
 from dora_rl.engine.engine import Engine  # noqa: E402
-from dora_rl.engine.models import read_spec  # noqa: E402
 from dora_rl.engine.options import EngineOptions  # noqa: E402
 from dora_rl.engine.sequence import Request  # noqa: E402
 from dora_rl.engine.transfer import move  # noqa: E402
+from dora_rl.model.directory import read_spec  # noqa: E402
 from dora_rl.types import RequestId, SamplingParams, Trajectory  # noqa: E402
 
 GREEDY = SamplingParams(tokens_max=40, temperature=0, ignore_eos=True)
@@ -217,7 +217,7 @@ def test_migration_and_parking(models) -> None:
 
 @pytest.mark.parametrize("versions", [1, 3])
 def test_rows_enter_with_their_embedding_and_position(versions: int) -> None:
-    from dora_rl.engine.cuda.rows import enter
+    from dora_rl.engine.cuda.kernels.rows import enter
 
     embed = torch.randn(versions, 50, 96, device="cuda")
     last_token = torch.randint(0, 50, (20,), device="cuda")
@@ -258,7 +258,7 @@ def test_lora_versions_equal_merged_weights(models, options: dict) -> None:
 @pytest.mark.parametrize(("rows", "num_parts"), [(1, 1), (70, 4), (256, 1)])
 def test_adapter_kernel(dtype, rows: int, num_parts: int) -> None:
     """Every row gets the low-rank part of its own slot."""
-    from dora_rl.engine.cuda.adapters import adapt
+    from dora_rl.engine.cuda.kernels.adapters import adapt
 
     torch.manual_seed(0)
     width, rank, num_slots = 384, 48, 3
@@ -278,9 +278,9 @@ def test_adapter_kernel(dtype, rows: int, num_parts: int) -> None:
 def test_kernels_in_cuda_c_give_the_log_probs_of_the_prompts_pass(monkeypatch) -> None:
     """150 rows decoded in captured graphs, by products that would be too small to be chosen; then
     their tokens are scored as prompts are, by cuBLAS and Triton."""
-    from dora_rl.engine.cuda import paged, wide
-    from dora_rl.engine.cuts import Cut, Tiles
-    from dora_rl.engine.random_weights import RandomWeights
+    from dora_rl.engine.cuda.kernels import paged, wide
+    from dora_rl.engine.cuda.kernels.cuts import Cut, Tiles
+    from dora_rl.model.random_weights import RandomWeights
 
     spec = dataclasses.replace(
         read_spec(Path(__file__).parents[2] / "recipes" / "models" / "tiny"),

@@ -11,12 +11,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dora_rl.trainer.architecture import Architecture
-from dora_rl.trainer.attention import attend_flex, attend_loop, attend_varlen
-from dora_rl.trainer.attention_layout import Layout
+from dora_rl.config import AlgorithmConfig, TrainerConfig
+from dora_rl.model.spec import ModelSpec, MoeSpec, RopeSpec
+from dora_rl.trainer.attention.backends import attend_flex, attend_loop, attend_varlen
+from dora_rl.trainer.attention.layout import Layout
 from dora_rl.trainer.learner import Learner
-from dora_rl.trainer.model import build_decoder, initialise
-from dora_rl.trainer.options import AlgorithmOptions, TrainerOptions
+from dora_rl.trainer.policy.model import build_decoder, initialise
 from dora_rl.types import Group, RequestId, Trajectory
 
 pytestmark = [
@@ -25,7 +25,7 @@ pytestmark = [
 ]
 
 VOCAB = 512
-DENSE = Architecture(
+DENSE = ModelSpec(
     family="qwen3",
     vocab=VOCAB,
     hidden=256,
@@ -36,22 +36,20 @@ DENSE = Architecture(
     head_dim=64,
     norm_eps=1e-6,
     tied=True,
-    positions_max=4096,
-    rope_theta=10000.0,
+    context_max=4096,
+    rope=RopeSpec(10000.0),
     qk_norm=True,
 )
 SPARSE = replace(
     DENSE,
     family="qwen3_moe",
-    num_experts=8,
-    experts_per_token=2,
-    expert_intermediate=128,
+    moe=MoeSpec(num_experts=8, top_k=2, intermediate=128, normalise=True, sparse_layers=(0, 1, 2)),
 )
 LENGTHS = [700, 3, 64, 129, 1, 350]
 
 
-def policy_of(arch: Architecture, **options: object):
-    trainer = TrainerOptions(device="cuda", **options)  # type: ignore[arg-type]
+def policy_of(arch: ModelSpec, **options: object):
+    trainer = TrainerConfig(device="cuda", **options)  # type: ignore[arg-type]
     decoder = build_decoder(arch, trainer)
     torch.manual_seed(0)
     initialise(decoder, 0, std=0.05)
@@ -92,7 +90,7 @@ def test_packed_attention_equals_one_document_at_a_time(attend) -> None:
 
 
 @pytest.mark.parametrize("arch", [DENSE, SPARSE], ids=["dense", "sparse"])
-def test_bfloat16_is_near_float32(arch: Architecture) -> None:
+def test_bfloat16_is_near_float32(arch: ModelSpec) -> None:
     exact = scores_and_gradient(policy_of(arch, compute_dtype="float32", compile="off"))
     half = scores_and_gradient(policy_of(arch, compute_dtype="bfloat16", compile="off"))
     # A router's near-tie may choose another expert in half precision, which moves a token by more.
@@ -140,8 +138,8 @@ def groups(seed: int) -> list[Group]:
 def test_a_stream_gives_the_gradient_of_one_big_batch() -> None:
     norms = []
     for pack_tokens in (512, 100_000):
-        trainer = TrainerOptions(device="cuda", pack_tokens=pack_tokens, lr=1e-4)
-        learner = Learner(policy_of(DENSE, pack_tokens=pack_tokens), AlgorithmOptions(), trainer)
+        trainer = TrainerConfig(device="cuda", pack_tokens=pack_tokens, lr=1e-4)
+        learner = Learner(policy_of(DENSE, pack_tokens=pack_tokens), AlgorithmConfig(), trainer)
         learner.begin_step(0)
         for group in groups(0):
             learner.feed([group])
@@ -151,8 +149,8 @@ def test_a_stream_gives_the_gradient_of_one_big_batch() -> None:
 
 def test_a_learner_learns() -> None:
     """Prefer one token over another; the log-probs must follow."""
-    trainer = TrainerOptions(device="cuda", lr=3e-4)
-    learner = Learner(policy_of(DENSE), AlgorithmOptions(loss="reinforce"), trainer)
+    trainer = TrainerConfig(device="cuda", lr=3e-4)
+    learner = Learner(policy_of(DENSE), AlgorithmConfig(loss="reinforce"), trainer)
 
     def batch(step: int) -> list[Group]:
         rng = random.Random(step)
@@ -174,8 +172,8 @@ def test_a_learner_learns() -> None:
 @pytest.mark.parametrize("rank", [0, 8])
 def test_no_pack_waits_for_the_device(rank: int) -> None:
     """Once everything is compiled the host only queues: forward, backward, sums of metrics."""
-    trainer = TrainerOptions(device="cuda", lr=1e-4, pack_tokens=256, lora_rank=rank)
-    learner = Learner(policy_of(DENSE), AlgorithmOptions(kl_coef=0.1), trainer)
+    trainer = TrainerConfig(device="cuda", lr=1e-4, pack_tokens=256, lora_rank=rank)
+    learner = Learner(policy_of(DENSE), AlgorithmConfig(kl_coef=0.1), trainer)
     assert learner.policy.compiled
     rng = random.Random(0)
 

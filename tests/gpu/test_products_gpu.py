@@ -35,7 +35,7 @@ def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("versions", [1, 3])
 @pytest.mark.parametrize("splits", [1, 4])
 def test_skinny_product(rows: int, versions: int, splits: int) -> None:
-    from dora_rl.engine.cuda.skinny import Tiles, multiply
+    from dora_rl.engine.cuda.kernels.skinny import Tiles, multiply
 
     n, k = 384, 1024
     x, weight = _operands(rows, versions, n, k)
@@ -55,7 +55,7 @@ def test_streamed_product_equals_the_plain_one(
     rows: int, versions: int, splits: int, rings: tuple[int, int]
 ) -> None:
     """Rings shorter than K and as long, tiles that come round several times: the same sums."""
-    from dora_rl.engine.cuda.skinny import STREAMED_ROWS_MAX, Tiles, multiply
+    from dora_rl.engine.cuda.kernels.skinny import STREAMED_ROWS_MAX, Tiles, multiply
 
     if not STREAMED_ROWS_MAX or torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs a Hopper and Triton 3.6")
@@ -73,8 +73,8 @@ def test_streamed_product_equals_the_plain_one(
 @pytest.mark.parametrize("vocab", [1024, 128 * 500])
 def test_the_head_is_streamed_for_few_rows(rows: int, versions: int, vocab: int) -> None:
     """And by cuBLAS where so small a product would be cut into parts."""
-    from dora_rl.engine.cuda import skinny
     from dora_rl.engine.cuda.decoder import CudaDecoder
+    from dora_rl.engine.cuda.kernels import skinny
 
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     n, k = vocab, 256
@@ -104,7 +104,7 @@ def test_the_head_is_streamed_for_few_rows(rows: int, versions: int, vocab: int)
 @pytest.mark.parametrize("versions", [1, 3])
 def test_the_streamed_head_knows_its_chunks(rows: int, versions: int) -> None:
     """Peaks and sums of every tile, at the temperature of each row's slot; 0 is as 1."""
-    from dora_rl.engine.cuda.skinny import multiply, multiply_scored, tiles_of
+    from dora_rl.engine.cuda.kernels.skinny import multiply, multiply_scored, tiles_of
 
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     n, k, count = 128 * 500, 256, versions * rows
@@ -165,7 +165,7 @@ def test_a_draw_does_not_depend_on_the_chunks(vocab: int) -> None:
 
 
 def test_the_cut_of_a_product_fits_a_processor() -> None:
-    from dora_rl.engine.cuda.skinny import STREAMED_BYTES, STREAMED_ROWS_MAX, tiles_of
+    from dora_rl.engine.cuda.kernels.skinny import STREAMED_BYTES, STREAMED_ROWS_MAX, tiles_of
 
     weight = torch.empty(1, 4096, 2048, dtype=torch.bfloat16, device="cuda")
     if torch.cuda.get_device_capability()[0] != 9:
@@ -186,8 +186,8 @@ def test_the_cut_of_a_product_fits_a_processor() -> None:
 @pytest.mark.usefixtures("hopper")
 def test_wide_product(rows: int, versions: int, tiles: int, splits: int) -> None:
     """Every kind of tiles, rings longer and shorter than K, against float32."""
-    from dora_rl.engine.cuda.wide import multiply
-    from dora_rl.engine.cuts import Cut, Tiles
+    from dora_rl.engine.cuda.kernels.cuts import Cut, Tiles
+    from dora_rl.engine.cuda.kernels.wide import multiply
 
     n, k = 768, 1024
     x, weight = _operands(rows, versions, n, k)
@@ -206,9 +206,9 @@ def test_wide_product(rows: int, versions: int, tiles: int, splits: int) -> None
 @pytest.mark.usefixtures("hopper")
 def test_wide_gate_equals_the_separate_kernels(rows: int, versions: int, tiles: int) -> None:
     """And a row that is not finite, or far out, spoils no other."""
-    from dora_rl.engine.cuda.rows import gate
-    from dora_rl.engine.cuda.wide import multiply
-    from dora_rl.engine.cuts import Cut, Tiles
+    from dora_rl.engine.cuda.kernels.cuts import Cut, Tiles
+    from dora_rl.engine.cuda.kernels.rows import gate
+    from dora_rl.engine.cuda.kernels.wide import multiply
 
     n, k = 768, 512
     x, weight = _operands(rows, versions, n, k)
@@ -220,7 +220,7 @@ def test_wide_gate_equals_the_separate_kernels(rows: int, versions: int, tiles: 
 
 @pytest.mark.usefixtures("hopper")
 def test_which_products_are_left_to_cublas() -> None:
-    from dora_rl.engine.cuda import wide
+    from dora_rl.engine.cuda.kernels import wide
 
     weight = torch.empty((1, 4096, 2048), dtype=torch.bfloat16, device="cuda")
     assert wide.cut_of(256, weight, 132) is not None

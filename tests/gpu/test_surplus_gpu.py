@@ -6,7 +6,6 @@ Run with `pytest tests/gpu -m gpu` on a machine with a CUDA device and Triton.
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,9 +21,9 @@ from test_engine_greedy import finish_all, random_prompts  # noqa: E402
 from tiny_models import save_model  # noqa: E402
 
 from dora_rl.engine.engine import Engine  # noqa: E402
-from dora_rl.engine.models import read_spec  # noqa: E402
 from dora_rl.engine.options import EngineOptions  # noqa: E402
 from dora_rl.engine.sequence import Request  # noqa: E402
+from dora_rl.model.directory import read_spec  # noqa: E402
 from dora_rl.types import RequestId, SamplingParams  # noqa: E402
 
 OPTIONS = EngineOptions(
@@ -42,7 +41,7 @@ def test_a_session_goes_on_behind_rows_beyond_its_turn(tmp_path: Path, num_given
     given = tuple(range(20, 20 + num_given))
 
     def session(device: str, stop_ids: tuple[int, ...]) -> tuple[int, ...]:
-        engine = Engine(read_spec(tmp_path), replace(OPTIONS, device=device))
+        engine = Engine(read_spec(tmp_path), OPTIONS.model_copy(update={"device": device}))
         engine.load(0, tmp_path)
         if device == "cuda":
             engine.runner.burst, engine.runner._choose_burst = 3, lambda: None
@@ -58,7 +57,7 @@ def test_a_session_goes_on_behind_rows_beyond_its_turn(tmp_path: Path, num_given
 
 def test_prefill_reads_nothing_behind_the_context() -> None:
     """There may be NaN of a row beyond the end of another request."""
-    from dora_rl.engine.cuda.attention import attend_prefill
+    from dora_rl.engine.cuda.kernels.attention import attend_prefill
 
     generator = torch.Generator("cuda").manual_seed(0)
     pool = torch.randn(2, 6, 2, 16, 64, device="cuda", generator=generator)

@@ -13,13 +13,12 @@ pytest.importorskip("vllm")
 
 from tiny_models import VOCAB, save_model
 
-from dora_rl.engine.backends.vllm import VllmEngine, VllmOptions
 from dora_rl.engine.engine import Engine
 from dora_rl.engine.journal import Journal, continuation, read_journal
-from dora_rl.engine.models import read_spec
 from dora_rl.engine.options import EngineOptions
 from dora_rl.engine.sequence import Request
-from dora_rl.engine.weights import HfDirectory
+from dora_rl.engine.vllm.engine import VllmEngine, VllmOptions
+from dora_rl.model.directory import HfDirectory, read_spec
 from dora_rl.ports import Canary
 from dora_rl.types import (
     Finish,

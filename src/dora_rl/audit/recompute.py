@@ -26,9 +26,8 @@ from dora_rl.observe.audit import Auditor
 from dora_rl.observe.audit_books import Finding, Promise, TrainedSample
 from dora_rl.setup.settings import load_config
 from dora_rl.trainer.documents import Document, document_of
-from dora_rl.trainer.lora import add_lora
-from dora_rl.trainer.model import clone_adapted, clone_architecture, load_policy
-from dora_rl.trainer.options import TrainerOptions, from_section
+from dora_rl.trainer.policy.lora import add_lora
+from dora_rl.trainer.policy.model import clone_adapted, clone_architecture, load_policy
 from dora_rl.trainer.scoring import SealedScorer
 from dora_rl.types import Group, RequestId, Trajectory, UserError, Version
 from dora_rl.weights.store import DiskWeightStore
@@ -187,7 +186,7 @@ def _scorer(
     config: RunConfig, store: DiskWeightStore, version: Version
 ) -> tuple[SealedScorer, bool]:
     """The learner's model without a learner; and whether all was computed in float32."""
-    directory, options = Path(config.model.path), from_section(TrainerOptions, config.trainer)
+    directory, options = Path(config.model.path), config.trainer
     policy = load_policy(directory, options)
     if options.lora_rank:
         add_lora(policy, options)

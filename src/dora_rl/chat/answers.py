@@ -18,9 +18,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dora_rl.chat.conversation import Tokenizer
 from dora_rl.chat.requests import Ask, Message
 from dora_rl.chat.service import Generation, Piece
+from dora_rl.model.tokenizer import Tokenizer
 from dora_rl.types import Finish
 
 LOGPROB_MIN = -9999.0  # JSON has no infinity; a token that top_p or top_k shut out has this

@@ -19,10 +19,11 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from dora_rl.chat.errors import bad_request
 from dora_rl.chat.requests import Message
+from dora_rl.model.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,14 +104,6 @@ class Conversation:
 
 
 MARK = "DORAreplyMARK7f3a9"
-
-
-class Tokenizer(Protocol):
-    """What is asked of a tokenizer; those of transformers and `setup.tokenizer` have it."""
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> Sequence[int]: ...
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str: ...
-    def apply_chat_template(self, conversation: Any, **options: Any) -> Any: ...
 
 
 class ChatTemplate:

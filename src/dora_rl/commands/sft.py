@@ -55,7 +55,7 @@ def _check(args: argparse.Namespace) -> None:
 def run(args: argparse.Namespace) -> int:
     _check(args)
     prepare_output(args.json)
-    from dora_rl.trainer.options import TrainerOptions
+    from dora_rl.config import TrainerConfig
     from dora_rl.trainer.sft import SftOptions, run_sft
 
     options = SftOptions(
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         shuffle=not args.keep_order,
         eval_examples=args.eval_examples,
     )
-    trainer = TrainerOptions(
+    trainer = TrainerConfig(
         lr=args.lr,
         schedule=args.schedule,
         warmup_updates=args.warmup_updates,

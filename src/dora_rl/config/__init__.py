@@ -375,12 +375,8 @@ class RunConfig(Section):
 
     def engine_options(self, device: str, versions_max: int) -> dict[str, Any]:
         """Arguments of `engine.options.EngineOptions` for one instance on `device`."""
-        names = (
-            "block_tokens num_blocks kv_bytes_max host_blocks_max seqs_max context_max "
-            "prefix_cache one_pass compiled_kernels cuda_graphs async_steps burst_max"
-        )
         rollout = self.rollout
-        return {name: getattr(rollout, name) for name in names.split()} | {
+        return rollout.model_dump() | {
             "device": device,
             "dtype": self.engine_dtype(device),
             "step_tokens_max": max(rollout.step_tokens_max, rollout.seqs_max),

@@ -26,12 +26,13 @@ from datetime import date, datetime, time
 from decimal import Decimal
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, cast
 from uuid import UUID
 
 from dora_rl.config import DataConfig, DataSource
 from dora_rl.data.order import Interleave, epoch_key, permute
 from dora_rl.data.rows import Row, Rows, open_rows
+from dora_rl.model.tokenizer import Tokenizer
 from dora_rl.types import Prompt, UserError
 from dora_rl.user_code import one_line
 
@@ -272,13 +273,6 @@ def _prompt_keys(prompts: PromptSource) -> Iterator[tuple[bytes, str]]:
 ANSWER_COLUMNS = ("answer", "ground_truth", "solution", "label")
 # What a template may add to a message (role, begin, end), for the quick test of length only.
 MESSAGE_TOKENS_SLACK = 16
-
-
-class Tokenizer(Protocol):
-    """The few things asked of a tokenizer; those of transformers have them."""
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> Sequence[int]: ...
-    def apply_chat_template(self, conversation: Any, **options: Any) -> Any: ...
 
 
 class Renderer:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from dora_rl.engine.cache import KvCache
 from dora_rl.engine.options import EngineOptions
-from dora_rl.engine.plan import Plan
-from dora_rl.engine.result import StepResult
-from dora_rl.engine.spec import ModelSpec
-from dora_rl.engine.weights import ModelWeights, TensorSource
+from dora_rl.engine.plan import Plan, StepResult
+from dora_rl.engine.tensors.cache import KvCache
+from dora_rl.engine.tensors.weights import ModelWeights
+from dora_rl.model.directory import TensorSource
+from dora_rl.model.spec import ModelSpec
 from dora_rl.types import Version
 
 
@@ -39,11 +39,11 @@ def make_runner(spec: ModelSpec, options: EngineOptions) -> Runner:
         from dora_rl.engine.cuda.runner import CudaRunner
 
         return CudaRunner(spec, options)
-    from dora_rl.engine.compiled.runner import CompiledRunner, usable
+    from dora_rl.engine.cpu.compiled import CompiledRunner, usable
 
     kernels = usable(spec, options)
     if kernels is not None:
         return CompiledRunner(spec, options, kernels)
-    from dora_rl.engine.runner import CpuRunner
+    from dora_rl.engine.cpu.runner import CpuRunner
 
     return CpuRunner(spec, options)

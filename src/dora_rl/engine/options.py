@@ -1,24 +1,25 @@
-"""Limits and choices of one engine, as plain values.
+"""What one engine is told: the section [rollout], resolved for one device.
 
-Never imports torch or pydantic, so that a benchmark can build one on a bare GPU machine. Invariant:
-every buffer the engine allocates has its size here (or is derived once, from memory, at start).
+Invariant: every buffer the engine allocates has its size here (or is derived once, from memory, at
+start).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
+from pydantic import Field
+
+from dora_rl.config import RolloutConfig
 from dora_rl.types import UserError
 
 if TYPE_CHECKING:
-    from dora_rl.engine.spec import ModelSpec
+    from dora_rl.model.spec import ModelSpec
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
 
-@dataclass(frozen=True, slots=True)
-class EngineOptions:
+class EngineOptions(RolloutConfig):
     """`EngineOptions()` is a small CPU engine in float32.
 
     num_blocks 0 derives the pool from `kv_bytes_max`; `kv_bytes_max` 0 takes 85 % of what is
@@ -27,38 +28,18 @@ class EngineOptions:
     """
 
     device: str = "cpu"
-    dtype: str = "float32"
-    block_tokens: int = 64
-    num_blocks: int = 0
-    kv_bytes_max: int = 0
+    dtype: Literal["float32", "bfloat16"] = "float32"  # pyright: ignore[reportIncompatibleVariableOverride]
     memory_share: float = 1.0  # of a GPU that others use too: for weights and KV cache
-    host_blocks_max: int = 4096  # blocks that spilled, parked and idle requests may hold
-    seqs_max: int = 256  # requests that decode at once
-    step_tokens_max: int = 2048  # rows of one step: decode rows plus prefill chunks
-    context_max: int = 0  # 0: what the model was trained for, at most 32,768
-    versions_max: int = 3
+    versions_max: int = Field(default=3, ge=1)
     lora_rank: int = 0  # versions are adapters of this rank on one base; 0: whole weights
-    prefix_cache: bool = True
     prefix_blocks_max: int = 0  # idle prompt blocks kept for reuse; 0 is an eighth of the pool
     tile_rows: int = 0
-    one_pass: bool = True  # all resident versions in one pass; False is the plain oracle
-    compiled_kernels: bool = True  # on the CPU, where a C compiler is; otherwise torch
-    cuda_graphs: bool = True
-    async_steps: bool = True  # on a GPU: launch a step before the tokens of the last one are read
-    burst_max: int = 8  # on a GPU: decode steps launched at once where the host is the slower one
 
-    def __post_init__(self) -> None:
-        if self.dtype not in ITEM_BYTES:
-            raise UserError(
-                f"rollout.dtype is {self.dtype!r}; the engine computes in float32 or bfloat16"
-            )
+    def model_post_init(self, context: Any, /) -> None:
         if self.block_tokens < 16 or self.block_tokens & (self.block_tokens - 1):
             raise UserError(
                 f"rollout.block_tokens is {self.block_tokens}; use a power of two, 16 or more"
             )
-        for name in ("seqs_max", "step_tokens_max", "versions_max", "burst_max"):
-            if getattr(self, name) < 1:
-                raise UserError(f"rollout.{name} is {getattr(self, name)}; it must be at least 1")
         if self.step_tokens_max < self.seqs_max:
             raise UserError(
                 f"rollout.step_tokens_max ({self.step_tokens_max}) is below seqs_max "

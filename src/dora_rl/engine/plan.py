@@ -76,3 +76,16 @@ class Plan:
         """All whose cache it changes, each once."""
         moved = [op.seq for op in self.cache_ops if isinstance(op, Spill | Restore)]
         return list({seq.id: seq for seq in [*moved, *(span.seq for span in self.spans)]}.values())
+
+
+TopLogprobs: TypeAlias = tuple[tuple[int, float], ...]
+
+
+class StepResult(NamedTuple):
+    """Tokens scored or drawn for one span, oldest first; `raw_logprobs` may be empty."""
+
+    span: Span
+    token_ids: list[int]
+    logprobs: list[float]
+    raw_logprobs: list[float]
+    top_logprobs: list[TopLogprobs]

@@ -35,20 +35,18 @@ class Queues:
         self.spilled: dict[RequestId, Sequence] = {}
         self.parked: dict[RequestId, Sequence] = {}
         self.idle: dict[RequestId, Sequence] = {}
+        self._queues = (self.running, self.spilled, self.waiting, self.parked, self.idle)
         self.free_slots = list(range(options.seqs_max - 1, -1, -1))
         self.num_host_blocks = 0
         self.num_preemptions = 0
         self.num_prefix_tokens = 0
 
     def sequences(self) -> Iterator[Sequence]:
-        for queue in (self.running, self.spilled, self.waiting, self.parked, self.idle):
+        for queue in self._queues:
             yield from queue.values()
 
     def find(self, request: RequestId) -> Sequence | None:
-        for queue in (self.running, self.spilled, self.waiting, self.parked, self.idle):
-            if request in queue:
-                return queue[request]
-        return None
+        return next((queue[request] for queue in self._queues if request in queue), None)
 
     def add(self, seq: Sequence) -> None:
         seq.status = Status.WAITING
@@ -56,25 +54,21 @@ class Queues:
 
     def remove(self, seq: Sequence) -> None:
         """Forget a sequence, wherever it is; its blocks return to the pool."""
-        for queue in (self.running, self.spilled, self.waiting, self.parked, self.idle):
-            queue.pop(seq.id, None)
-        self.num_host_blocks -= seq.num_host_blocks
-        seq.num_host_blocks = 0
+        self._take_out(seq)
+        self.release_host(seq)
         self.release_blocks(seq)
         seq.status = Status.ENDED
 
     def keep_idle(self, seq: Sequence) -> None:
         """A turn ended; its blocks stay until the session continues, ends or spills."""
-        for queue in (self.running, self.spilled, self.waiting, self.parked):
-            queue.pop(seq.id, None)
+        self._take_out(seq)
         self._free_slot(seq)
         seq.status = Status.IDLE
         self.idle[seq.id] = seq
 
     def put_aside(self, plan: Plan, seq: Sequence, spill: bool) -> None:
         """Out of every queue, KV kept: on the device, or moved to the host when `spill`."""
-        for queue in (self.running, self.spilled, self.waiting, self.idle):
-            queue.pop(seq.id, None)
+        self._take_out(seq)
         seq.status = Status.PARKED
         self.parked[seq.id] = seq
         self._free_slot(seq)
@@ -91,10 +85,8 @@ class Queues:
 
     def reset(self, seq: Sequence) -> None:
         """Drop the KV; the sequence starts again from its tokens."""
-        for queue in (self.running, self.spilled, self.waiting, self.idle, self.parked):
-            queue.pop(seq.id, None)
-        self.num_host_blocks -= seq.num_host_blocks
-        seq.num_host_blocks = 0
+        self._take_out(seq)
+        self.release_host(seq)
         self.release_blocks(seq)
         seq.num_computed = 0
         seq.digests = []
@@ -151,6 +143,10 @@ class Queues:
         self.num_host_blocks += count
         return True
 
+    def release_host(self, seq: Sequence) -> None:
+        self.num_host_blocks -= seq.num_host_blocks
+        seq.num_host_blocks = 0
+
     def spill(self, plan: Plan, seq: Sequence) -> None:
         """Out of the device: to the host if it has room, else dropped and computed again."""
         self._to_host(plan, seq)
@@ -171,6 +167,10 @@ class Queues:
         seq.blocks = []
         seq.num_registered = 0
         self._free_slot(seq)
+
+    def _take_out(self, seq: Sequence) -> None:
+        for queue in self._queues:
+            queue.pop(seq.id, None)
 
     def _free_slot(self, seq: Sequence) -> None:
         if seq.slot >= 0:

@@ -1,63 +1,10 @@
-"""Random weights of a given shape, for benchmarks and tests: a source like any other.
+"""The old path of `dora_rl.model.random_weights`: still works, with one line of warning."""
 
-Deterministic in (seed, tensor name, kind of device); never reads a file.
-"""
+import warnings
 
-from __future__ import annotations
+from dora_rl.model.random_weights import RandomAdapter, RandomWeights
 
-import zlib
-from collections.abc import Sequence
-
-import torch
-from torch import Tensor
-
-from dora_rl.engine.lora import PREFIX, SCALE, places_of
-from dora_rl.engine.spec import ModelSpec
-from dora_rl.engine.weights import targets_of
-
-
-class RandomWeights:
-    """Normal values of deviation `scale`; norms are ones."""
-
-    def __init__(
-        self, spec: ModelSpec, seed: int = 0, scale: float = 0.02, device: str = "cpu"
-    ) -> None:
-        self._seed, self._scale, self._device = seed, scale, device
-        self._shapes = {
-            name: target.shape
-            for name, target in targets_of(spec).items()
-            if not (target.full and target.param.endswith(("gate_up", "down")))
-        }
-
-    def names(self) -> Sequence[str]:
-        return list(self._shapes)
-
-    def tensor(self, name: str) -> Tensor:
-        shape = self._shapes[name]
-        if name.endswith("norm.weight"):
-            return torch.ones(shape, device=self._device)
-        seed = zlib.crc32(f"{self._seed}/{name}".encode())
-        generator = torch.Generator(self._device).manual_seed(seed)
-        data = torch.randn(shape, generator=generator, device=self._device)
-        return data.mul_(self._scale)
-
-
-class RandomAdapter:
-    """A LoRA adapter of every linear layer, of a size that moves the logits."""
-
-    def __init__(self, spec: ModelSpec, seed: int, rank: int, device: str = "cpu") -> None:
-        self._seed, self._device = seed, device
-        self._shapes: dict[str, tuple[int, int]] = {}
-        for module, place in places_of(spec).items():
-            self._shapes[f"{PREFIX}{module}.lora_A.weight"] = (rank, place.width)
-            self._shapes[f"{PREFIX}{module}.lora_B.weight"] = (place.rows, rank)
-
-    def names(self) -> Sequence[str]:
-        return [SCALE, *self._shapes]
-
-    def tensor(self, name: str) -> Tensor:
-        if name == SCALE:
-            return torch.ones(1)
-        seed = zlib.crc32(f"{self._seed}/{name}".encode())
-        generator = torch.Generator(self._device).manual_seed(seed)
-        return torch.randn(self._shapes[name], generator=generator, device=self._device).mul_(0.02)
+__all__ = ["RandomAdapter", "RandomWeights"]
+warnings.warn(
+    "dora_rl.engine.random_weights is now dora_rl.model.random_weights", FutureWarning, stacklevel=2
+)

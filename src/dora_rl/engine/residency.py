@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dora_rl.engine.backend import Runner
-from dora_rl.engine.sealed import CheckedSource, check_base, check_canary
-from dora_rl.engine.weights import HfDirectory, TensorSource
+from dora_rl.model.directory import HfDirectory, TensorSource
+from dora_rl.model.sealed import CheckedSource, check_base, check_canary
 from dora_rl.out_of_memory import maybe_fail
 from dora_rl.types import UserError, Version
 

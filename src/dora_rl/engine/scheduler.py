@@ -296,7 +296,6 @@ class Scheduler(Queues):
             blocks.append(block)
         plan.cache_ops.append(Restore(seq, tuple(blocks)))
         seq.blocks = blocks
-        self.num_host_blocks -= seq.num_host_blocks
-        seq.num_host_blocks = 0
+        self.release_host(seq)
         seq.num_registered = len(seq.digests)
         return True

@@ -11,10 +11,11 @@ version of its segment.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -27,6 +28,7 @@ from dora_rl.types import (
     Version,
 )
 
+Decode: TypeAlias = Callable[[Seq[int]], str]
 _MASK = (1 << 64) - 1
 
 
@@ -225,3 +227,17 @@ def is_plain(params: SamplingParams) -> bool:
 def stop_ids_of(params: SamplingParams, eos_ids: Seq[int]) -> frozenset[int]:
     """Ids that end a turn."""
     return frozenset(params.stop_ids) | (frozenset() if params.ignore_eos else frozenset(eos_ids))
+
+
+def hits_stop_string(seq: Sequence, decode: Decode | None) -> bool:
+    """Whether a stop string ends in the newest token."""
+    strings = seq.request.params.stop_strings
+    if not strings or decode is None:
+        return False
+    # A stop string of n characters ends in the newest token and began at most n tokens ago, and not
+    # before this turn: an observation may well end in the string.
+    num_tokens = max(len(string) for string in strings) + 1
+    mask = seq.loss_mask[-num_tokens:]
+    drawn = next((i for i, own in enumerate(reversed(mask)) if not own), len(mask))
+    tail = decode(seq.tokens[len(seq.tokens) - drawn :])
+    return any(string in tail for string in strings)

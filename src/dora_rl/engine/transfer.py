@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from dora_rl.engine.journal import continuation, request_from_json, request_json
-from dora_rl.engine.sequence import Sequence, Status, new_sequence
+from dora_rl.engine.sequence import Sequence, Status
 from dora_rl.types import RequestId, UserError
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def begin_import(engine: Engine, meta: bytes) -> Import:
             f"request {tuple(request.id)}: KV blocks of shape {body['shape']} do not fit an engine "
             f"of shape {shape_of(engine)}"
         )
-    seq = new_sequence(request, engine.next_arrival(), engine.spec.eos_ids)
+    seq = engine.new_sequence(request)
     reason = engine.refusal(seq)
     if reason:
         raise UserError(f"request {tuple(request.id)}: {reason}")

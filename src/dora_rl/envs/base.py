@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from dora_rl.chat.conversation import Tokenizer
+from dora_rl.model.tokenizer import Tokenizer
 from dora_rl.types import UserError
 
 if TYPE_CHECKING:

@@ -17,10 +17,11 @@ from pathlib import Path
 import torch
 
 from dora_rl.chat.app import BACKLOG, HttpServer, http_server, make_app
-from dora_rl.chat.conversation import ChatTemplate, Tokenizer
+from dora_rl.chat.conversation import ChatTemplate
 from dora_rl.engine.engine import Engine
-from dora_rl.engine.models import read_spec
 from dora_rl.engine.options import EngineOptions
+from dora_rl.model.directory import read_spec
+from dora_rl.model.tokenizer import Tokenizer
 from dora_rl.serve.engine_thread import EngineThread, Pieces
 from dora_rl.serve.service import EngineService, ServeLimits
 from dora_rl.types import UserError

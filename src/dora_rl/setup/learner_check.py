@@ -7,21 +7,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dora_rl.config import AlgorithmConfig, RunConfig
-from dora_rl.engine.models import read_spec
-from dora_rl.engine.targets import check_files
+from dora_rl.config import AlgorithmConfig, RunConfig, TrainerConfig
+from dora_rl.config.section import choose
+from dora_rl.model.directory import check_files, read_spec
+from dora_rl.model.names import ATTENTION_LAYERS, LINEAR_LAYERS
+from dora_rl.trainer.checks import check_attention, check_published, check_trainer
 from dora_rl.trainer.losses.recipes import fill, is_users_own
-from dora_rl.trainer.options import (
-    ATTENTION_LAYERS,
-    LINEAR_LAYERS,
-    AlgorithmOptions,
-    TrainerOptions,
-    check_attention,
-    check_published,
-    check_trainer,
-    choose,
-    from_section,
-)
 from dora_rl.types import UserError
 
 WITHIN_GROUP = ("group", "group_mean", "leave_one_out")
@@ -29,8 +20,7 @@ WITHIN_GROUP = ("group", "group_mean", "leave_one_out")
 
 def check_learner(config: RunConfig) -> None:
     """Losses, sampling, schedules, adapters and the reference."""
-    algorithm = from_section(AlgorithmOptions, config.algorithm)
-    trainer = from_section(TrainerOptions, config.trainer)
+    algorithm, trainer = config.algorithm, config.trainer
     _check_sampling(config, fill(algorithm))
     _check_group(config, fill(algorithm))
     check_trainer(trainer)
@@ -41,7 +31,7 @@ def check_learner(config: RunConfig) -> None:
         _try_own(algorithm, config.rollout.num_samples)
 
 
-def _check_sampling(config: RunConfig, algorithm: AlgorithmOptions) -> None:
+def _check_sampling(config: RunConfig, algorithm: AlgorithmConfig) -> None:
     """The learner's log-probs are of the policy that sampled: docs/algorithms.md says why.
 
     The learner takes the softmax over the whole vocabulary at one temperature. What was sampled
@@ -71,7 +61,7 @@ def _check_sampling(config: RunConfig, algorithm: AlgorithmOptions) -> None:
         )
 
 
-def _check_group(config: RunConfig, algorithm: AlgorithmOptions) -> None:
+def _check_group(config: RunConfig, algorithm: AlgorithmConfig) -> None:
     """An advantage within a group of one is always zero: such a run would learn nothing."""
     if config.rollout.num_samples == 1 and algorithm.advantage in WITHIN_GROUP:
         raise UserError(
@@ -81,7 +71,7 @@ def _check_group(config: RunConfig, algorithm: AlgorithmOptions) -> None:
         )
 
 
-def _try_own(algorithm: AlgorithmOptions, group_size: int) -> None:
+def _try_own(algorithm: AlgorithmConfig, group_size: int) -> None:
     """A loss and an advantage of the user's, on a made-up batch."""
     from dora_rl.trainer.losses.registry import resolve
     from dora_rl.trainer.losses.trial import try_advantage, try_loss
@@ -110,7 +100,7 @@ def check_learner_device(config: RunConfig, device: str) -> None:
     """`device`: the run's, which the learner takes where trainer.device is auto."""
     name = config.trainer.device if config.trainer.device != "auto" else device
     if name.startswith("cuda") and not device.startswith("cuda"):
-        from dora_rl.trainer.model import pick_device
+        from dora_rl.trainer.policy.model import pick_device
 
         pick_device(name)
     trainer = config.trainer
@@ -119,7 +109,7 @@ def check_learner_device(config: RunConfig, device: str) -> None:
     check_published(trainer.compute_dtype, trainer.publish_dtype, on_gpu=on_gpu)
 
 
-def _check_adapters(config: RunConfig, trainer: TrainerOptions) -> None:
+def _check_adapters(config: RunConfig, trainer: TrainerConfig) -> None:
     if not trainer.lora_rank:
         return
     spec = read_spec(config.model.path)

@@ -113,7 +113,7 @@ def _version(name: str) -> str | None:
 def _kernel_lanes() -> int:
     if _version("torch") is None:
         return 0
-    from dora_rl.engine.compiled.library import load
+    from dora_rl.engine.cpu.library import load
 
     kernels = load()
     return kernels.lanes if kernels else 0
@@ -139,9 +139,9 @@ def forecast(
     estimates) and as lines. Among the figures are `problems`, which say what does not fit; the
     memory of GPUs is their plan's."""
     from dora_rl.core.modes import policy_of
-    from dora_rl.engine import cache, memory
-    from dora_rl.engine.models import read_spec
     from dora_rl.engine.options import EngineOptions
+    from dora_rl.engine.tensors import cache, memory
+    from dora_rl.model.directory import read_spec
     from dora_rl.setup.settings import core_params
 
     device, params = layout.device, core_params(config)

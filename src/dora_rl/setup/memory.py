@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from dora_rl.engine.spec import ModelSpec
+from dora_rl.model.spec import ModelSpec
 
 GB = 1_000_000_000
 CONTEXT_BYTES = 700_000_000  # CUDA's context and cuBLAS in one process

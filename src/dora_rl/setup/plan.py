@@ -17,15 +17,14 @@ from functools import reduce
 from typing import Any, NamedTuple
 
 from dora_rl.config import RunConfig
-from dora_rl.engine.models import read_spec
 from dora_rl.engine.options import EngineOptions
-from dora_rl.engine.spec import ModelSpec
+from dora_rl.model.directory import read_spec
+from dora_rl.model.spec import ModelSpec
 from dora_rl.setup.devices import Card, look_at_cards, visible_gpus
 from dora_rl.setup.layout import Layout, plan_layout
 from dora_rl.setup.memory import CONTEXT_BYTES, GB, RESERVE_SHARE, MemoryPlan, Need, plan_memory
 from dora_rl.setup.settings import core_params, is_recomputable
 from dora_rl.trainer.losses.recipes import fill
-from dora_rl.trainer.options import AlgorithmOptions, from_section
 from dora_rl.types import UserError
 from dora_rl.workers.engines import adapter_rank
 
@@ -281,7 +280,7 @@ def need_of(
         compiled=trainer.compile == "on" or (trainer.compile == "auto" and not trainer.lora_rank),
         rechecks=config.audit.recompute_share > 0 and ranks == 1 and is_recomputable(config),
         num_twins=num_twins(config),
-        critic=fill(from_section(AlgorithmOptions, config.algorithm)).advantage == "gae",
+        critic=fill(config.algorithm).advantage == "gae",
         kv_bytes=kv,
         pack_tokens=trainer.pack_tokens,
         checkpointing=trainer.activation_checkpointing.replace("auto", ""),
@@ -298,7 +297,7 @@ def request_tokens(config: RunConfig, context: int) -> int:
 
 def num_twins(config: RunConfig) -> int:
     """Frozen copies that the learner holds: the reference, and versions to score under."""
-    options = fill(from_section(AlgorithmOptions, config.algorithm))
+    options = fill(config.algorithm)
     has_reference = options.reference or options.kl_coef != 0.0
     scored = 0
     several = config.trainer.updates_per_step > 1 and options.old_logprobs == "proximal"

@@ -7,34 +7,18 @@ from __future__ import annotations
 
 import difflib
 import json
-import math
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
 from dora_rl.config import AlgorithmConfig, RunConfig
+from dora_rl.config.section import explain
 from dora_rl.core.params import Deadlines, MoveCost, Params
-from dora_rl.engine.models import read_spec
-from dora_rl.trainer.ranges import Range
+from dora_rl.model.directory import read_spec
 from dora_rl.types import UserError
-
-_OUTSIDE = (
-    "greater_than",
-    "greater_than_equal",
-    "less_than",
-    "less_than_equal",
-    "finite_number",
-)
-# Where pydantic speaks of Python and not of the file.
-_PLAIN = {
-    "extra_forbidden": "no such key here; see docs/config.md",
-    "tuple_type": 'write a list: ["…"]',
-    "missing": "this key is needed",
-    "dict_type": "write a table: {name = value}",
-}
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -59,48 +43,12 @@ def resolve(data: dict[str, Any], where: str) -> RunConfig:
     try:
         config = RunConfig.model_validate(data)
     except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
-        allowed = range_of(RunConfig, first["loc"]) if first["type"] in _OUTSIDE else None
-        if allowed is not None:
-            raise UserError(f"{where}: {allowed.refuse(key, first['input'])}") from None
-        raise UserError(f"{where}: {key}: {_PLAIN.get(first['type'], first['msg'])}") from None
+        raise UserError(f"{where}: {explain(RunConfig, error)}") from None
     if config.model.trust_remote_code:  # asked for once, it holds for tokenizer and learner
         trainer = config.trainer.model_copy(update={"trust_remote_code": True})
         config = config.model_copy(update={"trainer": trainer})
     core_params(config)
     return config
-
-
-def range_of(kind: type[BaseModel], place: Sequence[int | str]) -> Range:
-    """The numbers that the key at `place` may have."""
-    rules: Sequence[Any] = ()
-    for part in place:
-        if part not in kind.model_fields:
-            continue  # a place in a list, a word of a free table
-        field = kind.model_fields[part]
-        inner = [field.annotation, *get_args(field.annotation)]
-        kinds = [k for k in inner if isinstance(k, type) and issubclass(k, BaseModel)]
-        kind = kinds[0] if kinds else kind
-        rules = [*field.metadata, *(rule for k in inner for rule in _rules(k))]
-    bounds = {
-        name: float(getattr(rule, name))
-        for rule in rules
-        for name in ("ge", "gt", "le", "lt")
-        if getattr(rule, name, None) is not None
-    }
-    return Range(
-        low=bounds.get("ge", bounds.get("gt", -math.inf)),
-        high=bounds.get("le", bounds.get("lt", math.inf)),
-        low_open="gt" in bounds,
-        high_open="lt" in bounds,
-    )
-
-
-def _rules(kind: Any) -> Sequence[Any]:
-    """Of an item of a list, `Annotated[int, Field(ge=0)]`."""
-    found = getattr(kind, "__metadata__", ())
-    return [rule for info in found for rule in getattr(info, "metadata", ())]
 
 
 def _override(data: dict[str, Any], override: str) -> None:

@@ -6,16 +6,19 @@ anything is sharded, so they start from exactly the weights the run starts from.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from dora_rl.config import TrainerConfig
 from dora_rl.trainer import distributed
 from dora_rl.trainer.critic import Critic, make_critic
-from dora_rl.trainer.decoder import Decoder
-from dora_rl.trainer.lora import add_lora
 from dora_rl.trainer.losses.registry import Objective
-from dora_rl.trainer.model import (
+from dora_rl.trainer.optim import Optimizer
+from dora_rl.trainer.packing import quadratic_tokens
+from dora_rl.trainer.policy.decoder import Decoder
+from dora_rl.trainer.policy.lora import add_lora
+from dora_rl.trainer.policy.model import (
     Policy,
     clone_adapted,
     clone_architecture,
@@ -23,9 +26,6 @@ from dora_rl.trainer.model import (
     freeze,
     load_policy,
 )
-from dora_rl.trainer.optim import Optimizer
-from dora_rl.trainer.options import TrainerOptions
-from dora_rl.trainer.packing import quadratic_tokens
 
 
 @dataclass(slots=True)
@@ -42,7 +42,7 @@ class Assembly:
 
 
 def assemble(
-    model: Path | Policy, objective: Objective, options: TrainerOptions, directory: Path | None
+    model: Path | Policy, objective: Objective, options: TrainerConfig, directory: Path | None
 ) -> Assembly:
     """Load or take the policy and build everything around it."""
     policy = load_policy(model, options) if isinstance(model, Path) else model
@@ -69,7 +69,7 @@ def assemble(
 
 
 def _reference(
-    policy: Policy, objective: Objective, options: TrainerOptions, make_twin: Callable[[], Policy]
+    policy: Policy, objective: Objective, options: TrainerConfig, make_twin: Callable[[], Policy]
 ) -> Policy | None:
     if not objective.needs_reference:
         return None
@@ -95,3 +95,10 @@ def attention_crossover_tokens(policy: Policy) -> float:
         return 8192.0
     arch = policy.arch
     return quadratic_tokens(arch.num_heads * arch.head_dim, arch.layer_params_active())
+
+
+def train_flops(policy: Policy, lengths: Sequence[int], adapter_params: int) -> float | None:
+    """Of forward and backward over documents; None where the shape of the model is not known."""
+    if not isinstance(policy, Decoder):
+        return None
+    return policy.arch.train_flops(lengths, adapter_params)

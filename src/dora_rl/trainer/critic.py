@@ -12,15 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dora_rl.trainer.attention_layout import Layout
-from dora_rl.trainer.casting import cast_parameters
+from dora_rl.config import AlgorithmConfig
+from dora_rl.trainer.attention.layout import Layout
 from dora_rl.trainer.distributed import back_to_shards
 from dora_rl.trainer.documents import Document, Pack
 from dora_rl.trainer.losses.penalties import value_loss
+from dora_rl.trainer.memory import Room
 from dora_rl.trainer.meters import Meters
-from dora_rl.trainer.model import Policy, copy_weights
-from dora_rl.trainer.options import AlgorithmOptions
-from dora_rl.trainer.room import Room
+from dora_rl.trainer.policy.casting import cast_parameters
+from dora_rl.trainer.policy.model import Policy, copy_weights
 from dora_rl.trainer.scoring import Tell, in_packs
 
 
@@ -66,7 +66,7 @@ def fill_old_values(
     back_to_shards(critic)
 
 
-def critic_pass(critic: Critic, pack: Pack, options: AlgorithmOptions, meters: Meters) -> Tensor:
+def critic_pass(critic: Critic, pack: Pack, options: AlgorithmConfig, meters: Meters) -> Tensor:
     """Add the pack's gradient sum to the critic; returns the loss sum, detached."""
     values = critic(pack.token_ids_T, pack.layout, pack.rows_N)
     old = pack.gather([d.old_values for d in pack.documents])  # type: ignore[misc]

@@ -31,15 +31,6 @@ def world() -> tuple[int, int]:
     return 0, 1
 
 
-def init_from_environment(device_type: str) -> tuple[int, int]:
-    """Join the process group torchrun describes: NCCL on CUDA, gloo elsewhere."""
-    if not dist.is_initialized() and dist.is_torchelastic_launched():
-        dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
-        if device_type == "cuda":
-            torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
-    return world()
-
-
 def interface_of(ip: str) -> str | None:
     """The name of the network interface that has this address."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -74,24 +65,23 @@ def join(meeting: str | Path, rank: int, num_ranks: int, ip: str = "") -> None:
 
 def agree(what: str, value: int, hint: str) -> None:
     """Every rank must have found the same; a collective."""
-    rank, num_ranks = world()
-    if num_ranks == 1:
-        return
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    found = torch.tensor([value], dtype=torch.int64, device=device)
-    dist.broadcast(found, 0)
-    if int(found) != value:
-        raise UserError(f"rank {rank} finds {what} {value}, the first rank {int(found)}; {hint}")
+    found = _of_first(value)
+    if found != value:
+        raise UserError(f"rank {world()[0]} finds {what} {value}, the first rank {found}; {hint}")
 
 
 def decide(flag: bool) -> bool:
     """What the first rank says, on every rank; a collective."""
+    return bool(_of_first(int(flag)))
+
+
+def _of_first(value: int) -> int:
     if world()[1] == 1:
-        return flag
+        return value
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    found = torch.tensor([int(flag)], dtype=torch.int64, device=device)
+    found = torch.tensor([value], dtype=torch.int64, device=device)
     dist.broadcast(found, 0)
-    return bool(found)
+    return int(found)
 
 
 def shard(module: nn.Module, layers: list[nn.Module], compute_dtype: torch.dtype) -> None:

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dora_rl.trainer.attention_layout import Layout, send
+from dora_rl.trainer.attention.layout import Layout, send
 from dora_rl.types import Group, GroupId, Trajectory, Version
 
 

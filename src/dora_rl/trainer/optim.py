@@ -11,11 +11,12 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from dora_rl.config import TrainerConfig
+from dora_rl.trainer.checks import check_trainer
 from dora_rl.trainer.distributed import like_shard
-from dora_rl.trainer.options import TrainerOptions, check_trainer
 
 
-def learning_rate(options: TrainerOptions, update: int, lr: float | None = None) -> float:
+def learning_rate(options: TrainerConfig, update: int, lr: float | None = None) -> float:
     """The rate of update number `update` (0 is the first).
 
     Linear warm-up over `warmup_updates`, then constant, or down to lr·lr_floor_ratio at
@@ -35,7 +36,7 @@ def learning_rate(options: TrainerOptions, update: int, lr: float | None = None)
 class Optimizer:
     """AdamW over the trainable parameters of a module, by name."""
 
-    def __init__(self, module: nn.Module, options: TrainerOptions, lr: float | None = None) -> None:
+    def __init__(self, module: nn.Module, options: TrainerConfig, lr: float | None = None) -> None:
         check_trainer(options)
         self.options, self.base_lr = options, options.lr if lr is None else lr
         self.named = {n: p for n, p in module.named_parameters() if p.requires_grad}

@@ -7,17 +7,18 @@ end. Invariant: nothing here depends on how many packs the update will have.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from dora_rl.trainer.corrections import correction_weight
+from dora_rl.trainer.attention.layout import Layout
 from dora_rl.trainer.documents import Pack
-from dora_rl.trainer.logprobs import TokenScores
 from dora_rl.trainer.losses.aggregate import numerator
+from dora_rl.trainer.losses.corrections import correction_weight
 from dora_rl.trainer.losses.inputs import LossInputs, LossOutput, ratio_of
 from dora_rl.trainer.losses.penalties import KL, kl_k3
 from dora_rl.trainer.losses.registry import Objective
 from dora_rl.trainer.meters import Meters
-from dora_rl.trainer.model import Policy
+from dora_rl.trainer.policy.logprobs import TokenScores
+from dora_rl.trainer.policy.model import Policy
 from dora_rl.types import StepIndex
 
 
@@ -117,3 +118,13 @@ def _meter(
 def _meter_weights(meters: Meters, weight: Tensor, pack: Pack) -> None:
     meters.add_sum("correction/weight_mean", weight.sum(), pack.num_trained)
     meters.add_sum("correction/masked_frac", (weight == 0).float().sum(), pack.num_trained)
+
+
+def empty_pass(policy: Policy, critic: nn.Module | None) -> None:
+    """Take part in the collectives of a pack that fell to other ranks only."""
+    device = next(policy.parameters()).device
+    ids = torch.zeros(2, dtype=torch.int64, device=device)
+    row, layout = ids[:1], Layout([2], device)
+    (policy(ids, layout, row, row).logprobs_N.sum() * 0.0).backward()
+    if critic is not None:
+        (critic(ids, layout, row).sum() * 0.0).backward()

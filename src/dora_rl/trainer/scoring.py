@@ -17,10 +17,14 @@ from dora_rl.out_of_memory import free_cached, maybe_fail, shortage
 from dora_rl.ports import WeightStore
 from dora_rl.trainer import distributed
 from dora_rl.trainer.documents import Document, Pack, collate
-from dora_rl.trainer.lora import is_published_adapter, load_published_adapter, without_dropout
-from dora_rl.trainer.model import Policy, load_weights
+from dora_rl.trainer.memory import Room
 from dora_rl.trainer.packing import pack_stream
-from dora_rl.trainer.room import Room
+from dora_rl.trainer.policy.lora import (
+    is_published_adapter,
+    load_published_adapter,
+    without_dropout,
+)
+from dora_rl.trainer.policy.model import Policy, load_weights
 from dora_rl.types import UserError, Version
 
 Tell = Callable[[str], None]

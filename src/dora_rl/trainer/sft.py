@@ -1,38 +1,53 @@
 """Supervised warm start: imitate demonstrations, packed, with the learner's model and optimizer.
 
     result = run_sft(Path("model"), [Path("demos.jsonl")], Path("out"), SftOptions(epochs=2),
-                     TrainerOptions(lr=2e-3), on_progress=print)
+                     TrainerConfig(lr=2e-3), on_progress=print)
 
-The loss of an update is the mean negative log-prob over all its completion tokens, whatever the
-packs. Never trains on prompt tokens; never updates from a non-finite gradient. Invariant: `out` is
-a complete Hugging Face directory or is not there.
+Demonstrations are jsonl rows `{"prompt": ..., "completion": ...}`; each side is a string or a
+message list. A string prompt is encoded as the rollout encodes it (with the tokenizer's own
+beginning of text), messages through the chat template. The loss of an update is the mean negative
+log-prob over all its completion tokens, whatever the packs.
+
+Never trains on prompt tokens; never updates from a non-finite gradient. Invariants: `out` is a
+complete Hugging Face directory or is not there; a row that cannot be used is an error that names
+its line, or is counted as too long.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import torch
 
-from dora_rl.trainer.allocator import keep_freed_memory
-from dora_rl.trainer.checkpoint import copy_side_files, write_atomically
+from dora_rl.config import TrainerConfig
+from dora_rl.model.directory import write_model
+from dora_rl.model.tokenizer import Tokenizer
+from dora_rl.trainer.checkpoints.checkpoint import copy_side_files, write_atomically
 from dora_rl.trainer.documents import Document, collate
-from dora_rl.trainer.lora import add_lora
-from dora_rl.trainer.model import Policy, load_policy, named_weights, pick_dtype, stored_weights
+from dora_rl.trainer.memory import keep_freed_memory
 from dora_rl.trainer.optim import Optimizer, learning_rate
-from dora_rl.trainer.options import TrainerOptions
 from dora_rl.trainer.packing import pack_balanced
+from dora_rl.trainer.policy.lora import add_lora
+from dora_rl.trainer.policy.model import (
+    Policy,
+    load_policy,
+    named_weights,
+    pick_dtype,
+    stored_weights,
+)
 from dora_rl.trainer.scoring import score
-from dora_rl.trainer.sft_data import Demonstration, Tokenizer, encode_row, read_rows
-from dora_rl.trainer.weights import write_model
 from dora_rl.types import UserError
 
 _SHARD_BYTES_MAX = 4 << 30
+Messages: TypeAlias = list[dict[str, Any]]
+COMPLETION_COLUMNS = ("completion", "response", "output")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +98,7 @@ def run_sft(
     data: Sequence[Path],
     out: Path,
     options: SftOptions,
-    trainer: TrainerOptions,
+    trainer: TrainerConfig,
     on_progress: Callable[[SftProgress], None] | None = None,
     tokenizer: Tokenizer | None = None,
 ) -> SftResult:
@@ -129,7 +144,7 @@ def run_sft(
     )
 
 
-def _load_tokenizer(model: Path, trainer: TrainerOptions) -> Tokenizer:
+def _load_tokenizer(model: Path, trainer: TrainerConfig) -> Tokenizer:
     from transformers import AutoTokenizer
 
     try:
@@ -156,14 +171,15 @@ class _Run:
         policy: Policy,
         train: list[Document],
         options: SftOptions,
-        trainer: TrainerOptions,
+        trainer: TrainerConfig,
     ) -> None:
         self.policy, self.documents, self.options = policy, train, options
         self.device = next(policy.parameters()).device
         per_epoch = math.ceil(len(train) / options.batch_examples)
         self.num_updates = max(1, round(per_epoch * options.epochs))
         # A decaying schedule without a horizon ends with the run.
-        self.trainer = replace(trainer, num_updates=trainer.num_updates or self.num_updates)
+        horizon = {"num_updates": trainer.num_updates or self.num_updates}
+        self.trainer = trainer.model_copy(update=horizon)
         if trainer.lora_rank:
             add_lora(policy, trainer)
         self.optimizer = Optimizer(policy, self.trainer)
@@ -233,3 +249,86 @@ def _write(policy: Policy, model: Path, out: Path, dtype: torch.dtype) -> None:
         write_model(target, tensors, _SHARD_BYTES_MAX)
 
     write_atomically(out, fill)
+
+
+# -- demonstrations ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Demonstration:
+    """Token ids, the first `prompt_tokens` of which are not trained on."""
+
+    token_ids: tuple[int, ...]
+    prompt_tokens: int
+
+
+def read_rows(paths: Sequence[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(file:line, row) of every non-empty line."""
+    for path in paths:
+        if not path.is_file():
+            raise UserError(f"sft data '{path}': no such file")
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield f"{path}:{number}", _parse(line, f"{path}:{number}")
+
+
+def _parse(line: str, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{where}: not valid JSON ({error.msg})") from error
+    if not isinstance(row, dict):
+        raise UserError(f"{where}: a row must be an object with prompt and completion")
+    return row
+
+
+def encode_row(
+    row: dict[str, Any], tokenizer: Tokenizer, where: str, add_eos: bool
+) -> Demonstration:
+    """One demonstration; the end of sequence is added to a string completion if asked."""
+    prompt = row.get("prompt")
+    column = next((c for c in COMPLETION_COLUMNS if c in row), None)
+    if not isinstance(prompt, str | list) or column is None:
+        raise UserError(f"{where}: a row needs 'prompt' and 'completion'")
+    completion = row[column]
+    if isinstance(prompt, list):
+        head = _template(tokenizer, prompt, True, where)
+        if isinstance(completion, list):
+            return _conversation(tokenizer, head, [*prompt, *completion], where)
+        start = list(tokenizer.encode(head, add_special_tokens=False))
+    else:
+        start = list(tokenizer.encode(prompt))
+    if not isinstance(completion, str):
+        raise UserError(f"{where}: '{column}' must be a string where the prompt is one")
+    end = list(tokenizer.encode(completion, add_special_tokens=False))
+    eos_id: int | None = getattr(tokenizer, "eos_token_id", None)
+    if add_eos and eos_id is not None:
+        end.append(eos_id)
+    if not start or not end:
+        raise UserError(f"{where}: prompt and completion must each have at least one token")
+    return Demonstration((*start, *end), len(start))
+
+
+def _template(tokenizer: Tokenizer, messages: Messages, generate: bool, where: str) -> str:
+    try:
+        return tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=generate
+        )
+    except (ValueError, TypeError, KeyError) as error:
+        line = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(f"{where}: the chat template refuses the messages ({line})") from error
+
+
+def _conversation(tokenizer: Tokenizer, head: str, messages: Messages, where: str) -> Demonstration:
+    text = _template(tokenizer, messages, False, where)
+    if not text.startswith(head):
+        raise UserError(
+            f"{where}: the chat template renders the prompt differently once it is answered; "
+            "give the completion as a string"
+        )
+    start = list(tokenizer.encode(head, add_special_tokens=False))
+    end = list(tokenizer.encode(text[len(head) :], add_special_tokens=False))
+    if not end:
+        raise UserError(f"{where}: the completion is empty")
+    return Demonstration((*start, *end), len(start))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dora_rl.out_of_memory import shortage
-from dora_rl.trainer.attention_layout import Layout
+from dora_rl.trainer.attention.layout import Layout
 from dora_rl.trainer.learner import Learner
 
 DOCUMENT_TOKENS = 512

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dora_rl.model.checksum import checksum_of
 from dora_rl.ports import Canary
 from dora_rl.types import Version
 
@@ -88,12 +89,6 @@ class Manifest:
     @property
     def num_bytes(self) -> int:
         return self.data_start + (self.tensors[-1].end if self.tensors else 0)
-
-
-def checksum_of(tensors: Iterable[TensorEntry]) -> str:
-    """The identity of a set of weights, whatever order or file they are stored in."""
-    rows = sorted((t.name, t.dtype, list(t.shape), t.digest) for t in tensors)
-    return hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()
 
 
 def digest_of(data: memoryview | bytes) -> str:

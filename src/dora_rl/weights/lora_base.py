@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from dora_rl.config import RunConfig
-from dora_rl.engine.sealed import CheckedSource, check_base
-from dora_rl.engine.weights import HfDirectory
-from dora_rl.trainer.lora import whole_version
+from dora_rl.model.directory import HfDirectory
+from dora_rl.model.sealed import CheckedSource, check_base
+from dora_rl.trainer.policy.lora import whole_version
 from dora_rl.workers.engines import adapter_rank
 
 

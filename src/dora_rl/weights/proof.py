@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dora_rl.core.events import Rewound, StepCommitted
+from dora_rl.model.checksum import checksum_of
 from dora_rl.observe.eventlog import Entry, parse_line
 from dora_rl.observe.segments import segments
 from dora_rl.types import UserError, Version
-from dora_rl.weights.format import TensorEntry, checksum_of, digest_of
+from dora_rl.weights.format import TensorEntry, digest_of
 
 if TYPE_CHECKING:
     from dora_rl.config import RunConfig
@@ -52,7 +53,7 @@ def seals_whole_models(config: RunConfig) -> bool:
 
 def model_checksum(directory: Path) -> str:
     """The checksum that the weights of a model directory would be sealed with."""
-    from dora_rl.trainer.weights import tensor_files
+    from dora_rl.model.directory import tensor_files
 
     files = sorted({*tensor_files(directory).values()})
     return checksum_of(entry for file in files for entry in _tensors(file))
@@ -80,7 +81,7 @@ def checkpoint_problem(directory: Path, step: int, sealed: str, *, trainer: bool
     `sealed` is the checksum of the version, "" where that says nothing about the checkpoint. With
     `trainer` the learner's own files are read too.
     """
-    from dora_rl.trainer.checkpoint import FORMAT, read_state, tensor_digests
+    from dora_rl.trainer.checkpoints.checkpoint import FORMAT, read_state, tensor_digests
 
     state = read_state(directory)
     version, form, noted = state["next_step"], state.get("format"), state.get("files")

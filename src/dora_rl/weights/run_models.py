@@ -160,10 +160,9 @@ def _in_run(run: Path) -> dict[Version, FoundModel]:
 
 
 def _checkpoints(run: Path, config: RunConfig) -> Any:
-    from dora_rl.trainer.checkpoint import Checkpoints
-    from dora_rl.trainer.options import CheckpointOptions, from_section
+    from dora_rl.trainer.checkpoints.checkpoint import Checkpoints
 
-    return Checkpoints(run / "checkpoints", from_section(CheckpointOptions, config.checkpoint))
+    return Checkpoints(run / "checkpoints", config.checkpoint)
 
 
 def _number(step: str, found: dict[Version, FoundModel]) -> Version:
@@ -210,8 +209,8 @@ def _evaluations(run: Path) -> dict[Version, Figures]:
 
 def export_model(found: FoundModel, out: Path, shard_bytes_max: int = 4 << 30) -> None:
     """Write a complete Hugging Face directory, or nothing."""
-    from dora_rl.trainer.checkpoint import copy_side_files, write_atomically
-    from dora_rl.trainer.weights import tensor_files, write_model
+    from dora_rl.model.directory import tensor_files, write_model
+    from dora_rl.trainer.checkpoints.checkpoint import copy_side_files, write_atomically
 
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} is not an empty directory; choose another")

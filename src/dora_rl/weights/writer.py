@@ -26,6 +26,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from dora_rl.model.checksum import checksum_of
 from dora_rl.ports import Canary
 from dora_rl.types import Version
 from dora_rl.weights.format import (
@@ -36,7 +37,6 @@ from dora_rl.weights.format import (
     TENSORS_FILE,
     Manifest,
     TensorEntry,
-    checksum_of,
     digest_of,
     seal_of,
 )

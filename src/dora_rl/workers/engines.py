@@ -11,15 +11,15 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from dora_rl.config import RunConfig
-from dora_rl.engine.models import read_spec
 from dora_rl.engine.options import EngineOptions
+from dora_rl.model.directory import read_spec
 from dora_rl.types import Mode, UserError
 
 if TYPE_CHECKING:
-    from dora_rl.engine.backends.vllm import VllmEngine
     from dora_rl.engine.engine import Engine
     from dora_rl.engine.journal import Journal
-    from dora_rl.engine.stops import Decode
+    from dora_rl.engine.sequence import Decode
+    from dora_rl.engine.vllm.engine import VllmEngine
 
 COLOCATED = (Mode.SYNC, Mode.PARTIAL, Mode.REPLICATION)  # instances on the learner's devices
 
@@ -107,9 +107,8 @@ def make_engine(
 def _make_vllm(
     config: RunConfig, options: EngineOptions, decode: Decode | None, journal: Journal | None
 ) -> VllmEngine:
-    from dora_rl.engine.backends.vllm import VllmEngine, VllmOptions
-    from dora_rl.engine.spec import read_eos_ids
-    from dora_rl.engine.weights import HfDirectory
+    from dora_rl.engine.vllm.engine import VllmEngine, VllmOptions
+    from dora_rl.model.directory import HfDirectory, read_eos_ids
 
     vllm = VllmOptions(
         model=config.model.path,

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from dora_rl.engine.engine import Engine
-from dora_rl.engine.models import read_spec
 from dora_rl.engine.options import EngineOptions
 from dora_rl.engine.sequence import Request
 from dora_rl.envs.host import Answer
 from dora_rl.io.wire import Channel
+from dora_rl.model.directory import read_spec
 from dora_rl.out_of_memory import free_cached, shortage
 from dora_rl.setup.tokenizer import open_tokenizer
 from dora_rl.types import Finish, RequestId, SamplingParams, Trajectory, Version

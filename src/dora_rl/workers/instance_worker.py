@@ -46,7 +46,7 @@ from dora_rl.workers.warming import Warming
 from dora_rl.workers.worker import Setup
 
 if TYPE_CHECKING:
-    from dora_rl.engine.backends.vllm_move import VllmExport
+    from dora_rl.engine.vllm.move import VllmExport
 
 REPORT_S = 1.0
 REPORT_BUSY_S = 0.25  # the core reads off the lengths of running requests
@@ -94,7 +94,7 @@ class InstanceWorker:
 
     def run(self) -> None:
         stats = self.engine.stats()
-        tokens = stats.total_blocks * self.engine.options.block_tokens
+        tokens = stats.total_blocks * self.engine.limits.block_tokens
         self.channel.send_event(
             ev.InstanceJoined(
                 self.name,

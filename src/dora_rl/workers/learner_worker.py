@@ -36,15 +36,15 @@ import torch
 from dora_rl.controller.lock import LEARNER_LOCK
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
-from dora_rl.engine.sealed import check_base
 from dora_rl.io.wire import Channel, Message, decode_learner, encode_event
+from dora_rl.model.sealed import check_base
 from dora_rl.setup.settings import learner_algorithm
 from dora_rl.store.storage_client import StorageReader
 from dora_rl.store.trajectories import from_message
-from dora_rl.trainer import distributed, state
-from dora_rl.trainer.checkpoint import Checkpoints, Saved
+from dora_rl.trainer import distributed
+from dora_rl.trainer.checkpoints import state
+from dora_rl.trainer.checkpoints.checkpoint import Checkpoints, Saved
 from dora_rl.trainer.learner import Learner
-from dora_rl.trainer.options import CheckpointOptions, from_section
 from dora_rl.trainer.warm_up import warm_up
 from dora_rl.types import Group, GroupId, StepIndex, Version
 from dora_rl.weights.levels import Level, disk_level, finish_sealed, is_one_place, shared_level
@@ -79,7 +79,7 @@ class LearnerWorker:
         self.sealing = self.shared.sealing = Sealing(shared, disk)
         self.notes: list[str] = finish_sealed(shared, disk) if self.rank == 0 else []
         distributed.wait_for_all()  # now the disk has the newest version, for every rank
-        options = from_section(CheckpointOptions, config.checkpoint)
+        options = config.checkpoint
         self.checkpoints = Checkpoints(run_dir / "checkpoints", options)
         self.moments = Moments(run_dir / "learner" / "moments", options.state_every_s)
         self.version: Version = max(self.disk.versions(), default=-1)

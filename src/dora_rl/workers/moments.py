@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dora_rl.trainer import distributed, state
+from dora_rl.trainer import distributed
+from dora_rl.trainer.checkpoints import state
+from dora_rl.trainer.checkpoints.masters import host_room
 from dora_rl.trainer.learner import Learner
-from dora_rl.trainer.masters import host_room
 from dora_rl.types import Version
 from dora_rl.weights.store import DiskWeightStore, VersionMissing
 

@@ -65,7 +65,7 @@ def episode_seed(run_seed: int, prompt_index: int) -> int:
 
 def turn_text(config: RunConfig) -> TurnText:
     """Decoder and encoder of the run's model."""
-    from dora_rl.engine.models import read_spec
+    from dora_rl.model.directory import read_spec
     from dora_rl.setup.tokenizer import open_tokenizer
 
     path, rollout = Path(config.model.path), config.rollout

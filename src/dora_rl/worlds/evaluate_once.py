@@ -42,8 +42,8 @@ def evaluate_once(
 
     from dora_rl.data.prompts import open_prompts
     from dora_rl.engine.engine import Engine
-    from dora_rl.engine.models import read_spec
     from dora_rl.engine.options import EngineOptions
+    from dora_rl.model.directory import read_spec
     from dora_rl.setup.prepare import open_tokenizer
     from dora_rl.workers.eval_turns import EvalTurns
     from dora_rl.workers.eval_worker import evaluate

@@ -7,8 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from dora_rl.engine.backend import Runner
-from dora_rl.engine.plan import Plan, Span
-from dora_rl.engine.result import StepResult
+from dora_rl.engine.plan import Plan, Span, StepResult
 from dora_rl.engine.sequence import Sequence
 from dora_rl.types import Version
 

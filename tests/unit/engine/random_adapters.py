@@ -8,9 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dora_rl.engine.lora import PREFIX, SCALE, places_of
-from dora_rl.engine.models import read_spec
-from dora_rl.engine.weights import HfDirectory
+from dora_rl.model.directory import HfDirectory, read_spec
+from dora_rl.model.names import PREFIX, SCALE, places_of
 
 
 class Tensors:

@@ -12,11 +12,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from dora_rl.engine.engine import Engine
-from dora_rl.engine.models import read_spec
 from dora_rl.engine.options import EngineOptions
 from dora_rl.engine.sequence import Request
 from dora_rl.engine.transfer import begin_import, chunk_from_bytes, export_request, move
-from dora_rl.engine.weights import HfDirectory
+from dora_rl.model.directory import HfDirectory, read_spec
 from dora_rl.types import Finish, RequestId, SamplingParams, Segment, UserError
 
 Saved = Callable[..., tuple[PreTrainedModel, Path]]
@@ -363,7 +362,7 @@ def test_wrong_shape_and_missing_tensor(engine: Engine, path: Path) -> None:
         engine.load(1, Spoiled(path, "model.norm.weight", lambda data: data[1:]))
     assert engine.versions() == (0,)
     short = HfDirectory(path)
-    short._file_of.pop("model.norm.weight")
+    short.file_of.pop("model.norm.weight")
     with pytest.raises(UserError, match=r"1 tensors are missing, the first is model\.norm\.weight"):
         engine.load(1, short)
     engine.load(1, path)

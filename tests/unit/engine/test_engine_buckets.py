@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora_rl.engine.buckets import (
+from dora_rl.engine.cuda.buckets import (
     CAPTURE_STEPS,
     Bucket,
     Buckets,

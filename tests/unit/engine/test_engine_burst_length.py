@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora_rl.engine.bursts import FED_LAUNCHES, Bursts
+from dora_rl.engine.cuda.buckets import FED_LAUNCHES, Bursts
 
 
 @given(st.integers(1, 16), st.lists(st.booleans(), max_size=200))

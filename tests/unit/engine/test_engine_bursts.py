@@ -18,11 +18,10 @@ from transformers import PreTrainedModel
 from dora_rl.engine.backend import make_runner
 from dora_rl.engine.engine import Engine
 from dora_rl.engine.journal import Journal, read_journal
-from dora_rl.engine.models import read_spec
 from dora_rl.engine.options import EngineOptions
 from dora_rl.engine.sequence import Request
 from dora_rl.engine.transfer import move
-from dora_rl.engine.weights import HfDirectory
+from dora_rl.model.directory import HfDirectory, read_spec
 from dora_rl.types import Finish, RequestId, SamplingParams, UserError
 
 Saved = Callable[..., tuple[PreTrainedModel, Path]]
@@ -37,7 +36,7 @@ def text_of(ids: Sequence[int]) -> str:
 
 def make(path: Path, burst: int, journal: Journal | None = None, **changes: int) -> Engine:
     """One step at a time, or in bursts."""
-    spec, options = read_spec(path), replace(OPTIONS, **changes)
+    spec, options = read_spec(path), OPTIONS.model_copy(update=changes)
     runner = make_runner(spec, options)
     ahead = AheadRunner(runner, burst) if burst > 1 else runner
     engine = Engine(spec, options, decode=text_of, journal=journal, runner=ahead)

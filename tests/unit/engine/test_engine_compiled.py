@@ -12,14 +12,13 @@ from test_engine_greedy import SMALL, random_prompts
 from tiny_models import FAMILIES
 from transformers import PreTrainedModel
 
-from dora_rl.engine import sampler
 from dora_rl.engine.backend import make_runner
-from dora_rl.engine.compiled import library
-from dora_rl.engine.compiled.runner import CompiledRunner, usable
-from dora_rl.engine.models import read_spec
+from dora_rl.engine.cpu import library
+from dora_rl.engine.cpu.compiled import CompiledRunner, usable
+from dora_rl.engine.cpu.runner import CpuRunner
 from dora_rl.engine.options import EngineOptions
-from dora_rl.engine.runner import CpuRunner
-from dora_rl.engine.weights import HfDirectory
+from dora_rl.engine.tensors import sampler
+from dora_rl.model.directory import HfDirectory, read_spec
 
 Saved = Callable[..., tuple[PreTrainedModel, Path]]
 NARROW = (("-mavx2", "-mfma"),)  # eight lanes, for machines without AVX-512

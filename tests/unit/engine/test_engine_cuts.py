@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora_rl.engine.cuts import (
+from dora_rl.engine.cuda.kernels.cuts import (
     CUT_K,
     LONG_BLOCKS,
     RING,

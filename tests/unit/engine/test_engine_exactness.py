@@ -26,10 +26,10 @@ from test_engine_greedy import random_prompts
 from dora_rl.engine.backend import make_runner
 from dora_rl.engine.engine import Engine
 from dora_rl.engine.journal import Journal, read_journal
-from dora_rl.engine.models import read_spec
 from dora_rl.engine.options import EngineOptions
 from dora_rl.engine.sequence import Request, Status
 from dora_rl.engine.transfer import begin_import, chunk_bytes, chunk_from_bytes, export_request
+from dora_rl.model.directory import read_spec
 from dora_rl.types import RequestId, SamplingParams, Trajectory, UserError
 
 TIGHT = EngineOptions(

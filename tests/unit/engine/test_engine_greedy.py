@@ -11,9 +11,9 @@ from tiny_models import FAMILIES, VOCAB
 from transformers import PreTrainedModel
 
 from dora_rl.engine.engine import Engine
-from dora_rl.engine.models import read_spec
 from dora_rl.engine.options import EngineOptions
 from dora_rl.engine.sequence import Request
+from dora_rl.model.directory import read_spec
 from dora_rl.types import Finish, RequestId, SamplingParams, Trajectory
 
 Saved = Callable[..., tuple[PreTrainedModel, Path]]

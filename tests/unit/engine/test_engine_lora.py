@@ -12,11 +12,11 @@ from test_engine_greedy import finish_all, random_prompts
 from transformers import PreTrainedModel
 
 from dora_rl.engine.engine import Engine
-from dora_rl.engine.lora import SCALE
-from dora_rl.engine.models import read_spec
 from dora_rl.engine.options import EngineOptions
 from dora_rl.engine.sequence import Request
 from dora_rl.engine.transfer import move
+from dora_rl.model.directory import read_spec
+from dora_rl.model.names import SCALE
 from dora_rl.types import Finish, RequestId, SamplingParams, Trajectory, UserError
 
 Saved = Callable[..., tuple[PreTrainedModel, Path]]

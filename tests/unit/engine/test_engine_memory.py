@@ -16,10 +16,10 @@ from transformers import PreTrainedModel
 from dora_rl.engine.backend import Runner, make_runner
 from dora_rl.engine.engine import Engine
 from dora_rl.engine.journal import Journal, read_journal
-from dora_rl.engine.models import read_spec
 from dora_rl.engine.options import EngineOptions
 from dora_rl.engine.plan import Plan
 from dora_rl.engine.sequence import Request
+from dora_rl.model.directory import read_spec
 from dora_rl.types import Finish, RequestId, SamplingParams, Trajectory, UserError, Version
 
 Saved = Callable[..., tuple[PreTrainedModel, Path]]
@@ -59,7 +59,7 @@ def make(
     burst: int = 1,
     **changes: Any,
 ) -> Engine:
-    spec, options = read_spec(path), replace(OPTIONS, **changes)
+    spec, options = read_spec(path), OPTIONS.model_copy(update=changes)
     runner: Any = make_runner(spec, options)
     runner = wrap(AheadRunner(runner, burst) if burst > 1 else runner)
     engine = Engine(spec, options, journal=journal, runner=runner)

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dora_rl.engine.sampler import SamplingRows, sample, uniform
 from dora_rl.engine.sequence import mix64, sampling_key
+from dora_rl.engine.tensors.sampler import SamplingRows, sample, uniform
 from dora_rl.types import RequestId
 
 

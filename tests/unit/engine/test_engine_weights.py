@@ -15,10 +15,9 @@ from test_engine_greedy import check_against, finish_all, make_engine, random_pr
 from transformers import PreTrainedModel
 
 from dora_rl.engine.engine import Engine
-from dora_rl.engine.models import read_spec
 from dora_rl.engine.options import EngineOptions
 from dora_rl.engine.sequence import Request
-from dora_rl.engine.weights import HfDirectory
+from dora_rl.model.directory import HfDirectory, read_spec
 from dora_rl.ports import Canary
 from dora_rl.types import RequestId, SamplingParams, UserError
 from dora_rl.weights.store import SharedMemoryWeightStore

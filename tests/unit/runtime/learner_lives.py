@@ -29,9 +29,9 @@ from dora_rl.io.wire import Channel, Message, encode_learner
 from dora_rl.setup.layout import plan_layout
 from dora_rl.setup.settings import learner_algorithm
 from dora_rl.store.trajectories import to_message
-from dora_rl.trainer import state
+from dora_rl.trainer.checkpoints import state
 from dora_rl.trainer.learner import Learner
-from dora_rl.trainer.model import named_weights
+from dora_rl.trainer.policy.model import named_weights
 from dora_rl.types import RequestId, Trajectory
 from dora_rl.weights.store import DiskWeightStore
 from dora_rl.workers.learner_worker import LearnerWorker, read_group

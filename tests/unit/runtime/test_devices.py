@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from dora_rl.config import RunConfig
-from dora_rl.engine.cache import derive_num_blocks
-from dora_rl.engine.models import read_spec
 from dora_rl.engine.options import EngineOptions
+from dora_rl.engine.tensors.cache import derive_num_blocks
+from dora_rl.model.directory import read_spec
 from dora_rl.setup.devices import Place, place_instances
 from dora_rl.setup.layout import plan_layout
 from dora_rl.types import UserError

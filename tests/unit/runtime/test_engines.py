@@ -7,8 +7,8 @@ from importlib.util import find_spec
 import pytest
 
 from dora_rl.config import RunConfig
-from dora_rl.engine.backends.vllm_process import VllmOptions, vllm_arguments
 from dora_rl.engine.options import EngineOptions
+from dora_rl.engine.vllm.process import VllmOptions, vllm_arguments
 from dora_rl.types import UserError
 from dora_rl.workers.engines import adapter_rank, check_backend, resident_limit
 

@@ -25,9 +25,9 @@ from dora_rl.controller.evaluation import ATTEMPTS_MAX, Evaluations
 from dora_rl.controller.scoring import Answer as Scored
 from dora_rl.controller.scoring import ScoringPool
 from dora_rl.engine.engine import Engine
-from dora_rl.engine.models import read_spec
 from dora_rl.engine.options import EngineOptions
 from dora_rl.envs.host import Answer
+from dora_rl.model.directory import read_spec
 from dora_rl.types import Prompt, RequestId, SamplingParams, Trajectory
 from dora_rl.workers.crew import Crew
 from dora_rl.workers.eval_turns import EvalTurns

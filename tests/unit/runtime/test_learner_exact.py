@@ -16,8 +16,8 @@ import pytest
 import torch
 from learner_lives import BF16, KINDS, TINY, Controller, Run, differing, everything
 
+from dora_rl.config import AlgorithmConfig, TrainerConfig
 from dora_rl.trainer.learner import Learner
-from dora_rl.trainer.options import AlgorithmOptions, TrainerOptions
 from dora_rl.weights.store import WeightsFull
 from dora_rl.workers.learner_worker import LearnerWorker
 from dora_rl.workers.moments import Moments
@@ -125,7 +125,7 @@ def test_the_published_weights_alone_would_not_do(runs: Any) -> None:
     """At this learning rate most masters never leave the bfloat16 number they began at."""
     run = runs("run", "full")
     worker, _ = train(run, range(3), **RARELY)
-    rounded = Learner(TINY, AlgorithmOptions(), TrainerOptions(**BF16, device="cpu"))
+    rounded = Learner(TINY, AlgorithmConfig(), TrainerConfig(**BF16, device="cpu"))
     start = torch.cat([p.detach().reshape(-1) for p in rounded.policy.parameters()])
     rounded.adopt(worker.disk, 3)
     kept = torch.cat([p.detach().reshape(-1) for p in rounded.policy.parameters()])
@@ -210,7 +210,7 @@ class Clock:
 
 def test_moments_are_never_older_than_asked(tmp_path: Path) -> None:
     """Steps of 7 s and moments every 20: the age at any point of the run stays within 20 s."""
-    learner = Learner(TINY, AlgorithmOptions(), TrainerOptions(device="cpu"))
+    learner = Learner(TINY, AlgorithmConfig(), TrainerConfig(device="cpu"))
     clock = Clock()
     moments = Moments(tmp_path, 20.0, clock=clock)
     written_s = 0.0
@@ -225,7 +225,7 @@ def test_moments_are_never_older_than_asked(tmp_path: Path) -> None:
 
 
 def test_moments_wait_for_their_version_and_hold_up_no_step(tmp_path: Path) -> None:
-    learner = Learner(TINY, AlgorithmOptions(), TrainerOptions(device="cpu"))
+    learner = Learner(TINY, AlgorithmConfig(), TrainerConfig(device="cpu"))
     moments = Moments(tmp_path, 0.0)
     sealed: Future[str] = Future()
     moments.step_ended(learner, 1, sealed, saved=False)

@@ -12,15 +12,14 @@ import torch
 from learner_lives import TINY, Run, ids_of, order
 
 from dora_rl.commands.train import nothing_learned
-from dora_rl.config import AlgorithmConfig, ModelConfig, RolloutConfig, RunConfig
+from dora_rl.config import AlgorithmConfig, ModelConfig, RolloutConfig, RunConfig, TrainerConfig
 from dora_rl.controller.records import Totals
 from dora_rl.core import actions as act
 from dora_rl.io.wire import Channel, Message, encode_learner
 from dora_rl.setup.layout import plan_layout
 from dora_rl.setup.learner_check import check_learner
-from dora_rl.trainer.intake import admit
 from dora_rl.trainer.learner import Learner
-from dora_rl.trainer.options import AlgorithmOptions, TrainerOptions
+from dora_rl.trainer.prepare import admit
 from dora_rl.types import Group, RequestId, Trajectory, UserError
 from dora_rl.workers.worker import Setup, serve
 
@@ -149,8 +148,8 @@ def test_updates_that_are_skipped_in_a_row_end_the_run(tmp_path: Path) -> None:
 
 def test_skipped_updates_are_counted_in_a_row_only(tmp_path: Path) -> None:
     body = "inputs.logprobs_T * (float('nan') if inputs.num_sequences == 2 else 1.0)"
-    algorithm = AlgorithmOptions(**own_loss(tmp_path, body))
-    trainer = TrainerOptions(device="cpu", skipped_updates_max=2)
+    algorithm = AlgorithmConfig(**own_loss(tmp_path, body))
+    trainer = TrainerConfig(device="cpu", skipped_updates_max=2)
     learner = Learner(TINY, algorithm, trainer)
     sample = Trajectory(RequestId(0, 0), 0, [5, 6], [-1.0, -1.0], [1, 1], reward=1.0)
     counts: list[int] = []

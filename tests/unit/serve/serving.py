@@ -15,9 +15,9 @@ import openai
 import torch
 
 from dora_rl.engine.engine import Engine
-from dora_rl.engine.models import read_spec
 from dora_rl.engine.options import EngineOptions
 from dora_rl.engine.sequence import Request
+from dora_rl.model.directory import read_spec
 from dora_rl.serve.server import ModelServer, ServeOptions
 from dora_rl.serve.service import EngineService
 from dora_rl.setup.tokenizer import open_tokenizer

@@ -85,9 +85,8 @@ def test_a_session_stays_on_its_version_while_a_newer_one_is_live(run):
 
 
 def test_the_newest_waits_for_a_place_and_skips_what_it_missed(run):
-    from dataclasses import replace
 
-    engine = replace(ENGINE, versions_max=2)
+    engine = ENGINE.model_copy(update={"versions_max": 2})
     with serving(run, engine=engine) as running:
         client = running.client()
         assert ask(client, [user(FIRST)], "zero")[0] == 0

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dora_rl.engine.spec import ModelSpec, RopeSpec
+from dora_rl.model.spec import ModelSpec, RopeSpec
 from dora_rl.setup.memory import (
     CONTEXT_BYTES,
     GB,

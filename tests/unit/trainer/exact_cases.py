@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,25 +16,24 @@ from torch import Tensor
 from trainer_cases import FAMILIES, SHAPE, VOCAB, make_groups
 from trainer_store import MemoryStore
 
+from dora_rl.config import AlgorithmConfig, TrainerConfig
 from dora_rl.engine.engine import Engine
-from dora_rl.engine.models import read_spec
 from dora_rl.engine.options import EngineOptions
-from dora_rl.trainer.architecture import read_architecture
+from dora_rl.model.directory import read_spec, write_model
 from dora_rl.trainer.critic import fill_old_values
 from dora_rl.trainer.documents import Document, collate, document_of
 from dora_rl.trainer.learner import Learner
-from dora_rl.trainer.lora import adapter_tensors, load_adapter_tensors
 from dora_rl.trainer.losses.recipes import RECIPES
-from dora_rl.trainer.model import (
+from dora_rl.trainer.policy.lora import adapter_tensors, load_adapter_tensors
+from dora_rl.trainer.policy.model import (
     build_decoder,
     initialise,
+    lean_spec,
     load_policy,
     load_weights,
     named_weights,
 )
-from dora_rl.trainer.options import AlgorithmOptions, TrainerOptions
 from dora_rl.trainer.scoring import score
-from dora_rl.trainer.weights import write_model
 
 LOSSES = tuple(RECIPES)
 LONG = {"max_position_embeddings": 3200, "head_dim": 32}
@@ -48,9 +46,9 @@ def write_exact_model(directory: Path, family: str, sharpness: float = 1.0, **sh
     config: dict[str, Any] = {"tie_word_embeddings": False, **SHAPE, **FAMILIES[family], **shape}
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
-    arch = read_architecture(config)
+    arch = lean_spec(config)
     assert arch is not None
-    decoder = build_decoder(arch, TrainerOptions(device="cpu"))
+    decoder = build_decoder(arch, TrainerConfig(device="cpu"))
     initialise(decoder, 0, std=0.2)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -63,14 +61,14 @@ def write_exact_model(directory: Path, family: str, sharpness: float = 1.0, **sh
     return directory
 
 
-def trainer_options(form: str = "whole", **others: Any) -> TrainerOptions:
+def trainer_options(form: str = "whole", **others: Any) -> TrainerConfig:
     options: dict[str, Any] = {"lr": 0.0, "device": "cpu", "pack_tokens": 256}
     if form != "whole":
         options |= {"lora_rank": 3, "lora_publish": form, "lora_alpha": 5.0}
-    return TrainerOptions(**{**options, **others})
+    return TrainerConfig(**{**options, **others})
 
 
-def algorithm_options(loss: str, old_logprobs: str, **others: Any) -> AlgorithmOptions:
+def algorithm_options(loss: str, old_logprobs: str, **others: Any) -> AlgorithmConfig:
     """Every ratio that is not exactly 1 is clipped, every difference counts in a KL of k2."""
     options: dict[str, Any] = {
         "loss": loss,
@@ -81,7 +79,7 @@ def algorithm_options(loss: str, old_logprobs: str, **others: Any) -> AlgorithmO
         "kl_estimator": "k2",
         "critic_lr": 0.0,
     }
-    return AlgorithmOptions(**{**options, **others})
+    return AlgorithmConfig(**{**options, **others})
 
 
 def move_adapters(learner: Learner) -> None:
@@ -95,7 +93,7 @@ def move_adapters(learner: Learner) -> None:
 
 
 def learner_of(
-    model: Path, algorithm: AlgorithmOptions, trainer: TrainerOptions, moved: bool = False
+    model: Path, algorithm: AlgorithmConfig, trainer: TrainerConfig, moved: bool = False
 ) -> tuple[Learner, MemoryStore]:
     """A learner whose versions 0 and 1 are sealed: both are its weights."""
     store = MemoryStore()
@@ -122,9 +120,9 @@ def assert_no_gap(metrics: dict[str, float], reference: bool) -> None:
         assert metrics[name] == 0.0, (name, metrics[name])
 
 
-def check_recipe(model: Path, loss: str, old: str, trainer: TrainerOptions) -> None:
+def check_recipe(model: Path, loss: str, old: str, trainer: TrainerConfig) -> None:
     """KL to the reference, ratios and clip marks of one step with two updates."""
-    trainer = replace(trainer, updates_per_step=2)
+    trainer = trainer.model_copy(update={"updates_per_step": 2})
     learner, store = learner_of(model, algorithm_options(loss, old, kl_coef=0.1), trainer)
     assert_no_gap(run_step(learner), reference=True)
     # `behaviour` was computed under the groups' version; `proximal` from the second update on.
@@ -153,7 +151,7 @@ def check_sealed_scores(learner: Learner, documents: Sequence[Document], version
         assert torch.equal(a, b), float((a - b).abs().max())
 
 
-def check_critic(model: Path, trainer: TrainerOptions, tokens_max: int = 20) -> None:
+def check_critic(model: Path, trainer: TrainerConfig, tokens_max: int = 20) -> None:
     """Old values are the values of the pass; the critic's body starts as the policy, exactly."""
     learner, _ = learner_of(model, algorithm_options("ppo", "behaviour"), trainer)
     critic = learner.critic

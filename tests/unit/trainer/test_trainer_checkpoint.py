@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from trainer_cases import make_groups, write_tiny_model
+from trainer_cases import changed, make_groups, write_tiny_model
 
-from dora_rl.trainer.attention_layout import Layout
-from dora_rl.trainer.checkpoint import Checkpoints, write_atomically
+from dora_rl.config import AlgorithmConfig, CheckpointConfig, TrainerConfig
+from dora_rl.model.names import SCALE
+from dora_rl.trainer.attention.layout import Layout
+from dora_rl.trainer.checkpoints.checkpoint import Checkpoints, write_atomically
 from dora_rl.trainer.learner import Learner
-from dora_rl.trainer.lora import SCALE, whole_version
-from dora_rl.trainer.options import AlgorithmOptions, CheckpointOptions, TrainerOptions
+from dora_rl.trainer.policy.lora import whole_version
 from dora_rl.types import UserError
 from dora_rl.weights.store import SharedMemoryWeightStore
 
-TRAINER = TrainerOptions(lr=1e-3, device="cpu", pack_tokens=64)
+TRAINER = TrainerConfig(lr=1e-3, device="cpu", pack_tokens=64)
 
 
-def train(model_dir: Path, trainer: TrainerOptions, steps: int = 1) -> Learner:
-    learner = Learner(model_dir, AlgorithmOptions(), trainer)
+def train(model_dir: Path, trainer: TrainerConfig, steps: int = 1) -> Learner:
+    learner = Learner(model_dir, AlgorithmConfig(), trainer)
     for step in range(steps):
         learner.begin_step(step)
         learner.feed(make_groups(step, 2, version=step))
@@ -60,7 +60,7 @@ def test_peft_loads_the_adapter(model_dir: Path, tmp_path: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    learner = train(model_dir, replace(TRAINER, lora_rank=2, lr=1e-2), steps=3)
+    learner = train(model_dir, changed(TRAINER, lora_rank=2, lr=1e-2), steps=3)
     trained = [n for n, p in learner.policy.named_parameters() if p.requires_grad]
     assert trained and all(".lora_" in n for n in trained)
     directory = learner.save(tmp_path / "ckpt")
@@ -73,19 +73,19 @@ def test_peft_loads_the_adapter(model_dir: Path, tmp_path: Path) -> None:
     merged = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     assert (mine - their_scores(merged, ids)).abs().max() < 1e-5
     with pytest.raises(UserError, match="no such linear layer"):
-        Learner(model_dir, None, replace(TRAINER, lora_rank=2, lora_targets=("query",)))
+        Learner(model_dir, None, changed(TRAINER, lora_rank=2, lora_targets=("query",)))
 
 
 def test_lora_versions_are_adapters(model_dir: Path, tmp_path: Path) -> None:
     """A published adapter is small, says what it says, and can be trained on."""
-    trainer = replace(TRAINER, lora_rank=2, lr=1e-2)
+    trainer = changed(TRAINER, lora_rank=2, lr=1e-2)
     learner = train(model_dir, trainer, steps=3)
     store = SharedMemoryWeightStore(tmp_path / "store")
     learner.publish(store, 3).result()
     sealed = store.open(3)
     assert all(".lora_" in name or name == SCALE for name in sealed.names())
     whole = SharedMemoryWeightStore(tmp_path / "whole")
-    merged = Learner(model_dir, None, replace(trainer, lora_publish="merged"))
+    merged = Learner(model_dir, None, trainer.model_copy(update={"lora_publish": "merged"}))
     merged.adopt(store, 3)
     # One computes with the merged weights, the other beside the base.
     ids = torch.arange(12)
@@ -107,18 +107,18 @@ def test_a_half_written_checkpoint_is_never_seen(model_dir: Path, tmp_path: Path
     with pytest.raises(OSError, match="disk full"):
         write_atomically(tmp_path / "step_000001", fail)
     assert not (tmp_path / "step_000001").exists()
-    assert Checkpoints(tmp_path, CheckpointOptions()).latest() is None
+    assert Checkpoints(tmp_path, CheckpointConfig()).latest() is None
     learner = train(model_dir, TRAINER)
     learner.save(tmp_path / "step_000001")
     learner.save(tmp_path / "step_000001")  # again, over the finished one
-    assert Checkpoints(tmp_path, CheckpointOptions()).latest() == tmp_path / "step_000001"
+    assert Checkpoints(tmp_path, CheckpointConfig()).latest() == tmp_path / "step_000001"
     with pytest.raises(UserError, match="nothing to resume"):
         Learner.resume(model_dir)
 
 
 def test_newest_and_best_are_kept(model_dir: Path, tmp_path: Path) -> None:
     learner = train(model_dir, TRAINER)
-    kept = Checkpoints(tmp_path, CheckpointOptions(every_steps=2, keep=2))
+    kept = Checkpoints(tmp_path, CheckpointConfig(every_steps=2, keep=2))
     assert [s for s in range(6) if kept.due(s)] == [1, 3, 5]
     assert kept.due(4, last=True)
     scores = {1: 0.5, 2: 0.9, 3: 0.9, 4: 0.1, 5: 0.2}
@@ -129,7 +129,7 @@ def test_newest_and_best_are_kept(model_dir: Path, tmp_path: Path) -> None:
     assert [s.step for s in kept.saved()] == [3, 4, 5]
     best = kept.best()
     assert best is not None and best.step == 3, "of equals the later one"
-    lowest = Checkpoints(tmp_path, CheckpointOptions(best_is_max=False)).best()
+    lowest = Checkpoints(tmp_path, CheckpointConfig(best_is_max=False)).best()
     assert lowest is not None and lowest.step == 4
     assert kept.latest() == kept.path_of(5)
 
@@ -138,7 +138,7 @@ def test_a_checkpoint_of_a_version_that_is_not_sealed_replaces_no_other(
     model_dir: Path, tmp_path: Path
 ) -> None:
     learner = train(model_dir, TRAINER)
-    kept = Checkpoints(tmp_path, CheckpointOptions(keep=1))
+    kept = Checkpoints(tmp_path, CheckpointConfig(keep=1))
     for step in (1, 2, 3):
         learner.save(kept.path_of(step))
     (tmp_path / ".step_000003.gone" / "trainer").mkdir(parents=True)  # a crash while deleting

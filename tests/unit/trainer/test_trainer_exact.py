@@ -29,7 +29,7 @@ from trainer_cases import FAMILIES
 from trainer_store import MemoryStore
 
 from dora_rl.trainer.learner import Learner
-from dora_rl.trainer.model import load_policy
+from dora_rl.trainer.policy.model import load_policy
 from dora_rl.trainer.scoring import score
 
 OtherScores = Callable[[Path, Learner, MemoryStore], list[torch.Tensor]]

@@ -6,7 +6,6 @@ The reference is the plain model: float32, eager attention, one document at a ti
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,27 +27,27 @@ from trainer_cases import VOCAB as TINY_VOCAB
 from trainer_cases import flat, make_groups, write_tiny_model
 from trainer_store import MemoryStore
 
-from dora_rl.trainer.attention_layout import Layout
-from dora_rl.trainer.foreign import ForeignPolicy
-from dora_rl.trainer.foreign_check import DIFFERENCE_MAX, load_foreign
-from dora_rl.trainer.foreign_clone import WINDOW, _smaller
+from dora_rl.config import AlgorithmConfig, TrainerConfig
+from dora_rl.model.directory import write_model
+from dora_rl.trainer.attention.layout import Layout
+from dora_rl.trainer.checkpoints.publish import Publisher
+from dora_rl.trainer.foreign.check import DIFFERENCE_MAX, load_foreign
+from dora_rl.trainer.foreign.clone import WINDOW, _smaller
+from dora_rl.trainer.foreign.policy import ForeignPolicy
 from dora_rl.trainer.learner import Learner
-from dora_rl.trainer.logprobs import TokenScores
-from dora_rl.trainer.lora import add_lora
-from dora_rl.trainer.model import (
+from dora_rl.trainer.policy.logprobs import TokenScores
+from dora_rl.trainer.policy.lora import add_lora
+from dora_rl.trainer.policy.model import (
     clone_architecture,
     load_policy,
     load_weights,
     named_weights,
     stored_weights,
 )
-from dora_rl.trainer.options import AlgorithmOptions, TrainerOptions
-from dora_rl.trainer.publish import Publisher
-from dora_rl.trainer.weights import write_model
 from dora_rl.types import UserError
 
 CPU = torch.device("cpu")
-OPTIONS = TrainerOptions(device="cpu", logits_chunk_tokens=13)
+OPTIONS = TrainerConfig(device="cpu", logits_chunk_tokens=13)
 LENGTHS = [25, 24, 6, 1, 30, 26]
 DOCS = Path(__file__).parents[3] / "docs"
 CASES = [f if f in FAST else pytest.param(f, marks=pytest.mark.full) for f in FAMILIES]
@@ -166,7 +165,7 @@ def test_half_precision_is_near_and_a_twin_is_equal(
     family: str, device: str, tmp_path: Path
 ) -> None:
     """A twin that holds what was published computes exactly what the policy computes."""
-    options = TrainerOptions(device=device, compute_dtype="bfloat16")
+    options = TrainerConfig(device=device, compute_dtype="bfloat16")
     directory = write_family(tmp_path / "model", family)
     with torch.no_grad():
         start = load_policy(directory, OPTIONS)
@@ -194,7 +193,7 @@ def test_half_precision_is_near_and_a_twin_is_equal(
 @pytest.mark.parametrize("family", FLOAT32_ONLY)
 def test_half_precision_is_refused_where_it_would_not_be_exact(family: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=FLOAT32_ONLY[family]):
-        options = TrainerOptions(device="cpu", compute_dtype="bfloat16")
+        options = TrainerConfig(device="cpu", compute_dtype="bfloat16")
         load_policy(write_family(tmp_path, family), options)
 
 
@@ -215,7 +214,7 @@ def test_checkpointing_runs_layers_again_and_changes_nothing(family: str, tmp_pa
     docs, target = documents()
     calls, kept, grads = [], [], []
     for kind in ("none", "layer"):
-        options = TrainerOptions(device="cpu", activation_checkpointing=kind)
+        options = TrainerConfig(device="cpu", activation_checkpointing=kind)
         policy = load_policy(directory, options)
         count, bytes_kept = [0], [0]
 
@@ -243,7 +242,7 @@ def test_checkpointing_runs_layers_again_and_changes_nothing(family: str, tmp_pa
 
 
 def test_a_model_whose_layers_cannot_run_again_says_so(tmp_path: Path) -> None:
-    options = TrainerOptions(device="cpu", activation_checkpointing="layer")
+    options = TrainerConfig(device="cpu", activation_checkpointing="layer")
     with pytest.raises(UserError, match=r"\(type 'ctrl'\) .* 'layer' finds no layers"):
         load_policy(write_family(tmp_path, "ctrl"), options)
 
@@ -261,7 +260,7 @@ def test_dropout_of_the_model_never_acts(tmp_path: Path) -> None:
 def test_adapters_train_and_merge_into_the_export(tmp_path: Path) -> None:
     directory = write_family(tmp_path / "model", "mixtral")
     policy = load_policy(directory, OPTIONS)
-    add_lora(policy, TrainerOptions(device="cpu", lora_rank=2))
+    add_lora(policy, TrainerConfig(device="cpu", lora_rank=2))
     with torch.no_grad():
         for name, p in policy.named_parameters():
             if "lora_B" in name:
@@ -274,7 +273,7 @@ def test_adapters_train_and_merge_into_the_export(tmp_path: Path) -> None:
         assert_near(run(policy, docs, target), want)
     other = load_policy(write_family(tmp_path / "gpt2", "gpt2"), OPTIONS)
     with pytest.raises(UserError, match="none of the usual linear layers"):
-        add_lora(other, TrainerOptions(device="cpu", lora_rank=2))
+        add_lora(other, TrainerConfig(device="cpu", lora_rank=2))
 
 
 @pytest.mark.parametrize(
@@ -333,7 +332,7 @@ def test_code_that_comes_with_a_model_runs_only_if_trusted(tmp_path: Path) -> No
     docs, target = [d % TINY_VOCAB for d in docs], target % TINY_VOCAB
     with pytest.raises(UserError, match="transformers has no 'OwnForCausalLM'"):
         load_policy(directory, OPTIONS)
-    own = load_policy(directory, replace(OPTIONS, trust_remote_code=True))
+    own = load_policy(directory, OPTIONS.model_copy(update={"trust_remote_code": True}))
     assert type(own.inner).__name__ == "OwnForCausalLM"
     with torch.no_grad():
         want = plain_scores(own.inner, docs, target)
@@ -342,15 +341,15 @@ def test_code_that_comes_with_a_model_runs_only_if_trusted(tmp_path: Path) -> No
 
 def test_the_learner_refuses_what_it_cannot_compute(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="mixes documents or is not causal"):
-        Learner(write_family(tmp_path, "bert"), AlgorithmOptions(), OPTIONS)
+        Learner(write_family(tmp_path, "bert"), AlgorithmConfig(), OPTIONS)
 
 
 @pytest.mark.parametrize("family", ["granitemoe", "gpt2"])
 def test_a_learner_goes_on_from_its_checkpoint(family: str, tmp_path: Path) -> None:
     """Reference, published versions and a resume, for a model whose files have other names."""
     directory = write_family(tmp_path / "model", family)
-    algorithm = AlgorithmOptions(loss="grpo", kl_coef=0.1)
-    options = TrainerOptions(device="cpu", lr=1e-2, canonical_order=True)
+    algorithm = AlgorithmConfig(loss="grpo", kl_coef=0.1)
+    options = TrainerConfig(device="cpu", lr=1e-2, canonical_order=True)
     learner, store = Learner(directory, algorithm, options, batch_groups=4), MemoryStore()
     learner.begin_step(0)
     learner.feed(make_groups(0, 4))

@@ -14,24 +14,23 @@ from exact_cases import documents_of, move_adapters, write_exact_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from trainer_cases import make_groups, write_tiny_model
+from trainer_cases import changed, make_groups, write_tiny_model
 from trainer_store import MemoryStore
 
-from dora_rl.config import RunConfig
+from dora_rl.config import AlgorithmConfig, CheckpointConfig, RunConfig, TrainerConfig
 from dora_rl.engine.engine import Engine
-from dora_rl.engine.models import read_spec
 from dora_rl.engine.options import EngineOptions
+from dora_rl.model.directory import read_spec
 from dora_rl.setup.learner_check import check_learner
-from dora_rl.trainer.attention_layout import Layout
+from dora_rl.trainer.attention.layout import Layout
 from dora_rl.trainer.learner import Learner
-from dora_rl.trainer.linear import Linear, LoraLinear, side_by_side
-from dora_rl.trainer.lora import without_dropout
-from dora_rl.trainer.options import AlgorithmOptions, CheckpointOptions, TrainerOptions
+from dora_rl.trainer.policy.linear import Linear, LoraLinear, side_by_side
+from dora_rl.trainer.policy.lora import without_dropout
 from dora_rl.trainer.scoring import score
 from dora_rl.types import UserError
 from dora_rl.weights.store import SharedMemoryWeightStore
 
-TRAINER = TrainerOptions(lr=1e-3, device="cpu", pack_tokens=64, lora_rank=3)
+TRAINER = TrainerConfig(lr=1e-3, device="cpu", pack_tokens=64, lora_rank=3)
 
 
 def load_into_engine(model: Path, sealed: object, dtype: str, rank: int) -> None:
@@ -47,7 +46,7 @@ def load_into_engine(model: Path, sealed: object, dtype: str, rank: int) -> None
 @pytest.mark.parametrize("form", ["adapters", "merged"])
 def test_versions_trained_with_dropout_are_accepted(tmp_path: Path, form: str, dtype: str) -> None:
     model = write_exact_model(tmp_path / "model", "qwen3")
-    trainer = replace(TRAINER, lora_dropout=0.5, lora_publish=form, compute_dtype=dtype)
+    trainer = changed(TRAINER, lora_dropout=0.5, lora_publish=form, compute_dtype=dtype)
     learner = Learner(model, None, trainer)
     move_adapters(learner)
     learner.begin_step(0)
@@ -59,7 +58,7 @@ def test_versions_trained_with_dropout_are_accepted(tmp_path: Path, form: str, d
 
 
 def test_dropout_is_for_training_passes_alone(model_dir: Path) -> None:
-    learner = Learner(model_dir, None, replace(TRAINER, lora_dropout=0.5))
+    learner = Learner(model_dir, None, changed(TRAINER, lora_dropout=0.5))
     move_adapters(learner)
     document = documents_of(30, 1)[0]
     ids, rows = document.token_ids, document.rows
@@ -97,7 +96,7 @@ def test_both_forms_have_the_gradient_of_the_adapter(model_dir: Path) -> None:
     rows, layout = torch.arange(29), Layout([30], ids.device)
     gradients = []
     for form in ("adapters", "merged"):
-        learner = Learner(model_dir, None, replace(TRAINER, lora_publish=form))
+        learner = Learner(model_dir, None, changed(TRAINER, lora_publish=form))
         move_adapters(learner)
         learner.policy(ids, layout, rows, ids[1:]).logprobs_N.mean().backward()
         found = {n: p.grad for n, p in learner.policy.named_parameters() if p.requires_grad}
@@ -125,8 +124,8 @@ def stored_in_half(directory: Path, *, said: bool) -> Path:
 @pytest.mark.parametrize("loss", ["grpo", "ppo"])
 def test_a_frozen_base_in_half_precision_is_exact(tmp_path: Path, form: str, loss: str) -> None:
     """Training, published versions, checkpoints and what is resumed from them: all the same."""
-    trainer = replace(TRAINER, compute_dtype="bfloat16", lora_publish=form)
-    algorithm = AlgorithmOptions(loss=loss, kl_coef=0.1, old_logprobs="behaviour")
+    trainer = changed(TRAINER, compute_dtype="bfloat16", lora_publish=form)
+    algorithm = AlgorithmConfig(loss=loss, kl_coef=0.1, old_logprobs="behaviour")
     found: list[dict[str, torch.Tensor]] = []
     for said in (False, True):
         model = stored_in_half(tmp_path / f"model{said}", said=said)
@@ -135,7 +134,7 @@ def test_a_frozen_base_in_half_precision_is_exact(tmp_path: Path, form: str, los
         learner.publish(store, 0)
         train_step(learner, 0)
         learner.publish(store, 1)
-        saved = learner.save(tmp_path / f"saved{said}", CheckpointOptions(dtype="float32"))
+        saved = learner.save(tmp_path / f"saved{said}", CheckpointConfig(dtype="float32"))
         resumed = Learner.resume(saved, algorithm, trainer, store=store)
         train_step(resumed, 1)
         base = resumed.policy.get_parameter("model.embed_tokens.weight")
@@ -185,14 +184,14 @@ def backward_products(learner: Learner) -> set[tuple[int, ...]]:
 @pytest.mark.parametrize("form", ["adapters", "merged"])
 def test_no_gradient_of_a_frozen_matrix_is_computed(model_dir: Path, form: str) -> None:
     """A third of the work of full training: 2 FLOPs of 6 for each parameter and token."""
-    whole = Learner(model_dir, None, replace(TRAINER, lora_rank=0))
+    whole = Learner(model_dir, None, changed(TRAINER, lora_rank=0))
     frozen = {
         tuple(p.shape)
         for name, p in whole.policy.named_parameters()
         if p.dim() == 2 and ("layers" in name or "lm_head" in name)
     }
     assert frozen <= backward_products(whole)
-    learner = Learner(model_dir, None, replace(TRAINER, lora_publish=form))
+    learner = Learner(model_dir, None, changed(TRAINER, lora_publish=form))
     move_adapters(learner)
     made = backward_products(learner)
     assert made and not made & frozen
@@ -214,7 +213,7 @@ def test_layers_that_share_an_input_equal_the_formula(
 ) -> None:
     """Few and many outputs, with and without biases, some layers without an adapter."""
     torch.manual_seed(0)
-    options = replace(TRAINER, lora_alpha=5.0)
+    options = changed(TRAINER, lora_alpha=5.0)
     plain = [Linear(12, out, bias=bias).requires_grad_(False) for out in outs]
     layers = [LoraLinear(layer, options) for layer in plain[:targets]] + plain[targets:]
     for layer in layers[:targets]:
@@ -243,7 +242,7 @@ def test_layers_with_adapters_are_compiled_whole(tmp_path: Path, form: str, drop
     found = []
     for compiled in ("off", "on"):
         torch._dynamo.utils.counters.clear()
-        trainer = replace(TRAINER, lora_publish=form, compile=compiled, lora_dropout=dropout)
+        trainer = changed(TRAINER, lora_publish=form, compile=compiled, lora_dropout=dropout)
         learner = Learner(model, None, trainer)
         move_adapters(learner)
         with without_dropout(learner.policy):

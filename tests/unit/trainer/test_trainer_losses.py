@@ -8,21 +8,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dora_rl.trainer.advantages import PER_GROUP
-from dora_rl.trainer.corrections import CORRECTIONS, correction_weight
+from dora_rl.config import AlgorithmConfig
 from dora_rl.trainer.losses import recipes
+from dora_rl.trainer.losses.advantages import PER_GROUP
 from dora_rl.trainer.losses.aggregate import whole
+from dora_rl.trainer.losses.corrections import CORRECTIONS, correction_weight
 from dora_rl.trainer.losses.inputs import LossInputs
 from dora_rl.trainer.losses.penalties import KL, value_loss
 from dora_rl.trainer.losses.recipes import RECIPES
 from dora_rl.trainer.losses.registry import FUNCTIONS, resolve
-from dora_rl.trainer.options import AlgorithmOptions
 from dora_rl.types import UserError
 
 CONSTANT = 7
@@ -89,7 +90,7 @@ def clip(x: float, low: float, high: float) -> float:
 # -- loss of one token and its derivative with respect to log π_θ, by hand -------------------------
 
 
-def surrogate(ratio: float, a: float, o: AlgorithmOptions) -> tuple[float, float]:
+def surrogate(ratio: float, a: float, o: AlgorithmConfig) -> tuple[float, float]:
     """−min(rA, clip(r)A) and its derivative with respect to log r."""
     inside = ratio * a
     outside = clip(ratio, 1 - o.clip_low, 1 + o.clip_high) * a
@@ -100,11 +101,11 @@ def surrogate(ratio: float, a: float, o: AlgorithmOptions) -> tuple[float, float
     return loss, slope
 
 
-def ref_clipped(response: Response, o: AlgorithmOptions) -> list[tuple[float, float]]:
+def ref_clipped(response: Response, o: AlgorithmConfig) -> list[tuple[float, float]]:
     return [surrogate(math.exp(t.theta - t.old), t.advantage, o) for t in response]
 
 
-def ref_decoupled(response: Response, o: AlgorithmOptions) -> list[tuple[float, float]]:
+def ref_decoupled(response: Response, o: AlgorithmConfig) -> list[tuple[float, float]]:
     out = []
     for t, (loss, slope) in zip(response, ref_clipped(response, o), strict=True):
         w = math.exp(t.old - t.rollout)
@@ -114,7 +115,7 @@ def ref_decoupled(response: Response, o: AlgorithmOptions) -> list[tuple[float, 
     return out
 
 
-def ref_triplet(response: Response, o: AlgorithmOptions) -> list[tuple[float, float]]:
+def ref_triplet(response: Response, o: AlgorithmConfig) -> list[tuple[float, float]]:
     out = []
     for t in response:
         r = math.exp(t.theta - t.old)
@@ -124,11 +125,11 @@ def ref_triplet(response: Response, o: AlgorithmOptions) -> list[tuple[float, fl
     return out
 
 
-def ref_reinforce(response: Response, o: AlgorithmOptions) -> list[tuple[float, float]]:
+def ref_reinforce(response: Response, o: AlgorithmConfig) -> list[tuple[float, float]]:
     return [(-t.advantage * t.theta, -t.advantage) for t in response]
 
 
-def ref_cispo(response: Response, o: AlgorithmOptions) -> list[tuple[float, float]]:
+def ref_cispo(response: Response, o: AlgorithmConfig) -> list[tuple[float, float]]:
     out = []
     for t in response:
         w = clip(math.exp(t.theta - t.old), 1 - o.clip_low, 1 + o.clip_high)
@@ -136,7 +137,7 @@ def ref_cispo(response: Response, o: AlgorithmOptions) -> list[tuple[float, floa
     return out
 
 
-REFERENCE: dict[str, Callable[[Response, AlgorithmOptions], list[tuple[float, float]]]] = {
+REFERENCE: dict[str, Callable[[Response, AlgorithmConfig], list[tuple[float, float]]]] = {
     "grpo": ref_clipped,
     "dr_grpo": ref_clipped,
     "dapo": ref_clipped,
@@ -150,7 +151,7 @@ REFERENCE: dict[str, Callable[[Response, AlgorithmOptions], list[tuple[float, fl
 }
 
 
-def token_weight(batch: list[Response], i: int, o: AlgorithmOptions) -> float:
+def token_weight(batch: list[Response], i: int, o: AlgorithmConfig) -> float:
     """What each token of response i is multiplied by in the aggregated loss."""
     if o.aggregation == "token_mean":
         return 1.0 / sum(len(r) for r in batch)
@@ -159,7 +160,7 @@ def token_weight(batch: list[Response], i: int, o: AlgorithmOptions) -> float:
     return 1.0 / (len(batch) * o.constant_tokens)
 
 
-def reference(batch: list[Response], name: str, o: AlgorithmOptions) -> tuple[float, list[float]]:
+def reference(batch: list[Response], name: str, o: AlgorithmConfig) -> tuple[float, list[float]]:
     """Aggregated loss and gradient."""
     loss, gradient = 0.0, []
     for i, response in enumerate(batch):
@@ -200,9 +201,9 @@ OPTIONS = [
 def test_loss_and_gradient_equal_the_formula(
     name: str, extra: dict[str, float], batch: list[Response]
 ) -> None:
-    base = AlgorithmOptions(loss=name, constant_tokens=CONSTANT, **extra)
+    base = AlgorithmConfig(loss=name, constant_tokens=CONSTANT, **extra)
     for aggregation in (None, "token_mean", "sequence_mean", "constant"):
-        objective = resolve(replace(base, aggregation=aggregation))
+        objective = resolve(base.model_copy(update={"aggregation": aggregation}))
         o = objective.options
         inputs = flatten(batch)
         loss_T = objective.function(inputs, o).loss_T
@@ -213,7 +214,7 @@ def test_loss_and_gradient_equal_the_formula(
         assert gradient.tolist() == pytest.approx(want_gradient, rel=1e-9, abs=1e-9)
 
 
-def ref_correction(name: str, response: Response, o: AlgorithmOptions) -> list[float]:
+def ref_correction(name: str, response: Response, o: AlgorithmConfig) -> list[float]:
     """The factor of each token, from the definitions."""
     rho = [math.exp(t.old - t.rollout) for t in response]
     product = math.prod(rho)
@@ -240,7 +241,7 @@ def ref_correction(name: str, response: Response, o: AlgorithmOptions) -> list[f
 @settings(max_examples=20, deadline=None)
 @given(batch=batches())
 def test_corrections_equal_their_definitions(names: tuple[str, ...], batch: list[Response]) -> None:
-    o = AlgorithmOptions(
+    o = AlgorithmConfig(
         corrections=names,
         token_ratio_max=1.3,
         token_ratio_min=0.7,
@@ -263,13 +264,13 @@ def test_corrections_equal_their_definitions(names: tuple[str, ...], batch: list
 def test_corrections_are_one_where_the_policies_agree(batch: list[Response]) -> None:
     agreed = [[replace(t, rollout=t.old) for t in r] for r in batch]
     for name in CORRECTIONS:
-        weight = correction_weight(flatten(agreed), AlgorithmOptions(corrections=(name,)))
+        weight = correction_weight(flatten(agreed), AlgorithmConfig(corrections=(name,)))
         assert weight is not None and weight.tolist() == [1.0] * weight.numel()
 
 
 def test_current_numerator_uses_the_trained_policy() -> None:
     inputs = flatten([[Token(-1.0, -2.0, -1.5, 1.0)]])
-    o = AlgorithmOptions(corrections=("token_tis",), correction_numerator="current")
+    o = AlgorithmConfig(corrections=("token_tis",), correction_numerator="current")
     weight = correction_weight(inputs, o)
     assert weight is not None and weight.item() == pytest.approx(math.exp(0.5))
 
@@ -310,42 +311,42 @@ def test_value_loss(v: float, old: float, target: float, c: float | None) -> Non
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (AlgorithmOptions(loss="gprpo"), "did you mean 'grpo'"),
-        (AlgorithmOptions(aggregation="token-mean"), "did you mean 'token_mean'"),
-        (AlgorithmOptions(advantage="groups"), "did you mean 'group'"),
-        (AlgorithmOptions(corrections=("tis",)), "corrections"),
-        (AlgorithmOptions(kl_estimator="k4"), "k3"),
-        (AlgorithmOptions(loss="dr_grpo"), "constant_tokens"),
-        (AlgorithmOptions(temperature=-1.0), "algorithm.temperature = -1.0: must be at least 0"),
+        ({"loss": "gprpo"}, "did you mean 'grpo'"),
+        ({"aggregation": "token-mean"}, "did you mean 'token_mean'"),
+        ({"advantage": "groups"}, "did you mean 'group'"),
+        ({"corrections": ("tis",)}, "corrections"),
+        ({"kl_estimator": "k4"}, "k3"),
+        ({"loss": "dr_grpo"}, "constant_tokens"),
+        ({"temperature": -1.0}, "algorithm.temperature = -1.0: must be at least 0"),
         # Corrections that cannot act: old / rollout is 1 where old is the rollout.
-        (AlgorithmOptions(corrections=("token_tis",)), "would do nothing: .* 'rollout'"),
-        (AlgorithmOptions(loss="reinforce", corrections=("token_tis",)), "would do nothing"),
-        (AlgorithmOptions(loss="longcat", old_logprobs="rollout", constant_tokens=9), "nothing"),
-        (AlgorithmOptions(loss="decoupled_ppo", old_logprobs="rollout"), "not be decoupled"),
-        (AlgorithmOptions(behaviour_ratio_max=2.0), "behaviour_ratio_max would do nothing"),
-        (AlgorithmOptions(loss="longcat", constant_tokens=9, dual_clip=0.0), "needs its cap"),
-        (AlgorithmOptions(overlong_buffer_tokens=8), r"at most .*overlong_tokens_max \(0\)"),
-        (AlgorithmOptions(loss_args={"c": 2}), "loss_args is for a function of your own; 'grpo'"),
-        (AlgorithmOptions(advantage_args={"c": 2}), "advantage_args is for a function of your own"),
+        ({"corrections": ("token_tis",)}, "would do nothing: .* 'rollout'"),
+        ({"loss": "reinforce", "corrections": ("token_tis",)}, "would do nothing"),
+        ({"loss": "longcat", "old_logprobs": "rollout", "constant_tokens": 9}, "nothing"),
+        ({"loss": "decoupled_ppo", "old_logprobs": "rollout"}, "not be decoupled"),
+        ({"behaviour_ratio_max": 2.0}, "behaviour_ratio_max would do nothing"),
+        ({"loss": "longcat", "constant_tokens": 9, "dual_clip": 0.0}, "needs its cap"),
+        ({"overlong_buffer_tokens": 8}, r"at most .*overlong_tokens_max \(0\)"),
+        ({"loss_args": {"c": 2}}, "loss_args is for a function of your own; 'grpo'"),
+        ({"advantage_args": {"c": 2}}, "advantage_args is for a function of your own"),
     ],
 )
-def test_wrong_options_are_one_clear_error(options: AlgorithmOptions, message: str) -> None:
+def test_wrong_options_are_one_clear_error(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        resolve(options)
+        resolve(AlgorithmConfig(**options))
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        AlgorithmOptions(corrections=("token_tis",), correction_numerator="current"),
-        AlgorithmOptions(corrections=("token_tis",), old_logprobs="behaviour"),
-        AlgorithmOptions(corrections=("token_tis",), old_logprobs="proximal"),
-        AlgorithmOptions(corrections=()),
-        AlgorithmOptions(loss="decoupled_ppo", old_logprobs="behaviour", behaviour_ratio_max=2.0),
-        AlgorithmOptions(dual_clip=0.0),
+        AlgorithmConfig(corrections=("token_tis",), correction_numerator="current"),
+        AlgorithmConfig(corrections=("token_tis",), old_logprobs="behaviour"),
+        AlgorithmConfig(corrections=("token_tis",), old_logprobs="proximal"),
+        AlgorithmConfig(corrections=()),
+        AlgorithmConfig(loss="decoupled_ppo", old_logprobs="behaviour", behaviour_ratio_max=2.0),
+        AlgorithmConfig(dual_clip=0.0),
     ],
 )
-def test_what_can_act_is_accepted(options: AlgorithmOptions) -> None:
+def test_what_can_act_is_accepted(options: AlgorithmConfig) -> None:
     resolve(options)
 
 
@@ -361,7 +362,7 @@ def test_one_token_far_off_leaves_the_others_their_gradients(
     name: str, far: float, advantage: float
 ) -> None:
     """In float32, as in training, with the recipe's own bounds."""
-    objective = resolve(AlgorithmOptions(loss=name, constant_tokens=CONSTANT))
+    objective = resolve(AlgorithmConfig(loss=name, constant_tokens=CONSTANT))
     near = [Token(-1.0, -1.05, -1.02, advantage), Token(-2.0, -2.1, -1.9, advantage)]
     lone = [Token(-3.0, -3.0 - far, -3.0 - far, advantage)]
 
@@ -396,7 +397,7 @@ def test_penalties_and_corrections_of_a_token_far_off_are_finite(far: float) -> 
         assert bool(torch.isfinite(value).all() and torch.isfinite(gradient * gradient).all())
     inputs = flatten([[Token(-3.0, -3.0 + far, -3.0, 1.0)]])
     for name in CORRECTIONS:
-        weight = correction_weight(inputs, AlgorithmOptions(corrections=(name,)))
+        weight = correction_weight(inputs, AlgorithmConfig(corrections=(name,)))
         assert weight is not None and 0 <= weight.item() <= 2.0
 
 
@@ -405,11 +406,11 @@ def test_the_dual_clip_caps_negative_samples_alone_and_is_counted() -> None:
         ratio_is_bounded = recipe.function in ("reinforce", "cispo") or recipe.dual_clip
         assert ratio_is_bounded, f"{name}: nothing bounds the ratio of a negative sample"
     batch = [[Token(-1.0, -1.0 - math.log(4.0), -1.0, a)] for a in (-1.0, 1.0)]
-    objective = resolve(AlgorithmOptions(loss="dapo"))
+    objective = resolve(AlgorithmConfig(loss="dapo"))
     out = objective.function(flatten(batch), objective.options)
     assert out.loss_T.tolist() == pytest.approx([3.0, -1.28])
     assert out.clipped_high_T is not None and out.clipped_high_T.tolist() == [True, True]
-    off = resolve(AlgorithmOptions(loss="dapo", dual_clip=0.0))
+    off = resolve(AlgorithmConfig(loss="dapo", dual_clip=0.0))
     out = off.function(flatten(batch), off.options)
     assert out.loss_T.tolist() == pytest.approx([4.0, -1.28])
     assert out.clipped_high_T is not None and out.clipped_high_T.tolist() == [False, True]

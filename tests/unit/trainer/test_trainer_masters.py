@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from trainer_cases import flat, make_groups, write_tiny_model
 from trainer_store import MemoryStore
 
+from dora_rl.config import AlgorithmConfig, TrainerConfig
+from dora_rl.trainer.checkpoints.masters import AT, LOW, split, whole
 from dora_rl.trainer.learner import Learner
-from dora_rl.trainer.masters import AT, LOW, split, whole
-from dora_rl.trainer.options import AlgorithmOptions, TrainerOptions
 from dora_rl.types import UserError
 
-BF16 = TrainerOptions(lr=1e-6, device="cpu", compute_dtype="bfloat16")
+BF16 = TrainerConfig(lr=1e-6, device="cpu", compute_dtype="bfloat16")
 
 
 @pytest.fixture(autouse=True)
@@ -90,13 +90,13 @@ def test_a_learner_goes_on_from_its_exact_masters(family: str, tmp_path: Path) -
     """Through the names of the checkpoint, where experts are single tensors."""
     model = write_tiny_model(tmp_path / "model", family)
     store, exact = MemoryStore(), MemoryStore()
-    first = Learner(model, AlgorithmOptions(), BF16)
+    first = Learner(model, AlgorithmConfig(), BF16)
     first.begin_step(0)
     first.feed(make_groups(0, 2))
     first.finish_step()
     first.publish(store, 1, exact=exact)
     assert {t.dtype for t in store.sealed[1].tensors.values()} == {torch.bfloat16}
-    second = Learner(model, AlgorithmOptions(), BF16)
+    second = Learner(model, AlgorithmConfig(), BF16)
     second.adopt(store, 1, exact)
     assert torch.equal(flat(first), flat(second))
     assert (second.next_step, second.num_updates, second.optimizer.num_applied) == (1, 1, 1)

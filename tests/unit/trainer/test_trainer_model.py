@@ -9,15 +9,14 @@ import pytest
 import torch
 from trainer_cases import FAMILIES, VOCAB, write_tiny_model
 
-from dora_rl.trainer.architecture import read_architecture
-from dora_rl.trainer.attention import attend_loop, attend_sdpa
-from dora_rl.trainer.attention_blocks import attend_blocks
-from dora_rl.trainer.attention_layout import Layout
-from dora_rl.trainer.lean_ops import rms_norm, rotate
-from dora_rl.trainer.logprobs import token_scores
-from dora_rl.trainer.model import load_policy, named_weights, pick_device
-from dora_rl.trainer.options import TrainerOptions
-from dora_rl.trainer.weights import TensorReader, write_model
+from dora_rl.config import TrainerConfig
+from dora_rl.model.directory import HfDirectory, write_model
+from dora_rl.trainer.attention.backends import attend_loop, attend_sdpa
+from dora_rl.trainer.attention.blocks import attend_blocks
+from dora_rl.trainer.attention.layout import Layout
+from dora_rl.trainer.policy.lean_ops import rms_norm, rotate
+from dora_rl.trainer.policy.logprobs import token_scores
+from dora_rl.trainer.policy.model import lean_spec, load_policy, named_weights, pick_device
 from dora_rl.types import UserError
 
 CPU = torch.device("cpu")
@@ -40,7 +39,7 @@ def test_packed_scores_and_gradients_equal_transformers(family: str, tmp_path: P
     table = torch.cat([theirs(d[None]).logits[0].log_softmax(-1) for d in docs])
     want = table.gather(-1, target[:, None]).squeeze(-1)
     want_entropy = -(table.exp() * table).sum(-1)
-    ours = load_policy(directory, TrainerOptions(device="cpu", logits_chunk_tokens=13))
+    ours = load_policy(directory, TrainerConfig(device="cpu", logits_chunk_tokens=13))
     got = ours(torch.cat(docs), Layout(LENGTHS, CPU), torch.arange(len(target)), target)
     assert (got.logprobs_N - want).abs().max() < 1e-5
     assert (got.entropy_N - want_entropy).abs().max() < 1e-5
@@ -55,7 +54,7 @@ def test_packed_scores_and_gradients_equal_transformers(family: str, tmp_path: P
 
 
 def test_packing_changes_nothing(model_dir: Path) -> None:
-    policy = load_policy(model_dir, TrainerOptions(device="cpu"))
+    policy = load_policy(model_dir, TrainerConfig(device="cpu"))
     docs, target = documents(1)
     with torch.no_grad():
         packed = policy(torch.cat(docs), Layout(LENGTHS, CPU), torch.arange(len(target)), target)
@@ -71,8 +70,8 @@ def test_packing_changes_nothing(model_dir: Path) -> None:
 def test_foreign_models_are_packed_too(model_dir: Path) -> None:
     docs, target = documents(2)
     args = (torch.cat(docs), Layout(LENGTHS, CPU), torch.arange(len(target)), target)
-    lean = load_policy(model_dir, TrainerOptions(device="cpu"))
-    other = load_policy(model_dir, TrainerOptions(device="cpu", implementation="transformers"))
+    lean = load_policy(model_dir, TrainerConfig(device="cpu"))
+    other = load_policy(model_dir, TrainerConfig(device="cpu", implementation="transformers"))
     assert (lean(*args).logprobs_N - other(*args).logprobs_N).abs().max() < 1e-5
     assert dict(named_weights(other)).keys() == dict(named_weights(lean)).keys()
 
@@ -81,7 +80,7 @@ def test_checkpointing_changes_nothing(model_dir: Path) -> None:
     docs, target = documents(3)
     grads = []
     for kind in ("none", "layer"):
-        policy = load_policy(model_dir, TrainerOptions(device="cpu", activation_checkpointing=kind))
+        policy = load_policy(model_dir, TrainerConfig(device="cpu", activation_checkpointing=kind))
         rows = torch.arange(len(target))
         policy(torch.cat(docs), Layout(LENGTHS, CPU), rows, target).logprobs_N.sum().backward()
         grads.append(torch.cat([p.grad.reshape(-1) for p in policy.parameters()]))  # type: ignore[union-attr]
@@ -166,7 +165,7 @@ def test_all_layers_share_one_compiled_body(model_dir: Path) -> None:
     from torch._dynamo.utils import counters
 
     policy, plain = (
-        load_policy(model_dir, TrainerOptions(device="cpu", attention="loop")).double()
+        load_policy(model_dir, TrainerConfig(device="cpu", attention="loop")).double()
         for _ in range(2)
     )
     policy.compute_dtype = plain.compute_dtype = torch.float64
@@ -187,24 +186,24 @@ def test_all_layers_share_one_compiled_body(model_dir: Path) -> None:
 
 
 def test_shards_are_read_back(model_dir: Path, tmp_path: Path) -> None:
-    policy = load_policy(model_dir, TrainerOptions(device="cpu"))
+    policy = load_policy(model_dir, TrainerConfig(device="cpu"))
     tensors = dict(named_weights(policy))
     files = write_model(tmp_path, tensors.items(), shard_bytes_max=4096)
     assert len(files) > 3
-    with TensorReader(tmp_path) as reader:
-        assert all(torch.equal(reader.read(n), t) for n, t in tensors.items())
-        with pytest.raises(UserError, match="'nothing' is missing"):
-            reader.read("nothing")
+    reader = HfDirectory(tmp_path)
+    assert all(torch.equal(reader.tensor(n), t) for n, t in tensors.items())
+    with pytest.raises(UserError, match="'nothing' is missing"):
+        reader.tensor("nothing")
 
 
 def test_what_the_lean_decoder_does_not_know_is_refused(model_dir: Path, tmp_path: Path) -> None:
     config = json.loads((model_dir / "config.json").read_text())
-    assert read_architecture(config) is not None
-    assert read_architecture({**config, "architectures": ["OtherForCausalLM"]}) is None
-    assert read_architecture({**config, "use_sliding_window": True}) is None
-    assert read_architecture({**config, "rope_parameters": {"rope_type": "yarn"}}) is None
+    assert lean_spec(config) is not None
+    assert lean_spec({**config, "architectures": ["OtherForCausalLM"]}) is None
+    assert lean_spec({**config, "use_sliding_window": True}) is None
+    assert lean_spec({**config, "rope_parameters": {"rope_type": "yarn"}}) is None
     with pytest.raises(UserError, match=r"no config\.json"):
-        load_policy(tmp_path, TrainerOptions(device="cpu"))
+        load_policy(tmp_path, TrainerConfig(device="cpu"))
 
 
 def test_wrong_devices_and_names_are_one_clear_error(model_dir: Path) -> None:
@@ -212,6 +211,6 @@ def test_wrong_devices_and_names_are_one_clear_error(model_dir: Path) -> None:
         with pytest.raises(UserError, match="sees no GPU"):
             pick_device("cuda")
         with pytest.raises(UserError, match="needs CUDA"):
-            load_policy(model_dir, TrainerOptions(attention="varlen"))
+            load_policy(model_dir, TrainerConfig(attention="varlen"))
     with pytest.raises(UserError, match="did you mean 'loop'"):
-        load_policy(model_dir, TrainerOptions(device="cpu", attention="lopp"))
+        load_policy(model_dir, TrainerConfig(device="cpu", attention="lopp"))

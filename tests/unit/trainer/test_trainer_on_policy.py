@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
+from dora_rl.config import AlgorithmConfig, TrainerConfig
 from dora_rl.engine.engine import Engine
-from dora_rl.engine.models import read_spec
 from dora_rl.engine.options import EngineOptions
 from dora_rl.engine.sequence import Request
+from dora_rl.model.directory import read_spec
 from dora_rl.trainer.learner import Learner
-from dora_rl.trainer.options import AlgorithmOptions, TrainerOptions
 from dora_rl.types import Group, RequestId, SamplingParams
 
 # Rounding of bfloat16 between two programs; of float32 next to none.
@@ -47,8 +47,8 @@ def sampled(model_dir: Path, params: SamplingParams, dtype: str) -> list[Group]:
 def metrics_of(
     model_dir: Path, params: SamplingParams, dtype: str, **options: Any
 ) -> dict[str, float]:
-    algorithm = AlgorithmOptions(temperature=params.temperature, **options)
-    trainer = TrainerOptions(lr=0.0, device="cpu", compute_dtype=dtype, pack_tokens=256)
+    algorithm = AlgorithmConfig(temperature=params.temperature, **options)
+    trainer = TrainerConfig(lr=0.0, device="cpu", compute_dtype=dtype, pack_tokens=256)
     learner = Learner(model_dir, algorithm, trainer, batch_groups=4)
     learner.begin_step(0)
     learner.feed(sampled(model_dir, params, dtype))

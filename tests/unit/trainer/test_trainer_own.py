@@ -10,11 +10,11 @@ import torch
 from trainer_cases import flat, make_groups, sample
 from trainer_store import MemoryStore
 
-from dora_rl.trainer.advantages import PER_GROUP, GroupAdvantage, GroupScores
+from dora_rl.config import AlgorithmConfig, TrainerConfig
 from dora_rl.trainer.learner import Learner
+from dora_rl.trainer.losses.advantages import PER_GROUP, GroupAdvantage, GroupScores
 from dora_rl.trainer.losses.registry import resolve
 from dora_rl.trainer.losses.trial import made_up_inputs, try_advantage, try_loss
-from dora_rl.trainer.options import AlgorithmOptions, TrainerOptions
 from dora_rl.types import Group, Segment, UserError
 from dora_rl.user_code import UserCodeError, load_object
 
@@ -90,7 +90,7 @@ def losses(tmp_path: Path) -> Path:
 def loss_line(path: Path, name: str, **args: float | str) -> str:
     """What is said of a loss before a run."""
     with pytest.raises(UserError) as caught:
-        try_loss(resolve(AlgorithmOptions(loss=f"{path}:{name}", loss_args=args)))
+        try_loss(resolve(AlgorithmConfig(loss=f"{path}:{name}", loss_args=args)))
     line = str(caught.value)
     assert "\n" not in line and str(path) in line
     return line
@@ -102,11 +102,11 @@ def line_of(text: str, source: str) -> int:
 
 def test_good_losses_pass_the_trial(losses: Path) -> None:
     for name in ("half", "anything", "entropy_only", "distance", "mistakes_alone"):
-        try_loss(resolve(AlgorithmOptions(loss=f"{losses}:{name}")))
-    seeing = AlgorithmOptions(loss=f"{losses}:all_it_sees", reference=True)
+        try_loss(resolve(AlgorithmConfig(loss=f"{losses}:{name}")))
+    seeing = AlgorithmConfig(loss=f"{losses}:all_it_sees", reference=True)
     try_loss(resolve(seeing))
     args = {"width": 0.3, "floor": 0.1, "name": "y"}
-    objective = resolve(AlgorithmOptions(loss=f"{losses}:saturating", loss_args=args))
+    objective = resolve(AlgorithmConfig(loss=f"{losses}:saturating", loss_args=args))
     try_loss(objective)
     assert not objective.may_skip_zero_advantage
 
@@ -114,7 +114,7 @@ def test_good_losses_pass_the_trial(losses: Path) -> None:
 def test_arguments_reach_the_loss(losses: Path) -> None:
     inputs = made_up_inputs()
     for scale in (1, 3):
-        options = AlgorithmOptions(loss=f"{losses}:anything", loss_args={"scale": scale})
+        options = AlgorithmConfig(loss=f"{losses}:anything", loss_args={"scale": scale})
         objective = resolve(options)
         found = objective.function(inputs, objective.options).loss_T
         assert torch.equal(found, -inputs.logprobs_T * inputs.advantages_T * scale)
@@ -122,7 +122,7 @@ def test_arguments_reach_the_loss(losses: Path) -> None:
 
 def test_every_recipe_passes_the_trial() -> None:
     for name in ("grpo", "dr_grpo", "rloo", "cispo", "longcat", "decoupled_ppo", "ppo"):
-        try_loss(resolve(AlgorithmOptions(loss=name, constant_tokens=8)))
+        try_loss(resolve(AlgorithmConfig(loss=name, constant_tokens=8)))
 
 
 @pytest.mark.parametrize(
@@ -162,14 +162,14 @@ def test_an_error_names_the_users_line(losses: Path) -> None:
         at = line_of(f"def {name}(", LOSSES)
         assert f"({losses}, line {at})" in loss_line(losses, name)
     with pytest.raises(UserError, match=r"nowhere.py does not exist; check algorithm.loss"):
-        resolve(AlgorithmOptions(loss="nowhere.py:loss"))
+        resolve(AlgorithmConfig(loss="nowhere.py:loss"))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_a_loss_sees_in_training(losses: Path, model_dir: Path, dtype: str) -> None:
     """Reference log-probs, entropy, versions, staleness, groups and token ids, as they were fed."""
-    algorithm = AlgorithmOptions(loss=f"{losses}:all_it_sees", reference=True)
-    trainer = TrainerOptions(lr=1e-3, device="cpu", compute_dtype=dtype, pack_tokens=1000)
+    algorithm = AlgorithmConfig(loss=f"{losses}:all_it_sees", reference=True)
+    trainer = TrainerConfig(lr=1e-3, device="cpu", compute_dtype=dtype, pack_tokens=1000)
     learner = Learner(model_dir, algorithm, trainer, batch_groups=2, store=MemoryStore())
     first, second = make_groups(1, 2, samples=2, version=1)
     mixed = sample(
@@ -241,7 +241,7 @@ def advantages(tmp_path: Path) -> Path:
 
 
 def own(path: Path, name: str, **args: float) -> GroupAdvantage:
-    options = AlgorithmOptions(advantage=f"{path}:{name}", advantage_args=args)
+    options = AlgorithmConfig(advantage=f"{path}:{name}", advantage_args=args)
     objective = resolve(options)
     assert not objective.needs_whole_batch and objective.may_skip_zero_advantage
     assert objective.group_advantage is not None
@@ -260,10 +260,10 @@ def test_an_advantage_sees_rewards_lengths_and_what_was_cut(advantages: Path) ->
 
 def test_truncation_reaches_an_advantage_in_training(advantages: Path, model_dir: Path) -> None:
     """Rewards are equal: all that differs between the responses is that one was cut off."""
-    algorithm = AlgorithmOptions(
+    algorithm = AlgorithmConfig(
         loss="reinforce", advantage=f"{advantages}:uncut", advantage_args={"penalty": 1.0}
     )
-    learner = Learner(model_dir, algorithm, TrainerOptions(lr=1e-3, device="cpu"), batch_groups=1)
+    learner = Learner(model_dir, algorithm, TrainerConfig(lr=1e-3, device="cpu"), batch_groups=1)
     cut, whole = (sample([3, 4], [-1.0, -1.0], [1, 1], 1.0, truncated=t) for t in (True, False))
     learner.begin_step(0)
     learner.feed([Group(0, 0, [1, 2], (cut, whole))])
@@ -289,7 +289,7 @@ def test_truncation_reaches_an_advantage_in_training(advantages: Path, model_dir
 def test_mistakes_in_an_advantage_are_one_line(
     advantages: Path, name: str, args: dict[str, float], words: list[str]
 ) -> None:
-    options = AlgorithmOptions(advantage=f"{advantages}:{name}", advantage_args=args)
+    options = AlgorithmConfig(advantage=f"{advantages}:{name}", advantage_args=args)
     with pytest.raises(UserError) as caught:
         try_advantage(resolve(options), 4)
     for word in words:
@@ -298,12 +298,12 @@ def test_mistakes_in_an_advantage_are_one_line(
 
 def test_an_advantage_of_a_missing_file() -> None:
     with pytest.raises(UserError, match=r"nowhere.py does not exist; check algorithm.advantage"):
-        resolve(AlgorithmOptions(advantage="nowhere.py:f"))
+        resolve(AlgorithmConfig(advantage="nowhere.py:f"))
 
 
 def test_a_mistake_during_training_ends_the_run(losses: Path, model_dir: Path) -> None:
-    trainer = TrainerOptions(lr=1e-3, device="cpu")
-    learner = Learner(model_dir, AlgorithmOptions(loss=f"{losses}:detached"), trainer)
+    trainer = TrainerConfig(lr=1e-3, device="cpu")
+    learner = Learner(model_dir, AlgorithmConfig(loss=f"{losses}:detached"), trainer)
     learner.begin_step(0)
     learner.feed(make_groups(0, 1))
     with pytest.raises(UserCodeError, match="without a gradient"):

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trainer_cases import sample
 
-from dora_rl.trainer import advantages as adv
 from dora_rl.trainer.documents import collate, document_of
+from dora_rl.trainer.losses import advantages as adv
 from dora_rl.trainer.packing import document_cost, pack_balanced, pack_stream, quadratic_tokens
 from dora_rl.types import Group, Trajectory
 

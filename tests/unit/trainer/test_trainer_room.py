@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from trainer_cases import flat, make_groups
+from trainer_cases import changed, flat, make_groups
 
+from dora_rl.config import AlgorithmConfig, TrainerConfig
 from dora_rl.out_of_memory import shortage
 from dora_rl.trainer.learner import Learner
-from dora_rl.trainer.options import AlgorithmOptions, TrainerOptions
 from dora_rl.trainer.scoring import SealedScorer
 from dora_rl.trainer.warm_up import warm_up
 from dora_rl.types import Group, UserError
 
-TRAINER = TrainerOptions(lr=1e-3, device="cpu", pack_tokens=100)
+TRAINER = TrainerConfig(lr=1e-3, device="cpu", pack_tokens=100)
 WORDS = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 9 GiB"
 
 
@@ -68,10 +68,10 @@ def train(
 
 
 LOSSES = [
-    (AlgorithmOptions(), TRAINER),
-    (AlgorithmOptions(), replace(TRAINER, compute_dtype="bfloat16")),
-    (AlgorithmOptions(loss="ppo"), TRAINER),  # buffered, with a critic
-    (AlgorithmOptions(kl_coef=0.1), replace(TRAINER, updates_per_step=2)),
+    (AlgorithmConfig(), TRAINER),
+    (AlgorithmConfig(), changed(TRAINER, compute_dtype="bfloat16")),
+    (AlgorithmConfig(loss="ppo"), TRAINER),  # buffered, with a critic
+    (AlgorithmConfig(kl_coef=0.1), changed(TRAINER, updates_per_step=2)),
 ]
 NAMES = ["grpo", "bfloat16", "critic", "updates"]
 
@@ -79,7 +79,7 @@ NAMES = ["grpo", "bfloat16", "critic", "updates"]
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize(("algorithm", "trainer"), LOSSES, ids=NAMES)
 def test_a_run_short_of_memory_learns_the_same(
-    model_dir: Path, algorithm: AlgorithmOptions, trainer: TrainerOptions, where: str
+    model_dir: Path, algorithm: AlgorithmConfig, trainer: TrainerConfig, where: str
 ) -> None:
     """Bit for bit as with the smaller packs from the start: nothing is counted twice."""
     groups = make_groups(3, 6)
@@ -87,7 +87,7 @@ def test_a_run_short_of_memory_learns_the_same(
     memory = SmallMemory(learner, 60, where)
     got, metrics = train(learner, groups)
     assert memory.failures == 1 and learner.pack_tokens <= 50
-    small = replace(trainer, pack_tokens=learner.pack_tokens)
+    small = trainer.model_copy(update={"pack_tokens": learner.pack_tokens})
     want, calm = train(Learner(model_dir, algorithm, small, batch_groups=6), groups)
     assert torch.equal(got, want)
     assert metrics[0].pop("memory/retries") == 1
@@ -149,7 +149,7 @@ def test_other_errors_are_not_memory(model_dir: Path) -> None:
 
 
 def test_a_warm_up_that_does_not_fit_makes_packs_smaller(model_dir: Path) -> None:
-    learner = Learner(model_dir, None, replace(TRAINER, pack_tokens=1000))
+    learner = Learner(model_dir, None, changed(TRAINER, pack_tokens=1000))
     learner.policy.compiled = True  # type: ignore[assignment]  # as if: something is to be compiled
     memory = SmallMemory(learner, 300)
     warm_up(learner, 10_000)
@@ -171,18 +171,18 @@ class SmallScoring:
 
 
 FROZEN = [
-    AlgorithmOptions(kl_coef=0.1),
-    AlgorithmOptions(kl_coef=0.1, kl_in="reward"),  # scored while groups are taken, not in a pack
-    AlgorithmOptions(loss="ppo"),  # values of the whole batch
+    AlgorithmConfig(kl_coef=0.1),
+    AlgorithmConfig(kl_coef=0.1, kl_in="reward"),  # scored while groups are taken, not in a pack
+    AlgorithmConfig(loss="ppo"),  # values of the whole batch
 ]
 
 
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
 @pytest.mark.parametrize("algorithm", FROZEN, ids=["reference", "in reward", "critic"])
 def test_what_is_only_scored_is_scored_in_smaller_packs(
-    model_dir: Path, algorithm: AlgorithmOptions, compute: str
+    model_dir: Path, algorithm: AlgorithmConfig, compute: str
 ) -> None:
-    trainer = replace(TRAINER, compute_dtype=compute)
+    trainer = changed(TRAINER, compute_dtype=compute)
     groups = make_groups(3, 6)
     learner = Learner(model_dir, algorithm, trainer, batch_groups=6)
     frozen = learner.reference if learner.critic is None else learner.critic
@@ -197,7 +197,7 @@ def test_what_is_only_scored_is_scored_in_smaller_packs(
 
 
 def test_one_document_that_cannot_be_scored_ends_with_a_line(model_dir: Path) -> None:
-    learner = Learner(model_dir, AlgorithmOptions(kl_coef=0.1, kl_in="reward"), TRAINER)
+    learner = Learner(model_dir, AlgorithmConfig(kl_coef=0.1, kl_in="reward"), TRAINER)
     SmallScoring(learner.reference, 1)
     learner.begin_step(0)
     with pytest.raises(UserError, match="cannot be scored under frozen weights") as told:

@@ -14,14 +14,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from dora_rl.engine.models import read_spec
+from dora_rl.config import TrainerConfig
+from dora_rl.model.directory import read_spec
+from dora_rl.model.rope import inverse_frequencies, rotation
 from dora_rl.setup.memory import layer_bytes
-from dora_rl.trainer.architecture import read_architecture
-from dora_rl.trainer.attention_layout import Layout
-from dora_rl.trainer.decoder import Layer
-from dora_rl.trainer.lora import add_lora
-from dora_rl.trainer.options import TrainerOptions
-from dora_rl.trainer.rope import rotation
+from dora_rl.trainer.attention.layout import Layout
+from dora_rl.trainer.policy.decoder import Layer
+from dora_rl.trainer.policy.lora import add_lora
+from dora_rl.trainer.policy.model import lean_spec
 
 PARTITION = "aot_eager_decomp_partition"
 COMMON = {
@@ -70,7 +70,7 @@ def write(folder: Path, name: str) -> Path:
 
 
 def make_layer(folder: Path) -> tuple[Layer, Any]:
-    arch = read_architecture(json.loads((folder / "config.json").read_text()))
+    arch = lean_spec(json.loads((folder / "config.json").read_text()))
     assert arch is not None
     layer = Layer(arch, 0, flash)
     with torch.no_grad():
@@ -89,7 +89,8 @@ def kept_bytes(layer: Layer, arch: Any, num_tokens: int) -> int:
     """Storages that autograd holds after the forward pass, each once; without masters and angles.
     The pass is computed backwards too: what was kept is enough."""
     layout = Layout([num_tokens // 2, num_tokens - num_tokens // 2], torch.device("cpu"))
-    cos, sin = rotation(layout.position_T, arch.inv_freq(), arch.rope_scale)
+    freq, scale = inverse_frequencies(arch.rope, arch.head_dim)
+    cos, sin = rotation(layout.position_T, freq, scale)
     known = {t.untyped_storage().data_ptr() for t in (*layer.parameters(), cos, sin)}
     kept: dict[int, Tensor] = {}  # held, so that no storage is used twice
 
@@ -125,7 +126,7 @@ def test_adapters_keep_little_more(compiled: bool, tmp_path: Path) -> None:
     folder, rank = write(tmp_path, "qwen2"), 4
     layer, arch = make_layer(folder)
     layer.requires_grad_(False)
-    add_lora(layer, TrainerOptions(lora_rank=rank, device="cpu"))
+    add_lora(layer, TrainerConfig(lora_rank=rank, device="cpu"))
     if compiled:
         compile_halves(layer)
     each = (kept_bytes(layer, arch, 128) - kept_bytes(layer, arch, 64)) / 64

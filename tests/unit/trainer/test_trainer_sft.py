@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from foreign_families import write_family
-from trainer_cases import write_tiny_model
+from trainer_cases import changed, write_tiny_model
 from transformers import AutoModelForCausalLM
 
-from dora_rl.trainer.attention_layout import Layout
-from dora_rl.trainer.model import load_policy
-from dora_rl.trainer.options import TrainerOptions
-from dora_rl.trainer.sft import SftOptions, SftProgress, run_sft
-from dora_rl.trainer.sft_data import encode_row
+from dora_rl.config import TrainerConfig
+from dora_rl.trainer.attention.layout import Layout
+from dora_rl.trainer.policy.model import load_policy
+from dora_rl.trainer.sft import SftOptions, SftProgress, encode_row, run_sft
 from dora_rl.types import UserError
 
-TRAINER = TrainerOptions(lr=1e-2, device="cpu", pack_tokens=64)
+TRAINER = TrainerConfig(lr=1e-2, device="cpu", pack_tokens=64)
 
 
 class Letters:
@@ -90,7 +88,7 @@ def test_a_demonstration_longer_than_a_pack_has_one_of_its_own(
     options = SftOptions(epochs=1, batch_examples=5, eval_examples=eval_examples)
     losses = []
     for pack_tokens in (8, 1000):
-        trainer = replace(TRAINER, pack_tokens=pack_tokens)
+        trainer = changed(TRAINER, pack_tokens=pack_tokens)
         out = tmp_path / str(pack_tokens)
         result = run_sft(model_dir, [data], out, options, trainer, None, Letters())
         assert result.num_updates == 1 and result.num_examples == 5 - eval_examples
@@ -102,7 +100,7 @@ def test_a_model_run_by_transformers_learns_and_is_written(tmp_path: Path) -> No
     model = write_family(tmp_path / "model", "gemma2")
     data = write_rows(tmp_path / "d.jsonl", [{"prompt": "ab", "completion": "cdef"}] * 8)
     out = tmp_path / "out"
-    trainer = replace(TRAINER, lr=3e-2, compute_dtype="bfloat16")
+    trainer = changed(TRAINER, lr=3e-2, compute_dtype="bfloat16")
     options = SftOptions(epochs=10, batch_examples=8, dtype="float32")
     result = run_sft(model, [data], out, options, trainer, None, Letters())
     assert result.loss_last < 0.5 * result.loss_first

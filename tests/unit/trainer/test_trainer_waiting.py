@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from trainer_cases import flat, make_groups
+from trainer_cases import changed, flat, make_groups
 
+from dora_rl.config import AlgorithmConfig, TrainerConfig
 from dora_rl.trainer.learner import Learner
-from dora_rl.trainer.options import AlgorithmOptions, TrainerOptions
 
-TRAINER = TrainerOptions(lr=1e-3, device="cpu")
+TRAINER = TrainerConfig(lr=1e-3, device="cpu")
 
 
 def test_what_is_worth_a_pack_is_run_and_the_result_is_the_same(model_dir: Path) -> None:
     groups = make_groups(4, 6)
     tokens = sum(len(g.prompt_ids) + len(s.token_ids) for g in groups for s in g.samples)
     plain, patient = (
-        Learner(model_dir, AlgorithmOptions(), replace(TRAINER, pack_tokens=tokens))
+        Learner(model_dir, AlgorithmConfig(), changed(TRAINER, pack_tokens=tokens))
         for _ in range(2)
     )
     ran: list[bool] = []
@@ -44,7 +43,9 @@ def test_what_is_worth_a_pack_is_run_and_the_result_is_the_same(model_dir: Path)
 
 @pytest.mark.parametrize("options", [{"canonical_order": True}, {"streaming": False}])
 def test_a_learner_that_buffers_its_step_waits(model_dir: Path, options: dict[str, bool]) -> None:
-    learner = Learner(model_dir, AlgorithmOptions(), replace(TRAINER, pack_tokens=8, **options))
+    learner = Learner(
+        model_dir, AlgorithmConfig(), TRAINER.model_copy(update={"pack_tokens": 8} | options)
+    )
     learner.begin_step(0)
     learner.feed(make_groups(4, 3))
     assert not learner.may_go_on()
@@ -65,10 +66,10 @@ class Reads(TorchDispatchMode):
 @pytest.mark.parametrize("rank", [0, 3])
 def test_packs_read_nothing(model_dir: Path, rank: int) -> None:
     """However many there are; and what closes an update fetches all it needs at once."""
-    algorithm = AlgorithmOptions(kl_coef=0.1)
+    algorithm = AlgorithmConfig(kl_coef=0.1)
     counts = []
     for pack_tokens in (16, 4096):
-        trainer = replace(TRAINER, pack_tokens=pack_tokens, lora_rank=rank, attention="loop")
+        trainer = changed(TRAINER, pack_tokens=pack_tokens, lora_rank=rank, attention="loop")
         learner = Learner(model_dir, algorithm, trainer, batch_groups=4)
         learner.begin_step(0)
         with Reads() as seen:

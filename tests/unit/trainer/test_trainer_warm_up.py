@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch._dynamo.utils import counters
-from trainer_cases import flat, make_groups
+from trainer_cases import changed, flat, make_groups
 
+from dora_rl.config import AlgorithmConfig, TrainerConfig
 from dora_rl.trainer.learner import Learner
-from dora_rl.trainer.options import AlgorithmOptions, TrainerOptions
 from dora_rl.trainer.warm_up import PACK_MIN, layout_of, pack_sizes, warm_up
 
-TRAINER = TrainerOptions(lr=1e-3, device="cpu", compile="on", pack_tokens=64)
+TRAINER = TrainerConfig(lr=1e-3, device="cpu", compile="on", pack_tokens=64)
 
 
 @pytest.fixture(autouse=True)
@@ -55,10 +54,10 @@ def test_no_step_compiles_after_a_warm_up_and_it_leaves_no_trace(
     model_dir: Path, case: str
 ) -> None:
     algorithm, trainer = CASES[case]
-    compiled = replace(TRAINER, **trainer)
+    compiled = changed(TRAINER, **trainer)
     warm, cold, plain = (
-        Learner(model_dir, AlgorithmOptions(**algorithm), options)
-        for options in (compiled, compiled, replace(compiled, compile="off"))
+        Learner(model_dir, AlgorithmConfig(**algorithm), options)
+        for options in (compiled, compiled, changed(compiled, compile="off"))
     )
     warm_up(warm, step_tokens_max=48)
     assert all(p.grad is None for p in warm.policy.parameters())
@@ -72,7 +71,7 @@ def test_no_step_compiles_after_a_warm_up_and_it_leaves_no_trace(
 
 
 def test_where_nothing_is_compiled_nothing_is_run(model_dir: Path) -> None:
-    learner = Learner(model_dir, AlgorithmOptions(), replace(TRAINER, compile="off"))
+    learner = Learner(model_dir, AlgorithmConfig(), changed(TRAINER, compile="off"))
     learner.policy.forward = None  # type: ignore[method-assign]
     warm_up(learner, step_tokens_max=48)
 

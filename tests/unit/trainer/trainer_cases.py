@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 
-from dora_rl.trainer.architecture import read_architecture
+from dora_rl.config import TrainerConfig
+from dora_rl.model.directory import write_model
 from dora_rl.trainer.learner import Learner
-from dora_rl.trainer.model import build_decoder, initialise, named_weights
-from dora_rl.trainer.options import TrainerOptions
-from dora_rl.trainer.weights import write_model
+from dora_rl.trainer.policy.model import build_decoder, initialise, lean_spec, named_weights
 from dora_rl.types import Finish, Group, RequestId, Segment, Trajectory
 
 torch.set_num_threads(1)
@@ -72,9 +71,9 @@ def write_tiny_model(directory: Path, family: str, seed: int = 0) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
     (directory / "tokenizer.json").write_text("{}")
-    arch = read_architecture(config)
+    arch = lean_spec(config)
     assert arch is not None
-    decoder = build_decoder(arch, TrainerOptions(device="cpu"))
+    decoder = build_decoder(arch, TrainerConfig(device="cpu"))
     initialise(decoder, seed, std=0.2)
     write_model(directory, named_weights(decoder), 1 << 30)
     return directory
@@ -121,3 +120,8 @@ def make_groups(
 def flat(learner: Learner) -> torch.Tensor:
     """All its weights, one behind the other."""
     return torch.cat([p.detach().reshape(-1) for p in learner.policy.parameters()])
+
+
+def changed(options: TrainerConfig, **changes: Any) -> TrainerConfig:
+    """The section with other values."""
+    return options.model_copy(update=changes)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,10 @@ from exact_cases import move_adapters
 from safetensors.torch import save_file
 from trainer_cases import make_groups
 
-from dora_rl.trainer import state
+from dora_rl.config import AlgorithmConfig, TrainerConfig
+from dora_rl.trainer.checkpoints import state
 from dora_rl.trainer.distributed import wait_for_all
 from dora_rl.trainer.learner import Learner
-from dora_rl.trainer.options import AlgorithmOptions, TrainerOptions
 from dora_rl.weights.store import DiskWeightStore, SharedMemoryWeightStore
 from dora_rl.workers.moments import Moments
 
@@ -39,8 +38,8 @@ def run_rank(
 ) -> None:
     """Both steps on groups of version 0, so that losses which recompute meet an older version."""
     fixed = {"lr": 1e-3, "device": "cpu", "pack_tokens": pack_tokens, "updates_per_step": 2}
-    trainer = TrainerOptions(**{**fixed, **(trainer_options or {})})
-    algorithm = AlgorithmOptions(**{"loss": loss, "kl_coef": 0.05, **(algorithm_options or {})})
+    trainer = TrainerConfig(**{**fixed, **(trainer_options or {})})
+    algorithm = AlgorithmConfig(**{"loss": loss, "kl_coef": 0.05, **(algorithm_options or {})})
     store = SharedMemoryWeightStore(out / "store")
     learner = Learner(model, algorithm, trainer, batch_groups=4, store=store)
     if moves_adapters:
@@ -69,7 +68,7 @@ def run_rank(
 def check_exact(learner: Learner, again: Learner, out: Path) -> None:
     """A rounded version with what lies beside it, and moments, give every rank its shards back."""
     store, exact = DiskWeightStore(out / "weights"), DiskWeightStore(out / "masters")
-    learner.options = replace(learner.options, publish_dtype="bfloat16")
+    learner.options = learner.options.model_copy(update={"publish_dtype": "bfloat16"})
     learner.publish(store, 2, exact=exact)
     moments = Moments(out / "moments", 0.0)
     moments.save(learner, 2)

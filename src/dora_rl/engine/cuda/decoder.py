@@ -17,19 +17,18 @@ import triton
 from torch import Tensor
 from torch.nn import functional
 
-from dora_rl.engine.cache import KvCache
-from dora_rl.engine.cuda import fused, paged, skinny, wide
-from dora_rl.engine.cuda import rows as kernels
-from dora_rl.engine.cuda.adapters import adapt
-from dora_rl.engine.cuda.attention import attend_decode
-from dora_rl.engine.cuda.experts import sparse_rows
-from dora_rl.engine.cuda.overlap import overlap
+from dora_rl.engine.cuda.kernels import fused, paged, skinny, wide
+from dora_rl.engine.cuda.kernels import rows as kernels
+from dora_rl.engine.cuda.kernels.adapters import adapt
+from dora_rl.engine.cuda.kernels.attention import attend_decode
+from dora_rl.engine.cuda.kernels.cuts import choose_splits
+from dora_rl.engine.cuda.kernels.experts import choose_experts, sparse_rows
+from dora_rl.engine.cuda.kernels.overlap import overlap
 from dora_rl.engine.cuda.sampling import Chunks, chunks_of
-from dora_rl.engine.cuts import choose_splits
-from dora_rl.engine.models.experts import route
-from dora_rl.engine.rope import rope_tables
-from dora_rl.engine.spec import ModelSpec
-from dora_rl.engine.weights import Layer, ModelWeights
+from dora_rl.engine.tensors.cache import KvCache
+from dora_rl.engine.tensors.weights import Layer, ModelWeights
+from dora_rl.model.rope import rope_tables
+from dora_rl.model.spec import ModelSpec
 
 SCORED_ROWS_MAX = 32  # of a version; with more, a kernel that reads the logits again is faster
 
@@ -254,13 +253,10 @@ class CudaDecoder:
         if layer.router is not None:
             assert self.spec.moe is not None
             logits = self._linear(h, layer, "router", rows)
-            share, expert = route(logits, self.spec.moe, h.dtype)
+            chosen = choose_experts(logits, self.spec.moe, h.dtype, rows.num_versions)
             span = slice(rows.first, rows.first + rows.num_versions)
-            if rows.num_versions > 1:
-                version = torch.arange(len(h), device=h.device) // rows.per_version
-                expert = expert + version[:, None] * self.spec.moe.num_experts
             stacked = (layer.gate_up[span].flatten(0, 1), layer.down[span].flatten(0, 1))
-            return sparse_rows(h, share, expert, *stacked)[None]
+            return sparse_rows(h, *chosen, *stacked)[None]
         return self._parts(self._gated(h, layer, rows), layer, "down", rows)
 
     def _gated(self, h: Tensor, layer: Layer, rows: Rows) -> Tensor:

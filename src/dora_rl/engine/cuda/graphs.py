@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from dora_rl.engine.buckets import Bucket, Buckets, blocks_bucket, bucket_of, cost, covers
+from dora_rl.engine.cuda.buckets import Bucket, Buckets, blocks_bucket, bucket_of, cost, covers
 from dora_rl.engine.cuda.slots import DeviceSlots
 from dora_rl.engine.plan import Span
 

@@ -25,23 +25,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dora_rl.engine import sampler
-from dora_rl.engine.buckets import Bucket, first_buckets
-from dora_rl.engine.bursts import Bursts
-from dora_rl.engine.cache import KvCache, derive_num_blocks, perform
-from dora_rl.engine.cuda.attention import attend_prefill
+from dora_rl.engine.cuda.buckets import Bucket, Bursts, first_buckets
 from dora_rl.engine.cuda.decoder import CudaDecoder, Rows
 from dora_rl.engine.cuda.graphs import DecodeGraphs
-from dora_rl.engine.cuda.rows import enter
+from dora_rl.engine.cuda.kernels.attention import attend_prefill
+from dora_rl.engine.cuda.kernels.rows import enter
 from dora_rl.engine.cuda.sampling import draw
 from dora_rl.engine.cuda.slots import DeviceSlots
-from dora_rl.engine.memory import check_memory
 from dora_rl.engine.options import EngineOptions
-from dora_rl.engine.plan import Plan, Span
-from dora_rl.engine.result import StepResult, read_burst, read_drawn
-from dora_rl.engine.sampler import Drawn
-from dora_rl.engine.spec import ModelSpec
-from dora_rl.engine.weights import TensorSource, make_weights
+from dora_rl.engine.plan import Plan, Span, StepResult
+from dora_rl.engine.tensors import sampler
+from dora_rl.engine.tensors.cache import KvCache, derive_num_blocks, perform
+from dora_rl.engine.tensors.memory import make_weights
+from dora_rl.engine.tensors.sampler import Drawn, read_burst, read_drawn
+from dora_rl.model.directory import TensorSource
+from dora_rl.model.spec import ModelSpec
 from dora_rl.types import Version
 
 PREFILL_TILE = 64
@@ -73,7 +71,6 @@ class CudaRunner:
         self.on_gpu = options.device.startswith("cuda")
         if self.on_gpu:
             torch.cuda.set_device(torch.device(options.device).index or 0)
-        check_memory(spec, options)
         self.weights = make_weights(spec, options)
         self.lora = self.weights.adapters is not None
         self.num_blocks = derive_num_blocks(spec, options)

@@ -12,8 +12,8 @@ import torch
 import triton
 from torch import Tensor
 
-from dora_rl.engine.cuda.overlap import overlap
-from dora_rl.engine.cuda.rows import VOCAB_CHUNK, chunk_kernel, draw_kernel
+from dora_rl.engine.cuda.kernels.overlap import overlap
+from dora_rl.engine.cuda.kernels.rows import VOCAB_CHUNK, chunk_kernel, draw_kernel
 from dora_rl.engine.cuda.slots import DeviceSlots
 
 

@@ -21,7 +21,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from dora_rl.trainer.options import AlgorithmOptions
+from dora_rl.config import AlgorithmConfig
 
 LOG_RATIO_MAX = 20.0  # exp(20) is 4.9e8: its square, and sums of many, are finite in float32
 
@@ -87,4 +87,4 @@ class LossOutput:
     clipped_high_T: Tensor | None = None
 
 
-LossFunction: TypeAlias = Callable[[LossInputs, AlgorithmOptions], LossOutput]
+LossFunction: TypeAlias = Callable[[LossInputs, AlgorithmConfig], LossOutput]

@@ -17,9 +17,10 @@ from typing import Any
 
 from torch import Tensor
 
-from dora_rl.trainer.advantages import GroupAdvantage, GroupScores
+from dora_rl.config import AlgorithmConfig
+from dora_rl.config.section import choose
+from dora_rl.trainer.losses.advantages import GroupAdvantage, GroupScores
 from dora_rl.trainer.losses.inputs import LossFunction, LossInputs, LossOutput
-from dora_rl.trainer.options import AlgorithmOptions, Scalar, choose
 from dora_rl.types import UserError
 from dora_rl.user_code import UserCodeError, load_object, one_line, place_in, place_of
 
@@ -27,12 +28,12 @@ from dora_rl.user_code import UserCodeError, load_object, one_line, place_in, pl
 _OF_GROUP = ("lengths", "truncated")
 
 
-def own_loss(name: str, args: Mapping[str, Scalar]) -> LossFunction:
+def own_loss(name: str, args: Mapping[str, Any]) -> LossFunction:
     """It may return the losses per token alone."""
     function = _load(name, "algorithm.loss")
     args = _checked(function, name, "algorithm.loss_args", args, given=2)
 
-    def call(inputs: LossInputs, options: AlgorithmOptions) -> LossOutput:
+    def call(inputs: LossInputs, options: AlgorithmConfig) -> LossOutput:
         try:
             out = function(inputs, options, **args)
         except Exception as error:
@@ -56,7 +57,7 @@ def own_loss(name: str, args: Mapping[str, Scalar]) -> LossFunction:
     return call
 
 
-def own_advantage(name: str, args: Mapping[str, Scalar]) -> GroupAdvantage:
+def own_advantage(name: str, args: Mapping[str, Any]) -> GroupAdvantage:
     """Called with the group's rewards, and with `lengths` (trained tokens) and `truncated` (cut off
     at the limit) of its responses where it has a place for them."""
     function = _load(name, "algorithm.advantage")
@@ -88,8 +89,8 @@ def _load(name: str, key: str) -> Callable[..., Any]:
 
 
 def _checked(
-    function: Callable[..., Any], name: str, key: str, args: Mapping[str, Scalar], given: int
-) -> dict[str, Scalar]:
+    function: Callable[..., Any], name: str, key: str, args: Mapping[str, Any], given: int
+) -> dict[str, Any]:
     """The arguments, if the function takes them and needs no others. It is called with `given`
     values by place."""
     try:

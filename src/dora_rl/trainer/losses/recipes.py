@@ -7,12 +7,29 @@ range and every choice able to act; and everything the user set explicitly wins 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from dora_rl.trainer.options import AlgorithmOptions, choose
-from dora_rl.trainer.ranges import ALGORITHM, check_ranges
+from dora_rl.config import AlgorithmConfig
+from dora_rl.config.section import Range, choose
 from dora_rl.types import UserError
 
+# What a recipe has that [algorithm] may leave open.
+_LEFT_OPEN = (
+    "advantage",
+    "aggregation",
+    "clip_low",
+    "clip_high",
+    "dual_clip",
+    "old_logprobs",
+    "constant_tokens",
+    "corrections",
+    "behaviour_ratio_max",
+)
+# Numbers that 0 switches off, whose range does not begin there.
+_OR_ZERO = {
+    "dual_clip": Range(low=1, low_open=True, or_zero=True),
+    "behaviour_ratio_max": Range(low=1, or_zero=True),
+}
 ADVANTAGES = ("group", "group_mean", "leave_one_out", "batch", "gae")
 AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
 OLD_LOGPROBS = ("rollout", "behaviour", "proximal")
@@ -89,33 +106,26 @@ def recipe_of(loss: str) -> Recipe:
     return RECIPES[choose("algorithm.loss", loss, RECIPES)]
 
 
-def fill(options: AlgorithmOptions) -> AlgorithmOptions:
+def _is_set(options: AlgorithmConfig, name: str) -> bool:
+    return getattr(options, name) not in (None, "")
+
+
+def fill(options: AlgorithmConfig) -> AlgorithmConfig:
     """Check every name, fill what the user left open from the recipe."""
     recipe = recipe_of(options.loss)
-    filled = replace(
-        options,
-        advantage=options.advantage or recipe.advantage,
-        aggregation=options.aggregation or recipe.aggregation,
-        clip_low=recipe.clip_low if options.clip_low is None else options.clip_low,
-        clip_high=recipe.clip_high if options.clip_high is None else options.clip_high,
-        dual_clip=recipe.dual_clip if options.dual_clip is None else options.dual_clip,
-        old_logprobs=options.old_logprobs or recipe.old_logprobs,
-        constant_tokens=recipe.constant_tokens
-        if options.constant_tokens is None
-        else options.constant_tokens,
-        corrections=recipe.corrections if options.corrections is None else options.corrections,
-        behaviour_ratio_max=recipe.behaviour_ratio_max
-        if options.behaviour_ratio_max is None
-        else options.behaviour_ratio_max,
-        temperature=options.temperature or 1.0,
-    )
+    chosen = {name: getattr(recipe, name) for name in _LEFT_OPEN if not _is_set(options, name)}
+    chosen["temperature"] = options.temperature or 1.0
+    filled = options.model_copy(update=chosen)
     _check_names(filled)
-    check_ranges("algorithm", filled, ALGORITHM)
+    for name, allowed in _OR_ZERO.items():
+        value: float | None = getattr(filled, name)
+        if value is not None and not allowed.holds(value):
+            raise UserError(allowed.refuse(f"algorithm.{name}", value))
     _check_together(filled, recipe)
     return filled
 
 
-def _check_names(options: AlgorithmOptions) -> None:
+def _check_names(options: AlgorithmConfig) -> None:
     assert options.advantage and options.aggregation and options.old_logprobs
     if not is_users_own(options.advantage):
         choose("algorithm.advantage", options.advantage, ADVANTAGES)
@@ -128,7 +138,7 @@ def _check_names(options: AlgorithmOptions) -> None:
         choose("algorithm.corrections", name, CORRECTIONS)
 
 
-def _check_together(options: AlgorithmOptions, recipe: Recipe) -> None:
+def _check_together(options: AlgorithmConfig, recipe: Recipe) -> None:
     """What each alone allows and both together do not. Nothing chosen may do nothing."""
     if options.aggregation == "constant" and not options.constant_tokens:
         raise UserError(
@@ -154,7 +164,7 @@ def _check_together(options: AlgorithmOptions, recipe: Recipe) -> None:
             )
 
 
-def _check_weights(options: AlgorithmOptions, recipe: Recipe) -> None:
+def _check_weights(options: AlgorithmConfig, recipe: Recipe) -> None:
     """Weights of old over rollout, which are 1 where the two are the same."""
     same = options.old_logprobs == "rollout"
     hint = "set algorithm.old_logprobs = 'behaviour' or 'proximal'"

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dora_rl.trainer.advantages import PER_GROUP, GroupAdvantage
-from dora_rl.trainer.losses.clipped import clipped, decoupled, triplet
+from dora_rl.config import AlgorithmConfig
+from dora_rl.trainer.losses.advantages import PER_GROUP, GroupAdvantage
+from dora_rl.trainer.losses.aggregate import denominator
+from dora_rl.trainer.losses.functions import cispo, clipped, decoupled, gspo, reinforce, triplet
 from dora_rl.trainer.losses.inputs import LossFunction
 from dora_rl.trainer.losses.own import own_advantage, own_loss
 from dora_rl.trainer.losses.recipes import fill, is_users_own, recipe_of
-from dora_rl.trainer.losses.score import cispo, reinforce
-from dora_rl.trainer.losses.sequence import gspo
-from dora_rl.trainer.options import AlgorithmOptions
 
 FUNCTIONS: dict[str, LossFunction] = {
     "clipped": clipped,
@@ -36,7 +35,7 @@ class Objective:
     """
 
     function: LossFunction
-    options: AlgorithmOptions
+    options: AlgorithmConfig
     group_advantage: GroupAdvantage | None  # None: it takes the whole batch
     zero_advantage_is_free: bool = True
 
@@ -44,6 +43,11 @@ class Objective:
     def aggregation(self) -> str:
         assert self.options.aggregation is not None
         return self.options.aggregation
+
+    def denominator(self, num_tokens: int, num_sequences: int) -> float:
+        """What the numerator of a whole update is divided by."""
+        constant = self.options.constant_tokens
+        return denominator(self.aggregation, num_tokens, num_sequences, constant)
 
     @property
     def advantage(self) -> str:
@@ -71,7 +75,7 @@ class Objective:
         return o.skip_zero_advantage and free and not kl_in_loss and o.entropy_coef == 0.0
 
 
-def resolve(options: AlgorithmOptions) -> Objective:
+def resolve(options: AlgorithmConfig) -> Objective:
     """The options filled from the recipe, and the functions."""
     filled = fill(options)
     name = filled.advantage

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dora_rl.trainer.advantages import GroupScores
+from dora_rl.trainer.losses.advantages import GroupScores
 from dora_rl.trainer.losses.aggregate import numerator
 from dora_rl.trainer.losses.inputs import LossInputs
 from dora_rl.trainer.losses.registry import Objective

@@ -1,0 +1,283 @@
+"""A vLLM engine behind the calls that a rollout instance makes of the native one.
+
+Holds one policy version, or one LoRA adapter slot per version; a request is handed to vLLM only
+while its version is loaded, and the prefix cache is emptied whenever weights change, so no token is
+ever computed under another version. The requests themselves live here (tokens, log-probs, journal):
+what vLLM holds of one is a copy that can be dropped and made again. So a parked, exported or
+recovered request continues by prefilling its tokens anew, on any instance of its version; with
+`VllmOptions.kv_moves` an exported one takes its KV along.
+
+vLLM runs inside this process and only inside `step` and `load`. Its random numbers are its own:
+versions are kept apart as everywhere, exactness is the native engine's promise.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dora_rl.engine.journal import Journal, request_from_json
+from dora_rl.engine.options import EngineOptions
+from dora_rl.engine.requests import EngineStats, Limits, RequestBook
+from dora_rl.engine.sequence import Decode, Output, Status, mix64
+from dora_rl.engine.sequence import Sequence as Seq
+from dora_rl.engine.vllm.move import RequestKv, VllmExport, unpack_kv
+from dora_rl.engine.vllm.process import Gain, VllmOptions, VllmProcess
+from dora_rl.model.directory import FileSource, TensorSource
+from dora_rl.model.sealed import CheckedSource, check_base, check_canary
+from dora_rl.types import Finish, RequestId, UserError, Version
+
+if TYPE_CHECKING:
+    from dora_rl.ports import SealedWeights
+
+__all__ = ["VllmEngine", "VllmExport", "VllmOptions"]
+
+
+class VllmEngine(RequestBook):
+    """See the module docstring. Call for call as `engine.Engine`, where an instance needs it."""
+
+    def __init__(
+        self,
+        vllm: VllmOptions,
+        options: EngineOptions,
+        decode: Decode | None = None,
+        journal: Journal | None = None,
+        process: VllmProcess | None = None,
+    ) -> None:
+        self._vllm = vllm
+        self._process = process or VllmProcess(vllm, options)
+        limits = Limits(
+            self._process.vocab,
+            self._process.context_max,
+            self._process.num_blocks,
+            self._process.block_tokens,
+        )
+        super().__init__(limits, vllm.eos_ids, decode, journal)
+        self._versions_max = options.versions_max if vllm.lora_rank else 1
+        self._resident: list[Version] = []
+        self._base = ""  # its checksum, under adapters
+        self._seqs: dict[RequestId, Seq] = {}  # every request that is here, in order of arrival
+        self._sent: dict[str, Seq] = {}  # those that vLLM works on, by the name it knows them by
+        self._name_of: dict[RequestId, str] = {}
+        self._begun: set[str] = set()  # that have gained something
+        self._arrived: dict[RequestId, RequestKv] = {}  # until the request is sent
+        self._num_sent = self._num_prefix_tokens = 0
+
+    # ---------------------------------------------------------------- versions
+
+    def versions(self) -> tuple[Version, ...]:
+        return tuple(sorted(self._resident))
+
+    def load_base(self, source: TensorSource, verify: bool = True) -> None:
+        """The weights under every adapter; `verify`: adapters for other weights are refused."""
+        assert not self._seqs, "the base is loaded before any request"
+        checked = CheckedSource(source)
+        self._process.load(checked if verify else source, self._files_of(source))
+        self._base = checked.checksum() if verify else ""
+
+    def _files_of(self, source: object) -> Sequence[Path]:
+        """What the processes of several devices read."""
+        if self._vllm.num_devices == 1:
+            return ()
+        if not isinstance(source, FileSource):
+            raise UserError("an instance of several devices loads weights from files alone")
+        return source.files
+
+    def load_layers(
+        self, version: Version, source: SealedWeights, verify: bool = True
+    ) -> Iterator[str]:
+        """In place, at once: with one version per instance there is nothing to decode meanwhile."""
+        self._make_seat(version)
+        if source.version != version:
+            raise UserError(f"version {version}: the sealed weights say {source.version}")
+        check_base(source, self._base, self._vllm.model)
+        checked = CheckedSource(source)
+        reader: TensorSource = checked if verify else source
+        if self._vllm.lora_rank:
+            self._process.load_adapter(version, reader)
+        else:
+            self._process.load(reader, self._files_of(source))
+        yield "weights"
+        if verify:
+            checked.check(source)
+            self._check_canary(version, source)
+        self._resident.append(version)
+
+    def _make_seat(self, version: Version) -> None:
+        if version in self._resident:
+            raise UserError(f"version {version} is already resident")
+        if len(self._resident) >= self._versions_max:
+            raise UserError(
+                f"version {version}: this vLLM instance holds {list(self.versions())}; retire one"
+            )
+
+    def _check_canary(self, version: Version, source: SealedWeights) -> None:
+        if source.canary is None:
+            return
+        name = f"canary.{version}"
+        self._process.score(name, source.canary.token_ids, version)
+        while (logprobs := self._process.scored.pop(name, None)) is None:
+            self._collect()
+        check_canary(source.canary, logprobs, version, self._process.dtype)
+
+    def retire(self, version: Version) -> None:
+        """Give the version's place up; refused while a request runs on it."""
+        users = [tuple(seq.id) for seq in self._sent.values() if seq.version == version]
+        if users:
+            raise UserError(f"version {version} has {len(users)} requests, the first is {users[0]}")
+        if version not in self._resident:
+            raise UserError(f"version {version} is not resident, so it cannot be retired")
+        self._resident.remove(version)
+        if self._vllm.lora_rank:
+            self._process.drop_adapter(version)
+
+    # ---------------------------------------------------------------- requests
+
+    def take_in(self, meta: bytes, data: memoryview) -> None:
+        """A request from elsewhere with its KV (see `VllmExport`); raises if it cannot go on."""
+        body = json.loads(meta)
+        request = request_from_json(body["request"])
+        self._check_resident(request.id, request.version)
+        if body["layout"] != self._process.kv_layout():
+            raise UserError(f"request {tuple(request.id)}: its KV is laid out otherwise than here")
+        self._arrived[request.id] = unpack_kv(body, data)
+        self.submit(request)
+        self._arrived.pop(request.id, None)  # of one that was refused, or had ended
+
+    def _refusal(self, seq: Seq, length: int) -> str:
+        return self._process.refusal(seq)
+
+    def _enter(self, seq: Seq) -> None:
+        self._seqs[seq.id] = seq
+
+    def _run(self, seq: Seq) -> None:
+        """Hand it to vLLM: what has not arrived with it is prefilled, then it samples on."""
+        assert seq.version in self._resident
+        self._num_sent += 1
+        name = f"{seq.id.group}.{seq.id.sample}.{self._num_sent}"
+        self._sent[name] = seq
+        self._name_of[seq.id] = name
+        seq.status = Status.RUNNING
+        self._num_prefill_tokens += len(seq.tokens)
+        # A continuation must not draw the numbers of the beginning again.
+        seed = mix64(seq.key ^ seq.num_response) >> 1
+        self._process.add(name, seq, seed, self._arrived.pop(seq.id, None))
+
+    def _unsend(self, seq: Seq) -> None:
+        name = self._name_of.pop(seq.id, None)
+        if name is not None:
+            del self._sent[name]
+            self._begun.discard(name)
+            self._process.abort(name)
+
+    def _rest(self, seq: Seq) -> None:
+        self._unsend(seq)
+        seq.status = Status.IDLE
+
+    def _leave(self, seq: Seq) -> None:
+        del self._seqs[seq.id]
+        self._unsend(seq)
+
+    def find(self, request: RequestId) -> Seq | None:
+        return self._seqs.get(request)
+
+    def sequences(self) -> Iterable[Seq]:
+        return list(self._seqs.values())
+
+    def park(self, request: RequestId) -> None:
+        """Take it from vLLM; its tokens stay, its KV does not."""
+        seq = self._known(request)
+        self._unsend(seq)
+        seq.status = Status.PARKED
+
+    def export(self, request: RequestId) -> VllmExport:
+        """Put a request aside until it has arrived elsewhere."""
+        parked = self.is_parked(request)
+        name = self._name_of.get(request)
+        kv = self._process.read_kv(name) if name is not None else None
+        self.park(request)
+        return VllmExport(self, self._known(request), parked, kv, self._process.kv_layout())
+
+    def reversion(self, request: RequestId, version: Version) -> None:
+        """Continue on other weights (the `partial` baseline only): re-prefilled, and recorded."""
+        seq = self._known(request)
+        self._check_resident(request, version)
+        self._unsend(seq)
+        seq.change_version(version)
+        self._note(seq)
+        if seq.status is not Status.PARKED:
+            self._go_on(seq)
+
+    # -------------------------------------------------------------------- step
+
+    def warm_up(self, plain: bool = True) -> Iterator[None]:
+        return iter(())  # vLLM has done so when it is made
+
+    def has_work(self) -> bool:
+        return bool(self._outputs or self._sent)
+
+    def step(self) -> list[Output]:
+        """One step of vLLM. Returns what every request gained."""
+        if self._sent:
+            self._collect()
+        return self._hand_out(1)
+
+    def drain(self) -> None:
+        """Nothing of vLLM's is in flight between two calls that is not simply computed again."""
+
+    def _collect(self) -> None:
+        for gain in self._process.step():
+            seq = self._sent.get(gain.name)
+            if seq is not None:
+                if gain.name not in self._begun:
+                    self._begun.add(gain.name)
+                    self._num_prefill_tokens -= gain.num_cached
+                    self._num_prefix_tokens += gain.num_cached
+                self._commit(seq, gain)
+
+    def _commit(self, seq: Seq, gain: Gain) -> None:
+        token_ids, logprobs = gain.token_ids, gain.logprobs
+        if gain.failed or any(map(math.isnan, logprobs)):
+            self._fail(seq, gain.failed or "non-finite logits")
+            return
+        finish: Finish | None = None
+        for count, (token, logprob) in enumerate(zip(token_ids, logprobs, strict=True), 1):
+            seq.tokens.append(token)
+            seq.logprobs.append(logprob)
+            seq.loss_mask.append(1)
+            finish = self._finish_of(seq)
+            if finish is not None:  # a stop string may end inside what vLLM gave at once
+                token_ids, logprobs = token_ids[:count], logprobs[:count]
+                break
+        raw = logprobs if seq.request.params.raw_logprobs else []
+        seq.raw_logprobs += raw
+        seq.num_tokens = len(seq.tokens)
+        self._gain(seq, token_ids, logprobs, raw, gain.top, finish)
+
+    def stats(self) -> EngineStats:
+        size, total = self.limits.block_tokens, self.limits.num_blocks
+        running = list(self._sent.values())
+        used = min(total, sum(-(-len(seq.tokens) // size) for seq in running))
+        aside = [seq.status for seq in self._seqs.values()]
+        return EngineStats(
+            free_blocks=total - used,
+            used_blocks=used,
+            cached_blocks=0,
+            total_blocks=total,
+            host_blocks=0,
+            running=len(running),
+            waiting=0,
+            spilled=0,
+            parked=aside.count(Status.PARKED),
+            idle=aside.count(Status.IDLE),
+            kv_tokens=sum(len(seq.tokens) for seq in running),
+            steps=self._num_steps,
+            decode_tokens=self._num_decode_tokens,
+            prefill_tokens=self._num_prefill_tokens,
+            prefix_tokens=self._num_prefix_tokens,
+            preemptions=0,
+            exact=False,
+        )

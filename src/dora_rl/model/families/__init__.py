@@ -1,0 +1,30 @@
+"""The model families that engine and learner know. Adding one is one file and one line here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+from dora_rl.model.spec import ModelSpec, NotSupported
+
+FAMILIES = (
+    "dora_rl.model.families.llama",
+    "dora_rl.model.families.qwen2",
+    "dora_rl.model.families.qwen3",
+    "dora_rl.model.families.qwen3_moe",
+)
+
+
+def spec_from_config(config: Mapping[str, Any], where: str = "config.json") -> ModelSpec:
+    """The spec of a parsed Hugging Face config, or one line that says what is not supported."""
+    modules = [import_module(name) for name in FAMILIES]
+    known = {name: module.spec for module in modules for name in module.ARCHITECTURES}
+    names = config.get("architectures") or []
+    for name in names:
+        if name in known:
+            return known[name](config, where)
+    raise NotSupported(
+        f"{where}: architecture {', '.join(names) or 'missing'}; "
+        f"the engine knows {', '.join(sorted(known))}"
+    )

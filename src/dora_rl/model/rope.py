@@ -1,0 +1,86 @@
+"""Rotary position embedding: the inverse frequencies of each scaling rule and their tables.
+
+Formulas, with d the head dimension, i = 0, 2, .. d - 2 and f_i = theta^(-i/d):
+    default   f_i
+    linear    f_i / factor
+    llama3    f_i for short wavelengths, f_i / factor for long ones, blended between
+    yarn      f_i below `beta_fast` rotations kept, above `beta_slow` divided, a ramp between;
+              cos and sin are scaled by the attention factor
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from dora_rl.model.spec import RopeSpec
+
+
+def inverse_frequencies(rope: RopeSpec, head_dim: int) -> tuple[Tensor, float]:
+    """[head_dim / 2] frequencies and the factor on cos and sin."""
+    exponent = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    freq = 1.0 / (rope.theta**exponent)
+    if rope.kind == "linear":
+        return freq / rope.factor, 1.0
+    if rope.kind == "llama3":
+        return _llama3(rope, freq), 1.0
+    if rope.kind == "yarn":
+        return _yarn(rope, head_dim)
+    return freq, 1.0
+
+
+def _llama3(rope: RopeSpec, freq: Tensor) -> Tensor:
+    wavelength = 2 * math.pi / freq
+    long_from = rope.context_original / rope.low_freq_factor
+    short_to = rope.context_original / rope.high_freq_factor
+    ramp = rope.context_original / wavelength - rope.low_freq_factor
+    ramp = ramp / (rope.high_freq_factor - rope.low_freq_factor)
+    blended = (1 - ramp) * freq / rope.factor + ramp * freq
+    scaled = torch.where(wavelength > long_from, freq / rope.factor, freq)
+    between = ~(wavelength < short_to) & ~(wavelength > long_from)
+    return torch.where(between, blended, scaled)
+
+
+def _yarn(rope: RopeSpec, head_dim: int) -> tuple[Tensor, float]:
+    def dimension(num_rotations: float) -> float:
+        length = rope.context_original / (num_rotations * 2 * math.pi)
+        return head_dim * math.log(length) / (2 * math.log(rope.theta))
+
+    def scale(factor: float, mscale: float = 1.0) -> float:
+        return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    high = high + 0.001 if low == high else high
+    ramp = ((torch.arange(head_dim // 2).float() - low) / (high - low)).clamp(0, 1)
+    position_freq = rope.theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
+    kept = 1.0 - ramp
+    freq = (1.0 / (rope.factor * position_freq)) * (1 - kept) + (1.0 / position_freq) * kept
+    attention = rope.attention_factor
+    if attention is None:
+        if rope.mscale and rope.mscale_all_dim:
+            attention = scale(rope.factor, rope.mscale) / scale(rope.factor, rope.mscale_all_dim)
+        else:
+            attention = scale(rope.factor)
+    return freq, float(attention)
+
+
+def rope_tables(rope: RopeSpec, head_dim: int, num_positions: int) -> tuple[Tensor, Tensor]:
+    """cos and signed sin, [position, head_dim] in float32.
+
+    Rotation is `x * cos + roll(x, d / 2) * sin`, so the first half of sin carries the minus sign.
+    """
+    freq, attention = inverse_frequencies(rope, head_dim)
+    angle = torch.arange(num_positions).float()[:, None] * freq[None, :]
+    cos, sin = angle.cos() * attention, angle.sin() * attention
+    return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+
+
+def rotation(position_T: Tensor, inv_freq: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """cos and sin, each (T, 1, D/2), in float32 whatever the model computes in."""
+    angle = position_T[:, None, None].float() * inv_freq
+    return angle.cos() * scale, angle.sin() * scale

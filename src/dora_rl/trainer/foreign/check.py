@@ -1,0 +1,293 @@
+"""Loads a model that transformers runs, and refuses it unless the learner computes what it does.
+
+Two things are compared before anything is trained. On a small random clone of the same config
+(narrow, few layers, its switches as they are, windows shorter than the documents): scores of a pack
+against the plain model on each document, and an export read back by transformers. On the model
+itself: what would be exported against the files it was loaded from.
+Never trains what it could not compare. Invariant: a refusal is one line that names the model's
+type and what differs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dora_rl.config import TrainerConfig
+from dora_rl.model.directory import HfDirectory, tensor_files, write_model
+from dora_rl.trainer.attention.layout import Layout
+from dora_rl.trainer.foreign.clone import make_clone
+from dora_rl.trainer.foreign.names import CheckpointFormat, own_tensors
+from dora_rl.trainer.foreign.policy import ForeignPolicy
+from dora_rl.trainer.policy.casting import cast_parameters
+from dora_rl.trainer.policy.logprobs import TokenScores
+from dora_rl.types import UserError
+
+LENGTHS = (23, 21, 7, 1, 22)  # three share a batch and are padded, two are alone
+# Of the spread of log-probs: rounding is far below, a document that sees another one far above.
+DIFFERENCE_MAX = 1e-3
+# In half precision, of the median: rounding lets some tokens choose another expert.
+HALF_DIFFERENCE_MAX = 0.2
+
+
+def load_foreign(
+    directory: Path, device: torch.device, dtype: torch.dtype, options: TrainerConfig
+) -> ForeignPolicy:
+    """The model of a directory, checked; float32 parameters."""
+    trust = options.trust_remote_code
+    config = read_config(directory, trust)
+    text = json.dumps(config.to_dict(), sort_keys=True, default=str)
+    with _one_line(directory, config.model_type), _without_progress_bars():
+        attention = examine(text, directory, dtype, trust)
+        model = load_model(directory, attention, trust)
+        policy = ForeignPolicy(model.to(device), dtype, options)
+        compare_with_files(policy, directory)
+    return policy
+
+
+@contextlib.contextmanager
+def _one_line(directory: Path, kind: str) -> Iterator[None]:
+    """Whatever transformers or the model's own code says, as one line that names the model."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(
+            f"model '{directory}' (type '{kind}') cannot be trained: {error}"
+        ) from error
+    except Exception as error:
+        line = next(iter(str(error).strip().splitlines()), "")
+        what = f"{type(error).__name__}: {line}" if line else type(error).__name__
+        raise UserError(
+            f"model '{directory}' (type '{kind}') cannot be trained: it does not run through "
+            f"transformers ({what})"
+        ) from error
+
+
+@contextlib.contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    """Those of a small clone would say nothing to the user."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def read_config(directory: Path, trust: bool) -> Any:
+    """The config as transformers reads it; what needs no look at the weights is refused here."""
+    import transformers
+
+    try:
+        config: Any = transformers.AutoConfig.from_pretrained(
+            str(directory), trust_remote_code=trust
+        )
+    except (ValueError, OSError, KeyError) as error:
+        line = str(error).strip().splitlines()[0]
+        raise UserError(f"model '{directory}': transformers cannot load it ({line})") from error
+    name = next(iter(config.architectures or []), "")
+    why = ""
+    if getattr(config, "quantization_config", None):
+        why = "its weights are quantised; use the unquantised model"
+    elif config.is_encoder_decoder:
+        why = "it has an encoder; use a causal language model"
+    elif name and not trust and not hasattr(transformers, name):
+        # Otherwise transformers would run its own class of that model type, another model.
+        why = f"transformers has no '{name}'; trainer.trust_remote_code runs a model's own code"
+    if why:
+        raise UserError(
+            f"model '{directory}' (type '{config.model_type}') cannot be trained: {why}"
+        )
+    return config
+
+
+def load_model(directory: Path, attention: str, trust: bool) -> Any:
+    """transformers' own model in float32; every weight must come from the files."""
+    from transformers import AutoModelForCausalLM
+
+    auto: Any = AutoModelForCausalLM
+    model, info = auto.from_pretrained(
+        str(directory),
+        dtype=torch.float32,
+        trust_remote_code=trust,
+        attn_implementation=attention,
+        output_loading_info=True,
+    )
+    missing = sorted({*info["missing_keys"], *(m[0] for m in info["mismatched_keys"])})
+    if missing:
+        raise UserError(f"its files have no weight of the right shape for '{missing[0]}'")
+    return model.eval()
+
+
+# -- the clone ------------------------------------------------------------------------------------
+
+
+@cache
+def examine(config_text: str, directory: Path, dtype: torch.dtype, trust: bool) -> str:
+    """The attention of transformers under which the learner agrees with the plain model.
+
+    Plain is: float32, the simplest kernels (`eager`), one document at a time. The config is read
+    again from the directory; its text is there so that a changed one is examined again.
+    """
+    config = read_config(directory, trust)
+    file_bytes = sum(file.stat().st_size for file in set(tensor_files(directory).values()))
+    with torch.random.fork_rng(devices=[]), tempfile.TemporaryDirectory() as folder:
+        torch.default_generator.manual_seed(0)  # the devices' own are left alone
+        clone = make_clone(config, file_bytes, trust)
+        case = _Case(clone)
+        first, second = Path(folder, "clone"), Path(folder, "export")
+        for made in (first, second):
+            made.mkdir()
+            for code in directory.glob("*.py") if trust else ():
+                shutil.copy2(code, made)
+        _write(clone, first)
+        attention, policy = _pick_attention(first, case, trust)
+        _check_export(policy, case, second, trust)
+        _check_dtype(policy, case, dtype)
+    return attention
+
+
+def _write(model: Any, directory: Path) -> None:
+    """As the learner exports. (`save_pretrained` writes on the first of several ranks only.)"""
+    model.config.save_pretrained(directory)
+    tensors = CheckpointFormat(model).to_checkpoint(own_tensors(model).__getitem__)
+    write_model(directory, tensors, 1 << 40)
+
+
+def _policy(directory: Path, attention: str, trust: bool) -> ForeignPolicy:
+    options = TrainerConfig(device="cpu")
+    return ForeignPolicy(load_model(directory, attention, trust), torch.float32, options)
+
+
+class _Case:
+    """Random documents, and what the plain model makes of them."""
+
+    def __init__(self, model: Any) -> None:
+        config = model.config.get_text_config()
+        longest = getattr(config, "max_position_embeddings", None) or max(LENGTHS)
+        lengths = [min(n, longest) for n in LENGTHS]
+        self.ids = torch.randint(config.vocab_size, (sum(lengths),))
+        self.target = torch.randint(config.vocab_size, (sum(lengths),))
+        self.layout = Layout(lengths, torch.device("cpu"))
+        table = self.table(model)
+        self.spread = float(table.std())
+        self.logprobs = table.gather(-1, self.target[:, None]).squeeze(-1)
+        self.entropy = -(table.exp() * table).sum(-1)
+
+    @torch.no_grad()
+    def table(self, model: Any) -> Tensor:
+        """Log-probs of every token at every place, by the model alone."""
+        documents = self.ids.split(list(self.layout.lengths))
+        logits = [model(input_ids=d[None], use_cache=False).logits[0] for d in documents]
+        return torch.cat(logits).float().log_softmax(-1)
+
+    def scores(self, policy: ForeignPolicy) -> TokenScores:
+        return policy(self.ids, self.layout, torch.arange(len(self.ids)), self.target)
+
+    def difference(self, scores: TokenScores, median: bool = False) -> float:
+        """How far scores are from the model's own, in units of the spread of its log-probs."""
+        far = (scores.logprobs_N - self.logprobs).abs(), (scores.entropy_N - self.entropy).abs()
+        worst = torch.stack(far).detach()
+        return float(worst.median() if median else worst.max()) / self.spread
+
+
+def _pick_attention(directory: Path, case: _Case, trust: bool) -> tuple[str, ForeignPolicy]:
+    """transformers' fast attention leaves out what its kernel has no place for (soft-caps)."""
+    difference = float("nan")
+    for attention in ("sdpa", "eager"):
+        try:
+            policy = _policy(directory, attention, trust)
+        except (ValueError, ImportError):
+            if attention == "eager":
+                raise
+            continue  # the model has none
+        with torch.no_grad():
+            difference = case.difference(case.scores(policy))
+        if difference < DIFFERENCE_MAX:
+            return attention, policy
+    raise UserError(
+        f"the learner's log-probs are {difference:.2g} of their spread away from those of "
+        "transformers; it mixes documents or is not causal"
+    )
+
+
+def _check_export(policy: ForeignPolicy, case: _Case, folder: Path, trust: bool) -> None:
+    """Export, read back by transformers and by the learner."""
+    wanted = case.table(policy.inner)
+    _write(policy.inner, folder)
+    again = load_model(folder, "eager", trust)
+    difference = float((case.table(again) - wanted).abs().max()) / case.spread
+    if not difference < DIFFERENCE_MAX:
+        raise UserError(
+            f"its export, read by transformers, gives log-probs {difference:.2g} of their spread "
+            "away"
+        )
+    own = own_tensors(policy.inner)
+    read = dict(policy.format.from_checkpoint(HfDirectory(folder).tensor))
+    wrong = sorted(n for n in own if n not in read or not torch.equal(own[n], read[n]))
+    if wrong:
+        raise UserError(f"its weight '{wrong[0]}' is not read back from an export as it was")
+
+
+@torch.enable_grad()
+def _check_dtype(policy: ForeignPolicy, case: _Case, dtype: torch.dtype) -> None:
+    """In the dtype of training: near the plain model, with gradients, and the same from weights
+    kept in that dtype, as sealed versions and the reference keep them."""
+    policy.compute_in(dtype)
+    try:
+        scores = case.scores(policy)
+        (scores.logprobs_N.sum() + scores.entropy_N.sum()).backward()
+    except RuntimeError as error:
+        raise UserError(f"it does not run in {dtype} ({str(error).splitlines()[0]})") from error
+    difference = case.difference(scores, median=True)
+    if not difference < HALF_DIFFERENCE_MAX:
+        raise UserError(f"its log-probs in {dtype} are {difference:.2g} of their spread away")
+    grads = {n: p.grad for n, p in policy.named_parameters() if p.grad is not None}
+    bad = [n for n, g in grads.items() if not bool(g.isfinite().all())]
+    if bad or not grads:
+        raise UserError(f"its gradients are not finite in {dtype} ({[*bad, 'none'][0]})")
+    cast_parameters(policy, dtype)
+    if not torch.equal(case.scores(policy).logprobs_N, scores.logprobs_N):
+        raise UserError(
+            f"in {dtype} a frozen copy of it computes other log-probs from the same weights; "
+            "use trainer.compute_dtype = 'float32'"
+        )
+
+
+# -- the model itself -----------------------------------------------------------------------------
+
+
+def compare_with_files(policy: ForeignPolicy, directory: Path) -> None:
+    """What would be exported is what was loaded: every name, and values of every kind of tensor.
+
+    Layers and experts are alike, so of those whose names differ in numbers only the first and the
+    last are read again.
+    """
+    prefix = f"{policy.inner.base_model_prefix}."
+    kinds: dict[str, list[str]] = {}
+    for name in policy.format.names:
+        kinds.setdefault(re.sub(r"\d+", "#", name), []).append(name)
+    chosen = {name for names in kinds.values() for name in (names[0], names[-1])}
+    own, reader = own_tensors(policy.inner), HfDirectory(directory)
+    for name, tensor in policy.format.to_checkpoint(own.__getitem__):
+        # Checkpoints of a body alone have no prefix; transformers reads both.
+        known = [n for n in (name, name.removeprefix(prefix)) if n in reader.file_of]
+        if not known:
+            raise UserError(f"it would be exported with a tensor '{name}', unlike its files")
+        if name in chosen and not torch.equal(
+            reader.tensor(known[0]).to(tensor.dtype), tensor.cpu()
+        ):
+            raise UserError(f"it would be exported with another '{name}' than its files have")

@@ -1,0 +1,306 @@
+"""Updates: documents in, packs run as they fill, one gradient applied at the end of each.
+
+Holds every model of a learner. Never updates from a non-finite loss or gradient (the update is
+skipped and counted), and never scores old log-probs under weights in motion. Invariant: the
+gradient applied is that of the whole update's loss, whatever the packs it was cut into, and however
+often memory ran out meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dora_rl.config import TrainerConfig
+from dora_rl.out_of_memory import free_cached, maybe_fail, shortage
+from dora_rl.ports import WeightStore
+from dora_rl.trainer import distributed
+from dora_rl.trainer.assembly import (
+    Policy,
+    assemble,
+    attention_crossover_tokens,
+    train_flops,
+)
+from dora_rl.trainer.critic import critic_pass
+from dora_rl.trainer.documents import Document, collate
+from dora_rl.trainer.losses.registry import Objective
+from dora_rl.trainer.memory import Room, keep_freed_memory
+from dora_rl.trainer.meters import Meters
+from dora_rl.trainer.optim import learning_rate
+from dora_rl.trainer.packing import pack_balanced, pack_stream
+from dora_rl.trainer.passes import empty_pass, policy_pass
+from dora_rl.trainer.scoring import SealedScorer, score
+from dora_rl.types import StepIndex, UserError, Version
+
+_PACK_TOKENS = {"cpu": 4096, "cuda": 32768}
+
+
+class OpenUpdate:
+    """What the update being filled has seen so far; denominators are known only at its end."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.num_groups = 0
+        self.num_tokens = 0
+        self.num_sequences = 0
+        self.forget_passes(device)
+
+    def forget_passes(self, device: torch.device) -> None:
+        """As if no pack had been run."""
+        self.loss: Tensor | None = None
+        self.meters = Meters(device)  # of its packs
+        self.documents: list[Document] = []  # that were run
+
+    def add_loss(self, total: Tensor) -> None:
+        self.loss = total if self.loss is None else self.loss + total
+
+
+class Updates:
+    """The models of one rank, and the update that is open."""
+
+    def __init__(
+        self,
+        model: Path | Policy,
+        objective: Objective,
+        trainer: TrainerConfig,
+        store: WeightStore | None,
+    ) -> None:
+        self.objective, self.options = objective, trainer
+        if trainer.threads:
+            torch.set_num_threads(trainer.threads)
+        self.directory = model if isinstance(model, Path) else None
+        made = assemble(model, objective, trainer, self.directory)
+        self.policy, self.reference, self.critic = made.policy, made.reference, made.critic
+        self.optimizer, self.critic_optimizer = made.optimizer, made.critic_optimizer
+        self.device = next(self.policy.parameters()).device
+        if self.device.type == "cpu":
+            keep_freed_memory()
+        self.rank, self.num_ranks = distributed.world()
+        self.room = Room(trainer.pack_tokens or _PACK_TOKENS.get(self.device.type, 16384))
+        self.notes: list[str] = []  # for whoever watches the run
+        self.quadratic = attention_crossover_tokens(self.policy)
+        self.scorer = SealedScorer(
+            store,
+            made.make_twin,
+            made.make_adapted,
+            objective.options.temperature,
+            self.room,
+            tell=self._note_shortage,
+        )
+        self.meters = Meters(self.device)
+        self.step: StepIndex | None = None
+        self.num_updates = 0
+        self.num_skipped = 0  # updates in a row
+        self.skip_reason = ""
+        self._pending: list[Document] = []
+        self._update = OpenUpdate(self.device)
+        self._updates_in_step = 0
+
+    @property
+    def pack_tokens(self) -> int:
+        """Of one pack; fewer once memory has run out."""
+        return self.room.pack_tokens
+
+    @property
+    def holds_gradients(self) -> bool:
+        """From the first pack of an update until it is applied."""
+        return any(p.grad is not None for p in self.optimizer.parameters)
+
+    def skipped_too_many(self) -> bool:
+        """Whether so many updates in a row were skipped that no more are worth a try."""
+        return self.num_skipped >= self.options.skipped_updates_max
+
+    def raise_skipped(self) -> None:
+        raise UserError(
+            f"{self.num_skipped} updates in a row were skipped (trainer.skipped_updates_max): "
+            f"{self.skip_reason}; look at the rewards, algorithm.loss and trainer.lr, then --resume"
+        )
+
+    def _enqueue(self, documents: Sequence[Document], num_groups: int) -> None:
+        update = self._update
+        update.num_groups += num_groups
+        update.num_sequences += len(documents)
+        update.num_tokens += sum(d.num_trained for d in documents)
+        self.meters.count("train/tokens", sum(d.num_tokens for d in documents))
+        adapters = self.optimizer.num_parameters if self.options.lora_rank else 0
+        flops = train_flops(self.policy, [d.num_tokens for d in documents], adapters)
+        if flops is not None:
+            self.meters.count("train/flops", flops)
+        for d in documents:
+            if self.objective.may_skip_zero_advantage and not bool(d.advantages.any()):
+                self.meters.count("train/tokens_skipped", d.num_tokens)
+            else:
+                self._pending.append(d)
+
+    def _score_reference(self, documents: Sequence[Document]) -> None:
+        unscored = [d for d in documents if d.ref_logprobs is None]
+        if self.reference is None or not unscored:
+            return
+        options = self.objective.options
+        # A penalty in the reward is taken off on the host, before there are advantages.
+        there = options.kl_in != "reward"
+        found = score(
+            self.reference,
+            unscored,
+            options.temperature,
+            self.room,
+            self._note_shortage,
+            on_device=there,
+        )
+        for d, logprobs in zip(unscored, found, strict=True):
+            d.ref_logprobs = logprobs
+
+    def _run_packs(self, flush: bool) -> None:
+        """Run the packs that are full; with `flush` also what is left over.
+
+        Where memory runs out, all of the update is run again in smaller packs: what a backward pass
+        that failed has added to the gradients cannot be taken out of them.
+        """
+        while packs := self._next_packs(flush):
+            for place, documents in enumerate(packs):
+                missing = self._try_pack(documents)
+                if missing:
+                    waiting = [d for pack in packs[place:] for d in pack]
+                    self._pending = [*self._update.documents, *waiting, *self._pending]
+                    self.make_room([d.num_tokens for d in documents], missing)
+                    break
+            else:
+                return
+
+    def _next_packs(self, flush: bool) -> list[list[Document]]:
+        """Taken from what is pending. With several ranks a pack is run by each: the same plan
+        everywhere, each takes its own."""
+        pending, lengths = self._pending, [d.num_tokens for d in self._pending]
+        if self.num_ranks > 1:
+            if not lengths or not (flush or sum(lengths) >= self.num_ranks * self.pack_tokens):
+                return []
+            packs = pack_balanced(lengths, self.pack_tokens, self.num_ranks, self.quadratic)
+            packs, rest = packs[self.rank :: self.num_ranks], []
+        else:
+            packs, rest = pack_stream(lengths, self.pack_tokens)
+            if flush and rest:
+                packs, rest = [*packs, rest], []
+        self._pending = [pending[i] for i in rest]
+        return [[pending[i] for i in indices] for indices in packs]
+
+    def _try_pack(self, documents: list[Document]) -> str:
+        """Run it; where there was not enough memory, say what was missing. Returns outside of the
+        handler, whose traceback holds the activations."""
+        try:
+            self._run_pack(documents)
+        except (RuntimeError, UserError) as error:
+            missing = shortage(error)
+            if not missing:
+                raise
+        else:
+            self._update.documents += documents
+            return ""
+        return missing
+
+    def make_room(self, lengths: Sequence[int], missing: str) -> None:
+        """A pack of such documents did not fit: drop the gradients and whatever torch holds on to,
+        and let the next packs be smaller. Raises where nothing is smaller."""
+        if self.num_ranks > 1:  # the others are in the middle of a collective
+            raise UserError(
+                f"out of memory in a pack of {sum(lengths):,} tokens ({missing}); set "
+                f"trainer.pack_tokens below {self.pack_tokens}, then --resume"
+            )
+        recomputed = bool(self.policy.checkpointing) or self.room.recomputes(sum(lengths))
+        self._note_shortage(self.room.shrink(lengths, missing, recomputed=recomputed))
+        self._update.forget_passes(self.device)
+        for optimizer in (self.optimizer, self.critic_optimizer):
+            if optimizer is not None:
+                optimizer.zero_grad()
+        free_cached()
+
+    def _note_shortage(self, line: str) -> None:
+        self.notes.append(line)
+        self.meters.count("memory/retries")
+
+    def _run_pack(self, documents: list[Document]) -> None:
+        if not documents:
+            empty_pass(self.policy, self.critic)
+            return
+        assert self.step is not None
+        maybe_fail("pack")
+        self._fill_old(documents)
+        self._score_reference(documents)
+        pack, update = collate(documents, self.device), self._update
+        with self._recomputing(sum(d.num_tokens for d in documents)):
+            loss = policy_pass(self.policy, pack, self.objective, update.meters, self.step)
+            update.add_loss(loss)
+            if self.critic is not None:
+                options = self.objective.options
+                update.add_loss(critic_pass(self.critic, pack, options, update.meters) * 0.0)
+        update.meters.count("train/packs")
+
+    @contextmanager
+    def _recomputing(self, num_tokens: int) -> Iterator[None]:
+        """A pack of so many tokens computes its layers again if it has to."""
+        bodies = [self.policy, *([self.critic.body] if self.critic is not None else [])]
+        if self.policy.checkpointing or not self.room.recomputes(num_tokens):
+            bodies = []
+        for body in bodies:
+            body.checkpointing = True
+        try:
+            yield
+        finally:
+            for body in bodies:
+                body.checkpointing = False
+
+    def _fill_old(self, documents: Sequence[Document]) -> None:
+        """Old log-probs: the engine's, or this engine's under a sealed version. Before the step's
+        first update the live weights *are* version `step`, at rest; `None` says to use them."""
+        assert self.step is not None
+        kind = self.objective.options.old_logprobs
+        at_rest = self._updates_in_step == 0
+        sealed: list[tuple[Document, Version]] = []
+        for d in documents:
+            version = self.step if kind == "proximal" else d.version
+            # No single version gave a mixed trajectory its tokens; only the engine knows them.
+            if kind == "rollout" or (kind == "behaviour" and d.mixed):
+                d.old_logprobs = d.rollout_logprobs
+            elif not (at_rest and version == self.step):
+                sealed.append((d, version))
+        found = self.scorer.score([d for d, _ in sealed], [v for _, v in sealed], on_device=True)
+        for (d, _), logprobs in zip(sealed, found, strict=True):
+            d.old_logprobs = logprobs
+
+    def _finish_update(self) -> None:
+        self._run_packs(flush=True)
+        update, self._update = self._update, OpenUpdate(self.device)
+        self.meters.add(update.meters)
+        self._updates_in_step += 1
+        if not update.num_sequences:
+            self.meters.count("update/empty")
+            return
+        den = self.objective.denominator(update.num_tokens, update.num_sequences)
+        total = torch.zeros((), device=self.device) if update.loss is None else update.loss
+        total = distributed.add_up_scalar(total)
+        norm = self.optimizer.apply(self.num_ranks / den, self.num_updates, total)
+        if self.critic_optimizer is not None:
+            scale = self.num_ranks / update.num_tokens
+            # The two move together or not at all.
+            poisoned = total if norm is not None else total * float("nan")
+            critic_norm = self.critic_optimizer.apply(scale, self.num_updates, poisoned)
+            if critic_norm is not None:
+                self.meters.add_sum("critic/grad_norm", torch.tensor(critic_norm), 1)
+        if norm is None:
+            self._note_skipped(total)
+            return
+        self.num_skipped = 0
+        self.meters.count("update/applied" if norm else "update/without_gradient")
+        self.meters.add_sum("grad_norm", torch.tensor(norm), 1)
+        self.meters.add_sum("lr", torch.tensor(learning_rate(self.options, self.num_updates)), 1)
+        self.meters.add_sum("loss", total / den, 1)
+        self.num_updates += 1
+
+    def _note_skipped(self, loss: Tensor) -> None:
+        self.num_skipped += 1
+        self.meters.count("update/skipped_non_finite")
+        finite = bool(torch.isfinite(loss))
+        what = "the gradient is not finite" if finite else f"the loss is {float(loss):g}"
+        self.skip_reason = f"in step {self.step} {what}"

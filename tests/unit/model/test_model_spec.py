@@ -1,0 +1,101 @@
+"""One reader of Hugging Face configs: what the file does not say is what transformers says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from dora_rl.model.directory import HfDirectory, check_files, read_spec
+from dora_rl.model.families import spec_from_config
+from dora_rl.model.spec import NotSupported
+from dora_rl.types import UserError
+
+SHAPE = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+CLASSES = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+}
+
+
+@pytest.mark.parametrize("family", CLASSES)
+def test_what_the_file_does_not_say_is_what_transformers_says(family: str, tmp_path: Path) -> None:
+    """A config with the bare minimum: the model that transformers makes of it is read."""
+    kind, model = CLASSES[family]
+    experts = {"num_experts": 4, "moe_intermediate_size": 32} if family == "qwen3_moe" else {}
+    made = model(kind(**SHAPE, **experts))
+    made.save_pretrained(tmp_path)
+    bare = SHAPE | experts | {"architectures": [model.__name__]}
+    (tmp_path / "config.json").write_text(json.dumps(bare))
+    (tmp_path / "generation_config.json").unlink()
+    spec = read_spec(tmp_path)
+    check_files(tmp_path, spec)
+    assert spec.context_max == made.config.max_position_embeddings
+    assert spec.norm_eps == made.config.rms_norm_eps
+    assert spec.rope.theta == made.config.rope_parameters["rope_theta"]
+    attention = made.model.layers[0].self_attn
+    assert spec.head_dim == attention.head_dim
+    assert spec.num_heads * spec.head_dim == attention.q_proj.out_features
+
+
+def test_experts_in_some_layers_only() -> None:
+    config = SHAPE | {"architectures": ["Qwen3MoeForCausalLM"], "num_hidden_layers": 4}
+    spec = spec_from_config(config | {"decoder_sparse_step": 2, "num_experts": 8})
+    assert spec.moe is not None and spec.moe.sparse_layers == (1, 3)
+    assert [spec.is_sparse(i) for i in range(4)] == [False, True, False, True]
+    assert spec_from_config(config | {"num_experts": 0}).moe is None
+    assert spec_from_config(config | {"mlp_only_layers": [0, 1, 2, 3]}).moe is None
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"architectures": ["OtherForCausalLM"]}, "architecture OtherForCausalLM; the engine"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"layer_types": ["sliding_attention"]}, "sliding-window attention"),
+        ({"rope_scaling": {"type": "longrope"}}, "unknown rope type 'longrope'"),
+    ],
+)
+def test_what_is_not_supported_is_said(change: dict[str, object], line: str) -> None:
+    with pytest.raises(NotSupported, match=line):
+        spec_from_config(SHAPE | {"architectures": ["LlamaForCausalLM"]} | change)
+
+
+def test_files_that_do_not_fit_the_index_are_refused(tmp_path: Path) -> None:
+    made = LlamaForCausalLM(LlamaConfig(**SHAPE))
+    made.save_pretrained(tmp_path, max_shard_size="40KB")
+    spec, index = read_spec(tmp_path), tmp_path / "model.safetensors.index.json"
+    check_files(tmp_path, spec)
+    reader = HfDirectory(tmp_path)
+    assert len(reader.files) > 1
+    state = made.state_dict()
+    assert all(torch.equal(reader.tensor(name), state[name]) for name in reader.names())
+    listed = json.loads(index.read_text())
+    listed["weight_map"]["more.weight"] = reader.files[0].name
+    index.write_text(json.dumps(listed))
+    with pytest.raises(UserError, match=r"no tensor more.weight, which model.safetensors.index"):
+        check_files(tmp_path, spec)
+    index.write_text("[]")
+    with pytest.raises(UserError, match="not an index of safetensors"):
+        check_files(tmp_path, spec)
