@@ -113,17 +113,14 @@ class Scheduler(Queues):
     def _plan_running(self, plan: Plan, seq: Sequence, budget: int) -> int:
         todo = seq.num_tokens - seq.num_computed
         num_response = seq.num_tokens - seq.num_prompt
-        if todo <= 0 or (todo == 1 and num_response >= seq.response_max and self._scored(seq)):
+        scored = seq.num_scored >= num_response
+        if todo <= 0 or (todo == 1 and num_response >= seq.response_max and scored):
             return 0  # its last token is in flight
         count = min(todo, max(1, budget))
         if not self._grow(plan, seq, seq.num_computed + count):
             return 0
         plan.spans.append(self._advance(seq, count))
         return count
-
-    @staticmethod
-    def _scored(seq: Sequence) -> bool:
-        return seq.num_scored >= seq.num_tokens - seq.num_prompt
 
     def _advance(self, seq: Sequence, count: int) -> Span:
         """Book the rows as done: later plans build on them before their tokens are known."""
@@ -201,14 +198,11 @@ class Scheduler(Queues):
         seq.blocks = hits
         # The last known token is always computed again: its logits are wanted.
         hit_tokens = min(len(hits) * self.block_tokens, seq.num_prompt)
-        seq.num_computed = min(hit_tokens, seq.num_tokens - 1, self._first_scored_row(seq))
+        first_scored = seq.num_prompt + seq.num_scored - 1
+        seq.num_computed = min(hit_tokens, seq.num_tokens - 1, first_scored)
         seq.num_registered = len(hits)
         self.num_prefix_tokens += seq.num_computed
         return True
-
-    @staticmethod
-    def _first_scored_row(seq: Sequence) -> int:
-        return seq.num_prompt + seq.num_scored - 1
 
     def _match_prefix(self, seq: Sequence) -> list[int]:
         hits: list[int] = []

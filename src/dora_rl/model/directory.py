@@ -8,7 +8,7 @@ vLLM expect (`model.safetensors`, or shards with `model.safetensors.index.json`)
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+ADAPTER = "adapter_model.safetensors"
 
 
 class TensorSource(Protocol):
@@ -172,3 +173,31 @@ def write_model(
     index = {"metadata": {"total_size": total}, "weight_map": place}
     (directory / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
     return [*files, directory / INDEX]
+
+
+def write_adapter(
+    directory: Path,
+    adapters: Mapping[str, Tensor],
+    *,
+    rank: int,
+    alpha: float,
+    dropout: float = 0.0,
+    base: str = "",
+) -> None:
+    """A PEFT directory: adapter_config.json and the whole adapters by peft's names."""
+    from safetensors.torch import save_file
+
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file({n: t.cpu().contiguous() for n, t in adapters.items()}, directory / ADAPTER)
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": dropout,
+        "target_modules": sorted({n.split(".lora_")[0].rsplit(".", 1)[-1] for n in adapters}),
+        "bias": "none",
+        "inference_mode": True,
+    }
+    (directory / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -35,10 +35,7 @@ class RandomWeights:
         shape = self._shapes[name]
         if name.endswith("norm.weight"):
             return torch.ones(shape, device=self._device)
-        seed = zlib.crc32(f"{self._seed}/{name}".encode())
-        generator = torch.Generator(self._device).manual_seed(seed)
-        data = torch.randn(shape, generator=generator, device=self._device)
-        return data.mul_(self._scale)
+        return _randn(f"{self._seed}/{name}", shape, self._device).mul_(self._scale)
 
 
 class RandomAdapter:
@@ -57,6 +54,9 @@ class RandomAdapter:
     def tensor(self, name: str) -> Tensor:
         if name == SCALE:
             return torch.ones(1)
-        seed = zlib.crc32(f"{self._seed}/{name}".encode())
-        generator = torch.Generator(self._device).manual_seed(seed)
-        return torch.randn(self._shapes[name], generator=generator, device=self._device).mul_(0.02)
+        return _randn(f"{self._seed}/{name}", self._shapes[name], self._device).mul_(0.02)
+
+
+def _randn(key: str, shape: tuple[int, ...], device: str) -> Tensor:
+    generator = torch.Generator(device).manual_seed(zlib.crc32(key.encode()))
+    return torch.randn(shape, generator=generator, device=device)

@@ -8,7 +8,6 @@ emptied.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import tempfile
@@ -26,7 +25,7 @@ from dora_rl.engine.sequence import Sequence as Seq
 from dora_rl.engine.sequence import is_filtered
 from dora_rl.engine.tensors.cache import DTYPES
 from dora_rl.engine.vllm.move import RequestKv
-from dora_rl.model.directory import TensorSource
+from dora_rl.model.directory import TensorSource, write_adapter
 from dora_rl.model.names import LINEAR_LAYERS, SCALE
 from dora_rl.types import UserError, Version
 
@@ -34,7 +33,6 @@ GIB = 1 << 30
 NAME = "dora_rl_name"  # of a request, in its `kv_transfer_params`
 DEVICE_SHARE = 0.9  # of the memory that is free when the instance starts
 CPU_KV_BYTES = GIB
-ADAPTER_FILE = "adapter_model.safetensors"
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has slots for
 
 
@@ -115,19 +113,13 @@ class VllmProcess:
 
     def load_adapter(self, version: Version, source: TensorSource) -> None:
         """One more adapter, as the PEFT directory that vLLM reads."""
-        from safetensors.torch import save_file
         from vllm.lora.request import LoRARequest
 
         assert self._home is not None
         folder = self._home / str(version)
-        folder.mkdir(parents=True)
-        tensors = {name: source.tensor(name).contiguous() for name in source.names()}
+        tensors = {name: source.tensor(name) for name in source.names()}
         scale = float(tensors.pop(SCALE))
-        save_file(tensors, folder / ADAPTER_FILE)
-        targets = sorted({name.split(".lora_")[0].rsplit(".", 1)[-1] for name in tensors})
-        body = {"peft_type": "LORA", "r": self._rank, "lora_alpha": scale * self._rank}
-        body |= {"target_modules": targets, "bias": "none", "lora_dropout": 0.0}
-        (folder / "adapter_config.json").write_text(json.dumps(body))
+        write_adapter(folder, tensors, rank=self._rank, alpha=scale * self._rank)
         # A number is never reused while vLLM may still know it; zero means "no adapter" there.
         request = LoRARequest(f"version-{version}", version + 1, str(folder))
         if not self._engine.add_lora(request):

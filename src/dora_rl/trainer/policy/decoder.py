@@ -129,6 +129,7 @@ class Decoder(nn.Module):
     def __init__(self, arch: ModelSpec, attend: Attend, compute_dtype: torch.dtype) -> None:
         super().__init__()
         self.arch, self.compute_dtype = arch, compute_dtype
+        self.vocab, self.hidden, self.positions_max = arch.vocab, arch.hidden, arch.context_max
         self.checkpointing = False
         self.compiled = False
         self.chunk_tokens = 0
@@ -137,18 +138,6 @@ class Decoder(nn.Module):
             self.lm_head = Linear(arch.hidden, arch.vocab, bias=False)
         freq, self.rope_scale = inverse_frequencies(arch.rope, arch.head_dim)
         self.register_buffer("inv_freq", freq, persistent=False)
-
-    @property
-    def vocab(self) -> int:
-        return self.arch.vocab
-
-    @property
-    def hidden(self) -> int:
-        return self.arch.hidden
-
-    @property
-    def positions_max(self) -> int:
-        return self.arch.context_max
 
     @property
     def output_weight(self) -> Tensor:

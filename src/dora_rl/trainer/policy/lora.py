@@ -7,18 +7,16 @@ same base model.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from dora_rl.config import TrainerConfig
-from dora_rl.model.directory import HfDirectory
+from dora_rl.model.directory import HfDirectory, write_adapter
 from dora_rl.model.names import LINEAR_LAYERS, PREFIX, SCALE
 from dora_rl.trainer.distributed import like_shard
 from dora_rl.trainer.policy.linear import ADAPTER, LoraLinear, merged_weight
@@ -201,23 +199,12 @@ def load_adapter_tensors(policy: nn.Module, tensors: dict[str, Tensor]) -> None:
 def save_adapter(
     directory: Path, adapters: dict[str, Tensor], options: TrainerConfig, base: str
 ) -> None:
-    """A PEFT directory: adapter_config.json and adapter_model.safetensors. The adapters are whole,
-    by the policy's names."""
-    directory.mkdir(parents=True, exist_ok=True)
-    tensors = {peft_name(n): t.cpu() for n, t in adapters.items()}
-    save_file(
-        {n: t.contiguous() for n, t in tensors.items()}, directory / "adapter_model.safetensors"
+    """As a PEFT directory. The adapters are whole, by the policy's names."""
+    write_adapter(
+        directory,
+        {peft_name(name): tensor for name, tensor in adapters.items()},
+        rank=options.lora_rank,
+        alpha=options.lora_alpha,
+        dropout=options.lora_dropout,
+        base=base,
     )
-    targets = sorted({n.split(".lora_")[0].rsplit(".", 1)[-1] for n in tensors})
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
-        "r": options.lora_rank,
-        "lora_alpha": options.lora_alpha,
-        "lora_dropout": options.lora_dropout,
-        "target_modules": targets,
-        "bias": "none",
-        "inference_mode": True,
-    }
-    (directory / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
