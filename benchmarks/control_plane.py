@@ -55,7 +55,7 @@ from dora_rl.sim.presets import preset_named, world_spec
 from dora_rl.sim.world import WorldSpec
 from dora_rl.types import Mode, RequestId, Segment
 from dora_rl.workers.worker import Setup
-from dora_rl.worlds.cluster_crew import Cluster, ClusterCrew, Host, Task
+from dora_rl.worlds.hosts import Cluster, HostPool, Host, Task
 
 GROUP_SIZE = 8
 SLOTS = 8
@@ -257,8 +257,8 @@ class Figures:
 class ToWorkers:
     """All four ports: orders become messages."""
 
-    def __init__(self, crew: ClusterCrew) -> None:
-        self.crew = crew
+    def __init__(self, pool: HostPool) -> None:
+        self.pool = pool
         self.stop: act.Stop | None = None
         self.counted: Counter[str] = Counter()
 
@@ -267,9 +267,9 @@ class ToWorkers:
         match action:
             case act.Score():
                 body = {"request": list(action.request), "prompt": action.prompt}
-                self.crew.send("rest", "score", body | {"attempt": action.attempt})
+                self.pool.send("rest", "score", body | {"attempt": action.attempt})
             case act.Feed() | act.CloseStep():
-                self.crew.send("rest", "order", {"action": encode_learner(action)})
+                self.pool.send("rest", "order", {"action": encode_learner(action)})
             case act.Stop():
                 self.stop = action
             case act.IssueGroup() | act.EndGroup() | act.RetireVersion() | act.WaitFor():
@@ -278,7 +278,7 @@ class ToWorkers:
                 pass
             case _:
                 name = action.src if isinstance(action, act.Move) else action.instance
-                self.crew.send(name, "order", {"action": encode_fleet(action)})
+                self.pool.send(name, "order", {"action": encode_fleet(action)})
 
 
 class SameRoom:
@@ -299,16 +299,16 @@ class Controller:
         self.spec = spec_of(args.instances, args.steps)
         config = RunConfig(model=ModelConfig(path="none"))
         extra = {"instances": args.instances, "steps": args.steps, "speed": args.speed}
-        self.crew = ClusterCrew(config, folder, cluster, lambda role, name: {}, lambda host: {})
-        self.hands, self.carrier = ToWorkers(self.crew), SameRoom()
+        self.pool = HostPool(config, folder, cluster, lambda role, name: {}, lambda host: {})
+        self.hands, self.carrier = ToWorkers(self.pool), SameRoom()
         self.records = self.totals = self
         self.migrations = self.kv_bytes_moved = 0
         log = FileLog.create(folder / "events")
         ports = Ports(Wall(), self.hands, self.hands, self.hands, self.hands, log)
         self.loop = Loop(initial(self.spec.params), ports)
-        self.crew.start("control_plane:serve_rest", "rest", extra)
+        self.pool.start("control_plane:serve_rest", "rest", extra)
         for name, _, _ in self.spec.instances:
-            self.crew.start("control_plane:serve_instance", name, extra)
+            self.pool.start("control_plane:serve_instance", name, extra)
 
     @property
     def state(self) -> Any:
@@ -324,16 +324,16 @@ class Controller:
         figures, ticked = Figures(), time.monotonic()
         while self.hands.stop is None:
             try:
-                letter = self.crew.inbox.get(timeout=0.2)
+                envelope = self.pool.inbox.get(timeout=0.2)
             except queue.Empty:
-                letter = None
-            if letter is not None:
+                envelope = None
+            if envelope is not None:
                 began = time.perf_counter()
-                assert letter.message is not None, f"{letter.name} ended"
-                if letter.message.kind == "event":
-                    self.handle(decode_event(letter.message.body))
+                assert envelope.message is not None, f"{envelope.name} ended"
+                if envelope.message.kind == "event":
+                    self.handle(decode_event(envelope.message.body))
                 else:
-                    on_moving(self, letter.name, letter.message)  # type: ignore[arg-type]
+                    on_moving(self, envelope.name, envelope.message)  # type: ignore[arg-type]
                 figures.handled_s.append(time.perf_counter() - began)
             if time.monotonic() - ticked > 0.5:
                 ticked, began = time.monotonic(), time.perf_counter()
@@ -365,7 +365,7 @@ def main() -> None:
         try:
             parts = run.run()
         finally:
-            run.crew.end(5.0)
+            run.pool.end(5.0)
             cluster.close()
         run.loop.ports.log.close()  # type: ignore[attr-defined]
         findings = audit_run(Path(folder) / "events").findings

@@ -32,7 +32,7 @@ SCRIPT = """
 import json, sys
 from pathlib import Path
 from dora_rl.config import RunConfig
-from dora_rl.worlds.cluster_crew import ClusterCrew
+from dora_rl.worlds.hosts import HostPool
 from dora_rl.worlds.cluster import demand_of
 from dora_rl.setup.layout import plan_layout
 from dora_rl.worlds.ray import RayCluster
@@ -44,16 +44,16 @@ config = RunConfig.model_validate({
 layout = plan_layout(config, "cuda")
 cluster = RayCluster(sys.argv[2], 0)
 demand = lambda role, name: demand_of(config, layout, "instance", name)
-crew = ClusterCrew(config, Path(sys.argv[1]), cluster, demand, lambda host: {})
+pool = HostPool(config, Path(sys.argv[1]), cluster, demand, lambda host: {})
 for name in layout.instances:
-    crew.start("gpus_seen:say", name, layout.instance_extra(name))
+    pool.start("gpus_seen:say", name, layout.instance_extra(name))
 said = {}
 while len(said) < 2:
-    letter = crew.inbox.get(timeout=120)
-    assert letter.message is not None, "a worker ended"
-    said[letter.name] = letter.message.body["gpus"]
+    envelope = pool.inbox.get(timeout=120)
+    assert envelope.message is not None, "a worker ended"
+    said[envelope.name] = envelope.message.body["gpus"]
 print("SAID", json.dumps(said))
-crew.end(10.0)
+pool.end(10.0)
 cluster.close()
 """
 

@@ -124,7 +124,7 @@ def _train(prepared: Prepared, *, resume: bool) -> tuple[dict[str, Any], bool, s
         with Progress(local, show=config.logging.progress):
             return _until_closed(local, interrupted)
     except KeyboardInterrupt:
-        local.crew.kill_all()
+        local.pool.kill_all()
         raise
 
 

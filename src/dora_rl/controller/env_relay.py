@@ -24,7 +24,7 @@ from dora_rl.config import RunConfig
 from dora_rl.envs.load import label_of, load_environments
 from dora_rl.io.wire import Message
 from dora_rl.types import GroupId, Prompt, RequestId
-from dora_rl.workers.crew import Crew
+from dora_rl.workers.pool import WorkerPool
 from dora_rl.workers.turns import episode_seed, row_of
 
 SLACK_S = 10.0  # on top of the time-out that a worker keeps itself
@@ -55,13 +55,13 @@ class EnvRelay:
 
     def __init__(
         self,
-        crew: Crew,
+        pool: WorkerPool,
         config: RunConfig,
         prompt_of: Callable[[RequestId, int], Prompt | None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`prompt_of` gives the prompt of a request, None if this epoch of it has ended."""
-        self._crew, self._prompt_of, self._clock = crew, prompt_of, clock
+        self._pool, self._prompt_of, self._clock = pool, prompt_of, clock
         self._seed = config.runtime.seed
         self._loaded = loaded = load_environments(config.env)
         self.names = [f"env{index}" for index in range(config.env.num_workers if loaded else 0)]
@@ -76,7 +76,7 @@ class EnvRelay:
 
     def start(self) -> None:
         for name in self.names:
-            self._crew.start("env", name, {"base_dir": "."})
+            self._pool.start("env", name, {"base_dir": "."})
 
     def dispatch(self, prompt: Prompt) -> dict[str, Any] | None:
         """What an instance is told of a prompt's environment; None: it has a single turn."""
@@ -157,7 +157,7 @@ class EnvRelay:
         question.limit_s = steps * entry.timeout_s + entry.latency_s[1] + SLACK_S
         self._sent[question.id] = question
         self._num_at[question.label] += 1
-        self._crew.send(question.worker, "step", question.body, question.arrays)
+        self._pool.send(question.worker, "step", question.body, question.arrays)
 
     # -- answers ----------------------------------------------------------------------------------
 
@@ -186,7 +186,7 @@ class EnvRelay:
         answer = {name: body[name] for name in ("done", "cut", "reward", "error")}
         answer |= {"group": rid.group, "sample": rid.sample}
         answer |= {"epoch": question.epoch, "turn": question.turn}
-        self._crew.send(question.instance, "observed", answer, {"token_ids": token_ids})
+        self._pool.send(question.instance, "observed", answer, {"token_ids": token_ids})
 
     def _fail(self, question: Question, reason: str) -> None:
         body = {"done": False, "cut": False, "reward": None, "error": reason}
@@ -216,8 +216,8 @@ class EnvRelay:
                 self._fail(question, f"the environment {question.label} ended its process")
             else:
                 self._waiting[question.label].appendleft(question)
-        if not self._crew.closing:
-            self._crew.restart(name)
+        if not self._pool.closing:
+            self._pool.restart(name)
 
     def check_time(self) -> None:
         """Replace workers that keep a question past its time, which is an error for that one."""
@@ -236,7 +236,7 @@ class EnvRelay:
             gone = {rid for rid in self._known[name] if rid.group == group}
             if gone:
                 self._known[name] -= gone
-                self._crew.send(name, "forget", {"group": group})
+                self._pool.send(name, "forget", {"group": group})
 
     def waits(self) -> list[str]:
         """Who waits for whom since when, for the watchdog."""

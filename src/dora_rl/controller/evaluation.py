@@ -18,7 +18,7 @@ from dora_rl.config import EvaluationConfig
 from dora_rl.controller.eval_figures import Figures, Sheet, TailPrompts, failed_figures, figures
 from dora_rl.controller.scoring import ScoringPool
 from dora_rl.types import Prompt, Version
-from dora_rl.workers.crew import Crew
+from dora_rl.workers.pool import WorkerPool
 from dora_rl.workers.turns import row_of
 
 NAME = "evaluator"
@@ -31,8 +31,8 @@ class Evaluations:
 
     def __init__(
         self,
-        crew: Crew,
-        pool: ScoringPool,
+        pool: WorkerPool,
+        scoring: ScoringPool,
         prompts: Sequence[Prompt],
         section: EvaluationConfig,
         tail: TailPrompts,
@@ -40,7 +40,7 @@ class Evaluations:
         done: Callable[[Version, Figures], None],
         extra: dict[str, Any],
     ) -> None:
-        self._crew, self._pool, self._prompts = crew, pool, prompts
+        self._pool, self._scoring, self._prompts = pool, scoring, prompts
         self._section, self._tail, self._decode, self._done = section, tail, decode, done
         self._has_functions = bool(extra["has_functions"])
         self._ready = False
@@ -54,7 +54,7 @@ class Evaluations:
         self._heard_s = time.monotonic()
 
     def start(self) -> None:
-        self._crew.start("evaluator", NAME, self._extra)
+        self._pool.start("evaluator", NAME, self._extra)
 
     @property
     def idle(self) -> bool:
@@ -82,13 +82,13 @@ class Evaluations:
         }
         body |= {"rows": rows}
         self._generating, self._heard_s = True, time.monotonic()
-        self._crew.send(NAME, "evaluate", body)
+        self._pool.send(NAME, "evaluate", body)
 
     def check_time(self, limit_s: float) -> None:
         """End an evaluator that generates and has said nothing for too long."""
         if self._generating and time.monotonic() - self._heard_s > limit_s:
             self._generating = False
-            self._crew.kill(NAME)
+            self._pool.kill(NAME)
 
     def hear(self, kind: str, body: dict[str, Any]) -> None:
         self._heard_s = time.monotonic()
@@ -113,7 +113,7 @@ class Evaluations:
                 last = f", the last time: {why}" if why else ""
                 times = f"the evaluator ended {ATTEMPTS_MAX} times while it answered"
                 self._failed(version, times + last)
-        self._crew.restart(NAME)
+        self._pool.restart(NAME)
 
     def give_up(self) -> None:
         """No evaluator can be had: what waits for one has failed, and nothing waits any more."""
@@ -159,7 +159,7 @@ class Evaluations:
             answer(None if failure else known, failure or NO_REWARD)
             return
         array, finish = np.asarray(ids, dtype=np.int32), about["finishes"][place]
-        self._pool.submit(sheet.prompt, self._decode(ids), array, finish, answer)
+        self._scoring.submit(sheet.prompt, self._decode(ids), array, finish, answer)
 
     def _finish(self) -> None:
         version, self.running = self.running, None

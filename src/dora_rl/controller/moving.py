@@ -26,11 +26,11 @@ def on_moving(run: LocalRun, name: str, life: int, message: Message) -> None:
         request = current(run.state, rid, epoch)
         if request is not None and request.dest == body["dst"]:
             more = run.carrier.exported(body, name)
-            run.crew.send(body["dst"], "import", {**body, "src": name, **more})
+            run.pool.send(body["dst"], "import", {**body, "src": name, **more})
         else:
             run.carrier.given_up(body, name)  # by the core
     elif message.kind == "imported":
-        run.crew.send(body["src"], "move_done", body)
+        run.pool.send(body["src"], "move_done", body)
         if run.stop is None:  # what comes after the stop is not in the log either
             run.records.totals.migrations += 1
             run.records.totals.kv_bytes_moved += body["num_bytes"]
@@ -38,6 +38,6 @@ def on_moving(run: LocalRun, name: str, life: int, message: Message) -> None:
         sizes = (body["num_bytes"], body["num_tokens"])
         run.handle(ev.Moved(*who, *sizes, attempt=attempt, incarnation=life))
     else:
-        run.crew.send(body["src"], "move_cancel", body)
+        run.pool.send(body["src"], "move_cancel", body)
         who, attempt = (rid, epoch, body["src"], name), body["attempt"]
         run.handle(ev.MoveFailed(*who, True, body["reason"], attempt=attempt))

@@ -37,16 +37,16 @@ class FleetPort:
     def do(self, action: FleetAction) -> None:
         run = self.run
         if isinstance(action, act.Restart):
-            run.crew.kill(action.instance)
+            run.pool.kill(action.instance)
             run.journals.collect(action.instance, alive=set(run.state.groups))
-            run.crew.restart(action.instance)
+            run.pool.restart(action.instance)
             return
         name = action.src if isinstance(action, act.Move) else action.instance
         body: dict[str, Any] = {"action": encode_fleet(action)}
         if isinstance(action, act.Load):
             run.carrier.load(action)
         if not isinstance(action, act.Dispatch):
-            run.crew.send(name, "order", body)
+            run.pool.send(name, "order", body)
             return
         run.records.work_begins()
         prompt = run.train.prompt(action.prompt)
@@ -63,7 +63,7 @@ class FleetPort:
                 run.later.append(ev.Continued(rid, epoch, num_tokens))
         arrays = {"prompt_ids": np.asarray(prompt.token_ids, dtype=np.int32)}
         body |= {"resumes": resumes, "env": run.envs.dispatch(prompt)}
-        run.crew.send(name, "order", body, arrays)
+        run.pool.send(name, "order", body, arrays)
 
 
 class LearnerPort:
@@ -94,7 +94,7 @@ class LearnerPort:
             more, arrays = run.samples.feed(action, prompt.token_ids)
             body |= more | {"batch_groups": batch.size, "updates": batch.updates}
         for name in run.layout.learners:  # every rank is fed the same, in the same order
-            run.crew.send(name, "order", body, arrays)
+            run.pool.send(name, "order", body, arrays)
         if isinstance(action, act.CloseStep):
             run.step_closed(action)
 
@@ -132,11 +132,11 @@ class RewardPort:
             self._without_functions(action, finish)
             return
         more = run.samples.where_to_read(rid)
-        pool, ids = run.pool, sample.token_ids
-        pool.submit(prompt, sample.text, ids, finish.value, answer, parts.update, more)
+        scoring_pool, ids = run.scoring, sample.token_ids
+        scoring_pool.submit(prompt, sample.text, ids, finish.value, answer, parts.update, more)
 
     def _failed(self, rid: RequestId, attempt: int, why: str) -> None:
-        told = self.run.pool.failures.add(why)
+        told = self.run.scoring.failures.add(why)
         if told:
             self.run.on_wait(told)
         self.run.handle(ev.ScoreFailed(rid, attempt, why))

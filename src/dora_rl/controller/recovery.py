@@ -35,25 +35,25 @@ class Recovery:
 
     def joined(self, name: str) -> None:
         """A worker has said something: its start went well."""
-        self._run.crew.workers[name].joined = True
+        self._run.pool.workers[name].joined = True
         self._num_starts.pop(name, None)
 
     def committed(self) -> None:
         self._num_restarts, self._has_committed = 0, True
         again, self._left_out = self._left_out, []
         for name in again:
-            self._run.crew.restart(name)
+            self._run.pool.restart(name)
 
     def fatal(self, name: str, body: dict[str, Any]) -> None:
         """A worker says why it ends. What is wrong from the start, or everywhere, ends the run."""
-        bad_start = not self._run.crew.workers[name].joined and not self._dispensable(name)
+        bad_start = not self._run.pool.workers[name].joined and not self._dispensable(name)
         if body["ends_run"] or bad_start:
             self._run.handle(ev.StopRequested(f"{name}: {body['reason']}"))
 
     def lost(self, name: str) -> None:
         """A process ended that should not have."""
         run = self._run
-        if run.crew.closing or (run.stop is not None and not run.stop.done):
+        if run.pool.closing or (run.stop is not None and not run.stop.done):
             return
         self._num_starts[name] += 1
         self._num_restarts += name == "evaluator"
@@ -86,11 +86,11 @@ class Recovery:
     def _lose_scorer(self, name: str) -> None:
         """Many ends in a row are not the fault of single samples: nothing would ever be scored."""
         run, why = self._run, self._why(name)
-        status = run.crew.workers[name].process.poll()
+        status = run.pool.workers[name].process.poll()
         how = f" (status {status})" if status and status > 0 else ""
-        run.pool.lost(name)
-        num = run.pool.num_lost_in_a_row
-        each = max(run.params.attempts_max, len(run.pool.names))
+        run.scoring.lost(name)
+        num = run.scoring.num_lost_in_a_row
+        each = max(run.params.attempts_max, len(run.scoring.names))
         if num >= LOST_SCORERS_MAX * each:
             run.handle(
                 ev.StopRequested(
@@ -101,13 +101,13 @@ class Recovery:
 
     def _why(self, name: str) -> str:
         """Its own words, or how its process ended with what its log has: never nothing."""
-        crew = self._run.crew
-        why, tail = crew.why_ended(name), crew.log_tail(name)
-        return why if crew.workers[name].last_words or not tail else f"{why}; its log ends: {tail}"
+        pool = self._run.pool
+        why, tail = pool.why_ended(name), pool.log_tail(name)
+        return why if pool.workers[name].last_words or not tail else f"{why}; its log ends: {tail}"
 
     def _dispensable(self, name: str) -> bool:
         """An instance of a run that works, and others go on working."""
-        workers = self._run.crew.workers
+        workers = self._run.pool.workers
         others = [w for w in workers.values() if w.role == "instance" and w.name != name]
         works = any(w.joined and w.process.poll() is None for w in others)
         return workers[name].role == "instance" and self._has_committed and works
@@ -115,8 +115,8 @@ class Recovery:
     def _replace(self, name: str) -> None:
         run = self._run
         if name.startswith("learner"):
-            why = run.crew.why_ended(name)
-            life = run.crew.workers["learner"].life
+            why = run.pool.why_ended(name)
+            life = run.pool.workers["learner"].life
             run.handle(ev.TrainerLost(why, incarnation=life))
             if run.stop is None:
                 run.on_wait([f"the {name} ended and begins again at the newest version: {why}"])
@@ -124,10 +124,10 @@ class Recovery:
         else:
             self._lose_instance(name)
             if run.stop is None:
-                run.crew.restart(name)
+                run.pool.restart(name)
 
     def _lose_instance(self, name: str) -> None:
         run = self._run
         run.journals.collect(name, alive=set(run.state.groups))
-        life = run.crew.workers[name].life
-        run.handle(ev.InstanceLost(name, run.crew.why_ended(name), incarnation=life))
+        life = run.pool.workers[name].life
+        run.handle(ev.InstanceLost(name, run.pool.why_ended(name), incarnation=life))

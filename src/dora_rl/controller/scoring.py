@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dora_rl.types import Prompt
-from dora_rl.workers.crew import Crew
+from dora_rl.workers.pool import WorkerPool
 
 Answer = Callable[[float | None, str], None]
 """Called with (reward, "") or (None, why not)."""
@@ -53,8 +53,8 @@ class Failures:
 class ScoringPool:
     """Gives jobs to free workers, in order of arrival; as many at once as a worker asks for."""
 
-    def __init__(self, crew: Crew, num_workers: int, timeout_s: float, extra: dict[str, Any]):
-        self._crew = crew
+    def __init__(self, pool: WorkerPool, num_workers: int, timeout_s: float, extra: dict[str, Any]):
+        self._pool = pool
         self._timeout_s = timeout_s
         self._waiting: deque[Job] = deque()
         self._free: list[str] = []
@@ -69,7 +69,7 @@ class ScoringPool:
 
     def start(self) -> None:
         for name in self.names:
-            self._crew.start("reward", name, self._extra)
+            self._pool.start("reward", name, self._extra)
 
     def submit(
         self,
@@ -105,7 +105,7 @@ class ScoringPool:
             self._busy[name] = (self._next, jobs, time.monotonic())
             body = {"id": self._next, "items": [job.body for job in jobs]}
             ids = np.concatenate([job.token_ids for job in jobs])
-            self._crew.send(name, "score", body, {"token_ids": ids})
+            self._pool.send(name, "score", body, {"token_ids": ids})
 
     def _may_join(self, name: str, jobs: list[Job]) -> bool:
         if not self._waiting or jobs[0].alone or self._waiting[0].alone:
@@ -136,8 +136,8 @@ class ScoringPool:
         if name in self._free:
             self._free.remove(name)
         _, jobs, _ = self._busy.pop(name, (-1, [], 0.0))
-        if not self._crew.closing:
-            self._crew.restart(name)
+        if not self._pool.closing:
+            self._pool.restart(name)
         self._failed(jobs, "the reward ended its process")
 
     def check_time(self) -> None:
@@ -146,7 +146,7 @@ class ScoringPool:
         for name, (_, jobs, since) in list(self._busy.items()):
             if now - since > self._timeout_s:
                 del self._busy[name]
-                self._crew.restart(name)
+                self._pool.restart(name)
                 self._failed(jobs, f"the reward did not answer within {self._timeout_s:g} s")
 
     def _failed(self, jobs: list[Job], why: str) -> None:

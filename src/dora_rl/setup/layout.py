@@ -21,7 +21,7 @@ from dora_rl.setup.devices import EVALUATOR_SHARE, Place, local_places, shared_p
 from dora_rl.setup.settings import core_params
 from dora_rl.weights.leftovers import transfer_of
 from dora_rl.weights.store import shared_memory_root
-from dora_rl.workers.crew import Crew
+from dora_rl.workers.pool import WorkerPool
 from dora_rl.workers.engines import COLOCATED, resident_limit
 
 if TYPE_CHECKING:
@@ -124,14 +124,14 @@ def prepare_meeting(run_dir: Path) -> Path:
     return folder / secrets.token_hex(8)
 
 
-def start_ranks(crew: Crew, layout: Layout, run_dir: Path) -> None:
+def start_ranks(pool: WorkerPool, layout: Layout, run_dir: Path) -> None:
     """All ranks of the learner begin together; one that is still there ends first."""
     meeting = prepare_meeting(run_dir)
     for name in layout.learners:
-        if name in crew.workers:
-            crew.kill(name)
+        if name in pool.workers:
+            pool.kill(name)
     for name in layout.learners:
-        crew.start("learner", name, layout.learner_extra(name, meeting))
+        pool.start("learner", name, layout.learner_extra(name, meeting))
 
 
 def plan_layout(config: RunConfig, device: str, gpus: Sequence[str] | None = None) -> Layout:

@@ -22,7 +22,7 @@ from dora_rl.store.storage_client import shard_of
 from dora_rl.store.table import Row
 from dora_rl.store.trajectories import trajectory_of
 from dora_rl.types import GroupId, Prompt, RequestId, StepIndex, Trajectory, Version
-from dora_rl.workers.crew import Crew
+from dora_rl.workers.pool import WorkerPool
 
 
 class SampleIndex(Samples):
@@ -32,38 +32,38 @@ class SampleIndex(Samples):
         super().__init__(path)
         self.names = [f"storage{number}" for number in range(num_shards)]
         self.addresses: list[str] = [""] * num_shards
-        self._crew: Crew | None = None
+        self._pool: WorkerPool | None = None
         self._unwritten: dict[tuple[StepIndex, GroupId], dict[str, Any]] = {}
 
     @property
     def is_ready(self) -> bool:
         return all(self.addresses)
 
-    def start(self, crew: Crew) -> None:
-        self._crew = crew
+    def start(self, pool: WorkerPool) -> None:
+        self._pool = pool
         for number, name in enumerate(self.names):
-            crew.start("storage", name, {"shard": number})
+            pool.start("storage", name, {"shard": number})
 
     def ready(
         self, name: str, address: str, has: Sequence[GroupId], alive: Container[GroupId]
     ) -> None:
         """A shard is there (again): tell it what it missed, and everybody where it is."""
-        assert self._crew is not None
+        assert self._pool is not None
         self.addresses[self.names.index(name)] = address
         for (_, group), body in list(self._unwritten.items()):
             if self._name_of(group) == name:
-                self._crew.send(name, "trained", body)
+                self._pool.send(name, "trained", body)
         for group in has:
             if group not in alive:
-                self._crew.send(name, "drop", {"group": group})
-        for worker in list(self._crew.workers.values()) if self.is_ready else ():
+                self._pool.send(name, "drop", {"group": group})
+        for worker in list(self._pool.workers.values()) if self.is_ready else ():
             if worker.role == "instance":
-                self._crew.send(worker.name, "storage", {"addresses": self.addresses})
+                self._pool.send(worker.name, "storage", {"addresses": self.addresses})
 
     def lost(self, name: str) -> None:
         self.addresses[self.names.index(name)] = ""
-        if self._crew is not None and not self._crew.closing:
-            self._crew.restart(name)
+        if self._pool is not None and not self._pool.closing:
+            self._pool.restart(name)
 
     def wrote(self, step: StepIndex, group: GroupId) -> None:
         """A shard has put the group's lines into rollouts.jsonl."""
@@ -77,8 +77,8 @@ class SampleIndex(Samples):
         return {"address": address, "group": group, "samples": list(samples)}
 
     def _tell(self, group: GroupId, kind: str, body: dict[str, Any]) -> None:
-        if self._crew is not None:
-            self._crew.send(self._name_of(group), kind, {"group": group, **body})
+        if self._pool is not None:
+            self._pool.send(self._name_of(group), kind, {"group": group, **body})
 
     # -- as in `Samples` --------------------------------------------------------------------------
 
@@ -139,9 +139,9 @@ class SampleIndex(Samples):
 
     def sync_shards(self) -> None:
         """The loss of this host takes no row that the shards have now."""
-        assert self._crew is not None
+        assert self._pool is not None
         for name in self.names:
-            self._crew.send(name, "sync", {})
+            self._pool.send(name, "sync", {})
 
     def trained(
         self, group: GroupId, samples: tuple[int, ...], prompt: Prompt, *, tokens: bool = False

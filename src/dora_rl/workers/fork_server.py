@@ -46,7 +46,7 @@ WARM = (
 
 
 class ForkedProcess:
-    """A worker, as the controller sees it (see `runtime.crew.Process`)."""
+    """A worker, as the controller sees it (see `workers.pool.Process`)."""
 
     def __init__(self, pid: int, pidfd: int, stdin: IO[bytes]) -> None:
         self.pid, self.stdin = pid, stdin

@@ -28,9 +28,9 @@ from dora_rl.store.samples import Samples
 from dora_rl.types import StepIndex, UserError
 from dora_rl.weights.carrier import Carrier
 from dora_rl.weights.leftovers import transfer_of
-from dora_rl.workers.crew import Crew, Letter
-from dora_rl.worlds.cluster_carrier import DepotCarrier
-from dora_rl.worlds.cluster_crew import Cluster, ClusterCrew, Host
+from dora_rl.workers.pool import WorkerPool, Envelope
+from dora_rl.worlds.relays import DepotCarrier
+from dora_rl.worlds.hosts import Cluster, HostPool, Host
 from dora_rl.worlds.local import TICK_S, LocalRun
 
 
@@ -46,9 +46,9 @@ class ClusterRun(LocalRun):
             layout = replace(layout, device="cuda" if on_gpus else "cpu")
         super().__init__(config, layout, *data, resume=resume)
 
-    def _hire(self) -> tuple[Crew, Carrier]:
+    def _hire(self) -> tuple[WorkerPool, Carrier]:
         check_room(self.config, self.layout, self.cluster)
-        crew = ClusterCrew(
+        pool = HostPool(
             self.config,
             self.run_dir.resolve(),
             self.cluster,
@@ -56,9 +56,9 @@ class ClusterRun(LocalRun):
             self._for_host,
             first_life=self.journals.next_life(),
         )
-        self.depots = DepotCarrier(crew)
+        self.depots = DepotCarrier(pool)
         self.depots.is_home_ready = lambda: self.index.is_ready
-        return crew, self.depots
+        return pool, self.depots
 
     def _open_samples(self) -> Samples:
         shards = self.config.resources.storage_shards
@@ -86,13 +86,13 @@ class ClusterRun(LocalRun):
 
     def _start(self) -> None:
         self.carrier.tick()
-        self.index.start(self.crew)
+        self.index.start(self.pool)
         until = time.monotonic() + self.config.orchestration.load_timeout_s
         while not self.index.is_ready:
             if time.monotonic() > until:
                 raise UserError(f"the storage shards did not start; see {self.run_dir}/logs")
             with contextlib.suppress(queue.Empty):
-                self.read(self.crew.inbox.get(timeout=TICK_S))
+                self.read(self.pool.inbox.get(timeout=TICK_S))
         super()._start()
 
     def _tick(self) -> None:
@@ -102,30 +102,30 @@ class ClusterRun(LocalRun):
 
     def _grow(self) -> None:
         """A host that has room gets an instance more, up to the configured number."""
-        crew = self.crew
-        assert isinstance(crew, ClusterCrew)
-        names = [worker.name for worker in crew.workers.values() if worker.role == "instance"]
-        if len(names) >= self.config.resources.instances_max or crew.num_waiting():
+        pool = self.pool
+        assert isinstance(pool, HostPool)
+        names = [worker.name for worker in pool.workers.values() if worker.role == "instance"]
+        if len(names) >= self.config.resources.instances_max or pool.num_waiting():
             return
         name = f"instance{len(names)}"
-        if crew.has_room("instance", name):
-            crew.start("instance", name, self.layout.instance_extra(name))
+        if pool.has_room("instance", name):
+            pool.start("instance", name, self.layout.instance_extra(name))
 
     # -- what depots and shards say ---------------------------------------------------------------
 
-    def read(self, letter: Letter) -> None:
-        name, message = letter.name, letter.message
+    def read(self, envelope: Envelope) -> None:
+        name, message = envelope.name, envelope.message
         role = name.rstrip("0123456789") if name.startswith("storage") else name.partition("-")[0]
         if role not in ("depot", "storage"):
-            super().read(letter)
-        elif not self.crew.current(letter):
+            super().read(envelope)
+        elif not self.pool.current(envelope):
             return
         elif message is None:
             self.depots.lost(name) if role == "depot" else self.index.lost(name)
         elif message.kind in ("fatal", "fault"):
             self._fatal(name, message.body["reason"])
         else:
-            self.crew.workers[name].joined = True
+            self.pool.workers[name].joined = True
             if role == "depot":
                 self.depots.hear(name, message)
             else:
@@ -133,7 +133,7 @@ class ClusterRun(LocalRun):
 
     def _fatal(self, name: str, reason: str) -> None:
         """What is wrong at home from the start ends the run; a host elsewhere is done without."""
-        if not self.crew.workers[name].joined and self.crew.workers[name].role == "storage":
+        if not self.pool.workers[name].joined and self.pool.workers[name].role == "storage":
             raise UserError(f"{name}: {reason}")
         self.on_wait([f"{name}: {reason}"])
 

@@ -1,6 +1,6 @@
 """A run on one machine: controller, instances, learner, rewards and evaluator as processes.
 
-The controller is one thread that empties the crew's inbox, feeds the core and performs its
+The controller is one thread that empties the pool's inbox, feeds the core and performs its
 actions. Workers are processes, not threads: on a CPU each decodes or trains with its own
 interpreter (threads would share one lock for the Python half of every step), and a crash of one
 never takes the run with it.
@@ -77,7 +77,7 @@ from dora_rl.types import StepIndex, Version
 from dora_rl.weights.carrier import Carrier, SameHost
 from dora_rl.weights.store import WeightsError
 from dora_rl.weights.versions import Versions
-from dora_rl.workers.crew import Crew, Letter
+from dora_rl.workers.pool import WorkerPool, Envelope
 from dora_rl.workers.full_disk import DISK_ERRORS, full_line, is_full
 from dora_rl.workers.user_errors import UserErrors
 
@@ -140,11 +140,11 @@ class LocalRun:
         )
         self.user_errors = UserErrors(self.run_dir, lambda line: self.on_wait([line]))
         self.journals = Journals(self.run_dir / "journal")
-        self.crew, self.carrier = self._hire()
-        self.pool = ScoringPool(
-            self.crew, config.reward.num_workers, config.reward.worker_timeout_s, {"base_dir": "."}
+        self.pool, self.carrier = self._hire()
+        self.scoring = ScoringPool(
+            self.pool, config.reward.num_workers, config.reward.worker_timeout_s, {"base_dir": "."}
         )
-        self.envs = EnvRelay(self.crew, config, partial(prompt_of, self))
+        self.envs = EnvRelay(self.pool, config, partial(prompt_of, self))
         self.evaluations = self._evaluations(evaluation)
         self.keeper = KeeperPort(self)
         ports = (FleetPort(self), LearnerPort(self), RewardPort(self), self.keeper)
@@ -163,10 +163,10 @@ class LocalRun:
     def _open_samples(self) -> Samples:
         return Samples(self.run_dir / "table.log")
 
-    def _hire(self) -> tuple[Crew, Carrier]:
+    def _hire(self) -> tuple[WorkerPool, Carrier]:
         """Who starts workers and carries messages, and how weights and KV travel."""
         keep, life = (self.lock.fd,), self.journals.next_life()
-        return Crew(self.config, self.run_dir, first_life=life, keep_fds=keep), SameHost()
+        return WorkerPool(self.config, self.run_dir, first_life=life, keep_fds=keep), SameHost()
 
     @property
     def state(self) -> State:
@@ -181,14 +181,14 @@ class LocalRun:
         extra = self.layout.evaluator_extra() | {"has_functions": has_functions}
         tail = TailPrompts(prompts, self.run_dir / TAIL_FILE)
         return Evaluations(
-            self.crew, self.pool, prompts, e, tail, self.decode, self._evaluated, extra
+            self.pool, self.scoring, prompts, e, tail, self.decode, self._evaluated, extra
         )
 
     def _evaluated(self, version: Version, figures: Figures) -> None:
         self.records.evaluation(version, figures)
         score = figures.get(self.config.checkpoint.best_metric.removeprefix("eval/"))
         if score is not None and version:
-            self.crew.send("learner", "rate", {"step": version - 1, "score": score})
+            self.pool.send("learner", "rate", {"step": version - 1, "score": score})
         self.on_step({"version": version, **{f"eval/{k}": v for k, v in figures.items()}})
         self.retire_unpinned()
 
@@ -229,11 +229,11 @@ class LocalRun:
         if self.stop is None:
             self.start_learner()
             for name in self.layout.instances:
-                self.crew.start("instance", name, self.layout.instance_extra(name))
+                self.pool.start("instance", name, self.layout.instance_extra(name))
             self.envs.start()
         if not self._settled() or self.stop is None:
             if self.config.reward.functions:
-                self.pool.start()
+                self.scoring.start()
             if self.evaluations is not None:
                 self.evaluations.start()
 
@@ -258,7 +258,7 @@ class LocalRun:
         )
 
     def start_learner(self) -> None:
-        start_ranks(self.crew, self.layout, self.run_dir)
+        start_ranks(self.pool, self.layout, self.run_dir)
 
     def _run(self, interrupted: Callable[[], bool]) -> act.Stop:
         ticked = 0.0
@@ -266,7 +266,7 @@ class LocalRun:
             if interrupted():
                 return self._interrupt()
             with contextlib.suppress(queue.Empty):
-                self.read(self.crew.inbox.get(timeout=TICK_S))
+                self.read(self.pool.inbox.get(timeout=TICK_S))
             now = time.monotonic()
             if now - ticked >= TICK_S:
                 ticked = now
@@ -290,13 +290,13 @@ class LocalRun:
         self.records.tick(is_training=self.stop is None)
         self.garbage.tick()
         self.carrier.tick()
-        self.pool.check_time()
+        self.scoring.check_time()
         self.envs.check_time()
         if self.evaluations is not None:
             self.evaluations.check_time(self.config.orchestration.report_timeout_s)
-        for name in self.crew.overdue(self.config.orchestration.load_timeout_s):
-            self.crew.kill(name)  # its end comes through the inbox, like any other
-        answered = self.pool.num_answered + self.envs.num_answered
+        for name in self.pool.overdue(self.config.orchestration.load_timeout_s):
+            self.pool.kill(name)  # its end comes through the inbox, like any other
+        answered = self.scoring.num_answered + self.envs.num_answered
         lines = self.watchdog.look(self.state, answered) if self.stop is None else []
         if lines:
             self.on_wait(lines + self.envs.waits())
@@ -315,7 +315,7 @@ class LocalRun:
         """End the workers and write the summary. What the disk has no room for is left out."""
         if self.stop is None or not self.stop.done:
             self.records.cut_short()
-        self.crew.end(self.config.runtime.grace_s)
+        self.pool.end(self.config.runtime.grace_s)
         reason = self.stop.reason if self.stop is not None else "cut off"
         mode, best = self.params.mode.value, self.config.checkpoint
         cores = self.layout.num_cores if self.config.runtime.kind == "local" else 0
@@ -351,15 +351,15 @@ class LocalRun:
 
     # -- what workers say -------------------------------------------------------------------------
 
-    def read(self, letter: Letter) -> None:
-        if not self.crew.current(letter):
+    def read(self, envelope: Envelope) -> None:
+        if not self.pool.current(envelope):
             return
-        if letter.message is None:
-            self.recovery.lost(letter.name)
+        if envelope.message is None:
+            self.recovery.lost(envelope.name)
             return
-        message, name = letter.message, letter.name
+        message, name = envelope.message, envelope.name
         if message.kind in ("fatal", "fault"):
-            self.crew.workers[name].last_words = message.body["reason"]
+            self.pool.workers[name].last_words = message.body["reason"]
             if message.kind == "fatal":
                 self.recovery.fatal(name, message.body)
             return
@@ -370,23 +370,23 @@ class LocalRun:
             case "finished":
                 self._finished(message)
             case "committed":
-                self._committed(letter.life, message)
+                self._committed(envelope.life, message)
             case "usage":
                 body = message.body
-                self.records.usage(name, letter.life, body["busy_s"], body["cpu_s"])
+                self.records.usage(name, envelope.life, body["busy_s"], body["cpu_s"])
             case "note":
                 self.on_wait([message.body["line"]])
             case "exported" | "imported" | "import_failed":
-                on_moving(self, name, letter.life, message)
+                on_moving(self, name, envelope.life, message)
             case "user_error":
                 self.records.totals.num_user_errors += 1
                 self.user_errors.add(name, message.body)
             case "scored":
-                self.pool.scored(name, message.body)
+                self.scoring.scored(name, message.body)
             case "ready" if name.startswith("learner"):
                 pass  # a rank that has nothing to tell
             case _ if name.startswith("reward"):
-                self.pool.ready(name, message.body["at_once"])
+                self.scoring.ready(name, message.body["at_once"])
             case _ if name.startswith("env") or message.kind == "turn":
                 self.envs.hear(name, message)
             case _:

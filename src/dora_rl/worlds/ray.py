@@ -29,7 +29,7 @@ from ray.util.scheduling_strategies import (
 from dora_rl.config import RunConfig
 from dora_rl.types import UserError
 from dora_rl.workers.worker import read_setup, serve
-from dora_rl.worlds.cluster_crew import Host, Task
+from dora_rl.worlds.hosts import Host, Task
 
 LOOK_S = 1.0
 OBJECT_STORE_BYTES = 200 << 20  # nothing of ours goes through it

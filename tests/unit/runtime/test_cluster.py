@@ -1,4 +1,4 @@
-"""Who is placed where, and what a crew over several hosts does when hosts come and go."""
+"""Who is placed where, and what a pool over several hosts does when hosts come and go."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 
 from dora_rl.config import ModelConfig, RewardConfig, RunConfig
 from dora_rl.core.actions import Load
-from dora_rl.worlds.cluster_carrier import DepotCarrier
-from dora_rl.worlds.cluster_crew import ClusterCrew, Host, choose_host
+from dora_rl.worlds.relays import DepotCarrier
+from dora_rl.worlds.hosts import HostPool, Host, choose_host
 
 CONFIG = RunConfig(
     model=ModelConfig(path="unused"), reward=RewardConfig.model_validate({"functions": ["exact"]})
@@ -85,59 +85,59 @@ def team(tmp_path: Path):
             "transfer_root": folder + "kv",
         }
 
-    crew = ClusterCrew(CONFIG, tmp_path, cluster, lambda role, name: {}, for_host)
-    yield cluster, crew, DepotCarrier(crew)
-    crew.end(5.0)
+    pool = HostPool(CONFIG, tmp_path, cluster, lambda role, name: {}, for_host)
+    yield cluster, pool, DepotCarrier(pool)
+    pool.end(5.0)
     for _, _, program in cluster.launched:
         program.kill()
 
 
-def until(crew: ClusterCrew, carrier: DepotCarrier, what: str, ready: Callable[[], bool]) -> None:
+def until(pool: HostPool, carrier: DepotCarrier, what: str, ready: Callable[[], bool]) -> None:
     """The controller's loop, reduced to depots."""
     deadline = time.monotonic() + 240.0
     while not ready():
         assert time.monotonic() < deadline, f"waited too long for {what}"
         carrier.tick()
-        while not crew.inbox.empty():
-            letter = crew.inbox.get()
-            if not crew.current(letter) or not letter.name.startswith("depot"):
+        while not pool.inbox.empty():
+            envelope = pool.inbox.get()
+            if not pool.current(envelope) or not envelope.name.startswith("depot"):
                 continue
-            if letter.message is None:
-                carrier.lost(letter.name)
+            if envelope.message is None:
+                carrier.lost(envelope.name)
             else:
-                carrier.hear(letter.name, letter.message)
+                carrier.hear(envelope.name, envelope.message)
         time.sleep(0.02)
 
 
 def test_a_worker_waits_until_a_host_with_a_depot_is_there(team) -> None:
-    cluster, crew, carrier = team
-    crew.start("reward", "reward0", {"base_dir": "."})
-    assert crew.num_waiting() == 1 and not crew.overdue(-1.0), "it waits, and that is no fault"
-    until(crew, carrier, "the depot of a", lambda: bool(carrier.usable()))
+    cluster, pool, carrier = team
+    pool.start("reward", "reward0", {"base_dir": "."})
+    assert pool.num_waiting() == 1 and not pool.overdue(-1.0), "it waits, and that is no fault"
+    until(pool, carrier, "the depot of a", lambda: bool(carrier.usable()))
     carrier.tick()
-    assert crew.num_waiting() == 0 and crew.host_of("reward0") == A
+    assert pool.num_waiting() == 0 and pool.host_of("reward0") == A
     cluster.now.append(B)
-    until(crew, carrier, "the depot of b", lambda: len(carrier.usable()) == 2)
+    until(pool, carrier, "the depot of b", lambda: len(carrier.usable()) == 2)
     carrier.sites["b"].heard_s -= 60.0
     assert carrier.usable() == [A], "a host that is not heard gets nothing new"
     cluster.now.remove(B)
-    until(crew, carrier, "b to be forgotten", lambda: "b" not in carrier.sites)
+    until(pool, carrier, "b to be forgotten", lambda: "b" not in carrier.sites)
 
 
 def test_a_depot_that_ends_is_started_again_on_its_host(team) -> None:
-    cluster, crew, carrier = team
+    cluster, pool, carrier = team
     cluster.now.append(B)
-    until(crew, carrier, "two depots", lambda: len(carrier.usable()) == 2)
+    until(pool, carrier, "two depots", lambda: len(carrier.usable()) == 2)
     before = carrier.sites["b"].address
     next(program for host, _, program in cluster.launched if host == "b").kill()
-    until(crew, carrier, "the end", lambda: carrier.sites["b"].address != before)
-    until(crew, carrier, "the next one", lambda: len(carrier.usable()) == 2)
+    until(pool, carrier, "the end", lambda: carrier.sites["b"].address != before)
+    until(pool, carrier, "the next one", lambda: len(carrier.usable()) == 2)
 
 
 def test_hosts_that_load_together_form_a_chain(team) -> None:
-    cluster, crew, carrier = team
+    cluster, pool, carrier = team
     cluster.now += [B, C]
-    until(crew, carrier, "three depots", lambda: len(carrier.usable()) == 3)
+    until(pool, carrier, "three depots", lambda: len(carrier.usable()) == 3)
     home, b, c = (carrier.sites[name] for name in "abc")
     assert carrier._sources(b, 1, None) == [home]
     assert carrier._sources(c, 1, None) == [b, home], (
@@ -146,6 +146,6 @@ def test_hosts_that_load_together_form_a_chain(team) -> None:
     carrier.retire([1])
     assert carrier._sources(c, 2, A) == [home], "the donor that the core named"
     assert carrier._sources(b, 2, C) == [c, home]
-    crew.start("reward", "reward0", {"base_dir": "."})
+    pool.start("reward", "reward0", {"base_dir": "."})
     carrier.load(Load("reward0", 3, None))
     assert not home.wanted, "on the learner's host nothing has to be fetched"

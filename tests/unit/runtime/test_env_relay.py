@@ -18,7 +18,7 @@ from dora_rl.types import Prompt, RequestId, UserError
 
 @dataclass
 class Post:
-    """Stands for the crew: keeps what was sent, restarts nobody."""
+    """Stands for the pool: keeps what was sent, restarts nobody."""
 
     closing: bool = False
     sent: list[tuple[str, str, Any, Any]] = field(default_factory=list)

@@ -29,7 +29,7 @@ from dora_rl.engine.models import read_spec
 from dora_rl.engine.options import EngineOptions
 from dora_rl.envs.host import Answer
 from dora_rl.types import Prompt, RequestId, SamplingParams, Trajectory
-from dora_rl.workers.crew import Crew
+from dora_rl.workers.pool import WorkerPool
 from dora_rl.workers.eval_turns import EvalTurns
 from dora_rl.workers.eval_worker import evaluate
 
@@ -37,7 +37,7 @@ MODEL = Path(__file__).parents[3] / "recipes" / "models" / "tiny"
 SECTION = EvaluationConfig(num_samples=2)
 
 
-class FakeCrew:
+class FakePool:
     """Remembers what the evaluator was asked."""
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class FakeCrew:
         self.num_restarts += 1
 
 
-class FakePool:
+class FakeScoring:
     """Scores as told: a number, or the reason why there is none."""
 
     def __init__(self, score: Any) -> None:
@@ -69,10 +69,10 @@ class Stand:
 
     def __init__(self, score: Any, num_prompts: int = 10, path: Path | None = None, **more: Any):
         self.prompts = [Prompt(i, (i,), str(i)) for i in range(num_prompts)]
-        self.crew, self.done = FakeCrew(), dict[int, Figures]()
+        self.pool, self.done = FakePool(), dict[int, Figures]()
         self.evaluations = Evaluations(
-            cast(Crew, self.crew),
-            cast(ScoringPool, FakePool(score)),
+            cast(WorkerPool, self.pool),
+            cast(ScoringPool, FakeScoring(score)),
             self.prompts,
             SECTION.model_copy(update=more),
             TailPrompts(self.prompts, path),

@@ -42,7 +42,7 @@ class Run:
             where_to_read=lambda rid: {},
             reward=lambda rid, reward, parts: self.rewards.append(reward),
         )
-        self.pool = SimpleNamespace(
+        self.scoring = SimpleNamespace(
             submit=lambda *args: self.answers.append(args[4]),
             failures=SimpleNamespace(add=lambda why: []),
         )
@@ -51,7 +51,7 @@ class Run:
         self.keeper = SimpleNamespace(note_continued=lambda *args: None)
         self.envs = SimpleNamespace(dispatch=lambda prompt: None)
         self.sent: list[str] = []
-        self.crew = SimpleNamespace(send=lambda name, *args: self.sent.append(name))
+        self.pool = SimpleNamespace(send=lambda name, *args: self.sent.append(name))
         self.handle(ev.Started(self.params))
         self.handle(ev.InstanceJoined("a", 8, versions=(0,)))
         self.handle(ev.TrainerJoined(0, 0))

@@ -34,7 +34,7 @@ class Run:
         self.workers = {name: Worker(name) for name in names}
         self.started: list[str] = []
         self.log = "no GPU"
-        self.crew = SimpleNamespace(
+        self.pool = SimpleNamespace(
             workers=self.workers,
             closing=False,
             restart=self.restart,
@@ -73,10 +73,10 @@ def run() -> Run:
 
 def scorers(run: Run) -> ScoringPool:
     """Two reward workers that start well, beside the others."""
-    pool = ScoringPool(cast(Any, run.crew), 2, 60.0, {})
+    pool = ScoringPool(cast(Any, run.pool), 2, 60.0, {})
     for name in pool.names:
         run.workers[name] = Worker(name)
-    run.pool, run.params = pool, SimpleNamespace(attempts_max=4)  # type: ignore[attr-defined]
+    run.scoring, run.params = pool, SimpleNamespace(attempts_max=4)  # type: ignore[attr-defined]
     return pool
 
 

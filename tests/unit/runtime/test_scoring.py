@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 
 from dora_rl.controller.scoring import Failures, ScoringPool
 from dora_rl.types import Prompt
-from dora_rl.workers.crew import Crew
+from dora_rl.workers.pool import WorkerPool
 from dora_rl.workers.reward_worker import read_items
 
 
-class FakeCrew:
+class FakePool:
     """Remembers what was sent and who was restarted."""
 
     closing = False
@@ -35,8 +35,8 @@ class Desk:
     """A pool of one worker and what it answered."""
 
     def __init__(self, timeout_s: float = 60.0) -> None:
-        self.crew = FakeCrew()
-        self.pool = ScoringPool(cast("Crew", self.crew), 1, timeout_s, {})
+        self.workers = FakePool()
+        self.pool = ScoringPool(cast("WorkerPool", self.workers), 1, timeout_s, {})
         self.answers: dict[str, tuple[float | None, str]] = {}
 
     def submit(self, *texts: str) -> None:
@@ -50,11 +50,11 @@ class Desk:
             self.pool.submit(prompt, text, ids, "stop", answer)
 
     def last(self) -> list[str]:
-        return [item["completion"] for item in self.crew.sent[-1][1]["items"]]
+        return [item["completion"] for item in self.workers.sent[-1][1]["items"]]
 
     def reply(self, *rewards: float) -> None:
         results = [{"reward": reward} for reward in rewards]
-        self.pool.scored("reward0", {"id": self.crew.sent[-1][1]["id"], "results": results})
+        self.pool.scored("reward0", {"id": self.workers.sent[-1][1]["id"], "results": results})
 
 
 def test_one_at_a_time_unless_the_worker_asks_for_more() -> None:
@@ -64,7 +64,7 @@ def test_one_at_a_time_unless_the_worker_asks_for_more() -> None:
     assert desk.last() == ["a"]
     desk.pool.ready("reward0", 2)  # a worker that waits for a judge
     assert desk.last() == ["bb", "ccc"]
-    name, body, ids = desk.crew.sent[-1]
+    name, body, ids = desk.workers.sent[-1]
     assert [item.completion_ids for item in read_items(body["items"], ids)] == [(0, 1), (0, 1, 2)]
     desk.reply(1.0, 0.5)
     assert desk.answers == {"bb": (1.0, ""), "ccc": (0.5, "")}
@@ -88,7 +88,7 @@ def test_the_guilty_sample_alone_pays(how: str) -> None:
         desk.pool.ready("reward0", 8)
 
     fail()
-    assert desk.crew.restarted == ["reward0"]
+    assert desk.workers.restarted == ["reward0"]
     assert set(desk.answers) == {"first"}
     assert desk.last() == ["good"]
     desk.reply(1.0)

@@ -174,7 +174,7 @@ def test_journals_come_home(shard: Shard, tmp_path: Path) -> None:
 
 
 class Mailbox:
-    """What the index says to shards. Stands for the crew."""
+    """What the index says to shards. Stands for the pool."""
 
     closing = False
 

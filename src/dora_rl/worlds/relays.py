@@ -15,7 +15,7 @@ from typing import Any
 from dora_rl.core import actions as act
 from dora_rl.io.wire import Message
 from dora_rl.types import InstanceId, Version
-from dora_rl.worlds.cluster_crew import ClusterCrew, Host
+from dora_rl.worlds.hosts import HostPool, Host
 
 SILENT_S_MAX = 5.0  # a depot that says nothing for so long is on a host that is cut off
 STARTS_MAX = 5
@@ -47,15 +47,15 @@ class Bytes:
 class DepotCarrier:
     """Implements `carrier.Carrier` with one depot per host."""
 
-    def __init__(self, crew: ClusterCrew) -> None:
-        self._crew = crew
-        self._home = crew.cluster.home
+    def __init__(self, pool: HostPool) -> None:
+        self._pool = pool
+        self._home = pool.cluster.home
         self.sites: dict[str, Site] = {}
         self._feeds: dict[Version, dict[str, int]] = {}  # per version and host: sent on to how many
         self._looked_s = 0.0
         self.moved = Bytes()
         self.is_home_ready: Callable[[], bool] = lambda: True
-        crew.usable = self.usable
+        pool.usable = self.usable
 
     def tick(self) -> None:
         """New hosts get a depot, lost ones are forgotten, waiting workers are placed."""
@@ -63,23 +63,23 @@ class DepotCarrier:
         if now - self._looked_s >= HOSTS_S:
             self._looked_s = now
             self._look()
-        self._crew.place_waiting()
+        self._pool.place_waiting()
 
     def _look(self) -> None:
-        hosts = {host.id: host for host in self._crew.cluster.hosts()}
+        hosts = {host.id: host for host in self._pool.cluster.hosts()}
         for gone in [site for site in self.sites.values() if site.host.id not in hosts]:
             self._forget(gone)
         for host in hosts.values():
             if host.id not in self.sites:
                 site = Site(host, f"depot-{host.id[:12]}")
                 self.sites[host.id] = site
-                self._crew.start("depot", site.name, {"host": host.id})
+                self._pool.start("depot", site.name, {"host": host.id})
 
     def _forget(self, site: Site) -> None:
         del self.sites[site.host.id]
         for feeds in self._feeds.values():
             feeds.pop(site.host.id, None)
-        self._crew.discharge(site.name)
+        self._pool.discharge(site.name)
 
     def usable(self) -> list[Host]:
         """Hosts that may get workers: their depot is heard, and what workers need at home is up."""
@@ -120,12 +120,12 @@ class DepotCarrier:
     def lost(self, name: str) -> None:
         """A depot ended. On a host that is still there it is started again."""
         site = self.site_named(name)
-        if site is None or self._crew.closing:
+        if site is None or self._pool.closing:
             return
         site.address, site.there = "", set()
         site.num_starts += 1
         if site.num_starts < STARTS_MAX:  # else the host gets no worker while it is as it is
-            self._crew.restart(name)
+            self._pool.restart(name)
 
     def _ask_again(self) -> None:
         """A depot is new: whoever waits for a version may have to ask it, or be asked again."""
@@ -136,18 +136,18 @@ class DepotCarrier:
     # -- the carrier ------------------------------------------------------------------------------
 
     def load(self, action: act.Load) -> None:
-        host = self._crew.host_of(action.instance)
+        host = self._pool.host_of(action.instance)
         site = self.sites.get(host.id) if host is not None else None
         if site is None or site.host.id == self._home.id or action.version in site.wanted:
             return
         site.wanted.add(action.version)
-        donor = self._crew.host_of(action.donor) if action.donor is not None else None
+        donor = self._pool.host_of(action.donor) if action.donor is not None else None
         self._fetch(site, action.version, donor)
 
     def _fetch(self, site: Site, version: Version, donor: Host | None) -> None:
         sources = self._sources(site, version, donor)
         body = {"version": version, "sources": [other.address for other in sources]}
-        self._crew.send(site.name, "fetch", body)
+        self._pool.send(site.name, "fetch", body)
 
     def _sources(self, site: Site, version: Version, donor: Host | None) -> list[Site]:
         """The donor's host or the one that feeds the fewest, then the learner's."""
@@ -169,7 +169,7 @@ class DepotCarrier:
         return [best] if best is home else [best, home]
 
     def exported(self, body: dict[str, Any], src: InstanceId) -> dict[str, Any]:
-        here, there = self._crew.host_of(src), self._crew.host_of(body["dst"])
+        here, there = self._pool.host_of(src), self._pool.host_of(body["dst"])
         if here is None or there is None or here.id == there.id or here.id not in self.sites:
             return {}
         return {"depot": self.sites[here.id].address}
@@ -186,4 +186,4 @@ class DepotCarrier:
             site.wanted -= set(versions)
             site.there -= set(versions)
             if site.host.id != self._home.id:
-                self._crew.send(site.name, "retire", {"versions": sorted(versions)})
+                self._pool.send(site.name, "retire", {"versions": sorted(versions)})

@@ -1,7 +1,7 @@
 """The workers of a run on several hosts: where each one is placed, started, heard and replaced.
 
 Who starts a process on another host is behind `Cluster` (Ray, or plain processes in tests); the
-crew decides on which host, keeps a worker waiting while no host has room for it, and hears of its
+pool decides on which host, keeps a worker waiting while no host has room for it, and hears of its
 end. Messages travel as on one machine, over TCP instead of a local socket: see `wire`.
 
 A host takes workers only while its depot is heard: one that is cut off gets nothing new, long
@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 from dora_rl.config import RunConfig
 from dora_rl.io.connection import answer_at_once
-from dora_rl.workers.crew import Crew, Letter, Process, Worker
+from dora_rl.workers.pool import WorkerPool, Envelope, Process, Worker
 
 LAST_WORDS_S = 2.0  # for what a worker said to arrive after its end is known
 AT_HOME = ("evaluator", "storage")  # roles that need the run directory
@@ -94,7 +94,7 @@ def choose_host(
 
 
 class RemoteProcess:
-    """A worker's process, perhaps still waiting for a host. Implements `crew.Process`."""
+    """A worker's process, perhaps still waiting for a host. Implements `pool.Process`."""
 
     def __init__(self, role: str, name: str) -> None:
         self.role, self.name = role, name
@@ -130,8 +130,8 @@ class RemoteProcess:
             self.task.kill()
 
 
-class ClusterCrew(Crew):
-    """The crew over several hosts."""
+class HostPool(WorkerPool):
+    """The pool over several hosts."""
 
     def __init__(
         self,
@@ -244,7 +244,7 @@ class ClusterCrew(Crew):
             with (self._run_dir / "logs" / f"{worker.name}.log").open("a") as log:
                 log.write(process.reason.rstrip() + "\n")
         worker.outbox.put(None)
-        self.inbox.put(Letter(worker.name, worker.life, None))
+        self.inbox.put(Envelope(worker.name, worker.life, None))
 
     def overdue(self, limit_s: float) -> list[str]:
         """As in one machine, but a worker that waits for a host is no fault of its own."""

@@ -45,7 +45,7 @@ SAVE_WAIT_S = 600.0  # for a worker that was asked to end and says that it is sa
 
 
 class Process(Protocol):
-    """What the crew asks of a worker's process, here or on another host (as `subprocess.Popen`)."""
+    """What the pool asks of a worker's process, here or on another host (as `subprocess.Popen`)."""
 
     def poll(self) -> int | None: ...
     def wait(self, timeout: float | None = None) -> int: ...
@@ -53,7 +53,7 @@ class Process(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Letter:
+class Envelope:
     """What a worker said; `message` None: it is gone."""
 
     name: str
@@ -97,7 +97,7 @@ def worker_environment() -> dict[str, str]:
     return environment
 
 
-class Crew:
+class WorkerPool:
     """All workers of one run."""
 
     def __init__(
@@ -115,7 +115,7 @@ class Crew:
         self._claim: int | None = None
         self._listener, self.address = self._listen()
         self._lock = threading.Lock()
-        self.inbox: queue.SimpleQueue[Letter] = queue.SimpleQueue()
+        self.inbox: queue.SimpleQueue[Envelope] = queue.SimpleQueue()
         self.workers: dict[str, Worker] = {}
         self.lives: dict[str, int] = {}
         self.num_refused = 0  # connections that did not know the key
@@ -190,7 +190,7 @@ class Crew:
         if worker.reader is not None:
             worker.reader.join(KILL_WAIT_S)  # what it said comes before its end
         worker.outbox.put(None)
-        self.inbox.put(Letter(worker.name, worker.life, None))
+        self.inbox.put(Envelope(worker.name, worker.life, None))
 
     def restart(self, name: str) -> None:
         """Replace a worker; returns when the old process is gone, so the two never meet."""
@@ -213,9 +213,9 @@ class Crew:
                 worker.process.kill()
         self._close()
 
-    def current(self, letter: Letter) -> bool:
-        """Whether the letter comes from the worker that has this name now."""
-        return self.lives.get(letter.name) == letter.life
+    def current(self, envelope: Envelope) -> bool:
+        """Whether the envelope comes from the worker that has this name now."""
+        return self.lives.get(envelope.name) == envelope.life
 
     def overdue(self, limit_s: float) -> list[str]:
         """Workers that were started long ago and have not said that they are ready."""
@@ -281,7 +281,7 @@ class Crew:
             if message.kind == "saving":
                 worker.saving = True
                 continue
-            self.inbox.put(Letter(worker.name, worker.life, message))
+            self.inbox.put(Envelope(worker.name, worker.life, message))
 
     def _write(self, worker: Worker) -> None:
         assert worker.channel is not None
