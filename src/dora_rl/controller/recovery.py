@@ -116,7 +116,7 @@ class Recovery:
         run = self._run
         if name.startswith("learner"):
             why = run.pool.why_ended(name)
-            life = run.pool.workers["learner"].life
+            life = run.pool.workers["learner"].incarnation
             run.handle(ev.TrainerLost(why, incarnation=life))
             if run.stop is None:
                 run.on_wait([f"the {name} ended and begins again at the newest version: {why}"])
@@ -129,5 +129,5 @@ class Recovery:
     def _lose_instance(self, name: str) -> None:
         run = self._run
         run.journals.collect(name, alive=set(run.state.groups))
-        life = run.pool.workers[name].life
+        life = run.pool.workers[name].incarnation
         run.handle(ev.InstanceLost(name, run.pool.why_ended(name), incarnation=life))

@@ -66,10 +66,10 @@ class InstanceWorker:
         self.seed = config.runtime.seed
         self.params = config.rollout.sampling_params()
         self.resident_max = int(setup.extra["resident_max"])
-        path = Path(setup.run_dir) / "journal" / f"{setup.name}.{setup.life}.jsonl"
+        path = Path(setup.run_dir) / "journal" / f"{setup.name}.{setup.incarnation}.jsonl"
         key, shards = bytes.fromhex(setup.key), setup.extra.get("storage")
         # On a cluster rows and journal lines go to storage shards, beside the run directory.
-        self.storage = StorageStream(key, setup.name, setup.life, shards) if shards else None
+        self.storage = StorageStream(key, setup.name, setup.incarnation, shards) if shards else None
         journal = Journal(self.storage or path, config.rollout.journal_steps)
         self.arrivals = Arrivals(key)
         decode = _decoder(config.model.path) if self.params.stop_strings else None
@@ -103,7 +103,7 @@ class InstanceWorker:
                 self.resident_max,
                 tokens,
                 bool(self.setup.extra["elastic"]),
-                life=self.setup.life,
+                life=self.setup.incarnation,
             )
         )
         while True:
@@ -288,7 +288,7 @@ class InstanceWorker:
                 trajectory.logprobs,
                 trajectory.loss_mask,
             ),
-            incarnation=self.setup.life,
+            incarnation=self.setup.incarnation,
         )
         samples, arrays = to_message([replace(trajectory, reward=reward)])
         body = {"event": encode_event(event), "samples": samples}
@@ -357,7 +357,7 @@ class InstanceWorker:
 
     def say(self, event: ev.FromInstance) -> None:
         """What the core is told of this instance says which incarnation of it speaks."""
-        self.channel.send_event(replace(event, incarnation=self.setup.life))
+        self.channel.send_event(replace(event, incarnation=self.setup.incarnation))
 
     def _export(self, action: act.Move) -> None:
         """Write the request to shared memory and say where; it stays here until it has arrived."""

@@ -252,7 +252,7 @@ class LearnerWorker:
         optimizer = self.optimizer_version if self.version else 0
         for line in self.notes:
             self.channel.send("note", {"line": f"learner: {line}"})
-        life = self.setup.life
+        life = self.setup.incarnation
         self.channel.send_event(
             ev.TrainerJoined(self.version, optimizer, incarnation=life, durable=self.version)
         )
@@ -268,7 +268,7 @@ class LearnerWorker:
             self.channel.send("note", {"line": f"learner: {line}"})
 
     def _beat(self) -> None:
-        life = self.setup.life
+        life = self.setup.incarnation
         self.channel.send_event(ev.TrainerReport(self.version, self.progress, incarnation=life))
 
     def _handle(self, message: Message) -> None:
@@ -321,7 +321,7 @@ class LearnerWorker:
             return
         assert set(action.groups) == self.fed, "the batch closed with other groups than were fed"
         if self.rank == 0:
-            life = self.setup.life
+            life = self.setup.incarnation
             self.channel.send_event(ev.BatchAccepted(action.step, incarnation=life))
         with self._at_work():
             metrics = self.learner.finish_step()
@@ -346,14 +346,14 @@ class LearnerWorker:
         def tell(checksum: str) -> None:
             metrics["time/weight_sync"] = time.monotonic() - trained_s
             usage = {"busy_s": busy_s, "cpu_s": time.process_time()}
-            life = self.setup.life
+            life = self.setup.incarnation
             # It was this one's turn: the one before is durable.
             said = ev.StepCommitted(action.step, checksum, incarnation=life, durable=action.step)
             body = {"event": encode_event(said), "metrics": metrics, "usage": usage}
             self.channel.send("committed", body)
 
         def tell_durable() -> None:
-            life = self.setup.life
+            life = self.setup.incarnation
             self.channel.send_event(ev.VersionDurable(action.step + 1, incarnation=life))
 
         durable = self._seal(action.step + 1, metrics, tell, tell_durable)

@@ -57,7 +57,7 @@ class Envelope:
     """What a worker said; `message` None: it is gone."""
 
     name: str
-    life: int
+    incarnation: int
     message: Message | None
 
 
@@ -65,7 +65,7 @@ class Envelope:
 class Worker:
     role: str
     name: str
-    life: int
+    incarnation: int
     process: Process
     extra: dict[str, Any]
     started_s: float
@@ -105,19 +105,19 @@ class WorkerPool:
         config: RunConfig,
         run_dir: Path,
         *,
-        first_life: int = 0,
+        first_incarnation: int = 0,
         keep_fds: tuple[int, ...] = (),
     ) -> None:
         self._config = config.model_dump(mode="json")
         self._run_dir = run_dir
-        self._first_life, self._keep_fds = first_life, keep_fds
+        self._first_incarnation, self._keep_fds = first_incarnation, keep_fds
         self._key = secrets.token_bytes(32)
         self._claim: int | None = None
         self._listener, self.address = self._listen()
         self._lock = threading.Lock()
         self.inbox: queue.SimpleQueue[Envelope] = queue.SimpleQueue()
         self.workers: dict[str, Worker] = {}
-        self.lives: dict[str, int] = {}
+        self.incarnations: dict[str, int] = {}
         self.num_refused = 0  # connections that did not know the key
         self.closing = False
         self._server: ForkServer | None = None
@@ -132,16 +132,16 @@ class WorkerPool:
 
     def start(self, role: str, name: str, extra: dict[str, Any]) -> Worker:
         """Start (or start again) a worker under this name."""
-        life = self.lives.get(name, self._first_life - 1) + 1
+        incarnation = self.incarnations.get(name, self._first_incarnation - 1) + 1
         process = self._spawn(role, name)
-        worker = Worker(role, name, life, process, extra, time.monotonic())
+        worker = Worker(role, name, incarnation, process, extra, time.monotonic())
         with self._lock:
-            self.lives[name] = life
+            self.incarnations[name] = incarnation
             self.workers[name] = worker
         setup = {
             "role": role,
             "name": name,
-            "life": life,
+            "incarnation": incarnation,
             "address": self.address,
             "key": self._key.hex(),
             "run_dir": str(self._run_dir),
@@ -190,7 +190,7 @@ class WorkerPool:
         if worker.reader is not None:
             worker.reader.join(KILL_WAIT_S)  # what it said comes before its end
         worker.outbox.put(None)
-        self.inbox.put(Envelope(worker.name, worker.life, None))
+        self.inbox.put(Envelope(worker.name, worker.incarnation, None))
 
     def restart(self, name: str) -> None:
         """Replace a worker; returns when the old process is gone, so the two never meet."""
@@ -215,7 +215,7 @@ class WorkerPool:
 
     def current(self, envelope: Envelope) -> bool:
         """Whether the envelope comes from the worker that has this name now."""
-        return self.lives.get(envelope.name) == envelope.life
+        return self.incarnations.get(envelope.name) == envelope.incarnation
 
     def overdue(self, limit_s: float) -> list[str]:
         """Workers that were started long ago and have not said that they are ready."""
@@ -257,10 +257,10 @@ class WorkerPool:
         self._welcome(hello, channel)
 
     def _welcome(self, hello: Message, channel: Channel) -> None:
-        name, life = hello.body["name"], hello.body["life"]
+        name, incarnation = hello.body["name"], hello.body["incarnation"]
         with self._lock:
             worker = self.workers.get(name)
-            if worker is None or worker.life != life:
+            if worker is None or worker.incarnation != incarnation:
                 channel.close()
                 return
             worker.channel = channel
@@ -281,7 +281,7 @@ class WorkerPool:
             if message.kind == "saving":
                 worker.saving = True
                 continue
-            self.inbox.put(Envelope(worker.name, worker.life, message))
+            self.inbox.put(Envelope(worker.name, worker.incarnation, message))
 
     def _write(self, worker: Worker) -> None:
         assert worker.channel is not None

@@ -43,7 +43,7 @@ class Setup:
 
     role: str
     name: str
-    life: int
+    incarnation: int
     address: str
     key: str
     run_dir: str
@@ -164,7 +164,7 @@ def serve(setup: Setup) -> None:
     """Connect and do what the role does, until the controller says "end" or is gone."""
     channel = Channel.connect(setup.address, bytes.fromhex(setup.key))
     arm(setup.role)
-    channel.send("hello", {"role": setup.role, "name": setup.name, "life": setup.life})
+    channel.send("hello", {"role": setup.role, "name": setup.name, "incarnation": setup.incarnation})
     listen(send_user_errors(channel))
     try:
         _run(setup, channel)

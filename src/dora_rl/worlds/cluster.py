@@ -54,7 +54,7 @@ class ClusterRun(LocalRun):
             self.cluster,
             self._demand,
             self._for_host,
-            first_life=self.journals.next_life(),
+            first_incarnation=self.journals.next_life(),
         )
         self.depots = DepotCarrier(pool)
         self.depots.is_home_ready = lambda: self.index.is_ready

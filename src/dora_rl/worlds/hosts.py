@@ -141,12 +141,12 @@ class HostPool(WorkerPool):
         demands: Callable[[str, str], Mapping[str, float]],
         for_host: Callable[[Host], dict[str, Any]],
         *,
-        first_life: int = 0,
+        first_incarnation: int = 0,
     ) -> None:
         self.cluster, self._demands, self._for_host = cluster, demands, for_host
         self.usable: Callable[[], list[Host]] = lambda: [cluster.home]
         self._waiting: list[RemoteProcess] = []
-        super().__init__(config, run_dir, first_life=first_life)
+        super().__init__(config, run_dir, first_incarnation=first_incarnation)
 
     def _listen(self) -> tuple[Listener, str]:
         listener = Listener((self.cluster.home.ip, 0), family="AF_INET", backlog=64)
@@ -193,7 +193,8 @@ class HostPool(WorkerPool):
         setup = json.loads(process.setup)
         setup["extra"] |= self._for_host(host)
         process.start(host, demand, self.cluster.launch(host, demand, json.dumps(setup)))
-        record = {name: setup[name] for name in ("role", "name", "life")} | {"host": host.ip}
+        record = {"role": process.role, "name": process.name, "life": setup["incarnation"]}
+        record["host"] = host.ip
         with (self._run_dir / "placements.jsonl").open("a") as file:
             file.write(json.dumps(record) + "\n")
         return True
@@ -244,7 +245,7 @@ class HostPool(WorkerPool):
             with (self._run_dir / "logs" / f"{worker.name}.log").open("a") as log:
                 log.write(process.reason.rstrip() + "\n")
         worker.outbox.put(None)
-        self.inbox.put(Envelope(worker.name, worker.life, None))
+        self.inbox.put(Envelope(worker.name, worker.incarnation, None))
 
     def overdue(self, limit_s: float) -> list[str]:
         """As in one machine, but a worker that waits for a host is no fault of its own."""
@@ -269,5 +270,5 @@ class HostPool(WorkerPool):
         """End a worker for good."""
         self.kill(name)
         with self._lock:
-            self.lives[name] += 1  # its end is no news
+            self.incarnations[name] += 1  # its end is no news
             del self.workers[name]

@@ -166,7 +166,7 @@ class LocalRun:
     def _hire(self) -> tuple[WorkerPool, Carrier]:
         """Who starts workers and carries messages, and how weights and KV travel."""
         keep, life = (self.lock.fd,), self.journals.next_life()
-        return WorkerPool(self.config, self.run_dir, first_life=life, keep_fds=keep), SameHost()
+        return WorkerPool(self.config, self.run_dir, first_incarnation=life, keep_fds=keep), SameHost()
 
     @property
     def state(self) -> State:
@@ -370,14 +370,14 @@ class LocalRun:
             case "finished":
                 self._finished(message)
             case "committed":
-                self._committed(envelope.life, message)
+                self._committed(envelope.incarnation, message)
             case "usage":
                 body = message.body
-                self.records.usage(name, envelope.life, body["busy_s"], body["cpu_s"])
+                self.records.usage(name, envelope.incarnation, body["busy_s"], body["cpu_s"])
             case "note":
                 self.on_wait([message.body["line"]])
             case "exported" | "imported" | "import_failed":
-                on_moving(self, name, envelope.life, message)
+                on_moving(self, name, envelope.incarnation, message)
             case "user_error":
                 self.records.totals.num_user_errors += 1
                 self.user_errors.add(name, message.body)

@@ -60,7 +60,7 @@ def test_a_killed_worker_is_reported_after_its_last_word(pool: WorkerPool) -> No
     worker = pool.start("reward", "reward0", {"base_dir": "."})
     assert next_envelope(pool).message is not None
     os.kill(worker.process.pid, signal.SIGKILL)
-    assert next_envelope(pool) == Envelope("reward0", worker.life, None)
+    assert next_envelope(pool) == Envelope("reward0", worker.incarnation, None)
     pool.send("reward0", "score", {})  # to nobody: no error
 
 

@@ -15,7 +15,7 @@ from dora_rl.workers.last_words import why_ended
 
 class Worker:
     def __init__(self, name: str, life: int = 0) -> None:
-        self.life = life
+        self.incarnation = life
         self.name, self.role = name, name.rstrip("0123456789")
         self.joined = True
         self.process = self
@@ -53,7 +53,7 @@ class Run:
         self.recovery = Recovery(cast(Any, self))
 
     def restart(self, name: str) -> None:
-        self.workers[name] = Worker(name, self.workers[name].life + 1)
+        self.workers[name] = Worker(name, self.workers[name].incarnation + 1)
         self.workers[name].joined = False
         self.started.append(name)
 

@@ -74,7 +74,7 @@ def test_a_killed_server_takes_its_workers_along_and_others_start_without_it(poo
     assert isinstance(worker.process, ForkedProcess)
     pid = worker.process.pid
     os.kill(parent_of(pid), signal.SIGKILL)
-    assert next_envelope(pool) == Envelope("reward0", worker.life, None)
+    assert next_envelope(pool) == Envelope("reward0", worker.incarnation, None)
     wait_until_gone(pid)
     pool.restart("reward0")
     envelope = next_envelope(pool)
