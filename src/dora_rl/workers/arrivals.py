@@ -29,7 +29,7 @@ class Arrivals:
         self._open: list[dict[str, Any]] = []
 
     def fetch(self, body: dict[str, Any]) -> None:
-        """Get the exported request that `body` names from its host's depot."""
+        """Get the exported request that `body` names from its host's relay."""
         self._open.append(body)
         threading.Thread(target=self._fetch, args=(body,), daemon=True).start()
 
@@ -44,7 +44,7 @@ class Arrivals:
 
     def _fetch(self, body: dict[str, Any]) -> None:
         try:
-            with contextlib.closing(Link.connect(body["depot"], self._key)) as link:
+            with contextlib.closing(Link.connect(body["relay"], self._key)) as link:
                 answer = link.ask("request", name=body["path"])
                 self._done.put((body, link.read(int(answer["num_bytes"]))))
         except TransportError as error:

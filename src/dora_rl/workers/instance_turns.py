@@ -18,13 +18,13 @@ from dora_rl.types import Finish, RequestId, Trajectory
 from dora_rl.workers.turns import apply_answer
 
 if TYPE_CHECKING:
-    from dora_rl.workers.instance_worker import InstanceWorker
+    from dora_rl.workers.rollout import RolloutWorker
 
 
 class InstanceTurns:
     """Asks and answers of one instance."""
 
-    def __init__(self, worker: InstanceWorker) -> None:
+    def __init__(self, worker: RolloutWorker) -> None:
         self._worker = worker
 
     def ended(self, trajectory: Trajectory) -> bool:

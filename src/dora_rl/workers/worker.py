@@ -187,29 +187,29 @@ def serve(setup: Setup) -> None:
 
 def _run(setup: Setup, channel: Channel) -> None:
     if setup.role == "instance":
-        from dora_rl.workers.instance_worker import InstanceWorker
+        from dora_rl.workers.rollout import RolloutWorker
 
-        InstanceWorker(setup, channel).run()
+        RolloutWorker(setup, channel).run()
     elif setup.role == "learner":
-        from dora_rl.workers.learner_worker import LearnerWorker
+        from dora_rl.workers.learner import LearnerWorker
 
         LearnerWorker(setup, channel).run()
     elif setup.role == "reward":
-        from dora_rl.workers.reward_worker import serve_rewards
+        from dora_rl.workers.reward import serve_rewards
 
         serve_rewards(setup, channel)
     elif setup.role == "env":
-        from dora_rl.workers.env_worker import serve_environments
+        from dora_rl.workers.environment import serve_environments
 
         serve_environments(setup, channel)
     elif setup.role == "evaluator":
-        from dora_rl.workers.eval_worker import serve_evaluations
+        from dora_rl.workers.evaluator import serve_evaluations
 
         serve_evaluations(setup, channel)
-    elif setup.role == "depot":
-        from dora_rl.workers.depot_worker import serve_depot
+    elif setup.role == "relay":
+        from dora_rl.workers.relay import serve_relay
 
-        serve_depot(setup, channel)
+        serve_relay(setup, channel)
     elif setup.role == "storage":
         from dora_rl.store.storage import serve_storage
 

@@ -29,7 +29,7 @@ from dora_rl.types import StepIndex, UserError
 from dora_rl.weights.carrier import Carrier
 from dora_rl.weights.leftovers import transfer_of
 from dora_rl.workers.pool import WorkerPool, Envelope
-from dora_rl.worlds.relays import DepotCarrier
+from dora_rl.worlds.relays import RelayCarrier
 from dora_rl.worlds.hosts import Cluster, HostPool, Host
 from dora_rl.worlds.local import TICK_S, LocalRun
 
@@ -56,9 +56,9 @@ class ClusterRun(LocalRun):
             self._for_host,
             first_incarnation=self.journals.next_life(),
         )
-        self.depots = DepotCarrier(pool)
-        self.depots.is_home_ready = lambda: self.index.is_ready
-        return pool, self.depots
+        self.relays = RelayCarrier(pool)
+        self.relays.is_head_ready = lambda: self.index.is_ready
+        return pool, self.relays
 
     def _open_samples(self) -> Samples:
         shards = self.config.resources.storage_shards
@@ -71,13 +71,13 @@ class ClusterRun(LocalRun):
     def _for_host(self, host: Host) -> dict[str, Any]:
         """What a worker is told of the host it is placed on. Elsewhere the store is a cache."""
         weights = self.layout.weights_root
-        at_home = host.id == self.cluster.home.id
-        if not at_home:
+        at_head = host.id == self.cluster.head.id
+        if not at_head:
             # A cache that a lost lineage has left there is never taken for this one's.
             lineage = f"-{self.lineage}" if self.lineage else ""
             weights = weights.with_name(f"{weights.name}@{host.ip}{lineage}")
         return {
-            "at_home": at_home,
+            "at_head": at_head,
             "ip": host.ip,
             "storage": list(self.index.addresses),
             "weights_root": str(weights),
@@ -111,7 +111,7 @@ class ClusterRun(LocalRun):
         if pool.has_room("instance", name):
             pool.start("instance", name, self.layout.instance_extra(name))
 
-    # -- what depots and shards say ---------------------------------------------------------------
+    # -- what relays and shards say ---------------------------------------------------------------
 
     def read(self, envelope: Envelope) -> None:
         name, message = envelope.name, envelope.message
@@ -121,18 +121,18 @@ class ClusterRun(LocalRun):
         elif not self.pool.current(envelope):
             return
         elif message is None:
-            self.depots.lost(name) if role == "depot" else self.index.lost(name)
+            self.relays.lost(name) if role == "depot" else self.index.lost(name)
         elif message.kind in ("fatal", "fault"):
             self._fatal(name, message.body["reason"])
         else:
             self.pool.workers[name].joined = True
             if role == "depot":
-                self.depots.hear(name, message)
+                self.relays.hear(name, message)
             else:
                 self._hear_storage(name, message)
 
     def _fatal(self, name: str, reason: str) -> None:
-        """What is wrong at home from the start ends the run; a host elsewhere is done without."""
+        """What is wrong on the head node from the start ends the run; a host elsewhere is done without."""
         if not self.pool.workers[name].joined and self.pool.workers[name].role == "storage":
             raise UserError(f"{name}: {reason}")
         self.on_wait([f"{name}: {reason}"])
@@ -140,7 +140,7 @@ class ClusterRun(LocalRun):
     def _hear_storage(self, name: str, message: Message) -> None:
         body = message.body
         if message.kind == "ready":
-            address = f"tcp://{self.cluster.home.ip}:{body['port']}"
+            address = f"tcp://{self.cluster.head.ip}:{body['port']}"
             self.index.ready(name, address, body["groups"], self.state.groups)
         elif message.kind == "stored":
             self._stored(message)
@@ -203,11 +203,11 @@ def demand_of(config: RunConfig, layout: Layout, role: str, name: str) -> dict[s
 
 def check_room(config: RunConfig, layout: Layout, cluster: Cluster) -> None:
     """The learner's first rank needs room on the controller's host: say so before it waits."""
-    demand, home = demand_of(config, layout, "learner", "learner"), cluster.home
+    demand, head = demand_of(config, layout, "learner", "learner"), cluster.head
     for what, amount in demand.items():
-        there = home.resources.get(what, 0.0)
+        there = head.resources.get(what, 0.0)
         if there < amount:
             raise UserError(
-                f"the learner runs on the controller's host ({home.ip}) and needs {amount:g} "
+                f"the learner runs on the controller's host ({head.ip}) and needs {amount:g} "
                 f"{what}; the cluster counts {there:g} there: start dora-rl on a host with more"
             )

@@ -46,7 +46,7 @@ def evaluate_once(
     from dora_rl.engine.options import EngineOptions
     from dora_rl.setup.prepare import open_tokenizer
     from dora_rl.workers.eval_turns import EvalTurns
-    from dora_rl.workers.eval_worker import evaluate
+    from dora_rl.workers.evaluator import evaluate
     from dora_rl.workers.turns import row_of
 
     torch.set_num_threads(max(1, config.rollout.threads))

@@ -4,7 +4,7 @@ Who starts a process on another host is behind `Cluster` (Ray, or plain processe
 pool decides on which host, keeps a worker waiting while no host has room for it, and hears of its
 end. Messages travel as on one machine, over TCP instead of a local socket: see `wire`.
 
-A host takes workers only while its depot is heard: one that is cut off gets nothing new, long
+A host takes workers only while its relay is heard: one that is cut off gets nothing new, long
 before the cluster itself has noticed. Invariant: what is placed on a host never needs more than
 the host has.
 """
@@ -27,8 +27,8 @@ from dora_rl.io.connection import answer_at_once
 from dora_rl.workers.pool import WorkerPool, Envelope, Process, Worker
 
 LAST_WORDS_S = 2.0  # for what a worker said to arrive after its end is known
-AT_HOME = ("evaluator", "storage")  # roles that need the run directory
-SERVING = ("storage", "depot")
+AT_HEAD = ("evaluator", "storage")  # roles that need the run directory
+SERVING = ("storage", "relay")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Cluster(Protocol):
     """Hosts that come and go, and processes on them."""
 
     @property
-    def home(self) -> Host:
+    def head(self) -> Host:
         """The controller's own host."""
         ...
 
@@ -144,13 +144,13 @@ class HostPool(WorkerPool):
         first_incarnation: int = 0,
     ) -> None:
         self.cluster, self._demands, self._for_host = cluster, demands, for_host
-        self.usable: Callable[[], list[Host]] = lambda: [cluster.home]
+        self.usable: Callable[[], list[Host]] = lambda: [cluster.head]
         self._waiting: list[RemoteProcess] = []
         super().__init__(config, run_dir, first_incarnation=first_incarnation)
 
     def _listen(self) -> tuple[Listener, str]:
-        listener = Listener((self.cluster.home.ip, 0), family="AF_INET", backlog=64)
-        return listener, f"tcp://{self.cluster.home.ip}:{listener.address[1]}"
+        listener = Listener((self.cluster.head.ip, 0), family="AF_INET", backlog=64)
+        return listener, f"tcp://{self.cluster.head.ip}:{listener.address[1]}"
 
     def _greet(self, connection: Connection) -> None:
         with contextlib.suppress(OSError):
@@ -200,16 +200,16 @@ class HostPool(WorkerPool):
         return True
 
     def _host_for(self, process: RemoteProcess, demand: Mapping[str, float]) -> Host | None:
-        home = self.cluster.home
+        head = self.cluster.head
         wanted = json.loads(process.setup)["extra"].get("host")
         if wanted is not None:
             return next((h for h in self.cluster.hosts() if h.id == wanted), None)
-        if process.name == "learner" or process.role in AT_HOME:
-            hosts = [home]
+        if process.name == "learner" or process.role in AT_HEAD:
+            hosts = [head]
         else:
             hosts = self.usable()
             if json.loads(process.setup)["extra"].get("beside_learner"):
-                hosts = [host for host in hosts if host.id == home.id]
+                hosts = [host for host in hosts if host.id == head.id]
         return choose_host(hosts, self.placed(), process.role, demand)
 
     def placed(self) -> dict[str, list[tuple[str, Mapping[str, float]]]]:

@@ -86,15 +86,15 @@ class RayCluster:
             ray.init(**options)
         except (RayError, ConnectionError, RuntimeError, ValueError) as error:
             raise UserError(f"runtime.address: no Ray cluster at {address!r}: {error}") from None
-        self._home_id = ray.get_runtime_context().get_node_id()
+        self._head_id = ray.get_runtime_context().get_node_id()
         self._closed = False
         self._hosts = _alive()
-        self._home = next(host for host in self._hosts if host.id == self._home_id)
+        self._head = next(host for host in self._hosts if host.id == self._head_id)
         threading.Thread(target=self._look, daemon=True).start()
 
     @property
-    def home(self) -> Host:
-        return self._home
+    def head(self) -> Host:
+        return self._head
 
     def hosts(self) -> Sequence[Host]:
         """As of the last look; the controller never waits for Ray to answer."""

@@ -1,6 +1,6 @@
-"""Weights and KV between hosts: which depot pulls what from whom. No byte passes through here.
+"""Weights and KV between hosts: which relay pulls what from whom. No byte passes through here.
 
-Every host has a depot. A version is pulled once per host, from the host of the donor that the core
+Every host has a relay. A version is pulled once per host, from the host of the donor that the core
 named, else from the host that passes it on to the fewest (the learner's host among them), so that
 hosts that load at the same time form a chain and the learner's host sends the version once.
 """
@@ -17,14 +17,14 @@ from dora_rl.io.wire import Message
 from dora_rl.types import InstanceId, Version
 from dora_rl.worlds.hosts import HostPool, Host
 
-SILENT_S_MAX = 5.0  # a depot that says nothing for so long is on a host that is cut off
+SILENT_S_MAX = 5.0  # a relay that says nothing for so long is on a host that is cut off
 STARTS_MAX = 5
 HOSTS_S = 1.0  # between two looks at the cluster
 
 
 @dataclass(slots=True)
 class Site:
-    """A host and its depot, as the controller knows them."""
+    """A host and its relay, as the controller knows them."""
 
     host: Host
     name: str
@@ -37,28 +37,28 @@ class Site:
 
 @dataclass(slots=True)
 class Bytes:
-    """What depots have reported: over all hosts, since the start."""
+    """What relays have reported: over all hosts, since the start."""
 
     weights: int = 0
     fetches: int = 0
     fetch_s: float = 0.0
 
 
-class DepotCarrier:
-    """Implements `carrier.Carrier` with one depot per host."""
+class RelayCarrier:
+    """Implements `carrier.Carrier` with one relay per host."""
 
     def __init__(self, pool: HostPool) -> None:
         self._pool = pool
-        self._home = pool.cluster.home
+        self._head = pool.cluster.head
         self.sites: dict[str, Site] = {}
         self._feeds: dict[Version, dict[str, int]] = {}  # per version and host: sent on to how many
         self._looked_s = 0.0
         self.moved = Bytes()
-        self.is_home_ready: Callable[[], bool] = lambda: True
+        self.is_head_ready: Callable[[], bool] = lambda: True
         pool.usable = self.usable
 
     def tick(self) -> None:
-        """New hosts get a depot, lost ones are forgotten, waiting workers are placed."""
+        """New hosts get a relay, lost ones are forgotten, waiting workers are placed."""
         now = time.monotonic()
         if now - self._looked_s >= HOSTS_S:
             self._looked_s = now
@@ -73,7 +73,7 @@ class DepotCarrier:
             if host.id not in self.sites:
                 site = Site(host, f"depot-{host.id[:12]}")
                 self.sites[host.id] = site
-                self._pool.start("depot", site.name, {"host": host.id})
+                self._pool.start("relay", site.name, {"host": host.id})
 
     def _forget(self, site: Site) -> None:
         del self.sites[site.host.id]
@@ -82,21 +82,21 @@ class DepotCarrier:
         self._pool.discharge(site.name)
 
     def usable(self) -> list[Host]:
-        """Hosts that may get workers: their depot is heard, and what workers need at home is up."""
+        """Hosts that may get workers: their relay is heard, and what they need on the head node is up."""
         now = time.monotonic()
-        home = self.sites.get(self._home.id)
-        if home is None or not home.address or not self.is_home_ready():
+        head = self.sites.get(self._head.id)
+        if head is None or not head.address or not self.is_head_ready():
             return []
         return [
             site.host
             for site in self.sites.values()
-            if site.address and (site.host.id == self._home.id or self._is_heard(site, now))
+            if site.address and (site.host.id == self._head.id or self._is_heard(site, now))
         ]
 
     def _is_heard(self, site: Site, now: float) -> bool:
         return now - site.heard_s < SILENT_S_MAX
 
-    # -- what depots say --------------------------------------------------------------------------
+    # -- what relays say --------------------------------------------------------------------------
 
     def site_named(self, name: str) -> Site | None:
         return next((site for site in self.sites.values() if site.name == name), None)
@@ -118,7 +118,7 @@ class DepotCarrier:
             self.moved.fetch_s += body["seconds"]
 
     def lost(self, name: str) -> None:
-        """A depot ended. On a host that is still there it is started again."""
+        """A relay ended. On a host that is still there it is started again."""
         site = self.site_named(name)
         if site is None or self._pool.closing:
             return
@@ -128,7 +128,7 @@ class DepotCarrier:
             self._pool.restart(name)
 
     def _ask_again(self) -> None:
-        """A depot is new: whoever waits for a version may have to ask it, or be asked again."""
+        """A relay is new: whoever waits for a version may have to ask it, or be asked again."""
         for site in self.sites.values():
             for version in site.wanted - site.there:
                 self._fetch(site, version, None)
@@ -138,7 +138,7 @@ class DepotCarrier:
     def load(self, action: act.Load) -> None:
         host = self._pool.host_of(action.instance)
         site = self.sites.get(host.id) if host is not None else None
-        if site is None or site.host.id == self._home.id or action.version in site.wanted:
+        if site is None or site.host.id == self._head.id or action.version in site.wanted:
             return
         site.wanted.add(action.version)
         donor = self._pool.host_of(action.donor) if action.donor is not None else None
@@ -151,28 +151,28 @@ class DepotCarrier:
 
     def _sources(self, site: Site, version: Version, donor: Host | None) -> list[Site]:
         """The donor's host or the one that feeds the fewest, then the learner's."""
-        feeds = self._feeds.setdefault(version, {self._home.id: 0})
-        home, now = self.sites[self._home.id], time.monotonic()
+        feeds = self._feeds.setdefault(version, {self._head.id: 0})
+        head, now = self.sites[self._head.id], time.monotonic()
         candidates = [
             other
             for other in (self.sites.get(host) for host in feeds)
             if other is not None
             and other is not site
             and other.address
-            and (other is home or self._is_heard(other, now))
+            and (other is head or self._is_heard(other, now))
         ]
         named = [other for other in candidates if donor is not None and other.host.id == donor.id]
         first = named or candidates
-        best = min(first, key=lambda other: feeds[other.host.id], default=home)
+        best = min(first, key=lambda other: feeds[other.host.id], default=head)
         feeds[best.host.id] = feeds.get(best.host.id, 0) + 1
         feeds.setdefault(site.host.id, 0)
-        return [best] if best is home else [best, home]
+        return [best] if best is head else [best, head]
 
     def exported(self, body: dict[str, Any], src: InstanceId) -> dict[str, Any]:
         here, there = self._pool.host_of(src), self._pool.host_of(body["dst"])
         if here is None or there is None or here.id == there.id or here.id not in self.sites:
             return {}
-        return {"depot": self.sites[here.id].address}
+        return {"relay": self.sites[here.id].address}
 
     def given_up(self, body: dict[str, Any], src: InstanceId) -> None:
         """The source forgets what it laid out when it goes on with the request."""
@@ -185,5 +185,5 @@ class DepotCarrier:
         for site in self.sites.values():
             site.wanted -= set(versions)
             site.there -= set(versions)
-            if site.host.id != self._home.id:
+            if site.host.id != self._head.id:
                 self._pool.send(site.name, "retire", {"versions": sorted(versions)})

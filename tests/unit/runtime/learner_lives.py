@@ -34,7 +34,7 @@ from dora_rl.trainer.learner import Learner
 from dora_rl.trainer.model import named_weights
 from dora_rl.types import RequestId, Trajectory
 from dora_rl.weights.store import DiskWeightStore
-from dora_rl.workers.learner_worker import LearnerWorker, read_group
+from dora_rl.workers.learner import LearnerWorker, read_group
 from dora_rl.workers.worker import Setup
 
 TINY = Path(__file__).parents[3] / "recipes" / "models" / "tiny"

@@ -13,7 +13,7 @@ import pytest
 
 from dora_rl.config import ModelConfig, RewardConfig, RunConfig
 from dora_rl.core.actions import Load
-from dora_rl.worlds.relays import DepotCarrier
+from dora_rl.worlds.relays import RelayCarrier
 from dora_rl.worlds.hosts import HostPool, Host, choose_host
 
 CONFIG = RunConfig(
@@ -44,7 +44,7 @@ class Neighbours:
     """Hosts that are addresses of this machine. Implements `cluster.Cluster`."""
 
     def __init__(self, *hosts: Host) -> None:
-        self.home, self.now = hosts[0], list(hosts)
+        self.head, self.now = hosts[0], list(hosts)
         self.launched: list[tuple[str, dict[str, object], Program]] = []
 
     def hosts(self) -> list[Host]:
@@ -75,25 +75,25 @@ def test_workers_spread_over_hosts_with_room() -> None:
 @pytest.fixture
 def team(tmp_path: Path):
     cluster = Neighbours(A)
-    roots = {"at_home": True, "weights_root": str(tmp_path / "w"), "transfer_root": "unused"}
+    roots = {"at_head": True, "weights_root": str(tmp_path / "w"), "transfer_root": "unused"}
 
     def for_host(host: Host) -> dict[str, object]:
         folder = str(tmp_path / host.id)
         return roots | {
-            "at_home": host == A,
+            "at_head": host == A,
             "weights_root": folder,
             "transfer_root": folder + "kv",
         }
 
     pool = HostPool(CONFIG, tmp_path, cluster, lambda role, name: {}, for_host)
-    yield cluster, pool, DepotCarrier(pool)
+    yield cluster, pool, RelayCarrier(pool)
     pool.end(5.0)
     for _, _, program in cluster.launched:
         program.kill()
 
 
-def until(pool: HostPool, carrier: DepotCarrier, what: str, ready: Callable[[], bool]) -> None:
-    """The controller's loop, reduced to depots."""
+def until(pool: HostPool, carrier: RelayCarrier, what: str, ready: Callable[[], bool]) -> None:
+    """The controller's loop, reduced to relays."""
     deadline = time.monotonic() + 240.0
     while not ready():
         assert time.monotonic() < deadline, f"waited too long for {what}"
@@ -109,25 +109,25 @@ def until(pool: HostPool, carrier: DepotCarrier, what: str, ready: Callable[[], 
         time.sleep(0.02)
 
 
-def test_a_worker_waits_until_a_host_with_a_depot_is_there(team) -> None:
+def test_a_worker_waits_until_a_host_with_a_relay_is_there(team) -> None:
     cluster, pool, carrier = team
     pool.start("reward", "reward0", {"base_dir": "."})
     assert pool.num_waiting() == 1 and not pool.overdue(-1.0), "it waits, and that is no fault"
-    until(pool, carrier, "the depot of a", lambda: bool(carrier.usable()))
+    until(pool, carrier, "the relay of a", lambda: bool(carrier.usable()))
     carrier.tick()
     assert pool.num_waiting() == 0 and pool.host_of("reward0") == A
     cluster.now.append(B)
-    until(pool, carrier, "the depot of b", lambda: len(carrier.usable()) == 2)
+    until(pool, carrier, "the relay of b", lambda: len(carrier.usable()) == 2)
     carrier.sites["b"].heard_s -= 60.0
     assert carrier.usable() == [A], "a host that is not heard gets nothing new"
     cluster.now.remove(B)
     until(pool, carrier, "b to be forgotten", lambda: "b" not in carrier.sites)
 
 
-def test_a_depot_that_ends_is_started_again_on_its_host(team) -> None:
+def test_a_relay_that_ends_is_started_again_on_its_host(team) -> None:
     cluster, pool, carrier = team
     cluster.now.append(B)
-    until(pool, carrier, "two depots", lambda: len(carrier.usable()) == 2)
+    until(pool, carrier, "two relays", lambda: len(carrier.usable()) == 2)
     before = carrier.sites["b"].address
     next(program for host, _, program in cluster.launched if host == "b").kill()
     until(pool, carrier, "the end", lambda: carrier.sites["b"].address != before)
@@ -137,15 +137,15 @@ def test_a_depot_that_ends_is_started_again_on_its_host(team) -> None:
 def test_hosts_that_load_together_form_a_chain(team) -> None:
     cluster, pool, carrier = team
     cluster.now += [B, C]
-    until(pool, carrier, "three depots", lambda: len(carrier.usable()) == 3)
-    home, b, c = (carrier.sites[name] for name in "abc")
-    assert carrier._sources(b, 1, None) == [home]
-    assert carrier._sources(c, 1, None) == [b, home], (
+    until(pool, carrier, "three relays", lambda: len(carrier.usable()) == 3)
+    head, b, c = (carrier.sites[name] for name in "abc")
+    assert carrier._sources(b, 1, None) == [head]
+    assert carrier._sources(c, 1, None) == [b, head], (
         "from the one before, the learner's if it fails"
     )
     carrier.retire([1])
-    assert carrier._sources(c, 2, A) == [home], "the donor that the core named"
-    assert carrier._sources(b, 2, C) == [c, home]
+    assert carrier._sources(c, 2, A) == [head], "the donor that the core named"
+    assert carrier._sources(b, 2, C) == [c, head]
     pool.start("reward", "reward0", {"base_dir": "."})
     carrier.load(Load("reward0", 3, None))
-    assert not home.wanted, "on the learner's host nothing has to be fetched"
+    assert not head.wanted, "on the learner's host nothing has to be fetched"

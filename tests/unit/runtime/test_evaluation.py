@@ -31,7 +31,7 @@ from dora_rl.envs.host import Answer
 from dora_rl.types import Prompt, RequestId, SamplingParams, Trajectory
 from dora_rl.workers.pool import WorkerPool
 from dora_rl.workers.eval_turns import EvalTurns
-from dora_rl.workers.eval_worker import evaluate
+from dora_rl.workers.evaluator import evaluate
 
 MODEL = Path(__file__).parents[3] / "recipes" / "models" / "tiny"
 SECTION = EvaluationConfig(num_samples=2)

@@ -19,7 +19,7 @@ from learner_lives import BF16, KINDS, TINY, Controller, Run, differing, everyth
 from dora_rl.trainer.learner import Learner
 from dora_rl.trainer.options import AlgorithmOptions, TrainerOptions
 from dora_rl.weights.store import WeightsFull
-from dora_rl.workers.learner_worker import LearnerWorker
+from dora_rl.workers.learner import LearnerWorker
 from dora_rl.workers.moments import Moments
 
 RARELY = {"every_steps": 0, "state_every_s": 1e9}

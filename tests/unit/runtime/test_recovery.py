@@ -85,7 +85,7 @@ def end_scorer(run: Run, name: str) -> None:
     run.end(name)
 
 
-def test_reward_workers_that_only_end_stop_the_run(run: Run) -> None:
+def test_rewards_that_only_end_stop_the_run(run: Run) -> None:
     pool = scorers(run)
     for turn in range(11):
         end_scorer(run, pool.names[turn % 2])
@@ -96,7 +96,7 @@ def test_reward_workers_that_only_end_stop_the_run(run: Run) -> None:
     assert "\n" not in reason
 
 
-def test_reward_workers_that_end_now_and_then_are_replaced(run: Run) -> None:
+def test_rewards_that_end_now_and_then_are_replaced(run: Run) -> None:
     pool = scorers(run)
     for turn in range(100):
         end_scorer(run, "reward0")

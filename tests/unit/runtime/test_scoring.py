@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from dora_rl.controller.scoring import Failures, ScoringPool
 from dora_rl.types import Prompt
 from dora_rl.workers.pool import WorkerPool
-from dora_rl.workers.reward_worker import read_items
+from dora_rl.workers.reward import read_items
 
 
 class FakePool:

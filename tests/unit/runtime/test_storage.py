@@ -22,8 +22,8 @@ from dora_rl.store.storage import Storage
 from dora_rl.store.storage_client import StorageReader, StorageStream
 from dora_rl.store.trajectories import to_message
 from dora_rl.types import Finish, Prompt, RequestId, Segment, Trajectory
-from dora_rl.workers.learner_worker import read_group
-from dora_rl.workers.reward_worker import read_items
+from dora_rl.workers.learner import read_group
+from dora_rl.workers.reward import read_items
 from dora_rl.workers.worker import Setup
 
 MODEL = Path(__file__).parents[3] / "recipes" / "models" / "tiny"

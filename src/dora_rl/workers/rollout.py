@@ -2,7 +2,7 @@
 
 Single-threaded: between two engine steps it reads the commands that have come. It decides nothing;
 what to load, run, move or park comes from the core. KV of a migrating request goes through a file
-in shared memory from instance to instance (of another host: read through its depot), never through
+in shared memory from instance to instance (of another host: read through its relay), never through
 the controller.
 """
 
@@ -55,7 +55,7 @@ IDLE_S = 0.2
 ARRIVAL_S = 0.01  # while something is on its way here
 
 
-class InstanceWorker:
+class RolloutWorker:
     """The loop of one instance."""
 
     def __init__(self, setup: Setup, channel: Channel) -> None:
@@ -406,7 +406,7 @@ class InstanceWorker:
         """Take a request over: with nothing but its tokens, from this host, or from another."""
         if "request" in body:
             self._arrived(body, b"")
-        elif "depot" in body:
+        elif "relay" in body:
             self.arrivals.fetch(body)
         else:
             path = Path(body["path"])
