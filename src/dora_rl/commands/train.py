@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dora_rl.controller.run import Run
     from dora_rl.setup.prepare import Prepared
-    from dora_rl.worlds.local import LocalRun
 
 SUMMARY = "train a model: dora-rl train CONFIG.toml section.key=value ..."
 STOPPED = 3
@@ -117,24 +117,22 @@ def _train(prepared: Prepared, *, resume: bool) -> tuple[dict[str, Any], bool, s
             raise KeyboardInterrupt  # the second one, at once
         interrupted.set()
 
-    config, local = prepared.config, open_run(prepared, resume=resume)
+    config, run = prepared.config, open_run(prepared, resume=resume)
     for number in (signal.SIGINT, signal.SIGTERM):  # after Ray, which sets its own
         signal.signal(number, on_signal)
     try:
-        with Progress(local, show=config.logging.progress):
-            return _until_closed(local, interrupted)
+        with Progress(run, show=config.logging.progress):
+            return _until_closed(run, interrupted)
     except KeyboardInterrupt:
-        local.pool.kill_all()
+        run.kill_all()
         raise
 
 
-def _until_closed(
-    local: LocalRun, interrupted: threading.Event
-) -> tuple[dict[str, Any], bool, str]:
+def _until_closed(run: Run, interrupted: threading.Event) -> tuple[dict[str, Any], bool, str]:
     try:
-        stop = local.run(interrupted.is_set)
+        stop = run.run(interrupted.is_set)
     finally:
-        summary = local.close()
+        summary = run.close()
     return summary, stop.done, stop.reason
 
 

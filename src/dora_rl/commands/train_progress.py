@@ -47,8 +47,8 @@ class Progress:
         self._lines: dict[str, Any] = {}
         self._show = show
         self._began = time.monotonic()
-        run.on_step = self._step
-        run.on_wait = self._tell
+        run.notify.on_step = self._step
+        run.notify.on_lines = self._tell
 
     def __enter__(self) -> Progress:
         if self._show and self._console.is_terminal:

@@ -427,7 +427,7 @@ class AuditConfig(Section):
 class RuntimeConfig(Section):
     """[runtime] where the workers run."""
 
-    kind: Literal["local", "ray"] = "local"  # this machine, or a Ray cluster
+    kind: Literal["local", "inline", "ray"] = "local"
     run_dir: str = "runs/latest"  # everything of the run is written here
     seed: int = 0  # of sampling: with the prompt and sample number it fixes the draws
     device: str = "auto"  # auto: cuda where there is one, else cpu

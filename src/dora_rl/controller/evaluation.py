@@ -7,7 +7,6 @@ asked for is reported once, with its figures or as failed.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,8 +16,18 @@ import numpy as np
 from dora_rl.config import EvaluationConfig
 from dora_rl.controller.eval_figures import Figures, Sheet, TailPrompts, failed_figures, figures
 from dora_rl.controller.scoring import ScoringPool
-from dora_rl.types import Prompt, Version
-from dora_rl.workers.pool import WorkerPool
+from dora_rl.types import Finish, Prompt, RequestId, Trajectory, Version
+from dora_rl.workers.messages import (
+    EvalPrompt,
+    Evaluate,
+    Evaluated,
+    Message,
+    Ready,
+    Response,
+    Reward,
+    ints,
+)
+from dora_rl.workers.pool import Worker, Workers
 from dora_rl.workers.turns import row_of
 
 NAME = "evaluator"
@@ -31,7 +40,7 @@ class Evaluations:
 
     def __init__(
         self,
-        pool: WorkerPool,
+        workers: Workers,
         scoring: ScoringPool,
         prompts: Sequence[Prompt],
         section: EvaluationConfig,
@@ -40,9 +49,8 @@ class Evaluations:
         done: Callable[[Version, Figures], None],
         extra: dict[str, Any],
     ) -> None:
-        self._pool, self._scoring, self._prompts = pool, scoring, prompts
+        self._workers, self._scoring, self._prompts = workers, scoring, prompts
         self._section, self._tail, self._decode, self._done = section, tail, decode, done
-        self._has_functions = bool(extra["has_functions"])
         self._ready = False
         self._waiting: list[Version] = []
         self.running: Version | None = None
@@ -51,10 +59,10 @@ class Evaluations:
         self._extra = extra
         self._attempts: Counter[Version] = Counter()
         self._generating = False
-        self._heard_s = time.monotonic()
+        self._heard_s = self._workers.now()
 
     def start(self) -> None:
-        self._pool.start("evaluator", NAME, self._extra)
+        self._workers.start("evaluator", NAME, self._extra)
 
     @property
     def idle(self) -> bool:
@@ -73,31 +81,30 @@ class Evaluations:
         if not self._ready or self.running is not None or not self._waiting:
             return
         self.running = self._waiting.pop(0)
-        prompts = [list(prompt.token_ids) for prompt in self._prompts]
-        rows = [{**row_of(prompt), "env": prompt.env} for prompt in self._prompts]
-        body = {
-            "version": self.running,
-            "prompts": prompts,
-            "num_samples": self._section.num_samples,
-        }
-        body |= {"rows": rows}
-        self._generating, self._heard_s = True, time.monotonic()
-        self._pool.send(NAME, "evaluate", body)
+        prompts = tuple(EvalPrompt(row_of(prompt), prompt.env) for prompt in self._prompts)
+        self._generating, self._heard_s = True, self._workers.now()
+        asked = Evaluate(self.running, prompts, self._section.num_samples)
+        self._workers.send(NAME, asked)
 
     def check_time(self, limit_s: float) -> None:
         """End an evaluator that generates and has said nothing for too long."""
-        if self._generating and time.monotonic() - self._heard_s > limit_s:
+        if self._generating and self._workers.now() - self._heard_s > limit_s:
             self._generating = False
-            self._pool.kill(NAME)
+            self._workers.kill(NAME)
 
-    def hear(self, kind: str, body: dict[str, Any]) -> None:
-        self._heard_s = time.monotonic()
-        if kind == "ready":
-            self._ready = True
-            self._next()
-        elif kind == "evaluated":
-            self._generating = False
-            self._score(body["answers"])
+    def hear(self, worker: Worker, message: Message) -> None:
+        """What the evaluator says; anything shows that it is alive."""
+        del worker
+        self._heard_s = self._workers.now()
+        match message:
+            case Ready():
+                self._ready = True
+                self._next()
+            case Evaluated(answers=answers):
+                self._generating = False
+                self._score(answers)
+            case _:
+                pass
 
     def lost(self, why: str = "") -> None:
         """The evaluator died: the evaluation it was at begins again, a few times."""
@@ -113,7 +120,7 @@ class Evaluations:
                 last = f", the last time: {why}" if why else ""
                 times = f"the evaluator ended {ATTEMPTS_MAX} times while it answered"
                 self._failed(version, times + last)
-        self._pool.restart(NAME)
+        self._workers.restart(NAME)
 
     def give_up(self) -> None:
         """No evaluator can be had: what waits for one has failed, and nothing waits any more."""
@@ -130,36 +137,42 @@ class Evaluations:
         num_prompts = len(self._prompts)
         self._done(version, failed_figures(num_prompts, self._section.num_samples, why))
 
-    def _score(self, answers: list[dict[str, Any]]) -> None:
+    def _score(self, answers: Sequence[Sequence[Response]]) -> None:
         self._sheets = [Sheet(prompt) for prompt in self._prompts]
-        self._open = sum(1 + len(answer["sampled"]) for answer in answers)
-        for sheet, answer in zip(self._sheets, answers, strict=True):
-            sheet.greedy_tokens = len(answer["greedy"])
-            responses = (answer["greedy"], *answer["sampled"])
-            sheet.sampled = [None] * len(answer["sampled"])
-            for place, ids in enumerate(responses):
-                self._submit(sheet, place, ids, answer)
+        self._open = sum(len(responses) for responses in answers)
+        for sheet, responses in zip(self._sheets, answers, strict=True):
+            sheet.greedy_tokens = len(responses[0].token_ids)
+            sheet.sampled = [None] * (len(responses) - 1)
+            for place, response in enumerate(responses):
+                self._submit(sheet, place, response)
 
-    def _submit(self, sheet: Sheet, place: int, ids: list[int], about: dict[str, Any]) -> None:
+    def _submit(self, sheet: Sheet, place: int, response: Response) -> None:
         """Score an answer, unless it failed or its environment did. Place 0 is the greedy one."""
-        known, failure = about["rewards"][place], about["failures"][place]
 
-        def answer(reward: float | None, why: str) -> None:
-            if reward is None:
-                sheet.failures.append(why or "it has no reward")
+        def answer(reward: Reward) -> None:
+            if reward.total is None:
+                sheet.failures.append(reward.error or "it has no reward")
             elif place:
-                sheet.sampled[place - 1] = reward
+                sheet.sampled[place - 1] = reward.total
             else:
-                sheet.greedy = reward
+                sheet.greedy = reward.total
             self._open -= 1
             if not self._open:
                 self._finish()
 
-        if failure or known is not None or not self._has_functions:
-            answer(None if failure else known, failure or NO_REWARD)
-            return
-        array, finish = np.asarray(ids, dtype=np.int32), about["finishes"][place]
-        self._scoring.submit(sheet.prompt, self._decode(ids), array, finish, answer)
+        if response.failure:
+            answer(Reward(error=response.failure))
+        elif response.reward is not None or not self._scoring.names:
+            answer(Reward(response.reward, NO_REWARD))
+        else:
+            self._scoring.submit(sheet.prompt, self._as_sample(response), answer)
+
+    def _as_sample(self, response: Response) -> Trajectory:
+        ids = ints(response.token_ids)
+        return Trajectory(
+            RequestId(0, 0), 0, ids, np.zeros(len(ids), np.float32), np.ones(len(ids), np.uint8),
+            finish=Finish(response.finish), text=self._decode(response.token_ids),
+        )  # fmt: skip
 
     def _finish(self) -> None:
         version, self.running = self.running, None

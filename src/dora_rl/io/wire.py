@@ -1,6 +1,6 @@
-"""Messages between the controller and its workers: a JSON header and raw arrays, no pickle.
+"""A message as one frame of a `connection`: a JSON header and raw arrays, no pickle.
 
-Each is one frame of a `connection`.
+What the messages of a run are is said in `workers.messages`.
 
     u32 header length | header JSON {"kind", "body", "arrays": [[name, dtype, length], ...]} | bytes
 """
@@ -15,14 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dora_rl.core.events import Event
-from dora_rl.io.codec import dumps, loads, rule
-from dora_rl.io.connection import Connection
-from dora_rl.ports import FleetAction, LearnerAction
-
-encode_event, decode_event = rule(Event)
-encode_fleet, decode_fleet = rule(FleetAction)
-encode_learner, decode_learner = rule(LearnerAction)
+from dora_rl.io.codec import dumps, loads
 
 _LENGTH = struct.Struct("<I")
 _DTYPES = {"<i4", "<i8", "<f4", "<f8", "|u1"}
@@ -57,19 +50,3 @@ def unpack(data: bytes) -> Message:
         arrays[name] = np.frombuffer(data[at : at + size], dtype=dtype)
         at += size
     return Message(header["kind"], header["body"], arrays)
-
-
-class Channel(Connection):
-    """One end between the controller and a worker. Sending is safe from several threads."""
-
-    def send(
-        self, kind: str, body: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]] | None = None
-    ) -> None:
-        self.send_frame(pack(kind, body, arrays or {}))
-
-    def send_event(self, event: Event) -> None:
-        self.send("event", encode_event(event))
-
-    def receive(self) -> Message:
-        """Raises EOFError when the other side is gone."""
-        return unpack(self.receive_frame())

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dora_rl.controller.records import TrainedSample
 from dora_rl.core import actions as act
 from dora_rl.envs.text import spans
 from dora_rl.store.sample_digest import rounded
 from dora_rl.store.table import Row, Table
-from dora_rl.store.trajectories import columns_of, to_message, trajectory_of
+from dora_rl.store.trajectories import columns_of, trajectory_of
 from dora_rl.types import GroupId, Prompt, RequestId, Trajectory
+from dora_rl.workers.messages import Fed, Where, ints
 
 PAYLOAD = ("token_ids", "logprobs", "loss_mask")
 
@@ -42,10 +41,10 @@ class Samples:
         """All samples of a group that are here."""
         return [self._read(row) for row in self._table.read(group)]
 
-    def where_to_read(self, request: RequestId) -> dict[str, Any]:
-        """What tells a reward worker where text and tokens are, if they are not here."""
+    def where_to_read(self, request: RequestId) -> Where | None:
+        """Where a reward worker finds text and tokens, if they are not here."""
         del request
-        return {}
+        return None
 
     def keep_only(self, groups: Collection[GroupId]) -> None:
         """After a crash: drop groups that the log knows to have ended."""
@@ -73,12 +72,10 @@ class Samples:
         if row is not None and "reward" not in row.columns:
             self._table.extend({request: {"reward": reward, "parts": parts or {}}})
 
-    def feed(
-        self, action: act.Feed, prompt_ids: tuple[int, ...]
-    ) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
-        """Body and arrays of the message that gives a group to the learner."""
-        entries, arrays = to_message(self._chosen(action.group, action.samples))
-        return {"samples": entries}, arrays | {"prompt_ids": np.asarray(prompt_ids, dtype=np.int32)}
+    def feed(self, action: act.Feed, prompt_ids: Sequence[int]) -> Fed:
+        """The message that gives a group to the learner; sizes of its batch are filled in later."""
+        chosen = tuple(self._chosen(action.group, action.samples))
+        return Fed(action, 0, 0, ints(prompt_ids), chosen)
 
     def trained(
         self, group: GroupId, samples: tuple[int, ...], prompt: Prompt, *, tokens: bool = True
@@ -91,7 +88,7 @@ class Samples:
                 version=sample.version,
                 num_prompt=len(prompt.token_ids),
                 num_tokens=len(sample.token_ids),
-                reward=_known(sample.reward),
+                reward=known_reward(sample),
                 finish=sample.finish.value,
                 text=sample.text,
                 prompt=prompt.text,
@@ -137,6 +134,6 @@ class Samples:
         return [found[sample] for sample in samples]
 
 
-def _known(reward: float | None) -> float:
-    assert reward is not None, "only scored samples are trained"
-    return reward
+def known_reward(sample: Trajectory) -> float:
+    assert sample.reward is not None, "only scored samples are trained"
+    return sample.reward

@@ -14,9 +14,8 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from dora_rl.io.transport import Link, TransportError
-from dora_rl.io.wire import unpack
-from dora_rl.store.trajectories import from_message
 from dora_rl.types import GroupId, Trajectory
+from dora_rl.workers.messages import Rows, Where, unpack
 
 RETRY_S = 0.3
 READ_S_MAX = 20.0
@@ -95,19 +94,20 @@ class StorageReader:
         self._key = key
         self._links: dict[str, Link] = {}
 
-    def rows(self, where: dict[str, Any], wait_s_max: float = READ_S_MAX) -> list[Trajectory]:
-        """The samples that `where` ({"address", "group", "samples"}) names, in its order.
+    def rows(self, where: Where, wait_s_max: float = READ_S_MAX) -> list[Trajectory]:
+        """The samples that `where` names, in its order.
 
         Raises `TransportError` when they cannot be had for so long.
         """
-        address, until = where["address"], time.monotonic() + wait_s_max
+        address, until = where.address, time.monotonic() + wait_s_max
         while True:
             try:
                 link = self._links.get(address) or Link.connect(address, self._key)
                 self._links[address] = link
-                answer = link.ask("rows", group=where["group"], samples=where["samples"])
-                message = unpack(bytes(link.read(int(answer["num_bytes"]))))
-                return from_message(message.body["samples"], message.arrays)
+                answer = link.ask("rows", group=where.group, samples=list(where.samples))
+                found = unpack(bytes(link.read(int(answer["num_bytes"]))))
+                assert isinstance(found, Rows)
+                return list(found.samples)
             except TransportError:
                 with contextlib.suppress(KeyError):
                     self._links.pop(address).close()

@@ -11,21 +11,22 @@ import asyncio
 import os
 from pathlib import Path
 
-import numpy as np
-
-from dora_rl.envs.host import Answer, Ask, Host
+from dora_rl.envs.host import Ask, Host
 from dora_rl.envs.load import load_environments
-from dora_rl.io.wire import Channel, Message
-from dora_rl.types import RequestId
-from dora_rl.workers.turns import read_row, turn_text
+from dora_rl.workers.messages import Channel, End, Forget, Ready, Step, Stepped, ints
+from dora_rl.workers.turns import turn_text
 from dora_rl.workers.worker import Setup
 
 
-def serve_environments(setup: Setup, channel: Channel) -> None:
-    """Answer every "step" with "stepped", in any order, until "end"."""
+def open_host(setup: Setup) -> Host:
     loaded = load_environments(setup.config.env, Path(setup.extra["base_dir"]))
-    host = Host(loaded, turn_text(setup.config))
-    channel.send("ready", {})
+    return Host(loaded, turn_text(setup.config))
+
+
+def serve_environments(setup: Setup, channel: Channel) -> None:
+    """Answer every `Step` with `Stepped`, in any order, until `End`."""
+    host = open_host(setup)
+    channel.send(Ready())
     asyncio.run(_serve(host, channel))
     if host.busy:
         os._exit(0)  # a synchronous step that is still under way would keep the process
@@ -33,13 +34,11 @@ def serve_environments(setup: Setup, channel: Channel) -> None:
 
 async def _serve(host: Host, channel: Channel) -> None:
     tasks: set[asyncio.Task[None]] = set()
-    while True:
-        message = await asyncio.to_thread(channel.receive)
-        if message.kind == "end":
-            break
-        if message.kind == "forget":
-            host.forget(int(message.body["group"]))
+    while not isinstance(message := await asyncio.to_thread(channel.receive), End):
+        if isinstance(message, Forget):
+            host.forget(message.group)
             continue
+        assert isinstance(message, Step)
         task = asyncio.create_task(_step(host, channel, message))
         tasks.add(task)
         task.add_done_callback(tasks.discard)
@@ -48,30 +47,22 @@ async def _serve(host: Host, channel: Channel) -> None:
     host.close()
 
 
-async def _step(host: Host, channel: Channel, message: Message) -> None:
-    answer = await host.answer(read_ask(message))
-    body = {"id": message.body["id"], **answer_body(answer), "hung": answer.hung}
-    channel.send("stepped", body, {"token_ids": np.asarray(answer.token_ids, dtype=np.int32)})
+async def _step(host: Host, channel: Channel, asked: Step) -> None:
+    channel.send(await take_step(host, asked))
 
 
-def read_ask(message: Message) -> Ask:
-    body = message.body
-    return Ask(
-        RequestId(body["group"], body["sample"]),
-        body["label"],
-        read_row(body["row"]),
-        body["seed"],
-        tuple(message.arrays["token_ids"].tolist()),
-        tuple(message.arrays["loss_mask"].tolist()),
-        tuple(message.arrays["logprobs"].tolist()),
-        body["version"],
+async def take_step(host: Host, asked: Step) -> Stepped:
+    answer = await host.answer(
+        Ask(
+            asked.request,
+            asked.label,
+            asked.row,
+            asked.seed,
+            tuple(asked.token_ids.tolist()),
+            tuple(asked.loss_mask.tolist()),
+            tuple(asked.logprobs.tolist()),
+            asked.version,
+        )
     )
-
-
-def answer_body(answer: Answer) -> dict[str, object]:
-    return {
-        "done": answer.done,
-        "cut": answer.cut,
-        "reward": answer.reward,
-        "error": answer.error,
-    }
+    outcome = (answer.done, answer.cut, answer.reward, answer.error, answer.hung)
+    return Stepped(asked.id, ints(answer.token_ids), *outcome)

@@ -2,68 +2,104 @@
 
 from __future__ import annotations
 
+import asyncio
+import queue
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from dora_rl.config import RunConfig
 from dora_rl.engine.engine import Engine
 from dora_rl.engine.models import read_spec
 from dora_rl.engine.options import EngineOptions
 from dora_rl.engine.sequence import Request
-from dora_rl.envs.host import Answer
-from dora_rl.io.wire import Channel
+from dora_rl.envs.host import Answer, Ask, Host
+from dora_rl.envs.load import label_of, load_environments
 from dora_rl.out_of_memory import free_cached, shortage
 from dora_rl.setup.tokenizer import open_tokenizer
 from dora_rl.types import Finish, RequestId, SamplingParams, Trajectory, Version
 from dora_rl.weights.lora_base import whole
 from dora_rl.weights.store import DiskWeightStore
-from dora_rl.workers.eval_turns import EvalTurns
-from dora_rl.workers.turns import apply_answer
+from dora_rl.workers.messages import (
+    Alive,
+    Channel,
+    End,
+    EvalPrompt,
+    Evaluate,
+    Evaluated,
+    Note,
+    Ready,
+    Response,
+    Send,
+)
+from dora_rl.workers.turns import apply_answer, episode_seed, turn_text
 from dora_rl.workers.worker import Setup
 
 ALIVE_S = 1.0
 
 
 def serve_evaluations(setup: Setup, channel: Channel) -> None:
-    """Answer every "evaluate" with the responses, greedy and sampled, of that version."""
-    config = setup.config
-    torch.set_num_threads(max(1, config.rollout.threads))
-    options = config.engine_options(setup.extra["device"], 1)
-    options |= {"versions_max": 1, "memory_share": setup.extra["memory_share"]}
-    decode = None
-    if config.rollout.stop_strings:
-        path = Path(config.model.path)
-        decode = open_tokenizer(path, config.model.trust_remote_code).decode
-    engine = Engine(read_spec(config.model.path), EngineOptions(**options), decode)
-    store = DiskWeightStore(Path(setup.run_dir) / "weights")
-    turns = EvalTurns(config, Path(".")) if config.env.environments else None
-    alive = _Alive(channel, setup.name, engine)
-    channel.send("ready", {})
-    while True:
-        message = channel.receive()
-        if message.kind == "end":
-            return
-        version = int(message.body["version"])
-        prompts = [tuple(ids) for ids in message.body["prompts"]]
+    """Answer every `Evaluate` until `End`."""
+    evaluator = Evaluator(setup, channel.send)
+    channel.send(Ready())
+    while not isinstance(message := channel.receive(), End):
+        assert isinstance(message, Evaluate)
+        channel.send(evaluator.answer(message))
+
+
+class Evaluator:
+    """An engine for one version at a time. Says now and then that it is still generating."""
+
+    def __init__(self, setup: Setup, send: Send) -> None:
+        config = setup.config
+        torch.set_num_threads(max(1, config.rollout.threads))
+        options = config.engine_options(setup.extra["device"], 1)
+        options |= {"versions_max": 1, "memory_share": setup.extra["memory_share"]}
+        decode = None
+        if config.rollout.stop_strings:
+            path = Path(config.model.path)
+            decode = open_tokenizer(path, config.model.trust_remote_code).decode
+        self._engine = Engine(read_spec(config.model.path), EngineOptions(**options), decode)
+        self._store = DiskWeightStore(Path(setup.run_dir) / "weights")
+        self._config, self._name, self._send = config, setup.name, send
+        self._turns = EvalTurns(config, Path(".")) if config.env.environments else None
+        self._said_s = time.monotonic()
+
+    def answer(self, asked: Evaluate) -> Evaluated:
+        """The responses, greedy and sampled, of that version."""
+        engine, version = self._engine, asked.version
         for old in engine.versions():
             engine.retire(old)
-        source = whole(store.open(version), Path(config.model.path))
+        source = whole(self._store.open(version), Path(self._config.model.path))
         missing = _try_load(engine, version, source)
         if missing:  # once more, without what torch holds on to
-            alive.note(f"out of memory while version {version} was loaded ({missing}); once more")
+            self._note(f"out of memory while version {version} was loaded ({missing}); once more")
             free_cached()
             engine.load(version, source)
-        channel.send("loaded", {"version": version})
-        samples = message.body["num_samples"]
-        params = config.rollout.sampling_params()
-        if turns is not None:
-            turns.begin(message.body["rows"])
-        answers = evaluate(engine, version, prompts, samples, params, alive.say, turns)
-        channel.send("evaluated", {"version": version, "answers": answers})
+        self._send(Alive())
+        params = self._config.rollout.sampling_params()
+        prompts, num_samples = asked.prompts, asked.num_samples
+        answers = evaluate(
+            engine, version, prompts, num_samples, params, self._say_alive, self._turns
+        )
+        return Evaluated(version, answers)
+
+    def _note(self, line: str) -> None:
+        self._send(Note(f"{self._name}: {line}"))
+
+    def _say_alive(self) -> None:
+        """And what the engine has to say."""
+        notes, self._engine.notes = self._engine.notes, []
+        for line in notes:
+            self._note(line)
+        if time.monotonic() - self._said_s > ALIVE_S:
+            self._said_s = time.monotonic()
+            self._send(Alive())
 
 
 def _try_load(engine: Engine, version: Version, source: Any) -> str:
@@ -78,61 +114,39 @@ def _try_load(engine: Engine, version: Version, source: Any) -> str:
     return ""
 
 
-class _Alive:
-    """Says now and then that the evaluator is still generating, and what its engine has to say."""
-
-    def __init__(self, channel: Channel, name: str, engine: Engine) -> None:
-        self._channel, self._name, self._engine = channel, name, engine
-        self._said_s = time.monotonic()
-
-    def note(self, line: str) -> None:
-        self._channel.send("note", {"line": f"{self._name}: {line}"})
-
-    def say(self) -> None:
-        notes, self._engine.notes = self._engine.notes, []
-        for line in notes:
-            self.note(line)
-        if time.monotonic() - self._said_s > ALIVE_S:
-            self._said_s = time.monotonic()
-            self._channel.send("progress", {})
-
-
 def evaluate(
     engine: Engine,
     version: Version,
-    prompts: list[tuple[int, ...]],
+    prompts: Sequence[EvalPrompt],
     num_samples: int,
     params: SamplingParams,
     alive: Callable[[], None] = lambda: None,
     turns: EvalTurns | None = None,
-) -> list[dict[str, Any]]:
-    """Per prompt: the greedy response and `num_samples` sampled ones, as token ids, the rewards
-    that an environment gave (None: scored by functions), how each ended, and why it failed ("": it
-    did not).
+) -> tuple[tuple[Response, ...], ...]:
+    """Per prompt: the greedy response and `num_samples` sampled ones.
 
     `alive` is called after every engine step.
     """
+    if turns is not None:
+        turns.begin(prompts)
     greedy = replace(params, temperature=0.0)
-    for index, ids in enumerate(prompts):
+    for index, prompt in enumerate(prompts):
         for sample in range(1 + num_samples):
             how = params if sample else greedy
-            request = Request(RequestId(index, sample), version, ids, how, seed=1)
+            request = Request(RequestId(index, sample), version, prompt.row.token_ids, how, 1)
             if turns is not None:
                 request = replace(request, keep=True, turns=0 if turns.opens(index) else 1)
             engine.submit(request)
     done = _generate(engine, turns, (greedy, params), alive)
-    return [
-        {
-            "greedy": done[RequestId(index, 0)].token_ids.tolist(),
-            "sampled": [
-                done[RequestId(index, 1 + s)].token_ids.tolist() for s in range(num_samples)
-            ],
-            "rewards": [done[RequestId(index, s)].reward for s in range(1 + num_samples)],
-            "finishes": [done[RequestId(index, s)].finish.value for s in range(1 + num_samples)],
-            "failures": [_failure(done[RequestId(index, s)]) for s in range(1 + num_samples)],
-        }
+    return tuple(
+        tuple(_response(done[RequestId(index, s)]) for s in range(1 + num_samples))
         for index in range(len(prompts))
-    ]
+    )
+
+
+def _response(trajectory: Trajectory) -> Response:
+    ids = tuple(trajectory.token_ids.tolist())
+    return Response(ids, trajectory.reward, trajectory.finish.value, _failure(trajectory))
 
 
 def _failure(trajectory: Trajectory) -> str:
@@ -187,3 +201,65 @@ def _answered(
         return None
     cut = answer.reward is None and ended.finish is Finish.LENGTH
     return replace(ended, reward=cut_reward if cut else answer.reward)
+
+
+class EvalTurns:
+    """Environments inside the evaluator's own process: questions in, answers out, no waiting.
+
+    One thread runs the event loop of the episodes; the engine's loop asks and collects between its
+    steps. An environment that fails or hangs costs that answer only. Never used in training, where
+    environments have processes of their own.
+    """
+
+    def __init__(self, config: RunConfig, base_dir: Path) -> None:
+        self._loaded = load_environments(config.env, base_dir)
+        self._host = Host(self._loaded, turn_text(config))
+        # What an episode is worth that was cut off before it got a reward; None: functions say.
+        self.cut_reward = None if config.reward.functions else 0.0
+        self._prompts: Sequence[EvalPrompt] = ()
+        self._answers: queue.SimpleQueue[tuple[RequestId, Answer]] = queue.SimpleQueue()
+        self._loop = asyncio.new_event_loop()
+        self.num_open = 0
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+
+    def begin(self, prompts: Sequence[EvalPrompt]) -> None:
+        self._prompts = prompts
+
+    def opens(self, prompt: int) -> bool:
+        label = label_of(self._prompts[prompt].env, self._loaded)
+        return self._loaded[label].kind.opens
+
+    def ask(self, trajectory: Trajectory) -> None:
+        rid = trajectory.request
+        asked = self._prompts[rid.group]
+        ask = Ask(
+            rid,
+            label_of(asked.env, self._loaded),
+            asked.row,
+            episode_seed(0, rid.group),
+            tuple(trajectory.token_ids.tolist()),
+            tuple(trajectory.loss_mask.tolist()),
+            tuple(trajectory.logprobs.tolist()),
+            trajectory.version,
+        )
+        self.num_open += 1
+        asyncio.run_coroutine_threadsafe(self._answer(ask), self._loop)
+
+    async def _answer(self, ask: Ask) -> None:
+        self._answers.put((ask.request, await self._host.answer(ask)))
+
+    def take(self, wait_s: float) -> list[tuple[RequestId, Answer]]:
+        """What has been answered; waits for the first if there is a question open."""
+        found: list[tuple[RequestId, Answer]] = []
+        try:
+            while self.num_open:
+                found.append(self._answers.get(timeout=0.0 if found else wait_s))
+                self.num_open -= 1
+        except queue.Empty:
+            pass
+        return found
+
+    def end(self) -> None:
+        """The evaluation is over; the next one begins with fresh episodes."""
+        for group in range(len(self._prompts)):
+            self._loop.call_soon_threadsafe(self._host.forget, group)

@@ -1,4 +1,4 @@
-"""The learner as a process (one per rank): groups in, sealed versions out.
+"""The learner as a worker (one per rank): groups in, sealed versions out.
 
 With several ranks every one of them is fed the same groups in the same order; the first one alone
 seals, saves and speaks to the controller.
@@ -7,52 +7,33 @@ Order at a step's end: trainer state (where a checkpoint is due), a copy of the 
 beside the next step's training (`sealing`), what makes the masters exact and the version itself to
 shared memory, the event that becomes the log record, the same to the disk, the event that says so.
 With several ranks the learner waits for all of that: the others read versions from the disk. The
-optimizer's moments follow now and then, beside it too (`moments`).
-
-    learner/masters/   of the newest version: what makes its masters, critic and counters exact
-    learner/moments/   of the newest version that they were written for
-
-Invariant: however this process ends, the next one on this host has the masters, the critic, the
-counters and the schedule of the newest sealed version, bit for bit; after a clean end the moments
-too. On another host it has those of the newest durable one.
+optimizer's moments follow now and then, beside it too (`moments`). What it finds at its start is in
+`learner_start`.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from dora_rl.controller.lock import LEARNER_LOCK
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
-from dora_rl.engine.sealed import check_base
-from dora_rl.io.wire import Channel, Message, decode_learner, encode_event
-from dora_rl.setup.settings import learner_algorithm
 from dora_rl.store.storage_client import StorageReader
-from dora_rl.store.trajectories import from_message
-from dora_rl.trainer import distributed, state
-from dora_rl.trainer.checkpoint import Checkpoints, Saved
-from dora_rl.trainer.learner import Learner
-from dora_rl.trainer.options import CheckpointOptions, from_section
+from dora_rl.trainer import distributed
 from dora_rl.trainer.warm_up import warm_up
 from dora_rl.types import Group, GroupId, StepIndex, Version
-from dora_rl.weights.levels import Level, disk_level, finish_sealed, is_one_place, shared_level
-from dora_rl.weights.lora_base import run_base
-from dora_rl.weights.sealing import Sealing, WaitingStore
-from dora_rl.weights.store import WeightsError
 from dora_rl.weights.versions import share
-from dora_rl.workers.moments import Moments
+from dora_rl.workers import messages as msg
+from dora_rl.workers.learner_start import LearnerStart
 from dora_rl.workers.recheck import Recheck
 from dora_rl.workers.worker import Setup, beat
 
@@ -60,139 +41,103 @@ BEAT_S = 1.0
 POLL_S = 0.05
 
 
-class LearnerWorker:
-    """The loop of the learner process."""
+class Talk(Protocol):
+    """The channel to the controller, as the learner uses it."""
 
-    def __init__(self, setup: Setup, channel: Channel) -> None:
+    def send(self, message: msg.Message) -> None: ...
+    def poll(self, timeout_s: float) -> bool: ...
+    def receive(self) -> msg.Message: ...
+
+
+def serve_learner(setup: Setup, channel: msg.Channel) -> None:
+    LearnerWorker(setup, channel).run()
+
+
+class LearnerWorker:
+    """One rank of the learner. `executor`: who writes beside the training, in place of threads."""
+
+    def __init__(self, setup: Setup, channel: Talk, executor: Executor | None = None) -> None:
         config = setup.config
         torch.set_num_threads(max(1, config.trainer.threads or int(setup.extra["threads"])))
         self.setup, self.channel = setup, channel
-        run_dir = Path(setup.run_dir)
-        self.rank, self.num_ranks = int(setup.extra["rank"]), int(setup.extra["num_ranks"])
-        self.lock = wait_for_lock(run_dir / LEARNER_LOCK) if self.rank == 0 else None
-        where = str(setup.extra.get("ip", ""))
-        distributed.join(setup.extra["meeting"], self.rank, self.num_ranks, where)
-        self.shared = WaitingStore(setup.extra["weights_root"])
-        shared, disk = shared_level(setup.extra["weights_root"]), disk_level(run_dir)
-        self.disk, self.exact = disk.versions, disk.masters
-        self.seals_to: Level = disk if is_one_place(shared, disk) else shared
-        self.sealing = self.shared.sealing = Sealing(shared, disk)
-        self.notes: list[str] = finish_sealed(shared, disk) if self.rank == 0 else []
-        distributed.wait_for_all()  # now the disk has the newest version, for every rank
-        options = from_section(CheckpointOptions, config.checkpoint)
-        self.checkpoints = Checkpoints(run_dir / "checkpoints", options)
-        self.moments = Moments(run_dir / "learner" / "moments", options.state_every_s)
-        self.version: Version = max(self.disk.versions(), default=-1)
-        self.opened_version = self.version
-        self.learner, self.optimizer_version = self._open_learner(self.version)
-        hint = "put runtime.run_dir on a file system that all learner ranks share"
-        distributed.agree("the newest sealed version to be", self.version, hint)
-        self._check_base()
+        self._in_background = executor is None
+        self.start = start = LearnerStart(setup, executor)
+        self.rank, self.num_ranks = start.rank, start.num_ranks
+        self.learner, self.version = start.learner, start.version
+        self.shared, self.disk, self.sealing = start.shared, start.disk, start.sealing
+        self.checkpoints, self.moments = start.checkpoints, start.moments
         self.reader = StorageReader(bytes.fromhex(setup.key))
         device = str(self.learner.device)
-        self.recheck = Recheck(
-            self.learner, self.shared, config, device, channel.send_event, self._note
-        )
+        self.recheck = Recheck(self.learner, self.shared, config, device, self._say, self._note)
         self.fed: set[GroupId] = set()
-        self.waiting: deque[Message] = deque()
+        self.waiting: deque[msg.Message] = deque()
         self.busy_s = 0.0
         self.total_busy_s = 0.0
         self.progress = 0
 
-    def _open_learner(self, sealed: Version) -> tuple[Learner, Version]:
-        """The learner at the newest sealed version, and the version its moments are of."""
-        config, algorithm = self.setup.config, learner_algorithm(self.setup.config)
-        batch = config.orchestration.batch_groups
-        store = self.disk if self.rank else self.shared  # another rank may be on another host
-        kwargs: dict[str, Any] = {"batch_groups": batch, "store": store}
-        if self.rank == 0:
-            self._forget_unsealed(sealed)
-        saved = [c for c in self.checkpoints.saved() if c.step + 1 <= sealed]
-        if sealed in self.exact.versions():
-            learner = Learner(config.model.path, algorithm, config.trainer, **kwargs)
-            learner.adopt(self.disk, sealed, self.exact)
-            return learner, self._find_moments(learner, sealed, saved)
-        # A new run, or one whose versions an older release has sealed.
-        if not saved:
-            learner = Learner(config.model.path, algorithm, config.trainer, **kwargs)
-        else:
-            learner = Learner.resume(saved[-1].path, algorithm, config.trainer, **kwargs)
-            # A checkpoint is pruned one day; what is copied beside later ones is the model's.
-            learner.directory = Path(config.model.path)
-        optimizer_version = saved[-1].step + 1 if saved else 0
-        if max(0, sealed) > optimizer_version:
-            learner.adopt(self.disk, sealed)
-            self.notes.append(
-                f"version {sealed} has no masters beside it: it goes on from the published "
-                f"weights, with the learning-rate schedule of version {optimizer_version}"
-            )
-        return learner, optimizer_version
+    def _say(self, event: ev.Event) -> None:
+        self.channel.send(msg.Told(event))
 
-    def _forget_unsealed(self, sealed: Version) -> None:
-        """What a life that ended before it sealed the version left beside it, and what is left of
-        a version that was lost with its host."""
-        for store in (self.exact, self.seals_to.masters):
-            for version in store.versions():
-                if version > sealed:
-                    store.retire(version)
-        self.moments.forget_after(sealed)
-
-    def _find_moments(self, learner: Learner, sealed: Version, saved: list[Saved]) -> Version:
-        """The newest that are whole, beside the versions or in a checkpoint; 0: none."""
-        checkpoints = {c.step + 1: c.path for c in saved}
-        there = {v for v in self.moments.store.versions() if v <= sealed}
-        for version in sorted(there | checkpoints.keys(), reverse=True):
-            if version in checkpoints:
-                state.load_saved_moments(learner, checkpoints[version])
-                return version
-            try:
-                self.moments.load(learner, version)
-                return version
-            except WeightsError as error:
-                self.notes.append(f"the optimizer's moments cannot be used: {error}")
-        return 0
-
-    def _check_base(self) -> None:
-        """What versions that are adapters belong on: the same on every rank, and as it was."""
-        base = self.learner.base = run_base(self.setup.config)
-        hint = "model.path must hold the same weights on every host"
-        distributed.agree("the weights of model.path to be", int(base[:15] or "0", 16), hint)
-        if self.version >= 0:
-            check_base(self.disk.map(self.version), base, self.setup.config.model.path)
+    def _note(self, line: str) -> None:
+        self.channel.send(msg.Note(f"learner: {line}"))
 
     def run(self) -> None:
-        if self.version < 0:
-            self._seal(0, {}, lambda checksum: None, lambda: None)
-            self.sealing.wait()
-            self.version = 0
+        """Until the controller says `End`."""
+        self.join()
         if self.rank == 0:
-            self._say_joined()
-        else:
-            self.channel.send("ready", {})
+            beat(self.report, BEAT_S)
         self._warm_up()
         try:
-            self._serve()
+            while not isinstance(message := self._receive(), msg.End):
+                self.hear(message)
         except (EOFError, ConnectionError):
             raise  # nobody is there to hear of it
         except Exception:
             self.sealing.wait()  # a fault in one step does not undo the one before
             raise
-        self.sealing.wait()
-        self._keep_moments()
-        if self.rank == 0:
-            self.checkpoints.prune(sealed=self.version)
+        self.close()
 
-    def _keep_moments(self) -> None:
-        """A clean end: those of the last version, unless they are on disk already. A learner that
-        sealed nothing still has those that it found there."""
+    def join(self) -> None:
+        """Seal the first version of a new run, and say what there is."""
+        if self.version < 0:
+            self._seal(0, {}, lambda checksum: None, lambda: None)
+            self.sealing.wait()
+            self.version = 0
+        if self.rank:
+            self.channel.send(msg.Ready())
+            return
+        for version in self.disk.versions():
+            share(self.disk, self.shared, version)
+        for line in self.start.notes:
+            self._note(line)
+        optimizer = self.start.optimizer_version if self.version else 0
+        self._say(
+            ev.TrainerJoined(
+                self.version,
+                optimizer,
+                incarnation=self.setup.incarnation,
+                durable=self.version,
+            )
+        )
+
+    def report(self) -> None:
+        incarnation = self.setup.incarnation
+        self._say(ev.TrainerReport(self.version, self.progress, incarnation=incarnation))
+
+    def close(self) -> None:
+        """A clean end keeps the moments of the last version, unless they are on disk already. A
+        learner that sealed nothing still has those that it found there."""
+        self.sealing.wait()
         known = self.version in self.moments.store.versions() or any(
             saved.step + 1 == self.version for saved in self.checkpoints.saved()
         )
-        if distributed.decide(self.version > max(0, self.opened_version) and not known):
+        if distributed.decide(self.version > max(0, self.start.version) and not known):
             if self.rank == 0:
-                self.channel.send("saving", {})
+                self.channel.send(msg.Saving())
             self.moments.save(self.learner, self.version)
         self.moments.wait()
+        if self.rank == 0:
+            self.checkpoints.prune(sealed=self.version)
 
     def _warm_up(self) -> None:
         """While the first groups are generated, unless they are here already."""
@@ -205,84 +150,65 @@ class LearnerWorker:
         warm_up(self.learner, samples * document)
         self._tell_notes()
 
-    def _serve(self) -> None:
-        while (message := self._receive()).kind != "end":
-            if message.kind == "rate":
-                self.checkpoints.rate(message.body["step"], message.body["score"])
-            else:
-                self._handle(message)
-
-    def _receive(self) -> Message:
+    def _receive(self) -> msg.Message:
         """The next message. While there is none, training goes on with what there is. What went
         wrong with the sealing of a version is raised here."""
         self.sealing.is_running()
         self.moments.is_writing()
         self._look_ahead()
-        while not self.waiting and self._has_own_work():
+        while not self.waiting and self.has_own_work():
             if self.channel.poll(POLL_S):
                 break
-            if self.learner.may_go_on():
-                with self._at_work():
-                    self.learner.go_on()
-            else:
-                self.recheck.go_on()
+            self.go_on()
         if not self.waiting:
             self.waiting.append(self.channel.receive())
         return self.waiting.popleft()
 
-    def _has_own_work(self) -> bool:
+    def has_own_work(self) -> bool:
         """What goes on without a message."""
         beside = self.sealing.is_running() or self.recheck.is_waiting
         return beside or self.learner.may_go_on()
+
+    def go_on(self) -> None:
+        if self.learner.may_go_on():
+            with self._at_work():
+                self.learner.go_on()
+        else:
+            self.recheck.go_on()
 
     def _look_ahead(self) -> None:
         """The end is heard at once: what was fed and not trained is fed again on resume. Several
         ranks keep to the order, or they would wait for each other."""
         while self.num_ranks == 1 and self.channel.poll(0.0):
             message = self.channel.receive()
-            if message.kind == "end":
+            if isinstance(message, msg.End):
                 self.waiting.clear()
             self.waiting.append(message)
-            if message.kind == "end":
+            if isinstance(message, msg.End):
                 return
-
-    def _say_joined(self) -> None:
-        for version in self.disk.versions():
-            share(self.disk, self.shared, version)
-        optimizer = self.optimizer_version if self.version else 0
-        for line in self.notes:
-            self.channel.send("note", {"line": f"learner: {line}"})
-        life = self.setup.incarnation
-        self.channel.send_event(
-            ev.TrainerJoined(self.version, optimizer, incarnation=life, durable=self.version)
-        )
-        beat(self.channel, self._beat, BEAT_S)
-
-    def _note(self, line: str) -> None:
-        self.channel.send("note", {"line": f"learner: {line}"})
 
     def _tell_notes(self) -> None:
         """What the learner has to say to whoever watches, once."""
         notes, self.learner.notes = self.learner.notes, []
         for line in notes if self.rank == 0 else ():
-            self.channel.send("note", {"line": f"learner: {line}"})
+            self._note(line)
 
-    def _beat(self) -> None:
-        life = self.setup.incarnation
-        self.channel.send_event(ev.TrainerReport(self.version, self.progress, incarnation=life))
+    def hear(self, message: msg.Message) -> None:
+        match message:
+            case msg.Fed():
+                self._feed(message)
+            case msg.Close(action):
+                self._close(action)
+            case msg.Rate(step, score):
+                self.checkpoints.rate(step, score)
+            case _:
+                raise AssertionError(f"a learner does not hear {message!r}")
 
-    def _handle(self, message: Message) -> None:
-        action = decode_learner(message.body["action"])
-        if isinstance(action, act.Feed):
-            self._feed(action, message)
-        elif isinstance(action, act.CloseStep):
-            self._close(action)
-
-    def _plan_updates(self, body: dict[str, Any]) -> None:
+    def _plan_updates(self, message: msg.Fed) -> None:
         """A batch keeps the B it was filled under, even where a resumed run has another."""
         updates = self.learner.options.updates_per_step
-        same = body["updates"] == updates
-        self.learner.groups_per_update = body["batch_groups"] // updates if same else None
+        same = message.updates == updates
+        self.learner.groups_per_update = message.batch_groups // updates if same else None
 
     def _begin(self, step: StepIndex) -> bool:
         """True if this step is the one to train; messages of a finished one are ignored."""
@@ -294,13 +220,14 @@ class LearnerWorker:
             self.busy_s = 0.0
         return True
 
-    def _feed(self, action: act.Feed, message: Message) -> None:
+    def _feed(self, message: msg.Fed) -> None:
+        action = message.action
         if not self._begin(action.step) or action.group in self.fed:
             return
         with self._at_work():
-            self._plan_updates(message.body)
+            self._plan_updates(message)
             self.fed.add(action.group)
-            group = read_group(action, message, self.reader)
+            group = read_group(message, self.reader)
             self.learner.feed([group])
             self.progress += 1
         self.recheck.offer(group)
@@ -319,10 +246,10 @@ class LearnerWorker:
     def _close(self, action: act.CloseStep) -> None:
         if not self._begin(action.step):
             return
+        incarnation = self.setup.incarnation
         assert set(action.groups) == self.fed, "the batch closed with other groups than were fed"
         if self.rank == 0:
-            life = self.setup.incarnation
-            self.channel.send_event(ev.BatchAccepted(action.step, incarnation=life))
+            self._say(ev.BatchAccepted(action.step, incarnation=incarnation))
         with self._at_work():
             metrics = self.learner.finish_step()
         trained_s = time.monotonic()
@@ -345,16 +272,15 @@ class LearnerWorker:
 
         def tell(checksum: str) -> None:
             metrics["time/weight_sync"] = time.monotonic() - trained_s
-            usage = {"busy_s": busy_s, "cpu_s": time.process_time()}
-            life = self.setup.incarnation
             # It was this one's turn: the one before is durable.
-            said = ev.StepCommitted(action.step, checksum, incarnation=life, durable=action.step)
-            body = {"event": encode_event(said), "metrics": metrics, "usage": usage}
-            self.channel.send("committed", body)
+            said = ev.StepCommitted(
+                action.step, checksum, incarnation=incarnation, durable=action.step
+            )
+            usage = msg.Usage(busy_s, time.process_time())
+            self.channel.send(msg.Committed(said, dict(metrics), usage))
 
         def tell_durable() -> None:
-            life = self.setup.incarnation
-            self.channel.send_event(ev.VersionDurable(action.step + 1, incarnation=life))
+            self._say(ev.VersionDurable(action.step + 1, incarnation=incarnation))
 
         durable = self._seal(action.step + 1, metrics, tell, tell_durable)
         self.recheck.catch_up()
@@ -384,9 +310,9 @@ class LearnerWorker:
         began = time.monotonic()
         self.sealing.is_running()  # raises what went wrong with the one before
         alone, turn = self.num_ranks == 1, self.sealing.turn()
-        level = self.seals_to
+        level, background = self.start.seals_to, alone and self._in_background
         sealed = self.learner.publish(
-            level.versions, version, background=alone, exact=level.masters, turn=turn
+            level.versions, version, background=background, exact=level.masters, turn=turn
         )
         metrics["time/publish_stall"] = time.monotonic() - began
 
@@ -403,20 +329,11 @@ class LearnerWorker:
         return durable
 
 
-def wait_for_lock(path: Path) -> int:
-    """Held until this process ends: a learner that was given up and lives on never meets us."""
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    fcntl.flock(handle, fcntl.LOCK_EX)
-    return handle
-
-
-def read_group(action: act.Feed, message: Message, reader: StorageReader | None = None) -> Group:
+def read_group(message: msg.Fed, reader: StorageReader | None = None) -> Group:
     """The group of a message. On a cluster that says where the samples are, and what they got."""
-    body, arrays = message.body, message.arrays
-    if "rows" in body:
+    action, samples = message.action, message.samples
+    if message.where is not None:
         assert reader is not None
-        stored = zip(reader.rows(body["rows"]), body["rewards"], strict=True)
-        samples = [replace(sample, reward=reward) for sample, reward in stored]
-    else:
-        samples = from_message(body["samples"], arrays)
-    return Group(action.group, action.version, arrays["prompt_ids"], tuple(samples))
+        stored = zip(reader.rows(message.where), message.rewards, strict=True)
+        samples = tuple(replace(sample, reward=reward) for sample, reward in stored)
+    return Group(action.group, action.version, message.prompt_ids, samples)

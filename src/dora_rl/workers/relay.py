@@ -7,24 +7,24 @@ is a cache, and ends with the relay.
 from __future__ import annotations
 
 import shutil
-import time
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 
 from dora_rl.io.transport import TransportError
-from dora_rl.io.wire import Channel
 from dora_rl.types import Version
-from dora_rl.weights.relay import Relay, Fetched
 from dora_rl.weights.leftovers import claim, sweep
+from dora_rl.weights.relay import Fetched as Found
+from dora_rl.weights.relay import Relay
 from dora_rl.weights.store import SHARED_MEMORY, SharedMemoryWeightStore
+from dora_rl.workers.messages import Alive, Channel, End, Fetch, Fetched, Retire, Serving
 from dora_rl.workers.worker import Setup, beat
 
 BEAT_S = 1.0
 
 
 def serve_relay(setup: Setup, channel: Channel) -> None:
-    """Until the controller says "end" or is gone."""
+    """Until the controller says `End` or is gone."""
     extra, at_head = setup.extra, bool(setup.extra["at_head"])
     # Receivers prove every tensor; hashing before sending would only delay them.
     store = SharedMemoryWeightStore(extra["weights_root"], verify=False)
@@ -33,9 +33,8 @@ def serve_relay(setup: Setup, channel: Channel) -> None:
         claim(store.root)
         sweep(SHARED_MEMORY)
     relay = Relay(store, transfer, bytes.fromhex(setup.key))
-    body = {"port": relay.server.port, "versions": list(store.versions())}
-    channel.send("ready", body)
-    beat(channel, lambda: channel.send("beat", {"cpu_s": time.process_time()}), BEAT_S)
+    channel.send(Serving(relay.server.port, tuple(store.versions())))
+    beat(lambda: channel.send(Alive()), BEAT_S)
     try:
         _serve(relay, channel)
     finally:
@@ -46,24 +45,21 @@ def serve_relay(setup: Setup, channel: Channel) -> None:
 
 
 def _serve(relay: Relay, channel: Channel) -> None:
-    while True:
-        message = channel.receive()
-        if message.kind == "end":
-            return
-        if message.kind == "fetch":
-            version = int(message.body["version"])
-            found = relay.fetch(version, message.body["sources"])
-            if found is not None:
-                found.add_done_callback(partial(_say_fetched, channel, version))
-        elif message.kind == "retire":
-            relay.retire(message.body["versions"])
+    while not isinstance(message := channel.receive(), End):
+        match message:
+            case Fetch(version, sources):
+                found = relay.fetch(version, list(sources))
+                if found is not None:
+                    found.add_done_callback(partial(_say_fetched, channel, version))
+            case Retire(versions):
+                relay.retire(versions)
+            case _:
+                raise AssertionError(f"a relay does not hear {message!r}")
 
 
-def _say_fetched(channel: Channel, version: Version, found: Future[Fetched]) -> None:
+def _say_fetched(channel: Channel, version: Version, found: Future[Found]) -> None:
     error = found.exception()
     if error is None:
-        num_bytes, seconds = found.result()
-        body = {"version": version, "num_bytes": num_bytes, "seconds": seconds}
-        channel.send("fetched", body)
+        channel.send(Fetched(version, *found.result()))
     elif not isinstance(error, TransportError):
         raise error

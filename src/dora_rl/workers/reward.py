@@ -3,58 +3,56 @@ it takes many samples at once, otherwise one, so that a hang or a crash costs th
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from dora_rl.io.wire import Channel
 from dora_rl.rewards.base import ScoreError, ScoreItem, build
 from dora_rl.store.storage_client import StorageReader
+from dora_rl.workers.messages import Channel, End, Ready, Reward, Score, Scored
 from dora_rl.workers.worker import Setup
 
 
+class Scorer:
+    """The functions of a run. A bad sample is an error, not an end."""
+
+    def __init__(self, setup: Setup) -> None:
+        section = setup.config.reward
+        self._reward = build(section, Path(setup.extra["base_dir"]))
+        self._reader = StorageReader(bytes.fromhex(setup.key))
+        self.at_once = section.concurrent_max if self._reward.many else 1
+
+    def answer(self, asked: Score) -> Scored:
+        scores = self._reward.score_parts(read_items(asked, self._reader))
+        return Scored(
+            asked.id,
+            tuple(
+                Reward(error=score.total.reason)
+                if isinstance(score.total, ScoreError)
+                else Reward(score.total, parts=score.parts)
+                for score in scores
+            ),
+        )
+
+
 def serve_rewards(setup: Setup, channel: Channel) -> None:
-    """Answer every "score" with "scored"; a bad sample is an error, not an end."""
-    section = setup.config.reward
-    reward = build(section, Path(setup.extra["base_dir"]))
-    reader = StorageReader(bytes.fromhex(setup.key))
-    channel.send("ready", {"at_once": section.concurrent_max if reward.many else 1})
-    while True:
-        message = channel.receive()
-        if message.kind == "end":
-            return
-        items = read_items(message.body["items"], message.arrays["token_ids"], reader)
-        results = [
-            {"error": score.total.reason}
-            if isinstance(score.total, ScoreError)
-            else {"reward": score.total, "parts": score.parts}
-            for score in reward.score_parts(items)
-        ]
-        channel.send("scored", {"id": message.body["id"], "results": results})
+    """Answer every `Score` until `End`."""
+    scorer = Scorer(setup)
+    channel.send(Ready(scorer.at_once))
+    while not isinstance(message := channel.receive(), End):
+        assert isinstance(message, Score)
+        channel.send(scorer.answer(message))
 
 
-def read_items(
-    items: list[dict[str, Any]], token_ids: NDArray[Any], reader: StorageReader | None = None
-) -> list[ScoreItem]:
+def read_items(asked: Score, reader: StorageReader | None = None) -> list[ScoreItem]:
     """The samples of a message; their token ids lie one after the other, or in storage."""
     found: list[ScoreItem] = []
-    ends = np.cumsum([item["num_tokens"] for item in items])
-    for item, end in zip(items, ends, strict=True):
-        ids, text = token_ids[int(end) - item["num_tokens"] : int(end)], item["completion"]
-        if "rows" in item and reader is not None:
-            (stored,) = reader.rows(item["rows"])
+    ends = np.cumsum([one.num_tokens for one in asked.items])
+    for one, end in zip(asked.items, ends, strict=True):
+        ids, text = asked.token_ids[int(end) - one.num_tokens : int(end)], one.item.completion
+        if one.where is not None and reader is not None:
+            (stored,) = reader.rows(one.where)
             ids, text = stored.token_ids, stored.text
-        found.append(
-            ScoreItem(
-                prompt=item["prompt"],
-                prompt_text=item["prompt_text"],
-                completion=text,
-                completion_ids=tuple(ids.tolist()),
-                answer=item["answer"],
-                columns=item["columns"],
-                finish=item["finish"],
-            )
-        )
+        found.append(replace(one.item, completion=text, completion_ids=tuple(ids.tolist())))
     return found

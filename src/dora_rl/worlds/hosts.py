@@ -1,8 +1,8 @@
-"""The workers of a run on several hosts: where each one is placed, started, heard and replaced.
+"""The hosts of a run on several machines: where each worker is placed, started and ended.
 
-Who starts a process on another host is behind `Cluster` (Ray, or plain processes in tests); the
-pool decides on which host, keeps a worker waiting while no host has room for it, and hears of its
-end. Messages travel as on one machine, over TCP instead of a local socket: see `wire`.
+Who starts a process on another host is behind `Cluster` (Ray, or plain processes in tests); here it
+is decided on which host, and a worker is kept waiting while no host has room for it. Messages
+travel as on one machine, over TCP instead of a local socket.
 
 A host takes workers only while its relay is heard: one that is cut off gets nothing new, long
 before the cluster itself has noticed. Invariant: what is placed on a host never needs more than
@@ -24,11 +24,13 @@ from typing import Any, Protocol
 
 from dora_rl.config import RunConfig
 from dora_rl.io.connection import answer_at_once
-from dora_rl.workers.pool import WorkerPool, Envelope, Process, Worker
+from dora_rl.setup.devices import EVALUATOR_SHARE, LEARNER_SHARE
+from dora_rl.setup.layout import Layout
+from dora_rl.types import UserError
+from dora_rl.workers.pool import Process, Worker
 
 LAST_WORDS_S = 2.0  # for what a worker said to arrive after its end is known
 AT_HEAD = ("evaluator", "storage")  # roles that need the run directory
-SERVING = ("storage", "relay")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,14 +98,13 @@ def choose_host(
 class RemoteProcess:
     """A worker's process, perhaps still waiting for a host. Implements `pool.Process`."""
 
-    def __init__(self, role: str, name: str) -> None:
-        self.role, self.name = role, name
-        self.setup = ""
+    def __init__(self, setup: dict[str, Any], log: Path) -> None:
+        self.setup, self._log = setup, log
+        self.role, self.name = str(setup["role"]), str(setup["name"])
         self.host: Host | None = None
         self.demand: Mapping[str, float] = {}
         self.task: Task | None = None
         self.placed_s = 0.0
-        self.reason = ""
         self._ended = threading.Event()
 
     def start(self, host: Host, demand: Mapping[str, float], task: Task) -> None:
@@ -112,7 +113,10 @@ class RemoteProcess:
         threading.Thread(target=self._watch, args=(task,), daemon=True).start()
 
     def _watch(self, task: Task) -> None:
-        self.reason = task.wait()
+        reason = task.wait()
+        if reason and not self._ended.is_set():
+            with self._log.open("a") as log:
+                log.write(reason.rstrip() + "\n")
         self._ended.set()
 
     def poll(self) -> int | None:
@@ -130,48 +134,45 @@ class RemoteProcess:
             self.task.kill()
 
 
-class HostPool(WorkerPool):
-    """The pool over several hosts."""
+class HostProcesses:
+    """Workers as processes on the hosts of a cluster. Implements `pool.Launcher`."""
+
+    last_words_s = LAST_WORDS_S
 
     def __init__(
         self,
-        config: RunConfig,
         run_dir: Path,
         cluster: Cluster,
         demands: Callable[[str, str], Mapping[str, float]],
         for_host: Callable[[Host], dict[str, Any]],
-        *,
-        first_incarnation: int = 0,
     ) -> None:
-        self.cluster, self._demands, self._for_host = cluster, demands, for_host
+        """`for_host`: what a worker is told of the host it is placed on."""
+        self._run_dir, self.cluster = run_dir, cluster
+        self._demands, self._for_host = demands, for_host
         self.usable: Callable[[], list[Host]] = lambda: [cluster.head]
         self._waiting: list[RemoteProcess] = []
-        super().__init__(config, run_dir, first_incarnation=first_incarnation)
+        self._newest: dict[str, RemoteProcess] = {}  # by name
+        self.listener = Listener((cluster.head.ip, 0), family="AF_INET", backlog=64)
+        self.address = f"tcp://{cluster.head.ip}:{self.listener.address[1]}"
 
-    def _listen(self) -> tuple[Listener, str]:
-        listener = Listener((self.cluster.head.ip, 0), family="AF_INET", backlog=64)
-        return listener, f"tcp://{self.cluster.head.ip}:{listener.address[1]}"
-
-    def _greet(self, connection: Connection) -> None:
+    def connected(self, connection: Connection) -> None:
         with contextlib.suppress(OSError):
             answer_at_once(connection)
-        super()._greet(connection)
 
-    @property
-    def key(self) -> bytes:
-        """Of the run: what workers prove to each other."""
-        return self._key
+    def close(self) -> None:
+        self.listener.close()
 
-    # -- placing ----------------------------------------------------------------------------------
+    def begun_s(self, worker: Worker) -> float | None:
+        """A worker that waits for a host is no fault of its own."""
+        process = self._newest[worker.name]
+        return process.placed_s if process.host is not None and process.poll() is None else None
 
-    def _spawn(self, role: str, name: str) -> Process:
-        return RemoteProcess(role, name)
-
-    def _deliver(self, process: Process, setup: str) -> None:
-        assert isinstance(process, RemoteProcess)
-        process.setup = setup
+    def launch(self, setup: dict[str, Any]) -> Process:
+        process = RemoteProcess(setup, self._run_dir / "logs" / f"{setup['name']}.log")
+        self._newest[process.name] = process
         if not self._place(process):
             self._waiting.append(process)
+        return process
 
     def place_waiting(self) -> None:
         """Give hosts to workers that had none; called now and then by the controller."""
@@ -190,8 +191,7 @@ class HostPool(WorkerPool):
         host = self._host_for(process, demand)
         if host is None:
             return False
-        setup = json.loads(process.setup)
-        setup["extra"] |= self._for_host(host)
+        setup = process.setup | {"extra": process.setup["extra"] | self._for_host(host)}
         process.start(host, demand, self.cluster.launch(host, demand, json.dumps(setup)))
         record = {"role": process.role, "name": process.name, "life": setup["incarnation"]}
         record["host"] = host.ip
@@ -200,75 +200,59 @@ class HostPool(WorkerPool):
         return True
 
     def _host_for(self, process: RemoteProcess, demand: Mapping[str, float]) -> Host | None:
-        head = self.cluster.head
-        wanted = json.loads(process.setup)["extra"].get("host")
-        if wanted is not None:
-            return next((h for h in self.cluster.hosts() if h.id == wanted), None)
+        head, extra = self.cluster.head, process.setup["extra"]
+        if extra.get("host") is not None:
+            return next((h for h in self.cluster.hosts() if h.id == extra["host"]), None)
         if process.name == "learner" or process.role in AT_HEAD:
             hosts = [head]
         else:
             hosts = self.usable()
-            if json.loads(process.setup)["extra"].get("beside_learner"):
+            if extra.get("beside_learner"):
                 hosts = [host for host in hosts if host.id == head.id]
         return choose_host(hosts, self.placed(), process.role, demand)
 
     def placed(self) -> dict[str, list[tuple[str, Mapping[str, float]]]]:
         """What lives on each host now."""
         found: dict[str, list[tuple[str, Mapping[str, float]]]] = {}
-        for worker in self.workers.values():
-            process = worker.process
-            assert isinstance(process, RemoteProcess)
+        for process in self._newest.values():
             if process.host is not None and process.poll() is None:
-                found.setdefault(process.host.id, []).append((worker.role, process.demand))
+                found.setdefault(process.host.id, []).append((process.role, process.demand))
         return found
 
     def host_of(self, name: str) -> Host | None:
-        worker = self.workers.get(name)
-        if worker is None:
-            return None
-        process = worker.process
-        assert isinstance(process, RemoteProcess)
-        return process.host
+        process = self._newest.get(name)
+        return process.host if process is not None else None
 
-    # -- ends -------------------------------------------------------------------------------------
 
-    def _wait(self, worker: Worker) -> None:
-        """A host that vanished says no goodbye: its connection is ended from this side."""
-        process = worker.process
-        assert isinstance(process, RemoteProcess)
-        process.wait()
-        if worker.reader is not None:
-            worker.reader.join(LAST_WORDS_S)
-        if worker.channel is not None:
-            worker.channel.cut()
-        if process.reason:
-            with (self._run_dir / "logs" / f"{worker.name}.log").open("a") as log:
-                log.write(process.reason.rstrip() + "\n")
-        worker.outbox.put(None)
-        self.inbox.put(Envelope(worker.name, worker.incarnation, None))
+def demand_of(config: RunConfig, layout: Layout, role: str, name: str) -> dict[str, float]:
+    """What a worker takes of its host: whole devices, or cores where there are none.
 
-    def overdue(self, limit_s: float) -> list[str]:
-        """As in one machine, but a worker that waits for a host is no fault of its own."""
-        now, late = time.monotonic(), []
-        for worker in self.workers.values():
-            process = worker.process
-            assert isinstance(process, RemoteProcess)
-            begun = process.host is not None and process.poll() is None
-            if begun and not worker.joined and now - process.placed_s > limit_s:
-                late.append(worker.name)
-        return late
+    Elastic instances sleep while the learner computes, on the same devices: each takes half of one.
+    The evaluator shares the device of the first rank.
+    """
+    resources, gpus = config.resources, layout.device.startswith("cuda")
+    elastic = layout.is_elastic(name) if role == "instance" else False
+    if role == "evaluator":
+        return {"GPU": EVALUATOR_SHARE} if gpus else {}
+    if role == "learner":
+        share = LEARNER_SHARE if layout.has_elastic else 1.0
+        return {"GPU": share - EVALUATOR_SHARE * (name == "learner")} if gpus else {"CPU": 1.0}
+    if role != "instance":
+        return {}
+    if gpus:
+        return {"GPU": 0.5 if elastic else float(resources.devices_per_instance)}
+    return (
+        {} if elastic else {"CPU": float(config.rollout.threads * resources.devices_per_instance)}
+    )
 
-    def end(self, grace_s: float) -> None:
-        """Those that serve the others end last: journals and rows are still on their way."""
-        self.closing = True
-        workers = list(self.workers.values())
-        self._end([worker for worker in workers if worker.role not in SERVING], grace_s)
-        self._end([worker for worker in workers if worker.role in SERVING], LAST_WORDS_S)
-        self._close()
 
-    def discharge(self, name: str) -> None:
-        """End a worker for good."""
-        self.kill(name)
-        with self._lock:
-            self.incarnations[name] += 1  # its end is no news
-            del self.workers[name]
+def check_room(config: RunConfig, layout: Layout, cluster: Cluster) -> None:
+    """The learner's first rank needs room on the controller's host: say so before it waits."""
+    demand, head = demand_of(config, layout, "learner", "learner"), cluster.head
+    for what, amount in demand.items():
+        there = head.resources.get(what, 0.0)
+        if there < amount:
+            raise UserError(
+                f"the learner runs on the controller's host ({head.ip}) and needs {amount:g} "
+                f"{what}; the cluster counts {there:g} there: start dora-rl on a host with more"
+            )

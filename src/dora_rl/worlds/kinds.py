@@ -7,14 +7,16 @@ import secrets
 from importlib.util import find_spec
 
 from dora_rl.config import RunConfig
+from dora_rl.controller.run import Run
 from dora_rl.setup.prepare import Prepared
 from dora_rl.types import UserError
-from dora_rl.worlds.local import LocalRun
+from dora_rl.worlds.inline import open_inline
+from dora_rl.worlds.local import open_local
 
 
 def check_kind(config: RunConfig) -> None:
     """What a run on a cluster cannot do without, as far as it shows before the start."""
-    if config.runtime.kind == "local":
+    if config.runtime.kind != "ray":
         return
     if find_spec("ray") is None:
         raise UserError("runtime.kind is ray and Ray is missing: pip install 'dora-rl[cluster]'")
@@ -26,20 +28,21 @@ def check_kind(config: RunConfig) -> None:
         )
 
 
-def open_run(prepared: Prepared, *, resume: bool) -> LocalRun:
+def open_run(prepared: Prepared, *, resume: bool) -> Run:
     """What `runtime.kind` asks for, ready to run."""
     config = prepared.config
-    data = (prepared.layout, prepared.train, prepared.evaluation, prepared.decode)
     if config.runtime.kind == "local":
-        return LocalRun(config, *data, resume=resume)
+        return open_local(prepared, resume=resume)
+    if config.runtime.kind == "inline":
+        return open_inline(prepared, resume=resume)
     check_kind(config)
     authenticate(own=not config.runtime.address)
-    from dora_rl.worlds.cluster import ClusterRun
+    from dora_rl.worlds.cluster import open_on_cluster
     from dora_rl.worlds.ray import open_cluster
 
     cluster = open_cluster(config)
     try:
-        return ClusterRun(config, *data, cluster=cluster, resume=resume)
+        return open_on_cluster(prepared, cluster, resume=resume)
     except UserError:
         cluster.close()
         raise

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
 
+from dora_rl.controller.world import Notify
 from dora_rl.core import actions as act
-from dora_rl.io.wire import Message
 from dora_rl.types import InstanceId, Version
-from dora_rl.worlds.hosts import HostPool, Host
+from dora_rl.workers.messages import Exported, Fetch, Fetched, Message, Retire, Serving
+from dora_rl.workers.pool import Worker, WorkerPool
+from dora_rl.worlds.hosts import Host, HostProcesses
 
 SILENT_S_MAX = 5.0  # a relay that says nothing for so long is on a host that is cut off
 STARTS_MAX = 5
@@ -44,18 +45,18 @@ class Bytes:
     fetch_s: float = 0.0
 
 
-class RelayCarrier:
-    """Implements `carrier.Carrier` with one relay per host."""
+class Relays:
+    """One relay per host. Implements `Carrier` and `Service`."""
 
-    def __init__(self, pool: HostPool) -> None:
-        self._pool = pool
-        self._head = pool.cluster.head
+    def __init__(self, pool: WorkerPool, hosts: HostProcesses, notify: Notify) -> None:
+        self._pool, self._hosts, self._notify = pool, hosts, notify
+        self._head = hosts.cluster.head
         self.sites: dict[str, Site] = {}
         self._feeds: dict[Version, dict[str, int]] = {}  # per version and host: sent on to how many
         self._looked_s = 0.0
         self.moved = Bytes()
         self.is_head_ready: Callable[[], bool] = lambda: True
-        pool.usable = self.usable
+        hosts.usable = self.usable
 
     def tick(self) -> None:
         """New hosts get a relay, lost ones are forgotten, waiting workers are placed."""
@@ -63,15 +64,15 @@ class RelayCarrier:
         if now - self._looked_s >= HOSTS_S:
             self._looked_s = now
             self._look()
-        self._pool.place_waiting()
+        self._hosts.place_waiting()
 
     def _look(self) -> None:
-        hosts = {host.id: host for host in self._pool.cluster.hosts()}
+        hosts = {host.id: host for host in self._hosts.cluster.hosts()}
         for gone in [site for site in self.sites.values() if site.host.id not in hosts]:
             self._forget(gone)
         for host in hosts.values():
             if host.id not in self.sites:
-                site = Site(host, f"depot-{host.id[:12]}")
+                site = Site(host, f"depot-{host.id[:12]}")  # as its log has always been named
                 self.sites[host.id] = site
                 self._pool.start("relay", site.name, {"host": host.id})
 
@@ -79,10 +80,10 @@ class RelayCarrier:
         del self.sites[site.host.id]
         for feeds in self._feeds.values():
             feeds.pop(site.host.id, None)
-        self._pool.discharge(site.name)
+        self._pool.dismiss(site.name)
 
     def usable(self) -> list[Host]:
-        """Hosts that may get workers: their relay is heard, and what they need on the head node is up."""
+        """Hosts that may get workers: their relay is heard, and the head node is ready."""
         now = time.monotonic()
         head = self.sites.get(self._head.id)
         if head is None or not head.address or not self.is_head_ready():
@@ -101,21 +102,27 @@ class RelayCarrier:
     def site_named(self, name: str) -> Site | None:
         return next((site for site in self.sites.values() if site.name == name), None)
 
-    def hear(self, name: str, message: Message) -> None:
-        site = self.site_named(name)
+    def hear(self, worker: Worker, message: Message) -> None:
+        site = self.site_named(worker.name)
         if site is None:
             return
         site.heard_s = time.monotonic()
-        body = message.body
-        if message.kind == "ready":
-            site.address = f"tcp://{site.host.ip}:{body['port']}"
-            site.there, site.num_starts = set(body["versions"]), 0
-            self._ask_again()
-        elif message.kind == "fetched":
-            site.there.add(body["version"])
-            self.moved.weights += body["num_bytes"]
-            self.moved.fetches += 1
-            self.moved.fetch_s += body["seconds"]
+        match message:
+            case Serving(port, versions):
+                site.address = f"tcp://{site.host.ip}:{port}"
+                site.there, site.num_starts = set(versions), 0
+                self._ask_again()
+            case Fetched(version, num_bytes, seconds):
+                site.there.add(version)
+                self.moved.weights += num_bytes
+                self.moved.fetches += 1
+                self.moved.fetch_s += seconds
+            case _:
+                pass
+
+    def fatal(self, worker: Worker, reason: str) -> None:
+        """A host elsewhere is done without."""
+        self._notify(f"{worker.name}: {reason}")
 
     def lost(self, name: str) -> None:
         """A relay ended. On a host that is still there it is started again."""
@@ -136,20 +143,19 @@ class RelayCarrier:
     # -- the carrier ------------------------------------------------------------------------------
 
     def load(self, action: act.Load) -> None:
-        host = self._pool.host_of(action.instance)
+        host = self._hosts.host_of(action.instance)
         site = self.sites.get(host.id) if host is not None else None
         if site is None or site.host.id == self._head.id or action.version in site.wanted:
             return
         site.wanted.add(action.version)
-        donor = self._pool.host_of(action.donor) if action.donor is not None else None
+        donor = self._hosts.host_of(action.donor) if action.donor is not None else None
         self._fetch(site, action.version, donor)
 
     def _fetch(self, site: Site, version: Version, donor: Host | None) -> None:
-        sources = self._sources(site, version, donor)
-        body = {"version": version, "sources": [other.address for other in sources]}
-        self._pool.send(site.name, "fetch", body)
+        sources = self.sources(site, version, donor)
+        self._pool.send(site.name, Fetch(version, tuple(other.address for other in sources)))
 
-    def _sources(self, site: Site, version: Version, donor: Host | None) -> list[Site]:
+    def sources(self, site: Site, version: Version, donor: Host | None) -> list[Site]:
         """The donor's host or the one that feeds the fewest, then the learner's."""
         feeds = self._feeds.setdefault(version, {self._head.id: 0})
         head, now = self.sites[self._head.id], time.monotonic()
@@ -168,13 +174,13 @@ class RelayCarrier:
         feeds.setdefault(site.host.id, 0)
         return [best] if best is head else [best, head]
 
-    def exported(self, body: dict[str, Any], src: InstanceId) -> dict[str, Any]:
-        here, there = self._pool.host_of(src), self._pool.host_of(body["dst"])
+    def exported(self, export: Exported, src: InstanceId) -> Exported:
+        here, there = self._hosts.host_of(src), self._hosts.host_of(export.dst)
         if here is None or there is None or here.id == there.id or here.id not in self.sites:
-            return {}
-        return {"relay": self.sites[here.id].address}
+            return export
+        return replace(export, relay=self.sites[here.id].address)
 
-    def given_up(self, body: dict[str, Any], src: InstanceId) -> None:
+    def given_up(self, export: Exported) -> None:
         """The source forgets what it laid out when it goes on with the request."""
 
     def retire(self, versions: Collection[Version]) -> None:
@@ -186,4 +192,4 @@ class RelayCarrier:
             site.wanted -= set(versions)
             site.there -= set(versions)
             if site.host.id != self._head.id:
-                self._pool.send(site.name, "retire", {"versions": sorted(versions)})
+                self._pool.send(site.name, Retire(tuple(sorted(versions))))

@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 
 from dora_rl.config import ModelConfig, RewardConfig, RunConfig
+from dora_rl.controller.world import Notify
 from dora_rl.core.actions import Load
-from dora_rl.worlds.relays import RelayCarrier
-from dora_rl.worlds.hosts import HostPool, Host, choose_host
+from dora_rl.workers.pool import WorkerPool
+from dora_rl.worlds.hosts import Host, HostProcesses, choose_host
+from dora_rl.worlds.relays import Relays
 
 CONFIG = RunConfig(
     model=ModelConfig(path="unused"), reward=RewardConfig.model_validate({"functions": ["exact"]})
@@ -85,14 +87,15 @@ def team(tmp_path: Path):
             "transfer_root": folder + "kv",
         }
 
-    pool = HostPool(CONFIG, tmp_path, cluster, lambda role, name: {}, for_host)
-    yield cluster, pool, RelayCarrier(pool)
+    hosts = HostProcesses(tmp_path, cluster, lambda role, name: {}, for_host)
+    pool = WorkerPool(CONFIG, tmp_path, hosts)
+    yield cluster, hosts, pool, Relays(pool, hosts, Notify())
     pool.end(5.0)
     for _, _, program in cluster.launched:
         program.kill()
 
 
-def until(pool: HostPool, carrier: RelayCarrier, what: str, ready: Callable[[], bool]) -> None:
+def until(pool: WorkerPool, carrier: Relays, what: str, ready: Callable[[], bool]) -> None:
     """The controller's loop, reduced to relays."""
     deadline = time.monotonic() + 240.0
     while not ready():
@@ -100,22 +103,22 @@ def until(pool: HostPool, carrier: RelayCarrier, what: str, ready: Callable[[], 
         carrier.tick()
         while not pool.inbox.empty():
             envelope = pool.inbox.get()
-            if not pool.current(envelope) or not envelope.name.startswith("depot"):
+            if not pool.is_current(envelope) or envelope.role != "relay":
                 continue
             if envelope.message is None:
                 carrier.lost(envelope.name)
             else:
-                carrier.hear(envelope.name, envelope.message)
+                carrier.hear(pool.workers[envelope.name], envelope.message)
         time.sleep(0.02)
 
 
 def test_a_worker_waits_until_a_host_with_a_relay_is_there(team) -> None:
-    cluster, pool, carrier = team
+    cluster, hosts, pool, carrier = team
     pool.start("reward", "reward0", {"base_dir": "."})
-    assert pool.num_waiting() == 1 and not pool.overdue(-1.0), "it waits, and that is no fault"
+    assert hosts.num_waiting() == 1 and not pool.overdue(-1.0), "it waits, and that is no fault"
     until(pool, carrier, "the relay of a", lambda: bool(carrier.usable()))
     carrier.tick()
-    assert pool.num_waiting() == 0 and pool.host_of("reward0") == A
+    assert hosts.num_waiting() == 0 and hosts.host_of("reward0") == A
     cluster.now.append(B)
     until(pool, carrier, "the relay of b", lambda: len(carrier.usable()) == 2)
     carrier.sites["b"].heard_s -= 60.0
@@ -125,7 +128,7 @@ def test_a_worker_waits_until_a_host_with_a_relay_is_there(team) -> None:
 
 
 def test_a_relay_that_ends_is_started_again_on_its_host(team) -> None:
-    cluster, pool, carrier = team
+    cluster, _, pool, carrier = team
     cluster.now.append(B)
     until(pool, carrier, "two relays", lambda: len(carrier.usable()) == 2)
     before = carrier.sites["b"].address
@@ -135,17 +138,17 @@ def test_a_relay_that_ends_is_started_again_on_its_host(team) -> None:
 
 
 def test_hosts_that_load_together_form_a_chain(team) -> None:
-    cluster, pool, carrier = team
+    cluster, _, pool, carrier = team
     cluster.now += [B, C]
     until(pool, carrier, "three relays", lambda: len(carrier.usable()) == 3)
     head, b, c = (carrier.sites[name] for name in "abc")
-    assert carrier._sources(b, 1, None) == [head]
-    assert carrier._sources(c, 1, None) == [b, head], (
+    assert carrier.sources(b, 1, None) == [head]
+    assert carrier.sources(c, 1, None) == [b, head], (
         "from the one before, the learner's if it fails"
     )
     carrier.retire([1])
-    assert carrier._sources(c, 2, A) == [head], "the donor that the core named"
-    assert carrier._sources(b, 2, C) == [c, head]
+    assert carrier.sources(c, 2, A) == [head], "the donor that the core named"
+    assert carrier.sources(b, 2, C) == [c, head]
     pool.start("reward", "reward0", {"base_dir": "."})
     carrier.load(Load("reward0", 3, None))
     assert not head.wanted, "on the learner's host nothing has to be fetched"

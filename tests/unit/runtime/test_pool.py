@@ -16,7 +16,15 @@ from pathlib import Path
 import pytest
 
 from dora_rl.config import ModelConfig, RewardConfig, RunConfig
-from dora_rl.workers.pool import KILL_WAIT_S, SAVE_WAIT_S, WorkerPool, Envelope, Worker
+from dora_rl.workers.messages import Note, Ready
+from dora_rl.workers.pool import (
+    KILL_WAIT_S,
+    SAVE_WAIT_S,
+    Envelope,
+    LocalProcesses,
+    Worker,
+    WorkerPool,
+)
 
 CONFIG = RunConfig(
     model=ModelConfig(path="unused"), reward=RewardConfig.model_validate({"functions": ["exact"]})
@@ -29,39 +37,42 @@ def next_envelope(pool: WorkerPool) -> Envelope:
 
 @pytest.fixture
 def pool(tmp_path: Path):
-    pool = WorkerPool(CONFIG, tmp_path)
+    pool = WorkerPool(CONFIG, tmp_path, LocalProcesses(tmp_path))
     yield pool
     pool.end(10.0)
 
 
-def test_a_stranger_is_refused_and_the_workers_go_on(pool: WorkerPool) -> None:
+def test_a_stranger_is_refused_and_the_workers_go_on(tmp_path: Path) -> None:
+    processes = LocalProcesses(tmp_path)
+    pool = WorkerPool(CONFIG, tmp_path, processes)
     with pytest.raises((AuthenticationError, EOFError, OSError)):
-        Client(pool.address, family="AF_UNIX", authkey=b"a guess")
-    silent = Client(pool.address, family="AF_UNIX")  # connects and proves nothing
+        Client(processes.address, family="AF_UNIX", authkey=b"a guess")
+    silent = Client(processes.address, family="AF_UNIX")  # connects and proves nothing
     pool.start("reward", "reward0", {"base_dir": "."})
     envelope = next_envelope(pool)
     assert envelope.name == "reward0" and envelope.message is not None
-    assert envelope.message.kind == "ready"
+    assert envelope.message == Ready()
     assert pool.num_refused >= 1
     silent.close()
+    pool.end(10.0)
 
 
 def test_an_old_life_is_not_heard(pool: WorkerPool) -> None:
     pool.start("reward", "reward0", {"base_dir": "."})
     first = next_envelope(pool)
     pool.restart("reward0")
-    assert not pool.current(first)
+    assert not pool.is_current(first)
     envelopes = [next_envelope(pool), next_envelope(pool)]
-    assert [pool.current(envelope) for envelope in envelopes if envelope.message is None] == [False]
-    assert [pool.current(envelope) for envelope in envelopes if envelope.message is not None] == [True]
+    assert [pool.is_current(e) for e in envelopes if e.message is None] == [False]
+    assert [pool.is_current(e) for e in envelopes if e.message is not None] == [True]
 
 
 def test_a_killed_worker_is_reported_after_its_last_word(pool: WorkerPool) -> None:
     worker = pool.start("reward", "reward0", {"base_dir": "."})
     assert next_envelope(pool).message is not None
     os.kill(worker.process.pid, signal.SIGKILL)
-    assert next_envelope(pool) == Envelope("reward0", worker.incarnation, None)
-    pool.send("reward0", "score", {})  # to nobody: no error
+    assert next_envelope(pool) == Envelope("reward0", "reward", worker.incarnation, None)
+    pool.send("reward0", Note("nothing"))  # to nobody: no error
 
 
 def test_a_worker_that_does_not_read_never_blocks_the_controller(pool: WorkerPool) -> None:
@@ -70,7 +81,7 @@ def test_a_worker_that_does_not_read_never_blocks_the_controller(pool: WorkerPoo
     os.kill(worker.process.pid, signal.SIGSTOP)
     began = time.monotonic()
     for _ in range(64):
-        pool.send("reward0", "score", {"text": "x" * (1 << 20)})
+        pool.send("reward0", Note("x" * (1 << 20)))
     assert time.monotonic() - began < 60, "64 MiB to a stopped process are queued, not waited for"
     pool.kill("reward0")
 
@@ -106,7 +117,7 @@ class Busy:
 def test_a_worker_that_is_saving_is_waited_for(pool: WorkerPool, saving: bool) -> None:
     process = Busy()
     worker = Worker("learner", "learner", 0, process, {}, 0.0, saving=saving)
-    pool._end([worker], 0.0)
+    pool.end_some([worker], 0.0)
     assert process.killed != saving
     assert process.waited_s == [0.0, SAVE_WAIT_S if saving else KILL_WAIT_S]
 
@@ -116,9 +127,11 @@ def test_workers_end_with_their_controller(tmp_path: Path) -> None:
         "import json, sys, time\n"
         "from pathlib import Path\n"
         "from dora_rl.config import RunConfig\n"
-        "from dora_rl.workers.pool import WorkerPool\n"
-        f"pool = WorkerPool(RunConfig.model_validate(json.loads({CONFIG.model_dump_json()!r})),"
-        f" Path({str(tmp_path)!r}))\n"
+        "from dora_rl.workers.pool import LocalProcesses, WorkerPool\n"
+        f"config = RunConfig.model_validate(json.loads({CONFIG.model_dump_json()!r}))\n"
+        f"folder = Path({str(tmp_path)!r})\n"
+        "processes = LocalProcesses(folder)\n"
+        "pool = WorkerPool(config, folder, processes)\n"
         "worker = pool.start('reward', 'reward0', {'base_dir': '.'})\n"
         "pool.inbox.get(timeout=60)\n"
         "print(json.dumps(worker.process.pid), flush=True)\n"
@@ -141,10 +154,12 @@ def test_the_socket_of_a_killed_controller_goes_with_the_next_start(tmp_path: Pa
         "import json, sys\n"
         "from pathlib import Path\n"
         "from dora_rl.config import RunConfig\n"
-        "from dora_rl.workers.pool import WorkerPool\n"
-        f"pool = WorkerPool(RunConfig.model_validate(json.loads({CONFIG.model_dump_json()!r})),"
-        f" Path({str(tmp_path)!r}))\n"
-        "print(Path(pool.address).parent, flush=True)\n"
+        "from dora_rl.workers.pool import LocalProcesses, WorkerPool\n"
+        f"config = RunConfig.model_validate(json.loads({CONFIG.model_dump_json()!r}))\n"
+        f"folder = Path({str(tmp_path)!r})\n"
+        "processes = LocalProcesses(folder)\n"
+        "pool = WorkerPool(config, folder, processes)\n"
+        "print(Path(processes.address).parent, flush=True)\n"
         "sys.stdin.readline()\n"
         "pool.end(1.0)\n"
     )

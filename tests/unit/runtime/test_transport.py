@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from dora_rl.workers.arrivals import Arrivals
 
 from dora_rl.io.transport import Link, Refused, TransportError
 from dora_rl.ports import Canary
 from dora_rl.types import RequestId
-from dora_rl.weights.relay import Relay, Fetched
 from dora_rl.weights.format import TENSORS_FILE
+from dora_rl.weights.relay import Fetched, Relay
 from dora_rl.weights.store import SharedMemoryWeightStore
-from dora_rl.workers.arrivals import Arrivals
 
 KEY = b"k" * 32
 WAIT_S = 20.0

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from dora_rl.config import ModelConfig, RewardConfig, RunConfig
-from dora_rl.workers.pool import WorkerPool, Envelope
 from dora_rl.workers.fork_server import ForkedProcess
+from dora_rl.workers.messages import Ready
+from dora_rl.workers.pool import Envelope, LocalProcesses, WorkerPool
 
 CONFIG = RunConfig(
     model=ModelConfig(path="unused"), reward=RewardConfig.model_validate({"functions": ["exact"]})
@@ -21,7 +22,7 @@ CONFIG = RunConfig(
 
 @pytest.fixture
 def pool(tmp_path: Path):
-    pool = WorkerPool(CONFIG, tmp_path)
+    pool = WorkerPool(CONFIG, tmp_path, LocalProcesses(tmp_path))
     yield pool
     pool.end(10.0)
 
@@ -45,7 +46,7 @@ def test_workers_share_one_parent_and_have_sessions_of_their_own(pool: WorkerPoo
     workers = [pool.start("reward", f"reward{i}", {"base_dir": "."}) for i in range(2)]
     for _ in workers:
         envelope = next_envelope(pool)
-        assert envelope.message is not None and envelope.message.kind == "ready"
+        assert envelope.message == Ready()
     processes = [worker.process for worker in workers]
     assert all(isinstance(process, ForkedProcess) for process in processes)
     pids = [process.pid for process in processes if isinstance(process, ForkedProcess)]
@@ -68,24 +69,26 @@ def test_how_a_worker_ended_is_known(pool: WorkerPool) -> None:
     assert "no worker has the role" in pool.log_tail("strange")
 
 
-def test_a_killed_server_takes_its_workers_along_and_others_start_without_it(pool: WorkerPool) -> None:
+def test_a_killed_server_takes_its_workers_along_and_others_start_without_it(
+    pool: WorkerPool,
+) -> None:
     worker = pool.start("reward", "reward0", {"base_dir": "."})
     assert next_envelope(pool).message is not None
     assert isinstance(worker.process, ForkedProcess)
     pid = worker.process.pid
     os.kill(parent_of(pid), signal.SIGKILL)
-    assert next_envelope(pool) == Envelope("reward0", worker.incarnation, None)
+    assert next_envelope(pool) == Envelope("reward0", "reward", worker.incarnation, None)
     wait_until_gone(pid)
     pool.restart("reward0")
     envelope = next_envelope(pool)
-    assert envelope.message is not None and envelope.message.kind == "ready"
+    assert envelope.message == Ready()
     assert not isinstance(pool.workers["reward0"].process, ForkedProcess)
 
 
 def test_descriptors_to_keep_arrive_under_their_numbers(tmp_path: Path) -> None:
     """The lock of a run is one: a worker holds it as long as it lives."""
     with (tmp_path / "lock").open("w") as file:
-        pool = WorkerPool(CONFIG, tmp_path, keep_fds=(file.fileno(),))
+        pool = WorkerPool(CONFIG, tmp_path, LocalProcesses(tmp_path, (file.fileno(),)))
         try:
             worker = pool.start("reward", "reward0", {"base_dir": "."})
             assert next_envelope(pool).message is not None
