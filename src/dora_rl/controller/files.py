@@ -23,7 +23,7 @@ from dora_rl.store.journals import Journals
 from dora_rl.store.samples import Samples
 from dora_rl.types import GroupId, Version
 from dora_rl.weights.versions import Versions
-from dora_rl.workers.full_disk import DISK_ERRORS, full_line, is_full
+from dora_rl.workers.last_words import DISK_ERRORS, full_line, is_full
 from dora_rl.workers.user_errors import UserErrors
 
 

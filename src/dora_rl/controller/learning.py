@@ -11,8 +11,8 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+from dora_rl.controller.evaluation import KeptVersions
 from dora_rl.controller.files import RunFiles
-from dora_rl.controller.kept_versions import KeptVersions
 from dora_rl.controller.loop import Control
 from dora_rl.controller.records import TrainedSample
 from dora_rl.controller.recovery import Recovery

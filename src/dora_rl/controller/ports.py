@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from dora_rl.controller.env_relay import EnvRelay
+from dora_rl.controller.evaluation import KeptVersions
 from dora_rl.controller.files import RunFiles
-from dora_rl.controller.kept_versions import KeptVersions
 from dora_rl.controller.loop import Control
-from dora_rl.controller.ranks import Ranks
 from dora_rl.controller.scoring import ScoringPool
+from dora_rl.controller.staff import Ranks
 from dora_rl.controller.world import Carrier, Notify, World
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev

@@ -15,8 +15,8 @@ from collections import Counter
 from dora_rl.controller.env_relay import EnvRelay
 from dora_rl.controller.evaluation import Evaluations
 from dora_rl.controller.loop import Control
-from dora_rl.controller.ranks import Ranks
 from dora_rl.controller.scoring import ScoringPool
+from dora_rl.controller.staff import Ranks
 from dora_rl.controller.world import Notify
 from dora_rl.core import events as ev
 from dora_rl.store.journals import Journals

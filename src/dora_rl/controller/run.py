@@ -17,20 +17,18 @@ from collections.abc import Callable
 from typing import Any
 
 from dora_rl.config import RunConfig
+from dora_rl.controller.evaluation import KeptVersions
 from dora_rl.controller.files import RunFiles
-from dora_rl.controller.garbage import Garbage
-from dora_rl.controller.gpu_use import GpuUse
 from dora_rl.controller.inbox import Inbox
-from dora_rl.controller.kept_versions import KeptVersions
 from dora_rl.controller.loop import Control
 from dora_rl.controller.resume import config_digest, write_config
-from dora_rl.controller.staff import Staff
-from dora_rl.controller.watchdog import Watchdog
+from dora_rl.controller.staff import GpuUse, Staff
+from dora_rl.controller.watchdog import Garbage, Watchdog
 from dora_rl.controller.world import Notify, World
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
 from dora_rl.setup.layout import Layout
-from dora_rl.workers.full_disk import DISK_ERRORS
+from dora_rl.workers.last_words import DISK_ERRORS
 
 TICK_S = 0.5
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import secrets
+import shutil
+from pathlib import Path
+
 from dora_rl.config import RunConfig
 from dora_rl.controller.env_relay import EnvRelay
-from dora_rl.controller.kept_versions import KeptVersions
-from dora_rl.controller.ranks import Ranks
+from dora_rl.controller.evaluation import KeptVersions
 from dora_rl.controller.scoring import ScoringPool
+from dora_rl.observe.gpu_meter import start_meter
 from dora_rl.setup.layout import Layout
+from dora_rl.setup.mps import Mps
+from dora_rl.workers.messages import Message
 from dora_rl.workers.pool import Workers
 
 
@@ -66,3 +72,49 @@ class Staff:
 
     def kill_all(self) -> None:
         self._workers.kill_all()
+
+
+class Ranks:
+    """One worker each, named as the layout says."""
+
+    def __init__(self, workers: Workers, layout: Layout, run_dir: Path) -> None:
+        self._workers, self._layout, self._run_dir = workers, layout, run_dir
+
+    def start(self) -> None:
+        """All ranks begin together; one that is still there ends first."""
+        rendezvous = prepare_rendezvous(self._run_dir)
+        names = self._layout.learners
+        for name in names:
+            if name in self._workers.workers:
+                self._workers.kill(name)
+        for name in names:
+            self._workers.start("learner", name, self._layout.learner_extra(name, rendezvous))
+
+    def send(self, message: Message) -> None:
+        for name in self._layout.learners:
+            self._workers.send(name, message)
+
+
+def prepare_rendezvous(run_dir: Path) -> Path:
+    """A file that no group of ranks has used, where the next one finds itself together."""
+    folder = run_dir / "meeting"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True, mode=0o700)
+    return folder / secrets.token_hex(8)
+
+
+class GpuUse:
+    """From the start of a run to its end; nothing at all on a CPU."""
+
+    def __init__(self, device: str, *, mps: bool) -> None:
+        self._mps = Mps() if mps and device != "cpu" else None
+        self._meter = start_meter(device)
+
+    def end(self, since_s: float | None, until_s: float) -> float | None:
+        """The idle ratio in the training time, where the run used a GPU."""
+        if self._mps is not None:
+            self._mps.end()
+        if self._meter is None:
+            return None
+        self._meter.end()
+        return self._meter.idle_ratio(since_s, until_s) if since_s else None

@@ -28,8 +28,7 @@ from dora_rl.setup.devices import VISIBLE
 from dora_rl.setup.mps import BELOW_NORMAL, PERCENT, PRIORITY
 from dora_rl.types import BaseDiffers, UserError
 from dora_rl.user_code import UserCodeError, listen, raised
-from dora_rl.workers.full_disk import DISK_ERRORS, full_line, is_full
-from dora_rl.workers.last_words import last_words
+from dora_rl.workers.last_words import DISK_ERRORS, full_line, is_full, last_words
 from dora_rl.workers.messages import Channel, Fatal, Fault, Hello
 from dora_rl.workers.priority import make_way
 from dora_rl.workers.user_errors import send_user_errors

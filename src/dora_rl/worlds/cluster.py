@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from dora_rl.config import RunConfig
 from dora_rl.controller.build import build_run
@@ -25,9 +24,8 @@ from dora_rl.setup.layout import Layout
 from dora_rl.setup.prepare import Prepared
 from dora_rl.store.sample_index import SampleIndex
 from dora_rl.types import StepIndex, UserError
-from dora_rl.weights.leftovers import transfer_of
 from dora_rl.workers.pool import WorkerPool
-from dora_rl.worlds.hosts import Cluster, Host, HostProcesses, check_room, demand_of
+from dora_rl.worlds.hosts import Cluster, HostProcesses, about_host, check_room, demand_of
 from dora_rl.worlds.relays import Relays
 from dora_rl.worlds.shards import Shards
 
@@ -42,11 +40,12 @@ def open_on_cluster(prepared: Prepared, cluster: Cluster, *, resume: bool) -> Ru
     lock = RunLock(run_dir)
     index = SampleIndex(run_dir / "table.log", config.resources.storage_shards)
     files = RunFiles(config, layout.weights_root, lock, index, notify, resume=resume)
+    root, head = layout.weights_root, cluster.head
     hosts = HostProcesses(
         run_dir.resolve(),
         cluster,
         lambda role, name: demand_of(config, layout, role, name),
-        lambda host: about_host(host, cluster.head, layout.weights_root, files.lineage, index),
+        lambda host: about_host(host, head, root, files.lineage, index.addresses),
     )
     first = files.journals.next_life()
     pool = WorkerPool(config, run_dir.resolve(), hosts, first_incarnation=first)
@@ -106,20 +105,3 @@ class ClusterWorld:
 
     def close(self) -> None:
         self._hosts.cluster.close()
-
-
-def about_host(
-    host: Host, head: Host, weights: Path, lineage: int, index: SampleIndex
-) -> dict[str, Any]:
-    """What a worker is told of the host it is placed on. Elsewhere the store is a cache."""
-    if host.id != head.id:
-        # A cache that a lost lineage has left there is never taken for this one's.
-        suffix = f"-{lineage}" if lineage else ""
-        weights = weights.with_name(f"{weights.name}@{host.ip}{suffix}")
-    return {
-        "at_head": host.id == head.id,
-        "ip": host.ip,
-        "storage": list(index.addresses),
-        "weights_root": str(weights),
-        "transfer_root": str(transfer_of(weights)),
-    }

@@ -27,6 +27,7 @@ from dora_rl.io.connection import answer_at_once
 from dora_rl.setup.devices import EVALUATOR_SHARE, LEARNER_SHARE
 from dora_rl.setup.layout import Layout
 from dora_rl.types import UserError
+from dora_rl.weights.leftovers import transfer_of
 from dora_rl.workers.pool import Process, Worker
 
 LAST_WORDS_S = 2.0  # for what a worker said to arrive after its end is known
@@ -256,3 +257,20 @@ def check_room(config: RunConfig, layout: Layout, cluster: Cluster) -> None:
                 f"the learner runs on the controller's host ({head.ip}) and needs {amount:g} "
                 f"{what}; the cluster counts {there:g} there: start dora-rl on a host with more"
             )
+
+
+def about_host(
+    host: Host, head: Host, weights: Path, lineage: int, shards: Sequence[str]
+) -> dict[str, Any]:
+    """What a worker is told of the host it is placed on. Elsewhere the store is a cache."""
+    if host.id != head.id:
+        # A cache that a lost lineage has left there is never taken for this one's.
+        suffix = f"-{lineage}" if lineage else ""
+        weights = weights.with_name(f"{weights.name}@{host.ip}{suffix}")
+    return {
+        "at_head": host.id == head.id,
+        "ip": host.ip,
+        "storage": list(shards),
+        "weights_root": str(weights),
+        "transfer_root": str(transfer_of(weights)),
+    }

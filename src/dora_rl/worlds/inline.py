@@ -30,7 +30,6 @@ from dora_rl.controller.run import Run
 from dora_rl.controller.world import Notify, OneHost
 from dora_rl.setup.prepare import Prepared
 from dora_rl.store.samples import Samples
-from dora_rl.types import UserError
 from dora_rl.user_code import listen
 from dora_rl.workers import messages as msg
 from dora_rl.workers.pool import Envelope, Worker
@@ -42,23 +41,16 @@ IDLE_S = 0.001
 STANDS_S = 1.0  # of a turn; for what it takes longer the clock stands
 
 
-def open_inline(prepared: Prepared, *, resume: bool) -> Run:
+def open_inline(prepared: Prepared, *, resume: bool, workers: InlineWorkers | None = None) -> Run:
+    """A test brings `workers` of its own, to have its hands on them."""
     config, notify = prepared.config, Notify()
-    check_inline(prepared)
     run_dir = Path(config.runtime.run_dir)
     lock = RunLock(run_dir)
     samples = Samples(run_dir / "table.log")
     files = RunFiles(config, prepared.layout.weights_root, lock, samples, notify, resume=resume)
-    workers = InlineWorkers(config, files.journals.next_life())
+    workers = workers or InlineWorkers(config)
+    workers.first_incarnation = files.journals.next_life()
     return build_run(prepared, files, Control(files.state), workers, OneHost(), notify)
-
-
-def check_inline(prepared: Prepared) -> None:
-    """One line where one process cannot do what is asked."""
-    if len(prepared.layout.learners) > 1:
-        raise UserError(
-            'resources.learner_ranks: runtime.kind = "inline" has one process; set it to 1'
-        )
 
 
 class InlineProcess:
@@ -88,8 +80,8 @@ class InlineWorkers:
     """Implements `pool.Workers`. Its clock stands while a worker takes its time, in a debugger
     say: nobody is given up for that."""
 
-    def __init__(self, config: RunConfig, first_incarnation: int = 0) -> None:
-        self._config, self._first = config, first_incarnation
+    def __init__(self, config: RunConfig) -> None:
+        self._config, self.first_incarnation = config, 0
         self._said: deque[Envelope] = deque()
         self._processes: dict[str, InlineProcess] = {}
         self._stood_s = 0.0
@@ -102,7 +94,7 @@ class InlineWorkers:
     def start(self, role: str, name: str, extra: dict[str, Any]) -> Worker:
         """It is made in its first turn."""
         before, process = self.workers.get(name), InlineProcess()
-        incarnation = self._first if before is None else before.incarnation + 1
+        incarnation = self.first_incarnation if before is None else before.incarnation + 1
         worker = Worker(role, name, incarnation, process, extra, self.now())
         self.workers[name], self._processes[name] = worker, process
         return worker

@@ -1,4 +1,4 @@
-"""The kinds of a run: on this machine, or on a cluster. Only the hands differ, never the loop."""
+"""The kinds of a run: processes of this machine, one process, a cluster. The loop is the same."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ from dora_rl.worlds.local import open_local
 
 
 def check_kind(config: RunConfig) -> None:
-    """What a run on a cluster cannot do without, as far as it shows before the start."""
+    """What a kind of run cannot do or cannot do without, as far as it shows before the start."""
+    if config.runtime.kind == "inline" and config.resources.learner_ranks > 1:
+        raise UserError(
+            'resources.learner_ranks: runtime.kind = "inline" has one process; set it to 1'
+        )
     if config.runtime.kind != "ray":
         return
     if find_spec("ray") is None:
@@ -31,11 +35,11 @@ def check_kind(config: RunConfig) -> None:
 def open_run(prepared: Prepared, *, resume: bool) -> Run:
     """What `runtime.kind` asks for, ready to run."""
     config = prepared.config
+    check_kind(config)
     if config.runtime.kind == "local":
         return open_local(prepared, resume=resume)
     if config.runtime.kind == "inline":
         return open_inline(prepared, resume=resume)
-    check_kind(config)
     authenticate(own=not config.runtime.address)
     from dora_rl.worlds.cluster import open_on_cluster
     from dora_rl.worlds.ray import open_cluster

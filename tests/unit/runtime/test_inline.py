@@ -15,8 +15,9 @@ from dora_rl.config import RunConfig
 from dora_rl.controller.run import Run
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
-from dora_rl.observe.audit import audit_run
+from dora_rl.observe.audit import AuditReport, audit_run
 from dora_rl.observe.eventlog import read
+from dora_rl.observe.replay import replay
 from dora_rl.setup.prepare import prepare
 from dora_rl.types import Mode, UserError
 from dora_rl.worlds.inline import InlineWorkers, open_inline
@@ -74,6 +75,14 @@ def rows(run_dir: Path) -> dict[tuple[int, int], dict[str, Any]]:
     return {(row["group"], row["sample"]): row for row in found}
 
 
+def proven(run_dir: Path) -> AuditReport:
+    """The audit, which must find nothing, after a replay, which must give the same actions."""
+    assert replay(read(run_dir / "events")).difference is None
+    report = audit_run(run_dir / "events")
+    assert not report.findings, [str(finding) for finding in report.findings]
+    return report
+
+
 def events_of(run_dir: Path) -> list[ev.Event]:
     return [entry.event for entry in read(run_dir / "events")]
 
@@ -84,8 +93,7 @@ def test_every_mode_trains_and_is_proven(tmp_path: Path, mode: Mode) -> None:
     before = threading.active_count()
     stop, _ = train(config)
     assert stop.done and threading.active_count() == before, "it has no threads"
-    report = audit_run(tmp_path / "run")
-    assert not report.violations and report.figures.groups_trained == 4
+    assert proven(tmp_path / "run").figures.groups_trained == 4
     assert len(rows(tmp_path / "run")) == 8
 
 
@@ -121,7 +129,7 @@ def test_a_reward_runs_in_this_very_thread_and_what_it_raises_is_told(tmp_path: 
         "        raise KeyError('mine')\n"
         "    return float(len(completion) % 2)\n"
     )
-    reward = {"functions": [f"{code}:mine"], "attempts_max": 1}
+    reward = {"functions": [f"{code}:mine"]}
     config = config_of(tmp_path / "run", reward=reward)
     stop, lines = train(config)
     assert stop.done or "failed" in stop.reason
@@ -140,7 +148,7 @@ def test_it_resumes_where_it_was_interrupted(tmp_path: Path) -> None:
     stop, _ = train(parts, watch=after_one_step)
     assert not stop.done and stop.reason == "interrupted"
     stop, _ = train(parts, resume=True)
-    assert stop.done and not audit_run(tmp_path / "parts").violations
+    assert stop.done and proven(tmp_path / "parts")
     one, other = rows(tmp_path / "whole"), rows(tmp_path / "parts")
     assert {k: r["token_ids"] for k, r in one.items()} == {
         k: r["token_ids"] for k, r in other.items()
@@ -168,14 +176,14 @@ def test_workers_that_end_are_replaced_and_nothing_is_lost(tmp_path: Path) -> No
     calm = config_of(tmp_path / "calm", orchestration={"mode": "sync"})
     train(calm)
     config = config_of(tmp_path / "run", orchestration={"mode": "sync"})
-    run, lines = open_inline(prepare(config), resume=False), list[str]()
+    workers, lines = InlineWorkers(config), list[str]()
+    run = open_inline(prepare(config), resume=False, workers=workers)
     run.notify.on_lines = lines.extend
-    workers = run._staff._workers  # type: ignore[attr-defined]
     try:
         stop = run.run(Kills(run, workers, ["learner", "reward0", "instance0"]))
     finally:
         run.close()
-    assert stop.done and not audit_run(tmp_path / "run").violations
+    assert stop.done and proven(tmp_path / "run")
     found = events_of(tmp_path / "run")
     assert any(isinstance(event, ev.InstanceLost) for event in found)
     assert any(isinstance(event, ev.TrainerLost) for event in found)
@@ -190,26 +198,41 @@ def test_evaluations_and_environments_run_inline_too(tmp_path: Path) -> None:
     config = config_of(
         tmp_path / "run",
         data={
-            "train": ["dora_rl.data.tasks:Chains"],
-            "eval": ["dora_rl.data.tasks:Chains"],
+            "train": ["dora_rl.envs.calculator:Expressions"],
+            "eval": ["dora_rl.envs.calculator:Expressions"],
         },
+        reward={"functions": []},
+        model={"path": str(MODEL.with_name("tiny_tools"))},
+        rollout={"tokens_max": 16, "stop_ids": [19]},
         evaluation={"num_prompts": 4, "num_samples": 1, "every_steps": 1},
-        env={"environments": [{"name": "guess", "turns_max": 2}], "num_workers": 1},
+        env={"environments": [{"name": "calculator", "turns_max": 4}], "num_workers": 1},
     )
     stop, _ = train(config)
-    assert stop.done and not audit_run(tmp_path / "run").violations
+    assert stop.done and proven(tmp_path / "run")
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     evaluated = [json.loads(line)["version"] for line in lines if "eval/greedy" in line]
     assert sorted(evaluated) == [0, 1, 2]
+    assert any(len(row["turns"]) > 1 for row in rows(tmp_path / "run").values())
 
 
 def test_a_loss_that_cannot_be_trained_stops_the_run_with_one_line(tmp_path: Path) -> None:
     code = tmp_path / "loss.py"
-    code.write_text("def mine(inputs, options):\n    return inputs.nothing\n")
+    code.write_text(
+        "from pathlib import Path\n"
+        "def mine(inputs, options):\n"
+        f"    if Path({str(tmp_path / 'trained')!r}).exists():\n"
+        "        raise KeyError('mine')\n"
+        "    return -inputs.logprobs_T * inputs.advantages_T\n"
+    )
     config = config_of(tmp_path / "run", algorithm={"loss": f"{code}:mine"})
-    stop, _ = train(config)
+
+    def begun(run: Run) -> Callable[[], bool]:
+        (tmp_path / "trained").touch()  # the trial before the start has been passed
+        return lambda: False
+
+    stop, _ = train(config, watch=begun)
     assert not stop.done and stop.reason.startswith("learner: ")
-    assert "raised AttributeError" in stop.reason
+    assert "raised KeyError" in stop.reason
 
 
 def test_several_ranks_are_refused(tmp_path: Path) -> None:

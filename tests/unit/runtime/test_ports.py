@@ -10,7 +10,7 @@ import pytest
 from fakes import Console, FakeWorkers, config_of, files_of
 
 from dora_rl.controller.env_relay import EnvRelay
-from dora_rl.controller.kept_versions import KeptVersions
+from dora_rl.controller.evaluation import KeptVersions
 from dora_rl.controller.loop import Control
 from dora_rl.controller.ports import FleetPort, KeeperPort, RewardPort
 from dora_rl.controller.scoring import ScoringPool

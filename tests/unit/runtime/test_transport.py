@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from dora_rl.workers.arrivals import Arrivals
 
 from dora_rl.io.transport import Link, Refused, TransportError
 from dora_rl.ports import Canary
@@ -18,6 +17,8 @@ from dora_rl.types import RequestId
 from dora_rl.weights.format import TENSORS_FILE
 from dora_rl.weights.relay import Fetched, Relay
 from dora_rl.weights.store import SharedMemoryWeightStore
+from dora_rl.workers.messages import Exported
+from dora_rl.workers.moves import Arrivals
 
 KEY = b"k" * 32
 WAIT_S = 20.0
@@ -191,14 +192,14 @@ def test_a_request_given_up_on_its_way_is_never_there(hosts: list[Place], tmp_pa
     arrivals = Arrivals(KEY)
     for sample in (0, 1):
         (tmp_path / "0" / "kv" / f"{sample}.kv").write_bytes(bytes([sample]) * 9)
-        body = {"group": 7, "sample": sample, "epoch": 2, "path": f"{sample}.kv"}
-        arrivals.fetch(body | {"relay": hosts[0].address})
+        who = (RequestId(7, sample), 2, 0, "instance1")
+        arrivals.fetch(Exported(*who, 9, f"{sample}.kv", relay=hosts[0].address))
     arrivals.give_up(RequestId(7, 0), epoch=2)
     arrivals.give_up(RequestId(7, 1), epoch=1)  # of an earlier start: not this one
     came: list[tuple[int, bytes]] = []
     until = time.monotonic() + WAIT_S
     while arrivals.num_open and time.monotonic() < until:
-        for body, data in arrivals.take():
+        for export, data in arrivals.take():
             assert not isinstance(data, TransportError), data
-            came.append((body["sample"], bytes(data)))
+            came.append((export.request.sample, bytes(data)))
     assert came == [(1, bytes([1]) * 9)]
