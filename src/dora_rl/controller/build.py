@@ -58,7 +58,7 @@ def build_run(
     control.connect(
         workers,
         FleetPort(control, files, train, workers, carrier, envs),
-        LearnerPort(control, files, train, ranks, world, notify),
+        LearnerPort(control, files, train, workers, ranks, world, notify),
         RewardPort(control, files, train, scoring, notify),
         KeeperPort(control, files, kept, envs, notify),
         files.log,

@@ -86,12 +86,13 @@ class LearnerPort:
         control: Control,
         files: RunFiles,
         train: PromptSource,
+        workers: Workers,
         ranks: Ranks,
         world: World,
         notify: Notify,
     ) -> None:
         self._control, self._files, self._train = control, files, train
-        self._ranks, self._world, self._notify = ranks, world, notify
+        self._workers, self._ranks, self._world, self._notify = workers, ranks, world, notify
 
     def do(self, action: LearnerAction) -> None:
         match action:
@@ -108,10 +109,15 @@ class LearnerPort:
                 batch, group = state.batches[action.step], state.groups[action.group]
                 prompt = self._train.prompt(group.prompt)
                 fed = self._files.samples.feed(action, prompt.token_ids)
-                self._ranks.send(replace(fed, batch_groups=batch.size, updates=batch.updates))
+                self._send(replace(fed, batch_groups=batch.size, updates=batch.updates))
             case act.CloseStep():
-                self._ranks.send(msg.Close(action))
+                self._send(msg.Close(action))
                 self._world.step_closed(action.step)
+
+    def _send(self, message: msg.Message) -> None:
+        """Every rank is fed the same, in the same order."""
+        for name in self._ranks.names:
+            self._workers.send(name, message)
 
 
 class RewardPort:

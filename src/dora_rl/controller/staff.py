@@ -13,7 +13,6 @@ from dora_rl.controller.scoring import ScoringPool
 from dora_rl.observe.gpu_meter import start_meter
 from dora_rl.setup.layout import Layout
 from dora_rl.setup.mps import Mps
-from dora_rl.workers.messages import Message
 from dora_rl.workers.pool import Workers
 
 
@@ -90,9 +89,9 @@ class Ranks:
         for name in names:
             self._workers.start("learner", name, self._layout.learner_extra(name, rendezvous))
 
-    def send(self, message: Message) -> None:
-        for name in self._layout.learners:
-            self._workers.send(name, message)
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self._layout.learners
 
 
 def prepare_rendezvous(run_dir: Path) -> Path:

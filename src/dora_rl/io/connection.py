@@ -5,7 +5,7 @@ Both sides first prove by HMAC that they know the run's key (the challenge of
 `multiprocessing.connection`); until then nothing else is read, and a side that is silent for too
 long is given up. After that frames travel (a length, then so many bytes) and, where both sides have
 agreed on their number, raw bytes that go from one process's memory to the other's: no pickle, no
-copy on the way. What is in a frame is said by `wire` (messages) and `transport` (questions).
+copy on the way. What is in a frame is said by `workers.messages` and `transport` (questions).
 
 Descriptors between a parent and its own child (`workers.fork_server`, the sandbox) go over a socket
 pair instead, which nobody else can reach.

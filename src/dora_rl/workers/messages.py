@@ -1,7 +1,10 @@
 """What the controller and its workers say to each other: one class per message.
 
-Each is one frame of a `connection`: a JSON header with the class's name and its fields, and the raw
-bytes of its arrays (`wire`). The core's events and actions, which many messages carry, are
+Each is one frame of a `connection`, a JSON header and the raw bytes of its arrays:
+
+    u32 header length | header {"kind", "body", "arrays": [[name, dtype, length], ...]} | bytes
+
+The core's events and actions, which many messages carry, are
 dataclasses, and a union of those has a tag by the rule of `codec` alone; so messages are
 dataclasses too. Whoever receives one matches on its type.
 
@@ -11,6 +14,7 @@ here raises one of `NO_MESSAGE`.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cache
@@ -22,13 +26,15 @@ from numpy.typing import NDArray
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
 from dora_rl.envs.base import Row
-from dora_rl.io import wire
-from dora_rl.io.codec import Rule, rule
+from dora_rl.io.codec import Rule, dumps, loads, rule
 from dora_rl.io.connection import Connection
 from dora_rl.ports import FleetAction
 from dora_rl.rewards.base import ScoreItem
 from dora_rl.store.trajectories import from_message, to_message
 from dora_rl.types import GroupId, RequestId, StepIndex, Trajectory, Version
+
+_LENGTH = struct.Struct("<I")
+_DTYPES = {"<i4", "<i8", "<f4", "<f8", "|u1"}
 
 Ints: TypeAlias = NDArray[np.int32]
 Samples: TypeAlias = tuple[Trajectory, ...]
@@ -461,7 +467,12 @@ Message: TypeAlias = (
     | Sync | Trained | Wrote
 )  # fmt: skip
 KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Message)}
-NO_MESSAGE = (ValueError, KeyError, TypeError)  # what `unpack` raises of anything else
+NO_MESSAGE = (
+    ValueError,
+    KeyError,
+    TypeError,
+    struct.error,
+)  # what `unpack` raises of anything else
 
 
 # -- as bytes --------------------------------------------------------------------------------------
@@ -492,18 +503,35 @@ def pack(message: Message) -> bytes:
     if plan.has_samples:
         body["samples"], more = to_message(getattr(message, "samples"))  # noqa: B009 - not in all
         arrays |= more
-    return wire.pack(type(message).__name__, body, arrays)
+    shapes = [[name, array.dtype.str, len(array)] for name, array in arrays.items()]
+    header = dumps({"kind": type(message).__name__, "body": body, "arrays": shapes})
+    parts = [_LENGTH.pack(len(header)), header]
+    parts.extend(np.ascontiguousarray(array).tobytes() for array in arrays.values())
+    return b"".join(parts)
 
 
 def unpack(data: bytes) -> Message:
-    found = wire.unpack(data)
-    kind = KINDS[found.kind]
-    plan = _plan(kind)
-    values = {n: r.decode(found.body[n]) for n, r in plan.plain.items() if n in found.body}
-    values |= {name: found.arrays[name] for name in plan.arrays}
+    (length,) = _LENGTH.unpack_from(data)
+    header = loads(data[4 : 4 + length])
+    kind, body = KINDS[header["kind"]], header["body"]
+    plan, arrays = _plan(kind), _unpack_arrays(header["arrays"], data[4 + length :])
+    values = {n: r.decode(body[n]) for n, r in plan.plain.items() if n in body}
+    values |= {name: arrays[name] for name in plan.arrays}
     if plan.has_samples:
-        values["samples"] = tuple(from_message(found.body["samples"], found.arrays))
+        values["samples"] = tuple(from_message(body["samples"], arrays))
     return kind(**values)
+
+
+def _unpack_arrays(shapes: list[Any], data: bytes) -> dict[str, NDArray[Any]]:
+    arrays: dict[str, NDArray[Any]] = {}
+    at = 0
+    for name, dtype, count in shapes:
+        if dtype not in _DTYPES:
+            raise ValueError(f"an array of type {dtype!r} does not travel")
+        size = np.dtype(dtype).itemsize * count
+        arrays[name] = np.frombuffer(data[at : at + size], dtype=dtype)
+        at += size
+    return arrays
 
 
 class Channel(Connection):

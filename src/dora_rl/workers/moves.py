@@ -49,15 +49,12 @@ class Moves:
     ) -> None:
         self._name, self._engine, self._epochs = name, engine, epochs
         self._folder, self._send, self._say = folder, send, say
-        self._exports: dict[RequestId, Export | VllmExport] = {}
+        self.leaving: dict[RequestId, Export | VllmExport] = {}
         self._arrivals = Arrivals(key)
 
     @property
     def num_coming(self) -> int:
         return self._arrivals.num_open
-
-    def leaves(self, request: RequestId) -> bool:
-        return request in self._exports
 
     def begin(self, action: act.Move) -> None:
         """Write the request to shared memory and say where; it stays here until it has arrived."""
@@ -66,7 +63,7 @@ class Moves:
         if self._epochs.get(rid) != action.epoch or self._engine.find(rid) is None:
             return
         export = self._engine.export(rid)
-        self._exports[rid] = export
+        self.leaving[rid] = export
         path = self._path_of(rid, action.epoch)
         seq = self._engine.find(rid)
         assert seq is not None
@@ -85,7 +82,7 @@ class Moves:
         self._send(replace(said, num_bytes=export.num_bytes))
 
     def end(self, rid: RequestId, *, done: bool) -> None:
-        export = self._exports.pop(rid, None)
+        export = self.leaving.pop(rid, None)
         if export is None:
             return
         self._path_of(rid, self._epochs.get(rid, 0)).unlink(missing_ok=True)
@@ -98,7 +95,7 @@ class Moves:
     def give_up(self, rid: RequestId, epoch: int) -> None:
         """The controller aborted a request that may be here, leave or be on its way."""
         self._arrivals.give_up(rid, epoch)
-        if self._epochs.get(rid) == epoch and self._exports.pop(rid, None) is not None:
+        if self._epochs.get(rid) == epoch and self.leaving.pop(rid, None) is not None:
             self._path_of(rid, epoch).unlink(missing_ok=True)
 
     def _path_of(self, rid: RequestId, epoch: int) -> Path:

@@ -153,7 +153,7 @@ class RolloutWorker:
             seq = self.engine.find(rid)
             if seq is None:
                 found[rid] = -1
-            elif seq.status not in (Status.IDLE, Status.PARKED) and not self.moves.leaves(rid):
+            elif seq.status not in (Status.IDLE, Status.PARKED) and rid not in self.moves.leaving:
                 found[rid] = seq.num_tokens
         return found
 
@@ -298,7 +298,7 @@ class RolloutWorker:
         """An environment has answered."""
         rid, epoch = message.request, message.epoch
         seq = self.engine.find(rid)
-        if self.epochs.get(rid) != epoch or seq is None or self.moves.leaves(rid):
+        if self.epochs.get(rid) != epoch or seq is None or rid in self.moves.leaving:
             return
         if seq.status is not Status.IDLE or seq.turns != message.turn:
             return
