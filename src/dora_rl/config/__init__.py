@@ -427,6 +427,8 @@ class AuditConfig(Section):
 class RuntimeConfig(Section):
     """[runtime] where the workers run."""
 
+    # local: a process for each worker, on this machine. inline: all of them in one process, for a
+    # debugger in a reward or a loss. ray: a Ray cluster.
     kind: Literal["local", "inline", "ray"] = "local"
     run_dir: str = "runs/latest"  # everything of the run is written here
     seed: int = 0  # of sampling: with the prompt and sample number it fixes the draws
