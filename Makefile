@@ -32,6 +32,11 @@ types: setup
 test: setup
 	$(BIN)/pytest -m 'not full and not gpu and not vllm and not cluster' -n 2 $(PYTEST)
 
+# What the tests of this machine run of the controller and the workers, processes of theirs apart.
+coverage: setup
+	$(BIN)/pytest -m 'not full and not gpu and not vllm and not cluster' tests/unit -n 2 $(PYTEST) \
+	  --cov=dora_rl.controller --cov=dora_rl.workers --cov-report=term-missing:skip-covered
+
 test-full: setup
 	$(BIN)/pytest -m 'full and not gpu and not vllm and not cluster' -n 2 $(PYTEST)
 

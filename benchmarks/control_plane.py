@@ -24,37 +24,32 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from dora_rl.config import ModelConfig, RunConfig
-from dora_rl.controller.loop import Loop
-from dora_rl.controller.moving import on_moving
+from dora_rl.controller.inbox import FromInstances
+from dora_rl.controller.loop import Control
+from dora_rl.controller.world import Notify, SameHost
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
 from dora_rl.core.step import initial
 from dora_rl.data.lengths import LogNormal
-from dora_rl.io.wire import (
-    Channel,
-    Message,
-    decode_event,
-    decode_fleet,
-    decode_learner,
-    encode_fleet,
-    encode_learner,
-)
 from dora_rl.observe.audit import audit_run
 from dora_rl.observe.eventlog import FileLog
-from dora_rl.ports import Ports
+from dora_rl.ports import FleetAction
 from dora_rl.sim.clock import VirtualClock
 from dora_rl.sim.faults import Faults
 from dora_rl.sim.fleet import Fleet, SimRequest
 from dora_rl.sim.presets import preset_named, world_spec
 from dora_rl.sim.world import WorldSpec
 from dora_rl.types import Mode, RequestId, Segment
+from dora_rl.workers import messages as msg
+from dora_rl.workers.pool import WorkerPool
 from dora_rl.workers.worker import Setup
-from dora_rl.worlds.cluster_crew import Cluster, ClusterCrew, Host, Task
+from dora_rl.worlds.hosts import Cluster, Host, HostProcesses, Task
 
 GROUP_SIZE = 8
 SLOTS = 8
@@ -86,7 +81,7 @@ def spec_of(num_instances: int, num_steps: int) -> WorldSpec:
 class LoneFleet(Fleet):
     """One instance of the simulator in a process of its own: moves leave through the controller."""
 
-    channel: Channel
+    channel: msg.Channel
 
     def export(self, action: act.Move) -> None:
         src = self.instances[action.src]
@@ -98,27 +93,28 @@ class LoneFleet(Fleet):
             src.remove(request)
         src.parked.pop(request.id, None)
         self.schedule(src)
-        body = {"group": request.id.group, "sample": request.id.sample, "epoch": request.epoch}
-        body |= {"dst": action.dst, "num_tokens": int(request.context), "num_bytes": 0, "path": ""}
         state = [request.version, request.prompt_tokens, request.total, request.done]
-        body |= {"state": state, "segments": [list(s) for s in request.segments]}
+        saved = {"state": state, "segments": [list(s) for s in request.segments]}
+        who, tokens = (request.id, request.epoch, action.attempt, action.dst), int(request.context)
+        said = msg.Exported(*who, tokens, "", saved=saved)
         delay_s = src.cost.move_s(request.context)
-        self.clock.after(delay_s, lambda: self.channel.send("exported", body))
+        self.clock.after(delay_s, lambda: self.channel.send(said))
 
-    def take_over(self, name: str, body: dict[str, Any]) -> None:
+    def take_over(self, name: str, export: msg.Exported) -> None:
         instance = self.instances[name]
         instance.advance(self.clock.now())
-        version, prompt_tokens, total, done = body["state"]
-        rid = RequestId(body["group"], body["sample"])
-        segments = [Segment(*pair) for pair in body["segments"]]
-        request = SimRequest(rid, body["epoch"], version, prompt_tokens, total, done)
+        assert export.saved is not None
+        version, prompt_tokens, total, done = export.saved["state"]
+        segments = [Segment(*pair) for pair in export.saved["segments"]]
+        who = (export.request, export.epoch)
+        request = SimRequest(*who, version, prompt_tokens, total, done)
         request.segments = segments
         instance.add(request)
         self.schedule(instance)
-        self.channel.send("imported", body)
+        self.channel.send(msg.Imported(export))
 
 
-def serve_instance(setup: Setup, channel: Channel) -> None:
+def serve_instance(setup: Setup, channel: msg.Channel) -> None:
     """One simulated instance, in real time made faster."""
     extra = setup.extra
     spec = spec_of(extra["instances"], extra["steps"])
@@ -127,7 +123,7 @@ def serve_instance(setup: Setup, channel: Channel) -> None:
 
     def post(event: ev.Event, valid: Any) -> None:
         if valid():
-            channel.send_event(event)
+            channel.send(msg.Told(event))
 
     fleet = LoneFleet(clock, post, spec.task, Faults(), report_s=spec.report_s)
     fleet.channel = channel
@@ -136,49 +132,53 @@ def serve_instance(setup: Setup, channel: Channel) -> None:
         while channel.poll(0.01):
             message = channel.receive()
             clock.run(lambda: False, (time.monotonic() - began) * speed)
-            if message.kind == "end":
-                return
-            if message.kind == "import":
-                fleet.take_over(setup.name, message.body)
-            elif message.kind == "order":
-                order(fleet, message)
+            match message:
+                case msg.End():
+                    return
+                case msg.Import(export):
+                    fleet.take_over(setup.name, export)
+                case msg.Order(action):
+                    order(fleet, action)
+                case _:
+                    pass
         clock.run(lambda: False, (time.monotonic() - began) * speed)
 
 
-def order(fleet: LoneFleet, message: Message) -> None:
-    action = decode_fleet(message.body["action"])
+def order(fleet: LoneFleet, action: FleetAction) -> None:
     if isinstance(action, act.Move):
         fleet.export(action)
     else:
         fleet.do(action)
 
 
-def serve_rest(setup: Setup, channel: Channel) -> None:
+def serve_rest(setup: Setup, channel: msg.Channel) -> None:
     """Learner and rewards: the learner takes as long as its cost model says, rewards no time."""
     extra = setup.extra
     spec = spec_of(extra["instances"], extra["steps"])
-    channel.send_event(ev.TrainerJoined(0, 0))
+    channel.send(msg.Told(ev.TrainerJoined(0, 0)))
     due: list[tuple[float, ev.Event]] = []
     while True:
         wait_s = max(0.0, min((moment for moment, _ in due), default=1e9) - time.monotonic())
         if channel.poll(min(0.2, wait_s)):
             message = channel.receive()
-            if message.kind == "end":
-                return
-            if message.kind == "score":
-                body = message.body
-                rid = RequestId(*body["request"])
-                reward = spec.reward_of(rid, body["prompt"])
-                channel.send_event(ev.Scored(rid, body["attempt"], reward))
-                continue
-            action = decode_learner(message.body["action"])
-            if isinstance(action, act.CloseStep):
-                channel.send_event(ev.BatchAccepted(action.step))
-                took_s = spec.train.update_s() / float(extra["speed"])
-                due.append((time.monotonic() + took_s, ev.StepCommitted(action.step, "sealed")))
+            match message:
+                case msg.End():
+                    return
+                case msg.Note(line):
+                    group, sample, prompt, attempt = json.loads(line)
+                    rid = RequestId(group, sample)
+                    reward = spec.reward_of(rid, prompt)
+                    channel.send(msg.Told(ev.Scored(rid, attempt, reward)))
+                case msg.Close(action):
+                    channel.send(msg.Told(ev.BatchAccepted(action.step)))
+                    took_s = spec.train.update_s() / float(extra["speed"])
+                    done = ev.StepCommitted(action.step, "sealed")
+                    due.append((time.monotonic() + took_s, done))
+                case _:
+                    pass
         now = time.monotonic()
         for _, event in [entry for entry in due if entry[0] <= now]:
-            channel.send_event(event)
+            channel.send(msg.Told(event))
         due = [entry for entry in due if entry[0] > now]
 
 
@@ -205,10 +205,10 @@ class Program:
 class Processes:
     """Implements `cluster.Cluster` on this machine."""
 
-    home = Host("here", "127.0.0.1", {})
+    head = Host("here", "127.0.0.1", {})
 
     def hosts(self) -> list[Host]:
-        return [self.home]
+        return [self.head]
 
     def launch(self, host: Host, demand: Mapping[str, float], setup: str) -> Task:
         del host, demand
@@ -256,83 +256,74 @@ class Figures:
 class ToWorkers:
     """All four ports: orders become messages."""
 
-    def __init__(self, crew: ClusterCrew) -> None:
-        self.crew = crew
-        self.stop: act.Stop | None = None
+    def __init__(self, pool: WorkerPool, control: Control) -> None:
+        self.pool, self.control = pool, control
         self.counted: Counter[str] = Counter()
 
     def do(self, action: Any) -> None:
         self.counted[type(action).__name__] += 1
         match action:
             case act.Score():
-                body = {"request": list(action.request), "prompt": action.prompt}
-                self.crew.send("rest", "score", body | {"attempt": action.attempt})
-            case act.Feed() | act.CloseStep():
-                self.crew.send("rest", "order", {"action": encode_learner(action)})
+                asked = [*action.request, action.prompt, action.attempt]
+                self.pool.send("rest", msg.Note(json.dumps(asked)))
+            case act.Feed():
+                self.pool.send("rest", msg.Fed(action, 1, 1, msg.ints()))
+            case act.CloseStep():
+                self.pool.send("rest", msg.Close(action))
             case act.Stop():
-                self.stop = action
+                self.control.stop = action
             case act.IssueGroup() | act.EndGroup() | act.RetireVersion() | act.WaitFor():
                 pass
             case act.InForce() | act.OptimizerRewound() | act.RestartTrainer():
                 pass
             case _:
                 name = action.src if isinstance(action, act.Move) else action.instance
-                self.crew.send(name, "order", {"action": encode_fleet(action)})
-
-
-class SameRoom:
-    """The part of a carrier that moves need: the state of a request travels in its message."""
-
-    def exported(self, body: dict[str, Any], src: str) -> dict[str, Any]:
-        del body, src
-        return {}
-
-    def given_up(self, body: dict[str, Any], src: str) -> None:
-        del body, src
+                self.pool.send(name, msg.Order(action))
 
 
 class Controller:
-    """What `on_moving` and the loop need of a run."""
+    """The loop of a run, and its handler of what instances say."""
 
     def __init__(self, args: argparse.Namespace, folder: Path, cluster: Cluster) -> None:
         self.spec = spec_of(args.instances, args.steps)
         config = RunConfig(model=ModelConfig(path="none"))
         extra = {"instances": args.instances, "steps": args.steps, "speed": args.speed}
-        self.crew = ClusterCrew(config, folder, cluster, lambda role, name: {}, lambda host: {})
-        self.hands, self.carrier = ToWorkers(self.crew), SameRoom()
-        self.records = self.totals = self
-        self.migrations = self.kv_bytes_moved = 0
+        hosts = HostProcesses(folder, cluster, lambda role, name: {}, lambda host: {})
+        self.pool = WorkerPool(config, folder, hosts)
+        self.control = Control(initial(self.spec.params))
+        self.hands = ToWorkers(self.pool, self.control)
+        self.totals = SimpleNamespace(migrations=0, kv_bytes_moved=0)
+        files: Any = SimpleNamespace(records=SimpleNamespace(totals=self.totals))
+        nobody: Any = None  # environments and text have no part in this
+        self.instances = FromInstances(
+            self.control, files, self.pool, SameHost(), nobody, nobody, Notify()
+        )
         log = FileLog.create(folder / "events")
-        ports = Ports(Wall(), self.hands, self.hands, self.hands, self.hands, log)
-        self.loop = Loop(initial(self.spec.params), ports)
-        self.crew.start("control_plane:serve_rest", "rest", extra)
+        self.control.connect(Wall(), self.hands, self.hands, self.hands, self.hands, log)
+        self.pool.start("control_plane:serve_rest", "rest", extra)
         for name, _, _ in self.spec.instances:
-            self.crew.start("control_plane:serve_instance", name, extra)
+            self.pool.start("control_plane:serve_instance", name, extra)
 
     @property
     def state(self) -> Any:
-        return self.loop.state
+        return self.control.state
 
     def handle(self, event: ev.Event) -> None:
-        if self.hands.stop is None:
-            self.loop.handle(event)
+        self.control.handle(event)
 
     def run(self) -> list[dict[str, float]]:
         self.handle(ev.Started(self.spec.params))
         parts: list[dict[str, float]] = []
         figures, ticked = Figures(), time.monotonic()
-        while self.hands.stop is None:
+        while self.control.stop is None:
             try:
-                letter = self.crew.inbox.get(timeout=0.2)
+                envelope = self.pool.inbox.get(timeout=0.2)
             except queue.Empty:
-                letter = None
-            if letter is not None:
+                envelope = None
+            if envelope is not None:
                 began = time.perf_counter()
-                assert letter.message is not None, f"{letter.name} ended"
-                if letter.message.kind == "event":
-                    self.handle(decode_event(letter.message.body))
-                else:
-                    on_moving(self, letter.name, letter.message)  # type: ignore[arg-type]
+                assert envelope.message is not None, f"{envelope.name} ended"
+                self.instances.hear(self.pool.workers[envelope.name], envelope.message)
                 figures.handled_s.append(time.perf_counter() - began)
             if time.monotonic() - ticked > 0.5:
                 ticked, began = time.monotonic(), time.perf_counter()
@@ -364,7 +355,7 @@ def main() -> None:
         try:
             parts = run.run()
         finally:
-            run.crew.end(5.0)
+            run.pool.end(5.0)
             cluster.close()
         run.loop.ports.log.close()  # type: ignore[attr-defined]
         findings = audit_run(Path(folder) / "events").findings
@@ -376,11 +367,11 @@ def main() -> None:
             f"{part['decision_ms_p99']:6.2f} {part['cpu_share']:17.3f} "
             f"{part['events_per_cpu_s']:22.0f}"
         )
-    print(f"moves {run.migrations}, audit findings {len(findings)}")
+    print(f"moves {run.totals.migrations}, audit findings {len(findings)}")
     assert not findings
     if args.json:
         body = {"args": {k: str(v) for k, v in vars(args).items()}, "parts": parts}
-        body |= {"moves": run.migrations, "actions": dict(run.hands.counted)}
+        body |= {"moves": run.totals.migrations, "actions": dict(run.hands.counted)}
         args.json.write_text(json.dumps(body, indent=1) + "\n")
 
 

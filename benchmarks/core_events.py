@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dora_rl.controller.garbage import collect_no_more_in_full
+from dora_rl.controller.watchdog import collect_no_more_in_full
 from dora_rl.core import events as ev
 from dora_rl.core.step import initial, step
 from dora_rl.data.lengths import LogNormal

@@ -268,7 +268,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     from dora_rl.setup.prepare import open_tokenizer
     from dora_rl.setup.settings import load_config
     from dora_rl.weights.run_models import find_model
-    from dora_rl.workers.eval_worker import evaluate as answer_all
+    from dora_rl.workers.evaluator import evaluate as answer_all
 
     model = find_model(args.model)
     words = [f"model.path={model.directory}", f"data.train={args.train}", f"data.eval={args.eval}"]

@@ -40,9 +40,9 @@ from dora_rl.engine.transfer import begin_import, chunk_from_bytes, export_reque
 from dora_rl.io.connection import Link
 from dora_rl.model.random_weights import RandomWeights
 from dora_rl.types import RequestId, SamplingParams
-from dora_rl.weights.depot import Depot
+from dora_rl.weights.relay import Relay
 from dora_rl.weights.store import SharedMemoryWeightStore
-from dora_rl.workers.instance_worker import write_export
+from dora_rl.workers.moves import write_export
 from engine import SHAPES
 
 KEY = b"k" * 32
@@ -53,17 +53,17 @@ RID = RequestId(0, 0)
 
 
 class Station:
-    """The depot and, for the KV part, the engine of a host; told what to do line by line."""
+    """The relay and, for the KV part, the engine of a host; told what to do line by line."""
 
     def __init__(self, folder: Path) -> None:
         self.store = SharedMemoryWeightStore(folder / "weights")
         unverified = SharedMemoryWeightStore(folder / "weights", verify=False)
-        self.depot = Depot(unverified, folder / "kv", KEY)
+        self.relay = Relay(unverified, folder / "kv", KEY)
         self.tensors: list[tuple[str, torch.Tensor]] = []
         self.engine: Engine | None = None
 
     def start(self) -> dict[str, Any]:
-        return {"port": self.depot.server.port}
+        return {"port": self.relay.server.port}
 
     def make(self, model: str) -> dict[str, Any]:
         weights = RandomWeights(SHAPES[model])
@@ -74,7 +74,7 @@ class Station:
         return {"checksum": self.store.publish(version, self.tensors)}
 
     def fetch(self, version: int, sources: list[str]) -> dict[str, Any]:
-        found = self.depot.fetch(version, sources)
+        found = self.relay.fetch(version, sources)
         assert found is not None
         num_bytes, seconds = found.result(600)
         sealed = SharedMemoryWeightStore(self.store.root, verify=False).open(version)
@@ -83,7 +83,7 @@ class Station:
         return {"num_bytes": num_bytes, "fetch_s": seconds, "checksum": sealed.checksum}
 
     def counts(self) -> dict[str, Any]:
-        return {"in": self.depot.num_bytes_in, "out": self.depot.num_bytes_out}
+        return {"in": self.relay.num_bytes_in, "out": self.relay.num_bytes_out}
 
     def retire(self, version: int) -> dict[str, Any]:
         self.store.retire(version)
@@ -124,18 +124,18 @@ class Station:
 
     def export(self) -> dict[str, Any]:
         assert self.engine is not None
-        path = self.depot.transfer_root / "0.0.0.kv"
+        path = self.relay.transfer_root / "0.0.0.kv"
         began = time.perf_counter()
         export = export_request(self.engine, RID)
         write_export(export, path)
         took = time.perf_counter() - began
         return {"seconds": took, "name": path.name, "num_bytes": path.stat().st_size}
 
-    def take_over(self, depot: str, name: str) -> dict[str, Any]:
+    def take_over(self, relay: str, name: str) -> dict[str, Any]:
         """Fetch, import, decode the next token; then the same request again by prefilling."""
         assert self.engine is not None
         began = time.perf_counter()
-        with contextlib.closing(Link.connect(depot, KEY)) as link:
+        with contextlib.closing(Link.connect(relay, KEY)) as link:
             data = memoryview(link.read(int(link.ask("request", name=name)["num_bytes"])))
         length = int.from_bytes(data[:4], "little")
         arrival = begin_import(self.engine, bytes(data[4 : 4 + length]))
@@ -281,7 +281,7 @@ def kv_part(args: argparse.Namespace) -> list[dict[str, Any]]:
             source, target = hosts
             source.ask("prefill", context=context)
             laid = source.ask("export")
-            row = target.ask("take_over", depot=source.address, name=laid["name"])
+            row = target.ask("take_over", relay=source.address, name=laid["name"])
             row |= {"context": context, "export_s": laid["seconds"], "bytes": laid["num_bytes"]}
             rows.append(row)
             print(

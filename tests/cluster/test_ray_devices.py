@@ -23,17 +23,18 @@ pytestmark = pytest.mark.cluster
 
 SEEN = """
 import os
+from dora_rl.workers.messages import Note
 
 def say(setup, channel):
-    channel.send("seen", {"gpus": os.environ.get("CUDA_VISIBLE_DEVICES", "all")})
+    channel.send(Note(os.environ.get("CUDA_VISIBLE_DEVICES", "all")))
     channel.receive()
 """
 SCRIPT = """
 import json, sys
 from pathlib import Path
 from dora_rl.config import RunConfig
-from dora_rl.worlds.cluster_crew import ClusterCrew
-from dora_rl.worlds.cluster import demand_of
+from dora_rl.workers.pool import WorkerPool
+from dora_rl.worlds.hosts import HostProcesses, demand_of
 from dora_rl.setup.layout import plan_layout
 from dora_rl.worlds.ray import RayCluster
 
@@ -44,16 +45,18 @@ config = RunConfig.model_validate({
 layout = plan_layout(config, "cuda")
 cluster = RayCluster(sys.argv[2], 0)
 demand = lambda role, name: demand_of(config, layout, "instance", name)
-crew = ClusterCrew(config, Path(sys.argv[1]), cluster, demand, lambda host: {})
+folder = Path(sys.argv[1])
+hosts = HostProcesses(folder, cluster, demand, lambda host: {})
+pool = WorkerPool(config, folder, hosts)
 for name in layout.instances:
-    crew.start("gpus_seen:say", name, layout.instance_extra(name))
+    pool.start("gpus_seen:say", name, layout.instance_extra(name))
 said = {}
 while len(said) < 2:
-    letter = crew.inbox.get(timeout=120)
-    assert letter.message is not None, "a worker ended"
-    said[letter.name] = letter.message.body["gpus"]
+    envelope = pool.inbox.get(timeout=120)
+    assert envelope.message is not None, "a worker ended"
+    said[envelope.name] = envelope.message.line
 print("SAID", json.dumps(said))
-crew.end(10.0)
+pool.end(10.0)
 cluster.close()
 """
 

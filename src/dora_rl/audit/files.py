@@ -332,7 +332,7 @@ class FileAudit:
                 "kv_bytes_moved": self.auditor.bytes_imported,
                 "samples_mismatched": self.auditor.num_mismatched,
             }
-            if config is not None and config.runtime.kind == "local":
+            if config is not None and config.runtime.kind != "ray":
                 figures["discarded_tokens"] = books.tally.discarded_tokens
         if samples:
             figures |= {

@@ -117,17 +117,17 @@ def _train(prepared: Prepared, *, resume: bool) -> tuple[dict[str, Any], bool, s
             raise KeyboardInterrupt  # the second one, at once
         interrupted.set()
 
-    config, local = prepared.config, open_run(prepared, resume=resume)
+    config, run = prepared.config, open_run(prepared, resume=resume)
     for number in (signal.SIGINT, signal.SIGTERM):  # after Ray, which sets its own
         signal.signal(number, on_signal)
     try:
-        with Progress(local, show=config.logging.progress).showing():
+        with Progress(run, show=config.logging.progress).showing():
             try:
-                stop = local.run(interrupted.is_set)
+                stop = run.run(interrupted.is_set)
             finally:
-                summary = local.close()
+                summary = run.close()
     except KeyboardInterrupt:
-        local.crew.kill_all()
+        run.kill_all()
         raise
     return summary, stop.done, stop.reason
 

@@ -45,7 +45,7 @@ class Progress:
         self._console, self._began = Console(), time.monotonic()
         self._live: Live | None = None
         self._lines: dict[str, Any] = {}
-        run.on_step, run.on_wait = self._step, self._tell
+        run.notify.on_step, run.notify.on_lines = self._step, self._tell
 
     @contextmanager
     def showing(self) -> Iterator[None]:

@@ -168,8 +168,9 @@ class AuditConfig(Section):
 class RuntimeConfig(Section):
     """[runtime] where the workers run."""
 
-    kind: Literal["local", "ray"] = "local"
-    """Where the run takes place: `local` is this machine, `ray` a Ray cluster."""
+    kind: Literal["local", "inline", "ray"] = "local"
+    """Where the run takes place: `local` is a process for each worker on this machine, `inline` all
+    of them in one process (for a debugger in a reward or a loss), `ray` a Ray cluster."""
     run_dir: str = "runs/latest"
     """The directory that everything of the run is written to."""
     seed: int = 0

@@ -1,6 +1,6 @@
 """Turns of a run's requests: from the instance that has one to an environment worker and back.
 
-    instance --turn--> relay --step--> env worker --stepped--> relay --observed--> instance
+    instance --TurnEnded--> relay --Step--> env worker --Stepped--> relay --Observed--> instance
 
 A request always goes to the same worker, by its number, so its episode is there. The answer goes to
 the instance that asked last. A worker that dies or hangs is replaced and its questions are asked
@@ -11,20 +11,26 @@ runs. Invariant: a question is waiting, at a worker, or answered; each environme
 
 from __future__ import annotations
 
-import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dora_rl.config import RunConfig
 from dora_rl.envs.host import label_of, load_environments
-from dora_rl.io.wire import Message
 from dora_rl.types import GroupId, Prompt, RequestId
-from dora_rl.workers.crew import Crew
+from dora_rl.workers.messages import (
+    Forget,
+    Message,
+    Observed,
+    Ready,
+    Step,
+    Stepped,
+    TurnEnded,
+    ints,
+)
+from dora_rl.workers.pool import Worker, Workers
 from dora_rl.workers.turns import episode_seed, row_of
 
 SLACK_S = 10.0  # on top of the time-out that a worker keeps itself
@@ -35,19 +41,23 @@ WORKERS_COST_MAX = 3  # workers that may die over one question
 class Question:
     """One turn that wants an answer."""
 
-    id: int
-    request: RequestId
     epoch: int
     turn: int
     instance: str
     worker: str
-    label: str
-    body: dict[str, Any]
-    arrays: dict[str, NDArray[Any]]
+    step: Step
     asked_s: float
     sent_s: float = 0.0
     limit_s: float = 0.0
     num_lost: int = 0
+
+    @property
+    def request(self) -> RequestId:
+        return self.step.request
+
+    @property
+    def label(self) -> str:
+        return self.step.label
 
 
 class EnvRelay:
@@ -55,13 +65,12 @@ class EnvRelay:
 
     def __init__(
         self,
-        crew: Crew,
+        workers: Workers,
         config: RunConfig,
         prompt_of: Callable[[RequestId, int], Prompt | None],
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`prompt_of` gives the prompt of a request, None if this epoch of it has ended."""
-        self._crew, self._prompt_of, self._clock = crew, prompt_of, clock
+        self._workers, self._prompt_of = workers, prompt_of
         self._seed = config.runtime.seed
         self._loaded = loaded = load_environments(config.env)
         self.names = [f"env{index}" for index in range(config.env.num_workers if loaded else 0)]
@@ -76,60 +85,43 @@ class EnvRelay:
 
     def start(self) -> None:
         for name in self.names:
-            self._crew.start("env", name, {"base_dir": "."})
+            self._workers.start("env", name, {"base_dir": "."})
 
-    def dispatch(self, prompt: Prompt) -> dict[str, Any] | None:
-        """What an instance is told of a prompt's environment; None: it has a single turn."""
+    def opens(self, prompt: Prompt) -> bool | None:
+        """Whether a prompt's environment speaks first; None: it has a single turn."""
         if not self._loaded:
             return None
-        return {"opens": self._loaded[label_of(prompt.env, self._loaded)].kind.opens}
+        return self._loaded[label_of(prompt.env, self._loaded)].kind.opens
 
-    def hear(self, name: str, message: Message) -> None:
-        """What an instance ("turn") or an environment worker ("ready", "stepped") says."""
-        if message.kind == "turn":
-            body = message.body
-            prompt = self._prompt_of(RequestId(body["group"], body["sample"]), body["epoch"])
-            if prompt is not None:
-                self._ask(name, message, prompt)
-        elif message.kind == "stepped":
-            self._stepped(name, message)
-        else:
-            self._start_giving(name)
+    def hear(self, worker: Worker, message: Message) -> None:
+        """What an environment worker says."""
+        match message:
+            case Ready():
+                self._start_giving(worker.name)
+            case Stepped():
+                self._stepped(worker.name, message)
+            case _:
+                raise AssertionError(f"an environment worker does not say {message!r}")
 
     # -- questions --------------------------------------------------------------------------------
 
-    def _ask(self, instance: str, message: Message, prompt: Prompt) -> None:
-        """A turn ended. The same one again (after a move, say) only changes the address."""
-        body = message.body
-        rid, turn = RequestId(body["group"], body["sample"]), int(body["turn"])
+    def turn_ended(self, instance: str, said: TurnEnded) -> None:
+        """The same one again (after a move, say) only changes the address."""
+        rid, prompt = said.request, self._prompt_of(said.request, said.epoch)
+        if prompt is None:
+            return
         known = self._newest.get(rid)
-        if known is not None and known.turn == turn and _same(known.arrays, message.arrays):
-            known.instance, known.epoch = instance, body["epoch"]
+        same = known is not None and np.array_equal(known.step.token_ids, said.token_ids)
+        if known is not None and known.turn == said.turn and same:
+            known.instance, known.epoch = instance, said.epoch
             return
         label = label_of(prompt.env, self._loaded)
         self._next += 1
-        question = {
-            "id": self._next,
-            "group": rid.group,
-            "sample": rid.sample,
-            "label": label,
-            "row": row_of(prompt),
-            "seed": episode_seed(self._seed, prompt.index),
-            "version": body["version"],
-        }
+        seed = episode_seed(self._seed, prompt.index)
+        arrays = (said.token_ids, said.loss_mask, said.logprobs)
+        step = Step(self._next, rid, label, row_of(prompt), seed, said.version, *arrays)
         worker = self.names[(rid.group + rid.sample) % len(self.names)]
-        item = Question(
-            self._next,
-            rid,
-            body["epoch"],
-            turn,
-            instance,
-            worker,
-            label,
-            question,
-            dict(message.arrays),
-            self._clock(),
-        )
+        item = Question(said.epoch, said.turn, instance, worker, step, self._workers.now())
         self._newest[rid] = item
         self._waiting[label].append(item)
         self._give_out(label)
@@ -153,19 +145,19 @@ class EnvRelay:
         steps = 1 if question.request in known else question.turn + 1
         known.add(question.request)
         entry = self._loaded[question.label].entry
-        question.sent_s = self._clock()
+        question.sent_s = self._workers.now()
         question.limit_s = steps * entry.timeout_s + entry.latency_s[1] + SLACK_S
-        self._sent[question.id] = question
+        self._sent[question.step.id] = question
         self._num_at[question.label] += 1
-        self._crew.send(question.worker, "step", question.body, question.arrays)
+        self._workers.send(question.worker, question.step)
 
     # -- answers ----------------------------------------------------------------------------------
 
-    def _stepped(self, worker: str, message: Message) -> None:
-        question = self._take_back(message.body["id"])
+    def _stepped(self, worker: str, answer: Stepped) -> None:
+        question = self._take_back(answer.id)
         if question is not None:
-            self._deliver(question, message.body, message.arrays["token_ids"])
-            if message.body["hung"]:
+            self._deliver(question, answer)
+            if answer.hung:
                 self._replace(worker)
             self._give_out(question.label)
 
@@ -176,21 +168,17 @@ class EnvRelay:
             self.num_answered += 1
         return question
 
-    def _deliver(
-        self, question: Question, body: Mapping[str, Any], token_ids: NDArray[Any]
-    ) -> None:
-        if self._newest.get(question.request) is not question:
-            return
-        del self._newest[question.request]
+    def _deliver(self, question: Question, answer: Stepped) -> None:
         rid = question.request
-        answer = {name: body[name] for name in ("done", "cut", "reward", "error")}
-        answer |= {"group": rid.group, "sample": rid.sample}
-        answer |= {"epoch": question.epoch, "turn": question.turn}
-        self._crew.send(question.instance, "observed", answer, {"token_ids": token_ids})
+        if self._newest.get(rid) is not question:
+            return
+        del self._newest[rid]
+        outcome = (answer.token_ids, answer.done, answer.cut, answer.reward, answer.error)
+        told = Observed(rid, question.epoch, question.turn, *outcome)
+        self._workers.send(question.instance, told)
 
     def _fail(self, question: Question, reason: str) -> None:
-        body = {"done": False, "cut": False, "reward": None, "error": reason}
-        self._deliver(question, body, np.zeros(0, dtype=np.int32))
+        self._deliver(question, Stepped(question.step.id, ints(), error=reason))
 
     # -- workers ----------------------------------------------------------------------------------
 
@@ -210,21 +198,21 @@ class EnvRelay:
         self._known[name].clear()
         held = [question for question in self._sent.values() if question.worker == name]
         for question in reversed(held):
-            del self._sent[question.id]
+            del self._sent[question.step.id]
             self._num_at[question.label] -= 1
             if question.num_lost >= WORKERS_COST_MAX:
                 self._fail(question, f"the environment {question.label} ended its process")
             else:
                 self._waiting[question.label].appendleft(question)
-        if not self._crew.closing:
-            self._crew.restart(name)
+        if not self._workers.closing:
+            self._workers.restart(name)
 
     def check_time(self) -> None:
         """Replace workers that keep a question past its time, which is an error for that one."""
-        now = self._clock()
+        now = self._workers.now()
         for question in list(self._sent.values()):
-            if question.id in self._sent and now - question.sent_s > question.limit_s:
-                self._take_back(question.id)
+            if question.step.id in self._sent and now - question.sent_s > question.limit_s:
+                self._take_back(question.step.id)
                 self._fail(question, f"the environment {question.label} does not answer")
                 self._replace(question.worker)
 
@@ -236,11 +224,11 @@ class EnvRelay:
             gone = {rid for rid in self._known[name] if rid.group == group}
             if gone:
                 self._known[name] -= gone
-                self._crew.send(name, "forget", {"group": group})
+                self._workers.send(name, Forget(group))
 
     def waits(self) -> list[str]:
         """Who waits for whom since when, for the watchdog."""
-        now = self._clock()
+        now = self._workers.now()
         oldest: dict[str, Question] = {}
         for question in self._newest.values():
             first = oldest.setdefault(question.label, question)
@@ -251,7 +239,3 @@ class EnvRelay:
             f"({question.worker}) since {now - question.asked_s:.0f} s"
             for label, question in sorted(oldest.items())
         ]
-
-
-def _same(one: Mapping[str, NDArray[Any]], other: Mapping[str, NDArray[Any]]) -> bool:
-    return np.array_equal(one["token_ids"], other["token_ids"])

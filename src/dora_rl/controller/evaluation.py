@@ -2,23 +2,46 @@
 
 An evaluation pins the weights it reads, not a place in the window: the version's files stay until
 its score is known, because the best evaluated version is kept. Invariant: every evaluation that was
-asked for is reported once, with its figures or as failed.
+asked for is reported once, with its figures or as failed. Which versions are kept and let go
+follows from that and from the core (`KeptVersions`).
 """
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from dora_rl.config import EvaluationConfig
-from dora_rl.controller.eval_figures import Figures, Sheet, TailPrompts, failed_figures, figures
+from dora_rl.config import EvaluationConfig, RunConfig
+from dora_rl.controller.eval_figures import (
+    TAIL_FILE,
+    Figures,
+    Sheet,
+    TailPrompts,
+    best_evaluated,
+    failed_figures,
+    figures,
+    has_failed,
+)
+from dora_rl.controller.files import RunFiles
 from dora_rl.controller.scoring import ScoringPool
-from dora_rl.types import Prompt, Version
-from dora_rl.workers.crew import Crew
+from dora_rl.controller.world import Carrier, Notify
+from dora_rl.data.prompts import PromptSource
+from dora_rl.types import Finish, Prompt, RequestId, Trajectory, Version
+from dora_rl.workers.messages import (
+    EvalPrompt,
+    Evaluate,
+    Evaluated,
+    Message,
+    Rate,
+    Ready,
+    Response,
+    Reward,
+    ints,
+)
+from dora_rl.workers.pool import Worker, Workers
 from dora_rl.workers.turns import row_of
 
 NAME = "evaluator"
@@ -31,8 +54,8 @@ class Evaluations:
 
     def __init__(
         self,
-        crew: Crew,
-        pool: ScoringPool,
+        workers: Workers,
+        scoring: ScoringPool,
         prompts: Sequence[Prompt],
         section: EvaluationConfig,
         tail: TailPrompts,
@@ -40,9 +63,8 @@ class Evaluations:
         done: Callable[[Version, Figures], None],
         extra: dict[str, Any],
     ) -> None:
-        self._crew, self._pool, self._prompts = crew, pool, prompts
+        self._workers, self._scoring, self._prompts = workers, scoring, prompts
         self._section, self._tail, self._decode, self._done = section, tail, decode, done
-        self._has_functions = bool(extra["has_functions"])
         self._ready = False
         self._waiting: list[Version] = []
         self.running: Version | None = None
@@ -51,10 +73,10 @@ class Evaluations:
         self._extra = extra
         self._attempts: Counter[Version] = Counter()
         self._generating = False
-        self._heard_s = time.monotonic()
+        self._heard_s = self._workers.now()
 
     def start(self) -> None:
-        self._crew.start("evaluator", NAME, self._extra)
+        self._workers.start("evaluator", NAME, self._extra)
 
     @property
     def idle(self) -> bool:
@@ -73,31 +95,30 @@ class Evaluations:
         if not self._ready or self.running is not None or not self._waiting:
             return
         self.running = self._waiting.pop(0)
-        prompts = [list(prompt.token_ids) for prompt in self._prompts]
-        rows = [{**row_of(prompt), "env": prompt.env} for prompt in self._prompts]
-        body = {
-            "version": self.running,
-            "prompts": prompts,
-            "num_samples": self._section.num_samples,
-        }
-        body |= {"rows": rows}
-        self._generating, self._heard_s = True, time.monotonic()
-        self._crew.send(NAME, "evaluate", body)
+        prompts = tuple(EvalPrompt(row_of(prompt), prompt.env) for prompt in self._prompts)
+        self._generating, self._heard_s = True, self._workers.now()
+        asked = Evaluate(self.running, prompts, self._section.num_samples)
+        self._workers.send(NAME, asked)
 
     def check_time(self, limit_s: float) -> None:
         """End an evaluator that generates and has said nothing for too long."""
-        if self._generating and time.monotonic() - self._heard_s > limit_s:
+        if self._generating and self._workers.now() - self._heard_s > limit_s:
             self._generating = False
-            self._crew.kill(NAME)
+            self._workers.kill(NAME)
 
-    def hear(self, kind: str, body: dict[str, Any]) -> None:
-        self._heard_s = time.monotonic()
-        if kind == "ready":
-            self._ready = True
-            self._next()
-        elif kind == "evaluated":
-            self._generating = False
-            self._score(body["answers"])
+    def hear(self, worker: Worker, message: Message) -> None:
+        """What the evaluator says; anything shows that it is alive."""
+        del worker
+        self._heard_s = self._workers.now()
+        match message:
+            case Ready():
+                self._ready = True
+                self._next()
+            case Evaluated(answers=answers):
+                self._generating = False
+                self._score(answers)
+            case _:
+                pass
 
     def lost(self, why: str = "") -> None:
         """The evaluator died: the evaluation it was at begins again, a few times."""
@@ -113,7 +134,7 @@ class Evaluations:
                 last = f", the last time: {why}" if why else ""
                 times = f"the evaluator ended {ATTEMPTS_MAX} times while it answered"
                 self._failed(version, times + last)
-        self._crew.restart(NAME)
+        self._workers.restart(NAME)
 
     def give_up(self) -> None:
         """No evaluator can be had: what waits for one has failed, and nothing waits any more."""
@@ -130,36 +151,42 @@ class Evaluations:
         num_prompts = len(self._prompts)
         self._done(version, failed_figures(num_prompts, self._section.num_samples, why))
 
-    def _score(self, answers: list[dict[str, Any]]) -> None:
+    def _score(self, answers: Sequence[Sequence[Response]]) -> None:
         self._sheets = [Sheet(prompt) for prompt in self._prompts]
-        self._open = sum(1 + len(answer["sampled"]) for answer in answers)
-        for sheet, answer in zip(self._sheets, answers, strict=True):
-            sheet.greedy_tokens = len(answer["greedy"])
-            responses = (answer["greedy"], *answer["sampled"])
-            sheet.sampled = [None] * len(answer["sampled"])
-            for place, ids in enumerate(responses):
-                self._submit(sheet, place, ids, answer)
+        self._open = sum(len(responses) for responses in answers)
+        for sheet, responses in zip(self._sheets, answers, strict=True):
+            sheet.greedy_tokens = len(responses[0].token_ids)
+            sheet.sampled = [None] * (len(responses) - 1)
+            for place, response in enumerate(responses):
+                self._submit(sheet, place, response)
 
-    def _submit(self, sheet: Sheet, place: int, ids: list[int], about: dict[str, Any]) -> None:
+    def _submit(self, sheet: Sheet, place: int, response: Response) -> None:
         """Score an answer, unless it failed or its environment did. Place 0 is the greedy one."""
-        known, failure = about["rewards"][place], about["failures"][place]
 
-        def answer(reward: float | None, why: str) -> None:
-            if reward is None:
-                sheet.failures.append(why or "it has no reward")
+        def answer(reward: Reward) -> None:
+            if reward.total is None:
+                sheet.failures.append(reward.error or "it has no reward")
             elif place:
-                sheet.sampled[place - 1] = reward
+                sheet.sampled[place - 1] = reward.total
             else:
-                sheet.greedy = reward
+                sheet.greedy = reward.total
             self._open -= 1
             if not self._open:
                 self._finish()
 
-        if failure or known is not None or not self._has_functions:
-            answer(None if failure else known, failure or NO_REWARD)
-            return
-        array, finish = np.asarray(ids, dtype=np.int32), about["finishes"][place]
-        self._pool.submit(sheet.prompt, self._decode(ids), array, finish, answer)
+        if response.failure:
+            answer(Reward(error=response.failure))
+        elif response.reward is not None or not self._scoring.names:
+            answer(Reward(response.reward, NO_REWARD))
+        else:
+            self._scoring.submit(sheet.prompt, self._as_sample(response), answer)
+
+    def _as_sample(self, response: Response) -> Trajectory:
+        ids = ints(response.token_ids)
+        return Trajectory(
+            RequestId(0, 0), 0, ids, np.zeros(len(ids), np.float32), np.ones(len(ids), np.uint8),
+            finish=Finish(response.finish), text=self._decode(response.token_ids),
+        )  # fmt: skip
 
     def _finish(self) -> None:
         version, self.running = self.running, None
@@ -183,3 +210,76 @@ def due(newest: Version, every_steps: int, last: Version) -> list[Version]:
     """
     wanted = {0, last} | set(range(every_steps, last, every_steps) if every_steps else ())
     return sorted(version for version in wanted if version <= newest)
+
+
+class KeptVersions:
+    """`evaluations` None: the run has none."""
+
+    def __init__(
+        self, config: RunConfig, files: RunFiles, carrier: Carrier, workers: Workers, notify: Notify
+    ) -> None:
+        self._config, self._files = config, files
+        self._carrier, self._workers, self._notify = carrier, workers, notify
+        self.evaluations: Evaluations | None = None
+
+    def evaluate_on(
+        self,
+        source: PromptSource,
+        scoring: ScoringPool,
+        decode: Callable[[Sequence[int]], str],
+        extra: dict[str, Any],
+    ) -> None:
+        """The run has evaluations, on these prompts. `extra`: what their worker is told."""
+        section = self._config.evaluation
+        prompts = list(source.once(section.num_prompts))[: section.num_prompts]
+        tail = TailPrompts(prompts, self._files.run_dir / TAIL_FILE)
+        self.evaluations = Evaluations(
+            self._workers, scoring, prompts, section, tail, decode, self.evaluated, extra
+        )
+
+    def due(self, newest: Version) -> list[Version]:
+        """Versions up to `newest` that the configuration wants evaluated."""
+        every, last = self._config.evaluation.every_steps, self._files.params.num_steps
+        return due(newest, every, last) if self.evaluations is not None else []
+
+    def missing(self, newest: Version) -> list[Version]:
+        """Due, not done or failed, and still possible: a crash came between."""
+        done, there = self._files.records.totals.evaluations, self._files.versions.disk.versions()
+        return [
+            version
+            for version in self.due(newest)
+            if version in there and (version not in done or has_failed(done[version]))
+        ]
+
+    def ask(self, version: Version) -> None:
+        assert self.evaluations is not None
+        self.evaluations.ask(version)
+
+    def hear(self, worker: Worker, message: Message) -> None:
+        """What the evaluator says."""
+        assert self.evaluations is not None
+        self.evaluations.hear(worker, message)
+        self.retire_unpinned()
+
+    def evaluated(self, version: Version, figures: Figures) -> None:
+        self._files.records.evaluation(version, figures)
+        score = figures.get(self._config.checkpoint.best_metric.removeprefix("eval/"))
+        if isinstance(score, int | float) and version:
+            self._workers.send("learner", Rate(version - 1, score))
+        self._notify.step({"version": version, **{f"eval/{k}": v for k, v in figures.items()}})
+        self.retire_unpinned()
+
+    def best(self) -> set[Version]:
+        """The best version that was evaluated, whose weights stay until there is a better one."""
+        section = self._config.checkpoint
+        done = self._files.records.totals.evaluations if section.keep_best else {}
+        best = best_evaluated(done, section.best_metric, is_max=section.best_is_max)
+        return {best[0]} if best is not None else set()
+
+    def retire(self, version: Version) -> None:
+        self._files.versions.to_retire.add(version)
+        self.retire_unpinned()
+
+    def retire_unpinned(self) -> None:
+        pins = self.evaluations.pins() if self.evaluations is not None else set[Version]()
+        self._carrier.retire(self._files.versions.retire_all_but(pins | self.best()))

@@ -7,11 +7,15 @@ that may have reached a worker.
 
 from __future__ import annotations
 
+from collections import deque
+
 from dora_rl.core import actions as act
 from dora_rl.core.events import Event
+from dora_rl.core.ledger import current
 from dora_rl.core.state import State
 from dora_rl.core.step import step
-from dora_rl.ports import Ports
+from dora_rl.ports import Clock, EventLog, Generator, Keeper, Learner, Ports, RewardPool
+from dora_rl.types import RequestId
 
 
 class Loop:
@@ -51,3 +55,44 @@ class Loop:
                 ports.keeper.do(action)
             case _:
                 ports.generator.do(action)
+
+
+class Control:
+    """The core of a run as its parts see it: its state, its end, the way to tell it something.
+
+    What follows from an action while that is being performed is told `later`, when the loop is done
+    with it. After the stop nothing is told any more: what comes then is not in the log.
+    """
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self.stop: act.Stop | None = None
+        self._later: deque[Event] = deque()
+        self._loop: Loop | None = None
+
+    def connect(
+        self,
+        clock: Clock,
+        generator: Generator,
+        learner: Learner,
+        rewards: RewardPool,
+        keeper: Keeper,
+        log: EventLog,
+    ) -> None:
+        """From now on events are handled, and their actions performed by these."""
+        ports = Ports(clock, generator, learner, rewards, keeper, log)
+        self._loop = Loop(self.state, ports)
+
+    def is_generating(self, request: RequestId, epoch: int) -> bool:
+        """Whether this epoch of a request still wants tokens."""
+        return self.stop is None and current(self.state, request, epoch) is not None
+
+    def handle(self, event: Event) -> None:
+        assert self._loop is not None
+        if self.stop is None:
+            self._loop.handle(event)
+        while self._later and self.stop is None:
+            self._loop.handle(self._later.popleft())
+
+    def later(self, event: Event) -> None:
+        self._later.append(event)

@@ -1,4 +1,4 @@
-"""The ports of a local run: the core's actions as messages to worker processes.
+"""The ports of a run: the core's actions as messages to workers.
 
 They decide nothing and never wait for an answer; what comes of an action arrives in the inbox.
 """
@@ -6,173 +6,203 @@ They decide nothing and never wait for an answer; what comes of an action arrive
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
+from dora_rl.controller.env_relay import EnvRelay
+from dora_rl.controller.evaluation import KeptVersions
+from dora_rl.controller.files import RunFiles
+from dora_rl.controller.loop import Control
+from dora_rl.controller.scoring import ScoringPool
+from dora_rl.controller.staff import Ranks
+from dora_rl.controller.world import Carrier, Notify, World
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
-from dora_rl.core.ledger import current, scoring, unscored
-from dora_rl.io.wire import encode_fleet, encode_learner
+from dora_rl.core.ledger import scoring, unscored
+from dora_rl.data.prompts import PromptSource
 from dora_rl.ports import FleetAction, LearnerAction, LedgerAction
-from dora_rl.types import REWARD_MAX, Finish, Prompt, RequestId
-
-if TYPE_CHECKING:
-    from dora_rl.worlds.local import LocalRun
-
-
-def prompt_of(run: LocalRun, rid: RequestId, epoch: int) -> Prompt | None:
-    """The prompt of a request that this epoch of is still generating."""
-    if run.stop is not None or current(run.state, rid, epoch) is None:
-        return None
-    return run.train.prompt(run.state.groups[rid.group].prompt)
+from dora_rl.types import REWARD_MAX, Finish, RequestId
+from dora_rl.workers import messages as msg
+from dora_rl.workers.pool import Workers
 
 
 class FleetPort:
     """The instances behind the `Generator` port."""
 
-    def __init__(self, run: LocalRun) -> None:
-        self.run = run
+    def __init__(
+        self,
+        control: Control,
+        files: RunFiles,
+        train: PromptSource,
+        workers: Workers,
+        carrier: Carrier,
+        envs: EnvRelay,
+    ) -> None:
+        self._control, self._files, self._train = control, files, train
+        self._workers, self._carrier, self._envs = workers, carrier, envs
 
     def do(self, action: FleetAction) -> None:
-        run = self.run
-        if isinstance(action, act.Restart):
-            run.crew.kill(action.instance)
-            run.journals.collect(action.instance, alive=set(run.state.groups))
-            run.crew.restart(action.instance)
-            return
-        name = action.src if isinstance(action, act.Move) else action.instance
-        body: dict[str, Any] = {"action": encode_fleet(action)}
-        if isinstance(action, act.Load):
-            run.carrier.load(action)
-        if not isinstance(action, act.Dispatch):
-            run.crew.send(name, "order", body)
-            return
-        run.records.work_begins()
-        prompt = run.train.prompt(action.prompt)
-        resumes: dict[str, Any] = {}
-        for sample in action.samples if action.resume else ():
-            saved = run.journals.look_up(RequestId(action.group, sample))
-            if saved is not None:
-                resumes[str(sample)] = saved
-        run.keeper.note_continued(action, resumes)
+        match action:
+            case act.Restart(instance=name):
+                self._workers.kill(name)
+                self._files.journals.collect(name, alive=set(self._control.state.groups))
+                self._workers.restart(name)
+            case act.Dispatch():
+                self._workers.send(action.instance, self._dispatched(action))
+            case act.Move():
+                self._workers.send(action.src, msg.Order(action))
+            case _:
+                if isinstance(action, act.Load):
+                    self._carrier.load(action)
+                self._workers.send(action.instance, msg.Order(action))
+
+    def _dispatched(self, action: act.Dispatch) -> msg.Dispatched:
+        """With what journals have of its samples, of which the core and the records hear."""
+        files = self._files
+        files.records.work_begins()
+        prompt = self._train.prompt(action.prompt)
+        saved: dict[int, msg.SavedRequest] = {}
         for sample, epoch in zip(action.samples, action.epochs, strict=True):
-            if str(sample) in resumes:
-                num_tokens = len(resumes[str(sample)]["resume_ids"])
-                rid = RequestId(action.group, sample)
-                run.later.append(ev.Continued(rid, epoch, num_tokens))
-        arrays = {"prompt_ids": np.asarray(prompt.token_ids, dtype=np.int32)}
-        body |= {"resumes": resumes, "env": run.envs.dispatch(prompt)}
-        run.crew.send(name, "order", body, arrays)
+            rid = RequestId(action.group, sample)
+            found = files.journals.look_up(rid) if action.resume else None
+            if found is not None:
+                saved[sample] = found
+                self._control.later(ev.Continued(rid, epoch, len(found["resume_ids"])))
+                files.records.continued(
+                    {
+                        "group": action.group,
+                        "sample": sample,
+                        "version": action.version,
+                        "journal_version": found["version"],
+                        "token_ids": list(found["resume_ids"]),
+                    }
+                )
+        return msg.Dispatched(action, msg.ints(prompt.token_ids), saved, self._envs.opens(prompt))
 
 
 class LearnerPort:
-    """The learner process behind its port."""
+    """The ranks of the learner behind their port."""
 
-    def __init__(self, run: LocalRun) -> None:
-        self.run = run
+    def __init__(
+        self,
+        control: Control,
+        files: RunFiles,
+        train: PromptSource,
+        workers: Workers,
+        ranks: Ranks,
+        world: World,
+        notify: Notify,
+    ) -> None:
+        self._control, self._files, self._train = control, files, train
+        self._workers, self._ranks, self._world, self._notify = workers, ranks, world, notify
 
     def do(self, action: LearnerAction) -> None:
-        run = self.run
-        if isinstance(action, act.RestartTrainer):
-            run.start_learner()
-            return
-        if isinstance(action, act.OptimizerRewound):
-            run.on_wait(
-                [
+        match action:
+            case act.RestartTrainer():
+                self._ranks.start()
+            case act.OptimizerRewound():
+                self._notify(
                     f"the weights are those of version {action.version}, the optimizer's state is "
                     f"that of version {action.optimizer_version}: the newest that was saved"
-                ]
-            )
-            return
-        body: dict[str, Any] = {"action": encode_learner(action)}
-        arrays = None
-        if isinstance(action, act.Feed):
-            run.records.work_begins()
-            batch = run.state.batches[action.step]
-            prompt = run.train.prompt(run.state.groups[action.group].prompt)
-            more, arrays = run.samples.feed(action, prompt.token_ids)
-            body |= more | {"batch_groups": batch.size, "updates": batch.updates}
-        for name in run.layout.learners:  # every rank is fed the same, in the same order
-            run.crew.send(name, "order", body, arrays)
-        if isinstance(action, act.CloseStep):
-            run.step_closed(action)
+                )
+            case act.Feed():
+                self._files.records.work_begins()
+                state = self._control.state
+                batch, group = state.batches[action.step], state.groups[action.group]
+                prompt = self._train.prompt(group.prompt)
+                fed = self._files.samples.feed(action, prompt.token_ids)
+                self._send(replace(fed, batch_groups=batch.size, updates=batch.updates))
+            case act.CloseStep():
+                self._send(msg.Close(action))
+                self._world.step_closed(action.step)
+
+    def _send(self, message: msg.Message) -> None:
+        """Every rank is fed the same, in the same order."""
+        for name in self._ranks.names:
+            self._workers.send(name, message)
 
 
 class RewardPort:
     """The scoring pool behind its port."""
 
-    def __init__(self, run: LocalRun) -> None:
-        self.run = run
+    def __init__(
+        self,
+        control: Control,
+        files: RunFiles,
+        train: PromptSource,
+        pool: ScoringPool,
+        notify: Notify,
+    ) -> None:
+        self._control, self._files, self._train = control, files, train
+        self._pool, self._notify = pool, notify
 
     def do(self, action: act.Score) -> None:
-        run, rid, attempt = self.run, action.request, action.attempt
-        sample = run.samples.get(rid)
+        control, samples = self._control, self._files.samples
+        rid, attempt = action.request, action.attempt
+        sample = samples.get(rid)
         if sample is None:
-            run.later.append(ev.ScoreFailed(rid, attempt, "its row is not in the table"))
+            control.later(ev.ScoreFailed(rid, attempt, "its row is not in the table"))
             return
         if sample.reward is not None:  # scored just before a crash
-            run.later.append(ev.Scored(rid, attempt, sample.reward))
+            control.later(ev.Scored(rid, attempt, sample.reward))
             return
 
-        parts: dict[str, float] = {}
-
-        def answer(reward: float | None, why: str) -> None:
-            if reward is None or not abs(reward) <= REWARD_MAX:
-                if scoring(run.state, rid, attempt) is not None:
-                    self._failed(rid, attempt, why or f"the reward is {reward}")
+        def answer(reward: msg.Reward) -> None:
+            if reward.total is None or not abs(reward.total) <= REWARD_MAX:
+                if scoring(control.state, rid, attempt) is not None:
+                    why = reward.error or f"the reward is {reward.total}"
+                    self._failed(rid, attempt, why)
                 return
-            if unscored(run.state, rid) is None:
+            if unscored(control.state, rid) is None:
                 return  # too late: scored by another answer, or ended
-            run.samples.reward(rid, reward, parts)
-            run.handle(ev.Scored(rid, attempt, reward))
+            samples.reward(rid, reward.total, reward.parts)
+            control.handle(ev.Scored(rid, attempt, reward.total))
 
-        prompt, finish = run.train.prompt(action.prompt), sample.finish
-        if not run.config.reward.functions:
-            self._without_functions(action, finish)
+        if not self._pool.names:
+            self._without_functions(action, sample.finish)
             return
-        more = run.samples.where_to_read(rid)
-        pool, ids = run.pool, sample.token_ids
-        pool.submit(prompt, sample.text, ids, finish.value, answer, parts.update, more)
+        prompt, where = self._train.prompt(action.prompt), samples.where_to_read(rid)
+        self._pool.submit(prompt, sample, answer, where)
 
     def _failed(self, rid: RequestId, attempt: int, why: str) -> None:
-        told = self.run.pool.failures.add(why)
-        if told:
-            self.run.on_wait(told)
-        self.run.handle(ev.ScoreFailed(rid, attempt, why))
+        self._notify(*self._pool.failures.add(why))
+        self._control.handle(ev.ScoreFailed(rid, attempt, why))
 
     def _without_functions(self, action: act.Score, finish: Finish) -> None:
         """Only environments give rewards, and this one did not."""
-        run, rid = self.run, action.request
+        rid = action.request
         if finish is Finish.LENGTH:  # it was cut off before it came to that
-            run.samples.reward(rid, 0.0)
-            run.later.append(ev.Scored(rid, action.attempt, 0.0))
+            self._files.samples.reward(rid, 0.0)
+            self._control.later(ev.Scored(rid, action.attempt, 0.0))
             return
         why = "its environment gave no reward, and reward.functions is empty"
-        run.later.append(ev.ScoreFailed(rid, action.attempt, why))
+        self._control.later(ev.ScoreFailed(rid, action.attempt, why))
 
 
 class KeeperPort:
     """Rows, journals and versions: kept while they live."""
 
-    def __init__(self, run: LocalRun) -> None:
-        self.run = run
+    def __init__(
+        self,
+        control: Control,
+        files: RunFiles,
+        kept: KeptVersions,
+        envs: EnvRelay,
+        notify: Notify,
+    ) -> None:
+        self._control, self._files, self._kept = control, files, kept
+        self._envs, self._notify = envs, notify
         self._last: LedgerAction | None = None
 
     def do(self, action: LedgerAction) -> None:
-        run = self.run
         match action:
             case act.EndGroup():
                 self._ended(action)
             case act.SetAside():
-                text = f"prompt {action.prompt} is set aside: {action.reason}"
-                run.on_wait([text])
+                self._notify(f"prompt {action.prompt} is set aside: {action.reason}")
                 return  # the last end keeps its place, for the reason of a stop
             case act.RetireVersion():
-                run.versions.to_retire.add(action.version)
-                run.retire_unpinned()
+                self._kept.retire(action.version)
             case act.Stop():
-                run.stop = replace(action, reason=action.reason + self._why_failed())
+                self._control.stop = replace(action, reason=action.reason + self._why_failed())
             case _:
                 pass
         self._last = action
@@ -186,25 +216,11 @@ class KeeperPort:
                 return ""
 
     def _ended(self, action: act.EndGroup) -> None:
-        run = self.run
+        files = self._files
         if action.end is not act.End.TRAINED:
-            run.dropped[action.end.value] += 1
+            files.dropped[action.end.value] += 1
             if action.end is not act.End.FILTERED:
-                run.records.totals.discarded_tokens += run.samples.num_tokens(action.group)
-                run.records.keep()  # after this nobody knows how many they were
-        run.samples.drop(action.group)
-        run.envs.forget(action.group)
-        run.journals.forget(action.group, run.params.group_size)
-
-    def note_continued(self, action: act.Dispatch, resumes: dict[str, Any]) -> None:
-        """For the record: which requests went on from their journal, and how far they were."""
-        for sample, saved in resumes.items():
-            self.run.records.continued(
-                {
-                    "group": action.group,
-                    "sample": int(sample),
-                    "version": action.version,
-                    "journal_version": saved["version"],
-                    "token_ids": list(saved["resume_ids"]),
-                }
-            )
+                files.records.totals.discarded_tokens += files.samples.num_tokens(action.group)
+                files.records.keep()  # after this nobody knows how many they were
+        files.forget(action.group)
+        self._envs.forget(action.group)

@@ -469,7 +469,7 @@ def open_records(
     if logging.sinks:
         facts = RunFacts(run_dir, config.model_dump(mode="json"), committed or 0)
         sinks = Sinks(logging.sinks, facts, tell)
-    rollouts = logging.rollouts and config.runtime.kind == "local"  # else the storage shards do it
+    rollouts = logging.rollouts and config.runtime.kind != "ray"  # there the storage shards do it
     return Records(
         run_dir, rollouts=rollouts, committed=committed, sinks=sinks, log=log, written=written
     )

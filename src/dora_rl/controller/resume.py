@@ -13,6 +13,7 @@ from typing import Any
 from dora_rl.config import RunConfig
 from dora_rl.config.on_resume import check_changes
 from dora_rl.data.prompts import PromptSource
+from dora_rl.store.trajectories import text_digest
 from dora_rl.types import UserError
 
 AS_GOOD_AS_EMPTY = (".gitkeep", ".gitignore", "lost+found")
@@ -106,12 +107,16 @@ def check_same_data(train: PromptSource, run_dir: Path) -> None:
         )
 
 
-def config_text(config: RunConfig) -> str:
-    """What config.json holds; the log has its digest."""
+def config_digest(config: RunConfig) -> str:
+    """Of what config.json holds, for the log."""
+    return text_digest(_config_text(config))
+
+
+def _config_text(config: RunConfig) -> str:
     return config.model_dump_json(indent=1) + "\n"
 
 
 def write_config(config: RunConfig, run_dir: Path) -> None:
     temporary = run_dir / "config.json.tmp"
-    temporary.write_text(config_text(config))
+    temporary.write_text(_config_text(config))
     temporary.replace(run_dir / "config.json")

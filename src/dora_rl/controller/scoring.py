@@ -6,31 +6,26 @@ decides whether to try again. Where it had several, each is tried alone first.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
-from dora_rl.types import Prompt
-from dora_rl.workers.crew import Crew
+from dora_rl.rewards.base import ScoreItem
+from dora_rl.types import Prompt, Trajectory
+from dora_rl.workers.messages import Ints, Message, Ready, Reward, Scorable, Score, Scored, Where
+from dora_rl.workers.pool import Worker, Workers
 
-Answer = Callable[[float | None, str], None]
-"""Called with (reward, "") or (None, why not)."""
-
-Note = Callable[[dict[str, float]], None]
-"""Called before the answer with what each function gave, by its label."""
+Answer: TypeAlias = Callable[[Reward], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    body: dict[str, Any]
-    token_ids: NDArray[np.int32]
+    item: Scorable
+    token_ids: Ints
     answer: Answer
-    note: Note | None = None
     alone: bool = False  # its worker ended while it had this one among others
 
 
@@ -53,8 +48,8 @@ class Failures:
 class ScoringPool:
     """Gives jobs to free workers, in order of arrival; as many at once as a worker asks for."""
 
-    def __init__(self, crew: Crew, num_workers: int, timeout_s: float, extra: dict[str, Any]):
-        self._crew = crew
+    def __init__(self, workers: Workers, num_workers: int, timeout_s: float, extra: dict[str, Any]):
+        self._workers = workers
         self._timeout_s = timeout_s
         self._waiting: deque[Job] = deque()
         self._free: list[str] = []
@@ -69,30 +64,23 @@ class ScoringPool:
 
     def start(self) -> None:
         for name in self.names:
-            self._crew.start("reward", name, self._extra)
+            self._workers.start("reward", name, self._extra)
 
     def submit(
-        self,
-        prompt: Prompt,
-        text: str,
-        token_ids: NDArray[np.int32],
-        finish: str,
-        answer: Answer,
-        note: Note | None = None,
-        more: dict[str, Any] | None = None,
+        self, prompt: Prompt, sample: Trajectory, answer: Answer, where: Where | None = None
     ) -> None:
-        """`more` may say where the worker finds text and tokens, which are empty then."""
-        body = {
-            "prompt": prompt.columns.get("prompt", prompt.text),
-            "prompt_text": prompt.text,
-            "completion": text,
-            "answer": prompt.answer,
-            "columns": prompt.columns,
-            "finish": finish,
-            "num_tokens": len(token_ids),
-            **(more or {}),
-        }
-        self._waiting.append(Job(body, token_ids, answer, note))
+        """`where`: the worker finds text and tokens there; those of `sample` are empty then."""
+        wrote: Any = prompt.columns.get("prompt", prompt.text)
+        item = ScoreItem(
+            prompt=wrote,
+            prompt_text=prompt.text,
+            completion=sample.text,
+            answer=prompt.answer,
+            columns=prompt.columns,
+            finish=sample.finish.value,
+        )
+        scorable = Scorable(item, len(sample.token_ids), where)
+        self._waiting.append(Job(scorable, sample.token_ids, answer))
         self._give_out()
 
     def _give_out(self) -> None:
@@ -102,32 +90,35 @@ class ScoringPool:
             while self._may_join(name, jobs):
                 jobs.append(self._waiting.popleft())
             self._next += 1
-            self._busy[name] = (self._next, jobs, time.monotonic())
-            body = {"id": self._next, "items": [job.body for job in jobs]}
+            self._busy[name] = (self._next, jobs, self._workers.now())
             ids = np.concatenate([job.token_ids for job in jobs])
-            self._crew.send(name, "score", body, {"token_ids": ids})
+            self._workers.send(name, Score(self._next, tuple(job.item for job in jobs), ids))
 
     def _may_join(self, name: str, jobs: list[Job]) -> bool:
         if not self._waiting or jobs[0].alone or self._waiting[0].alone:
             return False
         return len(jobs) < self._at_once.get(name, 1)
 
-    def ready(self, name: str, at_once: int) -> None:
-        self._at_once[name] = at_once
-        self._free.append(name)
-        self._give_out()
+    def hear(self, worker: Worker, message: Message) -> None:
+        """What a reward worker says."""
+        match message:
+            case Ready(at_once):
+                self._at_once[worker.name] = at_once
+                self._free.append(worker.name)
+                self._give_out()
+            case Scored():
+                self._scored(worker.name, message)
+            case _:
+                raise AssertionError(f"a reward worker does not say {message!r}")
 
-    def scored(self, name: str, body: dict[str, Any]) -> None:
-        """A worker answered."""
+    def _scored(self, name: str, message: Scored) -> None:
         number, jobs, _ = self._busy.pop(name, (-1, [], 0.0))
         self._free.append(name)
         self.num_lost_in_a_row = 0
-        if number == body["id"]:
+        if number == message.id:
             self.num_answered += len(jobs)
-            for job, result in zip(jobs, body["results"], strict=True):
-                if job.note is not None:
-                    job.note(result.get("parts", {}))
-                job.answer(result.get("reward"), result.get("error", ""))
+            for job, reward in zip(jobs, message.rewards, strict=True):
+                job.answer(reward)
         self._give_out()
 
     def lost(self, name: str) -> None:
@@ -136,22 +127,22 @@ class ScoringPool:
         if name in self._free:
             self._free.remove(name)
         _, jobs, _ = self._busy.pop(name, (-1, [], 0.0))
-        if not self._crew.closing:
-            self._crew.restart(name)
+        if not self._workers.closing:
+            self._workers.restart(name)
         self._failed(jobs, "the reward ended its process")
 
     def check_time(self) -> None:
         """Replace workers that have been busy with one message for too long."""
-        now = time.monotonic()
+        now = self._workers.now()
         for name, (_, jobs, since) in list(self._busy.items()):
             if now - since > self._timeout_s:
                 del self._busy[name]
-                self._crew.restart(name)
+                self._workers.restart(name)
                 self._failed(jobs, f"the reward did not answer within {self._timeout_s:g} s")
 
     def _failed(self, jobs: list[Job], why: str) -> None:
         """One of several may be to blame for the rest: each gets a worker to itself."""
         if len(jobs) == 1:
-            jobs[0].answer(None, why)
+            jobs[0].answer(Reward(error=why))
         self._waiting.extend(replace(job, alone=True) for job in jobs if len(jobs) > 1)
         self._give_out()

@@ -5,7 +5,7 @@ Both sides first prove by HMAC that they know the run's key (the challenge of
 `multiprocessing.connection`); until then nothing else is read, and a side that is silent for too
 long is given up. After that frames travel (a length, then so many bytes) and, where both sides have
 agreed on their number, raw bytes that go from one process's memory to the other's: no pickle, no
-copy on the way. Messages between the controller and a worker are said by `wire`.
+copy on the way. Messages between the controller and a worker are said by `workers.messages`.
 
 A `Link` joins workers of different hosts, with no controller in between. A server answers questions
 (small JSON) with an answer (small JSON) and, where the answer announces them, raw bytes. Every wait

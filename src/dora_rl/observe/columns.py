@@ -36,8 +36,8 @@ from numpy.typing import NDArray
 
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
+from dora_rl.io.arrays import pack_arrays, unpack_arrays
 from dora_rl.io.codec import decode, loads
-from dora_rl.io.wire import pack, unpack
 from dora_rl.observe.segments import SegmentReaders, segments, start_readers
 from dora_rl.types import UserError
 
@@ -332,7 +332,7 @@ def send(found: Columns, out: IO[bytes]) -> None:
         arrays[f"rare.{name}"] = _short(np.array([getattr(rare, name) for rare in found.rare]))
     lines = [found.now_first, found.now_last, found.num_lines]
     values = [rare.value for rare in found.rare]
-    data = pack("columns", {"texts": found.texts, "lines": lines, "rare": values}, arrays)
+    data = pack_arrays({"texts": found.texts, "lines": lines, "rare": values}, arrays)
     out.write(len(data).to_bytes(_LENGTH_BYTES, "little") + data)
     out.flush()
 
@@ -352,16 +352,16 @@ def receive(stream: IO[bytes]) -> Columns | None:
     data = stream.read(size)
     if not data or len(data) < size:
         return None
-    message = unpack(data)
+    header, arrays = unpack_arrays(data)
     tables: dict[str, Table] = {kind: {} for kind in (*_KINDS, "rare")}
-    for name, array in message.arrays.items():
+    for name, array in arrays.items():
         kind, _, column = name.partition(".")
         tables[kind][column] = array.astype(np.int64) if array.dtype.kind in "iu" else array
     rows = [tables["rare"][name].tolist() for name in ("at", "now", "before")]
-    values = map(value_of, message.body["rare"])
+    values = map(value_of, header["rare"])
     rare = [Rare(*row) for row in zip(*rows, values, strict=True)]
     by_kind = {kind: tables[kind.__name__] for kind in FREQUENT}
-    return Columns(by_kind, rare, message.body["texts"], *message.body["lines"])
+    return Columns(by_kind, rare, header["texts"], *header["lines"])
 
 
 # -- as the log grows ------------------------------------------------------------------------------

@@ -7,8 +7,6 @@ learner while the instances sleep; the others share the cores all the time.
 from __future__ import annotations
 
 import os
-import secrets
-import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +19,6 @@ from dora_rl.setup.devices import EVALUATOR_SHARE, Place, local_places, shared_p
 from dora_rl.setup.settings import core_params
 from dora_rl.weights.leftovers import transfer_of
 from dora_rl.weights.store import shared_memory_root
-from dora_rl.workers.crew import Crew
 from dora_rl.workers.engines import COLOCATED, resident_limit
 
 if TYPE_CHECKING:
@@ -93,13 +90,13 @@ class Layout:
             **self.memory_extra(name),
         }
 
-    def learner_extra(self, name: str, meeting: Path) -> dict[str, Any]:
+    def learner_extra(self, name: str, rendezvous: Path) -> dict[str, Any]:
         return {
             **self.memory_extra(name),
             "device": self.device,
             "rank": self.learners.index(name),
             "num_ranks": len(self.learners),
-            "meeting": str(meeting),
+            "rendezvous": str(rendezvous),
             "threads": max(1, self.learner_threads // len(self.learners)),
             "weights_root": str(self.weights_root),
             "mps_percent": self.learner_percent,
@@ -116,24 +113,6 @@ def rank_names(num_ranks: int) -> tuple[str, ...]:
     return ("learner", *(f"learner.{rank}" for rank in range(1, num_ranks)))
 
 
-def prepare_meeting(run_dir: Path) -> Path:
-    """A file that no group of ranks has used, where the next one finds itself together."""
-    folder = run_dir / "meeting"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True, mode=0o700)
-    return folder / secrets.token_hex(8)
-
-
-def start_ranks(crew: Crew, layout: Layout, run_dir: Path) -> None:
-    """All ranks of the learner begin together; one that is still there ends first."""
-    meeting = prepare_meeting(run_dir)
-    for name in layout.learners:
-        if name in crew.workers:
-            crew.kill(name)
-    for name in layout.learners:
-        crew.start("learner", name, layout.learner_extra(name, meeting))
-
-
 def plan_layout(config: RunConfig, device: str, gpus: Sequence[str] | None = None) -> Layout:
     """Derive what the configuration leaves open. `gpus`: as if there were these; None: as it is."""
     mode = config.orchestration.mode
@@ -144,7 +123,7 @@ def plan_layout(config: RunConfig, device: str, gpus: Sequence[str] | None = Non
     root = shared_memory_root(config.weights, config.runtime.run_dir)
     factor = config.env.slots_factor if config.env.environments else 1.0
     names = tuple(f"instance{i}" for i in range(config.rollout.num_instances))
-    here = config.runtime.kind == "local"  # on a cluster Ray gives devices out
+    here = config.runtime.kind != "ray"  # on a cluster Ray gives devices out
     num_elastic = min(config.resources.elastic_instances, len(names))
     elastic = names if colocated else names[:num_elastic]
     return Layout(

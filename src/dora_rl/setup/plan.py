@@ -147,7 +147,7 @@ class RunPlan:
 
 def with_memory(config: RunConfig, layout: Layout) -> Layout:
     """The layout with the memory of its GPUs divided; as it is where there are none to divide."""
-    if not layout.device.startswith("cuda") or config.runtime.kind != "local":
+    if not layout.device.startswith("cuda") or config.runtime.kind == "ray":
         return layout
     gpus = (layout.device,) if ":" in layout.device else visible_gpus()
     cards = look_at_cards(gpus)

@@ -23,13 +23,12 @@ import numpy as np
 from dora_rl.envs.base import spans
 from dora_rl.io.append_log import read_lines
 from dora_rl.io.connection import Link, Refused, Server, TransportError
-from dora_rl.io.wire import Channel, Message, pack, unpack
 from dora_rl.setup.tokenizer import open_tokenizer
 from dora_rl.store.journals import Journals
 from dora_rl.store.samples import Samples
 from dora_rl.store.table import TableClosed
-from dora_rl.store.trajectories import from_message, to_message
 from dora_rl.types import GroupId, Prompt, RequestId
+from dora_rl.workers import messages as msg
 from dora_rl.workers.worker import Setup, beat
 
 BEAT_S = 1.0
@@ -38,7 +37,7 @@ BEAT_S = 1.0
 class Storage:
     """One shard: serves the data connections; the controller's messages come through `hear`."""
 
-    def __init__(self, setup: Setup, channel: Channel) -> None:
+    def __init__(self, setup: Setup, channel: msg.Channel) -> None:
         config, self._channel = setup.config, channel
         run_dir, number = Path(setup.run_dir), int(setup.extra["shard"])
         self._samples = Samples(run_dir / f"table.{number}.log")
@@ -61,7 +60,7 @@ class Storage:
     def _do(self, question: dict[str, Any], link: Link) -> None:
         kind = question["kind"]
         if kind == "put":
-            self._put(unpack(bytes(link.read(int(question["num_bytes"])))))
+            self._put(msg.unpack(bytes(link.read(int(question["num_bytes"])))))
             link.say({})
         elif kind == "journal":
             lines = bytes(link.read(int(question["num_bytes"])))
@@ -75,19 +74,21 @@ class Storage:
         else:
             raise Refused(f"a storage shard has no {kind!r}")
 
-    def _put(self, message: Message) -> None:
+    def _put(self, message: msg.Message) -> None:
         """Write the row, then tell the controller what it decides by."""
-        (sample,) = from_message(message.body["samples"], message.arrays)
+        assert isinstance(message, msg.Finished)
+        (sample,) = message.samples
         text = self._tokenizer.decode(sample.token_ids.tolist(), skip_special_tokens=True)
         with self._lock:
             self._samples.put(replace(sample, text=text))
-        meta = {
-            "logprob_sum": float(sample.logprobs.sum(dtype=np.float64)),
-            "num_generated": sample.num_trained,
-            "turns": spans(sample.loss_mask.tolist()),
-            "reward": sample.reward,
-        }
-        self._channel.send("stored", {"event": message.body["event"], "meta": meta})
+        said = msg.Stored(
+            message.event,
+            logprob_sum=float(sample.logprobs.sum(dtype=np.float64)),
+            num_generated=sample.num_trained,
+            turns=tuple(spans(sample.loss_mask.tolist())),
+            reward=sample.reward,
+        )
+        self._channel.send(said)
 
     def _read(self, group: GroupId, samples: Sequence[int]) -> bytes:
         with self._lock:
@@ -95,53 +96,50 @@ class Storage:
         found = [trajectory for trajectory in asked if trajectory is not None]
         if len(found) < len(asked):
             raise Refused(f"samples {list(samples)} of group {group} are not all here")
-        entries, arrays = to_message(found)
-        return pack("rows", {"samples": entries}, arrays)
+        return msg.pack(msg.Rows(tuple(found)))
 
     # -- the controller ---------------------------------------------------------------------------
 
-    def hear(self, message: Message) -> None:
-        body = message.body
+    def hear(self, message: msg.Message) -> None:
         with self._lock:
-            if message.kind == "drop":
-                self._samples.drop(body["group"])
-            elif message.kind == "sync":
-                self._samples.sync()
-            elif message.kind == "trained":
-                if self._rollouts is not None:
-                    self._write(self._rollouts, body)
-                self._channel.send("wrote", {"step": body["step"], "group": body["group"]})
+            match message:
+                case msg.Drop(group):
+                    self._samples.drop(group)
+                case msg.Sync():
+                    self._samples.sync()
+                case msg.Trained():
+                    if self._rollouts is not None:
+                        self._write(self._rollouts, message)
+                    self._channel.send(msg.Wrote(message.step, message.group))
+                case _:
+                    raise AssertionError(f"a shard does not hear {message!r}")
 
     def groups(self) -> list[GroupId]:
         return self._samples.groups()
 
-    def _write(self, path: Path, body: dict[str, Any]) -> None:
+    def _write(self, path: Path, due: msg.Trained) -> None:
         """The group's lines, in one write where there is room."""
-        step, group = int(body["step"]), int(body["group"])
+        step, group = due.step, due.group
         if (step, group) in self._written:
             return
-        samples = tuple(int(sample) for sample in body["samples"])
-        for sample, reward, parts in zip(samples, body["rewards"], body["parts"], strict=True):
-            self._samples.reward(RequestId(group, sample), float(reward), parts)
+        for sample, reward, parts in zip(due.samples, due.rewards, due.parts, strict=True):
+            self._samples.reward(RequestId(group, sample), reward, parts)
         lines: list[str] = []
-        index, token_ids, text, env = body["prompt"]
-        prompt = Prompt(index, tuple(token_ids), text, env=env)
-        for trained in self._samples.trained(group, samples, prompt):
-            record = asdict(trained) | {"version": body["version"]}
+        index, token_ids, text, env = due.prompt
+        prompt = Prompt(index, token_ids, text, env=env)
+        for trained in self._samples.trained(group, due.samples, prompt):
+            record = asdict(trained) | {"version": due.version}
             lines.append(json.dumps({"step": step, **record}) + "\n")
         with path.open("ab") as file:  # writes the rest too where a part went first
             file.write("".join(lines).encode())
         self._written.add((step, group))
 
 
-def serve_storage(setup: Setup, channel: Channel) -> None:
-    """Until the controller says "end" or is gone."""
+def serve_storage(setup: Setup, channel: msg.Channel) -> None:
+    """Until the controller says `End` or is gone."""
     storage = Storage(setup, channel)
-    channel.send("ready", {"port": storage.server.port, "groups": storage.groups()})
-    beat(channel, lambda: channel.send("beat", {}), BEAT_S)
-    while True:
-        message = channel.receive()
-        if message.kind == "end":
-            storage.server.close()
-            return
+    channel.send(msg.Serving(storage.server.port, tuple(storage.groups())))
+    beat(lambda: channel.send(msg.Alive()), BEAT_S)
+    while not isinstance(message := channel.receive(), msg.End):
         storage.hear(message)
+    storage.server.close()

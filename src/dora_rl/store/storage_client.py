@@ -14,9 +14,8 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from dora_rl.io.connection import Link, TransportError
-from dora_rl.io.wire import unpack
-from dora_rl.store.trajectories import from_message
 from dora_rl.types import GroupId, Trajectory
+from dora_rl.workers.messages import Rows, Where, unpack
 
 RETRY_S = 0.3
 READ_S_MAX = 20.0
@@ -33,7 +32,7 @@ class StorageStream:
     """Rows and journal lines of one instance on their way to the shards, in order per shard."""
 
     def __init__(self, key: bytes, name: str, life: int, addresses: Sequence[str]) -> None:
-        self._key, self._journal = key, {"kind": "journal", "name": name, "life": life}
+        self._key, self._name, self._life = key, name, life
         self._addresses = list(addresses)
         self._queues: list[Waiting] = [queue.SimpleQueue() for _ in addresses]
         self._num_put, self._num_kept = 0, [0] * len(self._queues)
@@ -46,17 +45,20 @@ class StorageStream:
         self._addresses = list(addresses)
 
     def put(self, group: GroupId, packed: bytes) -> None:
-        self._give(shard_of(group, len(self._queues)), {"kind": "put"}, packed)
+        shard = shard_of(group, len(self._queues))
+        self._num_put += 1
+        self._queues[shard].put(({"kind": "put"}, packed))
 
     def append(self, data: bytes) -> None:
-        self._give(0, self._journal | {"whole": False}, data)
+        self._journal(data, whole=False)
 
     def replace(self, data: bytes) -> None:
-        self._give(0, self._journal | {"whole": True}, data)
+        self._journal(data, whole=True)
 
-    def _give(self, shard: int, head: dict[str, Any], data: bytes) -> None:
+    def _journal(self, data: bytes, *, whole: bool) -> None:
+        head = {"kind": "journal", "name": self._name, "life": self._life, "whole": whole}
         self._num_put += 1
-        self._queues[shard].put((head, data))
+        self._queues[0].put((head, data))
 
     def close(self) -> None:
         """Wait a moment for what is on its way."""
@@ -92,19 +94,20 @@ class StorageReader:
         self._key = key
         self._links: dict[str, Link] = {}
 
-    def rows(self, where: dict[str, Any], wait_s_max: float = READ_S_MAX) -> list[Trajectory]:
-        """The samples that `where` ({"address", "group", "samples"}) names, in its order.
+    def rows(self, where: Where, wait_s_max: float = READ_S_MAX) -> list[Trajectory]:
+        """The samples that `where` names, in its order.
 
         Raises `TransportError` when they cannot be had for so long.
         """
-        address, until = where["address"], time.monotonic() + wait_s_max
+        address, until = where.address, time.monotonic() + wait_s_max
         while True:
             try:
                 link = self._links.get(address) or Link.connect(address, self._key)
                 self._links[address] = link
-                answer = link.ask("rows", group=where["group"], samples=where["samples"])
-                message = unpack(bytes(link.read(int(answer["num_bytes"]))))
-                return from_message(message.body["samples"], message.arrays)
+                answer = link.ask("rows", group=where.group, samples=list(where.samples))
+                found = unpack(bytes(link.read(int(answer["num_bytes"]))))
+                assert isinstance(found, Rows)
+                return list(found.samples)
             except TransportError:
                 with contextlib.suppress(KeyError):
                     self._links.pop(address).close()

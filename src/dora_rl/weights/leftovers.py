@@ -34,7 +34,7 @@ def transfer_of(root: Path) -> Path:
 def claim(root: Path, run_dir: Path | None = None) -> int:
     """Say that a store is in use; it is until the descriptor is closed or the process ends.
 
-    Several may: a depot that was given up can still be there when its successor comes. `run_dir`:
+    Several may: a relay that was given up can still be there when its successor comes. `run_dir`:
     where the same versions are on disk, or will be; a cache has none.
     """
     while True:

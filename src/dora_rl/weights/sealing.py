@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 
 from dora_rl.types import Version
 from dora_rl.weights.format import SealedFile
@@ -27,9 +27,9 @@ from dora_rl.weights.store import SharedMemoryWeightStore
 class Sealing:
     """At most one version on its way to the disk, and one that waits for it to be sealed."""
 
-    def __init__(self, shared: Level, disk: Level) -> None:
+    def __init__(self, shared: Level, disk: Level, executor: Executor | None = None) -> None:
         self._shared, self._disk = shared, disk
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="durable")
+        self._pool = executor or ThreadPoolExecutor(1, thread_name_prefix="durable")
         self._durable: Future[None] | None = None  # of the newest version
         self._sealed: Future[str] | None = None
         self.waited_s = 0.0  # for the disk, before the version that was sealed last

@@ -8,11 +8,13 @@ its checksum, and its canary proves that base and adapter together are what the 
 from __future__ import annotations
 
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from dora_rl.config import RunConfig
 from dora_rl.engine.options import EngineOptions
 from dora_rl.model.directory import read_spec
+from dora_rl.setup.tokenizer import open_tokenizer
 from dora_rl.types import Mode, UserError
 
 if TYPE_CHECKING:
@@ -88,10 +90,12 @@ def make_engine(
     device: str,
     resident_max: int,
     memory_share: float = 1.0,
-    decode: Decode | None = None,
     journal: Journal | None = None,
 ) -> InstanceEngine:
-    rank = adapter_rank(config)
+    rank, decode = adapter_rank(config), None
+    if config.rollout.stop_strings:
+        model = config.model
+        decode = open_tokenizer(Path(model.path), model.trust_remote_code).decode
     values: dict[str, Any] = config.engine_options(device, resident_max)
     values |= {"lora_rank": rank, "memory_share": memory_share}
     if config.rollout.backend == "vllm":

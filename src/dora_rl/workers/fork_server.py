@@ -37,16 +37,16 @@ FDS_MAX = 16
 WARM = (
     "torch",
     "safetensors.torch",
-    "dora_rl.workers.instance_worker",
-    "dora_rl.workers.learner_worker",
-    "dora_rl.workers.eval_worker",
-    "dora_rl.workers.reward_worker",
-    "dora_rl.workers.env_worker",
+    "dora_rl.workers.rollout",
+    "dora_rl.workers.learner",
+    "dora_rl.workers.evaluator",
+    "dora_rl.workers.reward",
+    "dora_rl.workers.environment",
 )
 
 
 class ForkedProcess:
-    """A worker, as the controller sees it (see `runtime.crew.Process`)."""
+    """A worker, as the controller sees it (see `workers.pool.Process`)."""
 
     def __init__(self, pid: int, pidfd: int, stdin: IO[bytes]) -> None:
         self.pid, self.stdin = pid, stdin

@@ -1,15 +1,23 @@
 """Why a worker ended, in one line: what it said itself, or what the system says of its process.
 
+No room on a disk is recognised anywhere, told in one line, and never the end of the work:
+everything on disk is written so that a half-written end is cut off or ignored by the next start.
+
 Invariant: whoever runs out of memory is told so, with the numbers, wherever the words come from.
 """
 
 from __future__ import annotations
 
+import errno
 import re
+import shutil
 import signal
+from pathlib import Path
 
 from dora_rl.io.system_errors import is_memory
+from dora_rl.store.table import TableError
 from dora_rl.user_code import one_line
+from dora_rl.weights.store import WeightsError, WeightsFull
 
 ENDED = "its process ended"
 _SIZE = r"([\d.]+ [KMGT]i?B)"
@@ -60,3 +68,32 @@ def why_ended(said: str, status: int | None) -> str:
     name = signal.Signals(-status).name if -status in set(signal.Signals) else str(-status)
     hint = ", as the system does when memory runs out" if name == "SIGKILL" else ""
     return f"{ENDED} by {name}{hint}"
+
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+DISK_ERRORS = (OSError, TableError, WeightsError)  # what writing may raise; ask `is_full` then
+
+
+def is_full(error: BaseException | None) -> bool:
+    """Whether this error, or the one that caused it, says that there was no room."""
+    while error is not None:
+        if isinstance(error, WeightsFull):
+            return True
+        if isinstance(error, OSError) and error.errno in FULL:
+            return True
+        # Libraries that write for us (safetensors) give the system's words without its number.
+        if any(
+            f"{word} {number}" in str(error) for word in ("os error", "code:") for number in FULL
+        ):
+            return True
+        error = error.__cause__
+    return False
+
+
+def full_line(run_dir: str | Path, error: BaseException) -> str:
+    """What happened, where, and what to do."""
+    if isinstance(error, WeightsFull):
+        return str(error)
+    where = getattr(error, "filename", None) or run_dir
+    free = shutil.disk_usage(run_dir).free >> 20
+    return f"no room to write {where} ({free} MiB free on its disk); make room and --resume"

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,12 +40,17 @@ class Moments:
     """Copies, writes and finds them. Every rank has one; the first one writes."""
 
     def __init__(
-        self, root: Path, every_s: float, *, clock: Callable[[], float] = time.monotonic
+        self,
+        root: Path,
+        every_s: float,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        executor: Executor | None = None,
     ) -> None:
         self.store = DiskWeightStore(root)
         self._every_s, self._clock = every_s, clock
         self._first = distributed.world()[0] == 0
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="moments")
+        self._pool = executor or ThreadPoolExecutor(1, thread_name_prefix="moments")
         self._writing: Future[None] | None = None
         self._held: HostCopy | None = None  # the newest copy
         self._spare: list[dict[str, Tensor]] = []  # memory of copies that are no longer needed

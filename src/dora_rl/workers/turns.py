@@ -40,20 +40,10 @@ def apply_answer(
     return trajectory
 
 
-def row_of(prompt: Prompt) -> dict[str, Any]:
-    """A prompt's row as JSON carries it to an environment."""
-    return {
-        "prompt": prompt.columns.get("prompt", prompt.text),
-        "text": prompt.text,
-        "answer": prompt.answer,
-        "columns": prompt.columns,
-        "token_ids": list(prompt.token_ids),
-    }
-
-
-def read_row(body: dict[str, Any]) -> Row:
-    ids = tuple(body["token_ids"])
-    return Row(body["prompt"], body["text"], body["answer"], body["columns"], ids)
+def row_of(prompt: Prompt) -> Row:
+    """A prompt's row for an environment."""
+    wrote: Any = prompt.columns.get("prompt", prompt.text)
+    return Row(wrote, prompt.text, prompt.answer, dict(prompt.columns), prompt.token_ids)
 
 
 def episode_seed(run_seed: int, prompt_index: int) -> int:

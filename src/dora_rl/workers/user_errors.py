@@ -1,6 +1,6 @@
 """Tracebacks of the user's rewards, environments, agents and losses: from the workers to a file.
 
-    worker --user_error--> controller --> RUN/user_errors.log
+    worker --UserRaised--> controller --> RUN/user_errors.log
 
 A worker sends a traceback once and then only its number. The file has each place once, with how
 often it raised. Invariant: its size is bounded, however often and in how many places code raises.
@@ -12,10 +12,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from dora_rl.io.wire import Channel
 from dora_rl.user_code import Listener, one_line, origin_of, trace_of
+from dora_rl.workers.messages import Send, UserRaised
 
 FILE = "user_errors.log"
 PLACES_MAX = 50  # further ones are counted
@@ -23,17 +22,16 @@ BEFORE_CHARS_MAX = 65_536  # kept of what stood in the file before a resume
 RESUMED = "######## before the last resume\n"
 
 
-def send_user_errors(channel: Channel) -> Listener:
+def send_user_errors(send: Send) -> Listener:
     """A worker's listener."""
     sent: set[str] = set()
 
     def tell(what: str, error: BaseException) -> None:
-        place = origin_of(error)
-        body = {"what": what, "place": place, "line": one_line(error)}
+        place, trace = origin_of(error), ""
         if place not in sent and len(sent) < PLACES_MAX:
             sent.add(place)
-            body["trace"] = trace_of(error)
-        channel.send("user_error", body)
+            trace = trace_of(error)
+        send(UserRaised(what, place, one_line(error), trace))
 
     return tell
 
@@ -60,16 +58,16 @@ class UserErrors:
         before = self.path.read_text(errors="replace") if self.path.is_file() else ""
         self._before = before[:BEFORE_CHARS_MAX]
 
-    def add(self, worker: str, body: dict[str, Any]) -> None:
+    def add(self, worker: str, said: UserRaised) -> None:
         """A worker's message."""
         self.num += 1
-        known = self._places.get(body["place"])
-        if known is None and "trace" in body and len(self._places) < PLACES_MAX:
+        known = self._places.get(said.place)
+        if known is None and said.trace and len(self._places) < PLACES_MAX:
             first = time.strftime("%Y-%m-%d %H:%M:%S")
-            known = Place(body["what"], worker, body["trace"], first)
-            self._places[body["place"]] = known
+            known = Place(said.what, worker, said.trace, first)
+            self._places[said.place] = known
             self._next_write = self.num
-            self._tell(f"{body['what']} raised {body['line']}; traceback in {self.path}")
+            self._tell(f"{said.what} raised {said.line}; traceback in {self.path}")
         if known is None:
             self._num_elsewhere += 1
         else:

@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -22,13 +23,12 @@ from typing import Any
 from safetensors import SafetensorError
 
 from dora_rl.config import RunConfig
-from dora_rl.io.wire import Channel
 from dora_rl.out_of_memory import arm
 from dora_rl.setup.devices import BELOW_NORMAL, PERCENT, PRIORITY, VISIBLE
 from dora_rl.types import BaseDiffers, UserError
 from dora_rl.user_code import UserCodeError, listen, raised
-from dora_rl.workers.full_disk import DISK_ERRORS, full_line, is_full
-from dora_rl.workers.last_words import last_words
+from dora_rl.workers.last_words import DISK_ERRORS, full_line, is_full, last_words
+from dora_rl.workers.messages import Channel, Fatal, Fault, Hello
 from dora_rl.workers.priority import make_way
 from dora_rl.workers.user_errors import send_user_errors
 
@@ -42,7 +42,7 @@ class Setup:
 
     role: str
     name: str
-    life: int
+    incarnation: int
     address: str
     key: str
     run_dir: str
@@ -61,7 +61,7 @@ def read_setup(line: str) -> Setup:
     return Setup(**{**data, "config": RunConfig.model_validate(config)})
 
 
-def beat(channel: Channel, send: Any, period_s: float) -> None:
+def beat(send: Callable[[], None], period_s: float) -> None:
     """Call `send` every so often from a thread of its own, until the connection ends."""
 
     def run() -> None:
@@ -72,7 +72,6 @@ def beat(channel: Channel, send: Any, period_s: float) -> None:
             except (OSError, EOFError):
                 return
 
-    del channel
     threading.Thread(target=run, daemon=True).start()
 
 
@@ -160,64 +159,50 @@ def grow_in_place() -> None:
 
 
 def serve(setup: Setup) -> None:
-    """Connect and do what the role does, until the controller says "end" or is gone."""
+    """Connect and do what the role does, until the controller says `End` or is gone."""
     channel = Channel.connect(setup.address, bytes.fromhex(setup.key))
     arm(setup.role)
-    channel.send("hello", {"role": setup.role, "name": setup.name, "life": setup.life})
-    listen(send_user_errors(channel))
+    channel.send(Hello(setup.role, setup.name, setup.incarnation))
+    listen(send_user_errors(channel.send))
     try:
-        _run(setup, channel)
+        program_of(setup.role)(setup, channel)
     except (EOFError, ConnectionError):
         return  # the controller is gone
-    except (UserError, SafetensorError, *DISK_ERRORS) as error:
-        if isinstance(error, UserCodeError):
-            raised(str(error).partition(" raised ")[0], error.__cause__ or error)
-        reason = full_line(setup.run_dir, error) if is_full(error) else str(error)
-        ends_run = is_full(error) or isinstance(error, (BaseDiffers, UserCodeError))
-        # There is one learner, and the next one would come to the same place.
-        ends_run |= setup.role == "learner" and isinstance(error, UserError)
-        channel.send("fatal", {"reason": reason, "ends_run": ends_run})
-        raise
     except Exception as error:
         with contextlib.suppress(OSError):  # the controller may be gone too
-            channel.send("fault", {"reason": last_words(error)})
+            channel.send(parting(setup, error))
         raise
 
 
-def _run(setup: Setup, channel: Channel) -> None:
-    if setup.role == "instance":
-        from dora_rl.workers.instance_worker import InstanceWorker
+def parting(setup: Setup, error: Exception) -> Fatal | Fault:
+    """What a worker says that ends with this error."""
+    if not isinstance(error, (UserError, SafetensorError, *DISK_ERRORS)):
+        return Fault(last_words(error))
+    if isinstance(error, UserCodeError):
+        raised(str(error).partition(" raised ")[0], error.__cause__ or error)
+    reason = full_line(setup.run_dir, error) if is_full(error) else str(error)
+    ends_run = is_full(error) or isinstance(error, (BaseDiffers, UserCodeError))
+    # There is one learner, and the next one would come to the same place.
+    ends_run |= setup.role == "learner" and isinstance(error, UserError)
+    return Fatal(reason, ends_run)
 
-        InstanceWorker(setup, channel).run()
-    elif setup.role == "learner":
-        from dora_rl.workers.learner_worker import LearnerWorker
 
-        LearnerWorker(setup, channel).run()
-    elif setup.role == "reward":
-        from dora_rl.workers.reward_worker import serve_rewards
+PROGRAMS = {
+    "instance": "dora_rl.workers.rollout:serve_rollouts",
+    "learner": "dora_rl.workers.learner:serve_learner",
+    "reward": "dora_rl.workers.reward:serve_rewards",
+    "env": "dora_rl.workers.environment:serve_environments",
+    "evaluator": "dora_rl.workers.evaluator:serve_evaluations",
+    "relay": "dora_rl.workers.relay:serve_relay",
+    "storage": "dora_rl.store.storage:serve_storage",
+}
 
-        serve_rewards(setup, channel)
-    elif setup.role == "env":
-        from dora_rl.workers.env_worker import serve_environments
 
-        serve_environments(setup, channel)
-    elif setup.role == "evaluator":
-        from dora_rl.workers.eval_worker import serve_evaluations
-
-        serve_evaluations(setup, channel)
-    elif setup.role == "depot":
-        from dora_rl.workers.depot_worker import serve_depot
-
-        serve_depot(setup, channel)
-    elif setup.role == "storage":
-        from dora_rl.store.storage import serve_storage
-
-        serve_storage(setup, channel)
-    elif ":" in setup.role:  # `module:function`: a benchmark brings its own
-        module, _, function = setup.role.partition(":")
-        getattr(import_module(module), function)(setup, channel)
-    else:
-        raise AssertionError(f"no worker has the role {setup.role!r}")
+def program_of(role: str) -> Callable[[Setup, Channel], None]:
+    """What a role runs; imported only now. A benchmark's role is its own `module:function`."""
+    module, _, function = PROGRAMS.get(role, role).partition(":")
+    assert function, f"no worker has the role {role!r}"
+    return getattr(import_module(module), function)
 
 
 if __name__ == "__main__":

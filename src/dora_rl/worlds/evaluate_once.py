@@ -7,7 +7,7 @@ when or where it is evaluated. Never writes anything.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from dora_rl.controller.evaluation import NO_REWARD
 from dora_rl.rewards.base import Reward, ScoreError, ScoreItem, build
 from dora_rl.types import Prompt, UserError
 from dora_rl.weights.run_models import FoundModel
+from dora_rl.workers.messages import Response
 
 
 def evaluate_once(
@@ -45,8 +46,8 @@ def evaluate_once(
     from dora_rl.engine.options import EngineOptions
     from dora_rl.model.directory import read_spec
     from dora_rl.setup.prepare import open_tokenizer
-    from dora_rl.workers.eval_turns import EvalTurns
-    from dora_rl.workers.eval_worker import evaluate
+    from dora_rl.workers.evaluator import EvalTurns, evaluate
+    from dora_rl.workers.messages import EvalPrompt
     from dora_rl.workers.turns import row_of
 
     torch.set_num_threads(max(1, config.rollout.threads))
@@ -62,26 +63,17 @@ def evaluate_once(
     decode = tokenizer.decode if config.rollout.stop_strings else None
     engine = Engine(read_spec(model.directory), EngineOptions(**options), decode)
     engine.load(model.version, model.source)
-    ids = [prompt.token_ids for prompt in prompts]
+    asked = [EvalPrompt(row_of(prompt), prompt.env) for prompt in prompts]
     params = config.rollout.sampling_params()
     turns = EvalTurns(config, Path(".")) if config.env.environments else None
-    if turns is not None:
-        turns.begin([{**row_of(prompt), "env": prompt.env} for prompt in prompts])
-    answers = evaluate(engine, model.version, ids, num_samples, params, turns=turns)
+    answers = evaluate(engine, model.version, asked, num_samples, params, turns=turns)
     for line in engine.notes:
         print(line, file=sys.stderr)
     sheets = [
-        Sheet(prompt, greedy_tokens=len(answer["greedy"]))
-        for prompt, answer in zip(prompts, answers, strict=True)
+        Sheet(prompt, greedy_tokens=len(responses[0].token_ids))
+        for prompt, responses in zip(prompts, answers, strict=True)
     ]
-    texts = [
-        [
-            tokenizer.decode(tokens, skip_special_tokens=True)
-            for tokens in (answer["greedy"], *answer["sampled"])
-        ]
-        for answer in answers
-    ]
-    _score(config, sheets, texts, answers)
+    _score(config, sheets, answers, lambda ids: tokenizer.decode(ids, skip_special_tokens=True))
     # A single evaluation has no earlier one to take the tail from, except that of a run.
     tail = TailPrompts(prompts, tail_file)
     found = figures(sheets, tail.indexes, config.evaluation)
@@ -91,18 +83,18 @@ def evaluate_once(
 def _score(
     config: RunConfig,
     sheets: Sequence[Sheet],
-    texts: list[list[str]],
-    answers: list[dict[str, Any]],
+    answers: Sequence[Sequence[Response]],
+    decode: Callable[[Sequence[int]], str],
 ) -> None:
     """Fill the sheets in; an answer that cannot be scored has failed, with the reason."""
     reward = build(config.reward, Path(".")) if config.reward.functions else None
     if reward is None and not config.env.environments:
         raise UserError("reward.functions is empty; give path/to/file.py:name or a built-in")
     try:
-        for sheet, completions, answer in zip(sheets, texts, answers, strict=True):
+        for sheet, responses in zip(sheets, answers, strict=True):
             values: list[float | None] = []
-            for place, completion in enumerate(completions):
-                score = _score_one(reward, sheet.prompt, completion, answer, place)
+            for response in responses:
+                score = _score_one(reward, sheet.prompt, response, decode)
                 if isinstance(score, ScoreError):
                     sheet.failures.append(score.reason)
                 values.append(None if isinstance(score, ScoreError) else score)
@@ -113,23 +105,25 @@ def _score(
 
 
 def _score_one(
-    reward: Reward | None, prompt: Prompt, completion: str, answer: dict[str, Any], place: int
+    reward: Reward | None,
+    prompt: Prompt,
+    response: Response,
+    decode: Callable[[Sequence[int]], str],
 ) -> float | ScoreError:
-    failure, known = answer["failures"][place], answer["rewards"][place]
-    if failure:
-        return ScoreError(failure)
-    if known is not None:
-        return float(known)
+    if response.failure:
+        return ScoreError(response.failure)
+    if response.reward is not None:
+        return response.reward
     if reward is None:
         return ScoreError(NO_REWARD)
-    token_ids = (answer["greedy"], *answer["sampled"])[place]
+    wrote: Any = prompt.columns.get("prompt", prompt.text)
     item = ScoreItem(
-        prompt=prompt.columns.get("prompt", prompt.text),  # type: ignore[arg-type]
+        prompt=wrote,
         prompt_text=prompt.text,
-        completion=completion,
-        completion_ids=tuple(token_ids),
+        completion=decode(response.token_ids),
+        completion_ids=response.token_ids,
         answer=prompt.answer,
         columns=prompt.columns,
-        finish=answer["finishes"][place],
+        finish=response.finish,
     )
     return reward.score([item])[0]

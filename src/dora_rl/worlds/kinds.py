@@ -1,4 +1,4 @@
-"""The kinds of a run: on this machine, or on a cluster. Only the hands differ, never the loop."""
+"""The kinds of a run: processes of this machine, one process, a cluster. The loop is the same."""
 
 from __future__ import annotations
 
@@ -7,14 +7,20 @@ import secrets
 from importlib.util import find_spec
 
 from dora_rl.config import RunConfig
+from dora_rl.controller.run import Run
 from dora_rl.setup.prepare import Prepared
 from dora_rl.types import UserError
-from dora_rl.worlds.local import LocalRun
+from dora_rl.worlds.inline import open_inline
+from dora_rl.worlds.local import open_local
 
 
 def check_kind(config: RunConfig) -> None:
-    """What a run on a cluster cannot do without, as far as it shows before the start."""
-    if config.runtime.kind == "local":
+    """What a kind of run cannot do or cannot do without, as far as it shows before the start."""
+    if config.runtime.kind == "inline" and config.resources.learner_ranks > 1:
+        raise UserError(
+            'resources.learner_ranks: runtime.kind = "inline" has one process; set it to 1'
+        )
+    if config.runtime.kind != "ray":
         return
     if find_spec("ray") is None:
         raise UserError("runtime.kind is ray and Ray is missing: pip install 'dora-rl[cluster]'")
@@ -26,20 +32,21 @@ def check_kind(config: RunConfig) -> None:
         )
 
 
-def open_run(prepared: Prepared, *, resume: bool) -> LocalRun:
+def open_run(prepared: Prepared, *, resume: bool) -> Run:
     """What `runtime.kind` asks for, ready to run."""
     config = prepared.config
-    data = (prepared.layout, prepared.train, prepared.evaluation, prepared.decode)
-    if config.runtime.kind == "local":
-        return LocalRun(config, *data, resume=resume)
     check_kind(config)
+    if config.runtime.kind == "local":
+        return open_local(prepared, resume=resume)
+    if config.runtime.kind == "inline":
+        return open_inline(prepared, resume=resume)
     authenticate(own=not config.runtime.address)
-    from dora_rl.worlds.cluster import ClusterRun
+    from dora_rl.worlds.cluster import open_on_cluster
     from dora_rl.worlds.ray import open_cluster
 
     cluster = open_cluster(config)
     try:
-        return ClusterRun(config, *data, cluster=cluster, resume=resume)
+        return open_on_cluster(prepared, cluster, resume=resume)
     except UserError:
         cluster.close()
         raise

@@ -29,7 +29,7 @@ from ray.util.scheduling_strategies import (
 from dora_rl.config import RunConfig
 from dora_rl.types import UserError
 from dora_rl.workers.worker import read_setup, serve
-from dora_rl.worlds.cluster_crew import Host, Task
+from dora_rl.worlds.hosts import Host, Task
 
 LOOK_S = 1.0
 OBJECT_STORE_BYTES = 200 << 20  # nothing of ours goes through it
@@ -86,15 +86,15 @@ class RayCluster:
             ray.init(**options)
         except (RayError, ConnectionError, RuntimeError, ValueError) as error:
             raise UserError(f"runtime.address: no Ray cluster at {address!r}: {error}") from None
-        self._home_id = ray.get_runtime_context().get_node_id()
+        self._head_id = ray.get_runtime_context().get_node_id()
         self._closed = False
         self._hosts = _alive()
-        self._home = next(host for host in self._hosts if host.id == self._home_id)
+        self._head = next(host for host in self._hosts if host.id == self._head_id)
         threading.Thread(target=self._look, daemon=True).start()
 
     @property
-    def home(self) -> Host:
-        return self._home
+    def head(self) -> Host:
+        return self._head
 
     def hosts(self) -> Sequence[Host]:
         """As of the last look; the controller never waits for Ray to answer."""

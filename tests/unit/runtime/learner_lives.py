@@ -25,16 +25,15 @@ import torch
 from dora_rl.config import RunConfig
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
-from dora_rl.io.wire import Channel, Message, encode_learner
 from dora_rl.setup.layout import plan_layout
 from dora_rl.setup.settings import learner_algorithm
-from dora_rl.store.trajectories import to_message
 from dora_rl.trainer.checkpoints import state
 from dora_rl.trainer.learner import Learner
 from dora_rl.trainer.policy.model import named_weights
 from dora_rl.types import RequestId, Trajectory
 from dora_rl.weights.store import DiskWeightStore
-from dora_rl.workers.learner_worker import LearnerWorker, read_group
+from dora_rl.workers import messages as msg
+from dora_rl.workers.learner import LearnerWorker, read_group
 from dora_rl.workers.worker import Setup
 
 TINY = Path(__file__).parents[3] / "recipes" / "models" / "tiny"
@@ -51,7 +50,7 @@ for sections in KINDS.values():
     sections["orchestration"] = TWO_GROUPS
 
 
-def order(step: int, group: int, groups: int = 1, updates: int = 1) -> Message:
+def order(step: int, group: int, groups: int = 1, updates: int = 1) -> msg.Fed:
     """Feed the learner a group of its own; the same one for the same step and number."""
     rng = random.Random(step * 1000 + group)
     lengths = [rng.randint(2, 6) for _ in range(2)]
@@ -63,27 +62,25 @@ def order(step: int, group: int, groups: int = 1, updates: int = 1) -> Message:
         span = slice(sum(lengths[:place]), sum(lengths[:place]) + length)
         payload = (token_ids[span], logprobs[span], [1] * length)
         samples.append(Trajectory(RequestId(group, place), step, *payload, reward=float(place)))
-    entries, arrays = to_message(samples)
-    body = {
-        "action": encode_learner(act.Feed(step, 0, group, step, (0, 1))),
-        "batch_groups": groups,
-        "updates": updates,
-        "samples": entries,
-    }
-    return Message("order", body, arrays | {"prompt_ids": np.array([3, 4], dtype=np.int32)})
+    feed = act.Feed(step, 0, group, step, (0, 1))
+    return msg.Fed(feed, groups, updates, np.array([3, 4], dtype=np.int32), tuple(samples))
 
 
 def ids_of(step: int, groups: int) -> list[int]:
     return [step * groups + i for i in range(groups)]
 
 
+class Gone:
+    """Instead of a message: the controller has died."""
+
+
 class Controller:
     """The other end of the channel: what it will say, and what it has heard."""
 
     def __init__(self) -> None:
-        self.to_say: deque[Message] = deque()
-        self.committed: list[Message] = []
-        self.said: list[str] = []
+        self.to_say: deque[msg.Message | Gone] = deque()
+        self.committed: list[msg.Committed] = []
+        self.said: list[msg.Message] = []
         self.joined: list[ev.TrainerJoined] = []
         self.durable: list[int] = []
         self._num_closed = 0
@@ -95,26 +92,28 @@ class Controller:
 
     def _may_speak(self) -> bool:
         """The end comes when every step that was closed is committed."""
-        polite = bool(self.to_say) and self.to_say[0].kind in ("end", "gone")
+        polite = bool(self.to_say) and isinstance(self.to_say[0], (msg.End, Gone))
         return bool(self.to_say) and not (polite and len(self.committed) < self._num_closed)
 
-    def receive(self) -> Message:
+    def receive(self) -> msg.Message:
         while not self.poll(0.01):
             pass
-        if self.to_say[0].kind == "gone":
+        if isinstance(self.to_say[0], Gone):
             raise EOFError
-        return self.to_say.popleft()
+        return cast(msg.Message, self.to_say.popleft())
 
-    def send_event(self, event: ev.Event) -> None:
-        if isinstance(event, ev.TrainerJoined):
-            self.joined.append(event)
-        elif isinstance(event, ev.VersionDurable):
-            self.durable.append(event.version)
-
-    def send(self, kind: str, body: dict[str, Any]) -> None:
-        self.said.append(kind)
-        if kind == "committed":
-            self.committed.append(Message(kind, body))
+    def send(self, message: msg.Message) -> None:
+        match message:
+            case msg.Told(ev.TrainerJoined() as event):
+                self.joined.append(event)
+            case msg.Told(ev.VersionDurable() as event):
+                self.durable.append(event.version)
+            case msg.Told():
+                pass
+            case _:
+                self.said.append(message)
+        if isinstance(message, msg.Committed):
+            self.committed.append(message)
 
     def train(self, step: int, *, closed: bool = True, groups: int = 1, updates: int = 1) -> None:
         """A whole step; without `closed` all but its end."""
@@ -122,15 +121,14 @@ class Controller:
             self.to_say.append(order(step, group, groups, updates))
         if closed:
             self._num_closed += 1
-            close = encode_learner(act.CloseStep(step, tuple(ids_of(step, groups))))
-            self.to_say.append(Message("order", {"action": close}))
+            self.to_say.append(msg.Close(act.CloseStep(step, tuple(ids_of(step, groups)))))
 
     def end(self) -> None:
-        self.to_say.append(Message("end", {}))
+        self.to_say.append(msg.End())
 
     def vanish(self) -> None:
         """Dies: the learner has no time to save anything."""
-        self.to_say.append(Message("gone", {}))
+        self.to_say.append(Gone())
 
 
 class Run:
@@ -161,7 +159,7 @@ class Run:
         extra = plan_layout(config, "cpu").learner_extra("learner", self.folder / "meeting")
         setup = Setup("learner", "learner", 0, "", "00", str(self.folder), config, extra)
         controller = controller or Controller()
-        worker = LearnerWorker(setup, cast(Channel, controller))
+        worker = LearnerWorker(setup, controller)
         self._worker = worker
         return worker, controller
 
@@ -170,8 +168,8 @@ class Run:
         if self._worker is not None:
             with contextlib.suppress(Exception):
                 self._worker.sealing.wait()
-            assert self._worker.lock is not None
-            os.close(self._worker.lock)
+            assert self._worker.start.lock is not None
+            os.close(self._worker.start.lock)
         self._worker = None
 
     def checkpoints(self) -> list[str]:
@@ -214,7 +212,7 @@ class Watched(Controller):
         self._pipe, self._last, self._updates = pipe, last, updates
         self.step = 0
 
-    def receive(self) -> Message:
+    def receive(self) -> msg.Message:
         os.write(self._pipe, b".")
         return super().receive()
 
@@ -235,7 +233,7 @@ def live(run: Run, pipe: int, state_every_s: float, last: int | None) -> None:
     worker, _ = run.learner(controller, every_steps=7, state_every_s=state_every_s)
     controller.step = max(0, worker.version)
     with (run.folder / "starts.jsonl").open("a") as file:
-        file.write(json.dumps([worker.version, worker.optimizer_version]) + "\n")
+        file.write(json.dumps([worker.version, worker.start.optimizer_version]) + "\n")
     os.write(pipe, b"!")
     worker.run()
 
@@ -287,8 +285,7 @@ def never_killed(run: Run, starts: list[tuple[int, int]], last: int) -> Learner:
         learner.begin_step(step)
         for group in ids_of(step, 2):
             message = order(step, group)
-            action = act.Feed(step, 0, group, step, (0, 1))
-            learner.feed([read_group(action, message)])
+            learner.feed([read_group(message)])
         learner.finish_step()
         moments[step + 1] = {name: t.clone() for name, t in state.moments(learner)}
     return learner
@@ -340,7 +337,7 @@ def main(folder: Path, kinds: dict[str, int]) -> None:
         lived = everything(never_killed(run, starts, worker.version))
         results[kind] = {
             "starts": starts,
-            "versions": [worker.version, worker.optimizer_version],
+            "versions": [worker.version, worker.start.optimizer_version],
             "num_updates": worker.learner.num_updates,
             "updates_per_step": run.config().trainer.updates_per_step,
             "differ": [n for n in differing(killed, lived) if n != "random"],

@@ -1,4 +1,4 @@
-"""Who is placed where, and what a crew over several hosts does when hosts come and go."""
+"""Who is placed where, and what a pool over several hosts does when hosts come and go."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 
 from dora_rl.config import ModelConfig, RewardConfig, RunConfig
+from dora_rl.controller.world import Notify
 from dora_rl.core.actions import Load
-from dora_rl.worlds.cluster_carrier import DepotCarrier
-from dora_rl.worlds.cluster_crew import ClusterCrew, Host, choose_host
+from dora_rl.workers.pool import WorkerPool
+from dora_rl.worlds.hosts import Host, HostProcesses, choose_host
+from dora_rl.worlds.relays import Relays
 
 CONFIG = RunConfig(
     model=ModelConfig(path="unused"), reward=RewardConfig.model_validate({"functions": ["exact"]})
@@ -44,7 +46,7 @@ class Neighbours:
     """Hosts that are addresses of this machine. Implements `cluster.Cluster`."""
 
     def __init__(self, *hosts: Host) -> None:
-        self.home, self.now = hosts[0], list(hosts)
+        self.head, self.now = hosts[0], list(hosts)
         self.launched: list[tuple[str, dict[str, object], Program]] = []
 
     def hosts(self) -> list[Host]:
@@ -75,77 +77,78 @@ def test_workers_spread_over_hosts_with_room() -> None:
 @pytest.fixture
 def team(tmp_path: Path):
     cluster = Neighbours(A)
-    roots = {"at_home": True, "weights_root": str(tmp_path / "w"), "transfer_root": "unused"}
+    roots = {"at_head": True, "weights_root": str(tmp_path / "w"), "transfer_root": "unused"}
 
     def for_host(host: Host) -> dict[str, object]:
         folder = str(tmp_path / host.id)
         return roots | {
-            "at_home": host == A,
+            "at_head": host == A,
             "weights_root": folder,
             "transfer_root": folder + "kv",
         }
 
-    crew = ClusterCrew(CONFIG, tmp_path, cluster, lambda role, name: {}, for_host)
-    yield cluster, crew, DepotCarrier(crew)
-    crew.end(5.0)
+    hosts = HostProcesses(tmp_path, cluster, lambda role, name: {}, for_host)
+    pool = WorkerPool(CONFIG, tmp_path, hosts)
+    yield cluster, hosts, pool, Relays(pool, hosts, Notify())
+    pool.end(5.0)
     for _, _, program in cluster.launched:
         program.kill()
 
 
-def until(crew: ClusterCrew, carrier: DepotCarrier, what: str, ready: Callable[[], bool]) -> None:
-    """The controller's loop, reduced to depots."""
+def until(pool: WorkerPool, carrier: Relays, what: str, ready: Callable[[], bool]) -> None:
+    """The controller's loop, reduced to relays."""
     deadline = time.monotonic() + 240.0
     while not ready():
         assert time.monotonic() < deadline, f"waited too long for {what}"
         carrier.tick()
-        while not crew.inbox.empty():
-            letter = crew.inbox.get()
-            if not crew.current(letter) or not letter.name.startswith("depot"):
+        while not pool.inbox.empty():
+            envelope = pool.inbox.get()
+            if not pool.is_current(envelope) or envelope.role != "relay":
                 continue
-            if letter.message is None:
-                carrier.lost(letter.name)
+            if envelope.message is None:
+                carrier.lost(envelope.name)
             else:
-                carrier.hear(letter.name, letter.message)
+                carrier.hear(pool.workers[envelope.name], envelope.message)
         time.sleep(0.02)
 
 
-def test_a_worker_waits_until_a_host_with_a_depot_is_there(team) -> None:
-    cluster, crew, carrier = team
-    crew.start("reward", "reward0", {"base_dir": "."})
-    assert crew.num_waiting() == 1 and not crew.overdue(-1.0), "it waits, and that is no fault"
-    until(crew, carrier, "the depot of a", lambda: bool(carrier.usable()))
+def test_a_worker_waits_until_a_host_with_a_relay_is_there(team) -> None:
+    cluster, hosts, pool, carrier = team
+    pool.start("reward", "reward0", {"base_dir": "."})
+    assert hosts.num_waiting() == 1 and not pool.overdue(-1.0), "it waits, and that is no fault"
+    until(pool, carrier, "the relay of a", lambda: bool(carrier.usable()))
     carrier.tick()
-    assert crew.num_waiting() == 0 and crew.host_of("reward0") == A
+    assert hosts.num_waiting() == 0 and hosts.host_of("reward0") == A
     cluster.now.append(B)
-    until(crew, carrier, "the depot of b", lambda: len(carrier.usable()) == 2)
+    until(pool, carrier, "the relay of b", lambda: len(carrier.usable()) == 2)
     carrier.sites["b"].heard_s -= 60.0
     assert carrier.usable() == [A], "a host that is not heard gets nothing new"
     cluster.now.remove(B)
-    until(crew, carrier, "b to be forgotten", lambda: "b" not in carrier.sites)
+    until(pool, carrier, "b to be forgotten", lambda: "b" not in carrier.sites)
 
 
-def test_a_depot_that_ends_is_started_again_on_its_host(team) -> None:
-    cluster, crew, carrier = team
+def test_a_relay_that_ends_is_started_again_on_its_host(team) -> None:
+    cluster, _, pool, carrier = team
     cluster.now.append(B)
-    until(crew, carrier, "two depots", lambda: len(carrier.usable()) == 2)
+    until(pool, carrier, "two relays", lambda: len(carrier.usable()) == 2)
     before = carrier.sites["b"].address
     next(program for host, _, program in cluster.launched if host == "b").kill()
-    until(crew, carrier, "the end", lambda: carrier.sites["b"].address != before)
-    until(crew, carrier, "the next one", lambda: len(carrier.usable()) == 2)
+    until(pool, carrier, "the end", lambda: carrier.sites["b"].address != before)
+    until(pool, carrier, "the next one", lambda: len(carrier.usable()) == 2)
 
 
 def test_hosts_that_load_together_form_a_chain(team) -> None:
-    cluster, crew, carrier = team
+    cluster, _, pool, carrier = team
     cluster.now += [B, C]
-    until(crew, carrier, "three depots", lambda: len(carrier.usable()) == 3)
-    home, b, c = (carrier.sites[name] for name in "abc")
-    assert carrier._sources(b, 1, None) == [home]
-    assert carrier._sources(c, 1, None) == [b, home], (
+    until(pool, carrier, "three relays", lambda: len(carrier.usable()) == 3)
+    head, b, c = (carrier.sites[name] for name in "abc")
+    assert carrier.sources(b, 1, None) == [head]
+    assert carrier.sources(c, 1, None) == [b, head], (
         "from the one before, the learner's if it fails"
     )
     carrier.retire([1])
-    assert carrier._sources(c, 2, A) == [home], "the donor that the core named"
-    assert carrier._sources(b, 2, C) == [c, home]
-    crew.start("reward", "reward0", {"base_dir": "."})
+    assert carrier.sources(c, 2, A) == [head], "the donor that the core named"
+    assert carrier.sources(b, 2, C) == [c, head]
+    pool.start("reward", "reward0", {"base_dir": "."})
     carrier.load(Load("reward0", 3, None))
-    assert not home.wanted, "on the learner's host nothing has to be fetched"
+    assert not head.wanted, "on the learner's host nothing has to be fetched"

@@ -14,17 +14,19 @@ from dora_rl.model.directory import read_spec
 from dora_rl.setup.devices import Place, place_instances
 from dora_rl.setup.layout import plan_layout
 from dora_rl.types import UserError
-from dora_rl.workers.crew import Crew
-from dora_rl.worlds.cluster import demand_of
+from dora_rl.workers.messages import Note
+from dora_rl.workers.pool import LocalProcesses, WorkerPool
+from dora_rl.worlds.hosts import demand_of
 
 TINY = Path(__file__).parents[3] / "recipes/models/tiny"
 SEEN = """
 import os
+from dora_rl.workers.messages import Note
 
 NAMES = "VISIBLE_DEVICES", "MPS_ACTIVE_THREAD_PERCENTAGE", "MPS_CLIENT_PRIORITY"
 
 def say(setup, channel):
-    channel.send("seen", {"environment": [os.environ.get(f"CUDA_{name}") for name in NAMES]})
+    channel.send(Note(" ".join(str(os.environ.get(f"CUDA_{name}")) for name in NAMES)))
     channel.receive()
 """
 
@@ -129,17 +131,17 @@ def test_a_worker_sees_what_it_was_given(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "gpus_seen.py").write_text(SEEN)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
-    crew = Crew(config(), tmp_path)
+    pool = WorkerPool(config(), tmp_path, LocalProcesses(tmp_path))
     limits = {"mps_percent": 40, "mps_yields": True}
     for name, extra in (("a", {"gpus": ["2", "3"]}), ("b", limits)):
-        crew.start("gpus_seen:say", name, extra)
+        pool.start("gpus_seen:say", name, extra)
     said = {}
     while len(said) < 2:
-        letter = crew.inbox.get(timeout=60)
-        assert letter.message is not None
-        said[letter.name] = letter.message.body["environment"]
-    crew.end(10.0)
-    assert said == {"a": ["2,3", None, None], "b": ["0,1,2,3", "40", "1"]}
+        envelope = pool.inbox.get(timeout=60)
+        assert isinstance(envelope.message, Note)
+        said[envelope.name] = envelope.message.line
+    pool.end(10.0)
+    assert said == {"a": "2,3 None None", "b": "0,1,2,3 40 1"}
 
 
 def test_only_a_learner_beside_instances_is_held_back() -> None:

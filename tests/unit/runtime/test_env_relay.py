@@ -11,17 +11,19 @@ import pytest
 
 from dora_rl.config import RunConfig
 from dora_rl.controller.env_relay import EnvRelay
-from dora_rl.io.wire import Message
 from dora_rl.setup.prepare import with_environments
 from dora_rl.types import Prompt, RequestId, UserError
+from dora_rl.workers.messages import Forget, Message, Observed, Ready, Step, Stepped, TurnEnded
+from dora_rl.workers.pool import Worker
 
 
 @dataclass
 class Post:
-    """Stands for the crew: keeps what was sent, restarts nobody."""
+    """Stands for the pool: keeps what was sent, restarts nobody."""
 
     closing: bool = False
-    sent: list[tuple[str, str, Any, Any]] = field(default_factory=list)
+    time_s: float = 0.0
+    sent: list[tuple[str, Message]] = field(default_factory=list)
     restarted: list[str] = field(default_factory=list)
     started: list[str] = field(default_factory=list)
 
@@ -29,48 +31,51 @@ class Post:
         assert role == "env" and extra
         self.started.append(name)
 
-    def send(self, name: str, kind: str, body: Any, arrays: Any = None) -> None:
-        self.sent.append((name, kind, dict(body), arrays))
+    def now(self) -> float:
+        return self.time_s
+
+    def send(self, name: str, message: Message) -> None:
+        self.sent.append((name, message))
 
     def restart(self, name: str) -> None:
         self.restarted.append(name)
 
-    def take(self, kind: str) -> list[tuple[str, dict[str, Any]]]:
-        found = [(name, body) for name, what, body, _ in self.sent if what == kind]
-        self.sent = [entry for entry in self.sent if entry[1] != kind]
+    def take(self, kind: type[Any]) -> list[tuple[str, Any]]:
+        found = [(name, message) for name, message in self.sent if isinstance(message, kind)]
+        self.sent = [entry for entry in self.sent if not isinstance(entry[1], kind)]
         return found
+
+
+def env_worker(name: str) -> Worker:
+    return Worker("env", name, 0, None, {}, 0.0)  # type: ignore[arg-type]
 
 
 class Bench:
     """A relay, a clock to turn, and the two sides of a conversation."""
 
     def __init__(self, **entry: Any) -> None:
-        self.post, self.now, self.ended = Post(), 0.0, set[RequestId]()
+        self.post, self.ended = Post(), set[RequestId]()
         env = {"environments": [{"name": "calculator", "timeout_s": 5, **entry}], "num_workers": 2}
         config = RunConfig.model_validate({"model": {"path": "x"}, "env": env})
-        self.relay = EnvRelay(self.post, config, self.prompt, lambda: self.now)  # type: ignore[arg-type]
+        self.relay = EnvRelay(self.post, config, self.prompt)  # type: ignore[arg-type]
         self.relay.start()
         assert self.post.started == ["env0", "env1"]
         for name in self.post.started:
-            self.relay.hear(name, Message("ready", {}))
+            self.relay.hear(env_worker(name), Ready())
 
     def prompt(self, rid: RequestId, epoch: int) -> Prompt | None:
         assert epoch >= 0
         return None if rid in self.ended else Prompt(rid.group, (1,), "1+1\n", "2")
 
     def turn(self, instance: str, sample: int, *ids: int, turn: int = 1, epoch: int = 0) -> None:
-        body = {"group": 0, "sample": sample, "epoch": epoch, "turn": turn, "version": 0}
-        arrays = {"token_ids": np.array(ids, np.int32), "loss_mask": np.ones(len(ids), np.uint8)}
-        self.relay.hear(instance, Message("turn", body, arrays))
+        arrays = (np.array(ids, np.int32), np.ones(len(ids), np.uint8), np.zeros(len(ids)))
+        self.relay.turn_ended(instance, TurnEnded(RequestId(0, sample), epoch, turn, 0, *arrays))
 
     def answer(self, worker: str, number: int, **more: Any) -> None:
-        body = {"id": number, "done": False, "cut": False, "reward": None, "error": ""}
-        body |= {"hung": False, **more}
-        ids = {"token_ids": np.array([9], np.int32)}
-        self.relay.hear(worker, Message("stepped", body, ids))
+        self.relay.hear(env_worker(worker), Stepped(number, np.array([9], np.int32), **more))
 
     def steps(self) -> list[tuple[str, int]]:
-        return [(name, body["id"]) for name, body in self.post.take("step")]
+        return [(name, message.id) for name, message in self.post.take(Step)]
 
 
 def test_a_question_goes_to_one_worker_and_its_answer_back() -> None:
@@ -80,9 +85,9 @@ def test_a_question_goes_to_one_worker_and_its_answer_back() -> None:
     (first, second) = bench.steps()
     assert (first[0], second[0]) == ("env0", "env1")
     bench.answer(*first, reward=0.5, done=True)
-    ((where, body),) = bench.post.take("observed")
-    assert where == "instance0" and body["sample"] == 0 and body["turn"] == 1
-    assert body["reward"] == 0.5 and body["done"] and not body["error"]
+    ((where, body),) = bench.post.take(Observed)
+    assert where == "instance0" and body.request.sample == 0 and body.turn == 1
+    assert body.reward == 0.5 and body.done and not body.error
 
 
 def test_the_same_question_from_elsewhere_changes_the_address_only() -> None:
@@ -91,8 +96,8 @@ def test_the_same_question_from_elsewhere_changes_the_address_only() -> None:
     bench.turn("instance1", 0, 5, 6, epoch=1)
     ((worker, number),) = bench.steps()
     bench.answer(worker, number)
-    ((where, body),) = bench.post.take("observed")
-    assert (where, body["epoch"]) == ("instance1", 1)
+    ((where, body),) = bench.post.take(Observed)
+    assert (where, body.epoch) == ("instance1", 1)
 
 
 def test_other_tokens_are_another_question() -> None:
@@ -101,9 +106,9 @@ def test_other_tokens_are_another_question() -> None:
     bench.turn("instance0", 0, 5, 7, epoch=1)
     old, new = bench.steps()
     bench.answer(*old)
-    assert not bench.post.take("observed"), "nobody asks that any more"
+    assert not bench.post.take(Observed), "nobody asks that any more"
     bench.answer(*new)
-    assert len(bench.post.take("observed")) == 1
+    assert len(bench.post.take(Observed)) == 1
 
 
 def test_no_more_steps_at_once_than_allowed() -> None:
@@ -125,11 +130,11 @@ def test_a_lost_worker_is_replaced_and_asked_again() -> None:
     assert len(bench.steps()) == 2
     bench.relay.lost("env0")
     assert bench.post.restarted == ["env0"] and not bench.steps(), "it is not ready yet"
-    bench.relay.hear("env0", Message("ready", {}))
+    bench.relay.hear(env_worker("env0"), Ready())
     ((worker, number),) = bench.steps()
     assert worker == "env0"
     bench.answer(worker, number)
-    assert len(bench.post.take("observed")) == 1
+    assert len(bench.post.take(Observed)) == 1
 
 
 def test_a_question_that_costs_three_workers_fails_its_sample() -> None:
@@ -138,9 +143,9 @@ def test_a_question_that_costs_three_workers_fails_its_sample() -> None:
     for _ in range(3):
         assert len(bench.steps()) == 1
         bench.relay.lost("env0")
-        bench.relay.hear("env0", Message("ready", {}))
-    ((where, body),) = bench.post.take("observed")
-    assert where == "instance0" and "ended its process" in body["error"]
+        bench.relay.hear(env_worker("env0"), Ready())
+    ((where, body),) = bench.post.take(Observed)
+    assert where == "instance0" and "ended its process" in body.error
     assert not bench.steps()
 
 
@@ -151,26 +156,26 @@ def test_a_hung_worker_is_replaced_and_the_others_are_asked_again() -> None:
     stuck, other = bench.steps()
     bench.answer(*stuck, error="did not answer within 5 s", hung=True)
     assert bench.post.restarted == ["env0"]
-    bench.relay.hear("env0", Message("ready", {}))
+    bench.relay.hear(env_worker("env0"), Ready())
     assert [number for _, number in bench.steps()] == [other[1]]
-    ((_, body),) = bench.post.take("observed")
-    assert "did not answer" in body["error"]
+    ((_, body),) = bench.post.take(Observed)
+    assert "did not answer" in body.error
 
 
 def test_silence_has_a_deadline_and_a_name() -> None:
     bench = Bench()
     bench.turn("instance0", 0, 5)
     bench.steps()
-    bench.now = 20.0
+    bench.post.time_s = 20.0
     bench.relay.check_time()
     assert not bench.post.restarted, "reset and step, 5 s each, and slack"
     (line,) = bench.relay.waits()
     assert "calculator" in line and "since 20 s" in line
-    bench.now = 21.0
+    bench.post.time_s = 21.0
     bench.relay.check_time()
     assert bench.post.restarted == ["env0"]
-    ((_, body),) = bench.post.take("observed")
-    assert "does not answer" in body["error"]
+    ((_, body),) = bench.post.take(Observed)
+    assert "does not answer" in body.error
     assert not bench.relay.waits()
 
 
@@ -179,9 +184,9 @@ def test_an_ended_group_is_forgotten() -> None:
     bench.turn("instance0", 0, 5)
     ((worker, number),) = bench.steps()
     bench.relay.forget(0)
-    assert bench.post.take("forget") == [("env0", {"group": 0})]
+    assert bench.post.take(Forget) == [("env0", Forget(0))]
     bench.answer(worker, number)
-    assert not bench.post.take("observed")
+    assert not bench.post.take(Observed)
     bench.ended.add(RequestId(0, 1))
     bench.turn("instance0", 1, 5)
     assert not bench.steps()
@@ -230,4 +235,4 @@ def test_without_environments_there_are_no_workers(num_workers: int) -> None:
     post = Post()
     relay = EnvRelay(post, config, lambda rid, epoch: None)  # type: ignore[arg-type]
     relay.start()
-    assert not post.started and relay.dispatch(Prompt(0, (1,))) is None
+    assert not post.started and relay.opens(Prompt(0, (1,))) is None

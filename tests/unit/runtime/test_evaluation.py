@@ -6,9 +6,8 @@ import json
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import pytest
-from numpy.typing import NDArray
+from fakes import FakeWorkers
 
 from dora_rl.commands.train_progress import evaluation_line
 from dora_rl.config import EvaluationConfig
@@ -26,42 +25,37 @@ from dora_rl.controller.scoring import Answer as Scored
 from dora_rl.controller.scoring import ScoringPool
 from dora_rl.engine.engine import Engine
 from dora_rl.engine.options import EngineOptions
+from dora_rl.envs.base import Row
 from dora_rl.envs.host import Answer
 from dora_rl.model.directory import read_spec
 from dora_rl.types import Prompt, RequestId, SamplingParams, Trajectory
-from dora_rl.workers.crew import Crew
-from dora_rl.workers.eval_turns import EvalTurns
-from dora_rl.workers.eval_worker import evaluate
+from dora_rl.workers.evaluator import EvalTurns, evaluate
+from dora_rl.workers.messages import (
+    Alive,
+    EvalPrompt,
+    Evaluated,
+    Message,
+    Ready,
+    Response,
+    Reward,
+)
 
 MODEL = Path(__file__).parents[3] / "recipes" / "models" / "tiny"
 SECTION = EvaluationConfig(num_samples=2)
 
 
-class FakeCrew:
-    """Remembers what the evaluator was asked."""
-
-    def __init__(self) -> None:
-        self.sent: list[tuple[str, dict[str, Any]]] = []
-        self.num_restarts = 0
-
-    def send(self, name: str, kind: str, body: dict[str, Any]) -> None:
-        self.sent.append((kind, body))
-
-    def restart(self, name: str) -> None:
-        self.num_restarts += 1
-
-
-class FakePool:
+class FakeScoring:
     """Scores as told: a number, or the reason why there is none."""
+
+    names = ("reward0",)
 
     def __init__(self, score: Any) -> None:
         self._score = score
 
-    def submit(
-        self, prompt: Prompt, text: str, ids: NDArray[np.int32], finish: str, answer: Scored
-    ) -> None:
+    def submit(self, prompt: Prompt, sample: Trajectory, answer: Scored) -> None:
+        assert sample.text == "text"
         found = self._score(prompt)
-        answer(*((None, found) if isinstance(found, str) else (found, "")))
+        answer(Reward(error=found) if isinstance(found, str) else Reward(found))
 
 
 class Stand:
@@ -69,32 +63,30 @@ class Stand:
 
     def __init__(self, score: Any, num_prompts: int = 10, path: Path | None = None, **more: Any):
         self.prompts = [Prompt(i, (i,), str(i)) for i in range(num_prompts)]
-        self.crew, self.done = FakeCrew(), dict[int, Figures]()
+        self.workers, self.done = FakeWorkers(), dict[int, Figures]()
         self.evaluations = Evaluations(
-            cast(Crew, self.crew),
-            cast(ScoringPool, FakePool(score)),
+            self.workers,
+            cast(ScoringPool, FakeScoring(score)),
             self.prompts,
             SECTION.model_copy(update=more),
             TailPrompts(self.prompts, path),
             lambda ids: "text",
             self.done.__setitem__,
-            {"has_functions": True},
+            {},
         )
-        self.evaluations.hear("ready", {})
+        self.evaluations.start()
+        self.hear(Ready())
+
+    def hear(self, message: Message) -> None:
+        self.evaluations.hear(self.workers.workers["evaluator"], message)
 
     def answer(self, lengths: list[int] | None = None, failure: str = "") -> None:
         lengths = lengths or [3] * len(self.prompts)
-        answers = [
-            {
-                "greedy": [1] * length,
-                "sampled": [[1], [1]],
-                "rewards": [None] * 3,
-                "finishes": ["stop"] * 3,
-                "failures": [failure] * 3,
-            }
-            for length in lengths
-        ]
-        self.evaluations.hear("evaluated", {"answers": answers})
+        one = Response((1,), None, "stop", failure)
+        answers = tuple(
+            (Response((1,) * length, None, "stop", failure), one, one) for length in lengths
+        )
+        self.hear(Evaluated(0, answers))
 
 
 @pytest.mark.parametrize("where", ["reward", "environment"])
@@ -136,7 +128,7 @@ def test_an_evaluator_that_keeps_dying_is_reported_and_the_next_version_goes_on(
     for _ in range(ATTEMPTS_MAX):
         assert stand.evaluations.running == 0
         stand.evaluations.lost()
-        stand.evaluations.hear("ready", {})
+        stand.hear(Ready())
     assert has_failed(stand.done[0]) and "the evaluator ended" in str(stand.done[0]["failure"])
     assert stand.evaluations.running == 5
     stand.evaluations.give_up()
@@ -146,7 +138,7 @@ def test_an_evaluator_that_keeps_dying_is_reported_and_the_next_version_goes_on(
 def test_weights_are_pinned_until_the_score_is_known() -> None:
     stand = Stand(lambda prompt: 1.0)
     stand.evaluations.ask(2)
-    stand.evaluations.hear("loaded", {"version": 2})
+    stand.hear(Alive())
     assert stand.evaluations.pins() == {2}
     stand.answer()
     assert stand.evaluations.pins() == set()
@@ -160,6 +152,9 @@ class BrokenTurns:
 
     def __init__(self) -> None:
         self._asked: list[Trajectory] = []
+
+    def begin(self, prompts: object) -> None:
+        del prompts
 
     def opens(self, prompt: int) -> bool:
         return False
@@ -184,9 +179,10 @@ def test_the_evaluator_says_which_answers_failed() -> None:
     engine = Engine(read_spec(str(MODEL)), options)
     engine.load(0, MODEL)
     params, turns = SamplingParams(tokens_max=4), cast(EvalTurns, BrokenTurns())
-    good, bad = evaluate(engine, 0, [(1, 2), (1, 3)], 1, params, turns=turns)
-    assert good["rewards"] == [0.5, 0.5] and good["failures"] == ["", ""]
-    assert bad["rewards"] == [None, None] and bad["failures"] == ["boom", "boom"]
+    prompts = [EvalPrompt(Row("", token_ids=ids)) for ids in ((1, 2), (1, 3))]
+    good, bad = evaluate(engine, 0, prompts, 1, params, turns=turns)
+    assert [(one.reward, one.failure) for one in good] == [(0.5, ""), (0.5, "")]
+    assert [(one.reward, one.failure) for one in bad] == [(None, "boom"), (None, "boom")]
 
 
 def test_the_tail_is_the_same_prompts_in_every_evaluation_and_after_a_resume(
@@ -261,5 +257,5 @@ def test_an_evaluator_that_keeps_ending_says_why() -> None:
     stand.evaluations.ask(4)
     for _ in range(ATTEMPTS_MAX):
         stand.evaluations.lost("out of memory on the GPU: 2.00 GiB more were wanted")
-        stand.evaluations.hear("ready", {})
+        stand.hear(Ready())
     assert "out of memory on the GPU" in str(stand.done[4])

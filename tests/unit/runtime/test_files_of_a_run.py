@@ -19,7 +19,7 @@ from dora_rl.io.append_log import cut_lines, read_lines
 from dora_rl.observe.eventlog import FileLog
 from dora_rl.store.journals import Journals
 from dora_rl.types import Finish, RequestId, SamplingParams, Segment, UserError
-from dora_rl.workers.full_disk import full_line, is_full
+from dora_rl.workers.last_words import full_line, is_full
 
 
 def sample(group: int, version: int, reward: float = 1.0) -> TrainedSample:

@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import errno
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from fakes import Console, config_of, files_of
 
+from dora_rl.controller.loop import Control
+from dora_rl.controller.run import Run
+from dora_rl.controller.world import OneHost
+from dora_rl.setup.layout import plan_layout
 from dora_rl.store.table import TableError
 from dora_rl.weights.store import WeightsCorrupt, WeightsFull
-from dora_rl.worlds.local import LocalRun
 
 
 def from_the_table(number: int) -> TableError:
@@ -21,12 +24,27 @@ def from_the_table(number: int) -> TableError:
     return error
 
 
-def run_that_raises(error: Exception, run_dir: Path, *, there: bool = True) -> Any:
-    def stop(_: object) -> None:
-        raise error
+class Refuses(OneHost):
+    """A world in which nothing can be started."""
 
-    lock = SimpleNamespace(is_there=lambda: there)
-    return SimpleNamespace(run_dir=run_dir, lock=lock, stop=None, _start=lambda: None, _run=stop)
+    def __init__(self, error: Exception, lock: Path | None) -> None:
+        super().__init__()
+        self._error, self._lock = error, lock
+
+    def begin(self, read: object) -> None:
+        del read
+        if self._lock is not None:
+            self._lock.unlink()
+        raise self._error
+
+
+def run_that_raises(error: Exception, run_dir: Path, *, there: bool = True) -> Run:
+    config, console = config_of(run_dir), Console()
+    files = files_of(config, console)
+    world = Refuses(error, None if there else run_dir / ".lock")
+    control, nothing = Control(files.state), cast(Any, None)
+    parts = (nothing, nothing, nothing)  # inbox, staff, kept versions
+    return Run(config, plan_layout(config, "cpu"), control, files, world, *parts, console)
 
 
 @pytest.mark.parametrize(
@@ -40,8 +58,8 @@ def run_that_raises(error: Exception, run_dir: Path, *, there: bool = True) -> A
 )
 def test_a_run_stops_and_can_go_on(error: Exception, tmp_path: Path) -> None:
     run = run_that_raises(error, tmp_path)
-    stop = LocalRun.run(run, lambda: False)
-    assert stop is run.stop and not stop.done and "no room" in stop.reason
+    stop = run.run(lambda: False)
+    assert not stop.done and "no room" in stop.reason
 
 
 @pytest.mark.parametrize(
@@ -56,16 +74,16 @@ def test_a_run_stops_and_can_go_on(error: Exception, tmp_path: Path) -> None:
 )
 def test_other_errors_are_not_taken_for_it(error: Exception, tmp_path: Path) -> None:
     with pytest.raises(type(error)):
-        LocalRun.run(run_that_raises(error, tmp_path), lambda: False)
+        run_that_raises(error, tmp_path).run(lambda: False)
 
 
 @pytest.mark.parametrize("error", [MemoryError(), OSError(errno.ENOMEM, "cannot fork")])
 def test_low_memory_is_one_line(error: Exception, tmp_path: Path) -> None:
-    stop = LocalRun.run(run_that_raises(error, tmp_path), lambda: False)
+    stop = run_that_raises(error, tmp_path).run(lambda: False)
     assert not stop.done and stop.reason.startswith("out of memory")
 
 
 def test_a_run_directory_that_is_gone_is_one_line(tmp_path: Path) -> None:
     error = FileNotFoundError(errno.ENOENT, "no such file", "totals.tmp")
-    stop = LocalRun.run(run_that_raises(error, tmp_path, there=False), lambda: False)
+    stop = run_that_raises(error, tmp_path, there=False).run(lambda: False)
     assert not stop.done and "was deleted or moved while the run was going on" in stop.reason

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 
-from dora_rl.controller.garbage import FULL_EVERY_S, NEVER, Garbage
+from dora_rl.controller.watchdog import FULL_EVERY_S, NEVER, Garbage
 
 
 class Cycle:

@@ -19,7 +19,8 @@ from learner_lives import BF16, KINDS, TINY, Controller, Run, differing, everyth
 from dora_rl.config import AlgorithmConfig, TrainerConfig
 from dora_rl.trainer.learner import Learner
 from dora_rl.weights.store import WeightsFull
-from dora_rl.workers.learner_worker import LearnerWorker
+from dora_rl.workers.learner import LearnerWorker
+from dora_rl.workers.messages import Note, Saving
 from dora_rl.workers.moments import Moments
 
 RARELY = {"every_steps": 0, "state_every_s": 1e9}
@@ -71,18 +72,18 @@ def test_a_clean_end_loses_nothing(runs: Any, kind: str) -> None:
     train(stopped, range(2), **RARELY)
 
     worker, controller = stopped.learner(**RARELY)
-    assert (worker.version, worker.optimizer_version) == (2, 2)
+    assert (worker.version, worker.start.optimizer_version) == (2, 2)
     whole_step(stopped, controller, 2)
     whole_step(stopped, controller, 3, closed=False)
     worker.channel = EndsAfter(controller, messages=5)  # type: ignore[assignment]
     worker.run()
     assert worker.version == 3 and worker.learner.step == 3, "in the middle of step 3"
-    assert controller.said[-1] == "saving"
+    assert controller.said[-1] == Saving()
 
     got, _ = train(stopped, range(3, 6), **RARELY)
-    assert (got.opened_version, got.optimizer_version) == (3, 3)
+    assert (got.start.version, got.start.optimizer_version) == (3, 3)
     assert differing(everything(got.learner), everything(want.learner)) == []
-    assert told.committed[-1].body["event"]["checksum"] == got.disk.checksum(6)
+    assert told.committed[-1].event.checksum == got.disk.checksum(6)
 
 
 class EndsAfter:
@@ -90,7 +91,7 @@ class EndsAfter:
 
     def __init__(self, inner: Controller, messages: int) -> None:
         self._inner, self._left = inner, messages
-        self.send, self.send_event = inner.send, inner.send_event
+        self.send = inner.send
 
     def poll(self, timeout_s: float) -> bool:
         return timeout_s > 0 and self._inner.poll(timeout_s)
@@ -115,7 +116,7 @@ def test_weights_and_schedule_are_exact_where_the_moments_are_old(runs: Any, kin
         worker.run()
     before = everything(worker.learner)
     again, _ = run.learner(**RARELY)
-    assert (again.version, again.optimizer_version) == (3, 0)
+    assert (again.version, again.start.optimizer_version) == (3, 0)
     assert again.learner.num_updates == worker.learner.num_updates == 3
     lost = differing(before, everything(again.learner))
     assert lost and all(name.startswith("moments ") for name in lost)
@@ -137,7 +138,7 @@ def test_the_published_weights_alone_would_not_do(runs: Any) -> None:
 def test_only_the_newest_version_has_its_masters_and_moments_beside_it(runs: Any) -> None:
     run = runs("run", "full")
     worker, _ = train(run, range(4), every_steps=0, state_every_s=0.0)
-    assert worker.exact.versions() == [4] and worker.moments.store.versions() == [4]
+    assert worker.start.exact.versions() == [4] and worker.moments.store.versions() == [4]
     assert worker.disk.versions() == [0, 1, 2, 3, 4], "these are the controller's to retire"
 
 
@@ -151,14 +152,14 @@ def test_masters_of_a_version_that_was_never_sealed_are_not_used(
     worker, controller = run.learner(**RARELY)
     whole_step(run, controller, 1)
     with monkeypatch.context() as patch, pytest.raises(WeightsFull):
-        patch.setattr(worker.seals_to.versions, "publish", no_room)
+        patch.setattr(worker.start.seals_to.versions, "publish", no_room)
         worker.run()
-    assert worker.seals_to.masters.versions() == [1, 2] and worker.disk.versions() == [0, 1]
+    assert worker.start.seals_to.masters.versions() == [1, 2] and worker.disk.versions() == [0, 1]
     again, _ = run.learner(**RARELY)
-    assert again.exact.versions() == again.seals_to.masters.versions() == [1]
+    assert again.start.exact.versions() == again.start.seals_to.masters.versions() == [1]
     assert differing(before, everything(again.learner)) == []
     got, _ = train(run, range(1, 2), **RARELY)
-    assert got.exact.versions() == [2]
+    assert got.start.exact.versions() == [2]
     assert differing(everything(got.learner), everything(worker.learner)) == []
 
 
@@ -169,13 +170,16 @@ def no_room(*_: object) -> str:
 def test_a_version_of_an_older_release_is_taken_as_published_and_told(runs: Any) -> None:
     run = runs("run", "full")
     worker, _ = train(run, range(2), **RARELY)
-    worker.exact.retire(2)
+    worker.start.exact.retire(2)
     worker.moments.store.retire(2)
     again, controller = run.learner(**RARELY)
     controller.end()
     again.run()
     assert controller.joined[-1].version == 2 and controller.joined[-1].optimizer_version == 0
-    assert "note" in controller.said and "has no masters beside it" in again.notes[0]
+    assert (
+        any(isinstance(m, Note) for m in controller.said)
+        and "has no masters beside it" in again.start.notes[0]
+    )
 
 
 def test_damaged_moments_are_told_and_older_ones_taken(runs: Any) -> None:
@@ -185,8 +189,8 @@ def test_damaged_moments_are_told_and_older_ones_taken(runs: Any) -> None:
     (path,) = (run.folder / "learner" / "moments" / "00000004").glob("*.safetensors")
     damage(path)
     again, _ = run.learner(every_steps=50)
-    assert (again.version, again.optimizer_version) == (4, 2)
-    assert "moments cannot be used" in again.notes[0]
+    assert (again.version, again.start.optimizer_version) == (4, 2)
+    assert "moments cannot be used" in again.start.notes[0]
     assert worker.learner.num_updates == again.learner.num_updates
 
 

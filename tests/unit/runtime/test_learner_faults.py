@@ -15,12 +15,20 @@ from dora_rl.commands.train import nothing_learned
 from dora_rl.config import AlgorithmConfig, ModelConfig, RolloutConfig, RunConfig, TrainerConfig
 from dora_rl.controller.records import Totals
 from dora_rl.core import actions as act
-from dora_rl.io.wire import Channel, Message, encode_learner
 from dora_rl.setup.layout import plan_layout
 from dora_rl.setup.learner_check import check_learner
 from dora_rl.trainer.learner import Learner
 from dora_rl.trainer.prepare import admit
 from dora_rl.types import Group, RequestId, Trajectory, UserError
+from dora_rl.workers.messages import (
+    Channel,
+    Close,
+    Committed,
+    Fatal,
+    Fault,
+    Message,
+    Note,
+)
 from dora_rl.workers.worker import Setup, serve
 
 KEY = bytes(32)
@@ -53,15 +61,13 @@ class Served:
 
     def train(self, step: int) -> None:
         for group in ids_of(step, 1):
-            message = order(step, group)
-            self.channel.send(message.kind, message.body, message.arrays)
-        close = encode_learner(act.CloseStep(step, tuple(ids_of(step, 1))))
-        self.channel.send("order", {"action": close})
+            self.channel.send(order(step, group))
+        self.channel.send(Close(act.CloseStep(step, tuple(ids_of(step, 1)))))
 
-    def until(self, *kinds: str) -> list[Message]:
+    def until(self, *kinds: type[Any]) -> list[Any]:
         """What it says, up to the first message of one of these kinds."""
         said = [self.channel.receive()]
-        while said[-1].kind not in kinds:
+        while not isinstance(said[-1], kinds):
             said.append(self.channel.receive())
         return said
 
@@ -74,9 +80,9 @@ def own_loss(folder: Path, body: str) -> dict[str, Any]:
 
 def test_running_out_of_memory_is_told_as_such(tmp_path: Path) -> None:
     worker = Served(tmp_path, f"{__name__}:no_memory")
-    fault = worker.until("fault", "fatal")[-1]
-    assert fault.kind == "fault"
-    assert fault.body["reason"].startswith("out of memory on the GPU: 2.25 GiB more were wanted")
+    fault = worker.until(Fault, Fatal)[-1]
+    assert isinstance(fault, Fault)
+    assert fault.reason.startswith("out of memory on the GPU: 2.25 GiB more were wanted")
 
 
 @pytest.mark.parametrize(
@@ -93,9 +99,9 @@ def test_a_loss_that_cannot_be_trained_ends_the_run_with_one_line(
 ) -> None:
     worker = Served(tmp_path, "learner", algorithm=own_loss(tmp_path, body))
     worker.train(0)
-    fatal = worker.until("fault", "fatal")[-1]
-    assert fatal.kind == "fatal" and fatal.body["ends_run"]
-    assert line in fatal.body["reason"] and "\n" not in fatal.body["reason"]
+    fatal = worker.until(Fault, Fatal)[-1]
+    assert isinstance(fatal, Fatal) and fatal.ends_run
+    assert line in fatal.reason and "\n" not in fatal.reason
 
 
 SHORT = (
@@ -110,11 +116,11 @@ def test_memory_that_runs_out_once_is_told_once(tmp_path: Path) -> None:
     said: list[Message] = []
     for step in range(2):
         worker.train(step)
-        said += worker.until("committed", "fatal", "fault")
-    notes = [m.body["line"] for m in said if m.kind == "note"]
+        said += worker.until(Committed, Fatal, Fault)
+    notes = [m.line for m in said if isinstance(m, Note)]
     assert len(notes) == 1 and notes[0].startswith("learner: out of memory in a pack of ")
     assert "Tried to allocate 2 GiB" in notes[0]
-    metrics = [m.body["metrics"] for m in said if m.kind == "committed"]
+    metrics = [m.metrics for m in said if isinstance(m, Committed)]
     assert [m.get("memory/retries", 0) for m in metrics] == [1, 0]
     assert [m["train/packs"] for m in metrics] == [2, 2]
 
@@ -122,10 +128,10 @@ def test_memory_that_runs_out_once_is_told_once(tmp_path: Path) -> None:
 def test_memory_that_is_never_enough_ends_the_run(tmp_path: Path) -> None:
     worker = Served(tmp_path, "learner", algorithm=own_loss(tmp_path, SHORT))
     worker.train(0)
-    fatal = worker.until("fault", "fatal")[-1]
-    assert fatal.kind == "fatal" and fatal.body["ends_run"]
-    assert fatal.body["reason"].startswith("out of memory: a document of ")
-    assert "Tried to allocate 2 GiB" in fatal.body["reason"]
+    fatal = worker.until(Fault, Fatal)[-1]
+    assert isinstance(fatal, Fatal) and fatal.ends_run
+    assert fatal.reason.startswith("out of memory: a document of ")
+    assert "Tried to allocate 2 GiB" in fatal.reason
 
 
 def test_updates_that_are_skipped_in_a_row_end_the_run(tmp_path: Path) -> None:
@@ -136,13 +142,13 @@ def test_updates_that_are_skipped_in_a_row_end_the_run(tmp_path: Path) -> None:
     said: list[Message] = []
     for step in range(3):
         worker.train(step)
-        said += worker.until("committed")
-    fatal = worker.until("fatal")[-1]
-    assert fatal.body["ends_run"]
-    assert fatal.body["reason"].startswith(
+        said += worker.until(Committed)
+    fatal = worker.until(Fatal)[-1]
+    assert fatal.ends_run
+    assert fatal.reason.startswith(
         "3 updates in a row were skipped (trainer.skipped_updates_max): in step 2 the loss is nan;"
     )
-    metrics = [m.body["metrics"] for m in said if m.kind == "committed"]
+    metrics = [m.metrics for m in said if isinstance(m, Committed)]
     assert [m["update/skipped_non_finite"] for m in metrics] == [1, 1, 1]
 
 

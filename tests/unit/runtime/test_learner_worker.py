@@ -14,7 +14,6 @@ import torch
 from learner_lives import Run
 
 from dora_rl.core import events as ev
-from dora_rl.io.wire import decode_event
 from dora_rl.weights.store import WeightsFull
 
 
@@ -51,7 +50,7 @@ def fail_to_seal(run: Run, monkeypatch: pytest.MonkeyPatch, step: int, **checkpo
     worker, controller = run.learner(**checkpoint)
     controller.train(step)
     with monkeypatch.context() as patch, pytest.raises(WeightsFull):
-        patch.setattr(worker.seals_to.versions, "publish", no_room)
+        patch.setattr(worker.start.seals_to.versions, "publish", no_room)
         worker.run()
     assert not controller.committed
 
@@ -62,11 +61,11 @@ def test_the_optimizer_is_kept_until_the_version_of_the_next_checkpoint_is_seale
     live(run, 0)
     fail_to_seal(run, monkeypatch, 1)
     worker, controller = run.learner()
-    assert (worker.version, worker.optimizer_version) == (1, 1)
+    assert (worker.version, worker.start.optimizer_version) == (1, 1)
     controller.train(1)
     controller.end()
     worker.run()
-    assert [decode_event(m.body["event"]) for m in controller.committed] == [
+    assert [m.event for m in controller.committed] == [
         ev.StepCommitted(1, worker.disk.checksum(2), incarnation=0, durable=1)
     ]
     assert run.checkpoints() == ["step_000001"]
@@ -79,7 +78,7 @@ def test_a_checkpoint_whose_version_was_never_sealed_is_not_taken_for_the_one_tr
     fail_to_seal(run, monkeypatch, 1)
     die_after(run, 1, every_steps=50)
     worker, _ = run.learner(every_steps=50)
-    assert (worker.version, worker.optimizer_version) == (2, 1)
+    assert (worker.version, worker.start.optimizer_version) == (2, 1)
 
 
 def test_a_fault_in_the_next_step_does_not_undo_the_one_before(
@@ -88,7 +87,7 @@ def test_a_fault_in_the_next_step_does_not_undo_the_one_before(
     worker, controller = run.learner()
     controller.train(0)
     controller.train(1, closed=False)
-    store = worker.seals_to.versions
+    store = worker.start.seals_to.versions
     fed, original, faulty = threading.Event(), store.publish, worker.learner.feed
 
     def publish(version: int, *more: Any) -> str:
@@ -163,9 +162,9 @@ def die_at(run: Run, step: int, place: int) -> tuple[list[str], int]:
 
         store._seal = counted
 
-    watch(worker.seals_to.masters, "shared masters")
-    watch(worker.seals_to.versions, "shared version")
-    watch(worker.exact, "masters")
+    watch(worker.start.seals_to.masters, "shared masters")
+    watch(worker.start.seals_to.versions, "shared version")
+    watch(worker.start.exact, "masters")
     watch(worker.disk, "version")
     controller.train(step)
     controller.end()
@@ -193,14 +192,14 @@ def test_killed_before_each_write_of_a_version_nothing_is_lost_or_done_twice(
         assert done == writes[: place + 1] and sealed == int(place >= 2)
         again, controller = torn.learner(every_steps=0, state_every_s=1e9)
         assert again.version == sealed == max(again.disk.versions())
-        assert again.exact.versions() == [sealed] and not again.notes
+        assert again.start.exact.versions() == [sealed] and not again.start.notes
         if not sealed:  # nobody has heard of it: the step is trained now
             controller.train(0)
         controller.end()
         again.run()
         assert controller.joined[0].durable == controller.joined[0].version == sealed
         there, _ = whole.learner(every_steps=0, state_every_s=1e9)
-    same = [(run.disk.checksum(1), run.exact.checksum(1)) for run in (there, again)]
+    same = [(run.disk.checksum(1), run.start.exact.checksum(1)) for run in (there, again)]
     assert same[0] == same[1]
     whole.let_go()
     torn.let_go()
@@ -221,14 +220,14 @@ def test_a_sealed_version_that_is_damaged_is_not_taken_and_told(run: Run, part: 
     path.write_bytes(data)
     again, _ = run.learner()
     assert again.version == 0 and again.disk.versions() == again.shared.versions() == [0]
-    assert "version 1 in shared memory cannot be used" in again.notes[0]
+    assert "version 1 in shared memory cannot be used" in again.start.notes[0]
 
 
 def test_without_shared_memory_the_last_durable_version_is_gone_on_from(run: Run) -> None:
     die_at(run, 0, 2)
     shutil.rmtree(run.folder / "shared")
     again, controller = run.learner()
-    assert again.version == 0 and again.exact.versions() == [0]
+    assert again.version == 0 and again.start.exact.versions() == [0]
     controller.train(0)
     controller.end()
     again.run()
@@ -246,7 +245,7 @@ def test_a_slow_disk_holds_up_the_next_seal_and_is_counted(
         assert version != 1 or trained.wait(60)
         seal(directory, version)
 
-    publish, finish = worker.seals_to.versions.publish, worker.learner.finish_step
+    publish, finish = worker.start.seals_to.versions.publish, worker.learner.finish_step
 
     def watched(version: int, *more: Any) -> str:
         sealed_with.append(max(worker.disk.versions(), default=-1))
@@ -259,7 +258,7 @@ def test_a_slow_disk_holds_up_the_next_seal_and_is_counted(
         return metrics
 
     monkeypatch.setattr(worker.disk, "_seal", slow)
-    monkeypatch.setattr(worker.seals_to.versions, "publish", watched)
+    monkeypatch.setattr(worker.start.seals_to.versions, "publish", watched)
     monkeypatch.setattr(worker.learner, "finish_step", finished)
     for step in range(2):
         controller.train(step)
@@ -267,6 +266,6 @@ def test_a_slow_disk_holds_up_the_next_seal_and_is_counted(
     worker.run()
     assert sealed_with == [-1, 0, 1] and controller.durable == [1, 2]
     for message in controller.committed:
-        times = message.body["metrics"]
+        times = message.metrics
         assert 0 <= times["time/durable_wait"] <= times["time/weight_sync"]
         assert 0 < times["time/publish_stall"] <= times["time/weight_sync"]

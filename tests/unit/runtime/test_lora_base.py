@@ -11,16 +11,17 @@ from safetensors.torch import load_file, save_file
 
 from dora_rl.config import RunConfig
 from dora_rl.core import actions as act
+from dora_rl.core import events as ev
 from dora_rl.engine.engine import Engine
+from dora_rl.engine.models import read_spec
 from dora_rl.engine.options import EngineOptions
-from dora_rl.io.wire import encode_fleet
-from dora_rl.model.directory import read_spec
-from dora_rl.model.random_weights import RandomAdapter
+from dora_rl.engine.random_weights import RandomAdapter
 from dora_rl.setup.layout import plan_layout
 from dora_rl.types import BaseDiffers
 from dora_rl.weights.lora_base import base_checksum, whole
 from dora_rl.weights.store import SealedFile, SharedMemoryWeightStore, copy_version
-from dora_rl.workers.crew import Crew
+from dora_rl.workers.messages import Fatal, Message, Order, Told
+from dora_rl.workers.pool import LocalProcesses, WorkerPool
 
 TINY = Path(__file__).parents[3] / "recipes" / "models" / "tiny"
 
@@ -89,18 +90,19 @@ def test_an_instance_with_another_base_ends_with_one_line(tmp_path: Path) -> Non
     )
     publish(tmp_path / "store", base_checksum(TINY))
     (tmp_path / "journal").mkdir()
-    layout, crew = plan_layout(config, "cpu"), Crew(config, tmp_path)
-    crew.start("instance", "instance0", layout.instance_extra("instance0"))
-    joined = crew.inbox.get(timeout=120).message
-    assert joined is not None and joined.body["is"] == "InstanceJoined"
-    crew.send("instance0", "order", {"action": encode_fleet(act.Load("instance0", 0, None))})
-    said = [joined]
+    layout = plan_layout(config, "cpu")
+    pool = WorkerPool(config, tmp_path, LocalProcesses(tmp_path))
+    pool.start("instance", "instance0", layout.instance_extra("instance0"))
+    joined = pool.inbox.get(timeout=120).message
+    assert isinstance(joined, Told) and isinstance(joined.event, ev.InstanceJoined)
+    pool.send("instance0", Order(act.Load("instance0", 0, None)))
+    said: list[Message] = [joined]
     for _ in range(60):  # reports, once a second
-        letter = crew.inbox.get(timeout=120)
-        if letter.message is None:
+        envelope = pool.inbox.get(timeout=120)
+        if envelope.message is None:
             break
-        said.append(letter.message)
-    crew.end(10.0)
-    assert said[-1].kind == "fatal" and said[-1].body["ends_run"]
-    assert "is an adapter for a base" in said[-1].body["reason"]
-    assert "\n" not in said[-1].body["reason"]
+        said.append(envelope.message)
+    pool.end(10.0)
+    fatal = said[-1]
+    assert isinstance(fatal, Fatal) and fatal.ends_run
+    assert "is an adapter for a base" in fatal.reason and "\n" not in fatal.reason

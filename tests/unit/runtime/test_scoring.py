@@ -2,70 +2,61 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
-
-import numpy as np
 import pytest
-from numpy.typing import NDArray
+from fakes import FakeWorkers
 
 from dora_rl.controller.scoring import Failures, ScoringPool
-from dora_rl.types import Prompt
-from dora_rl.workers.crew import Crew
-from dora_rl.workers.reward_worker import read_items
-
-
-class FakeCrew:
-    """Remembers what was sent and who was restarted."""
-
-    closing = False
-
-    def __init__(self) -> None:
-        self.sent: list[tuple[str, dict[str, Any], NDArray[Any]]] = []
-        self.restarted: list[str] = []
-
-    def send(self, name: str, kind: str, body: dict[str, Any], arrays: dict[str, Any]) -> None:
-        assert kind == "score"
-        self.sent.append((name, body, arrays["token_ids"]))
-
-    def restart(self, name: str) -> None:
-        self.restarted.append(name)
+from dora_rl.types import Prompt, RequestId, Trajectory
+from dora_rl.workers.messages import Ready, Reward, Score, Scored
+from dora_rl.workers.reward import read_items
 
 
 class Desk:
     """A pool of one worker and what it answered."""
 
     def __init__(self, timeout_s: float = 60.0) -> None:
-        self.crew = FakeCrew()
-        self.pool = ScoringPool(cast("Crew", self.crew), 1, timeout_s, {})
+        self.workers = FakeWorkers()
+        self.pool = ScoringPool(self.workers, 1, timeout_s, {})
+        self.pool.start()
+        self.workers.started.clear()
         self.answers: dict[str, tuple[float | None, str]] = {}
 
     def submit(self, *texts: str) -> None:
         for text in texts:
 
-            def answer(reward: float | None, why: str, text: str = text) -> None:
-                self.answers[text] = (reward, why)
+            def answer(reward: Reward, text: str = text) -> None:
+                self.answers[text] = (reward.total, reward.error)
 
-            prompt = Prompt(0, "p", (1,), "a", {})
-            ids = np.arange(len(text), dtype=np.int32)
-            self.pool.submit(prompt, text, ids, "stop", answer)
+            num = len(text)
+            ids = list(range(num))
+            sample = Trajectory(RequestId(0, 0), 0, ids, [0.0] * num, [1] * num, text=text)
+            self.pool.submit(Prompt(0, (1,), "p", "a"), sample, answer)
+
+    def last_score(self) -> Score:
+        message = self.workers.sent[-1][1]
+        assert isinstance(message, Score)
+        return message
 
     def last(self) -> list[str]:
-        return [item["completion"] for item in self.crew.sent[-1][1]["items"]]
+        return [one.item.completion for one in self.last_score().items]
+
+    def ready(self, at_once: int) -> None:
+        self.pool.hear(self.workers.workers["reward0"], Ready(at_once))
 
     def reply(self, *rewards: float) -> None:
-        results = [{"reward": reward} for reward in rewards]
-        self.pool.scored("reward0", {"id": self.crew.sent[-1][1]["id"], "results": results})
+        scored = Scored(self.last_score().id, tuple(Reward(reward) for reward in rewards))
+        self.pool.hear(self.workers.workers["reward0"], scored)
 
 
 def test_one_at_a_time_unless_the_worker_asks_for_more() -> None:
     desk = Desk()
-    desk.pool.ready("reward0", 1)
+    desk.ready(1)
     desk.submit("a", "bb", "ccc")
     assert desk.last() == ["a"]
-    desk.pool.ready("reward0", 2)  # a worker that waits for a judge
+    desk.ready(2)  # a worker that waits for a judge
     assert desk.last() == ["bb", "ccc"]
-    name, body, ids = desk.crew.sent[-1]
-    assert [item.completion_ids for item in read_items(body["items"], ids)] == [(0, 1), (0, 1, 2)]
+    name = desk.workers.sent[-1][0]
+    assert [item.completion_ids for item in read_items(desk.last_score())] == [(0, 1), (0, 1, 2)]
     desk.reply(1.0, 0.5)
     assert desk.answers == {"bb": (1.0, ""), "ccc": (0.5, "")}
     assert name == "reward0"
@@ -74,7 +65,7 @@ def test_one_at_a_time_unless_the_worker_asks_for_more() -> None:
 @pytest.mark.parametrize("how", ["dies", "hangs"])
 def test_the_guilty_sample_alone_pays(how: str) -> None:
     desk = Desk(timeout_s=60.0 if how == "dies" else -1.0)
-    desk.pool.ready("reward0", 8)
+    desk.ready(8)
     desk.submit("first")
     desk.submit("good", "killer", "fine")
     desk.reply(1.0)
@@ -85,10 +76,10 @@ def test_the_guilty_sample_alone_pays(how: str) -> None:
             desk.pool.lost("reward0")
         else:
             desk.pool.check_time()
-        desk.pool.ready("reward0", 8)
+        desk.ready(8)
 
     fail()
-    assert desk.crew.restarted == ["reward0"]
+    assert desk.workers.started == ["reward0"]
     assert set(desk.answers) == {"first"}
     assert desk.last() == ["good"]
     desk.reply(1.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dora_rl.types import RequestId
-from dora_rl.workers.stillness import STILL_S, Stillness
+from dora_rl.workers.rollout import STILL_S, Stillness
 
 ONE, TWO = RequestId(0, 0), RequestId(0, 1)
 

@@ -4,35 +4,41 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing import Pipe
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
-import numpy as np
 import pytest
+from fakes import Console, FakeWorkers, config_of, files_of
 
 from dora_rl.config import ModelConfig, RunConfig
+from dora_rl.controller.loop import Control
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
+from dora_rl.core.state import Phase
 from dora_rl.io.connection import TransportError
-from dora_rl.io.wire import Channel, Message, encode_event, pack
-from dora_rl.store.samples import SampleIndex
+from dora_rl.rewards.base import ScoreItem
+from dora_rl.store.sample_index import SampleIndex
 from dora_rl.store.storage import Storage
 from dora_rl.store.storage_client import StorageReader, StorageStream
-from dora_rl.store.trajectories import to_message
-from dora_rl.types import Finish, Prompt, RequestId, Segment, Trajectory
-from dora_rl.workers.learner_worker import read_group
-from dora_rl.workers.reward_worker import read_items
+from dora_rl.types import Finish, Prompt, RequestId, Segment, Trajectory, UserError
+from dora_rl.workers import messages as msg
+from dora_rl.workers.learner import read_group
+from dora_rl.workers.reward import read_items
 from dora_rl.workers.worker import Setup
+from dora_rl.worlds.hosts import Host
+from dora_rl.worlds.shards import Shards
 
 MODEL = Path(__file__).parents[3] / "recipes" / "models" / "tiny"
 KEY = b"k" * 32
 PROMPT = Prompt(3, (1, 2), "p")
 
 
-def meta(ids: list[int]) -> dict[str, Any]:
-    return {"logprob_sum": -0.5 * len(ids), "turns": [[0, len(ids), 1]], "reward": None}
+def stored(event: ev.SampleFinished, ids: list[int]) -> msg.Stored:
+    return msg.Stored(event, -0.5 * len(ids), len(ids), ((0, len(ids), 1),), None)
 
 
 class Shard:
@@ -41,12 +47,12 @@ class Shard:
     def __init__(self, run_dir: Path) -> None:
         config = RunConfig(model=ModelConfig(path=str(MODEL)))
         far, near = Pipe()
-        self.controller = Channel(near)
+        self.controller = msg.Channel(near)
         setup = Setup("storage", "storage0", 0, "", KEY.hex(), str(run_dir), config, {"shard": 0})
-        self.storage = Storage(setup, Channel(far))
+        self.storage = Storage(setup, msg.Channel(far))
         self.address = f"tcp://127.0.0.1:{self.storage.server.port}"
 
-    def said(self) -> Message:
+    def said(self) -> Any:
         assert self.controller.poll(20.0), "the shard said nothing"
         return self.controller.receive()
 
@@ -66,8 +72,7 @@ def finished(group: int, sample: int, ids: list[int]) -> tuple[ev.SampleFinished
     rid, segments = RequestId(group, sample), (Segment(0, 5),)
     event = ev.SampleFinished(rid, 0, "instance0", len(ids), Finish.STOP, segments)
     sample = Trajectory(rid, 5, ids, [-0.5] * len(ids), [1] * len(ids), segments=segments)
-    entries, arrays = to_message([sample])
-    return event, pack("finished", {"event": encode_event(event), "samples": entries}, arrays)
+    return event, msg.pack(msg.Finished(event, (sample,)))
 
 
 def stream(*addresses: str) -> StorageStream:
@@ -86,17 +91,17 @@ def test_a_row_is_kept_told_and_read_back(shard: Shard, tmp_path: Path) -> None:
     out.put(4, finished(4, 0, [5, 6, 7])[1])
     out.put(4, finished(4, 1, [8, 9])[1])
     told = [shard.said(), shard.said()]
-    assert [message.kind for message in told] == ["stored", "stored"]
-    assert told[0].body["meta"] == meta([5, 6, 7]) | {"num_generated": 3}
-    assert not told[0].arrays, "the controller gets no tokens"
+    event, _ = finished(4, 0, [5, 6, 7])
+    assert told[0] == stored(event, [5, 6, 7]), "the controller gets no tokens"
+    assert isinstance(told[1], msg.Stored)
     reader = StorageReader(KEY)
-    where = {"address": shard.address, "group": 4, "samples": [1, 0]}
+    where = msg.Where(shard.address, 4, (1, 0))
     rows = reader.rows(where)
     assert [row.request.sample for row in rows] == [1, 0]
     assert [row.token_ids.tolist() for row in rows] == [[8, 9], [5, 6, 7]]
     assert all(row.text and row.segments == (Segment(0, 5),) for row in rows)
     with pytest.raises(TransportError, match="not all here"):
-        reader.rows(where | {"samples": [0, 3]}, wait_s_max=0.1)
+        reader.rows(replace(where, samples=(0, 3)), wait_s_max=0.1)
 
 
 def test_learner_and_rewards_read_the_samples_where_they_are(shard: Shard) -> None:
@@ -105,18 +110,17 @@ def test_learner_and_rewards_read_the_samples_where_they_are(shard: Shard) -> No
     out.put(4, finished(4, 1, [8, 9])[1])
     shard.said(), shard.said()
     reader = StorageReader(KEY)
-    where = {"address": shard.address, "group": 4, "samples": [0, 1]}
-    prompt_ids = {"prompt_ids": np.array([1, 2], dtype=np.int32)}
-    message = Message("order", {"rows": where, "rewards": [0.5, -1.0]}, prompt_ids)
-    group = read_group(act.Feed(6, 0, 4, 5, (0, 1)), message, reader)
+    where = msg.Where(shard.address, 4, (0, 1))
+    feed = act.Feed(6, 0, 4, 5, (0, 1))
+    fed = msg.Fed(feed, 1, 1, msg.ints([1, 2]), where=where, rewards=(0.5, -1.0))
+    group = read_group(fed, reader)
     assert (group.id, group.version, group.prompt_ids.tolist()) == (4, 5, [1, 2])
     assert [(s.token_ids.tolist(), s.reward) for s in group.samples] == [
         ([5, 6, 7], 0.5),
         ([8, 9], -1.0),
     ]
-    item = {"prompt": "p", "prompt_text": "p", "completion": "", "answer": None, "columns": {}}
-    item |= {"finish": "stop", "num_tokens": 0, "rows": where | {"samples": [1]}}
-    (scored,) = read_items([item], np.zeros(0, dtype=np.int32), reader)
+    item = msg.Scorable(ScoreItem("p", "p", ""), 0, replace(where, samples=(1,)))
+    (scored,) = read_items(msg.Score(0, (item,), msg.ints()), reader)
     assert scored.completion_ids == (8, 9) and scored.completion
 
 
@@ -130,8 +134,8 @@ def test_what_a_dead_shard_had_or_missed_is_there_after_its_restart(tmp_path: Pa
     second = Shard(tmp_path)
     assert second.storage.groups() == [4]
     out.move_to([second.address])
-    assert second.said().body["event"], "sent again until somebody had it"
-    where = {"address": second.address, "group": 4, "samples": [0, 1]}
+    assert second.said().event, "sent again until somebody had it"
+    where = msg.Where(second.address, 4, (0, 1))
     rows = StorageReader(KEY).rows(where)
     assert [row.token_ids.tolist() for row in rows] == [[5, 6, 7], [8, 9]]
     second.close()
@@ -142,22 +146,20 @@ def test_rollout_lines_are_written_once(tmp_path: Path) -> None:
     out = stream(first.address)
     out.put(4, finished(4, 0, [5, 6, 7])[1])
     first.said()
-    body = {"step": 2, "group": 4, "version": 1, "samples": [0], "rewards": [0.25]}
-    body |= {"parts": [{"exact": 0.25}]}
-    message = Message("trained", body | {"prompt": [3, [1, 2], "p", ""]})
+    message = msg.Trained(2, 4, 1, (0,), (0.25,), ({"exact": 0.25},), (3, (1, 2), "p", ""))
     for _ in range(2):
         first.storage.hear(message)
-        assert first.said().body == {"step": 2, "group": 4}
+        assert first.said() == msg.Wrote(2, 4)
     first.close()
     second = Shard(tmp_path)
     second.storage.hear(message)
-    assert second.said().kind == "wrote"
+    assert second.said() == msg.Wrote(2, 4)
     lines = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
     assert len(lines) == 1
     found = lines[0]
     assert found["step"] == 2 and found["version"] == 1 and found["reward"] == 0.25
     assert found["token_ids"] == [5, 6, 7] and found["prompt"] == "p"
-    second.storage.hear(Message("drop", {"group": 4}))
+    second.storage.hear(msg.Drop(4))
     assert not second.storage.groups()
     second.close()
 
@@ -173,54 +175,90 @@ def test_journals_come_home(shard: Shard, tmp_path: Path) -> None:
     out.close()
 
 
-class Mailbox:
-    """What the index says to shards. Stands for the crew."""
-
-    closing = False
-
-    def __init__(self) -> None:
-        self.sent: list[tuple[str, str, dict[str, Any]]] = []
-        self.workers: dict[str, Any] = {}
-
-    def start(self, role: str, name: str, extra: dict[str, Any]) -> None:
-        del role, name, extra
-
-    def send(self, name: str, kind: str, body: Mapping[str, Any], arrays: object = None) -> None:
-        del arrays
-        self.sent.append((name, kind, dict(body)))
-
-
 def test_the_controller_keeps_what_it_decides_by(tmp_path: Path) -> None:
-    mail = Mailbox()
     index = SampleIndex(tmp_path / "table.log", num_shards=2)
-    index.start(mail)  # type: ignore[arg-type]
+    dropped: list[int] = []
+    index.on_drop = dropped.append
     index.addresses = ["tcp://a:1", "tcp://b:2"]
     for sample, ids in enumerate(([5, 6, 7], [8, 9])):
         event, _ = finished(7, sample, ids)
-        index.put_meta(event, 3, meta(ids))
-        index.put_meta(event, 3, meta(ids))  # told twice
+        index.put_meta(stored(event, ids), 3)
+        index.put_meta(stored(event, ids), 3)  # told twice
         index.reward(event.request, float(sample))
-    body, arrays = index.feed(act.Feed(4, 0, 7, 3, (0, 1)), (1, 2))
-    assert body["rows"] == {"address": "tcp://b:2", "group": 7, "samples": [0, 1]}
-    assert body["rewards"] == [0.0, 1.0]
-    assert list(arrays) == ["prompt_ids"]
+    fed = index.feed(act.Feed(4, 0, 7, 3, (0, 1)), (1, 2))
+    assert fed.where == msg.Where("tcp://b:2", 7, (0, 1))
+    assert fed.rewards == (0.0, 1.0) and not fed.samples and fed.prompt_ids.tolist() == [1, 2]
     assert index.num_tokens(7) == 5
     trained = index.trained(7, (0, 1), PROMPT)
     assert [(t.num_tokens, t.version, t.logprob_sum) for t in trained] == [
         (3, 3, -1.5),
         (2, 3, -1.0),
     ]
-    index.closing(4, 7, 3, (0, 1), PROMPT)
+    due = index.lines_due(4, 7, 3, (0, 1), PROMPT)
+    assert (due.step, due.group, due.rewards) == (4, 7, (0.0, 1.0))
     index.drop(7)
-    assert [(name, kind) for name, kind, _ in mail.sent] == [
-        ("storage1", "trained"),
-        ("storage1", "drop"),
-    ]
-    mail.sent.clear()
-    index.ready("storage1", "tcp://b:3", has=[7, 9], alive={9})
-    assert [(kind, body["group"]) for _, kind, body in mail.sent] == [("trained", 7), ("drop", 7)]
-    index.wrote(4, 7)
-    mail.sent.clear()
-    index.ready("storage1", "tcp://b:4", has=[9], alive={9})
-    assert not mail.sent
+    assert dropped == [7]
     index.close()
+
+
+class Train:
+    def prompt(self, place: int) -> Prompt:
+        del place
+        return PROMPT
+
+
+def test_a_shard_that_comes_back_is_told_what_it_missed(tmp_path: Path) -> None:
+    """Groups 0 and 1 of a batch, in two shards; the second one was away when the step closed."""
+    config, console, workers = config_of(tmp_path / "run"), Console(), FakeWorkers()
+    files, control = files_of(config, console), Listening()
+    index = SampleIndex(tmp_path / "index.log", num_shards=2)
+    head = Host("a", "127.0.0.1", {})
+    shards = Shards(control, files, index, workers, head, cast(Any, Train()), console)
+    shards.start()
+    workers.start("instance", "instance0", {})
+    one, two = (workers.workers[f"storage{number}"] for number in range(2))
+    shards.hear(one, msg.Serving(1, ()))
+    assert not shards.is_ready and not workers.take(msg.Shards)
+    shards.hear(two, msg.Serving(2, ()))
+    addresses = ("tcp://127.0.0.1:1", "tcp://127.0.0.1:2")
+    assert workers.take(msg.Shards) == [("instance0", msg.Shards(addresses))]
+    event, _ = finished(1, 0, [5])
+    shards.hear(two, stored(event, [5]))
+    assert control.events == [event] and index.num_tokens(1) == 1
+    shards.hear(two, stored(finished(9, 0, [5])[0], [5]))
+    assert control.events == [event], "of a request that nobody generates"
+    index.reward(event.request, 0.5)
+    shards.write_rollouts(0)
+    assert [(name, due.group) for name, due in workers.take(msg.Trained)] == [("storage1", 1)]
+    assert [name for name, _ in workers.take(msg.Sync)] == ["storage0", "storage1"]
+    shards.lost("storage1")
+    assert workers.started[-1] == "storage1" and not shards.is_ready
+    shards.hear(two, msg.Serving(3, (1, 7)))
+    assert [due.group for _, due in workers.take(msg.Trained)] == [1], "again"
+    assert workers.take(msg.Drop) == [("storage1", msg.Drop(7))], "it ended meanwhile"
+    shards.hear(two, msg.Wrote(0, 1))
+    shards.hear(two, msg.Serving(4, (1,)))
+    assert not workers.take(msg.Trained) and not workers.take(msg.Drop)
+    shards.fatal(replace(two, joined=True), "no room")
+    assert console.lines == ["storage1: no room"]
+    with pytest.raises(UserError, match="storage0: no room"):
+        shards.fatal(one, "no room")
+    files.lock.release()
+
+
+class Listening(Control):
+    """A core with group 1 in the batch of step 0, that only listens."""
+
+    def __init__(self) -> None:
+        requests = [SimpleNamespace(id=RequestId(1, 0), phase=Phase.SCORED)]
+        groups = {1: SimpleNamespace(version=3, prompt=0, requests=requests)}
+        batches = {0: SimpleNamespace(groups=[1])}
+        super().__init__(cast(Any, SimpleNamespace(groups=groups, batches=batches)))
+        self.events: list[ev.Event] = []
+
+    def is_generating(self, request: RequestId, epoch: int) -> bool:
+        del epoch
+        return request.group in self.state.groups
+
+    def handle(self, event: ev.Event) -> None:
+        self.events.append(event)

@@ -1,4 +1,4 @@
-"""Weights and requests between hosts: two or more depots with their own stores on this machine."""
+"""Weights and requests between hosts: two or more relays with their own stores on this machine."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ import torch
 from dora_rl.io.connection import Link, Refused, TransportError
 from dora_rl.ports import Canary
 from dora_rl.types import RequestId
-from dora_rl.weights.depot import Depot, Fetched
 from dora_rl.weights.format import TENSORS_FILE
+from dora_rl.weights.relay import Fetched, Relay
 from dora_rl.weights.store import SharedMemoryWeightStore
-from dora_rl.workers.arrivals import Arrivals
+from dora_rl.workers.messages import Exported
+from dora_rl.workers.moves import Arrivals
 
 KEY = b"k" * 32
 WAIT_S = 20.0
@@ -30,14 +31,14 @@ def tensors(seed: int, size: int = 5000) -> list[tuple[str, torch.Tensor]]:
 
 
 class Place:
-    """A host: a store of its own and a depot."""
+    """A host: a store of its own and a relay."""
 
     def __init__(self, folder: Path) -> None:
         self.store = SharedMemoryWeightStore(folder / "weights")
-        self.depot = Depot(
+        self.relay = Relay(
             SharedMemoryWeightStore(folder / "weights", verify=False), folder / "kv", KEY
         )
-        self.address = f"tcp://127.0.0.1:{self.depot.server.port}"
+        self.address = f"tcp://127.0.0.1:{self.relay.server.port}"
 
 
 @pytest.fixture
@@ -45,7 +46,7 @@ def hosts(tmp_path: Path):
     places = [Place(tmp_path / str(number)) for number in range(3)]
     yield places
     for place in places:
-        place.depot.server.close()
+        place.relay.server.close()
 
 
 def test_a_version_arrives_as_it_was_sealed(hosts: list[Place]) -> None:
@@ -56,12 +57,12 @@ def test_a_version_arrives_as_it_was_sealed(hosts: list[Place]) -> None:
     assert arrived.checksum == checksum and arrived.canary == Canary((1, 2), (-0.5,))
     sent = (home.store.root / "00000003" / TENSORS_FILE).read_bytes()
     assert (far.store.root / "00000003" / TENSORS_FILE).read_bytes() == sent
-    assert home.depot.num_bytes_out == far.depot.num_bytes_in == len(sent)
-    far.depot.retire([3])
+    assert home.relay.num_bytes_out == far.relay.num_bytes_in == len(sent)
+    far.relay.retire([3])
     assert not far.store.versions()
 
 
-def test_a_depot_waits_for_a_version_that_is_still_being_made(hosts: list[Place]) -> None:
+def test_a_relay_waits_for_a_version_that_is_still_being_made(hosts: list[Place]) -> None:
     home, far, _ = hosts
     found = fetch(far, 0, home.address)
     time.sleep(0.2)
@@ -102,7 +103,7 @@ class Slow:
 
 
 def fetch(place: Place, version: int, *sources: str) -> Future[Fetched]:
-    found = place.depot.fetch(version, sources)
+    found = place.relay.fetch(version, sources)
     assert found is not None
     return found
 
@@ -122,7 +123,7 @@ def test_an_arriving_version_is_passed_on_before_it_is_complete(hosts: list[Plac
     stuck(wire)
     second = fetch(end, 1, middle.address)
     until = time.monotonic() + WAIT_S
-    while end.depot.num_bytes_in < 65536 + 20_000:
+    while end.relay.num_bytes_in < 65536 + 20_000:
         assert time.monotonic() < until, "nothing came through the middle"
         time.sleep(0.01)
     assert not first.done() and not second.done()
@@ -130,7 +131,7 @@ def test_an_arriving_version_is_passed_on_before_it_is_complete(hosts: list[Plac
     wire.limit = 1 << 40
     first.result(WAIT_S), second.result(WAIT_S)
     assert end.store.open(1).checksum == home.store.checksum(1)
-    assert home.depot.num_bytes_out == end.depot.num_bytes_in, "the learner's host sent it once"
+    assert home.relay.num_bytes_out == end.relay.num_bytes_in, "the learner's host sent it once"
 
 
 def test_a_donor_that_dies_half_way_is_replaced_by_the_next_source(hosts: list[Place]) -> None:
@@ -144,7 +145,7 @@ def test_a_donor_that_dies_half_way_is_replaced_by_the_next_source(hosts: list[P
     found.result(WAIT_S)
     assert end.store.open(1).checksum == home.store.checksum(1)
     whole = home.store.num_bytes()
-    assert 0 < home.depot.num_bytes_out < whole, "it went on where the donor had stopped"
+    assert 0 < home.relay.num_bytes_out < whole, "it went on where the donor had stopped"
 
 
 def test_a_damaged_donor_is_noticed_and_the_version_taken_from_elsewhere(
@@ -164,12 +165,12 @@ def test_a_damaged_donor_is_noticed_and_the_version_taken_from_elsewhere(
 
 def test_a_request_is_read_from_its_host_and_nothing_else_is(hosts: list[Place]) -> None:
     home = hosts[0]
-    (home.depot.transfer_root / "7.1.0.kv").write_bytes(b"blocks")
-    (home.depot.transfer_root.parent / "secret").write_bytes(b"no")
+    (home.relay.transfer_root / "7.1.0.kv").write_bytes(b"blocks")
+    (home.relay.transfer_root.parent / "secret").write_bytes(b"no")
     link = Link.connect(home.address, KEY)
     answer = link.ask("request", name="7.1.0.kv")
     assert bytes(link.read(answer["num_bytes"])) == b"blocks"
-    for name in ("../secret", str(home.depot.transfer_root.parent / "secret"), "8.1.0.kv"):
+    for name in ("../secret", str(home.relay.transfer_root.parent / "secret"), "8.1.0.kv"):
         with pytest.raises(Refused, match="is not here"):
             link.ask("request", name=name)
     link.close()
@@ -179,9 +180,9 @@ def test_strangers_are_refused(hosts: list[Place]) -> None:
     with pytest.raises(TransportError):
         Link.connect(hosts[0].address, b"a guess")
     until = time.monotonic() + WAIT_S
-    while hosts[0].depot.server.num_refused == 0 and time.monotonic() < until:
+    while hosts[0].relay.server.num_refused == 0 and time.monotonic() < until:
         time.sleep(0.01)
-    assert hosts[0].depot.server.num_refused == 1
+    assert hosts[0].relay.server.num_refused == 1
     Link.connect(hosts[0].address, KEY).close()
 
 
@@ -191,14 +192,14 @@ def test_a_request_given_up_on_its_way_is_never_there(hosts: list[Place], tmp_pa
     arrivals = Arrivals(KEY)
     for sample in (0, 1):
         (tmp_path / "0" / "kv" / f"{sample}.kv").write_bytes(bytes([sample]) * 9)
-        body = {"group": 7, "sample": sample, "epoch": 2, "path": f"{sample}.kv"}
-        arrivals.fetch(body | {"depot": hosts[0].address})
+        who = (RequestId(7, sample), 2, 0, "instance1")
+        arrivals.fetch(Exported(*who, 9, f"{sample}.kv", relay=hosts[0].address))
     arrivals.give_up(RequestId(7, 0), epoch=2)
     arrivals.give_up(RequestId(7, 1), epoch=1)  # of an earlier start: not this one
     came: list[tuple[int, bytes]] = []
     until = time.monotonic() + WAIT_S
     while arrivals.num_open and time.monotonic() < until:
-        for body, data in arrivals.take():
+        for export, data in arrivals.take():
             assert not isinstance(data, TransportError), data
-            came.append((body["sample"], bytes(data)))
+            came.append((export.request.sample, bytes(data)))
     assert came == [(1, bytes([1]) * 9)]

@@ -8,14 +8,14 @@ from typing import Any, cast
 
 import pytest
 
-from dora_rl.config import EnvConfig, RewardConfig
+from dora_rl.config import EnvConfig
 from dora_rl.envs.base import Environment, Observation, Row, Turn, TurnText
 from dora_rl.envs.host import Ask, Host, load_environments
-from dora_rl.io.wire import Channel
-from dora_rl.rewards.base import ScoreItem
+from dora_rl.rewards.base import CallLimits, ScoreItem
 from dora_rl.rewards.function import FunctionReward
 from dora_rl.types import RequestId
 from dora_rl.user_code import listen, raised
+from dora_rl.workers.messages import Message, UserRaised
 from dora_rl.workers.user_errors import PLACES_MAX, UserErrors, send_user_errors
 
 
@@ -26,12 +26,12 @@ class Wire:
         self.told: list[str] = []
         self.errors = UserErrors(run_dir, self.told.append)
         self.num_traces = 0
-        listen(send_user_errors(cast(Channel, self)))
+        listen(send_user_errors(self.send))
 
-    def send(self, kind: str, body: dict[str, Any]) -> None:
-        assert kind == "user_error"
-        self.num_traces += "trace" in body
-        self.errors.add("worker0", body)
+    def send(self, message: Message) -> None:
+        assert isinstance(message, UserRaised)
+        self.num_traces += bool(message.trace)
+        self.errors.add("worker0", message)
 
     def text(self) -> str:
         self.errors.close()
@@ -70,7 +70,7 @@ def endless(completion: str, answer: str) -> float:
 
 
 def test_where_a_reward_hung_is_kept_too(wire: Wire) -> None:
-    limits = RewardConfig(timeout_s=0.05)
+    limits = CallLimits(timeout_s=0.05)
     item = ScoreItem("p", "p", "c", answer="1")
     FunctionReward("mine.py:endless", endless, limits=limits).score([item])
     assert "interrupted after 0.05 s" in wire.text() and "in endless" in wire.text()

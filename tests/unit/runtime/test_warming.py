@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dora_rl.workers.warming import Warming
+from dora_rl.workers.loads import Warming
 
 
 class Engine:

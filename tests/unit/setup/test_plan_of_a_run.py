@@ -86,7 +86,7 @@ def test_a_worker_reads_its_sizes_and_the_run_keeps_the_users(model: Path, tmp_p
     config = config_of(model)
     layout = lay_out(config, 80)
     extra = layout.learner_extra("learner", Path("m"))
-    line = {"role": "learner", "name": "learner", "life": 0, "address": "", "key": ""}
+    line = {"role": "learner", "name": "learner", "incarnation": 0, "address": "", "key": ""}
     line |= {"run_dir": "", "config": config.model_dump(mode="json"), "extra": extra}
     trainer = read_setup(json.dumps(line)).config.trainer
     assert trainer.pack_tokens == extra["sizes"]["trainer"]["pack_tokens"]
@@ -267,7 +267,7 @@ def test_the_limit_is_that_of_the_gpu_the_worker_is_on(
 ) -> None:
     config = config_of(model, trainer={"device": trainer})
     extra = {"device": device, "memory_limit": 0.5} | ({} if rank is None else {"rank": rank})
-    line = {"role": role, "name": role, "life": 0, "address": "", "key": "", "run_dir": ""}
+    line = {"role": role, "name": role, "incarnation": 0, "address": "", "key": "", "run_dir": ""}
     line |= {"config": config.model_dump(mode="json"), "extra": extra}
     assert gpu_index(read_setup(json.dumps(line))) == index
 

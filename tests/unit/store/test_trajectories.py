@@ -10,10 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dora_rl.io.wire import pack, unpack
 from dora_rl.store.samples import Samples
-from dora_rl.store.trajectories import from_message, to_message
 from dora_rl.types import ARRAYS, Finish, Group, RequestId, Segment, Trajectory
+from dora_rl.workers.messages import Rows, pack, unpack
 
 PLAIN = Trajectory(RequestId(7, 0), 2, [8, 9], [-0.1, -0.2], [1, 1])
 # Every field has another value than its default.
@@ -47,9 +46,9 @@ def test_the_example_uses_every_field() -> None:
 
 
 def test_messages_carry_all_of_a_trajectory_but_its_prompt() -> None:
-    entries, arrays = to_message([PLAIN, FULL])
-    message = unpack(pack("finished", {"samples": entries}, arrays))
-    plain, full = from_message(message.body["samples"], message.arrays)
+    message = unpack(pack(Rows((PLAIN, FULL))))
+    assert isinstance(message, Rows)
+    plain, full = message.samples
     assert plain == PLAIN
     assert full == replace(FULL, prompt_ids=[])
     assert full.expert_ids is not None and full.expert_ids.shape == (3, 4, 2)

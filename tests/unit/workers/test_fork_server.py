@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from dora_rl.config import ModelConfig, RewardConfig, RunConfig
-from dora_rl.workers.crew import Crew, Letter
 from dora_rl.workers.fork_server import ForkedProcess
+from dora_rl.workers.messages import Ready
+from dora_rl.workers.pool import Envelope, LocalProcesses, WorkerPool
 
 CONFIG = RunConfig(
     model=ModelConfig(path="unused"), reward=RewardConfig.model_validate({"functions": ["exact"]})
@@ -20,14 +21,14 @@ CONFIG = RunConfig(
 
 
 @pytest.fixture
-def crew(tmp_path: Path):
-    crew = Crew(CONFIG, tmp_path)
-    yield crew
-    crew.end(10.0)
+def pool(tmp_path: Path):
+    pool = WorkerPool(CONFIG, tmp_path, LocalProcesses(tmp_path))
+    yield pool
+    pool.end(10.0)
 
 
-def next_letter(crew: Crew) -> Letter:
-    return crew.inbox.get(timeout=60)
+def next_envelope(pool: WorkerPool) -> Envelope:
+    return pool.inbox.get(timeout=60)
 
 
 def parent_of(pid: int) -> int:
@@ -41,11 +42,11 @@ def wait_until_gone(pid: int) -> None:
         time.sleep(0.02)
 
 
-def test_workers_share_one_parent_and_have_sessions_of_their_own(crew: Crew) -> None:
-    workers = [crew.start("reward", f"reward{i}", {"base_dir": "."}) for i in range(2)]
+def test_workers_share_one_parent_and_have_sessions_of_their_own(pool: WorkerPool) -> None:
+    workers = [pool.start("reward", f"reward{i}", {"base_dir": "."}) for i in range(2)]
     for _ in workers:
-        letter = next_letter(crew)
-        assert letter.message is not None and letter.message.kind == "ready"
+        envelope = next_envelope(pool)
+        assert envelope.message == Ready()
     processes = [worker.process for worker in workers]
     assert all(isinstance(process, ForkedProcess) for process in processes)
     pids = [process.pid for process in processes if isinstance(process, ForkedProcess)]
@@ -53,42 +54,44 @@ def test_workers_share_one_parent_and_have_sessions_of_their_own(crew: Crew) -> 
     assert [os.getsid(pid) for pid in pids] == pids
 
 
-def test_how_a_worker_ended_is_known(crew: Crew) -> None:
-    worker = crew.start("reward", "reward0", {"base_dir": "."})
-    assert next_letter(crew).message is not None
+def test_how_a_worker_ended_is_known(pool: WorkerPool) -> None:
+    worker = pool.start("reward", "reward0", {"base_dir": "."})
+    assert next_envelope(pool).message is not None
     assert worker.process.poll() is None
     worker.process.kill()
     assert worker.process.wait(60) == -signal.SIGKILL == worker.process.poll()
     worker.process.kill()  # of one that is gone: nothing happens
-    crew.start("nobody", "strange", {})
-    last = next_letter(crew)
+    pool.start("nobody", "strange", {})
+    last = next_envelope(pool)
     while last.name != "strange" or last.message is not None:
-        last = next_letter(crew)
-    assert crew.workers["strange"].process.poll() == 1
-    assert "no worker has the role" in crew.log_tail("strange")
+        last = next_envelope(pool)
+    assert pool.workers["strange"].process.poll() == 1
+    assert "no worker has the role" in pool.log_tail("strange")
 
 
-def test_a_killed_server_takes_its_workers_along_and_others_start_without_it(crew: Crew) -> None:
-    worker = crew.start("reward", "reward0", {"base_dir": "."})
-    assert next_letter(crew).message is not None
+def test_a_killed_server_takes_its_workers_along_and_others_start_without_it(
+    pool: WorkerPool,
+) -> None:
+    worker = pool.start("reward", "reward0", {"base_dir": "."})
+    assert next_envelope(pool).message is not None
     assert isinstance(worker.process, ForkedProcess)
     pid = worker.process.pid
     os.kill(parent_of(pid), signal.SIGKILL)
-    assert next_letter(crew) == Letter("reward0", worker.life, None)
+    assert next_envelope(pool) == Envelope("reward0", "reward", worker.incarnation, None)
     wait_until_gone(pid)
-    crew.restart("reward0")
-    letter = next_letter(crew)
-    assert letter.message is not None and letter.message.kind == "ready"
-    assert not isinstance(crew.workers["reward0"].process, ForkedProcess)
+    pool.restart("reward0")
+    envelope = next_envelope(pool)
+    assert envelope.message == Ready()
+    assert not isinstance(pool.workers["reward0"].process, ForkedProcess)
 
 
 def test_descriptors_to_keep_arrive_under_their_numbers(tmp_path: Path) -> None:
     """The lock of a run is one: a worker holds it as long as it lives."""
     with (tmp_path / "lock").open("w") as file:
-        crew = Crew(CONFIG, tmp_path, keep_fds=(file.fileno(),))
+        pool = WorkerPool(CONFIG, tmp_path, LocalProcesses(tmp_path, (file.fileno(),)))
         try:
-            worker = crew.start("reward", "reward0", {"base_dir": "."})
-            assert next_letter(crew).message is not None
+            worker = pool.start("reward", "reward0", {"base_dir": "."})
+            assert next_envelope(pool).message is not None
             assert isinstance(worker.process, ForkedProcess)
             held = os.readlink(f"/proc/{worker.process.pid}/fd/{file.fileno()}")
             assert held == str(tmp_path / "lock")
@@ -96,7 +99,7 @@ def test_descriptors_to_keep_arrive_under_their_numbers(tmp_path: Path) -> None:
             where = [os.readlink(f"/proc/{worker.process.pid}/fd/{name}") for name in names]
             assert where.count(held) == 1
         finally:
-            crew.end(10.0)
+            pool.end(10.0)
     with pytest.raises(queue.Empty):
         while True:
-            assert crew.inbox.get(timeout=1.0).message is None
+            assert pool.inbox.get(timeout=1.0).message is None

@@ -1,6 +1,6 @@
-"""A host's depot: serves the sealed versions and exported requests of its host, pulls for it.
+"""A host's relay: serves the sealed versions and exported requests of its host, pulls for it.
 
-One per host. Instances never ask for weights themselves: the depot brings a version into the host's
+One per host. Instances never ask for weights themselves: the relay brings a version into the host's
 shared memory once, whoever needs it there, and they map it. It pulls tensor by tensor in layer
 order from the first source that answers; while a version is still arriving here, it is already
 served to the next host, tensor by tensor, so that the learner's host sends it only once.
@@ -97,7 +97,7 @@ def _sealed_part(sealed: SealedFile, order: Sequence[TensorEntry], number: int) 
     return sealed.header() if number < 0 else sealed.bytes_of(order[number])
 
 
-class Depot:
+class Relay:
     """The server and the puller of one host."""
 
     def __init__(self, store: SharedMemoryWeightStore, transfer_root: Path, key: bytes) -> None:
@@ -118,7 +118,7 @@ class Depot:
         elif question["kind"] == "request":
             self._send_request(question["name"], link)
         else:
-            raise Refused(f"a depot has no {question['kind']!r}")
+            raise Refused(f"a relay has no {question['kind']!r}")
 
     def _send_version(self, question: dict[str, Any], link: Link) -> None:
         """Manifest, then every part from `skip` on: the header is the first one."""
@@ -242,7 +242,7 @@ class Depot:
 
     def _receive(self, link: Link, arriving: Arriving, skip: int) -> None:
         """Hash one part while the next one comes in."""
-        with ThreadPoolExecutor(1, thread_name_prefix="depot-hash") as pool:
+        with ThreadPoolExecutor(1, thread_name_prefix="relay-hash") as pool:
             checks: list[Future[None]] = []
             for number in range(skip - 1, len(arriving.order)):
                 data = arriving.place(number)

@@ -16,69 +16,80 @@ from pathlib import Path
 import pytest
 
 from dora_rl.config import ModelConfig, RewardConfig, RunConfig
-from dora_rl.workers.crew import KILL_WAIT_S, SAVE_WAIT_S, Crew, Letter, Worker
+from dora_rl.workers.messages import Note, Ready
+from dora_rl.workers.pool import (
+    KILL_WAIT_S,
+    SAVE_WAIT_S,
+    Envelope,
+    LocalProcesses,
+    Worker,
+    WorkerPool,
+)
 
 CONFIG = RunConfig(
     model=ModelConfig(path="unused"), reward=RewardConfig.model_validate({"functions": ["exact"]})
 )
 
 
-def next_letter(crew: Crew) -> Letter:
-    return crew.inbox.get(timeout=60)
+def next_envelope(pool: WorkerPool) -> Envelope:
+    return pool.inbox.get(timeout=60)
 
 
 @pytest.fixture
-def crew(tmp_path: Path):
-    crew = Crew(CONFIG, tmp_path)
-    yield crew
-    crew.end(10.0)
+def pool(tmp_path: Path):
+    pool = WorkerPool(CONFIG, tmp_path, LocalProcesses(tmp_path))
+    yield pool
+    pool.end(10.0)
 
 
-def test_a_stranger_is_refused_and_the_workers_go_on(crew: Crew) -> None:
+def test_a_stranger_is_refused_and_the_workers_go_on(tmp_path: Path) -> None:
+    processes = LocalProcesses(tmp_path)
+    pool = WorkerPool(CONFIG, tmp_path, processes)
     with pytest.raises((AuthenticationError, EOFError, OSError)):
-        Client(crew.address, family="AF_UNIX", authkey=b"a guess")
-    silent = Client(crew.address, family="AF_UNIX")  # connects and proves nothing
-    crew.start("reward", "reward0", {"base_dir": "."})
-    letter = next_letter(crew)
-    assert letter.name == "reward0" and letter.message is not None
-    assert letter.message.kind == "ready"
-    assert crew.num_refused >= 1
+        Client(processes.address, family="AF_UNIX", authkey=b"a guess")
+    silent = Client(processes.address, family="AF_UNIX")  # connects and proves nothing
+    pool.start("reward", "reward0", {"base_dir": "."})
+    envelope = next_envelope(pool)
+    assert envelope.name == "reward0" and envelope.message is not None
+    assert envelope.message == Ready()
+    assert pool.num_refused >= 1
     silent.close()
+    pool.end(10.0)
 
 
-def test_an_old_life_is_not_heard(crew: Crew) -> None:
-    crew.start("reward", "reward0", {"base_dir": "."})
-    first = next_letter(crew)
-    crew.restart("reward0")
-    assert not crew.current(first)
-    letters = [next_letter(crew), next_letter(crew)]
-    assert [crew.current(letter) for letter in letters if letter.message is None] == [False]
-    assert [crew.current(letter) for letter in letters if letter.message is not None] == [True]
+def test_an_old_life_is_not_heard(pool: WorkerPool) -> None:
+    pool.start("reward", "reward0", {"base_dir": "."})
+    first = next_envelope(pool)
+    pool.restart("reward0")
+    assert not pool.is_current(first)
+    envelopes = [next_envelope(pool), next_envelope(pool)]
+    assert [pool.is_current(e) for e in envelopes if e.message is None] == [False]
+    assert [pool.is_current(e) for e in envelopes if e.message is not None] == [True]
 
 
-def test_a_killed_worker_is_reported_after_its_last_word(crew: Crew) -> None:
-    worker = crew.start("reward", "reward0", {"base_dir": "."})
-    assert next_letter(crew).message is not None
+def test_a_killed_worker_is_reported_after_its_last_word(pool: WorkerPool) -> None:
+    worker = pool.start("reward", "reward0", {"base_dir": "."})
+    assert next_envelope(pool).message is not None
     os.kill(worker.process.pid, signal.SIGKILL)
-    assert next_letter(crew) == Letter("reward0", worker.life, None)
-    crew.send("reward0", "score", {})  # to nobody: no error
+    assert next_envelope(pool) == Envelope("reward0", "reward", worker.incarnation, None)
+    pool.send("reward0", Note("nothing"))  # to nobody: no error
 
 
-def test_a_worker_that_does_not_read_never_blocks_the_controller(crew: Crew) -> None:
-    worker = crew.start("reward", "reward0", {"base_dir": "."})
-    assert next_letter(crew).message is not None
+def test_a_worker_that_does_not_read_never_blocks_the_controller(pool: WorkerPool) -> None:
+    worker = pool.start("reward", "reward0", {"base_dir": "."})
+    assert next_envelope(pool).message is not None
     os.kill(worker.process.pid, signal.SIGSTOP)
     began = time.monotonic()
     for _ in range(64):
-        crew.send("reward0", "score", {"text": "x" * (1 << 20)})
+        pool.send("reward0", Note("x" * (1 << 20)))
     assert time.monotonic() - began < 60, "64 MiB to a stopped process are queued, not waited for"
-    crew.kill("reward0")
+    pool.kill("reward0")
 
 
-def test_a_worker_that_is_never_ready_is_overdue(crew: Crew) -> None:
-    crew.start("reward", "reward0", {"base_dir": "."})
-    assert crew.overdue(0.0) == ["reward0"]
-    assert crew.overdue(1e6) == []
+def test_a_worker_that_is_never_ready_is_overdue(pool: WorkerPool) -> None:
+    pool.start("reward", "reward0", {"base_dir": "."})
+    assert pool.overdue(0.0) == ["reward0"]
+    assert pool.overdue(1e6) == []
 
 
 class Busy:
@@ -103,10 +114,10 @@ class Busy:
 
 
 @pytest.mark.parametrize("saving", [False, True])
-def test_a_worker_that_is_saving_is_waited_for(crew: Crew, saving: bool) -> None:
+def test_a_worker_that_is_saving_is_waited_for(pool: WorkerPool, saving: bool) -> None:
     process = Busy()
     worker = Worker("learner", "learner", 0, process, {}, 0.0, saving=saving)
-    crew._end([worker], 0.0)
+    pool.end_some([worker], 0.0)
     assert process.killed != saving
     assert process.waited_s == [0.0, SAVE_WAIT_S if saving else KILL_WAIT_S]
 
@@ -116,11 +127,13 @@ def test_workers_end_with_their_controller(tmp_path: Path) -> None:
         "import json, sys, time\n"
         "from pathlib import Path\n"
         "from dora_rl.config import RunConfig\n"
-        "from dora_rl.workers.crew import Crew\n"
-        f"crew = Crew(RunConfig.model_validate(json.loads({CONFIG.model_dump_json()!r})),"
-        f" Path({str(tmp_path)!r}))\n"
-        "worker = crew.start('reward', 'reward0', {'base_dir': '.'})\n"
-        "crew.inbox.get(timeout=60)\n"
+        "from dora_rl.workers.pool import LocalProcesses, WorkerPool\n"
+        f"config = RunConfig.model_validate(json.loads({CONFIG.model_dump_json()!r}))\n"
+        f"folder = Path({str(tmp_path)!r})\n"
+        "processes = LocalProcesses(folder)\n"
+        "pool = WorkerPool(config, folder, processes)\n"
+        "worker = pool.start('reward', 'reward0', {'base_dir': '.'})\n"
+        "pool.inbox.get(timeout=60)\n"
         "print(json.dumps(worker.process.pid), flush=True)\n"
         "time.sleep(600)\n"
     )
@@ -141,12 +154,14 @@ def test_the_socket_of_a_killed_controller_goes_with_the_next_start(tmp_path: Pa
         "import json, sys\n"
         "from pathlib import Path\n"
         "from dora_rl.config import RunConfig\n"
-        "from dora_rl.workers.crew import Crew\n"
-        f"crew = Crew(RunConfig.model_validate(json.loads({CONFIG.model_dump_json()!r})),"
-        f" Path({str(tmp_path)!r}))\n"
-        "print(Path(crew.address).parent, flush=True)\n"
+        "from dora_rl.workers.pool import LocalProcesses, WorkerPool\n"
+        f"config = RunConfig.model_validate(json.loads({CONFIG.model_dump_json()!r}))\n"
+        f"folder = Path({str(tmp_path)!r})\n"
+        "processes = LocalProcesses(folder)\n"
+        "pool = WorkerPool(config, folder, processes)\n"
+        "print(Path(processes.address).parent, flush=True)\n"
         "sys.stdin.readline()\n"
-        "crew.end(1.0)\n"
+        "pool.end(1.0)\n"
     )
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # a short path, as sockets need
 

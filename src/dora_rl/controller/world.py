@@ -1,0 +1,121 @@
+"""What differs between one host and many, as the controller sees it.
+
+A world says how weights and KV come to the instance that needs them (`Carrier`), which workers
+serve the others (`Service`), and what is done before the start and now and then. One host needs
+none of that: a sealed version and an exported request are files in shared memory that every worker
+sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Protocol
+
+from dora_rl.core import actions as act
+from dora_rl.types import InstanceId, StepIndex, Version
+from dora_rl.workers.messages import Exported, Message
+from dora_rl.workers.pool import Worker
+
+
+class Notify:
+    """Whoever watches a run: lines to read now, and the figures of steps and evaluations."""
+
+    def __init__(self) -> None:
+        self.on_lines: Callable[[list[str]], None] = lambda lines: None
+        self.on_step: Callable[[dict[str, object]], None] = lambda line: None
+
+    def __call__(self, *lines: str) -> None:
+        if lines:
+            self.on_lines(list(lines))
+
+    def step(self, line: dict[str, object]) -> None:
+        self.on_step(line)
+
+
+class Carrier(Protocol):
+    """Called at the moments when something must travel; carries no byte itself. Never waits; never
+    decides what moves."""
+
+    def load(self, action: act.Load) -> None:
+        """The instance is about to be told to load a version: see that it gets there."""
+        ...
+
+    def exported(self, export: Exported, src: InstanceId) -> Exported:
+        """With what the destination needs to know to take the request over."""
+        ...
+
+    def given_up(self, export: Exported) -> None:
+        """An exported request stays where it is: what was laid out for it may go."""
+        ...
+
+    def retire(self, versions: Collection[Version]) -> None: ...
+
+
+class Service(Protocol):
+    """Workers of one role that serve the others and are no business of the core's."""
+
+    def hear(self, worker: Worker, message: Message) -> None: ...
+    def lost(self, name: str) -> None: ...
+    def fatal(self, worker: Worker, reason: str) -> None:
+        """It says why it ends."""
+        ...
+
+
+class World(Protocol):
+    """Where a run runs."""
+
+    @property
+    def carrier(self) -> Carrier: ...
+    @property
+    def services(self) -> Mapping[str, Service]:
+        """By role."""
+        ...
+
+    def begin(self, read: Callable[[], None]) -> None:
+        """Before anything else is started; `read` hears what workers say, for a moment."""
+        ...
+
+    def tick(self) -> None: ...
+    def step_closed(self, step: StepIndex) -> None:
+        """The step has all its groups; its lines of rollouts.jsonl may be written."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class SameHost:
+    """What lies in shared memory is everybody's. Implements `Carrier`."""
+
+    def load(self, action: act.Load) -> None:
+        del action
+
+    def exported(self, export: Exported, src: InstanceId) -> Exported:
+        del src
+        return export
+
+    def given_up(self, export: Exported) -> None:
+        Path(export.path).unlink(missing_ok=True)
+
+    def retire(self, versions: Collection[Version]) -> None:
+        del versions
+
+
+class OneHost:
+    """Nothing but the workers and their controller. Implements `World`."""
+
+    def __init__(self) -> None:
+        self.carrier = SameHost()
+        self.services: Mapping[str, Service] = {}
+
+    def begin(self, read: Callable[[], None]) -> None:
+        del read
+
+    def tick(self) -> None:
+        pass
+
+    def step_closed(self, step: StepIndex) -> None:
+        del step
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,264 @@
+"""The evaluator: generates held-out prompts under one pinned version while training goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dora_rl.config import RunConfig
+from dora_rl.engine.engine import Engine
+from dora_rl.engine.models import read_spec
+from dora_rl.engine.options import EngineOptions
+from dora_rl.engine.sequence import Request
+from dora_rl.envs.host import Answer, Ask, Host, label_of, load_environments
+from dora_rl.out_of_memory import free_cached, shortage
+from dora_rl.setup.tokenizer import open_tokenizer
+from dora_rl.types import Finish, RequestId, SamplingParams, Trajectory, Version
+from dora_rl.weights.lora_base import whole
+from dora_rl.weights.store import DiskWeightStore
+from dora_rl.workers.messages import (
+    Alive,
+    Channel,
+    End,
+    EvalPrompt,
+    Evaluate,
+    Evaluated,
+    Note,
+    Ready,
+    Response,
+    Send,
+)
+from dora_rl.workers.turns import apply_answer, episode_seed, turn_text
+from dora_rl.workers.worker import Setup
+
+ALIVE_S = 1.0
+
+
+def serve_evaluations(setup: Setup, channel: Channel) -> None:
+    """Answer every `Evaluate` until `End`."""
+    evaluator = Evaluator(setup, channel.send)
+    channel.send(Ready())
+    while not isinstance(message := channel.receive(), End):
+        assert isinstance(message, Evaluate)
+        channel.send(evaluator.answer(message))
+
+
+class Evaluator:
+    """An engine for one version at a time. Says now and then that it is still generating."""
+
+    def __init__(self, setup: Setup, send: Send) -> None:
+        config = setup.config
+        torch.set_num_threads(max(1, config.rollout.threads))
+        options = config.engine_options(setup.extra["device"], 1)
+        options |= {"versions_max": 1, "memory_share": setup.extra["memory_share"]}
+        decode = None
+        if config.rollout.stop_strings:
+            path = Path(config.model.path)
+            decode = open_tokenizer(path, config.model.trust_remote_code).decode
+        self._engine = Engine(read_spec(config.model.path), EngineOptions(**options), decode)
+        self._store = DiskWeightStore(Path(setup.run_dir) / "weights")
+        self._config, self._name, self._send = config, setup.name, send
+        self._turns = EvalTurns(config, Path(".")) if config.env.environments else None
+        self._said_s = time.monotonic()
+
+    def answer(self, asked: Evaluate) -> Evaluated:
+        """The responses, greedy and sampled, of that version."""
+        engine, version = self._engine, asked.version
+        for old in engine.versions():
+            engine.retire(old)
+        source = whole(self._store.open(version), Path(self._config.model.path))
+        missing = _try_load(engine, version, source)
+        if missing:  # once more, without what torch holds on to
+            self._note(f"out of memory while version {version} was loaded ({missing}); once more")
+            free_cached()
+            engine.load(version, source)
+        self._send(Alive())
+        params = self._config.rollout.sampling_params()
+        prompts, num_samples = asked.prompts, asked.num_samples
+        answers = evaluate(
+            engine, version, prompts, num_samples, params, self._say_alive, self._turns
+        )
+        return Evaluated(version, answers)
+
+    def _note(self, line: str) -> None:
+        self._send(Note(f"{self._name}: {line}"))
+
+    def _say_alive(self) -> None:
+        """And what the engine has to say."""
+        notes, self._engine.notes = self._engine.notes, []
+        for line in notes:
+            self._note(line)
+        if time.monotonic() - self._said_s > ALIVE_S:
+            self._said_s = time.monotonic()
+            self._send(Alive())
+
+
+def _try_load(engine: Engine, version: Version, source: Any) -> str:
+    """What was missing, where memory ran out."""
+    try:
+        engine.load(version, source)
+    except RuntimeError as error:
+        missing = shortage(error)
+        if not missing:
+            raise
+        return missing
+    return ""
+
+
+def evaluate(
+    engine: Engine,
+    version: Version,
+    prompts: Sequence[EvalPrompt],
+    num_samples: int,
+    params: SamplingParams,
+    alive: Callable[[], None] = lambda: None,
+    turns: EvalTurns | None = None,
+) -> tuple[tuple[Response, ...], ...]:
+    """Per prompt: the greedy response and `num_samples` sampled ones.
+
+    `alive` is called after every engine step.
+    """
+    if turns is not None:
+        turns.begin(prompts)
+    greedy = replace(params, temperature=0.0)
+    for index, prompt in enumerate(prompts):
+        for sample in range(1 + num_samples):
+            how = params if sample else greedy
+            request = Request(RequestId(index, sample), version, prompt.row.token_ids, how, 1)
+            if turns is not None:
+                request = replace(request, keep=True, turns=0 if turns.opens(index) else 1)
+            engine.submit(request)
+    done = _generate(engine, turns, (greedy, params), alive)
+    return tuple(
+        tuple(_response(done[RequestId(index, s)]) for s in range(1 + num_samples))
+        for index in range(len(prompts))
+    )
+
+
+def _response(trajectory: Trajectory) -> Response:
+    ids = tuple(trajectory.token_ids.tolist())
+    return Response(ids, trajectory.reward, trajectory.finish.value, _failure(trajectory))
+
+
+def _failure(trajectory: Trajectory) -> str:
+    if trajectory.finish in (Finish.STOP, Finish.LENGTH):
+        return ""
+    return trajectory.error or f"the response was {trajectory.finish.value}"
+
+
+def _generate(
+    engine: Engine,
+    turns: EvalTurns | None,
+    params: tuple[SamplingParams, SamplingParams],
+    alive: Callable[[], None],
+) -> dict[RequestId, Trajectory]:
+    """Until every response is whole; sample 0 of a prompt is greedy."""
+    done: dict[RequestId, Trajectory] = {}
+    while engine.has_work() or (turns is not None and turns.num_open):
+        for output in engine.step():
+            if output.trajectory is None:
+                continue
+            seq = engine.find(output.id)
+            if turns is not None and seq is not None:
+                turns.ask(output.trajectory)
+            else:
+                done[output.id] = output.trajectory
+        if turns is not None:
+            for rid, answer in turns.take(0.0 if engine.has_work() else ALIVE_S):
+                ended = _answered(engine, rid, answer, params[rid.sample > 0], turns.cut_reward)
+                if ended is not None:
+                    done[rid] = ended
+        alive()
+    if turns is not None:
+        turns.end()
+    return done
+
+
+def _answered(
+    engine: Engine,
+    rid: RequestId,
+    answer: Answer,
+    params: SamplingParams,
+    cut_reward: float | None,
+) -> Trajectory | None:
+    """The session after an answer, if that ended it. An environment that failed ends it as failed:
+    it has no reward, and says why."""
+    if answer.error:
+        ended = apply_answer(engine, rid, replace(answer, done=True, cut=True, error=""), params)
+        assert ended is not None
+        return replace(ended, reward=None, finish=Finish.ERROR, error=answer.error)
+    ended = apply_answer(engine, rid, answer, params)
+    if ended is None:
+        return None
+    cut = answer.reward is None and ended.finish is Finish.LENGTH
+    return replace(ended, reward=cut_reward if cut else answer.reward)
+
+
+class EvalTurns:
+    """Environments inside the evaluator's own process: questions in, answers out, no waiting.
+
+    One thread runs the event loop of the episodes; the engine's loop asks and collects between its
+    steps. An environment that fails or hangs costs that answer only. Never used in training, where
+    environments have processes of their own.
+    """
+
+    def __init__(self, config: RunConfig, base_dir: Path) -> None:
+        self._loaded = load_environments(config.env, base_dir)
+        self._host = Host(self._loaded, turn_text(config))
+        # What an episode is worth that was cut off before it got a reward; None: functions say.
+        self.cut_reward = None if config.reward.functions else 0.0
+        self._prompts: Sequence[EvalPrompt] = ()
+        self._answers: queue.SimpleQueue[tuple[RequestId, Answer]] = queue.SimpleQueue()
+        self._loop = asyncio.new_event_loop()
+        self.num_open = 0
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+
+    def begin(self, prompts: Sequence[EvalPrompt]) -> None:
+        self._prompts = prompts
+
+    def opens(self, prompt: int) -> bool:
+        label = label_of(self._prompts[prompt].env, self._loaded)
+        return self._loaded[label].kind.opens
+
+    def ask(self, trajectory: Trajectory) -> None:
+        rid = trajectory.request
+        asked = self._prompts[rid.group]
+        ask = Ask(
+            rid,
+            label_of(asked.env, self._loaded),
+            asked.row,
+            episode_seed(0, rid.group),
+            tuple(trajectory.token_ids.tolist()),
+            tuple(trajectory.loss_mask.tolist()),
+            tuple(trajectory.logprobs.tolist()),
+            trajectory.version,
+        )
+        self.num_open += 1
+        asyncio.run_coroutine_threadsafe(self._answer(ask), self._loop)
+
+    async def _answer(self, ask: Ask) -> None:
+        self._answers.put((ask.request, await self._host.answer(ask)))
+
+    def take(self, wait_s: float) -> list[tuple[RequestId, Answer]]:
+        """What has been answered; waits for the first if there is a question open."""
+        found: list[tuple[RequestId, Answer]] = []
+        try:
+            while self.num_open:
+                found.append(self._answers.get(timeout=0.0 if found else wait_s))
+                self.num_open -= 1
+        except queue.Empty:
+            pass
+        return found
+
+    def end(self) -> None:
+        """The evaluation is over; the next one begins with fresh episodes."""
+        for group in range(len(self._prompts)):
+            self._loop.call_soon_threadsafe(self._host.forget, group)

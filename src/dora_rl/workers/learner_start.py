@@ -1,0 +1,127 @@
+"""What a learner stands on when it starts: the newest sealed version, its masters, its moments.
+
+    learner/masters/   of the newest version: what makes its masters, critic and counters exact
+    learner/moments/   of the newest version that they were written for
+
+Invariant: however the incarnation before ended, this one has the masters, the critic, the counters
+and the schedule of the newest sealed version, bit for bit; after a clean end the moments too. On
+another host it has those of the newest durable one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from concurrent.futures import Executor
+from pathlib import Path
+from typing import Any
+
+from dora_rl.controller.lock import LEARNER_LOCK
+from dora_rl.model.sealed import check_base
+from dora_rl.setup.settings import learner_algorithm
+from dora_rl.trainer import distributed
+from dora_rl.trainer.checkpoints import state
+from dora_rl.trainer.checkpoints.checkpoint import Checkpoints, Saved
+from dora_rl.trainer.learner import Learner
+from dora_rl.types import Version
+from dora_rl.weights.levels import Level, disk_level, finish_sealed, is_one_place, shared_level
+from dora_rl.weights.lora_base import run_base
+from dora_rl.weights.sealing import Sealing, WaitingStore
+from dora_rl.weights.store import WeightsError
+from dora_rl.workers.moments import Moments
+from dora_rl.workers.worker import Setup
+
+
+class LearnerStart:
+    """Every rank has one; the first one writes."""
+
+    def __init__(self, setup: Setup, executor: Executor | None = None) -> None:
+        """`executor`: who writes versions and moments, in place of threads."""
+        self._setup = setup
+        config, extra, run_dir = setup.config, setup.extra, Path(setup.run_dir)
+        self.rank, self.num_ranks = int(extra["rank"]), int(extra["num_ranks"])
+        self.lock = wait_for_lock(run_dir / LEARNER_LOCK) if self.rank == 0 else None
+        distributed.join(extra["rendezvous"], self.rank, self.num_ranks, str(extra.get("ip", "")))
+        self.shared = WaitingStore(extra["weights_root"])
+        shared, disk = shared_level(extra["weights_root"]), disk_level(run_dir)
+        self.disk, self.exact = disk.versions, disk.masters
+        self.seals_to: Level = disk if is_one_place(shared, disk) else shared
+        self.sealing = self.shared.sealing = Sealing(shared, disk, executor)
+        self.notes: list[str] = finish_sealed(shared, disk) if self.rank == 0 else []
+        distributed.wait_for_all()  # now the disk has the newest version, for every rank
+        self.checkpoints = Checkpoints(run_dir / "checkpoints", config.checkpoint)
+        every_s = config.checkpoint.state_every_s
+        self.moments = Moments(run_dir / "learner" / "moments", every_s, executor=executor)
+        self.version: Version = max(self.disk.versions(), default=-1)
+        self.learner, self.optimizer_version = self._open_learner(self.version)
+        hint = "put runtime.run_dir on a file system that all learner ranks share"
+        distributed.agree("the newest sealed version to be", self.version, hint)
+        self._check_base()
+
+    def _open_learner(self, sealed: Version) -> tuple[Learner, Version]:
+        """The learner at the newest sealed version, and the version its moments are of."""
+        config, algorithm = self._setup.config, learner_algorithm(self._setup.config)
+        batch = config.orchestration.batch_groups
+        store = self.disk if self.rank else self.shared  # another rank may be on another host
+        kwargs: dict[str, Any] = {"batch_groups": batch, "store": store}
+        if self.rank == 0:
+            self._forget_unsealed(sealed)
+        saved = [c for c in self.checkpoints.saved() if c.step + 1 <= sealed]
+        if sealed in self.exact.versions():
+            learner = Learner(config.model.path, algorithm, config.trainer, **kwargs)
+            learner.adopt(self.disk, sealed, self.exact)
+            return learner, self._find_moments(learner, sealed, saved)
+        # A new run, or one whose versions an older release has sealed.
+        if not saved:
+            learner = Learner(config.model.path, algorithm, config.trainer, **kwargs)
+        else:
+            learner = Learner.resume(saved[-1].path, algorithm, config.trainer, **kwargs)
+            # A checkpoint is pruned one day; what is copied beside later ones is the model's.
+            learner.directory = Path(config.model.path)
+        optimizer_version = saved[-1].step + 1 if saved else 0
+        if max(0, sealed) > optimizer_version:
+            learner.adopt(self.disk, sealed)
+            self.notes.append(
+                f"version {sealed} has no masters beside it: it goes on from the published "
+                f"weights, with the learning-rate schedule of version {optimizer_version}"
+            )
+        return learner, optimizer_version
+
+    def _forget_unsealed(self, sealed: Version) -> None:
+        """What an incarnation that ended before it sealed the version left beside it, and what is
+        left of a version that was lost with its host."""
+        for store in (self.exact, self.seals_to.masters):
+            for version in store.versions():
+                if version > sealed:
+                    store.retire(version)
+        self.moments.forget_after(sealed)
+
+    def _find_moments(self, learner: Learner, sealed: Version, saved: list[Saved]) -> Version:
+        """The newest that are whole, beside the versions or in a checkpoint; 0: none."""
+        checkpoints = {c.step + 1: c.path for c in saved}
+        there = {v for v in self.moments.store.versions() if v <= sealed}
+        for version in sorted(there | checkpoints.keys(), reverse=True):
+            if version in checkpoints:
+                state.load_saved_moments(learner, checkpoints[version])
+                return version
+            try:
+                self.moments.load(learner, version)
+                return version
+            except WeightsError as error:
+                self.notes.append(f"the optimizer's moments cannot be used: {error}")
+        return 0
+
+    def _check_base(self) -> None:
+        """What versions that are adapters belong on: the same on every rank, and as it was."""
+        base = self.learner.base = run_base(self._setup.config)
+        hint = "model.path must hold the same weights on every host"
+        distributed.agree("the weights of model.path to be", int(base[:15] or "0", 16), hint)
+        if self.version >= 0:
+            check_base(self.disk.map(self.version), base, self._setup.config.model.path)
+
+
+def wait_for_lock(path: Path) -> int:
+    """Held until this process ends: a learner that was given up and lives on never meets us."""
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    return handle

@@ -1,0 +1,134 @@
+"""Versions on their way into an instance's engine, and what it does before the first is there.
+
+Loads take turns with decoding: `go_on` does a layer, or looks at the thread that loads. Never
+decides what is loaded. Invariant: every load that was asked for is told once, as done or as failed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from dora_rl.core import events as ev
+from dora_rl.out_of_memory import free_cached, shortage
+from dora_rl.types import BaseDiffers, UserError, Version
+from dora_rl.weights.store import SharedMemoryWeightStore, WeightsError
+from dora_rl.workers.engines import InstanceEngine
+from dora_rl.workers.worker import Setup
+
+
+class Loads:
+    """Of one instance. `say` tells the core."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        engine: InstanceEngine,
+        say: Callable[[ev.Loaded | ev.LoadFailed], None],
+    ) -> None:
+        config, root = setup.config, setup.extra["weights_root"]
+        self._name, self._engine, self._say = setup.name, engine, say
+        self._store = SharedMemoryWeightStore(root, verify=config.weights.verify)
+        self._verify = config.rollout.verify_weights
+        self._attempts: dict[Version, int] = {}
+        self._awaited: list[Version] = []  # to be loaded, and not in the store yet
+        self._running: deque[tuple[Version, Iterator[str]]] = deque()
+        self._short: set[Version] = set()  # for which there was not enough memory, once
+        self._checksums: dict[Version, str] = {}  # of what is being loaded
+
+    @property
+    def is_waiting(self) -> bool:
+        return bool(self._awaited)
+
+    @property
+    def is_running(self) -> bool:
+        return bool(self._running)
+
+    def ask(self, version: Version, attempt: int) -> None:
+        self._attempts[version] = attempt
+        if version not in [*self._awaited, *(version for version, _ in self._running)]:
+            self._awaited.append(version)  # else it is asked again because it took long
+
+    def go_on(self) -> None:
+        """An instance may be up before the learner has sealed (or copied back) a version."""
+        if self._awaited:
+            there = self._store.versions()
+            for version in [version for version in self._awaited if version in there]:
+                self._awaited.remove(version)
+                self._begin(version)
+        if self._running:
+            self._load_some()
+
+    def _begin(self, version: Version) -> None:
+        try:
+            if self._verify:  # the engine hashes the tensors it reads; once is enough
+                sealed = self._store.map(version)
+                sealed.check_header()
+            else:
+                sealed = self._store.open(version)
+            self._checksums[version] = sealed.checksum
+            self._running.append((version, self._engine.load_layers(version, sealed, self._verify)))
+        except BaseDiffers:
+            raise  # no load will ever succeed here
+        except (WeightsError, UserError) as error:
+            self._say_failed(version, error)
+
+    def _load_some(self) -> None:
+        version, layers = self._running[0]
+        try:
+            next(layers)
+            return
+        except StopIteration:
+            attempt, checksum = self._attempts.get(version, -1), self._checksums.pop(version)
+            self._say(ev.Loaded(self._name, version, attempt=attempt, checksum=checksum))
+        except BaseDiffers:
+            raise
+        except (WeightsError, UserError) as error:
+            self._say_failed(version, error)
+        except RuntimeError as error:
+            self._load_again(version, error)
+        self._running.popleft()
+
+    def _load_again(self, version: Version, error: RuntimeError) -> None:
+        """Where memory ran out, once more without what torch holds on to; then the core decides."""
+        missing = shortage(error)
+        if not missing:
+            raise error
+        self._checksums.pop(version)
+        if version in self._short:
+            self._say_failed(version, error)
+            return
+        self._short.add(version)
+        line = f"out of memory while version {version} was loaded ({missing}); it is loaded again"
+        self._engine.notes.append(line)
+        free_cached()
+        self._awaited.append(version)
+
+    def _say_failed(self, version: Version, error: Exception) -> None:
+        attempt = self._attempts.get(version, -1)
+        self._say(ev.LoadFailed(self._name, version, str(error), attempt=attempt))
+
+
+class Warm(Protocol):
+    """An engine, as far as warming up goes."""
+
+    def warm_up(self, plain: bool) -> Iterator[None]: ...
+    def versions(self) -> tuple[int, ...]: ...
+
+
+class Warming:
+    """Has an engine compile and capture, a part at a time, until a version is resident: from then
+    on nobody waits for what may never be needed."""
+
+    def __init__(self, engine: Warm, plain: bool) -> None:
+        self._engine = engine
+        self._parts: Iterator[None] | None = engine.warm_up(plain)
+
+    def part(self) -> bool:
+        """Do one; False if there was none to do."""
+        if self._parts is not None and not self._engine.versions():
+            for _ in self._parts:
+                return True
+        self._parts = None
+        return False

@@ -1,0 +1,195 @@
+"""Weights and KV between hosts: which relay pulls what from whom. No byte passes through here.
+
+Every host has a relay. A version is pulled once per host, from the host of the donor that the core
+named, else from the host that passes it on to the fewest (the learner's host among them), so that
+hosts that load at the same time form a chain and the learner's host sends the version once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
+
+from dora_rl.controller.world import Notify
+from dora_rl.core import actions as act
+from dora_rl.types import InstanceId, Version
+from dora_rl.workers.messages import Exported, Fetch, Fetched, Message, Retire, Serving
+from dora_rl.workers.pool import Worker, WorkerPool
+from dora_rl.worlds.hosts import Host, HostProcesses
+
+SILENT_S_MAX = 5.0  # a relay that says nothing for so long is on a host that is cut off
+STARTS_MAX = 5
+HOSTS_S = 1.0  # between two looks at the cluster
+
+
+@dataclass(slots=True)
+class Site:
+    """A host and its relay, as the controller knows them."""
+
+    host: Host
+    name: str
+    address: str = ""
+    heard_s: float = 0.0
+    num_starts: int = 0  # in a row that came to nothing
+    wanted: set[Version] = field(default_factory=set[Version])
+    there: set[Version] = field(default_factory=set[Version])
+
+
+@dataclass(slots=True)
+class Bytes:
+    """What relays have reported: over all hosts, since the start."""
+
+    weights: int = 0
+    fetches: int = 0
+    fetch_s: float = 0.0
+
+
+class Relays:
+    """One relay per host. Implements `Carrier` and `Service`."""
+
+    def __init__(self, pool: WorkerPool, hosts: HostProcesses, notify: Notify) -> None:
+        self._pool, self._hosts, self._notify = pool, hosts, notify
+        self._head = hosts.cluster.head
+        self.sites: dict[str, Site] = {}
+        self._feeds: dict[Version, dict[str, int]] = {}  # per version and host: sent on to how many
+        self._looked_s = 0.0
+        self.moved = Bytes()
+        self.is_head_ready: Callable[[], bool] = lambda: True
+        hosts.usable = self.usable
+
+    def tick(self) -> None:
+        """New hosts get a relay, lost ones are forgotten, waiting workers are placed."""
+        now = time.monotonic()
+        if now - self._looked_s >= HOSTS_S:
+            self._looked_s = now
+            self._look()
+        self._hosts.place_waiting()
+
+    def _look(self) -> None:
+        hosts = {host.id: host for host in self._hosts.cluster.hosts()}
+        for gone in [site for site in self.sites.values() if site.host.id not in hosts]:
+            self._forget(gone)
+        for host in hosts.values():
+            if host.id not in self.sites:
+                site = Site(host, f"depot-{host.id[:12]}")  # as its log has always been named
+                self.sites[host.id] = site
+                self._pool.start("relay", site.name, {"host": host.id})
+
+    def _forget(self, site: Site) -> None:
+        del self.sites[site.host.id]
+        for feeds in self._feeds.values():
+            feeds.pop(site.host.id, None)
+        self._pool.dismiss(site.name)
+
+    def usable(self) -> list[Host]:
+        """Hosts that may get workers: their relay is heard, and the head node is ready."""
+        now = time.monotonic()
+        head = self.sites.get(self._head.id)
+        if head is None or not head.address or not self.is_head_ready():
+            return []
+        return [
+            site.host
+            for site in self.sites.values()
+            if site.address and (site.host.id == self._head.id or self._is_heard(site, now))
+        ]
+
+    def _is_heard(self, site: Site, now: float) -> bool:
+        return now - site.heard_s < SILENT_S_MAX
+
+    # -- what relays say --------------------------------------------------------------------------
+
+    def site_named(self, name: str) -> Site | None:
+        return next((site for site in self.sites.values() if site.name == name), None)
+
+    def hear(self, worker: Worker, message: Message) -> None:
+        site = self.site_named(worker.name)
+        if site is None:
+            return
+        site.heard_s = time.monotonic()
+        match message:
+            case Serving(port, versions):
+                site.address = f"tcp://{site.host.ip}:{port}"
+                site.there, site.num_starts = set(versions), 0
+                self._ask_again()
+            case Fetched(version, num_bytes, seconds):
+                site.there.add(version)
+                self.moved.weights += num_bytes
+                self.moved.fetches += 1
+                self.moved.fetch_s += seconds
+            case _:
+                pass
+
+    def fatal(self, worker: Worker, reason: str) -> None:
+        """A host elsewhere is done without."""
+        self._notify(f"{worker.name}: {reason}")
+
+    def lost(self, name: str) -> None:
+        """A relay ended. On a host that is still there it is started again."""
+        site = self.site_named(name)
+        if site is None or self._pool.closing:
+            return
+        site.address, site.there = "", set()
+        site.num_starts += 1
+        if site.num_starts < STARTS_MAX:  # else the host gets no worker while it is as it is
+            self._pool.restart(name)
+
+    def _ask_again(self) -> None:
+        """A relay is new: whoever waits for a version may have to ask it, or be asked again."""
+        for site in self.sites.values():
+            for version in site.wanted - site.there:
+                self._fetch(site, version, None)
+
+    # -- the carrier ------------------------------------------------------------------------------
+
+    def load(self, action: act.Load) -> None:
+        host = self._hosts.host_of(action.instance)
+        site = self.sites.get(host.id) if host is not None else None
+        if site is None or site.host.id == self._head.id or action.version in site.wanted:
+            return
+        site.wanted.add(action.version)
+        donor = self._hosts.host_of(action.donor) if action.donor is not None else None
+        self._fetch(site, action.version, donor)
+
+    def _fetch(self, site: Site, version: Version, donor: Host | None) -> None:
+        sources = self.sources(site, version, donor)
+        self._pool.send(site.name, Fetch(version, tuple(other.address for other in sources)))
+
+    def sources(self, site: Site, version: Version, donor: Host | None) -> list[Site]:
+        """The donor's host or the one that feeds the fewest, then the learner's."""
+        feeds = self._feeds.setdefault(version, {self._head.id: 0})
+        head, now = self.sites[self._head.id], time.monotonic()
+        candidates = [
+            other
+            for other in (self.sites.get(host) for host in feeds)
+            if other is not None
+            and other is not site
+            and other.address
+            and (other is head or self._is_heard(other, now))
+        ]
+        named = [other for other in candidates if donor is not None and other.host.id == donor.id]
+        first = named or candidates
+        best = min(first, key=lambda other: feeds[other.host.id], default=head)
+        feeds[best.host.id] = feeds.get(best.host.id, 0) + 1
+        feeds.setdefault(site.host.id, 0)
+        return [best] if best is head else [best, head]
+
+    def exported(self, export: Exported, src: InstanceId) -> Exported:
+        here, there = self._hosts.host_of(src), self._hosts.host_of(export.dst)
+        if here is None or there is None or here.id == there.id or here.id not in self.sites:
+            return export
+        return replace(export, relay=self.sites[here.id].address)
+
+    def given_up(self, export: Exported) -> None:
+        """The source forgets what it laid out when it goes on with the request."""
+
+    def retire(self, versions: Collection[Version]) -> None:
+        if not versions:
+            return
+        for version in versions:
+            self._feeds.pop(version, None)
+        for site in self.sites.values():
+            site.wanted -= set(versions)
+            site.there -= set(versions)
+            if site.host.id != self._head.id:
+                self._pool.send(site.name, Retire(tuple(sorted(versions))))
