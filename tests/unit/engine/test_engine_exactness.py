@@ -76,7 +76,7 @@ class World:
         self.paths, self.journal_dir = paths, journal_dir
         self.params = PLAIN if burst > 1 else PARAMS
         spec = read_spec(paths[0])
-        roomy, tight = (replace(o, compiled_kernels=compiled) for o in (ROOMY, TIGHT))
+        roomy, tight = (o.model_copy(update={"compiled_kernels": compiled}) for o in (ROOMY, TIGHT))
         self.alone = Engine(spec, roomy)
         for version, path in enumerate(paths):
             self.alone.load(version, path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +82,7 @@ def test_an_adapter_on_the_output_matrix_is_refused(tmp_path: Path, family: str,
     with pytest.raises(UserError, match=r"trainer\.lora_targets 'lm_head'"):
         check_learner(config)
     for implementation in ("lean", "transformers"):
-        trainer = replace(
+        trainer = changed(
             TRAINER, lora_targets=targets, lora_publish=form, implementation=implementation
         )
         with pytest.raises(UserError, match=r"'lm_head'.*output matrix has no adapter"):
