@@ -42,7 +42,7 @@ from dora_rl.io.transport import Link
 from dora_rl.types import RequestId, SamplingParams
 from dora_rl.weights.relay import Relay
 from dora_rl.weights.store import SharedMemoryWeightStore
-from dora_rl.workers.rollout import write_export
+from dora_rl.workers.moves import write_export
 from engine import SHAPES
 
 KEY = b"k" * 32
