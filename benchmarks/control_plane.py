@@ -298,7 +298,7 @@ class Controller:
         self.instances = FromInstances(
             self.control, files, self.pool, SameHost(), nobody, nobody, Notify()
         )
-        log = FileLog.create(folder / "events")
+        self.log = log = FileLog.create(folder / "events")
         self.control.connect(Wall(), self.hands, self.hands, self.hands, self.hands, log)
         self.pool.start("control_plane:serve_rest", "rest", extra)
         for name, _, _ in self.spec.instances:
@@ -357,7 +357,7 @@ def main() -> None:
         finally:
             run.pool.end(5.0)
             cluster.close()
-        run.loop.ports.log.close()  # type: ignore[attr-defined]
+        run.log.close()
         findings = audit_run(Path(folder) / "events").findings
     print(f"{args.instances} instances ({args.hands}), {args.steps} steps, {args.speed:g}x time")
     print("part  events/s  decision ms p50    p99   share of a core  events per cpu second")

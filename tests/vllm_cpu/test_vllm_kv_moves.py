@@ -29,7 +29,7 @@ from dora_rl.engine.models import read_spec
 from dora_rl.engine.options import EngineOptions
 from dora_rl.engine.sequence import Request
 from dora_rl.engine.weights import HfDirectory
-from dora_rl.workers.rollout import write_export
+from dora_rl.workers.moves import write_export
 from dora_rl.weights.store import SharedMemoryWeightStore
 from dora_rl.types import RequestId, SamplingParams, UserError
 
