@@ -269,6 +269,8 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     from dora_rl.setup.settings import load_config
     from dora_rl.weights.run_models import find_model
     from dora_rl.workers.evaluator import evaluate as answer_all
+    from dora_rl.workers.messages import EvalPrompt
+    from dora_rl.workers.turns import row_of
 
     model = find_model(args.model)
     words = [f"model.path={model.directory}", f"data.train={args.train}", f"data.eval={args.eval}"]
@@ -282,22 +284,22 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     engine = Engine(read_spec(model.directory), EngineOptions(**options))
     engine.load(model.version, model.source)
     begun = time.monotonic()
-    ids = [prompt.token_ids for prompt in prompts]
-    answers = answer_all(engine, model.version, ids, 0, config.rollout.sampling_params())
+    asked = [EvalPrompt(row_of(prompt)) for prompt in prompts]
+    answers = answer_all(engine, model.version, asked, 0, config.rollout.sampling_params())
     took = time.monotonic() - begun
     strict, loose, cut, failed = 0.0, 0.0, 0, 0
     reward = build(config.reward, ROOT)
-    for prompt, answer in zip(prompts, answers, strict=True):
-        text = tokenizer.decode(answer["greedy"], skip_special_tokens=True)
-        cut += answer["finishes"][0] == "length"
+    for prompt, (answer,) in zip(prompts, answers, strict=True):
+        text = tokenizer.decode(answer.token_ids, skip_special_tokens=True)
+        cut += answer.finish == "length"
         item = ScoreItem(
             prompt=prompt.text,
             prompt_text=prompt.text,
             completion=text,
-            completion_ids=tuple(answer["greedy"]),
+            completion_ids=answer.token_ids,
             answer=prompt.answer,
             columns=prompt.columns,
-            finish=answer["finishes"][0],
+            finish=answer.finish,
         )
         score = reward.score([item])[0]
         if isinstance(score, int | float):

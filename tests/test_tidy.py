@@ -94,27 +94,11 @@ IMPORTS_MAX = 15  # of our own modules
 # folder -> .py files
 LARGE_FOLDERS: dict[str, int] = {
     "src/dora_rl/core": 25,
-    "src/dora_rl/engine": 34,
-    "src/dora_rl/trainer": 46,
-    "src/dora_rl/workers": 23,
 }
 # module -> modules of ours that it imports
-MANY_IMPORTS: dict[str, int] = {
-    "dora_rl.engine.cuda.decoder": 16,
-    "dora_rl.engine.cuda.runner": 17,
-    "dora_rl.engine.engine": 16,
-    "dora_rl.trainer.learner": 25,
-    "dora_rl.workers.instance_worker": 21,
-    "dora_rl.workers.learner_worker": 23,
-    "dora_rl.workers.worker": 18,
-    "dora_rl.worlds.cluster": 16,
-    "dora_rl.worlds.local": 39,
-}
+MANY_IMPORTS: dict[str, int] = {}
 # module -> times that it uses a private name of another module of ours
-PRIVATE_USES: dict[str, int] = {
-    "dora_rl.trainer.model": 2,
-    "dora_rl.worlds.cluster_crew": 7,
-}
+PRIVATE_USES: dict[str, int] = {}
 # Of named tuples and of ctypes: public in spite of their names.
 NO_SECRETS = {"_", "_replace", "_asdict", "_fields", "_make", "_fields_"}
 

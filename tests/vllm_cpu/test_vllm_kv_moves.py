@@ -25,7 +25,7 @@ torch.set_num_threads(1)
 from tiny_models import VOCAB, save_model
 from dora_rl.engine.backends.vllm import VllmEngine, VllmOptions
 from dora_rl.engine.engine import Engine
-from dora_rl.engine.models import read_spec
+from dora_rl.model.directory import read_spec
 from dora_rl.engine.options import EngineOptions
 from dora_rl.engine.sequence import Request
 from dora_rl.engine.weights import HfDirectory

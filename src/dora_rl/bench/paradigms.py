@@ -24,7 +24,7 @@ from rich.table import Table
 
 from dora_rl.bench.log import Window, run_figures
 from dora_rl.config import RunConfig
-from dora_rl.controller.eval_figures import Figures
+from dora_rl.observe.eval_figures import Figures
 from dora_rl.observe.meters import CpuMeter, GpuMeter, start_meter
 from dora_rl.setup.prepare import choose_device
 from dora_rl.setup.settings import resolve

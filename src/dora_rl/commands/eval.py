@@ -37,7 +37,7 @@ ARGUMENTS = (
 
 
 def run(args: argparse.Namespace) -> int:
-    from dora_rl.controller.eval_figures import TAIL_FILE, failed_text, has_failed
+    from dora_rl.observe.eval_figures import TAIL_FILE, failed_text, has_failed
     from dora_rl.setup.settings import load_config
     from dora_rl.weights.run_models import find_model, is_run
     from dora_rl.worlds.evaluate_once import evaluate_once

@@ -162,7 +162,7 @@ def _report(run_dir: Path, summary: dict[str, Any], reason: str) -> None:
 
 def report_lines(run_dir: Path, summary: dict[str, Any]) -> list[str]:
     """The figures of summary.json that a user looks for first."""
-    from dora_rl.controller.eval_figures import failed_text
+    from dora_rl.observe.eval_figures import failed_text
     from dora_rl.weights.run_models import has_weights
 
     lines: list[str] = []

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from dora_rl.controller.eval_figures import Figures, failed_text, has_failed
 from dora_rl.core.waits import waits
+from dora_rl.observe.eval_figures import Figures, failed_text, has_failed
 
 SHOWN = ("greedy", "sampled", "pass_at_k", "tail_greedy", "tail_sampled")
 

@@ -15,7 +15,11 @@ from typing import Any
 import numpy as np
 
 from dora_rl.config import EvaluationConfig, RunConfig
-from dora_rl.controller.eval_figures import (
+from dora_rl.controller.files import RunFiles
+from dora_rl.controller.scoring import ScoringPool
+from dora_rl.controller.world import Carrier, Notify
+from dora_rl.data.prompts import PromptSource
+from dora_rl.observe.eval_figures import (
     TAIL_FILE,
     Figures,
     Sheet,
@@ -25,10 +29,6 @@ from dora_rl.controller.eval_figures import (
     figures,
     has_failed,
 )
-from dora_rl.controller.files import RunFiles
-from dora_rl.controller.scoring import ScoringPool
-from dora_rl.controller.world import Carrier, Notify
-from dora_rl.data.prompts import PromptSource
 from dora_rl.types import Finish, Prompt, RequestId, Trajectory, Version
 from dora_rl.workers.messages import (
     EvalPrompt,

@@ -101,7 +101,7 @@ class FromLearner:
             case ev.TrainerJoined(version=version):
                 self._joined(version)
             case ev.VersionDurable(version=version) if is_running:
-                if version in self._kept.due(version):  # the evaluator reads it from the disk
+                if version in self._kept.missing(version):  # the evaluator reads it from the disk
                     self._kept.ask(version)
             case ev.Recomputed(is_same=False) if is_running:
                 self._mismatched(event)

@@ -23,11 +23,11 @@ from typing import Any
 import numpy as np
 
 from dora_rl.config import CheckpointConfig, RunConfig
-from dora_rl.controller.eval_figures import Figures, best_evaluated
 from dora_rl.controller.sink_writers import RunFacts
 from dora_rl.controller.sinks import Sinks
 from dora_rl.core import events as ev
 from dora_rl.io.append_log import cut_lines, keep_lines, read_lines
+from dora_rl.observe.eval_figures import Figures, best_evaluated
 from dora_rl.observe.eventlog import FileLog, entries_since
 from dora_rl.observe.measures import (
     WINDOW_STEPS,

@@ -101,18 +101,18 @@ class Engine(RequestBook):
 
     def park(self, request: RequestId) -> None:
         """Put a request aside with its KV on the host (recomputed later if the host is full)."""
-        self._set_aside(self._known(request), spill=True)
+        self._set_aside(self.known(request), spill=True)
 
     def put_aside(self, request: RequestId) -> Seq:
         """Stop decoding a request and hold its KV where it is, for `transfer`."""
-        seq = self._known(request)
+        seq = self.known(request)
         self._set_aside(seq, spill=False)
         return seq
 
     def reversion(self, request: RequestId, version: Version) -> None:
         """Continue on other weights (the `partial` baseline only): re-prefilled, and recorded."""
-        seq = self._known(request)
-        self._check_resident(request, version)
+        seq = self.known(request)
+        self.check_resident(request, version)
         parked, idle = seq.status is Status.PARKED, seq.status is Status.IDLE
         self.scheduler.reset(seq)
         self.runner.cache.drop_host(request)
@@ -120,13 +120,13 @@ class Engine(RequestBook):
         if parked:
             self._set_aside(seq, spill=False)
         elif idle:
-            self._go_on(seq)
-        self._note(seq)
+            self.go_on(seq)
+        self.note(seq)
 
     def adopt(self, seq: Seq) -> None:
         """A request that arrived with its KV (see `transfer`) joins the queue."""
-        self._go_on(seq)
-        self._note(seq)
+        self.go_on(seq)
+        self.note(seq)
 
     def find(self, request: RequestId) -> Seq | None:
         return self.scheduler.find(request)
@@ -145,7 +145,7 @@ class Engine(RequestBook):
 
     def has_work(self) -> bool:
         s = self.scheduler
-        return bool(self._outputs or self._in_flight or s.running or s.waiting or s.spilled)
+        return bool(self.outputs or self._in_flight or s.running or s.waiting or s.spilled)
 
     def _enter(self, seq: Seq) -> None:
         self.scheduler.add(seq)
@@ -184,7 +184,7 @@ class Engine(RequestBook):
         depth = self.runner.depth if plan.spans else 0
         while len(self._in_flight) > depth:
             self._collect()
-        return self._hand_out(plan.repeat)
+        return self.hand_out(plan.repeat)
 
     def _launch(self, plan: Plan) -> str:
         """Returns what was missing where memory ran out, outside of the handler, whose traceback
@@ -253,7 +253,7 @@ class Engine(RequestBook):
         seq = span.seq
         if any(map(math.isnan, logprobs)):
             self.scheduler.pool.poison(seq.blocks)
-            self._fail(seq, "non-finite logits")
+            self.fail(seq, "non-finite logits")
             return
         seq.logprobs += logprobs
         if raw_logprobs:
@@ -261,8 +261,8 @@ class Engine(RequestBook):
         seq.loss_mask += [1] * len(token_ids)
         if span.sample:
             seq.tokens += token_ids[-num_drawn:]
-        finish = self._finish_of(seq, span.sample)
-        self._gain(seq, token_ids, logprobs, raw_logprobs, top, finish)
+        finish = self.finish_of(seq, span.sample)
+        self.gain(seq, token_ids, logprobs, raw_logprobs, top, finish)
 
     def stats(self) -> EngineStats:
         queues, counts = self.scheduler, self.scheduler.pool.counts()
@@ -278,8 +278,8 @@ class Engine(RequestBook):
             parked=len(queues.parked),
             idle=len(queues.idle),
             kv_tokens=sum(seq.num_computed for seq in queues.sequences() if seq.blocks),
-            steps=self._num_steps,
-            decode_tokens=self._num_decode_tokens,
+            steps=self.num_steps,
+            decode_tokens=self.num_decode_tokens,
             prefill_tokens=self._num_prefill_tokens,
             prefix_tokens=queues.num_prefix_tokens,
             preemptions=queues.num_preemptions,

@@ -72,10 +72,10 @@ class RequestBook(ABC):
         self.limits, self.eos_ids = limits, eos_ids
         self.decode, self.journal = decode, journal
         self.notes: list[str] = []  # for whoever watches
-        self._outputs: list[Output] = []
+        self.outputs: list[Output] = []
         self._num_arrived = 0
-        self._num_steps = 0
-        self._num_decode_tokens = 0
+        self.num_steps = 0
+        self.num_decode_tokens = 0
         self._num_prefill_tokens = 0
 
     # ------------------------------------------------- what an engine does itself
@@ -148,8 +148,8 @@ class RequestBook(ABC):
             self._refuse(seq, reason)
             return
         self._enter(seq)
-        self._note(seq)
-        finish = self._finish_of(seq)
+        self.note(seq)
+        finish = self.finish_of(seq)
         if finish is None:
             self._run(seq)
         else:
@@ -175,7 +175,7 @@ class RequestBook(ABC):
         Only the new tokens are prefilled where the cache has the others. They enter the response
         with loss mask 0.
         """
-        seq = self._known(request, Status.IDLE)
+        seq = self.known(request, Status.IDLE)
         seq.begin_turn(token_ids, params, self.eos_ids)
         reason = self.refusal(seq, queued=True)
         if reason:
@@ -183,12 +183,12 @@ class RequestBook(ABC):
             self._refuse(seq, reason)
             return
         self._run(seq)
-        self._note(seq)
+        self.note(seq)
 
     def unpark(self, request: RequestId) -> None:
-        seq = self._known(request, Status.PARKED)
-        self._check_resident(request, seq.version)
-        self._go_on(seq)
+        seq = self.known(request, Status.PARKED)
+        self.check_resident(request, seq.version)
+        self.go_on(seq)
 
     def is_parked(self, request: RequestId) -> bool:
         seq = self.find(request)
@@ -221,15 +221,15 @@ class RequestBook(ABC):
 
     # ----------------------------------------------------------- inside a step
 
-    def _hand_out(self, num_steps: int) -> list[Output]:
+    def hand_out(self, num_steps: int) -> list[Output]:
         """What every request gained in the steps just done."""
-        self._num_steps += num_steps
-        outputs, self._outputs = self._outputs, []
+        self.num_steps += num_steps
+        outputs, self.outputs = self.outputs, []
         if self.journal:
             self.journal.step(self.sequences(), num_steps, idle=not self.has_work())
         return outputs
 
-    def _gain(
+    def gain(
         self,
         seq: Seq,
         token_ids: Sequence[int],
@@ -239,20 +239,20 @@ class RequestBook(ABC):
         finish: Finish | None,
     ) -> None:
         """Tokens that the sequence has now; `finish` where they end its response."""
-        self._num_decode_tokens += len(token_ids)
+        self.num_decode_tokens += len(token_ids)
         if self.journal:
             self.journal.tokens(seq.id, token_ids, logprobs, raw_logprobs)
         if finish is not None:
             self._end(seq, finish, tuple(token_ids), tuple(logprobs), tuple(top))
         elif token_ids:
             gained = Output(seq.request.id, tuple(token_ids), tuple(logprobs), None, tuple(top))
-            self._outputs.append(gained)
+            self.outputs.append(gained)
 
-    def _fail(self, seq: Seq, why: str) -> None:
+    def fail(self, seq: Seq, why: str) -> None:
         seq.error = f"request {tuple(seq.id)}: {why}"
         self._end(seq, Finish.ERROR)
 
-    def _finish_of(self, seq: Seq, sampled: bool = True) -> Finish | None:
+    def finish_of(self, seq: Seq, sampled: bool = True) -> Finish | None:
         """Whether the response is complete with its newest token."""
         if not seq.turns:
             return Finish.STOP  # a session that others open: see `Request.turns`
@@ -265,9 +265,9 @@ class RequestBook(ABC):
                 return Finish.STOP
         return Finish.LENGTH if num_known >= seq.response_max else None
 
-    def _go_on(self, seq: Seq) -> None:
+    def go_on(self, seq: Seq) -> None:
         """Sample on; a session whose turn had ended is idle again, and says so again."""
-        finish = self._finish_of(seq) if seq.request.keep else None
+        finish = self.finish_of(seq) if seq.request.keep else None
         if finish is None:
             self._run(seq)
         else:
@@ -286,13 +286,13 @@ class RequestBook(ABC):
             self._rest(seq)
         else:
             self.forget(seq.id)
-        self._outputs.append(Output(seq.id, tokens, logprobs, seq.trajectory(), top))
+        self.outputs.append(Output(seq.id, tokens, logprobs, seq.trajectory(), top))
 
     def _refuse(self, seq: Seq, reason: str) -> None:
         seq.finish, seq.error = Finish.REFUSED, reason
-        self._outputs.append(Output(seq.id, (), (), seq.trajectory()))
+        self.outputs.append(Output(seq.id, (), (), seq.trajectory()))
 
-    def _known(self, request: RequestId, status: Status | None = None) -> Seq:
+    def known(self, request: RequestId, status: Status | None = None) -> Seq:
         self.drain()
         seq = self.find(request)
         if seq is None or (status is not None and seq.status is not status):
@@ -301,10 +301,10 @@ class RequestBook(ABC):
             raise UserError(f"request {tuple(request)} is {state}{wanted}")
         return seq
 
-    def _check_resident(self, request: RequestId, version: Version) -> None:
+    def check_resident(self, request: RequestId, version: Version) -> None:
         if version not in self.versions():
             raise UserError(f"request {tuple(request)}: version {version} is not resident")
 
-    def _note(self, seq: Seq) -> None:
+    def note(self, seq: Seq) -> None:
         if self.journal:
             self.journal.state(seq)

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dora_rl.config import RewardConfig, RunConfig
-from dora_rl.controller.eval_figures import SCORES
 from dora_rl.controller.sinks import check_sinks
 from dora_rl.data.prompts import PromptSource, open_data
 from dora_rl.engine.options import EngineOptions
 from dora_rl.envs.host import label_of, load_environments
 from dora_rl.model.directory import read_spec
+from dora_rl.observe.eval_figures import SCORES
 from dora_rl.rewards.base import build
 from dora_rl.setup.layout import Layout, plan_layout
 from dora_rl.setup.learner_check import (

@@ -42,9 +42,9 @@ class SampleIndex(Samples):
             "finish": event.finish.value,
             "segments": [list(segment) for segment in event.segments],
         }
-        there = self._row(event.request)
+        there = self.row(event.request)
         if there is None or any(there.columns[name] != columns[name] for name in columns):
-            self._table.put([Row(event.request, version, columns)])
+            self.table.put([Row(event.request, version, columns)])
         if said.reward is not None:
             self.reward(event.request, said.reward)
 
@@ -57,7 +57,7 @@ class SampleIndex(Samples):
         return trajectory_of(row.request, row.version, columns)
 
     def feed(self, action: act.Feed, prompt_ids: Sequence[int]) -> Fed:
-        chosen = self._chosen(action.group, action.samples)
+        chosen = self.chosen(action.group, action.samples)
         where = self.where(action.group, action.samples)
         rewards = tuple(sample.reward for sample in chosen)
         return Fed(action, 0, 0, ints(prompt_ids), where=where, rewards=rewards)
@@ -71,7 +71,7 @@ class SampleIndex(Samples):
         prompt: Prompt,
     ) -> Trained:
         """What the shard needs to write the group's lines of rollouts.jsonl."""
-        chosen = self._chosen(group, samples)
+        chosen = self.chosen(group, samples)
         return Trained(
             step,
             group,
@@ -89,7 +89,7 @@ class SampleIndex(Samples):
         assert not tokens, "the shards have them"
         found: list[TrainedSample] = []
         for sample in super().trained(group, samples, prompt, tokens=False):
-            columns = self._table.read(group, sample.sample)[0].columns
+            columns = self.table.read(group, sample.sample)[0].columns
             found.append(
                 replace(
                     sample,
@@ -102,7 +102,7 @@ class SampleIndex(Samples):
         return found
 
     def num_tokens(self, group: GroupId) -> int:
-        return sum(row.columns["num_tokens"] for row in self._table.read(group))
+        return sum(row.columns["num_tokens"] for row in self.table.read(group))
 
     def drop(self, group: GroupId) -> None:
         super().drop(group)

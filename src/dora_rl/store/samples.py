@@ -26,19 +26,19 @@ class Samples:
     """The table as the controller uses it."""
 
     def __init__(self, path: Path) -> None:
-        self._table = Table(path)
+        self.table = Table(path)
 
     def get(self, request: RequestId) -> Trajectory | None:
         """A sample, if it is here; in a cluster's index without its payload."""
-        row = self._row(request)
+        row = self.row(request)
         return self._read(row) if row is not None else None
 
     def groups(self) -> list[GroupId]:
-        return self._table.groups()
+        return self.table.groups()
 
     def trajectories(self, group: GroupId) -> list[Trajectory]:
         """All samples of a group that are here."""
-        return [self._read(row) for row in self._table.read(group)]
+        return [self._read(row) for row in self.table.read(group)]
 
     def where_to_read(self, request: RequestId) -> Where | None:
         """Where a reward worker finds text and tokens, if they are not here."""
@@ -47,9 +47,9 @@ class Samples:
 
     def keep_only(self, groups: Collection[GroupId]) -> None:
         """After a crash: drop groups that the log knows to have ended."""
-        for group in self._table.groups():
+        for group in self.table.groups():
             if group not in groups:
-                self._table.drop(group)
+                self.table.drop(group)
 
     def put(self, sample: Trajectory) -> None:
         """A sample was generated. One that is there already was written just before a crash."""
@@ -59,7 +59,7 @@ class Samples:
         if there is None or any(
             not np.array_equal(getattr(there, name), getattr(sample, name)) for name in PAYLOAD
         ):
-            self._table.put([Row(sample.request, sample.version, columns_of(sample))])
+            self.table.put([Row(sample.request, sample.version, columns_of(sample))])
         elif sample.reward is not None:  # its environment gave one
             self.reward(sample.request, sample.reward)
 
@@ -67,13 +67,13 @@ class Samples:
         self, request: RequestId, reward: float, parts: dict[str, float] | None = None
     ) -> None:
         """`parts`: what each reward function gave, by its label."""
-        row = self._row(request)
+        row = self.row(request)
         if row is not None and "reward" not in row.columns:
-            self._table.extend({request: {"reward": reward, "parts": parts or {}}})
+            self.table.extend({request: {"reward": reward, "parts": parts or {}}})
 
     def feed(self, action: act.Feed, prompt_ids: Sequence[int]) -> Fed:
         """The message that gives a group to the learner; sizes of its batch are filled in later."""
-        chosen = tuple(self._chosen(action.group, action.samples))
+        chosen = tuple(self.chosen(action.group, action.samples))
         return Fed(action, 0, 0, ints(prompt_ids), chosen)
 
     def trained(
@@ -99,12 +99,12 @@ class Samples:
                 env=prompt.env,
                 turns=spans(sample.loss_mask.tolist()),
             )
-            for sample in self._chosen(group, samples)
+            for sample in self.chosen(group, samples)
         ]
 
     def num_written(self, request: RequestId) -> int | None:
         """Tokens of a sample that the policy wrote; None: its payload is not here."""
-        row = self._row(request)
+        row = self.row(request)
         there = row is not None and "loss_mask" in row.columns
         return self._read(row).num_trained if row is not None and there else None
 
@@ -112,23 +112,23 @@ class Samples:
         return sum(len(sample.token_ids) for sample in self.trajectories(group))
 
     def drop(self, group: GroupId) -> None:
-        self._table.drop(group)
+        self.table.drop(group)
 
     def sync(self) -> None:
         """The loss of the host takes nothing of what is there now."""
-        self._table.sync()
+        self.table.sync()
 
     def close(self) -> None:
-        self._table.close()
+        self.table.close()
 
-    def _row(self, request: RequestId) -> Row | None:
-        found = self._table.read(request.group, request.sample)
+    def row(self, request: RequestId) -> Row | None:
+        found = self.table.read(request.group, request.sample)
         return found[0] if found else None
 
     def _read(self, row: Row) -> Trajectory:
         return trajectory_of(row.request, row.version, row.columns)
 
-    def _chosen(self, group: GroupId, samples: Sequence[int]) -> list[Trajectory]:
+    def chosen(self, group: GroupId, samples: Sequence[int]) -> list[Trajectory]:
         found = {sample.request.sample: sample for sample in self.trajectories(group)}
         return [found[sample] for sample in samples]
 

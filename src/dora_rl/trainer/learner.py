@@ -98,7 +98,7 @@ class Learner(Updates):
                 self._update.num_groups += 1
             else:
                 self._take(kept)
-                self._run_packs(flush=False)
+                self.run_packs(flush=False)
             self._close_if_full()
 
     def may_go_on(self) -> bool:
@@ -108,7 +108,7 @@ class Learner(Updates):
 
     def go_on(self) -> None:
         """Run what waits for a pack to fill up, instead of waiting too."""
-        self._run_packs(flush=True)
+        self.run_packs(flush=True)
 
     @property
     def buffered(self) -> bool:
@@ -119,7 +119,7 @@ class Learner(Updates):
     def finish_update(self) -> None:
         """Run what is left of the update, normalise, clip, step."""
         assert self.step is not None and not self.buffered
-        self._finish_update()
+        self.end_update()
 
     def finish_step(self) -> dict[str, float]:
         """Close the step: every update done, metrics as plain numbers."""
@@ -127,7 +127,7 @@ class Learner(Updates):
         if self.buffered:
             self._run_buffer()
         elif self._update.num_groups or self._updates_in_step == 0:
-            self._finish_update()
+            self.end_update()
         metrics = self.meters.read(distributed.add_up if self.num_ranks > 1 else None)
         self.next_step, self.step = self.step + 1, None
         return metrics
@@ -220,9 +220,9 @@ class Learner(Updates):
         assert not self.objective.needs_whole_batch
         documents = group_documents(group, self.objective.options)
         if self.objective.options.kl_in == "reward":
-            self._score_reference(documents)
+            self.score_reference(documents)
         per_group_advantages(documents, self.objective)
-        self._enqueue(documents, num_groups=1)
+        self.enqueue(documents, num_groups=1)
 
     def _is_over(self) -> bool:
         return not self.buffered and self._is_full() and self._is_last()
@@ -241,9 +241,9 @@ class Learner(Updates):
         if not self._is_full():
             return
         if self._is_last():
-            self._run_packs(flush=True)
+            self.run_packs(flush=True)
         else:
-            self._finish_update()
+            self.end_update()
 
     def _run_buffer(self) -> None:
         groups, self._buffer = self._buffer, []
@@ -252,9 +252,9 @@ class Learner(Updates):
         documents = [group_documents(g, self.objective.options) for g in groups]
         everything = [d for ds in documents for d in ds]
         if self.objective.options.kl_in == "reward":
-            self._score_reference(everything)
+            self.score_reference(everything)
         if self.critic is not None:
-            fill_old_values(self.critic, everything, self.room, self._note_shortage)
+            fill_old_values(self.critic, everything, self.room, self.note_shortage)
         if self.objective.needs_whole_batch and everything:
             whole_batch_advantages(everything, self.objective.options)
         else:
@@ -263,5 +263,5 @@ class Learner(Updates):
         updates = self.options.updates_per_step
         for i in range(updates):
             mine = documents[i * len(groups) // updates : (i + 1) * len(groups) // updates]
-            self._enqueue([d for ds in mine for d in ds], len(mine))
-            self._finish_update()
+            self.enqueue([d for ds in mine for d in ds], len(mine))
+            self.end_update()

@@ -88,7 +88,7 @@ class Updates:
             made.make_adapted,
             objective.options.temperature,
             self.room,
-            tell=self._note_shortage,
+            tell=self.note_shortage,
         )
         self.meters = Meters(self.device)
         self.step: StepIndex | None = None
@@ -119,7 +119,7 @@ class Updates:
             f"{self.skip_reason}; look at the rewards, algorithm.loss and trainer.lr, then --resume"
         )
 
-    def _enqueue(self, documents: Sequence[Document], num_groups: int) -> None:
+    def enqueue(self, documents: Sequence[Document], num_groups: int) -> None:
         update = self._update
         update.num_groups += num_groups
         update.num_sequences += len(documents)
@@ -135,7 +135,7 @@ class Updates:
             else:
                 self._pending.append(d)
 
-    def _score_reference(self, documents: Sequence[Document]) -> None:
+    def score_reference(self, documents: Sequence[Document]) -> None:
         unscored = [d for d in documents if d.ref_logprobs is None]
         if self.reference is None or not unscored:
             return
@@ -147,13 +147,13 @@ class Updates:
             unscored,
             options.temperature,
             self.room,
-            self._note_shortage,
+            self.note_shortage,
             on_device=there,
         )
         for d, logprobs in zip(unscored, found, strict=True):
             d.ref_logprobs = logprobs
 
-    def _run_packs(self, flush: bool) -> None:
+    def run_packs(self, flush: bool) -> None:
         """Run the packs that are full; with `flush` also what is left over.
 
         Where memory runs out, all of the update is run again in smaller packs: what a backward pass
@@ -209,14 +209,14 @@ class Updates:
                 f"trainer.pack_tokens below {self.pack_tokens}, then --resume"
             )
         recomputed = bool(self.policy.checkpointing) or self.room.recomputes(sum(lengths))
-        self._note_shortage(self.room.shrink(lengths, missing, recomputed=recomputed))
+        self.note_shortage(self.room.shrink(lengths, missing, recomputed=recomputed))
         self._update.forget_passes(self.device)
         for optimizer in (self.optimizer, self.critic_optimizer):
             if optimizer is not None:
                 optimizer.zero_grad()
         free_cached()
 
-    def _note_shortage(self, line: str) -> None:
+    def note_shortage(self, line: str) -> None:
         self.notes.append(line)
         self.meters.count("memory/retries")
 
@@ -227,7 +227,7 @@ class Updates:
         assert self.step is not None
         maybe_fail("pack")
         self._fill_old(documents)
-        self._score_reference(documents)
+        self.score_reference(documents)
         pack, update = collate(documents, self.device), self._update
         with self._recomputing(sum(d.num_tokens for d in documents)):
             loss = policy_pass(self.policy, pack, self.objective, update.meters, self.step)
@@ -269,8 +269,8 @@ class Updates:
         for (d, _), logprobs in zip(sealed, found, strict=True):
             d.old_logprobs = logprobs
 
-    def _finish_update(self) -> None:
-        self._run_packs(flush=True)
+    def end_update(self) -> None:
+        self.run_packs(flush=True)
         update, self._update = self._update, OpenUpdate(self.device)
         self.meters.add(update.meters)
         self._updates_in_step += 1

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dora_rl.controller.eval_figures import Figures, best_evaluated
 from dora_rl.io.system_errors import number_of
+from dora_rl.observe.eval_figures import Figures, best_evaluated
 from dora_rl.types import UserError, Version
 
 if TYPE_CHECKING:

@@ -15,10 +15,10 @@ import torch
 
 from dora_rl.config import RunConfig
 from dora_rl.engine.engine import Engine
-from dora_rl.engine.models import read_spec
 from dora_rl.engine.options import EngineOptions
 from dora_rl.engine.sequence import Request
 from dora_rl.envs.host import Answer, Ask, Host, label_of, load_environments
+from dora_rl.model.directory import read_spec
 from dora_rl.out_of_memory import free_cached, shortage
 from dora_rl.setup.tokenizer import open_tokenizer
 from dora_rl.types import Finish, RequestId, SamplingParams, Trajectory, Version

@@ -98,10 +98,12 @@ class LearnerWorker:
         self.close()
 
     def join(self) -> None:
-        """Seal the first version of a new run, and say what there is."""
+        """Seal the first version of a new run, and say what there is. Its way to the disk is waited
+        for by nobody: where the host is lost before, it is made of the model again."""
+        durable: Future[Any] | None = None
         if self.version < 0:
-            self._seal(0, {}, lambda checksum: None, lambda: None)
-            self.sealing.wait()
+            durable = self._seal(0, {}, lambda checksum: None, lambda: None)
+            self.sealing.wait_sealed()
             self.version = 0
         if self.rank:
             self.channel.send(msg.Ready())
@@ -119,6 +121,12 @@ class LearnerWorker:
                 durable=self.version,
             )
         )
+        if durable is not None:
+            durable.add_done_callback(self._say_first_is_durable)
+
+    def _say_first_is_durable(self, durable: Future[Any]) -> None:
+        if durable.exception() is None:  # what went wrong is raised by the next look at `sealing`
+            self._say(ev.VersionDurable(0, incarnation=self.setup.incarnation))
 
     def report(self) -> None:
         incarnation = self.setup.incarnation

@@ -99,7 +99,7 @@ class RolloutWorker:
 
     def join(self) -> None:
         extra, stats = self.setup.extra, self.engine.stats()
-        tokens = stats.total_blocks * self.engine.options.block_tokens
+        tokens = stats.total_blocks * self.engine.limits.block_tokens
         sizes = (int(extra["slots_max"]), int(extra["resident_max"]), tokens)
         joined = ev.InstanceJoined(
             self.name, *sizes, bool(extra["elastic"]), life=self.setup.incarnation

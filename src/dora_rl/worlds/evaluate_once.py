@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from dora_rl.config import RunConfig
-from dora_rl.controller.eval_figures import (
+from dora_rl.controller.evaluation import NO_REWARD
+from dora_rl.observe.eval_figures import (
     Figures,
     Sheet,
     TailPrompts,
@@ -20,7 +21,6 @@ from dora_rl.controller.eval_figures import (
     figures,
     has_failed,
 )
-from dora_rl.controller.evaluation import NO_REWARD
 from dora_rl.rewards.base import Reward, ScoreError, ScoreItem, build
 from dora_rl.types import Prompt, UserError
 from dora_rl.weights.run_models import FoundModel

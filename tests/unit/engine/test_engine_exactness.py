@@ -91,7 +91,7 @@ class World:
             for seq in list(engine.scheduler.sequences()):
                 engine.forget(seq.id)
             engine.drain()
-            engine._outputs.clear()
+            engine.outputs.clear()
             for version in engine.versions():
                 engine.retire(version)
             path = self.journal_dir / f"{index}.journal"
@@ -245,7 +245,7 @@ class Story:
         """Engine 0 loses everything but its journal, whose tail is torn; engine 1 goes on."""
         dead, heir = self.engines
         path = self.world.journal_dir / "0.journal"
-        outputs = {output.id for output in dead._outputs if output.trajectory is not None}
+        outputs = {output.id for output in dead.outputs if output.trajectory is not None}
         survivors = {seq.id for seq in dead.scheduler.sequences()}
         with path.open("ab") as file:
             file.write(b'deadbeef ["tokens",{"id":[0')
@@ -262,7 +262,7 @@ class Story:
             target = heir if request.version in heir.versions() else dead
             if target.scheduler.find(key) is None:
                 target.submit(request)
-        dead._outputs = [output for output in dead._outputs if output.id not in outputs]
+        dead.outputs = [output for output in dead.outputs if output.id not in outputs]
 
     def load(self) -> None:
         """Swap the last version of an engine that no request uses for another one."""

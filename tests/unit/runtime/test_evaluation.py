@@ -11,15 +11,6 @@ from fakes import FakeWorkers
 
 from dora_rl.commands.train_progress import evaluation_line
 from dora_rl.config import EvaluationConfig
-from dora_rl.controller.eval_figures import (
-    Figures,
-    Sheet,
-    TailPrompts,
-    best_evaluated,
-    curves,
-    figures,
-    has_failed,
-)
 from dora_rl.controller.evaluation import ATTEMPTS_MAX, Evaluations
 from dora_rl.controller.scoring import Answer as Scored
 from dora_rl.controller.scoring import ScoringPool
@@ -28,6 +19,15 @@ from dora_rl.engine.options import EngineOptions
 from dora_rl.envs.base import Row
 from dora_rl.envs.host import Answer
 from dora_rl.model.directory import read_spec
+from dora_rl.observe.eval_figures import (
+    Figures,
+    Sheet,
+    TailPrompts,
+    best_evaluated,
+    curves,
+    figures,
+    has_failed,
+)
 from dora_rl.types import Prompt, RequestId, SamplingParams, Trajectory
 from dora_rl.workers.evaluator import EvalTurns, evaluate
 from dora_rl.workers.messages import (

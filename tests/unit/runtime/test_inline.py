@@ -161,7 +161,7 @@ class Kills:
         self._run, self._workers, self._names = run, workers, names
 
     def __call__(self) -> bool:
-        decoding = any(i.decode_steps for i in self._run.state.instances.values())
+        decoding = self._run.state.num_active > 0
         if self._names and (decoding or self._names[0] != "instance0"):
             name = self._names[0]
             if self._workers.workers[name].joined:

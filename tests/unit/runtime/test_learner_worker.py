@@ -105,7 +105,7 @@ def test_a_fault_in_the_next_step_does_not_undo_the_one_before(
     with pytest.raises(AssertionError, match="out of memory"):
         worker.run()
     assert len(controller.committed) == 1 and list(worker.shared.versions()) == [0, 1]
-    assert controller.durable == [1] == [max(worker.disk.versions())], "and it is on disk"
+    assert controller.durable == [0, 1] and max(worker.disk.versions()) == 1, "and it is on disk"
 
 
 # -- between sealed and durable --------------------------------------------------------------------
@@ -264,7 +264,7 @@ def test_a_slow_disk_holds_up_the_next_seal_and_is_counted(
         controller.train(step)
     controller.end()
     worker.run()
-    assert sealed_with == [-1, 0, 1] and controller.durable == [1, 2]
+    assert sealed_with == [-1, 0, 1] and controller.durable == [0, 1, 2]
     for message in controller.committed:
         times = message.metrics
         assert 0 <= times["time/durable_wait"] <= times["time/weight_sync"]

@@ -13,9 +13,9 @@ from dora_rl.config import RunConfig
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
 from dora_rl.engine.engine import Engine
-from dora_rl.engine.models import read_spec
 from dora_rl.engine.options import EngineOptions
-from dora_rl.engine.random_weights import RandomAdapter
+from dora_rl.model.directory import read_spec
+from dora_rl.model.random_weights import RandomAdapter
 from dora_rl.setup.layout import plan_layout
 from dora_rl.types import BaseDiffers
 from dora_rl.weights.lora_base import base_checksum, whole

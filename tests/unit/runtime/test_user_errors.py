@@ -8,10 +8,10 @@ from typing import Any, cast
 
 import pytest
 
-from dora_rl.config import EnvConfig
+from dora_rl.config import EnvConfig, RewardConfig
 from dora_rl.envs.base import Environment, Observation, Row, Turn, TurnText
 from dora_rl.envs.host import Ask, Host, load_environments
-from dora_rl.rewards.base import CallLimits, ScoreItem
+from dora_rl.rewards.base import ScoreItem
 from dora_rl.rewards.function import FunctionReward
 from dora_rl.types import RequestId
 from dora_rl.user_code import listen, raised
@@ -70,7 +70,7 @@ def endless(completion: str, answer: str) -> float:
 
 
 def test_where_a_reward_hung_is_kept_too(wire: Wire) -> None:
-    limits = CallLimits(timeout_s=0.05)
+    limits = RewardConfig(timeout_s=0.05)
     item = ScoreItem("p", "p", "c", answer="1")
     FunctionReward("mine.py:endless", endless, limits=limits).score([item])
     assert "interrupted after 0.05 s" in wire.text() and "in endless" in wire.text()

@@ -140,7 +140,7 @@ class VllmEngine(RequestBook):
         """A request from elsewhere with its KV (see `VllmExport`); raises if it cannot go on."""
         body = json.loads(meta)
         request = request_from_json(body["request"])
-        self._check_resident(request.id, request.version)
+        self.check_resident(request.id, request.version)
         if body["layout"] != self._process.kv_layout():
             raise UserError(f"request {tuple(request.id)}: its KV is laid out otherwise than here")
         self._arrived[request.id] = unpack_kv(body, data)
@@ -189,7 +189,7 @@ class VllmEngine(RequestBook):
 
     def park(self, request: RequestId) -> None:
         """Take it from vLLM; its tokens stay, its KV does not."""
-        seq = self._known(request)
+        seq = self.known(request)
         self._unsend(seq)
         seq.status = Status.PARKED
 
@@ -199,17 +199,17 @@ class VllmEngine(RequestBook):
         name = self._name_of.get(request)
         kv = self._process.read_kv(name) if name is not None else None
         self.park(request)
-        return VllmExport(self, self._known(request), parked, kv, self._process.kv_layout())
+        return VllmExport(self, self.known(request), parked, kv, self._process.kv_layout())
 
     def reversion(self, request: RequestId, version: Version) -> None:
         """Continue on other weights (the `partial` baseline only): re-prefilled, and recorded."""
-        seq = self._known(request)
-        self._check_resident(request, version)
+        seq = self.known(request)
+        self.check_resident(request, version)
         self._unsend(seq)
         seq.change_version(version)
-        self._note(seq)
+        self.note(seq)
         if seq.status is not Status.PARKED:
-            self._go_on(seq)
+            self.go_on(seq)
 
     # -------------------------------------------------------------------- step
 
@@ -217,13 +217,13 @@ class VllmEngine(RequestBook):
         return iter(())  # vLLM has done so when it is made
 
     def has_work(self) -> bool:
-        return bool(self._outputs or self._sent)
+        return bool(self.outputs or self._sent)
 
     def step(self) -> list[Output]:
         """One step of vLLM. Returns what every request gained."""
         if self._sent:
             self._collect()
-        return self._hand_out(1)
+        return self.hand_out(1)
 
     def drain(self) -> None:
         """Nothing of vLLM's is in flight between two calls that is not simply computed again."""
@@ -241,21 +241,21 @@ class VllmEngine(RequestBook):
     def _commit(self, seq: Seq, gain: Gain) -> None:
         token_ids, logprobs = gain.token_ids, gain.logprobs
         if gain.failed or any(map(math.isnan, logprobs)):
-            self._fail(seq, gain.failed or "non-finite logits")
+            self.fail(seq, gain.failed or "non-finite logits")
             return
         finish: Finish | None = None
         for count, (token, logprob) in enumerate(zip(token_ids, logprobs, strict=True), 1):
             seq.tokens.append(token)
             seq.logprobs.append(logprob)
             seq.loss_mask.append(1)
-            finish = self._finish_of(seq)
+            finish = self.finish_of(seq)
             if finish is not None:  # a stop string may end inside what vLLM gave at once
                 token_ids, logprobs = token_ids[:count], logprobs[:count]
                 break
         raw = logprobs if seq.request.params.raw_logprobs else []
         seq.raw_logprobs += raw
         seq.num_tokens = len(seq.tokens)
-        self._gain(seq, token_ids, logprobs, raw, gain.top, finish)
+        self.gain(seq, token_ids, logprobs, raw, gain.top, finish)
 
     def stats(self) -> EngineStats:
         size, total = self.limits.block_tokens, self.limits.num_blocks
@@ -274,8 +274,8 @@ class VllmEngine(RequestBook):
             parked=aside.count(Status.PARKED),
             idle=aside.count(Status.IDLE),
             kv_tokens=sum(len(seq.tokens) for seq in running),
-            steps=self._num_steps,
-            decode_tokens=self._num_decode_tokens,
+            steps=self.num_steps,
+            decode_tokens=self.num_decode_tokens,
             prefill_tokens=self._num_prefill_tokens,
             prefix_tokens=self._num_prefix_tokens,
             preemptions=0,
