@@ -8,6 +8,7 @@ run whose every gradient was zero says so: it did what it was told, and learned 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import signal
 import sys
 import threading
@@ -18,6 +19,7 @@ from dora_rl.commands.arguments import OVERRIDES, argument
 
 if TYPE_CHECKING:
     from dora_rl.setup.prepare import Prepared
+    from dora_rl.workers.fork_server import ForkServer
 
 SUMMARY = "train a model: dora-rl train CONFIG.toml section.key=value ..."
 STOPPED = 3
@@ -43,6 +45,7 @@ def run(args: argparse.Namespace) -> int:
     )
     from dora_rl.setup.prepare import check_answers, prepare
     from dora_rl.setup.settings import load_config
+    from dora_rl.workers.pool import begin_server
     from dora_rl.worlds.kinds import check_kind
 
     config = load_config(args.config, args.overrides)
@@ -53,16 +56,21 @@ def run(args: argparse.Namespace) -> int:
     check_run_dir(run_dir, resume=args.resume)
     if args.resume:
         check_same_run(config, run_dir)
-    prepared = prepare(config)
-    prepared.check_memory()
-    if not args.resume:  # a run of an older release, which did not look, goes on
-        check_answers(prepared.config, prepared.train, prepared.evaluation)
-    if args.dry_run:
-        print(*prepared.describe(), sep="\n")
-        return 0
-    make_run_dir(run_dir)
-    check_same_data(prepared.train, run_dir)
-    summary, done, reason = _train(prepared, resume=args.resume)
+    with contextlib.ExitStack() as until_the_end:
+        # It imports for the workers while the run is prepared.
+        server = None if args.dry_run else begin_server(config)
+        if server is not None:
+            until_the_end.callback(server.close)
+        prepared = prepare(config)
+        prepared.check_memory()
+        if not args.resume:  # a run of an older release, which did not look, goes on
+            check_answers(prepared.config, prepared.train, prepared.evaluation)
+        if args.dry_run:
+            print(*prepared.describe(), sep="\n")
+            return 0
+        make_run_dir(run_dir)
+        check_same_data(prepared.train, run_dir)
+        summary, done, reason = _train(prepared, server, resume=args.resume)
     if summary.get("updates_skipped"):
         print(f"dora-rl: {_skipped(summary)}", file=sys.stderr)
     if summary.get("num_user_errors"):
@@ -106,7 +114,9 @@ def _skipped(summary: dict[str, Any]) -> str:
     )
 
 
-def _train(prepared: Prepared, *, resume: bool) -> tuple[dict[str, Any], bool, str]:
+def _train(
+    prepared: Prepared, server: ForkServer | None, *, resume: bool
+) -> tuple[dict[str, Any], bool, str]:
     from dora_rl.commands.train_progress import Progress
     from dora_rl.worlds.kinds import open_run
 
@@ -117,7 +127,7 @@ def _train(prepared: Prepared, *, resume: bool) -> tuple[dict[str, Any], bool, s
             raise KeyboardInterrupt  # the second one, at once
         interrupted.set()
 
-    config, run = prepared.config, open_run(prepared, resume=resume)
+    config, run = prepared.config, open_run(prepared, resume=resume, server=server)
     for number in (signal.SIGINT, signal.SIGTERM):  # after Ray, which sets its own
         signal.signal(number, on_signal)
     try:

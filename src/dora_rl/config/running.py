@@ -187,9 +187,10 @@ class RuntimeConfig(Section):
     """How many seconds the workers have to end cleanly after a signal."""
     watchdog_s: float = Field(default=60.0, gt=0)
     """After this many seconds without progress the console names what waits for what."""
-    mps: bool = False
+    mps: bool | Literal["auto"] = False
     """Whether kernels of instances and learner run side by side on one shared GPU (NVIDIA's MPS). A
-    fault on the device in one process then ends them all; the run goes on from its journals."""
+    fault on the device in one process then ends them all; the run goes on from its journals. With
+    `auto` that is so wherever MPS can be started."""
     mps_learner_percent: int = Field(default=100, ge=10, le=100)
     """Under MPS, where instances decode while the learner trains: how much of the GPU's processors
     the learner may use, in percent. The longest responses hold up a run, not the learner."""

@@ -13,6 +13,7 @@ from dora_rl.controller.scoring import ScoringPool
 from dora_rl.observe.meters import start_meter
 from dora_rl.setup.devices import Mps
 from dora_rl.setup.layout import Layout
+from dora_rl.types import UserError
 from dora_rl.workers.pool import Workers
 
 
@@ -105,8 +106,15 @@ def prepare_rendezvous(run_dir: Path) -> Path:
 class GpuUse:
     """From the start of a run to its end; nothing at all on a CPU."""
 
-    def __init__(self, device: str, *, mps: bool) -> None:
-        self._mps = Mps() if mps and device != "cpu" else None
+    def __init__(self, device: str, *, mps: bool | str) -> None:
+        """`mps`: see `runtime.mps`."""
+        self._mps: Mps | None = None
+        if mps and device != "cpu":
+            try:
+                self._mps = Mps()
+            except UserError:
+                if mps != "auto":
+                    raise
         self._meter = start_meter(device)
 
     def end(self, since_s: float | None, until_s: float) -> float | None:

@@ -14,7 +14,7 @@ torch.
 MPS is NVIDIA's multi-process service. Without it the driver gives the device to one process at a
 time (decoding and training together then reach 0.93 of what each does alone); with it their kernels
 run side by side (1.10). The price: a fault on the device in one process ends all of them, and the
-run goes on from its journals. So it is asked for (`runtime.mps = true`), never assumed.
+run goes on from its journals. So it is asked for (`runtime.mps`), never assumed.
 """
 
 from __future__ import annotations

@@ -45,6 +45,10 @@ WARM = (
 )
 
 
+# What a learner on a GPU needs besides: its layers are compiled.
+WARM_GPU = ("torch._dynamo", "torch._inductor.compile_fx")
+
+
 class ForkedProcess:
     """A worker, as the controller sees it (see `workers.pool.Process`)."""
 
@@ -85,13 +89,17 @@ class ForkedProcess:
 class ForkServer:
     """The controller's end. `start` is called by one thread at a time."""
 
-    def __init__(self, environment: Mapping[str, str], log: IO[bytes]) -> None:
+    def __init__(
+        self, environment: Mapping[str, str], log: IO[bytes], *, gpu: bool = False
+    ) -> None:
+        self._environment = dict(environment)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # OpenBLAS starts its threads when it is imported, which a process that forks must not have.
         env = {**environment, "OPENBLAS_NUM_THREADS": "1"}
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "dora_rl.workers.fork_server", str(theirs.fileno())],
+                [sys.executable, "-m", "dora_rl.workers.fork_server", str(theirs.fileno())]
+                + ["gpu"] * gpu,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -112,14 +120,21 @@ class ForkServer:
         return self._alive
 
     def start(
-        self, name: str, log: IO[bytes], keep_fds: Sequence[int] = ()
+        self,
+        name: str,
+        log: IO[bytes],
+        keep_fds: Sequence[int] = (),
+        environment: Mapping[str, str] | None = None,
     ) -> ForkedProcess | None:
-        """A worker that reads its setup from the pipe behind `stdin`; None: not from here."""
+        """A worker that reads its setup from the pipe behind `stdin`; None: not from here.
+        `environment` is its own, where that is no longer the one the server was started with."""
         read, write = os.pipe()
         try:
             with self._answered:
                 self._answer = None
-                body = json.dumps({"name": name, "keep": list(keep_fds)}).encode()
+                asked = {"name": name, "keep": list(keep_fds)}
+                asked["environment"] = self._changed(environment)
+                body = json.dumps(asked).encode()
                 try:
                     socket.send_fds(self._socket, [body], [read, log.fileno(), *keep_fds])
                 except OSError:
@@ -139,6 +154,14 @@ class ForkServer:
             os.close(read)
             if write >= 0:
                 os.close(write)
+
+    def _changed(self, environment: Mapping[str, str] | None) -> dict[str, str | None]:
+        """What is different now; None: no longer there."""
+        if environment is None:
+            return {}
+        before, now = self._environment, environment
+        names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+        return {name: now.get(name) for name in names}
 
     def _listen(self) -> None:
         """What the server says, until it is gone; its children are gone with it."""
@@ -176,13 +199,13 @@ class ForkServer:
 # -- inside the server ----------------------------------------------------------------------------
 
 
-def main(number: int) -> None:
+def main(number: int, *more: str) -> None:
     """Import, then fork on request until the controller is gone."""
     _die_with_parent()
     for ignored in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ignored, signal.SIG_IGN)
     peer = socket.socket(fileno=number)
-    _import_all()
+    _import_all((*WARM, *WARM_GPU) if "gpu" in more else WARM)
     os.environ.pop("OPENBLAS_NUM_THREADS", None)
     gc.collect()
     gc.freeze()
@@ -205,10 +228,10 @@ def main(number: int) -> None:
             _fork(peer, json.loads(data), fds, inner)
 
 
-def _import_all() -> None:
+def _import_all(names: Sequence[str]) -> None:
     import importlib
 
-    for name in WARM:
+    for name in names:
         importlib.import_module(name)
 
 
@@ -235,6 +258,10 @@ def _become_worker(asked: dict[str, Any], fds: list[int], inner: list[int]) -> N
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
+        for name, value in asked["environment"].items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
         stdin, log, *kept = fds
         _take_descriptors(stdin, log, kept, asked["keep"], inner)
         sys.stdin = open(0)  # noqa: SIM115 - the process's own, until its end
@@ -302,4 +329,4 @@ def _die_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), *sys.argv[2:])

@@ -358,6 +358,16 @@ def worker_environment() -> dict[str, str]:
     return environment
 
 
+def begin_server(config: RunConfig) -> ForkServer | None:
+    """The warm process of a run that is about to be prepared: it imports meanwhile. What it says is
+    lost; where it has ended by the time it is needed, another is started, with a log."""
+    if sys.platform != "linux" or config.runtime.kind != "local":
+        return None
+    gpu = config.runtime.device != "cpu" and Path("/dev/nvidiactl").exists()
+    with open(os.devnull, "wb") as nowhere:
+        return ForkServer(worker_environment(), nowhere, gpu=gpu)
+
+
 class LocalProcesses:
     """Workers as processes of this machine. Implements `Launcher`.
 
@@ -369,12 +379,15 @@ class LocalProcesses:
 
     last_words_s = KILL_WAIT_S
 
-    def __init__(self, run_dir: Path, keep_fds: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, run_dir: Path, keep_fds: tuple[int, ...] = (), server: ForkServer | None = None
+    ) -> None:
+        """`server`: a warm process that was begun before."""
         self._run_dir, self._keep_fds = run_dir, keep_fds
         self._folder, self._claim = socket_folder()
         self.address = str(self._folder / "controller")
         self.listener = Listener(self.address, family="AF_UNIX")
-        self._server: ForkServer | None = None
+        self._server = server if server is not None and server.is_alive else None
         self._closed = False
 
     def connected(self, connection: Connection) -> None:
@@ -405,7 +418,9 @@ class LocalProcesses:
         if self._server is None and sys.platform == "linux":
             with (self._run_dir / "logs" / "fork_server.log").open("ab") as own:
                 self._server = ForkServer(worker_environment(), own)
-        return self._server.start(name, log, self._keep_fds) if self._server else None
+        if self._server is None:
+            return None
+        return self._server.start(name, log, self._keep_fds, worker_environment())
 
     def close(self) -> None:
         if self._closed:

@@ -10,6 +10,7 @@ from dora_rl.config import RunConfig
 from dora_rl.controller.run import Run
 from dora_rl.setup.prepare import Prepared
 from dora_rl.types import UserError
+from dora_rl.workers.fork_server import ForkServer
 from dora_rl.worlds.inline import open_inline
 from dora_rl.worlds.local import open_local
 
@@ -32,12 +33,12 @@ def check_kind(config: RunConfig) -> None:
         )
 
 
-def open_run(prepared: Prepared, *, resume: bool) -> Run:
-    """What `runtime.kind` asks for, ready to run."""
+def open_run(prepared: Prepared, *, resume: bool, server: ForkServer | None = None) -> Run:
+    """What `runtime.kind` asks for, ready to run. `server`: see `workers.pool.begin_server`."""
     config = prepared.config
     check_kind(config)
     if config.runtime.kind == "local":
-        return open_local(prepared, resume=resume)
+        return open_local(prepared, resume=resume, server=server)
     if config.runtime.kind == "inline":
         return open_inline(prepared, resume=resume)
     authenticate(own=not config.runtime.address)
