@@ -51,8 +51,8 @@ SHAPES = {
         "engine.sequence.Output",
         "engine.plan.Span",
         "engine.plan.Plan",
-        "engine.result.StepResult",
-        "engine.sampler.Drawn",
+        "engine.plan.StepResult",
+        "engine.tensors.sampler.Drawn",
         "workers.messages.Finished",
         "workers.messages.Fed",
         "store.table.Row",
@@ -61,12 +61,12 @@ SHAPES = {
         "rewards.base.ScoreItem",
         "trainer.documents.Document",
         "trainer.documents.Pack",
-        "trainer.advantages.GroupScores",
+        "trainer.losses.advantages.GroupScores",
         "trainer.losses.inputs.LossInputs",
         "trainer.losses.inputs.LossOutput",
-        "trainer.logprobs.TokenScores",
+        "trainer.policy.logprobs.TokenScores",
         "weights.format.SealedFile",
-        "engine.sealed.CheckedSource",
+        "model.sealed.CheckedSource",
     ]
 }
 

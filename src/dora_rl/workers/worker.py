@@ -25,11 +25,11 @@ from safetensors import SafetensorError
 from dora_rl.config import RunConfig
 from dora_rl.out_of_memory import arm
 from dora_rl.setup.devices import BELOW_NORMAL, PERCENT, PRIORITY, VISIBLE
+from dora_rl.setup.priority import make_way
 from dora_rl.types import BaseDiffers, UserError
 from dora_rl.user_code import UserCodeError, listen, raised
 from dora_rl.workers.last_words import DISK_ERRORS, full_line, is_full, last_words
 from dora_rl.workers.messages import Channel, Fatal, Fault, Hello
-from dora_rl.workers.priority import make_way
 from dora_rl.workers.user_errors import send_user_errors
 
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>

@@ -91,7 +91,7 @@ def test_every_mode_trains_and_is_proven(tmp_path: Path, mode: Mode) -> None:
     config = config_of(tmp_path / "run", orchestration={"mode": mode})
     before = threading.active_count()
     stop, _ = train(config)
-    assert stop.done and threading.active_count() == before, "it has no threads"
+    assert stop.done and threading.active_count() <= before, "it has no threads"
     assert proven(tmp_path / "run").figures.groups_trained == 4
     assert len(rows(tmp_path / "run")) == 8
 

@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
-from dora_rl.workers import priority
-from dora_rl.workers.priority import NICENESS
+from dora_rl.setup import priority
+from dora_rl.setup.priority import NICENESS
 
 PROGRAM = """
 import os
-from dora_rl.workers.priority import AUTOGROUP, make_way
+from dora_rl.setup.priority import AUTOGROUP, make_way
 before = AUTOGROUP.read_text() if AUTOGROUP.exists() else ""
 make_way()
 after = AUTOGROUP.read_text() if AUTOGROUP.exists() else ""
