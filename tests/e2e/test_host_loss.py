@@ -19,7 +19,13 @@ import pytest
 from tiny_runs import ROOT, TinyRun, finish, tiny_run, wait_until, workers_of
 
 from dora_rl.core.actions import End, EndGroup, Feed
-from dora_rl.core.events import Rewound, StepCommitted, TrainerJoined, VersionDurable
+from dora_rl.core.events import (
+    Rewound,
+    StepCommitted,
+    StopRequested,
+    TrainerJoined,
+    VersionDurable,
+)
 
 NUM_STEPS = 4
 
@@ -105,3 +111,24 @@ def test_without_its_shared_memory_the_run_goes_back_to_the_last_durable_version
     assert {a.group for a in ends if a.step == 0} == first, "trained again from the same samples"
     assert run.steps() == list(range(NUM_STEPS)), "each step stands in the metrics once"
     assert "1 times" in audited(run)
+
+
+def test_a_stop_between_sealed_and_durable_is_no_finding(tmp_path: Path) -> None:
+    """The step is committed, and its files tell of it; its groups end with the next start."""
+    shared = {"weights__root": str(tmp_path / "shared"), "orchestration__num_steps": NUM_STEPS}
+    run = tiny_run(tmp_path, **shared)
+    process, disk = run.start(), run.run_dir / "weights"
+    wait_until("version 0 on disk", lambda: versions(disk) == ["00000000"], process)
+    with (disk / ".lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        wait_until("a commit", lambda: bool(events(run, StepCommitted)), process)
+        process.send_signal(signal.SIGINT)
+        wait_until("the stop", lambda: bool(events(run, StopRequested)), process)
+    process.communicate()
+    assert not [e for e in events(run, VersionDurable) if e.version], "it was too early for that"
+    command = [*run.command()[:3], "audit", str(run.run_dir), "--files"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert "no promise was broken so far" in done.stdout, done.stdout
+    run.train("--resume")
+    assert run.proven().figures.finished
+    audited(run)

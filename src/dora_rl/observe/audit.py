@@ -221,6 +221,7 @@ class Auditor:
         """What was found in the entries so far."""
         done = self.stop is not None and self.stop.done
         self.steps.finish(done)
+        self.groups.keep_committed(self.steps.unsaved)
         notes = self.notes
         return AuditReport(tuple(notes.found), notes.num, self._figures(done))
 

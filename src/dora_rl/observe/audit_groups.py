@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
@@ -25,7 +26,7 @@ from dora_rl.observe.audit_books import (
     TrainedSample,
 )
 from dora_rl.observe.audit_places import PlaceAudit
-from dora_rl.types import GroupId, InstanceId, Mode, RequestId, Segment
+from dora_rl.types import GroupId, InstanceId, Mode, RequestId, Segment, StepIndex
 
 TOO_LATE = "in time"  # a reward that did not answer; no event tells of it
 
@@ -243,7 +244,7 @@ class GroupAudit:
         tally.staleness[staleness] += 1
         fed = self.books.fed_samples.pop(action.group, ())
         self._check_rewards(name, record)
-        self._keep(action, record, fed)
+        self.keep(action.group, step, record, fed)
         trained = [sample for s, sample in enumerate(record.samples) if s in fed]
         tally.samples += len(trained)
         tally.staleness_sum += staleness * len(trained)
@@ -263,17 +264,28 @@ class GroupAudit:
             "trained with equal rewards, which are to be filtered",
         )
 
-    def _keep(self, action: act.EndGroup, record: GroupRecord, fed: tuple[int, ...]) -> None:
+    def keep_committed(self, batches: Mapping[StepIndex, tuple[GroupId, ...]]) -> None:
+        """Of a run that stopped between a step's commit and its version's way to the disk: the
+        files of the run tell of these steps, and their groups have not ended."""
+        for step, groups in batches.items():
+            for group in groups:
+                record = self.books.live.get(group)
+                if record is not None:
+                    self.keep(group, step, record, self.books.fed_samples.get(group, ()))
+
+    def keep(
+        self, group: GroupId, step: StepIndex, record: GroupRecord, fed: tuple[int, ...]
+    ) -> None:
         """For a comparison with the files of the run, if one was asked for."""
-        trained, step = self.books.trained, action.step
-        if trained is None or step is None:
+        trained = self.books.trained
+        if trained is None:
             return
         for place in fed:
             if place < len(record.samples):
                 s = record.samples[place]
                 facts = (s.num_tokens, s.reward, s.digest, s.segments, s.finish)
                 found = TrainedSample(step, record.version, record.prompt, *facts)
-                trained[RequestId(action.group, place)] = found
+                trained[RequestId(group, place)] = found
 
     def _check_untrained(self, name: str, record: GroupRecord, action: act.EndGroup) -> None:
         self.check(

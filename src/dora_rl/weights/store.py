@@ -22,7 +22,7 @@ import fcntl
 import hashlib
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -110,9 +110,15 @@ class SharedMemoryWeightStore:
         """Write all tensors, seal, return the checksum. All or nothing."""
         return self._publish(version, tensors, canary, base, expected=None)
 
-    def take_in(self, sealed: SealedFile) -> None:
-        """Publish a copy of a version that another store has, if it is what was published."""
-        parts = (sealed.tensors(), sealed.canary, sealed.base)
+    def take_in(self, sealed: SealedFile, wait: Callable[[], object] = lambda: None) -> None:
+        """Publish a copy of a version that another store has, if it is what was published. It is
+        sealed when `wait` has returned."""
+
+        def tensors() -> Iterator[tuple[str, Tensor]]:
+            yield from sealed.tensors()
+            wait()
+
+        parts = (tensors(), sealed.canary, sealed.base)
         self._publish(sealed.version, *parts, expected=sealed.checksum)
 
     def _publish(
@@ -269,10 +275,12 @@ def copy_version(
     source: SharedMemoryWeightStore,
     target: SharedMemoryWeightStore,
     version: Version,
+    wait: Callable[[], object] = lambda: None,
 ) -> str:
     """Copy a sealed version (shared memory to disk, or back on resume); returns its checksum.
 
     Copying again what is already there is fine; a different version of that number is an error.
+    The copy is sealed when `wait` has returned.
     """
     sealed = source.map(version)  # copying hashes every byte, so damage is noticed there
     if version in target.versions():
@@ -281,7 +289,7 @@ def copy_version(
                 f"version {version} in {target.root} differs from the one in {source.root}"
             )
         return sealed.checksum
-    target.take_in(sealed)
+    target.take_in(sealed, wait)
     return sealed.checksum
 
 
