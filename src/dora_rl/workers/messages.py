@@ -485,7 +485,7 @@ class _Plan:
     has_samples: bool
 
 
-def _is_array(hint: Any) -> bool:
+def is_array(hint: Any) -> bool:
     """`NDArray[...]` is an alias that newer versions of numpy and Python do not resolve."""
     origin = get_origin(hint) or hint
     aliased = getattr(origin, "__value__", origin)
@@ -495,7 +495,7 @@ def _is_array(hint: Any) -> bool:
 @cache
 def _plan(kind: type[Any]) -> _Plan:
     hints = get_type_hints(kind)
-    arrays = tuple(name for name, hint in hints.items() if _is_array(hint))
+    arrays = tuple(name for name, hint in hints.items() if is_array(hint))
     has_samples = hints.get("samples") == Samples
     beside = {*arrays, "samples"} if has_samples else {*arrays}
     return _Plan({n: rule(h) for n, h in hints.items() if n not in beside}, arrays, has_samples)
