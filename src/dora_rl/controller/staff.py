@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import shutil
+import sys
 from pathlib import Path
 
 from dora_rl.config import RunConfig
@@ -112,9 +113,10 @@ class GpuUse:
         if mps and device != "cpu":
             try:
                 self._mps = Mps()
-            except UserError:
+            except UserError as error:
                 if mps != "auto":
                     raise
+                print(f"dora-rl: {error}: learner and instances take turns", file=sys.stderr)
         self._meter = start_meter(device)
 
     def end(self, since_s: float | None, until_s: float) -> float | None:

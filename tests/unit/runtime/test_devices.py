@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from dora_rl.config import RunConfig
+from dora_rl.controller.staff import GpuUse
 from dora_rl.engine.options import EngineOptions
 from dora_rl.engine.tensors.cache import derive_num_blocks
 from dora_rl.model.directory import read_spec
@@ -151,3 +152,13 @@ def test_only_a_learner_beside_instances_is_held_back() -> None:
     alternate = config(runtime=runtime, orchestration={"mode": "sync"}, resources={})
     extra = plan_layout(alternate, "cpu").learner_extra("learner", Path("m"))
     assert (extra["mps_percent"], extra["mps_yields"]) == (100, False)
+
+
+def test_without_mps_a_run_says_so_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))  # no control program there
+    GpuUse("cuda", mps="auto").end(None, 0.0)
+    assert "runtime.mps" in capsys.readouterr().err
+    with pytest.raises(UserError, match=r"runtime\.mps"):
+        GpuUse("cuda", mps=True)
