@@ -30,9 +30,9 @@ from typing import Any
 import numpy as np
 
 from dora_rl.config import ModelConfig, RunConfig
-from dora_rl.controller.inbox import FromInstances
 from dora_rl.controller.loop import Control
-from dora_rl.controller.world import Notify, SameHost
+from dora_rl.controller.ports import FromInstances
+from dora_rl.controller.world import Notify
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
 from dora_rl.core.step import initial
@@ -50,6 +50,7 @@ from dora_rl.workers import messages as msg
 from dora_rl.workers.pool import WorkerPool
 from dora_rl.workers.worker import Setup
 from dora_rl.worlds.hosts import Cluster, Host, HostProcesses, Task
+from dora_rl.worlds.local import SameHost
 
 GROUP_SIZE = 8
 SLOTS = 8
@@ -155,7 +156,7 @@ def serve_rest(setup: Setup, channel: msg.Channel) -> None:
     """Learner and rewards: the learner takes as long as its cost model says, rewards no time."""
     extra = setup.extra
     spec = spec_of(extra["instances"], extra["steps"])
-    channel.send(msg.Told(ev.TrainerJoined(0, 0)))
+    channel.send(msg.Told(ev.LearnerJoined(0, 0)))
     due: list[tuple[float, ev.Event]] = []
     while True:
         wait_s = max(0.0, min((moment for moment, _ in due), default=1e9) - time.monotonic())
@@ -274,7 +275,7 @@ class ToWorkers:
                 self.control.stop = action
             case act.IssueGroup() | act.EndGroup() | act.RetireVersion() | act.WaitFor():
                 pass
-            case act.InForce() | act.OptimizerRewound() | act.RestartTrainer():
+            case act.InForce() | act.OptimizerRewound() | act.RestartLearner():
                 pass
             case _:
                 name = action.src if isinstance(action, act.Move) else action.instance

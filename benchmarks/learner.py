@@ -29,13 +29,14 @@ from pathlib import Path
 import torch
 
 from dora_rl.config import AlgorithmConfig, TrainerConfig
+from dora_rl.model.random_weights import RandomWeights
 from dora_rl.model.spec import ModelSpec, RopeSpec
 from dora_rl.trainer.documents import Document, collate
 from dora_rl.trainer.learner import Learner
 from dora_rl.trainer.policy.decoder import Decoder
 from dora_rl.trainer.policy.model import (
     build_decoder,
-    initialise,
+    load_weights,
     named_weights,
     pick_device,
     pick_dtype,
@@ -131,7 +132,7 @@ def make_learner(name: str, rank: int, args: argparse.Namespace) -> Learner:
     # As a model directory in bfloat16 is read: masters in float32, a frozen base as it is stored.
     stored = pick_dtype(args.dtype, device) if rank else torch.float32
     decoder = build_decoder(SHAPES[name], trainer, stored)
-    initialise(decoder, seed=0)
+    load_weights(decoder, RandomWeights(SHAPES[name], device=device.type).tensor)
     # The ratio is far from 1 for random tokens under random weights; only speed matters here.
     algorithm = AlgorithmConfig(loss="grpo", clip_low=0.99, clip_high=1e9)
     return Learner(decoder, algorithm, trainer)
@@ -189,8 +190,8 @@ def _padded_pass(
         padded[: len(ids)] = ids
         rows.append(Document(padded, torch.arange(start - 1, longest - 1), torch.empty(0), 0.0, 0))
     pack = collate(rows, device)
-    scores = policy(pack.token_ids_T, pack.layout, pack.rows_N, pack.target_N)
-    scores.logprobs_N.sum().backward()
+    scores = policy(pack.token_ids_P, pack.layout, pack.rows_T, pack.target_T)
+    scores.logprobs_T.sum().backward()
 
 
 def measure(name: str, rank: int, args: argparse.Namespace) -> dict[str, float | str]:

@@ -24,7 +24,6 @@ import torch
 
 from dora_rl.config import AlgorithmConfig, TrainerConfig
 from dora_rl.trainer.documents import Document, collate
-from dora_rl.trainer.losses.aggregate import denominator
 from dora_rl.trainer.losses.registry import resolve
 from dora_rl.trainer.meters import Meters
 from dora_rl.trainer.passes import policy_pass
@@ -122,8 +121,8 @@ def centre_on_policy(directory: Path, documents: list[Document]) -> None:
     policy = load_policy(directory, TrainerConfig(device="cpu"))
     pack = collate(documents, torch.device("cpu"))
     with torch.no_grad():
-        scores = policy(pack.token_ids_T, pack.layout, pack.rows_N, pack.target_N)
-    for d, own in zip(documents, pack.split(scores.logprobs_N), strict=True):
+        scores = policy(pack.token_ids_P, pack.layout, pack.rows_T, pack.target_T)
+    for d, own in zip(documents, pack.split(scores.logprobs_T), strict=True):
         assert d.ref_logprobs is not None
         d.ref_logprobs = own + d.ref_logprobs
         d.rollout_logprobs = own + d.rollout_logprobs
@@ -139,12 +138,7 @@ def our_gradient(
     objective = resolve(options.model_copy(update={"dual_clip": options.dual_clip or 0.0}))
     pack = collate(documents, torch.device("cpu"))
     total = policy_pass(policy, pack, objective, Meters(torch.device("cpu")), step=0)
-    den = denominator(
-        objective.aggregation,
-        pack.num_trained,
-        len(documents),
-        objective.options.constant_tokens,
-    )
+    den = objective.denominator(pack.num_trained, len(documents))
     grads = {n: p.grad / den for n, p in policy.named_parameters() if p.grad is not None}
     return float(total) / den, grads
 

@@ -42,9 +42,10 @@ from dora_rl.setup.plan import DevicePlan, RunPlan, plan_run, planned
 from dora_rl.trainer.documents import document_of
 from dora_rl.trainer.learner import Learner
 from dora_rl.trainer.policy.decoder import Decoder
-from dora_rl.trainer.policy.model import build_decoder, initialise, lean_spec
+from dora_rl.trainer.policy.model import build_decoder, lean_spec
 from dora_rl.trainer.scoring import score
 from dora_rl.types import Group, RequestId, SamplingParams, Trajectory
+from dora_rl.weights.handover import Shelf
 from dora_rl.workers.worker import grow_in_place
 
 PROMPT, NEW = 128, 96
@@ -169,6 +170,13 @@ def run_part(args: argparse.Namespace) -> dict[str, Any]:
     return {"notes": notes, "phases": phases.found, "wall_s": wall_s}
 
 
+@torch.no_grad()
+def randomise(decoder: Decoder) -> None:
+    """In place: nothing else is allocated."""
+    for p in decoder.parameters():
+        p.normal_(0.0, 0.02)
+
+
 def work_as_learner(
     config: RunConfig, planned: DevicePlan, device: str, phases: Phases
 ) -> list[str]:
@@ -179,7 +187,7 @@ def work_as_learner(
     assert arch is not None
     half = bool(planned.need.lora_rank) and planned.need.base_bytes == 2
     decoder = build_decoder(arch, options, torch.bfloat16 if half else torch.float32)
-    initialise(decoder, seed=0)
+    randomise(decoder)
     base = sum(p.nbytes for p in decoder.parameters())
     # Ratios of random tokens under random weights are far from 1; nothing is clipped away.
     algorithm = config.algorithm.model_copy(
@@ -189,6 +197,7 @@ def work_as_learner(
     trained = sum(p.nbytes for p in learner.optimizer.parameters)
     phases.put("frozen base", base if planned.need.lora_rank else 0)
     phases.put("masters", trained)
+    phases.put("handover", hold_version(config, learner))
     longest = planned.need.request_tokens_max
     groups: list[Group] = []
     for step, usual in enumerate(DOCUMENTS):
@@ -209,11 +218,20 @@ def work_as_learner(
         phases.begin()
         twin = learner.scorer.make_adapted() if options.lora_rank else learner.scorer.make_twin()
         assert isinstance(twin, Decoder)
-        initialise(twin, seed=1)
+        randomise(twin)
         documents = [document_of(g, s, 0.0) for g in groups for s in g.samples]
         score(twin, documents, 1.0, learner.pack_tokens)
         phases.peak("frozen version")
     return learner.notes
+
+
+def hold_version(config: RunConfig, learner: Learner) -> int:
+    """As instances on this device take it over; torch's allocator knows nothing of it."""
+    if config.weights.handover is not True or learner.device.type != "cuda":
+        return 0
+    params = sum(p.numel() for p in learner.policy.parameters())
+    with tempfile.TemporaryDirectory() as folder:
+        return Shelf(Path(folder), params * learner.published_dtype.itemsize).num_bytes
 
 
 def make_groups(lengths: list[int], vocab: int, version: int) -> list[Group]:
@@ -308,7 +326,7 @@ def lines_of(
     ]
     held = [phases.get(f"{name}, held") for name in ("pack", "frozen version", "work")]
     known = [each for each in held if each is not None]
-    whole = max(known) + (context or 0) if known else None
+    whole = max(known) + (phases.get("handover") or 0) + (context or 0) if known else None
     rows.append({"who": who, "what": "all", "planned": device.memory.of(who), "measured": whole})
     return rows
 
@@ -330,6 +348,8 @@ def measured(what: str, phases: dict[str, int | None], context: int | None) -> i
         return less("pack", *state)
     if what.startswith("a frozen version"):
         return less("frozen version", *state)
+    if what.startswith("the version"):
+        return phases.get("handover")
     if what.startswith("graphs"):
         return less("work, held", "weights and KV")
     if what.startswith(("weights", "base")):

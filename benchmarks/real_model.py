@@ -268,9 +268,9 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     from dora_rl.setup.prepare import open_tokenizer
     from dora_rl.setup.settings import load_config
     from dora_rl.weights.run_models import find_model
+    from dora_rl.workers.environment import row_of
     from dora_rl.workers.evaluator import evaluate as answer_all
     from dora_rl.workers.messages import EvalPrompt
-    from dora_rl.workers.turns import row_of
 
     model = find_model(args.model)
     words = [f"model.path={model.directory}", f"data.train={args.train}", f"data.eval={args.eval}"]

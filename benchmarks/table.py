@@ -3,10 +3,10 @@
     python benchmarks/table.py --json table.json [--peer-python /path/to/venv/bin/python]
 
 TransferQueue 0.1.11 (polling mode, its default storage) runs in the interpreter given by
-`--peer-python`, since it brings Ray. dora-rl's table is measured three ways: in the process that
-owns it, the same with its file, and with its file from another process over a pipe, which is what
-TransferQueue does over ZeroMQ. The rows of a call are one group. A get reads them and ends them:
-TransferQueue marks them as consumed, the table drops their group, which the ledger would name.
+`--peer-python`, since it brings Ray. dora-rl's table is measured two ways: in the process that owns
+it, and from another process over a pipe, which is what TransferQueue does over ZeroMQ. The rows of
+a call are one group. A get reads them and ends them: TransferQueue marks them as consumed, the
+table drops their group, which the ledger would name.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def timed(calls: Sequence[Callable[[], object]]) -> float:
 # dora-rl
 
 
-def measure_own(system: str, load: Load, path: Path | None, remote: bool) -> Result:
+def measure_own(system: str, load: Load, path: Path, remote: bool) -> Result:
     from dora_rl.store.table import Row, Table
     from dora_rl.types import RequestId
 
@@ -122,7 +122,7 @@ def taken(table: Any, group: int) -> list[Any]:
 
 
 def measure_remote(
-    load: Load, path: Path | None, batches: Sequence[Any], seen: list[int]
+    load: Load, path: Path, batches: Sequence[Any], seen: list[int]
 ) -> tuple[float, float]:
     """The table in a process of its own; requests and rows travel as bytes, not pickled."""
     context = multiprocessing.get_context("spawn")
@@ -316,13 +316,9 @@ def main() -> None:
     results = []
     for _ in range(REPEATS):
         for load in LOADS:
-            for system, on_disk, remote in (
-                ("dora-rl in memory", False, False),
-                ("dora-rl with file", True, False),
-                ("dora-rl file, over pipe", True, True),
-            ):
+            for system, remote in (("dora-rl", False), ("dora-rl over a pipe", True)):
                 with tempfile.TemporaryDirectory() as directory:
-                    path = Path(directory) / "table" if on_disk else None
+                    path = Path(directory) / "table"
                     results.append(measure_own(system, load, path, remote))
     if has_peer(arguments.peer_python):
         results += run_peer(arguments.peer_python)

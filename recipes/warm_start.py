@@ -20,12 +20,19 @@ from pathlib import Path
 from typing import TypeAlias
 
 import torch
+from chain_demonstrations import (
+    ALPHABET,
+    Demonstration,
+    Flaws,
+    demonstrations,
+    response_tokens_max,
+)
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch.nn.functional import cross_entropy
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from dora_rl.data import chains
-from dora_rl.data.chains import ChainSpec, Demonstration, Flaws, Split
+from dora_rl.data.chains import ChainSpec, Split
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 PAD_ID, EOS_ID = 0, 1
@@ -40,7 +47,7 @@ Row: TypeAlias = tuple[list[int], list[int]]  # token ids and labels
 
 def make_tokenizer(tokens_max: int, more: str = "") -> PreTrainedTokenizerFast:
     """One token per character. Ids: <pad> 0, <eos> 1, the alphabet in its order, <unk> 15, more."""
-    tokens = (PAD, EOS, *chains.ALPHABET, UNKNOWN, *more)
+    tokens = (PAD, EOS, *ALPHABET, UNKNOWN, *more)
     vocab = {token: index for index, token in enumerate(tokens)}
     core = Tokenizer(models.WordLevel(vocab, unk_token=UNKNOWN))
     core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
@@ -185,7 +192,7 @@ def accuracy(
     texts: list[str] = []
     for start in range(0, NUM_PROMPTS, 100):
         prompts = [problem.text for problem in problems[start : start + 100]]
-        tokens_max = spec.response_tokens_max + 8
+        tokens_max = response_tokens_max(spec) + 8
         texts.extend(respond(model, tokenizer, prompts, tokens_max, temperature))
     right = [chains.reward(text, p.answer) for text, p in zip(texts, problems, strict=True)]
     lengths = sorted(len(text) + 1 for text in texts)
@@ -213,7 +220,7 @@ def main() -> None:
     spec, start_s = ChainSpec(), time.perf_counter()
     tokenizer = make_tokenizer(tokens_max=512)
     model = make_model(len(tokenizer), tokens_max=512)
-    demos = list(chains.demonstrations(spec, args.seed, args.demonstrations, flaws=Flaws()))
+    demos = list(demonstrations(spec, args.seed, args.demonstrations, flaws=Flaws()))
     imitate(model, [encode(tokenizer, demo) for demo in demos], args.lr, args.seed)
     save(model, tokenizer, args.out)
     for name, temperature in (("sampled", 1.0), ("greedy", 0.0)):

@@ -92,9 +92,7 @@ FOLDER_FILES_MAX = 20
 IMPORTS_MAX = 15  # of our own modules
 # The same for what a reader has to hold in mind: what offends today. Mend it and take it out.
 # folder -> .py files
-LARGE_FOLDERS: dict[str, int] = {
-    "src/dora_rl/core": 25,
-}
+LARGE_FOLDERS: dict[str, int] = {}
 # module -> modules of ours that it imports
 MANY_IMPORTS: dict[str, int] = {}
 # module -> times that it uses a private name of another module of ours

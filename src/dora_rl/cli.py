@@ -1,7 +1,7 @@
-"""`dora-rl`: one program, one command per file in `dora_rl.commands`.
+"""`dora-rl`: one program, whose commands are in `dora_rl.commands`.
 
 A mistake of the user ends in one line on stderr and exit status 2; `--debug` shows the traceback.
-Never does any work itself. To add a command, write its module and enter it in `commands.COMMANDS`.
+Never does any work itself. To add a command, write it there and enter it in `COMMANDS`.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ def build_parser() -> tuple[_Parser, dict[str, _Parser]]:
     for name, command in COMMANDS.items():
         parsers[name] = one = chooser.add_parser(
             name,
-            help=command.SUMMARY,
-            description=command.SUMMARY,
-            epilog=getattr(command, "ABOUT", None),
+            help=command.summary,
+            description=command.summary,
+            epilog=command.about,
             allow_abbrev=False,
         )
-        for names, options in (*command.ARGUMENTS, DEBUG):
+        for names, options in (*command.arguments, DEBUG):
             one.add_argument(*names, **options)
     return parser, parsers
 

@@ -6,9 +6,9 @@ processes, Ray actors and the simulator are three sets of objects behind these s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from dora_rl.core import actions as act
 from dora_rl.core.events import Event
@@ -16,6 +16,7 @@ from dora_rl.core.state import State
 from dora_rl.types import Version
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 
@@ -50,6 +51,22 @@ class SealedWeights(Protocol):
     def tensor(self, name: str) -> Tensor: ...
 
 
+class Draft(Protocol):
+    """A version on its way into a store."""
+
+    def room(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """The memory of one tensor, to be filled before the version is sealed."""
+        ...
+
+    def seal(
+        self, canary: Canary | None, base: str = "", ready: Callable[[], object] = lambda: None
+    ) -> str:
+        """Hash what was filled in, call `ready`, seal; returns the checksum."""
+        ...
+
+    def discard(self) -> None: ...
+
+
 class WeightStore(Protocol):
     """Sealed versions, the live window only. A version is published once, then never changes."""
 
@@ -61,6 +78,16 @@ class WeightStore(Protocol):
         base: str = "",
     ) -> str:
         """Write all tensors, seal, return the checksum. `base`: see `SealedWeights`."""
+        ...
+
+    def draft(
+        self,
+        version: Version,
+        num_bytes: int = 0,
+        pin: Callable[[Any], Callable[[], None]] | None = None,
+    ) -> Draft:
+        """Room for a version of about so many bytes. `pin` makes memory of the host known to a
+        GPU, and returns what undoes that."""
         ...
 
     def open(self, version: Version) -> SealedWeights: ...
@@ -81,7 +108,7 @@ FleetAction: TypeAlias = (
     | act.Wake
     | act.Restart
 )
-LearnerAction: TypeAlias = act.Feed | act.CloseStep | act.RestartTrainer | act.OptimizerRewound
+LearnerAction: TypeAlias = act.Feed | act.CloseStep | act.RestartLearner | act.OptimizerRewound
 LedgerAction: TypeAlias = (
     act.IssueGroup
     | act.EndGroup

@@ -87,6 +87,6 @@ class RayHosts:
 
     def train(self, *words: str) -> subprocess.Popen[str]:
         """`dora-rl train` on the head's host, as a user starts it."""
-        ray = ("runtime.kind=ray", f"runtime.address={self.address}")
+        ray = ("runtime.world=ray", f"runtime.address={self.address}")
         command = (sys.executable, "-m", "dora_rl.cli", "train", *words, *ray)
         return self.head.start(*command, **self.environment)

@@ -40,7 +40,7 @@ from dora_rl.worlds.ray import RayCluster
 
 config = RunConfig.model_validate({
     "model": {"path": "unused"}, "rollout": {"backend": "vllm", "num_instances": 2},
-    "resources": {"devices_per_instance": 2}, "runtime": {"kind": "ray"},
+    "resources": {"devices_per_instance": 2}, "runtime": {"world": "ray"},
 })
 layout = plan_layout(config, "cuda")
 cluster = RayCluster(sys.argv[2], 0)

@@ -20,7 +20,7 @@ FIXED = {
 
 def test_two_ranks_under_ray_give_the_run_of_one_rank_on_one_machine(tmp_path: Path) -> None:
     runs = [
-        tiny_run(tmp_path / kind, runtime__kind=kind, resources__learner_ranks=ranks, **FIXED)
+        tiny_run(tmp_path / kind, runtime__world=kind, resources__learner_ranks=ranks, **FIXED)
         for kind, ranks in (("local", 1), ("ray", 2))
     ]
     for run in runs:

@@ -7,8 +7,7 @@ from pathlib import Path
 from document_blocks import ROOT, blocks_of
 
 from dora_rl.config import RunConfig
-from dora_rl.controller.sink_writers import RunFacts
-from dora_rl.controller.sinks import Sinks, check_sinks
+from dora_rl.controller.sinks import RunFacts, Sinks, check_sinks
 
 
 def test_the_sink_of_the_page_gets_every_line(tmp_path: Path) -> None:

@@ -243,7 +243,7 @@ def entry_taken_out(kind: type, nth: int = 0) -> Callable[[Entries], Entries]:
 def heart_beat_taken_out(entries: Entries) -> Entries:
     """A report or a tick that nothing followed from, then or later. Which kinds a run has depends
     on how fast it is; while its workers start there are ticks."""
-    beats = (ev.TrainerReport, ev.InstanceReport, ev.Tick)
+    beats = (ev.LearnerReport, ev.InstanceReport, ev.Tick)
     for place in reversed(range(1, len(entries))):
         if isinstance(entries[place].event, beats) and not entries[place].actions:
             rest = renumbered([*entries[:place], *entries[place + 1 :]])
@@ -355,7 +355,7 @@ LOG: dict[str, LogCorruption] = {
     "step closed twice": LogCorruption(action_again(act.CloseStep, 1), "replay"),
     "step committed by nobody": LogCorruption(without_event(ev.StepCommitted, 1), "audit"),
     "version retired early": LogCorruption(retired_early, "audit"),
-    "learner of another version": LogCorruption(event(ev.TrainerJoined, version=3), "audit"),
+    "learner of another version": LogCorruption(event(ev.LearnerJoined, version=3), "audit"),
     "fewer slots than requests": LogCorruption(event(ev.InstanceJoined, slots_max=1), "audit"),
     "more slots than there are": LogCorruption(event(ev.InstanceJoined, slots_max=99), "replay"),
     "log begins later": LogCorruption(lambda entries: entries[1:], "audit"),

@@ -103,10 +103,10 @@ def test_ray_without_authentication(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kinds, "find_spec", lambda name: None)
-    assert "Ray is missing" in refuse(tmp_path, capsys, runtime__kind="ray")
+    assert "Ray is missing" in refuse(tmp_path, capsys, runtime__world="ray")
     monkeypatch.setattr(kinds, "find_spec", lambda name: object())
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    assert "RAY_AUTH_MODE is 'disabled'" in refuse(tmp_path, capsys, runtime__kind="ray")
+    assert "RAY_AUTH_MODE is 'disabled'" in refuse(tmp_path, capsys, runtime__world="ray")
 
 
 def test_a_file_that_is_not_toml(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -161,7 +161,7 @@ def test_a_learner_that_dies_three_times_in_one_step_stops_the_run_resumably(
     run = tiny_run(tmp_path, orchestration__num_steps=2)
     process = run.start()
     for entry in entries_as_they_come(run, process):
-        if isinstance(entry.event, ev.TrainerJoined):
+        if isinstance(entry.event, ev.LearnerJoined):
             kill(run, "learner")
     said = finish(process, STOPPED)
     assert "the learner was lost 3 times in step 0" in said and "SIGKILL" in said

@@ -24,7 +24,7 @@ from dora_rl.core.actions import End, EndGroup, IssueGroup
 pytestmark = pytest.mark.full
 
 NUM_KILLS = 20
-IDLE = (b'"Tick"', b'"InstanceReport"', b'"TrainerReport"')
+IDLE = (b'"Tick"', b'"InstanceReport"', b'"LearnerReport"')
 NUM_STEPS = 12
 HELD_OUT = [{"path": "dora_rl.data.tasks:Chains", "options": {"num_steps_max": 12}}]
 
@@ -206,7 +206,7 @@ def test_a_loss_that_fails_stops_the_run_at_once(tmp_path: Path) -> None:
     run = tiny_run(tmp_path, algorithm__loss=f"{code}:flat", reward__functions=functions)
     said = run.train(status=STOPPED)
     assert "learner: algorithm.loss" in said and "must return one loss per token" in said
-    assert not any(type(e.event).__name__ == "TrainerLost" for e in run.entries())
+    assert not any(type(e.event).__name__ == "LearnerLost" for e in run.entries())
 
 
 @pytest.mark.parametrize("place", [20, -100], ids=["header", "tensor"])

@@ -20,10 +20,10 @@ from tiny_runs import ROOT, TinyRun, finish, tiny_run, wait_until, workers_of
 
 from dora_rl.core.actions import End, EndGroup, Feed
 from dora_rl.core.events import (
+    LearnerJoined,
     Rewound,
     StepCommitted,
     StopRequested,
-    TrainerJoined,
     VersionDurable,
 )
 
@@ -81,7 +81,7 @@ def test_killed_between_sealed_and_durable_nothing_is_lost(tmp_path: Path, dtype
     (committed,) = events(run, StepCommitted)
     run.train("--resume")
     assert not events(run, Rewound) and run.proven().figures.finished
-    joined = list(events(run, TrainerJoined))[1]
+    joined = list(events(run, LearnerJoined))[1]
     assert joined.version == joined.durable == 1, "finished before anything else"
     assert [event.step for event in events(run, StepCommitted)] == list(range(NUM_STEPS))
     fed = [a for entry in run.entries() for a in entry.actions if isinstance(a, Feed)]

@@ -12,7 +12,7 @@ import torch
 from tiny_runs import MODEL, STOPPED, TinyRun, finish, pid_of, tiny_run, wait_until
 
 from dora_rl.core.actions import OptimizerRewound
-from dora_rl.core.events import StopRequested, TrainerJoined, TrainerLost
+from dora_rl.core.events import LearnerJoined, LearnerLost, StopRequested
 from dora_rl.model.directory import HfDirectory
 from dora_rl.trainer.checkpoints.masters import whole
 from dora_rl.weights.store import DiskWeightStore
@@ -60,9 +60,9 @@ def test_progress_in_weight_space_outlives_the_learner(tmp_path: Path) -> None:
     finish(process)
     killed.proven()
     events = [entry.event for entry in killed.entries()]
-    lost = [event.reason for event in events if isinstance(event, TrainerLost)]
+    lost = [event.reason for event in events if isinstance(event, LearnerLost)]
     assert len(lost) == 4 and all("SIGKILL" in reason for reason in lost)
-    joined = [event for event in events if isinstance(event, TrainerJoined)]
+    joined = [event for event in events if isinstance(event, LearnerJoined)]
     rewound = [a for e in killed.entries() for a in e.actions if isinstance(a, OptimizerRewound)]
     assert [(a.version, a.optimizer_version) for a in rewound] == [
         (event.version, event.optimizer_version) for event in joined[1:]
@@ -84,7 +84,7 @@ def own_loss(folder: Path, body: str) -> str:
 
 def stops(run: TinyRun) -> list[str]:
     found = [entry.event for entry in run.entries()]
-    assert not any(isinstance(event, TrainerLost) for event in found), "nobody began again"
+    assert not any(isinstance(event, LearnerLost) for event in found), "nobody began again"
     return [event.reason for event in found if isinstance(event, StopRequested)]
 
 
@@ -117,4 +117,4 @@ def test_rewards_beyond_float32_fail_by_name(tmp_path: Path) -> None:
     run = tiny_run(tmp_path, reward__functions=[f"{path}:huge"])
     said = run.train(status=STOPPED)
     assert "returned 1e+39, beyond ±1e+18" in said
-    assert not any(isinstance(entry.event, TrainerLost) for entry in run.entries())
+    assert not any(isinstance(entry.event, LearnerLost) for entry in run.entries())

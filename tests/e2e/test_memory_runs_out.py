@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tiny_runs import finish, tiny_run
 
-from dora_rl.core.events import InstanceLost, LoadFailed, SampleFailed, TrainerLost
+from dora_rl.core.events import InstanceLost, LearnerLost, LoadFailed, SampleFailed
 from dora_rl.out_of_memory import VARIABLE
 
 pytestmark = pytest.mark.full
@@ -38,7 +38,7 @@ def test_no_sample_is_lost_and_every_shortage_is_told(tmp_path: Path) -> None:
         assert said.count(words) == (2 if words.startswith("out of") else 1), (words, said)
     run.proven()
     events = [entry.event for entry in run.entries()]
-    ends = (InstanceLost, LoadFailed, SampleFailed, TrainerLost)
+    ends = (InstanceLost, LoadFailed, SampleFailed, LearnerLost)
     assert not [event for event in events if isinstance(event, ends)]
     assert run.steps() == [0, 1, 2]
     evaluated = [line for line in run.lines("metrics.jsonl") if "eval/greedy" in line]

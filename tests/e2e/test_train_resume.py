@@ -11,7 +11,7 @@ from tiny_runs import ENDLESS, STOPPED, TinyRun, finish, tiny_run, wait_until, w
 
 from dora_rl.config import WeightsConfig
 from dora_rl.core.actions import EndGroup, InForce, IssueGroup, OptimizerRewound
-from dora_rl.core.events import Resumed, TrainerJoined
+from dora_rl.core.events import LearnerJoined, Resumed
 from dora_rl.weights.store import shared_memory_root
 
 # Long responses (the model never stops by itself), so that a signal finds some under way.
@@ -116,7 +116,7 @@ def test_a_clean_end_keeps_the_optimizer_whatever_the_checkpoints(tmp_path: Path
     assert "optimizer" not in said
     entries = run.entries()
     assert not any(isinstance(a, OptimizerRewound) for e in entries for a in e.actions)
-    joined = [e.event for e in entries if isinstance(e.event, TrainerJoined)]
+    joined = [e.event for e in entries if isinstance(e.event, LearnerJoined)]
     assert joined[-1].optimizer_version == joined[-1].version >= 1
     assert run.proven().figures.steps == num_steps
     assert run.steps() == list(range(num_steps))

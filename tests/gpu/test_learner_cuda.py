@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from dora_rl.config import AlgorithmConfig, TrainerConfig
+from dora_rl.model.random_weights import RandomWeights
 from dora_rl.model.spec import ModelSpec, MoeSpec, RopeSpec
-from dora_rl.trainer.attention.backends import attend_flex, attend_loop, attend_varlen
-from dora_rl.trainer.attention.layout import Layout
+from dora_rl.trainer.attention import Layout, attend_flex, attend_loop, attend_varlen
 from dora_rl.trainer.learner import Learner
-from dora_rl.trainer.policy.model import build_decoder, initialise
+from dora_rl.trainer.policy.model import build_decoder, load_weights
 from dora_rl.types import Group, RequestId, Trajectory
 
 pytestmark = [
@@ -51,8 +51,7 @@ LENGTHS = [700, 3, 64, 129, 1, 350]
 def policy_of(arch: ModelSpec, **options: object):
     trainer = TrainerConfig(device="cuda", **options)  # type: ignore[arg-type]
     decoder = build_decoder(arch, trainer)
-    torch.manual_seed(0)
-    initialise(decoder, 0, std=0.05)
+    load_weights(decoder, RandomWeights(arch, 0, 0.05, "cuda").tensor)
     return decoder
 
 
@@ -62,9 +61,9 @@ def scores_and_gradient(decoder, lengths: list[int] = LENGTHS):
     target = torch.randint(VOCAB, (sum(lengths),), generator=g).cuda()
     rows = torch.arange(len(ids), device="cuda")
     out = decoder(ids, Layout(lengths, ids.device), rows, target)
-    out.logprobs_N.mean().backward()
+    out.logprobs_T.mean().backward()
     flat = torch.cat([p.grad.reshape(-1) for p in decoder.parameters()])
-    return out.logprobs_N.detach(), out.entropy_N.detach(), flat
+    return out.logprobs_T.detach(), out.entropy_T.detach(), flat
 
 
 def close(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> None:

@@ -129,7 +129,7 @@ def test_the_streamed_head_knows_its_chunks(rows: int, versions: int) -> None:
 @pytest.mark.parametrize("vocab", [50, 9_000, 64_000])
 def test_a_draw_does_not_depend_on_the_chunks(vocab: int) -> None:
     """Small and large ones, greedy and warm rows: the same tokens and log-probs."""
-    from dora_rl.engine.cuda.sampling import Chunks, chunks_of, draw
+    from dora_rl.engine.cuda.kernels.rows import Chunks, chunks_of, draw
     from dora_rl.engine.cuda.slots import DeviceSlots
 
     rows = 40

@@ -15,7 +15,7 @@ pytestmark = [
 
 
 def test_what_was_sent_arrives_however_late_the_device_is() -> None:
-    from dora_rl.engine.cuda.staging import Staging
+    from dora_rl.engine.cuda.slots import Staging
 
     staging, sent = Staging(), list[torch.Tensor]()
     for step in range(40):
@@ -29,7 +29,7 @@ def test_what_was_sent_arrives_however_late_the_device_is() -> None:
 
 
 def test_a_full_stretch_gives_way_to_memory_of_its_own() -> None:
-    from dora_rl.engine.cuda.staging import STRETCH_BYTES, Staging
+    from dora_rl.engine.cuda.slots import STRETCH_BYTES, Staging
 
     staging = Staging()
     staging.turn()

@@ -42,7 +42,7 @@ def test_the_quick_start_learns_on_a_gpu(tmp_path: Path, mode: str) -> None:
     logs = "\n".join(path.read_text()[-3000:] for path in (run_dir / "logs").glob("*.log"))
     assert done.returncode == 0, done.stderr + logs
     events = "".join(path.read_text() for path in sorted((run_dir / "events").glob("*.jsonl")))
-    for lost in ("InstanceLost", "TrainerLost"):
+    for lost in ("InstanceLost", "LearnerLost"):
         assert f'"is":"{lost}"' not in events, logs
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["steps"] == 20

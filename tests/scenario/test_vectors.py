@@ -120,7 +120,7 @@ class Figure5:
             fill_older_max=4,
         )
         hand.tell(ev.Started(hand.params))
-        hand.tell(ev.TrainerJoined(0, 0))
+        hand.tell(ev.LearnerJoined(0, 0))
         for name in ("S0", "S1", "E3"):
             hand.join(name, 1, versions=(0,))
         hand.join("X", 5, versions=(0,), resident_max=3)

@@ -11,17 +11,17 @@ from dora_rl.core import (
     batching,
     faults,
     ledger,
-    modes,
     orchestrate,
+    params,
     placement,
-    prompts,
+    resume,
     state,
     step,
     suspects,
     window,
 )
+from dora_rl.core import events as ev
 from dora_rl.core.actions import RetireVersion, Unload
-from dora_rl.core.events import Loaded
 from dora_rl.core.state import GENERATING, Phase
 from dora_rl.sim import fleet, soak
 from dora_rl.types import Mode
@@ -32,9 +32,14 @@ SEEDS_MAX = 200
 
 def everywhere(patch: pytest.MonkeyPatch, name: str, value: Any) -> None:
     """Replace a function in its home and wherever it was imported by name."""
-    for module in (admission, batching, faults, ledger, orchestrate, placement, step):
+    for module in (admission, batching, faults, ledger, orchestrate, placement, resume, step):
         if hasattr(module, name):
             patch.setattr(module, name, value)
+
+
+def handler(patch: pytest.MonkeyPatch, kind: type, value: Any) -> None:
+    """Replace what an event is handled by."""
+    patch.setitem(step.HANDLERS, kind, value)
 
 
 def no_version_check_at_decode(patch: pytest.MonkeyPatch) -> None:
@@ -67,7 +72,7 @@ def request_lost_in_a_migration(patch: pytest.MonkeyPatch) -> None:
             placement.end_move(st, request)
             request.instance = request.dest = None
 
-    patch.setattr(faults, "on_moved", forget)
+    handler(patch, ev.Moved, forget)
 
 
 def double_consume(patch: pytest.MonkeyPatch) -> None:
@@ -101,9 +106,9 @@ def flip_with_running_requests(patch: pytest.MonkeyPatch) -> None:
             st.versions[version].holders.pop(inst.id, None)
         out.append(Unload(inst.id, version))
 
-    everywhere(patch, "relocate", lambda *args: None)
+    everywhere(patch, "drain", lambda *args: None)
     patch.setattr(orchestrate, "unload", unload)
-    patch.setattr(orchestrate, "_spare_seat", lambda st, inst: next(iter(inst.held), None))
+    patch.setattr(orchestrate, "_unneeded", lambda st, inst: next(iter(inst.held), None))
 
 
 def log_entry_skipped_on_resume(patch: pytest.MonkeyPatch) -> None:
@@ -130,11 +135,11 @@ def old_epochs_accepted(patch: pytest.MonkeyPatch) -> None:
 def commit_taken_twice(patch: pytest.MonkeyPatch) -> None:
     original = batching.on_committed
 
-    def again(st: Any, index: int, now: float, out: Any) -> None:
-        original(st, st.committed, now, out)
+    def again(st: Any, event: Any, now: float, out: Any) -> None:
+        original(st, replace(event, step=st.committed), now, out)
 
-    patch.setattr(batching, "on_committed", again)
-    patch.setattr(step.batching, "on_committed", again)
+    patch.setattr(faults, "on_committed", again)
+    handler(patch, ev.StepCommitted, again)
 
 
 def lost_instance_keeps_its_requests(patch: pytest.MonkeyPatch) -> None:
@@ -146,7 +151,7 @@ def lost_instance_keeps_its_requests(patch: pytest.MonkeyPatch) -> None:
             inst.parked.clear()
         original(st, name, out, **options)
 
-    patch.setattr(faults, "lose_instance", losing)
+    everywhere(patch, "lose_instance", losing)
 
 
 def nonsense_reward_accepted(patch: pytest.MonkeyPatch) -> None:
@@ -156,7 +161,7 @@ def nonsense_reward_accepted(patch: pytest.MonkeyPatch) -> None:
 def new_bound_in_force_at_once(patch: pytest.MonkeyPatch) -> None:
     def adopt(st: Any, out: Any) -> None:
         if st.target is not None:
-            st.params, st.policy, st.target = st.target, modes.policy_of(st.target), None
+            st.params, st.policy, st.target = st.target, params.policy_of(st.target), None
             bound = st.bound
             out.append(batching.InForce(st.filling, bound.max_staleness, bound.batch))
 
@@ -164,28 +169,28 @@ def new_bound_in_force_at_once(patch: pytest.MonkeyPatch) -> None:
 
 
 def slow_groups_dropped(patch: pytest.MonkeyPatch) -> None:
-    original = modes.policy_of
+    original = params.policy_of
 
-    def dropping(params: Any) -> Any:
-        policy = original(params)
-        if params.mode is Mode.MULTI_VERSION:
+    def dropping(of: Any) -> Any:
+        policy = original(of)
+        if of.mode is Mode.MULTI_VERSION:
             return replace(policy, surplus_at_close=True)
         return policy
 
-    for module in (state, batching, modes):
+    for module in (state, batching, params):
         patch.setattr(module, "policy_of", dropping)
 
 
-def nothing_fed_again_after_a_trainer_restart(patch: pytest.MonkeyPatch) -> None:
+def nothing_fed_again_after_a_learner_restart(patch: pytest.MonkeyPatch) -> None:
     def joined(st: Any, event: Any, now: float, out: Any) -> None:
-        st.trainer.alive = True
+        st.learner.alive = True
 
-    patch.setattr(faults, "on_trainer_joined", joined)
+    handler(patch, ev.LearnerJoined, joined)
 
 
 def nothing_fed_ahead_is_fed_again(patch: pytest.MonkeyPatch) -> None:
     """A new learner gets the groups of its step again, and of the next only what is new."""
-    original = faults.on_trainer_joined
+    original = faults.on_learner_joined
 
     def joined(st: Any, event: Any, now: float, out: Any) -> None:
         ahead = st.batches.get(event.version + 1)
@@ -194,7 +199,7 @@ def nothing_fed_ahead_is_fed_again(patch: pytest.MonkeyPatch) -> None:
         if ahead is not None:
             ahead.num_fed = num_fed
 
-    patch.setattr(faults, "on_trainer_joined", joined)
+    handler(patch, ev.LearnerJoined, joined)
 
 
 def fed_ahead_of_an_open_step(patch: pytest.MonkeyPatch) -> None:
@@ -203,7 +208,7 @@ def fed_ahead_of_an_open_step(patch: pytest.MonkeyPatch) -> None:
 
     def early(st: Any, now: float, out: Any) -> None:
         ahead = st.batches.get(st.committed + 1)
-        if ahead is not None and st.trainer.alive:
+        if ahead is not None and st.learner.alive:
             batching._feed_groups(st, ahead, out)
         original(st, now, out)
 
@@ -211,12 +216,12 @@ def fed_ahead_of_an_open_step(patch: pytest.MonkeyPatch) -> None:
 
 
 def sealed_version_trained_again(patch: pytest.MonkeyPatch) -> None:
-    original = faults.on_trainer_joined
+    original = faults.on_learner_joined
 
     def joined(st: Any, event: Any, now: float, out: Any) -> None:
         original(st, replace(event, version=st.committed, optimizer_version=st.committed), now, out)
 
-    patch.setattr(faults, "on_trainer_joined", joined)
+    handler(patch, ev.LearnerJoined, joined)
 
 
 def parked_request_forgotten(patch: pytest.MonkeyPatch) -> None:
@@ -246,7 +251,7 @@ def every_loss_is_an_attempt(patch: pytest.MonkeyPatch) -> None:
 
 def progress_is_not_noticed(patch: pytest.MonkeyPatch) -> None:
     """And one loss alone is enough to be found guilty."""
-    patch.setattr(suspects, "on_continued", lambda *args: None)
+    handler(patch, ev.Continued, lambda *args: None)
     original = suspects.lost_with
 
     def strict(st: Any, request: Any, company: int, why: str, out: Any) -> None:
@@ -257,7 +262,7 @@ def progress_is_not_noticed(patch: pytest.MonkeyPatch) -> None:
 
 
 def suspects_are_tried_among_others(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(suspects, "_empty", lambda *args: None)
+    patch.setattr(suspects, "_drain_all", lambda *args: None)
     original = suspects.isolate
 
     def at_once(st: Any, live: Any, now: float, out: Any) -> None:
@@ -287,7 +292,7 @@ def poison_comes_back_for_ever(patch: pytest.MonkeyPatch) -> None:
 
 
 def set_aside_at_the_first_failure(patch: pytest.MonkeyPatch) -> None:
-    original = prompts.prompt_failed
+    original = ledger.prompt_failed
 
     def at_once(st: Any, group: Any, reason: str, out: Any, *, kills: bool) -> None:
         if st.params.group_failures_max:
@@ -298,7 +303,7 @@ def set_aside_at_the_first_failure(patch: pytest.MonkeyPatch) -> None:
 
 
 def issued_after_it_was_set_aside(patch: pytest.MonkeyPatch) -> None:
-    original = prompts.prompt_failed
+    original = ledger.prompt_failed
 
     def and_again(st: Any, group: Any, reason: str, out: Any, *, kills: bool) -> None:
         original(st, group, reason, out, kills=kills)
@@ -309,7 +314,7 @@ def issued_after_it_was_set_aside(patch: pytest.MonkeyPatch) -> None:
 
 
 def an_instance_that_stalls_is_believed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(faults, "_stands_still", lambda *args, **kwargs: False)
+    patch.setattr(faults, "_break_stalls", lambda *args: False)
 
 
 def late_messages_believed(patch: pytest.MonkeyPatch) -> None:
@@ -318,13 +323,12 @@ def late_messages_believed(patch: pytest.MonkeyPatch) -> None:
 
 
 def answers_to_earlier_loads_believed(patch: pytest.MonkeyPatch) -> None:
-    original = step._handle
+    original = orchestrate.on_loaded
 
     def any_attempt(st: Any, event: Any, now: float, out: Any) -> None:
-        known = replace(event, attempt=-1) if isinstance(event, Loaded) else event
-        original(st, known, now, out)
+        original(st, replace(event, attempt=-1), now, out)
 
-    patch.setattr(step, "_handle", any_attempt)
+    handler(patch, ev.Loaded, any_attempt)
 
 
 MUTANTS: list[Patch] = [
@@ -344,7 +348,7 @@ MUTANTS: list[Patch] = [
     nonsense_reward_accepted,
     new_bound_in_force_at_once,
     slow_groups_dropped,
-    nothing_fed_again_after_a_trainer_restart,
+    nothing_fed_again_after_a_learner_restart,
     nothing_fed_ahead_is_fed_again,
     fed_ahead_of_an_open_step,
     sealed_version_trained_again,

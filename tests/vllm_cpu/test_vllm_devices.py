@@ -22,10 +22,9 @@ import torch
 from tiny_models import save_model
 from dora_rl.engine.vllm.engine import VllmEngine, VllmOptions
 from dora_rl.engine.engine import Engine
-from dora_rl.model.families import read_spec
+from dora_rl.model.directory import HfDirectory, read_spec
 from dora_rl.engine.options import EngineOptions
 from dora_rl.engine.sequence import Request
-from dora_rl.engine.tensors.weights import HfDirectory
 from dora_rl.ports import Canary
 from dora_rl.weights.store import SharedMemoryWeightStore
 from dora_rl.types import RequestId, SamplingParams, UserError

@@ -23,12 +23,12 @@ from pathlib import Path
 import torch
 torch.set_num_threads(1)
 from tiny_models import VOCAB, save_model
-from dora_rl.engine.backends.vllm import VllmEngine, VllmOptions
+from dora_rl.engine.vllm.engine import VllmEngine, VllmOptions
 from dora_rl.engine.engine import Engine
 from dora_rl.model.directory import read_spec
 from dora_rl.engine.options import EngineOptions
 from dora_rl.engine.sequence import Request
-from dora_rl.engine.weights import HfDirectory
+from dora_rl.model.directory import HfDirectory
 from dora_rl.workers.moves import write_export
 from dora_rl.weights.store import SharedMemoryWeightStore
 from dora_rl.types import RequestId, SamplingParams, UserError

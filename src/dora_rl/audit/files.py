@@ -24,7 +24,7 @@ from dora_rl.controller.records import Totals, best_of
 from dora_rl.data.prompts import PromptSource, open_data
 from dora_rl.io.append_log import shape_problem
 from dora_rl.observe.audit import Auditor
-from dora_rl.observe.audit_books import Finding, Notebook, Promise, TrainedSample
+from dora_rl.observe.audit_books import Finding, Findings, Promise, TrainedSample
 from dora_rl.setup.settings import core_params, load_config
 from dora_rl.setup.tokenizer import open_tokenizer
 from dora_rl.store.samples import Samples
@@ -72,7 +72,7 @@ class FileAudit:
     prompts: PromptSource | None = None  # the run's, opened again
     decode: Callable[[Sequence[int]], str] | None = None
     notes: list[str] = field(default_factory=list[str])
-    book: Notebook = field(default_factory=Notebook)
+    book: Findings = field(default_factory=Findings)
     totals: Totals | None = None  # by metrics.jsonl
     by_step: dict[int, list[TrainedSample]] = field(default_factory=dict[int, list[TrainedSample]])
 
@@ -91,7 +91,7 @@ class FileAudit:
         self._section("learner", self._learner)
         self._section("checkpoints", self._checkpoints, config)
         self.notes += [NEVER_COMPARED]
-        return tuple(self.book.found)
+        return tuple(self.book.kept)
 
     def _section(self, name: str, check: Callable[..., T], *given: Any) -> T | None:
         """A file that cannot be read, or is of another shape than was written, is a finding."""
@@ -104,6 +104,11 @@ class FileAudit:
     def _add(self, subject: str, message: str) -> None:
         self.book.add(Promise.FILES, subject, message)
 
+    def _is_there(self, path: Path) -> bool:
+        if not path.is_file():
+            self._add(path.name, "is missing")
+        return path.is_file()
+
     @property
     def trained(self) -> Mapping[RequestId, TrainedSample]:
         return self.auditor.books.trained or {}
@@ -112,8 +117,7 @@ class FileAudit:
 
     def _config(self) -> RunConfig | None:
         path, books = self.run / "config.json", self.auditor.books
-        if not path.is_file():
-            self._add("config.json", "is missing")
+        if not self._is_there(path):
             return None
         same = text_digest(path.read_bytes().decode(errors="replace")) == books.config
         if books.config and not same:
@@ -138,10 +142,8 @@ class FileAudit:
     def _data(self, config: RunConfig | None) -> None:
         """Opens the data as the run read them, if they are still there."""
         path, begun_with = self.run / "data.json", None
-        if path.is_file():
+        if self._is_there(path):
             begun_with = json.loads(path.read_bytes())["fingerprint"]
-        else:
-            self._add("data.json", "is missing")
         if config is None:
             self.notes.append("prompts, there is no configuration to open the data by")
             return
@@ -222,8 +224,7 @@ class FileAudit:
 
     def _lines(self, path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         """Whole lines. A torn last one, and one that is no object of JSON, is a finding."""
-        if not path.is_file():
-            self._add(path.name, "is missing")
+        if not self._is_there(path):
             return
         with path.open("rb") as file:
             for number, raw in enumerate(file, start=1):
@@ -290,8 +291,7 @@ class FileAudit:
         if stop is None:
             self.notes.append("summary.json, it is written at an end and this life has none")
             return
-        if not path.is_file():
-            self._add("summary.json", "is missing")
+        if not self._is_there(path):
             return
         summary = json.loads(path.read_bytes())
         if not isinstance(summary, dict):
@@ -306,7 +306,7 @@ class FileAudit:
             self._add("summary.json", problem)
         if not str(summary.get("stopped", "")).startswith(stop.reason):
             self._add("summary.json", f"stopped is {summary.get('stopped')!r}, not {stop.reason!r}")
-        aside = self.auditor.faults.set_aside
+        aside = self.auditor.groups.set_aside
         if {one["prompt"]: one["reason"] for one in summary.get("set_aside", [])} != aside:
             self._add("summary.json", f"set_aside is not prompts {sorted(aside)} of the log")
         compared = {*figures, "stopped", "set_aside"}
@@ -324,7 +324,7 @@ class FileAudit:
         figures: dict[str, Any] = {
             "mode": books.params.mode.value,
             "steps": books.committed,
-            "num_resumes": self.auditor.num_resumes,
+            "num_resumes": self.auditor.books.figures.num_resumes,
         }
         if not self.auditor.num_killed:  # a life that was killed leaves the counts of its last step
             figures |= {
@@ -332,8 +332,8 @@ class FileAudit:
                 "kv_bytes_moved": self.auditor.bytes_imported,
                 "samples_mismatched": self.auditor.num_mismatched,
             }
-            if config is not None and config.runtime.kind != "ray":
-                figures["discarded_tokens"] = books.tally.discarded_tokens
+            if config is not None and config.runtime.world != "ray":
+                figures["discarded_tokens"] = books.figures.discarded_tokens
         if samples:
             figures |= {
                 "staleness_mean": sum(stale) / len(stale),

@@ -12,14 +12,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dora_rl.core import actions as act
-from dora_rl.core import events as ev
-from dora_rl.observe.eventlog import Entry, read
-from dora_rl.types import InstanceId, RequestId, UserError
+import numpy as np
+from numpy.typing import NDArray
+
+from dora_rl.observe.columns import Table, rows_of
+from dora_rl.observe.history import read_history
+from dora_rl.observe.placements import busy_s
+from dora_rl.types import UserError
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,28 +42,9 @@ class Window:
         return Window(num_skipped, last)
 
 
-@dataclass(slots=True)
-class Busy:
-    """How long an instance had a request to decode and was awake."""
-
-    awake: bool = True
-    requests: set[RequestId] = field(default_factory=set[RequestId])
-    since: float = 0.0
-    busy_s: float = 0.0
-    request_s: float = 0.0
-
-    def account(self, now: float, begin: float, end: float) -> None:
-        """Count the time since the last change, as far as it lies in the window."""
-        took = min(now, end) - max(self.since, begin)
-        if took > 0 and self.awake and self.requests:
-            self.busy_s += took
-            self.request_s += took * len(self.requests)
-        self.since = now
-
-
 @dataclass(frozen=True, slots=True)
 class LogFigures:
-    """From the event log; seconds are of the window unless they say otherwise."""
+    """From the event log, on the controller's clock."""
 
     begin: float
     end: float
@@ -68,73 +52,42 @@ class LogFigures:
     last_commit: float
     rollout_idle_ratio: float
     requests_mean: float  # running at once, while an instance ran any
-    issued: dict[int, int]  # group -> prompt
-    trained: frozenset[int]
+    issued: list[int]  # prompts of the groups
+    trained: list[int]
 
 
 def read_log(events: Path, window: Window) -> LogFigures:
-    entries = [record for record in read(events) if isinstance(record, Entry)]
-    commits = {
-        entry.event.step: entry.now
-        for entry in entries
-        if isinstance(entry.event, ev.StepCommitted)
-    }
+    history = read_history(events)
+    steps = history.steps.items()
+    commits = {s: record.committed_s for s, record in steps if not np.isnan(record.committed_s)}
     missing = {window.first - 1, window.last} - commits.keys()
     if missing:
         raise UserError(f"{events.parent} did not commit step {min(missing)}; see its logs/")
     begin, end = commits[window.first - 1], commits[window.last]
-    fleet: dict[InstanceId, Busy] = {}
-    issued: dict[int, int] = {}
-    trained: set[int] = set()
-    first_issue = 0.0
-    for entry in entries:
-        _follow(fleet, entry, begin, end)
-        for action in entry.actions:
-            if isinstance(action, act.IssueGroup):
-                first_issue = first_issue or entry.now
-                issued[action.group] = action.prompt
-            elif isinstance(action, act.EndGroup) and action.end is act.End.TRAINED:
-                trained.add(action.group)
-    busy_s = sum(busy.busy_s for busy in fleet.values())
+    spans, num = history.placements.all_spans(history.now_s), len(history.names)
+    running = _running_s(spans, begin, end, num)
+    for instance, since, until in history.asleep:
+        here = rows_of(spans, spans["instance"] == instance)
+        running -= _running_s(here, max(since, begin), min(until, end), num)
+    busy, request = running.tolist()
+    prompts, began = history.groups["prompt"], history.began_at
     return LogFigures(
-        begin=begin,
-        end=end,
-        first_issue=first_issue,
-        last_commit=max(commits.values()),
-        rollout_idle_ratio=1 - busy_s / ((end - begin) * max(1, len(fleet))),
-        requests_mean=sum(b.request_s for b in fleet.values()) / max(busy_s, 1e-9),
-        issued=issued,
-        trained=frozenset(trained),
+        begin=began + begin,
+        end=began + end,
+        first_issue=began + float(np.nanmin(history.groups["issued_s"], initial=np.inf)),
+        last_commit=began + max(commits.values()),
+        rollout_idle_ratio=1 - busy / ((end - begin) * max(1, num)),
+        requests_mean=request / max(busy, 1e-9),
+        issued=prompts[prompts >= 0].tolist(),
+        trained=prompts[history.trained()].tolist(),
     )
 
 
-def _follow(fleet: dict[InstanceId, Busy], entry: Entry, begin: float, end: float) -> None:
-    """Keep the instances' running requests up to date."""
-
-    def changed(name: InstanceId) -> Busy:
-        busy = fleet.setdefault(name, Busy(since=entry.now))
-        busy.account(entry.now, begin, end)
-        return busy
-
-    for what in (entry.event, *entry.actions):
-        match what:
-            case ev.InstanceJoined():
-                busy = changed(what.instance)
-                busy.requests, busy.awake = set(), True  # a new life begins with nothing
-            case ev.Moved():
-                changed(what.src).requests.discard(what.request)
-                changed(what.dst).requests.add(what.request)
-            case act.Dispatch():
-                new = {RequestId(what.group, sample) for sample in what.samples}
-                changed(what.instance).requests.update(new)
-            case act.Unpark() | act.Reversion():
-                changed(what.instance).requests.add(what.request)
-            case ev.SampleFinished() | ev.SampleFailed() | act.Abort() | act.Park():
-                changed(what.instance).requests.discard(what.request)
-            case act.Sleep() | act.Wake():
-                changed(what.instance).awake = isinstance(what, act.Wake)
-            case _:
-                pass
+def _running_s(spans: Table, begin: float, end: float, num: int) -> NDArray[np.float64]:
+    """Seconds with a request, over all instances, and seconds of all requests in this window."""
+    starts, ends = (np.clip(spans[name], begin, max(begin, end)) for name in ("begin", "end"))
+    busy = busy_s(starts, ends, spans["instance"], num)
+    return np.array([busy.sum(), (ends - starts).sum()])
 
 
 def run_figures(
@@ -175,11 +128,11 @@ def run_figures(
 
 def length_bias(log: LogFigures, difficulty: Callable[[int], float | None]) -> float | None:
     """Expected length of what was trained over that of what was issued; 1 is unbiased."""
-    issued = [difficulty(prompt) for prompt in log.issued.values()]
-    trained = [difficulty(log.issued[group]) for group in log.trained if group in log.issued]
-    known = [value for value in issued if value is not None]
-    kept = [value for value in trained if value is not None]
-    if not known or len(known) < len(issued):
+    known, kept = (
+        [value for value in map(difficulty, prompts) if value is not None]
+        for prompts in (log.issued, log.trained)
+    )
+    if not known or len(known) < len(log.issued):
         return None
     return _mean(kept) / _mean(known)
 

@@ -77,7 +77,6 @@ class Choice:
     finish: Finish | None = None
     num_shown: int = 0  # characters that chunks have given out
     word_at: int = 0  # where the next token of a chunk begins, counted in token texts
-    text: str = ""
 
     def __post_init__(self) -> None:
         ask = self.frame.ask
@@ -86,14 +85,17 @@ class Choice:
     def add(self, piece: Piece) -> None:
         self.token_ids += piece.token_ids
         self.pieces.append(piece)
+        self.finish = piece.finish
         if self.frame.ask.stream:
-            self.text += self.stream.push(piece.token_ids)
+            self.stream.push(piece.token_ids)
+        elif piece.finish is not None:  # one decoding is enough
+            self.stream.push(self.token_ids)
         if piece.finish is not None:
-            self.finish = piece.finish
-            if not self.frame.ask.stream:  # one decoding is enough
-                self.stream.push(self.token_ids)
             self.stream.finish()
-            self.text = self.stream.text
+
+    @property
+    def text(self) -> str:
+        return self.stream.text
 
     @property
     def prompt_ids(self) -> list[int]:

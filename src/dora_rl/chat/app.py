@@ -27,16 +27,18 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from dora_rl.chat.answers import OPEN, Choice, Frame
-from dora_rl.chat.errors import (
+from dora_rl.chat.requests import (
     ApiError,
+    ChatBody,
+    CompletionBody,
     bad_request,
     model_not_found,
+    read,
     server_error,
     session_not_found,
     unauthorized,
 )
-from dora_rl.chat.requests import read_chat, read_completion
-from dora_rl.chat.service import ChatAsk, Service
+from dora_rl.chat.service import Service
 
 BACKLOG = 1024  # connections that may wait to be accepted
 BODY_BYTES_MAX = 16 << 20
@@ -120,20 +122,17 @@ class Front:
         raise model_not_found(wanted, cards[0]["id"])
 
     async def chat(self, request: Request) -> Response:
-        body, messages = read_chat(await _json(request))
-        ask = body.ask(request.state.session)
-        tools = tuple(body.offered_tools())
-        asked = ChatAsk(ask, tuple(messages), tools, body.chat_template_kwargs or {})
-        generation = await self._service.chat(asked)
+        ask = read(ChatBody, await _json(request)).ask(request.state.session)
+        generation = await self._service.chat(ask)
         template = self._service.template
-        read = tools if OPEN in template.text else ()
+        tools = ask.tools if OPEN in template.text else ()
         frame = Frame(
-            self._id("chatcmpl"), int(time.time()), ask, generation, template.tokenizer, True, read
+            self._id("chatcmpl"), int(time.time()), ask, generation, template.tokenizer, True, tools
         )
         return _Answering(frame)
 
     async def completions(self, request: Request) -> Response:
-        body = read_completion(await _json(request))
+        body = read(CompletionBody, await _json(request))
         ask = body.ask(request.state.session)
         tokenizer = self._service.template.tokenizer
         prompts = [

@@ -21,8 +21,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dora_rl.chat.errors import bad_request
-from dora_rl.chat.requests import Message
+from dora_rl.chat.requests import Message, bad_request
 from dora_rl.model.tokenizer import Tokenizer
 
 

@@ -1,19 +1,19 @@
-"""What a client may ask for: the JSON bodies, checked once, as plain values.
+"""What a client may ask for, as plain values checked once, and how it is refused.
 
 Known fields of the OpenAI API that this server cannot honour are refused, never ignored silently;
 fields nobody knows are passed over, as clients send many. Invariant: what leaves this module is
-within its limits, and text parts of a message are one string.
+within its limits, and text parts of a message are one string. Whatever goes wrong, the client gets
+the body of an `ApiError`, whose message says what to change: never a traceback or a prompt.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeAlias
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from dora_rl.chat.errors import ApiError, bad_request
 from dora_rl.types import SamplingParams
 
 STOPS_MAX = 16
@@ -38,6 +38,10 @@ class Ask:
     logprobs: bool
     return_token_ids: bool
     session_id: str | None
+    # Of the chat endpoint alone.
+    messages: tuple[Message, ...] = ()
+    tools: tuple[dict[str, Any], ...] = ()
+    template_options: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
 class StreamOptions(BaseModel):
@@ -68,39 +72,17 @@ class Body(BaseModel):
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
 
-    def limit(self) -> int | None:
-        return self.max_tokens
-
-    def wants_logprobs(self) -> tuple[bool, int]:
-        raise NotImplementedError
-
-    def refuse_unsupported(self) -> None:
+    def shared(
+        self, session_id: str | None, tokens_max: int | None, logprobs: bool, top_n: int | None
+    ) -> Ask:
+        """`session_id` is the one of the header or the key, which goes before the body's."""
         for name in ("presence_penalty", "frequency_penalty", "logit_bias"):
             if getattr(self, name):
                 raise bad_request(f"'{name}' is not supported here; leave it out", name)
-
-    def ask(self, session_id: str | None) -> Ask:
-        """`session_id` is the one of the header or the key, which goes before the body's."""
-        self.refuse_unsupported()
-        wanted, top_n = self.wants_logprobs()
-        return Ask(
-            model=self.model,
-            params=self._params(top_n),
-            tokens_max=self.limit(),
-            seed=self.seed,
-            num_samples=self.n or 1,
-            stream=bool(self.stream),
-            include_usage=bool(self.stream_options and self.stream_options.include_usage),
-            logprobs=wanted,
-            return_token_ids=bool(self.return_token_ids),
-            session_id=session_id or self.session_id,
-        )
-
-    def _params(self, top_n: int) -> SamplingParams:
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if len(stops) > STOPS_MAX or not all(stops):
             raise bad_request(f"'stop' must be 1 to {STOPS_MAX} non-empty strings", "stop")
-        return SamplingParams(
+        params = SamplingParams(
             temperature=1.0 if self.temperature is None else self.temperature,
             top_k=max(0, self.top_k or 0),
             # The API allows 0, which leaves the most likely token alone.
@@ -109,8 +91,23 @@ class Body(BaseModel):
             stop_ids=tuple(self.stop_token_ids or ()),
             stop_strings=tuple(stops),
             ignore_eos=bool(self.ignore_eos),
-            logprobs_top_n=top_n,
+            logprobs_top_n=top_n or 0,
         )
+        return Ask(
+            model=self.model,
+            params=params,
+            tokens_max=tokens_max,
+            seed=self.seed,
+            num_samples=self.n or 1,
+            stream=bool(self.stream),
+            include_usage=bool(self.stream_options and self.stream_options.include_usage),
+            logprobs=logprobs,
+            return_token_ids=bool(self.return_token_ids),
+            session_id=session_id or self.session_id,
+        )
+
+
+B = TypeVar("B", bound=Body)
 
 
 class ResponseFormat(BaseModel):
@@ -129,23 +126,20 @@ class ChatBody(Body):
     response_format: ResponseFormat | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    def limit(self) -> int | None:
-        return self.max_completion_tokens or self.max_tokens
-
-    def wants_logprobs(self) -> tuple[bool, int]:
+    def ask(self, session_id: str | None) -> Ask:
         if self.top_logprobs and not self.logprobs:
             raise bad_request("'top_logprobs' needs 'logprobs': true", "top_logprobs")
-        return bool(self.logprobs), self.top_logprobs or 0
-
-    def refuse_unsupported(self) -> None:
-        super().refuse_unsupported()
         if self.response_format is not None and self.response_format.type != "text":
             raise bad_request("only 'response_format': {'type': 'text'} here", "response_format")
         if self.tool_choice not in (None, "auto", "none"):
             raise bad_request("'tool_choice' can be 'auto' or 'none' here", "tool_choice")
-
-    def offered_tools(self) -> list[dict[str, Any]]:
-        return [] if self.tool_choice == "none" else self.tools or []
+        limit = self.max_completion_tokens or self.max_tokens
+        return replace(
+            self.shared(session_id, limit, bool(self.logprobs), self.top_logprobs),
+            messages=tuple(_message(entry, index) for index, entry in enumerate(self.messages)),
+            tools=tuple(self.tools or ()) if self.tool_choice != "none" else (),
+            template_options=self.chat_template_kwargs or {},
+        )
 
 
 class CompletionBody(Body):
@@ -157,16 +151,11 @@ class CompletionBody(Body):
     suffix: Literal[""] | None = None
     best_of: int | None = None
 
-    def limit(self) -> int | None:
-        return self.max_tokens or COMPLETION_TOKENS
-
-    def wants_logprobs(self) -> tuple[bool, int]:
-        return self.logprobs is not None, self.logprobs or 0
-
-    def refuse_unsupported(self) -> None:
-        super().refuse_unsupported()
+    def ask(self, session_id: str | None) -> Ask:
         if self.best_of not in (None, self.n or 1):
             raise bad_request("'best_of' must equal 'n' here", "best_of")
+        limit = self.max_tokens or COMPLETION_TOKENS
+        return self.shared(session_id, limit, self.logprobs is not None, self.logprobs)
 
     def prompts(self) -> list[str | list[int]]:
         """One entry per prompt; a flat list of ids is one prompt."""
@@ -179,16 +168,7 @@ class CompletionBody(Body):
         return [entry for entry in self.prompt if not isinstance(entry, int)]
 
 
-def read_chat(data: object) -> tuple[ChatBody, list[Message]]:
-    body = _read(ChatBody, data)
-    return body, [_message(entry, index) for index, entry in enumerate(body.messages)]
-
-
-def read_completion(data: object) -> CompletionBody:
-    return _read(CompletionBody, data)
-
-
-def _read(form: type, data: object) -> Any:
+def read(form: type[B], data: object) -> B:
     if not isinstance(data, Mapping):
         raise bad_request("the body must be a JSON object")
     try:
@@ -245,3 +225,79 @@ def _tool_call(call: object, where: str) -> Message:
     if not all(isinstance(value, str) for value in named.values()):
         raise bad_request(f"{where}: a tool call needs 'name' and 'arguments' strings", "messages")
     return {"id": call.get("id"), "type": "function", "function": named}
+
+
+# -- errors as the OpenAI API gives them: a status code and {"error": {...}} -----------------------
+
+INVALID = "invalid_request_error"
+
+
+class ApiError(Exception):
+    """`ApiError(404, "the model 'x' does not exist", param="model", code="model_not_found")`."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        kind: str = INVALID,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message = status, message
+        self.param, self.code, self.kind = param, code, kind
+        self.headers = headers or {}
+
+    def body(self) -> dict[str, Any]:
+        error = {"message": self.message, "type": self.kind}
+        return {"error": error | {"param": self.param, "code": self.code}}
+
+
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    return ApiError(400, message, param=param, code=code)
+
+
+def unauthorized(given: bool) -> ApiError:
+    what = "Incorrect API key" if given else "No API key"
+    message = f"{what} provided; send the header 'Authorization: Bearer KEY'"
+    return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+
+
+def model_not_found(model: str, known: str) -> ApiError:
+    message = f"The model {model!r} does not exist; this server has {known!r}"
+    return ApiError(404, message, param="model", code="model_not_found")
+
+
+def session_not_found(session_id: str) -> ApiError:
+    message = f"No session {session_id!r}; it ended, expired or never began"
+    return ApiError(404, message, code="session_not_found")
+
+
+def session_busy(session_id: str) -> ApiError:
+    message = f"Session {session_id!r} is answering another request; a session has one at a time"
+    return ApiError(409, message, code="session_busy", kind="conflict_error")
+
+
+def server_full(limit: int) -> ApiError:
+    message = f"The server is full: {limit} responses are being generated; try again"
+    return ApiError(
+        429,
+        message,
+        code="rate_limit_exceeded",
+        kind="rate_limit_error",
+        headers={"Retry-After": "1"},
+    )
+
+
+def server_error(message: str) -> ApiError:
+    return ApiError(500, message, code="internal_error", kind="server_error")
+
+
+def context_too_long(num_prompt: int, num_wanted: int, context_max: int) -> ApiError:
+    message = (
+        f"This model's maximum context length is {context_max} tokens, but you asked for "
+        f"{num_prompt + num_wanted} ({num_prompt} in the messages, {num_wanted} in the completion)"
+    )
+    return bad_request(message, "messages", "context_length_exceeded")

@@ -7,7 +7,6 @@ that the generation names.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from dora_rl.chat.conversation import ChatTemplate
@@ -24,16 +23,6 @@ class Piece(NamedTuple):
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
     finish: Finish | None = None
     error: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class ChatAsk:
-    """A request of the chat endpoint, checked."""
-
-    ask: Ask
-    messages: tuple[Message, ...]
-    tools: tuple[dict[str, Any], ...]
-    template_options: dict[str, Any]
 
 
 class Generation(Protocol):
@@ -68,7 +57,7 @@ class Service(Protocol):
     def template(self) -> ChatTemplate: ...
     def models(self) -> list[dict[str, Any]]: ...
     def healthy(self) -> bool: ...
-    async def chat(self, request: ChatAsk) -> Generation: ...
+    async def chat(self, ask: Ask) -> Generation: ...
     async def complete(self, ask: Ask, prompts: Sequence[tuple[int, ...]]) -> Generation: ...
     def open_session(self, session_id: str | None) -> dict[str, Any]: ...
     def read_session(self, session_id: str) -> dict[str, Any]: ...

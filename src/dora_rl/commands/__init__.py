@@ -1,42 +1,18 @@
-"""One file per command of `dora-rl`: `SUMMARY`, `ARGUMENTS` and `run(args)`, the exit status.
+"""The commands of `dora-rl`, each a function of its parsed arguments that gives the exit status.
 
-A command reads its arguments, calls the library and prints. It imports what it needs inside `run`,
-so that `dora-rl --help` stays fast.
+A command reads its arguments, calls the library and prints. It imports what it needs inside, so
+that `dora-rl --help` stays fast.
 """
 
 from __future__ import annotations
 
-import argparse
-from typing import Protocol
-
-from dora_rl.commands import (
-    audit,
-    bench,
-    check,
-    dashboard,
-    eval,
-    export,
-    plan,
-    plot,
-    replay,
-    serve,
-    sft,
-    sim,
-    trace,
-    train,
-)
-from dora_rl.commands.arguments import Argument
-
-
-class Command(Protocol):
-    """What a module here has to offer."""
-
-    @property
-    def SUMMARY(self) -> str: ...
-    @property
-    def ARGUMENTS(self) -> tuple[Argument, ...]: ...
-    def run(self, args: argparse.Namespace) -> int: ...
-
+from dora_rl.commands.arguments import Command
+from dora_rl.commands.audit import audit, replay
+from dora_rl.commands.check import check
+from dora_rl.commands.compare import bench, plan, sim
+from dora_rl.commands.models import evaluate, export, serve
+from dora_rl.commands.train import sft, train
+from dora_rl.commands.view import dashboard, plot, trace
 
 COMMANDS: dict[str, Command] = {
     "check": check,
@@ -47,7 +23,7 @@ COMMANDS: dict[str, Command] = {
     "plan": plan,
     "audit": audit,
     "replay": replay,
-    "eval": eval,
+    "eval": evaluate,
     "export": export,
     "serve": serve,
     "dashboard": dashboard,

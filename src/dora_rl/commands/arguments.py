@@ -1,4 +1,4 @@
-"""What the commands share: arguments as tables, checks of them, files, hints for misspelt names.
+"""What the commands share: what a command is, its arguments and checks of them, files, hints.
 
 Whether a result can be written is found out before the work begins, not after it.
 """
@@ -9,7 +9,8 @@ import argparse
 import difflib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,57 +20,42 @@ Argument = tuple[tuple[str, ...], dict[str, Any]]
 
 
 def argument(*names: str, **options: Any) -> Argument:
-    """One line of a command's `ARGUMENTS`, as `argparse` is given it."""
+    """One argument of a command, as `argparse` is given it."""
     return names, options
 
 
+@dataclass(frozen=True, slots=True)
+class Command:
+    """`run` gives the exit status; `about` stands below the help."""
+
+    run: Callable[[argparse.Namespace], int]
+    summary: str
+    arguments: tuple[Argument, ...]
+    about: str | None = None
+
+
+def command(
+    summary: str, *arguments: Argument, about: str | None = None
+) -> Callable[[Callable[[argparse.Namespace], int]], Command]:
+    return lambda run: Command(run, summary, arguments, about)
+
+
 RUN = argument("run", type=Path, metavar="RUN", help="run directory, or its event log")
-MODEL = argument("model", type=Path, metavar="RUN_OR_MODEL", help="a run or a model")
 OVERRIDES = argument("overrides", nargs="*", default=[], help="section.key=value")
 JSON = argument("--json", type=Path, metavar="FILE", help="write the figures")
 
 
-def count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
-    return value
+def at_least(least: int) -> Callable[[str], int]:
+    """The type of an argument: a whole number that is not smaller."""
 
+    def read(text: str) -> int:
+        value = int(text)
+        if value < least:
+            raise argparse.ArgumentTypeError(f"must be at least {least}, not {value}")
+        return value
 
-count.__name__ = "whole number"  # argparse puts it into its error line
-
-# Which testbed `sim` and `plan` simulate, how many GPUs, what is changed in it.
-TESTBED = (
-    argument("preset", metavar="PRESET", help="testbed: paper-64, moe-agentic, small, …"),
-    argument("--gpus", type=count, metavar="N", help="number of GPUs; the batch stays as it is"),
-    argument(
-        "--seed", type=int, metavar="N", default=0, help="of the response lengths (default 0)"
-    ),
-    argument("--steps", type=count, metavar="N", help="training steps to simulate"),
-    argument("--batch-scale", type=float, metavar="X", default=1.0, help="scale the batch by this"),
-    argument(
-        "--set",
-        dest="settings",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="change a field of the preset: max_staleness=3, device.nic_bytes_per_s=25e9, "
-        "lengths=lognormal:MEAN,SIGMA,MAX | pareto:ALPHA,MIN,MAX | file:PATH, …",
-    ),
-    argument("--no-kv-moves", action="store_true", help="re-prefill instead of moving"),
-    argument("--no-repartition", action="store_true", help="no proportional partition"),
-    argument("--no-streaming", action="store_true", help="train on whole batches only"),
-    argument("--jobs", type=count, metavar="N", help="simulations at once (default: one per core)"),
-)
-
-
-def check_least(args: argparse.Namespace, least: int, *names: str) -> None:
-    """Refuse a number that is too small; one that was not given is None."""
-    for name in names:
-        value = getattr(args, name)
-        if value is not None and value < least:
-            wanted = f"at least {least}" if least else "0 or more"
-            raise UserError(f"--{name.replace('_', '-')} must be {wanted}")
+    read.__name__ = "whole number"  # argparse puts it into its error line
+    return read
 
 
 def prepare_output(*paths: Path | None) -> None:

@@ -1,4 +1,8 @@
-"""`dora-rl audit RUN`: prove a run's promises. 0: kept, 1: something found, 3: not finished."""
+"""`dora-rl audit` and `replay`: what the event log proves of a run.
+
+Exit status: 0 every promise was kept, or the core decides the same again; 1 something was found;
+3 not finished, or an empty log.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +10,19 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dora_rl.commands.arguments import RUN, argument, events_folder, prepare_output, write_json
+from dora_rl.commands.arguments import (
+    RUN,
+    argument,
+    command,
+    events_folder,
+    prepare_output,
+    write_json,
+)
 from dora_rl.types import UserError
 
 if TYPE_CHECKING:
     from dora_rl.observe.audit import AuditReport
 
-SUMMARY = "prove from the event log that nothing was lost, mixed or too old"
 ABOUT = """Finds what accidents and buggy code do to a run: lines of the log that were changed, cut
 or moved, and promises that were broken; with --files also other files that are not what the log
 tells of. Whoever rewrites every file of a run on purpose can make a run that passes.
@@ -26,7 +36,8 @@ _GIVEN_UP = {
 }
 
 
-ARGUMENTS = (
+@command(
+    "prove from the event log that nothing was lost, mixed or too old",
     RUN,
     argument(
         "--files",
@@ -41,10 +52,9 @@ ARGUMENTS = (
         help="compute N stored samples again from their sealed versions, and compare log-probs",
     ),
     argument("--json", type=Path, metavar="FILE", help="write findings and figures"),
+    about=ABOUT,
 )
-
-
-def run(args: argparse.Namespace) -> int:
+def audit(args: argparse.Namespace) -> int:
     from dataclasses import replace
 
     from dora_rl.observe.audit import read_through
@@ -141,3 +151,20 @@ def _document(report: AuditReport, notes: list[str], again: list[str]) -> dict[s
         "recomputed": again,
         "figures": {name: getattr(figures, name) for name in figures.__slots__},
     }
+
+
+@command("feed a run's event log to the core again and compare its decisions", RUN)
+def replay(args: argparse.Namespace) -> int:
+    from dora_rl.observe.eventlog import read
+    from dora_rl.observe.eventlog import replay as replayed
+
+    result = replayed(read(events_folder(args.run)))
+    snapshots = f" and {result.num_snapshots} snapshots" if result.num_snapshots else ""
+    if not result.ok:
+        print(f"after {result.num_entries} entries: {result.difference}")
+        return 1
+    if not result.num_entries and not result.num_snapshots:
+        print("the log is empty: there is nothing to replay")
+        return UNFINISHED
+    print(f"{result.num_entries} entries{snapshots} replayed: the same actions")
+    return 0

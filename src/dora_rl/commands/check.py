@@ -10,16 +10,22 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dora_rl.commands.arguments import JSON, OVERRIDES, argument, prepare_output, write_json
+from dora_rl.commands.arguments import (
+    JSON,
+    OVERRIDES,
+    argument,
+    command,
+    prepare_output,
+    write_json,
+)
 
 if TYPE_CHECKING:
     from dora_rl.config import RunConfig
     from dora_rl.setup.prepare import Prepared
 
-SUMMARY = "say what this machine has and what a configuration would do on it"
 
-
-ARGUMENTS = (
+@command(
+    "say what this machine has and what a configuration would do on it",
     argument("config", type=Path, nargs="?", help="a TOML file or a run's config.json"),
     OVERRIDES,
     argument(
@@ -31,9 +37,7 @@ ARGUMENTS = (
     ),
     JSON,
 )
-
-
-def run(args: argparse.Namespace) -> int:
+def check(args: argparse.Namespace) -> int:
     from dora_rl.setup.machine import look
 
     prepare_output(args.json)

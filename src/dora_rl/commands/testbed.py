@@ -152,7 +152,8 @@ def parse_lengths(text: str, present: LengthModel) -> LengthModel:
     """A length model from its short form."""
     form, _, rest = text.partition(":")
     if form == "file":
-        return _from_file(Path(rest), present)
+        # Observed lengths, cut where the preset cuts its own.
+        return Empirical.from_file(Path(rest), getattr(present, "tokens_max", 2**31))
     near, parts = hint(form, ("lognormal", "pareto", "file")), rest.split(",")
     require(
         (form in ("lognormal", "pareto"), f"--set lengths: unknown form {form!r}{near}"),
@@ -182,14 +183,3 @@ def parse_lengths(text: str, present: LengthModel) -> LengthModel:
     if mean_of(model) < 0.99 * first:
         raise UserError(f"--set lengths: cut at {parts[2]}, the mean cannot be {parts[0]}")
     return model
-
-
-def _from_file(path: Path, present: LengthModel) -> LengthModel:
-    """Observed lengths, cut where the preset cuts its own."""
-    tokens_max = getattr(present, "tokens_max", 2**31)
-    try:
-        return Empirical.from_file(path, tokens_max)
-    except OSError as error:
-        raise UserError(f"cannot read the length file {path}: {error.strerror}") from error
-    except UnicodeDecodeError:
-        raise UserError(f"length file {path} is not text; it needs one length per line") from None

@@ -1,8 +1,9 @@
-"""`dora-rl train CONFIG.toml a.b=c --resume --dry-run`: train on this machine.
+"""`dora-rl train CONFIG.toml a.b=c --resume --dry-run`, and `sft`, the supervised warm start.
 
-Exit status: 0 all steps are trained, 2 the input is wrong, 3 stopped and resumable, 4 all steps are
-done and every update was skipped as non-finite, 130 cut off by a second signal (resumable too). A
-run whose every gradient was zero says so: it did what it was told, and learned nothing.
+Exit status of `train`: 0 all steps are trained, 2 the input is wrong, 3 stopped and resumable, 4
+all steps are done and every update was skipped as non-finite, 130 cut off by a second signal
+(resumable too). A run whose every gradient was zero says so: it did what it was told, and learned
+nothing.
 """
 
 from __future__ import annotations
@@ -15,28 +16,37 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dora_rl.commands.arguments import OVERRIDES, argument
+from dora_rl.commands.arguments import (
+    JSON,
+    OVERRIDES,
+    argument,
+    at_least,
+    command,
+    prepare_output,
+    write_json,
+)
+from dora_rl.user_code import require
 
 if TYPE_CHECKING:
     from dora_rl.setup.prepare import Prepared
+    from dora_rl.trainer.sft import SftProgress
     from dora_rl.workers.fork_server import ForkServer
 
-SUMMARY = "train a model: dora-rl train CONFIG.toml section.key=value ..."
 STOPPED = 3
 NOTHING_LEARNED = 4
 ASIDE_SHOWN = 5
+_LINES_MAX = 20  # of the warm start's progress, whatever the number of updates
 
 
-ARGUMENTS = (
+@command(
+    "train a model: dora-rl train CONFIG.toml section.key=value ...",
     argument("config", type=Path, help="a TOML file, or the config.json of a run"),
     OVERRIDES,
     argument("--resume", action="store_true", help="go on with the run directory's run"),
     argument("--dry-run", action="store_true", help="check everything, start nothing"),
 )
-
-
-def run(args: argparse.Namespace) -> int:
-    from dora_rl.controller.resume import (
+def train(args: argparse.Namespace) -> int:
+    from dora_rl.controller.run_dir import (
         check_not_moved,
         check_run_dir,
         check_same_data,
@@ -117,7 +127,7 @@ def _skipped(summary: dict[str, Any]) -> str:
 def _train(
     prepared: Prepared, server: ForkServer | None, *, resume: bool
 ) -> tuple[dict[str, Any], bool, str]:
-    from dora_rl.commands.train_progress import Progress
+    from dora_rl.commands.progress import TrainProgress
     from dora_rl.worlds.kinds import open_run
 
     interrupted = threading.Event()
@@ -131,7 +141,7 @@ def _train(
     for number in (signal.SIGINT, signal.SIGTERM):  # after Ray, which sets its own
         signal.signal(number, on_signal)
     try:
-        with Progress(run, show=config.logging.progress).showing():
+        with TrainProgress(run, show=config.logging.progress).showing():
             try:
                 stop = run.run(interrupted.is_set)
             finally:
@@ -207,3 +217,84 @@ def report_lines(run_dir: Path, summary: dict[str, Any]) -> list[str]:
 def _score(found: dict[str, Any], name: str) -> str:
     value = found.get(name)
     return "failed" if value is None else f"{value:.3f}"
+
+
+@command(
+    "supervised warm start on jsonl rows of prompt and completion",
+    argument("data", type=Path, nargs="+", metavar="DATA.jsonl"),
+    argument("--model", type=Path, required=True, help="Hugging Face directory"),
+    argument("--out", type=Path, required=True, help="a new or empty directory"),
+    argument("--epochs", type=float, default=1.0),
+    argument("--batch-examples", type=int, default=64, help="of one update"),
+    argument("--lr", type=float, default=1e-5),
+    argument("--schedule", default="constant", help="constant, linear or cosine"),
+    argument("--warmup-updates", type=at_least(0), default=0),
+    argument("--weight-decay", type=float, default=0.0),
+    argument("--tokens-max", type=at_least(0), default=0, help="longer rows are left out"),
+    argument("--pack-tokens", type=at_least(0), default=0, help="of one micro-batch"),
+    argument("--eval-examples", type=at_least(0), default=0, help="held out from the end"),
+    argument("--keep-order", action="store_true", help="do not shuffle the rows"),
+    argument("--lora-rank", type=at_least(0), default=0),
+    argument("--device", default="auto"),
+    argument("--threads", type=int, default=0),
+    argument("--seed", type=int, default=0),
+    JSON,
+)
+def sft(args: argparse.Namespace) -> int:
+    model, out = args.model, args.out
+    free = not out.exists() or (out.is_dir() and not any(out.iterdir()))
+    require(
+        (model.is_dir(), f"--model: {model} is not a directory with a Hugging Face model"),
+        (free, f"--out: {out} is not an empty directory; choose another"),
+        (args.epochs > 0, "--epochs must be more than 0"),
+        (args.batch_examples > 0, "--batch-examples must be more than 0"),
+        (args.lr > 0, "--lr must be more than 0"),
+    )
+    prepare_output(args.json)
+    from dora_rl.config import TrainerConfig
+    from dora_rl.trainer.sft import SftOptions, run_sft
+
+    options = SftOptions(
+        epochs=args.epochs,
+        batch_examples=args.batch_examples,
+        tokens_max=args.tokens_max,
+        shuffle=not args.keep_order,
+        eval_examples=args.eval_examples,
+    )
+    trainer = TrainerConfig(
+        lr=args.lr,
+        schedule=args.schedule,
+        warmup_updates=args.warmup_updates,
+        weight_decay=args.weight_decay,
+        pack_tokens=args.pack_tokens,
+        lora_rank=args.lora_rank,
+        device=args.device,
+        threads=args.threads,
+        seed=args.seed,
+    )
+    result = run_sft(args.model, args.data, args.out, options, trainer, on_progress=_show)
+    print(
+        f"{result.num_examples} demonstrations ({result.num_too_long} too long), "
+        f"{result.num_updates} updates ({result.num_skipped} skipped), "
+        f"{result.tokens} tokens in {result.wall_s:.1f} s"
+    )
+    print(f"loss {result.loss_first:.4f} -> {result.loss_last:.4f}")
+    if result.eval_first is not None:
+        print(f"held-out loss {result.eval_first:.4f} -> {result.eval_last:.4f}")
+    print(f"wrote {result.out}")
+    if args.json is not None:
+        figures = {name: getattr(result, name) for name in result.__slots__}
+        write_json(args.json, figures | {"out": str(result.out)})
+    return 0
+
+
+def _show(progress: SftProgress) -> None:
+    every = max(1, progress.num_updates // _LINES_MAX)
+    last = progress.update + 1 == progress.num_updates
+    if progress.update % every == 0 or last:
+        print(
+            f"update {progress.update + 1}/{progress.num_updates}  loss {progress.loss:.4f}  "
+            f"grad {progress.grad_norm:.2f}  lr {progress.lr:.2g}  "
+            f"{progress.tokens_per_s:.0f} tokens/s",
+            flush=True,
+        )

@@ -13,6 +13,7 @@ import re
 from enum import StrEnum
 from typing import Any
 
+from dora_rl.config.running import RENAMED
 from dora_rl.types import UserError
 
 
@@ -49,7 +50,7 @@ _FREE = {
         "compile activation_checkpointing logits_chunk_tokens trust_remote_code "
         "skipped_updates_max"
     ),
-    "weights": "root verify",
+    "weights": "root verify handover",
     "checkpoint": "every_steps state_every_s keep keep_best dtype shard_bytes_max",
     "evaluation": "every_steps failed_share_max",
     "logging": "progress sinks",
@@ -103,34 +104,29 @@ _FIXED = {
     "checkpoint": "best_metric best_is_max",
     "evaluation": "num_prompts num_samples success_min",
     "logging": "rollouts",
-    "runtime": "kind seed",
+    "runtime": "world seed",
     "resources": "storage_shards",
 }
 
 
-def _rules() -> dict[str, OnResume]:
-    found: dict[str, OnResume] = {}
-    for rule, sections in (
-        (OnResume.FREE, _FREE),
-        (OnResume.NEXT_STEP, _NEXT_STEP),
-        (OnResume.FIXED, _FIXED),
-    ):
-        for section, names in sections.items():
-            for name in names.split():
-                key = f"{section}.{name}"
-                assert key not in found, f"{key} has two rules"
-                found[key] = rule
-    return found
-
-
-RULES = _rules()
+_SECTIONS = {OnResume.FREE: _FREE, OnResume.NEXT_STEP: _NEXT_STEP, OnResume.FIXED: _FIXED}
+RULES = {
+    f"{section}.{name}": rule
+    for rule, sections in _SECTIONS.items()
+    for section, names in sections.items()
+    for name in names.split()
+}
+_NAMES = [names.split() for sections in _SECTIONS.values() for names in sections.values()]
+assert len(RULES) == sum(map(len, _NAMES)), "a key has two rules"
 # Its rows are compared, not its paths alone: see `runtime.resume.check_same_data`.
 FINGERPRINTED = "data.train"
 
 
 def check_changes(old: dict[str, Any], new: dict[str, Any]) -> None:
     """Refuse a changed key that is fixed. Both are whole configurations, as JSON has them."""
-    before, now = _flat(old), _flat(new)
+    # The run may have begun when a key still had its old name.
+    before = {RENAMED.get(key, key): value for key, value in _flat(old).items()}
+    now = _flat(new)
     for key in before | now:
         if key.startswith(FINGERPRINTED) or before.get(key) == now.get(key):
             continue

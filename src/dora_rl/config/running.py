@@ -6,13 +6,16 @@ Only says what is wanted. Nothing here performs work.
 
 from __future__ import annotations
 
+import warnings
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from dora_rl.config.section import Section
 from dora_rl.types import Mode
 
+# Keys that had another name in older files and runs.
+RENAMED = {"runtime.kind": "runtime.world"}
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
@@ -121,6 +124,10 @@ class WeightsConfig(Section):
     """The directory where live versions lie. If empty, it is one of the run's own in /dev/shm."""
     verify: bool = True
     """Whether each process hashes the bytes of a version before it uses it for the first time."""
+    handover: bool | Literal["auto"] = "auto"
+    """Whether instances on the learner's own GPU copy each new version from its memory instead of
+    loading it from the host's. It takes the size of a version there; "auto" means where the memory
+    plan has room for it. It concerns whole weights, not adapters."""
 
 
 class EvaluationConfig(Section):
@@ -168,7 +175,7 @@ class AuditConfig(Section):
 class RuntimeConfig(Section):
     """[runtime] where the workers run."""
 
-    kind: Literal["local", "inline", "ray"] = "local"
+    world: Literal["local", "inline", "ray"] = "local"
     """Where the run takes place: `local` is a process for each worker on this machine, `inline` all
     of them in one process (for a debugger in a reward or a loss), `ray` a Ray cluster."""
     run_dir: str = "runs/latest"
@@ -199,6 +206,15 @@ class RuntimeConfig(Section):
     processor."""
     address: str = ""
     """The address of the Ray cluster. If empty, the run starts one of its own on this machine."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _takes_old_names(cls, data: object) -> object:
+        """Of a section made by hand; files and overrides are renamed where they are read."""
+        if isinstance(data, dict) and "kind" in data and "world" not in data:
+            warnings.warn("runtime.kind is now called runtime.world", FutureWarning, stacklevel=2)
+            return {"world" if key == "kind" else key: value for key, value in data.items()}
+        return data
 
 
 class ResourcesConfig(Section):

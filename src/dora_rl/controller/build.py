@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from dora_rl.controller.env_relay import EnvRelay
 from dora_rl.controller.evaluation import KeptVersions
 from dora_rl.controller.files import RunFiles
-from dora_rl.controller.inbox import FromInstances, Inbox
-from dora_rl.controller.learning import FromLearner, StepRecorder
+from dora_rl.controller.inbox import FromLearner, Inbox, StepRecorder
 from dora_rl.controller.loop import Control
-from dora_rl.controller.ports import FleetPort, KeeperPort, LearnerPort, RewardPort
-from dora_rl.controller.recovery import Recovery
+from dora_rl.controller.ports import FleetPort, FromInstances, KeeperPort, LearnerPort, RewardPort
+from dora_rl.controller.recovery import Ranks, Recovery, Staff
 from dora_rl.controller.run import Run
-from dora_rl.controller.scoring import ScoringPool
-from dora_rl.controller.staff import Ranks, Staff
+from dora_rl.controller.scoring import EnvRelay, ScoringPool
 from dora_rl.controller.world import Notify, World
 from dora_rl.setup.prepare import Prepared
 from dora_rl.workers.pool import Workers

@@ -30,6 +30,7 @@ from dora_rl.observe.eval_figures import (
     has_failed,
 )
 from dora_rl.types import Finish, Prompt, RequestId, Trajectory, Version
+from dora_rl.workers.environment import row_of
 from dora_rl.workers.messages import (
     EvalPrompt,
     Evaluate,
@@ -42,7 +43,6 @@ from dora_rl.workers.messages import (
     ints,
 )
 from dora_rl.workers.pool import Worker, Workers
-from dora_rl.workers.turns import row_of
 
 NAME = "evaluator"
 NO_REWARD = "its environment gave no reward, and reward.functions is empty"

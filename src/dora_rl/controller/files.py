@@ -11,8 +11,8 @@ from collections.abc import Collection
 from pathlib import Path
 
 from dora_rl.config import RunConfig
-from dora_rl.controller.lock import RunLock, learner_ended
 from dora_rl.controller.records import open_records
+from dora_rl.controller.run_dir import RunLock, learner_ended
 from dora_rl.controller.world import Notify
 from dora_rl.core.state import State
 from dora_rl.core.step import initial

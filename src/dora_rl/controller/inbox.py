@@ -1,32 +1,35 @@
 """What workers say, given to whoever it concerns: by the role of the worker, then by the message.
 
-instance says         controller does                       core hears
-Told                  mends a version that cannot be read   the event
-Finished              row into the table                    SampleFinished
-TurnEnded             asks an environment worker            -
-Exported              tells the destination to import       -
-Imported              tells the source to forget            Moved
-any worker says
-Fatal                 stops the run with the reason         StopRequested
-Fault                 remembers the reason for its end      -
-(gone)                reads its journal, starts it again    InstanceLost / TrainerLost
+any worker says       controller does                                core hears
+Fatal                 stops the run with the reason                  StopRequested
+Fault                 remembers the reason for its end               -
+(gone)                reads its journal, starts it again             InstanceLost / LearnerLost
+the learner says
+Told LearnerJoined    writes a step that was sealed before a crash   LearnerJoined
+Committed             writes the step's records                      StepCommitted
+Told VersionDurable   asks for its evaluation                        VersionDurable
+Told Recomputed       tells of a sample that is not its version's    Recomputed
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TypeAlias
 
-from dora_rl.controller.env_relay import EnvRelay
+from dora_rl.controller.evaluation import KeptVersions
 from dora_rl.controller.files import RunFiles
 from dora_rl.controller.loop import Control
+from dora_rl.controller.records import TrainedSample
 from dora_rl.controller.recovery import Recovery
-from dora_rl.controller.world import Carrier, Notify, Service
+from dora_rl.controller.world import Notify, Service, World
 from dora_rl.core import events as ev
-from dora_rl.core.ledger import current
-from dora_rl.types import Version
-from dora_rl.weights.store import WeightsError
+from dora_rl.core.state import Phase
+from dora_rl.data.prompts import PromptSource
+from dora_rl.io.append_log import read_lines
+from dora_rl.store.trajectories import text_digest
+from dora_rl.types import StepIndex, Version
 from dora_rl.workers import messages as msg
 from dora_rl.workers.pool import Envelope, Worker, Workers
 
@@ -97,82 +100,121 @@ class Inbox:
                 service.hear(worker, message)
 
 
-class FromInstances:
-    """The handler of the role `instance`. Decides nothing: a move that the core has given up in the
-    meantime is cleaned away."""
+class StepRecorder:
+    """Writes what a step trained on, before the log says that it is committed."""
 
     def __init__(
         self,
         control: Control,
         files: RunFiles,
-        workers: Workers,
-        carrier: Carrier,
-        envs: EnvRelay,
-        decode: Callable[[Sequence[int]], str],
+        train: PromptSource,
+        world: World,
+        recovery: Recovery,
         notify: Notify,
     ) -> None:
-        self._control, self._files, self._workers = control, files, workers
-        self._carrier, self._envs, self._decode = carrier, envs, decode
-        self._notify = notify
+        self._control, self._files, self._train = control, files, train
+        self._world, self._recovery, self._notify = world, recovery, notify
+
+    def record(self, step: StepIndex, metrics: dict[str, float]) -> str:
+        """Returns the digest of the step's line of metrics.jsonl."""
+        state, files = self._control.state, self._files
+        if step != state.committed:
+            return ""
+        self._world.step_closed(step)
+        trained: list[TrainedSample] = []
+        samples = tokens = 0  # of these groups altogether
+        for gid in state.batches[step].groups:
+            group = state.groups[gid]
+            scored = tuple(r.id.sample for r in group.requests if r.phase is Phase.SCORED)
+            prompt, whole = self._train.prompt(group.prompt), files.records.has_rollouts
+            trained.extend(files.samples.trained(gid, scored, prompt, tokens=whole))
+            samples += len(group.requests)
+            tokens += files.samples.num_tokens(gid)
+        failed = (samples - len(trained), tokens - sum(s.num_tokens for s in trained))
+        line = files.records.step(step, metrics, trained, files.dropped, failed)
+        files.dropped.clear()
+        self._recovery.committed()
+        self._notify.step(dict(line))
+        if skipped := line.get("update/skipped_non_finite"):
+            self._notify(f"step {step}: {skipped:.0f} updates skipped, loss or gradient not finite")
+        return text_digest(json.dumps(line))
+
+
+class FromLearner:
+    """The handler of the role `learner`."""
+
+    def __init__(
+        self,
+        control: Control,
+        files: RunFiles,
+        recorder: StepRecorder,
+        kept: KeptVersions,
+        notify: Notify,
+    ) -> None:
+        self._control, self._files, self._recorder = control, files, recorder
+        self._kept, self._notify = kept, notify
 
     def hear(self, worker: Worker, message: msg.Message) -> None:
         match message:
             case msg.Told(event):
-                if isinstance(event, ev.LoadFailed):
-                    self._repair(event.version)
-                self._control.handle(event)
-            case msg.Finished():
-                self._finished(message)
-            case msg.TurnEnded():
-                self._envs.turn_ended(worker.name, message)
-            case msg.Exported():
-                self._exported(worker.name, message)
-            case msg.Imported(export):
-                self._imported(worker, export)
-            case msg.ImportFailed(export, reason):
-                self._workers.send(export.src, msg.MoveEnded(export.request, done=False))
-                who = (export.request, export.epoch, export.src, worker.name)
-                failed = ev.MoveFailed(*who, True, reason, attempt=export.attempt)
-                self._control.handle(failed)
+                self._told(event)
+            case msg.Committed():
+                self._committed(worker, message)
+            case msg.Ready():
+                pass  # a rank that has nothing to tell
             case _:
-                raise AssertionError(f"an instance does not say {message!r}")
+                raise AssertionError(f"a learner does not say {message!r}")
 
-    def _finished(self, message: msg.Finished) -> None:
-        event, control = message.event, self._control
-        if not control.is_generating(event.request, event.epoch):
-            return
-        (sample,) = message.samples
-        self._files.records.totals.tokens_generated += sample.num_trained
-        text = self._decode(sample.token_ids.tolist())
-        version = control.state.groups[event.request.group].version
-        self._files.samples.put(replace(sample, version=version, text=text))
-        control.handle(event)
+    def _told(self, event: ev.Event) -> None:
+        state, is_running = self._control.state, self._control.stop is None
+        match event:
+            case ev.LearnerJoined(version=version) if version < state.committed:
+                self._lost_alive(version)
+                return
+            case ev.LearnerJoined(version=version):
+                self._joined(version)
+            case ev.VersionDurable(version=version) if is_running:
+                if version in self._kept.missing(version):  # the evaluator reads it from the disk
+                    self._kept.ask(version)
+            case ev.Recomputed(is_same=False) if is_running:
+                self._mismatched(event)
+            case _:
+                pass
+        self._control.handle(event)
 
-    def _repair(self, version: Version) -> None:
-        """An instance could not load a version: make sure that the shared copy is good."""
-        try:
-            if self._files.versions.repair(version):
-                self._notify(f"version {version} was damaged in shared memory; restored from disk")
-        except WeightsError as error:
-            reason = f"version {version} is damaged on disk too: {error}"
-            self._control.handle(ev.StopRequested(reason))
+    def _committed(self, worker: Worker, message: msg.Committed) -> None:
+        usage = message.usage
+        self._files.records.usage("learner", worker.incarnation, usage.busy_s, usage.cpu_s)
+        if self._control.stop is None:
+            digest = self._recorder.record(message.event.step, message.metrics)
+            self._control.handle(replace(message.event, metrics=digest))
 
-    def _exported(self, src: str, export: msg.Exported) -> None:
-        request = current(self._control.state, export.request, export.epoch)
-        if request is not None and request.dest == export.dst:
-            taken = replace(self._carrier.exported(export, src), src=src)
-            self._workers.send(export.dst, msg.Import(taken))
-        else:
-            self._carrier.given_up(export)  # by the core
+    def _joined(self, version: Version) -> None:
+        step = self._control.state.committed
+        if version == step + 1:
+            # Sealed before a crash, logged only now. The learner left its figures on disk.
+            left = list(read_lines(self._files.run_dir / "learner.json"))
+            metrics = left[0]["metrics"] if left and left[0]["step"] == step else {}
+            self._recorder.record(step, metrics)
+        if version in self._kept.missing(version):  # on disk only now
+            self._kept.ask(version)
 
-    def _imported(self, worker: Worker, export: msg.Exported) -> None:
-        self._workers.send(export.src, msg.MoveEnded(export.request, done=True))
-        if self._control.stop is None:  # what comes after the stop is not in the log either
-            totals = self._files.records.totals
-            totals.migrations += 1
-            totals.kv_bytes_moved += export.num_bytes
-        who = (export.request, export.epoch, export.src, worker.name)
-        sizes, incarnation = (export.num_bytes, export.num_tokens), worker.incarnation
-        self._control.handle(
-            ev.Moved(*who, *sizes, attempt=export.attempt, incarnation=incarnation)
-        )
+    def _lost_alive(self, version: Version) -> None:
+        """Somebody has taken the shared memory, or the disk, away under the run."""
+        newest, durable = self._control.state.committed, self._control.state.durable
+        text = f"version {newest} is gone from shared memory and was not on disk yet; "
+        text += f"--resume goes back to version {version}"
+        if version < durable:
+            text = f"version {durable} is gone from {self._files.versions.disk.root}; restore it"
+        self._control.handle(ev.StopRequested(text))
+
+    def _mismatched(self, event: ev.Recomputed) -> None:
+        """Told at the first, the tenth, the hundredth: where one is wrong, many may be."""
+        totals = self._files.records.totals
+        totals.samples_mismatched += 1
+        if str(totals.samples_mismatched).strip("0") == "1":
+            self._notify(
+                f"sample {event.request.sample} of group {event.request.group} is not what "
+                f"version {event.version} gives: log-probs {event.gap_mean:.2g} apart on "
+                f"average, {event.gap_max:.2g} at most ({totals.samples_mismatched} so far)"
+            )

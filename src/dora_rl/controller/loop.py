@@ -41,7 +41,7 @@ class Loop:
         match action:
             case act.Score():
                 ports.rewards.do(action)
-            case act.Feed() | act.CloseStep() | act.RestartTrainer() | act.OptimizerRewound():
+            case act.Feed() | act.CloseStep() | act.RestartLearner() | act.OptimizerRewound():
                 ports.learner.do(action)
             case (
                 act.IssueGroup()

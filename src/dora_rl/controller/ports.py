@@ -1,27 +1,35 @@
-"""The ports of a run: the core's actions as messages to workers.
+"""The ports of a run: the core's actions as messages to workers, and what instances say to it.
 
-They decide nothing and never wait for an answer; what comes of an action arrives in the inbox.
+Ports decide nothing and never wait for an answer; what comes of an action arrives in the inbox.
+
+instance says         controller does                       core hears
+Told                  mends a version that cannot be read   the event
+Finished              row into the table                    SampleFinished
+TurnEnded             asks an environment worker            -
+Exported              tells the destination to import       -
+Imported              tells the source to forget            Moved
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from dora_rl.controller.env_relay import EnvRelay
 from dora_rl.controller.evaluation import KeptVersions
 from dora_rl.controller.files import RunFiles
 from dora_rl.controller.loop import Control
-from dora_rl.controller.scoring import ScoringPool
-from dora_rl.controller.staff import Ranks
+from dora_rl.controller.recovery import Ranks
+from dora_rl.controller.scoring import EnvRelay, ScoringPool
 from dora_rl.controller.world import Carrier, Notify, World
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
-from dora_rl.core.ledger import scoring, unscored
+from dora_rl.core.ledger import current, scoring, unscored
 from dora_rl.data.prompts import PromptSource
 from dora_rl.ports import FleetAction, LearnerAction, LedgerAction
-from dora_rl.types import REWARD_MAX, Finish, RequestId
+from dora_rl.types import REWARD_MAX, Finish, RequestId, Version
+from dora_rl.weights.store import WeightsError
 from dora_rl.workers import messages as msg
-from dora_rl.workers.pool import Workers
+from dora_rl.workers.pool import Worker, Workers
 
 
 class FleetPort:
@@ -78,6 +86,87 @@ class FleetPort:
         return msg.Dispatched(action, msg.ints(prompt.token_ids), saved, self._envs.opens(prompt))
 
 
+class FromInstances:
+    """The handler of the role `instance`. Decides nothing: a move that the core has given up in the
+    meantime is cleaned away."""
+
+    def __init__(
+        self,
+        control: Control,
+        files: RunFiles,
+        workers: Workers,
+        carrier: Carrier,
+        envs: EnvRelay,
+        decode: Callable[[Sequence[int]], str],
+        notify: Notify,
+    ) -> None:
+        self._control, self._files, self._workers = control, files, workers
+        self._carrier, self._envs, self._decode = carrier, envs, decode
+        self._notify = notify
+
+    def hear(self, worker: Worker, message: msg.Message) -> None:
+        match message:
+            case msg.Told(event):
+                if isinstance(event, ev.LoadFailed):
+                    self._repair(event.version)
+                self._control.handle(event)
+            case msg.Finished():
+                self._finished(message)
+            case msg.TurnEnded():
+                self._envs.turn_ended(worker.name, message)
+            case msg.Exported():
+                self._exported(worker.name, message)
+            case msg.Imported(export):
+                self._imported(worker, export)
+            case msg.ImportFailed(export, reason):
+                self._workers.send(export.src, msg.MoveEnded(export.request, done=False))
+                who = (export.request, export.epoch, export.src, worker.name)
+                failed = ev.MoveFailed(*who, True, reason, attempt=export.attempt)
+                self._control.handle(failed)
+            case _:
+                raise AssertionError(f"an instance does not say {message!r}")
+
+    def _finished(self, message: msg.Finished) -> None:
+        event, control = message.event, self._control
+        if not control.is_generating(event.request, event.epoch):
+            return
+        (sample,) = message.samples
+        self._files.records.totals.tokens_generated += sample.num_trained
+        text = self._decode(sample.token_ids.tolist())
+        version = control.state.groups[event.request.group].version
+        self._files.samples.add(replace(sample, version=version, text=text))
+        control.handle(event)
+
+    def _repair(self, version: Version) -> None:
+        """An instance could not load a version: make sure that the shared copy is good."""
+        try:
+            if self._files.versions.repair(version):
+                self._notify(f"version {version} was damaged in shared memory; restored from disk")
+        except WeightsError as error:
+            reason = f"version {version} is damaged on disk too: {error}"
+            self._control.handle(ev.StopRequested(reason))
+
+    def _exported(self, src: str, export: msg.Exported) -> None:
+        request = current(self._control.state, export.request, export.epoch)
+        if request is not None and request.dest == export.dst:
+            taken = replace(self._carrier.exported(export, src), src=src)
+            self._workers.send(export.dst, msg.Import(taken))
+        else:
+            self._carrier.given_up(export)  # by the core
+
+    def _imported(self, worker: Worker, export: msg.Exported) -> None:
+        self._workers.send(export.src, msg.MoveEnded(export.request, done=True))
+        if self._control.stop is None:  # what comes after the stop is not in the log either
+            totals = self._files.records.totals
+            totals.migrations += 1
+            totals.kv_bytes_moved += export.num_bytes
+        who = (export.request, export.epoch, export.src, worker.name)
+        sizes, incarnation = (export.num_bytes, export.num_tokens), worker.incarnation
+        self._control.handle(
+            ev.Moved(*who, *sizes, attempt=export.attempt, incarnation=incarnation)
+        )
+
+
 class LearnerPort:
     """The ranks of the learner behind their port."""
 
@@ -96,7 +185,7 @@ class LearnerPort:
 
     def do(self, action: LearnerAction) -> None:
         match action:
-            case act.RestartTrainer():
+            case act.RestartLearner():
                 self._ranks.start()
             case act.OptimizerRewound():
                 self._notify(

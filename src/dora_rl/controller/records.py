@@ -23,8 +23,7 @@ from typing import Any
 import numpy as np
 
 from dora_rl.config import CheckpointConfig, RunConfig
-from dora_rl.controller.sink_writers import RunFacts
-from dora_rl.controller.sinks import Sinks
+from dora_rl.controller.sinks import RunFacts, Sinks
 from dora_rl.core import events as ev
 from dora_rl.io.append_log import cut_lines, keep_lines, read_lines
 from dora_rl.observe.eval_figures import Figures, best_evaluated
@@ -469,7 +468,7 @@ def open_records(
     if logging.sinks:
         facts = RunFacts(run_dir, config.model_dump(mode="json"), committed or 0)
         sinks = Sinks(logging.sinks, facts, tell)
-    rollouts = logging.rollouts and config.runtime.kind != "ray"  # there the storage shards do it
+    rollouts = logging.rollouts and config.runtime.world != "ray"  # there the storage shards do it
     return Records(
         run_dir, rollouts=rollouts, committed=committed, sinks=sinks, log=log, written=written
     )

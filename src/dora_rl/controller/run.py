@@ -21,8 +21,8 @@ from dora_rl.controller.evaluation import KeptVersions
 from dora_rl.controller.files import RunFiles
 from dora_rl.controller.inbox import Inbox
 from dora_rl.controller.loop import Control
-from dora_rl.controller.resume import config_digest, write_config
-from dora_rl.controller.staff import GpuUse, Staff
+from dora_rl.controller.recovery import GpuUse, Staff
+from dora_rl.controller.run_dir import config_digest, write_config
 from dora_rl.controller.watchdog import Garbage, Watchdog
 from dora_rl.controller.world import Notify, World
 from dora_rl.core import actions as act
@@ -170,7 +170,7 @@ class Run:
 
     def _summary(self, reason: str) -> dict[str, Any]:
         records, config = self._files.records, self._config
-        cores = self._layout.num_cores if config.runtime.kind != "ray" else 0
+        cores = self._layout.num_cores if config.runtime.world != "ray" else 0
         since, until = records.training_began, records.step_began
         idle = self._gpu.end(since, until) if self._gpu is not None else None
         mode, steps = self._files.params.mode.value, self.state.committed

@@ -1,23 +1,54 @@
-"""The reward pool of a local run: samples out to worker processes, rewards back.
+"""Workers that judge a sample: rewards score it, environments answer its turns.
 
-A worker that hangs past its time or dies is replaced, and costs its sample one attempt; the core
-decides whether to try again. Where it had several, each is tried alone first.
+Rewards: samples go out to worker processes, rewards come back. A worker that hangs past its time or
+dies is replaced, and costs its sample one attempt; the core decides whether to try again. Where it
+had several, each is tried alone first.
+
+Environments: each turn goes from the instance that has it to an environment worker and back.
+
+    instance --TurnEnded--> relay --Step--> env worker --Stepped--> relay --Observed--> instance
+
+A request always goes to the same worker, by its number, so its episode is there. The answer goes to
+the instance that asked last. A worker that dies or hangs is replaced and its questions are asked
+again; a question that has cost several workers fails its sample. Never decides where a request
+runs. Invariant: a question is waiting, at a worker, or answered; each environment has at most its
+`concurrent_max` at workers.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
 
+from dora_rl.config import RunConfig
+from dora_rl.envs.host import label_of, load_environments
 from dora_rl.rewards.base import ScoreItem
-from dora_rl.types import Prompt, Trajectory
-from dora_rl.workers.messages import Ints, Message, Ready, Reward, Scorable, Score, Scored, Where
+from dora_rl.types import GroupId, Prompt, RequestId, Trajectory
+from dora_rl.workers.environment import episode_seed, row_of
+from dora_rl.workers.messages import (
+    Forget,
+    Ints,
+    Message,
+    Observed,
+    Ready,
+    Reward,
+    Scorable,
+    Score,
+    Scored,
+    Step,
+    Stepped,
+    TurnEnded,
+    Where,
+    ints,
+)
 from dora_rl.workers.pool import Worker, Workers
 
+SLACK_S = 10.0  # on top of the time-out that a worker keeps itself
+WORKERS_COST_MAX = 3  # workers that may die over one question
 Answer: TypeAlias = Callable[[Reward], None]
 
 
@@ -146,3 +177,207 @@ class ScoringPool:
             jobs[0].answer(Reward(error=why))
         self._waiting.extend(replace(job, alone=True) for job in jobs if len(jobs) > 1)
         self._give_out()
+
+
+@dataclass(slots=True, eq=False)
+class Question:
+    """One turn that wants an answer."""
+
+    epoch: int
+    turn: int
+    instance: str
+    worker: str
+    step: Step
+    asked_s: float
+    sent_s: float = 0.0
+    limit_s: float = 0.0
+    num_lost: int = 0
+
+    @property
+    def request(self) -> RequestId:
+        return self.step.request
+
+    @property
+    def label(self) -> str:
+        return self.step.label
+
+
+class EnvRelay:
+    """All environments of a run, as the controller uses them."""
+
+    def __init__(
+        self,
+        workers: Workers,
+        config: RunConfig,
+        prompt_of: Callable[[RequestId, int], Prompt | None],
+    ) -> None:
+        """`prompt_of` gives the prompt of a request, None if this epoch of it has ended."""
+        self._workers, self._prompt_of = workers, prompt_of
+        self._seed = config.runtime.seed
+        self._loaded = loaded = load_environments(config.env)
+        self.names = [f"env{index}" for index in range(config.env.num_workers if loaded else 0)]
+        self._ready: set[str] = set()
+        self._waiting: dict[str, deque[Question]] = {label: deque() for label in loaded}
+        self._sent: dict[int, Question] = {}
+        self._newest: dict[RequestId, Question] = {}
+        self._num_at: Counter[str] = Counter()  # questions at workers, by environment
+        self._known: dict[str, set[RequestId]] = {name: set() for name in self.names}
+        self._next = 0
+        self.num_answered = 0
+
+    def start(self) -> None:
+        for name in self.names:
+            self._workers.start("env", name, {"base_dir": "."})
+
+    def opens(self, prompt: Prompt) -> bool | None:
+        """Whether a prompt's environment speaks first; None: it has a single turn."""
+        if not self._loaded:
+            return None
+        return self._loaded[label_of(prompt.env, self._loaded)].kind.opens
+
+    def hear(self, worker: Worker, message: Message) -> None:
+        """What an environment worker says."""
+        match message:
+            case Ready():
+                self._start_giving(worker.name)
+            case Stepped():
+                self._stepped(worker.name, message)
+            case _:
+                raise AssertionError(f"an environment worker does not say {message!r}")
+
+    # -- questions --------------------------------------------------------------------------------
+
+    def turn_ended(self, instance: str, said: TurnEnded) -> None:
+        """The same one again (after a move, say) only changes the address."""
+        rid, prompt = said.request, self._prompt_of(said.request, said.epoch)
+        if prompt is None:
+            return
+        known = self._newest.get(rid)
+        same = known is not None and np.array_equal(known.step.token_ids, said.token_ids)
+        if known is not None and known.turn == said.turn and same:
+            known.instance, known.epoch = instance, said.epoch
+            return
+        label = label_of(prompt.env, self._loaded)
+        self._next += 1
+        seed = episode_seed(self._seed, prompt.index)
+        arrays = (said.token_ids, said.loss_mask, said.logprobs)
+        step = Step(self._next, rid, label, row_of(prompt), seed, said.version, *arrays)
+        worker = self.names[(rid.group + rid.sample) % len(self.names)]
+        item = Question(said.epoch, said.turn, instance, worker, step, self._workers.now())
+        self._newest[rid] = item
+        self._waiting[label].append(item)
+        self._give_out(label)
+
+    def _give_out(self, label: str) -> None:
+        waiting, limit = self._waiting[label], self._loaded[label].entry.concurrent_max
+        blocked: list[Question] = []
+        while waiting and self._num_at[label] < limit:
+            question = waiting.popleft()
+            if self._newest.get(question.request) is not question:
+                continue  # asked again with other tokens, or ended
+            if question.worker not in self._ready:
+                blocked.append(question)
+                continue
+            self._send(question)
+        waiting.extendleft(reversed(blocked))
+
+    def _send(self, question: Question) -> None:
+        known = self._known[question.worker]
+        # A worker that does not know the episode takes all of its steps.
+        steps = 1 if question.request in known else question.turn + 1
+        known.add(question.request)
+        entry = self._loaded[question.label].entry
+        question.sent_s = self._workers.now()
+        question.limit_s = steps * entry.timeout_s + entry.latency_s[1] + SLACK_S
+        self._sent[question.step.id] = question
+        self._num_at[question.label] += 1
+        self._workers.send(question.worker, question.step)
+
+    # -- answers ----------------------------------------------------------------------------------
+
+    def _stepped(self, worker: str, answer: Stepped) -> None:
+        question = self._take_back(answer.id)
+        if question is not None:
+            self._deliver(question, answer)
+            if answer.hung:
+                self._replace(worker)
+            self._give_out(question.label)
+
+    def _take_back(self, number: int) -> Question | None:
+        question = self._sent.pop(number, None)
+        if question is not None:
+            self._num_at[question.label] -= 1
+            self.num_answered += 1
+        return question
+
+    def _deliver(self, question: Question, answer: Stepped) -> None:
+        rid = question.request
+        if self._newest.get(rid) is not question:
+            return
+        del self._newest[rid]
+        outcome = (answer.token_ids, answer.done, answer.cut, answer.reward, answer.error)
+        told = Observed(rid, question.epoch, question.turn, *outcome)
+        self._workers.send(question.instance, told)
+
+    def _fail(self, question: Question, reason: str) -> None:
+        self._deliver(question, Stepped(question.step.id, ints(), error=reason))
+
+    # -- workers ----------------------------------------------------------------------------------
+
+    def _start_giving(self, name: str) -> None:
+        self._ready.add(name)
+        for label in self._waiting:
+            self._give_out(label)
+
+    def lost(self, name: str) -> None:
+        """A worker's process ended: whoever it was busy with is asked again."""
+        for question in self._sent.values():
+            question.num_lost += question.worker == name
+        self._replace(name)
+
+    def _replace(self, name: str) -> None:
+        self._ready.discard(name)
+        self._known[name].clear()
+        held = [question for question in self._sent.values() if question.worker == name]
+        for question in reversed(held):
+            del self._sent[question.step.id]
+            self._num_at[question.label] -= 1
+            if question.num_lost >= WORKERS_COST_MAX:
+                self._fail(question, f"the environment {question.label} ended its process")
+            else:
+                self._waiting[question.label].appendleft(question)
+        if not self._workers.closing:
+            self._workers.restart(name)
+
+    def check_time(self) -> None:
+        """Replace workers that keep a question past its time, which is an error for that one."""
+        now = self._workers.now()
+        for question in list(self._sent.values()):
+            if question.step.id in self._sent and now - question.sent_s > question.limit_s:
+                self._take_back(question.step.id)
+                self._fail(question, f"the environment {question.label} does not answer")
+                self._replace(question.worker)
+
+    def forget(self, group: GroupId) -> None:
+        """A group has ended: nobody wants its answers any more."""
+        for rid in [rid for rid in self._newest if rid.group == group]:
+            del self._newest[rid]
+        for name in self.names:
+            gone = {rid for rid in self._known[name] if rid.group == group}
+            if gone:
+                self._known[name] -= gone
+                self._workers.send(name, Forget(group))
+
+    def waits(self) -> list[str]:
+        """Who waits for whom since when, for the watchdog."""
+        now = self._workers.now()
+        oldest: dict[str, Question] = {}
+        for question in self._newest.values():
+            first = oldest.setdefault(question.label, question)
+            if question.asked_s < first.asked_s:
+                oldest[question.label] = question
+        return [
+            f"request {tuple(question.request)} waits for the environment {label} "
+            f"({question.worker}) since {now - question.asked_s:.0f} s"
+            for label, question in sorted(oldest.items())
+        ]

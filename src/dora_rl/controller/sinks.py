@@ -3,23 +3,210 @@
 Each sink works in a thread of its own behind a bounded queue, so that a slow or hanging service
 never holds up the run. A sink that fails is reported once and is off from then on; the run and the
 other sinks go on. Packages are imported only for the sinks that are named in `logging.sinks`.
+
+Every service has a writer, which is made, written to and closed in the thread of its sink. A line
+of a step has `step`; a line of an evaluation has `version` and comes late, when later steps are
+already written, so services that insist on rising steps get their own axes. After a resume the same
+run of the service goes on: its id is kept in `sinks.json` beside the run.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
-from dora_rl.controller.sink_writers import WRITERS, RunFacts, Writer
 from dora_rl.types import UserError
 from dora_rl.user_code import load_object
 
 LINES_MAX = 1_000  # waiting for one sink; more are left out and reported
 CLOSE_S = 15.0
+
+PROJECT = "dora-rl"
+
+
+@dataclass(frozen=True, slots=True)
+class RunFacts:
+    """What a writer is told of the run. `first_step`: steps before it were written earlier."""
+
+    run_dir: Path
+    config: dict[str, Any]
+    first_step: int
+
+    @property
+    def name(self) -> str:
+        return self.run_dir.resolve().name
+
+    def kept_id(self, service: str) -> str | None:
+        """The run's id at a service, if it has one from before a resume."""
+        return _read(self.run_dir / "sinks.json").get(service) if self.first_step else None
+
+    def keep_id(self, service: str, value: str) -> None:
+        path = self.run_dir / f"sinks.json.{service}"
+        known = _read(self.run_dir / "sinks.json") | {service: value}
+        path.write_text(json.dumps(known) + "\n")
+        path.replace(self.run_dir / "sinks.json")
+
+
+def _read(path: Path) -> dict[str, str]:
+    return json.loads(path.read_text()) if path.is_file() else {}
+
+
+class Writer(Protocol):
+    """May raise anything; the sink catches it."""
+
+    def write(self, line: dict[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def figures_of(line: dict[str, Any]) -> tuple[int, dict[str, float]]:
+    """The place of a line on the axis of steps, and its numbers."""
+    place = int(line["step"] if "step" in line else line["version"])
+    numbers = {name: float(value) for name, value in line.items() if _is_number(value)}
+    return place, {k: v for k, v in numbers.items() if k not in ("step", "version")}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+class TensorBoardWriter:
+    """Event files in RUN/tensorboard, written by the `tensorboard` package alone (no torch)."""
+
+    def __init__(self, facts: RunFacts) -> None:
+        # The names of these two modules are made when they are imported.
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        events: Any = event_pb2
+        summaries: Any = summary_pb2
+        self._event, self._summary = events.Event, summaries.Summary
+        self._file: Any = EventFileWriter(str(facts.run_dir / "tensorboard"))
+        if facts.first_step:  # what a crash left of later steps is not shown
+            start = events.SessionLog(status=events.SessionLog.SessionStatus.START)
+            self._add(step=facts.first_step, session_log=start)
+
+    def _add(self, **parts: Any) -> None:
+        self._file.add_event(self._event(wall_time=time.time(), **parts))
+
+    def write(self, line: dict[str, Any]) -> None:
+        step, figures = figures_of(line)
+        value = self._summary.Value
+        values = [value(tag=name, simple_value=number) for name, number in figures.items()]
+        self._add(step=step, summary=self._summary(value=values))
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class WandbWriter:
+    """Offline with WANDB_MODE=offline, as anywhere. Files lie in RUN/wandb."""
+
+    def __init__(self, facts: RunFacts) -> None:
+        import wandb
+
+        self._run: Any = wandb.init(
+            project=PROJECT,
+            name=facts.name,
+            id=facts.kept_id("wandb"),
+            resume="allow",
+            dir=str(facts.run_dir),
+            config=facts.config,
+        )
+        facts.keep_id("wandb", self._run.id)
+        self._run.define_metric("step")
+        self._run.define_metric("version")
+        self._run.define_metric("*", step_metric="step")
+        self._run.define_metric("eval/*", step_metric="version")
+
+    def write(self, line: dict[str, Any]) -> None:
+        self._run.log({name: value for name, value in line.items() if value is not None})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MlflowWriter:
+    """To MLflow's own tracking address (MLFLOW_TRACKING_URI), experiment `dora-rl`."""
+
+    def __init__(self, facts: RunFacts) -> None:
+        import mlflow
+        from mlflow.entities import Metric, Param
+
+        self._metric = Metric
+        self._client: Any = mlflow.MlflowClient()
+        kept = facts.kept_id("mlflow")
+        if kept is None:
+            experiment = self._client.get_experiment_by_name(PROJECT)
+            where = (
+                experiment.experiment_id
+                if experiment is not None
+                else self._client.create_experiment(PROJECT)
+            )
+            kept = self._client.create_run(where, run_name=facts.name).info.run_id
+            facts.keep_id("mlflow", kept)
+            params = [Param(name, str(value)[:500]) for name, value in flat(facts.config).items()]
+            for begin in range(0, len(params), 100):  # the most MLflow takes at once
+                self._client.log_batch(kept, params=params[begin : begin + 100])
+        else:
+            self._client.set_terminated(kept, status="RUNNING")
+        self._id = kept
+
+    def write(self, line: dict[str, Any]) -> None:
+        step, figures = figures_of(line)
+        now = int(1000 * time.time())
+        metrics = [self._metric(name, value, now, step) for name, value in figures.items()]
+        self._client.log_batch(self._id, metrics=metrics)
+
+    def close(self) -> None:
+        self._client.set_terminated(self._id)
+
+
+class TrackioWriter:
+    """To trackio's local store, or where its own settings say; project `dora-rl`."""
+
+    def __init__(self, facts: RunFacts) -> None:
+        import trackio
+
+        name = facts.kept_id("trackio") or f"{facts.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        resume = "allow" if facts.first_step else "never"
+        self._run: Any = trackio.init(
+            project=PROJECT, name=name, config=flat(facts.config), resume=resume
+        )
+        facts.keep_id("trackio", name)
+
+    def write(self, line: dict[str, Any]) -> None:
+        step, figures = figures_of(line)
+        self._run.log(figures, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+WRITERS: dict[str, Callable[[RunFacts], Writer]] = {
+    "tensorboard": TensorBoardWriter,
+    "wandb": WandbWriter,
+    "mlflow": MlflowWriter,
+    "trackio": TrackioWriter,
+}
+
+
+def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """`{"a": {"b": 1}}` as `{"a.b": 1}`."""
+    found: dict[str, Any] = {}
+    for name, value in config.items():
+        found |= (
+            flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+        )
+    return found
 
 
 def check_sinks(names: Sequence[str]) -> None:

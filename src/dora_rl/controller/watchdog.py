@@ -63,7 +63,7 @@ def progress_mark(state: State, extra: int = 0) -> tuple[int, ...]:
     decoded = sum(instance.decode_steps for instance in state.instances.values())
     held = sum(len(instance.held) for instance in state.instances.values())
     ended = sum(state.num_ended.values())
-    return (state.committed, state.trainer.progress, scored, decoded, held, ended, extra)
+    return (state.committed, state.learner.progress, scored, decoded, held, ended, extra)
 
 
 FULL_EVERY_S = 600.0

@@ -9,7 +9,6 @@ sees.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from pathlib import Path
 from typing import Protocol
 
 from dora_rl.core import actions as act
@@ -82,40 +81,3 @@ class World(Protocol):
         ...
 
     def close(self) -> None: ...
-
-
-class SameHost:
-    """What lies in shared memory is everybody's. Implements `Carrier`."""
-
-    def load(self, action: act.Load) -> None:
-        del action
-
-    def exported(self, export: Exported, src: InstanceId) -> Exported:
-        del src
-        return export
-
-    def given_up(self, export: Exported) -> None:
-        Path(export.path).unlink(missing_ok=True)
-
-    def retire(self, versions: Collection[Version]) -> None:
-        del versions
-
-
-class OneHost:
-    """Nothing but the workers and their controller. Implements `World`."""
-
-    def __init__(self) -> None:
-        self.carrier = SameHost()
-        self.services: Mapping[str, Service] = {}
-
-    def begin(self, read: Callable[[], None]) -> None:
-        del read
-
-    def tick(self) -> None:
-        pass
-
-    def step_closed(self, step: StepIndex) -> None:
-        del step
-
-    def close(self) -> None:
-        pass

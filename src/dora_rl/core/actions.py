@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 from dora_rl.types import GroupId, InstanceId, RequestId, StepIndex, Version
 
@@ -133,7 +133,8 @@ class Restart:
 
 
 @dataclass(frozen=True, slots=True)
-class RestartTrainer:
+class RestartLearner:
+    FORMER_NAMES: ClassVar = ("RestartTrainer",)
     reason: str
 
 
@@ -191,7 +192,7 @@ class RetireVersion:
 
 @dataclass(frozen=True, slots=True)
 class WaitFor:
-    """The take rule blocks: the trainer waits for these running groups. Nothing is discarded."""
+    """The take rule blocks: the learner waits for these running groups. Nothing is discarded."""
 
     step: StepIndex
     groups: tuple[GroupId, ...]
@@ -231,7 +232,7 @@ Action: TypeAlias = (
     | Sleep
     | Wake
     | Restart
-    | RestartTrainer
+    | RestartLearner
     | Score
     | Feed
     | CloseStep

@@ -8,28 +8,27 @@ discards. The step closes with exactly B groups and advances when the learner ho
 from __future__ import annotations
 
 from dora_rl.core.actions import Action, CloseStep, End, Feed, InForce, WaitFor
-from dora_rl.core.elastic import sleep_elastic, wake_elastic
+from dora_rl.core.events import BatchAccepted, StepCommitted, VersionDurable
 from dora_rl.core.ledger import abandon, end_group, stop
-from dora_rl.core.modes import policy_of
-from dora_rl.core.orchestrate import retire_finished
-from dora_rl.core.reversion import reversion_all
+from dora_rl.core.orchestrate import retire_finished, sleep_elastic, wake_elastic
+from dora_rl.core.params import policy_of
+from dora_rl.core.placement import reversion_all
 from dora_rl.core.state import Batch, Group, GroupPhase, Live, Phase, State
 from dora_rl.core.window import Bound
-from dora_rl.types import StepIndex, Version
 
 
-def take(state: State, now: float, out: list[Action]) -> None:
+def take(state: State, out: list[Action]) -> None:
     """Fill the step being filled from the ready groups."""
     num_taken = 0
     while state.num_ready and not state.batch.closed and state.has_room(out, num_taken):
         num_taken += 1
         live = next(live for live in state.versions.values() if live.ready)
         if not state.bound.may_take(state.untaken, live.version):
-            _say_waiting(state, live, out)
+            _report_wait(state, live, out)
             return
         take_group(state, state.groups[live.ready.popleft()])
         if len(state.batch.groups) == state.params.batch_groups:
-            close(state, now, out)
+            _close(state, out)
 
 
 def take_group(state: State, group: Group) -> None:
@@ -44,16 +43,15 @@ def take_group(state: State, group: Group) -> None:
         assert state.bound.holds(state.untaken), "a taken group left an older one without a place"
 
 
-def _say_waiting(state: State, blocked: Live, out: list[Action]) -> None:
-    """Once a step: which older groups is the trainer waiting for?"""
-    if state.waiting_for:
-        return
-    older = [g.id for g in state.groups.values() if g.version < blocked.version and g.step is None]
-    state.waiting_for = tuple(older)
-    out.append(WaitFor(state.filling, state.waiting_for))
+def _report_wait(state: State, blocked: Live, out: list[Action]) -> None:
+    """Once a step: which older groups is the learner waiting for?"""
+    if not state.waiting_for:
+        untaken = [group for group in state.groups.values() if group.step is None]
+        state.waiting_for = tuple(g.id for g in untaken if g.version < blocked.version)
+        out.append(WaitFor(state.filling, state.waiting_for))
 
 
-def close(state: State, now: float, out: list[Action]) -> None:
+def _close(state: State, out: list[Action]) -> None:
     state.batch.closed = True
     if state.policy.surplus_at_close:
         for group in [g for g in state.groups.values() if g.step is None]:
@@ -68,7 +66,7 @@ def feed(state: State, now: float, out: list[Action]) -> None:
     Whoever sleeps while the learner trains wakes between two steps: nothing is fed ahead then.
     """
     batch = state.batches.get(state.committed)
-    if batch is None or not state.trainer.alive:
+    if batch is None or not state.learner.alive:
         return
     _feed_groups(state, batch, out)
     if batch.closed and not batch.close_sent and batch.num_fed == len(batch.groups):
@@ -93,20 +91,19 @@ def _feed_groups(state: State, batch: Batch, out: list[Action]) -> None:
         batch.num_fed += 1
 
 
-def on_accepted(state: State, step: StepIndex, out: list[Action]) -> None:
+def on_accepted(
+    state: State, event: BatchAccepted | StepCommitted, now: float, out: list[Action]
+) -> None:
     """The learner holds the closed batch: the next step begins to fill."""
-    if step != state.filling or not state.batch.close_sent:
+    if event.step != state.filling or not state.batch.close_sent:
         return
-    state.filling += 1
-    state.open_batch()
-    state.filled_older = 0
-    state.waiting_for = ()
+    state.open_batch(event.step + 1)
     adopt_target(state, out)
     if state.policy.keeps_bound:
         assert state.bound.holds(state.untaken), "the bound broke at a step's boundary"
 
 
-def on_committed(state: State, step: StepIndex, now: float, out: list[Action]) -> None:
+def on_committed(state: State, event: StepCommitted, now: float, out: list[Action]) -> None:
     """Version step + 1 is sealed: requests may start on it, the window slides. Its groups end when
     it is durable. A learner seals no second version before, so that the one before is by now.
 
@@ -114,12 +111,12 @@ def on_committed(state: State, step: StepIndex, now: float, out: list[Action]) -
     them too, if that message is late. One from before a restart of the learner cannot do harm:
     `close_sent` is false until the batch was fed again, and what was sealed is never fed again.
     """
-    on_accepted(state, step, out)
-    if step != state.committed or state.filling <= step:
+    on_accepted(state, event, now, out)
+    if event.step != state.committed or state.filling <= event.step:
         return
     state.on_disk = max(state.on_disk, state.committed)
     state.committed += 1
-    state.trainer_losses = state.instance_losses = 0
+    state.learner_losses = state.instance_losses = 0
     state.versions[state.committed] = Live(state.committed)
     end_durable(state, out)
     if state.committed == state.params.num_steps:
@@ -127,15 +124,15 @@ def on_committed(state: State, step: StepIndex, now: float, out: list[Action]) -
     if not state.batch.closed:
         wake_elastic(state, now, out)
     if state.policy.reversion_at_publish:
-        reversion_all(state, now, out)
+        reversion_all(state, out)
     retire_finished(state, out)  # what is left of it is done by the next events
     state.rebalance_wanted = True
     state.rebalanced_s = -1.0e9  # a step's end always rebalances
 
 
-def on_durable(state: State, version: Version, out: list[Action]) -> None:
+def on_durable(state: State, event: VersionDurable, now: float, out: list[Action]) -> None:
     """The disk has a version. Word of it may come before that of its seal."""
-    state.on_disk = max(state.on_disk, version)
+    state.on_disk = max(state.on_disk, event.version)
     end_durable(state, out)
     if state.stopped is None:
         retire_finished(state, out)

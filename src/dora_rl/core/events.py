@@ -4,15 +4,16 @@ An event about a request carries the request's `epoch`: each new placement after
 so a late message from an instance that was given up is recognised and ignored.
 
 What a worker says carries its `incarnation`, which counts the starts under its name: a late or
-repeated message of an earlier one is recognised and ignored (see `incarnations`). Answers to an
+repeated message of an earlier one is recognised and ignored (see `step.is_late`). Answers to an
 order that may be given again (a load, a move) carry the order's `attempt`. -1 is "not known", as in
-logs of earlier releases, and is believed.
+logs of earlier releases, and is believed. Such logs may have an event under a name that it had then
+(`FORMER_NAMES`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 from dora_rl.core.params import Params
 from dora_rl.types import Finish, InstanceId, RequestId, Segment, StepIndex, Version
@@ -230,10 +231,11 @@ class VersionDurable:
 
 
 @dataclass(frozen=True, slots=True)
-class TrainerJoined:
+class LearnerJoined:
     """A learner is there, holding sealed `version`; its optimizer may be older. `durable` is the
     newest version on disk, -1 where that was not told."""
 
+    FORMER_NAMES: ClassVar = ("TrainerJoined",)
     version: Version
     optimizer_version: Version
     incarnation: int = -1
@@ -241,13 +243,15 @@ class TrainerJoined:
 
 
 @dataclass(frozen=True, slots=True)
-class TrainerLost:
+class LearnerLost:
+    FORMER_NAMES: ClassVar = ("TrainerLost",)
     reason: str
     incarnation: int = -1
 
 
 @dataclass(frozen=True, slots=True)
-class TrainerReport:
+class LearnerReport:
+    FORMER_NAMES: ClassVar = ("TrainerReport",)
     step: StepIndex
     progress: int
     incarnation: int = -1
@@ -295,9 +299,9 @@ Event: TypeAlias = (
     | BatchAccepted
     | StepCommitted
     | VersionDurable
-    | TrainerJoined
-    | TrainerLost
-    | TrainerReport
+    | LearnerJoined
+    | LearnerLost
+    | LearnerReport
     | Tick
     | StopRequested
 )

@@ -1,10 +1,18 @@
-"""What the core needs to know of a run: sizes, bounds, limits and the cost figures it plans with.
+"""What the core needs to know of a run: sizes, bounds, limits, costs, and what its mode means.
 
-Pure data. Every limit the core enforces is a field here; nothing is hidden in code.
+Pure data. Every limit the core enforces is a field here; nothing is hidden in code. The five modes
+are small policies over the same core: a policy only answers questions, the handlers are the same.
+
+    sync           K = 0, train when the batch is full
+    one_step_off   K = 1, one batch at a time, train when the batch is full
+    partial        K as set, running requests move to each new version (C1 is given up)
+    replication    K = 0, issue more than needed, end the slow rest as surplus (C2 is given up)
+    multi_version  K as set, a trajectory stays on the version it began with
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from dora_rl.types import Mode, UserError
@@ -96,25 +104,64 @@ class Params:
 
     def validate(self) -> None:
         """Refuse numbers no run can keep its promises with."""
-        for name in _AT_LEAST_ONE:
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if self.max_staleness < 0:
-            raise UserError(f"max_staleness must be 0 or more, not {self.max_staleness}")
-        if self.batch_groups % self.updates_per_step:
-            raise UserError(
+        rules = [
+            (getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name)}")
+            for name in _AT_LEAST_ONE
+        ]
+        rules += [
+            (self.max_staleness >= 0, f"max_staleness must be 0 or more, not {self.max_staleness}"),
+            (
+                self.batch_groups % self.updates_per_step == 0,
                 f"batch_groups ({self.batch_groups}) must be a multiple of updates_per_step "
-                f"({self.updates_per_step})"
-            )
-        if self.samples_min > self.group_size:
-            raise UserError(
-                f"samples_min ({self.samples_min}) is more than group_size ({self.group_size})"
-            )
-        if self.oversample < 1:
-            raise UserError(f"oversample must be at least 1, not {self.oversample}")
-        if not 0 < self.kv_low <= self.kv_high <= 1:
-            raise UserError("kv_low and kv_high must satisfy 0 < kv_low <= kv_high <= 1")
+                f"({self.updates_per_step})",
+            ),
+            (
+                self.samples_min <= self.group_size,
+                f"samples_min ({self.samples_min}) is more than group_size ({self.group_size})",
+            ),
+            (self.oversample >= 1, f"oversample must be at least 1, not {self.oversample}"),
+            (
+                0 < self.kv_low <= self.kv_high <= 1,
+                "kv_low and kv_high must satisfy 0 < kv_low <= kv_high <= 1",
+            ),
+        ]
+        for holds, message in rules:
+            if not holds:
+                raise UserError(message)
 
     @property
     def samples_needed(self) -> int:
         return self.samples_min or self.group_size
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """`cap`: the most groups untaken or taken for the step being filled; None is no extra cap."""
+
+    max_staleness: int
+    cap: int | None
+    streaming: bool
+    surplus_at_close: bool = False
+    reversion_at_publish: bool = False
+    keeps_bound: bool = True
+
+
+def policy_of(params: Params) -> Policy:
+    """The policy of this run's mode.
+
+    >>> policy_of(Params(mode=Mode.ONE_STEP_OFF, batch_groups=8)).cap
+    8
+    """
+    batch = params.batch_groups
+    match params.mode:
+        case Mode.SYNC:
+            return Policy(max_staleness=0, cap=batch, streaming=False)
+        case Mode.ONE_STEP_OFF:
+            return Policy(max_staleness=1, cap=batch, streaming=False)
+        case Mode.REPLICATION:
+            cap = math.ceil(batch * params.oversample)
+            return Policy(0, cap, streaming=False, surplus_at_close=True, keeps_bound=False)
+        case Mode.PARTIAL:
+            return Policy(params.max_staleness, None, streaming=False, reversion_at_publish=True)
+        case Mode.MULTI_VERSION:
+            return Policy(params.max_staleness, None, streaming=params.streaming)

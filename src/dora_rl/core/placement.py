@@ -1,6 +1,6 @@
-"""Which instance decodes which request: slots, the least-loaded holder, pending queues.
+"""Which instance decodes which request: slots, the least-loaded holder, pending queues, moves.
 
-Every change of a request's place goes through `attach`, `detach`, `queue` and `unqueue`, so that
+Every change of a request's place goes through `attach`, `detach`, `enqueue` and `dequeue`, so that
 the counters of instances and versions always equal a recount. The least-loaded holder of a
 version comes from a heap with lazily discarded entries: O(log n), never a scan.
 """
@@ -8,17 +8,13 @@ version comes from a heap with lazily discarded entries: O(log n), never a scan.
 from __future__ import annotations
 
 import heapq
+from collections import deque
 
-from dora_rl.core.actions import Abort, Action, Dispatch, Move, Park, Reversion, Unpark
-from dora_rl.core.deadlines import watch_move
-from dora_rl.core.migration import cheaper_way
-from dora_rl.core.state import GroupPhase, Held, Instance, Live, Phase, Request, State
-from dora_rl.types import Mode, Version
-
-
-def kv_estimate(inst: Instance, held: Held) -> int:
-    """Tokens of KV cache that this version's running requests occupy on the instance."""
-    return held.offset + held.num * inst.decode_steps
+from dora_rl.core.actions import Abort, Action, Dispatch, How, Move, Park, Reversion, Unpark
+from dora_rl.core.params import Params
+from dora_rl.core.state import GENERATING, GroupPhase, Instance, Live, Phase, Request, State
+from dora_rl.core.waits import watch_move
+from dora_rl.types import Mode, RequestId, Version
 
 
 def pressured(state: State, inst: Instance) -> bool:
@@ -29,10 +25,10 @@ def _key(inst: Instance) -> float:
     return (inst.load + 1) / (inst.slots_max * inst.speed)
 
 
-def touch(state: State, inst: Instance) -> None:
+def reindex(state: State, inst: Instance) -> None:
     """The instance's load changed: offer it again in the heaps of the versions it holds."""
-    if inst.wants or not inst.load:
-        state.stirred[inst.id] = None  # it may be drained or idle now: see orchestrate.stir
+    if inst.load_queue or not inst.load:
+        state.maybe_idle[inst.id] = None  # or drained: see orchestrate.assign_idle
     if not inst.awake or inst.slots_free <= 0 or pressured(state, inst):
         return
     key = _key(inst)
@@ -48,7 +44,7 @@ def touch(state: State, inst: Instance) -> None:
 def _rebuild(state: State, live: Live) -> None:
     high, heap, instances = state.params.kv_high, live.heap, state.instances
     heap.clear()
-    for name in live.holders:  # the same as `touch`, written out: there may be thousands
+    for name in live.holders:  # the same as `reindex`, written out: there may be thousands
         inst = instances[name]
         load = len(inst.requests) + len(inst.incoming)
         pressed = inst.kv_tokens > high * inst.kv_tokens_max > 0
@@ -87,10 +83,10 @@ def attach(state: State, request: Request, inst: Instance) -> None:
     held.offset += request.base_tokens - request.mark
     inst.requests[request.id] = None
     inst.still.pop(request.id, None)
-    touch(state, inst)
+    reindex(state, inst)
 
 
-def detach(state: State, request: Request) -> None:
+def detach(state: State, request: Request) -> Instance:
     """Take a running request off its instance, remembering how long it has become."""
     assert request.phase is Phase.RUNNING and request.instance is not None
     inst = state.instances[request.instance]
@@ -99,26 +95,52 @@ def detach(state: State, request: Request) -> None:
     held.offset -= request.base_tokens - request.mark
     request.base_tokens = state.length_of(request)
     del inst.requests[request.id]
-    touch(state, inst)
+    reindex(state, inst)
+    return inst
 
 
-def queue(state: State, request: Request, parked_at: Instance | None, *, first: bool) -> None:
+def enqueue(state: State, request: Request, parked_at: Instance | None, *, first: bool) -> None:
     """The request waits for a slot of its version; its KV may be parked at an instance."""
     live = state.versions[request.version]
-    request.phase, request.dest = Phase.PENDING, None
-    request.instance = parked_at.id if parked_at is not None else None
+    request.phase, request.instance, request.dest = Phase.PENDING, None, None
     if parked_at is not None:
+        request.instance = parked_at.id
         parked_at.parked[request.id] = None
     live.num_pending += 1
     pending = live.suspects if request.suspect else live.pending
     (pending.appendleft if first else pending.append)(request.id)
 
 
-def unqueue(state: State, request: Request) -> None:
+def dequeue(state: State, request: Request) -> None:
     """It no longer waits. Its entry in the queue is skipped when it comes up."""
     state.versions[request.version].num_pending -= 1
     if request.instance is not None:
         state.instances[request.instance].parked.pop(request.id, None)
+
+
+def next_waiting(state: State, live: Live, queue: deque[RequestId]) -> Request | None:
+    """The first request that still waits in a queue of this version."""
+    while queue:
+        request = state.request(queue[0])
+        if request is not None and _waits_in(live, queue, request):
+            return request
+        queue.popleft()
+    return None
+
+
+def _waits_in(live: Live, queue: deque[RequestId], request: Request) -> bool:
+    """Does its entry in the queue still hold? Suspects have a queue of their own."""
+    if request.phase is not Phase.PENDING or request.version != live.version:
+        return False
+    return request.suspect == (queue is live.suspects)
+
+
+def cheaper_way(params: Params, num_tokens: int) -> How:
+    """Move the KV cache of a request where that is allowed and faster than to prefill it again."""
+    cost = params.cost
+    move_s = cost.move_overhead_s + num_tokens * cost.kv_bytes_per_token / cost.link_bytes_per_s
+    faster = move_s <= num_tokens / cost.prefill_tokens_per_s
+    return How.KV if params.kv_moves and faster else How.PREFILL
 
 
 def start_move(
@@ -135,7 +157,7 @@ def start_move(
     request.phase, request.dest = Phase.MOVING, dst.id
     dst.incoming[request.id] = None
     dst.held[request.version].incoming += 1
-    touch(state, dst)
+    reindex(state, dst)
     how = cheaper_way(state.params, request.base_tokens)
     request.num_moves += 1
     number = request.num_moves
@@ -154,31 +176,29 @@ def end_move(state: State, request: Request) -> None:
         elif request.id in src.requests:
             del src.requests[request.id]
             src.held[request.version].outgoing -= 1
-            touch(state, src)
+            reindex(state, src)
     if dst is not None and request.id in dst.incoming:
         del dst.incoming[request.id]
         dst.held[request.version].incoming -= 1
-        touch(state, dst)
+        reindex(state, dst)
 
 
-def release(state: State, request: Request) -> Instance | None:
-    """Take a generating request from wherever it is. Returns the instance it was running on."""
-    was = state.instances.get(request.instance or "")
+def release(state: State, request: Request) -> None:
+    """Take a generating request from wherever it is."""
     if request.phase is Phase.RUNNING:
         detach(state, request)
     elif request.phase is Phase.MOVING:
         end_move(state, request)
     else:
-        unqueue(state, request)
+        dequeue(state, request)
     request.instance = request.dest = None
-    return was
 
 
-def again(state: State, request: Request) -> None:
+def requeue(state: State, request: Request) -> None:
     """From wherever it is back to the queue of its version; it continues from its journal."""
     release(state, request)
     request.epoch += 1
-    queue(state, request, None, first=True)
+    enqueue(state, request, None, first=True)
 
 
 def stop_isolating(state: State, inst: Instance) -> None:
@@ -187,7 +207,7 @@ def stop_isolating(state: State, inst: Instance) -> None:
     if live is not None:
         live.isolation = None
     inst.isolating = None
-    touch(state, inst)
+    reindex(state, inst)
 
 
 def park(state: State, request: Request, out: list[Action]) -> None:
@@ -195,26 +215,36 @@ def park(state: State, request: Request, out: list[Action]) -> None:
 
     A suspect has little to keep, and runs nowhere but alone: it goes back to its queue.
     """
-    inst = state.instances[request.instance or ""]
+    name = request.instance or ""
     if request.suspect:
-        out.append(Abort(inst.id, request.id, request.epoch))
-        again(state, request)
+        out.append(Abort(name, request.id, request.epoch))
+        requeue(state, request)
         return
-    detach(state, request)
-    out.append(Park(inst.id, request.id, request.epoch))
-    queue(state, request, inst, first=True)
+    out.append(Park(name, request.id, request.epoch))
+    enqueue(state, request, detach(state, request), first=True)
 
 
-def fill(state: State, live: Live, now: float, out: list[Action]) -> None:
+def drain(state: State, inst: Instance, version: Version, now: float, out: list[Action]) -> None:
+    """Empty one version off an instance: to another holder where there is room, else parked."""
+    live = state.versions[version]
+    for request in state.running_on(inst):
+        if request.version != version:
+            continue
+        stays = state.params.mode is Mode.PARTIAL or request.suspect
+        dst = None if stays else best_holder(state, live)
+        if dst is None or dst.id == inst.id:
+            park(state, request, out)
+        else:
+            start_move(state, request, dst, now, out)
+
+
+def dispatch_pending(state: State, live: Live, now: float, out: list[Action]) -> None:
     """Give pending requests of one version the free slots of its holders."""
     stuck: list[Request] = []
-    while live.num_pending > len(stuck) and live.pending and state.has_room(out):
-        rid = live.pending[0]
-        request = state.request(rid)
-        if not _waits(live, request):
-            live.pending.popleft()
-            continue
-        assert request is not None
+    while live.num_pending > len(stuck) and state.has_room(out):
+        request = next_waiting(state, live, live.pending)
+        if request is None:
+            break
         inst = _place_for(state, live, request)
         room = _room_for(live, inst) if inst is not None else 0
         if inst is None or room < 1:
@@ -222,29 +252,12 @@ def fill(state: State, live: Live, now: float, out: list[Action]) -> None:
                 break  # the next ones would find nothing either
             stuck.append(request)  # only its own instance may continue it
             live.pending.popleft()
-            continue
-        live.pending.popleft()
-        if request.instance is not None:
-            _restart_parked(state, request, inst, now, out)
-        else:
+        elif request.instance is None:
             _dispatch(state, live, request, inst, room, out)
+        else:
+            live.pending.popleft()
+            _restart_parked(state, request, inst, now, out)
     live.pending.extendleft(request.id for request in reversed(stuck))
-
-
-def _waits(live: Live, request: Request | None) -> bool:
-    """Does this entry of the queue still hold? Suspects have a queue of their own."""
-    if request is None or request.phase is not Phase.PENDING or request.suspect:
-        return False
-    return request.version == live.version
-
-
-def _room_for(live: Live, inst: Instance) -> int:
-    """Slots to give out now: while others are loading the version, not more than a fair share."""
-    if not live.coming:
-        return inst.slots_free
-    share = -(-live.num_active // (len(live.holders) + len(live.coming)))
-    held = inst.held[live.version]
-    return min(inst.slots_free, share - held.num - held.incoming)
 
 
 def _place_for(state: State, live: Live, request: Request) -> Instance | None:
@@ -258,15 +271,23 @@ def _place_for(state: State, live: Live, request: Request) -> Instance | None:
     return best_holder(state, live)
 
 
+def _room_for(live: Live, inst: Instance) -> int:
+    """Slots to give out now: while others are loading the version, not more than a fair share."""
+    if not live.coming:
+        return inst.slots_free
+    share = -(-live.num_active // (len(live.holders) + len(live.coming)))
+    held = inst.held[live.version]
+    return min(inst.slots_free, share - held.num - held.incoming)
+
+
 def _restart_parked(
     state: State, request: Request, inst: Instance, now: float, out: list[Action]
 ) -> None:
     if inst.id != request.instance:
         start_move(state, request, inst, now, out)
         return
-    same = request.kv_version == request.version
-    unqueue(state, request)
-    kind = Unpark if same else Reversion
+    dequeue(state, request)
+    kind = Unpark if request.kv_version == request.version else Reversion
     out.append(kind(inst.id, request.id, request.epoch, request.version))
     attach(state, request, inst)
 
@@ -276,48 +297,60 @@ def _dispatch(
 ) -> None:
     """Start `first` and the pending samples of its group behind it, as many as there is room."""
     group = state.groups[first.id.group]
-    resume = first.epoch > 0
-    samples: list[int] = []
-    epochs: list[int] = []
-    request: Request | None = first
-    while request is not None:
-        unqueue(state, request)
-        attach(state, request, inst)
-        samples.append(request.id.sample)
-        epochs.append(request.epoch)
-        request = None
-        while live.pending and len(samples) < room:
-            rid = live.pending[0]
-            if rid.group != group.id:
+    started: list[Request] = []
+    while len(started) < room and live.pending and live.pending[0].group == group.id:
+        request = group.requests[live.pending[0].sample]
+        if _waits_in(live, live.pending, request):
+            if request.instance is not None or (request.epoch > 0) != (first.epoch > 0):
                 break
-            other = group.requests[rid.sample]
-            if not _waits(live, other):
-                live.pending.popleft()
-                continue
-            if other.instance is None and (other.epoch > 0) == resume:
-                live.pending.popleft()
-                request = other
-            break
+            dequeue(state, request)
+            attach(state, request, inst)
+            started.append(request)
+        live.pending.popleft()
     if group.phase is GroupPhase.ISSUED:
         group.phase = GroupPhase.RUNNING
-    out.append(
-        Dispatch(
-            inst.id, group.id, group.prompt, live.version, tuple(samples), tuple(epochs), resume
-        )
-    )
+    out.append(dispatch_of(state, started, inst))
 
 
-def relocate(state: State, inst: Instance, version: Version, now: float, out: list[Action]) -> None:
-    """Empty one version off an instance: to another holder where there is room, else parked."""
-    live = state.versions[version]
-    for rid in list(inst.requests):
-        request = state.request(rid)
-        assert request is not None
-        if request.version != version or request.phase is not Phase.RUNNING:
-            continue
-        stays = state.params.mode is Mode.PARTIAL or request.suspect
-        dst = None if stays else best_holder(state, live)
-        if dst is None or dst.id == inst.id:
-            park(state, request, out)
-        else:
-            start_move(state, request, dst, now, out)
+def dispatch_of(state: State, requests: list[Request], inst: Instance) -> Dispatch:
+    """The order to start samples of one group, or to continue them from their journals."""
+    group, version = state.groups[requests[0].id.group], requests[0].version
+    samples = tuple(request.id.sample for request in requests)
+    epochs = tuple(request.epoch for request in requests)
+    return Dispatch(inst.id, group.id, group.prompt, version, samples, epochs, epochs[0] > 0)
+
+
+def reversion_all(state: State, out: list[Action]) -> None:
+    """The `partial` baseline: every generating request continues on the newest version.
+
+    C1 is given up here, explicitly: the request's version changes, its group keeps the version it
+    was admitted on (so the staleness bound still counts from its oldest token), and the engine
+    records a version segment when it continues.
+    """
+    for group in state.groups.values():
+        for request in group.requests:
+            if request.phase in GENERATING and request.version != state.newest:
+                _reversion(state, request, out)
+
+
+def _reversion(state: State, request: Request, out: list[Action]) -> None:
+    assert request.phase is not Phase.MOVING, "partial never moves requests"
+    if request.phase is Phase.RUNNING:
+        inst = state.instances[request.instance or ""]
+        if state.newest in inst.held:
+            detach(state, request)
+            _set_newest(state, request)
+            attach(state, request, inst)
+            out.append(Reversion(inst.id, request.id, request.epoch, request.version))
+            return
+        park(state, request, out)
+    home = state.instances.get(request.instance or "")
+    dequeue(state, request)
+    _set_newest(state, request)
+    enqueue(state, request, home, first=False)
+
+
+def _set_newest(state: State, request: Request) -> None:
+    state.versions[request.version].num_active -= 1
+    request.version = state.newest
+    state.versions[request.version].num_active += 1

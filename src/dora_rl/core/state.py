@@ -12,16 +12,15 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 from dora_rl.core.actions import Action, End
-from dora_rl.core.modes import Policy, policy_of
-from dora_rl.core.params import Params
+from dora_rl.core.params import Params, Policy, policy_of
 from dora_rl.core.window import Bound
 from dora_rl.types import GroupId, InstanceId, RequestId, StepIndex, Version
 
 Deadline: TypeAlias = tuple[float, int, str, str]
-"""(moment, number, kind, key), in a heap; see `deadlines`."""
+"""(moment, number, kind, key), in a heap; see `waits`."""
 Flip: TypeAlias = tuple[InstanceId, Version | None, Version]
 """(instance, the version it gives up, the version it gets)."""
 
@@ -77,7 +76,6 @@ class Request:
     num_moves: int = 0  # ordered so far
     base_tokens: int = 0
     mark: int = 0
-    num_tokens: int = 0
     reward: float | None = None
 
 
@@ -89,7 +87,6 @@ class Group:
     requests: list[Request]
     phase: GroupPhase = GroupPhase.ISSUED
     step: StepIndex | None = None
-    num_generating: int = 0
     num_scored: int = 0
     num_failed: int = 0
 
@@ -110,17 +107,18 @@ class Held:
 
 @dataclass(slots=True)
 class Instance:
+    FORMER_FIELDS: ClassVar = {"wants": "load_queue"}
+
     id: InstanceId
     index: int
     slots_max: int
     resident_max: int
     kv_tokens_max: int
     elastic: bool
-    life: int = 0
     awake: bool = True
     held: dict[Version, Held] = field(default_factory=dict[Version, Held])
     leaving: dict[Version, None] = field(default_factory=dict[Version, None])
-    wants: list[Version] = field(default_factory=list[Version])
+    load_queue: list[Version] = field(default_factory=list[Version])
     loading: Version | None = None
     donor: InstanceId | None = None
     load_failures: int = 0
@@ -141,10 +139,18 @@ class Instance:
         return len(self.requests) + len(self.incoming)
 
     @property
+    def num_running(self) -> int:
+        return sum(held.num for held in self.held.values())
+
+    @property
     def slots_free(self) -> int:
         if self.isolating is not None:
             return 0
         return self.slots_max - len(self.requests) - len(self.incoming)
+
+    def will_hold(self, version: Version) -> bool:
+        """It does, or will as far as was decided."""
+        return version in self.held or version in self.load_queue or version == self.loading
 
 
 @dataclass(slots=True)
@@ -184,15 +190,11 @@ class Batch:
 
 
 @dataclass(slots=True)
-class Trainer:
+class Learner:
     alive: bool = False
     incarnation: int = -1
     progress: int = -1
     progress_s: float = 0.0
-
-
-def _no_ends() -> dict[End, int]:
-    return dict.fromkeys(End, 0)
 
 
 @dataclass(slots=True)
@@ -203,6 +205,16 @@ class State:
     make the run train it again.
     """
 
+    # Of snapshots of older releases: old name -> new name.
+    FORMER_FIELDS: ClassVar = {
+        "trainer": "learner",
+        "trainer_losses": "learner_losses",
+        "drowsy": "to_sleep",
+        "waking": "to_wake",
+        "stirred": "maybe_idle",
+        "seats": "newest_due",
+    }
+
     params: Params
     target: Params | None = None  # K or B asked for on resume and not yet in force
     groups: dict[GroupId, Group] = field(default_factory=dict[GroupId, Group])
@@ -210,10 +222,10 @@ class State:
     incarnations: dict[InstanceId, int] = field(default_factory=dict[InstanceId, int])  # the newest
     versions: dict[Version, Live] = field(default_factory=dict[Version, Live])
     batches: dict[StepIndex, Batch] = field(default_factory=dict[StepIndex, Batch])
-    trainer: Trainer = field(default_factory=Trainer)
+    learner: Learner = field(default_factory=Learner)
     filling: StepIndex = 0
     committed: StepIndex = 0
-    next_group: GroupId = 0
+    next_group: GroupId = 0  # so many were issued
     next_prompt: int = 0
     next_instance: int = 0
     reissue: deque[int] = field(default_factory=deque[int])
@@ -222,12 +234,11 @@ class State:
     set_aside: dict[int, str] = field(default_factory=dict[int, str])  # prompt -> reason
     failed_prompts: int = 0  # since the start or resume, as `judged_prompts`
     judged_prompts: int = 0
-    trainer_losses: int = 0  # in the step being trained
+    learner_losses: int = 0  # in the step being trained
     instance_losses: int = 0  # since a request last gained something
     losses_among: int = 0  # so many instances there were at the first of them
     scored_s: float = -1.0e9  # when the rewards last answered
-    num_issued: int = 0
-    num_ended: dict[End, int] = field(default_factory=_no_ends)
+    num_ended: dict[End, int] = field(default_factory=lambda: dict.fromkeys(End, 0))
     num_inflight: int = 0  # groups issued and not yet ready
     num_ready: int = 0
     num_active: int = 0  # requests generating
@@ -240,19 +251,15 @@ class State:
     deadlines: list[Deadline] = field(default_factory=list[Deadline])
     old_deadlines: list[Deadline] = field(default_factory=list[Deadline])  # met ones are left out
     next_deadline: int = 0
-    drowsy: dict[InstanceId, None] = field(
-        default_factory=dict[InstanceId, None]
-    )  # to be put asleep
-    waking: dict[InstanceId, None] = field(default_factory=dict[InstanceId, None])
-    retiring: bool = False  # a version that has no group left still has seats
+    to_sleep: dict[InstanceId, None] = field(default_factory=dict[InstanceId, None])
+    to_wake: dict[InstanceId, None] = field(default_factory=dict[InstanceId, None])
+    retiring: bool = False  # a version that has no group left is still loaded somewhere
     waiting_for: tuple[GroupId, ...] = ()
-    stirred: dict[InstanceId, None] = field(default_factory=dict[InstanceId, None])
-    seats: deque[InstanceId] = field(default_factory=deque[InstanceId])  # to get the newest version
+    maybe_idle: dict[InstanceId, None] = field(default_factory=dict[InstanceId, None])
+    newest_due: deque[InstanceId] = field(default_factory=deque[InstanceId])  # shall load it
     partition_due: bool = False  # a rebalance has looked and not yet decided
     flips: deque[Flip] = field(default_factory=deque[Flip])  # decided by a rebalance, not begun
-    flip_room: dict[Version, int] = field(
-        default_factory=dict[Version, int]
-    )  # free slots, for them
+    flip_room: dict[Version, int] = field(default_factory=dict[Version, int])  # their free slots
     stopped: str | None = None
     on_disk: Version = 0  # the newest version that was said to be durable; see `durable`
     lineage: int = 0  # how often the run went back to a durable version
@@ -264,7 +271,7 @@ class State:
         if not self.versions:
             self.versions[self.committed] = Live(self.committed)
         if not self.batches:
-            self.open_batch()
+            self.open_batch(self.filling)
 
     @property
     def newest(self) -> Version:
@@ -279,6 +286,12 @@ class State:
     def batch(self) -> Batch:
         return self.batches[self.filling]
 
+    @property
+    def is_training(self) -> bool:
+        """A closed batch is with the learner and its version is not published yet."""
+        batch = self.batches.get(self.committed)
+        return batch is not None and batch.close_sent
+
     def has_room(self, out: list[Action], more: int = 0) -> bool:
         """Whether this event, which has caused `out` (and `more` work), may cause another action.
 
@@ -291,12 +304,11 @@ class State:
         self.params = params
         self.policy = policy_of(params)
 
-    def open_batch(self) -> None:
+    def open_batch(self, step: StepIndex) -> None:
         """Begin to fill a step under the B in force."""
         params = self.params
-        self.batches[self.filling] = Batch(
-            self.filling, params.batch_groups, params.updates_per_step
-        )
+        self.batches[step] = Batch(step, params.batch_groups, params.updates_per_step)
+        self.filling, self.filled_older, self.waiting_for = step, 0, ()
 
     @property
     def bound(self) -> Bound:
@@ -317,6 +329,11 @@ class State:
     def request(self, request: RequestId) -> Request | None:
         group = self.groups.get(request.group)
         return group.requests[request.sample] if group is not None else None
+
+    def running_on(self, inst: Instance) -> list[Request]:
+        """The requests that decode on an instance, without those that are on their way out."""
+        found = [self.groups[rid.group].requests[rid.sample] for rid in inst.requests]
+        return [request for request in found if request.phase is Phase.RUNNING]
 
     def length_of(self, request: Request) -> int:
         """Tokens in the KV cache of a request now, as far as the core can tell."""

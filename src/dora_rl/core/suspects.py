@@ -25,18 +25,20 @@ from __future__ import annotations
 
 import heapq
 
-from dora_rl.core.actions import Action, Dispatch
+from dora_rl.core.actions import Action
 from dora_rl.core.events import Continued
-from dora_rl.core.ledger import fail_group, stop, stop_generating
+from dora_rl.core.ledger import fail_sample, stop
 from dora_rl.core.placement import (
-    again,
     attach,
     best_holder,
-    queue,
-    relocate,
+    dequeue,
+    dispatch_of,
+    drain,
+    enqueue,
+    next_waiting,
+    reindex,
+    requeue,
     stop_isolating,
-    touch,
-    unqueue,
 )
 from dora_rl.core.state import GENERATING, Instance, Live, Phase, Request, State
 from dora_rl.types import InstanceId
@@ -55,7 +57,7 @@ def on_continued(state: State, event: Continued, now: float, out: list[Action]) 
     request.clearings = request.crowd = 0
     state.instance_losses = 0
     if request.suspect:
-        _trust(state, request, now, out)
+        _clear(state, request, now, out)
 
 
 def lost_with(state: State, request: Request, company: int, why: str, out: list[Action]) -> None:
@@ -67,22 +69,15 @@ def lost_with(state: State, request: Request, company: int, why: str, out: list[
         if request.suspect and company == 1:
             request.alone_losses += 1
             if request.alone_losses >= params.attempts_max:
-                _convict(state, request, why, out)
+                state.instance_losses = 0  # a finding is progress
+                alone = f"instances were lost while sample {request.id.sample} ran alone"
+                reason = f"{request.alone_losses} {alone}; {why}"
+                fail_sample(state, request, reason, out, kills=True)
                 return
         elif request.suspect:
             request.crowd = company // 2
         request.suspect = request.losses >= params.losses_max
-    again(state, request)
-
-
-def _convict(state: State, request: Request, why: str, out: list[Action]) -> None:
-    group, losses = state.groups[request.id.group], request.alone_losses
-    stop_generating(state, request)
-    request.phase = Phase.FAILED
-    group.num_failed += 1
-    reason = f"{losses} instances were lost while sample {request.id.sample} ran alone; {why}"
-    state.instance_losses = 0  # a finding is progress
-    fail_group(state, group, reason, out, kills=True)
+    requeue(state, request)
 
 
 def count_loss(state: State, name: InstanceId, why: str, out: list[Action]) -> None:
@@ -98,99 +93,83 @@ def count_loss(state: State, name: InstanceId, why: str, out: list[Action]) -> N
         )
 
 
-def see_suspects(state: State, inst: Instance, now: float, out: list[Action]) -> None:
+def check_suspects(state: State, inst: Instance, now: float, out: list[Action]) -> None:
     """After a report: have the suspects that are tried here got far enough?"""
     if inst.isolating is None:
         return
-    for request in _tried(state, inst):
+    for request in _tried_on(state, inst):
         if inst.decode_steps - request.mark >= state.params.clear_tokens << request.clearings:
             request.clearings += 1
             request.losses = state.params.losses_max - 1  # until its journal says it has gained
-            _trust(state, request, now, out)
+            _clear(state, request, now, out)
 
 
-def _tried(state: State, inst: Instance) -> list[Request]:
-    """The suspects that run here."""
-    found = [state.request(rid) for rid in inst.requests]
-    return [r for r in found if r is not None and r.suspect and r.phase is Phase.RUNNING]
+def _tried_on(state: State, inst: Instance) -> list[Request]:
+    return [request for request in state.running_on(inst) if request.suspect]
 
 
-def _trust(state: State, request: Request, now: float, out: list[Action]) -> None:
+def _clear(state: State, request: Request, now: float, out: list[Action]) -> None:
     """It may run with others again: here, unless more suspects wait for this instance."""
     request.suspect = False
     if request.phase is Phase.PENDING:  # from the suspects' queue to that of the others
-        unqueue(state, request)
-        queue(state, request, None, first=True)
+        dequeue(state, request)
+        enqueue(state, request, None, first=True)
     inst = state.instances.get(request.instance or "")
-    if inst is None or inst.isolating is None or _tried(state, inst):
+    if inst is None or inst.isolating is None or _tried_on(state, inst):
         return
-    if _next_suspect(state, state.versions[inst.isolating]) is None:
+    live = state.versions[inst.isolating]
+    if next_waiting(state, live, live.suspects) is None:
         stop_isolating(state, inst)
     else:
-        _empty(state, inst, now, out)
+        _drain_all(state, inst, now, out)
 
 
-def _empty(state: State, inst: Instance, now: float, out: list[Action]) -> None:
+def _drain_all(state: State, inst: Instance, now: float, out: list[Action]) -> None:
     for version in list(inst.held):
         if version in state.versions:
-            relocate(state, inst, version, now, out)
-
-
-def _next_suspect(state: State, live: Live) -> Request | None:
-    """The first suspect that still waits."""
-    while live.suspects:
-        request = state.request(live.suspects[0])
-        here = request is not None and request.version == live.version
-        if request is not None and here and request.suspect and request.phase is Phase.PENDING:
-            return request
-        live.suspects.popleft()
-    return None
+            drain(state, inst, version, now, out)
 
 
 def isolate(state: State, live: Live, now: float, out: list[Action]) -> None:
     """Go on with the trial of this version's suspects, if there are any."""
-    suspect = _next_suspect(state, live)
+    suspect = next_waiting(state, live, live.suspects)
     inst = state.instances.get(live.isolation or "")
     if inst is not None and not (inst.awake and inst.id in live.holders):
         stop_isolating(state, inst)  # it gives the version up, or sleeps
         inst = None
     if inst is None:
-        inst = _place_of_trial(state, live, suspect) if suspect is not None else None
+        inst = _trial_instance(state, live, suspect) if suspect is not None else None
         if inst is None:
             return
         live.isolation, inst.isolating = inst.id, live.version
-        _empty(state, inst, now, out)
+        _drain_all(state, inst, now, out)
     if inst.load:
         return  # somebody is on the way out, or suspects are tried
     if suspect is None:
         stop_isolating(state, inst)
-        return
-    _try(state, live, inst, out)
+    else:
+        _start_trial(state, live, inst, out)
 
 
-def _try(state: State, live: Live, inst: Instance, out: list[Action]) -> None:
+def _start_trial(state: State, live: Live, inst: Instance, out: list[Action]) -> None:
     """Start the first suspects on the empty instance, as many as may be together."""
     room = min(inst.slots_max, max(1, len(live.suspects) // 8))
-    suspect = _next_suspect(state, live)
-    while suspect is not None and inst.load < min(room, suspect.crowd or room):
+    while suspect := next_waiting(state, live, live.suspects):
         room = min(room, suspect.crowd or room)
+        if inst.load >= room:
+            return
         live.suspects.popleft()
-        unqueue(state, suspect)
+        dequeue(state, suspect)
         attach(state, suspect, inst)
-        group, (_, sample) = state.groups[suspect.id.group], suspect.id
-        samples, epochs = (sample,), (suspect.epoch,)
-        out.append(
-            Dispatch(inst.id, group.id, group.prompt, live.version, samples, epochs, resume=True)
-        )
-        suspect = _next_suspect(state, live)
+        out.append(dispatch_of(state, [suspect], inst))
 
 
-def _place_of_trial(state: State, live: Live, suspect: Request) -> Instance | None:
+def _trial_instance(state: State, live: Live, suspect: Request) -> Instance | None:
     """The least-loaded holder, and not the one it was lost on where another holds the version."""
     first = best_holder(state, live)
     if first is None or first.id != suspect.lost_on:
         return first
     heapq.heappop(live.heap)
     other = best_holder(state, live)
-    touch(state, first)
+    reindex(state, first)
     return other or (first if len(live.holders) == 1 else None)

@@ -12,7 +12,7 @@ Pure arithmetic over the few live versions; nothing here knows groups, instances
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -49,38 +49,25 @@ class Bound:
 
     def holds(self, untaken: Untaken) -> bool:
         """The invariant itself, and that nothing untaken is already too old."""
-        total = 0
-        for version, count in untaken:
-            total += count
-            if count and version < self.oldest:
-                return False
-            if version >= self.oldest and total > self.capacity(version):
-                return False
-        return True
+        too_old = any(count and version < self.oldest for version, count in untaken)
+        left = self._left(untaken)
+        return not too_old and all(num >= 0 for version, num in left if version >= self.oldest)
 
     def may_admit(self, untaken: Untaken, version: Version) -> bool:
         """Would the invariant still hold with one more group on `version`?"""
-        if version < self.oldest:
+        total = sum(count for other, count in untaken if other <= version)
+        if version < self.oldest or total >= self.capacity(version):
             return False
-        total = 1 + sum(count for other, count in untaken if other <= version)
-        if total > self.capacity(version):
-            return False
-        for other, count in untaken:
-            if other > version:
-                total += count
-                if total > self.capacity(other):
-                    return False
-        return True
+        return all(num >= 1 for other, num in self._left(untaken) if other > version)
 
     def may_take(self, untaken: Untaken, version: Version) -> bool:
         """May a ready group of `version` have a free place, or must older ones come first?"""
-        if self.free < 1:
-            return False
+        older = [num for v, num in self._left(untaken) if self.oldest <= v < version]
+        return self.free >= 1 and all(num >= 1 for num in older)
+
+    def _left(self, untaken: Untaken) -> Iterator[tuple[Version, int]]:
+        """For each version: how many groups more, up to it, could still be trained in time."""
         total = 0
-        for other, count in untaken:
-            if other >= version:
-                break
+        for version, count in untaken:
             total += count
-            if other >= self.oldest and total > self.capacity(other) - 1:
-                return False
-        return True
+            yield version, self.capacity(version) - total

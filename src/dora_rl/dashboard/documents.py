@@ -26,7 +26,6 @@ from dora_rl.observe.history import ENDS, FINISHES, History
 from dora_rl.observe.measures import (
     idle_ratio,
     rollout_busy_s,
-    smoothed_rates,
     tokens_of_line,
     tokens_per_s,
     trainer_busy_s,
@@ -61,8 +60,7 @@ def status(history: History, files: RunFiles) -> str:
 
 
 def overview(history: History, files: RunFiles) -> dict[str, Any]:
-    groups, params = history.groups, history.params
-    trained = groups["end"] == ENDS.index(End.TRAINED)
+    params, trained = history.params, history.trained()
     counts = np.bincount(states(history), minlength=len(STATES)).tolist()
     return {
         "name": files.name,
@@ -158,31 +156,7 @@ def _waiting(history: History) -> dict[str, Any] | None:
 
 def series(history: History) -> dict[str, dict[str, Any]]:
     """Curves over steps that the log alone gives."""
-    groups = history.groups
-    trained = groups["end"] == ENDS.index(End.TRAINED)
-    step = groups["step"][trained]
-    num = max(history.committed, int(step.max(initial=-1)) + 1)
-    samples = np.maximum(1, np.bincount(step, groups["scored"][trained], num))
-    in_step = np.maximum(1, np.bincount(step, minlength=num))
-    stale = (step - groups["version"][trained]).astype(np.int64)
-    most = np.zeros(num, np.int64)
-    np.maximum.at(most, step, stale)
-    done = np.array([history.steps[s].committed_s if s in history.steps else np.nan
-                     for s in range(num)])  # fmt: skip
-    began = np.nanmin(groups["issued_s"], initial=done[0] if num else 0.0)
-    took = np.diff(done, prepend=began)
-    tokens = np.bincount(step, groups["tokens"][trained], num)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        curves = {
-            "reward/mean": np.bincount(step, groups["reward_sum"][trained], num) / samples,
-            "staleness/mean": np.bincount(step, stale, num) / in_step,
-            "staleness/max": most.astype(np.float64),
-            "response_length/mean": tokens / samples,
-            "time/step": took,
-        }
-    rates = smoothed_rates(tokens.tolist(), took.tolist())
-    curves["perf/tokens_per_s"] = np.array(rates, dtype=np.float64)
-    return {name: curve(np.arange(num), values) for name, values in curves.items()}
+    return {name: curve(np.arange(len(y)), y) for name, y in history.curves().items()}
 
 
 def metrics(history: History, files: RunFiles) -> dict[str, Any]:
@@ -226,7 +200,7 @@ def _plain(values: NDArray[Any]) -> list[float | None]:
 
 def distributions(history: History) -> dict[str, Any]:
     groups, samples = history.groups, history.samples
-    trained = groups["end"] == ENDS.index(End.TRAINED)
+    trained = history.trained()
     staleness = (groups["step"] - groups["version"])[trained]
     tokens, finish = samples["tokens"], samples["finish"]
     done = tokens >= 0
@@ -392,8 +366,11 @@ def trajectory(history: History, files: RunFiles, group: int, sample: int) -> di
 
 
 def _under_way(files: RunFiles, group: int, sample: int) -> dict[str, Any] | None:
-    """A sample that has finished and was not trained (yet): from the table, if it is there."""
-    row = peek(files.folder / "table.log", RequestId(group, sample))
+    """A sample that has finished and was not trained (yet): from the table, if it is there. On a
+    cluster the controller's table has no tokens; those of the shards have."""
+    tables = sorted(files.folder.glob("table*.log"))
+    rows = (peek(path, RequestId(group, sample)) for path in tables)
+    row = next((row for row in rows if row is not None and "token_ids" in row), None)
     if row is None:
         return None
     return {

@@ -8,9 +8,12 @@ Any file may be missing (a simulated run has none); what would come from it is t
 from __future__ import annotations
 
 import json
+import math
 import time
+from bisect import bisect_left
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from dora_rl.observe.segments import segments
 
@@ -76,7 +79,8 @@ class RunFiles:
         if not path.is_file():
             return None
         with path.open("rb") as file:
-            file.seek(_first_of_step(file, path.stat().st_size, step))
+            places = range(path.stat().st_size)
+            _to_line(file, bisect_left(places, step, key=partial(_step_after, file)))
             for line in file:
                 if not line.endswith(b"\n"):
                     return None
@@ -88,25 +92,15 @@ class RunFiles:
         return None
 
 
-def _first_of_step(file: Any, size: int, step: int) -> int:
-    """Where the first line of a step (or of a later one) begins.
-
-    Invariant: every line that begins before `low` is of an earlier step.
-    """
-    low, high = 0, size
-    while high - low > 1:
-        middle = (low + high) // 2
-        file.seek(middle)
-        file.readline()
-        begin = file.tell()
-        line = file.readline()
-        if begin >= high or not line.endswith(b"\n"):
-            high = middle
-        elif json.loads(line)["step"] < step:
-            low = begin
-        else:
-            high = middle
-    file.seek(low)
+def _step_after(file: IO[bytes], place: int) -> float:
+    """Of the first whole line that begins at `place` or later; past the last one: infinite."""
+    _to_line(file, place)
     line = file.readline()
-    past = line.endswith(b"\n") and json.loads(line)["step"] < step
-    return low + len(line) if past else low
+    return json.loads(line)["step"] if line.endswith(b"\n") else math.inf
+
+
+def _to_line(file: IO[bytes], place: int) -> None:
+    """To the first line that begins at `place` or later."""
+    file.seek(max(0, place - 1))
+    if place:
+        file.readline()

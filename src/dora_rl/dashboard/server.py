@@ -8,7 +8,6 @@ other address a token is required: in the first address as `?token=`, then as a 
 from __future__ import annotations
 
 import hmac
-import ipaddress
 import json
 import secrets
 from http import HTTPStatus
@@ -18,6 +17,7 @@ from importlib import resources
 from urllib.parse import parse_qsl, urlsplit
 
 from dora_rl.dashboard.watcher import Watcher
+from dora_rl.io.connection import is_loopback
 from dora_rl.types import UserError
 
 FILES = {
@@ -40,16 +40,6 @@ HEADERS = {
 COOKIE = "dora_rl_token"
 PUSH_S = 15.0  # a word at least this often, so that a broken connection is noticed
 PUSH_MIN_S = 0.4
-
-
-def is_loopback(host: str) -> bool:
-    name = host.strip("[]")
-    if name == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return False
 
 
 class Server(ThreadingHTTPServer):

@@ -78,12 +78,12 @@ def watch(events: Path) -> None:
 
 def _tell(auditor: Auditor, state: str) -> None:
     """Findings so far; what only the end of a run can show is looked at when it has ended."""
-    notes = auditor.notes
+    notes = auditor.findings
     if state == "whole":
         auditor.report()
     found = [
         {"promise": f.promise.value, "subject": f.subject, "message": f.message, "entry": f.entry}
-        for f in notes.found[:FINDINGS_SHOWN]
+        for f in notes.kept[:FINDINGS_SHOWN]
     ]
     line = {
         "state": state,

@@ -9,19 +9,19 @@
 
 from __future__ import annotations
 
-import json
-import math
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from dora_rl.dashboard import documents
 from dora_rl.dashboard.run_files import RunFiles
 from dora_rl.dashboard.timeline import Stays, timeline
 from dora_rl.dashboard.verdict import Verdict
-from dora_rl.observe.columns import LogTail, read_columns
+from dora_rl.observe.columns import LogTail
 from dora_rl.observe.history import History
 from dora_rl.observe.segments import SegmentReaders
 from dora_rl.types import UserError
@@ -76,7 +76,7 @@ class Watcher:
     def look(self) -> None:
         """Read what is new. The first look reads the whole log and tells how far it is."""
         size = max(1, self.files.log_bytes())
-        for read in read_columns(self.tail):  # the long part, outside the lock
+        for read in self.tail.columns():  # the long part, outside the lock
             if self._ending.is_set():
                 return
             with self.lock:
@@ -131,7 +131,8 @@ class Watcher:
         return self._stays[1]
 
     def document(self, name: str, query: dict[str, str]) -> str | None:
-        """The JSON text of a view, None if there is none of that name."""
+        """The JSON text of a view, None if there is none of that name. A figure that is no number
+        is null, as browsers want it."""
         make = self._views().get(name)
         if make is None:
             return None
@@ -140,7 +141,7 @@ class Watcher:
             kept = self._cached.get(key)
             if kept is not None and kept[0] == self.revision:
                 return kept[1]
-            revision, text = self.revision, _text(make(query))
+            revision, text = self.revision, msgspec.json.encode(make(query)).decode()
             if len(self._cached) >= CACHED_MAX:
                 self._cached.clear()
             self._cached[key] = (revision, text)
@@ -189,22 +190,6 @@ class Watcher:
             _int(query, "page", 0),
             _int(query, "size", 50),
         )
-
-
-def _text(value: Any) -> str:
-    """JSON as browsers read it: a figure that is no number is null."""
-    try:
-        return json.dumps(value, separators=(",", ":"), allow_nan=False)
-    except ValueError:
-        return json.dumps(_finite(value), separators=(",", ":"))
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _finite(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _int(query: dict[str, str], name: str, default: int) -> int:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
@@ -32,8 +31,6 @@ from dora_rl.user_code import require
 
 Window: TypeAlias = tuple[int, ...]
 
-# Every character that a prompt or a response can hold, in the order of their token ids.
-ALPHABET = "0123456789:=\n"
 NUM_STEPS_LIMIT = 99  # the countdown has two places
 HELDOUT_PER_MILLE = 100
 
@@ -84,11 +81,6 @@ class ChainSpec:
 
     def draw_num_steps(self, rng: Random) -> int:
         return draw_num_steps(self.num_steps_median, self.num_steps_sigma, self.num_steps_max, rng)
-
-    @property
-    def response_tokens_max(self) -> int:
-        """Length of the longest right response: its lines, the answer, the end of sequence."""
-        return self.num_steps_max * (self.num_digits + 4) + self.num_digits + 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,17 +134,6 @@ def hashed_split(text: str, task: bytes) -> Split:
     return Split.HELDOUT if held_out else Split.TRAIN
 
 
-def solution(problem: Problem, disturb: Callable[[Window, int], Window] | None = None) -> str:
-    """The full right response: the scratchpad down to 00, then the answer. `disturb` may put
-    another window in the place of each, and the scratchpad goes on from there."""
-    window, lines = problem.window, list[str]()
-    for num_steps in reversed(range(problem.num_steps)):
-        window = advance(window)
-        window = disturb(window, num_steps) if disturb else window
-        lines.append(line(window, num_steps))
-    return "".join(lines) + "=" + digits(window)
-
-
 def draw_window(spec: ChainSpec, rng: Random) -> Window:
     return tuple(int(rng.random() * 10) for _ in range(spec.num_digits))
 
@@ -175,75 +156,3 @@ def reward(completion: str, answer: str) -> float:
     """1 if what follows the last "=" is the answer and nothing else, otherwise 0."""
     _, mark, given = completion.rpartition("=")
     return 1.0 if mark and given.strip() == answer else 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Flaws:
-    """What is wrong, on purpose, with the later demonstrations of a warm start.
-
-    A guess skips the scratchpad and writes a random window. Demonstrators guess often on prompts
-    whose last digit is at least `hasty_digit_min` and sometimes on the others. Because the habit
-    hangs on the prompt, the greedy policy guesses too, on that share of the prompts, and yet every
-    prompt keeps both kinds of responses, which is what reinforcement learning can sharpen. A slip
-    writes a wrong digit and goes on from there.
-    """
-
-    hasty_digit_min: int = 4
-    guess_prob_hasty: float = 0.75
-    guess_prob_calm: float = 0.25
-    slip_prob: float = 0.02
-
-
-@dataclass(frozen=True, slots=True)
-class Demonstration:
-    """A prompt and a response to imitate; both stay inside the training split."""
-
-    prompt: str
-    response: str
-
-
-def demonstration(problem: Problem, flaws: Flaws | None, rng: Random) -> Demonstration:
-    """The solution, or with flaws a guess or a solution with slips."""
-    if flaws is None:
-        return Demonstration(problem.text, solution(problem))
-    hasty = problem.window[-1] >= flaws.hasty_digit_min
-    if rng.random() < (flaws.guess_prob_hasty if hasty else flaws.guess_prob_calm):
-        spec = ChainSpec(num_digits=len(problem.window))
-        guess = draw_problem(spec, problem.split, 1, rng)
-        return Demonstration(problem.text, "=" + guess.answer)
-
-    def disturb(window: Window, num_steps: int) -> Window:
-        return slip(window, num_steps, rng) if rng.random() < flaws.slip_prob else window
-
-    return Demonstration(problem.text, solution(problem, disturb))
-
-
-def slip(window: Window, num_steps: int, rng: Random) -> Window:
-    """Another last digit, one from which the rest of the scratchpad stays in its split."""
-    split = Problem(window, num_steps).split
-    wrong = [(*window[:-1], digit) for digit in range(10) if digit != window[-1]]
-    inside = [other for other in wrong if Problem(other, num_steps).split is split]
-    return inside[int(rng.random() * len(inside))] if inside else window
-
-
-def demonstrations(
-    spec: ChainSpec,
-    seed: int,
-    num_total: int,
-    flawed_frac: float = 0.25,
-    uniform_frac: float = 0.1,
-    flaws: Flaws | None = None,
-) -> Iterator[Demonstration]:
-    """`num_total` training demonstrations: first the clean ones, then the flawed share.
-
-    `uniform_frac` of them draw the number of steps uniformly, so that long chains are learned too.
-    """
-    num_clean = round(num_total * (1 - flawed_frac))
-    for index in range(num_total):
-        rng = Random(f"chains/demonstrations/{seed}/{index}")
-        if rng.random() < uniform_frac:
-            num_steps = 1 + int(rng.random() * spec.num_steps_max)
-        else:
-            num_steps = spec.draw_num_steps(rng)
-        problem = draw_problem(spec, Split.TRAIN, num_steps, rng)
-        yield demonstration(problem, None if index < num_clean else flaws or Flaws(), rng)

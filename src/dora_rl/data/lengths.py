@@ -74,8 +74,15 @@ class Empirical:
         """One length per line."""
         if not path.is_file():
             raise UserError(f"length file {path} does not exist")
+        try:
+            lines = path.read_text().splitlines()
+        except OSError as error:
+            raise UserError(f"cannot read the length file {path}: {error.strerror}") from error
+        except UnicodeDecodeError:
+            wanted = "it needs one length per line"
+            raise UserError(f"length file {path} is not text; {wanted}") from None
         lengths: list[int] = []
-        for number, line in enumerate(path.read_text().splitlines(), start=1):
+        for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             if not line.strip().isdigit() or int(line) < 1:

@@ -21,16 +21,16 @@ import json
 import re
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import date, datetime, time
 from decimal import Decimal
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from math import gcd, isqrt
 from pathlib import Path
 from typing import Any, Literal, cast
 from uuid import UUID
 
 from dora_rl.config import DataConfig, DataSource
-from dora_rl.data.order import Interleave, epoch_key, permute
 from dora_rl.data.rows import Row, Rows, open_rows
 from dora_rl.model.tokenizer import Tokenizer
 from dora_rl.types import Prompt, UserError
@@ -46,15 +46,6 @@ DEFAULT_SPLITS = {"train": "train", "eval": "test"}
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a prompt comes from: `row` counts the source's rows as stored."""
-
-    source: int
-    epoch: int
-    row: int
-
-
-@dataclass(frozen=True, slots=True)
 class OpenSource:
     """One source, opened and filtered. `kept` lists the rows within the length limit, or is None
     where all are."""
@@ -63,11 +54,14 @@ class OpenSource:
     split: str
     rows: Rows
     kept: Sequence[int] | None
-    num_too_long: int
 
     @property
     def num_kept(self) -> int | None:
         return self.rows.num_rows if self.kept is None else len(self.kept)
+
+    @property
+    def num_too_long(self) -> int:
+        return (self.rows.num_rows or 0) - (self.num_kept or 0)
 
     def row_number(self, place: int) -> int:
         return place if self.kept is None else self.kept[place]
@@ -98,20 +92,16 @@ class PromptSource:
         return self._recent(index)
 
     def _make(self, index: int) -> Prompt:
-        place = self.place(index)
-        return self._render(index, self.sources[place.source], place.row)
-
-    def place(self, index: int) -> Place:
         assert index >= 0, f"prompt index {index}"
         number, draw = self._interleave.place(index)
         source = self.sources[number]
         if source.num_kept is None:
-            return Place(number, 0, draw)
+            return self._render(index, source, draw)
         epoch, offset = divmod(draw, source.num_kept)
         if self._config.shuffle:
             key = epoch_key(self._config.seed, number, epoch)
             offset = permute(offset, source.num_kept, key)
-        return Place(number, epoch, source.row_number(offset))
+        return self._render(index, source, source.row_number(offset))
 
     @property
     def num_prompts(self) -> int | None:
@@ -124,38 +114,35 @@ class PromptSource:
 
         `limit` is a number per source; an endless source needs one.
         """
-        index = 0
-        for source in self.sources:
-            count = source.num_kept
-            if count is None and limit is None:
-                raise UserError(
-                    f"data: {source.config.path} never ends; give the evaluation a size"
-                )
-            count = min(n for n in (count, limit) if n is not None)
-            for place in range(count):
-                yield self._render(index, source, source.row_number(place))
-                index += 1
+        endless = [source.config.path for source in self.sources if source.num_kept is None]
+        if endless and limit is None:
+            raise UserError(f"data: {endless[0]} never ends; give the evaluation a size")
+        for index, (source, row) in enumerate(self._first_rows(limit or 0, limit)):
+            yield self._render(index, source, row)
 
     def check(self) -> None:
         """Make the first prompts of every source, so that bad input fails before a run starts."""
+        for _ in self.once(self._config.check_rows):
+            pass
+
+    def _first_rows(
+        self, endless_max: int, limit: int | None = None
+    ) -> Iterator[tuple[OpenSource, int]]:
+        """The kept rows of each source, in stored order; of an endless one `endless_max`."""
         for source in self.sources:
-            count = min(self._config.check_rows, source.num_kept or self._config.check_rows)
-            for place in range(count):
-                self._render(place, source, source.row_number(place))
+            places = range(endless_max if source.num_kept is None else source.num_kept)
+            yield from ((source, source.row_number(place)) for place in places[:limit])
 
     def without_answer(self) -> Unanswered:
         """Rows that have no answer, or an empty one. Of an endless source the first are looked at,
         of a long one the first `ANSWER_ROWS_MAX`."""
         num, num_looked, first = 0, 0, ""
-        for source in self.sources:
-            count = min(source.num_kept or self._config.check_rows, ANSWER_ROWS_MAX)
-            for place in range(count):
-                row = source.row_number(place)
-                where = source.rows.where(row)
-                answer = read_answer(source.rows.row(row), source.config, where)
-                if answer is None or not answer.strip():
-                    num, first = num + 1, first or where
-            num_looked += count
+        for source, row in self._first_rows(self._config.check_rows, ANSWER_ROWS_MAX):
+            where = source.rows.where(row)
+            answer = read_answer(source.rows.row(row), source.config, where)
+            num_looked += 1
+            if answer is None or not answer.strip():
+                num, first = num + 1, first or where
         return Unanswered(num, num_looked, first)
 
     def fingerprint(self) -> str:
@@ -209,7 +196,8 @@ def open_prompts(
         rows = open_rows(
             entry, split=split, seed=config.seed, base_dir=Path(base_dir), key=f"data.{part}"
         )
-        sources.append(_filter(OpenSource(entry, split, rows, None, 0), config, renderer))
+        kept = _rows_that_fit(rows, entry, config, renderer)
+        sources.append(OpenSource(entry, split, rows, kept))
     return PromptSource(config, sources, renderer)
 
 
@@ -228,22 +216,21 @@ def open_data(
     return train, evaluation
 
 
-def _filter(source: OpenSource, config: DataConfig, renderer: Renderer) -> OpenSource:
-    """Look at every row: refuse a bad one, leave out one that is too long."""
-    rows, entry = source.rows, source.config
-    if rows.num_rows is None or (
-        not config.prompt_tokens_max and rows.num_rows > CHECK_ALL_ROWS_MAX
-    ):
-        return source
+def _rows_that_fit(
+    rows: Rows, entry: DataSource, config: DataConfig, renderer: Renderer
+) -> Sequence[int] | None:
+    """Look at every row: refuse a bad one, leave out one that is too long. None: all are kept."""
+    limit = config.prompt_tokens_max
+    if rows.num_rows is None or (not limit and rows.num_rows > CHECK_ALL_ROWS_MAX):
+        return None
     numbers = range(rows.num_rows)
     kept = array("q", (i for i in numbers if renderer.fits(rows.row(i), entry, rows.where(i))))
     if not kept:
         raise UserError(
             f"data: all {rows.num_rows} prompts of {entry.path} are longer than "
-            f"data.prompt_tokens_max = {config.prompt_tokens_max} tokens; raise it"
+            f"data.prompt_tokens_max = {limit} tokens; raise it"
         )
-    num_too_long = rows.num_rows - len(kept)
-    return replace(source, kept=kept if num_too_long else None, num_too_long=num_too_long)
+    return kept if len(kept) < rows.num_rows else None
 
 
 def check_disjoint(train: PromptSource, evaluation: PromptSource) -> None:
@@ -270,7 +257,8 @@ def _prompt_keys(prompts: PromptSource) -> Iterator[tuple[bytes, str]]:
             yield hashlib.blake2b(text.encode(), digest_size=16).digest(), where
 
 
-ANSWER_COLUMNS = ("answer", "ground_truth", "solution", "label")
+# Where the field's datasets keep the gold answer.
+ANSWER_COLUMNS = ("answer", "ground_truth", "solution", "label", "reward_model.ground_truth")
 # What a template may add to a message (role, begin, end), for the quick test of length only.
 MESSAGE_TOKENS_SLACK = 16
 
@@ -279,7 +267,6 @@ class Renderer:
     def __init__(self, config: DataConfig, tokenizer: Tokenizer) -> None:
         self._config = config
         self._tokenizer = tokenizer
-        self._overhead: int | None = None
 
     def prompt(self, index: int, row: Row, source: DataSource, where: str) -> Prompt:
         written = read_prompt(row, source, where)
@@ -304,17 +291,17 @@ class Renderer:
             return True
         texts = [written] if isinstance(written, str) else _contents(written)
         if texts is not None and all(text.isascii() for text in texts):
-            slack = self._template_tokens(where) + MESSAGE_TOKENS_SLACK * len(texts)
+            slack = self._template_tokens + MESSAGE_TOKENS_SLACK * len(texts)
             if sum(map(len, texts)) + slack <= limit:
                 return True
         return len(self._encode(written, where)[1]) <= limit
 
-    def _template_tokens(self, where: str) -> int:
-        if self._overhead is None:
-            empty: list[dict[str, object]] = [{"role": "user", "content": "x"}]
-            plain_text = self._config.chat == "never" or not self._has_template()
-            self._overhead = len(self._encode("x" if plain_text else empty, where)[1])
-        return self._overhead
+    @cached_property
+    def _template_tokens(self) -> int:
+        """Of a conversation that says next to nothing."""
+        short: list[dict[str, object]] = [{"role": "user", "content": "x"}]
+        plain_text = self._config.chat == "never" or not self._has_template()
+        return len(self._encode("x" if plain_text else short, "a conversation of one word")[1])
 
     def _has_template(self) -> bool:
         return bool(getattr(self._tokenizer, "chat_template", None))
@@ -401,7 +388,16 @@ def _contents(messages: Sequence[Mapping[str, object]]) -> list[str] | None:
 
 def read_answer(row: Row, source: DataSource, where: str) -> str | None:
     """The gold answer: of its column, what follows the mark (`answer_after`) if there is one."""
-    text = _find_answer(row, source, where)
+    names = (source.answer_column,) if source.answer_column else ANSWER_COLUMNS
+    value = next((found for name in names if (found := _inside(row, name)) is not None), None)
+    if value is None and source.answer_column:
+        raise UserError(
+            f"{where}: no {source.answer_column!r} (columns: {', '.join(map(str, row))}); "
+            f"set answer_column, or leave it out to search for the answer"
+        )
+    text = plain(value)
+    if text is not None and not isinstance(text, str):
+        text = json.dumps(text, ensure_ascii=False)
     mark = source.answer_after
     if text is None or not mark:
         return text
@@ -414,30 +410,12 @@ def read_answer(row: Row, source: DataSource, where: str) -> str | None:
     return re.sub(r"(?<=\d),(?=\d{3}\b)", "", rest.strip())
 
 
-def _find_answer(row: Row, source: DataSource, where: str) -> str | None:
-    """Where the field's datasets keep it."""
-    if source.answer_column:
-        value: object = row
-        for part in source.answer_column.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
-        if value is None:
-            raise UserError(
-                f"{where}: no {source.answer_column!r} (columns: {', '.join(map(str, row))}); "
-                f"set answer_column, or leave it out to search for the answer"
-            )
-        return _answer_text(value)
-    for name in ANSWER_COLUMNS:
-        if row.get(name) is not None:
-            return _answer_text(row[name])
-    nested = row.get("reward_model")
-    if isinstance(nested, Mapping) and nested.get("ground_truth") is not None:
-        return _answer_text(nested["ground_truth"])
-    return None
-
-
-def _answer_text(value: object) -> str:
-    value = plain(value)
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+def _inside(row: Row, name: str) -> object:
+    """The value of a column; dots lead into nested ones."""
+    value: object = row
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
 
 
 def plain(value: object) -> object:
@@ -455,3 +433,88 @@ def plain(value: object) -> object:
     if hasattr(value, "tolist"):  # numpy arrays and scalars
         return plain(cast(Any, value).tolist())
     return str(value)
+
+
+# -- in which order they come ----------------------------------------------------------------------
+#
+# Pure arithmetic from (seed, index) to (source, epoch, row); no position or permutation is stored.
+# Every epoch of a source visits each of its rows exactly once, whatever the mixing weights, and any
+# index can be asked for directly.
+#
+#     index ──interleave──▶ (source, k-th draw of it) ──divide──▶ (epoch, offset) ──permute──▶ row
+
+# The pattern of sources repeats after at most this many prompts: weights are kept to 0.1 %.
+PATTERN_LENGTH_MAX = 1000
+NUM_ROUNDS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Interleave:
+    """A repeating pattern of sources, as even as the weights allow.
+
+    >>> [Interleave.of((2.0, 1.0)).place(i) for i in range(4)]
+    [(0, 0), (1, 0), (0, 1), (0, 2)]
+    """
+
+    sources: tuple[int, ...]
+    ranks: tuple[int, ...]
+    quotas: tuple[int, ...]
+
+    @staticmethod
+    def of(weights: Sequence[float]) -> Interleave:
+        quotas = _quotas(weights)
+        # The k-th of q draws of a source belongs at (k + 1/2) / q of the pattern.
+        draws = sorted(
+            ((k + 0.5) / quota, source, k)
+            for source, quota in enumerate(quotas)
+            for k in range(quota)
+        )
+        return Interleave(tuple(d[1] for d in draws), tuple(d[2] for d in draws), quotas)
+
+    def place(self, index: int) -> tuple[int, int]:
+        """Which source the index draws from, and how many draws of that source came before."""
+        block, slot = divmod(index, len(self.sources))
+        source = self.sources[slot]
+        return source, block * self.quotas[source] + self.ranks[slot]
+
+
+def _quotas(weights: Sequence[float]) -> tuple[int, ...]:
+    """Draws of each source in one pattern, by largest remainder, each at least one."""
+    assert weights and all(weight > 0 for weight in weights), f"weights {weights}"
+    if len(set(weights)) == 1:
+        return (1,) * len(weights)
+    exact = [weight / sum(weights) * PATTERN_LENGTH_MAX for weight in weights]
+    quotas = [max(1, int(share)) for share in exact]
+    order = sorted(range(len(weights)), key=lambda i: quotas[i] - exact[i])
+    for i in order[: max(0, PATTERN_LENGTH_MAX - sum(quotas))]:
+        quotas[i] += 1
+    divisor = gcd(*quotas)
+    return tuple(quota // divisor for quota in quotas)
+
+
+def epoch_key(seed: int, source: int, epoch: int) -> bytes:
+    return hashlib.blake2b(f"prompts/{seed}/{source}/{epoch}".encode(), digest_size=16).digest()
+
+
+def permute(index: int, size: int, key: bytes) -> int:
+    """The place of `index` in a pseudo-random permutation of range(size), with no memory.
+
+    A Feistel network on pairs (left, right) of a rectangle that just covers the range. The few
+    results that fall outside it are put through again, which keeps the map one to one.
+    """
+    assert 0 <= index < size, f"index {index} of {size}"
+    width = isqrt(size - 1) + 1
+    height = -(-size // width)
+    while True:
+        right, left = divmod(index, width)
+        for turn in range(NUM_ROUNDS):
+            left = (left + _mix(key, 2 * turn, right)) % width
+            right = (right + _mix(key, 2 * turn + 1, left)) % height
+        index = right * width + left
+        if index < size:
+            return index
+
+
+def _mix(key: bytes, turn: int, value: int) -> int:
+    data = value.to_bytes(8, "little") + turn.to_bytes(1, "little")
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8, key=key).digest(), "little")

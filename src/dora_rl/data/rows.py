@@ -6,7 +6,6 @@ i of an unchanged source is always the same, and `where(i)` says where the user 
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import json
 import mmap
@@ -20,7 +19,7 @@ from typing import Any, cast
 
 from dora_rl.config import DataSource
 from dora_rl.types import UserError
-from dora_rl.user_code import load_file, one_line
+from dora_rl.user_code import load_object, one_line
 
 Row = Mapping[str, object]
 
@@ -124,7 +123,7 @@ def open_rows(
     """Find out what `source.path` is and open it; every failure is one line for the user. `key` is
     where the user wrote it."""
     if re.fullmatch(r".+:[A-Za-z_]\w*", source.path):
-        return MadeRows(source.path, load_maker(source, base_dir), seed, split)
+        return MadeRows(source.path, load_maker(source, base_dir, key), seed, split)
     path = base_dir / Path(source.path).expanduser()
     if path.is_dir():
         rows = _directory_rows(path, split)
@@ -139,20 +138,9 @@ def open_rows(
     return rows
 
 
-def load_maker(source: DataSource, base_dir: Path) -> object:
-    """Import `package.module:name` or `file.py:name`; what makes a maker is called with options."""
-    place, _, name = source.path.rpartition(":")
-    try:
-        is_file = place.endswith(".py")
-        maker = getattr(
-            load_file(base_dir / place, "data") if is_file else importlib.import_module(place), name
-        )
-    except (Exception, SystemExit) as error:
-        # Importing runs the user's code, which may raise anything, or call sys.exit.
-        raise UserError(
-            f"data: cannot load {source.path} ({one_line(error)}); "
-            f"give package.module:name or path/to/file.py:name"
-        ) from error
+def load_maker(source: DataSource, base_dir: Path, key: str) -> object:
+    """What `package.module:name` or `file.py:name` names; a class is called with the options."""
+    maker = load_object(source.path, base_dir, section="data", key=key)
     made = inspect.isclass(maker) or not hasattr(maker, "row")
     if source.options and not made:
         raise UserError(f"data: {source.path} is an object and takes no options")

@@ -28,15 +28,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dora_rl.engine.backend import Runner, make_runner
 from dora_rl.engine.journal import Journal
 from dora_rl.engine.options import EngineOptions
 from dora_rl.engine.plan import Plan, StepResult
-from dora_rl.engine.requests import EngineStats, Limits, RequestBook
-from dora_rl.engine.residency import Residency
+from dora_rl.engine.runner import Runner, make_runner
 from dora_rl.engine.scheduler import Scheduler
-from dora_rl.engine.sequence import Decode, Output, Status
+from dora_rl.engine.sequence import Decode, EngineStats, Limits, Output, RequestBook, Status
 from dora_rl.engine.sequence import Sequence as Seq
+from dora_rl.engine.tensors.weights import Residency
 from dora_rl.engine.transfer import Export, export_request
 from dora_rl.model.directory import TensorSource
 from dora_rl.model.spec import ModelSpec
@@ -60,7 +59,10 @@ class Engine(RequestBook):
     ) -> None:
         self.spec, self.options = spec, options or EngineOptions()
         self.runner = runner or make_runner(spec, self.options)
-        num_blocks, context = self.runner.num_blocks, self.options.context_limit(spec.context_max)
+        num_blocks, context = (
+            self.runner.cache.num_blocks,
+            self.options.context_limit(spec.context_max),
+        )
         limits = Limits(spec.vocab, context, num_blocks, self.options.block_tokens)
         super().__init__(limits, spec.eos_ids, decode, journal)
         self.scheduler = Scheduler(self.options, num_blocks, context)
@@ -171,7 +173,7 @@ class Engine(RequestBook):
     def _set_aside(self, seq: Seq, spill: bool) -> None:
         plan = Plan()
         self.scheduler.put_aside(plan, seq, spill)
-        self.runner.perform(plan)
+        self.runner.cache.perform(plan)
 
     # -------------------------------------------------------------------- step
 

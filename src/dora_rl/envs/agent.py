@@ -29,9 +29,15 @@ from weakref import WeakKeyDictionary
 
 from dora_rl.chat.conversation import ChatTemplate, Conversation
 from dora_rl.chat.conversation import Turn as ChatTurn
-from dora_rl.chat.errors import ApiError, bad_request, session_busy, session_not_found
-from dora_rl.chat.requests import Ask, Message
-from dora_rl.chat.service import ChatAsk, Piece
+from dora_rl.chat.requests import (
+    ApiError,
+    Ask,
+    Message,
+    bad_request,
+    session_busy,
+    session_not_found,
+)
+from dora_rl.chat.service import Piece
 from dora_rl.envs.base import Environment, Observation, Row, Turn, TurnText
 from dora_rl.envs.host import KEY
 from dora_rl.types import REWARD_MAX, Finish, UserError, Version
@@ -54,7 +60,7 @@ class Agent(Environment):
 
     async def reset(self, row: Row, seed: int) -> Observation:
         assert self.text is not None, "the host gives every environment the run's tokenizer"
-        self._endpoint = await endpoint(self.text)
+        self._endpoint = endpoint(self.text)
         self._episode = self._endpoint.open(row.token_ids)
         known = {
             "base_url": self._endpoint.url,
@@ -133,9 +139,8 @@ def _accepted(function: Any, name: str) -> list[str]:
     parameters = inspect.signature(function).parameters.values()
     if any(one.kind is one.VAR_KEYWORD for one in parameters):
         return list(ARGUMENTS)
-    unknown = [one.name for one in parameters if one.default is one.empty]
-    unknown = [one for one in unknown if one not in ARGUMENTS]
-    if unknown:
+    needed = [one.name for one in parameters if one.default is one.empty]
+    if unknown := [name for name in needed if name not in ARGUMENTS]:
         raise UserError(
             f"env: {name} wants {', '.join(unknown)}; an agent is given {', '.join(ARGUMENTS)}"
         )
@@ -233,7 +238,7 @@ class Episode:
 
 
 class AgentEndpoint:
-    """Implements `chat.service.Service` for the episodes of one process."""
+    """Implements `chat.service.Service` for the episodes of one event loop, and listens."""
 
     def __init__(self, text: TurnText) -> None:
         self._text = text
@@ -241,19 +246,14 @@ class AgentEndpoint:
         self._episodes: dict[str, Episode] = {}
         self._keys: dict[str, str] = {}  # key -> episode
         self._num_opened = 0
-        self._task: asyncio.Task[None] | None = None
-        self.url = ""
+        from dora_rl.chat.app import BACKLOG, http_server, make_app
 
-    async def start(self) -> None:
-        if self._task is None:
-            from dora_rl.chat.app import BACKLOG, http_server, make_app
-
-            sock = socket.socket()
-            sock.bind(("127.0.0.1", 0))
-            sock.listen(BACKLOG)
-            self.url = f"http://127.0.0.1:{sock.getsockname()[1]}/v1"
-            server = http_server(make_app(self, None, self._keys))
-            self._task = asyncio.create_task(server.serve(sockets=[sock]))
+        sock = socket.socket()
+        sock.bind(("127.0.0.1", 0))
+        sock.listen(BACKLOG)
+        self.url = f"http://127.0.0.1:{sock.getsockname()[1]}/v1"
+        server = http_server(make_app(self, None, self._keys))
+        self._task = asyncio.create_task(server.serve(sockets=[sock]))
 
     def open(self, prompt_ids: tuple[int, ...]) -> Episode:
         self._num_opened += 1
@@ -275,16 +275,15 @@ class AgentEndpoint:
     def models(self) -> list[dict[str, Any]]:
         return [{"id": MODEL, "object": "model", "created": 0, "owned_by": "dora-rl"}]
 
-    async def chat(self, request: ChatAsk) -> Call:
-        ask = request.ask
+    async def chat(self, ask: Ask) -> Call:
         if ask.num_samples != 1:
             raise bad_request("an episode goes on with one reply: 'n' must be 1", "n")
         if ask.params.logprobs_top_n:
             raise bad_request("'top_logprobs' is not there while training", "top_logprobs")
         episode = self._get(ask.session_id or "")
-        options = self._text.template_options | request.template_options
+        options = self._text.template_options | ask.template_options
         turn = episode.past.next_turn(
-            request.messages, request.tools, options, self.template, self._text.stop_ids
+            ask.messages, ask.tools, options, self.template, self._text.stop_ids
         )
         return episode.begin(turn)
 
@@ -314,11 +313,9 @@ class AgentEndpoint:
 _ENDPOINTS: WeakKeyDictionary[asyncio.AbstractEventLoop, AgentEndpoint] = WeakKeyDictionary()
 
 
-async def endpoint(text: TurnText) -> AgentEndpoint:
-    """The endpoint of the running loop, listening."""
+def endpoint(text: TurnText) -> AgentEndpoint:
+    """The endpoint of the running loop."""
     loop = asyncio.get_running_loop()
     if loop not in _ENDPOINTS:
         _ENDPOINTS[loop] = AgentEndpoint(text)
-    found = _ENDPOINTS[loop]
-    await found.start()
-    return found
+    return _ENDPOINTS[loop]

@@ -22,13 +22,10 @@ from __future__ import annotations
 from collections.abc import Awaitable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from dora_rl.model.tokenizer import Tokenizer
 from dora_rl.types import UserError
-
-if TYPE_CHECKING:
-    from dora_rl.envs.base import TurnText
 
 Message: TypeAlias = dict[str, Any]
 

@@ -57,8 +57,9 @@ class Answer:
 
 @dataclass(slots=True)
 class Episode:
+    """`last` is the newest answer; before the first turn, what the environment opens with."""
+
     environment: Environment
-    opening: Answer = field(default_factory=Answer)
     last: Answer = field(default_factory=Answer)
     turns: list[tuple[int, ...]] = field(default_factory=list[tuple[int, ...]])
     reward: float | None = None
@@ -70,27 +71,6 @@ class StepError(Exception):
     def __init__(self, reason: str, *, hung: bool = False) -> None:
         super().__init__(reason)
         self.hung = hung
-
-
-@dataclass(frozen=True, slots=True)
-class Raised:
-    """What the user's code raised, kept apart from a time-out of ours."""
-
-    reason: str
-
-
-async def _awaited(label: str, awaitable: Awaitable[Any]) -> Any:
-    try:
-        return await awaitable
-    except Exception as error:  # noqa: BLE001 - the user's code may raise anything
-        return Raised(raised(f"environment {label}", error))
-
-
-def _called(label: str, method: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    try:
-        return method(*arguments)
-    except Exception as error:  # noqa: BLE001 - the user's code may raise anything
-        return Raised(raised(f"environment {label}", error))
 
 
 class Host:
@@ -119,8 +99,6 @@ class Host:
         if episode is None or episode.turns != turns[: len(episode.turns)]:
             self._drop(ask.request)
             episode = known[ask.request] = await self._reset(ask)
-        if not turns:
-            return episode.opening
         while len(episode.turns) < len(turns) and not episode.last.done:
             newest = len(episode.turns) + 1 == len(turns)
             if newest:
@@ -137,7 +115,7 @@ class Host:
         if loaded.kind.opens:
             if not isinstance(first, Observation):
                 raise StepError(f"reset returned {type(first).__name__}, not an Observation")
-            episode.opening = self._read(episode, first, ())
+            episode.last = self._read(episode, first, ())
         return episode
 
     async def _step(self, ask: Ask, episode: Episode, ids: tuple[int, ...]) -> None:
@@ -173,24 +151,25 @@ class Host:
         self, loaded: LoadedEnvironment, method: Callable[..., Any], *arguments: Any
     ) -> Any:
         """The user's method, asynchronous or in a thread, within its time."""
-        limit_s, native = loaded.entry.timeout_s, inspect.iscoroutinefunction(method)
+        name, limit_s = f"environment {loaded.label}", loaded.entry.timeout_s
+        in_thread, limit = not inspect.iscoroutinefunction(method), asyncio.timeout(limit_s)
         try:
-            if native:
-                found = await asyncio.wait_for(_awaited(loaded.label, method(*arguments)), limit_s)
-            else:
-                called = self._threads.submit(_called, loaded.label, method, arguments)
-                self._called.add(called)
-                called.add_done_callback(self._called.discard)
-                found = await asyncio.wait_for(asyncio.wrap_future(called), limit_s)
-                if isinstance(found, Awaitable):
-                    native = True
-                    found = await asyncio.wait_for(_awaited(loaded.label, found), limit_s)
-        except TimeoutError:
-            reason = f"the environment {loaded.label} did not answer within {limit_s:g} s"
-            raise StepError(reason, hung=not native) from None
-        if isinstance(found, Raised):
-            raise StepError(f"the environment {loaded.label} failed: {found.reason}")
-        return found
+            async with limit:
+                if in_thread:
+                    called = self._threads.submit(method, *arguments)
+                    self._called.add(called)
+                    called.add_done_callback(self._called.discard)
+                    found = await asyncio.wrap_future(called)
+                    in_thread = False
+                else:
+                    found = method(*arguments)
+                return await found if isinstance(found, Awaitable) else found
+        except Exception as error:
+            if limit.expired() and isinstance(error, TimeoutError):
+                reason = f"the {name} did not answer within {limit_s:g} s"
+                raise StepError(reason, hung=in_thread) from None
+            # The user's code may raise anything, a time-out of its own too.
+            raise StepError(f"the {name} failed: {raised(name, error)}") from error
 
     def _latency_s(self, ask: Ask, number: int) -> float:
         """Log-uniform between the two limits, drawn from the seed."""
@@ -260,23 +239,18 @@ def load_environments(
             raise UserError(f"env: two environments are called {label}; give one another label")
         if not 0 <= entry.latency_s[0] <= entry.latency_s[1]:
             raise UserError(f"env: latency_s of {label} is {entry.latency_s}; give [from, to]")
-        found = LoadedEnvironment(label, entry, load_class(entry.name, base_dir))
-        _check(found)
-        loaded[label] = found
+        loaded[label] = LoadedEnvironment(label, entry, load_class(entry.name, base_dir))
+        try:
+            loaded[label].make().close()
+        except UserError:
+            raise
+        except Exception as error:
+            # The constructor is the user's code, which may raise anything.
+            options, why = dict(entry.options), one_line(error)
+            raise UserError(
+                f"env: {label} cannot be made with the options {options} ({why})"
+            ) from error
     return loaded
-
-
-def _check(found: LoadedEnvironment) -> None:
-    try:
-        found.make().close()
-    except UserError:
-        raise
-    except Exception as error:
-        # The constructor is the user's code, which may raise anything.
-        options = dict(found.entry.options)
-        raise UserError(
-            f"env: {found.label} cannot be made with the options {options} ({one_line(error)})"
-        ) from error
 
 
 def load_class(name: str, base_dir: Path) -> type[Environment]:

@@ -160,14 +160,8 @@ def checked(text: bytes) -> bytes:
 
 def text_of(line: bytes) -> bytes | None:
     """What was written by `checked`; None if it is torn or damaged."""
-    if len(line) < 10 or not line.endswith(b"\n"):
-        return None
-    try:
-        crc = int(line[:8], 16)
-    except ValueError:
-        return None
     text = line[9:-1]
-    return text if zlib.crc32(text) == crc else None
+    return text if line == checked(text) else None
 
 
 # -- frames ---------------------------------------------------------------------------------------

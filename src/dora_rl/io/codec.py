@@ -3,10 +3,13 @@
 Types drive it, so there is no pickle and no code in the data. `msgspec` does the work; four rules
 are ours, because logs have them and it has not. A member of a union of dataclasses carries its
 class name under "is". A dictionary with other keys than strings is a list of pairs. A deque is a
-list. Fields that are not given to a constructor are not written.
+list. Fields that are not given to a constructor are not written. Arrays travel beside a header of
+such values in one piece of bytes (`pack_arrays`).
 
 Never decides what a field means. Invariant: what `encode` wrote, `decode` gives back, also from
-text; a field that an older release did not write gets its default.
+text; a field that an older release did not write gets its default. A class that had another name
+in older releases says so (`FORMER_NAMES`), and so does one whose fields had (`FORMER_FIELDS`, old
+name to new); both names are read, the new one is written.
 """
 
 # Reflection over arbitrary types: strict inference has nothing to hold on to here.
@@ -16,14 +19,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import struct
 import types
 import typing
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 Change = Callable[[Any], Any]
 
@@ -104,8 +111,13 @@ def _of_values(change: Change) -> Change:
     return lambda value: {key: change(item) for key, item in value.items()}
 
 
+def tags_of(kind: Any) -> tuple[str, ...]:
+    """The names that a class has under "is": the one that is written, and those of older logs."""
+    return (kind.__name__, *getattr(kind, "FORMER_NAMES", ()))
+
+
 def _tagged(classes: list[Any]) -> Rule:
-    rules = {kind.__name__: rule(kind) for kind in classes}
+    rules = {tag: rule(kind) for kind in classes for tag in tags_of(kind)}
 
     def tagged(value: Any) -> dict[str, Any]:
         name = type(value).__name__
@@ -116,10 +128,46 @@ def _tagged(classes: list[Any]) -> Rule:
 
 def _fields(kind: Any) -> Rule | None:
     hints, fields = typing.get_type_hints(kind), dataclasses.fields(kind)
-    if all(field.init and _own(hints[field.name]) is None for field in fields):
+    former = getattr(kind, "FORMER_FIELDS", {})
+    if not former and all(field.init and _own(hints[field.name]) is None for field in fields):
         return None
     parts = {field.name: rule(hints[field.name]) for field in fields if field.init}
+
+    def decoded(data: dict[str, Any]) -> Any:
+        known = {former.get(name, name): value for name, value in data.items()}
+        return kind(**{n: part.decode(known[n]) for n, part in parts.items() if n in known})
+
     return Rule(
         lambda value: {name: part.encode(getattr(value, name)) for name, part in parts.items()},
-        lambda data: kind(**{n: part.decode(data[n]) for n, part in parts.items() if n in data}),
+        decoded,
     )
+
+
+# -- arrays ----------------------------------------------------------------------------------------
+#
+#     u32 header length | header JSON {..., "arrays": [[name, dtype, length], ...]} | bytes
+
+_LENGTH = struct.Struct("<I")
+_ITEM_BYTES = {"<i4": 4, "<i8": 8, "<f4": 4, "<f8": 8, "|u1": 1}
+
+
+def pack_arrays(header: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> bytes:
+    """One-dimensional arrays; the header is what JSON can say."""
+    shapes = [[name, array.dtype.str, len(array)] for name, array in arrays.items()]
+    text = dumps({**header, "arrays": shapes})
+    contents = (array.tobytes() for array in arrays.values())
+    return b"".join([_LENGTH.pack(len(text)), text, *contents])
+
+
+def unpack_arrays(data: bytes) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
+    from numpy import frombuffer  # not above: whoever only reads a log does without numpy
+
+    (length,) = _LENGTH.unpack_from(data)
+    header, at = loads(data[4 : 4 + length]), 4 + length
+    arrays: dict[str, NDArray[Any]] = {}
+    for name, dtype, count in header["arrays"]:
+        if dtype not in _ITEM_BYTES:
+            raise ValueError(f"an array of type {dtype!r} does not travel")
+        end = at + _ITEM_BYTES[dtype] * count
+        arrays[name], at = frombuffer(data[at:end], dtype=dtype), end
+    return header, arrays

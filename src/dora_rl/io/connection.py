@@ -24,6 +24,7 @@ pair instead, which nobody else can reach.
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 import socket
 import struct
@@ -139,6 +140,17 @@ def host_and_port(address: str) -> tuple[str, int]:
     """Of `tcp://host:port`."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     return host, int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach it."""
+    name = host.strip("[]")
+    if name == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
 
 
 def answer_at_once(raw: Raw, silent_s_max: float = SILENT_S_MAX) -> None:
@@ -260,7 +272,6 @@ class Server:
         self._listener = Listener((host, 0), family="AF_INET", backlog=64)
         self.port = int(self._listener.address[1])
         self.num_refused = 0
-        self.num_bytes = 0  # answered, for the measurements
         self._closing = False
         arguments = (self._listener, lambda: self._closing, self._serve)
         threading.Thread(target=accept_each, args=arguments, daemon=True).start()

@@ -6,7 +6,8 @@ Never imports torch, so that a model directory is checked before anything starts
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from dora_rl.model.spec import ModelSpec
@@ -20,14 +21,18 @@ SCALE = "lora_scale"  # in a published adapter: alpha / rank, as a tensor of one
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where a named tensor goes: rows [start, start + shape[0]) of a packed parameter."""
+    """Where a named tensor goes: `rows` rows from `start` on of a packed parameter."""
 
     param: str
     start: int
     shape: tuple[int, ...]
     expert: int = -1
-    full: bool = False  # the tensor is the whole packed parameter
+    stacked: bool = False  # of all experts at once: a checkpoint has this, or one of each expert
     repeat: int = 0  # the tensor fills this many rows (one norm shared by all heads)
+
+    @property
+    def rows(self) -> int:
+        return self.repeat or self.shape[0]
 
 
 def targets_of(spec: ModelSpec) -> dict[str, Target]:
@@ -39,73 +44,79 @@ def targets_of(spec: ModelSpec) -> dict[str, Target]:
     if not spec.tied:
         targets["lm_head.weight"] = Target("lm_head", 0, (spec.vocab, spec.hidden))
     for i in range(spec.num_layers):
-        prefix = f"model.layers.{i}."
-        layer = _attention_targets(spec, str(i)) | _mlp_targets(spec, i)
-        targets |= {prefix + name: target for name, target in layer.items()}
+        layer = _norm_targets(spec, i) | _matrix_targets(spec, i) | _expert_targets(spec, i)
+        targets |= {f"model.layers.{i}.{name}": target for name, target in layer.items()}
     return targets
 
 
-def _attention_targets(spec: ModelSpec, i: str) -> dict[str, Target]:
-    d, width = spec.hidden, spec.head_dim
-    rows = {"q": spec.num_heads * width, "k": spec.num_kv_heads * width}
-    rows["v"] = rows["k"]
-    starts = {"q": 0, "k": rows["q"], "v": rows["q"] + rows["k"]}
+def _norm_targets(spec: ModelSpec, i: int) -> dict[str, Target]:
     out = {
-        "input_layernorm.weight": Target(f"{i}.norm1", 0, (d,)),
-        "post_attention_layernorm.weight": Target(f"{i}.norm2", 0, (d,)),
-        "self_attn.o_proj.weight": Target(f"{i}.o", 0, (d, rows["q"])),
+        "input_layernorm.weight": Target(f"{i}.norm1", 0, (spec.hidden,)),
+        "post_attention_layernorm.weight": Target(f"{i}.norm2", 0, (spec.hidden,)),
     }
-    for part in "qkv":
-        name = f"self_attn.{part}_proj"
-        out[f"{name}.weight"] = Target(f"{i}.qkv", starts[part], (rows[part], d))
-        if spec.qkv_bias:
-            out[f"{name}.bias"] = Target(f"{i}.qkv_bias", starts[part], (rows[part],))
-    if spec.o_bias:
-        out["self_attn.o_proj.bias"] = Target(f"{i}.o_bias", 0, (d,))
     if spec.qk_norm:
-        out["self_attn.q_norm.weight"] = Target(f"{i}.qk_norm", 0, (width,), repeat=spec.num_heads)
-        out["self_attn.k_norm.weight"] = Target(
-            f"{i}.qk_norm", spec.num_heads, (width,), repeat=spec.num_kv_heads
-        )
+        param, one, (q, k) = f"{i}.qk_norm", (spec.head_dim,), (spec.num_heads, spec.num_kv_heads)
+        out["self_attn.q_norm.weight"] = Target(param, 0, one, repeat=q)
+        out["self_attn.k_norm.weight"] = Target(param, q, one, repeat=k)
     return out
 
 
-def _mlp_targets(spec: ModelSpec, i: int) -> dict[str, Target]:
+def _matrix_targets(spec: ModelSpec, i: int) -> dict[str, Target]:
+    """The linear layers of attention and of a dense MLP, with their biases."""
+    d, inner = spec.hidden, spec.intermediate
+    q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    attention = {  # name -> packed parameter, whether it has a bias, first row, shape
+        "self_attn.q_proj": ("qkv", spec.qkv_bias, 0, (q, d)),
+        "self_attn.k_proj": ("qkv", spec.qkv_bias, q, (kv, d)),
+        "self_attn.v_proj": ("qkv", spec.qkv_bias, q + kv, (kv, d)),
+        "self_attn.o_proj": ("o", spec.o_bias, 0, (d, q)),
+    }
+    mlp = {
+        "mlp.gate_proj": ("gate_up", spec.mlp_bias, 0, (inner, d)),
+        "mlp.up_proj": ("gate_up", spec.mlp_bias, inner, (inner, d)),
+        "mlp.down_proj": ("down", spec.mlp_bias, 0, (d, inner)),
+    }
+    out: dict[str, Target] = {}
+    for name, (param, bias, start, shape) in (
+        attention | ({} if spec.is_sparse(i) else mlp)
+    ).items():
+        out[f"{name}.weight"] = Target(f"{i}.{param}", start, shape)
+        if bias:
+            out[f"{name}.bias"] = Target(f"{i}.{param}_bias", start, shape[:1])
+    return out
+
+
+def _expert_targets(spec: ModelSpec, i: int) -> dict[str, Target]:
     d, moe = spec.hidden, spec.moe
     if moe is None or not spec.is_sparse(i):
-        return _dense_mlp_targets(spec, i)
-    inner = moe.intermediate
+        return {}
+    count, inner, gate_up, down = moe.num_experts, moe.intermediate, f"{i}.gate_up", f"{i}.down"
     out = {
-        "mlp.gate.weight": Target(f"{i}.router", 0, (moe.num_experts, d)),
-        "mlp.experts.gate_up_proj": Target(
-            f"{i}.gate_up", 0, (moe.num_experts, 2 * inner, d), full=True
-        ),
-        "mlp.experts.down_proj": Target(f"{i}.down", 0, (moe.num_experts, d, inner), full=True),
+        "mlp.gate.weight": Target(f"{i}.router", 0, (count, d)),
+        "mlp.experts.gate_up_proj": Target(gate_up, 0, (count, 2 * inner, d), stacked=True),
+        "mlp.experts.down_proj": Target(down, 0, (count, d, inner), stacked=True),
     }
-    for e in range(moe.num_experts):
+    for e in range(count):
         name = f"mlp.experts.{e}"
-        out[f"{name}.gate_proj.weight"] = Target(f"{i}.gate_up", 0, (inner, d), e)
-        out[f"{name}.up_proj.weight"] = Target(f"{i}.gate_up", inner, (inner, d), e)
-        out[f"{name}.down_proj.weight"] = Target(f"{i}.down", 0, (d, inner), e)
+        out[f"{name}.gate_proj.weight"] = Target(gate_up, 0, (inner, d), e)
+        out[f"{name}.up_proj.weight"] = Target(gate_up, inner, (inner, d), e)
+        out[f"{name}.down_proj.weight"] = Target(down, 0, (d, inner), e)
     return out
 
 
-def _dense_mlp_targets(spec: ModelSpec, i: int) -> dict[str, Target]:
-    d, inner = spec.hidden, spec.intermediate
-    out = {
-        "mlp.gate_proj.weight": Target(f"{i}.gate_up", 0, (inner, d)),
-        "mlp.up_proj.weight": Target(f"{i}.gate_up", inner, (inner, d)),
-        "mlp.down_proj.weight": Target(f"{i}.down", 0, (d, inner)),
-    }
-    if spec.mlp_bias:
-        out["mlp.gate_proj.bias"] = Target(f"{i}.gate_up_bias", 0, (inner,))
-        out["mlp.up_proj.bias"] = Target(f"{i}.gate_up_bias", inner, (inner,))
-        out["mlp.down_proj.bias"] = Target(f"{i}.down_bias", 0, (d,))
-    return out
+def packed_shapes(targets: Mapping[str, Target]) -> dict[str, tuple[int, ...]]:
+    """Every packed parameter: as many rows as its tensors fill."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for target in targets.values():
+        if target.expert < 0:
+            columns = target.shape if target.repeat else target.shape[1:]
+            whole = (target.start + target.rows, *columns)
+            shapes[target.param] = max(whole, shapes.get(target.param, whole))
+    return shapes
 
 
 def by_layer(
-    spec: ModelSpec, targets: dict[str, Target], names: Collection[str], where: str
+    spec: ModelSpec, targets: Mapping[str, Target], names: Collection[str], where: str
 ) -> dict[str, list[str]]:
     """The tensors to load, grouped by layer; a foreign or missing one is refused."""
     groups: dict[str, list[str]] = {}
@@ -116,12 +127,12 @@ def by_layer(
             if name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq"):
                 continue  # a tied head saved all the same
             raise UserError(f"{where}: tensor {name} does not belong to a {spec.family}")
-        filled.add((target.param, -1 if target.full else target.expert, target.start))
+        filled.add((target.param, target.expert, target.start))
         groups.setdefault(target.param.split(".")[0], []).append(name)
     missing = [
         name
         for name, target in targets.items()
-        if not target.full
+        if not target.stacked
         and (target.param, target.expert, target.start) not in filled
         and (target.expert < 0 or (target.param, -1, 0) not in filled)
     ]
@@ -153,18 +164,11 @@ class Place:
 def places_of(spec: ModelSpec) -> dict[str, Place]:
     """Every linear layer that may have an adapter, by its name in the checkpoint."""
     places: dict[str, Place] = {}
-    d, width = spec.hidden, spec.head_dim
-    q, kv = spec.num_heads * width, spec.num_kv_heads * width
-    for i in range(spec.num_layers):
-        at = f"model.layers.{i}.self_attn."
-        places[f"{at}q_proj"] = Place(f"{i}.qkv", 0, 0, q, d)
-        places[f"{at}k_proj"] = Place(f"{i}.qkv", 1, q, kv, d)
-        places[f"{at}v_proj"] = Place(f"{i}.qkv", 2, q + kv, kv, d)
-        places[f"{at}o_proj"] = Place(f"{i}.o", 0, 0, d, q)
-        if spec.is_sparse(i):
-            continue
-        at, inner = f"model.layers.{i}.mlp.", spec.intermediate
-        places[f"{at}gate_proj"] = Place(f"{i}.gate_up", 0, 0, inner, d)
-        places[f"{at}up_proj"] = Place(f"{i}.gate_up", 1, inner, inner, d)
-        places[f"{at}down_proj"] = Place(f"{i}.down", 0, 0, d, inner)
+    num_parts: Counter[str] = Counter()
+    for name, target in targets_of(spec).items():
+        module, _, kind = name.rpartition(".")
+        if kind == "weight" and module.endswith(LINEAR_LAYERS) and target.expert < 0:
+            part, (rows, width) = num_parts[target.param], target.shape
+            places[module] = Place(target.param, part, target.start, rows, width)
+            num_parts[target.param] += 1
     return places

@@ -23,9 +23,7 @@ class RandomWeights:
     ) -> None:
         self._seed, self._scale, self._device = seed, scale, device
         self._shapes = {
-            name: target.shape
-            for name, target in targets_of(spec).items()
-            if not (target.full and target.param.endswith(("gate_up", "down")))
+            name: target.shape for name, target in targets_of(spec).items() if not target.stacked
         }
 
     def names(self) -> Sequence[str]:

@@ -11,7 +11,9 @@ log ends with a completed run.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -23,10 +25,10 @@ from dora_rl.observe.audit_books import (
     AuditReport,
     Books,
     Finding,
-    Notebook,
+    Findings,
     Promise,
 )
-from dora_rl.observe.audit_groups import FaultAudit, GroupAudit
+from dora_rl.observe.audit_groups import GroupAudit
 from dora_rl.observe.audit_places import PlaceAudit
 from dora_rl.observe.audit_steps import StepAudit
 from dora_rl.observe.eventlog import ChainCheck, Entry, Snapshot, read
@@ -56,9 +58,9 @@ _SPEAKERS: dict[type, str] = {
     ev.SampleFailed: "instance",
     ev.Moved: "dst",
     ev.MoveFailed: "src",
-    ev.TrainerJoined: LEARNER,
-    ev.TrainerLost: LEARNER,
-    ev.TrainerReport: LEARNER,
+    ev.LearnerJoined: LEARNER,
+    ev.LearnerLost: LEARNER,
+    ev.LearnerReport: LEARNER,
     ev.BatchAccepted: LEARNER,
     ev.StepCommitted: LEARNER,
     ev.VersionDurable: LEARNER,
@@ -94,16 +96,14 @@ class Auditor:
     """
 
     def __init__(self, *, keep: bool = False) -> None:
-        self.notes = Notebook()
+        self.findings = Findings()
         self.chain = ChainCheck()
         self.books = Books(trained={} if keep else None)
-        self.places = PlaceAudit(self.books, self.notes)
-        self.groups = GroupAudit(self.books, self.notes)
-        self.faults = FaultAudit(self.books, self.notes, self.places)
-        self.steps = StepAudit(self.books, self.notes)
+        self.places = PlaceAudit(self.books, self.findings)
+        self.groups = GroupAudit(self.books, self.findings)
+        self.steps = StepAudit(self.books, self.findings)
         self.late = LateMessages()
         self.stop: act.Stop | None = None
-        self.num_resumes = 0
         self.num_killed = 0  # lives that another followed, and that have no stop
         self.num_mismatched = 0  # samples that are not what their version gives
         self.num_imported = self.bytes_imported = 0  # requests that came over, even too late
@@ -121,9 +121,9 @@ class Auditor:
                 places.on_resumed,
                 steps.on_started,
             ),
-            ev.InstanceJoined: (self.faults.on_joined, places.on_joined),
-            ev.InstanceLost: (self.faults.on_lost, places.on_lost),
-            ev.Continued: (self.faults.on_continued,),
+            ev.InstanceJoined: (places.on_joined,),
+            ev.InstanceLost: (places.on_lost,),
+            ev.Continued: (groups.on_continued,),
             ev.Loaded: (places.on_load_end,),
             ev.LoadFailed: (places.on_load_end,),
             ev.SampleFinished: (places.on_finished,),
@@ -137,14 +137,14 @@ class Auditor:
             ev.StepCommitted: (steps.on_committed,),
             ev.VersionDurable: (steps.on_durable,),
             ev.Rewound: (steps.on_rewound,),
-            ev.TrainerJoined: (steps.on_trainer_joined,),
-            ev.TrainerLost: (steps.on_trainer_lost,),
+            ev.LearnerJoined: (steps.on_trainer_joined,),
+            ev.LearnerLost: (steps.on_trainer_lost,),
         }
 
     def _action_checks(self) -> Checks:
         places, groups, steps = self.places, self.groups, self.steps
         return {
-            act.IssueGroup: (self.faults.on_issue, groups.on_issue),
+            act.IssueGroup: (groups.on_issue,),
             act.Dispatch: (places.on_dispatch,),
             act.Abort: (places.on_abort,),
             act.Load: (self.late.on_load, places.on_load),
@@ -155,13 +155,13 @@ class Auditor:
             act.Reversion: (places.on_reversion, places.on_continue),
             act.Sleep: (places.on_sleep,),
             act.Wake: (places.on_wake,),
-            act.Restart: (self.faults.on_lost, places.on_lost),
-            act.RestartTrainer: (steps.on_trainer_lost,),
+            act.Restart: (places.on_lost,),
+            act.RestartLearner: (steps.on_trainer_lost,),
             act.Score: (groups.on_score,),
             act.Feed: (steps.on_feed,),
             act.CloseStep: (steps.on_close,),
-            act.EndGroup: (self.late.on_end, places.on_end, self.faults.on_end, groups.on_end),
-            act.SetAside: (self.faults.on_set_aside,),
+            act.EndGroup: (self.late.on_end, places.on_end, groups.on_end),
+            act.SetAside: (groups.on_set_aside,),
             act.RetireVersion: (steps.on_retire,),
             act.WaitFor: (groups.on_wait_for,),
             act.InForce: (steps.on_in_force,),
@@ -173,25 +173,24 @@ class Auditor:
         if self.chain.problem:
             name = f"entry {record.number}"
             name = name if isinstance(record, Entry) else f"snapshot before {name}"
-            self.notes.add(LOG, name, self.chain.problem)
+            self.findings.add(LOG, name, self.chain.problem)
         if isinstance(record, Entry):
             self._see(record)
 
     def _see(self, entry: Entry) -> None:
-        notes = self.notes
-        expected = notes.entry + 1
-        notes.entry, notes.event, notes.finished = entry.number, entry.event, None
+        findings, name = self.findings, f"entry {entry.number}"
+        expected, resumes = findings.entry + 1, isinstance(entry.event, ev.Resumed)
+        findings.entry, findings.event, findings.finished = entry.number, entry.event, None
         if entry.number != expected:
-            notes.add(LOG, f"entry {expected}", f"missing: {entry.number} comes instead")
-        if (entry.number == 0) != isinstance(entry.event, ev.Started):
-            notes.add(LOG, f"entry {entry.number}", "the run starts once, at entry 0")
-        if entry.now < self.now and not isinstance(entry.event, ev.Resumed):
-            notes.add(LOG, f"entry {entry.number}", "is older than the entry before it")
+            findings.add(LOG, f"entry {expected}", f"missing: {entry.number} comes instead")
+        starts = isinstance(entry.event, ev.Started)
+        findings.check((entry.number == 0) == starts, LOG, name, "the run starts once, at entry 0")
+        in_order = entry.now >= self.now or resumes
+        findings.check(in_order, LOG, name, "is older than the entry before it")
         self.now = entry.now
         self._count(entry.event)
-        if self.stop is not None and not isinstance(entry.event, ev.Resumed):
-            if entry.actions:
-                notes.add(LOG, f"entry {entry.number}", "actions after the stop")
+        if self.stop is not None and not resumes:
+            findings.check(not entry.actions, LOG, name, "actions after the stop")
             return  # nothing is believed after the stop, by the core neither
         if not self.late.is_late(entry.event):  # the core does not believe it either
             for check in self._on_event.get(type(entry.event), ()):
@@ -212,7 +211,7 @@ class Auditor:
     def _on_resumed(self, _event: ev.Resumed) -> None:
         self.num_killed += self.stop is None
         self.stop = None
-        self.num_resumes += 1
+        self.books.figures.num_resumes += 1
 
     def _on_stop(self, action: act.Stop) -> None:
         self.stop = action
@@ -222,46 +221,32 @@ class Auditor:
         done = self.stop is not None and self.stop.done
         self.steps.finish(done)
         self.groups.keep_committed(self.steps.unsaved)
-        notes = self.notes
-        return AuditReport(tuple(notes.found), notes.num, self._figures(done))
+        return AuditReport(tuple(self.findings.kept), self.findings.num, self._figures(done))
 
     def _figures(self, done: bool) -> AuditFigures:
-        books, tally = self.books, self.books.tally
-        stale_max = max(tally.staleness, default=0)
-        ends = {end: tally.ends.get(end, 0) for end in act.End}
-        return AuditFigures(
+        books, counted = self.books, self.books.figures
+        ends, samples = Counter(books.ended.values()), max(1, counted.samples_trained)
+        stale_max = max(books.staleness, default=0)
+        return replace(
+            counted,
             mode=books.params.mode.value,
-            num_entries=self.notes.entry + 1,
-            num_resumes=self.num_resumes,
+            num_entries=self.findings.entry + 1,
             steps=books.committed,
-            groups_issued=books.num_issued,
             groups_trained=ends[act.End.TRAINED],
             groups_filtered=ends[act.End.FILTERED],
             groups_failed=ends[act.End.FAILED],
             groups_surplus=ends[act.End.SURPLUS],
-            groups_outstanding=len(books.live),
-            groups_discarded=sum(
-                ends[end] for end in (act.End.FAILED, act.End.SURPLUS, act.End.LOST)
-            ),
             groups_lost=ends[act.End.LOST],
-            num_rewound=books.lineage,
-            samples_trained=tally.samples,
-            samples_masked=tally.masked,
-            tokens_trained=tally.tokens,
-            discarded_tokens=tally.discarded_tokens,
-            staleness_mean=tally.staleness_sum / max(1, tally.samples),
+            groups_outstanding=len(books.live),
+            groups_discarded=ends[act.End.FAILED] + ends[act.End.SURPLUS] + ends[act.End.LOST],
+            staleness_mean=books.staleness_sum / samples,
             staleness_max=stale_max,
-            staleness_counts=tuple(tally.staleness.get(s, 0) for s in range(stale_max + 1)),
-            mixed_version_frac=tally.mixed / max(1, tally.samples),
+            staleness_counts=tuple(books.staleness[s] for s in range(stale_max + 1)),
+            mixed_version_frac=books.num_mixed / samples,
             batch_sizes=tuple(self.steps.batch_sizes),
-            live_versions_max=self.steps.live_versions_max,
-            migrations=self.places.num_moved,
-            kv_bytes_moved=self.places.kv_bytes_moved,
             finished=done,
-            set_aside=tuple(sorted(self.faults.set_aside)),
+            set_aside=tuple(sorted(self.groups.set_aside)),
             stopped=self.stop.reason if self.stop is not None else "",
-            num_recomputed=tally.recomputed,
-            recomputed_gap_max=tally.gap_max,
             num_chained=self.chain.num_chained,
             num_unchained=self.chain.num_unchained,
         )
@@ -286,14 +271,15 @@ class LateMessages:
         if speaker is None:
             return False
         name = getattr(event, speaker) if speaker else LEARNER
+        newest = self._newest.get(name, -1)
         match event:
-            case ev.InstanceJoined():
-                return not self._begins(name, event.life, 1)
-            case ev.TrainerJoined():
-                return not self._begins(name, event.incarnation, 1)
-            case ev.InstanceLost() | ev.TrainerLost():
-                return not self._begins(name, event.incarnation, 0)
-            case _ if event.incarnation >= 0 and event.incarnation != self._newest.get(name, -1):
+            case ev.InstanceJoined(life=incarnation) | ev.LearnerJoined(incarnation=incarnation):
+                self._newest[name] = max(incarnation, newest)
+                return 0 <= incarnation <= newest
+            case ev.InstanceLost() | ev.LearnerLost():
+                self._newest[name] = max(event.incarnation, newest)
+                return 0 <= event.incarnation < newest
+            case _ if event.incarnation >= 0 and event.incarnation != newest:
                 return True
             case ev.Loaded() | ev.LoadFailed():
                 return event.attempt not in (-1, self._loads.get(name, -1))
@@ -302,13 +288,6 @@ class LateMessages:
                 return event.attempt not in (-1, asked.get(event.request.sample, -1))
             case _:
                 return False
-
-    def _begins(self, name: InstanceId, incarnation: int, more: int) -> bool:
-        newest = self._newest.get(name, -1)
-        if incarnation >= newest + more:
-            self._newest[name] = incarnation
-            return True
-        return incarnation < 0
 
     def on_resumed(self, _event: ev.Resumed) -> None:
         self._newest.clear()

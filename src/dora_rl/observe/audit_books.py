@@ -64,35 +64,35 @@ class Finding:
         return f"{self.promise}: {self.subject}: {self.message}{where}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class AuditFigures:
-    """Counted from the log alone. The mean staleness is that of trained samples, as in
-    `Records.summary`; tokens are response tokens."""
+    """Counted from the log alone, some while it is read and the rest by `Auditor.report`. The mean
+    staleness is that of trained samples, as in `Records.summary`; tokens are response tokens."""
 
-    mode: str
-    num_entries: int
-    num_resumes: int
-    steps: int
-    groups_issued: int
-    groups_trained: int
-    groups_filtered: int
-    groups_failed: int
-    groups_surplus: int
-    groups_outstanding: int
-    groups_discarded: int  # failed, surplus or lost
-    samples_trained: int
-    samples_masked: int
-    tokens_trained: int
-    discarded_tokens: int  # of finished samples that failed, or whose group was discarded
-    staleness_mean: float
-    staleness_max: int
-    staleness_counts: tuple[int, ...]  # groups trained at staleness 0, 1, 2, ...
-    mixed_version_frac: float
-    batch_sizes: tuple[int, ...]
-    live_versions_max: int
-    migrations: int
-    kv_bytes_moved: int
-    finished: bool  # the log ends with a completed run
+    mode: str = ""
+    num_entries: int = 0
+    num_resumes: int = 0
+    steps: int = 0
+    groups_issued: int = 0
+    groups_trained: int = 0
+    groups_filtered: int = 0
+    groups_failed: int = 0
+    groups_surplus: int = 0
+    groups_outstanding: int = 0
+    groups_discarded: int = 0  # failed, surplus or lost
+    samples_trained: int = 0
+    samples_masked: int = 0
+    tokens_trained: int = 0
+    discarded_tokens: int = 0  # of finished samples that failed, or whose group was discarded
+    staleness_mean: float = 0.0
+    staleness_max: int = 0
+    staleness_counts: tuple[int, ...] = ()  # groups trained at staleness 0, 1, 2, ...
+    mixed_version_frac: float = 0.0
+    batch_sizes: tuple[int, ...] = ()
+    live_versions_max: int = 1
+    migrations: int = 0
+    kv_bytes_moved: int = 0
+    finished: bool = False  # the log ends with a completed run
     set_aside: tuple[int, ...] = ()  # prompts that are not issued again
     stopped: str = ""  # the reason of the stop that the log ends with
     num_recomputed: int = 0  # samples computed again during the run, from sealed weights
@@ -130,21 +130,19 @@ class AuditReport:
             return ""
         if not figures.num_entries:
             return "the log is empty"
-        left = f"{figures.groups_outstanding} groups outstanding"
-        if figures.stopped:
-            return f"{left}, stopped: {figures.stopped}"
-        return f"{left}, no stop record"
+        end = f"stopped: {figures.stopped}" if figures.stopped else "no stop record"
+        return f"{figures.groups_outstanding} groups outstanding, {end}"
 
 
 @dataclass(slots=True)
-class Notebook:
+class Findings:
     """Where the checkers write, and what they share about the entry being read."""
 
     entry: int = -1
     event: Event = field(default_factory=Tick)
     finished: RequestId | None = None  # the sample that this entry's event really finished
     num: int = 0
-    found: list[Finding] = field(default_factory=list[Finding])
+    kept: list[Finding] = field(default_factory=list[Finding])  # the first of them
 
     def check(self, holds: object, promise: Promise, subject: str, message: str) -> None:
         """What must hold of a subject; `message` says what is wrong where it does not.
@@ -156,8 +154,8 @@ class Notebook:
 
     def add(self, promise: Promise, subject: str, message: str) -> None:
         self.num += 1
-        if len(self.found) < FINDINGS_MAX:
-            self.found.append(Finding(promise, self.entry, subject, message))
+        if len(self.kept) < FINDINGS_MAX:
+            self.kept.append(Finding(promise, self.entry, subject, message))
 
 
 # -- the books -------------------------------------------------------------------------------------
@@ -165,7 +163,9 @@ class Notebook:
 
 @dataclass(slots=True)
 class Sample:
-    """`asked` is the last attempt at scoring it, -1 before it finished.
+    """`epoch` is that of its last dispatch; `asked` the last attempt at scoring it, -1 before it
+    finished. `num_alone` counts losses of an instance on which nothing else ran, since it last went
+    on with more tokens (`journaled`) than before.
 
     `num_lost` counts the times its generation was lost by somebody's fault, `num_unscored` the
     attempts at scoring that failed; `causes` are the words of those events. `failed`: enough of
@@ -173,8 +173,10 @@ class Sample:
     """
 
     asked: int = -1
+    epoch: int = -1
+    num_alone: int = 0
+    journaled: int = 0
     num_tokens: int = 0
-    mixed: bool = False
     reward: float | None = None
     digest: str = ""
     segments: tuple[Segment, ...] = ()
@@ -187,17 +189,15 @@ class Sample:
     def lose(self, cause: str, attempts_max: int, *, final: bool = False) -> None:
         """Its generation was lost and has to go on elsewhere, or cannot."""
         self.num_lost += 1
-        self.failed = self.failed or final or self.num_lost >= attempts_max
-        self._remember(cause)
+        self._fail(cause, final or self.num_lost >= attempts_max)
 
     def unscored(self, cause: str, attempts_max: int) -> None:
         """An attempt at scoring it gave nothing."""
         self.num_unscored += 1
-        last = self.num_unscored >= attempts_max or self.asked + 1 >= attempts_max
-        self.failed = self.failed or last
-        self._remember(cause)
+        self._fail(cause, max(self.num_unscored, self.asked + 1) >= attempts_max)
 
-    def _remember(self, cause: str) -> None:
+    def _fail(self, cause: str, last: bool) -> None:
+        self.failed = self.failed or last
         if cause not in self.causes:
             self.causes = [*self.causes[-7:], cause]
 
@@ -208,7 +208,12 @@ class GroupRecord:
     prompt: int
     samples: list[Sample]
     step: StepIndex | None = None  # the batch it was fed to
+    fed: tuple[int, ...] = ()  # with these samples
     update: int | None = None  # and the optimizer update of that step, under the B in force
+
+    def rewards(self) -> set[float]:
+        """The different ones."""
+        return {sample.reward for sample in self.samples if sample.reward is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,49 +231,29 @@ class TrainedSample:
 
 
 @dataclass(slots=True)
-class Tally:
-    """Sums over ended groups."""
-
-    ends: Counter[act.End] = field(default_factory=Counter[act.End])
-    staleness: Counter[int] = field(default_factory=Counter[int])  # of groups
-    staleness_sum: int = 0  # over trained samples
-    samples: int = 0
-    masked: int = 0
-    mixed: int = 0
-    tokens: int = 0
-    discarded_tokens: int = 0
-    recomputed: int = 0
-    gap_max: float = 0.0
-
-
-@dataclass(slots=True)
 class Books:
     """`expected`: groups whose step this entry makes durable; each must end as trained in it."""
 
     params: Params = field(default_factory=Params)
     live: dict[GroupId, GroupRecord] = field(default_factory=dict[GroupId, GroupRecord])
     ended: dict[GroupId, act.End] = field(default_factory=dict[GroupId, act.End])
-    num_issued: int = 0
     untaken: Counter[Version] = field(default_factory=Counter[Version])
     unended: Counter[Version] = field(default_factory=Counter[Version])
     filling: StepIndex = 0
     committed: StepIndex = 0  # also the newest version
     on_disk: Version = 0  # the newest that was said to be durable
-    lineage: int = 0  # how often the run went back to a durable version
     taken: int = 0  # groups of the step being filled that the log shows as taken
     retired: set[Version] = field(default_factory=set[Version])
     in_force: list[act.InForce] = field(default_factory=list[act.InForce])
     expected: dict[GroupId, StepIndex] = field(default_factory=dict[GroupId, StepIndex])
-    fed_samples: dict[GroupId, tuple[int, ...]] = field(
-        default_factory=dict[GroupId, tuple[int, ...]]
-    )
-    tally: Tally = field(default_factory=Tally)
+    figures: AuditFigures = field(default_factory=AuditFigures)
+    staleness: Counter[int] = field(default_factory=Counter[int])  # of trained groups
+    staleness_sum: int = 0  # over trained samples
+    num_mixed: int = 0  # trained samples of several versions
     weights: dict[Version, str] = field(default_factory=dict[Version, str])  # their checksums
     trained: dict[RequestId, TrainedSample] | None = None  # kept where somebody asks for it
     metrics: dict[StepIndex, str] = field(default_factory=dict[StepIndex, str])  # their digests
     config: str = ""  # digest of config.json
-    # Losses of an instance on which nothing else ran, since the request last gained a token.
-    alone: Counter[RequestId] = field(default_factory=Counter[RequestId])
     dirty: bool = False  # a figure of the invariant changed in this entry
 
     @property
@@ -284,3 +269,18 @@ class Books:
             if action.step <= step:
                 return action
         return act.InForce(0, self.params.max_staleness, self.params.batch_groups)
+
+    def sample(self, request: RequestId) -> Sample | None:
+        """Of an outstanding group; None where that has ended or has no such sample."""
+        record = self.live.get(request.group)
+        if record is None or request.sample >= len(record.samples):
+            return None
+        return record.samples[request.sample]
+
+
+class Checker:
+    """A part of the audit: follows the log in the books and adds to the findings."""
+
+    def __init__(self, books: Books, findings: Findings) -> None:
+        self.books, self.findings = books, findings
+        self.add, self.check = findings.add, findings.check

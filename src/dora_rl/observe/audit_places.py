@@ -8,12 +8,11 @@ definition says.
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
 
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
-from dora_rl.observe.audit_books import C1, C2, PROMPTS, VERSIONS, Books, Notebook
+from dora_rl.observe.audit_books import C1, C2, PROMPTS, VERSIONS, Books, Checker, Findings
 from dora_rl.types import InstanceId, Mode, RequestId, Version
 
 
@@ -30,28 +29,23 @@ class Place:
 
 @dataclass(slots=True)
 class InstanceRecord:
-    """`busy` counts the requests per version that run here, leave or arrive."""
+    """`requests` are those that run here, leave, arrive or are parked."""
 
     slots_max: int
     life: int = 0
     awake: bool = True
     loading: Version | None = None
     held: set[Version] = field(default_factory=set[Version])
-    busy: Counter[Version] = field(default_factory=Counter[Version])
     requests: dict[RequestId, Place] = field(default_factory=dict[RequestId, Place])
 
 
-class PlaceAudit:
+class PlaceAudit(Checker):
     """Follows every request from its dispatch to its end, and every version's residency."""
 
-    def __init__(self, books: Books, notes: Notebook) -> None:
-        self.books, self.notes = books, notes
-        self.add, self.check = notes.add, notes.check
+    def __init__(self, books: Books, findings: Findings) -> None:
+        super().__init__(books, findings)
         self.instances: dict[InstanceId, InstanceRecord] = {}
         self.places: dict[RequestId, Place] = {}
-        self.epochs: dict[RequestId, int] = {}  # of the last dispatch
-        self.num_moved = 0
-        self.kv_bytes_moved = 0
 
     # Instances.
 
@@ -71,20 +65,22 @@ class PlaceAudit:
             self._lose(name, blame=False)  # a restart of the whole run is nobody's fault
 
     def _lose(self, name: InstanceId, *, blame: bool = True) -> None:
-        instance = self.instances.get(name)
-        if instance is not None:
-            for request in list(instance.requests):
-                if blame:
-                    self._note_loss(request, name)
-                self._remove(request)
-            del self.instances[name]
+        instance = self.instances.pop(name, None)
+        if instance is None:
+            return
+        running = [r for r, place in instance.requests.items() if not place.parked]
+        for request in instance.requests:
+            sample = self.books.sample(request) if blame else None
+            if sample is not None:
+                sample.num_alone += running == [request]
+                sample.lose(name, self.books.params.attempts_max)
+            self._remove(request)
 
     def _note_loss(self, request: RequestId, cause: str, *, final: bool = False) -> None:
         """Evidence, should its group end as failed one day."""
-        record = self.books.live.get(request.group)
-        if record is not None and request.sample < len(record.samples):
-            limit = self.books.params.attempts_max
-            record.samples[request.sample].lose(cause, limit, final=final)
+        sample = self.books.sample(request)
+        if sample is not None:
+            sample.lose(cause, self.books.params.attempts_max, final=final)
 
     def on_load(self, action: act.Load) -> None:
         instance = self._instance(action.instance, f"load version {action.version}")
@@ -132,10 +128,13 @@ class PlaceAudit:
             action.instance,
             f"unloads version {action.version} it does not hold",
         )
-        if instance.busy.get(action.version):
-            running = [r for r, p in instance.requests.items() if p.version == action.version]
-            text = f"unloads version {action.version} with requests on it"
-            self.add(C1, action.instance, f"{text}: {self._groups(running)}")
+        running = [r for r, p in self._running(action.instance) if p.version == action.version]
+        self.check(
+            not running,
+            C1,
+            action.instance,
+            f"unloads version {action.version} with requests on it: {self._groups(running)}",
+        )
         instance.held.discard(action.version)
 
     def on_sleep(self, action: act.Sleep) -> None:
@@ -183,15 +182,14 @@ class PlaceAudit:
             if sample >= len(record.samples):
                 self.add(C2, f"group {action.group}", f"has no sample {sample}")
                 continue
-            repeated = epoch <= self.epochs.get(request, -1)
-            if request in self.places or repeated or record.samples[sample].asked >= 0:
+            known = record.samples[sample]
+            if request in self.places or epoch <= known.epoch or known.asked >= 0:
                 text = f"sample {sample} is dispatched again, epoch {epoch}"
                 self.add(C2, f"group {action.group}", text)
                 self._remove(request)
-            self.epochs[request] = epoch
+            known.epoch = epoch
             self.places[request] = place = Place(epoch, action.version, action.instance)
             instance.requests[request] = place
-            instance.busy[action.version] += 1
         self._check_slots(action.instance, instance)
 
     def on_move(self, action: act.Move) -> None:
@@ -204,19 +202,15 @@ class PlaceAudit:
         self._check_holds(action.dst, dst, action.request.group, action.version)
         place.dest = action.dst
         dst.requests[action.request] = place
-        dst.busy[place.version] += 1
         self._check_slots(action.dst, dst)
 
     def on_moved(self, event: ev.Moved) -> None:
         place = self.places.get(event.request)
         if place is None or (place.epoch, place.dest) != (event.epoch, event.dst):
             return
-        self.num_moved += 1
-        self.kv_bytes_moved += event.num_bytes
-        src = self.instances[place.instance]
-        src.requests.pop(event.request, None)
-        if not place.parked:
-            src.busy[place.version] -= 1
+        self.books.figures.migrations += 1
+        self.books.figures.kv_bytes_moved += event.num_bytes
+        self.instances[place.instance].requests.pop(event.request, None)
         place.instance, place.dest, place.parked = event.dst, None, False
 
     def on_move_failed(self, event: ev.MoveFailed) -> None:
@@ -227,15 +221,12 @@ class PlaceAudit:
             self._note_loss(event.request, event.reason)
             self._remove(event.request)
             return
-        dst = self.instances[event.dst]
-        dst.requests.pop(event.request, None)
-        dst.busy[place.version] -= 1
+        self.instances[event.dst].requests.pop(event.request, None)
         place.dest = None
 
     def on_park(self, action: act.Park) -> None:
         place = self._placed(action.request, action.epoch, action.instance)
-        if place is not None and not place.parked:
-            self.instances[action.instance].busy[place.version] -= 1
+        if place is not None:
             place.parked = True
 
     def on_reversion(self, action: act.Reversion) -> None:
@@ -254,16 +245,13 @@ class PlaceAudit:
         if isinstance(action, act.Unpark):
             self._check_version(action.request.group, action.version)
         self._check_holds(action.instance, instance, action.request.group, action.version)
-        if not place.parked:
-            instance.busy[place.version] -= 1
-        instance.busy[action.version] += 1
         place.version, place.parked = action.version, False
         self._check_slots(action.instance, instance)
 
     def on_abort(self, action: act.Abort) -> None:
         place = self.places.get(action.request)
         if place is not None and place.epoch == action.epoch:
-            if place.dest is not None or isinstance(self.notes.event, ev.Tick):
+            if place.dest is not None or isinstance(self.findings.event, ev.Tick):
                 self._note_loss(action.request, "no progress")
             self._remove(action.request)
 
@@ -274,7 +262,7 @@ class PlaceAudit:
         if event.instance not in (place.instance, place.dest):
             text = f"sample {event.request.sample} finished on {event.instance}, where it is not"
             self.add(C2, f"group {event.request.group}", text)
-        self.notes.finished = event.request
+        self.findings.finished = event.request
         pure = len(event.segments) == 1 and event.segments[0].version == place.version
         if not pure and self.books.params.mode is not Mode.PARTIAL:
             self._note_loss(event.request, "decoded under another version", final=True)
@@ -293,17 +281,14 @@ class PlaceAudit:
             if request in self.places:
                 self.add(C2, f"group {action.group}", f"ended while sample {sample} runs")
                 self._remove(request)
-            self.epochs.pop(request, None)
 
     def _remove(self, request: RequestId) -> None:
         place = self.places.pop(request, None)
         if place is None:
             return
-        for name, counted in ((place.instance, not place.parked), (place.dest, True)):
-            instance = self.instances.get(name) if name is not None else None
-            if instance is not None:
-                instance.requests.pop(request, None)
-                instance.busy[place.version] -= counted
+        for name in (place.instance, place.dest):
+            if name in self.instances:
+                self.instances[name].requests.pop(request, None)
 
     # Checks.
 
@@ -313,6 +298,11 @@ class PlaceAudit:
             instance is not None, VERSIONS, name, f"is to {what}, and there is no such instance"
         )
         return instance
+
+    def _running(self, name: InstanceId) -> list[tuple[RequestId, Place]]:
+        """What runs there, leaves or arrives; what is parked there only keeps its KV."""
+        placed = self.instances[name].requests.items()
+        return [(r, place) for r, place in placed if not (place.parked and place.instance == name)]
 
     def _placed(self, request: RequestId, epoch: int, where: InstanceId) -> Place | None:
         place = self.places.get(request)
@@ -351,7 +341,7 @@ class PlaceAudit:
         self.check(instance.awake, VERSIONS, name, f"group {group} is sent to it while it sleeps")
 
     def _check_slots(self, name: InstanceId, instance: InstanceRecord) -> None:
-        load = sum(instance.busy.values())
+        load = len(self._running(name))
         self.check(
             load <= instance.slots_max,
             VERSIONS,

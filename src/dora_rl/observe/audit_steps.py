@@ -19,8 +19,9 @@ from dora_rl.observe.audit_books import (
     LOG,
     VERSIONS,
     Books,
+    Checker,
+    Findings,
     GroupRecord,
-    Notebook,
 )
 from dora_rl.observe.audit_groups import gave_up
 from dora_rl.types import GroupId, Mode, StepIndex
@@ -28,12 +29,11 @@ from dora_rl.types import GroupId, Mode, StepIndex
 _FIXED_STALENESS = {Mode.SYNC: 0, Mode.ONE_STEP_OFF: 1, Mode.REPLICATION: 0}
 
 
-class StepAudit:
+class StepAudit(Checker):
     """Each step trains exactly B groups, once and in order, none of them too old."""
 
-    def __init__(self, books: Books, notes: Notebook) -> None:
-        self.books, self.notes = books, notes
-        self.add, self.check = notes.add, notes.check
+    def __init__(self, books: Books, findings: Findings) -> None:
+        super().__init__(books, findings)
         self.trainer = False
         self.fed: dict[GroupId, int] = {}  # of the learner's step, since the learner joined
         self.ahead: dict[GroupId, int] = {}  # of the step after it
@@ -43,7 +43,6 @@ class StepAudit:
         self.close_sent = False
         self.checksums: dict[StepIndex, str] = {}
         self.batch_sizes: list[int] = []
-        self.live_versions_max = 1
 
     def on_started(self, event: ev.Started | ev.Resumed) -> None:
         old, new = self.books.params, event.params
@@ -51,7 +50,7 @@ class StepAudit:
             not isinstance(event, ev.Resumed)
             or (old.mode, old.group_size) == (new.mode, new.group_size),
             LOG,
-            f"entry {self.notes.entry}",
+            f"entry {self.findings.entry}",
             f"resumed as {new.mode} with groups of {new.group_size}; the run is {old.mode} "
             f"with groups of {old.group_size}",
         )
@@ -63,14 +62,11 @@ class StepAudit:
         self._end_durable()
 
     def on_in_force(self, action: act.InForce) -> None:
-        books = self.books
-        params = books.params
-        staleness = _FIXED_STALENESS.get(params.mode, params.max_staleness)
-        wanted = (staleness, params.batch_groups)
+        books, wanted = self.books, self._asked_for()
         given = (action.max_staleness, action.batch_groups)
-        old = books.in_force[-1] if books.in_force else None
+        before = {(old.max_staleness, old.batch_groups) for old in books.in_force[-1:]}
         self.check(
-            given == wanted or (old is not None and given == (old.max_staleness, old.batch_groups)),
+            given in {wanted} | before,
             C3,
             f"step {action.step}",
             f"K, B = {given} in force, {wanted} were asked",
@@ -81,11 +77,16 @@ class StepAudit:
             f"step {action.step}",
             f"K, B set while {books.filling} is filled",
         )
-        if old is not None and given != (old.max_staleness, old.batch_groups):
+        if before - {given}:
             for record in books.live.values():  # what was fed already is cut into updates anew
                 record.update = None if record.step == action.step else record.update
         books.in_force.append(action)
         books.dirty = True
+
+    def _asked_for(self) -> tuple[int, int]:
+        """K and B, by the parameters of the run."""
+        params = self.books.params
+        return _FIXED_STALENESS.get(params.mode, params.max_staleness), params.batch_groups
 
     def on_feed(self, action: act.Feed) -> None:
         books = self.books
@@ -124,11 +125,10 @@ class StepAudit:
             books.taken += action.step == books.filling
             books.dirty = True
         elif record.update not in (None, action.update):
-            text = f"fed to update {record.update}, then to update {action.update}"
-            self.add(BATCH, name, text)
+            self.add(BATCH, name, f"fed to update {record.update}, then to update {action.update}")
         record.update = action.update
         fed[action.group] = action.update
-        books.fed_samples[action.group] = action.samples
+        record.fed = action.samples
 
     def _check_samples(self, name: str, record: GroupRecord, action: act.Feed) -> None:
         scored = [s for s, sample in enumerate(record.samples) if sample.reward is not None]
@@ -250,10 +250,10 @@ class StepAudit:
             books.weights.pop(step + 1, None)
             self.batch_sizes.pop()
         books.committed, books.filling, books.taken = version, version + 1, 0
-        books.lineage += 1
+        books.figures.num_rewound += 1
         books.dirty = True
 
-    def on_trainer_joined(self, event: ev.TrainerJoined) -> None:
+    def on_trainer_joined(self, event: ev.LearnerJoined) -> None:
         books = self.books
         self.trainer, self.is_resuming = True, False
         books.on_disk = max(books.on_disk, event.durable)
@@ -304,27 +304,21 @@ class StepAudit:
             self.add(C2, f"group {group}", f"in the batch of step {step}, did not end")
         books.expected.clear()
         if not books.in_force:
-            self.add(C3, f"entry {self.notes.entry}", "no K and B are in force")
-            params = books.params
-            staleness = _FIXED_STALENESS.get(params.mode, params.max_staleness)
-            books.in_force.append(act.InForce(0, staleness, params.batch_groups))
+            self.add(C3, f"entry {self.findings.entry}", "no K and B are in force")
+            books.in_force.append(act.InForce(0, *self._asked_for()))
         if not books.dirty:
             return
         books.dirty = False
         self.check(
-            books.num_issued == len(books.live) + sum(books.tally.ends.values()),
+            books.figures.groups_issued == len(books.live) + len(books.ended),
             CONSERVATION,
             "groups",
             "issued is not outstanding plus ended",
         )
-        self.live_versions_max = max(self.live_versions_max, self.num_live_versions)
+        older = sum(1 for v, n in books.unended.items() if n and v != books.committed)
+        books.figures.live_versions_max = max(books.figures.live_versions_max, older + 1)
         if books.params.mode is not Mode.REPLICATION:
             self._check_bound()
-
-    @property
-    def num_live_versions(self) -> int:
-        older = sum(1 for v, n in self.books.unended.items() if n and v != self.books.committed)
-        return older + 1
 
     def _check_bound(self) -> None:
         """u(<= w) <= f + B * (d(w) - s) for every version w >= s - K."""

@@ -100,10 +100,10 @@ class FileLog:
     def __init__(
         self, folder: Path, *, entries_per_segment: int = 20_000, fsync_s: float = 1.0
     ) -> None:
-        self._folder = folder
+        self.folder = folder
         self._entries_per_segment = entries_per_segment
         self._fsync_s = fsync_s
-        self._number = 0
+        self.number = 0  # of the next entry
         self._in_segment = 0
         self._digest = ""  # of the last line written
         self._file: AppendLog | None = None
@@ -124,7 +124,7 @@ class FileLog:
         """The log ready to append, and the state after its last entry."""
         state, number, path, size = recover(folder)
         log = cls(folder, **options)
-        log._number = number
+        log.number = number
         log._in_segment = number - int(path.stem)
         log._file = AppendLog(path, size=size)  # a torn last line goes
         with path.open("rb") as file:
@@ -132,18 +132,9 @@ class FileLog:
             log._digest = digest_in(file.read())
         return log, state
 
-    @property
-    def folder(self) -> Path:
-        return self._folder
-
-    @property
-    def number(self) -> int:
-        """Of the next entry."""
-        return self._number
-
     def append(self, now: float, event: Event, actions: Sequence[Action]) -> None:
-        self._write(_entry_body(Entry(self._number, now, event, list(actions))))
-        self._number += 1
+        self._write(_entry_body(Entry(self.number, now, event, list(actions))))
+        self.number += 1
         self._in_segment += 1
         assert self._file is not None
         if self._file.unsynced_s() >= self._fsync_s or isinstance(event, SYNCED):
@@ -155,8 +146,8 @@ class FileLog:
     def snapshot(self, now: float, state: State) -> None:
         """Begin a new segment with the state as it is now."""
         self.close()
-        self._open(self._number)
-        self._write(_snapshot_body(self._number, now, state))
+        self._open(self.number)
+        self._write(_snapshot_body(self.number, now, state))
         self.sync()
 
     def sync(self) -> None:
@@ -171,7 +162,7 @@ class FileLog:
             self._file = None
 
     def _open(self, number: int) -> None:
-        self._file = AppendLog(self._folder / f"{number:012d}.jsonl", new=True)
+        self._file = AppendLog(self.folder / f"{number:012d}.jsonl", new=True)
         self._in_segment = 0
 
     def _write(self, body: bytes) -> None:
@@ -366,11 +357,11 @@ def replay(records: Iterable[Entry | Snapshot]) -> ReplayResult:
     for record in records:
         if isinstance(record, Snapshot):
             num_snapshots += 1
-            written = record.restore()
-            if state is not None and encode(State, state) != encode(State, written):
+            if state is None:
+                state = record.restore()
+            elif encode(State, state) != encode(State, record.restore()):
                 text = f"the snapshot before entry {record.number} is another state"
                 return ReplayResult(num_entries, num_snapshots, text)
-            state = state if state is not None else written
             continue
         state = state if state is not None else initial_of(record)
         actions = step(state, record.event, record.now)

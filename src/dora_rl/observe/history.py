@@ -8,8 +8,7 @@ bytes per sample.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,23 @@ from numpy.typing import NDArray
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
 from dora_rl.core.params import Params
-from dora_rl.observe.columns import Columns, Growing, LogTail, Rare, Table, read_columns
-from dora_rl.observe.placements import KEEP, Placements, Rows, Why
+from dora_rl.observe.columns import Columns, Growing, LogTail, Table, joined_tables, rows_of
+from dora_rl.observe.measures import smoothed_rates
+from dora_rl.observe.placements import KEEP, ROW, Placements, Why
 from dora_rl.types import Finish, StepIndex
+
+ENDS = tuple(act.End)  # the code of an end is its place here
+FINISHES = tuple(Finish)
+_WHY = {
+    ev.SampleFinished: Why.FINISHED,
+    ev.Moved: Why.MOVED,
+    act.Park: Why.PARKED,
+    act.Unpark: Why.UNPARKED,
+    act.Reversion: Why.REVERSED,
+    ev.SampleFailed: Why.FAILED,
+    act.Abort: Why.ABORTED,
+}
+_LOSSES = (ev.InstanceLost, act.Restart, ev.Resumed)
 
 
 @dataclass(slots=True)
@@ -102,7 +115,9 @@ class History:
         self.committed = 0
         self.num_entries = 0
         self.now_s = 0.0  # of the last entry
-        self._offsets: list[tuple[int, float]] = []
+        self.began_at = np.nan  # what the controller's clock showed at the first entry
+        self._offset = np.nan  # from the controller's clock to ours
+        self._lives: dict[str, int] = {}
         self._loading: dict[tuple[int, int], LoadRecord] = {}
         self._sleeping: dict[int, float] = {}
 
@@ -110,56 +125,87 @@ class History:
         """The number of an instance."""
         return self.names.setdefault(name, len(self.names))
 
-    def slot(self, group: int, sample: int) -> int:
+    def slot(self, group: Any, sample: Any) -> Any:
+        """Numbers or arrays of them."""
         return group * self.params.group_size + sample
 
     def step(self, step: StepIndex) -> StepRecord:
         return self.steps.setdefault(step, StepRecord())
 
+    def trained(self) -> NDArray[np.bool_]:
+        """Which groups were trained."""
+        return self.groups["end"] == ENDS.index(act.End.TRAINED)
+
     def add(self, chunk: Columns) -> None:
         """The next whole lines of the log."""
         if not chunk.num_lines:
             return
-        self._set_clock(chunk)
         for rare in chunk.rare:
             if type(rare.value) in (ev.Started, ev.Resumed):
                 self.params = rare.value.params
-        add_groups(self, chunk)
-        add_samples(self, chunk)
-        add_moves(self, chunk)
-        for stays, lost in stays_of(self, chunk):
-            self.placements.add(stays)
-            if lost is not None:
-                self.placements.lose(*lost)
-        at, now = (np.array([getattr(r, name) for r in chunk.rare]) for name in ("at", "now"))
-        times = self.seconds({"at": at, "now": now}).tolist()
-        for rare, now_s in zip(chunk.rare, times, strict=True):
-            self._see(rare.value, now_s)
-        self.num_entries += chunk.num_lines
-        self.now_s = chunk.now_last + self._offsets[-1][1]
-        self._offsets = [(-1, self._offsets[-1][1])]
-
-    # -- time -------------------------------------------------------------------------------------
-
-    def _set_clock(self, chunk: Columns) -> None:
-        """After a resume the controller's clock may be another one; ours goes on without a gap."""
-        if not self._offsets:
-            self._offsets = [(-1, -chunk.now_first)]
+        seconds = self._seconds(chunk)
+        tables = {
+            kind: self._resolved(table, seconds, chunk.texts)
+            for kind, table in chunk.tables.items()
+        }
+        add_groups(self, tables, chunk.texts)
+        add_samples(self, tables, chunk.texts)
+        self._add_stays(chunk, tables, seconds)
         for rare in chunk.rare:
-            if type(rare.value) is ev.Resumed:
-                last_s = rare.before + self._offsets[-1][1]
-                last_s = self.now_s if np.isnan(rare.before) else last_s
-                self._offsets.append((rare.at, last_s - rare.now))
+            self._see(rare.value, float(seconds[rare.at]))
+        self.num_entries += chunk.num_lines
 
-    def seconds_at(self, at: int, now: float) -> float:
-        return now + next(offset for place, offset in reversed(self._offsets) if place <= at)
+    # -- time, instances and requests -------------------------------------------------------------
 
-    def seconds(self, table: Table) -> NDArray[np.float64]:
-        """When the rows of a table happened."""
-        if len(self._offsets) == 1:
-            return table["now"] + self._offsets[0][1]
-        places, offsets = (np.array(part) for part in zip(*self._offsets, strict=True))
-        return table["now"] + offsets[np.searchsorted(places, table["at"], "right") - 1]
+    def _seconds(self, chunk: Columns) -> NDArray[np.float64]:
+        """When everything in a chunk happened, by our clock. After a resume the controller's clock
+        may be another one; ours goes on without a gap."""
+        if np.isnan(self._offset):
+            self.began_at = float(chunk.times[0])
+            self._offset = -self.began_at
+        seconds = chunk.times + self._offset
+        for at, value in chunk.rare:
+            if type(value) is ev.Resumed:
+                before = float(seconds[at - 1]) if at else self.now_s
+                self._offset = before - float(chunk.times[at])
+                seconds[at:] = chunk.times[at:] + self._offset
+        self.now_s = float(seconds[-1])
+        return seconds
+
+    def _resolved(self, table: Table, seconds: NDArray[np.float64], texts: list[str]) -> Table:
+        """A table of a chunk with our times and slots, and numbers where it has names."""
+        found = table | {"now": seconds[table["at"]]}
+        if "sample" in table:
+            found["slot"] = self.slot(table["group"], table["sample"])
+        for name in ("instance", "src", "dst"):
+            if name in table:
+                found[name] = _numbers(table[name], texts, self.instance)
+        return found
+
+    def curves(self) -> dict[str, NDArray[np.float64]]:
+        """Over steps, from the log alone; nan where a step has no time yet."""
+        groups, trained = self.groups, self.trained()
+        step = groups["step"][trained]
+        num = max(self.committed, int(step.max(initial=-1)) + 1)
+
+        def summed(values: NDArray[Any]) -> NDArray[np.float64]:
+            return np.bincount(step, values, num).astype(np.float64)
+
+        stale = (step - groups["version"][trained]).astype(np.int64)
+        most = np.zeros(num)
+        np.maximum.at(most, step, stale)
+        tokens, samples = (summed(groups[name][trained]) for name in ("tokens", "scored"))
+        done = np.array([self.steps.get(s, StepRecord()).committed_s for s in range(num)])
+        took = np.diff(done, prepend=np.nanmin(groups["issued_s"], initial=np.inf))
+        rates = smoothed_rates(tokens.tolist(), took.tolist())
+        return {
+            "reward/mean": summed(groups["reward_sum"][trained]) / np.maximum(1, samples),
+            "staleness/mean": summed(stale) / np.maximum(1, np.bincount(step, minlength=num)),
+            "staleness/max": most,
+            "response_length/mean": tokens / np.maximum(1, samples),
+            "time/step": took,
+            "perf/tokens_per_s": np.array(rates, np.float64),
+        }
 
     def or_now(self, seconds: float) -> float:
         """The time of the last entry, for what has not happened yet."""
@@ -171,6 +217,47 @@ class History:
         for wait in self.waits:
             place = int(np.searchsorted(fed, wait.begin_s, "right"))
             yield wait, float(fed[place]) if place < len(fed) else self.now_s
+
+    # -- where requests are -----------------------------------------------------------------------
+
+    def _add_stays(
+        self, chunk: Columns, tables: dict[type, Table], seconds: NDArray[np.float64]
+    ) -> None:
+        """In stretches: a lost instance ends every stay on it."""
+        rows, begin = self._stay_rows(chunk, tables, seconds), 0
+        for at, value in chunk.rare:
+            if type(value) in _LOSSES or self._begins_new_life(value):
+                self.placements.add(rows_of(rows, (rows["at"] >= begin) & (rows["at"] < at)))
+                name = getattr(value, "instance", None)
+                lost = None if name is None else self.instance(name)
+                self.placements.lose(lost, float(seconds[at]))
+                begin = at
+        self.placements.add(rows_of(rows, rows["at"] >= begin) if begin else rows)
+
+    def _begins_new_life(self, value: Any) -> bool:
+        """An instance that comes back begins with nothing, also where nobody saw it go."""
+        if not isinstance(value, ev.InstanceJoined):
+            return False
+        before, self._lives[value.instance] = self._lives.get(value.instance), value.life
+        return before is not None and before != value.life
+
+    def _stay_rows(
+        self, chunk: Columns, tables: dict[type, Table], seconds: NDArray[np.float64]
+    ) -> Table:
+        few = [
+            (at, float(seconds[at]), self.slot(*value.request), self.instance(value.instance),
+             getattr(value, "version", KEEP), _WHY[type(value)])
+            for at, value in chunk.rare if type(value) in _WHY
+        ]  # fmt: skip
+        found = np.array(few, ROW)
+        parts = [{name: found[name] for name, _ in ROW}]
+        for kind, why in ((act.Dispatch, Why.DISPATCHED), *_WHY.items()):
+            if kind in tables:
+                table = tables[kind]
+                version, reason = np.full_like(table["at"], KEEP), np.full_like(table["at"], why)
+                rest = {"instance": table["dst"]} if kind is ev.Moved else {}
+                parts.append({"version": version, "why": reason} | table | rest)
+        return joined_tables(parts)
 
     # -- what is rare -----------------------------------------------------------------------------
 
@@ -232,7 +319,7 @@ class History:
                 self._wake(self.instance(name), now_s)
                 for key in [key for key in self._loading if key[0] == self.instance(name)]:
                     self._loading.pop(key).end_s = now_s
-            case ev.TrainerLost() | act.RestartTrainer():
+            case ev.LearnerLost() | act.RestartLearner():
                 kind, name = "trainer lost", "learner"
             case act.OptimizerRewound():
                 kind, name = "optimizer rewound", "learner"
@@ -254,76 +341,76 @@ class History:
 def read_history(folder: Path) -> History:
     """The history of a whole log."""
     history = History()
-    for read in read_columns(LogTail(folder)):
+    for read in LogTail(folder).columns():
         history.add(read)
     return history
 
 
 # -- what is frequent: whole tables at a time, never row by row ------------------------------------
-# Each function puts one chunk of columns into the tables of a `History`. Late or repeated messages
+# Each function puts the tables of a chunk into those of a `History`. Late or repeated messages
 # (of an instance that was given up, say) change nothing that is there.
 
 
-ENDS = tuple(act.End)  # the code of an end is its place here
-FINISHES = tuple(Finish)
-_PLACES = {
-    act.Unpark: Why.UNPARKED,
-    act.Reversion: Why.REVERSED,
-    ev.SampleFailed: Why.FAILED,
-    act.Abort: Why.ABORTED,
-}
-_LOSSES = (ev.InstanceLost, act.Restart, ev.Resumed)
+def _numbers(
+    codes: NDArray[Any], texts: list[str], number_of: Callable[[str], int]
+) -> NDArray[np.int64]:
+    """What the texts of a column stand for; each is asked for once."""
+    table = np.full(len(texts) + 1, -1)
+    for code in np.flatnonzero(np.bincount(codes)).tolist():
+        table[code] = number_of(texts[code])
+    return table[codes]
 
 
-def _codes(texts: list[str], words: tuple[str, ...]) -> NDArray[Any]:
-    """For each text its place among `words`, -1 if it is none of them."""
-    return np.array([words.index(text) if text in words else -1 for text in texts] or [-1])
-
-
-def add_groups(history: History, chunk: Columns) -> None:
-    issued, groups = chunk.tables[act.IssueGroup], history.groups
-    if len(issued["at"]):
-        groups.reach(int(issued["group"].max()) + 1)
-        history.samples.reach(len(groups) * history.params.group_size)
-        at = issued["group"]
-        groups["version"][at], groups["prompt"][at] = issued["version"], issued["prompt"]
-        groups["issued_s"][at] = history.seconds(issued)
-    fed = chunk.tables[act.Feed]
-    now = history.seconds(fed)
-    groups["fed_s"][fed["group"]], groups["fed_step"][fed["group"]] = now, fed["step"]
+def add_groups(history: History, tables: dict[type, Table], texts: list[str]) -> None:
+    groups = history.groups
+    issued, fed, ended = (tables[kind] for kind in (act.IssueGroup, act.Feed, act.EndGroup))
+    at = issued["group"]
+    groups.reach(int(at.max(initial=-1)) + 1)
+    history.samples.reach(len(groups) * history.params.group_size)
+    groups["version"][at], groups["prompt"][at] = issued["version"], issued["prompt"]
+    groups["issued_s"][at] = issued["now"]
+    groups["fed_s"][fed["group"]], groups["fed_step"][fed["group"]] = fed["now"], fed["step"]
     steps, first = np.unique(fed["step"], return_index=True)
-    for step, now_s in zip(steps.tolist(), now[first].tolist(), strict=True):
+    for step, now_s in zip(steps.tolist(), fed["now"][first].tolist(), strict=True):
         record = history.step(step)
         record.fed_s = now_s if np.isnan(record.fed_s) else record.fed_s
-    ended = chunk.tables[act.EndGroup]
     at = ended["group"]
-    groups["ended_s"][at], groups["step"][at] = history.seconds(ended), ended["step"]
-    groups["end"][at] = _codes(chunk.texts, ENDS)[ended["end"]]
-    told = np.array([bool(text) for text in chunk.texts] or [False])[ended["reason"]]
-    for group, code in zip(at[told].tolist(), ended["reason"][told].tolist(), strict=True):
-        history.reasons[group] = chunk.texts[code]
+    groups["ended_s"][at], groups["step"][at] = ended["now"], ended["step"]
+    groups["end"][at] = _numbers(ended["end"], texts, lambda text: _place(text, ENDS))
+    for group, code in zip(at.tolist(), ended["reason"].tolist(), strict=True):
+        if texts[code]:
+            history.reasons[group] = texts[code]
 
 
-def add_samples(history: History, chunk: Columns) -> None:
+def _place(text: str, words: tuple[str, ...]) -> int:
+    """-1 for a word that another release wrote."""
+    return words.index(text) if text in words else -1
+
+
+def add_samples(history: History, tables: dict[type, Table], texts: list[str]) -> None:
     groups, samples = history.groups, history.samples
-    done, slots = _with_slots(history, chunk.tables[ev.SampleFinished])
+    done = _last_of_each(history, tables[ev.SampleFinished])
+    slots, mixed = done["slot"], done["segments"] > 1
     new = samples["tokens"][slots] < 0
     samples["tokens"][slots] = done["num_tokens"]
-    samples["finish"][slots] = _codes(chunk.texts, FINISHES)[done["finish"]]
-    samples["finished_s"][slots] = history.seconds(done)
-    samples["instance"][slots] = _instances(history, chunk, done["instance"])
-    samples["mixed"][slots] = done["segments"] > 1
+    samples["finish"][slots] = _numbers(done["finish"], texts, lambda text: _place(text, FINISHES))
+    samples["finished_s"][slots], samples["instance"][slots] = done["now"], done["instance"]
+    samples["mixed"][slots] = mixed
     at = done["group"][new]
     _count(groups, "finished", at)
-    _count(groups, "mixed", at, done["segments"][new] > 1)
+    _count(groups, "mixed", at, mixed[new])
     _count(groups, "tokens", at, done["num_tokens"][new])
-    scored, slots = _with_slots(history, chunk.tables[ev.Scored])
-    good = np.isnan(samples["reward"][slots]) & np.isfinite(scored["reward"])
-    at = scored["group"][good]
-    samples["reward"][slots[good]] = scored["reward"][good]
+    scored = _last_of_each(history, tables[ev.Scored])
+    slots = scored["slot"]
+    scored = rows_of(scored, np.isnan(samples["reward"][slots]) & np.isfinite(scored["reward"]))
+    at = scored["group"]
+    samples["reward"][scored["slot"]] = scored["reward"]
     _count(groups, "scored", at)
-    _count(groups, "reward_sum", at, scored["reward"][good])
-    groups["ready_s"][at] = history.seconds(scored)[good]  # the last of a group stays
+    _count(groups, "reward_sum", at, scored["reward"])
+    groups["ready_s"][at] = scored["now"]  # the last of a group stays
+    moved = tables[ev.Moved]
+    _count(groups, "moves", moved["group"])
+    history.moves.extend(moved)
 
 
 def _count(groups: Growing, name: str, at: NDArray[Any], by: NDArray[Any] | None = None) -> None:
@@ -335,16 +422,14 @@ def _count(groups: Growing, name: str, at: NDArray[Any], by: NDArray[Any] | None
         column += sums.astype(column.dtype)
 
 
-def _with_slots(history: History, table: Table) -> tuple[Table, NDArray[Any]]:
-    """The last row of every request, in the order of the log, and the requests' slots."""
-    slots = table["group"] * history.params.group_size + table["sample"]
+def _last_of_each(history: History, table: Table) -> Table:
+    """The last row of every request that is known, in the order of the log."""
+    slots = table["slot"]
     keep = np.flatnonzero(slots < len(history.samples))
     if repeats(slots):  # a late or repeated message
         _, last = np.unique(slots[::-1], return_index=True)
         keep = np.intersect1d(keep, len(slots) - 1 - last)
-    if len(keep) < len(slots):
-        table, slots = {name: column[keep] for name, column in table.items()}, slots[keep]
-    return table, slots
+    return rows_of(table, keep) if len(keep) < len(slots) else table
 
 
 def repeats(slots: NDArray[Any]) -> bool:
@@ -353,90 +438,3 @@ def repeats(slots: NDArray[Any]) -> bool:
         return bool((np.bincount(slots - slots.min()) > 1).any())
     ordered = np.sort(slots)
     return bool((ordered[1:] == ordered[:-1]).any())
-
-
-def add_moves(history: History, chunk: Columns) -> None:
-    moved = chunk.tables[ev.Moved]
-    _count(history.groups, "moves", moved["group"])
-    history.moves.extend(
-        {
-            "now": history.seconds(moved),
-            "slot": moved["group"] * history.params.group_size + moved["sample"],
-            "src": _instances(history, chunk, moved["src"]),
-            "dst": _instances(history, chunk, moved["dst"]),
-            "num_bytes": moved["num_bytes"],
-            "num_tokens": moved["num_tokens"],
-        }
-    )
-
-
-def _instances(history: History, chunk: Columns, codes: NDArray[Any]) -> NDArray[Any]:
-    table = np.full(len(chunk.texts) + 1, -1)
-    for code in np.flatnonzero(np.bincount(codes)).tolist():
-        table[code] = history.instance(chunk.texts[code])
-    return table[codes]
-
-
-def stays_of(
-    history: History, chunk: Columns
-) -> Iterator[tuple[Rows, tuple[int | None, float] | None]]:
-    """Placement rows in stretches; after each, the instance that was lost there (None: all)."""
-    parts = [
-        _dispatched(history, chunk),
-        _plain_rows(history, chunk, ev.SampleFinished, "instance", Why.FINISHED),
-        _plain_rows(history, chunk, ev.Moved, "dst", Why.MOVED),
-        _plain_rows(history, chunk, act.Park, "instance", Why.PARKED),
-    ]
-    few = [_one(history, rare) for rare in chunk.rare if type(rare.value) in _PLACES]
-    if few:
-        parts.append(Rows(*(np.array(column) for column in zip(*few, strict=True))))
-    rows = Rows.join(parts)
-    begin = -1
-    for rare in chunk.rare:
-        if type(rare.value) in _LOSSES:
-            here = (rows.at > begin) & (rows.at < rare.at)
-            name = getattr(rare.value, "instance", None)
-            lost = history.instance(name) if name is not None else None
-            yield rows.at_places(here), (lost, history.seconds_at(rare.at, rare.now))
-            begin = rare.at
-    yield rows.at_places(rows.at > begin) if begin >= 0 else rows, None
-
-
-def _dispatched(history: History, chunk: Columns) -> Rows:
-    table = chunk.tables[act.Dispatch]
-    codes = table["samples"]
-    used = np.flatnonzero(np.bincount(codes))
-    lists = [np.array(json.loads(f"[{chunk.texts[code]}]"), np.int64) for code in used]
-    size_of, begin_of = np.zeros((2, len(chunk.texts) + 1), np.int64)
-    size_of[used] = [len(one) for one in lists]
-    begin_of[used] = np.cumsum(size_of[used]) - size_of[used]
-    sizes = size_of[codes]
-    which = np.repeat(np.arange(len(codes)), sizes)
-    within = np.arange(len(which)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-    samples = np.concatenate([*lists, np.zeros(0, np.int64)])[begin_of[codes][which] + within]
-    slot = table["group"][which] * history.params.group_size + samples
-    instance = _instances(history, chunk, table["instance"])[which]
-    now = history.seconds(table)[which]
-    why = np.full(len(which), Why.DISPATCHED)
-    return Rows(table["at"][which], now, slot, instance, table["version"][which], why)
-
-
-def _plain_rows(history: History, chunk: Columns, kind: type, where: str, why: Why) -> Rows:
-    table = chunk.tables[kind]
-    slot = table["group"] * history.params.group_size + table["sample"]
-    instance = _instances(history, chunk, table[where])
-    keep, reason = np.full(len(slot), KEEP), np.full(len(slot), why)
-    return Rows(table["at"], history.seconds(table), slot, instance, keep, reason)
-
-
-def _one(history: History, rare: Rare) -> tuple[float, ...]:
-    """The columns of `Rows` for an event that is rare."""
-    value = rare.value
-    return (
-        rare.at,
-        history.seconds_at(rare.at, rare.now),
-        history.slot(*value.request),
-        history.instance(value.instance),
-        getattr(value, "version", KEEP),
-        int(_PLACES[type(value)]),
-    )

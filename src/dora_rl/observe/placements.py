@@ -9,14 +9,13 @@ Invariant: the stays of one request do not overlap.
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dora_rl.observe.columns import Growing
+from dora_rl.observe.columns import Growing, Table, rows_of
 
 
 class Why(IntEnum):
@@ -37,24 +36,15 @@ ENDS = Why.FINISHED  # from here on a row ends a stay
 KEEP = -1  # version of a row that does not change it
 
 
-@dataclass(slots=True)
-class Rows:
-    """Placement rows of a chunk. `slot` names the request; `at` orders rows."""
-
-    at: NDArray[Any]
-    now: NDArray[Any]
-    slot: NDArray[Any]
-    instance: NDArray[Any]
-    version: NDArray[Any]
-    why: NDArray[Any]
-
-    @classmethod
-    def join(cls, parts: list[Rows]) -> Rows:
-        names = cls.__slots__
-        return cls(*(np.concatenate([getattr(p, name) for p in parts]) for name in names))
-
-    def at_places(self, chosen: NDArray[Any]) -> Rows:
-        return Rows(*(getattr(self, name)[chosen] for name in Rows.__slots__))
+# The columns of placement rows: `slot` names the request, `at` orders rows.
+ROW = [
+    ("at", "i8"),
+    ("now", "f8"),
+    ("slot", "i8"),
+    ("instance", "i8"),
+    ("version", "i8"),
+    ("why", "i8"),
+]
 
 
 class Placements:
@@ -69,69 +59,60 @@ class Placements:
             begin=("f8", 0), instance=("i4", -1), version=("i4", KEEP), began=("i1", 0)
         )
 
-    def add(self, rows: Rows) -> None:
+    def add(self, rows: Table) -> None:
         """Rows of one stretch of the log in which no instance was lost."""
-        if not len(rows.at):
+        self.open.reach(int(rows["slot"].max(initial=-1)) + 1)
+        by_request = rows["slot"] * (int(rows["at"].max(initial=0)) + 1) + rows["at"]
+        rows = self._without_strays(rows_of(rows, np.argsort(by_request)))
+        slot, now, why = rows["slot"], rows["now"], rows["why"]
+        if not len(slot):
             return
-        self.open.reach(int(rows.slot.max()) + 1)
-        rows = rows.at_places(np.argsort(rows.slot * (int(rows.at.max()) + 1) + rows.at))
-        rows = self._without_strays(rows)
-        if not len(rows.at):
-            return
-        first = np.concatenate([[True], rows.slot[1:] != rows.slot[:-1]])
-        last = np.concatenate([first[1:], [True]])
+        first = _first_of_each(slot)
+        last = np.append(first[1:], True)
         version = self._versions(rows, first)
-        begins = rows.why < ENDS
-        there = first & (self.open["instance"][rows.slot] >= 0)
-        self._close(rows.slot[there], rows.now[there], rows.why[there])
+        begins = why < ENDS
+        there = first & (self.open["instance"][slot] >= 0)
+        self._close(slot[there], now[there], why[there])
+        stays = {"begin": now, "slot": slot, "instance": rows["instance"], "version": version,
+                 "began": why}  # fmt: skip
         here = np.flatnonzero(begins & ~last)
-        after = here + 1
-        self.spans.extend(
-            {
-                "begin": rows.now[here], "end": rows.now[after], "slot": rows.slot[here],
-                "instance": rows.instance[here], "version": version[here],
-                "began": rows.why[here], "ended": rows.why[after],
-            }
-        )  # fmt: skip
-        stay, here = self.open, last & begins  # what is still open
-        stay["version"][rows.slot[last]] = version[last]
-        slots = rows.slot[here]
-        stay["begin"][slots] = rows.now[here]
-        stay["instance"][slots] = rows.instance[here]
-        stay["began"][slots] = rows.why[here]
+        ends = {"end": now[here + 1], "ended": why[here + 1]}
+        self.spans.extend(rows_of(stays, here) | ends)
+        self.open["version"][slot[last]] = version[last]
+        here = last & begins  # what is still open
+        for name in ("begin", "instance", "began"):
+            self.open[name][slot[here]] = stays[name][here]
 
-    def _without_strays(self, rows: Rows) -> Rows:
+    def _without_strays(self, rows: Table) -> Table:
         """Drop ends that come from an instance where the request no longer is (late messages)."""
-        while len(rows.at):
-            first = np.concatenate([[True], rows.slot[1:] != rows.slot[:-1]])
-            before = np.concatenate([[-1], rows.instance[:-1]])
-            closed = np.concatenate([[True], rows.why[:-1] >= ENDS])
-            before = np.where(first, self.open["instance"][rows.slot], np.where(closed, -1, before))
-            stray = (rows.why >= ENDS) & (before != rows.instance)
+        while True:
+            slot, instance, ends = rows["slot"], rows["instance"], rows["why"] >= ENDS
+            before = np.append(-1, np.where(ends, -1, instance))[:-1]
+            before = np.where(_first_of_each(slot), self.open["instance"][slot], before)
+            stray = ends & (before != instance)
             if not stray.any():
-                break
-            rows = rows.at_places(~stray)
-        return rows
+                return rows
+            rows = rows_of(rows, ~stray)
 
-    def _versions(self, rows: Rows, first: NDArray[Any]) -> NDArray[Any]:
+    def _versions(self, rows: Table, first: NDArray[Any]) -> NDArray[Any]:
         """The version of each row; one that keeps it takes the last one given."""
-        given = np.where(
-            first & (rows.version == KEEP), self.open["version"][rows.slot], rows.version
-        )
+        slot, version = rows["slot"], rows["version"]
+        given = np.where(first & (version == KEEP), self.open["version"][slot], version)
         known = np.where((given != KEEP) | first, np.arange(len(given)), 0)
         return given[np.maximum.accumulate(known)]
 
     def _close(self, slots: NDArray[Any], now: Any, why: Any) -> None:
-        stay = self.open
-        self.spans.extend(
-            {
-                "begin": stay["begin"][slots], "end": np.broadcast_to(now, slots.shape),
-                "slot": slots, "instance": stay["instance"][slots],
-                "version": stay["version"][slots], "began": stay["began"][slots],
-                "ended": np.broadcast_to(why, slots.shape),
-            }
-        )  # fmt: skip
-        stay["instance"][slots] = -1
+        self.spans.extend(self._opened(slots, now, why))
+        self.open["instance"][slots] = -1
+
+    def _opened(self, slots: NDArray[Any], now: Any, why: Any) -> Table:
+        """Open stays, as spans that end now."""
+        spans = {name: self.open[name][slots] for name in ("begin", "instance", "version", "began")}
+        ends = {
+            "end": np.broadcast_to(now, slots.shape),
+            "ended": np.broadcast_to(why, slots.shape),
+        }
+        return spans | {"slot": slots} | ends
 
     def lose(self, instance: int | None, now: float) -> None:
         """An instance is gone (None: all of them), and with it every stay on it."""
@@ -139,14 +120,15 @@ class Placements:
         gone = places >= 0 if instance is None else places == instance
         self._close(np.flatnonzero(gone), now, int(Why.LOST))
 
-    def all_spans(self, now: float) -> dict[str, NDArray[Any]]:
+    def all_spans(self, now: float) -> Table:
         """Closed stays and, up to `now`, the open ones."""
-        slots = np.flatnonzero(self.open["instance"] >= 0)
-        opened = {
-            name: self.open[name][slots] for name in ("begin", "instance", "version", "began")
-        }
-        opened |= {"slot": slots, "end": np.full(len(slots), now), "ended": np.full(len(slots), -1)}
-        return {n: np.concatenate([self.spans[n], column]) for n, column in opened.items()}
+        opened = self._opened(np.flatnonzero(self.open["instance"] >= 0), now, -1)
+        return {name: np.append(self.spans[name], column) for name, column in opened.items()}
+
+
+def _first_of_each(slot: NDArray[Any]) -> NDArray[np.bool_]:
+    """Which rows are the first of their request."""
+    return np.append(True, slot[1:] != slot[:-1])[: len(slot)]
 
 
 # -- how much ran where ----------------------------------------------------------------------------

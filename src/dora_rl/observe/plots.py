@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from dora_rl.core.actions import End
-from dora_rl.observe.history import ENDS, History, read_history
+from dora_rl.observe.history import History, read_history
 from dora_rl.observe.placements import coverage
 from dora_rl.types import UserError
 
@@ -95,12 +94,8 @@ def _legend(axis: Any) -> None:
 def _curves(
     axes: Any, history: History, steps: list[dict[str, Any]], evaluations: list[dict[str, Any]]
 ) -> None:
-    groups = history.groups
-    trained = groups["end"] == ENDS.index(End.TRAINED)
-    step, num = groups["step"][trained], max(1, history.committed)
-    samples = np.maximum(1, np.bincount(step, groups["scored"][trained], num))
-    reward = np.bincount(step, groups["reward_sum"][trained], num) / samples
-    axes[0].plot(reward, color=_CURVES[0], linewidth=1.8, label="training")
+    curves = history.curves()
+    axes[0].plot(curves["reward/mean"], color=_CURVES[0], linewidth=1.8, label="training")
     names = [n for n in (evaluations[0] if evaluations else {}) if n.startswith("eval/")]
     names = [name for name in names if not any(word in name for word in _NOT_SCORES)]
     for place, name in enumerate(names[:5], start=1):
@@ -110,12 +105,8 @@ def _curves(
         axes[0].plot(xs, ys, "o--", color=colour, linewidth=1.1, markersize=3.5, label=label)
     _plain(axes[0], "reward, and evaluation by version")
     _legend(axes[0])
-    stale = step - groups["version"][trained]
-    most = np.zeros(num, np.int64)
-    np.maximum.at(most, step, stale)
-    mean = np.bincount(step, stale, num) / np.maximum(1, np.bincount(step, minlength=num))
-    axes[1].plot(mean, color=_CURVES[0], linewidth=1.8, label="mean")
-    axes[1].plot(most, ".", color=_CURVES[1], markersize=5, label="max")
+    axes[1].plot(curves["staleness/mean"], color=_CURVES[0], linewidth=1.8, label="mean")
+    axes[1].plot(curves["staleness/max"], ".", color=_CURVES[1], markersize=5, label="max")
     bound = history.params.max_staleness
     axes[1].axhline(bound, color=SOFT, linestyle=":", linewidth=1.2, label=f"bound {bound}")
     axes[1].set_ylim(-0.1, max(bound, 1) + 0.4)

@@ -1,17 +1,14 @@
 """The files of an event log, and processes on other cores that read many of them.
 
-Threads would only wait for each other at the interpreter's lock. One process is started; it loads
-what it needs (`columns`) and forks, so that loading happens once. This module itself is
-light: the readers are under way before the process that asked for them has loaded numpy.
+Threads would only wait for each other at the interpreter's lock. This module itself is light: the
+readers (`columns`) are under way before the process that asked for them has loaded numpy.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -20,8 +17,9 @@ from pathlib import Path
 READERS = 2
 MANY_BYTES = 64 << 20  # from here on processes are worth their start
 PIPE_BYTES = 1 << 20  # room for an answer, so that its reader can go on with the next segment
+_READER = "from dora_rl.observe.columns import main; main()"
 _ENVIRONMENT = {
-    "OPENBLAS_NUM_THREADS": "1",  # nothing to multiply; and a fork wants no threads
+    "OPENBLAS_NUM_THREADS": "1",  # nothing to multiply
     # Arrays of megabytes come and go with each segment. By default glibc hands such memory back
     # at once, and fetching it again, page by page, costs as much as the reading itself.
     "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
@@ -39,31 +37,25 @@ class SegmentReaders:
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self.paths = list(paths)
-        pipes = [os.pipe() for _ in range(min(READERS, len(self.paths)))]
-        self.streams = [os.fdopen(get, "rb") for get, _ in pipes]
-        ends = [put for _, put in pipes]
-        for put in ends:
+        self._processes = [
+            subprocess.Popen(
+                [sys.executable, "-c", _READER, *map(str, self.paths[n::READERS])],
+                stdout=subprocess.PIPE,
+                env=os.environ | _ENVIRONMENT,
+                start_new_session=True,  # Ctrl-C is for whoever started them
+            )
+            for n in range(min(READERS, len(self.paths)))
+        ]
+        self.streams = [p.stdout for p in self._processes if p.stdout is not None]
+        for stream in self.streams:
             with contextlib.suppress(AttributeError, OSError):  # not here, or not allowed
-                fcntl.fcntl(put, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "dora_rl.observe.columns", *map(str, ends)],
-            stdin=subprocess.PIPE,
-            pass_fds=ends,
-            env=os.environ | _ENVIRONMENT,
-            start_new_session=True,
-        )
-        for put in ends:
-            os.close(put)
-        assert self._process.stdin is not None
-        with self._process.stdin as told, contextlib.suppress(BrokenPipeError):
-            told.write(json.dumps([str(path) for path in self.paths]).encode())
+                fcntl.fcntl(stream, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
 
     def close(self) -> None:
-        for stream in self.streams:
+        for process, stream in zip(self._processes, self.streams, strict=True):
+            process.kill()
+            process.wait()
             stream.close()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
 
 
 def start_readers(folder: Path) -> SegmentReaders | None:

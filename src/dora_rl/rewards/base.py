@@ -12,14 +12,14 @@ from __future__ import annotations
 import json
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from dora_rl.config import RewardConfig, RewardFunction
+from dora_rl.config import RewardConfig
 from dora_rl.types import UserError
 from dora_rl.user_code import load_object
 
@@ -180,21 +180,17 @@ def build(config: RewardConfig, base_dir: Path = Path(".")) -> WeightedSum:
             'reward: no function; set reward.functions = ["path/to/file.py:name"] or a built-in'
         )
     names = [entry.label or entry.name for entry in config.functions]
-    for name in names:
-        if names.count(name) > 1:
-            raise UserError(f"reward: two functions are called {name!r}; give one of them a label")
-    rewards = [_one(config, entry, base_dir) for entry in config.functions]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise UserError(f"reward: two functions are called {twice[0]!r}; give one of them a label")
+    rewards: list[Reward] = []
+    for entry, name in zip(config.functions, names, strict=True):
+        form, options = entry.form, entry.options
+        reward = load_reward(entry.name, base_dir, form=form, options=options, limits=config)
+        reward.name = name
+        cached = entry.name in CACHED_BY_DEFAULT if entry.cache is None else entry.cache
+        most = config.cache_entries_max if cached else 0
+        rewards.append(CachedReward(reward, most) if most else reward)
     return WeightedSum(rewards, [entry.weight for entry in config.functions])
-
-
-def _one(config: RewardConfig, entry: RewardFunction, base_dir: Path) -> Reward:
-    form, options = entry.form, entry.options
-    reward = load_reward(entry.name, base_dir, form=form, options=options, limits=config)
-    reward.name = entry.label or entry.name
-    cached = entry.name in CACHED_BY_DEFAULT if entry.cache is None else entry.cache
-    if cached and config.cache_entries_max:
-        return CachedReward(reward, config.cache_entries_max)
-    return reward
 
 
 def load_reward(
@@ -215,13 +211,7 @@ def load_reward(
 
     if not re.fullmatch(r".+:[A-Za-z_][\w.]*", spec):
         return make_builtin(spec, base_dir, options or {}, limits or RewardConfig())
-    function = load_function(spec, base_dir)
-    return FunctionReward(spec, function, form=form, options=options, limits=limits)
-
-
-def load_function(spec: str, base_dir: Path) -> Callable[..., Any]:
-    """Import what `file.py:name` or `package.module:name` names; failures are one line."""
     found = load_object(spec, base_dir, section="reward", key="reward.functions")
     if not callable(found):
         raise UserError(f"reward: {spec} is a {type(found).__name__}; give a function")
-    return found
+    return FunctionReward(spec, found, form=form, options=options, limits=limits)

@@ -46,30 +46,22 @@ def last_match(pattern: re.Pattern[str], text: str) -> str | None:
     return next((group for group in found.groups() if group is not None), found.group())
 
 
-def normal(text: str, *, ignore_case: bool, ignore_space: bool) -> str:
-    text = text.strip()
-    if ignore_space:
-        text = " ".join(text.split())
-    return text.casefold() if ignore_case else text
-
-
 def exact(
     *, extract: str = "", ignore_case: bool = False, ignore_space: bool = False, miss: float = 0.0
 ) -> Scorer:
     """1 if the completion is the answer. `extract`: a pattern whose last match is compared."""
     pattern = compiled("extract", extract) if extract else None
 
+    def normal(text: str) -> str:
+        text = " ".join(text.split()) if ignore_space else text.strip()
+        return text.casefold() if ignore_case else text
+
     def score(item: ScoreItem) -> float | None:
         if item.answer is None:
             return None
         given = item.completion if pattern is None else last_match(pattern, item.completion)
-        if given is None:
-            return miss
-        same = [
-            normal(text, ignore_case=ignore_case, ignore_space=ignore_space)
-            for text in (given, item.answer)
-        ]
-        return 1.0 if same[0] == same[1] else miss
+        same = given is not None and normal(given) == normal(item.answer)
+        return 1.0 if same else miss
 
     return score
 
@@ -79,19 +71,15 @@ def regex(*, pattern: str, full: bool = False, hit: float = 1.0, miss: float = 0
 
     `{answer}` in the pattern stands for the gold answer, taken literally.
     """
-    fixed = None if "{answer}" in pattern else compiled("pattern", pattern)
     compiled("pattern", pattern.replace("{answer}", "x"))
 
     def score(item: ScoreItem) -> float | None:
-        compiled_pattern = fixed
-        if compiled_pattern is None:
-            if item.answer is None:
-                return None
-            compiled_pattern = re.compile(
-                pattern.replace("{answer}", re.escape(item.answer)), re.DOTALL
-            )
-        find = compiled_pattern.fullmatch if full else compiled_pattern.search
-        return hit if find(item.completion.strip() if full else item.completion) else miss
+        if item.answer is None and "{answer}" in pattern:
+            return None
+        # Python remembers what it has compiled.
+        wanted = re.compile(pattern.replace("{answer}", re.escape(item.answer or "")), re.DOTALL)
+        text = item.completion
+        return hit if (wanted.fullmatch(text.strip()) if full else wanted.search(text)) else miss
 
     return score
 

@@ -98,7 +98,7 @@ class CodeReward(Reward):
 
     def _num_passed(self, program: str, tests: Sequence[Test]) -> int:
         end_s = time.monotonic() + self._timeout_s
-        statements = [test.code for test in tests if isinstance(test, Statement)]
+        statements = [test for test in tests if isinstance(test, str)]
         num_passed = 0
         if statements:
             run = self.sandbox.run(program, tests=statements, limits=self._until(end_s))
@@ -130,13 +130,6 @@ class BadTests(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Statement:
-    """Runs in the program's own scope; passes unless it raises."""
-
-    code: str
-
-
-@dataclass(frozen=True, slots=True)
 class Exchange:
     """A whole run: what the program reads, and what it must print."""
 
@@ -144,7 +137,7 @@ class Exchange:
     stdout: str
 
 
-Test = Statement | Exchange
+Test = str | Exchange  # a statement runs in the program's own scope; passes unless it raises
 
 
 def problem_tests(item: ScoreItem, column: str = "") -> list[Test]:
@@ -170,7 +163,7 @@ def _from_text(text: str) -> object:
 
 def read_tests(found: object) -> list[Test]:
     if isinstance(found, str):
-        return [Statement(found)]
+        return [found]
     if isinstance(found, Mapping):
         return _pairs(cast(Mapping[str, Any], found))
     if isinstance(found, Sequence) and found:
@@ -194,17 +187,16 @@ def _pairs(found: Mapping[str, Any]) -> list[Test]:
     return [Exchange(_text(given), _text(wanted)) for given, wanted in pairs]
 
 
-def _call(name: str, given: Any, wanted: Any) -> Statement:
+def _call(name: str, given: Any, wanted: Any) -> str:
     """`fn_name` datasets list the arguments, and often wrap the result in a list of one."""
     arguments = ", ".join(map(repr, given if isinstance(given, Sequence) else [given]))
     target = f"Solution().{name}" if "." not in name else name
     accepted = [wanted, wanted[0]] if isinstance(wanted, list) and len(wanted) == 1 else [wanted]
-    code = (
+    return (
         f"_made = ({name} if {name.split('.')[0]!r} in globals() else {target})({arguments})\n"
         f"_made = list(_made) if isinstance(_made, tuple) else _made\n"
         f"assert any(_made == wanted for wanted in {accepted!r}), repr(_made)[:200]"
     )
-    return Statement(code)
 
 
 def _text(value: Any) -> str:

@@ -90,21 +90,18 @@ def read_signature(spec: str, function: Callable[..., Any]) -> Signature:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError) as error:
         raise UserError(f"reward: {spec} has no readable signature; {FORMS_HELP}") from error
-    required, optional, takes_any = list[str](), list[str](), False
-    for parameter in parameters:
-        if parameter.kind is parameter.VAR_KEYWORD:
-            takes_any = True
-        elif parameter.kind is parameter.POSITIONAL_ONLY:
-            raise UserError(
-                f"reward: {spec} takes {parameter.name!r} by position only; {FORMS_HELP}"
-            )
-        elif parameter.kind is not parameter.VAR_POSITIONAL:
-            into = required if parameter.default is parameter.empty else optional
-            into.append(parameter.name)
+    nameless = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]
+    if nameless:
+        raise UserError(f"reward: {spec} takes {nameless[0]!r} by position only; {FORMS_HELP}")
+    named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     # Of an instance, the method that a call runs; looked up on its class, as Python does.
     called = getattr(type(function), "__call__", function)  # noqa: B004
-    asynchronous = any(map(inspect.iscoroutinefunction, (function, called)))
-    return Signature(tuple(required), tuple(optional), takes_any, asynchronous)
+    return Signature(
+        required=tuple(p.name for p in named if p.default is p.empty),
+        optional=tuple(p.name for p in named if p.default is not p.empty),
+        takes_any=any(p.kind is p.VAR_KEYWORD for p in parameters),
+        asynchronous=any(map(inspect.iscoroutinefunction, (function, called))),
+    )
 
 
 def find_form(spec: str, function: Callable[..., Any], signature: Signature) -> Form:

@@ -88,7 +88,6 @@ class JudgeReward(Reward):
         self._attempts = limits.attempts or NUM_ATTEMPTS
         self._body = {"model": model, "temperature": temperature, "max_tokens": tokens_max}
         self._body |= body or {}
-        self.num_calls = 0
 
     def score_one(self, item: ScoreItem) -> float | ScoreError:
         body = self._body | {"messages": [{"role": "user", "content": self._question(item)}]}
@@ -117,7 +116,6 @@ class JudgeReward(Reward):
         return text
 
     def _ask(self, body: dict[str, Any]) -> str:
-        self.num_calls += 1
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get(self._key_variable):
             headers["Authorization"] = f"Bearer {key}"

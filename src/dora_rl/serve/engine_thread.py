@@ -1,6 +1,6 @@
-"""The engine in a thread of its own: commands in through an inbox, pieces out to sinks.
+"""The engine in a thread of its own: calls in through an inbox, pieces out to sinks.
 
-    event loop ── Start, Abort, Load, Retire ──▶ inbox ──▶ engine.step ── pieces ──▶ event loop
+    event loop ── tell: begin, abort, load, … ──▶ inbox ──▶ engine.step ── pieces ──▶ event loop
 
 Only this thread touches the engine. It decides nothing: who runs on which version, and when a
 version comes or goes, is told to it. Invariant: every started request gives its sink exactly one
@@ -15,7 +15,8 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from contextlib import suppress
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -32,42 +33,6 @@ Deliver: TypeAlias = Callable[[Pieces], None]
 IDLE_S = 0.5
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
-    """Generate. `new_ids` are set for a next turn: where the session's KV is still here, only they
-    are prefilled; otherwise `request` brings everything."""
-
-    request: Request
-    index: int
-    sink: Sink
-    new_ids: tuple[int, ...] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Abort:
-    request: RequestId
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    version: Version
-    source: Any
-    done: Future[None]
-
-
-@dataclass(frozen=True, slots=True)
-class Retire:
-    version: Version
-
-
-@dataclass(frozen=True, slots=True)
-class Stop:
-    pass
-
-
-Command: TypeAlias = Start | Abort | Load | Retire | Stop
-
-
 class EngineThread(threading.Thread):
     """`deliver` hands a step's pieces to the event loop, all at once."""
 
@@ -75,21 +40,18 @@ class EngineThread(threading.Thread):
         super().__init__(name="dora-rl engine", daemon=True)
         self.engine, self._deliver = engine, deliver
         self._num_threads = num_threads
-        self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._sinks: dict[RequestId, tuple[int, Sink]] = {}
-        self._loads: deque[tuple[Load, Iterator[str]]] = deque()
-        self._broken = threading.Event()
-        self.reason = ""  # of a break
+        self._loads: deque[tuple[Future[None], Iterator[str]]] = deque()
+        self._stopping = threading.Event()
+        self.broken, self.reason = False, ""
 
-    def tell(self, command: Command) -> None:
-        self._inbox.put(command)
-
-    @property
-    def broken(self) -> bool:
-        return self._broken.is_set()
+    def tell(self, call: Callable[..., object], *arguments: Any) -> None:
+        """From any thread: do this between two steps. `tell(thread.abort, request)`"""
+        self._inbox.put(partial(call, *arguments))
 
     def stop(self) -> None:
-        self.tell(Stop())
+        self.tell(self._stopping.set)
         if self.is_alive():
             self.join()
 
@@ -100,22 +62,22 @@ class EngineThread(threading.Thread):
         if device.startswith("cuda"):  # a thread has a current device of its own
             torch.cuda.set_device(torch.device(device).index or 0)
         try:
-            while self._one_round():
-                pass
+            while not self._stopping.is_set():
+                self._one_round()
         except Exception as error:  # whatever broke the engine, every waiting client must hear it
             self.reason = f"{type(error).__name__}: {error}"
-            self._broken.set()
+            self.broken = True
             self._fail_all()
             raise
 
-    def _one_round(self) -> bool:
-        """Read the inbox, load one layer, make one step. False when told to stop."""
+    def _one_round(self) -> None:
+        """Do what lies in the inbox, load one layer, make one step."""
         busy = self.engine.has_work() or bool(self._loads)
-        while (command := self._next(wait=not busy)) is not None:
-            if isinstance(command, Stop):
-                return False
-            self._perform(command)
-            busy = True
+        with suppress(queue.Empty):
+            while not self._stopping.is_set():
+                call = self._inbox.get(block=not busy, timeout=None if busy else IDLE_S)
+                call()
+                busy = True
         if self._loads:
             self._load_some()
         if self.engine.has_work():
@@ -123,52 +85,43 @@ class EngineThread(threading.Thread):
             notes, self.engine.notes = self.engine.notes, []
             for line in notes:
                 print(line, file=sys.stderr, flush=True)
-        return True
 
-    def _next(self, wait: bool) -> Command | None:
-        try:
-            return self._inbox.get(block=wait, timeout=IDLE_S if wait else None)
-        except queue.Empty:
-            return None
+    # -- told, and done in this thread ------------------------------------------------------------
 
-    def _perform(self, command: Command) -> None:
-        match command:
-            case Start():
-                self._start(command)
-            case Abort():
-                self._sinks.pop(command.request, None)
-                self.engine.abort(command.request)
-            case Load():
-                layers = self.engine.load_layers(command.version, command.source)
-                self._loads.append((command, layers))
-            case Retire():
-                self.engine.retire(command.version)
-            case Stop():
-                raise AssertionError("told to stop in the middle of a command")
-
-    def _start(self, command: Start) -> None:
-        request = command.request
-        self._sinks[request.id] = command.index, command.sink
+    def begin(
+        self, request: Request, index: int, sink: Sink, new_ids: tuple[int, ...] | None = None
+    ) -> None:
+        """Generate. `new_ids` are set for a next turn: where the session's KV is still here, only
+        they are prefilled; otherwise `request` brings everything."""
+        self._sinks[request.id] = index, sink
         kept = self.engine.scheduler.find(request.id)
-        if command.new_ids is not None and kept is not None and kept.status is Status.IDLE:
-            self.engine.extend(request.id, command.new_ids, request.params)
+        if new_ids is not None and kept is not None and kept.status is Status.IDLE:
+            self.engine.extend(request.id, new_ids, request.params)
             return
         if kept is not None:
             self.engine.abort(request.id)
         self.engine.submit(request)
 
+    def abort(self, request: RequestId) -> None:
+        self._sinks.pop(request, None)
+        self.engine.abort(request)
+
+    def load(self, version: Version, source: Any, done: Future[None]) -> None:
+        self._loads.append((done, self.engine.load_layers(version, source)))
+
+    # -- a step ----------------------------------------------------------------------------------
+
     def _load_some(self) -> None:
         """One layer, so that other versions go on decoding."""
-        command, layers = self._loads[0]
+        done, layers = self._loads[0]
         try:
             next(layers)
-            return
         except StopIteration:
             self._loads.popleft()
-            command.done.set_result(None)
+            done.set_result(None)
         except (UserError, WeightsError, OSError) as error:
             self._loads.popleft()
-            command.done.set_exception(error)
+            done.set_exception(error)
 
     def _hand_out(self, outputs: Sequence[Output]) -> None:
         pieces: list[tuple[Sink, Piece]] = []
@@ -192,6 +145,6 @@ class EngineThread(threading.Thread):
             for index, sink in self._sinks.values()
         ]
         self._sinks.clear()
-        for command, _ in self._loads:
-            command.done.set_exception(UserError("the engine failed"))
+        for done, _ in self._loads:
+            done.set_exception(UserError("the engine failed"))
         self._deliver(failed)

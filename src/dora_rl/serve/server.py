@@ -7,53 +7,21 @@ when it ends, running answers have had their grace and the engine's thread is go
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import signal
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
-
-import torch
 
 from dora_rl.chat.app import BACKLOG, HttpServer, http_server, make_app
 from dora_rl.chat.conversation import ChatTemplate
 from dora_rl.engine.engine import Engine
-from dora_rl.engine.options import EngineOptions
 from dora_rl.model.directory import read_spec
 from dora_rl.model.tokenizer import Tokenizer
 from dora_rl.serve.engine_thread import EngineThread, Pieces
-from dora_rl.serve.service import EngineService, ServeLimits
+from dora_rl.serve.service import EngineService, ServeOptions
 from dora_rl.types import UserError
 from dora_rl.weights.run_models import FoundModel, newer_model
 from dora_rl.weights.store import WeightsError
-
-
-@dataclass(frozen=True, slots=True)
-class ServeOptions:
-    """`watch` is the run directory whose newer versions go live; None: what is served stays."""
-
-    name: str
-    host: str = "127.0.0.1"
-    port: int = 8000
-    api_key: str | None = None
-    watch: Path | None = None
-    watch_s: float = 1.0
-    grace_s: float = 10.0
-    record: Path | None = None
-    chat_template: str | None = None
-    num_threads: int = 0
-    engine: EngineOptions = field(default_factory=EngineOptions)
-    limits: ServeLimits = field(default_factory=ServeLimits)
-
-
-def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 class ModelServer:
@@ -100,15 +68,8 @@ class ModelServer:
         thread = EngineThread(engine, deliver, self._options.num_threads)
         thread.start()
         try:
-            service = EngineService(
-                self._options.name,
-                self._template,
-                thread,
-                self._options.limits,
-                self._options.record,
-            )
-            await asyncio.wrap_future(service.begin_load(self._model.version, self._model.source))
-            service.went_live(self._model.version)
+            service = EngineService(self._options, self._template, thread)
+            await service.load(self._model.version, self._model.source)
             await self._serve(service, ready)
         finally:
             self._socket.close()
@@ -154,19 +115,17 @@ class ModelServer:
             return
         before = service.live
         try:
-            await asyncio.wrap_future(service.begin_load(found.version, found.source))
+            await service.load(found.version, found.source)
         except (WeightsError, UserError, OSError) as error:
-            service.load_failed(found.version)
             self._skipped = found.version
             self._say(f"version {found.version} cannot be loaded: {error}")
             return
-        service.went_live(found.version)
-        stay = service.sessions.on(before)
+        stay = service.num_sessions_on(before)
         rest = f"; {stay} sessions stay on version {before}" if stay else ""
         self._say(f"version {found.version} is live{rest}")
 
 
-def serve(server: ModelServer, ready: Callable[[EngineService], None]) -> None:
+def serve_until_signal(server: ModelServer, ready: Callable[[EngineService], None]) -> None:
     """Run until SIGINT or SIGTERM."""
 
     async def main() -> None:
@@ -176,12 +135,6 @@ def serve(server: ModelServer, ready: Callable[[EngineService], None]) -> None:
         await server.run(ready)
 
     asyncio.run(main())
-
-
-def device_of(wanted: str) -> str:
-    if wanted != "auto":
-        return wanted
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _bind(host: str, port: int) -> socket.socket:

@@ -2,9 +2,8 @@
 
 Lives on the event loop; the engine has a thread of its own. New requests and sessions go to the
 live version; a session stays where it began. Invariant: a request is started only on a version
-that is resident, and a version is retired only when nobody is on it: it has as many pins as there
-are sessions and running requests on it. When a generation is closed nothing of it is left in the
-engine, except a session that may go on.
+that is resident, and a version is retired only when no session and no running request is on it.
+When a generation is closed nothing of it is left in the engine, except a session that may go on.
 """
 
 from __future__ import annotations
@@ -14,16 +13,17 @@ import itertools
 import json
 import secrets
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from dora_rl.chat.conversation import ChatTemplate, Conversation, Turn
-from dora_rl.chat.errors import (
+from dora_rl.chat.requests import (
     ApiError,
+    Ask,
+    Message,
     bad_request,
     context_too_long,
     model_not_found,
@@ -32,19 +32,30 @@ from dora_rl.chat.errors import (
     session_busy,
     session_not_found,
 )
-from dora_rl.chat.requests import Ask, Message
-from dora_rl.chat.service import ChatAsk, Piece
+from dora_rl.chat.service import Piece
+from dora_rl.engine.options import EngineOptions
 from dora_rl.engine.sequence import Request
-from dora_rl.serve.engine_thread import Abort, EngineThread, Load, Retire, Start
+from dora_rl.serve.engine_thread import EngineThread
 from dora_rl.types import Finish, RequestId, SamplingParams, Version
 
 STREAM = RequestId(0, 0)  # with a given seed the draws do not depend on what else was asked
 
 
 @dataclass(frozen=True, slots=True)
-class ServeLimits:
-    """Everything has a limit."""
+class ServeOptions:
+    """`watch` is the run directory whose newer versions go live; None: what is served stays."""
 
+    name: str
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | None = None
+    watch: Path | None = None
+    watch_s: float = 1.0
+    grace_s: float = 10.0
+    record: Path | None = None
+    chat_template: str | None = None
+    num_threads: int = 0
+    engine: EngineOptions = field(default_factory=EngineOptions)
     requests_max: int = 512  # responses generated or queued at once
     sessions_max: int = 4096
     session_idle_s_max: float = 900.0
@@ -55,20 +66,18 @@ class EngineService:
 
     def __init__(
         self,
-        name: str,
+        options: ServeOptions,
         template: ChatTemplate,
         engine: EngineThread,
-        limits: ServeLimits,
-        record: Path | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.name, self.template, self.engine = name, template, engine
+        self.template, self.engine = template, engine
         self._vocab, self._context_max = engine.engine.spec.vocab, engine.engine.context_max
-        self._limits, self._record, self._now = limits, record, now
-        self.sessions = Sessions(limits.sessions_max, limits.session_idle_s_max)
+        self._options, self._now = options, now
+        self._sessions: dict[str, Session] = {}
+        self._running: list[EngineGeneration] = []
         self._resident: list[Version] = []
         self.live: Version = -1
-        self.num_running = 0
         self._groups = itertools.count(1)
         self._created = int(time.time())
 
@@ -80,75 +89,91 @@ class EngineService:
     def has_room(self) -> bool:
         return len(self._resident) < self.engine.engine.options.versions_max
 
-    def begin_load(self, version: Version, source: Any) -> Future[None]:
-        """Load beside the others; `went_live` or `load_failed` must follow."""
+    async def load(self, version: Version, source: Any) -> None:
+        """Beside the others; when all of it is there, it is live."""
         self._resident.append(version)
         done: Future[None] = Future()
-        self.engine.tell(Load(version, source, done))
-        return done
-
-    def went_live(self, version: Version) -> None:
+        self.engine.tell(self.engine.load, version, source, done)
+        try:
+            await asyncio.wrap_future(done)
+        except BaseException:
+            self._resident.remove(version)
+            raise
         self.live = version
         self.retire_unused()
 
-    def load_failed(self, version: Version) -> None:
-        self._resident.remove(version)
-
-    def retire_unused(self) -> list[Version]:
-        gone = [v for v in self.sessions.unused(self._resident, self.live) if v < self.live]
-        for version in gone:
+    def retire_unused(self) -> None:
+        """Versions older than the live one go when nobody is on them."""
+        used = {user.version for user in (*self._sessions.values(), *self._running)}
+        for version in [v for v in self._resident if v < self.live and v not in used]:
             self._resident.remove(version)
-            self.engine.tell(Retire(version))
-        return gone
+            self.engine.tell(self.engine.engine.retire, version)
 
     def models(self) -> list[dict[str, Any]]:
         versions = [version for version in self._resident if version <= self.live]
         base = {"object": "model", "created": self._created, "owned_by": "dora-rl"}
-        base["max_model_len"], name = self._context_max, self.name
+        base["max_model_len"], name = self._context_max, self._options.name
         named = [(name, self.live), *((f"{name}@{version}", version) for version in versions)]
         return [{"id": model} | base | {"weight_version": version} for model, version in named]
 
     def _version_of(self, model: str) -> Version | None:
         """None: whatever is live. `NAME@3` asks for one that is resident."""
         name, _, number = model.partition("@")
-        if model == self.name:
+        own = self._options.name
+        if model == own:
             return None
         known = [version for version in self._resident if version <= self.live]
-        if name != self.name or not number.isdigit() or int(number) not in known:
-            raise model_not_found(model, self.name)
+        if name != own or not number.isdigit() or int(number) not in known:
+            raise model_not_found(model, own)
         return int(number)
 
     # ---------------------------------------------------------------- sessions
 
     def open_session(self, session_id: str | None) -> dict[str, Any]:
-        if session_id is not None and self.sessions.find(session_id) is not None:
-            return self.sessions.get(session_id).summary()
-        return self._open(session_id, self.live).summary()
+        there = self._sessions.get(session_id or "")
+        return (there or self._open(session_id, self.live)).summary()
 
     def read_session(self, session_id: str) -> dict[str, Any]:
-        return self.sessions.get(session_id).record()
+        return self._session(session_id).record()
 
     async def end_session(self, session_id: str, reward: float | None) -> dict[str, Any]:
-        if self.sessions.get(session_id).busy:
+        session = self._session(session_id)
+        if session.busy:
             raise session_busy(session_id)
-        session = self.sessions.end(session_id)
-        self.engine.tell(Abort(session.request))
+        del self._sessions[session_id]
+        self.engine.tell(self.engine.abort, session.request)
         self.retire_unused()
-        if self._record is not None and session.conversation.num_turns:
+        record = self._options.record
+        if record is not None and session.conversation.num_turns:
             line = json.dumps(session.record(reward), ensure_ascii=False)
-            with self._record.open("a") as file:
+            with record.open("a") as file:
                 file.write(line + "\n")
         return session.summary() | {"reward": reward}
 
-    async def end_idle_sessions(self) -> int:
-        idle = self.sessions.idle(self._now())
-        for session in idle:
-            await self.end_session(session.id, None)
-        return len(idle)
+    async def end_idle_sessions(self) -> None:
+        oldest = self._now() - self._options.session_idle_s_max
+        for session in list(self._sessions.values()):
+            if not session.busy and session.used_s < oldest:
+                await self.end_session(session.id, None)
+
+    def num_sessions_on(self, version: Version) -> int:
+        return sum(session.version == version for session in self._sessions.values())
+
+    def _session(self, session_id: str) -> Session:
+        if session_id not in self._sessions:
+            raise session_not_found(session_id)
+        return self._sessions[session_id]
 
     def _open(self, session_id: str | None, version: Version) -> Session:
+        most = self._options.sessions_max
+        if len(self._sessions) >= most:
+            message = f"The server has {most} open sessions; end one and try again"
+            raise ApiError(429, message, code="too_many_sessions", kind="rate_limit_error")
+        name = session_id or f"session-{secrets.token_hex(8)}"
         request = RequestId(next(self._groups), 0)
-        return self.sessions.open(session_id, version, request, self._now())
+        session = Session(name, version, request, secrets.randbits(63), self._now())
+        self._sessions[name] = session
+        return session
 
     def _session_of(self, ask: Ask) -> Session | None:
         """The session to go on with, checked; None where it has yet to begin."""
@@ -156,7 +181,7 @@ class EngineService:
         if ask.num_samples != 1:
             raise bad_request("a session goes on with one reply: 'n' must be 1", "n")
         wanted = self._version_of(ask.model)
-        session = self.sessions.find(ask.session_id)
+        session = self._sessions.get(ask.session_id)
         if session is not None and session.busy:
             raise session_busy(session.id)
         if session is not None and wanted not in (None, session.version):
@@ -165,9 +190,8 @@ class EngineService:
 
     # ---------------------------------------------------------------- requests
 
-    async def chat(self, request: ChatAsk) -> EngineGeneration:
-        ask = request.ask
-        written = (request.messages, request.tools, request.template_options)
+    async def chat(self, ask: Ask) -> EngineGeneration:
+        written = (ask.messages, ask.tools, ask.template_options)
         if ask.session_id is None:
             return self._begin(ask, [self.template.prompt_ids(*written)])
         session = self._session_of(ask)
@@ -177,7 +201,7 @@ class EngineService:
         if session is None:
             wanted = self._version_of(ask.model)
             session = self._open(ask.session_id, self.live if wanted is None else wanted)
-        self._take_places(1)
+        self._check_room(1)
         if not turn.continued and ask.seed is not None:
             session.seed = ask.seed
         return self._begin_turn(session, turn, params)
@@ -192,7 +216,7 @@ class EngineService:
         wanted = self._version_of(ask.model)
         version = self.live if wanted is None else wanted
         params = [self._params(ask, prompt) for prompt in prompts]
-        self._take_places(len(prompts) * ask.num_samples)
+        self._check_room(len(prompts) * ask.num_samples)
         requests: list[Request] = []
         seed = secrets.randbits(63) if ask.seed is None else ask.seed
         for number, prompt in enumerate(prompts):
@@ -209,11 +233,7 @@ class EngineService:
                 for sample in range(ask.num_samples)
             ]
         ids = [request.id for request in requests]
-        generation = EngineGeneration(version, prompts, ids, self._closed)
-        self.sessions.pin(version)
-        for index, one in enumerate(requests):
-            self.engine.tell(Start(one, index, generation.sink))
-        return generation
+        return self._start(EngineGeneration(version, prompts, ids, self._closed), requests)
 
     def _begin_turn(self, session: Session, turn: Turn, params: SamplingParams) -> EngineGeneration:
         """The next turn of a session; the first one too."""
@@ -243,9 +263,17 @@ class EngineService:
         generation = EngineGeneration(
             session.version, prompts, [session.request], self._closed, session, turn
         )
-        self.sessions.pin(session.version)
-        new_ids = turn.new_ids if turn.continued else None
-        self.engine.tell(Start(base, 0, generation.sink, new_ids))
+        return self._start(generation, [base], turn.new_ids if turn.continued else None)
+
+    def _start(
+        self,
+        generation: EngineGeneration,
+        requests: Sequence[Request],
+        new_ids: tuple[int, ...] | None = None,
+    ) -> EngineGeneration:
+        self._running.append(generation)
+        for index, request in enumerate(requests):
+            self.engine.tell(self.engine.begin, request, index, generation.sink, new_ids)
         return generation
 
     def _params(self, ask: Ask, prompt: Sequence[int]) -> SamplingParams:
@@ -260,24 +288,27 @@ class EngineService:
         top_n = min(ask.params.logprobs_top_n, self._vocab)
         return replace(ask.params, tokens_max=wanted, logprobs_top_n=top_n)
 
-    def _take_places(self, count: int) -> None:
+    @property
+    def num_running(self) -> int:
+        """Responses that are generated or queued."""
+        return sum(generation.num_requests for generation in self._running)
+
+    def _check_room(self, count: int) -> None:
         if self.engine.broken:
             raise server_error(f"the engine failed ({self.engine.reason}); restart the server")
-        if self.num_running + count > self._limits.requests_max:
-            raise server_full(self._limits.requests_max)
-        self.num_running += count
+        if self.num_running + count > self._options.requests_max:
+            raise server_full(self._options.requests_max)
 
     def _closed(self, generation: EngineGeneration, unfinished: list[RequestId]) -> None:
         """A client has its answer, or is gone. A turn nobody has seen is taken back."""
-        self.num_running -= generation.num_requests
+        self._running.remove(generation)
         session = generation.owner
         if session is not None:
             session.busy, session.used_s = False, self._now()
             if not generation.reply_known and session.request not in unfinished:
                 unfinished = [*unfinished, session.request]
         for request in unfinished:
-            self.engine.tell(Abort(request))
-        self.sessions.unpin(generation.version)
+            self.engine.tell(self.engine.abort, request)
         self.retire_unused()
 
 
@@ -373,58 +404,3 @@ class Session:
             "loss_mask": list(past.loss_mask),
             "reward": reward,
         }
-
-
-class Sessions:
-    """All of them, and the pins of the versions."""
-
-    def __init__(self, num_max: int, idle_s_max: float) -> None:
-        self._num_max, self._idle_s_max = num_max, idle_s_max
-        self._by_id: dict[str, Session] = {}
-        self._pins: Counter[Version] = Counter()
-
-    def find(self, session_id: str) -> Session | None:
-        return self._by_id.get(session_id)
-
-    def get(self, session_id: str) -> Session:
-        if session_id not in self._by_id:
-            raise session_not_found(session_id)
-        return self._by_id[session_id]
-
-    def open(
-        self, session_id: str | None, version: Version, request: RequestId, now: float
-    ) -> Session:
-        if len(self._by_id) >= self._num_max:
-            message = f"The server has {self._num_max} open sessions; end one and try again"
-            raise ApiError(429, message, code="too_many_sessions", kind="rate_limit_error")
-        name = session_id or f"session-{secrets.token_hex(8)}"
-        session = Session(name, version, request, secrets.randbits(63), now)
-        self._by_id[name] = session
-        self.pin(version)
-        return session
-
-    def end(self, session_id: str) -> Session:
-        session = self.get(session_id)
-        del self._by_id[session_id]
-        self.unpin(session.version)
-        return session
-
-    def idle(self, now: float) -> list[Session]:
-        """Those that nobody has used for too long."""
-        oldest = now - self._idle_s_max
-        return [s for s in self._by_id.values() if not s.busy and s.used_s < oldest]
-
-    def on(self, version: Version) -> int:
-        """How many sessions stay on a version."""
-        return sum(session.version == version for session in self._by_id.values())
-
-    def pin(self, version: Version) -> None:
-        self._pins[version] += 1
-
-    def unpin(self, version: Version) -> None:
-        assert self._pins[version] > 0, f"version {version} has no pin"
-        self._pins[version] -= 1
-
-    def unused(self, versions: Collection[Version], live: Version) -> list[Version]:
-        """Versions that can go: older than the live one, and nobody is on them."""
-        return [v for v in sorted(versions) if v != live and not self._pins[v]]

@@ -116,7 +116,7 @@ def _place_wide(
         raise UserError(
             f"resources.devices_per_instance = {each}: {len(instances)} instances and {first} "
             f"learner ranks need {wanted} GPUs, {len(gpus)} are visible; lower "
-            "rollout.num_instances or run on a cluster (runtime.kind = ray)"
+            "rollout.num_instances or run on a cluster (runtime.world = ray)"
         )
     starts = range(first, wanted, each)
     own = (tuple(gpus[at : at + each]) for at in starts)

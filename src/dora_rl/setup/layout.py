@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dora_rl.config import RunConfig
-from dora_rl.core.modes import policy_of
+from dora_rl.core.params import policy_of
 from dora_rl.setup.devices import EVALUATOR_SHARE, Place, local_places, shared_place
 from dora_rl.setup.settings import core_params
 from dora_rl.weights.leftovers import transfer_of
@@ -123,7 +123,7 @@ def plan_layout(config: RunConfig, device: str, gpus: Sequence[str] | None = Non
     root = shared_memory_root(config.weights, config.runtime.run_dir)
     factor = config.env.slots_factor if config.env.environments else 1.0
     names = tuple(f"instance{i}" for i in range(config.rollout.num_instances))
-    here = config.runtime.kind != "ray"  # on a cluster Ray gives devices out
+    here = config.runtime.world != "ray"  # on a cluster Ray gives devices out
     num_elastic = min(config.resources.elastic_instances, len(names))
     elastic = names if colocated else names[:num_elastic]
     return Layout(

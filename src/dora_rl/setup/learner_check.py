@@ -79,7 +79,7 @@ def _try_own(algorithm: AlgorithmConfig, group_size: int) -> None:
     objective = resolve(algorithm)
     if is_users_own(objective.options.loss):
         try_loss(objective)
-    if is_users_own(objective.advantage):
+    if is_users_own(objective.options.advantage or ""):
         try_advantage(objective, group_size)
 
 

@@ -113,9 +113,9 @@ def _version(name: str) -> str | None:
 def _kernel_lanes() -> int:
     if _version("torch") is None:
         return 0
-    from dora_rl.engine.cpu.library import load
+    from dora_rl.engine.cpu.compiled import load_kernels
 
-    kernels = load()
+    kernels = load_kernels()
     return kernels.lanes if kernels else 0
 
 
@@ -138,9 +138,9 @@ def forecast(
     """Compare the layout of a run with the machine: what the run would use, as figures (bytes are
     estimates) and as lines. Among the figures are `problems`, which say what does not fit; the
     memory of GPUs is their plan's."""
-    from dora_rl.core.modes import policy_of
+    from dora_rl.core.params import policy_of
     from dora_rl.engine.options import EngineOptions
-    from dora_rl.engine.tensors import cache, memory
+    from dora_rl.engine.tensors import cache, weights
     from dora_rl.model.directory import read_spec
     from dora_rl.setup.settings import core_params
 
@@ -151,9 +151,9 @@ def forecast(
     values = config.engine_options(device, layout.resident_max)
     values |= extra.get("sizes", {}).get("rollout", {})
     options = EngineOptions(**values, memory_share=extra["memory_share"])
-    each = memory.version_bytes(spec, options.dtype)
-    free = machine.memory_free_bytes if device == "cpu" else memory.free_bytes(device)
-    fit = memory.versions_that_fit(spec, options.dtype, int(free * 0.9))
+    each = weights.version_bytes(spec, options.dtype)
+    free = machine.memory_free_bytes if device == "cpu" else weights.free_bytes(device)
+    fit = int(free * 0.9) // each
     groups = min(params.inflight_groups, policy.cap or params.inflight_groups)
     # Live versions, the one that is being sealed, and beside two of them what makes their
     # masters exact: as large as the version where that is half of a master, else small.

@@ -55,12 +55,13 @@ class Stage:
     kv_shares: tuple[float, ...]
     pack_min: int
     evaluator_part: int  # it answers so many times fewer requests at once, in smaller steps
+    handover: bool = False  # a version may lie on the device a second time
 
 
 # A smaller KV cache and computing layers again cost a little speed, fewer resident versions cost
 # moves of requests, small packs and a small cache cost the most.
 STAGES = (
-    Stage(2, (0.5, 0.25), 8_192, 1),
+    Stage(2, (0.5, 0.25), 8_192, 1, handover=True),
     Stage(2, (0.25, 0.1), 2_048, 1),
     Stage(1, (0.1, 0.03), 2_048, 4),
 )
@@ -106,6 +107,7 @@ class Need:
     checkpointing: str = ""
     chunk_tokens: int = 0
     versions_fixed: bool = False  # the user said how many; otherwise fewer may do
+    handover: bool | None = False  # instances take versions from the device; None: the plan chooses
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +125,7 @@ class MemoryPlan:
     checkpointing: str
     chunk_tokens: int
     versions_max: int
+    handover: bool
     fits: bool
 
     @property
@@ -303,7 +306,7 @@ def plan_memory(need: Need, total_bytes: int) -> MemoryPlan:
         for versions in _fewer(need, stage.versions_min):
             for share in stage.kv_shares if engines else stage.kv_shares[-1:]:
                 for way in _ways(need, stage.pack_min):
-                    last = _divide(need, room, versions, share, way, stage.evaluator_part)
+                    last = _divide(need, room, versions, share, way, stage)
                     if last.fits:
                         return replace(last, total_bytes=total_bytes)
     assert last is not None
@@ -335,9 +338,12 @@ def _ways(need: Need, pack_min: int) -> Iterator[Way]:
                     yield way
 
 
-def _learner_lines(need: Need, way: Way) -> Iterator[Line]:
+def _learner_lines(need: Need, way: Way, handover: bool) -> Iterator[Line]:
     checkpointing, pack, chunk = way
     yield from state_lines(need)
+    if handover:
+        size = need.item_bytes * num_params(need.spec)
+        yield Line(need.learner_name, "the version that instances take over", size)
     how = "recomputed by layer" if checkpointing == "layer" else "all kept"
     peak, what = working_bytes(need, *way), f"a pack of {pack:,} tokens, {how}; logits"
     twin = recheck_bytes(need, pack, chunk)
@@ -347,15 +353,18 @@ def _learner_lines(need: Need, way: Way) -> Iterator[Line]:
 
 
 def _divide(
-    need: Need, room: int, versions: int, share: float, way: Way, evaluator_part: int
+    need: Need, room: int, versions: int, share: float, way: Way, stage: Stage
 ) -> MemoryPlan:
     """Fixed parts first, then KV: its share at least, more where there is more."""
     lines: list[Line] = []
     checkpointing, pack, chunk = way
+    evaluator_part = stage.evaluator_part
+    handover = stage.handover if need.handover is None else need.handover
+    handover = handover and need.learner and need.num_instances > 0 and not need.lora_rank
     if need.others_bytes:
         lines.append(Line("others", "in use by other programs", need.others_bytes))
     if need.learner:
-        lines += _learner_lines(need, way)
+        lines += _learner_lines(need, way, handover)
     full = kv_token_bytes(need.spec, need.item_bytes) * need.request_tokens_max
     evaluator_kv, beside = 0, min(need.evaluator_requests, EVALUATOR_REQUESTS) // evaluator_part
     beside = max(1, beside)
@@ -387,5 +396,6 @@ def _divide(
         checkpointing=checkpointing,
         chunk_tokens=chunk,
         versions_max=versions,
+        handover=handover,
         fits=used <= room,
     )

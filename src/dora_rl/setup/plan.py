@@ -94,7 +94,7 @@ class RunPlan:
                 "activation_checkpointing": plan.checkpointing,
                 "logits_chunk_tokens": plan.chunk_tokens,
             }
-            return {"trainer": trainer}
+            return {"trainer": trainer, "weights": {"handover": plan.handover}}
         if name == "evaluator":
             kv = {"kv_bytes_max": plan.evaluator_kv_bytes, "num_blocks": 0}
             kv |= {"seqs_max": plan.evaluator_requests}
@@ -104,7 +104,8 @@ class RunPlan:
             return {}
         at_once = {"seqs_max": plan.num_requests}
         fewer = at_once if plan.num_requests < device.need.num_requests else {}
-        return {"rollout": {"kv_bytes_max": plan.kv_bytes} | fewer}
+        sizes = {"kv_bytes_max": plan.kv_bytes} | fewer
+        return {"rollout": sizes, "weights": {"handover": plan.handover}}
 
     def share(self, name: str) -> float | None:
         """Of its whole card, with what nobody has planned for divided in proportion; None: the GPU
@@ -147,7 +148,7 @@ class RunPlan:
 
 def with_memory(config: RunConfig, layout: Layout) -> Layout:
     """The layout with the memory of its GPUs divided; as it is where there are none to divide."""
-    if not layout.device.startswith("cuda") or config.runtime.kind == "ray":
+    if not layout.device.startswith("cuda") or config.runtime.world == "ray":
         return layout
     gpus = (layout.device,) if ":" in layout.device else visible_gpus()
     cards = look_at_cards(gpus)
@@ -285,7 +286,15 @@ def need_of(
         pack_tokens=trainer.pack_tokens,
         checkpointing=trainer.activation_checkpointing.replace("auto", ""),
         chunk_tokens=trainer.logits_chunk_tokens,
+        handover=wants_handover(config, ranks),
     )
+
+
+def wants_handover(config: RunConfig, num_ranks: int) -> bool | None:
+    """None: where there is room. One rank holds all of a version; vLLM loads it from files."""
+    if num_ranks > 1 or config.rollout.backend != "native":
+        return False
+    return None if config.weights.handover == "auto" else config.weights.handover
 
 
 def request_tokens(config: RunConfig, context: int) -> int:

@@ -167,7 +167,7 @@ def with_environments(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"data": data})
 
 
-def choose_device(wanted: str) -> str:
+def choose_device(wanted: str, key: str = "runtime.device") -> str:
     """`auto` is a GPU where there is one. Torch is imported only where the system shows one."""
     shows_gpu = any(Path(place).exists() for place in ("/proc/driver/nvidia", "/dev/nvidiactl"))
     if wanted == "cpu" or (wanted == "auto" and not shows_gpu):
@@ -177,7 +177,7 @@ def choose_device(wanted: str) -> str:
     if wanted == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if wanted.startswith("cuda") and not torch.cuda.is_available():
-        raise UserError(f"runtime.device: {wanted} is asked for and torch sees no GPU")
+        raise UserError(f"{key}: {wanted} is asked for and torch sees no GPU")
     return wanted
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import sys
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from dora_rl.config import AlgorithmConfig, RunConfig
+from dora_rl.config.running import RENAMED
 from dora_rl.config.section import explain
 from dora_rl.core.params import Deadlines, MoveCost, Params
 from dora_rl.model.directory import read_spec
@@ -32,6 +34,13 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise UserError(f"{path}: {error}") from None
     if not isinstance(data, dict):
         raise UserError(f"{path}: a configuration has sections; this is a {type(data).__name__}")
+    for key in RENAMED:
+        section, _, name = key.partition(".")
+        if isinstance(data.get(section), dict) and name in data[section]:
+            new = _todays_name(key, str(path)).partition(".")[2]
+            if new in data[section]:
+                raise UserError(f"{path}: {key} and {RENAMED[key]} are the same key; keep one")
+            data[section][new] = data[section].pop(name)
     for override in overrides:
         _override(data, override)
     return resolve(data, str(path))
@@ -51,6 +60,13 @@ def resolve(data: dict[str, Any], where: str) -> RunConfig:
     return config
 
 
+def _todays_name(key: str, where: str) -> str:
+    """The key itself, or what it is called now, with one line that says so."""
+    if key in RENAMED:
+        print(f"dora-rl: warning: {where}: {key} is now {RENAMED[key]}", file=sys.stderr)
+    return RENAMED.get(key, key)
+
+
 def _override(data: dict[str, Any], override: str) -> None:
     key, sign, text = override.partition("=")
     if not sign or "." not in key:
@@ -59,7 +75,7 @@ def _override(data: dict[str, Any], override: str) -> None:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text
-    *sections, last = key.strip().split(".")
+    *sections, last = _todays_name(key.strip(), "override").split(".")
     for section in sections:
         data = data.setdefault(section, {})
         if not isinstance(data, dict):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from dora_rl.core import actions as act
 from dora_rl.types import RequestId
 
 
@@ -72,15 +71,15 @@ class Faults:
     def _happens(self, rate: float) -> bool:
         return not self.calm and rate > 0 and self.rng.random() < rate
 
-    def load_fails(self, action: act.Load) -> str | None:
+    def load_fails(self) -> str | None:
         return "checksum mismatch" if self._happens(self.rates.load) else None
 
-    def move_fails(self, action: act.Move) -> str | None:
+    def move_fails(self) -> str | None:
         if not self._happens(self.rates.move):
             return None
         return "lost on the way" if self.rng.random() < 0.5 else "connection reset"
 
-    def sample_fails(self, request: RequestId) -> str | None:
+    def sample_fails(self) -> str | None:
         return "non-finite logits" if self._happens(self.rates.sample) else None
 
     def _draw(self, what: str, prompt: int) -> random.Random:
@@ -103,8 +102,8 @@ class Faults:
         """Is it the prompt's own fault if its groups fail?"""
         return self.poison(prompt) is not None or self.kills_at(prompt, 0) is not None
 
-    def stands_still(self, request: RequestId, epoch: int) -> bool:
-        """Is this placement of the request forgotten by its instance?"""
+    def stands_still(self) -> bool:
+        """Is this placement of a request forgotten by its instance?"""
         return self._happens(self.rates.still)
 
     def score(self, request: RequestId, attempt: int) -> str | None:

@@ -17,6 +17,7 @@ import heapq
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
@@ -61,34 +62,35 @@ class SimRequest:
         return self.prompt_tokens + self.done
 
 
+@dataclass(eq=False)
 class SimInstance:
-    """Decodes what it is given, under the versions it holds."""
+    """Decodes what it is given, under the versions it holds. `at`: the counters are of then."""
 
-    def __init__(self, name: InstanceId, cost: RolloutCost, now: float) -> None:
-        self.name = name
-        self.cost = cost
-        self.loaded: dict[Version, None] = {}  # versions whose weights are here
-        self.held: dict[Version, int] = {}  # requests decoding per version
-        self.running: dict[RequestId, SimRequest] = {}
-        self.parked: dict[RequestId, SimRequest] = {}
-        self.leaving: dict[RequestId, SimRequest] = {}
-        self.awake = True
-        self.announced = False  # the controller knows of it
-        self.frozen = False  # hangs: reports nothing, does nothing
-        self.stalled = False  # reports, and decodes nothing
-        self.speed = 1.0
-        self.counter = 0.0
-        self.kv = 0.0
-        self.debt_s = 0.0
-        self.busy_s = 0.0
-        self.slot_s = 0.0
-        self.at = now
-        self.turn = 0  # raised at every change, so that stale wake-ups are recognised
+    name: InstanceId
+    cost: RolloutCost
+    at: float
+    loaded: dict[Version, None] = field(default_factory=dict[Version, None])  # its weights are here
+    held: dict[Version, int] = field(default_factory=dict[Version, int])  # requests decoding
+    running: dict[RequestId, SimRequest] = field(default_factory=dict[RequestId, SimRequest])
+    parked: dict[RequestId, SimRequest] = field(default_factory=dict[RequestId, SimRequest])
+    leaving: dict[RequestId, SimRequest] = field(default_factory=dict[RequestId, SimRequest])
+    awake: bool = True
+    announced: bool = False  # the controller knows of it
+    frozen: bool = False  # hangs: reports nothing, does nothing
+    stalled: bool = False  # reports, and decodes nothing
+    speed: float = 1.0
+    counter: float = 0.0
+    kv: float = 0.0
+    debt_s: float = 0.0
+    busy_s: float = 0.0
+    slot_s: float = 0.0
+    turn: int = 0  # raised at every change, so that stale wake-ups are recognised
+
+    def __post_init__(self) -> None:
         self._ends: list[tuple[float, RequestId, int]] = []
-        self._base_s = cost.step_base_s()
-        self._request_s = cost.engine.host_s_per_request
-        self._kv_s = cost.kv_s_per_token()
-        self._flops_s = cost.flops_s_per_request()
+        self._base_s = self.cost.step_base_s()
+        self._kv_s = self.cost.kv_s_per_token()
+        self._flops_s = self.cost.flops_s_per_request()
 
     def _pace(self) -> tuple[float, float]:
         """Seconds of the next step, and by how much each further step is longer."""
@@ -100,13 +102,16 @@ class SimInstance:
         if computing > moving:
             moving, slope = computing, 0.0
         scale = self.cost.stall(n) / self.speed
-        return scale * (self._base_s + self._request_s * n + moving), scale * slope
+        host_s = self._base_s + self.cost.engine.host_s_per_request * n
+        return scale * (host_s + moving), scale * slope
+
+    def _stands(self) -> bool:
+        return not self.running or not self.awake or self.frozen or self.stalled
 
     def advance(self, now: float) -> None:
         """Bring the counters up to now."""
         elapsed, self.at = now - self.at, now
-        idle = not self.running or not self.awake or self.frozen or self.stalled
-        if elapsed <= 0 or idle:
+        if elapsed <= 0 or self._stands():
             return
         self.busy_s += elapsed
         self.slot_s += elapsed * len(self.running)
@@ -122,30 +127,32 @@ class SimInstance:
             self.counter += steps
             self.kv += steps * len(self.running)
 
-    def next_end_s(self) -> float | None:
-        """Seconds until the next request is complete, if nothing changes."""
+    def _first_end(self) -> SimRequest | None:
+        """The request that ends first; entries that no longer hold are dropped."""
         while self._ends:
             ends_at, rid, epoch = self._ends[0]
             request = self.running.get(rid)
             if request is not None and request.epoch == epoch and request.ends_at == ends_at:
-                break
+                return request
             heapq.heappop(self._ends)
-        if not self._ends or not self.awake or self.frozen or self.stalled:
+        return None
+
+    def next_end_s(self) -> float | None:
+        """Seconds until the next request is complete, if nothing changes."""
+        first = self._first_end()
+        if first is None or self._stands():
             return None
-        steps = max(0.0, self._ends[0][0] - self.counter)
+        steps = max(0.0, first.ends_at - self.counter)
         pace, slope = self._pace()
         return self.debt_s + steps * pace + 0.5 * slope * steps * steps
 
     def pop_ended(self) -> list[SimRequest]:
         """Requests whose last token has been decoded."""
         ended: list[SimRequest] = []
-        while self._ends and self._ends[0][0] <= self.counter + 1e-6:
-            ends_at, rid, epoch = heapq.heappop(self._ends)
-            request = self.running.get(rid)
-            if request is not None and request.epoch == epoch and request.ends_at == ends_at:
-                self.remove(request)
-                request.done = request.last
-                ended.append(request)
+        while (first := self._first_end()) and first.ends_at <= self.counter + 1e-6:
+            self.remove(first)
+            first.done = first.last
+            ended.append(first)
         return ended
 
     def refuses(self, version: Version) -> str | None:
@@ -162,8 +169,6 @@ class SimInstance:
 
     def add(self, request: SimRequest) -> None:
         request.ends_at = self.counter + request.last - request.done
-        if request.still:
-            request.ends_at = math.inf
         request.added_at = self.at
         self.running[request.id] = request
         self.held[request.version] = self.held.get(request.version, 0) + 1
@@ -197,6 +202,7 @@ Post = Callable[[ev.Event, Callable[[], bool]], None]
 """Send an event to the controller; it arrives only if the predicate still holds then."""
 Task = Callable[[int, int], tuple[int, int]]
 """(prompt, sample) -> (prompt tokens, response tokens)."""
+Journal: TypeAlias = dict[RequestId, tuple[int, tuple[Segment, ...]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,36 +225,30 @@ class FleetStats:
     aborted_tokens: float = 0.0
 
 
+@dataclass(eq=False)
 class Fleet:
     """All instances of a simulated run, and the journals of their requests."""
 
-    def __init__(
-        self,
-        clock: VirtualClock,
-        post: Post,
-        task: Task,
-        faults: Faults,
-        *,
-        report_s: float,
-    ) -> None:
-        self.clock = clock
-        self.post = post
-        self.task = task
-        self.faults = faults
-        self.report_s = report_s
-        self.instances: dict[InstanceId, SimInstance] = {}
-        self.lives: dict[InstanceId, int] = {}
-        self.specs: dict[InstanceId, tuple[InstanceSpec, RolloutCost]] = {}
-        self.journal: dict[RequestId, tuple[int, tuple[Segment, ...]]] = {}
-        self.finished: dict[RequestId, SimRequest] = {}  # the payload that the table would hold
-        self.stats = FleetStats()
-        self.on_busy: Callable[[SimInstance], None] = lambda instance: None
+    clock: VirtualClock
+    post: Post
+    task: Task
+    faults: Faults
+    report_s: float
+    instances: dict[InstanceId, SimInstance] = field(default_factory=dict[InstanceId, SimInstance])
+    lives: dict[InstanceId, int] = field(default_factory=dict[InstanceId, int])
+    specs: dict[InstanceId, tuple[InstanceSpec, RolloutCost]] = field(
+        default_factory=dict[InstanceId, tuple[InstanceSpec, RolloutCost]]
+    )
+    journal: Journal = field(default_factory=Journal)
+    # The payload that the table would hold.
+    finished: dict[RequestId, SimRequest] = field(default_factory=dict[RequestId, SimRequest])
+    stats: FleetStats = field(default_factory=FleetStats)
+    on_busy: Callable[[SimInstance], None] = lambda instance: None
 
     def join(self, name: InstanceId, spec: InstanceSpec, cost: RolloutCost) -> None:
         self.specs[name] = (spec, cost)
         self.lives[name] = life = self.lives.get(name, -1) + 1
-        instance = SimInstance(name, cost, self.clock.now())
-        self.instances[name] = instance
+        self.instances[name] = instance = SimInstance(name, cost, self.clock.now())
         joined = ev.InstanceJoined(
             name, spec.slots_max, spec.resident_max, spec.kv_tokens_max, spec.elastic, life=life
         )
@@ -260,6 +260,10 @@ class Fleet:
         self.post(joined, heard)
         if self.report_s:
             self.clock.after(self.report_s, lambda: self._report(instance))
+
+    def rejoin(self, name: InstanceId) -> None:
+        if name not in self.instances:
+            self.join(name, *self.specs[name])
 
     def tell(self, name: InstanceId, event: ev.FromInstance) -> None:
         """A message that says which incarnation speaks; it may come when that is long gone."""
@@ -275,25 +279,29 @@ class Fleet:
         for request in instance.parked.values():
             self.journal[request.id] = (int(request.done), tuple(request.segments))
 
+    def _restart_later(self, name: InstanceId) -> None:
+        self.clock.after(self.faults.restart_s(), lambda: self.rejoin(name))
+
     def _report(self, instance: SimInstance) -> None:
         if self.instances.get(instance.name) is not instance:
             return
         if not instance.frozen:
-            instance.advance(self.clock.now())
-            steps, kv, now = int(instance.counter), int(instance.kv), self.clock.now()
-            still = tuple(
-                rid
-                for rid, request in instance.running.items()
-                if request.still and now - request.added_at >= STILL_S
-            )
-            report = ev.InstanceReport(instance.name, steps, kv, instance.speed, still=still)
+            now = self.clock.now()
+            instance.advance(now)
+            steps, kv = int(instance.counter), int(instance.kv)
+            still = [
+                r.id for r in instance.running.values() if r.still and now - r.added_at >= STILL_S
+            ]
+            report = ev.InstanceReport(instance.name, steps, kv, instance.speed, still=tuple(still))
             self.tell(instance.name, report)
         self.clock.after(self.report_s, lambda: self._report(instance))
 
     def do(self, action: FleetAction) -> None:
         match action:
             case act.Restart():
-                self._restart(action.instance)
+                if action.instance in self.instances:
+                    self.die(action.instance)
+                self._restart_later(action.instance)
             case act.Move():
                 self._move(action)
             case _:
@@ -313,7 +321,7 @@ class Fleet:
             case act.Unload():
                 instance.unload(action.version)
             case act.Abort():
-                self._abort(instance, action.request, action.epoch)
+                self._abort(instance, action)
             case act.Park():
                 request = instance.running.get(action.request)
                 if request is not None and request.epoch == action.epoch:
@@ -329,13 +337,20 @@ class Fleet:
             case _:
                 raise AssertionError(f"no instance performs {action!r}")
 
+    def _is_refused(
+        self, instance: SimInstance, version: Version, rid: RequestId, epoch: int
+    ) -> bool:
+        """A request is decoded under its own version or not at all; the controller is told."""
+        refusal = instance.refuses(version)
+        if refusal is not None:
+            self.tell(instance.name, ev.SampleFailed(rid, epoch, instance.name, refusal))
+        return refusal is not None
+
     def _dispatch(self, instance: SimInstance, action: act.Dispatch) -> None:
         shared = False
         for sample, epoch in zip(action.samples, action.epochs, strict=True):
             rid = RequestId(action.group, sample)
-            refusal = instance.refuses(action.version)
-            if refusal is not None:
-                self.tell(instance.name, ev.SampleFailed(rid, epoch, instance.name, refusal))
+            if self._is_refused(instance, action.version, rid, epoch):
                 continue
             prompt_tokens, total = self.task(action.prompt, sample)
             request = SimRequest(
@@ -345,7 +360,7 @@ class Fleet:
                 prompt_tokens,
                 total,
                 self.faults.kills_at(action.prompt, sample),
-                self.faults.stands_still(rid, epoch),
+                self.faults.stands_still(),
             )
             if action.resume:
                 done, segments = self.journal.get(rid, (0, ()))
@@ -365,11 +380,7 @@ class Fleet:
         request = instance.parked.get(action.request) or instance.running.get(action.request)
         if request is None or request.epoch != action.epoch:
             return
-        refusal = instance.refuses(action.version)
-        if refusal is not None:
-            self.tell(
-                instance.name, ev.SampleFailed(request.id, action.epoch, instance.name, refusal)
-            )
+        if self._is_refused(instance, action.version, request.id, action.epoch):
             return
         if instance.parked.pop(request.id, None) is None:
             instance.remove(request)
@@ -384,16 +395,17 @@ class Fleet:
         self.stats.prefill_tokens_again += request.context
         instance.prefill(request.context)
 
-    def _abort(self, instance: SimInstance, rid: RequestId, epoch: int) -> None:
-        request = instance.running.get(rid)
-        if request is not None and request.epoch == epoch:
-            instance.remove(request)
-            self.stats.aborted_tokens += request.done
+    def _abort(self, instance: SimInstance, action: act.Abort) -> None:
+        for place in (instance.running, instance.parked, instance.leaving):
+            request = place.get(action.request)
+            if request is None or request.epoch != action.epoch:
+                continue
+            if place is instance.running:
+                instance.remove(request)
+                self.stats.aborted_tokens += request.done
+            else:
+                del place[request.id]
             self._keep_journal(request, request.done)
-        for place in (instance.parked, instance.leaving):
-            held = place.get(rid)
-            if held is not None and held.epoch == epoch:
-                self._keep_journal(place.pop(rid), held.done)
 
     def _keep_journal(self, request: SimRequest, done: float) -> None:
         """What a durable journal, written every few tokens, would still have."""
@@ -403,7 +415,7 @@ class Fleet:
     def _load(self, instance: SimInstance, action: act.Load) -> None:
         delay = instance.cost.load_s()
         self.stats.load_s += delay
-        reason = self.faults.load_fails(action)
+        reason = self.faults.load_fails()
         name, version, attempt = instance.name, action.version, action.attempt
 
         def done() -> None:
@@ -434,7 +446,7 @@ class Fleet:
         src.leaving[request.id] = request
         self.schedule(src)
         delay = src.cost.move_s(request.context if action.how is act.How.KV else 0)
-        fault = self.faults.move_fails(action)
+        fault = self.faults.move_fails()
         self.clock.after(delay, lambda: self._arrive(action, src, request, was_parked, fault))
 
     def _arrive(
@@ -447,15 +459,12 @@ class Fleet:
     ) -> None:
         if self.instances.get(src.name) is not src or src.leaving.get(request.id) is not request:
             return  # the source died, or the request was aborted
-        dst = self.instances.get(action.dst)
-        if dst is None or dst.frozen or not dst.announced or fault is not None:
-            self._move_failed(action, src, request, was_parked, fault or "destination gone")
-            return
-        refusal = dst.refuses(action.version)
-        if refusal is not None or request.version != action.version:
-            self._move_failed(action, src, request, was_parked, refusal or "version mismatch")
+        fault = fault or self._obstacle(action, request)
+        if fault is not None:
+            self._move_failed(action, src, request, was_parked, fault)
             return
         del src.leaving[request.id]
+        dst = self.instances[action.dst]
         dst.advance(self.clock.now())
         context, num_bytes = request.context, 0
         if action.how is act.How.KV:
@@ -469,6 +478,13 @@ class Fleet:
         who = (request.id, request.epoch, src.name, dst.name)
         self.tell(dst.name, ev.Moved(*who, num_bytes, int(context), attempt=action.attempt))
         self.schedule(dst)
+
+    def _obstacle(self, action: act.Move, request: SimRequest) -> str | None:
+        dst = self.instances.get(action.dst)
+        if dst is None or dst.frozen or not dst.announced:
+            return "destination gone"
+        mismatch = "version mismatch" if request.version != action.version else None
+        return dst.refuses(action.version) or mismatch
 
     def _move_failed(
         self, action: act.Move, src: SimInstance, request: SimRequest, was_parked: bool, why: str
@@ -486,59 +502,38 @@ class Fleet:
         who = (request.id, request.epoch, src.name, action.dst)
         self.tell(src.name, ev.MoveFailed(*who, kept, why, attempt=action.attempt))
 
-    def _restart(self, name: InstanceId) -> None:
-        if name in self.instances:
-            self.die(name)
-        self.clock.after(self.faults.restart_s(), lambda: self.rejoin(name))
-
-    def rejoin(self, name: InstanceId) -> None:
-        if name not in self.instances:
-            self.join(name, *self.specs[name])
-
     def schedule(self, instance: SimInstance) -> None:
         """Wake up when the next request of this instance is complete."""
         self.on_busy(instance)
         instance.turn += 1
-        delay = instance.next_end_s()
-        if delay is None:
-            return
-        turn = instance.turn
+        delay, turn = instance.next_end_s(), instance.turn
 
         def wake() -> None:
             if instance.turn == turn and self.instances.get(instance.name) is instance:
                 instance.advance(self.clock.now())
-                ended = instance.pop_ended()
-                for request in [r for r in ended if r.done >= r.total]:
-                    self._finish(instance, request)
-                killer = next((r for r in ended if r.done < r.total), None)
-                if killer is None:
-                    self.schedule(instance)
-                else:
-                    self._kill(instance, killer)
+                self._end(instance, instance.pop_ended())
 
-        self.clock.after(delay, wake)
+        if delay is not None:
+            self.clock.after(delay, wake)
 
-    def _kill(self, instance: SimInstance, request: SimRequest) -> None:
-        """The request ends the process that decodes it."""
-        instance.add(request)
-        name = instance.name
-        self.die(name)
-        self.tell(name, ev.InstanceLost(name, "its process ended"))
-        self.clock.after(self.faults.restart_s(), lambda: self.rejoin(name))
+    def _end(self, instance: SimInstance, ended: list[SimRequest]) -> None:
+        for request in [r for r in ended if r.done >= r.total]:
+            self._finish(instance, request)
+        killer = next((r for r in ended if r.done < r.total), None)
+        if killer is None:
+            self.schedule(instance)
+            return
+        instance.add(killer)  # it ends the process that decodes it
+        self.die(instance.name)
+        self.tell(instance.name, ev.InstanceLost(instance.name, "its process ended"))
+        self._restart_later(instance.name)
 
     def _finish(self, instance: SimInstance, request: SimRequest) -> None:
-        reason = self.faults.sample_fails(request.id)
+        who, reason = (request.id, request.epoch, instance.name), self.faults.sample_fails()
         if reason is not None:
             self._keep_journal(request, request.done)
-            self.tell(
-                instance.name, ev.SampleFailed(request.id, request.epoch, instance.name, reason)
-            )
+            self.tell(instance.name, ev.SampleFailed(*who, reason))
             return
         self.finished[request.id] = request
         segments = tuple(request.segments)
-        self.tell(
-            instance.name,
-            ev.SampleFinished(
-                request.id, request.epoch, instance.name, request.total, Finish.STOP, segments
-            ),
-        )
+        self.tell(instance.name, ev.SampleFinished(*who, request.total, Finish.STOP, segments))

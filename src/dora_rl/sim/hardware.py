@@ -44,7 +44,6 @@ class ModelShape:
     params: float
     params_active: float
     num_layers: int
-    hidden: int
     kv_heads: int
     head_dim: int
     weight_bytes_per_param: float = 2.0
@@ -64,7 +63,7 @@ class ModelShape:
 
 
 # Qwen2.5-32B: 32.8 B parameters, 64 layers, width 5120, 8 KV heads of 128 (its config.json).
-QWEN25_32B = ModelShape("Qwen2.5-32B", 32.8e9, 32.8e9, 64, 5120, 8, 128)
+QWEN25_32B = ModelShape("Qwen2.5-32B", 32.8e9, 32.8e9, 64, 8, 128)
 # LongCat-Flash: 560 B parameters, about 27 B active per token, 28 layers with latent attention,
 # (512 + 64) values per token and sub-layer, two attention sub-layers per layer (its report).
 LONGCAT_560B = ModelShape(
@@ -72,7 +71,6 @@ LONGCAT_560B = ModelShape(
     560e9,
     27e9,
     56,
-    6144,
     1,
     576,
     weight_bytes_per_param=1.0,  # served in 8 bits
@@ -80,7 +78,7 @@ LONGCAT_560B = ModelShape(
     expert_parallel=16,
 )
 # A small dense model for tests.
-TINY_100M = ModelShape("tiny-100M", 1e8, 1e8, 12, 768, 4, 64)
+TINY_100M = ModelShape("tiny-100M", 1e8, 1e8, 12, 4, 64)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,6 @@ class TrainedStep:
     """What a step really consumed: the ground truth for the checkers."""
 
     step: StepIndex
-    began_s: float
     committed_s: float
     busy_s: float
     groups: tuple[tuple[GroupId, Version, tuple[int, ...]], ...]
@@ -37,7 +36,6 @@ class TrainedStep:
 @dataclass(slots=True)
 class _Step:
     index: StepIndex
-    began_s: float
     fed: dict[GroupId, act.Feed] = field(default_factory=dict[GroupId, act.Feed])
     num_tokens: int = 0
     free_s: float = 0.0  # when the work fed so far will be done
@@ -80,7 +78,7 @@ class SimLearner:
         self.durable = self.sealed  # whoever begins writes first what the one before had not
         on_disk = -1 if self.durable_s is None else self.durable
         self.post(
-            ev.TrainerJoined(
+            ev.LearnerJoined(
                 self.sealed, self.sealed, incarnation=self.incarnation, durable=on_disk
             )
         )
@@ -99,7 +97,7 @@ class SimLearner:
         del self.trained[self.durable :]
 
     def do(self, action: LearnerAction) -> None:
-        if isinstance(action, act.RestartTrainer):
+        if isinstance(action, act.RestartLearner):
             self.die()
             self.clock.after(5.0, self.rejoin)
         elif not self.alive or isinstance(action, act.OptimizerRewound):
@@ -115,7 +113,7 @@ class SimLearner:
 
     def _current(self, index: StepIndex) -> _Step:
         if self._step is None or self._step.index != index:
-            self._step = _Step(index, self.clock.now(), free_s=self.clock.now())
+            self._step = _Step(index, free_s=self.clock.now())
         return self._step
 
     def _feed(self, action: act.Feed) -> None:
@@ -152,9 +150,7 @@ class SimLearner:
             return
         groups = tuple((f.group, f.version, f.samples) for f in step.fed.values())
         now = self.clock.now()
-        self.trained.append(
-            TrainedStep(step.index, step.began_s, now, step.busy_s, groups, step.num_tokens)
-        )
+        self.trained.append(TrainedStep(step.index, now, step.busy_s, groups, step.num_tokens))
         self.sealed = step.index + 1
         self._step = None
         checksum, on_disk = f"sum{self.sealed}", -1

@@ -187,7 +187,7 @@ class Soak:
         self._every(rates.freeze_every_s, lambda: self._disturb("frozen"))
         self._every(rates.slow_every_s, lambda: self._disturb("speed"))
         self._every(rates.stall_every_s, lambda: self._disturb("stalled"))
-        self._every(rates.trainer_death_every_s, self._kill_trainer)
+        self._every(rates.trainer_death_every_s, self._kill_learner)
         self._every(rates.controller_death_every_s, self._kill_controller)
         self._every(rates.host_loss_every_s, self._lose_host)
         world.clock.at(self.calm_s, self._calm_down)
@@ -256,16 +256,16 @@ class Soak:
         setattr(instance, what, self.rng.choice([0.1, 0.5, 1.0, 2.0]) if what == "speed" else True)
         self.world.fleet.schedule(instance)
 
-    def _kill_trainer(self) -> None:
+    def _kill_learner(self) -> None:
         learner = self.world.learner
         if not learner.alive:
             return
         learner.die()
         if self.rng.random() < 0.7:
-            self.world.post(ev.TrainerLost("process died", incarnation=learner.incarnation))
-            self.world.clock.after(self.rng.uniform(4, 30), self._trainer_rejoins)
+            self.world.post(ev.LearnerLost("process died", incarnation=learner.incarnation))
+            self.world.clock.after(self.rng.uniform(4, 30), self._learner_rejoins)
 
-    def _trainer_rejoins(self) -> None:
+    def _learner_rejoins(self) -> None:
         if self.world.loop is not None:
             self.world.learner.rejoin()
 
@@ -303,7 +303,7 @@ class Soak:
         if self.world.loop is None:
             self._resume_controller()
         if not self.world.learner.alive:
-            self.world.clock.after(5.0, self._trainer_rejoins)
+            self.world.clock.after(5.0, self._learner_rejoins)
         fleet = self.world.fleet
         if all(inst.frozen for inst in fleet.instances.values()):
             gone = [name for name in fleet.specs if name not in fleet.instances]

@@ -77,7 +77,7 @@ class World:
         self.clock = VirtualClock()
         self.log: EventLog = log or MemoryLog()
         self.keeper = SimKeeper()
-        self.fleet = Fleet(self.clock, self.post, spec.task, self.faults, report_s=spec.report_s)
+        self.fleet = Fleet(self.clock, self.post, spec.task, self.faults, spec.report_s)
         self.learner = SimLearner(
             self.clock,
             self.post,

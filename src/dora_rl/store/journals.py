@@ -23,14 +23,14 @@ class Journals:
         self._saved: dict[RequestId, dict[str, Any]] = {}
         self._groups_of: dict[Path, set[GroupId]] = {}
 
-    def next_life(self) -> int:
-        """A number of life that no journal here has, so that no file is written twice."""
-        lives = [int(path.stem.rpartition(".")[2]) for path in self._folder.glob("*.*.jsonl")]
-        return max(lives, default=-1) + 1
+    def next_incarnation(self) -> int:
+        """One that no journal here has, so that no file is written twice."""
+        known = [int(path.stem.rpartition(".")[2]) for path in self._folder.glob("*.*.jsonl")]
+        return max(known, default=-1) + 1
 
-    def write(self, name: str, life: int, lines: bytes, *, whole: bool) -> None:
+    def write(self, name: str, incarnation: int, lines: bytes, *, whole: bool) -> None:
         """What an instance on another host has written to its journal."""
-        file = AppendLog.of_lines(self._folder / f"{name}.{life}.jsonl")
+        file = AppendLog.of_lines(self._folder / f"{name}.{incarnation}.jsonl")
         with contextlib.closing(file):
             (file.replace if whole else file.append)(lines)
 

@@ -1,12 +1,15 @@
-"""The samples of a local run: rows of the table from the end of generation to the end of a group.
+"""The samples of a run as its controller has them, from the end of generation to that of a group.
 
 The row is written before the event that tells of it is logged, so whatever the log says is ready
-is there after a crash.
+is there after a crash. On one machine a row has the whole sample (`Samples`). On a cluster the
+payload is in the shards (`storage`) and the controller has the rest (`SampleIndex`): row for row
+the same, without tokens, log-probs and text. Rewards are here in both: they decide what is next.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,29 +19,30 @@ from dora_rl.core import actions as act
 from dora_rl.envs.base import spans
 from dora_rl.store.table import Row, Table
 from dora_rl.store.trajectories import columns_of, rounded, trajectory_of
-from dora_rl.types import GroupId, Prompt, RequestId, Trajectory
-from dora_rl.workers.messages import Fed, Where, ints
+from dora_rl.types import GroupId, Prompt, RequestId, StepIndex, Trajectory, Version
+from dora_rl.workers.messages import Fed, Stored, Trained, Where, ints
 
 PAYLOAD = ("token_ids", "logprobs", "loss_mask")
 
 
-class Samples:
-    """The table as the controller uses it."""
-
-    def __init__(self, path: Path) -> None:
-        self.table = Table(path)
+class Samples(Table):
+    """A table whose rows are trajectories."""
 
     def get(self, request: RequestId) -> Trajectory | None:
         """A sample, if it is here; in a cluster's index without its payload."""
         row = self.row(request)
-        return self._read(row) if row is not None else None
-
-    def groups(self) -> list[GroupId]:
-        return self.table.groups()
+        return self.trajectory(row) if row is not None else None
 
     def trajectories(self, group: GroupId) -> list[Trajectory]:
         """All samples of a group that are here."""
-        return [self._read(row) for row in self.table.read(group)]
+        return [self.trajectory(row) for row in self.read(group)]
+
+    def trajectory(self, row: Row) -> Trajectory:
+        return trajectory_of(row.request, row.version, row.columns)
+
+    def chosen(self, group: GroupId, samples: Sequence[int]) -> list[Trajectory]:
+        found = {sample.request.sample: sample for sample in self.trajectories(group)}
+        return [found[sample] for sample in samples]
 
     def where_to_read(self, request: RequestId) -> Where | None:
         """Where a reward worker finds text and tokens, if they are not here."""
@@ -47,11 +51,11 @@ class Samples:
 
     def keep_only(self, groups: Collection[GroupId]) -> None:
         """After a crash: drop groups that the log knows to have ended."""
-        for group in self.table.groups():
+        for group in self.groups():
             if group not in groups:
-                self.table.drop(group)
+                self.drop(group)
 
-    def put(self, sample: Trajectory) -> None:
+    def add(self, sample: Trajectory) -> None:
         """A sample was generated. One that is there already was written just before a crash."""
         there = self.get(sample.request)
         # Where kernels are not exact its tokens or log-probs may be others than before the crash;
@@ -59,7 +63,7 @@ class Samples:
         if there is None or any(
             not np.array_equal(getattr(there, name), getattr(sample, name)) for name in PAYLOAD
         ):
-            self.table.put([Row(sample.request, sample.version, columns_of(sample))])
+            self.put([Row(sample.request, sample.version, columns_of(sample))])
         elif sample.reward is not None:  # its environment gave one
             self.reward(sample.request, sample.reward)
 
@@ -69,7 +73,7 @@ class Samples:
         """`parts`: what each reward function gave, by its label."""
         row = self.row(request)
         if row is not None and "reward" not in row.columns:
-            self.table.extend({request: {"reward": reward, "parts": parts or {}}})
+            self.extend(request, {"reward": reward, "parts": parts or {}})
 
     def feed(self, action: act.Feed, prompt_ids: Sequence[int]) -> Fed:
         """The message that gives a group to the learner; sizes of its batch are filled in later."""
@@ -105,34 +109,104 @@ class Samples:
     def num_written(self, request: RequestId) -> int | None:
         """Tokens of a sample that the policy wrote; None: its payload is not here."""
         row = self.row(request)
-        there = row is not None and "loss_mask" in row.columns
-        return self._read(row).num_trained if row is not None and there else None
+        if row is None or "loss_mask" not in row.columns:
+            return None
+        return self.trajectory(row).num_trained
 
     def num_tokens(self, group: GroupId) -> int:
         return sum(len(sample.token_ids) for sample in self.trajectories(group))
-
-    def drop(self, group: GroupId) -> None:
-        self.table.drop(group)
-
-    def sync(self) -> None:
-        """The loss of the host takes nothing of what is there now."""
-        self.table.sync()
-
-    def close(self) -> None:
-        self.table.close()
-
-    def row(self, request: RequestId) -> Row | None:
-        found = self.table.read(request.group, request.sample)
-        return found[0] if found else None
-
-    def _read(self, row: Row) -> Trajectory:
-        return trajectory_of(row.request, row.version, row.columns)
-
-    def chosen(self, group: GroupId, samples: Sequence[int]) -> list[Trajectory]:
-        found = {sample.request.sample: sample for sample in self.trajectories(group)}
-        return [found[sample] for sample in samples]
 
 
 def known_reward(sample: Trajectory) -> float:
     assert sample.reward is not None, "only scored samples are trained"
     return sample.reward
+
+
+def shard_of(group: GroupId, num_shards: int) -> int:
+    return group % num_shards
+
+
+class SampleIndex(Samples):
+    """The samples without their payload. `addresses` are those of the shards; empty: it is away."""
+
+    def __init__(self, path: Path, num_shards: int) -> None:
+        super().__init__(path)
+        self.addresses: list[str] = [""] * num_shards
+        self.on_drop: Callable[[GroupId], None] = lambda group: None
+
+    def where(self, group: GroupId, samples: Sequence[int]) -> Where:
+        address = self.addresses[shard_of(group, len(self.addresses))]
+        return Where(address, group, tuple(samples))
+
+    def where_to_read(self, request: RequestId) -> Where:
+        return self.where(request.group, [request.sample])
+
+    def add_stored(self, said: Stored, version: Version) -> None:
+        """A shard has the row of a finished sample."""
+        event = said.event
+        columns = {
+            "num_tokens": event.num_tokens,
+            "logprob_sum": said.logprob_sum,
+            "turns": [list(turn) for turn in said.turns],
+            "finish": event.finish.value,
+            "segments": [list(segment) for segment in event.segments],
+        }
+        there = self.row(event.request)
+        if there is None or any(there.columns[name] != columns[name] for name in columns):
+            self.put([Row(event.request, version, columns)])
+        if said.reward is not None:
+            self.reward(event.request, said.reward)
+
+    def trajectory(self, row: Row) -> Trajectory:
+        """Without its payload; `turns` of a row here are the spans of its mask."""
+        columns = {name: value for name, value in row.columns.items() if name != "turns"}
+        return trajectory_of(row.request, row.version, columns)
+
+    def feed(self, action: act.Feed, prompt_ids: Sequence[int]) -> Fed:
+        where = self.where(action.group, action.samples)
+        rewards = tuple(sample.reward for sample in self.chosen(action.group, action.samples))
+        return Fed(action, 0, 0, ints(prompt_ids), where=where, rewards=rewards)
+
+    def lines_due(
+        self,
+        step: StepIndex,
+        group: GroupId,
+        version: Version,
+        samples: tuple[int, ...],
+        prompt: Prompt,
+    ) -> Trained:
+        """What the shard needs to write the group's lines of rollouts.jsonl."""
+        chosen = self.chosen(group, samples)
+        return Trained(
+            step,
+            group,
+            version,
+            samples,
+            rewards=tuple(known_reward(sample) for sample in chosen),
+            parts=tuple(sample.parts for sample in chosen),
+            prompt=(prompt.index, prompt.token_ids, prompt.text, prompt.env),
+        )
+
+    def trained(
+        self, group: GroupId, samples: tuple[int, ...], prompt: Prompt, *, tokens: bool = False
+    ) -> list[TrainedSample]:
+        """For the figures of a step; tokens and text are written by the shards."""
+        assert not tokens, "the shards have them"
+        rows = {row.request.sample: row.columns for row in self.read(group)}
+        return [
+            replace(
+                sample,
+                num_tokens=rows[sample.sample]["num_tokens"],
+                logprob_sum=rows[sample.sample]["logprob_sum"],
+                turns=[tuple(turn) for turn in rows[sample.sample]["turns"]],
+                prompt="",
+            )
+            for sample in super().trained(group, samples, prompt, tokens=False)
+        ]
+
+    def num_tokens(self, group: GroupId) -> int:
+        return sum(row.columns["num_tokens"] for row in self.read(group))
+
+    def drop(self, group: GroupId) -> None:
+        super().drop(group)
+        self.on_drop(group)

@@ -1,22 +1,26 @@
-"""A shard of the sample table: the payload of its groups, and journals of instances elsewhere.
+"""The shards of the sample table on a cluster: the payload of their groups, and how it comes there.
 
-Rows come from instances, are read by rewards and the learner, and never pass the controller, which
-keeps what it decides by (lengths, rewards, versions: `sample_index`). A row is on disk before the
-controller hears of it, and told again if the instance asks again. Shard n has the groups whose
-number leaves the remainder n; all shards live on the controller's host, with the run directory.
+Rows come from instances (`StorageStream`), are read by rewards and the learner (`StorageReader`),
+and never pass the controller, which keeps what it decides by (`samples.SampleIndex`). A row is on
+disk before the controller hears of it, and told again if the instance asks again. What an instance
+has finished is sent by a thread of its own until a shard has it: a shard that is restarted on the
+way costs time, never a sample. Shard n has the groups whose number leaves the remainder n; all
+shards live on the controller's host, with the run directory.
 
-Lines of rollouts.jsonl are written here too, when a step closes: once per step and group, whoever
-asks how often.
+A shard also keeps the journals of instances elsewhere, and writes lines of rollouts.jsonl when a
+step closes: once per step and group, whoever asks how often.
 """
 
 from __future__ import annotations
 
 import json
+import queue
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -25,13 +29,18 @@ from dora_rl.io.append_log import read_lines
 from dora_rl.io.connection import Link, Refused, Server, TransportError
 from dora_rl.setup.tokenizer import open_tokenizer
 from dora_rl.store.journals import Journals
-from dora_rl.store.samples import Samples
+from dora_rl.store.samples import Samples, shard_of
 from dora_rl.store.table import TableClosed
-from dora_rl.types import GroupId, Prompt, RequestId
+from dora_rl.types import GroupId, Prompt, RequestId, Trajectory
 from dora_rl.workers import messages as msg
 from dora_rl.workers.worker import Setup, beat
 
-BEAT_S = 1.0
+HEARTBEAT_S = 1.0
+RETRY_S = 0.3
+READ_S_MAX = 20.0
+CLOSE_S_MAX = 5.0
+
+Waiting: TypeAlias = "queue.Queue[tuple[dict[str, Any], bytes] | None]"
 
 
 class Storage:
@@ -40,7 +49,7 @@ class Storage:
     def __init__(self, setup: Setup, channel: msg.Channel) -> None:
         config, self._channel = setup.config, channel
         run_dir, number = Path(setup.run_dir), int(setup.extra["shard"])
-        self._samples = Samples(run_dir / f"table.{number}.log")
+        self.samples = Samples(run_dir / f"table.{number}.log")
         self._journals = Journals(run_dir / "journal")
         self._tokenizer = open_tokenizer(Path(config.model.path), config.model.trust_remote_code)
         self._lock = threading.Lock()
@@ -52,20 +61,14 @@ class Storage:
     # -- instances, rewards, learner --------------------------------------------------------------
 
     def _answer(self, question: dict[str, Any], link: Link) -> None:
-        try:
-            self._do(question, link)
-        except TableClosed as error:  # the asker hears nothing, and asks the next shard
-            raise TransportError("the shard ends") from error
-
-    def _do(self, question: dict[str, Any], link: Link) -> None:
         kind = question["kind"]
         if kind == "put":
             self._put(msg.unpack(bytes(link.read(int(question["num_bytes"])))))
             link.say({})
         elif kind == "journal":
             lines = bytes(link.read(int(question["num_bytes"])))
-            name, life, whole = question["name"], int(question["life"]), bool(question["whole"])
-            self._journals.write(name, life, lines, whole=whole)
+            name, number = question["name"], int(question["incarnation"])
+            self._journals.write(name, number, lines, whole=bool(question["whole"]))
             link.say({})
         elif kind == "rows":
             data = self._read(int(question["group"]), question["samples"])
@@ -79,8 +82,11 @@ class Storage:
         assert isinstance(message, msg.Finished)
         (sample,) = message.samples
         text = self._tokenizer.decode(sample.token_ids.tolist(), skip_special_tokens=True)
-        with self._lock:
-            self._samples.put(replace(sample, text=text))
+        try:
+            with self._lock:
+                self.samples.add(replace(sample, text=text))
+        except TableClosed as error:  # the asker hears nothing, and asks the next shard
+            raise TransportError("the shard ends") from error
         said = msg.Stored(
             message.event,
             logprob_sum=float(sample.logprobs.sum(dtype=np.float64)),
@@ -92,7 +98,7 @@ class Storage:
 
     def _read(self, group: GroupId, samples: Sequence[int]) -> bytes:
         with self._lock:
-            asked = [self._samples.get(RequestId(group, sample)) for sample in samples]
+            asked = [self.samples.get(RequestId(group, sample)) for sample in samples]
         found = [trajectory for trajectory in asked if trajectory is not None]
         if len(found) < len(asked):
             raise Refused(f"samples {list(samples)} of group {group} are not all here")
@@ -104,9 +110,9 @@ class Storage:
         with self._lock:
             match message:
                 case msg.Drop(group):
-                    self._samples.drop(group)
+                    self.samples.drop(group)
                 case msg.Sync():
-                    self._samples.sync()
+                    self.samples.sync()
                 case msg.Trained():
                     if self._rollouts is not None:
                         self._write(self._rollouts, message)
@@ -114,20 +120,17 @@ class Storage:
                 case _:
                     raise AssertionError(f"a shard does not hear {message!r}")
 
-    def groups(self) -> list[GroupId]:
-        return self._samples.groups()
-
     def _write(self, path: Path, due: msg.Trained) -> None:
         """The group's lines, in one write where there is room."""
         step, group = due.step, due.group
         if (step, group) in self._written:
             return
         for sample, reward, parts in zip(due.samples, due.rewards, due.parts, strict=True):
-            self._samples.reward(RequestId(group, sample), reward, parts)
+            self.samples.reward(RequestId(group, sample), reward, parts)
         lines: list[str] = []
         index, token_ids, text, env = due.prompt
         prompt = Prompt(index, token_ids, text, env=env)
-        for trained in self._samples.trained(group, due.samples, prompt):
+        for trained in self.samples.trained(group, due.samples, prompt):
             record = asdict(trained) | {"version": due.version}
             lines.append(json.dumps({"step": step, **record}) + "\n")
         with path.open("ab") as file:  # writes the rest too where a part went first
@@ -138,8 +141,96 @@ class Storage:
 def serve_storage(setup: Setup, channel: msg.Channel) -> None:
     """Until the controller says `End` or is gone."""
     storage = Storage(setup, channel)
-    channel.send(msg.Serving(storage.server.port, tuple(storage.groups())))
-    beat(lambda: channel.send(msg.Alive()), BEAT_S)
+    channel.send(msg.Serving(storage.server.port, tuple(storage.samples.groups())))
+    beat(lambda: channel.send(msg.Alive()), HEARTBEAT_S)
     while not isinstance(message := channel.receive(), msg.End):
         storage.hear(message)
     storage.server.close()
+
+
+# -- its clients -----------------------------------------------------------------------------------
+
+
+class StorageStream:
+    """Rows and journal lines of one instance on their way to the shards, in order per shard."""
+
+    def __init__(self, key: bytes, name: str, incarnation: int, addresses: Sequence[str]) -> None:
+        self._key, self._who = key, {"name": name, "incarnation": incarnation}
+        self._addresses = list(addresses)
+        self._queues: list[Waiting] = [queue.Queue() for _ in addresses]
+        for shard, waiting in enumerate(self._queues):
+            threading.Thread(target=self._send, args=(shard, waiting), daemon=True).start()
+
+    def move_to(self, addresses: Sequence[str]) -> None:
+        """Where the shards are now; their number never changes in a run."""
+        assert len(addresses) == len(self._addresses)
+        self._addresses = list(addresses)
+
+    def put(self, group: GroupId, packed: bytes) -> None:
+        shard = shard_of(group, len(self._queues))
+        self._queues[shard].put(({"kind": "put"}, packed))
+
+    def append(self, data: bytes) -> None:
+        self._journal(data, whole=False)
+
+    def replace(self, data: bytes) -> None:
+        self._journal(data, whole=True)
+
+    def _journal(self, data: bytes, *, whole: bool) -> None:
+        head = {"kind": "journal", "whole": whole, **self._who}
+        self._queues[0].put((head, data))
+
+    def close(self) -> None:
+        """Wait a moment for what is on its way."""
+        until = time.monotonic() + CLOSE_S_MAX
+        while any(q.unfinished_tasks for q in self._queues) and time.monotonic() < until:
+            time.sleep(0.01)
+        for waiting in self._queues:
+            waiting.put(None)
+
+    def _send(self, shard: int, waiting: Waiting) -> None:
+        link: Link | None = None
+        while (item := waiting.get()) is not None:
+            head, data = item
+            while True:
+                try:
+                    link = link or Link.connect(self._addresses[shard], self._key)
+                    link.say({**head, "num_bytes": len(data)})
+                    link.write(data)
+                    link.hear()
+                    break
+                except TransportError:
+                    if link is not None:
+                        link.close()
+                    link = None
+                    time.sleep(RETRY_S)
+            waiting.task_done()
+
+
+class StorageReader:
+    """Reads rows; one connection per shard, made again when it breaks."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+        self._links: dict[str, Link] = {}
+
+    def rows(self, where: msg.Where, wait_s_max: float = READ_S_MAX) -> list[Trajectory]:
+        """The samples that `where` names, in its order.
+
+        Raises `TransportError` when they cannot be had for so long.
+        """
+        address, until = where.address, time.monotonic() + wait_s_max
+        while True:
+            try:
+                link = self._links.get(address) or Link.connect(address, self._key)
+                self._links[address] = link
+                answer = link.ask("rows", group=where.group, samples=list(where.samples))
+                found = msg.unpack(bytes(link.read(int(answer["num_bytes"]))))
+                assert isinstance(found, msg.Rows)
+                return list(found.samples)
+            except TransportError:
+                if address in self._links:
+                    self._links.pop(address).close()
+                if time.monotonic() > until:
+                    raise
+                time.sleep(RETRY_S)

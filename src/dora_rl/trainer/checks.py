@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from dora_rl.config import TrainerConfig
+from dora_rl.config.section import choose
 from dora_rl.types import UserError
 
 
 def check_attention(name: str, *, on_gpu: bool, dtype: str) -> None:
     """Whether a backend computes on such a device in this dtype ("auto": the device's own)."""
-    if name == "varlen" and (not on_gpu or dtype == "float32"):
-        raise UserError("trainer.attention 'varlen' needs CUDA and bfloat16; use 'auto'")
-    if name == "flex" and not on_gpu:
-        raise UserError("trainer.attention 'flex' needs CUDA; use 'auto'")
-    if name == "blocks" and (on_gpu or dtype not in ("auto", "float32")):
-        raise UserError("trainer.attention 'blocks' is for float32 on a CPU; use 'auto'")
+    wanted = {
+        "varlen": (on_gpu and dtype != "float32", "needs CUDA and bfloat16"),
+        "flex": (on_gpu, "needs CUDA"),
+        "blocks": (not on_gpu and dtype in ("auto", "float32"), "is for float32 on a CPU"),
+    }
+    fits, needs = wanted.get(name, (True, ""))
+    if not fits:
+        raise UserError(f"trainer.attention '{name}' {needs}; use 'auto'")
 
 
 def check_published(compute: str, published: str, *, on_gpu: bool) -> None:
@@ -26,6 +29,13 @@ def check_published(compute: str, published: str, *, on_gpu: bool) -> None:
             f"would run other weights than it trains; set trainer.compute_dtype = {published} too, "
             "or leave publish_dtype at auto"
         )
+
+
+def checkpoints_layers(options: TrainerConfig) -> bool:
+    """Whether layers are computed again in the backward pass. With "auto" they are not: the memory
+    plan of a run has chosen before."""
+    kinds, kind = ("auto", "none", "layer"), options.activation_checkpointing
+    return choose("trainer.activation_checkpointing", kind, kinds) == "layer"
 
 
 def check_trainer(options: TrainerConfig) -> None:

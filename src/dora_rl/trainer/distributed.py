@@ -12,13 +12,13 @@ import fcntl
 import os
 import socket
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dora_rl.trainer.meters import MEANS
 from dora_rl.types import UserError
 
 SIOCGIFADDR = 0x8915  # <linux/sockios.h>
@@ -49,9 +49,9 @@ def join(meeting: str | Path, rank: int, num_ranks: int, ip: str = "") -> None:
     """
     if num_ranks == 1:
         return
-    name = interface_of(ip) if ip else None
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name else ():
-        os.environ.setdefault(variable, str(name))
+    if ip and (name := interface_of(ip)):
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(variable, name)
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(rank % torch.cuda.device_count())
@@ -78,13 +78,17 @@ def decide(flag: bool) -> bool:
 def _of_first(value: int) -> int:
     if world()[1] == 1:
         return value
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    found = torch.tensor([value], dtype=torch.int64, device=device)
+    found = torch.tensor([value], dtype=torch.int64, device=_device())
     dist.broadcast(found, 0)
     return int(found)
 
 
-def shard(module: nn.Module, layers: list[nn.Module], compute_dtype: torch.dtype) -> None:
+def _device() -> str:
+    """Where a tensor must be that ranks exchange."""
+    return "cuda" if dist.get_backend() == "nccl" else "cpu"
+
+
+def shard(module: nn.Module, layers: Sequence[nn.Module], compute_dtype: torch.dtype) -> None:
     """FSDP2: each layer its own unit, then the rest; float32 shards, gradients reduced in float32.
 
     Gradients come back as the mean over ranks; the learner multiplies by their number.
@@ -94,16 +98,14 @@ def shard(module: nn.Module, layers: list[nn.Module], compute_dtype: torch.dtype
 
     kind = next(module.parameters()).device.type
     mesh = init_device_mesh(kind, (dist.get_world_size(),))
-    half = compute_dtype != torch.float32
     # Inputs stay as they are: cosines and sines are float32 on purpose.
     policy = MixedPrecisionPolicy(
-        param_dtype=compute_dtype if half else None,
+        param_dtype=None if compute_dtype == torch.float32 else compute_dtype,
         reduce_dtype=torch.float32,
         cast_forward_inputs=False,
     )
-    for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(module, mesh=mesh, mp_policy=policy)
+    for part in (*layers, module):
+        fully_shard(part, mesh=mesh, mp_policy=policy)
 
 
 def like_shard(tensor: Tensor, parameter: Tensor) -> Tensor:
@@ -131,25 +133,15 @@ def wait_for_all() -> None:
         dist.barrier()
 
 
-def add_up_scalar(value: Tensor) -> Tensor:
-    """A scalar summed over ranks."""
+def add_up(values: Tensor) -> Tensor:
+    """The sum over ranks; a collective."""
     if world()[1] > 1:
-        value = value.clone()
-        dist.all_reduce(value)
-    return value
+        values = values.to(_device(), copy=True)
+        dist.all_reduce(values)
+    return values
 
 
 def gathered(tensor: Tensor) -> Tensor:
     """The whole tensor, if it is a shard; a collective that every rank must enter."""
     full = getattr(tensor, "full_tensor", None)
     return full() if full is not None else tensor
-
-
-def add_up(pairs: dict[str, list[float]]) -> dict[str, list[float]]:
-    """Sums over ranks of (total, weight) by name; a rank that never saw a name adds nothing."""
-    if world()[1] == 1:
-        return pairs
-    flat = torch.tensor([pairs.get(n, [0.0, 0.0]) for n in MEANS], dtype=torch.float64)
-    flat = flat.cuda() if dist.get_backend() == "nccl" else flat
-    dist.all_reduce(flat)
-    return dict(zip(MEANS, flat.tolist(), strict=True))

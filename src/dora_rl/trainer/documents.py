@@ -1,30 +1,49 @@
-"""One response with its prompt, ready to be packed; and a pack of them as tensors.
+"""From groups as they are fed to packs that a pass can run: checked, described, compared, packed.
 
-Invariant: `rows[i]` is the position whose output predicts the i-th trained token, and every
-per-token tensor of a document has one entry per trained token, in order.
+    group --admit--> trainable samples --> documents --> advantages --> packs
+
+Works on plain values and CPU tensors; only a pack is on the device. Invariants: every sample is
+either admitted and in the means, or in a `dropped/*` counter. What is admitted has a finite reward
+and finite log-probs, at least one trained token and no more tokens than the limit. Advantages
+depend on rewards (and, where the options say so, on reference log-probs or old values) only, never
+on the order groups came in. Every document is in exactly one pack, and nothing is padded.
 """
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from dora_rl.trainer.attention.layout import Layout, send
-from dora_rl.types import Group, GroupId, Trajectory, Version
+from dora_rl.config import AlgorithmConfig
+from dora_rl.trainer.attention import Layout, send
+from dora_rl.trainer.losses.functions import (
+    KL,
+    GroupScores,
+    gae,
+    overlong_penalty,
+    returns_to_go,
+    whiten,
+)
+from dora_rl.trainer.losses.registry import Objective
+from dora_rl.trainer.meters import Meters
+from dora_rl.types import REWARD_MAX, Group, GroupId, StepIndex, Trajectory, Version
 
 
 @dataclass(slots=True)
 class Document:
-    """Mutable on purpose: scores of other policies are filled in when they become known."""
+    """One response with its prompt, ready to be packed. `rows[i]` is the position whose output
+    predicts the i-th trained token, and every per-token tensor has one entry per trained token, in
+    order. Mutable on purpose: scores of other policies are filled in when they become known."""
 
-    token_ids: Tensor  # (n,) prompt and response
-    rows: Tensor  # (m,) positions that predict a trained token
-    rollout_logprobs: Tensor  # (m,)
+    token_ids: Tensor  # of prompt and response
+    rows: Tensor  # positions that predict a trained token
+    rollout_logprobs: Tensor
     reward: float
     version: Version
     advantages: Tensor = field(default_factory=lambda: torch.empty(0))
@@ -34,8 +53,8 @@ class Document:
     returns: Tensor | None = None
     group: GroupId = 0
     truncated: bool = False  # it was cut off at the limit of tokens
-    # (m,) of a response that was decoded under several versions (the `partial` baseline); None:
-    # `version` throughout.
+    # Of each trained token of a response that was decoded under several versions (the `partial`
+    # baseline); None: `version` throughout.
     mixed_versions: Tensor | None = None
 
     @property
@@ -46,10 +65,6 @@ class Document:
     def num_trained(self) -> int:
         return self.rows.shape[0]
 
-    @property
-    def mixed(self) -> bool:
-        return self.mixed_versions is not None
-
     def versions(self) -> Tensor:
         """The version that sampled each trained token."""
         if self.mixed_versions is not None:
@@ -59,58 +74,51 @@ class Document:
 
 def document_of(group: Group, sample: Trajectory, reward: float) -> Document:
     """The document of one admitted sample."""
-    start = len(group.prompt_ids)
     place = np.flatnonzero(sample.loss_mask)
     token_ids = np.concatenate([group.prompt_ids, sample.token_ids], dtype=np.int64)
-    return Document(
+    document = Document(
         token_ids=torch.from_numpy(token_ids),
-        rows=torch.from_numpy(place + (start - 1)),
+        rows=torch.from_numpy(place + (len(group.prompt_ids) - 1)),
         rollout_logprobs=torch.from_numpy(sample.logprobs[place]),
         reward=reward,
         version=group.version,
         group=group.id,
         truncated=sample.truncated,
-        mixed_versions=_mixed_versions(sample, place),
     )
-
-
-def _mixed_versions(sample: Trajectory, place: NDArray[np.int64]) -> Tensor | None:
-    if not sample.mixed:
-        return None
-    starts, versions = np.array(sample.segments, np.int64).T
-    return torch.from_numpy(versions[np.searchsorted(starts, place, side="right") - 1])
+    if sample.mixed:
+        starts, versions = np.array(sample.segments, np.int64).T
+        under = versions[np.searchsorted(starts, place, side="right") - 1]
+        document.mixed_versions = torch.from_numpy(under)
+    return document
 
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """Documents side by side. T tokens, N trained ones, `sequence_N` their document."""
+    """Documents side by side: all their tokens, and of the trained ones the row that predicts each,
+    itself, and its document."""
 
     documents: tuple[Document, ...]
-    token_ids_T: Tensor
+    token_ids_P: Tensor
     layout: Layout
-    rows_N: Tensor
-    target_N: Tensor
-    sequence_N: Tensor
-
-    @property
-    def num_tokens(self) -> int:
-        return self.layout.num_tokens
+    rows_T: Tensor
+    target_T: Tensor
+    sequence_T: Tensor
 
     @property
     def num_trained(self) -> int:
-        return self.rows_N.shape[0]
+        return self.rows_T.shape[0]
 
     def gather(self, parts: Sequence[Tensor]) -> Tensor:
         """One tensor per document, side by side on the pack's device. Parts may be there already:
         bringing them back to the host first would make it wait for the device."""
-        device = self.token_ids_T.device
+        device = self.token_ids_P.device
         if all(p.device.type == "cpu" for p in parts):
             return send(torch.cat(list(parts)), device)
         return torch.cat([p if p.device == device else send(p, device) for p in parts])
 
-    def split(self, values_N: Tensor) -> list[Tensor]:
+    def split(self, values_T: Tensor) -> list[Tensor]:
         """Back to one tensor per document, where the values are."""
-        return list(values_N.detach().split([d.num_trained for d in self.documents]))
+        return list(values_T.detach().split([d.num_trained for d in self.documents]))
 
 
 def collate(documents: Sequence[Document], device: torch.device) -> Pack:
@@ -122,9 +130,217 @@ def collate(documents: Sequence[Document], device: torch.device) -> Pack:
     rows = torch.cat([d.rows for d in documents]) + starts
     return Pack(
         documents=tuple(documents),
-        token_ids_T=send(token_ids, device),
+        token_ids_P=send(token_ids, device),
         layout=layout,
-        rows_N=send(rows, device),
-        target_N=send(token_ids[rows + 1], device),
-        sequence_N=send(torch.repeat_interleave(counts), device),
+        rows_T=send(rows, device),
+        target_T=send(token_ids[rows + 1], device),
+        sequence_T=send(torch.repeat_interleave(counts), device),
     )
+
+
+# -- what may be trained ---------------------------------------------------------------------------
+
+
+def admit(
+    group: Group, step: StepIndex, tokens_max: int, vocab: int, meters: Meters
+) -> Group | None:
+    """The group with its trainable samples only, or None if there are none; metrics either way."""
+    faults = [sample_fault(group, sample, tokens_max, vocab) for sample in group.samples]
+    for fault in filter(None, faults):
+        meters.count(f"dropped/{fault}")
+    kept = tuple(s for s, fault in zip(group.samples, faults, strict=True) if not fault)
+    if not kept:
+        meters.count("dropped/empty_group")
+        return None
+    assert group.version <= step, "a trajectory from the future"
+    meters.observe("staleness", step - group.version)
+    for sample in kept:
+        assert sample.reward is not None
+        meters.observe("reward", sample.reward)
+        meters.observe("response_length", len(sample.token_ids))
+        meters.add_sum("mixed_version_frac", torch.tensor(float(sample.mixed)), 1)
+        meters.add_sum("truncated_frac", torch.tensor(float(sample.truncated)), 1)
+    return replace(group, samples=kept)
+
+
+def sample_fault(group: Group, sample: Trajectory, tokens_max: int, vocab: int) -> str:
+    """Why the sample cannot be trained on, or '' if it can."""
+    ids, mask = sample.token_ids, sample.loss_mask
+    assert len(ids) == len(sample.logprobs) == len(mask)
+    if sample.reward is None:
+        return "no_reward"
+    if not math.isfinite(sample.reward):
+        return "non_finite_reward"
+    if abs(sample.reward) > REWARD_MAX:
+        return "reward_out_of_range"
+    if not len(group.prompt_ids) or not mask.any():
+        return "nothing_to_train"
+    if len(group.prompt_ids) + len(ids) > tokens_max:
+        return "too_long"
+    if any(part.min() < 0 or part.max() >= vocab for part in (group.prompt_ids, ids)):
+        return "token_out_of_range"
+    # Tokens that are not trained on may have any log-prob.
+    if not np.isfinite(sample.logprobs[mask != 0]).all():
+        return "non_finite_logprob"
+    return ""
+
+
+# -- advantages ------------------------------------------------------------------------------------
+
+
+def group_documents(group: Group, options: AlgorithmConfig) -> list[Document]:
+    """The group's documents, their rewards shaped by the overlong penalty, no advantages yet."""
+    out = []
+    for sample in group.samples:
+        assert sample.reward is not None
+        shaped = sample.reward + overlong_penalty(
+            len(sample.token_ids),
+            options.overlong_tokens_max,
+            options.overlong_buffer_tokens,
+            options.overlong_penalty,
+        )
+        out.append(document_of(group, sample, shaped))
+    return out
+
+
+def _penalty(document: Document, options: AlgorithmConfig) -> Tensor | None:
+    """What is taken off the reward, token by token."""
+    if options.kl_in != "reward" or options.kl_coef == 0.0:
+        return None
+    assert document.ref_logprobs is not None
+    estimate = KL[options.kl_estimator]
+    return options.kl_coef * estimate(document.rollout_logprobs, document.ref_logprobs)
+
+
+def per_group_advantages(documents: Sequence[Document], objective: Objective) -> None:
+    """Fill in advantages that need the group alone: one number for all tokens of a response."""
+    assert objective.group_advantage is not None
+    penalties = [_penalty(d, objective.options) for d in documents]
+    scores = GroupScores(
+        rewards=[
+            d.reward if penalty is None else d.reward - float(penalty.sum())
+            for d, penalty in zip(documents, penalties, strict=True)
+        ],
+        lengths=[d.num_trained for d in documents],
+        truncated=[d.truncated for d in documents],
+    )
+    for d, a in zip(documents, objective.group_advantage(scores), strict=True):
+        d.advantages = torch.full((d.num_trained,), a, dtype=torch.float32)
+
+
+def whole_batch_advantages(documents: Sequence[Document], options: AlgorithmConfig) -> None:
+    """Fill in advantages that need every response of the step.
+
+    batch: returns to go of (reward at the last token − KL), whitened over all tokens.
+    gae: from the critic's old values; whitened if the options say so.
+    """
+    for d in documents:
+        rewards = torch.zeros(d.num_trained)
+        rewards[-1] = d.reward
+        penalty = _penalty(d, options)
+        if penalty is not None:
+            rewards = rewards - penalty
+        if options.advantage == "batch":
+            d.advantages = returns_to_go(rewards, options.gamma)
+        else:
+            assert d.old_values is not None
+            gamma, lam = options.gamma, options.gae_lambda
+            d.advantages, d.returns = gae(rewards, d.old_values, gamma, lam)
+    if documents and (options.advantage == "batch" or options.whiten_advantages):
+        whole = whiten(torch.cat([d.advantages for d in documents]))
+        for d, a in zip(documents, whole.split([d.num_trained for d in documents]), strict=True):
+            d.advantages = a
+
+
+# -- which documents share a pack ------------------------------------------------------------------
+#
+# By token count, balanced by attention cost. Pure integers, no tensors. A pack holds more than
+# `pack_tokens` tokens only if it is one document that is longer by itself.
+#
+# A document's cost is linear in its tokens (matrix products) plus quadratic (attention). The ratio
+# is a property of the model: attention over n tokens costs as much as the linear part of
+# `n² / quadratic_tokens` tokens.
+
+
+def document_cost(num_tokens: int, quadratic_tokens: float) -> float:
+    """Cost in units of one token's linear work."""
+    return num_tokens + num_tokens * num_tokens / quadratic_tokens
+
+
+def quadratic_tokens(attention_width: int, num_params_layer: int) -> float:
+    """The document length at which causal attention costs as much as the layer's matrices.
+
+    Per token and layer: 2 for each parameter of the matrices; for causal attention over n tokens
+    2·n·width (scores and values, halved by causality).
+    """
+    return max(1.0, num_params_layer / attention_width)
+
+
+def pack_stream(lengths: Sequence[int], pack_tokens: int) -> tuple[list[list[int]], list[int]]:
+    """First come, first packed: (full packs, documents left over), as indices in arrival order.
+
+    A pack is closed when the next document would not fit, so what is left over is always less
+    than one pack and a stream of unknown length can be cut as it arrives.
+    """
+    packs: list[list[int]] = []
+    open_pack: list[int] = []
+    used = 0
+    for index, length in enumerate(lengths):
+        if open_pack and used + length > pack_tokens:
+            packs.append(open_pack)
+            open_pack, used = [], 0
+        open_pack.append(index)
+        used += length
+        if used >= pack_tokens:
+            packs.append(open_pack)
+            open_pack, used = [], 0
+    return packs, open_pack
+
+
+def pack_balanced(
+    lengths: Sequence[int], pack_tokens: int, ranks: int, quadratic: float
+) -> list[list[int]]:
+    """Packs whose number is a multiple of `ranks` (some may be empty), costs as equal as can be.
+
+    Longest first into the cheapest pack with room; the number of packs grows until all fit. The
+    packs come back most expensive first, so that packs i·ranks .. i·ranks+ranks-1, which run side
+    by side, cost about the same; no round of packs is empty unless there is nothing to pack.
+    """
+    assert ranks >= 1
+    if not lengths:
+        return [[] for _ in range(ranks)]
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    num_packs = -(-max(1, -(-sum(lengths) // pack_tokens)) // ranks) * ranks
+    while True:
+        packs = _fill(lengths, order, pack_tokens, num_packs, quadratic)
+        if packs is not None:
+            break
+        num_packs += ranks
+    cost = [sum(document_cost(lengths[i], quadratic) for i in pack) for pack in packs]
+    ranked = sorted(range(num_packs), key=lambda p: (-cost[p], p))
+    # A document longer than a pack is counted as several packs and fills one.
+    num_filled = -(-sum(1 for pack in packs if pack) // ranks) * ranks
+    return [sorted(packs[p]) for p in ranked[:num_filled]]
+
+
+def _fill(
+    lengths: Sequence[int], order: list[int], pack_tokens: int, num_packs: int, quadratic: float
+) -> list[list[int]] | None:
+    packs: list[list[int]] = [[] for _ in range(num_packs)]
+    tokens = [0] * num_packs
+    heap = [(0.0, p) for p in range(num_packs)]
+    for index in order:
+        skipped: list[tuple[float, int]] = []
+        while heap:
+            cost, p = heapq.heappop(heap)
+            if not packs[p] or tokens[p] + lengths[index] <= pack_tokens:
+                break
+            skipped.append((cost, p))
+        else:
+            return None
+        packs[p].append(index)
+        tokens[p] += lengths[index]
+        heapq.heappush(heap, (cost + document_cost(lengths[index], quadratic), p))
+        for item in skipped:
+            heapq.heappush(heap, item)
+    return packs

@@ -9,9 +9,8 @@
 
 With U = `updates_per_step`, update i takes the i-th B/U groups; it closes by itself when they have
 been fed (`batch_groups` given; the last one with the step), or when `finish_update` is called.
-Losses that need statistics of
-the whole batch, `canonical_order` and `streaming = False` buffer the step instead: nothing runs
-before `finish_step`.
+Losses that need statistics of the whole batch, `canonical_order` and `streaming = False` buffer the
+step instead: nothing runs before `finish_step`.
 
 How an update runs is in `updates`. Invariant: weights are published, saved and replaced between
 steps only.
@@ -23,24 +22,25 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
-from torch import Tensor
+import torch
 
 from dora_rl.config import AlgorithmConfig, CheckpointConfig, TrainerConfig
 from dora_rl.ports import WeightStore
 from dora_rl.trainer import distributed
 from dora_rl.trainer.checkpoints import state
-from dora_rl.trainer.checkpoints.publish import Publisher, compute_canary
+from dora_rl.trainer.checkpoints.publish import Drafts, Publisher, compute_canary, fill
 from dora_rl.trainer.checks import check_published
-from dora_rl.trainer.critic import fill_old_values
+from dora_rl.trainer.documents import (
+    Document,
+    admit,
+    group_documents,
+    per_group_advantages,
+    whole_batch_advantages,
+)
 from dora_rl.trainer.losses.registry import resolve
 from dora_rl.trainer.policy.lora import load_published_adapter, published_adapter
 from dora_rl.trainer.policy.model import Policy, load_weights, pick_dtype
-from dora_rl.trainer.prepare import (
-    group_documents,
-    per_group_advantages,
-    take_in,
-    whole_batch_advantages,
-)
+from dora_rl.trainer.scoring import fill_old_values
 from dora_rl.trainer.updates import OpenUpdate, Updates
 from dora_rl.types import Group, StepIndex, UserError, Version
 
@@ -64,7 +64,14 @@ class Learner(Updates):
         super().__init__(source, resolve(algorithm or AlgorithmConfig()), trainer, store)
         on_gpu = self.device.type != "cpu"
         check_published(trainer.compute_dtype, trainer.publish_dtype, on_gpu=on_gpu)
-        self.groups_per_update = self._groups_per_update(batch_groups)
+        updates, self.groups_per_update = trainer.updates_per_step, None
+        if batch_groups is not None:
+            if batch_groups % updates:
+                raise UserError(
+                    f"trainer.updates_per_step {updates} does not divide batch_groups "
+                    f"{batch_groups}"
+                )
+            self.groups_per_update = batch_groups // updates
         self.publisher = Publisher()
         self.base = ""  # checksum of the frozen weights, for versions that are adapters
         self.next_step: StepIndex = 0
@@ -73,6 +80,11 @@ class Learner(Updates):
     @property
     def publishes_adapters(self) -> bool:
         return self.options.lora_rank > 0 and self.options.lora_publish == "adapters"
+
+    @property
+    def published_dtype(self) -> torch.dtype:
+        name = self.options.publish_dtype
+        return self.policy.compute_dtype if name == "auto" else pick_dtype(name, self.device)
 
     # -- one step ---------------------------------------------------------------------------------
 
@@ -86,18 +98,20 @@ class Learner(Updates):
         self._update, self._pending, self._buffer = OpenUpdate(self.device), [], []
 
     def feed(self, groups: Sequence[Group]) -> None:
-        """Take groups. Bad samples are counted and left out; see `intake.admit`."""
+        """Take groups. Bad samples are counted and left out; see `documents.admit`."""
         assert self.step is not None, "begin_step first"
         limit = self.options.document_tokens_max or self.policy.positions_max
         for group in groups:
-            assert not self._is_over(), "the step has all its groups"
-            kept = take_in(group, self.step, limit, self.policy.vocab, self.meters)
+            over = not self.buffered and self._is_full() and self._is_last()
+            assert not over, "the step has all its groups"
+            kept = admit(group, self.step, limit, self.policy.vocab, self.meters)
             if self.buffered:
                 self._buffer.extend([] if kept is None else [kept])
             elif kept is None:
                 self._update.num_groups += 1
             else:
-                self._take(kept)
+                (documents,) = self._documents([kept])
+                self.enqueue(documents, num_groups=1)
                 self.run_packs(flush=False)
             self._close_if_full()
 
@@ -128,7 +142,7 @@ class Learner(Updates):
             self._run_buffer()
         elif self._update.num_groups or self._updates_in_step == 0:
             self.end_update()
-        metrics = self.meters.read(distributed.add_up if self.num_ranks > 1 else None)
+        metrics = self.meters.read()
         self.next_step, self.step = self.step + 1, None
         return metrics
 
@@ -148,25 +162,37 @@ class Learner(Updates):
         What rounding takes from the masters, and what is never published, goes to `exact`, under
         the same number and before the version is sealed: see `adopt`."""
         assert self.step is None, "weights in motion are never published"
-        name, first = self.options.publish_dtype, self.rank == 0
-        dtype = self.policy.compute_dtype if name == "auto" else pick_dtype(name, self.device)
+        first, dtype = self.rank == 0, self.published_dtype
         canary = compute_canary(self.policy, self.policy.vocab, self.policy.positions_max)
-        lost: dict[str, Tensor] = {}
-        if self.publishes_adapters:
-            tensors = published_adapter(self.policy, self.options, dtype, distributed.gathered)
-        else:
-            whole = exact is not None and not self.options.lora_rank
-            tensors, lost = self.publisher.snapshot(self.policy, dtype, first, exact=whole)
-        rest = state.unpublished(self, first) if exact is not None else {}
-        if not first:
+        drafts = self.publisher.begin(version, store, exact) if first else None
+        try:
+            self._copy_to(drafts, dtype, version, exact=exact is not None)
+        except BaseException:
+            if drafts is not None:
+                drafts.discard()
+            raise
+        if drafts is None:
             done: Future[str] = Future()
             done.set_result("")
             return done
         base = self.base if self.publishes_adapters else ""
-        beside = (exact, list((lost | rest).items())) if exact is not None else None
-        return self.publisher.publish(
-            store, version, tensors, canary, background, base, beside, turn
-        )
+        return self.publisher.seal(drafts, canary, background, base, turn)
+
+    def _copy_to(
+        self, drafts: Drafts | None, dtype: torch.dtype, version: Version, *, exact: bool
+    ) -> None:
+        """What is published, and beside it what makes it exact. All ranks take part."""
+        if self.publishes_adapters:
+            tensors = published_adapter(self.policy, self.options, dtype, distributed.gathered)
+            if drafts is not None:
+                fill(drafts.version, tensors)
+        else:
+            # The masters of adapters are kept as they are, and the weights under them are not.
+            rounds = drafts if not self.options.lora_rank or drafts is None else drafts.alone()
+            self.publisher.snapshot(self.policy, dtype, version, rounds)
+        rest = state.unpublished(self, drafts is not None) if exact else {}
+        if drafts is not None and drafts.exact is not None:
+            fill(drafts.exact, rest.items())
 
     def save(self, directory: str | Path, options: CheckpointConfig | None = None) -> Path:
         """Write a checkpoint (see `checkpoint`) atomically under this very name."""
@@ -205,27 +231,21 @@ class Learner(Updates):
 
     # -- inside -----------------------------------------------------------------------------------
 
-    def _groups_per_update(self, batch_groups: int | None) -> int | None:
-        updates = self.options.updates_per_step
-        if batch_groups is None:
-            return None
-        if batch_groups % updates:
-            raise UserError(
-                f"trainer.updates_per_step {updates} does not divide batch_groups {batch_groups}"
-            )
-        return batch_groups // updates
-
-    def _take(self, group: Group) -> None:
-        """A group of the open update: documents, advantages, counts for the denominators."""
-        assert not self.objective.needs_whole_batch
-        documents = group_documents(group, self.objective.options)
-        if self.objective.options.kl_in == "reward":
-            self.score_reference(documents)
-        per_group_advantages(documents, self.objective)
-        self.enqueue(documents, num_groups=1)
-
-    def _is_over(self) -> bool:
-        return not self.buffered and self._is_full() and self._is_last()
+    def _documents(self, groups: Sequence[Group]) -> list[list[Document]]:
+        """Those of each group, with their advantages."""
+        options = self.objective.options
+        documents = [group_documents(group, options) for group in groups]
+        everything = [d for of_group in documents for d in of_group]
+        if options.kl_in == "reward":
+            self.score_reference(everything)
+        if self.critic is not None:
+            fill_old_values(self.critic, everything, self.room)
+        if self.objective.needs_whole_batch:
+            whole_batch_advantages(everything, options)
+        else:
+            for of_group in documents:
+                per_group_advantages(of_group, self.objective)
+        return documents
 
     def _is_full(self) -> bool:
         size = self.groups_per_update
@@ -249,19 +269,8 @@ class Learner(Updates):
         groups, self._buffer = self._buffer, []
         if self.options.canonical_order:
             groups.sort(key=lambda g: g.id)
-        documents = [group_documents(g, self.objective.options) for g in groups]
-        everything = [d for ds in documents for d in ds]
-        if self.objective.options.kl_in == "reward":
-            self.score_reference(everything)
-        if self.critic is not None:
-            fill_old_values(self.critic, everything, self.room, self.note_shortage)
-        if self.objective.needs_whole_batch and everything:
-            whole_batch_advantages(everything, self.objective.options)
-        else:
-            for ds in documents:
-                per_group_advantages(ds, self.objective)
-        updates = self.options.updates_per_step
+        documents, updates = self._documents(groups), self.options.updates_per_step
         for i in range(updates):
             mine = documents[i * len(groups) // updates : (i + 1) * len(groups) // updates]
-            self.enqueue([d for ds in mine for d in ds], len(mine))
+            self.enqueue([d for of_group in mine for d in of_group], len(mine))
             self.end_update()

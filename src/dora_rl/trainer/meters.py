@@ -6,10 +6,12 @@ number of packs, updates or ranks it came in.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import defaultdict
 
 import torch
 from torch import Tensor
+
+from dora_rl.trainer import distributed
 
 # Every mean there is, in a fixed order, so that ranks can add them up without exchanging names.
 MEANS = (
@@ -41,19 +43,19 @@ class Meters:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._sums: dict[str, Tensor] = {}
-        self._weights: dict[str, float] = {}
-        self._counts: dict[str, float] = {}
-        self._extremes: dict[str, list[float]] = {}
+        self._weights: defaultdict[str, float] = defaultdict(float)
+        self._counts: defaultdict[str, float] = defaultdict(float)
+        self._extremes: defaultdict[str, list[float]] = defaultdict(list)
 
     def add_sum(self, name: str, total: Tensor, weight: float) -> None:
         """A sum over `weight` items, still on the device."""
         assert name in MEANS, name
         total = total.detach().to(torch.float64 if self._device.type == "cpu" else torch.float32)
         self._sums[name] = self._sums[name] + total if name in self._sums else total
-        self._weights[name] = self._weights.get(name, 0.0) + weight
+        self._weights[name] += weight
 
     def count(self, name: str, amount: float = 1) -> None:
-        self._counts[name] = self._counts.get(name, 0.0) + amount
+        self._counts[name] += amount
 
     def add(self, other: Meters) -> None:
         """Everything that another has seen."""
@@ -62,24 +64,24 @@ class Meters:
         for name, amount in other._counts.items():
             self.count(name, amount)
         for name, values in other._extremes.items():
-            self._extremes.setdefault(name, []).extend(values)
+            self._extremes[name] += values
 
     def observe(self, name: str, value: float) -> None:
         """A single number whose mean, min, max and std are wanted."""
-        self._extremes.setdefault(name, []).append(value)
+        self._extremes[name].append(value)
 
-    def read(
-        self, reduce: Callable[[dict[str, list[float]]], dict[str, list[float]]] | None = None
-    ) -> dict[str, float]:
-        """Everything since the last read, as plain floats. `reduce` adds up over ranks."""
+    def read(self) -> dict[str, float]:
+        """Everything since the last read, as plain floats; means are over all ranks."""
         pairs = {k: [v, self._weights[k]] for k, v in self._plain_sums().items()}
-        if reduce is not None:
-            pairs = reduce(pairs)
+        if distributed.world()[1] > 1:  # a rank that never saw a name adds nothing
+            flat = torch.tensor([pairs.get(n, [0.0, 0.0]) for n in MEANS], dtype=torch.float64)
+            pairs = dict(zip(MEANS, distributed.add_up(flat).tolist(), strict=True))
         out = {k: total / weight for k, (total, weight) in pairs.items() if weight}
-        out.update(self._counts)
+        out |= self._counts
         for name, values in self._extremes.items():
-            out.update(_spread(name, values))
-        self._sums, self._weights, self._counts, self._extremes = {}, {}, {}, {}
+            out |= _spread(name, values)
+        for part in (self._sums, self._weights, self._counts, self._extremes):
+            part.clear()
         return out
 
     def _plain_sums(self) -> dict[str, float]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dora_rl.config import TrainerConfig
 from dora_rl.trainer.checks import check_trainer
-from dora_rl.trainer.distributed import like_shard
+from dora_rl.trainer.distributed import gathered, like_shard
 
 
 def learning_rate(options: TrainerConfig, update: int, lr: float | None = None) -> float:
@@ -40,8 +40,8 @@ class Optimizer:
         check_trainer(options)
         self.options, self.base_lr = options, options.lr if lr is None else lr
         self.named = {n: p for n, p in module.named_parameters() if p.requires_grad}
-        decayed = [p for p in self.named.values() if p.dim() >= 2]
-        plain = [p for p in self.named.values() if p.dim() < 2]
+        decayed = [p for p in self.parameters if p.dim() >= 2]
+        plain = [p for p in self.parameters if p.dim() < 2]
         groups = [
             {"params": decayed, "weight_decay": options.weight_decay},
             {"params": plain, "weight_decay": 0.0},
@@ -61,7 +61,7 @@ class Optimizer:
 
     @property
     def num_parameters(self) -> int:
-        return sum(p.numel() for p in self.named.values())
+        return sum(p.numel() for p in self.parameters)
 
     def zero_grad(self) -> None:
         self.adamw.zero_grad(set_to_none=True)
@@ -71,8 +71,13 @@ class Optimizer:
 
         `poisoned` is a sum that is non-finite if any pack's loss was.
         """
-        grads = self._grads()
-        known = [total_norm(grads)] + ([] if poisoned is None else [poisoned])
+        for p in self.parameters:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+        grads = [p.grad for p in self.parameters if p.grad is not None]
+        # Of the whole model, when they are sharded.
+        total_norm = gathered(torch.nn.utils.get_total_norm(grads, foreach=True))
+        known = [total_norm] + ([] if poisoned is None else [poisoned])
         # Both at once: the host waits for the device a single time.
         norm, *loss = torch.stack([t.detach().double() for t in known]).tolist()
         norm *= scale
@@ -89,19 +94,13 @@ class Optimizer:
         self.zero_grad()
         return norm if ok else None
 
-    def _grads(self) -> list[Tensor]:
-        for p in self.named.values():
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
-        return [p.grad for p in self.named.values() if p.grad is not None]
-
     def state_tensors(self) -> dict[str, Tensor]:
         """Moments and step counts by parameter name, for a checkpoint."""
-        out: dict[str, Tensor] = {}
-        for name, p in self.named.items():
-            for key, value in self.adamw.state.get(p, {}).items():
-                out[f"{name}:{key}"] = value
-        return out
+        return {
+            f"{name}:{kind}": value
+            for name, p in self.named.items()
+            for kind, value in self.adamw.state.get(p, {}).items()
+        }
 
     def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
         for key, value in tensors.items():
@@ -110,10 +109,3 @@ class Optimizer:
             # The fused kernel wants the step count as float32 on the parameter's device.
             state = value.to(device=p.device, dtype=torch.float32)
             self.adamw.state[p][kind] = state if kind == "step" else like_shard(state, p)
-
-
-def total_norm(grads: list[Tensor]) -> Tensor:
-    """The L2 norm of all gradients together (of the whole model, when they are sharded)."""
-    norm = torch.nn.utils.get_total_norm(grads, foreach=True)
-    full = getattr(norm, "full_tensor", None)
-    return full() if full is not None else norm

@@ -1,47 +1,45 @@
 """One pack forward and backward: log-probs, loss, corrections, penalties, gradient sums, metrics.
 
-Leaves gradients unnormalised (see `losses.aggregate`): whoever owns the update divides once at its
+Leaves gradients unnormalised (see `Objective`): whoever owns the update divides once at its
 end. Invariant: nothing here depends on how many packs the update will have.
 """
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from dora_rl.trainer.attention.layout import Layout
+from dora_rl.config import AlgorithmConfig
+from dora_rl.trainer.attention import Layout
 from dora_rl.trainer.documents import Pack
-from dora_rl.trainer.losses.aggregate import numerator
-from dora_rl.trainer.losses.corrections import correction_weight
+from dora_rl.trainer.losses.functions import KL, correction_weight, kl_k3, value_loss
 from dora_rl.trainer.losses.inputs import LossInputs, LossOutput, ratio_of
-from dora_rl.trainer.losses.penalties import KL, kl_k3
 from dora_rl.trainer.losses.registry import Objective
 from dora_rl.trainer.meters import Meters
 from dora_rl.trainer.policy.logprobs import TokenScores
-from dora_rl.trainer.policy.model import Policy
+from dora_rl.trainer.policy.model import Critic, Policy
 from dora_rl.types import StepIndex
 
 
 def loss_inputs(pack: Pack, scores: TokenScores, step: StepIndex) -> LossInputs:
     """The tensors of a loss. A document without old log-probs was sampled, or its trust region is
     centred, at the weights as they are now: its old log-probs are the current ones."""
-    documents = pack.documents
-    current = scores.logprobs_N
-    parts = [d.old_logprobs for d in documents]
-    if all(p is None for p in parts):
-        old = current.detach()
+    documents, current = pack.documents, scores.logprobs_T
+    known = [d.old_logprobs for d in documents]
+    if all(old is None for old in known):
+        old_T = current.detach()
     else:
-        live = pack.split(current) if any(p is None for p in parts) else parts
-        old = pack.gather([a if b is None else b for a, b in zip(live, parts, strict=True)])  # type: ignore[misc]
+        pairs = zip(known, pack.split(current), strict=True)
+        old_T = pack.gather([live if old is None else old for old, live in pairs])
     return LossInputs(
         logprobs_T=current,
-        old_logprobs_T=old,
+        old_logprobs_T=old_T,
         rollout_logprobs_T=pack.gather([d.rollout_logprobs for d in documents]),
         advantages_T=pack.gather([d.advantages for d in documents]),
-        sequence_T=pack.sequence_N,
+        sequence_T=pack.sequence_T,
         num_sequences=len(documents),
-        token_ids_T=pack.target_N,
-        entropy_T=scores.entropy_N,
+        token_ids_T=pack.target_T,
+        entropy_T=scores.entropy_T,
         version_T=pack.gather([d.versions() for d in documents]),
         group_S=pack.gather([torch.tensor([d.group]) for d in documents]),
         step=step,
@@ -61,33 +59,31 @@ def policy_pass(
     """Add the pack's gradient sum to the policy; returns its loss numerator, detached."""
     options = objective.options
     scores: TokenScores = policy(
-        pack.token_ids_T, pack.layout, pack.rows_N, pack.target_N, options.temperature
+        pack.token_ids_P, pack.layout, pack.rows_T, pack.target_T, options.temperature
     )
     inputs = loss_inputs(pack, scores, step)
     output = objective.function(inputs, options)
-    loss_T = output.loss_T
-    weight = correction_weight(inputs, options)
-    if weight is not None:
-        loss_T = loss_T * weight
-        _meter_weights(meters, weight, pack)
+    loss_T, n = output.loss_T, pack.num_trained
+    weight_T = correction_weight(inputs, options)
+    if weight_T is not None:
+        loss_T = loss_T * weight_T
+        meters.add_sum("correction/weight_mean", weight_T.sum(), n)
+        meters.add_sum("correction/masked_frac", (weight_T == 0).float().sum(), n)
     if objective.needs_reference:
-        loss_T = loss_T + _reference_penalty(pack, inputs, objective, meters)
+        loss_T = loss_T + _reference_penalty(inputs, options, meters)
     if options.entropy_coef:
-        loss_T = loss_T - options.entropy_coef * scores.entropy_N
-    total = numerator(loss_T, inputs, objective.aggregation)
+        loss_T = loss_T - options.entropy_coef * inputs.entropy_T
+    total = objective.numerator(loss_T, inputs)
     total.backward()
-    _meter(meters, inputs, output, scores, pack)
+    _meter(meters, inputs, output, pack)
     return total.detach()
 
 
-def _reference_penalty(
-    pack: Pack, inputs: LossInputs, objective: Objective, meters: Meters
-) -> Tensor:
+def _reference_penalty(inputs: LossInputs, options: AlgorithmConfig, meters: Meters) -> Tensor:
     """β·KL per token where the loss carries it; the estimate is metered either way."""
-    options = objective.options
     assert inputs.ref_logprobs_T is not None
     estimate = KL[options.kl_estimator](inputs.logprobs_T, inputs.ref_logprobs_T)
-    meters.add_sum("kl", estimate.sum(), pack.num_trained)
+    meters.add_sum("kl", estimate.sum(), len(estimate))
     if options.kl_in == "reward" or not options.kl_coef:
         return torch.zeros_like(estimate)
     if options.kl_ratio_weighted:
@@ -96,17 +92,14 @@ def _reference_penalty(
 
 
 @torch.no_grad()
-def _meter(
-    meters: Meters, inputs: LossInputs, output: LossOutput, scores: TokenScores, pack: Pack
-) -> None:
+def _meter(meters: Meters, inputs: LossInputs, output: LossOutput, pack: Pack) -> None:
     n = pack.num_trained
-    meters.add_sum("entropy", scores.entropy_N.sum(), n)
+    meters.add_sum("entropy", inputs.entropy_T.sum(), n)
     # How far the sampling engine and this one are apart on the sampled tokens. Recomputed old
     # log-probs keep learning out of the figure; without them the current ones must do.
     recomputed = any(d.old_logprobs is not d.rollout_logprobs for d in pack.documents)
     train = inputs.old_logprobs_T if recomputed else inputs.logprobs_T
-    gap = kl_k3(inputs.rollout_logprobs_T, train)
-    meters.add_sum("mismatch_kl", gap.sum(), n)
+    meters.add_sum("mismatch_kl", kl_k3(inputs.rollout_logprobs_T, train).sum(), n)
     meters.add_sum("mismatch_abs", (inputs.rollout_logprobs_T - train).abs().sum(), n)
     meters.add_sum("ppo_kl", kl_k3(inputs.old_logprobs_T, inputs.logprobs_T).sum(), n)
     for name, mark in (("low", output.clipped_low_T), ("high", output.clipped_high_T)):
@@ -114,17 +107,30 @@ def _meter(
             meters.add_sum(f"clip_ratio/{name}", mark.float().sum(), n)
 
 
-@torch.no_grad()
-def _meter_weights(meters: Meters, weight: Tensor, pack: Pack) -> None:
-    meters.add_sum("correction/weight_mean", weight.sum(), pack.num_trained)
-    meters.add_sum("correction/masked_frac", (weight == 0).float().sum(), pack.num_trained)
+def critic_pass(critic: Critic, pack: Pack, options: AlgorithmConfig, meters: Meters) -> Tensor:
+    """Add the pack's gradient sum to the critic; returns the loss sum, detached."""
+    values_T = critic(pack.token_ids_P, pack.layout, pack.rows_T)
+    old_T = pack.gather([d.old_values for d in pack.documents])  # type: ignore[misc]
+    returns_T = pack.gather([d.returns for d in pack.documents])  # type: ignore[misc]
+    loss = value_loss(values_T, old_T, returns_T, options.value_clip).sum()
+    (options.value_coef * loss).backward()
+    with torch.no_grad():
+        sums = {
+            "loss": loss,
+            "value_mean": values_T.sum(),
+            "return_mean": returns_T.sum(),
+            "error_square": (values_T - returns_T).square().sum(),
+        }
+    for name, total in sums.items():
+        meters.add_sum(f"critic/{name}", total, pack.num_trained)
+    return loss.detach()
 
 
-def empty_pass(policy: Policy, critic: nn.Module | None) -> None:
+def empty_pass(policy: Policy, critic: Critic | None) -> None:
     """Take part in the collectives of a pack that fell to other ranks only."""
     device = next(policy.parameters()).device
     ids = torch.zeros(2, dtype=torch.int64, device=device)
     row, layout = ids[:1], Layout([2], device)
-    (policy(ids, layout, row, row).logprobs_N.sum() * 0.0).backward()
+    (policy(ids, layout, row, row).logprobs_T.sum() * 0.0).backward()
     if critic is not None:
         (critic(ids, layout, row).sum() * 0.0).backward()

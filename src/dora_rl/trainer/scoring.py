@@ -1,8 +1,9 @@
-"""Log-probs of documents under policies that do not move: sealed versions and the reference.
+"""What models that do not move say of documents: sealed versions, the reference, the critic.
 
-Never scores under weights in motion. Invariant: every log-prob handed out was computed from a
-sealed version of the weight store (or the frozen reference), by the training engine. Where memory
-runs out, the same documents are scored in smaller packs, and whoever watches is told.
+Never scores under weights in motion. Invariants: every log-prob handed out was computed from a
+sealed version of the weight store (or the frozen reference), by the training engine; old values
+are those of the critic at the beginning of the step, before any of its updates. Where memory runs
+out, the same documents are scored in smaller packs, and whoever watches is told.
 """
 
 from __future__ import annotations
@@ -11,92 +12,85 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from dora_rl.out_of_memory import free_cached, maybe_fail, shortage
+from dora_rl.out_of_memory import free_cached, maybe_fail
 from dora_rl.ports import WeightStore
 from dora_rl.trainer import distributed
-from dora_rl.trainer.documents import Document, Pack, collate
-from dora_rl.trainer.memory import Room
-from dora_rl.trainer.packing import pack_stream
+from dora_rl.trainer.documents import Document, Pack, collate, pack_stream
+from dora_rl.trainer.memory import Room, noting_shortage
 from dora_rl.trainer.policy.lora import (
     is_published_adapter,
     load_published_adapter,
     without_dropout,
 )
-from dora_rl.trainer.policy.model import Policy, load_weights
+from dora_rl.trainer.policy.model import Critic, Policy, load_weights
 from dora_rl.types import UserError, Version
-
-Tell = Callable[[str], None]
 
 
 @torch.no_grad()
 def score(
-    policy: nn.Module,
+    policy: Policy,
     documents: Sequence[Document],
     temperature: float,
     pack_tokens: int | Room,
-    tell: Tell = lambda line: None,
     *,
     on_device: bool = False,
 ) -> list[Tensor]:
     """Log-probs of each document's trained tokens, in the documents' order; on the CPU, or left
     on the device for a pass that follows, so that nobody waits for them."""
     device = next(policy.parameters()).device
-    room = Room(pack_tokens) if isinstance(pack_tokens, int) else pack_tokens
 
     def run(pack: Pack) -> Tensor:
-        scores = policy(pack.token_ids_T, pack.layout, pack.rows_N, pack.target_N, temperature)
-        return scores.logprobs_N
+        scores = policy(pack.token_ids_P, pack.layout, pack.rows_T, pack.target_T, temperature)
+        return scores.logprobs_T if on_device else scores.logprobs_T.cpu()
 
     with without_dropout(policy):
-        return in_packs(documents, room, device, run, tell, on_device=on_device)
+        return _in_packs(documents, pack_tokens, device, run)
 
 
-def in_packs(
+@torch.no_grad()
+def fill_old_values(critic: Critic, documents: Sequence[Document], pack_tokens: int | Room) -> None:
+    """Values of every document under the critic as it is now."""
+
+    def run(pack: Pack) -> Tensor:
+        return critic(pack.token_ids_P, pack.layout, pack.rows_T).cpu()
+
+    found = _in_packs(documents, pack_tokens, critic.head.device, run)
+    for d, values in zip(documents, found, strict=True):
+        d.old_values = values
+    distributed.back_to_shards(critic)
+
+
+def _in_packs(
     documents: Sequence[Document],
-    room: Room,
+    pack_tokens: int | Room,
     device: torch.device,
     run: Callable[[Pack], Tensor],
-    tell: Tell,
-    *,
-    on_device: bool = False,
 ) -> list[Tensor]:
     """What `run` makes of each document, in their order. Nothing that it does is left behind by a
-    pack that did not fit, so the pack alone is run again, smaller."""
+    pack that did not fit, so the pack alone is run again, smaller. Ranks that compute together
+    cannot go back alone."""
+    room = _room(pack_tokens)
     out: list[Tensor] = []
     while len(out) < len(documents):
         left = documents[len(out) :]
         packs, rest = pack_stream([d.num_tokens for d in left], room.pack_tokens)
         for indices in [*packs, *([rest] if rest else [])]:
             some = [left[i] for i in indices]
-            found, missing = _try_run(some, device, run, on_device)
+            with noting_shortage(may_recover=distributed.world()[1] == 1) as missing:
+                maybe_fail("score")
+                pack = collate(some, device)
+                out += pack.split(run(pack))
             if missing:
-                tell(room.shrink_scored([d.num_tokens for d in some], missing))
+                room.shrink_scored([d.num_tokens for d in some], missing[0])
                 free_cached()
                 break
-            out.extend(found)
     return out
 
 
-def _try_run(
-    documents: list[Document],
-    device: torch.device,
-    run: Callable[[Pack], Tensor],
-    on_device: bool,
-) -> tuple[Sequence[Tensor], str]:
-    """Returns outside of the handler, whose traceback holds the pack's tensors. Ranks that compute
-    together cannot go back alone."""
-    try:
-        maybe_fail("score")
-        pack = collate(documents, device)
-        values_N = run(pack)
-        return pack.split(values_N if on_device else values_N.cpu()), ""
-    except RuntimeError as error:
-        missing = shortage(error)
-        if not missing or distributed.world()[1] > 1:
-            raise
-    return (), missing
+def _room(pack_tokens: int | Room) -> Room:
+    return Room(pack_tokens) if isinstance(pack_tokens, int) else pack_tokens
 
 
 class SealedScorer:
@@ -113,11 +107,10 @@ class SealedScorer:
         temperature: float,
         pack_tokens: int | Room,
         models_max: int = 2,
-        tell: Tell = lambda line: None,
     ) -> None:
         self.store, self.make_twin, self.make_adapted = store, make_twin, make_adapted
-        self.temperature, self.models_max, self.tell = temperature, models_max, tell
-        self.room = Room(pack_tokens) if isinstance(pack_tokens, int) else pack_tokens
+        self.temperature, self.models_max = temperature, models_max
+        self.room = _room(pack_tokens)
         self._models: OrderedDict[Version, Policy] = OrderedDict()
         self._adapted: Policy | None = None
         self._adapter: Version | None = None
@@ -139,14 +132,9 @@ class SealedScorer:
         out: dict[int, Tensor] = {}
         for version in sorted(set(versions)):
             mine = [i for i, v in enumerate(versions) if v == version]
-            found = score(
-                self._model(version),
-                [documents[i] for i in mine],
-                self.temperature,
-                self.room,
-                self.tell,
-                on_device=on_device,
-            )
+            some = [documents[i] for i in mine]
+            model = self._model(version)
+            found = score(model, some, self.temperature, self.room, on_device=on_device)
             out.update(zip(mine, found, strict=True))
         return [out[i] for i in range(len(documents))]
 
@@ -181,17 +169,13 @@ class SealedScorer:
 
     def _twin(self) -> Policy:
         """Where there is no room for another, the least recently used one is loaded anew."""
-        try:
+        with noting_shortage(bool(self._models) and distributed.world()[1] == 1) as missing:
             maybe_fail("twin")
             return self.make_twin()
-        except RuntimeError as error:
-            missing = shortage(error)
-            if not missing or not self._models or distributed.world()[1] > 1:
-                raise
         self.models_max = len(self._models)
-        self.tell(
-            f"out of memory for another frozen version ({missing}); at most {self.models_max} at a "
-            "time from now on"
+        self.room.tell(
+            f"out of memory for another frozen version ({missing[0]}); at most {self.models_max} "
+            "at a time from now on"
         )
         free_cached()
         return self._models.popitem(last=False)[1]

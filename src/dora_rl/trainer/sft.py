@@ -21,6 +21,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -29,11 +30,10 @@ import torch
 from dora_rl.config import TrainerConfig
 from dora_rl.model.directory import write_model
 from dora_rl.model.tokenizer import Tokenizer
-from dora_rl.trainer.checkpoints.checkpoint import copy_side_files, write_atomically
-from dora_rl.trainer.documents import Document, collate
+from dora_rl.trainer.checkpoints.state import copy_side_files, write_atomically
+from dora_rl.trainer.documents import Document, collate, pack_balanced
 from dora_rl.trainer.memory import keep_freed_memory
 from dora_rl.trainer.optim import Optimizer, learning_rate
-from dora_rl.trainer.packing import pack_balanced
 from dora_rl.trainer.policy.lora import add_lora
 from dora_rl.trainer.policy.model import (
     Policy,
@@ -115,7 +115,7 @@ def run_sft(
         keep_freed_memory()
     limit = options.tokens_max or policy.positions_max
     rows = [encode_row(r, tokenizer, w, options.add_eos) for w, r in read_rows(data)]
-    kept = [_document(d) for d in rows if len(d.token_ids) <= limit]
+    kept = [d for d in rows if d.num_tokens <= limit]
     held = kept[len(kept) - options.eval_examples :] if options.eval_examples else []
     train = kept[: len(kept) - len(held)]
     if not train:
@@ -133,8 +133,8 @@ def run_sft(
         out=out,
         num_examples=len(train),
         num_too_long=len(rows) - len(kept),
-        num_updates=run.num_applied,
-        num_skipped=run.num_updates - run.num_applied,
+        num_updates=run.optimizer.num_applied,
+        num_skipped=run.num_updates - run.optimizer.num_applied,
         tokens=run.tokens,
         wall_s=wall_s,
         loss_first=run.losses[0],
@@ -154,13 +154,6 @@ def _load_tokenizer(model: Path, trainer: TrainerConfig) -> Tokenizer:
     except (ValueError, OSError) as error:
         line = str(error).strip().splitlines()[0]
         raise UserError(f"model '{model}': no usable tokenizer ({line})") from error
-
-
-def _document(demo: Demonstration) -> Document:
-    count = len(demo.token_ids)
-    rows = torch.arange(demo.prompt_tokens - 1, count - 1)
-    empty = torch.zeros(count - demo.prompt_tokens)
-    return Document(torch.tensor(demo.token_ids), rows, empty, 0.0, 0)
 
 
 class _Run:
@@ -186,22 +179,12 @@ class _Run:
         default = 32768 if self.device.type == "cuda" else 4096
         self.pack_tokens = trainer.pack_tokens or default
         self.losses: list[float] = []
-        self.num_applied = 0
         self.tokens = 0
 
     def train(self, on_progress: Callable[[SftProgress], None] | None) -> None:
         start = time.monotonic()
-        order: list[int] = []
-        epoch = 0
-        for update in range(self.num_updates):
-            if not order:
-                order = self._order(epoch)
-                epoch += 1
-            batch, order = (
-                order[: self.options.batch_examples],
-                order[self.options.batch_examples :],
-            )
-            loss, norm = self._update([self.documents[i] for i in batch], update)
+        for update, batch in zip(range(self.num_updates), self._batches(), strict=False):
+            loss, norm = self._update(batch, update)
             self.losses.append(loss)
             if on_progress is not None:
                 elapsed = max(1e-9, time.monotonic() - start)
@@ -211,35 +194,34 @@ class _Run:
                     SftProgress(update, self.num_updates, loss, norm, rate, self.tokens, speed)
                 )
 
-    def _order(self, epoch: int) -> list[int]:
-        order = list(range(len(self.documents)))
-        if self.options.shuffle:
-            random.Random(self.trainer.seed * 1_000_003 + epoch).shuffle(order)
-        return order
+    def _batches(self) -> Iterator[list[Document]]:
+        """Without end."""
+        for epoch in count():
+            order, size = [*self.documents], self.options.batch_examples
+            if self.options.shuffle:
+                random.Random(self.trainer.seed * 1_000_003 + epoch).shuffle(order)
+            yield from (order[at : at + size] for at in range(0, len(order), size))
 
     def _update(self, batch: list[Document], update: int) -> tuple[float, float]:
         total = torch.zeros((), device=self.device)
         for indices in pack_balanced([d.num_tokens for d in batch], self.pack_tokens, 1, 8192.0):
             pack = collate([batch[i] for i in indices], self.device)
-            scores = self.policy(pack.token_ids_T, pack.layout, pack.rows_N, pack.target_N)
-            loss = -scores.logprobs_N.sum()
+            scores = self.policy(pack.token_ids_P, pack.layout, pack.rows_T, pack.target_T)
+            loss = -scores.logprobs_T.sum()
             loss.backward()
             total += loss.detach()
-            self.tokens += pack.num_tokens
-        count = sum(d.num_trained for d in batch)
-        norm = self.optimizer.apply(1.0 / count, update, total)
-        self.num_applied += norm is not None
-        return float(total) / count, math.nan if norm is None else norm
+            self.tokens += pack.layout.num_tokens
+        trained = sum(d.num_trained for d in batch)
+        norm = self.optimizer.apply(1.0 / trained, update, total)
+        return float(total) / trained, math.nan if norm is None else norm
 
     def evaluate(self, documents: list[Document]) -> float | None:
         """Mean negative log-prob of held-out completion tokens."""
         if not documents:
             return None
-        total, count = 0.0, 0
-        for logprobs in score(self.policy, documents, 1.0, self.pack_tokens):
-            total -= float(logprobs.sum())
-            count += len(logprobs)
-        return total / count
+        found = score(self.policy, documents, 1.0, self.pack_tokens)
+        total = sum(-float(logprobs.sum()) for logprobs in found)
+        return total / sum(len(logprobs) for logprobs in found)
 
 
 def _write(policy: Policy, model: Path, out: Path, dtype: torch.dtype) -> None:
@@ -254,12 +236,11 @@ def _write(policy: Policy, model: Path, out: Path, dtype: torch.dtype) -> None:
 # -- demonstrations ------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Demonstration:
-    """Token ids, the first `prompt_tokens` of which are not trained on."""
-
-    token_ids: tuple[int, ...]
-    prompt_tokens: int
+def _document(prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> Document:
+    """Of whose tokens those of the completion are trained on."""
+    ids, num_prompt = torch.tensor([*prompt_ids, *completion_ids]), len(prompt_ids)
+    rows = torch.arange(num_prompt - 1, len(ids) - 1)
+    return Document(ids, rows, torch.zeros(len(rows)), reward=0.0, version=0)
 
 
 def read_rows(paths: Sequence[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -283,9 +264,7 @@ def _parse(line: str, where: str) -> dict[str, Any]:
     return row
 
 
-def encode_row(
-    row: dict[str, Any], tokenizer: Tokenizer, where: str, add_eos: bool
-) -> Demonstration:
+def encode_row(row: dict[str, Any], tokenizer: Tokenizer, where: str, add_eos: bool) -> Document:
     """One demonstration; the end of sequence is added to a string completion if asked."""
     prompt = row.get("prompt")
     column = next((c for c in COMPLETION_COLUMNS if c in row), None)
@@ -296,9 +275,9 @@ def encode_row(
         head = _template(tokenizer, prompt, True, where)
         if isinstance(completion, list):
             return _conversation(tokenizer, head, [*prompt, *completion], where)
-        start = list(tokenizer.encode(head, add_special_tokens=False))
+        start = tokenizer.encode(head, add_special_tokens=False)
     else:
-        start = list(tokenizer.encode(prompt))
+        start = tokenizer.encode(prompt)
     if not isinstance(completion, str):
         raise UserError(f"{where}: '{column}' must be a string where the prompt is one")
     end = list(tokenizer.encode(completion, add_special_tokens=False))
@@ -307,7 +286,7 @@ def encode_row(
         end.append(eos_id)
     if not start or not end:
         raise UserError(f"{where}: prompt and completion must each have at least one token")
-    return Demonstration((*start, *end), len(start))
+    return _document(start, end)
 
 
 def _template(tokenizer: Tokenizer, messages: Messages, generate: bool, where: str) -> str:
@@ -320,15 +299,14 @@ def _template(tokenizer: Tokenizer, messages: Messages, generate: bool, where: s
         raise UserError(f"{where}: the chat template refuses the messages ({line})") from error
 
 
-def _conversation(tokenizer: Tokenizer, head: str, messages: Messages, where: str) -> Demonstration:
+def _conversation(tokenizer: Tokenizer, head: str, messages: Messages, where: str) -> Document:
     text = _template(tokenizer, messages, False, where)
     if not text.startswith(head):
         raise UserError(
             f"{where}: the chat template renders the prompt differently once it is answered; "
             "give the completion as a string"
         )
-    start = list(tokenizer.encode(head, add_special_tokens=False))
-    end = list(tokenizer.encode(text[len(head) :], add_special_tokens=False))
+    end = tokenizer.encode(text[len(head) :], add_special_tokens=False)
     if not end:
         raise UserError(f"{where}: the completion is empty")
-    return Demonstration((*start, *end), len(start))
+    return _document(tokenizer.encode(head, add_special_tokens=False), end)

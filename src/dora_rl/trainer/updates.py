@@ -1,38 +1,48 @@
 """Updates: documents in, packs run as they fill, one gradient applied at the end of each.
 
-Holds every model of a learner. Never updates from a non-finite loss or gradient (the update is
-skipped and counted), and never scores old log-probs under weights in motion. Invariant: the
-gradient applied is that of the whole update's loss, whatever the packs it was cut into, and however
-often memory ran out meanwhile.
+Holds every model of a learner: policy, adapters, reference, critic, optimizers. Never updates from
+a non-finite loss or gradient (the update is skipped and counted), and never scores old log-probs
+under weights in motion. Invariants: the gradient applied is that of the whole update's loss,
+whatever the packs it was cut into, and however often memory ran out meanwhile; reference and critic
+start from exactly the weights that the run starts from.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from dora_rl.config import TrainerConfig
-from dora_rl.out_of_memory import free_cached, maybe_fail, shortage
+from dora_rl.out_of_memory import free_cached, maybe_fail
 from dora_rl.ports import WeightStore
 from dora_rl.trainer import distributed
-from dora_rl.trainer.assembly import (
-    Policy,
-    assemble,
-    attention_crossover_tokens,
-    train_flops,
+from dora_rl.trainer.documents import (
+    Document,
+    collate,
+    pack_balanced,
+    pack_stream,
+    quadratic_tokens,
 )
-from dora_rl.trainer.critic import critic_pass
-from dora_rl.trainer.documents import Document, collate
 from dora_rl.trainer.losses.registry import Objective
-from dora_rl.trainer.memory import Room, keep_freed_memory
+from dora_rl.trainer.memory import Room, keep_freed_memory, noting_shortage
 from dora_rl.trainer.meters import Meters
-from dora_rl.trainer.optim import learning_rate
-from dora_rl.trainer.packing import pack_balanced, pack_stream
-from dora_rl.trainer.passes import empty_pass, policy_pass
+from dora_rl.trainer.optim import Optimizer, learning_rate
+from dora_rl.trainer.passes import critic_pass, empty_pass, policy_pass
+from dora_rl.trainer.policy.lora import add_lora
+from dora_rl.trainer.policy.model import (
+    Critic,
+    Policy,
+    clone_adapted,
+    clone_architecture,
+    copy_weights,
+    freeze,
+    load_policy,
+)
 from dora_rl.trainer.scoring import SealedScorer, score
 from dora_rl.types import StepIndex, UserError, Version
 
@@ -43,19 +53,14 @@ class OpenUpdate:
     """What the update being filled has seen so far; denominators are known only at its end."""
 
     def __init__(self, device: torch.device) -> None:
-        self.num_groups = 0
-        self.num_tokens = 0
-        self.num_sequences = 0
+        self.num_groups = self.num_tokens = self.num_sequences = 0
         self.forget_passes(device)
 
     def forget_passes(self, device: torch.device) -> None:
         """As if no pack had been run."""
-        self.loss: Tensor | None = None
+        self.loss = torch.zeros((), device=device)
         self.meters = Meters(device)  # of its packs
         self.documents: list[Document] = []  # that were run
-
-    def add_loss(self, total: Tensor) -> None:
-        self.loss = total if self.loss is None else self.loss + total
 
 
 class Updates:
@@ -72,32 +77,51 @@ class Updates:
         if trainer.threads:
             torch.set_num_threads(trainer.threads)
         self.directory = model if isinstance(model, Path) else None
-        made = assemble(model, objective, trainer, self.directory)
-        self.policy, self.reference, self.critic = made.policy, made.reference, made.critic
-        self.optimizer, self.critic_optimizer = made.optimizer, made.critic_optimizer
-        self.device = next(self.policy.parameters()).device
+        policy = load_policy(model, trainer) if isinstance(model, Path) else model
+        self.policy, self.device = policy, next(policy.parameters()).device
         if self.device.type == "cpu":
             keep_freed_memory()
         self.rank, self.num_ranks = distributed.world()
-        self.room = Room(trainer.pack_tokens or _PACK_TOKENS.get(self.device.type, 16384))
+        pack_tokens = trainer.pack_tokens or _PACK_TOKENS.get(self.device.type, 16384)
+        self.room = Room(pack_tokens, self.note_shortage)
         self.notes: list[str] = []  # for whoever watches the run
-        self.quadratic = attention_crossover_tokens(self.policy)
-        self.scorer = SealedScorer(
-            store,
-            made.make_twin,
-            made.make_adapted,
-            objective.options.temperature,
-            self.room,
-            tell=self.note_shortage,
-        )
+        make_twin = partial(clone_architecture, policy, trainer, self.directory)
+        make_adapted = partial(clone_adapted, policy, trainer, self.directory)
+        temperature = objective.options.temperature
+        self.scorer = SealedScorer(store, make_twin, make_adapted, temperature, self.room)
+        # Copies are taken before adapters are added and before anything is sharded.
+        self.reference = self._make_reference() if objective.needs_reference else None
+        self.critic = Critic(make_twin(), policy) if objective.needs_critic else None
+        if trainer.lora_rank:
+            add_lora(policy, trainer)
+        if self.num_ranks > 1:
+            distributed.shard(policy, policy.blocks, policy.compute_dtype)
+            if self.critic is not None:
+                distributed.shard(self.critic, self.critic.body.blocks, policy.compute_dtype)
+        self.optimizer, self.critic_optimizer = Optimizer(policy, trainer), None
+        if self.critic is not None:
+            self.critic_optimizer = Optimizer(self.critic, trainer, objective.options.critic_lr)
         self.meters = Meters(self.device)
         self.step: StepIndex | None = None
-        self.num_updates = 0
-        self.num_skipped = 0  # updates in a row
-        self.skip_reason = ""
+        self.num_updates = self._updates_in_step = 0
+        self.num_skipped, self.skip_reason = 0, ""  # updates in a row
         self._pending: list[Document] = []
         self._update = OpenUpdate(self.device)
-        self._updates_in_step = 0
+
+    def _make_reference(self) -> Policy:
+        options = self.options
+        if options.reference_model:
+            return freeze(load_policy(Path(options.reference_model), options))
+        twin = self.scorer.make_twin()
+        copy_weights(twin, self.policy)
+        if options.lora_rank and options.lora_publish == "adapters":
+            add_lora(twin, options)  # new ones add nothing, in the policy's own order of sums
+        return freeze(twin)
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The policy's, and the critic's where there is one."""
+        return [o for o in (self.optimizer, self.critic_optimizer) if o is not None]
 
     @property
     def pack_tokens(self) -> int:
@@ -126,8 +150,8 @@ class Updates:
         update.num_tokens += sum(d.num_trained for d in documents)
         self.meters.count("train/tokens", sum(d.num_tokens for d in documents))
         adapters = self.optimizer.num_parameters if self.options.lora_rank else 0
-        flops = train_flops(self.policy, [d.num_tokens for d in documents], adapters)
-        if flops is not None:
+        if self.policy.arch is not None:
+            flops = self.policy.arch.train_flops([d.num_tokens for d in documents], adapters)
             self.meters.count("train/flops", flops)
         for d in documents:
             if self.objective.may_skip_zero_advantage and not bool(d.advantages.any()):
@@ -142,14 +166,8 @@ class Updates:
         options = self.objective.options
         # A penalty in the reward is taken off on the host, before there are advantages.
         there = options.kl_in != "reward"
-        found = score(
-            self.reference,
-            unscored,
-            options.temperature,
-            self.room,
-            self.note_shortage,
-            on_device=there,
-        )
+        temperature = options.temperature
+        found = score(self.reference, unscored, temperature, self.room, on_device=there)
         for d, logprobs in zip(unscored, found, strict=True):
             d.ref_logprobs = logprobs
 
@@ -161,11 +179,13 @@ class Updates:
         """
         while packs := self._next_packs(flush):
             for place, documents in enumerate(packs):
-                missing = self._try_pack(documents)
+                with noting_shortage() as missing:
+                    self._run_pack(documents)
+                    self._update.documents += documents
                 if missing:
                     waiting = [d for pack in packs[place:] for d in pack]
                     self._pending = [*self._update.documents, *waiting, *self._pending]
-                    self.make_room([d.num_tokens for d in documents], missing)
+                    self.make_room([d.num_tokens for d in documents], missing[0])
                     break
             else:
                 return
@@ -177,7 +197,7 @@ class Updates:
         if self.num_ranks > 1:
             if not lengths or not (flush or sum(lengths) >= self.num_ranks * self.pack_tokens):
                 return []
-            packs = pack_balanced(lengths, self.pack_tokens, self.num_ranks, self.quadratic)
+            packs = pack_balanced(lengths, self.pack_tokens, self.num_ranks, self._quadratic())
             packs, rest = packs[self.rank :: self.num_ranks], []
         else:
             packs, rest = pack_stream(lengths, self.pack_tokens)
@@ -186,19 +206,11 @@ class Updates:
         self._pending = [pending[i] for i in rest]
         return [[pending[i] for i in indices] for indices in packs]
 
-    def _try_pack(self, documents: list[Document]) -> str:
-        """Run it; where there was not enough memory, say what was missing. Returns outside of the
-        handler, whose traceback holds the activations."""
-        try:
-            self._run_pack(documents)
-        except (RuntimeError, UserError) as error:
-            missing = shortage(error)
-            if not missing:
-                raise
-        else:
-            self._update.documents += documents
-            return ""
-        return missing
+    def _quadratic(self) -> float:
+        arch = self.policy.arch
+        if arch is None:  # any figure will do
+            return 8192.0
+        return quadratic_tokens(arch.num_heads * arch.head_dim, arch.layer_params_active())
 
     def make_room(self, lengths: Sequence[int], missing: str) -> None:
         """A pack of such documents did not fit: drop the gradients and whatever torch holds on to,
@@ -209,11 +221,10 @@ class Updates:
                 f"trainer.pack_tokens below {self.pack_tokens}, then --resume"
             )
         recomputed = bool(self.policy.checkpointing) or self.room.recomputes(sum(lengths))
-        self.note_shortage(self.room.shrink(lengths, missing, recomputed=recomputed))
+        self.room.shrink(lengths, missing, recomputed=recomputed)
         self._update.forget_passes(self.device)
-        for optimizer in (self.optimizer, self.critic_optimizer):
-            if optimizer is not None:
-                optimizer.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
         free_cached()
 
     def note_shortage(self, line: str) -> None:
@@ -229,26 +240,25 @@ class Updates:
         self._fill_old(documents)
         self.score_reference(documents)
         pack, update = collate(documents, self.device), self._update
-        with self._recomputing(sum(d.num_tokens for d in documents)):
+        with self._recomputing(pack.layout.num_tokens):
             loss = policy_pass(self.policy, pack, self.objective, update.meters, self.step)
-            update.add_loss(loss)
+            update.loss = update.loss + loss
             if self.critic is not None:
-                options = self.objective.options
-                update.add_loss(critic_pass(self.critic, pack, options, update.meters) * 0.0)
+                loss = critic_pass(self.critic, pack, self.objective.options, update.meters)
+                update.loss = update.loss + loss * 0.0  # poisoned, where it is not finite
         update.meters.count("train/packs")
 
     @contextmanager
     def _recomputing(self, num_tokens: int) -> Iterator[None]:
         """A pack of so many tokens computes its layers again if it has to."""
+        switched = not self.policy.checkpointing and self.room.recomputes(num_tokens)
         bodies = [self.policy, *([self.critic.body] if self.critic is not None else [])]
-        if self.policy.checkpointing or not self.room.recomputes(num_tokens):
-            bodies = []
-        for body in bodies:
+        for body in bodies if switched else ():
             body.checkpointing = True
         try:
             yield
         finally:
-            for body in bodies:
+            for body in bodies if switched else ():
                 body.checkpointing = False
 
     def _fill_old(self, documents: Sequence[Document]) -> None:
@@ -261,7 +271,7 @@ class Updates:
         for d in documents:
             version = self.step if kind == "proximal" else d.version
             # No single version gave a mixed trajectory its tokens; only the engine knows them.
-            if kind == "rollout" or (kind == "behaviour" and d.mixed):
+            if kind == "rollout" or (kind == "behaviour" and d.mixed_versions is not None):
                 d.old_logprobs = d.rollout_logprobs
             elif not (at_rest and version == self.step):
                 sealed.append((d, version))
@@ -278,8 +288,7 @@ class Updates:
             self.meters.count("update/empty")
             return
         den = self.objective.denominator(update.num_tokens, update.num_sequences)
-        total = torch.zeros((), device=self.device) if update.loss is None else update.loss
-        total = distributed.add_up_scalar(total)
+        total = distributed.add_up(update.loss)
         norm = self.optimizer.apply(self.num_ranks / den, self.num_updates, total)
         if self.critic_optimizer is not None:
             scale = self.num_ranks / update.num_tokens

@@ -11,9 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dora_rl.out_of_memory import shortage
-from dora_rl.trainer.attention.layout import Layout
+from dora_rl.trainer.attention import Layout
 from dora_rl.trainer.learner import Learner
+from dora_rl.trainer.memory import noting_shortage
 
 DOCUMENT_TOKENS = 512
 PACK_MIN = 8
@@ -44,26 +44,17 @@ def warm_up(learner: Learner, step_tokens_max: int) -> None:
         return
     longest = min(DOCUMENT_TOKENS, learner.policy.positions_max)
     for size in pack_sizes(min(learner.pack_tokens, step_tokens_max)):
-        if size <= learner.pack_tokens:
-            _pass_that_fits(learner, size, longest)
-    for optimizer in (learner.optimizer, learner.critic_optimizer):
-        if optimizer is not None:
-            optimizer.zero_grad()
+        if size > learner.pack_tokens:
+            continue
+        layout = layout_of(size, longest, learner.device)
+        with noting_shortage() as missing:
+            _pass(learner, layout)
+        if missing:  # nor would it fit in a step: packs are smaller from now on
+            learner.make_room(layout.lengths, missing[0])
+    for optimizer in learner.optimizers:
+        optimizer.zero_grad()
     if on_gpu:
         torch.cuda.empty_cache()  # others on this device may need what steps will not
-
-
-def _pass_that_fits(learner: Learner, size: int, longest: int) -> None:
-    """What does not fit here would not fit in a step: packs are smaller from now on."""
-    layout = layout_of(size, longest, learner.device)
-    try:
-        _pass(learner, layout)
-        return
-    except RuntimeError as error:
-        missing = shortage(error)
-        if not missing:
-            raise
-    learner.make_room(layout.lengths, missing)
 
 
 def _pass(learner: Learner, layout: Layout) -> None:
@@ -77,10 +68,7 @@ def _pass(learner: Learner, layout: Layout) -> None:
         if learner.critic is not None:
             learner.critic(ids, layout, rows)
     scores = learner.policy(ids, layout, rows, ids[1:], options.temperature)
-    if options.entropy_coef:
-        _backward(scores.logprobs_N, scores.entropy_N)
-    else:
-        _backward(scores.logprobs_N)
+    _backward(*(scores if options.entropy_coef else scores[:1]))
     if learner.critic is not None:
         _backward(learner.critic(ids, layout, rows))
 

@@ -12,6 +12,8 @@ a copy on disk, in shared memory or on another host has the same checksum.
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import json
 import mmap
@@ -148,12 +150,16 @@ class SealedFile:
     mistake would land in this process's own copy of the page, never in the sealed version.
     """
 
-    def __init__(self, directory: Path, version: Version) -> None:
+    def __init__(self, directory: Path, version: Version, *, lock: bool = False) -> None:
+        """`lock`: say that this memory is looked at, for as long as it is. Raises
+        `FileNotFoundError` where the version was retired meanwhile."""
         self.path = directory / TENSORS_FILE
         self.manifest = read_manifest(directory, version)
         self._entries = {t.name: t for t in self.manifest.tensors}
         with self.path.open("rb") as file:
             stat = os.fstat(file.fileno())
+            if lock:
+                _lock_shared(file.fileno(), self.path)
             # Changes whenever another file takes the name or somebody writes to this one.
             self.stamp = (stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns)
             size = stat.st_size
@@ -248,6 +254,18 @@ class SealedFile:
     def _bytes(self, entry: TensorEntry) -> memoryview:
         start = self.manifest.data_start
         return memoryview(self._map)[start + entry.begin : start + entry.end]
+
+
+def _lock_shared(handle: int, path: Path) -> None:
+    """The lock lives as long as a mapping of the file. Where the file is being filled again, or has
+    been, it has no name any more."""
+    gone = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise gone from None
+    if not os.path.samestat(os.stat(path), os.fstat(handle)):
+        raise gone
 
 
 def layer_order(names: Sequence[str]) -> list[str]:

@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 
 OWNER = ".owner"
+SPARE = ".spare"  # memory of a version that nobody reads, to be filled again
 KEEP_S = 3 * 24 * 3600.0  # over a weekend; after that a resume trains one step again
 
 
@@ -87,6 +88,8 @@ def _remove(root: Path, now_s: float) -> int:
         num_bytes = sum(map(_num_bytes, gone))
         for entry in gone:
             shutil.rmtree(entry, ignore_errors=True)
+        for folder in (root, root / "masters"):
+            (folder / SPARE).unlink(missing_ok=True)
         return num_bytes
     except OSError:
         return 0  # it lives, or somebody else is removing it

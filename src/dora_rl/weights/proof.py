@@ -81,7 +81,7 @@ def checkpoint_problem(directory: Path, step: int, sealed: str, *, trainer: bool
     `sealed` is the checksum of the version, "" where that says nothing about the checkpoint. With
     `trainer` the learner's own files are read too.
     """
-    from dora_rl.trainer.checkpoints.checkpoint import FORMAT, read_state, tensor_digests
+    from dora_rl.trainer.checkpoints.state import FORMAT, read_state, tensor_digests
 
     state = read_state(directory)
     version, form, noted = state["next_step"], state.get("format"), state.get("files")

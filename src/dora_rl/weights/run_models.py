@@ -160,7 +160,7 @@ def _in_run(run: Path) -> dict[Version, FoundModel]:
 
 
 def _checkpoints(run: Path, config: RunConfig) -> Any:
-    from dora_rl.trainer.checkpoints.checkpoint import Checkpoints
+    from dora_rl.trainer.checkpoints.state import Checkpoints
 
     return Checkpoints(run / "checkpoints", config.checkpoint)
 
@@ -210,7 +210,7 @@ def _evaluations(run: Path) -> dict[Version, Figures]:
 def export_model(found: FoundModel, out: Path, shard_bytes_max: int = 4 << 30) -> None:
     """Write a complete Hugging Face directory, or nothing."""
     from dora_rl.model.directory import tensor_files, write_model
-    from dora_rl.trainer.checkpoints.checkpoint import copy_side_files, write_atomically
+    from dora_rl.trainer.checkpoints.state import copy_side_files, write_atomically
 
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} is not an empty directory; choose another")

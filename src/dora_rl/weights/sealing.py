@@ -2,8 +2,9 @@
 
 The learner copies its weights and goes on; threads do the rest, in this order:
 
+    hash and describe masters and version, which lie in shared memory
     wait until the version before is durable
-    write masters and version to shared memory     sealed: `tell`, and instances load it
+    give them their names                          sealed: `tell`, and instances load it
     write the same to the disk                     durable: `tell_durable`
 
 So at most one version is sealed and not durable: a disk that is slower than the steps holds up the
@@ -27,8 +28,15 @@ from dora_rl.weights.store import SharedMemoryWeightStore
 class Sealing:
     """At most one version on its way to the disk, and one that waits for it to be sealed."""
 
-    def __init__(self, shared: Level, disk: Level, executor: Executor | None = None) -> None:
-        self._shared, self._disk = shared, disk
+    def __init__(
+        self,
+        shared: Level,
+        disk: Level,
+        executor: Executor | None = None,
+        write: Callable[[Level, Level, Version], None] = make_durable,
+    ) -> None:
+        """`executor`: who does it, in place of threads; `write`: how it comes to the disk."""
+        self._shared, self._disk, self._write = shared, disk, write
         self._pool = executor or ThreadPoolExecutor(1, thread_name_prefix="durable")
         self._durable: Future[None] | None = None  # of the newest version
         self._sealed: Future[str] | None = None
@@ -72,7 +80,7 @@ class Sealing:
             before.result()  # done: one thread; what went wrong with it is not passed over
         tell(sealed.result())
         self._shared.forget_masters_before(version)  # to give memory back takes a while
-        make_durable(self._shared, self._disk, version)
+        self._write(self._shared, self._disk, version)
         tell_durable()
 
     def is_running(self) -> bool:

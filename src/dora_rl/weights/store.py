@@ -10,20 +10,26 @@ atomic rename after every byte and the manifest are written.
     root/.new-00000003-…     being written; its own lock says that the writer is alive
     root/00000002/           sealed: model.safetensors (mapped by readers) and manifest.json
     root/.old-00000001-…     retired; readers that have it mapped keep their pages
+    root/.spare              memory of a retired version that nobody has mapped, to be filled again
 
-A writer that dies leaves a `.new-` directory without a lock holder; the next store that is made on
-the same root removes it. The same class with `durable=True` keeps versions on a disk for resume.
+Whoever has a version of shared memory mapped holds a shared lock on its file; memory is filled
+again only by who has that lock alone. A writer that dies leaves a `.new-` directory without a lock
+holder; the next store that is made on the same root removes it. The same class with `durable=True`
+keeps versions on a disk for resume.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import hashlib
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,15 +40,27 @@ from dora_rl.weights.format import (
     MANIFEST_FILE,
     NUM_THREADS,
     TENSORS_FILE,
+    Manifest,
     SealedFile,
     WeightsCorrupt,
     WeightsError,
     read_manifest,
 )
-from dora_rl.weights.leftovers import store_name
-from dora_rl.weights.writer import write_sealed
+from dora_rl.weights.leftovers import SPARE, store_name
+from dora_rl.weights.writer import (
+    Digests,
+    DraftFiles,
+    Pin,
+    copy_durable,
+    digests_of,
+    fill,
+    new_memory,
+    spare_memory,
+    write_durable,
+)
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 __all__ = [
@@ -60,6 +78,7 @@ __all__ = [
 ]
 
 SHARED_MEMORY = Path("/dev/shm")
+_numbers = count()  # of what this process writes
 
 
 class VersionExists(WeightsError):
@@ -94,6 +113,7 @@ class SharedMemoryWeightStore:
         """`threads` hash and copy a version that is published here."""
         self.root = Path(root)
         self.durable, self.threads = durable, threads
+        self.digests: Digests = partial(digests_of, threads=threads)  # who hashes what is new
         self._verify = verify
         # Keyed by the file's stamp too, so that a file that was touched is hashed again.
         self._verified: set[tuple[Version, tuple[int, ...]]] = set()
@@ -108,47 +128,64 @@ class SharedMemoryWeightStore:
         base: str = "",
     ) -> str:
         """Write all tensors, seal, return the checksum. All or nothing."""
-        return self._publish(version, tensors, canary, base, expected=None)
+        with self.new_directory(version) as directory:
+            if self.durable:
+                manifest = write_durable(directory, version, tensors, canary, base, self.threads)
+            else:
+                manifest = self._copy(directory, version, tensors, canary, base)
+            self.seal(directory, version)
+        return manifest.checksum
 
-    def take_in(self, sealed: SealedFile, wait: Callable[[], object] = lambda: None) -> None:
-        """Publish a copy of a version that another store has, if it is what was published. It is
-        sealed when `wait` has returned."""
-
-        def tensors() -> Iterator[tuple[str, Tensor]]:
-            yield from sealed.tensors()
-            wait()
-
-        parts = (tensors(), sealed.canary, sealed.base)
-        self._publish(sealed.version, *parts, expected=sealed.checksum)
-
-    def _publish(
+    def _copy(
         self,
+        directory: Path,
         version: Version,
         tensors: Iterable[tuple[str, Tensor]],
         canary: Canary | None,
         base: str,
-        expected: str | None,
-    ) -> str:
-        assert version >= 0, f"version {version} is negative"
-        if self._directory(version).exists():
-            raise VersionExists(f"version {version} is already published in {self.root}")
-        with self._new_directory(version) as directory:
-            manifest = write_sealed(
-                directory, version, tensors, canary, self.durable, base, self.threads
-            )
-            if expected not in (None, manifest.checksum):
-                raise WeightsCorrupt(f"version {version} changed after publication; not copied")
-            self._seal(directory, version)
-        return manifest.checksum
+    ) -> Manifest:
+        with closing(self.begin(directory, version)) as files:
+            fill(files, tensors, self.threads)
+            return files.finish(canary, base, self.digests)
+
+    def draft(self, version: Version, num_bytes: int = 0, pin: Pin | None = None) -> Draft:
+        """Room for a version whose tensors come later. `num_bytes`: about as much as it will need;
+        `pin`: see `Memory`."""
+        return Draft(self, version, num_bytes, pin)
+
+    def take_in(self, sealed: SealedFile, wait: Callable[[], object] = lambda: None) -> None:
+        """Publish a copy of a version that another store has, if it is what was published. It is
+        sealed when `wait` has returned."""
+        version = sealed.version
+        with self.new_directory(version) as directory:
+            if self.durable:
+                copy_durable(sealed, directory, self.threads)
+            else:
+                parts = (sealed.tensors(), sealed.canary, sealed.base)
+                copied = self._copy(directory, version, *parts)
+                if copied.checksum != sealed.checksum:
+                    raise WeightsCorrupt(f"version {version} changed after publication; not copied")
+            wait()
+            self.seal(directory, version)
 
     @contextmanager
     def receiving(self, version: Version) -> Iterator[Path]:
         """A directory to be filled with the two files of a version from elsewhere, then sealed."""
-        if self._directory(version).exists():
-            raise VersionExists(f"version {version} is already published in {self.root}")
-        with self._new_directory(version) as directory:
+        with self.new_directory(version) as directory:
             yield directory
-            self._seal(directory, version)
+            self.seal(directory, version)
+
+    def begin(
+        self, directory: Path, version: Version, num_bytes: int = 0, pin: Pin | None = None
+    ) -> DraftFiles:
+        """In memory that was used before, where there is some."""
+        path, memory = directory / TENSORS_FILE, None
+        with contextlib.suppress(FileNotFoundError):
+            (self.root / SPARE).rename(path)
+            memory = spare_memory(path, pin)
+            if memory is None:
+                path.unlink()
+        return DraftFiles(directory, version, memory or new_memory(path, num_bytes, pin))
 
     def open(self, version: Version) -> SealedFile:
         """Map the version. Its bytes are hashed the first time this store object opens it."""
@@ -162,7 +199,7 @@ class SharedMemoryWeightStore:
         """Map the version without hashing it, for those who hash what they read."""
         directory = self._directory(version)
         try:
-            return SealedFile(directory, version)
+            return SealedFile(directory, version, lock=not self.durable)
         except FileNotFoundError as error:
             if directory.exists():
                 message = f"version {version}: {error.filename} is gone"
@@ -179,7 +216,24 @@ class SharedMemoryWeightStore:
         except FileNotFoundError as error:
             raise VersionMissing(f"version {version} is not in {self.root}") from error
         # Another process may be cleaning at the same moment; a rest is cleaned with the next store.
+        with contextlib.suppress(FileNotFoundError):
+            self._keep_memory(grave / TENSORS_FILE)
         shutil.rmtree(grave, ignore_errors=True)
+
+    def _keep_memory(self, path: Path) -> None:
+        """Of a retired version that nobody has mapped, for the next one."""
+        spare = self.root / SPARE
+        if self.durable or spare.exists():
+            return
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.fchmod(handle, 0o600)
+            path.rename(spare)
+        except BlockingIOError:
+            pass  # somebody reads it
+        finally:
+            os.close(handle)
 
     def versions(self) -> Sequence[Version]:
         """The sealed versions, oldest first."""
@@ -210,9 +264,12 @@ class SharedMemoryWeightStore:
         return self._directory(version) / MANIFEST_FILE
 
     @contextmanager
-    def _new_directory(self, version: Version) -> Iterator[Path]:
+    def new_directory(self, version: Version) -> Iterator[Path]:
         """A private directory, locked while we live, gone afterwards whatever happens."""
-        directory = self.root / f".new-{version:08d}-{os.getpid()}"
+        assert version >= 0, f"version {version} is negative"
+        if self._directory(version).exists():
+            raise VersionExists(f"version {version} is already published in {self.root}")
+        directory = self.root / f".new-{version:08d}-{os.getpid()}-{next(_numbers)}"
         with self._store_lock():
             directory.mkdir()
             handle = os.open(directory, os.O_RDONLY)
@@ -228,7 +285,7 @@ class SharedMemoryWeightStore:
             os.close(handle)
             shutil.rmtree(directory, ignore_errors=True)
 
-    def _seal(self, directory: Path, version: Version) -> None:
+    def seal(self, directory: Path, version: Version) -> None:
         if self.durable:
             _fsync_directory(directory)
         try:
@@ -262,6 +319,58 @@ class SharedMemoryWeightStore:
                     entry.name.startswith(".new-") and not _is_locked(entry)
                 ):
                     shutil.rmtree(entry, ignore_errors=True)
+
+
+class Draft:
+    """A version on its way into a store. Implements `ports.Draft`. On its way to a disk it waits in
+    the memory of this process: a disk is written in order. Whatever goes wrong leaves the store as
+    it was."""
+
+    def __init__(
+        self,
+        store: SharedMemoryWeightStore,
+        version: Version,
+        num_bytes: int,
+        pin: Pin | None,
+    ) -> None:
+        self.version, self._store = version, store
+        self._held: list[tuple[str, Tensor]] = []
+        self._files: DraftFiles | None = None
+        self._closing = contextlib.ExitStack()
+        with self._closing:
+            self._directory = self._closing.enter_context(store.new_directory(version))
+            if not store.durable:
+                self._files = store.begin(self._directory, version, num_bytes, pin)
+                self._closing.callback(self._files.close)
+            self._closing = self._closing.pop_all()
+
+    def room(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """The memory of a tensor, to be filled before `seal`."""
+        import torch
+
+        if self._files is not None:
+            place = torch.from_numpy(self._files.room(name, shape, dtype))
+            return place.view(dtype).view(tuple(shape))
+        self._held.append((name, torch.empty(tuple(shape), dtype=dtype)))
+        return self._held[-1][1]
+
+    def seal(
+        self, canary: Canary | None, base: str = "", ready: Callable[[], object] = lambda: None
+    ) -> str:
+        """Hash and describe what was filled in; visible once `ready` has returned."""
+        with self._closing:
+            if self._files is not None:
+                manifest = self._files.finish(canary, base, self._store.digests)
+            else:
+                parts = (self._directory, self.version, self._held, canary, base)
+                manifest = write_durable(*parts, self._store.threads)
+            ready()
+            self._store.seal(self._directory, self.version)
+        return manifest.checksum
+
+    def discard(self) -> None:
+        """It will not be sealed."""
+        self._closing.close()
 
 
 class DiskWeightStore(SharedMemoryWeightStore):

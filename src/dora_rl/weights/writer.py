@@ -1,9 +1,12 @@
-"""Writing one sealed version: its tensors as they come, hashed and copied side by side.
+"""Writing one sealed version: room for its tensors in a file, digests, header, manifest.
 
-To shared memory every tensor is copied in slices by several threads through a mapping: a file there
-is memory, one thread takes longer to get it than to fill it, and writing to one file takes turns.
-A mapping costs twice the work of a write, so that few cores write. To a disk tensors are written in
-order, the disk is set to work at once (otherwise it would begin when all is written), and synced.
+    draft = DraftFiles(directory, version, memory)   # in shared memory, where a file is memory
+    draft.room("embed", shape, dtype)[:] = ...       # filled by whoever has the bytes
+    draft.finish(canary, base, digests)              # hashed side by side; header and manifest
+
+The memory may be that of a version that nobody reads any more: what the system has handed out once
+is filled twice as fast. To a disk tensors are written in order, and a version that
+is sealed elsewhere is copied as it is, past the page cache where the file system can.
 
 Never shows a version to anybody: the directory is the caller's, and private until it seals it. What
 is written is described in `format`.
@@ -14,17 +17,19 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import hashlib
 import json
+import math
 import mmap
 import os
 import struct
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias
 
 from dora_rl.model.checksum import checksum_of
 from dora_rl.ports import Canary
@@ -36,12 +41,15 @@ from dora_rl.weights.format import (
     NUM_THREADS,
     TENSORS_FILE,
     Manifest,
+    SealedFile,
     TensorEntry,
+    WeightsCorrupt,
     digest_of,
     seal_of,
 )
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 # Tensors are written as they come (a sharded trainer gathers one at a time), before the header is
@@ -49,117 +57,234 @@ if TYPE_CHECKING:
 HEADER_ROOM_BYTES = 64 * 1024
 CHUNK_BYTES = 16 * 1024 * 1024
 SLICE_BYTES = 32 * 1024 * 1024  # of a tensor, that one thread copies to shared memory at a time
-WINDOW_BYTES = 1024 * 1024 * 1024  # of a file, mapped at a time
-MAPPED_THREADS_MIN = 4
+WINDOW_BYTES = 1024 * 1024 * 1024  # of a growing file, mapped at a time
+DIRECT_BYTES = 4096  # what the offsets and sizes of writes past the page cache are multiples of
+DIRECT_THREADS = 2
 SYNC_FILE_RANGE_WRITE = 2  # <fcntl.h>
+POPULATE_WRITE = 23  # MADV_POPULATE_WRITE
 DTYPE_CODES = {name: code for code, name in DTYPES.items()}
+_libc = ctypes.CDLL(None)  # its calls release the interpreter lock
+
+Range: TypeAlias = tuple[int, int]
+"""Where bytes of a file begin and end."""
+Pin: TypeAlias = Callable[[Any], Callable[[], None]]
+"""Makes memory known to a GPU; what it returns undoes that."""
+Digests: TypeAlias = Callable[[Path, Sequence[Range]], Sequence[str]]
+"""The digests of parts of a file, whoever computes them."""
 
 
-def write_sealed(
+def digests_of(path: Path, ranges: Sequence[Range], threads: int = NUM_THREADS) -> list[str]:
+    """Hash parts of a file side by side."""
+    if not ranges:
+        return []
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        data = memoryview(mapped)
+        try:
+            with ThreadPoolExecutor(threads, thread_name_prefix="weights-hash") as pool:
+                return list(pool.map(lambda part: _digest(data, part), ranges))
+        finally:
+            data.release()
+
+
+def _digest(data: memoryview, part: Range) -> str:
+    with data[part[0] : part[1]] as piece:
+        return digest_of(piece)
+
+
+def dtype_code(dtype: torch.dtype, name: str) -> str:
+    code = DTYPE_CODES.get(str(dtype).removeprefix("torch."))
+    assert code is not None, f"tensor {name!r} has type {dtype}, not in safetensors"
+    return code
+
+
+# -- shared memory --------------------------------------------------------------------------------
+
+
+class Memory:
+    """A file of shared memory, mapped: what it has at once, what it grows by in windows. `pin` may
+    make what it has at the start known to a GPU, so that it is copied to at full speed."""
+
+    def __init__(
+        self,
+        handle: int,
+        pin: Pin | None = None,
+        window_bytes: int = WINDOW_BYTES,
+    ) -> None:
+        self.handle, self._window_bytes = handle, window_bytes
+        self._windows: list[tuple[int, int, Any]] = []  # begin, end, bytes as an array
+        self._unpin: Callable[[], None] = lambda: None
+        size = os.fstat(handle).st_size
+        if size:
+            window = self._map(0, size)
+            if pin is not None:
+                self._unpin = pin(window)
+
+    def place(self, start: int, size: int) -> Any:
+        """These bytes of the file, as an array."""
+        # Memory that is mapped and cannot be had would end the process: it is looked for before,
+        # for this tensor and for what is still on its way to its place.
+        check_room(self.handle, start + size - os.fstat(self.handle).st_blocks * 512)
+        for begin, end, window in reversed(self._windows):
+            if begin <= start and start + size <= end:
+                return window[start - begin : start + size - begin]
+        begin = start - start % mmap.ALLOCATIONGRANULARITY
+        end = max(start + size, begin + self._window_bytes)
+        return self._map(begin, end)[start - begin : start + size - begin]
+
+    def _map(self, begin: int, end: int) -> Any:
+        import numpy as np
+
+        if os.fstat(self.handle).st_size < end:
+            os.ftruncate(self.handle, end)  # takes no memory before it is written
+        mapped = mmap.mmap(self.handle, end - begin, offset=begin)
+        window = np.frombuffer(mapped, dtype=np.uint8)
+        self._windows.append((begin, end, window))
+        return window
+
+    def close(self) -> None:
+        """Nobody writes to it any more."""
+        if self.handle < 0:
+            return
+        self._unpin()
+        self._windows.clear()
+        # What is still mapped somewhere shares the lock: it is given up, not only forgotten.
+        fcntl.flock(self.handle, fcntl.LOCK_UN)
+        os.close(self.handle)
+        self.handle = -1
+
+
+def check_room(handle: int, num_bytes: int) -> None:
+    room = os.fstatvfs(handle)
+    if room.f_blocks and room.f_bavail * room.f_frsize < num_bytes:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def new_memory(path: Path, num_bytes: int = 0, pin: Pin | None = None) -> Memory:
+    """A new file. `num_bytes` of memory are asked for at once, by several threads: the system takes
+    longer to hand memory out than we take to fill it."""
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        if num_bytes:
+            check_room(handle, num_bytes)
+            os.ftruncate(handle, num_bytes)
+            _populate(handle, num_bytes)
+        return Memory(handle, pin)
+    except BaseException:
+        os.close(handle)
+        raise
+
+
+def spare_memory(path: Path, pin: Pin | None = None) -> Memory | None:
+    """A file that a version lay in before; None where somebody still looks at it."""
+    handle = os.open(path, os.O_RDWR)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return Memory(handle, pin)
+    except BlockingIOError:
+        os.close(handle)
+        return None
+
+
+def _populate(handle: int, num_bytes: int) -> None:
+    """Systems that cannot hand memory out ahead do it later."""
+    import numpy as np
+
+    with mmap.mmap(handle, num_bytes) as mapped:
+        begin = np.frombuffer(mapped, dtype=np.uint8).ctypes.data
+
+        def ask(at: int) -> None:
+            size = min(SLICE_BYTES, num_bytes - at)
+            _libc.madvise(ctypes.c_void_p(begin + at), ctypes.c_size_t(size), POPULATE_WRITE)
+
+        with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="weights-room") as pool:
+            list(pool.map(ask, range(0, num_bytes, SLICE_BYTES)))
+
+
+class DraftFiles:
+    """The files of a version that is being written to shared memory."""
+
+    def __init__(self, directory: Path, version: Version, memory: Memory) -> None:
+        self.directory, self.version, self.memory = directory, version, memory
+        self._entries: dict[str, TensorEntry] = {}
+        self._end = 0
+
+    def room(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Any:
+        """The bytes of a tensor, as an array to be filled before `finish`."""
+        assert name not in self._entries, f"tensor {name!r} is published twice in one version"
+        size = math.prod(shape) * dtype.itemsize
+        begin, self._end = self._end, self._end + size
+        code = dtype_code(dtype, name)
+        self._entries[name] = TensorEntry(name, code, tuple(shape), begin, self._end, "")
+        return self.memory.place(HEADER_ROOM_BYTES + begin, size)
+
+    def finish(self, canary: Canary | None, base: str, digests: Digests) -> Manifest:
+        """Hash what lies there, and describe it. The memory is given back."""
+        start, entries = HEADER_ROOM_BYTES, list(self._entries.values())
+        os.ftruncate(self.memory.handle, start + self._end)
+        ranges = [(start + entry.begin, start + entry.end) for entry in entries]
+        found = digests(self.directory / TENSORS_FILE, ranges)
+        digested = tuple(
+            replace(entry, digest=digest) for entry, digest in zip(entries, found, strict=True)
+        )
+        self.close()
+        with (self.directory / TENSORS_FILE).open("r+b") as file:
+            return _describe(file, self.directory, self.version, digested, canary, base)
+
+    def close(self) -> None:
+        self.memory.close()
+
+
+def _describe(
+    file: BinaryIO,
     directory: Path,
     version: Version,
-    tensors: Iterable[tuple[str, Tensor]],
+    entries: tuple[TensorEntry, ...],
     canary: Canary | None,
-    durable: bool,
-    base: str = "",
-    threads: int = NUM_THREADS,
+    base: str,
+    *,
+    durable: bool = False,
 ) -> Manifest:
-    """Write both files into `directory`, which must be empty and seen by nobody else yet."""
-    with (directory / TENSORS_FILE).open("w+b") as file:
-        in_order = durable or threads < MAPPED_THREADS_MIN
-        entries = _write_tensors(file, tensors, threads, in_order=in_order)
-        header = _header_bytes(version, entries, HEADER_ROOM_BYTES)
-        _write_header(file, header)
-        if durable:
-            os.fsync(file.fileno())
-    digest = hashlib.sha256(header).hexdigest()
-    manifest = Manifest(version, checksum_of(entries), len(header), digest, entries, canary, base)
-    write_manifest(directory, manifest, durable)
-    return manifest
-
-
-def _write_header(file: BinaryIO, header: bytes) -> None:
-    """In front of the tensors, which are moved if it is longer than what was left for it."""
+    """Header and manifest of tensors that are written."""
+    header = _header_bytes(version, entries, HEADER_ROOM_BYTES)
     if len(header) > HEADER_ROOM_BYTES:
         _shift(file, HEADER_ROOM_BYTES, len(header))
     file.seek(0)
     file.write(header)
     file.flush()
     os.fchmod(file.fileno(), 0o444)
+    if durable:
+        os.fsync(file.fileno())
+    digest = hashlib.sha256(header).hexdigest()
+    manifest = Manifest(version, checksum_of(entries), len(header), digest, entries, canary, base)
+    write_manifest(directory, manifest, durable)
+    return manifest
 
 
-def _write_tensors(
-    file: BinaryIO, tensors: Iterable[tuple[str, Tensor]], threads: int, *, in_order: bool
-) -> tuple[TensorEntry, ...]:
-    entries: dict[str, TensorEntry] = {}
-    pending: deque[tuple[str, Future[str], list[Future[None]]]] = deque()
-    begin, window = 0, Window(file.fileno())
-    file.seek(HEADER_ROOM_BYTES)
-    # Hashing, writing and copying release the interpreter lock: they run side by side. Few tensors
-    # wait for theirs, since each is held in memory until then.
+def fill(
+    draft: DraftFiles, tensors: Iterable[tuple[str, Tensor]], threads: int = NUM_THREADS
+) -> None:
+    """Copy tensors of the host into a draft, in slices side by side. Few wait for their copies,
+    since each is held in memory until then."""
+    pending: deque[list[Future[None]]] = deque()
     with ThreadPoolExecutor(threads, thread_name_prefix="weights-write") as pool:
         try:
             for name, tensor in tensors:
-                assert name not in entries, f"tensor {name!r} is published twice in one version"
-                data = _bytes_of(tensor)
-                end = begin + len(data)
-                digest, copies = pool.submit(digest_of, data), list[Future[None]]()
-                if in_order:
-                    file.write(data)
-                    _start_writing(file.fileno(), HEADER_ROOM_BYTES + begin, len(data))
-                else:
-                    place = window.place(HEADER_ROOM_BYTES + begin, len(data))
-                    copies = [
-                        pool.submit(copy_slice, place, data, at)
-                        for at in range(0, len(data), SLICE_BYTES)
-                    ]
-                pending.append((name, digest, copies))
-                dtype = DTYPE_CODES.get(str(tensor.dtype).removeprefix("torch."))
-                assert dtype is not None, (
-                    f"tensor {name!r} has type {tensor.dtype}, not in safetensors"
-                )
-                entries[name] = TensorEntry(name, dtype, tuple(tensor.shape), begin, end, "")
-                begin = end
+                data = bytes_of(tensor)
+                place = draft.room(name, tuple(tensor.shape), tensor.dtype)
+                slices = range(0, len(data), SLICE_BYTES)
+                pending.append([pool.submit(copy_slice, place, data, at) for at in slices])
                 if len(pending) > 2 * threads:
-                    _enter_digest(entries, pending)
+                    _wait(pending.popleft())
             while pending:
-                _enter_digest(entries, pending)
+                _wait(pending.popleft())
         except BaseException:
             pool.shutdown(wait=True, cancel_futures=True)
             raise
-    if not in_order:
-        os.ftruncate(file.fileno(), HEADER_ROOM_BYTES + begin)
-    return tuple(entries.values())
 
 
-class Window:
-    """The end of a growing file of shared memory, mapped in few large pieces: threads that map and
-    unmap hold up those that copy."""
-
-    def __init__(self, handle: int, num_bytes: int = WINDOW_BYTES) -> None:
-        self._handle, self._num_bytes = handle, num_bytes
-        self._begin = self._end = 0
-        self._there: Any = None
-
-    def place(self, start: int, size: int) -> Any:
-        """Where these bytes of the file are, as an array. What is mapped is given back with the
-        last array of it."""
-        import numpy as np
-
-        # Memory that is mapped and cannot be had would end the process: it is looked for before,
-        # for this tensor and for what is still on its way to its place.
-        room, end = os.fstatvfs(self._handle), start + size
-        wanted = end - os.fstat(self._handle).st_blocks * 512
-        if room.f_blocks and room.f_bavail * room.f_frsize < wanted:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        if end > self._end:
-            self._begin = start - start % mmap.ALLOCATIONGRANULARITY
-            self._end = max(end, self._begin + self._num_bytes)
-            os.ftruncate(self._handle, self._end)  # takes no memory before it is written
-            length = self._end - self._begin
-            mapped = mmap.mmap(self._handle, length, offset=self._begin)
-            self._there = np.frombuffer(mapped, dtype=np.uint8)
-        return self._there[start - self._begin : end - self._begin]
+def _wait(copies: Sequence[Future[None]]) -> None:
+    for copied in copies:
+        copied.result()
 
 
 def copy_slice(place: Any, data: memoryview, at: int) -> None:
@@ -169,25 +294,131 @@ def copy_slice(place: Any, data: memoryview, at: int) -> None:
     np.copyto(place[at : at + len(piece)], np.frombuffer(piece, dtype=np.uint8))
 
 
+# -- a disk ---------------------------------------------------------------------------------------
+
+
+def write_durable(
+    directory: Path,
+    version: Version,
+    tensors: Iterable[tuple[str, Tensor]],
+    canary: Canary | None,
+    base: str = "",
+    threads: int = NUM_THREADS,
+) -> Manifest:
+    """Write both files into `directory`, which must be empty and seen by nobody else yet."""
+    with (directory / TENSORS_FILE).open("w+b") as file:
+        entries = _write_in_order(file, tensors, threads)
+        return _describe(file, directory, version, entries, canary, base, durable=True)
+
+
+def _write_in_order(
+    file: BinaryIO, tensors: Iterable[tuple[str, Tensor]], threads: int
+) -> tuple[TensorEntry, ...]:
+    entries: dict[str, TensorEntry] = {}
+    pending: deque[tuple[str, Future[str]]] = deque()
+    begin = 0
+    file.seek(HEADER_ROOM_BYTES)
+
+    def enter_digest() -> None:
+        name, digest = pending.popleft()
+        entries[name] = replace(entries[name], digest=digest.result())
+
+    # Hashing and writing release the interpreter lock: they run side by side.
+    with ThreadPoolExecutor(threads, thread_name_prefix="weights-write") as pool:
+        try:
+            for name, tensor in tensors:
+                assert name not in entries, f"tensor {name!r} is published twice in one version"
+                data = bytes_of(tensor)
+                end = begin + len(data)
+                pending.append((name, pool.submit(digest_of, data)))
+                file.write(data)
+                _start_writing(file.fileno(), HEADER_ROOM_BYTES + begin, len(data))
+                code = dtype_code(tensor.dtype, name)
+                entries[name] = TensorEntry(name, code, tuple(tensor.shape), begin, end, "")
+                begin = end
+                if len(pending) > 2 * threads:
+                    enter_digest()
+            while pending:
+                enter_digest()
+        except BaseException:
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
+    return tuple(entries.values())
+
+
 def _start_writing(handle: int, start: int, size: int) -> None:
     """Sets the disk to work on what was just written, and does not wait for it. Where the system
     has no such call, `fsync` does it all."""
     with contextlib.suppress(AttributeError):
-        call = ctypes.CDLL(None).sync_file_range
-        call(handle, ctypes.c_int64(start), ctypes.c_int64(size), SYNC_FILE_RANGE_WRITE)
+        begin, num_bytes = ctypes.c_int64(start), ctypes.c_int64(size)
+        _libc.sync_file_range(handle, begin, num_bytes, SYNC_FILE_RANGE_WRITE)
 
 
-def _enter_digest(
-    entries: dict[str, TensorEntry],
-    pending: deque[tuple[str, Future[str], list[Future[None]]]],
-) -> None:
-    name, digest, copies = pending.popleft()
-    for copied in copies:
-        copied.result()
-    entries[name] = replace(entries[name], digest=digest.result())
+def copy_durable(sealed: SealedFile, directory: Path, threads: int = NUM_THREADS) -> None:
+    """Copy a sealed version byte for byte and sync it. Every byte is hashed on the way: what was
+    damaged since it was sealed is not written."""
+    path, data = directory / TENSORS_FILE, sealed.file_bytes()
+    with ThreadPoolExecutor(threads, thread_name_prefix="weights-hash") as pool:
+        entries = sealed.manifest.tensors
+        hashed = [(entry, pool.submit(digest_of, sealed.bytes_of(entry))) for entry in entries]
+        write_past_cache(path, data)
+        sealed.check_header()
+        for entry, digest in hashed:
+            if digest.result() != entry.digest:
+                raise WeightsCorrupt(
+                    f"version {sealed.version} changed after publication (tensor {entry.name}); "
+                    "not copied"
+                )
+    write_manifest(directory, sealed.manifest, durable=True)
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
+def write_past_cache(path: Path, data: memoryview) -> None:
+    """A new file of these bytes, on the disk when this returns. The page cache, which would only
+    hold a second copy, is passed by where the file system lets us; `data` begins at a page."""
+    with path.open("wb") as file:
+        whole = len(data) - len(data) % DIRECT_BYTES
+        done = whole if _write_direct(path, data[:whole]) else 0
+        file.seek(done)
+        file.write(data[done:])
+        file.flush()
+        os.fchmod(file.fileno(), 0o444)
+        os.fsync(file.fileno())
+
+
+def _write_direct(path: Path, data: memoryview) -> bool:
+    """False, and nothing that matters is written, where the file system cannot."""
+    flag = getattr(os, "O_DIRECT", None)
+    if flag is None or not data:
+        return False
+    try:
+        handle = os.open(path, os.O_WRONLY | flag)
+    except OSError as error:
+        if error.errno == errno.EINVAL:
+            return False
+        raise
+    try:
+        with ThreadPoolExecutor(DIRECT_THREADS, thread_name_prefix="weights-disk") as pool:
+            starts = range(0, len(data), CHUNK_BYTES)
+            list(pool.map(lambda at: _write_at(handle, data[at : at + CHUNK_BYTES], at), starts))
+    except OSError as error:
+        if error.errno == errno.EINVAL:
+            return False
+        raise
+    finally:
+        os.close(handle)
+    return True
+
+
+def _write_at(handle: int, data: memoryview, at: int) -> None:
+    done = 0
+    while done < len(data):
+        done += os.pwrite(handle, data[done:], at + done)
+
+
+# -- both -----------------------------------------------------------------------------------------
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
     import torch
 
     flat = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)

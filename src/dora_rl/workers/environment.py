@@ -1,20 +1,34 @@
-"""An environment worker: holds the episodes of many requests and answers their turns.
+"""Environments: the worker that holds their episodes, and what an answer does to a session.
 
-Steps of different episodes overlap (in one event loop, synchronous environments in threads). It
-decides nothing: limits on how many run at once are the controller's, and what a lost worker knew
-is in every question.
+    rollout instance --turn--> controller --Step--> this worker --Stepped--> back, `apply_answer`
+
+Steps of different episodes overlap (in one event loop, synchronous environments in threads). The
+worker decides nothing: limits on how many run at once are the controller's, and what a lost worker
+knew is in every question. Never tokenizes: ids come in and are appended. Invariant: an answer is
+applied to an idle session only, once; a session that has no room for its next turn ends there, with
+the reward it has, and is never refused for its length.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from dora_rl.envs.host import Ask, Host, load_environments
+from dora_rl.config import RunConfig
+from dora_rl.envs.base import Row, TurnText
+from dora_rl.envs.host import Answer, Ask, Host, load_environments
+from dora_rl.types import Finish, Prompt, RequestId, SamplingParams, Trajectory
 from dora_rl.workers.messages import Channel, End, Forget, Ready, Step, Stepped, ints
-from dora_rl.workers.turns import turn_text
 from dora_rl.workers.worker import Setup
+
+if TYPE_CHECKING:
+    from dora_rl.workers.engines import InstanceEngine
+
+_MASK = (1 << 64) - 1
+_SPREAD = 0x9E3779B97F4A7C15
 
 
 def open_host(setup: Setup) -> Host:
@@ -65,3 +79,44 @@ async def take_step(host: Host, asked: Step) -> Stepped:
     )
     outcome = (answer.done, answer.cut, answer.reward, answer.error, answer.hung)
     return Stepped(asked.id, ints(answer.token_ids), *outcome)
+
+
+def apply_answer(
+    engine: InstanceEngine, request: RequestId, answer: Answer, params: SamplingParams
+) -> Trajectory | None:
+    """Begin the next turn; or, where the episode ends, close the session and return it whole."""
+    seq = engine.find(request)
+    assert seq is not None and not answer.error
+    room = engine.length_max - len(seq.tokens) - len(answer.token_ids)
+    if not answer.done and room > 0:
+        limit = min(params.tokens_max, room)
+        engine.extend(request, answer.token_ids, replace(params, tokens_max=limit))
+        return None
+    whole = answer.done and not answer.cut
+    trajectory = replace(seq.trajectory(), finish=Finish.STOP if whole else Finish.LENGTH)
+    engine.abort(request)
+    return trajectory
+
+
+def row_of(prompt: Prompt) -> Row:
+    """A prompt's row for an environment."""
+    wrote: Any = prompt.columns.get("prompt", prompt.text)
+    return Row(wrote, prompt.text, prompt.answer, dict(prompt.columns), prompt.token_ids)
+
+
+def episode_seed(run_seed: int, prompt_index: int) -> int:
+    """The same for all samples of a group, so that they face the same episode."""
+    x = (run_seed * _SPREAD + prompt_index + 1) & _MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    return (x ^ (x >> 31)) & 0x7FFFFFFF
+
+
+def turn_text(config: RunConfig) -> TurnText:
+    """Decoder and encoder of the run's model."""
+    from dora_rl.model.directory import read_spec
+    from dora_rl.setup.tokenizer import open_tokenizer
+
+    path, rollout = Path(config.model.path), config.rollout
+    tokenizer = open_tokenizer(path, config.model.trust_remote_code)
+    stop_ids = {*rollout.stop_ids, *read_spec(path).eos_ids}
+    return TurnText(tokenizer, stop_ids, rollout.stop_strings, config.data.template_options)

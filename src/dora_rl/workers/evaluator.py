@@ -24,6 +24,7 @@ from dora_rl.setup.tokenizer import open_tokenizer
 from dora_rl.types import Finish, RequestId, SamplingParams, Trajectory, Version
 from dora_rl.weights.lora_base import whole
 from dora_rl.weights.store import DiskWeightStore
+from dora_rl.workers.environment import apply_answer, episode_seed, turn_text
 from dora_rl.workers.messages import (
     Alive,
     Channel,
@@ -36,7 +37,6 @@ from dora_rl.workers.messages import (
     Response,
     Send,
 )
-from dora_rl.workers.turns import apply_answer, episode_seed, turn_text
 from dora_rl.workers.worker import Setup
 
 ALIVE_S = 1.0

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,7 +28,7 @@ import torch
 
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
-from dora_rl.store.storage_client import StorageReader
+from dora_rl.store.storage import StorageReader
 from dora_rl.trainer import distributed
 from dora_rl.trainer.warm_up import warm_up
 from dora_rl.types import Group, GroupId, StepIndex, Version
@@ -64,7 +65,8 @@ class LearnerWorker:
         self.start = start = LearnerStart(setup, executor)
         self.rank, self.num_ranks = start.rank, start.num_ranks
         self.learner, self.version = start.learner, start.version
-        self.shared, self.disk, self.sealing = start.shared, start.disk, start.sealing
+        self.shared, self.disk = start.shared, start.disk
+        self.publication, self.sealing = start.publication, start.publication.sealing
         self.checkpoints, self.moments = start.checkpoints, start.moments
         self.reader = StorageReader(bytes.fromhex(setup.key))
         device = str(self.learner.device)
@@ -114,7 +116,7 @@ class LearnerWorker:
             self._note(line)
         optimizer = self.start.optimizer_version if self.version else 0
         self._say(
-            ev.TrainerJoined(
+            ev.LearnerJoined(
                 self.version,
                 optimizer,
                 incarnation=self.setup.incarnation,
@@ -130,7 +132,7 @@ class LearnerWorker:
 
     def report(self) -> None:
         incarnation = self.setup.incarnation
-        self._say(ev.TrainerReport(self.version, self.progress, incarnation=incarnation))
+        self._say(ev.LearnerReport(self.version, self.progress, incarnation=incarnation))
 
     def close(self) -> None:
         """A clean end keeps the moments of the last version, unless they are on disk already. A
@@ -144,6 +146,7 @@ class LearnerWorker:
                 self.channel.send(msg.Saving())
             self.moments.save(self.learner, self.version)
         self.moments.wait()
+        self.publication.close()
         if self.rank == 0:
             self.checkpoints.prune(sealed=self.version)
 
@@ -318,7 +321,7 @@ class LearnerWorker:
         began = time.monotonic()
         self.sealing.is_running()  # raises what went wrong with the one before
         alone, turn = self.num_ranks == 1, self.sealing.turn()
-        level, background = self.start.seals_to, alone and self._in_background
+        level, background = self.publication.seals_to, alone and self._in_background
         sealed = self.learner.publish(
             level.versions, version, background=background, exact=level.masters, turn=turn
         )
@@ -331,6 +334,7 @@ class LearnerWorker:
         durable: Future[Any] = sealed
         if self.rank == 0:
             durable = self.sealing.begin(version, sealed, tell_with_wait, tell_durable)
+            durable.add_done_callback(partial(self.publication.prepare_after, version))
         if not alone:
             self.sealing.wait()
             distributed.wait_for_all()

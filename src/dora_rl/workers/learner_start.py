@@ -16,19 +16,19 @@ from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
 
-from dora_rl.controller.lock import LEARNER_LOCK
+from dora_rl.controller.run_dir import LEARNER_LOCK
 from dora_rl.model.sealed import check_base
 from dora_rl.setup.settings import learner_algorithm
 from dora_rl.trainer import distributed
 from dora_rl.trainer.checkpoints import state
-from dora_rl.trainer.checkpoints.checkpoint import Checkpoints, Saved
+from dora_rl.trainer.checkpoints.state import Checkpoints, Saved
 from dora_rl.trainer.learner import Learner
 from dora_rl.types import Version
-from dora_rl.weights.levels import Level, disk_level, finish_sealed, is_one_place, shared_level
+from dora_rl.weights.levels import finish_sealed
 from dora_rl.weights.lora_base import run_base
-from dora_rl.weights.sealing import Sealing, WaitingStore
 from dora_rl.weights.store import WeightsError
 from dora_rl.workers.moments import Moments
+from dora_rl.workers.publication import Publication
 from dora_rl.workers.worker import Setup
 
 
@@ -42,18 +42,19 @@ class LearnerStart:
         self.rank, self.num_ranks = int(extra["rank"]), int(extra["num_ranks"])
         self.lock = wait_for_lock(run_dir / LEARNER_LOCK) if self.rank == 0 else None
         distributed.join(extra["rendezvous"], self.rank, self.num_ranks, str(extra.get("ip", "")))
-        self.shared = WaitingStore(extra["weights_root"])
-        shared, disk = shared_level(extra["weights_root"]), disk_level(run_dir)
-        self.disk, self.exact = disk.versions, disk.masters
-        self.seals_to: Level = disk if is_one_place(shared, disk) else shared
-        self.sealing = self.shared.sealing = Sealing(shared, disk, executor)
+        self.publication = Publication(setup, self.lock, executor)
+        shared, disk = self.publication.sealed, self.publication.on_disk
+        self.shared, self.disk, self.exact = self.publication.store, disk.versions, disk.masters
         self.notes: list[str] = finish_sealed(shared, disk) if self.rank == 0 else []
         distributed.wait_for_all()  # now the disk has the newest version, for every rank
         self.checkpoints = Checkpoints(run_dir / "checkpoints", config.checkpoint)
         every_s = config.checkpoint.state_every_s
         self.moments = Moments(run_dir / "learner" / "moments", every_s, executor=executor)
         self.version: Version = max(self.disk.versions(), default=-1)
+        self.publication.prepare_first(self.version + 1)
         self.learner, self.optimizer_version = self._open_learner(self.version)
+        self.learner.publisher = self.publication.publisher
+        self.notes += self.publication.share_device(self.learner)
         hint = "put runtime.run_dir on a file system that all learner ranks share"
         distributed.agree("the newest sealed version to be", self.version, hint)
         self._check_base()
@@ -90,7 +91,7 @@ class LearnerStart:
     def _forget_unsealed(self, sealed: Version) -> None:
         """What an incarnation that ended before it sealed the version left beside it, and what is
         left of a version that was lost with its host."""
-        for store in (self.exact, self.seals_to.masters):
+        for store in (self.exact, self.publication.seals_to.masters):
             for version in store.versions():
                 if version > sealed:
                     store.retire(version)

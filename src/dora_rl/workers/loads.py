@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Protocol
 
 from dora_rl.core import events as ev
 from dora_rl.out_of_memory import free_cached, shortage
 from dora_rl.types import BaseDiffers, UserError, Version
-from dora_rl.weights.store import SharedMemoryWeightStore, WeightsError
+from dora_rl.weights.handover import DeviceMemory, HandedOver, Handovers
+from dora_rl.weights.store import SealedFile, SharedMemoryWeightStore, WeightsError
 from dora_rl.workers.engines import InstanceEngine
 from dora_rl.workers.worker import Setup
 
@@ -31,6 +33,11 @@ class Loads:
         self._name, self._engine, self._say = setup.name, engine, say
         self._store = SharedMemoryWeightStore(root, verify=config.weights.verify)
         self._verify = config.rollout.verify_weights
+        shares = config.weights.handover is True and setup.extra.get("device", "cpu") != "cpu"
+        memory = DeviceMemory() if shares and DeviceMemory.is_here() else None
+        self._handovers = Handovers(Path(root), memory)
+        self._on_device: set[Version] = set()  # that are being loaded from there
+        self._not_there: set[Version] = set()  # that could not be
         self._attempts: dict[Version, int] = {}
         self._awaited: list[Version] = []  # to be loaded, and not in the store yet
         self._running: deque[tuple[Version, Iterator[str]]] = deque()
@@ -68,11 +75,26 @@ class Loads:
             else:
                 sealed = self._store.open(version)
             self._checksums[version] = sealed.checksum
-            self._running.append((version, self._engine.load_layers(version, sealed, self._verify)))
+            source = self._find_on_device(sealed) or sealed
+            self._running.append((version, self._engine.load_layers(version, source, self._verify)))
         except BaseDiffers:
             raise  # no load will ever succeed here
         except (WeightsError, UserError) as error:
             self._say_failed(version, error)
+
+    def _find_on_device(self, sealed: SealedFile) -> HandedOver | None:
+        """The version in the memory of the device, unless it was tried there before."""
+        if sealed.version in self._not_there:
+            return None
+        try:
+            found = self._handovers.find(sealed)
+        except WeightsError as error:
+            self._handovers = Handovers(self._store.root, None)
+            self._engine.notes.append(f"versions are loaded from shared memory ({error})")
+            return None
+        if found is not None:
+            self._on_device.add(sealed.version)
+        return found
 
     def _load_some(self) -> None:
         version, layers = self._running[0]
@@ -85,10 +107,16 @@ class Loads:
         except BaseDiffers:
             raise
         except (WeightsError, UserError) as error:
-            self._say_failed(version, error)
+            if version in self._on_device:
+                self._engine.notes.append(f"{error}; it is loaded from shared memory")
+                self._not_there.add(version)
+                self._awaited.append(version)
+            else:
+                self._say_failed(version, error)
         except RuntimeError as error:
             self._load_again(version, error)
         self._running.popleft()
+        self._on_device.discard(version)
 
     def _load_again(self, version: Version, error: RuntimeError) -> None:
         """Where memory ran out, once more without what torch holds on to; then the core decides."""

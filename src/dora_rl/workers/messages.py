@@ -26,8 +26,7 @@ from numpy.typing import NDArray
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
 from dora_rl.envs.base import Row
-from dora_rl.io.arrays import pack_arrays, unpack_arrays
-from dora_rl.io.codec import Rule, rule
+from dora_rl.io.codec import Rule, pack_arrays, rule, unpack_arrays
 from dora_rl.io.connection import Connection
 from dora_rl.ports import FleetAction
 from dora_rl.rewards.base import ScoreItem

@@ -29,7 +29,7 @@ from dora_rl.workers.engines import InstanceEngine
 from dora_rl.workers.messages import Exported, Imported, ImportFailed, Send
 
 if TYPE_CHECKING:
-    from dora_rl.engine.vllm.move import VllmExport
+    from dora_rl.engine.vllm.engine import VllmExport
 
 Data: TypeAlias = bytes | bytearray | TransportError
 

@@ -361,7 +361,7 @@ def worker_environment() -> dict[str, str]:
 def begin_server(config: RunConfig) -> ForkServer | None:
     """The warm process of a run that is about to be prepared: it imports meanwhile. What it says is
     lost; where it has ended by the time it is needed, another is started, with a log."""
-    if sys.platform != "linux" or config.runtime.kind != "local":
+    if sys.platform != "linux" or config.runtime.world != "local":
         return None
     gpu = config.runtime.device != "cpu" and Path("/dev/nvidiactl").exists()
     with open(os.devnull, "wb") as nowhere:

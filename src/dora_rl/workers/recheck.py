@@ -23,6 +23,7 @@ from dora_rl.ports import SealedWeights
 from dora_rl.setup.settings import is_recomputable
 from dora_rl.trainer.documents import Document, document_of
 from dora_rl.trainer.learner import Learner
+from dora_rl.trainer.memory import Room
 from dora_rl.trainer.scoring import SealedScorer
 from dora_rl.types import Group, RequestId, UserError, Version
 from dora_rl.weights.store import SharedMemoryWeightStore, VersionMissing
@@ -86,9 +87,8 @@ class Recheck:
             learner.scorer.make_twin,
             learner.scorer.make_adapted,
             config.rollout.temperature or 1.0,
-            learner.pack_tokens,
+            Room(learner.pack_tokens, note),
             models_max=1,
-            tell=note,
         )
         self._waiting: list[Taken] = []
 

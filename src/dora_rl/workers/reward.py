@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from dora_rl.rewards.base import ScoreError, ScoreItem, build
-from dora_rl.store.storage_client import StorageReader
+from dora_rl.store.storage import StorageReader
 from dora_rl.workers.messages import Channel, End, Ready, Reward, Score, Scored
 from dora_rl.workers.worker import Setup
 

@@ -25,14 +25,14 @@ from dora_rl.data.lengths import LogNormal, uniforms
 from dora_rl.engine.journal import Journal, request_from_json
 from dora_rl.engine.sequence import Request, Status, is_plain
 from dora_rl.envs.host import Answer
-from dora_rl.store.storage_client import StorageStream
+from dora_rl.store.storage import StorageStream
 from dora_rl.store.trajectories import sample_digest
 from dora_rl.types import Finish, RequestId, Trajectory
 from dora_rl.workers import messages as msg
 from dora_rl.workers.engines import make_engine
+from dora_rl.workers.environment import apply_answer
 from dora_rl.workers.loads import Loads, Warming
 from dora_rl.workers.moves import Moves
-from dora_rl.workers.turns import apply_answer
 from dora_rl.workers.worker import Setup
 
 REPORT_S = 1.0

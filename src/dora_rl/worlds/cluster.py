@@ -16,13 +16,13 @@ from pathlib import Path
 from dora_rl.config import RunConfig
 from dora_rl.controller.build import build_run
 from dora_rl.controller.files import RunFiles
-from dora_rl.controller.lock import RunLock
 from dora_rl.controller.loop import Control
 from dora_rl.controller.run import Run
+from dora_rl.controller.run_dir import RunLock
 from dora_rl.controller.world import Notify, Service
 from dora_rl.setup.layout import Layout
 from dora_rl.setup.prepare import Prepared
-from dora_rl.store.sample_index import SampleIndex
+from dora_rl.store.samples import SampleIndex
 from dora_rl.types import StepIndex, UserError
 from dora_rl.workers.pool import WorkerPool
 from dora_rl.worlds.hosts import Cluster, HostProcesses, about_host, check_room, demand_of
@@ -47,7 +47,7 @@ def open_on_cluster(prepared: Prepared, cluster: Cluster, *, resume: bool) -> Ru
         lambda role, name: demand_of(config, layout, role, name),
         lambda host: about_host(host, head, root, files.lineage, index.addresses),
     )
-    first = files.journals.next_life()
+    first = files.journals.next_incarnation()
     pool = WorkerPool(config, run_dir.resolve(), hosts, first_incarnation=first)
     control = Control(files.state)
     shards = Shards(control, files, index, pool, cluster.head, prepared.train, notify)

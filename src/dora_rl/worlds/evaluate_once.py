@@ -45,19 +45,17 @@ def evaluate_once(
     from dora_rl.engine.engine import Engine
     from dora_rl.engine.options import EngineOptions
     from dora_rl.model.directory import read_spec
-    from dora_rl.setup.prepare import open_tokenizer
+    from dora_rl.setup.prepare import choose_device, open_tokenizer
+    from dora_rl.workers.environment import row_of
     from dora_rl.workers.evaluator import EvalTurns, evaluate
     from dora_rl.workers.messages import EvalPrompt
-    from dora_rl.workers.turns import row_of
 
     torch.set_num_threads(max(1, config.rollout.threads))
     tokenizer = open_tokenizer(model.directory, config.model.trust_remote_code)
     if not config.data.eval:
         raise UserError("data.eval is empty; add data.eval=FILE to say what to evaluate on")
     prompts = list(open_prompts(config.data, tokenizer, "eval").once(num_prompts))[:num_prompts]
-    device = config.runtime.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = choose_device(config.runtime.device)
     options: dict[str, Any] = config.engine_options(device, 1)
     options["versions_max"] = 1
     decode = tokenizer.decode if config.rollout.stop_strings else None

@@ -17,14 +17,14 @@ from dora_rl.worlds.local import open_local
 
 def check_kind(config: RunConfig) -> None:
     """What a kind of run cannot do or cannot do without, as far as it shows before the start."""
-    if config.runtime.kind == "inline" and config.resources.learner_ranks > 1:
+    if config.runtime.world == "inline" and config.resources.learner_ranks > 1:
         raise UserError(
-            'resources.learner_ranks: runtime.kind = "inline" has one process; set it to 1'
+            'resources.learner_ranks: runtime.world = "inline" has one process; set it to 1'
         )
-    if config.runtime.kind != "ray":
+    if config.runtime.world != "ray":
         return
     if find_spec("ray") is None:
-        raise UserError("runtime.kind is ray and Ray is missing: pip install 'dora-rl[cluster]'")
+        raise UserError("runtime.world is ray and Ray is missing: pip install 'dora-rl[cluster]'")
     mode = os.environ.get("RAY_AUTH_MODE", "token")
     if mode != "token":
         raise UserError(
@@ -34,12 +34,12 @@ def check_kind(config: RunConfig) -> None:
 
 
 def open_run(prepared: Prepared, *, resume: bool, server: ForkServer | None = None) -> Run:
-    """What `runtime.kind` asks for, ready to run. `server`: see `workers.pool.begin_server`."""
+    """What `runtime.world` asks for, ready to run. `server`: see `workers.pool.begin_server`."""
     config = prepared.config
     check_kind(config)
-    if config.runtime.kind == "local":
+    if config.runtime.world == "local":
         return open_local(prepared, resume=resume, server=server)
-    if config.runtime.kind == "inline":
+    if config.runtime.world == "inline":
         return open_inline(prepared, resume=resume)
     authenticate(own=not config.runtime.address)
     from dora_rl.worlds.cluster import open_on_cluster

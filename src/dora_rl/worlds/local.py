@@ -2,28 +2,75 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from dora_rl.controller.build import build_run
 from dora_rl.controller.files import RunFiles
-from dora_rl.controller.lock import RunLock
 from dora_rl.controller.loop import Control
 from dora_rl.controller.run import Run
-from dora_rl.controller.world import Notify, OneHost
+from dora_rl.controller.run_dir import RunLock
+from dora_rl.controller.world import Notify, Service
+from dora_rl.core import actions as act
 from dora_rl.setup.prepare import Prepared
 from dora_rl.store.samples import Samples
+from dora_rl.types import InstanceId, StepIndex, Version
 from dora_rl.workers.fork_server import ForkServer
-from dora_rl.workers.pool import LocalProcesses, WorkerPool
+from dora_rl.workers.messages import Exported
+from dora_rl.workers.pool import LocalProcesses, WorkerPool, Workers
+
+
+class SameHost:
+    """What lies in shared memory is everybody's. Implements `Carrier`."""
+
+    def load(self, action: act.Load) -> None:
+        pass
+
+    def exported(self, export: Exported, src: InstanceId) -> Exported:
+        return export
+
+    def given_up(self, export: Exported) -> None:
+        Path(export.path).unlink(missing_ok=True)
+
+    def retire(self, versions: Collection[Version]) -> None:
+        del versions
+
+
+class OneHost:
+    """Nothing but the workers and their controller. Implements `World`."""
+
+    def __init__(self) -> None:
+        self.carrier = SameHost()
+        self.services: Mapping[str, Service] = {}
+
+    def begin(self, read: Callable[[], None]) -> None:
+        del read
+
+    def tick(self) -> None:
+        pass
+
+    def step_closed(self, step: StepIndex) -> None:
+        del step
+
+    def close(self) -> None:
+        pass
 
 
 def open_local(prepared: Prepared, *, resume: bool, server: ForkServer | None = None) -> Run:
+    def workers_of(files: RunFiles) -> Workers:
+        first = files.journals.next_incarnation()
+        processes = LocalProcesses(files.run_dir, (files.lock.fd,), server)
+        return WorkerPool(prepared.config, files.run_dir, processes, first_incarnation=first)
+
+    return open_on_one_host(prepared, workers_of, resume=resume)
+
+
+def open_on_one_host(
+    prepared: Prepared, workers_of: Callable[[RunFiles], Workers], *, resume: bool
+) -> Run:
+    """The run directory is locked and read before there are workers."""
     config, notify = prepared.config, Notify()
     run_dir = Path(config.runtime.run_dir)
-    lock = RunLock(run_dir)
-    samples = Samples(run_dir / "table.log")
-    root = prepared.layout.weights_root
-    files = RunFiles(config, root, lock, samples, notify, resume=resume)
-    first = files.journals.next_life()
-    processes = LocalProcesses(run_dir, (lock.fd,), server)
-    pool = WorkerPool(config, run_dir, processes, first_incarnation=first)
-    return build_run(prepared, files, Control(files.state), pool, OneHost(), notify)
+    lock, samples = RunLock(run_dir), Samples(run_dir / "table.log")
+    files = RunFiles(config, prepared.layout.weights_root, lock, samples, notify, resume=resume)
+    return build_run(prepared, files, Control(files.state), workers_of(files), OneHost(), notify)

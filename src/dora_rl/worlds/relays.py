@@ -36,15 +36,6 @@ class Site:
     there: set[Version] = field(default_factory=set[Version])
 
 
-@dataclass(slots=True)
-class Bytes:
-    """What relays have reported: over all hosts, since the start."""
-
-    weights: int = 0
-    fetches: int = 0
-    fetch_s: float = 0.0
-
-
 class Relays:
     """One relay per host. Implements `Carrier` and `Service`."""
 
@@ -54,7 +45,6 @@ class Relays:
         self.sites: dict[str, Site] = {}
         self._feeds: dict[Version, dict[str, int]] = {}  # per version and host: sent on to how many
         self._looked_s = 0.0
-        self.moved = Bytes()
         self.is_head_ready: Callable[[], bool] = lambda: True
         hosts.usable = self.usable
 
@@ -112,11 +102,8 @@ class Relays:
                 site.address = f"tcp://{site.host.ip}:{port}"
                 site.there, site.num_starts = set(versions), 0
                 self._ask_again()
-            case Fetched(version, num_bytes, seconds):
+            case Fetched(version):
                 site.there.add(version)
-                self.moved.weights += num_bytes
-                self.moved.fetches += 1
-                self.moved.fetch_s += seconds
             case _:
                 pass
 

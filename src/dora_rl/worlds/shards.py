@@ -7,8 +7,7 @@ from dora_rl.controller.loop import Control
 from dora_rl.controller.world import Notify
 from dora_rl.core.state import Phase
 from dora_rl.data.prompts import PromptSource
-from dora_rl.store.sample_index import SampleIndex
-from dora_rl.store.storage_client import shard_of
+from dora_rl.store.samples import SampleIndex, shard_of
 from dora_rl.types import GroupId, StepIndex, UserError
 from dora_rl.workers import messages as msg
 from dora_rl.workers.pool import Worker, Workers
@@ -78,7 +77,7 @@ class Shards:
             return
         self._files.records.totals.tokens_generated += message.num_generated
         version = control.state.groups[event.request.group].version
-        self._index.put_meta(message, version)
+        self._index.add_stored(message, version)
         control.handle(event)
 
     def lost(self, name: str) -> None:

@@ -7,8 +7,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from dora_rl.chat.conversation import ChatTemplate, Conversation
-from dora_rl.chat.errors import ApiError
-from dora_rl.chat.requests import read_chat
+from dora_rl.chat.requests import ApiError, ChatBody, read
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -95,8 +94,11 @@ def test_messages_come_back_as_clients_write_them(tokenizer):
     dumped = {"role": "assistant", "content": None, "refusal": None, "audio": None}
     parts = [{"type": "text", "text": "x"}, {"type": "text", "text": "y"}]
     messages = [{"role": "user", "content": parts}, dumped | {"tool_calls": [call]}]
-    _, read = read_chat({"model": "m", "messages": messages})
-    assert read == [user("xy"), {"role": "assistant", "content": "", "tool_calls": [call]}]
+    body = read(ChatBody, {"model": "m", "messages": messages})
+    assert list(body.ask(None).messages) == [
+        user("xy"),
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    ]
 
 
 def test_tools_reach_the_template_and_its_refusal_is_the_clients_error(tokenizer):

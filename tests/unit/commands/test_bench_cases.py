@@ -17,7 +17,7 @@ from dora_rl.bench.paradigms import (
     ratios,
     splits_of,
 )
-from dora_rl.commands.bench import _split
+from dora_rl.commands.compare import _split
 from dora_rl.config import ModelConfig, RunConfig
 from dora_rl.observe.meters import CpuMeter
 from dora_rl.types import Mode, UserError

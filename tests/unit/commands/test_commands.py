@@ -11,7 +11,7 @@ import torch
 
 from dora_rl.cli import main
 from dora_rl.commands.train import set_aside_lines
-from dora_rl.data.chains import ChainSpec, demonstrations
+from dora_rl.data.tasks import Chains
 
 ROOT = Path(__file__).parents[3]
 MODEL = ROOT / "recipes" / "models" / "tiny"
@@ -30,7 +30,7 @@ def one_thread():
 WRONG = {
     ("eval", "/nowhere"): "/nowhere is neither a run nor a model directory",
     ("eval", str(MODEL)): "add --config FILE.toml",
-    ("eval", str(MODEL), "--samples", "0"): "--samples must be at least 1",
+    ("eval", str(MODEL), "--samples", "0"): "--samples: must be at least 1, not 0",
     ("export", "/nowhere", "out"): "not a run directory",
     ("export", str(MODEL), "out"): "is not a run directory",
     ("sft", "x.jsonl", "--model", "/nowhere", "--out", "out"): "--model: /nowhere is not a",
@@ -117,9 +117,12 @@ def test_eval_of_a_reward_that_raises_is_failed_and_no_zero(tmp_path, capsys):
 
 def test_sft_lowers_the_loss_and_writes_a_model(tmp_path, capsys):
     data, out, figures = tmp_path / "d.jsonl", tmp_path / "out", tmp_path / "sft.json"
-    rows = demonstrations(ChainSpec(num_steps_max=6), 0, 32, flawed_frac=0.0)
+    rows = [Chains(num_steps_max=6).row(0, index, "train") for index in range(32)]
     data.write_text(
-        "".join(json.dumps({"prompt": r.prompt, "completion": r.response}) + "\n" for r in rows)
+        "".join(
+            json.dumps({"prompt": row["prompt"], "completion": f"={row['answer']}"}) + "\n"
+            for row in rows
+        )
     )
     argv = ["sft", str(data), "--model", str(MODEL), "--out", str(out), "--epochs", "6"]
     argv += ["--lr", "5e-4", "--batch-examples", "16", "--threads", "1", "--json", str(figures)]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dora_rl.cli import in_one_line, main
-from dora_rl.controller.lock import RunLock
+from dora_rl.controller.run_dir import RunLock
 from dora_rl.io.system_errors import system_line
 from dora_rl.types import UserError
 from dora_rl.weights.run_models import FoundModel, export_model

@@ -123,3 +123,11 @@ def test_export_of_a_checkpoint_leaves_the_trainer_behind(run, tmp_path):
     assert not (out / "trainer").exists()
     assert (MODEL / "README.md").is_file() and not (out / "README.md").exists(), "of another model"
     assert (out / "model.safetensors").read_bytes() == (MODEL / "model.safetensors").read_bytes()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_one_line(capsys):
+    config = str(MODEL.parents[1] / "quickstart.toml")
+    assert main(["eval", str(MODEL), "runtime.device=cuda", "--config", config]) == 2
+    said = capsys.readouterr().err
+    assert "runtime.device: cuda is asked for" in said and len(said.splitlines()) == 1

@@ -51,7 +51,7 @@ class Hand:
         self.tell(ev.Started(self.params))
         for name, slots in (instances or {"a": 64}).items():
             self.join(name, slots, **({"versions": (0,)} | spec))
-        self.tell(ev.TrainerJoined(0, 0, incarnation=0))
+        self.tell(ev.LearnerJoined(0, 0, incarnation=0))
 
     def join(self, name: str, slots: int = 64, **spec: Any) -> list[act.Action]:
         self.lives[name] = self.lives.get(name, -1) + 1

@@ -54,10 +54,9 @@ class Weights(Hand):
                     pass
         return actions
 
-    @staticmethod
-    def is_true(inst: Instance, event: ev.Loaded) -> bool:
+    def is_true(self, inst: Instance, event: ev.Loaded) -> bool:
         """It answers the last order of the incarnation that is there now."""
-        order = (inst.life, inst.num_loads)
+        order = (self.state.incarnations[inst.id], inst.num_loads)
         return (event.incarnation, event.attempt) in (order, (-1, -1))
 
 
@@ -67,7 +66,7 @@ class Chaos:
     def __init__(self, seed: int) -> None:
         rng = self.rng = random.Random(f"any order {seed}")
         mode = rng.choice([*Mode, Mode.MULTI_VERSION, Mode.MULTI_VERSION])
-        self.seats = rng.choice([1, 1, 2, 3])
+        self.weight_slots = rng.choice([1, 1, 2, 3])
         self.elastic = rng.choice([0.0, 0.0, 0.5, 1.0])
         self.again_share = rng.choice([0.0, 0.1, 0.3])  # of messages that are said again
         self.hand = Weights(
@@ -95,11 +94,11 @@ class Chaos:
     def join(self) -> None:
         rng = self.rng
         versions = list(self.hand.state.versions)
-        held = rng.sample(versions, rng.randint(0, min(self.seats, len(versions))))
+        held = rng.sample(versions, rng.randint(0, min(self.weight_slots, len(versions))))
         self.hand.join(
             rng.choice("abcd"),
             rng.randint(1, 6),
-            resident_max=self.seats,
+            resident_max=self.weight_slots,
             kv_tokens_max=rng.choice([0, 1_000]),
             elastic=rng.random() < self.elastic,
             versions=tuple(sorted(held)),
@@ -227,10 +226,10 @@ class Chaos:
         """Accepted and committed, each maybe lost, repeated or for another step."""
         state = self.hand.state
         batch = state.batches.get(state.committed)
-        if batch is None or not batch.close_sent or not state.trainer.alive:
+        if batch is None or not batch.close_sent or not state.learner.alive:
             self.hand.tell(ev.BatchAccepted(max(0, state.committed - 1)))
             return
-        number = state.trainer.incarnation
+        number = state.learner.incarnation
         for _ in range(self.rng.randint(1, 2)):
             self.hand.tell(ev.BatchAccepted(batch.step, incarnation=number))
         if self.rng.random() < 0.7:
@@ -240,13 +239,13 @@ class Chaos:
 
     def learner(self) -> None:
         state = self.hand.state
-        number = state.trainer.incarnation
+        number = state.learner.incarnation
         if self.rng.random() < 0.5:
-            self.hand.tell(ev.TrainerLost("died", incarnation=self.rng.choice([number, -1])))
+            self.hand.tell(ev.LearnerLost("died", incarnation=self.rng.choice([number, -1])))
         batch = state.batches.get(state.committed)
         sealed = batch is not None and batch.closed and batch.close_sent
         version = state.committed + (sealed and self.rng.random() < 0.3)
-        self.hand.tell(ev.TrainerJoined(version, version, incarnation=number + 1))
+        self.hand.tell(ev.LearnerJoined(version, version, incarnation=number + 1))
 
     def resume(self) -> None:
         hand, rng = self.hand, self.rng
@@ -261,7 +260,7 @@ class Chaos:
         self.learner()
 
     def begin(self) -> None:
-        self.hand.begin({"a": 4}, resident_max=self.seats)
+        self.hand.begin({"a": 4}, resident_max=self.weight_slots)
 
     def weights(self) -> dict[Callable[[], None], int]:
         """How often each kind of message comes."""
@@ -292,10 +291,10 @@ class Chaos:
             what()
             self.again()
         if hand.state.stopped is None:
-            if not hand.state.trainer.alive:
-                number = hand.state.trainer.incarnation + 1
+            if not hand.state.learner.alive:
+                number = hand.state.learner.incarnation + 1
                 version = hand.state.committed
-                hand.tell(ev.TrainerJoined(version, version, incarnation=number))
+                hand.tell(ev.LearnerJoined(version, version, incarnation=number))
             hand.join("e", 8, resident_max=3, versions=tuple(hand.state.versions)[-3:])
             hand.to_the_end()
         hand.audit()
@@ -307,7 +306,7 @@ class ElasticCorner(Chaos):
 
     def __init__(self, seed: int) -> None:
         rng = self.rng = random.Random(f"corner {seed}")
-        self.seats = rng.choice([2, 2, 3])
+        self.weight_slots = rng.choice([2, 2, 3])
         self.elastic = rng.choice([0.5, 0.8])
         self.again_share = rng.choice([0.0, 0.1])
         self.hand = Weights(
@@ -325,7 +324,7 @@ class ElasticCorner(Chaos):
         )
 
     def begin(self) -> None:
-        self.hand.begin({"a": 4, "b": 4}, resident_max=self.seats)
+        self.hand.begin({"a": 4, "b": 4}, resident_max=self.weight_slots)
         for _ in range(2):
             self.join()
 

@@ -6,7 +6,7 @@ from hand_driven import Hand, only
 
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
-from dora_rl.core.partition import shares
+from dora_rl.core.orchestrate import shares
 from dora_rl.core.state import Phase
 from dora_rl.types import Mode
 

@@ -82,7 +82,7 @@ def test_a_log_of_an_older_release_is_decided_by_its_own_rules() -> None:
     old = encode(State, hand.state)
     for name in ("failures", "set_aside", "failed_prompts", "judged_prompts", "reissued_last"):
         old.pop(name)
-    for name in ("trainer_losses", "instance_losses", "losses_among", "scored_s"):
+    for name in ("learner_losses", "instance_losses", "losses_among", "scored_s"):
         old.pop(name)
     for _, live in old["versions"]:
         for name in ("suspects", "isolation", "load_failures"):

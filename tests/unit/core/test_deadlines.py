@@ -7,14 +7,14 @@ from hand_driven import Hand, only
 
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
-from dora_rl.core import faults
+from dora_rl.core import waits
 from dora_rl.core.params import Deadlines
 from dora_rl.types import RequestId
 
 
 def test_deadlines_that_were_met_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """A reward may take an hour; an hour of answered questions is not kept."""
-    monkeypatch.setattr(faults, "DEADLINES_MIN", 8)
+    monkeypatch.setattr(waits, "DEADLINES_MIN", 8)
     patient = Deadlines(report_s=1e9, load_s=1e9, trainer_s=1e9, score_s=3600.0)
     hand = Hand(
         batch_groups=1,

@@ -45,7 +45,7 @@ def resume(run: Hand, **params: Any) -> None:
 
 def come_back(run: Hand) -> None:
     version = run.state.committed
-    run.tell(ev.TrainerJoined(version, version, incarnation=9, durable=version))
+    run.tell(ev.LearnerJoined(version, version, incarnation=9, durable=version))
     run.join("a", resident_max=4)
 
 

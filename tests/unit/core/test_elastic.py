@@ -6,7 +6,7 @@ from hand_driven import Hand, only
 
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
-from dora_rl.core.orchestrate import leave
+from dora_rl.core.orchestrate import evict
 from dora_rl.core.state import Phase
 
 
@@ -15,7 +15,7 @@ def closing(elastic_slots: int, standalone_slots: int) -> tuple[Hand, list[act.A
     hand = Hand(batch_groups=1, group_size=1, num_steps=4, max_staleness=3, inflight_groups=3)
     hand.tell(ev.Started(hand.params))
     hand.join("e", elastic_slots, elastic=True, versions=(0,))
-    hand.tell(ev.TrainerJoined(0, 0))
+    hand.tell(ev.LearnerJoined(0, 0))
     if standalone_slots:
         hand.join("s", standalone_slots, versions=(0,))
     first = next(iter(hand.state.instances["e"].requests)).group
@@ -172,7 +172,7 @@ def test_a_version_leaves_every_seat_when_it_retires_also_one_that_was_given_up(
     hand.join("e", 2, elastic=True, resident_max=4, versions=(0,))
     moves: list[act.Action] = []
     elastic = hand.state.instances["e"]
-    leave(hand.state, elastic, 0, hand.now, moves)
+    evict(hand.state, elastic, 0, hand.now, moves)
     for move in only(moves, act.Move):
         hand.tell(ev.Moved(move.request, move.epoch, "e", "s", 5, 5))
     assert list(elastic.held) == [0] and not elastic.held[0].busy
@@ -188,7 +188,7 @@ def test_a_version_leaves_every_seat_when_it_retires_also_one_that_was_given_up(
 def test_a_version_that_is_wanted_again_where_it_was_given_up_stays() -> None:
     hand = Hand(batch_groups=1, group_size=1, num_steps=4, max_staleness=3, inflight_groups=2)
     hand.begin({"a": 2}, resident_max=2)
-    leave(hand.state, hand.state.instances["a"], 0, hand.now, [])
+    evict(hand.state, hand.state.instances["a"], 0, hand.now, [])
     hand.tell(ev.Tick(), after_s=5.0)
     assert hand.state.versions[0].holders.keys() == {"a"}
     hand.to_the_end()

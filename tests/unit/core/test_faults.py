@@ -333,9 +333,9 @@ def test_a_new_learner_is_fed_again_what_was_not_committed() -> None:
     hand.begin({"a": 8})
     hand.complete(0)
     hand.complete(2)
-    hand.tell(ev.TrainerLost("process died"))
+    hand.tell(ev.LearnerLost("process died"))
     assert not only(hand.complete(1), act.Feed), "nobody is there to be fed"
-    actions = hand.tell(ev.TrainerJoined(0, 0))
+    actions = hand.tell(ev.LearnerJoined(0, 0))
     assert [f.group for f in only(actions, act.Feed)] == [0, 2, 1]
     assert only(actions, act.CloseStep) == [act.CloseStep(0, (0, 2, 1))]
     hand.to_the_end()
@@ -351,8 +351,8 @@ def test_a_new_learner_is_fed_again_what_was_fed_ahead(sealed: int) -> None:
     hand.complete(1)
     hand.tell(ev.BatchAccepted(0))
     assert [(f.step, f.group) for f in only(hand.complete(2), act.Feed)] == [(1, 2)]
-    hand.tell(ev.TrainerLost("process died"))
-    actions = hand.tell(ev.TrainerJoined(sealed, sealed))
+    hand.tell(ev.LearnerLost("process died"))
+    actions = hand.tell(ev.LearnerJoined(sealed, sealed))
     again = [(f.step, f.group) for f in only(actions, act.Feed)]
     assert again == ([(1, 2)] if sealed else [(0, 0), (0, 1), (1, 2)])
     hand.to_the_end()
@@ -365,8 +365,8 @@ def test_a_version_that_was_sealed_and_not_logged_counts_as_committed() -> None:
     hand.begin({"a": 8})
     hand.complete(0)
     hand.complete(1)
-    hand.tell(ev.TrainerLost("process died"))
-    actions = hand.tell(ev.TrainerJoined(1, 1))
+    hand.tell(ev.LearnerLost("process died"))
+    actions = hand.tell(ev.LearnerJoined(1, 1))
     assert [(e.group, e.step) for e in only(actions, act.EndGroup)] == [(0, 0), (1, 0)]
     assert (hand.state.committed, hand.state.filling) == (1, 1)
     assert not [f for f in only(actions, act.Feed) if f.step == 0], "never trained twice"
@@ -378,7 +378,7 @@ def test_a_learner_from_nowhere_is_our_own_mistake() -> None:
     hand = Hand(batch_groups=2, group_size=1, num_steps=3)
     hand.begin({"a": 8})
     with pytest.raises(AssertionError, match="the log ends at 0"):
-        hand.tell(ev.TrainerJoined(2, 2))
+        hand.tell(ev.LearnerJoined(2, 2))
 
 
 def test_an_older_optimizer_is_said_so() -> None:
@@ -387,8 +387,8 @@ def test_an_older_optimizer_is_said_so() -> None:
     hand.complete(0)
     hand.complete(1)
     hand.train()
-    hand.tell(ev.TrainerLost("process died"))
-    actions = hand.tell(ev.TrainerJoined(1, 0))
+    hand.tell(ev.LearnerLost("process died"))
+    actions = hand.tell(ev.LearnerJoined(1, 0))
     assert only(actions, act.OptimizerRewound) == [act.OptimizerRewound(1, 0)]
 
 
@@ -400,12 +400,12 @@ def test_a_learner_without_progress_is_restarted_and_one_with_progress_is_not() 
     for turn in range(75):
         hand.tell(ev.InstanceReport("a", 0, 0), after_s=50)
         if turn < 25:
-            hand.tell(ev.TrainerReport(0, turn))
-        restarts += only(hand.tell(ev.Tick()), act.RestartTrainer)
+            hand.tell(ev.LearnerReport(0, turn))
+        restarts += only(hand.tell(ev.Tick()), act.RestartLearner)
         if turn == 25:
             assert not restarts
     assert restarts
-    hand.tell(ev.TrainerJoined(0, 0))
+    hand.tell(ev.LearnerJoined(0, 0))
     hand.to_the_end()
     hand.audit()
 
@@ -415,7 +415,7 @@ def test_every_wait_has_a_name() -> None:
     hand.tell(ev.Started(hand.params))
     assert [(w.who, w.what) for w in waits(hand.state)] == [("controller", "a learner to join")]
     hand.join("a", 1)
-    hand.tell(ev.TrainerJoined(0, 0))
+    hand.tell(ev.LearnerJoined(0, 0))
     words = {w.who: w.what for w in waits(hand.state)}
     assert words["a"] == "version 0 from the store"
     assert words["step 0"].startswith("2 more groups") and "1 requests" in words
@@ -449,8 +449,8 @@ def test_a_commit_from_before_a_restart_of_the_learner_is_no_commit_of_the_batch
     hand = Hand(batch_groups=1, group_size=1, num_steps=3, max_staleness=1)
     hand.begin({"a": 8})
     hand.complete(0)
-    hand.tell(ev.TrainerLost("died"))
-    hand.tell(ev.TrainerJoined(1, 1))  # it had sealed version 1
+    hand.tell(ev.LearnerLost("died"))
+    hand.tell(ev.LearnerJoined(1, 1))  # it had sealed version 1
     assert hand.state.committed == 1
     hand.tell(ev.StepCommitted(0, "x"))  # its last words, late
     assert (hand.state.committed, hand.state.filling) == (1, 1)

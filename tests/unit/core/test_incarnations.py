@@ -9,7 +9,7 @@ from hand_driven import Hand, only
 
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
-from dora_rl.core.orchestrate import unload, want
+from dora_rl.core.orchestrate import request_load, unload
 from dora_rl.core.placement import start_move
 from dora_rl.core.state import Phase
 from dora_rl.types import RequestId
@@ -88,7 +88,7 @@ def give_up_and_want(hand: Hand, version: int, out: list[act.Action]) -> None:
     for request in list(inst.requests):
         hand.finish(request.group, request.sample)
     unload(hand.state, inst, version, out)
-    want(hand.state, inst, version, hand.now, out)
+    request_load(hand.state, inst, version, hand.now, out)
 
 
 def test_a_move_that_is_answered_twice_is_not_the_answer_to_a_later_move() -> None:
@@ -130,17 +130,17 @@ def test_a_learner_joins_once_and_its_predecessor_is_not_heard() -> None:
     hand.tell(ev.BatchAccepted(0, incarnation=0))
     hand.tell(ev.StepCommitted(0, "sum0", incarnation=0))
     assert hand.state.committed == 1
-    hand.tell(ev.TrainerJoined(0, 0, incarnation=0))  # once more, and by now another version
-    assert hand.state.trainer.alive and hand.state.committed == 1
-    hand.tell(ev.TrainerLost("died", incarnation=0))
-    hand.tell(ev.TrainerJoined(1, 1, incarnation=1))
-    hand.tell(ev.TrainerLost("died", incarnation=0))
-    assert hand.state.trainer.alive
+    hand.tell(ev.LearnerJoined(0, 0, incarnation=0))  # once more, and by now another version
+    assert hand.state.learner.alive and hand.state.committed == 1
+    hand.tell(ev.LearnerLost("died", incarnation=0))
+    hand.tell(ev.LearnerJoined(1, 1, incarnation=1))
+    hand.tell(ev.LearnerLost("died", incarnation=0))
+    assert hand.state.learner.alive
     hand.complete(hand.running()[0].id)
     hand.tell(ev.BatchAccepted(1, incarnation=0))
     assert hand.state.filling == 1
-    hand.tell(ev.TrainerReport(1, 77, incarnation=0))
-    assert hand.state.trainer.progress == -1
+    hand.tell(ev.LearnerReport(1, 77, incarnation=0))
+    assert hand.state.learner.progress == -1
     hand.to_the_end()
     hand.audit()
 
@@ -148,9 +148,9 @@ def test_a_learner_joins_once_and_its_predecessor_is_not_heard() -> None:
 def test_after_a_resume_workers_may_begin_to_count_again() -> None:
     hand = two_lives()
     hand.tell(ev.Resumed(hand.params))
-    hand.tell(ev.TrainerJoined(0, 0, incarnation=0))
+    hand.tell(ev.LearnerJoined(0, 0, incarnation=0))
     hand.tell(ev.InstanceJoined("a", 8, versions=(0,), life=0))
-    assert "a" in hand.state.instances and hand.state.trainer.alive
+    assert "a" in hand.state.instances and hand.state.learner.alive
     assert hand.state.request(RequestId(0, 0)) is not None
     hand.to_the_end()
     hand.audit()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import typing
+
 import pytest
 from hand_driven import Hand, only
 
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
 from dora_rl.core.state import Phase, State
+from dora_rl.core.step import HANDLERS
 from dora_rl.io.codec import encode
 from dora_rl.types import Finish, RequestId, Segment
 
@@ -174,7 +177,7 @@ def test_a_run_whose_groups_are_all_filtered_stops_and_names_the_cause() -> None
     assert not stops[0].done and "rewards were equal" in stops[0].reason
     assert not hand.tell(ev.Tick()), "a stopped run does nothing"
     hand.tell(ev.Resumed(hand.params))
-    hand.tell(ev.TrainerJoined(0, 0))
+    hand.tell(ev.LearnerJoined(0, 0))
     hand.join("a", versions=(0,))
     hand.to_the_end()
     assert hand.state.stopped == "all steps are trained"
@@ -207,7 +210,7 @@ def test_the_user_may_stop_and_resume(hand: Hand) -> None:
     (stop,) = hand.tell(ev.StopRequested("SIGTERM"))
     assert stop == act.Stop("SIGTERM", False)
     hand.tell(ev.Resumed(hand.params))
-    hand.tell(ev.TrainerJoined(0, 0))
+    hand.tell(ev.LearnerJoined(0, 0))
     hand.join("a", versions=(0,))
     assert hand.request(0, 0).phase is Phase.RUNNING and hand.request(0, 0).epoch == 1
     hand.to_the_end()
@@ -218,7 +221,7 @@ def test_nothing_is_issued_before_the_first_learner_sealed_version_0() -> None:
     hand = Hand(batch_groups=2, group_size=1)
     hand.tell(ev.Started(hand.params))
     assert not only(hand.join("a", versions=(0,)), act.IssueGroup)
-    assert only(hand.tell(ev.TrainerJoined(0, 0)), act.IssueGroup)
+    assert only(hand.tell(ev.LearnerJoined(0, 0)), act.IssueGroup)
 
 
 def test_no_more_groups_are_in_flight_than_the_limit() -> None:
@@ -245,3 +248,7 @@ def test_a_group_larger_than_all_slots_together_runs_alone() -> None:
     assert len(hand.state.groups) == 1
     hand.to_the_end()
     hand.audit()
+
+
+def test_every_event_has_its_handler() -> None:
+    assert list(HANDLERS) == list(typing.get_args(ev.Event))

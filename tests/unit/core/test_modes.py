@@ -7,8 +7,7 @@ from hand_driven import Hand, only
 
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
-from dora_rl.core.modes import policy_of
-from dora_rl.core.params import Params
+from dora_rl.core.params import Params, policy_of
 from dora_rl.types import Mode, Segment, UserError
 
 

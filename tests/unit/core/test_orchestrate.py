@@ -9,8 +9,8 @@ from hand_driven import Hand, only
 
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
-from dora_rl.core.migration import cheaper_way
 from dora_rl.core.params import MoveCost, Params
+from dora_rl.core.placement import cheaper_way
 from dora_rl.core.state import Phase
 
 
@@ -150,7 +150,7 @@ def test_a_slow_instance_gets_less() -> None:
     hand.join("a", 8, versions=(0,))
     hand.join("b", 8, versions=(0,))
     hand.tell(ev.InstanceReport("b", 0, 0, speed=0.25))
-    hand.tell(ev.TrainerJoined(0, 0))
+    hand.tell(ev.LearnerJoined(0, 0))
     assert len(hand.state.instances["a"].requests) > 2 * len(hand.state.instances["b"].requests)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora_rl.core.partition import shares
+from dora_rl.core.orchestrate import shares
 
 DEMANDS = st.dictionaries(st.integers(0, 9), st.integers(0, 500), max_size=5)
 

@@ -20,7 +20,7 @@ def resumed(hand: Hand, **changes: int) -> list[act.Action]:
     """Everything died; the controller is back with a learner and one instance."""
     actions = hand.tell(ev.Resumed(replace(hand.params, **changes)))
     version = hand.state.committed
-    actions += hand.tell(ev.TrainerJoined(version, version))
+    actions += hand.tell(ev.LearnerJoined(version, version))
     actions += hand.join("a", 64, resident_max=9, versions=tuple(hand.state.versions))
     return actions
 
@@ -221,7 +221,7 @@ def test_whatever_changes_on_resume_a_later_resume_finds_the_same_run(mode: Mode
                 hand.tell(ev.Resumed(params))
             continue
         hand.tell(ev.Resumed(params))
-        hand.tell(ev.TrainerJoined(0, 0))
+        hand.tell(ev.LearnerJoined(0, 0))
         hand.join("a", 16, resident_max=2, versions=(0,))
         hand.to_the_end()
         assert hand.state.params == params, f"{name} did not come into force"

@@ -105,7 +105,7 @@ def test_prompts_that_all_fail_stop_it_with_a_count_that_starts_anew_on_resume()
     assert not stop.done and "6 of 6 prompts failed" in stop.reason
     hand.tell(ev.Resumed(hand.params))
     hand.join("a", 16, versions=(0,))
-    hand.tell(ev.TrainerJoined(0, 0))
+    hand.tell(ev.LearnerJoined(0, 0))
     (stop,) = only(run_on(hand, {0}), act.Stop)  # its user has mended the reward
     assert stop.done
     hand.audit()

@@ -272,7 +272,7 @@ def test_instances_that_are_lost_before_anything_is_gained_stop_the_run(limit: i
         hand.tell(ev.Resumed(hand.params))
         assert hand.state.stopped is None and hand.state.instance_losses == 0
     hand.join("a", 16, versions=(0,))
-    hand.tell(ev.TrainerJoined(0, 0))
+    hand.tell(ev.LearnerJoined(0, 0))
     hand.to_the_end()
     hand.audit()
 
@@ -303,14 +303,14 @@ def test_a_learner_that_is_lost_three_times_in_one_step_stops_the_run() -> None:
     for group in range(4):
         hand.complete(group)
     for _ in range(2):
-        hand.tell(ev.TrainerLost("out of memory"))
-        hand.tell(ev.TrainerLost("out of memory"))  # said twice is lost once
-        hand.tell(ev.TrainerJoined(0, 0))
-    (stop,) = only(hand.tell(ev.TrainerLost("out of memory")), act.Stop)
+        hand.tell(ev.LearnerLost("out of memory"))
+        hand.tell(ev.LearnerLost("out of memory"))  # said twice is lost once
+        hand.tell(ev.LearnerJoined(0, 0))
+    (stop,) = only(hand.tell(ev.LearnerLost("out of memory")), act.Stop)
     assert not stop.done and "3 times in step 0" in stop.reason and "out of memory" in stop.reason
     hand.tell(ev.Resumed(hand.params))
     hand.join("a", 16, versions=(0,))
-    hand.tell(ev.TrainerJoined(0, 0))
+    hand.tell(ev.LearnerJoined(0, 0))
     hand.to_the_end()
     hand.audit()
 
@@ -319,8 +319,8 @@ def test_a_learner_that_commits_in_between_does_not() -> None:
     hand = at_work(trainer_losses_max=3, num_steps=5)
     for step in range(4):
         for _ in range(2):
-            hand.tell(ev.TrainerLost("out of memory"))
-            hand.tell(ev.TrainerJoined(step, step))
+            hand.tell(ev.LearnerLost("out of memory"))
+            hand.tell(ev.LearnerJoined(step, step))
         while not hand.state.batches[step].close_sent:
             hand.complete(next(g.id for g in hand.running()))
         hand.train()
@@ -344,7 +344,7 @@ def test_a_version_that_every_instance_refuses_stops_the_run() -> None:
     hand.tell(ev.Started(hand.params))
     hand.join("a", 4)
     hand.join("b", 4)
-    hand.tell(ev.TrainerJoined(0, 0))
+    hand.tell(ev.LearnerJoined(0, 0))
     stops: list[act.Stop] = []
     for _ in range(10):
         for name in "ab":

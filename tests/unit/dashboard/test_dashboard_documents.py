@@ -269,6 +269,20 @@ def test_a_sample_is_read_before_its_group_is_trained(entries: list[Entry], tmp_
     table.close()
 
 
+def test_a_sample_of_a_cluster_is_read_from_its_shard(entries: list[Entry], tmp_path: Path) -> None:
+    write_log(tmp_path / "events", entries[:150])
+    request, arrays = RequestId(1, 2), {"token_ids": np.array([4, 5], np.int32)}
+    arrays |= {"logprobs": np.array([-0.5, -1.0], np.float32), "loss_mask": np.ones(2, np.uint8)}
+    for name, columns in (("table.log", {"num_tokens": 2}), ("table.1.log", arrays)):
+        table = Table(tmp_path / name)
+        table.put([Row(request, 0, columns)])
+        table.close()
+    watcher = Watcher(tmp_path, audit=False)
+    watcher.look()
+    found = shown(watcher, "trajectory", group=1, sample=2)
+    assert (found["token_ids"], found["turns"]) == ([4, 5], [[0, 2, 1]])
+
+
 def test_tokens_that_share_a_character_are_shown_together() -> None:
     text = {1: b"a", 2: "é".encode()[:1], 3: "é".encode()[1:], 4: b"b", 5: b"\xff"}
 

@@ -7,11 +7,18 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+from chain_demonstrations import (
+    ALPHABET,
+    Flaws,
+    demonstrations,
+    response_tokens_max,
+    solution,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dora_rl.data import chains
-from dora_rl.data.chains import ChainSpec, Flaws, Problem, Split
+from dora_rl.data.chains import ChainSpec, Problem, Split
 from dora_rl.data.tasks import Chains
 from dora_rl.types import UserError
 
@@ -28,7 +35,7 @@ def scratchpad_problems(text: str) -> list[Problem]:
 def test_the_worked_example_of_the_docstring() -> None:
     problem = Problem((2, 7, 4), 3)
     assert problem.text == "03:274\n"
-    assert chains.solution(problem) == "02:746\n01:463\n00:637\n=637"
+    assert solution(problem) == "02:746\n01:463\n00:637\n=637"
     assert problem.answer == "637"
 
 
@@ -36,10 +43,10 @@ def test_the_worked_example_of_the_docstring() -> None:
 @given(st.integers(0, 10**6), st.integers(0, 10**6), st.sampled_from(Split))
 def test_a_solution_is_rewarded_and_stays_in_its_split(seed: int, index: int, split: Split) -> None:
     problem = chains.problem_at(SPEC, split, seed, index)
-    response = chains.solution(problem)
+    response = solution(problem)
     assert chains.reward(response, problem.answer) == 1.0
-    assert len(response) + 1 <= SPEC.response_tokens_max
-    assert set(problem.text + response) <= set(chains.ALPHABET)
+    assert len(response) + 1 <= response_tokens_max(SPEC)
+    assert set(problem.text + response) <= set(ALPHABET)
     inside = scratchpad_problems(problem.text + response)
     assert len(inside) == problem.num_steps + 1
     assert {other.split for other in inside} == {split}
@@ -58,7 +65,7 @@ def test_no_prompt_is_in_both_splits_and_both_are_large() -> None:
 
 def test_flawed_demonstrations_never_touch_the_held_out_split() -> None:
     flaws = Flaws(slip_prob=0.3)
-    for demo in chains.demonstrations(SPEC, seed=3, num_total=800, flawed_frac=1.0, flaws=flaws):
+    for demo in demonstrations(SPEC, seed=3, num_total=800, flawed_frac=1.0, flaws=flaws):
         inside = scratchpad_problems(demo.prompt + demo.response)
         assert {problem.split for problem in inside} == {Split.TRAIN}
         final = tuple(map(int, demo.response.rpartition("=")[2]))
@@ -68,7 +75,7 @@ def test_flawed_demonstrations_never_touch_the_held_out_split() -> None:
 @pytest.mark.parametrize("split", Split)
 def test_response_lengths_have_a_long_tail(split: Split) -> None:
     stream = (chains.problem_at(SPEC, split, 0, index) for index in range(4000))
-    lengths = sorted(len(chains.solution(problem)) for problem in stream)
+    lengths = sorted(len(solution(problem)) for problem in stream)
     assert lengths[3959] / statistics.median(lengths) >= 8
 
 
@@ -126,10 +133,10 @@ def test_difficulty_moves_the_lengths() -> None:
 
 def test_demonstrations_are_clean_first_and_then_flawed_as_asked() -> None:
     flaws = Flaws(hasty_digit_min=4, guess_prob_hasty=0.75, guess_prob_calm=0.25, slip_prob=0.0)
-    demos = list(chains.demonstrations(SPEC, 0, 4000, flawed_frac=0.5, flaws=flaws))
+    demos = list(demonstrations(SPEC, 0, 4000, flawed_frac=0.5, flaws=flaws))
     for demo in demos[:2000]:
         (problem,) = scratchpad_problems(demo.prompt)
-        assert demo.response == chains.solution(problem)
+        assert demo.response == solution(problem)
     for hasty, expected in ((True, 0.75), (False, 0.25)):
         some = [demo for demo in demos[2000:] if (int(demo.prompt[-2]) >= 4) is hasty]
         guessed = sum(demo.response.startswith("=") for demo in some) / len(some)
@@ -155,12 +162,12 @@ def test_a_bad_spec_is_refused_in_one_line(wrong: dict[str, int]) -> None:
 def test_the_shipped_tokenizer_reads_and_writes_every_character() -> None:
     transformers = pytest.importorskip("transformers")
     tokenizer = transformers.AutoTokenizer.from_pretrained(TINY)
-    text = "03:274\n" + chains.solution(Problem((2, 7, 4), 3)) + chains.ALPHABET
+    text = "03:274\n" + solution(Problem((2, 7, 4), 3)) + ALPHABET
     ids = tokenizer.encode(text)
     assert len(ids) == len(text)
     assert tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True) == text
     assert tokenizer.unk_token_id not in ids
-    assert len({tokenizer.eos_token_id, tokenizer.pad_token_id, *ids}) == len(chains.ALPHABET) + 2
+    assert len({tokenizer.eos_token_id, tokenizer.pad_token_id, *ids}) == len(ALPHABET) + 2
     message = [{"role": "user", "content": "03:274\n"}]
     assert tokenizer.apply_chat_template(message, tokenize=False) == "03:274\n"
 

@@ -400,7 +400,10 @@ def bad_sources(tmp_path: Path) -> list[tuple[DataSource, str]]:
         (DataSource(path="broken.json"), "is not JSON"),
         (DataSource(path="hollow"), "holds no"),
         (DataSource(path="saved"), "is not a saved dataset"),
-        (DataSource(path="code.py:gone"), "cannot load code.py:gone"),
+        (
+            DataSource(path="code.py:gone"),
+            "code.py:gone: there is no 'gone' in it; check data.train",
+        ),
         (DataSource(path="code.py:number"), "has no method row"),
         (DataSource(path="code.py:Plain"), "has no method row"),
         (DataSource(path="code.py:Bad"), "its code raised ZeroDivisionError"),

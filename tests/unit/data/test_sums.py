@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import re
+from itertools import accumulate, pairwise
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dora_rl.data import sums
 from dora_rl.data.chains import Split
-from dora_rl.data.sums import Problem, SumSpec
-from dora_rl.data.tasks import Sums
+from dora_rl.data.tasks import SumProblem, Sums, SumSpec, sum_problem_at
 from dora_rl.rewards.base import ScoreItem
 from dora_rl.types import UserError
 
@@ -21,9 +20,17 @@ SPEC = SumSpec()
 PIECES = re.compile(r"\d| ?[A-Za-z]+| ?[^\sA-Za-z\d]+|\s+")
 
 
+def solution(problem: SumProblem) -> str:
+    """The right answer, worked out as the prompt wants it."""
+    totals = pairwise(accumulate(problem.numbers))
+    added = zip(totals, problem.numbers[1:], strict=True)
+    lines = [f"{before} + {number} = {after}\n" for (before, after), number in added]
+    return "".join(lines) + f"\\boxed{{{problem.answer}}}"
+
+
 def test_the_worked_example_of_the_docstring() -> None:
-    problem = Problem((12, 7, 30))
-    assert sums.solution(problem) == "12 + 7 = 19\n19 + 30 = 49\n\\boxed{49}"
+    problem = SumProblem((12, 7, 30))
+    assert solution(problem) == "12 + 7 = 19\n19 + 30 = 49\n\\boxed{49}"
     assert problem.answer == "49" and problem.num_steps == 2
     assert problem.text.endswith("\n\n12, 7, 30") and "\\boxed{}" in problem.text
 
@@ -31,10 +38,10 @@ def test_the_worked_example_of_the_docstring() -> None:
 @settings(deadline=None, max_examples=50)
 @given(st.integers(0, 10**6), st.integers(0, 10**6), st.sampled_from(Split))
 def test_a_solution_is_right_and_rewarded(seed: int, index: int, split: Split) -> None:
-    problem = sums.problem_at(SPEC, split, seed, index)
-    assert problem == sums.problem_at(SPEC, split, seed, index)
+    problem = sum_problem_at(SPEC, split, seed, index)
+    assert problem == sum_problem_at(SPEC, split, seed, index)
     assert problem.split is split and 1 <= problem.num_steps <= SPEC.num_steps_max
-    lines = sums.solution(problem).splitlines()
+    lines = solution(problem).splitlines()
     assert len(lines) == problem.num_steps + 1
     for line in lines[:-1]:
         a, b, total = map(int, re.findall(r"\d+", line))
@@ -45,8 +52,8 @@ def test_a_solution_is_right_and_rewarded(seed: int, index: int, split: Split) -
 def test_the_built_in_reward_takes_the_solution() -> None:
     math = pytest.importorskip("dora_rl.rewards.builtin").math
     pytest.importorskip("math_verify")
-    problem = sums.problem_at(SPEC, Split.TRAIN, 0, 7)
-    right = ScoreItem(problem.text, problem.text, sums.solution(problem), answer=problem.answer)
+    problem = sum_problem_at(SPEC, Split.TRAIN, 0, 7)
+    right = ScoreItem(problem.text, problem.text, solution(problem), answer=problem.answer)
     wrong = ScoreItem(problem.text, problem.text, "\\boxed{1}", answer=problem.answer)
     assert math()(right) == 1.0 and math()(wrong) == 0.0
 
@@ -54,15 +61,15 @@ def test_the_built_in_reward_takes_the_solution() -> None:
 @pytest.mark.parametrize("spoken_tokens", [0, 60])
 def test_right_answers_have_a_long_tail(spoken_tokens: int) -> None:
     """Also where a model says a few words around its lines."""
-    problems = [sums.problem_at(SPEC, Split.TRAIN, 0, index) for index in range(4000)]
-    lengths = [spoken_tokens + len(PIECES.findall(sums.solution(p))) + 1 for p in problems]
+    problems = [sum_problem_at(SPEC, Split.TRAIN, 0, index) for index in range(4000)]
+    lengths = [spoken_tokens + len(PIECES.findall(solution(p))) + 1 for p in problems]
     assert np.percentile(lengths, 99) >= 8 * np.median(lengths)
     assert max(lengths) < 2048, "the longest right answer must fit the recipe"
 
 
 def test_splits_share_no_problem() -> None:
-    held_out = {sums.problem_at(SPEC, Split.HELDOUT, 0, index).numbers for index in range(2000)}
-    training = {sums.problem_at(SPEC, Split.TRAIN, 1, index).numbers for index in range(2000)}
+    held_out = {sum_problem_at(SPEC, Split.HELDOUT, 0, index).numbers for index in range(2000)}
+    training = {sum_problem_at(SPEC, Split.TRAIN, 1, index).numbers for index in range(2000)}
     assert not held_out & training
 
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from dora_rl.engine.backend import Runner
 from dora_rl.engine.plan import Plan, Span, StepResult
+from dora_rl.engine.runner import Runner
 from dora_rl.engine.sequence import Sequence
 from dora_rl.types import Version
 

@@ -15,10 +15,10 @@ from ahead_runner import AheadRunner
 from test_engine_greedy import finish_all, random_prompts
 from transformers import PreTrainedModel
 
-from dora_rl.engine.backend import make_runner
 from dora_rl.engine.engine import Engine
 from dora_rl.engine.journal import Journal, read_journal
 from dora_rl.engine.options import EngineOptions
+from dora_rl.engine.runner import make_runner
 from dora_rl.engine.sequence import Request
 from dora_rl.engine.transfer import move
 from dora_rl.model.directory import HfDirectory, read_spec

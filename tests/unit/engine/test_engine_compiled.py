@@ -12,11 +12,11 @@ from test_engine_greedy import SMALL, random_prompts
 from tiny_models import FAMILIES
 from transformers import PreTrainedModel
 
-from dora_rl.engine.backend import make_runner
-from dora_rl.engine.cpu import library
+from dora_rl.engine.cpu import compiled
 from dora_rl.engine.cpu.compiled import CompiledRunner, usable
-from dora_rl.engine.cpu.runner import CpuRunner
+from dora_rl.engine.cpu.runner import TorchRunner
 from dora_rl.engine.options import EngineOptions
+from dora_rl.engine.runner import make_runner
 from dora_rl.engine.tensors import sampler
 from dora_rl.model.directory import HfDirectory, read_spec
 
@@ -24,18 +24,18 @@ Saved = Callable[..., tuple[PreTrainedModel, Path]]
 NARROW = (("-mavx2", "-mfma"),)  # eight lanes, for machines without AVX-512
 DENSE = [family for family in FAMILIES if "moe" not in family]
 
-needs_compiler = pytest.mark.skipif(library.load() is None, reason="no C compiler")
+needs_compiler = pytest.mark.skipif(compiled.load_kernels() is None, reason="no C compiler")
 
 
-def kernels_of(flags: str) -> library.Kernels:
+def kernels_of(flags: str) -> compiled.Kernels:
     if flags == "native":
-        kernels = library.load()
+        kernels = compiled.load_kernels()
         assert kernels is not None
         return kernels
-    path = library.build(NARROW)
+    path = compiled.build(NARROW)
     if path is None:
         pytest.skip("not an x86-64 machine")
-    return library.Kernels(path)
+    return compiled.Kernels(path)
 
 
 @needs_compiler
@@ -68,7 +68,7 @@ def test_a_product_equals_torch_and_its_rows_stand_alone(flags: str) -> None:
 def test_scores_equal_those_of_torch(family: str, flags: str, saved: Saved) -> None:
     _, path = saved(family)
     spec, options = read_spec(path), EngineOptions(**SMALL, step_tokens_max=64)
-    runners = (CompiledRunner(spec, options, kernels_of(flags)), CpuRunner(spec, options))
+    runners = (CompiledRunner(spec, options, kernels_of(flags)), TorchRunner(spec, options))
     for runner in runners:
         for _ in runner.load(1, HfDirectory(path), str(path)):
             pass
@@ -93,7 +93,7 @@ def test_threads_change_nothing(saved: Saved) -> None:
 
 
 def draw(logits: torch.Tensor, heat: float, forced: int = -1) -> tuple[list[int], list, list]:
-    kernels = library.load()
+    kernels = compiled.load_kernels()
     assert kernels is not None
     rows, vocab = logits.shape
     keys, positions = np.arange(rows) * 7919, np.arange(rows)
@@ -155,12 +155,12 @@ def test_logits_that_are_not_finite_show_in_the_logprob(bad: float) -> None:
 def test_without_a_compiler_torch_computes(monkeypatch: pytest.MonkeyPatch, saved: Saved) -> None:
     _, path = saved("llama")
     spec, options = read_spec(path), EngineOptions(**SMALL, step_tokens_max=64)
-    monkeypatch.setattr(library.shutil, "which", lambda name: None)
-    library.load.cache_clear()
+    monkeypatch.setattr(compiled.shutil, "which", lambda name: None)
+    compiled.load_kernels.cache_clear()
     try:
-        assert isinstance(make_runner(spec, options), CpuRunner)
+        assert isinstance(make_runner(spec, options), TorchRunner)
     finally:
-        library.load.cache_clear()
+        compiled.load_kernels.cache_clear()
 
 
 @needs_compiler
@@ -169,6 +169,6 @@ def test_models_that_the_kernels_do_not_know_go_to_torch(saved: Saved) -> None:
     spec = read_spec(saved("llama")[1])
     assert isinstance(make_runner(spec, EngineOptions(**small)), CompiledRunner)
     for options in ({"compiled_kernels": False}, {"dtype": "bfloat16"}, {"lora_rank": 4}):
-        assert isinstance(make_runner(spec, EngineOptions(**small, **options)), CpuRunner)
+        assert isinstance(make_runner(spec, EngineOptions(**small, **options)), TorchRunner)
     sparse = read_spec(saved("qwen3-moe")[1])
-    assert isinstance(make_runner(sparse, EngineOptions(**small)), CpuRunner)
+    assert isinstance(make_runner(sparse, EngineOptions(**small)), TorchRunner)

@@ -23,10 +23,10 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from test_engine_greedy import random_prompts
 
-from dora_rl.engine.backend import make_runner
 from dora_rl.engine.engine import Engine
 from dora_rl.engine.journal import Journal, read_journal
 from dora_rl.engine.options import EngineOptions
+from dora_rl.engine.runner import make_runner
 from dora_rl.engine.sequence import Request, Status
 from dora_rl.engine.transfer import begin_import, chunk_bytes, chunk_from_bytes, export_request
 from dora_rl.model.directory import read_spec

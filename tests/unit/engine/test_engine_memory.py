@@ -13,11 +13,11 @@ from ahead_runner import AheadRunner
 from test_engine_greedy import finish_all, random_prompts
 from transformers import PreTrainedModel
 
-from dora_rl.engine.backend import Runner, make_runner
 from dora_rl.engine.engine import Engine
 from dora_rl.engine.journal import Journal, read_journal
 from dora_rl.engine.options import EngineOptions
 from dora_rl.engine.plan import Plan
+from dora_rl.engine.runner import Runner, make_runner
 from dora_rl.engine.sequence import Request
 from dora_rl.model.directory import read_spec
 from dora_rl.types import Finish, RequestId, SamplingParams, Trajectory, UserError, Version
@@ -47,7 +47,7 @@ class SmallMemory:
         if plan.num_rows > self._rows_max or self.num_launches in self._at:
             self.num_failures += 1
             if self.num_failures % 2:
-                self.inner.perform(plan)
+                self.inner.cache.perform(plan)
             raise torch.OutOfMemoryError(WORDS)
         return self.inner.launch(plan, slots)
 

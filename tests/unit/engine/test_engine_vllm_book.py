@@ -13,8 +13,7 @@ from dora_rl.engine.journal import Journal, read_journal
 from dora_rl.engine.options import EngineOptions
 from dora_rl.engine.sequence import Output, Request
 from dora_rl.engine.vllm.engine import VllmEngine, VllmOptions
-from dora_rl.engine.vllm.move import RequestKv
-from dora_rl.engine.vllm.process import Gain, VllmProcess
+from dora_rl.engine.vllm.process import Gain, RequestKv, VllmProcess
 from dora_rl.ports import Canary
 from dora_rl.types import Finish, RequestId, SamplingParams, UserError
 

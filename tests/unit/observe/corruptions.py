@@ -321,8 +321,8 @@ def loaded_from_a_peer_without_it(entries: list[Entry]) -> Corrupted:
 
 
 def learner_of_another_run(entries: list[Entry]) -> Corrupted:
-    place, _ = find_event(entries, ev.TrainerJoined)
-    return with_event(entries, place, ev.TrainerJoined(7, 7)), Promise.VERSIONS, "version 7"
+    place, _ = find_event(entries, ev.LearnerJoined)
+    return with_event(entries, place, ev.LearnerJoined(7, 7)), Promise.VERSIONS, "version 7"
 
 
 def entry_skipped(entries: list[Entry]) -> Corrupted:

@@ -13,7 +13,6 @@ from dora_rl.rewards.base import ScoreError, ScoreItem
 from dora_rl.rewards.code import (
     CodeReward,
     Exchange,
-    Statement,
     problem_tests,
     program_in,
     same_output,
@@ -121,7 +120,7 @@ def test_bad_tests_are_an_error_of_the_row(reward: CodeReward, columns: dict[str
 
 def test_shapes() -> None:
     assert problem_tests(item("", tests=["a", {"input": ["1", "2"], "output": 3}])) == [
-        Statement("a"),
+        "a",
         Exchange("1\n2", "3"),
     ]
 

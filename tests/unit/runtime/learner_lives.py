@@ -81,7 +81,7 @@ class Controller:
         self.to_say: deque[msg.Message | Gone] = deque()
         self.committed: list[msg.Committed] = []
         self.said: list[msg.Message] = []
-        self.joined: list[ev.TrainerJoined] = []
+        self.joined: list[ev.LearnerJoined] = []
         self.durable: list[int] = []
         self._num_closed = 0
 
@@ -104,7 +104,7 @@ class Controller:
 
     def send(self, message: msg.Message) -> None:
         match message:
-            case msg.Told(ev.TrainerJoined() as event):
+            case msg.Told(ev.LearnerJoined() as event):
                 self.joined.append(event)
             case msg.Told(ev.VersionDurable() as event):
                 self.durable.append(event.version)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dora_rl.config import RunConfig
-from dora_rl.controller.staff import GpuUse
+from dora_rl.controller.recovery import GpuUse
 from dora_rl.engine.options import EngineOptions
 from dora_rl.engine.tensors.cache import derive_num_blocks
 from dora_rl.model.directory import read_spec
@@ -91,7 +91,7 @@ def test_a_device_with_a_number_is_the_only_one(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_cluster_leaves_room_for_the_learner_where_an_instance_shares_its_gpu() -> None:
-    split = config(runtime={"kind": "ray"}, resources={"elastic_instances": 1})
+    split = config(runtime={"world": "ray"}, resources={"elastic_instances": 1})
     layout = plan_layout(split, "cuda")
     shares = [layout.instance_extra(name)["memory_share"] for name in layout.instances]
     assert shares == pytest.approx([0.4, 1.0])
@@ -121,7 +121,7 @@ def test_the_layout_hands_them_out_on_one_machine_alone(monkeypatch: pytest.Monk
         ["1", "2"],
         ["3", "4"],
     ]
-    cluster = config(runtime={"kind": "ray"})
+    cluster = config(runtime={"world": "ray"})
     layout = plan_layout(cluster, "cuda")
     assert layout.instance_extra("instance0")["gpus"] == [], "Ray gives them out"
     assert demand_of(cluster, layout, "instance", "instance0") == {"GPU": 2.0}

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dora_rl.config import RunConfig
-from dora_rl.controller.env_relay import EnvRelay
+from dora_rl.controller.scoring import EnvRelay
 from dora_rl.setup.prepare import with_environments
 from dora_rl.types import Prompt, RequestId, UserError
 from dora_rl.workers.messages import Forget, Message, Observed, Ready, Step, Stepped, TurnEnded

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 from fakes import FakeWorkers
 
-from dora_rl.commands.train_progress import evaluation_line
+from dora_rl.commands.progress import evaluation_line
 from dora_rl.config import EvaluationConfig
 from dora_rl.controller.evaluation import ATTEMPTS_MAX, Evaluations
 from dora_rl.controller.scoring import Answer as Scored

@@ -44,7 +44,7 @@ def finished(arrays: dict[str, Any]) -> ev.SampleFinished:
 
 def put(path: Path, arrays: dict[str, Any], reward: float | None = None) -> None:
     samples = Samples(path)
-    samples.put(Trajectory(RID, 2, **arrays, segments=SEGMENTS, text="text"))
+    samples.add(Trajectory(RID, 2, **arrays, segments=SEGMENTS, text="text"))
     if reward is not None:
         samples.reward(RID, reward)
     samples.close()
@@ -154,7 +154,7 @@ def test_a_life_that_another_follows_without_a_stop_was_killed() -> None:
         if isinstance(event, ev.Tick):
             entry.actions.append(act.Stop("interrupted", False))
         found.see(entry)
-    assert (found.num_killed, found.num_resumes) == (1, 2)
+    assert (found.num_killed, found.books.figures.num_resumes) == (1, 2)
 
 
 def test_the_mean_staleness_is_that_of_trained_samples() -> None:
@@ -162,8 +162,8 @@ def test_the_mean_staleness_is_that_of_trained_samples() -> None:
     found = auditor()
     books = found.books
     for group, version, fed in ((8, 0, (0,)), (9, 1, (0, 1))):
-        books.live[group] = GroupRecord(version, group, [Known(), Known()], step=1)
-        books.expected[group], books.fed_samples[group] = 1, fed
+        books.live[group] = GroupRecord(version, group, [Known(), Known()], step=1, fed=fed)
+        books.expected[group] = 1
         books.unended[version] = 1
         found.groups.on_end(act.EndGroup(group, version, act.End.TRAINED, 1, ""))
     assert found.report().figures.staleness_mean == pytest.approx(1 / 3)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from dora_rl.controller.lock import RunLock
 from dora_rl.controller.records import Records, TrainedSample
+from dora_rl.controller.run_dir import RunLock
 from dora_rl.core import events as ev
 from dora_rl.core.params import Params
 from dora_rl.engine.journal import Journal
@@ -122,7 +122,7 @@ def test_a_journal_stays_until_its_groups_have_ended(tmp_path: Path) -> None:
     one, other = RequestId(1, 0), RequestId(2, 0)
     write_journal(tmp_path, "instance0.4.jsonl", {one: [7, 8, 9], other: [1]})
     journals = Journals(tmp_path)
-    assert journals.next_life() == 5
+    assert journals.next_incarnation() == 5
     journals.collect("instance0", alive={1, 2})
     for _ in range(2):  # whoever continues it may die, too
         saved = journals.look_up(one)

@@ -12,10 +12,10 @@ from fakes import Console, config_of, files_of
 
 from dora_rl.controller.loop import Control
 from dora_rl.controller.run import Run
-from dora_rl.controller.world import OneHost
 from dora_rl.setup.layout import plan_layout
 from dora_rl.store.table import TableError
 from dora_rl.weights.store import WeightsCorrupt, WeightsFull
+from dora_rl.worlds.local import OneHost
 
 
 def from_the_table(number: int) -> TableError:

@@ -9,14 +9,15 @@ from typing import Any, cast
 import pytest
 from fakes import Console, FakeWorkers, config_of, files_of
 
-from dora_rl.controller.inbox import FromInstances, Inbox
+from dora_rl.controller.inbox import Inbox
 from dora_rl.controller.loop import Control
-from dora_rl.controller.world import SameHost
+from dora_rl.controller.ports import FromInstances
 from dora_rl.core import events as ev
 from dora_rl.core.step import initial
 from dora_rl.types import RequestId
 from dora_rl.workers import messages as msg
 from dora_rl.workers.pool import Envelope, Worker
+from dora_rl.worlds.local import SameHost
 
 RID = RequestId(3, 1)
 

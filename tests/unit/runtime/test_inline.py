@@ -45,7 +45,7 @@ def config_of(run_dir: Path, **sections: dict[str, Any]) -> RunConfig:
         "trainer": {"lr": 1e-3, "threads": 1, "canonical_order": True},
         "logging": {"progress": False},
         "weights": {"root": str(run_dir) + "-shared"},
-        "runtime": {"kind": "inline", "device": "cpu", "run_dir": str(run_dir), "grace_s": 20.0},
+        "runtime": {"world": "inline", "device": "cpu", "run_dir": str(run_dir), "grace_s": 20.0},
     }
     for name, section in sections.items():
         base[name] = base.get(name, {}) | section
@@ -100,7 +100,7 @@ def test_without_staleness_it_is_the_local_world_bit_for_bit(tmp_path: Path) -> 
     for kind in ("inline", "local"):
         orchestration = {"mode": "multi_version", "max_staleness": 0}
         run_dir = tmp_path / kind
-        config = config_of(run_dir, runtime={"kind": kind}, orchestration=orchestration)
+        config = config_of(run_dir, runtime={"world": kind}, orchestration=orchestration)
         config = config.model_copy(
             update={"runtime": config.runtime.model_copy(update={"run_dir": str(run_dir)})}
         )
@@ -185,7 +185,7 @@ def test_workers_that_end_are_replaced_and_nothing_is_lost(tmp_path: Path) -> No
     assert stop.done and proven(tmp_path / "run")
     found = events_of(tmp_path / "run")
     assert any(isinstance(event, ev.InstanceLost) for event in found)
-    assert any(isinstance(event, ev.TrainerLost) for event in found)
+    assert any(isinstance(event, ev.LearnerLost) for event in found)
     assert any("the learner ended and begins again" in line for line in lines)
     one, other = rows(tmp_path / "calm"), rows(tmp_path / "run")
     assert {k: r["token_ids"] for k, r in one.items()} == {

@@ -152,11 +152,14 @@ def test_masters_of_a_version_that_was_never_sealed_are_not_used(
     worker, controller = run.learner(**RARELY)
     whole_step(run, controller, 1)
     with monkeypatch.context() as patch, pytest.raises(WeightsFull):
-        patch.setattr(worker.start.seals_to.versions, "publish", no_room)
+        patch.setattr(worker.start.publication.seals_to.versions, "seal", no_room)
         worker.run()
-    assert worker.start.seals_to.masters.versions() == [1, 2] and worker.disk.versions() == [0, 1]
+    masters = worker.start.publication.seals_to.masters
+    assert masters.versions() == [1, 2] and worker.disk.versions() == [0, 1]
     again, _ = run.learner(**RARELY)
-    assert again.start.exact.versions() == again.start.seals_to.masters.versions() == [1]
+    assert (
+        again.start.exact.versions() == again.start.publication.seals_to.masters.versions() == [1]
+    )
     assert differing(before, everything(again.learner)) == []
     got, _ = train(run, range(1, 2), **RARELY)
     assert got.start.exact.versions() == [2]

@@ -17,8 +17,9 @@ from dora_rl.controller.records import Totals
 from dora_rl.core import actions as act
 from dora_rl.setup.layout import plan_layout
 from dora_rl.setup.learner_check import check_learner
+from dora_rl.trainer.documents import admit
 from dora_rl.trainer.learner import Learner
-from dora_rl.trainer.prepare import admit
+from dora_rl.trainer.meters import Meters
 from dora_rl.types import Group, RequestId, Trajectory, UserError
 from dora_rl.workers.messages import (
     Channel,
@@ -173,9 +174,11 @@ def test_rewards_beyond_float32_are_left_out_by_name() -> None:
         return Trajectory(RequestId(0, 0), 0, [5, 6], [-1.0, -1.0], [1, 1], reward=reward)
 
     group = Group(0, 0, (3,), (sample(1e39), sample(-1e39), sample(1e18), sample(0.0)))
-    kept, faults = admit(group, 100, 10)
+    meters = Meters(torch.device("cpu"))
+    kept = admit(group, 0, 100, 10, meters)
     assert kept is not None and [s.reward for s in kept.samples] == [1e18, 0.0]
-    assert faults == {"reward_out_of_range": 2}
+    dropped = {name: n for name, n in meters.read().items() if name.startswith("dropped/")}
+    assert dropped == {"dropped/reward_out_of_range": 2}
 
 
 def test_the_summary_counts_updates_also_those_of_older_runs() -> None:

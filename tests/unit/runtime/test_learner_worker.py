@@ -50,7 +50,7 @@ def fail_to_seal(run: Run, monkeypatch: pytest.MonkeyPatch, step: int, **checkpo
     worker, controller = run.learner(**checkpoint)
     controller.train(step)
     with monkeypatch.context() as patch, pytest.raises(WeightsFull):
-        patch.setattr(worker.start.seals_to.versions, "publish", no_room)
+        patch.setattr(worker.start.publication.seals_to.versions, "seal", no_room)
         worker.run()
     assert not controller.committed
 
@@ -87,12 +87,12 @@ def test_a_fault_in_the_next_step_does_not_undo_the_one_before(
     worker, controller = run.learner()
     controller.train(0)
     controller.train(1, closed=False)
-    store = worker.start.seals_to.versions
-    fed, original, faulty = threading.Event(), store.publish, worker.learner.feed
+    store = worker.start.publication.seals_to.versions
+    fed, original, faulty = threading.Event(), store.seal, worker.learner.feed
 
-    def publish(version: int, *more: Any) -> str:
+    def seal(directory: Path, version: int) -> None:
         assert version == 0 or fed.wait(60)
-        return original(version, *more)
+        original(directory, version)
 
     def feed(groups: Any) -> None:
         if worker.version == 1:
@@ -100,7 +100,7 @@ def test_a_fault_in_the_next_step_does_not_undo_the_one_before(
             raise AssertionError("out of memory")
         faulty(groups)
 
-    monkeypatch.setattr(store, "publish", publish)
+    monkeypatch.setattr(store, "seal", seal)
     monkeypatch.setattr(worker.learner, "feed", feed)
     with pytest.raises(AssertionError, match="out of memory"):
         worker.run()
@@ -119,7 +119,7 @@ def test_a_learner_joins_before_version_0_is_on_disk_and_a_lost_host_costs_nothi
     run: Run,
 ) -> None:
     worker, controller = run.learner()
-    seal, checksums = worker.disk._seal, list[str]()
+    seal, checksums = worker.disk.seal, list[str]()
 
     def late(directory: Path, version: int) -> None:
         while not controller.joined:
@@ -127,14 +127,14 @@ def test_a_learner_joins_before_version_0_is_on_disk_and_a_lost_host_costs_nothi
         checksums.append(worker.shared.checksum(version))
         raise Died
 
-    worker.disk._seal = late  # type: ignore[method-assign]
+    worker.disk.seal = late  # type: ignore[method-assign]
     controller.vanish()
     with pytest.raises((EOFError, Died)):
         worker.run()
     with pytest.raises(Died):
         worker.sealing.wait()
     assert controller.joined[0].version == 0 and not worker.disk.versions()
-    worker.disk._seal = seal  # type: ignore[method-assign]
+    worker.disk.seal = seal  # type: ignore[method-assign]
     run.let_go()
     shutil.rmtree(run.folder / "shared")
     worker, controller = run.learner()
@@ -151,7 +151,7 @@ def die_at(run: Run, step: int, place: int) -> tuple[list[str], int]:
     writes: list[str] = []
 
     def watch(store: Any, name: str) -> None:
-        seal = store._seal
+        seal = store.seal
 
         def counted(directory: Path, version: int) -> None:
             if version:
@@ -160,10 +160,10 @@ def die_at(run: Run, step: int, place: int) -> tuple[list[str], int]:
                 raise Died(name)
             seal(directory, version)
 
-        store._seal = counted
+        store.seal = counted
 
-    watch(worker.start.seals_to.masters, "shared masters")
-    watch(worker.start.seals_to.versions, "shared version")
+    watch(worker.start.publication.seals_to.masters, "shared masters")
+    watch(worker.start.publication.seals_to.versions, "shared version")
     watch(worker.start.exact, "masters")
     watch(worker.disk, "version")
     controller.train(step)
@@ -239,17 +239,20 @@ def test_a_slow_disk_holds_up_the_next_seal_and_is_counted(
 ) -> None:
     """Step 1 is trained while version 1 is on its way; version 2 is sealed when it is there."""
     worker, controller = run.learner(every_steps=0)
-    seal, trained, sealed_with = worker.disk._seal, threading.Event(), []
+    seal, trained, sealed_with = worker.disk.seal, threading.Event(), []
 
     def slow(directory: Path, version: int) -> None:
         assert version != 1 or trained.wait(60)
         seal(directory, version)
 
-    publish, finish = worker.start.seals_to.versions.publish, worker.learner.finish_step
+    seal_shared, finish = (
+        worker.start.publication.seals_to.versions.seal,
+        worker.learner.finish_step,
+    )
 
-    def watched(version: int, *more: Any) -> str:
+    def watched(directory: Path, version: int) -> None:
         sealed_with.append(max(worker.disk.versions(), default=-1))
-        return publish(version, *more)
+        seal_shared(directory, version)
 
     def finished() -> dict[str, float]:
         metrics = finish()
@@ -257,8 +260,8 @@ def test_a_slow_disk_holds_up_the_next_seal_and_is_counted(
             threading.Timer(0.1, trained.set).start()
         return metrics
 
-    monkeypatch.setattr(worker.disk, "_seal", slow)
-    monkeypatch.setattr(worker.start.seals_to.versions, "publish", watched)
+    monkeypatch.setattr(worker.disk, "seal", slow)
+    monkeypatch.setattr(worker.start.publication.seals_to.versions, "seal", watched)
     monkeypatch.setattr(worker.learner, "finish_step", finished)
     for step in range(2):
         controller.train(step)

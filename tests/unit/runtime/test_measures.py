@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from dora_rl.commands.progress import step_line
 from dora_rl.commands.train import report_lines
-from dora_rl.commands.train_progress import step_line
 from dora_rl.controller.records import Records, TrainedSample
 from dora_rl.dashboard.documents import throughput, token_figures
 from dora_rl.dashboard.run_files import RunFiles

@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 from fakes import Console, FakeWorkers, config_of, files_of
 
-from dora_rl.controller.env_relay import EnvRelay
 from dora_rl.controller.evaluation import KeptVersions
 from dora_rl.controller.loop import Control
 from dora_rl.controller.ports import FleetPort, KeeperPort, RewardPort
-from dora_rl.controller.scoring import ScoringPool
-from dora_rl.controller.world import SameHost
+from dora_rl.controller.scoring import EnvRelay, ScoringPool
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
 from dora_rl.core.params import Deadlines, Params
@@ -24,6 +22,7 @@ from dora_rl.engine.journal import Journal
 from dora_rl.engine.sequence import Request, Sequence
 from dora_rl.types import Finish, Prompt, RequestId, SamplingParams, Segment, Trajectory
 from dora_rl.workers.messages import Dispatched, Ready, Reward, Score, Scored
+from dora_rl.worlds.local import SameHost
 
 RID = RequestId(0, 0)
 
@@ -77,8 +76,8 @@ class Run:
         self.keeper = KeeperPort(self.core, self.files, kept, envs, self.console)
         self.core.handle(ev.Started(params))
         self.core.handle(ev.InstanceJoined("a", 8, versions=(0,)))
-        self.core.handle(ev.TrainerJoined(0, 0))
-        self.files.samples.put(Trajectory(RID, 0, [5], [-0.5], [1], text="text"))
+        self.core.handle(ev.LearnerJoined(0, 0))
+        self.files.samples.add(Trajectory(RID, 0, [5], [-0.5], [1], text="text"))
 
     def finish(self) -> list[act.Action]:
         return self.core.decide(ev.SampleFinished(RID, 0, "a", 3, Finish.STOP, (Segment(0, 0),)))

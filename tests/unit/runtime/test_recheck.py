@@ -78,7 +78,7 @@ def test_the_audit_expects_the_version_of_the_segment(version: int, num: int) ->
     auditor.books.live[7] = GroupRecord(1, 7, [Known(asked=0, segments=LATER)])
     event = ev.Recomputed(RequestId(7, 0), version, 2, 0.0, 0.0, 1e-4)
     auditor.groups.on_recomputed(event)
-    assert auditor.notes.num == num
+    assert auditor.findings.num == num
 
 
 def one_sample(group: int) -> Group:

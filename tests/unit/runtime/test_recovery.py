@@ -10,10 +10,9 @@ import pytest
 from fakes import Console, FakeWorkers
 
 from dora_rl.config import RunConfig
-from dora_rl.controller.env_relay import EnvRelay
 from dora_rl.controller.loop import Control
 from dora_rl.controller.recovery import RESTARTS_MAX, STARTS_MAX, Recovery
-from dora_rl.controller.scoring import ScoringPool
+from dora_rl.controller.scoring import EnvRelay, ScoringPool
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
 from dora_rl.core.params import Params
@@ -121,7 +120,7 @@ def test_why_a_learner_ended_is_in_the_log_and_on_the_console(run: Run) -> None:
     run.workers.workers["learner"].last_words = "out of memory on the GPU: 2 GiB more were wanted"
     run.end("learner")
     reason = "out of memory on the GPU: 2 GiB more were wanted"
-    assert run.events == [ev.TrainerLost(reason, incarnation=0)]
+    assert run.events == [ev.LearnerLost(reason, incarnation=0)]
     assert run.lines == [
         "the learner ended and begins again at the newest version: "
         "out of memory on the GPU: 2 GiB more were wanted"
@@ -172,7 +171,7 @@ def test_of_ends_at_work_the_core_keeps_count_and_is_told_the_last_words(run: Ru
 def test_a_process_that_was_ended_by_a_signal_says_so(run: Run) -> None:
     run.end("learner", status=-9)
     (lost,) = run.events
-    assert isinstance(lost, ev.TrainerLost)
+    assert isinstance(lost, ev.LearnerLost)
     assert lost.reason.startswith("its process ended by SIGKILL")
 
 

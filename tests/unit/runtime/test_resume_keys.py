@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from dora_rl.config import RunConfig
 from dora_rl.config.on_resume import FINGERPRINTED, RULES, OnResume
-from dora_rl.controller.resume import check_same_run, write_config
+from dora_rl.controller.run_dir import check_same_run, write_config
 from dora_rl.types import UserError
 
 BASE = {

@@ -17,8 +17,7 @@ from typing import Any, ClassVar
 import pytest
 
 from dora_rl.controller.records import Records
-from dora_rl.controller.sink_writers import RunFacts, flat
-from dora_rl.controller.sinks import LINES_MAX, Sinks, check_sinks
+from dora_rl.controller.sinks import LINES_MAX, RunFacts, Sinks, check_sinks, flat
 from dora_rl.types import UserError
 
 STEP = {"step": 0, "reward/mean": 0.5, "name": "text", "flag": True}

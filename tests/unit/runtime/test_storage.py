@@ -21,9 +21,8 @@ from dora_rl.core import events as ev
 from dora_rl.core.state import Phase
 from dora_rl.io.connection import TransportError
 from dora_rl.rewards.base import ScoreItem
-from dora_rl.store.sample_index import SampleIndex
-from dora_rl.store.storage import Storage
-from dora_rl.store.storage_client import StorageReader, StorageStream
+from dora_rl.store.samples import SampleIndex
+from dora_rl.store.storage import Storage, StorageReader, StorageStream
 from dora_rl.types import Finish, Prompt, RequestId, Segment, Trajectory, UserError
 from dora_rl.workers import messages as msg
 from dora_rl.workers.learner import read_group
@@ -58,7 +57,7 @@ class Shard:
 
     def close(self) -> None:
         self.storage.server.close()
-        self.storage._samples.close()
+        self.storage.samples.close()
 
 
 @pytest.fixture
@@ -132,7 +131,7 @@ def test_what_a_dead_shard_had_or_missed_is_there_after_its_restart(tmp_path: Pa
     first.close()
     out.put(4, finished(4, 1, [8, 9])[1])  # nobody takes it
     second = Shard(tmp_path)
-    assert second.storage.groups() == [4]
+    assert second.storage.samples.groups() == [4]
     out.move_to([second.address])
     assert second.said().event, "sent again until somebody had it"
     where = msg.Where(second.address, 4, (0, 1))
@@ -160,7 +159,7 @@ def test_rollout_lines_are_written_once(tmp_path: Path) -> None:
     assert found["step"] == 2 and found["version"] == 1 and found["reward"] == 0.25
     assert found["token_ids"] == [5, 6, 7] and found["prompt"] == "p"
     second.storage.hear(msg.Drop(4))
-    assert not second.storage.groups()
+    assert not second.storage.samples.groups()
     second.close()
 
 
@@ -182,8 +181,8 @@ def test_the_controller_keeps_what_it_decides_by(tmp_path: Path) -> None:
     index.addresses = ["tcp://a:1", "tcp://b:2"]
     for sample, ids in enumerate(([5, 6, 7], [8, 9])):
         event, _ = finished(7, sample, ids)
-        index.put_meta(stored(event, ids), 3)
-        index.put_meta(stored(event, ids), 3)  # told twice
+        index.add_stored(stored(event, ids), 3)
+        index.add_stored(stored(event, ids), 3)  # told twice
         index.reward(event.request, float(sample))
     fed = index.feed(act.Feed(4, 0, 7, 3, (0, 1)), (1, 2))
     assert fed.where == msg.Where("tcp://b:2", 7, (0, 1))

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from dora_rl.controller.watchdog import Watchdog
-from dora_rl.core.events import Started, TrainerJoined
+from dora_rl.core.events import LearnerJoined, Started
 from dora_rl.core.params import Params
 from dora_rl.core.step import initial, step
 
@@ -27,7 +27,7 @@ def test_it_names_who_waits_for_whom_since_when(tmp_path: Path) -> None:
     ]
     now = 13.0
     assert dog.look(state) == [], "once per period"
-    step(state, TrainerJoined(0, 0), now)
+    step(state, LearnerJoined(0, 0), now)
     dog.look(state, extra=1)  # a reward came: progress
     now = 22.0
     assert dog.look(state, extra=1) == []

@@ -103,7 +103,7 @@ def test_pieces_of_a_file_are_mapped_in_turn(tmp_path: Path) -> None:
     sizes = [10, 5000, 4096, 0, 70_000, 1, 12_287, 4097]
     pieces = [os.urandom(size) for size in sizes]
     with (tmp_path / "file").open("w+b") as file:
-        window, start = weights_writer.Window(file.fileno(), 3 * 4096), 100
+        window, start = weights_writer.Memory(os.dup(file.fileno()), window_bytes=3 * 4096), 100
         places = []
         for piece in pieces:
             places.append((window.place(start, len(piece)), piece))

@@ -18,8 +18,8 @@ from dora_rl.engine.engine import Engine
 from dora_rl.engine.options import EngineOptions
 from dora_rl.engine.sequence import Request
 from dora_rl.model.directory import read_spec
-from dora_rl.serve.server import ModelServer, ServeOptions
-from dora_rl.serve.service import EngineService
+from dora_rl.serve.server import ModelServer
+from dora_rl.serve.service import EngineService, ServeOptions
 from dora_rl.setup.tokenizer import open_tokenizer
 from dora_rl.types import RequestId, SamplingParams, Trajectory
 from dora_rl.weights.run_models import find_model, is_run

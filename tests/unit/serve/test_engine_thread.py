@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from dora_rl.engine.sequence import Request
-from dora_rl.serve.engine_thread import EngineThread, Load, Start
+from dora_rl.serve.engine_thread import EngineThread
 from dora_rl.types import Finish, RequestId, UserError
 
 
@@ -40,10 +40,11 @@ def test_a_broken_engine_fails_what_waits_for_it():
     thread = EngineThread(BrokenEngine(), delivered.extend)  # type: ignore[arg-type]
     heard: dict[int, list[str]] = {0: [], 1: []}
     load: Future[None] = Future()
-    thread.tell(Load(1, "somewhere", load))
+    thread.tell(thread.load, 1, "somewhere", load)
     for index in heard:
         request = Request(RequestId(index + 1, 0), 0, (1, 2))
-        thread.tell(Start(request, index, lambda piece, i=index: heard[i].append(piece.finish)))
+        sink = lambda piece, i=index: heard[i].append(piece.finish)  # noqa: E731
+        thread.tell(thread.begin, request, index, sink)
     thread.start()
     thread.join(30)
     assert not thread.is_alive() and thread.broken and "out of memory" in thread.reason

@@ -12,10 +12,12 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+import torch
 
 from dora_rl.cli import main
 
 MODEL = Path(__file__).parents[3] / "recipes" / "models" / "tiny"
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 PROGRAM = [sys.executable, "-m", "dora_rl.cli", "serve", str(MODEL), "--port", "0"]
 
 
@@ -86,6 +88,7 @@ def test_off_loopback_there_is_always_a_key():
         ([str(MODEL), "--record", "no/such/folder/a.jsonl"], "--record"),
         ([str(MODEL), "--chat-template", "no.jinja"], "--chat-template"),
         ([str(MODEL), "--host", "192.0.2.1"], "cannot listen"),
+        pytest.param([str(MODEL), "--device", "cuda"], "--device: cuda is asked", marks=NO_GPU),
     ],
 )
 def test_mistakes_are_one_line(arguments, words, capsys):

@@ -11,7 +11,6 @@ import pytest
 openai = pytest.importorskip("openai")
 from serving import MODEL, alone, serving, wait_until  # noqa: E402
 
-from dora_rl.serve.service import ServeLimits  # noqa: E402
 from dora_rl.setup.tokenizer import open_tokenizer  # noqa: E402
 
 IDS = {"return_token_ids": True}
@@ -285,7 +284,7 @@ def test_a_client_that_leaves_is_forgotten(served, client):
 
 
 def test_a_full_server_and_a_busy_session_say_so():
-    with serving(limits=ServeLimits(requests_max=2, sessions_max=1)) as running:
+    with serving(requests_max=2, sessions_max=1) as running:
         client = running.client()
         stream = client.chat.completions.create(
             model="tiny", messages=[user(FIRST)], stream=True,

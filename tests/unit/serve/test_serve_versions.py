@@ -12,7 +12,6 @@ openai = pytest.importorskip("openai")
 from serving import ENGINE, MODEL, serving, wait_until  # noqa: E402
 
 from dora_rl.config import ModelConfig, RunConfig  # noqa: E402
-from dora_rl.serve.service import ServeLimits  # noqa: E402
 from dora_rl.weights.store import DiskWeightStore  # noqa: E402
 
 FIRST, SECOND = "03:271\n", "02:513\n"
@@ -115,8 +114,7 @@ def test_a_damaged_version_is_said_and_passed_over(run):
 
 
 def test_idle_sessions_end(run):
-    limits = ServeLimits(session_idle_s_max=0.0)
-    with serving(run, limits=limits) as running:
+    with serving(run, session_idle_s_max=0.0) as running:
         ask(running.client(), [user(FIRST)], "short")
-        wait_until(lambda: running.service.sessions.on(0) == 0, "the session has ended")
+        wait_until(lambda: running.service.num_sessions_on(0) == 0, "the session has ended")
         wait_until(lambda: running.engine.stats().idle == 0, "its KV is free")

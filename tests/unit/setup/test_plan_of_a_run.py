@@ -11,7 +11,7 @@ import pytest
 
 from dora_rl.cli import main
 from dora_rl.config import RunConfig
-from dora_rl.controller.resume import write_config
+from dora_rl.controller.run_dir import write_config
 from dora_rl.setup.devices import Card, read_rows
 from dora_rl.setup.layout import Layout, plan_layout
 from dora_rl.setup.memory import CONTEXT_BYTES, GB

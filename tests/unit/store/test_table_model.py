@@ -42,7 +42,7 @@ class TableMachine(RuleBasedStateMachine):
         request = data.draw(st.sampled_from(sorted(self.rows)))
         columns = self.rows[request][1]
         try:
-            self.table.extend({request: {column: 0.5}})
+            self.table.extend(request, {column: 0.5})
         except TableError:
             assert column in columns
             return

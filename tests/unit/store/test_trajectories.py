@@ -57,7 +57,7 @@ def test_messages_carry_all_of_a_trajectory_but_its_prompt() -> None:
 def test_the_store_keeps_all_of_a_trajectory_but_its_prompt(tmp_path: Path) -> None:
     samples = Samples(tmp_path / "table.log")
     for sample in (FULL, PLAIN):
-        samples.put(sample)
+        samples.add(sample)
     samples.reward(PLAIN.request, 1.0, {"exact": 1.0})
     expected = [
         replace(PLAIN, reward=1.0, parts={"exact": 1.0}),
@@ -70,13 +70,13 @@ def test_the_store_keeps_all_of_a_trajectory_but_its_prompt(tmp_path: Path) -> N
 
 def test_a_sample_that_is_told_twice_is_kept_once_and_the_newer_one_counts(tmp_path: Path) -> None:
     samples = Samples(tmp_path / "table.log")
-    samples.put(PLAIN)
+    samples.add(PLAIN)
     size = (tmp_path / "table.log").stat().st_size
-    samples.put(PLAIN)
+    samples.add(PLAIN)
     assert (tmp_path / "table.log").stat().st_size == size
     samples.reward(PLAIN.request, 1.0)
     other = replace(PLAIN, logprobs=[-0.1, -0.25])
-    samples.put(other)
+    samples.add(other)
     assert samples.get(PLAIN.request) == other, "the reward was that of the other response"
 
 

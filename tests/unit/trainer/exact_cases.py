@@ -13,27 +13,25 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from trainer_cases import FAMILIES, SHAPE, VOCAB, make_groups
+from trainer_cases import FAMILIES, SHAPE, VOCAB, initialise, make_groups
 from trainer_store import MemoryStore
 
 from dora_rl.config import AlgorithmConfig, TrainerConfig
 from dora_rl.engine.engine import Engine
 from dora_rl.engine.options import EngineOptions
 from dora_rl.model.directory import read_spec, write_model
-from dora_rl.trainer.critic import fill_old_values
 from dora_rl.trainer.documents import Document, collate, document_of
 from dora_rl.trainer.learner import Learner
 from dora_rl.trainer.losses.recipes import RECIPES
 from dora_rl.trainer.policy.lora import adapter_tensors, load_adapter_tensors
 from dora_rl.trainer.policy.model import (
     build_decoder,
-    initialise,
     lean_spec,
     load_policy,
     load_weights,
     named_weights,
 )
-from dora_rl.trainer.scoring import score
+from dora_rl.trainer.scoring import fill_old_values, score
 
 LOSSES = tuple(RECIPES)
 LONG = {"max_position_embeddings": 3200, "head_dim": 32}
@@ -49,7 +47,7 @@ def write_exact_model(directory: Path, family: str, sharpness: float = 1.0, **sh
     arch = lean_spec(config)
     assert arch is not None
     decoder = build_decoder(arch, TrainerConfig(device="cpu"))
-    initialise(decoder, 0, std=0.2)
+    initialise(decoder, 0)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, p in decoder.named_parameters():
@@ -162,11 +160,11 @@ def check_critic(model: Path, trainer: TrainerConfig, tokens_max: int = 20) -> N
     documents = [document_of(g, s, 0.0) for g in groups for s in g.samples]
     fill_old_values(critic, documents, pack_tokens=1 << 20)
     pack = collate(documents, learner.device)
-    values = critic(pack.token_ids_T, pack.layout, pack.rows_N)
+    values = critic(pack.token_ids_P, pack.layout, pack.rows_T)
     assert torch.equal(torch.cat([d.old_values for d in documents]), values.detach().cpu())  # type: ignore[misc]
     assert values.abs().max() > 0.1
-    states = learner.policy.states(pack.token_ids_T, pack.layout)
-    assert torch.equal(critic.body.states(pack.token_ids_T, pack.layout), states)
+    states = learner.policy.states(pack.token_ids_P, pack.layout)
+    assert torch.equal(critic.body.states(pack.token_ids_P, pack.layout), states)
 
 
 def early_and_late(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> tuple[float, float]:

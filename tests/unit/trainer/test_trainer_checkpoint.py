@@ -10,8 +10,8 @@ from trainer_cases import changed, make_groups, write_tiny_model
 
 from dora_rl.config import AlgorithmConfig, CheckpointConfig, TrainerConfig
 from dora_rl.model.names import SCALE
-from dora_rl.trainer.attention.layout import Layout
-from dora_rl.trainer.checkpoints.checkpoint import Checkpoints, write_atomically
+from dora_rl.trainer.attention import Layout
+from dora_rl.trainer.checkpoints.state import Checkpoints, write_atomically
 from dora_rl.trainer.learner import Learner
 from dora_rl.trainer.policy.lora import whole_version
 from dora_rl.types import UserError
@@ -32,7 +32,7 @@ def train(model_dir: Path, trainer: TrainerConfig, steps: int = 1) -> Learner:
 def our_scores(learner: Learner, ids: torch.Tensor) -> torch.Tensor:
     layout = Layout([len(ids)], torch.device("cpu"))
     with torch.no_grad():
-        return learner.policy(ids, layout, torch.arange(len(ids) - 1), ids[1:]).logprobs_N
+        return learner.policy(ids, layout, torch.arange(len(ids) - 1), ids[1:]).logprobs_T
 
 
 def their_scores(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
@@ -107,11 +107,11 @@ def test_a_half_written_checkpoint_is_never_seen(model_dir: Path, tmp_path: Path
     with pytest.raises(OSError, match="disk full"):
         write_atomically(tmp_path / "step_000001", fail)
     assert not (tmp_path / "step_000001").exists()
-    assert Checkpoints(tmp_path, CheckpointConfig()).latest() is None
+    assert Checkpoints(tmp_path, CheckpointConfig()).saved() == []
     learner = train(model_dir, TRAINER)
     learner.save(tmp_path / "step_000001")
     learner.save(tmp_path / "step_000001")  # again, over the finished one
-    assert Checkpoints(tmp_path, CheckpointConfig()).latest() == tmp_path / "step_000001"
+    assert Checkpoints(tmp_path, CheckpointConfig()).saved()[-1].path == tmp_path / "step_000001"
     with pytest.raises(UserError, match="nothing to resume"):
         Learner.resume(model_dir)
 
@@ -131,7 +131,7 @@ def test_newest_and_best_are_kept(model_dir: Path, tmp_path: Path) -> None:
     assert best is not None and best.step == 3, "of equals the later one"
     lowest = Checkpoints(tmp_path, CheckpointConfig(best_is_max=False)).best()
     assert lowest is not None and lowest.step == 4
-    assert kept.latest() == kept.path_of(5)
+    assert kept.saved()[-1].path == kept.path_of(5)
 
 
 def test_a_checkpoint_of_a_version_that_is_not_sealed_replaces_no_other(

@@ -29,15 +29,15 @@ from trainer_store import MemoryStore
 
 from dora_rl.config import AlgorithmConfig, TrainerConfig
 from dora_rl.model.directory import write_model
-from dora_rl.trainer.attention.layout import Layout
+from dora_rl.trainer.attention import Layout
 from dora_rl.trainer.checkpoints.publish import Publisher
-from dora_rl.trainer.foreign.check import DIFFERENCE_MAX, load_foreign
-from dora_rl.trainer.foreign.clone import WINDOW, _smaller
+from dora_rl.trainer.foreign.check import DIFFERENCE_MAX, WINDOW, _smaller, load_foreign
 from dora_rl.trainer.foreign.policy import ForeignPolicy
 from dora_rl.trainer.learner import Learner
 from dora_rl.trainer.policy.logprobs import TokenScores
 from dora_rl.trainer.policy.lora import add_lora
 from dora_rl.trainer.policy.model import (
+    Policy,
     clone_architecture,
     load_policy,
     load_weights,
@@ -82,8 +82,8 @@ def plain_scores(model: Any, docs: list[Tensor], target: Tensor) -> TokenScores:
 
 
 def assert_near(got: TokenScores, want: TokenScores, limit: float = 1e-4) -> None:
-    assert (got.logprobs_N - want.logprobs_N).abs().max() < limit
-    assert (got.entropy_N - want.entropy_N).abs().max() < limit
+    assert (got.logprobs_T - want.logprobs_T).abs().max() < limit
+    assert (got.entropy_T - want.entropy_T).abs().max() < limit
 
 
 @pytest.mark.parametrize("family", CASES)
@@ -99,7 +99,7 @@ def test_a_family_computes_and_exports_what_transformers_does(family: str, tmp_p
     assert_near(run(ours, docs[:1], target[:25]), plain_scores(theirs, docs[:1], target[:25]))
     outer = torch.linspace(-1, 1, len(target))
     for scores in (want, got):
-        ((scores.logprobs_N + 0.3 * scores.entropy_N) * outer).sum().backward()
+        ((scores.logprobs_T + 0.3 * scores.entropy_T) * outer).sum().backward()
     grads = dict(theirs.named_parameters())
     for name, p in ours.inner.named_parameters():
         known = grads[name].grad
@@ -117,10 +117,10 @@ def test_a_family_computes_and_exports_what_transformers_does(family: str, tmp_p
     with torch.no_grad():
         moved = run(ours, docs, target)
         assert_near(moved, plain_scores(plain_model(tmp_path / "out"), docs, target))
-        assert (moved.logprobs_N - got.logprobs_N).abs().max() > 1e-2
+        assert (moved.logprobs_T - got.logprobs_T).abs().max() > 1e-2
         twin = load_policy(directory, OPTIONS)
         load_weights(twin, dict(named_weights(ours)).__getitem__)
-        assert torch.equal(run(twin, docs, target).logprobs_N, moved.logprobs_N)
+        assert torch.equal(run(twin, docs, target).logprobs_T, moved.logprobs_T)
 
 
 def test_there_are_many_families_and_the_page_lists_them() -> None:
@@ -160,6 +160,15 @@ NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA 
 ON_GPU = [pytest.param(f, "cuda", marks=[pytest.mark.gpu, NO_GPU]) for f in WELL]
 
 
+def published(policy: Policy) -> dict[str, Tensor]:
+    """The tensors of a version in bfloat16."""
+    publisher, store = Publisher(), MemoryStore()
+    drafts = publisher.begin(0, store, None)
+    publisher.snapshot(policy, torch.bfloat16, 0, drafts)
+    publisher.seal(drafts, None, background=False)
+    return store.sealed[0].tensors
+
+
 @pytest.mark.parametrize(("family", "device"), [*ON_CPU, *ON_GPU])
 def test_half_precision_is_near_and_a_twin_is_equal(
     family: str, device: str, tmp_path: Path
@@ -176,16 +185,16 @@ def test_half_precision_is_near_and_a_twin_is_equal(
     docs, target = documents()
     on_device = [d.to(device) for d in docs], target.to(device)
     got = run(ours, *on_device)
-    got.logprobs_N.sum().backward()
+    got.logprobs_T.sum().backward()
     with torch.no_grad():
         want = plain_scores(plain_model(directory), docs, target)
         # The median: rounding lets some tokens choose another expert.
-        assert (got.logprobs_N.cpu() - want.logprobs_N).abs().median() < 0.03
+        assert (got.logprobs_T.cpu() - want.logprobs_T).abs().median() < 0.03
         twin = clone_architecture(ours, options, directory)
-        sealed = dict(Publisher().snapshot(ours, torch.bfloat16, first=True)[0])
+        sealed = published(ours)
         load_weights(twin, sealed.__getitem__)
         again = run(twin, *on_device)
-    assert torch.equal(again.logprobs_N, got.logprobs_N)
+    assert torch.equal(again.logprobs_T, got.logprobs_T)
     assert not any(p.requires_grad for p in twin.parameters())
     assert all(p.grad.isfinite().all() for p in ours.parameters() if p.grad is not None)
 
@@ -204,8 +213,8 @@ def test_biases_that_choose_experts_are_published_unrounded(family: str, tmp_pat
     biases = [n for n in half if n.endswith("e_score_correction_bias")]
     assert biases and all(half[n].dtype == torch.float32 for n in biases)
     assert all(t.dtype == torch.bfloat16 for n, t in half.items() if n not in biases)
-    published = dict(Publisher().snapshot(policy, torch.bfloat16, first=True)[0])
-    assert {n: t.dtype for n, t in published.items()} == {n: t.dtype for n, t in half.items()}
+    tensors = published(policy)
+    assert {n: t.dtype for n, t in tensors.items()} == {n: t.dtype for n, t in half.items()}
 
 
 @pytest.mark.parametrize("family", ["gpt_neox", "mixtral", "qwen3_next"])
@@ -231,7 +240,7 @@ def test_checkpointing_runs_layers_again_and_changes_nothing(family: str, tmp_pa
             module.register_forward_pre_hook(add)
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
             scores = run(policy, docs, target)
-        scores.logprobs_N.sum().backward()
+        scores.logprobs_T.sum().backward()
         calls.append(count[0])
         kept.append(bytes_kept[0])
         grads.append({n: p.grad for n, p in policy.named_parameters() if p.grad is not None})
@@ -251,10 +260,10 @@ def test_dropout_of_the_model_never_acts(tmp_path: Path) -> None:
     policy = load_policy(write_family(tmp_path, "gpt2"), OPTIONS)  # its config has dropout of 0.1
     docs, target = documents()
     with torch.no_grad():
-        first = run(policy, docs, target).logprobs_N
+        first = run(policy, docs, target).logprobs_T
         policy.eval()
         policy.train()
-        assert torch.equal(run(policy, docs, target).logprobs_N, first)
+        assert torch.equal(run(policy, docs, target).logprobs_T, first)
 
 
 def test_adapters_train_and_merge_into_the_export(tmp_path: Path) -> None:
@@ -307,7 +316,7 @@ def test_the_attention_that_forgets_a_soft_cap_is_not_used(tmp_path: Path) -> No
         want = run(policy, docs, target)
         policy.inner.set_attn_implementation("sdpa")
         wrong = run(policy, docs, target)
-    assert (wrong.logprobs_N - want.logprobs_N).abs().max() > 10 * DIFFERENCE_MAX
+    assert (wrong.logprobs_T - want.logprobs_T).abs().max() > 10 * DIFFERENCE_MAX
 
 
 OWN_CODE = """

@@ -12,7 +12,7 @@ from trainer_cases import VOCAB, changed, flat, make_groups, sample
 from trainer_store import MemoryStore
 
 from dora_rl.config import AlgorithmConfig, TrainerConfig
-from dora_rl.trainer.attention.layout import Layout
+from dora_rl.trainer.attention import Layout
 from dora_rl.trainer.learner import Learner
 from dora_rl.trainer.policy.model import load_policy
 from dora_rl.types import REWARD_MAX, Group, Segment, UserError
@@ -127,7 +127,7 @@ def true_logprobs(model_dir: Path, groups: list[Group]) -> list[Group]:
             rows = torch.arange(start - 1, len(ids) - 1)
             with torch.no_grad():
                 lp = policy(ids, Layout([len(ids)], torch.device("cpu")), rows, ids[start:])
-            samples.append(replace(s, logprobs=lp.logprobs_N.tolist()))
+            samples.append(replace(s, logprobs=lp.logprobs_T.tolist()))
         out.append(replace(g, samples=tuple(samples)))
     return out
 
@@ -240,7 +240,7 @@ def test_publication_is_what_the_canary_says(model_dir: Path) -> None:
     ids = torch.tensor(sealed.canary.token_ids)
     layout = Layout([len(ids)], torch.device("cpu"))
     scores = twin.policy(ids, layout, torch.arange(len(ids) - 1), ids[1:])
-    assert scores.logprobs_N.tolist() == pytest.approx(sealed.canary.logprobs, abs=1e-6)
+    assert scores.logprobs_T.tolist() == pytest.approx(sealed.canary.logprobs, abs=1e-6)
     learner.publisher.close()
 
 

@@ -21,10 +21,9 @@ from dora_rl.engine.engine import Engine
 from dora_rl.engine.options import EngineOptions
 from dora_rl.model.directory import read_spec
 from dora_rl.setup.learner_check import check_learner
-from dora_rl.trainer.attention.layout import Layout
+from dora_rl.trainer.attention import Layout
 from dora_rl.trainer.learner import Learner
-from dora_rl.trainer.policy.linear import Linear, LoraLinear, side_by_side
-from dora_rl.trainer.policy.lora import without_dropout
+from dora_rl.trainer.policy.lora import Linear, LoraLinear, side_by_side, without_dropout
 from dora_rl.trainer.scoring import score
 from dora_rl.types import UserError
 from dora_rl.weights.store import SharedMemoryWeightStore
@@ -66,7 +65,7 @@ def test_dropout_is_for_training_passes_alone(model_dir: Path) -> None:
     assert torch.equal(still, again)
 
     def training_pass() -> torch.Tensor:
-        return learner.policy(ids, Layout([len(ids)], ids.device), rows, ids[1:]).logprobs_N
+        return learner.policy(ids, Layout([len(ids)], ids.device), rows, ids[1:]).logprobs_T
 
     first, second = training_pass(), training_pass()
     assert not torch.equal(first, still) and not torch.equal(first, second)
@@ -97,7 +96,7 @@ def test_both_forms_have_the_gradient_of_the_adapter(model_dir: Path) -> None:
     for form in ("adapters", "merged"):
         learner = Learner(model_dir, None, changed(TRAINER, lora_publish=form))
         move_adapters(learner)
-        learner.policy(ids, layout, rows, ids[1:]).logprobs_N.mean().backward()
+        learner.policy(ids, layout, rows, ids[1:]).logprobs_T.mean().backward()
         found = {n: p.grad for n, p in learner.policy.named_parameters() if p.requires_grad}
         gradients.append(found)
     beside, through = gradients
@@ -174,7 +173,7 @@ class Products(TorchDispatchMode):
 def backward_products(learner: Learner) -> set[tuple[int, ...]]:
     ids = documents_of(30, 1)[0].token_ids
     rows, layout = torch.arange(29), Layout([30], ids.device)
-    loss = learner.policy(ids, layout, rows, ids[1:]).logprobs_N.mean()
+    loss = learner.policy(ids, layout, rows, ids[1:]).logprobs_T.mean()
     with Products() as seen:
         loss.backward()
     return set(seen.shapes)
@@ -245,8 +244,8 @@ def test_layers_with_adapters_are_compiled_whole(tmp_path: Path, form: str, drop
         learner = Learner(model, None, trainer)
         move_adapters(learner)
         with without_dropout(learner.policy):
-            scores = learner.policy(ids, layout, rows, ids[1:]).logprobs_N
-        learner.policy(ids, layout, rows, ids[1:]).logprobs_N.mean().backward()
+            scores = learner.policy(ids, layout, rows, ids[1:]).logprobs_T
+        learner.policy(ids, layout, rows, ids[1:]).logprobs_T.mean().backward()
         assert all(p.grad is not None for p in learner.optimizer.parameters)
         found.append(scores.detach())
     assert torch._dynamo.utils.counters["frames"]["ok"] >= 2

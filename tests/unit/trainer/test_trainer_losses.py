@@ -17,11 +17,14 @@ from hypothesis import strategies as st
 
 from dora_rl.config import AlgorithmConfig
 from dora_rl.trainer.losses import recipes
-from dora_rl.trainer.losses.advantages import PER_GROUP
-from dora_rl.trainer.losses.aggregate import whole
-from dora_rl.trainer.losses.corrections import CORRECTIONS, correction_weight
+from dora_rl.trainer.losses.functions import (
+    CORRECTIONS,
+    KL,
+    PER_GROUP,
+    correction_weight,
+    value_loss,
+)
 from dora_rl.trainer.losses.inputs import LossInputs
-from dora_rl.trainer.losses.penalties import KL, value_loss
 from dora_rl.trainer.losses.recipes import RECIPES
 from dora_rl.trainer.losses.registry import FUNCTIONS, resolve
 from dora_rl.types import UserError
@@ -207,7 +210,8 @@ def test_loss_and_gradient_equal_the_formula(
         o = objective.options
         inputs = flatten(batch)
         loss_T = objective.function(inputs, o).loss_T
-        total = whole(loss_T, inputs, objective.aggregation, o.constant_tokens)
+        total = objective.numerator(loss_T, inputs)
+        total = total / objective.denominator(loss_T.numel(), inputs.num_sequences)
         (gradient,) = torch.autograd.grad(total, inputs.logprobs_T)
         want, want_gradient = reference(batch, name, o)
         assert total.item() == pytest.approx(want, rel=1e-9, abs=1e-9)

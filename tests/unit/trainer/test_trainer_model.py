@@ -11,10 +11,8 @@ from trainer_cases import FAMILIES, VOCAB, write_tiny_model
 
 from dora_rl.config import TrainerConfig
 from dora_rl.model.directory import HfDirectory, write_model
-from dora_rl.trainer.attention.backends import attend_loop, attend_sdpa
-from dora_rl.trainer.attention.blocks import attend_blocks
-from dora_rl.trainer.attention.layout import Layout
-from dora_rl.trainer.policy.lean_ops import rms_norm, rotate
+from dora_rl.trainer.attention import Layout, attend_blocks, attend_loop, attend_sdpa
+from dora_rl.trainer.policy.decoder import rms_norm, rotate
 from dora_rl.trainer.policy.logprobs import token_scores
 from dora_rl.trainer.policy.model import lean_spec, load_policy, named_weights, pick_device
 from dora_rl.types import UserError
@@ -41,10 +39,10 @@ def test_packed_scores_and_gradients_equal_transformers(family: str, tmp_path: P
     want_entropy = -(table.exp() * table).sum(-1)
     ours = load_policy(directory, TrainerConfig(device="cpu", logits_chunk_tokens=13))
     got = ours(torch.cat(docs), Layout(LENGTHS, CPU), torch.arange(len(target)), target)
-    assert (got.logprobs_N - want).abs().max() < 1e-5
-    assert (got.entropy_N - want_entropy).abs().max() < 1e-5
+    assert (got.logprobs_T - want).abs().max() < 1e-5
+    assert (got.entropy_T - want_entropy).abs().max() < 1e-5
     weight = torch.linspace(-1, 1, len(target))
-    ((got.logprobs_N + 0.3 * got.entropy_N) * weight).sum().backward()
+    ((got.logprobs_T + 0.3 * got.entropy_T) * weight).sum().backward()
     ((want + 0.3 * want_entropy) * weight).sum().backward()
     mine = {n: p.grad for n, p in ours.named_parameters()}
     for name, p in theirs.named_parameters():
@@ -62,9 +60,9 @@ def test_packing_changes_nothing(model_dir: Path) -> None:
         for d in docs:
             n = len(d)
             rows = torch.arange(n)
-            alone.append(policy(d, Layout([n], CPU), rows, target[start : start + n]).logprobs_N)
+            alone.append(policy(d, Layout([n], CPU), rows, target[start : start + n]).logprobs_T)
             start += n
-    assert (packed.logprobs_N - torch.cat(alone)).abs().max() < 1e-5
+    assert (packed.logprobs_T - torch.cat(alone)).abs().max() < 1e-5
 
 
 def test_foreign_models_are_packed_too(model_dir: Path) -> None:
@@ -72,7 +70,7 @@ def test_foreign_models_are_packed_too(model_dir: Path) -> None:
     args = (torch.cat(docs), Layout(LENGTHS, CPU), torch.arange(len(target)), target)
     lean = load_policy(model_dir, TrainerConfig(device="cpu"))
     other = load_policy(model_dir, TrainerConfig(device="cpu", implementation="transformers"))
-    assert (lean(*args).logprobs_N - other(*args).logprobs_N).abs().max() < 1e-5
+    assert (lean(*args).logprobs_T - other(*args).logprobs_T).abs().max() < 1e-5
     assert dict(named_weights(other)).keys() == dict(named_weights(lean)).keys()
 
 
@@ -82,7 +80,7 @@ def test_checkpointing_changes_nothing(model_dir: Path) -> None:
     for kind in ("none", "layer"):
         policy = load_policy(model_dir, TrainerConfig(device="cpu", activation_checkpointing=kind))
         rows = torch.arange(len(target))
-        policy(torch.cat(docs), Layout(LENGTHS, CPU), rows, target).logprobs_N.sum().backward()
+        policy(torch.cat(docs), Layout(LENGTHS, CPU), rows, target).logprobs_T.sum().backward()
         grads.append(torch.cat([p.grad.reshape(-1) for p in policy.parameters()]))  # type: ignore[union-attr]
     assert torch.equal(grads[0], grads[1])
 
@@ -145,8 +143,8 @@ def test_chunks_change_nothing(temperature: float) -> None:
     for chunk in (29, 4, 1):
         s, w = states.clone().requires_grad_(), weight.clone().requires_grad_()
         scores = token_scores(s, w, target, temperature, chunk)
-        (scores.logprobs_N * outer[0] + scores.entropy_N * outer[1]).sum().backward()
-        got = [scores.logprobs_N.detach(), scores.entropy_N.detach(), s.grad, w.grad]
+        (scores.logprobs_T * outer[0] + scores.entropy_T * outer[1]).sum().backward()
+        got = [scores.logprobs_T.detach(), scores.entropy_T.detach(), s.grad, w.grad]
         if want is None:
             s, w = states.clone().requires_grad_(), weight.clone().requires_grad_()
             table = (s @ w.t() / temperature).log_softmax(-1)
@@ -179,7 +177,7 @@ def test_all_layers_share_one_compiled_body(model_dir: Path) -> None:
     for num in (2, 5, len(docs)):
         ids, lengths = torch.cat(docs[:num]), LENGTHS[:num]
         args = (ids, Layout(lengths, CPU), torch.arange(len(ids)), target[: len(ids)])
-        got, want = policy(*args).logprobs_N, plain(*args).logprobs_N
+        got, want = policy(*args).logprobs_T, plain(*args).logprobs_T
         assert (got - want).abs().max() < 1e-5
         got.sum().backward()
     assert counters["stats"]["unique_graphs"] == 2

@@ -12,7 +12,7 @@ from trainer_store import MemoryStore
 
 from dora_rl.config import AlgorithmConfig, TrainerConfig
 from dora_rl.trainer.learner import Learner
-from dora_rl.trainer.losses.advantages import PER_GROUP, GroupAdvantage, GroupScores
+from dora_rl.trainer.losses.functions import PER_GROUP, GroupAdvantage, GroupScores
 from dora_rl.trainer.losses.registry import resolve
 from dora_rl.trainer.losses.trial import made_up_inputs, try_advantage, try_loss
 from dora_rl.types import Group, Segment, UserError

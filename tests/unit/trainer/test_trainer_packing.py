@@ -10,9 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trainer_cases import sample
 
-from dora_rl.trainer.documents import collate, document_of
-from dora_rl.trainer.losses import advantages as adv
-from dora_rl.trainer.packing import document_cost, pack_balanced, pack_stream, quadratic_tokens
+from dora_rl.trainer.documents import (
+    collate,
+    document_cost,
+    document_of,
+    pack_balanced,
+    pack_stream,
+    quadratic_tokens,
+)
+from dora_rl.trainer.losses import functions as adv
 from dora_rl.types import Group, Trajectory
 
 lengths = st.lists(st.integers(1, 300), max_size=60)
@@ -84,10 +90,10 @@ def test_a_pack_holds_exactly_the_trained_tokens(rows: list[tuple[list[int], Tra
             if m:
                 row = start + len(prompt) + t - 1
                 want.append((row, s.token_ids[t], i, s.logprobs[t]))
-        assert pack.token_ids_T[start : start + len(full)].tolist() == full
+        assert pack.token_ids_P[start : start + len(full)].tolist() == full
         start += len(full)
     rollout = pack.gather([d.rollout_logprobs for d in documents])
-    columns = (pack.rows_N, pack.target_N, pack.sequence_N, rollout)
+    columns = (pack.rows_T, pack.target_T, pack.sequence_T, rollout)
     assert list(zip(*(c.tolist() for c in columns), strict=True)) == want
     assert [d.num_trained for d in documents] == [s.num_trained for _, s in rows]
 

@@ -14,6 +14,7 @@ from trainer_cases import changed, flat, make_groups
 from dora_rl.config import AlgorithmConfig, TrainerConfig
 from dora_rl.out_of_memory import shortage
 from dora_rl.trainer.learner import Learner
+from dora_rl.trainer.memory import Room
 from dora_rl.trainer.scoring import SealedScorer
 from dora_rl.trainer.warm_up import warm_up
 from dora_rl.types import Group, UserError
@@ -222,7 +223,7 @@ def test_fewer_frozen_versions_where_there_is_no_room_for_another() -> None:
             )
 
     said: list[str] = []
-    scorer = SealedScorer(Ones(), make_twin, make_twin, 1.0, 64, tell=said.append)  # type: ignore[arg-type]
+    scorer = SealedScorer(Ones(), make_twin, make_twin, 1.0, Room(64, said.append))  # type: ignore[arg-type]
     first = scorer._model(1)
     assert scorer._model(2) is first and scorer.models_max == len(said) == 1
     assert first.weight[0, 0].item() == 2.0 and WORDS.split(".")[0] in said[0]

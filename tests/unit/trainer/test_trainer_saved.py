@@ -18,7 +18,7 @@ from dora_rl.config import TrainerConfig
 from dora_rl.model.directory import read_spec
 from dora_rl.model.rope import inverse_frequencies, rotation
 from dora_rl.setup.memory import layer_bytes
-from dora_rl.trainer.attention.layout import Layout
+from dora_rl.trainer.attention import Layout
 from dora_rl.trainer.policy.decoder import Layer
 from dora_rl.trainer.policy.lora import add_lora
 from dora_rl.trainer.policy.model import lean_spec
@@ -90,7 +90,7 @@ def kept_bytes(layer: Layer, arch: Any, num_tokens: int) -> int:
     The pass is computed backwards too: what was kept is enough."""
     layout = Layout([num_tokens // 2, num_tokens - num_tokens // 2], torch.device("cpu"))
     freq, scale = inverse_frequencies(arch.rope, arch.head_dim)
-    cos, sin = rotation(layout.position_T, freq, scale)
+    cos, sin = rotation(layout.position_P, freq, scale)
     known = {t.untyped_storage().data_ptr() for t in (*layer.parameters(), cos, sin)}
     kept: dict[int, Tensor] = {}  # held, so that no storage is used twice
 

@@ -14,7 +14,7 @@ from trainer_cases import changed, write_tiny_model
 from transformers import AutoModelForCausalLM
 
 from dora_rl.config import TrainerConfig
-from dora_rl.trainer.attention.layout import Layout
+from dora_rl.trainer.attention import Layout
 from dora_rl.trainer.policy.model import load_policy
 from dora_rl.trainer.sft import SftOptions, SftProgress, encode_row, run_sft
 from dora_rl.types import UserError
@@ -62,7 +62,7 @@ def test_it_learns_and_writes_a_model(model_dir: Path, tmp_path: Path) -> None:
     ids = torch.tensor([*Letters().encode("abc"), *Letters().encode("cba"), 1])
     with torch.no_grad():
         scores = policy(ids, Layout([7], ids.device), torch.arange(2, 6), ids[3:])
-    assert scores.logprobs_N.exp().min() > 0.5
+    assert scores.logprobs_T.exp().min() > 0.5
     assert (out / "tokenizer.json").is_file()
     with pytest.raises(UserError, match="not empty"):
         run_sft(model_dir, [data], out, SftOptions(), TRAINER, None, Letters())
@@ -118,13 +118,13 @@ def test_a_model_run_by_transformers_learns_and_is_written(tmp_path: Path) -> No
 def test_rows_are_encoded_as_the_rollout_does() -> None:
     tok = Letters()
     row = encode_row({"prompt": "ab", "completion": "c"}, tok, "f:1", True)
-    assert row.token_ids == (2, 3, 4, 1) and row.prompt_tokens == 2
+    assert row.token_ids.tolist() == [2, 3, 4, 1] and row.rows.tolist() == [1, 2]
     messages = [{"role": "user", "content": "ab"}]
     row = encode_row({"prompt": messages, "response": "c"}, tok, "f:1", False)
-    assert row.token_ids == (2, 3, 4) and row.prompt_tokens == 2
+    assert row.token_ids.tolist() == [2, 3, 4] and row.rows.tolist() == [1]
     answer = [{"role": "assistant", "content": "cd"}]
     row = encode_row({"prompt": messages, "completion": answer}, tok, "f:1", True)
-    assert row.token_ids == (2, 3, 4, 5) and row.prompt_tokens == 2
+    assert row.token_ids.tolist() == [2, 3, 4, 5] and row.rows.tolist() == [1, 2]
 
 
 @pytest.mark.parametrize(

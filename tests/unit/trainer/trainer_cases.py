@@ -12,7 +12,8 @@ import torch
 from dora_rl.config import TrainerConfig
 from dora_rl.model.directory import write_model
 from dora_rl.trainer.learner import Learner
-from dora_rl.trainer.policy.model import build_decoder, initialise, lean_spec, named_weights
+from dora_rl.trainer.policy.decoder import Decoder
+from dora_rl.trainer.policy.model import build_decoder, lean_spec, named_weights
 from dora_rl.types import Finish, Group, RequestId, Segment, Trajectory
 
 torch.set_num_threads(1)
@@ -65,6 +66,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+@torch.no_grad()
+def initialise(decoder: Decoder, seed: int) -> None:
+    """Random weights, the same for the same seed: norms 1, biases 0, matrices normal."""
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+    for name, p in decoder.named_parameters():
+        if p.dim() == 1:
+            p.fill_(0.0 if name.endswith("bias") else 1.0)
+        else:
+            p.copy_(torch.randn(p.shape, generator=generator) * 0.2)
+
+
 def write_tiny_model(directory: Path, family: str, seed: int = 0) -> Path:
     """A model directory with random weights large enough that attention matters."""
     config = {"tie_word_embeddings": False, **SHAPE, **FAMILIES[family]}
@@ -74,7 +86,7 @@ def write_tiny_model(directory: Path, family: str, seed: int = 0) -> Path:
     arch = lean_spec(config)
     assert arch is not None
     decoder = build_decoder(arch, TrainerConfig(device="cpu"))
-    initialise(decoder, seed, std=0.2)
+    initialise(decoder, seed)
     write_model(directory, named_weights(decoder), 1 << 30)
     return directory
 

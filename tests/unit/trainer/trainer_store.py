@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +23,24 @@ class Sealed:
 
     def tensor(self, name: str) -> torch.Tensor:
         return self.tensors[name]
+
+
+class MemoryDraft:
+    def __init__(self, store: MemoryStore, version: int) -> None:
+        self.store, self.version = store, version
+        self.tensors: dict[str, torch.Tensor] = {}
+
+    def room(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return self.tensors.setdefault(name, torch.empty(tuple(shape), dtype=dtype))
+
+    def seal(
+        self, canary: Canary | None, base: str = "", ready: Callable[[], object] = lambda: None
+    ) -> str:
+        ready()
+        return self.store.publish(self.version, self.tensors.items(), canary, base)
+
+    def discard(self) -> None:
+        self.tensors.clear()
 
 
 class MemoryStore:
@@ -45,6 +63,10 @@ class MemoryStore:
             digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
         self.sealed[version] = Sealed(version, digest.hexdigest(), canary, copies)
         return digest.hexdigest()
+
+    def draft(self, version: int, num_bytes: int = 0, pin: object = None) -> MemoryDraft:
+        del num_bytes, pin
+        return MemoryDraft(self, version)
 
     def open(self, version: int) -> Sealed:
         self.opened.append(version)

@@ -1,5 +1,4 @@
-"""The CPU engine's forward pass in C, compiled on the machine it runs on.
+"""The CPU's way to run a plan: `compiled` in C, or `runner` with torch, which is its oracle.
 
-`library` builds and loads it, `runner` drives it. Where there is no C compiler, or a model is not
-dense float32, `engine.runner` computes the same with torch.
+Torch computes where there is no C compiler, or a model is not dense float32.
 """

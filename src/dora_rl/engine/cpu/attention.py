@@ -11,98 +11,115 @@ C tokens of a block, D head dim. Never writes the cache.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from dora_rl.engine.cpu.batch import DecodePairs, Prefill
-
 PREFILL_PAIRS_MAX = 4096  # keeps the scratch memory of one chunk near the cache
+Ints = NDArray[np.int64]
 
 
-@dataclass(slots=True)
-class PairTensors:
-    """`DecodePairs` as tensors, made once a step and used by every layer."""
+class Pairs(NamedTuple):
+    """Every (row, block) pair of decode rows: made once a pass, used by every layer.
 
-    rows: Tensor | None  # None: every row of the batch
-    num_pool: int
-    shared: Tensor
-    owners: list[Tensor]
+    They are arranged in turns: a block that n rows share is in turns 0 .. n - 1. Turn 0 reads the
+    blocks [0, num_pool) of the pool where they lie (what nobody has there is used by nobody). The
+    blocks of later turns are gathered once, most shared first: turn t has the first `turns[t]`.
+    """
+
+    rows: Tensor
+    num_pool: int  # 0: turn 0 is of gathered blocks too
+    gathered: Tensor  # blocks
+    turns: list[int]  # that are of gathered blocks
+    owners: Tensor  # the row of each pair
     mask: Tensor  # [B, 1, 1, C]: 0 or -inf
-    table: Tensor  # [T, N]
+    table: Tensor  # [T, N]: a row's pairs
     absent: Tensor  # [T, N, 1, 1]: blocks that a row does not have
 
-    @staticmethod
-    def make(pairs: DecodePairs, block_tokens: int) -> PairTensors:
-        num_rows, width = pairs.table.shape
-        padded = _power_of_two(width)
-        table = np.zeros((num_rows, padded), np.int64)
-        table[:, :width] = pairs.table
-        valid = np.zeros((num_rows, padded), np.bool_)
-        valid[:, :width] = pairs.valid
-        return PairTensors(
-            None if pairs.rows is None else torch.from_numpy(pairs.rows),
-            pairs.num_pool,
-            torch.from_numpy(pairs.shared),
-            [torch.from_numpy(owner) for owner in pairs.owners],
-            _length_mask(torch.from_numpy(pairs.lengths), block_tokens),
-            torch.from_numpy(table),
-            torch.from_numpy(~valid)[:, :, None, None],
-        )
+
+def pair_blocks(rows: Ints, positions: Ints, table: Ints, block_tokens: int) -> Pairs:
+    """Of rows at `positions` with blocks `table` [T, blocks]."""
+    counts = positions // block_tokens + 1
+    present = np.arange(_power_of_two(int(counts.max()))) < counts[:, None]
+    row, index = np.nonzero(present)
+    blocks = table[row, index]
+    used, which, shares = np.unique(blocks, return_inverse=True, return_counts=True)
+    turn = np.empty_like(which)
+    turn[np.argsort(which, kind="stable")] = np.arange(len(which)) - np.repeat(
+        np.cumsum(shares) - shares, shares
+    )
+    by_shares = np.argsort(-shares, kind="stable")
+    sizes = [int((shares > t).sum()) for t in range(shares.max())]
+    # Mostly blocks of others: gathering ours costs less than reading them all.
+    num_pool = 0 if used[-1] + 1 > 3 * len(used) else int(used[-1]) + 1
+    num_gathered = len(used)
+    if num_pool:
+        num_gathered, sizes[0] = int((shares > 1).sum()), num_pool
+    offsets = np.r_[0, np.cumsum(sizes)]
+    in_place = (turn == 0) & (num_pool > 0)
+    place = offsets[turn] + np.where(in_place, blocks, np.argsort(by_shares)[which])
+    owners = np.zeros(offsets[-1], np.int64)
+    lengths = np.ones_like(owners)
+    owners[place] = rows[row]
+    lengths[place] = np.minimum(positions[row] + 1 - index * block_tokens, block_tokens)
+    places = np.zeros(present.shape, np.int64)
+    places[present] = place
+    return Pairs(
+        torch.from_numpy(rows),
+        num_pool,
+        torch.from_numpy(used[by_shares][:num_gathered]),
+        sizes[1:] if num_pool else sizes,
+        torch.from_numpy(owners),
+        _length_mask(torch.from_numpy(lengths), block_tokens),
+        torch.from_numpy(places),
+        torch.from_numpy(~present)[:, :, None, None],
+    )
 
 
-def attend_decode(q: Tensor, k: Tensor, v: Tensor, pairs: PairTensors) -> Tensor:
+def attend_decode(q: Tensor, k: Tensor, v: Tensor, pairs: Pairs) -> Tensor:
     """[rows, KV, G, D] for the decode rows; q is [T, KV, G, D] and already scaled."""
-    _, _, num_q, dim = q.shape
-    tokens = k.shape[2]
-    shared = pairs.shared
-    k_shared = k.index_select(0, shared) if len(shared) else k[:0]
-    v_shared = v.index_select(0, shared) if len(shared) else v[:0]
-    scores, values = [], []
-    for index, owner in enumerate(pairs.owners):
-        in_place = index == 0 and pairs.num_pool
-        keys = k[: pairs.num_pool] if in_place else k_shared[: len(owner)]
-        values.append(v[: pairs.num_pool] if in_place else v_shared[: len(owner)])
-        queries = q.index_select(0, owner).view(-1, num_q, dim)
-        scores.append(torch.bmm(queries, keys.view(-1, tokens, dim).transpose(1, 2)))
-    score = scores[0] if len(scores) == 1 else torch.cat(scores)
-    score = score.view(len(pairs.mask), -1, num_q, tokens).add_(pairs.mask)
+    shape = (len(pairs.owners), *q.shape[1:3])
+    queries = q.index_select(0, pairs.owners).flatten(0, 1)
+    keys = [part.transpose(1, 2) for part in _of_pairs(k, pairs)]
+    score = _multiply(queries, keys).view(*shape, -1).add_(pairs.mask)
     peak, weight, total = _block_softmax(score)
-    flat = weight.view(-1, num_q, tokens)
-    outs, start = [], 0
-    for value in values:
-        value = value.view(-1, tokens, dim)
-        outs.append(torch.bmm(flat[start : start + len(value)], value))
-        start += len(value)
-    out = (outs[0] if len(outs) == 1 else torch.cat(outs)).view(len(pairs.mask), -1, num_q, dim)
-    rows, width = pairs.table.shape
-    index = pairs.table.view(-1)
-    out = out.index_select(0, index).view(rows, width, *out.shape[1:])
-    total = total.index_select(0, index).view(rows, width, *total.shape[1:])
-    if width == 1:
-        return out[:, 0].div_(total[:, 0, ..., None])
-    peak = peak.index_select(0, index).view(rows, width, *peak.shape[1:])
+    out = _multiply(weight.flatten(0, 1), _of_pairs(v, pairs)).view(*shape, -1)
+    places = pairs.table.view(-1)
+    peak, total, out = (
+        part.index_select(0, places).unflatten(0, pairs.table.shape) for part in (peak, total, out)
+    )
     return _add_up(peak.masked_fill_(pairs.absent, -torch.inf), total, out)
 
 
-def attend_prefill(q: Tensor, k: Tensor, v: Tensor, chunk: Prefill) -> Tensor:
-    """[count, KV, G, D] for the rows of one chunk; q is their scaled queries."""
+def _of_pairs(pool: Tensor, pairs: Pairs) -> list[Tensor]:
+    """Keys or values, [pair * KV, C, D] of each turn."""
+    gathered = pool.index_select(0, pairs.gathered).flatten(0, 1)
+    in_place = [pool[: pairs.num_pool].flatten(0, 1)] if pairs.num_pool else []
+    return in_place + [gathered[: size * pool.shape[1]] for size in pairs.turns]
+
+
+def _multiply(left: Tensor, right: list[Tensor]) -> Tensor:
+    parts = left.split([len(part) for part in right])
+    products = [torch.bmm(*pair) for pair in zip(parts, right, strict=True)]
+    return products[0] if len(products) == 1 else torch.cat(products)
+
+
+def attend_prefill(q: Tensor, k: Tensor, v: Tensor, position: int, blocks: list[int]) -> Tensor:
+    """[count, KV, G, D] for the rows of a chunk from `position` on; q is their scaled queries."""
     tokens = k.shape[2]
-    step = max(1, PREFILL_PAIRS_MAX // _power_of_two(len(chunk.blocks)))
+    step = max(1, PREFILL_PAIRS_MAX // _power_of_two(len(blocks)))
     parts = []
-    for start in range(0, chunk.count, step):
-        part = q[start : start + step]
-        position = chunk.position + start
+    for part in q.split(step):
         num_blocks = -(-(position + len(part)) // tokens)
-        parts.append(_prefill_part(part, k, v, position, chunk.blocks[:num_blocks]))
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+        parts.append(_prefill_part(part, k, v, position, blocks[:num_blocks]))
+        position += len(part)
+    return torch.cat(parts)
 
 
-def _prefill_part(
-    q: Tensor, k: Tensor, v: Tensor, position: int, blocks: tuple[int, ...]
-) -> Tensor:
+def _prefill_part(q: Tensor, k: Tensor, v: Tensor, position: int, blocks: list[int]) -> Tensor:
     count, num_kv, num_q, dim = q.shape
     tokens, width = k.shape[2], _power_of_two(len(blocks))
     peak = q.new_full((count, width, num_kv, num_q), -torch.inf)
@@ -123,8 +140,6 @@ def _prefill_part(
         for h in range(num_kv):
             values = v[block, h].expand(num, -1, -1)
             out[first:, j, h] = torch.bmm(weight[:, h], values)
-    if width == 1:
-        return out[:, 0] / total[:, 0, ..., None]
     return _add_up(peak, total, out)
 
 

@@ -1,36 +1,211 @@
-"""Runs a plan's rows on the CPU in one call of the compiled kernels.
+"""Runs a plan's rows on the CPU in one call of kernels in C, compiled on the machine they run on.
 
-Replaces `engine.runner.CpuRunner` where `usable` says so; that one is its oracle in the tests. Rows
-are ordered by version and need no padding: rows never depend on each other.
+Takes the place of `TorchRunner` where `usable` says so; that one is its oracle in the tests. Rows
+need no padding: rows never depend on each other.
+
+`load_kernels` compiles kernels.c once for a machine, and gives None where that cannot be done. The
+library is kept in the user's cache directory under a name made of the source, the flags, the
+compiler and the processor, so that a home directory shared by unlike machines is safe. Nothing is
+trusted: a loaded library must first agree with torch on an odd product, and with itself on rows
+that stand alone.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from ctypes import POINTER, Structure, c_float, c_int64, c_void_p
+from hashlib import blake2b
+from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from dora_rl.engine.cpu.host import HostRunner, next_logprobs
-from dora_rl.engine.cpu.library import Kernels, LayerPointers, ModelPointers, StepPointers, load
+from dora_rl.engine.cpu.attention import Ints
+from dora_rl.engine.cpu.runner import Batch, CpuRunner
 from dora_rl.engine.options import EngineOptions
-from dora_rl.engine.plan import Span, StepResult
+from dora_rl.engine.plan import Span
 from dora_rl.engine.sequence import is_filtered
 from dora_rl.engine.tensors import sampler
 from dora_rl.engine.tensors.cache import KvCache
-from dora_rl.engine.tensors.sampler import read_drawn
 from dora_rl.engine.tensors.weights import ModelWeights
 from dora_rl.model.directory import TensorSource
 from dora_rl.model.rope import rope_tables
 from dora_rl.model.spec import ModelSpec
 
-Ints = NDArray[np.int64]
-PACKED = ("qkv", "o", "gate_up", "down")
+SOURCE = Path(__file__).with_name("kernels.c")
+FLAGS = ("-O3", "-fno-math-errno", "-shared", "-fPIC")
+MACHINE_FLAGS = (("-march=native", "-fopenmp"), ("-march=native",), ("-mcpu=native",), ())
+COMPILE_S_MAX = 120
+HEAD_VECTORS = (1, 2, 4, 8, 16)  # head sizes in vectors that the attention is written for
 QUERIES_MAX = 4  # query heads that the attention takes at once
+PACKED = ("qkv", "o", "gate_up", "down")
+
+
+class LayerPointers(Structure):
+    """`Layer` in kernels.c."""
+
+    _fields_ = [
+        (name, c_void_p)
+        for name in (
+            "norm1", "qkv", "qkv_bias", "qk_norm", "o", "o_bias",
+            "norm2", "gate_up", "gate_up_bias", "down", "down_bias",
+        )
+    ]  # fmt: skip
+
+
+class ModelPointers(Structure):
+    """`Model` in kernels.c."""
+
+    _fields_ = [
+        *((name, c_int64) for name in ("num_layers", "hidden", "heads", "kv_heads", "dim")),
+        *((name, c_int64) for name in ("inner", "vocab", "tied")),
+        *((name, c_float) for name in ("eps", "scale")),
+        *((name, c_void_p) for name in ("embed", "norm", "lm_head", "cos", "sin")),
+        ("layers", POINTER(LayerPointers)),
+    ]
+
+
+class StepPointers(Structure):
+    """`Step` in kernels.c."""
+
+    _fields_ = [
+        *((name, c_int64) for name in ("num_rows", "num_segments", "table_width")),
+        *((name, c_int64) for name in ("block_tokens", "num_blocks", "threads")),
+        *((name, c_void_p) for name in ("token_ids", "positions", "table_rows", "table")),
+        *((name, c_void_p) for name in ("logit_rows", "segments", "logit_segments", "kv")),
+        *((name, c_void_p) for name in ("x", "h", "wide", "mixed", "score")),
+        ("score_width", c_int64),
+        ("logits", c_void_p),
+    ]
+
+
+class Kernels:
+    """The functions of a loaded library."""
+
+    def __init__(self, path: Path) -> None:
+        self._library = ctypes.CDLL(str(path))
+        for function in (self._library.dora_lanes, self._library.dora_panel):
+            function.restype = c_int64
+        self.lanes: int = self._library.dora_lanes()
+        self.panel: int = self._library.dora_panel()
+        self._library.dora_sizes.restype = c_int64
+        for which, structure in enumerate((LayerPointers, ModelPointers, StepPointers)):
+            size = self._library.dora_sizes(c_int64(which))
+            assert size == ctypes.sizeof(structure), "kernels.c and compiled.py differ"
+        self.forward = self._function("dora_forward", "pp")
+        self.draw = self._function("dora_draw", "piippppppppp")
+        self._pack = self._function("dora_pack", "piip")
+        self._linear = self._function("dora_linear", "piiipppiii")
+
+    def pack(self, matrix: Tensor) -> None:
+        """Rearrange a contiguous [N, K] matrix in place for `linear` and `forward`."""
+        assert matrix.is_contiguous() and matrix.dtype == torch.float32
+        num_out, num_in = matrix.shape
+        copy = torch.empty(self.panel * num_in)
+        self._pack(matrix.data_ptr(), num_out, num_in, copy.data_ptr())
+
+    def linear(self, x: Tensor, packed: Tensor, threads: int = 1) -> Tensor:
+        """x [rows, K] times a packed [N, K]."""
+        rows, num_in = x.shape
+        num_out = len(packed)
+        out = torch.empty(rows, num_out)
+        self._linear(
+            x.data_ptr(), num_in, rows, num_in, packed.data_ptr(), None, out.data_ptr(), num_out,
+            0, threads,
+        )  # fmt: skip
+        return out
+
+    def _function(self, name: str, kinds: str) -> ctypes._NamedFuncPointer:
+        function = getattr(self._library, name)
+        function.argtypes = [c_void_p if kind == "p" else c_int64 for kind in kinds]
+        function.restype = None
+        return function
+
+
+@functools.cache
+def load_kernels() -> Kernels | None:
+    """The kernels of this machine; None without a compiler or where they are wrong."""
+    path = build()
+    if path is None:
+        return None
+    try:
+        kernels = Kernels(path)
+    except OSError:
+        return None
+    return kernels if agrees_with_torch(kernels) else None
+
+
+def build(machine_flags: Sequence[Sequence[str]] = MACHINE_FLAGS) -> Path | None:
+    """Where the compiled library is; compiles it, with the first flags that work, if it is not."""
+    compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
+    if compiler is None:
+        return None
+    version = _output(compiler, "--version")
+    key = (SOURCE.read_text(), FLAGS, tuple(machine_flags), version, _processor())
+    name = f"kernels-{blake2b(repr(key).encode(), digest_size=10).hexdigest()}.so"
+    folder = _cache_folder()
+    path = folder / name
+    if path.is_file():
+        return path
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        made = Path(scratch) / name
+        for more in machine_flags:
+            compiled = _output(compiler, *FLAGS, *more, "-o", str(made), str(SOURCE), "-lm")
+            if compiled is not None:
+                made.replace(path)  # another process may have been quicker; both are the same
+                return path
+    return None
+
+
+def agrees_with_torch(kernels: Kernels) -> bool:
+    """An odd product, against torch and against itself row by row."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(29, 48, generator=generator)
+    weight = torch.randn(kernels.panel * 2 + kernels.lanes + 3, 48, generator=generator)
+    packed = weight.clone()
+    kernels.pack(packed)
+    got = kernels.linear(x, packed)
+    alone = torch.cat([kernels.linear(row[None].contiguous(), packed) for row in x])
+    return torch.allclose(got, x @ weight.t(), atol=1e-4) and torch.equal(got, alone)
+
+
+def _cache_folder() -> Path:
+    """The user's own cache directory, or a private one where that cannot be written."""
+    try:
+        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dora-rl"
+        root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if os.access(root, os.W_OK) and root.stat().st_uid == os.getuid():
+            return root
+    except (OSError, RuntimeError):  # RuntimeError: there is no home
+        pass
+    return Path(tempfile.mkdtemp(prefix="dora-rl-"))
+
+
+def _processor() -> str:
+    """What -march=native depends on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() + platform.machine()
+    wanted = ("model name", "flags", "Features", "CPU part")
+    return "".join(sorted({line for line in lines if line.startswith(wanted)}))
+
+
+def _output(*command: str) -> str | None:
+    """What a command said; None where it failed."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_S_MAX)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout if done.returncode == 0 else None
 
 
 def usable(spec: ModelSpec, options: EngineOptions) -> Kernels | None:
@@ -38,16 +213,18 @@ def usable(spec: ModelSpec, options: EngineOptions) -> Kernels | None:
     dense = spec.moe is None and not options.lora_rank and options.dtype == "float32"
     if not options.compiled_kernels or not dense:
         return None
-    kernels = load()
-    if kernels is None or not kernels.takes(spec.hidden, spec.intermediate, spec.head_dim):
+    kernels = load_kernels()
+    if kernels is None:
         return None
-    return kernels
+    lanes, dim = kernels.lanes, spec.head_dim
+    whole = not (spec.hidden % lanes or spec.intermediate % lanes or dim % lanes)
+    return kernels if whole and dim // lanes in HEAD_VECTORS else None
 
 
-class CompiledRunner(HostRunner):
-    """The computing half of an engine on the CPU."""
+class CompiledRunner(CpuRunner):
+    """Dense models in float32."""
 
-    exact = True  # by construction; library.py checks it on a product, the tests on everything
+    exact = True  # by construction; `agrees_with_torch` checks a product, the tests everything
 
     def __init__(self, spec: ModelSpec, options: EngineOptions, kernels: Kernels) -> None:
         super().__init__(spec, options)
@@ -71,58 +248,28 @@ class CompiledRunner(HostRunner):
         head = "embed" if self.spec.tied else "lm_head"
         return [self.weights.lm_head] if group == head else []
 
-    def score(self, slot: int, token_ids: Sequence[int]) -> list[float]:
-        """Float32 log-prob of each token after the first, without touching the KV pool."""
-        count = len(token_ids)
-        num_blocks = -(-count // self.options.block_tokens)
-        cache = KvCache(self.spec, self.options, num_blocks)
-        scratch = _Scratch(self.spec, count, count, self._kernels.lanes)
-        rows = _Rows(
-            np.array(token_ids, np.int64),
-            np.arange(count),
-            np.zeros(count, np.int64),
-            np.array([(slot, 0, count)], np.int64),
-            np.arange(count - 1),
-            np.array([(slot, 0, count - 1)], np.int64),
-        )
-        logits = self._forward(rows, cache, np.arange(num_blocks)[None], scratch)
-        return next_logprobs(logits, token_ids)
-
-    def _run_pass(self, groups: list[tuple[int, list[Span]]]) -> list[StepResult]:
-        for _, spans in groups:
-            self.tables.update(spans)
-        rows, logit_spans = _rows_of(groups)
-        logits = self._forward(rows, self.cache, self.tables.table, self._scratch)
-        if not logit_spans:
-            return []
-        return read_drawn(logit_spans, self._draw(logits, logit_spans))
-
-    def _forward(self, rows: _Rows, cache: KvCache, table: Ints, scratch: _Scratch) -> Tensor:
-        """Logits of the rows that need them; keys and values are written on the way."""
-        logits = torch.empty(len(rows.logit_rows), self.spec.vocab)
-        threads = torch.get_num_threads()
+    def _forward(self, batch: Batch, cache: KvCache, table: Ints) -> Tensor:
+        num_rows, scratch = len(batch.token_ids), self._scratch
+        if num_rows > self.options.step_tokens_max:  # of a long text that is scored
+            scratch = _Scratch(self.spec, num_rows, self.context, self._kernels.lanes)
+        logits = torch.empty(len(batch.logit_rows), self.spec.vocab)
         step = StepPointers(
-            num_rows=len(rows.token_ids),
-            num_segments=len(rows.segments),
+            num_rows=num_rows,
+            num_segments=len(batch.segments),
             table_width=table.shape[1],
             block_tokens=self.options.block_tokens,
             num_blocks=cache.kv.shape[2],
-            threads=threads,
-            token_ids=rows.token_ids.ctypes.data,
-            positions=rows.positions.ctypes.data,
-            table_rows=rows.table_rows.ctypes.data,
+            threads=torch.get_num_threads(),
             table=table.ctypes.data,
-            logit_rows=rows.logit_rows.ctypes.data,
-            segments=rows.segments.ctypes.data,
-            logit_segments=rows.logit_segments.ctypes.data,
             kv=cache.kv.data_ptr(),
             logits=logits.data_ptr(),
+            **{name: column.ctypes.data for name, column in batch._asdict().items()},
         )
         scratch.lend(step)
         self._kernels.forward(ctypes.byref(self._model), ctypes.byref(step))
         return logits
 
-    def _draw(self, logits: Tensor, spans: list[Span]) -> sampler.Drawn:
+    def _draw(self, logits: Tensor, spans: Sequence[Span]) -> sampler.Drawn:
         """A token of each row; rows with filters or top log-probs are drawn by `sampler` instead.
 
         Which of the two draws is decided by the request alone, as everything about its tokens.
@@ -148,18 +295,6 @@ class CompiledRunner(HostRunner):
         )
         special = [span for span in spans if _is_special(span)]
         return _overwrite(drawn, logits, spans, special) if special else drawn
-
-
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """One pass in numpy: rows in order of version, segments are (slot, start, stop)."""
-
-    token_ids: Ints
-    positions: Ints
-    table_rows: Ints
-    segments: Ints
-    logit_rows: Ints
-    logit_segments: Ints
 
 
 class _Scratch:
@@ -212,37 +347,6 @@ def _model_pointers(
         sin=sin.data_ptr(),
         layers=layers,
     )
-
-
-def _rows_of(groups: Sequence[tuple[int, list[Span]]]) -> tuple[_Rows, list[Span]]:
-    """Rows of `groups`, (version slot, spans) each, and the spans that need logits."""
-    token_ids: list[int] = []
-    positions: list[int] = []
-    table_rows: list[int] = []
-    logit_rows: list[int] = []
-    logit_spans: list[Span] = []
-    segments: list[tuple[int, int, int]] = []
-    logit_segments: list[tuple[int, int, int]] = []
-    for slot, spans in groups:
-        begin, logits_begin = len(token_ids), len(logit_rows)
-        for span in spans:
-            seq, start, count, logits_start, num_logits, _ = span
-            if num_logits:
-                first = len(token_ids) + logits_start - start
-                logit_rows.extend(range(first, first + num_logits))
-                logit_spans.append(span)
-            if count == 1:
-                token_ids.append(seq.tokens[start])
-                positions.append(start)
-                table_rows.append(seq.slot)
-            else:
-                token_ids.extend(seq.tokens[start : start + count])
-                positions.extend(range(start, start + count))
-                table_rows.extend([seq.slot] * count)
-        segments.append((slot, begin, len(token_ids)))
-        logit_segments.append((slot, logits_begin, len(logit_rows)))
-    arrays = (token_ids, positions, table_rows, segments, logit_rows, logit_segments)
-    return _Rows(*(np.array(array, np.int64) for array in arrays)), logit_spans
 
 
 def _is_special(span: Span) -> bool:

@@ -3,41 +3,100 @@
 Rows of a version are contiguous and padded to tiles; all arithmetic on a row depends on that row
 and its context alone. Matrix products run per version segment, everything else once for all rows.
 LoRA versions share the base's product and differ in the low-rank part that is added to it.
+
+A BLAS picks its kernel by shape, so the same row can come out one rounding different in a batch of
+3 and a batch of 40. `RowLinear` always multiplies whole tiles of rows; `probe` measures, for the
+machine, the thread count and each weight shape at hand, whether a plain product of any number of
+tiles gives bit-identical rows. Where it does not (some shapes with several threads), the product
+runs tile by tile as one batched call, which the probe checks too. Never trusted, always measured.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dora_rl.engine.cpu.attention import PairTensors, attend_decode, attend_prefill
-from dora_rl.engine.cpu.batch import Prefill, Segment
-from dora_rl.engine.cpu.experts import sparse_mlp
-from dora_rl.engine.cpu.linear import RowLinear
+from dora_rl.engine.cpu.attention import Ints, Pairs, attend_decode, attend_prefill, pair_blocks
 from dora_rl.engine.tensors.cache import KvCache
 from dora_rl.engine.tensors.weights import Layer, ModelWeights
 from dora_rl.model.rope import rope_tables
-from dora_rl.model.spec import ModelSpec
+from dora_rl.model.spec import ModelSpec, MoeSpec
+
+if TYPE_CHECKING:
+    from dora_rl.engine.cpu.runner import Batch
+
+TILES = (16, 32, 64)
+_PROBE_TILES = (1, 2, 3, 4, 6, 8, 13)
+_PROBE_OUT_MAX = 16_384  # a wider head repeats the same kernel over more columns
+Segments = list[tuple[int, int, int]]  # version slot, first row, row behind the last
 
 
-@dataclass(slots=True)
-class RowBatch:
-    """One pass as tensors."""
+class RowLinear:
+    """`linear(x, w, bias)` for float32 on the CPU; `tile_rows` is the unit to pad rows to."""
 
-    token_ids: Tensor
-    positions: Tensor
+    def __init__(self, shapes: Collection[tuple[int, int]], tile_rows: int = 0) -> None:
+        self._tiled: set[tuple[int, ...]] = set()
+        self.tile_rows, self.exact = tile_rows, False  # exact: every shape is row-invariant
+        for tile in (tile_rows,) if tile_rows else TILES:
+            plain = {shape: probe(shape, tile) for shape in shapes}
+            self._tiled = {shape for shape, is_plain in plain.items() if not is_plain}
+            self.tile_rows, self.exact = tile, None not in plain.values()
+            if self.exact:
+                break
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if tuple(weight.shape) not in self._tiled:
+            return functional.linear(x, weight, bias)
+        out = tiled_product(x, weight, self.tile_rows)
+        return out if bias is None else out.add_(bias)
+
+
+def tiled_product(x: Tensor, weight: Tensor, tile: int) -> Tensor:
+    tiles = x.view(len(x) // tile, tile, -1)
+    return torch.bmm(tiles, weight.t().expand(len(tiles), -1, -1)).view(len(x), -1)
+
+
+def probe(shape: tuple[int, int], tile: int) -> bool | None:
+    """True: plain products are row-invariant; False: only tiled ones are; None: neither."""
+    generator = torch.Generator().manual_seed(1)
+    rows = tile * max(_PROBE_TILES)
+    x = torch.randn(rows, shape[1], generator=generator)
+    weight = torch.randn(min(shape[0], _PROBE_OUT_MAX), shape[1], generator=generator)
+
+    def invariant(product: Callable[[Tensor], Tensor]) -> bool:
+        whole = product(x)
+        for count in _PROBE_TILES:
+            for start in (0, rows - count * tile):
+                part = slice(start, start + count * tile)
+                if not torch.equal(product(x[part]), whole[part]):
+                    return False
+        return torch.equal(product(x.roll(5, 0)), whole.roll(5, 0))
+
+    if invariant(lambda part: functional.linear(part, weight)):
+        return True
+    return False if invariant(lambda part: tiled_product(part, weight, tile)) else None
+
+
+class Rows(NamedTuple):
+    """A batch as tensors: made once a pass, used by every layer."""
+
+    segments: Segments  # by version, or by adapter under LoRA
+    of_base: Segments  # that multiply with the same weights: under LoRA one with all rows
+    slots: Tensor | None  # weight slot of each row, where they differ
+    cos: Tensor
+    sin: Tensor
     write_index: Tensor  # places of each row's keys, then values, in a layer's pool of vectors
-    segments: list[Segment]
-    row_slots: Tensor | None  # version slot of each row, when there is more than one
-    decode: PairTensors | None
-    prefills: list[Prefill]
+    pairs: Pairs | None  # rows that decode
+    chunks: list[tuple[slice, int, list[int]]]  # others: rows, first position, blocks
 
 
 class Decoder:
-    """Computes hidden states and logits; owns the RoPE tables and the row-invariant linear."""
+    """Computes logits; owns the RoPE tables and the row-invariant linear."""
 
     def __init__(
         self, spec: ModelSpec, weights: ModelWeights, linear: RowLinear, num_positions: int
@@ -45,113 +104,169 @@ class Decoder:
         self.spec, self.weights, self.linear = spec, weights, linear
         self.cos, self.sin = rope_tables(spec.rope, spec.head_dim, num_positions)
         self.scale = spec.head_dim**-0.5
-        self.lora = weights.adapters is not None
 
-    def forward(self, batch: RowBatch, cache: KvCache) -> Tensor:
-        """Normed hidden states of every row; keys and values are written on the way."""
-        x = self._embed(batch)
-        cos = self.cos[batch.positions][:, None]
-        sin = self.sin[batch.positions][:, None]
+    def forward(self, batch: Batch, cache: KvCache, table: Ints) -> Tensor:
+        """Float32 logits of the batch's logit rows; keys and values are written on the way."""
+        rows, token_ids = self._rows(batch, cache, table), torch.from_numpy(batch.token_ids)
+        if rows.slots is None:
+            x = self._of_rows(self.weights.embed, rows)[token_ids]
+        else:
+            x = self.weights.embed[rows.slots, token_ids]
         for index, layer in enumerate(self.weights.layers):
-            h = self._norm(x, layer.norm1, batch)
-            h = self._attend(index, layer, h, batch, cache, cos, sin)
-            x = x + self._project(h, layer, "o", batch)
-            h = self._norm(x, layer.norm2, batch)
-            x = x + self._mlp(layer, h, batch)
-        return self._norm(x, self.weights.norm, batch)
+            h = self._norm(x, layer.norm1, rows)
+            h = self._attend(h, layer, rows, cache.kv[index])
+            x = x + self._project(h, layer, "o", rows)
+            h = self._norm(x, layer.norm2, rows)
+            x = x + self._mlp(h, layer, rows)
+        return self._logits(self._norm(x, self.weights.norm, rows), batch)
 
-    def logits(self, hidden: Tensor, segments: list[Segment]) -> Tensor:
-        """Float32 logits of gathered rows, themselves in tile-padded version segments."""
-        head = self.weights.lm_head
-        if len(segments) == 1 or self.lora:
-            return self.linear(hidden, head[0 if self.lora else segments[0].slot]).float()
-        parts = [self.linear(hidden[s.start : s.stop], head[s.slot]) for s in segments]
+    def _rows(self, batch: Batch, cache: KvCache, table: Ints) -> Rows:
+        segments: Segments = batch.segments.tolist()
+        lora, num_rows = self.weights.adapters is not None, len(batch.token_ids)
+        of_base = [(0, 0, num_rows)] if lora else segments
+        slots = None
+        if len(of_base) > 1:
+            slot, start, stop = batch.segments.T
+            slots = torch.from_numpy(np.repeat(slot, stop - start))
+        positions = torch.from_numpy(batch.positions)
+        return Rows(
+            segments,
+            of_base,
+            slots,
+            self.cos[positions][:, None],
+            self.sin[positions][:, None],
+            torch.from_numpy(write_index(batch, cache, table)),
+            *split_rows(batch, table, cache.kv.shape[4]),
+        )
+
+    def _logits(self, hidden: Tensor, batch: Batch) -> Tensor:
+        """Of gathered rows, themselves padded to tiles."""
+        wanted, lora = torch.from_numpy(batch.logit_rows), self.weights.adapters is not None
+        parts = [hidden.new_empty(0, self.spec.vocab)]
+        for slot, start, stop in batch.logit_segments.tolist():
+            if stop > start:
+                x = self._padded(hidden[wanted[start:stop]])
+                head = self.weights.lm_head[0 if lora else slot]
+                parts.append(self.linear(x, head)[: stop - start])
         return torch.cat(parts).float()
 
-    def _embed(self, batch: RowBatch) -> Tensor:
-        if batch.row_slots is None or self.lora:
-            return self._rowwise(self.weights.embed, batch)[batch.token_ids]
-        return self.weights.embed[batch.row_slots, batch.token_ids]
+    def _padded(self, x: Tensor) -> Tensor:
+        return functional.pad(x, (0, 0, 0, -len(x) % self.linear.tile_rows))
 
-    def _norm(self, x: Tensor, weight: Tensor, batch: RowBatch) -> Tensor:
-        scaled = x.float() if x.dtype != torch.float32 else x
-        scaled = functional.rms_norm(scaled, (x.shape[-1],), None, self.spec.norm_eps).to(x.dtype)
-        return scaled.mul_(self._rowwise(weight, batch))
+    def _norm(self, x: Tensor, weight: Tensor, rows: Rows) -> Tensor:
+        scaled = functional.rms_norm(x.float(), (x.shape[-1],), None, self.spec.norm_eps)
+        return scaled.to(x.dtype).mul_(self._of_rows(weight, rows))
 
-    def _rowwise(self, param: Tensor, batch: RowBatch) -> Tensor:
+    def _of_rows(self, param: Tensor, rows: Rows) -> Tensor:
         """A parameter of the one version there is, or a row of it for every row."""
-        if batch.row_slots is None or self.lora:
-            return param[0 if self.lora else batch.segments[0].slot]
-        return param[batch.row_slots]
+        return param[rows.of_base[0][0] if rows.slots is None else rows.slots]
 
-    def _project(self, x: Tensor, layer: Layer, matrix: str, batch: RowBatch) -> Tensor:
+    def _project(self, x: Tensor, layer: Layer, matrix: str, rows: Rows) -> Tensor:
         weight: Tensor = getattr(layer, matrix)
         bias: Tensor | None = getattr(layer, f"{matrix}_bias")
-        if self.lora:
-            return self._adapt(self.linear(x, weight[0]), bias, layer.up[matrix], batch)
+        up = layer.up.get(matrix)
+        if up is not None:
+            return self._adapt(self.linear(x, weight[0]), bias, up, rows)
         parts = [
-            self.linear(x[s.start : s.stop], weight[s.slot], None if bias is None else bias[s.slot])
-            for s in batch.segments
+            self.linear(x[start:stop], weight[slot], None if bias is None else bias[slot])
+            for slot, start, stop in rows.of_base
         ]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return _joined(parts)
 
-    def _adapt(self, y: Tensor, bias: Tensor | None, up: Tensor, batch: RowBatch) -> Tensor:
+    def _adapt(self, y: Tensor, bias: Tensor | None, up: Tensor, rows: Rows) -> Tensor:
         """The base's columns plus each row's own adapter (see `lora` for the columns)."""
         _, width, rank = up.shape
         out = y[:, :width].contiguous()
         if bias is not None:
             out += bias[0]
-        for s in batch.segments:
-            first = width + s.slot * rank
-            down = y[s.start : s.stop, first : first + rank].contiguous()
-            out[s.start : s.stop] += self.linear(down, up[s.slot])
+        for slot, start, stop in rows.segments:
+            first = width + slot * rank
+            down = y[start:stop, first : first + rank].contiguous()
+            out[start:stop] += self.linear(down, up[slot])
         return out
 
-    def _attend(
-        self,
-        index: int,
-        layer: Layer,
-        h: Tensor,
-        batch: RowBatch,
-        cache: KvCache,
-        cos: Tensor,
-        sin: Tensor,
-    ) -> Tensor:
+    def _attend(self, h: Tensor, layer: Layer, rows: Rows, pool: Tensor) -> Tensor:
         spec = self.spec
-        rows, heads, kv_heads, dim = len(h), spec.num_heads, spec.num_kv_heads, spec.head_dim
-        qkv = self._project(h, layer, "qkv", batch).view(rows, -1, dim)
+        count, heads, kv_heads, dim = len(h), spec.num_heads, spec.num_kv_heads, spec.head_dim
+        qkv = self._project(h, layer, "qkv", rows).view(count, -1, dim)
         qk = qkv[:, : heads + kv_heads]
         if layer.qk_norm is not None:
-            qk = self._norm(qk, layer.qk_norm, batch)
-        half = dim // 2
-        turned = torch.cat((qk[..., half:], qk[..., :half]), -1).mul_(sin)
-        qkv[:, : heads + kv_heads] = turned.add_(qk * cos)
-        pool = cache.kv[index]
-        pool.view(-1, dim).index_copy_(0, batch.write_index, qkv[:, heads:].reshape(-1, dim))
-        keys, values = pool[0], pool[1]
-        q = (qkv[:, :heads] * self.scale).view(rows, kv_heads, spec.num_groups, dim)
-        decoded = None
-        if batch.decode is not None:
-            decoded = attend_decode(q, keys, values, batch.decode)
-            if batch.decode.rows is None:
-                return decoded.view(rows, heads * dim)
+            qk = self._norm(qk, layer.qk_norm, rows)
+        turned = torch.cat((qk[..., dim // 2 :], qk[..., : dim // 2]), -1).mul_(rows.sin)
+        qkv[:, : heads + kv_heads] = turned.add_(qk * rows.cos)
+        pool.view(-1, dim).index_copy_(0, rows.write_index, qkv[:, heads:].reshape(-1, dim))
+        q = (qkv[:, :heads] * self.scale).view(count, kv_heads, spec.num_groups, dim)
+        if rows.pairs is not None and len(rows.pairs.rows) == count:
+            return attend_decode(q, pool[0], pool[1], rows.pairs).view(count, heads * dim)
         out = torch.zeros_like(q)
-        if batch.decode is not None and decoded is not None:
-            out[batch.decode.rows] = decoded
-        for chunk in batch.prefills:
-            end = chunk.row + chunk.count
-            out[chunk.row : end] = attend_prefill(q[chunk.row : end], keys, values, chunk)
-        return out.view(rows, heads * dim)
+        if rows.pairs is not None:
+            out[rows.pairs.rows] = attend_decode(q, pool[0], pool[1], rows.pairs)
+        for chunk, position, blocks in rows.chunks:
+            out[chunk] = attend_prefill(q[chunk], pool[0], pool[1], position, blocks)
+        return out.view(count, heads * dim)
 
-    def _mlp(self, layer: Layer, h: Tensor, batch: RowBatch) -> Tensor:
+    def _mlp(self, h: Tensor, layer: Layer, rows: Rows) -> Tensor:
         if layer.router is not None:
-            assert self.spec.moe is not None
-            if self.lora:
-                return sparse_mlp(h, layer, 0, self.spec.moe, self.linear)
-            parts = [
-                sparse_mlp(h[s.start : s.stop], layer, s.slot, self.spec.moe, self.linear)
-                for s in batch.segments
-            ]
-            return parts[0] if len(parts) == 1 else torch.cat(parts)
-        gate, up = self._project(h, layer, "gate_up", batch).chunk(2, -1)
-        return self._project(functional.silu(gate) * up, layer, "down", batch)
+            return _joined([self._sparse(h[a:b], layer, slot) for slot, a, b in rows.of_base])
+        gate, up = self._project(h, layer, "gate_up", rows).chunk(2, -1)
+        return self._project(functional.silu(gate) * up, layer, "down", rows)
+
+    def _sparse(self, h: Tensor, layer: Layer, slot: int) -> Tensor:
+        """Each row visits its top experts, expert by expert, in whole tiles: its products do not
+        depend on how many others chose the same one. They are added in the order of their rank."""
+        moe, linear = self.spec.moe, self.linear
+        assert moe is not None and layer.router is not None
+        share, expert = route(linear(h, layer.router[slot]), moe, h.dtype)
+        flat = expert.flatten()
+        visits = h.new_empty((len(flat), h.shape[1]))
+        counts = flat.bincount(minlength=moe.num_experts).tolist()
+        for index, mine in enumerate(flat.argsort(stable=True).split(counts)):
+            if len(mine):
+                x = self._padded(h[mine // moe.top_k])
+                gate, up = linear(x, layer.gate_up[slot, index]).chunk(2, -1)
+                out = linear(functional.silu(gate) * up, layer.down[slot, index])
+                visits[mine] = out[: len(mine)]
+        ranked = (visits.view(len(h), moe.top_k, -1) * share[..., None]).unbind(1)
+        return sum(ranked[1:], ranked[0])
+
+
+def route(logits: Tensor, moe: MoeSpec, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Weights and expert numbers, [row, top_k] each."""
+    share, expert = torch.softmax(logits.float(), -1).topk(moe.top_k, -1)
+    if moe.normalise:
+        share = share / share.sum(-1, keepdim=True)
+    return share.to(dtype), expert
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def split_rows(
+    batch: Batch, table: Ints, block_tokens: int
+) -> tuple[Pairs | None, list[tuple[slice, int, list[int]]]]:
+    """Rows that decode, and chunks of several rows of one request; not padding, the last row of the
+    table."""
+    owners = batch.table_rows
+    firsts = np.flatnonzero(np.diff(owners, prepend=-1))
+    counts = np.diff(firsts, append=len(owners))
+    real = owners[firsts] < len(table) - 1
+    firsts, counts = firsts[real], counts[real]
+    alone, pairs, chunks = firsts[counts == 1], None, []
+    if len(alone):
+        pairs = pair_blocks(alone, batch.positions[alone], table[owners[alone]], block_tokens)
+    for first, count in zip(firsts[counts > 1], counts[counts > 1], strict=True):
+        position = int(batch.positions[first])
+        blocks = table[owners[first], : -(-(position + count) // block_tokens)].tolist()
+        chunks.append((slice(first, first + count), position, blocks))
+    return pairs, chunks
+
+
+def write_index(batch: Batch, cache: KvCache, table: Ints) -> Ints:
+    """Rows of `[2 * block * kv head * token, head dim]` that each batch row writes, flat."""
+    _, _, num_blocks, num_kv, block_tokens, _ = cache.kv.shape
+    blocks = table[batch.table_rows, batch.positions // block_tokens]
+    parts = np.arange(2 * num_kv)
+    planes = parts // num_kv * num_blocks  # keys in plane 0, values in plane 1
+    first = (planes + blocks[:, None]) * num_kv + parts % num_kv
+    return (first * block_tokens + (batch.positions % block_tokens)[:, None]).reshape(-1)

@@ -3,7 +3,7 @@
    Every output element is computed by one fixed sequence of operations on its own row (and its own
    context), whoever stands beside it: sums run over k, over lanes and over tokens in an order that
    depends on the row alone. So a row comes out bit for bit the same alone, in a batch, by decode
-   and by prefill. Compiled at first use with the machine's C compiler (see library.py); nothing
+   and by prefill. Compiled at first use with the machine's C compiler (see compiled.py); nothing
    here allocates, and nothing writes outside the buffers it is given.
 
    A matrix [N, K] is packed in place: panels of PANEL rows are stored as [K][PANEL], then one of
@@ -386,7 +386,7 @@ static void attend_row(const Model *m, const Step *s, int64_t index, int64_t row
     HEADS(4, 4) HEADS(4, 2) HEADS(4, 1)
     HEADS(8, 2) HEADS(8, 1)
     HEADS(16, 1)
-    break; /* library.py admits no other head size */
+    break; /* compiled.py admits no other head size */
   }
 }
 

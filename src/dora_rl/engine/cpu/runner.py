@@ -1,149 +1,155 @@
-"""Runs a plan's rows on the CPU: builds the batch, calls the model, samples.
+"""Runs a plan's rows on the CPU: the rows of a pass side by side, the model, the draw.
 
-For any model and data type; the oracle of the compiled kernels, which replace it where they can.
+`CpuRunner` is what both ways share, `TorchRunner` computes any model and data type. `compiled` does
+the same in C where it can, and has `TorchRunner` as its oracle.
+
+Rows are ordered by version; each version's rows are padded to whole tiles, so that every matrix
+product sees complete tiles of one version:
+
+    version 0: r r r r r r r r r r - - - -   version 1: r r r r r ... - -
+
+Padding rows carry token 0 at position 0 and write into the scrap block. `one_pass` decides whether
+all versions go through one pass or each through its own, which is the oracle.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dora_rl.engine.cpu.attention import PairTensors
-from dora_rl.engine.cpu.batch import HostBatch, Prefill, Segment, build
-from dora_rl.engine.cpu.decoder import Decoder, RowBatch
-from dora_rl.engine.cpu.host import HostRunner, next_logprobs
-from dora_rl.engine.cpu.linear import RowLinear
+from dora_rl.engine.cpu.decoder import Decoder, RowLinear
 from dora_rl.engine.options import EngineOptions
-from dora_rl.engine.plan import Span, StepResult
+from dora_rl.engine.plan import Plan, Span, StepResult
+from dora_rl.engine.runner import Runner
+from dora_rl.engine.sequence import Request, new_sequence
 from dora_rl.engine.tensors import sampler
 from dora_rl.engine.tensors.cache import KvCache
-from dora_rl.engine.tensors.sampler import read_drawn
-from dora_rl.model.directory import TensorSource
 from dora_rl.model.spec import ModelSpec
+from dora_rl.types import RequestId, Version
+
+Ints = NDArray[np.int64]
 
 
-class CpuRunner(HostRunner):
-    """The torch half of an engine on the CPU."""
+class Batch(NamedTuple):
+    """The rows of one pass. Segments are (version slot, first row, row behind the last)."""
+
+    token_ids: Ints
+    positions: Ints
+    table_rows: Ints  # where the block table has each row's request
+    segments: Ints
+    logit_rows: Ints  # those that need logits
+    logit_segments: Ints  # of `logit_rows`
+
+
+class CpuRunner(Runner):
+    """The order of a step in host memory."""
+
+    tile_rows = 1  # that the rows of a version are padded to
 
     def __init__(self, spec: ModelSpec, options: EngineOptions) -> None:
         super().__init__(spec, options)
-        shapes = self.weights.linear_shapes() if options.dtype == "float32" else []
-        linear = RowLinear(shapes, options.tile_rows)
-        self.tile_rows = linear.tile_rows
-        self.exact = bool(shapes) and linear.exact
-        self.decoder = Decoder(spec, self.weights, linear, self.context)
+        # Block numbers of every running request, by slot, and in the last row those of padding.
+        shape = (options.seqs_max + 1, self.blocks_max)
+        self._table = np.full(shape, self.cache.scrap_block, np.int64)
 
-    def load(self, slot: int, source: TensorSource, where: str) -> Iterator[str]:
-        return self.weights.load_version(slot, source, where)
+    @torch.inference_mode()
+    def launch(self, plan: Plan, slots: Mapping[Version, int]) -> list[StepResult]:
+        """Perform the cache operations, compute the rows, draw the tokens."""
+        self.cache.perform(plan)
+        groups: dict[int, list[Span]] = {}
+        for span in plan.spans:
+            seq = span.seq
+            if seq.table_dirty:
+                self._table[seq.slot, : len(seq.blocks)] = seq.blocks
+                seq.table_dirty = False
+            groups.setdefault(slots[seq.version], []).append(span)
+        ordered = sorted(groups.items())
+        passes = [ordered] if self.options.one_pass else [[group] for group in ordered]
+        return [result for part in passes for result in self._run_pass(part)]
+
+    def _run_pass(self, groups: list[tuple[int, list[Span]]]) -> list[StepResult]:
+        spans = [span for _, members in groups for span in members if span.num_logits]
+        batch = batch_of(groups, self.tile_rows, len(self._table) - 1)
+        logits = self._forward(batch, self.cache, self._table) if groups else None
+        if logits is None or not spans:
+            return []
+        return sampler.read_drawn(spans, self._draw(logits, spans))
+
+    def collect(self, launched: list[StepResult]) -> list[StepResult]:
+        return launched  # on the CPU they are there already
 
     @torch.inference_mode()
     def score(self, slot: int, token_ids: Sequence[int]) -> list[float]:
-        """Float32 log-prob of each token after the first, without touching the KV pool."""
-        count = len(token_ids)
-        padded = -(-count // self.tile_rows) * self.tile_rows
-        num_blocks = -(-padded // self.options.block_tokens)
-        scratch = KvCache(self.spec, self.options, num_blocks)
-        batch = chunk_batch(token_ids, padded, slot, scratch)
-        with self._kernels():
-            hidden = self.decoder.forward(batch, scratch)
-            logits = self.decoder.logits(hidden, batch.segments)[: count - 1]
-        return next_logprobs(logits, token_ids)
-
-    def _kernels(self) -> AbstractContextManager[None]:
-        """Bfloat16 without oneDNN: it uses AMX wherever the CPU names it, and virtual machines
-        that name it without allowing it are killed by the first product."""
-        if self.options.dtype == "float32":
-            return nullcontext()
-        return torch.backends.mkldnn.flags(enabled=False)
-
-    def _run_pass(self, groups: list[tuple[int, list[Span]]]) -> list[StepResult]:
-        with self._kernels():
-            return self._compute(groups)
-
-    def _compute(self, groups: list[tuple[int, list[Span]]]) -> list[StepResult]:
-        for _, spans in groups:
-            spans.sort(key=lambda span: span.num_rows > 1)
-            self.tables.update(spans)
-        host = build(
-            groups, self.tables, self.options.block_tokens, self.tile_rows, self.cache.scrap_block
+        """As one prefill chunk on blocks 0, 1, .. of a scratch cache."""
+        text = new_sequence(Request(RequestId(0, 0), 0, tuple(token_ids)), 0, ())
+        text.slot = 0
+        span = Span(text, 0, len(token_ids), 0, len(token_ids) - 1, False)
+        scratch = KvCache(self.spec, self.options, -(-len(token_ids) // self.options.block_tokens))
+        table = np.stack(
+            (np.arange(scratch.num_blocks), np.full(scratch.num_blocks, scratch.scrap_block))
         )
-        batch = to_rows(host, self.cache)
-        hidden = self.decoder.forward(batch, self.cache)
-        if not len(host.logit_rows):
-            return []
-        if len(host.segments) == 1 and len(host.logit_rows) == len(hidden):
-            logits = self.decoder.logits(hidden, host.segments)  # nearly every step: all rows do
-        else:
-            gathered, segments, order = self._gather(host, hidden)
-            logits = self.decoder.logits(gathered, segments)
-            if len(segments) > 1 or len(logits) != len(order):
-                logits = logits[order]
-        rows = sampler.sampling_rows(host.logit_spans)
-        return read_drawn(host.logit_spans, sampler.sample(logits, rows))
+        logits = self._forward(batch_of([(slot, [span])], self.tile_rows, 1), scratch, table)
+        following = torch.tensor(token_ids[1:])[:, None]
+        return torch.log_softmax(logits, -1).gather(1, following)[:, 0].tolist()
 
-    def _gather(self, host: HostBatch, hidden: Tensor) -> tuple[Tensor, list[Segment], Tensor]:
-        """Rows that need logits, in tile-padded version segments; where each of them went."""
-        index: list[Tensor] = []
-        segments: list[Segment] = []
-        order: list[Tensor] = []
-        rows = torch.from_numpy(host.logit_rows)
-        start = 0
-        for segment in host.segments:
-            mine = rows[(rows >= segment.start) & (rows < segment.stop)]
-            if not len(mine):
-                continue
-            padding = -len(mine) % self.tile_rows
-            order.append(torch.arange(start, start + len(mine)))
-            index.append(torch.cat((mine, mine[:1].expand(padding))) if padding else mine)
-            stop = start + len(mine) + padding
-            segments.append(Segment(segment.slot, start, stop))
-            start = stop
-        return hidden[torch.cat(index)], segments, torch.cat(order)
+    @abstractmethod
+    def _forward(self, batch: Batch, cache: KvCache, table: Ints) -> Tensor:
+        """Float32 logits of the rows that need them; keys and values are written on the way."""
+
+    def _draw(self, logits: Tensor, spans: Sequence[Span]) -> sampler.Drawn:
+        return sampler.sample(logits, sampler.sampling_rows(spans))
 
 
-def to_rows(host: HostBatch, cache: KvCache) -> RowBatch:
-    """Host arrays as the tensors of one pass."""
-    block_tokens = cache.kv.shape[4]
-    row_slots = None
-    if len(host.segments) > 1:
-        row_slots = torch.cat(
-            [torch.full((s.stop - s.start,), s.slot, dtype=torch.int64) for s in host.segments]
-        )
-    return RowBatch(
-        torch.from_numpy(host.token_ids),
-        torch.from_numpy(host.positions),
-        torch.from_numpy(write_index(host, cache)),
-        host.segments,
-        row_slots,
-        PairTensors.make(host.decode, block_tokens) if host.decode else None,
-        host.prefills,
-    )
+class TorchRunner(CpuRunner):
+    """Any model, in float32 or bfloat16."""
+
+    def __init__(self, spec: ModelSpec, options: EngineOptions) -> None:
+        super().__init__(spec, options)
+        shapes = self.weights.linear_shapes() if options.dtype == "float32" else set()
+        linear = RowLinear(shapes, options.tile_rows)
+        self.tile_rows, self.exact = linear.tile_rows, bool(shapes) and linear.exact
+        self._decoder = Decoder(spec, self.weights, linear, self.context)
+
+    def _forward(self, batch: Batch, cache: KvCache, table: Ints) -> Tensor:
+        # Bfloat16 without oneDNN: it uses AMX wherever the CPU names it, and virtual machines that
+        # name it without allowing it are killed by the first product.
+        plain = self.options.dtype == "float32"
+        with nullcontext() if plain else torch.backends.mkldnn.flags(enabled=False):
+            return self._decoder.forward(batch, cache, table)
 
 
-def write_index(host: HostBatch, cache: KvCache) -> NDArray[np.int64]:
-    """Rows of `[2 * block * kv head * token, head dim]` that each batch row writes, flat."""
-    _, _, num_blocks, num_kv, block_tokens, _ = cache.kv.shape
-    parts = np.arange(2 * num_kv)
-    planes = parts // num_kv * num_blocks  # keys in plane 0, values in plane 1
-    first = (planes + host.write_blocks[:, None]) * num_kv + parts % num_kv
-    return (first * block_tokens + (host.positions % block_tokens)[:, None]).reshape(-1)
-
-
-def chunk_batch(token_ids: Sequence[int], padded: int, slot: int, cache: KvCache) -> RowBatch:
-    """One text as one prefill chunk on blocks 0, 1, .. of a scratch cache."""
-    block_tokens = cache.kv.shape[4]
-    ids = np.zeros(padded, np.int64)
-    ids[: len(token_ids)] = token_ids
-    positions = np.arange(padded)
-    blocks = tuple(range(-(-padded // block_tokens)))
-    chunk = Prefill(0, padded, 0, blocks)
-    segment = Segment(slot, 0, padded)
-    host = HostBatch(
-        ids, positions, positions // block_tokens, [segment], None, [chunk], positions[:0]
-    )
-    return to_rows(host, cache)
+def batch_of(
+    groups: Sequence[tuple[int, Sequence[Span]]], tile_rows: int, padding_row: int
+) -> Batch:
+    """Rows of `groups`, (version slot, spans) each, as drawn above; `padding_row` is theirs in the
+    block table."""
+    token_ids: list[int] = []
+    positions: list[int] = []
+    table_rows: list[int] = []
+    logit_rows: list[int] = []
+    segments: list[tuple[int, int, int]] = []
+    logit_segments: list[tuple[int, int, int]] = []
+    for slot, spans in groups:
+        begin, logits_begin = len(token_ids), len(logit_rows)
+        for seq, start, count, logits_start, num_logits, _ in spans:
+            if num_logits:
+                first = len(token_ids) + logits_start - start
+                logit_rows.extend(range(first, first + num_logits))
+            token_ids.extend(seq.tokens[start : start + count])
+            positions.extend(range(start, start + count))
+            table_rows.extend([seq.slot] * count)
+        padding = -(len(token_ids) - begin) % tile_rows
+        token_ids.extend([0] * padding)
+        positions.extend([0] * padding)
+        table_rows.extend([padding_row] * padding)
+        segments.append((slot, begin, len(token_ids)))
+        logit_segments.append((slot, logits_begin, len(logit_rows)))
+    columns = (token_ids, positions, table_rows, segments, logit_rows, logit_segments)
+    return Batch(*(np.array(column, np.int64) for column in columns))

@@ -24,7 +24,6 @@ from dora_rl.engine.cuda.kernels.attention import attend_decode
 from dora_rl.engine.cuda.kernels.cuts import choose_splits
 from dora_rl.engine.cuda.kernels.experts import choose_experts, sparse_rows
 from dora_rl.engine.cuda.kernels.overlap import overlap
-from dora_rl.engine.cuda.sampling import Chunks, chunks_of
 from dora_rl.engine.tensors.cache import KvCache
 from dora_rl.engine.tensors.weights import Layer, ModelWeights
 from dora_rl.model.rope import rope_tables
@@ -134,14 +133,14 @@ class CudaDecoder:
 
     def scored_logits(
         self, hidden: Tensor, first: int, num_versions: int, slots: Tensor, temperature: Tensor
-    ) -> tuple[Tensor, Chunks]:
+    ) -> tuple[Tensor, kernels.Chunks]:
         """As `all_logits`, with what a draw at each row's temperature needs to know of them."""
         heads = self.weights.lm_head[first : first + num_versions]
         tiles = self._head_tiles(hidden, heads)
         if tiles is not None and len(hidden) // num_versions <= SCORED_ROWS_MAX:
             return skinny.multiply_scored(hidden, heads, tiles, slots, temperature)
         logits = self.all_logits(hidden, first, num_versions)
-        return logits, chunks_of(logits, slots, temperature)
+        return logits, kernels.chunks_of(logits, slots, temperature)
 
     def all_logits(self, hidden: Tensor, first: int, num_versions: int) -> Tensor:
         """Float32 logits of [version, row] rows, the same number of each version."""

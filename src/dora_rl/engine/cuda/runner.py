@@ -29,14 +29,13 @@ from dora_rl.engine.cuda.buckets import Bucket, Bursts, first_buckets
 from dora_rl.engine.cuda.decoder import CudaDecoder, Rows
 from dora_rl.engine.cuda.graphs import DecodeGraphs
 from dora_rl.engine.cuda.kernels.attention import attend_prefill
-from dora_rl.engine.cuda.kernels.rows import enter
-from dora_rl.engine.cuda.sampling import draw
+from dora_rl.engine.cuda.kernels.rows import draw, enter
 from dora_rl.engine.cuda.slots import DeviceSlots
 from dora_rl.engine.options import EngineOptions
 from dora_rl.engine.plan import Plan, Span, StepResult
+from dora_rl.engine.runner import Runner
 from dora_rl.engine.tensors import sampler
-from dora_rl.engine.tensors.cache import KvCache, derive_num_blocks, perform
-from dora_rl.engine.tensors.memory import make_weights
+from dora_rl.engine.tensors.cache import KvCache
 from dora_rl.engine.tensors.sampler import Drawn, read_burst, read_drawn
 from dora_rl.model.directory import TensorSource
 from dora_rl.model.spec import ModelSpec
@@ -55,32 +54,25 @@ class Flight:
     event: torch.cuda.Event | None = None
 
 
-class CudaRunner:
-    """The torch half of an engine on a GPU."""
+class CudaRunner(Runner):
+    """On a GPU. Not exact: its kernels choose their order of sums by the shape of the batch."""
 
-    exact = False  # the kernels of a GPU choose their order of sums by the shape of the batch
     loads_aside = True
 
     def __init__(self, spec: ModelSpec, options: EngineOptions) -> None:
-        self.spec, self.options = spec, options
-        self.depth = 1 if options.async_steps else 0
-        self.burst = 1
-        self._bursts = Bursts(options.burst_max)
-        self._last: torch.cuda.Event | None = None
-        self._drawn: dict[int, Tensor] = {}  # by number of rows: [step, 2, row], see `draw`
         self.on_gpu = options.device.startswith("cuda")
         if self.on_gpu:
             torch.cuda.set_device(torch.device(options.device).index or 0)
-        self.weights = make_weights(spec, options)
+        super().__init__(spec, options)
+        self.depth = 1 if options.async_steps else 0
+        self._bursts = Bursts(options.burst_max)
+        self._last: torch.cuda.Event | None = None
+        self._drawn: dict[int, Tensor] = {}  # by number of rows: [step, 2, row], see `draw`
         self.lora = self.weights.adapters is not None
-        self.num_blocks = derive_num_blocks(spec, options)
-        self.cache = KvCache(spec, options, self.num_blocks)
-        context = options.context_limit(spec.context_max)
-        self._blocks_max = -(-context // options.block_tokens)
-        self.decoder = CudaDecoder(spec, self.weights, context)
+        self.decoder = CudaDecoder(spec, self.weights, self.context)
         self.slots = DeviceSlots(
             options.seqs_max,
-            self._blocks_max,
+            self.blocks_max,
             self.cache.scrap_block,
             options.device,
             options.burst_max,
@@ -109,7 +101,7 @@ class CudaRunner:
             yield
         graphs = self._drawing if plain else self._hidden
         versions_max = 1 if self.lora else self.options.versions_max
-        for bucket in first_buckets(versions_max, self.options.seqs_max, self._blocks_max):
+        for bucket in first_buckets(versions_max, self.options.seqs_max, self.blocks_max):
             try:
                 with torch.inference_mode():
                     graphs.capture(bucket, self.slots)
@@ -117,15 +109,11 @@ class CudaRunner:
                 return  # what is needed is captured when it is needed
             yield
 
-    def perform(self, plan: Plan) -> None:
-        with torch.inference_mode():
-            perform(plan, self.cache)
-
     @torch.inference_mode()
     def launch(self, plan: Plan, slots: Mapping[Version, int]) -> Flight:
         self._choose_burst()
         self.slots.turn()
-        perform(plan, self.cache)
+        self.cache.perform(plan)
         flight = Flight()
         self.slots.update(plan.spans, slots if self.lora else None)
         decode: dict[int, list[Span]] = {}

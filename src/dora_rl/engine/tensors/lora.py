@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -66,12 +67,7 @@ class Adapters:
 
     @property
     def bytes_per_version(self) -> int:
-        up = sum(b[0].numel() * b.element_size() for b in self.b.values())
-        down = sum(
-            self.shape.columns(name) * self._params[name].shape[2] * b.element_size()
-            for name, b in self.b.items()
-        )
-        return up + down
+        return sum(b[0].nbytes + self.down(name, 0).nbytes for name, b in self.b.items())
 
     def down(self, param: str, slot: int) -> Tensor:
         """A of a slot, all parts: [R, K], a view."""
@@ -88,18 +84,15 @@ class Adapters:
         for param in self.b:
             self.down(param, slot).zero_()
             self.b[param][slot].zero_()
-        modules = self._modules(names, where)
-        layer = ""
-        for module in sorted(modules, key=lambda name: (_layer_of(name), name)):
-            if layer and layer != module.split(".")[2]:
-                yield layer
-            layer = module.split(".")[2]
-            self._put(slot, module, source, scale, where)
-        yield layer
+        modules = sorted(self._modules(names, where), key=_layer_of)
+        for layer, members in groupby(modules, _layer_of):
+            for module in members:
+                self._put(slot, module, source, scale, where)
+            yield str(layer)
 
     def _modules(self, names: set[str], where: str) -> list[str]:
         modules = []
-        for name in names - {SCALE}:
+        for name in sorted(names - {SCALE}):
             module, found, matrix = name.removeprefix(PREFIX).partition(".lora_")
             if module not in self.places or not found or matrix not in ("A.weight", "B.weight"):
                 raise UserError(f"{where}: tensor {name} belongs to no adapter of this model")

@@ -1,24 +1,43 @@
 """Policy versions in memory: one stacked tensor per packed parameter, one slot per version.
 
-Reads Hugging Face directories and sealed versions tensor by tensor, never unpickles, and packs
-query, key and value (and gate and up) into one matrix each. `load` is a generator that yields
-between layers, so that other versions go on decoding. Invariant: a slot is either empty, filling
-or holds exactly one complete version.
+`ModelWeights` has the tensors. It reads Hugging Face directories and sealed versions tensor by
+tensor, never unpickles, and packs query, key and value (and gate and up) into one matrix each.
+`Residency` says which version is in which slot. A version is loaded layer by layer, between steps
+(on a GPU by a thread, beside the steps), and is resident once its checksum and canary agreed.
+
+Invariants: a slot is either empty, filling or holds exactly one complete version; a version number
+names one set of weights for as long as it is resident.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
-from dora_rl.engine.tensors import pages
-from dora_rl.engine.tensors.cache import DTYPES
+from dora_rl.engine.options import EngineOptions
+from dora_rl.engine.tensors.cache import DTYPES, empty
 from dora_rl.engine.tensors.lora import NUM_PARTS, Adapters, LoraShape
-from dora_rl.model.directory import TensorSource
-from dora_rl.model.names import by_layer, check_shape, targets_of
+from dora_rl.model.directory import HfDirectory, TensorSource
+from dora_rl.model.names import by_layer, check_shape, packed_shapes, targets_of
+from dora_rl.model.sealed import CheckedSource, check_base, check_canary
 from dora_rl.model.spec import ModelSpec
+from dora_rl.out_of_memory import maybe_fail
+from dora_rl.types import UserError, Version
+
+if TYPE_CHECKING:
+    from dora_rl.engine.runner import Runner
+    from dora_rl.ports import SealedWeights
+
+GIB = 1 << 30
+ASIDE_S = 0.0002  # how long a look at a load in another thread may take
+HASH_THREADS = 4  # beside it
 
 
 @dataclass(slots=True)
@@ -37,7 +56,8 @@ class Layer:
     down_bias: Tensor | None = None
     qk_norm: Tensor | None = None  # [slot, heads + kv heads, head dim]
     router: Tensor | None = None
-    up: dict[str, Tensor] = field(default_factory=dict)  # adapters' B by matrix (see `lora`)
+    # The B of adapters, by matrix (see `lora`).
+    up: dict[str, Tensor] = field(default_factory=dict, init=False)
 
 
 class ModelWeights:
@@ -48,35 +68,38 @@ class ModelWeights:
     ) -> None:
         self.spec, self.num_slots = spec, 1 if lora_rank else num_slots
         self.dtype = DTYPES[dtype]
-        self._device = device
-        self._params: dict[str, Tensor] = {}
-        self._lora = LoraShape(lora_rank, num_slots) if lora_rank else None
-        self.embed = self._new("embed", spec.vocab, spec.hidden)
-        self.layers = [self._new_layer(index) for index in range(spec.num_layers)]
-        self.norm = self._new("norm", spec.hidden)
-        head = self.embed if spec.tied else self._new("lm_head", spec.vocab, spec.hidden)
-        self.lm_head = head
         self.targets = targets_of(spec)
-        self.adapters: Adapters | None = None
-        if self._lora is not None:
-            self.adapters = Adapters(spec, self._lora, self._params)
+        self._params: dict[str, Tensor] = {}
+        lora = LoraShape(lora_rank, num_slots) if lora_rank else None
+        own: list[dict[str, Tensor]] = [{} for _ in range(spec.num_layers)]
+        for name, (rows, *columns) in packed_shapes(self.targets).items():
+            index, _, matrix = name.rpartition(".")
+            if lora is not None and matrix in NUM_PARTS and len(columns) == 1:
+                rows += lora.padding(name)
+            param = empty((self.num_slots, rows, *columns), self.dtype, device)
+            self._params[name] = param
+            if index:
+                own[int(index)][matrix] = param
+        self.layers = [Layer(**params) for params in own]
+        self.embed, self.norm = self._params["embed"], self._params["norm"]
+        self.lm_head = self._params.get("lm_head", self.embed)
+        self.adapters = None if lora is None else Adapters(spec, lora, self._params)
+        if self.adapters is not None:
             for name, up in self.adapters.b.items():
                 index, matrix = name.split(".")
                 self.layers[int(index)].up[matrix] = up
 
     @property
     def bytes_per_version(self) -> int:
-        return sum(p[0].numel() * p.element_size() for p in self._params.values())
+        return sum(param[0].nbytes for param in self._params.values())
 
-    def linear_shapes(self) -> list[tuple[int, int]]:
+    def linear_shapes(self) -> set[tuple[int, int]]:
         """(out, in) of every matrix a row is multiplied with."""
-        shapes = {tuple(self.lm_head.shape[1:])}
+        weights = [self.lm_head]
         for layer in self.layers:
-            for weight in (layer.qkv, layer.o, layer.gate_up, layer.down, layer.router):
-                if weight is not None:
-                    shapes.add(tuple(weight.shape[-2:]))
-            shapes |= {tuple(up.shape[1:]) for up in layer.up.values()}
-        return sorted((int(shape[0]), int(shape[1])) for shape in shapes)
+            weights += [layer.qkv, layer.o, layer.gate_up, layer.down, *layer.up.values()]
+            weights += [] if layer.router is None else [layer.router]
+        return {(weight.shape[-2], weight.shape[-1]) for weight in weights}
 
     def load_version(self, slot: int, source: TensorSource, where: str) -> Iterator[str]:
         """Fill the slot of a version: its adapter where versions are adapters, else all of it."""
@@ -96,45 +119,155 @@ class ModelWeights:
         target, data = self.targets[name], data.detach()
         check_shape(target, name, tuple(data.shape), where)
         param = self._params[target.param][slot]
-        if target.expert >= 0 and not target.full:
+        if target.expert >= 0:
             param = param[target.expert]
-        if not target.full:
-            param = param[target.start : target.start + (target.repeat or data.shape[0])]
-        param.copy_(data.expand(param.shape) if target.repeat else data)
+        param = param[target.start : target.start + target.rows]
+        param.copy_(data.expand(param.shape))
 
-    def _new(self, name: str, *shape: int) -> Tensor:
-        if self._lora is not None and name.split(".")[-1] in NUM_PARTS and len(shape) == 2:
-            shape = (shape[0] + self._lora.padding(name), shape[1])
-        param = pages.empty((self.num_slots, *shape), self.dtype, self._device)
-        self._params[name] = param
-        return param
 
-    def _new_layer(self, i: int) -> Layer:
-        spec, d = self.spec, self.spec.hidden
-        layer = Layer(
-            norm1=self._new(f"{i}.norm1", d),
-            qkv=self._new(f"{i}.qkv", spec.qkv_rows, d),
-            o=self._new(f"{i}.o", d, spec.num_heads * spec.head_dim),
-            norm2=self._new(f"{i}.norm2", d),
-            gate_up=self._new(f"{i}.gate_up", *self._mlp_shape(i, 2)),
-            down=self._new(f"{i}.down", *self._mlp_shape(i, 0)),
+def free_bytes(device: str) -> int:
+    """Free memory of the device (physical memory not in use, on the CPU)."""
+    if device.startswith("cuda"):
+        return torch.cuda.mem_get_info(torch.device(device))[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def version_bytes(spec: ModelSpec, dtype: str) -> int:
+    """Weights of one version."""
+    return ModelWeights(spec, 1, "meta", dtype).bytes_per_version
+
+
+def make_weights(spec: ModelSpec, options: EngineOptions) -> ModelWeights:
+    """Room for what the options say; one line for the user where there is not that much."""
+    o, free = options, free_bytes(options.device)
+    sized = ModelWeights(spec, o.versions_max, "meta", o.dtype, o.lora_rank)
+    each, fit = sized.bytes_per_version, int(free * 0.9) // sized.bytes_per_version
+    slots = sized.adapters.bytes_per_version * o.versions_max if sized.adapters else 0
+    if sized.adapters and each + slots > free * 0.9:
+        raise UserError(
+            f"rollout.versions_max is {o.versions_max}: the base takes {each / GIB:.2f} GiB, the "
+            f"adapters {slots / GIB:.2f} GiB, and {o.device} has {free / GIB:.2f} GiB free"
         )
-        if spec.qkv_bias:
-            layer.qkv_bias = self._new(f"{i}.qkv_bias", spec.qkv_rows)
-        if spec.o_bias:
-            layer.o_bias = self._new(f"{i}.o_bias", d)
-        if spec.mlp_bias:
-            layer.gate_up_bias = self._new(f"{i}.gate_up_bias", 2 * spec.intermediate)
-            layer.down_bias = self._new(f"{i}.down_bias", d)
-        if spec.qk_norm:
-            heads = spec.num_heads + spec.num_kv_heads
-            layer.qk_norm = self._new(f"{i}.qk_norm", heads, spec.head_dim)
-        if spec.moe and spec.is_sparse(i):
-            layer.router = self._new(f"{i}.router", spec.moe.num_experts, d)
-        return layer
+    if not sized.adapters and fit < o.versions_max:
+        raise UserError(
+            f"rollout.versions_max is {o.versions_max}: each version takes {each / GIB:.2f} GiB "
+            f"and {o.device} has {free / GIB:.2f} GiB free; at most {fit} fit"
+        )
+    return ModelWeights(spec, o.versions_max, o.device, o.dtype, o.lora_rank)
 
-    def _mlp_shape(self, i: int, num_gates: int) -> tuple[int, ...]:
-        spec, moe = self.spec, self.spec.moe if self.spec.is_sparse(i) else None
-        inner = moe.intermediate if moe else spec.intermediate
-        shape = (num_gates * inner, spec.hidden) if num_gates else (spec.hidden, inner)
-        return (moe.num_experts, *shape) if moe else shape
+
+class Residency:
+    """Version -> weight slot."""
+
+    def __init__(self, runner: Runner, versions_max: int) -> None:
+        self._runner = runner
+        self._versions_max = versions_max
+        self.slots: dict[Version, int] = {}
+        self._has_base = runner.weights.adapters is None
+        self._base = self._base_name = ""  # its checksum, and what to call it
+        self._loading: dict[Version, int] = {}
+
+    def versions(self) -> tuple[Version, ...]:
+        return tuple(sorted(self.slots))
+
+    def load_base(self, source: TensorSource | str | Path, verify: bool = True) -> None:
+        """The weights under every adapter; `verify`: adapters for other weights are refused."""
+        assert self._runner.weights.adapters is not None, "only LoRA versions have a base"
+        assert not self.slots, "the base is loaded before its adapters"
+        where = str(source) if isinstance(source, str | Path) else "the base"
+        reader = HfDirectory(source) if isinstance(source, str | Path) else source
+        checked = CheckedSource(reader)
+        for _ in self._runner.weights.load(0, checked if verify else reader, where):
+            pass
+        self._has_base, self._base_name = True, where
+        self._base = checked.checksum() if verify else ""
+
+    def load(
+        self, version: Version, source: SealedWeights | TensorSource | str | Path, verify: bool
+    ) -> Iterator[str]:
+        """Fill a free slot, yielding after each layer; resident once the iterator is exhausted."""
+        slot, where = self._reserve(version), f"version {version}"
+        try:
+            maybe_fail("load")
+            if isinstance(source, str | Path):
+                where, source = str(source), HfDirectory(source)
+            yield from self._load_checked(slot, version, source, where, verify)
+            self.slots[version] = slot
+        finally:
+            del self._loading[version]
+
+    def retire(self, version: Version) -> None:
+        if version not in self.slots:
+            raise UserError(f"version {version} is not resident, so it cannot be retired")
+        del self.slots[version]
+
+    def _load_checked(
+        self,
+        slot: int,
+        version: Version,
+        source: SealedWeights | TensorSource,
+        where: str,
+        verify: bool,
+    ) -> Iterator[str]:
+        sealed_version = getattr(source, "version", version)
+        if sealed_version != version:
+            raise UserError(f"{where}: the sealed weights say they are version {sealed_version}")
+        check_base(source, self._base, self._base_name)
+        check: Callable[[], None] | None = getattr(source, "check", None)
+        if check is not None:  # it knows best what may happen to it
+            yield from self._layers(slot, source, where, then=check)
+            self._check_canary(slot, version, source)
+            return
+        if not verify or not hasattr(source, "checksum"):
+            yield from self._layers(slot, source, where)
+            return
+        checked = CheckedSource(source, HASH_THREADS if self._runner.loads_aside else 0)
+        try:
+            yield from self._layers(slot, checked, where, then=checked.checksum)
+            checked.check(source)  # pyright: ignore[reportArgumentType]
+        finally:
+            checked.close()
+        self._check_canary(slot, version, source)
+
+    def _check_canary(
+        self, slot: int, version: Version, source: SealedWeights | TensorSource
+    ) -> None:
+        canary = getattr(source, "canary", None)
+        if canary is not None:
+            logprobs = self._runner.score(slot, canary.token_ids)
+            check_canary(canary, logprobs, version, self._runner.weights.dtype)
+
+    def _layers(
+        self, slot: int, source: TensorSource, where: str, then: Callable[[], object] = lambda: None
+    ) -> Iterator[str]:
+        """`then` is called behind the last layer, aside too: it may take its time."""
+
+        def load() -> Iterator[str]:
+            yield from self._runner.load(slot, source, where)
+            then()
+
+        return aside(load) if self._runner.loads_aside else load()
+
+    def _reserve(self, version: Version) -> int:
+        if not self._has_base:
+            raise UserError(f"version {version} is an adapter, and its base is not loaded yet")
+        if version in self.slots or version in self._loading:
+            raise UserError(f"version {version} is already resident or being loaded")
+        taken = {*self.slots.values(), *self._loading.values()}
+        free = [slot for slot in range(self._versions_max) if slot not in taken]
+        if not free:
+            raise UserError(
+                f"version {version}: all {self._versions_max} weight slots hold "
+                f"{sorted({*self.slots, *self._loading})}; retire one or raise rollout.versions_max"
+            )
+        self._loading[version] = free[0]
+        return free[0]
+
+
+def aside(load: Callable[[], Iterator[str]]) -> Iterator[str]:
+    """Load in a thread; yields nothing of interest for as long as that takes."""
+    with ThreadPoolExecutor(1, thread_name_prefix="load") as pool:
+        loading = pool.submit(lambda: list(load()))
+        while not wait([loading], ASIDE_S).done:
+            yield ""
+        loading.result()

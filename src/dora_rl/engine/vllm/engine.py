@@ -17,15 +17,16 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from dora_rl.engine.journal import Journal, request_from_json
+import torch
+from torch import Tensor
+
+from dora_rl.engine.journal import Journal, continuation, request_from_json, request_json
 from dora_rl.engine.options import EngineOptions
-from dora_rl.engine.requests import EngineStats, Limits, RequestBook
-from dora_rl.engine.sequence import Decode, Output, Status, mix64
+from dora_rl.engine.sequence import Decode, EngineStats, Limits, Output, RequestBook, Status, mix64
 from dora_rl.engine.sequence import Sequence as Seq
-from dora_rl.engine.vllm.move import RequestKv, VllmExport, unpack_kv
-from dora_rl.engine.vllm.process import Gain, VllmOptions, VllmProcess
+from dora_rl.engine.vllm.process import Gain, RequestKv, VllmOptions, VllmProcess
 from dora_rl.model.directory import FileSource, TensorSource
 from dora_rl.model.sealed import CheckedSource, check_base, check_canary
 from dora_rl.types import Finish, RequestId, UserError, Version
@@ -281,3 +282,48 @@ class VllmEngine(RequestBook):
             preemptions=0,
             exact=False,
         )
+
+
+class VllmExport:
+    """The sending half of a move; without KV the receiver prefills the request's tokens. Invariant:
+    the sender keeps the request, put aside, until `done`."""
+
+    def __init__(
+        self,
+        engine: VllmEngine,
+        seq: Seq,
+        parked: bool,
+        kv: RequestKv | None,
+        layout: list[list[Any]],
+    ) -> None:
+        self._engine, self._seq, self._parked, self._kv = engine, seq, parked, kv
+        self.has_kv = kv is not None
+        self.num_bytes = kv.num_bytes if kv is not None else 0
+        body = {"request": request_json(continuation(seq)), "layout": layout}
+        if kv is not None:
+            body |= {"num_tokens": kv.num_tokens, "num_blocks": kv.layers[0].shape[0]}
+        self.meta = json.dumps(body, separators=(",", ":")).encode()
+
+    def chunks(self) -> Iterator[Tensor]:
+        """All blocks of a layer, layer after layer."""
+        return iter(self._kv.layers if self._kv is not None else ())
+
+    def done(self) -> None:
+        self._engine.forget(self._seq.id)
+
+    def cancel(self) -> None:
+        if not self._parked:
+            self._engine.unpark(self._seq.id)
+
+
+def unpack_kv(body: dict[str, Any], data: memoryview) -> RequestKv:
+    """The chunks of an export from their bytes, one after the other."""
+    layers, begin, blocks = [], 0, int(body["num_blocks"])
+    for _, dtype, shape, _ in body["layout"]:
+        size = math.prod(shape) * getattr(torch, dtype.removeprefix("torch.")).itemsize
+        part = data[begin : begin + blocks * size]
+        if len(part) != blocks * size:
+            raise UserError(f"{len(data)} bytes of KV came, more were announced")
+        layers.append(torch.frombuffer(bytearray(part), dtype=torch.uint8).view(blocks, size))
+        begin += blocks * size
+    return RequestKv(int(body["num_tokens"]), tuple(layers))

@@ -24,8 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
 )
 
-from dora_rl.engine.vllm.move import RequestKv
-from dora_rl.engine.vllm.process import NAME
+from dora_rl.engine.vllm.process import NAME, RequestKv
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

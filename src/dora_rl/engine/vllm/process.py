@@ -24,7 +24,6 @@ from dora_rl.engine.options import EngineOptions
 from dora_rl.engine.sequence import Sequence as Seq
 from dora_rl.engine.sequence import is_filtered
 from dora_rl.engine.tensors.cache import DTYPES
-from dora_rl.engine.vllm.move import RequestKv
 from dora_rl.model.directory import TensorSource, write_adapter
 from dora_rl.model.names import LINEAR_LAYERS, SCALE
 from dora_rl.types import UserError, Version
@@ -45,7 +44,7 @@ class VllmOptions:
     lora_rank: int = 0
     trust_remote_code: bool = False
     num_devices: int = 1  # that share every layer (tensor parallel), each in a process of its own
-    kv_moves: bool = False  # a request takes its KV along (see `vllm_kv`)
+    kv_moves: bool = False  # a request takes its KV along (see `kv`)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +58,18 @@ class Gain:
     top: tuple[tuple[tuple[int, float], ...], ...] = ()
     failed: str = ""
     num_cached: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RequestKv:
+    """The KV of a request's first `num_tokens` tokens: its blocks, layer after layer."""
+
+    num_tokens: int
+    layers: tuple[Tensor, ...]  # uint8, each [blocks, bytes of a block]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(layer.nbytes for layer in self.layers)
 
 
 class VllmProcess:

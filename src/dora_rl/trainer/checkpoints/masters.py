@@ -45,38 +45,44 @@ def host_room(source: Tensor) -> Tensor:
 
 @torch.no_grad()
 def split(
-    name: str, master: Tensor, dtype: torch.dtype, buffer: MakeBuffer = make_buffer
+    name: str,
+    master: Tensor,
+    dtype: torch.dtype,
+    publish: MakeBuffer = make_buffer,
+    keep: MakeBuffer = make_buffer,
+    beside: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Copies on the host: the master in `dtype`, and by name what it lacks. A float32 version
-    lacks nothing; one in float16 has another exponent, and the master is kept as it is. Copies into
-    pinned memory are only begun: the caller waits for the device before it reads them."""
-    published = buffer(name, master.shape, dtype)
+    """Copies on the host: the master in `dtype`, in memory that `publish` gives, and by name what
+    it lacks, in memory that `keep` gives. A float32 version lacks nothing; one in float16 has
+    another exponent, and the master is kept as it is. Copies into pinned memory are only begun: the
+    caller waits for the device before it reads them. `beside`: the published values on the device
+    go there."""
+    published = publish(name, master.shape, dtype)
     if dtype != torch.bfloat16 or master.dtype != torch.float32:
-        published.copy_(master, non_blocking=True)
-        lacks = dtype != master.dtype
-        if not lacks:
+        source = master if beside is None else beside.copy_(master)
+        published.copy_(source, non_blocking=True)
+        if dtype == master.dtype:
             return published, {}
-        return published, {
-            WHOLE + name: buffer(WHOLE + name, master.shape, master.dtype).copy_(
-                master, non_blocking=True
-            )
-        }
-    low = buffer(LOW + name, master.shape, torch.int16)
+        lost = keep(WHOLE + name, master.shape, master.dtype)
+        return published, {WHOLE + name: lost.copy_(master, non_blocking=True)}
+    low = keep(LOW + name, master.shape, torch.int16)
     odd: list[Tensor] = []
     source, out, rest = master.reshape(-1), published.view(-1), low.view(-1)
+    device = None if beside is None else beside.view(-1)
     for begin in range(0, source.numel(), CHUNK):
-        part = source[begin : begin + CHUNK]
-        rounded = part.to(dtype)
+        part, span = source[begin : begin + CHUNK], slice(begin, begin + CHUNK)
+        rounded = part.to(dtype) if device is None else device[span].copy_(part)
         bits, high = part.view(torch.int32), rounded.view(torch.int16).to(torch.int32) << 16
         lower = (bits - high).to(torch.int16)
-        out[begin : begin + CHUNK].copy_(rounded, non_blocking=True)
-        rest[begin : begin + CHUNK].copy_(lower, non_blocking=True)
+        out[span].copy_(rounded, non_blocking=True)
+        rest[span].copy_(lower, non_blocking=True)
         odd.append(torch.nonzero(high + lower != bits).view(-1).cpu() + begin)
     parts = {LOW + name: low}
     at = torch.cat(odd) if odd else torch.empty(0, dtype=torch.int64)
     if at.numel():
-        parts[AT + name] = at
-        parts[BITS + name] = source[at.to(source.device)].view(torch.int32).cpu()
+        bits = source[at.to(source.device)].view(torch.int32).cpu()
+        for key, value in ((AT + name, at), (BITS + name, bits)):
+            parts[key] = keep(key, value.shape, value.dtype).copy_(value)
     return published, parts
 
 

@@ -1,27 +1,39 @@
 """Making a version of the learner's weights: gathered, cast, with a canary, sealed by the store.
 
-Never publishes weights in motion: the tensors are copied before this returns control of the model.
+The tensors go straight into the memory of the store, without a copy in between. Never publishes
+weights in motion: they are copied before this returns control of the model.
 Invariants: the canary's log-probs were computed from exactly the published values; where the exact
 state goes to a store of its own, no version is sealed before its exact state is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+import contextlib
+import ctypes
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
-from dora_rl.ports import Canary, WeightStore
-from dora_rl.trainer.attention.layout import Layout
-from dora_rl.trainer.checkpoints.masters import make_buffer, split
+from dora_rl.ports import Canary, Draft, WeightStore
+from dora_rl.trainer.attention import Layout
+from dora_rl.trainer.checkpoints.masters import split
 from dora_rl.trainer.distributed import back_to_shards, gathered
 from dora_rl.trainer.policy.lora import without_dropout
 from dora_rl.trainer.policy.model import Policy, exact_names, named_weights
 from dora_rl.types import Version
 
 CANARY_TOKENS = 16
+
+
+class Handover(Protocol):
+    """Device memory that versions are handed to other processes in."""
+
+    def begin(self, version: Version) -> None: ...
+    def room(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor: ...
+    def offer(self) -> None: ...
 
 
 def canary_ids(vocab: int, positions_max: int) -> tuple[int, ...]:
@@ -41,7 +53,40 @@ def compute_canary(policy: nn.Module, vocab: int, positions_max: int) -> Canary:
         scores = policy(tokens, Layout([len(ids)], device), rows, tokens[1:], 1.0)
     back_to_shards(policy)
     dtype = str(policy.compute_dtype).removeprefix("torch.")
-    return Canary(ids, tuple(scores.logprobs_N.float().tolist()), dtype)
+    return Canary(ids, tuple(scores.logprobs_T.float().tolist()), dtype)
+
+
+def pin(memory: Any) -> Callable[[], None]:
+    """Make an array of the host known to the GPU, which then copies to it at full speed and beside
+    other work. Where it refuses, copies are slower; returns what undoes it."""
+    runtime = cast(Any, torch.cuda.cudart())
+    address = int(memory.ctypes.data)
+    if int(runtime.cudaHostRegister(address, memory.nbytes, 0)):
+        with contextlib.suppress(AttributeError):
+            ctypes.CDLL(None).cudaGetLastError()  # or the next launch would report it
+        return lambda: None
+    return lambda: runtime.cudaHostUnregister(address)
+
+
+def fill(draft: Draft, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    for name, tensor in tensors:
+        draft.room(name, tensor.shape, tensor.dtype).copy_(tensor)
+
+
+class Drafts(NamedTuple):
+    """A version and what makes it exact, on their way into their stores."""
+
+    version: Draft
+    exact: Draft | None
+
+    def alone(self) -> Drafts:
+        """The version without its exact state."""
+        return Drafts(self.version, None)
+
+    def discard(self) -> None:
+        for draft in (self.version, self.exact):
+            if draft is not None:
+                draft.discard()
 
 
 class Publisher:
@@ -49,87 +94,108 @@ class Publisher:
 
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
-        self._last: Future[str] | None = None
-        # Copies of weights on a GPU, by name, used again: fresh memory costs more than the copy.
-        self._host: dict[str, Tensor] = {}
+        self._ahead: tuple[Version, Future[Drafts]] | None = None
+        self.handover: Handover | None = None  # of versions on the device, where there is one
+
+    def prepare(
+        self,
+        version: Version,
+        store: WeightStore,
+        exact: WeightStore,
+        num_bytes: tuple[int, int],
+    ) -> None:
+        """Have the memory of a version that is to come made ready in a thread: for one of some
+        gigabytes that takes longer than filling it. `num_bytes`: of it and of its exact state."""
+
+        def make() -> Drafts:
+            with contextlib.ExitStack() as undo:
+                first = store.draft(version, num_bytes[0], pin)
+                undo.callback(first.discard)
+                made = Drafts(first, exact.draft(version, num_bytes[1], pin))
+                undo.pop_all()
+                return made
+
+        self._drop_prepared()
+        pool = ThreadPoolExecutor(1, thread_name_prefix="publish-room")
+        self._ahead = version, pool.submit(make)
+        pool.shutdown(wait=False)
+
+    def begin(self, version: Version, store: WeightStore, exact: WeightStore | None) -> Drafts:
+        """Memory for a version, prepared or not."""
+        if self._ahead is not None and self._ahead[0] == version and exact is not None:
+            (_, made), self._ahead = self._ahead, None
+            with contextlib.suppress(
+                Exception
+            ):  # what was in the way is said below, if it still is
+                return made.result()
+        draft = store.draft(version)
+        try:
+            return Drafts(draft, None if exact is None else exact.draft(version))
+        except BaseException:
+            draft.discard()
+            raise
 
     def snapshot(
-        self, policy: Policy, dtype: torch.dtype, first: bool, exact: bool = False
-    ) -> tuple[list[tuple[str, Tensor]], dict[str, Tensor]]:
-        """Every tensor of the checkpoint, gathered from all ranks; on the first one cast and
-        copied to the CPU. With `exact` also what the cast took from the masters."""
-        if self._last is not None:
-            wait([self._last])  # its copies are these
-        tensors: list[tuple[str, Tensor]] = []
-        lost: dict[str, Tensor] = {}
+        self, policy: Policy, dtype: torch.dtype, version: Version, drafts: Drafts | None
+    ) -> None:
+        """Copy every tensor of the checkpoint, gathered from all ranks and cast, and what the cast
+        took from the masters, where that is wanted. All ranks take part; those without drafts keep
+        nothing."""
         # Adapters are merged as the policy merges them, so that it computes with what is sealed.
         own_dtype = exact_names(policy)
+        if self.handover is not None:
+            self.handover.begin(version)
         for name, tensor in named_weights(policy, gathered, policy.compute_dtype):
-            if not first:
+            if drafts is None:
                 continue
             kind = tensor.dtype if name in own_dtype else dtype
-            keep = self._keep if tensor.is_cuda else make_buffer
-            if exact:
-                copy, parts = split(name, tensor, kind, keep)
-                lost |= parts
+            beside = self.handover.room(name, tensor.shape, kind) if self.handover else None
+            publish = drafts.version.room
+            if drafts.exact is not None:
+                split(name, tensor, kind, publish, drafts.exact.room, beside)
             else:
-                copy = keep(name, tensor.shape, kind).copy_(tensor, non_blocking=True)
-            tensors.append((name, copy))
-        if self._host:
-            torch.cuda.synchronize()  # the copies run behind each other, and are waited for once
-        return tensors, lost
+                source = tensor if beside is None else beside.copy_(tensor)
+                publish(name, tensor.shape, kind).copy_(source, non_blocking=True)
+        if drafts is not None and next(policy.parameters()).is_cuda:
+            torch.cuda.current_stream().synchronize()  # copies run behind each other
+        if self.handover is not None:
+            self.handover.offer()
 
-    def _keep(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        if name not in self._host:
-            self._host[name] = torch.empty(shape, dtype=dtype, pin_memory=True)
-        return self._host[name]
-
-    def publish(
+    def seal(
         self,
-        store: WeightStore,
-        version: Version,
-        tensors: list[tuple[str, Tensor]],
+        drafts: Drafts,
         canary: Canary | None,
         background: bool,
         base: str = "",
-        exact: tuple[WeightStore, list[tuple[str, Tensor]]] | None = None,
         turn: Callable[[], None] = lambda: None,
     ) -> Future[str]:
-        """The checksum, as a future; already there unless `background`. `exact` is the state that
-        belongs to the version and where it goes; that of older versions stays. `turn` returns when
-        the stores may take the version."""
+        """The checksum, as a future; already there unless `background`. The version is sealed when
+        `turn` has returned and its exact state is sealed; that of older versions stays."""
 
         def seal() -> str:
-            turn()
-            if exact is None:
-                return store.publish(version, _drain(tensors), canary, base)
+            if drafts.exact is None:
+                return drafts.version.seal(canary, base, turn)
             with ThreadPoolExecutor(1, thread_name_prefix="publish-exact") as beside:
-                state = beside.submit(exact[0].publish, version, _drain(exact[1]), canary, base)
-                return store.publish(version, _after(tensors, state), canary, base)
+                state = beside.submit(drafts.exact.seal, canary, base, turn)
+                return drafts.version.seal(canary, base, state.result)
 
         if background:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(1, thread_name_prefix="publish")
-            self._last = self._pool.submit(seal)
-            return self._last
+            return self._pool.submit(seal)
         done: Future[str] = Future()
         done.set_result(seal())
         return done
 
     def close(self) -> None:
+        self._drop_prepared()
         if self._pool is not None:
             self._pool.shutdown(wait=True)
             self._pool = None
 
-
-def _after(tensors: list[tuple[str, Tensor]], state: Future[str]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a version, which is not complete before its exact state is sealed."""
-    yield from _drain(tensors)
-    state.result()
-
-
-def _drain(tensors: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Hand the tensors over one by one, so the copy shrinks as the store grows."""
-    tensors.reverse()
-    while tensors:
-        yield tensors.pop()
+    def _drop_prepared(self) -> None:
+        if self._ahead is not None:
+            (_, made), self._ahead = self._ahead, None
+            made.add_done_callback(
+                lambda made: None if made.exception() else made.result().discard()
+            )

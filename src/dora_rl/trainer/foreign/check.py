@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,19 +26,65 @@ from torch import Tensor
 
 from dora_rl.config import TrainerConfig
 from dora_rl.model.directory import HfDirectory, tensor_files, write_model
-from dora_rl.trainer.attention.layout import Layout
-from dora_rl.trainer.foreign.clone import make_clone
-from dora_rl.trainer.foreign.names import CheckpointFormat, own_tensors
-from dora_rl.trainer.foreign.policy import ForeignPolicy
-from dora_rl.trainer.policy.casting import cast_parameters
+from dora_rl.trainer.attention import Layout
+from dora_rl.trainer.foreign.policy import CheckpointFormat, ForeignPolicy, own_tensors
+from dora_rl.trainer.policy.decoder import cast_parameters
 from dora_rl.trainer.policy.logprobs import TokenScores
 from dora_rl.types import UserError
+from dora_rl.user_code import require
 
 LENGTHS = (23, 21, 7, 1, 22)  # three share a batch and are padded, two are alone
 # Of the spread of log-probs: rounding is far below, a document that sees another one far above.
 DIFFERENCE_MAX = 1e-3
 # In half precision, of the median: rounding lets some tokens choose another expert.
 HALF_DIFFERENCE_MAX = 0.2
+
+WINDOW = 8  # of the clone: documents longer than this leave it
+FILE_BYTES_SMALL = 80 << 20  # a model with weights up to this size is cloned as wide as it is
+PARAMS_MAX = 250_000_000
+VOCAB_MAX = 512
+WIDTH_MIN, WIDTH_MAX, WIDTH_UNIT = 32, 64, 16
+
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_WIDTHS = ("hidden_size", "n_embd", "d_model", "word_embed_proj_dim")
+_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "mamba_n_heads")
+_PARTS = (
+    "num_key_value_heads",
+    "num_kv_heads",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+)
+_MLPS = (
+    "intermediate_size",
+    "ffn_dim",
+    "n_inner",
+    "ffn_hidden_size",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+    "shared_intermediate_size",
+    "q_lora_rank",
+    "kv_lora_rank",
+)
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+# What says in which layer something first appears.
+_FIRST_AT = ("first_k_dense_replace", "attn_layer_offset", "expert_layer_offset")
+_WINDOWS = (
+    "sliding_window",
+    "sliding_window_size",
+    "attention_chunk_size",
+    "attention_window_size",
+    "window_size",
+)
+# What the code of a model raises for them.
+_SIZES_THAT_DO_NOT_FIT = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 
 
 def load_foreign(
@@ -48,6 +95,7 @@ def load_foreign(
     config = read_config(directory, trust)
     text = json.dumps(config.to_dict(), sort_keys=True, default=str)
     with _one_line(directory, config.model_type), _without_progress_bars():
+        _refuse_by_config(config, trust)
         attention = examine(text, directory, dtype, trust)
         model = load_model(directory, attention, trust)
         policy = ForeignPolicy(model.to(device), dtype, options)
@@ -60,17 +108,13 @@ def _one_line(directory: Path, kind: str) -> Iterator[None]:
     """Whatever transformers or the model's own code says, as one line that names the model."""
     try:
         yield
-    except UserError as error:
-        raise UserError(
-            f"model '{directory}' (type '{kind}') cannot be trained: {error}"
-        ) from error
     except Exception as error:
-        line = next(iter(str(error).strip().splitlines()), "")
-        what = f"{type(error).__name__}: {line}" if line else type(error).__name__
-        raise UserError(
-            f"model '{directory}' (type '{kind}') cannot be trained: it does not run through "
-            f"transformers ({what})"
-        ) from error
+        why = str(error)
+        if not isinstance(error, UserError):
+            line = next(iter(why.strip().splitlines()), "")
+            what = f"{type(error).__name__}: {line}" if line else type(error).__name__
+            why = f"it does not run through transformers ({what})"
+        raise UserError(f"model '{directory}' (type '{kind}') cannot be trained: {why}") from error
 
 
 @contextlib.contextmanager
@@ -88,30 +132,31 @@ def _without_progress_bars() -> Iterator[None]:
 
 
 def read_config(directory: Path, trust: bool) -> Any:
-    """The config as transformers reads it; what needs no look at the weights is refused here."""
-    import transformers
+    """The config as transformers reads it."""
+    from transformers import AutoConfig
 
     try:
-        config: Any = transformers.AutoConfig.from_pretrained(
-            str(directory), trust_remote_code=trust
-        )
+        return AutoConfig.from_pretrained(str(directory), trust_remote_code=trust)
     except (ValueError, OSError, KeyError) as error:
         line = str(error).strip().splitlines()[0]
         raise UserError(f"model '{directory}': transformers cannot load it ({line})") from error
+
+
+def _refuse_by_config(config: Any, trust: bool) -> None:
+    """What needs no look at the weights."""
+    import transformers
+
     name = next(iter(config.architectures or []), "")
-    why = ""
-    if getattr(config, "quantization_config", None):
-        why = "its weights are quantised; use the unquantised model"
-    elif config.is_encoder_decoder:
-        why = "it has an encoder; use a causal language model"
-    elif name and not trust and not hasattr(transformers, name):
+    quantised = getattr(config, "quantization_config", None)
+    require(
+        (not quantised, "its weights are quantised; use the unquantised model"),
+        (not config.is_encoder_decoder, "it has an encoder; use a causal language model"),
         # Otherwise transformers would run its own class of that model type, another model.
-        why = f"transformers has no '{name}'; trainer.trust_remote_code runs a model's own code"
-    if why:
-        raise UserError(
-            f"model '{directory}' (type '{config.model_type}') cannot be trained: {why}"
-        )
-    return config
+        (
+            trust or not name or hasattr(transformers, name),
+            f"transformers has no '{name}'; trainer.trust_remote_code runs a model's own code",
+        ),
+    )
 
 
 def load_model(directory: Path, attention: str, trust: bool) -> Any:
@@ -190,7 +235,7 @@ class _Case:
     @torch.no_grad()
     def table(self, model: Any) -> Tensor:
         """Log-probs of every token at every place, by the model alone."""
-        documents = self.ids.split(list(self.layout.lengths))
+        documents = self.ids.split(self.layout.lengths)
         logits = [model(input_ids=d[None], use_cache=False).logits[0] for d in documents]
         return torch.cat(logits).float().log_softmax(-1)
 
@@ -199,7 +244,7 @@ class _Case:
 
     def difference(self, scores: TokenScores, median: bool = False) -> float:
         """How far scores are from the model's own, in units of the spread of its log-probs."""
-        far = (scores.logprobs_N - self.logprobs).abs(), (scores.entropy_N - self.entropy).abs()
+        far = (scores.logprobs_T - self.logprobs).abs(), (scores.entropy_T - self.entropy).abs()
         worst = torch.stack(far).detach()
         return float(worst.median() if median else worst.max()) / self.spread
 
@@ -249,7 +294,7 @@ def _check_dtype(policy: ForeignPolicy, case: _Case, dtype: torch.dtype) -> None
     policy.compute_in(dtype)
     try:
         scores = case.scores(policy)
-        (scores.logprobs_N.sum() + scores.entropy_N.sum()).backward()
+        (scores.logprobs_T.sum() + scores.entropy_T.sum()).backward()
     except RuntimeError as error:
         raise UserError(f"it does not run in {dtype} ({str(error).splitlines()[0]})") from error
     difference = case.difference(scores, median=True)
@@ -260,7 +305,7 @@ def _check_dtype(policy: ForeignPolicy, case: _Case, dtype: torch.dtype) -> None
     if bad or not grads:
         raise UserError(f"its gradients are not finite in {dtype} ({[*bad, 'none'][0]})")
     cast_parameters(policy, dtype)
-    if not torch.equal(case.scores(policy).logprobs_N, scores.logprobs_N):
+    if not torch.equal(case.scores(policy).logprobs_T, scores.logprobs_T):
         raise UserError(
             f"in {dtype} a frozen copy of it computes other log-probs from the same weights; "
             "use trainer.compute_dtype = 'float32'"
@@ -291,3 +336,137 @@ def compare_with_files(policy: ForeignPolicy, directory: Path) -> None:
             reader.tensor(known[0]).to(tensor.dtype), tensor.cpu()
         ):
             raise UserError(f"it would be exported with another '{name}' than its files have")
+
+
+# -- making the clone -----------------------------------------------------------------------------
+#
+# Cuts numbers of layers, heads, experts and tokens and the lengths of windows in a config of
+# transformers; never touches what says how something is computed. The clone is a model of the same
+# class, and every kind of layer that its config lists is in it.
+
+
+def make_clone(config: Any, file_bytes: int, trust: bool) -> Any:
+    """The smallest clone that can be built, in float32 on the CPU, with strong random weights."""
+    last: Exception | None = None
+    for data in _smaller(config.to_dict(), small=file_bytes <= FILE_BYTES_SMALL):
+        try:
+            with torch.device("meta"):
+                size = sum(p.numel() for p in _build(config, data, trust).parameters())
+            if size > PARAMS_MAX:
+                raise ValueError(f"{size:,} parameters")
+            model = _build(config, data, trust)
+            _randomise(model)
+            with torch.no_grad():
+                model(input_ids=torch.zeros(1, 2, dtype=torch.int64), use_cache=False)
+        except _SIZES_THAT_DO_NOT_FIT as error:  # the next ones may
+            last = error
+        else:
+            return model
+    line = next(iter(str(last).strip().splitlines()), type(last).__name__)
+    raise UserError(f"no small clone of it can be built to check it with ({line})")
+
+
+def _build(config: Any, data: dict[str, Any], trust: bool) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_config(
+        type(config).from_dict(data),
+        dtype=torch.float32,
+        attn_implementation="eager",
+        trust_remote_code=trust,
+    ).eval()
+
+
+def _smaller(config: dict[str, Any], small: bool) -> Iterator[dict[str, Any]]:
+    """Configs to try, the smallest first."""
+    if small:
+        yield _narrow_windows(config)
+        return
+    for factor in _factors(config.get("text_config") or config):
+        for cut_rest in (True, False):
+            yield _shrink(config, factor, cut_rest)
+
+
+def _factors(config: dict[str, Any]) -> list[int]:
+    """By how much it may be narrower: widths stay what kernels ask of them and two heads or more
+    are left, if that can be."""
+    heads, widths = (list(_numbers(config, keys).values()) for keys in (_HEADS, _WIDTHS))
+    common = math.gcd(*heads, *widths)
+    limit = min(widths, default=1) // WIDTH_MIN
+
+    def trouble(factor: int) -> tuple[bool, bool, int]:
+        odd = any(width // factor % WIDTH_UNIT for width in widths)
+        return odd, min(heads, default=factor) < 2 * factor, -factor
+
+    factors = [f for f in range(min(common, limit), 1, -1) if common % f == 0]
+    return [*sorted(factors, key=trouble)[:4], 1]
+
+
+def _numbers(config: dict[str, Any], keys: Iterable[str]) -> dict[str, int]:
+    """Those of the keys that the config has a number for."""
+    return {key: config[key] for key in keys if isinstance(config.get(key), int)}
+
+
+def _narrow_windows(config: dict[str, Any]) -> dict[str, Any]:
+    made = dict(config)
+    made.update({k: min(v, WINDOW) for k, v in _numbers(config, _WINDOWS).items()})
+    if isinstance(made.get("text_config"), dict):
+        made["text_config"] = _narrow_windows(made["text_config"])
+    return made
+
+
+def _shrink(config: dict[str, Any], factor: int, cut_rest: bool) -> dict[str, Any]:
+    """Everything `factor` times narrower; with `cut_rest` small MLPs, few experts and few tokens
+    as well."""
+    made = _narrow_windows(config)
+    if isinstance(made.get("text_config"), dict):
+        return {**made, "text_config": _shrink(made["text_config"], factor, cut_rest)}
+    widths = _numbers(made, (*_WIDTHS, *_HEADS, *_PARTS))
+    made |= {key: max(1, value // factor) for key, value in widths.items()}
+    _cut_layers(made)
+    if cut_rest:
+        _cut_rest(made)
+    return made
+
+
+def _cut_layers(made: dict[str, Any]) -> None:
+    counts = _numbers(made, _LAYERS)
+    count = next(iter(counts.values()), 0)
+    keep = min(count, max(4, *(first + 1 for first in _numbers(made, _FIRST_AT).values()), 0))
+    made |= dict.fromkeys(counts, keep)
+    for key, value in made.items():
+        if isinstance(value, list) and len(value) == count:
+            made[key] = _prefix(value, keep)
+        elif isinstance(value, list) and key.endswith("layer_indices"):
+            made[key] = [i for i in value if i < keep] or [keep - 1]
+
+
+def _prefix(values: list[Any], keep: int) -> list[Any]:
+    """The first ones; kinds that come later only are put at the end."""
+    head = values[:keep]
+    kinds = [v for i, v in enumerate(values) if isinstance(v, str) and v not in values[:i]]
+    missing = [v for v in kinds if v not in head]
+    return [*head[: keep - len(missing)], *missing]
+
+
+def _cut_rest(made: dict[str, Any]) -> None:
+    made |= {key: min(value, WIDTH_MAX) for key, value in _numbers(made, _MLPS).items()}
+    chosen = max(_numbers(made, [k for k in made if "per_tok" in k]).values(), default=2)
+    groups = made.get("n_group") or 1
+    few = math.ceil(max(8, 2 * chosen, 2 * groups) / groups) * groups
+    made |= {key: min(value, few) for key, value in _numbers(made, _EXPERTS).items()}
+    made["vocab_size"] = vocab = min(made.get("vocab_size") or VOCAB_MAX, VOCAB_MAX)
+    tokens = _numbers(made, [key for key in made if key.endswith("token_id")])
+    made |= {key: min(value, vocab - 1) for key, value in tokens.items()}
+
+
+@torch.no_grad()
+def _randomise(model: Any) -> None:
+    """Weights under which everything matters: attention is sharp, no bias is zero."""
+    for tensor in own_tensors(model).values():
+        if not tensor.is_floating_point():
+            continue
+        if tensor.dim() > 1:
+            tensor.normal_(0.0, 1.5 / math.sqrt(tensor.shape[-1]))
+        else:
+            tensor.add_(torch.randn_like(tensor), alpha=0.3)

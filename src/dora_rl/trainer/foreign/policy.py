@@ -4,14 +4,15 @@ The fallback for architectures the lean decoder does not know. The documents of 
 of batches, those of similar length together and padded on the right: to a causal model each is
 alone, whatever the model mixes tokens with. States are what the model hands to its output layer,
 and what it then does to the logits (soft-cap, scaling) is done by its own code.
-Invariant: scores are those of transformers' model on each document alone (`foreign_check`).
+Invariant: scores are those of transformers' model on each document alone (`check`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -19,16 +20,20 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dora_rl.config import TrainerConfig
-from dora_rl.config.section import choose
-from dora_rl.trainer.attention.layout import Layout, send
-from dora_rl.trainer.foreign.names import CheckpointFormat
-from dora_rl.trainer.policy.casting import cast_where_used
-from dora_rl.trainer.policy.logprobs import TokenScores, chunk_tokens, token_scores
+from dora_rl.model.spec import ModelSpec
+from dora_rl.trainer.attention import BlockPlan, Layout, send
+from dora_rl.trainer.checks import checkpoints_layers
+from dora_rl.trainer.policy.logprobs import TokenScores, token_scores
 from dora_rl.types import UserError
+
+_LAYER = re.compile(r"^.*?\.\d+\.")  # conversions never mix layers
 
 
 class ForeignPolicy(nn.Module):
     """transformers' own model; `inner` is it, with the names it has there."""
+
+    arch: ModelSpec | None = None  # not known
+    blocks: Sequence[nn.Module] = ()  # it is sharded as a whole
 
     def __init__(self, model: Any, dtype: torch.dtype, options: TrainerConfig) -> None:
         super().__init__()
@@ -40,11 +45,7 @@ class ForeignPolicy(nn.Module):
         self.format = CheckpointFormat(model)
         self.head = OutputLayer(model)
         self.hidden = self.head.hidden
-        kinds = ("auto", "none", "layer")
-        choose("trainer.activation_checkpointing", options.activation_checkpointing, kinds)
-        self._checkpointing = False
-        if options.activation_checkpointing == "layer":
-            self.checkpointing = True
+        self.checkpointing = checkpoints_layers(options)
         self.compute_in(dtype)
         self.train()
 
@@ -66,29 +67,29 @@ class ForeignPolicy(nn.Module):
 
     def forward(
         self,
-        token_ids_T: Tensor,
+        token_ids_P: Tensor,
         layout: Layout,
-        rows_N: Tensor,
-        target_N: Tensor,
+        rows_T: Tensor,
+        target_T: Tensor,
         temperature: float = 1.0,
     ) -> TokenScores:
-        """Scores of `target_N[i]` as the token after row `rows_N[i]` of the pack."""
-        states = self.states(token_ids_T, layout).index_select(0, rows_N)
-        layer = self.inner.get_output_embeddings()
-        chunk = chunk_tokens(self.vocab, states.device, self.chunk_tokens)
-        finish = self.head.finish if self.head.finishes else None
-        return token_scores(states, layer.weight, target_N, temperature, chunk, layer.bias, finish)
+        """Scores of `target_T[i]` as the token after row `rows_T[i]` of the pack."""
+        states_TH = self.states(token_ids_P, layout).index_select(0, rows_T)
+        layer, head = self.inner.get_output_embeddings(), self.head
+        finish = head.finish if head.finishes else None
+        chunk = self.chunk_tokens
+        return token_scores(
+            states_TH, layer.weight, target_T, temperature, chunk, layer.bias, finish
+        )
 
-    def states(self, token_ids_T: Tensor, layout: Layout) -> Tensor:
-        """What every token of the pack (T, hidden) hands to the output layer."""
-        rows = layout.plan(_rows)
-        half = self.compute_dtype != torch.float32
-        parts = []
-        for index_DL, kept in rows.batches:
-            with torch.autocast(token_ids_T.device.type, dtype=self.compute_dtype, enabled=half):
-                states = self.head.states(token_ids_T[index_DL])
-            parts.append(states.flatten(0, 1).index_select(0, kept))
-        return torch.cat(parts).index_select(0, rows.order_T).to(self.compute_dtype)
+    def states(self, token_ids_P: Tensor, layout: Layout) -> Tensor:
+        """What every token of the pack (P, H) hands to the output layer."""
+        batches, back_P = layout.plan(_batches)
+        dtype, parts = self.compute_dtype, []
+        for rows_BL in batches:
+            with torch.autocast(layout.device.type, dtype=dtype, enabled=dtype != torch.float32):
+                parts.append(self.head.states(token_ids_P[rows_BL]).flatten(0, 1))
+        return torch.cat(parts).index_select(0, back_P).to(dtype)
 
     def train(self, mode: bool = True) -> ForeignPolicy:
         """Dropout and jitter of the model itself never act: a log-prob is a number, not a sample.
@@ -100,27 +101,12 @@ class ForeignPolicy(nn.Module):
         return self
 
 
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """A pack as batches of rows: where each row's tokens are in the pack (padding repeats the
-    pack's first token), which places of the batch are tokens, and the way back."""
-
-    batches: list[tuple[Tensor, Tensor]]
-    order_T: Tensor
-
-
-def _rows(layout: Layout) -> _Rows:
-    batches, places = [], []
-    for members in layout.bucket_members():
-        lengths = torch.tensor([layout.lengths[d] for d in members])
-        starts = torch.tensor([layout.starts[d] for d in members])
-        column = torch.arange(int(lengths.max()))
-        is_token = column < lengths[:, None]
-        index = (starts[:, None] + column) * is_token
-        kept = is_token.flatten().nonzero().squeeze(-1)
-        places.append(index.flatten()[kept])
-        batches.append((send(index, layout.device), send(kept, layout.device)))
-    return _Rows(batches, send(torch.cat(places).argsort(), layout.device))
+def _batches(layout: Layout) -> tuple[list[Tensor], Tensor]:
+    """A pack as batches of rows: where each row's tokens are in the pack, and the way back."""
+    plan = layout.plan(BlockPlan)
+    into, back = plan.gather(heads=1)
+    rows = [bucket.rows(into, 1, 1)[:, 0, :, 0] for bucket in plan.buckets]
+    return [send(rows_BL, layout.device) for rows_BL in rows], send(back, layout.device)
 
 
 @contextmanager
@@ -150,8 +136,8 @@ class OutputLayer:
             self._body, self._body_output = self._find_body(layer.weight.device)
         self.finishes = self._probe(layer.weight)
 
-    def states(self, ids_DL: Tensor) -> Tensor:
-        """What the model hands to its output layer (D, L, hidden)."""
+    def states(self, ids_BL: Tensor) -> Tensor:
+        """What the model hands to its output layer (B, L, H)."""
         seen: list[Tensor] = []
 
         def take(states: Tensor) -> Tensor:
@@ -159,7 +145,7 @@ class OutputLayer:
             return states
 
         with _replaced(self._model.get_output_embeddings(), take):
-            self._model(input_ids=ids_DL, use_cache=False)
+            self._model(input_ids=ids_BL, use_cache=False)
         (states,) = seen
         return states
 
@@ -175,46 +161,38 @@ class OutputLayer:
 
     def _find_body(self, device: torch.device) -> tuple[str, Any]:
         """The first module that the model's forward calls, and what it returns for one token."""
-        depth, found = 0, []
-
-        def enter(*_: Any) -> None:
-            nonlocal depth
-            depth += 1
+        entered: list[nn.Module] = []
+        outputs: dict[nn.Module, Any] = {}
 
         def leave(module: nn.Module, _: Any, output: Any) -> None:
-            nonlocal depth
-            depth -= 1
-            if depth == 0:
-                found.append((module, output))
+            outputs.setdefault(module, output)
 
         modules = {m: n for n, m in self._model.named_modules() if n}
-        hooks = [m.register_forward_pre_hook(enter) for m in modules]
+        hooks = [m.register_forward_pre_hook(lambda m, _: entered.append(m)) for m in modules]
         hooks += [m.register_forward_hook(leave) for m in modules]
         try:
             self.states(torch.zeros(1, 1, dtype=torch.int64, device=device))
         finally:
             for hook in hooks:
                 hook.remove()
-        module, output = found[0]
-        return modules[module], output
+        return modules[entered[0]], outputs[entered[0]]
 
     @torch.enable_grad()
     def _probe(self, weight: Tensor) -> bool:
         """Whether `finish` does anything; that it is a function of the values alone."""
-        raw = torch.linspace(-300.0, 300.0, 2 * weight.shape[0], device=weight.device)
-        raw = raw.view(2, -1)
+        raw = torch.linspace(-300.0, 300.0, 2 * weight.shape[0], device=weight.device).view(2, -1)
         made = self.finish(raw)
         if made.shape != raw.shape or made.requires_grad:
             raise UserError(f"{_named(self._model)}: its logits are scaled by learned values")
         return not torch.equal(made, raw)
 
 
-def recompute_layers(model: Any, on: bool = True) -> None:
+def recompute_layers(model: Any, on: bool) -> None:
     """Keep nothing of a layer but its input; run it again for its gradient."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
-    if not layers:
+    if on and not layers:
         raise UserError(
             f"{_named(model)}: trainer.activation_checkpointing 'layer' finds no layers that "
             "transformers can run again; use 'none'"
@@ -235,3 +213,117 @@ def _recomputed(call: Callable[..., Any]) -> Callable[..., Any]:
 
 def _named(model: Any) -> str:
     return f"model type '{model.config.model_type}'"
+
+
+# -- the dtype of the weights ---------------------------------------------------------------------
+
+
+def cast_where_used(model: nn.Module, dtype: torch.dtype) -> None:
+    """Let every module of a foreign model compute with its own parameters in `dtype`, as those of
+    the lean decoder do.
+
+    Autocast alone casts for matrix products: embeddings and norms would compute in float32 while
+    they are trained, and in `dtype` in a twin.
+    """
+    for module in model.modules():
+        if any(p is not None for p in module._parameters.values()):
+            swap = _Swap(dtype)
+            module.register_forward_pre_hook(swap.cast)
+            module.register_forward_hook(swap.restore, always_call=True)
+
+
+class _Swap:
+    """A module's parameters, put aside while it runs with their casts."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._masters: list[dict[str, nn.Parameter | None]] = []
+
+    def cast(self, module: nn.Module, _: Any) -> None:
+        masters = module._parameters
+        self._masters.append(masters)
+        casts: Any = {
+            name: p if p is None or not p.is_floating_point() else p.to(self._dtype)
+            for name, p in masters.items()
+        }
+        module._parameters = casts
+
+    def restore(self, module: nn.Module, *_: Any) -> None:
+        module._parameters = self._masters.pop()
+
+
+# -- names ----------------------------------------------------------------------------------------
+
+
+class CheckpointFormat:
+    """The tensors of a model on one side, those of its checkpoint on the other.
+
+    transformers keeps some weights in another form than their checkpoints do (experts stacked,
+    names changed) and knows how to go both ways; the conversions here are its own, those that
+    loading used. `to_checkpoint` and `from_checkpoint` are inverses. Made before adapters are
+    added, which change names.
+    """
+
+    def __init__(self, model: Any) -> None:
+        from transformers.core_model_loading import dot_natural_key, revert_weight_conversion
+
+        self._model, self._revert = model, revert_weight_conversion
+        own = own_tensors(model)
+        self._own = frozenset(own)
+        self._layers: dict[str, list[str]] = {}
+        for name in own:
+            found = _LAYER.search(name)
+            self._layers.setdefault(found.group() if found else name, []).append(name)
+        shapes = {n: torch.empty_like(t, device="meta") for n, t in own.items()}
+        # By the numbers of layers and experts (2 before 10): so are lists of experts merged.
+        made = (name for name, _ in self.to_checkpoint(shapes.__getitem__))
+        self.names = sorted(made, key=dot_natural_key)
+        parameters = {n for n, _ in model.named_parameters()}
+        self.buffers = frozenset(n for n in own if n not in parameters)
+        kept = {n: shapes[n] for n in self.buffers}
+        # Nothing rounds what is not trained, such as the biases that choose experts.
+        self.exact = frozenset(self._revert(model, kept))
+
+    def to_checkpoint(self, read: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """The checkpoint's tensors, made of the model's own, one layer at a time."""
+        for names in self._layers.values():
+            tensors = {name: read(name) for name in names}
+            yield from self._revert(self._model, tensors).items()
+
+    def from_checkpoint(self, read: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """The model's tensors by its own names, read one group at a time."""
+        for first, transform in self._groups(read).items():
+            made = transform.convert(first, model=self._model, config=self._model.config)
+            for name, tensor in made.items():
+                yield name, tensor[0] if isinstance(tensor, list) else tensor
+
+    def _groups(self, read: Callable[[str], Tensor]) -> dict[str, Any]:
+        """What makes which tensors, as transformers' loader groups them; nothing is read yet."""
+        from transformers.core_model_loading import (
+            WeightConverter,
+            WeightRenaming,
+            rename_source_key,
+        )
+
+        conversions = getattr(self._model, "_weight_conversions", None) or []
+        renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
+        converters = [c for c in conversions if isinstance(c, WeightConverter)]
+        by_pattern = {p: c for c in converters for p in c.source_patterns}
+        groups: dict[str, Any] = {}
+        for name in self.names:
+            own, pattern = rename_source_key(name, renamings, converters)
+            if pattern is None:
+                own = own if own in self._own else name
+                group = groups.setdefault(own, WeightRenaming(name, own))
+            else:
+                group = groups.setdefault(own, deepcopy(by_pattern[pattern]))
+            group.add_tensor(own, name, pattern or name, lambda name=name: read(name))
+        return groups
+
+
+def own_tensors(model: Any) -> dict[str, Tensor]:
+    """What a checkpoint of the model holds: parameters, tied ones once, and buffers it keeps."""
+    kept = model.state_dict().keys()
+    tensors = {n: p.detach() for n, p in model.named_parameters()}
+    tensors.update({n: b for n, b in model.named_buffers() if n in kept})
+    return tensors

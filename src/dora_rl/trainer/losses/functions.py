@@ -1,5 +1,6 @@
-"""The losses themselves. Pure; r_t = π_θ(t) / π_old(t), and the gradient flows through π_θ only.
+"""The formulas: losses, divergences, weights for off-policy samples, advantages. Pure.
 
+A loss sees r_t = π_θ(t) / π_old(t), and the gradient flows through π_θ only.
 The clipped-ratio family: PPO's surrogate as GRPO, Dr.GRPO, DAPO, REINFORCE++ and PPO use it, its
 decoupled form, LongCat's triplet clip, and GSPO, whose ratio is that of whole sequences. The
 score-function family: the gradient is a weight times ∇ log π_θ, so no token's is clipped away.
@@ -7,11 +8,18 @@ score-function family: the gradient is a weight times ∇ log π_θ, so no token
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
 import torch
 from torch import Tensor
 
 from dora_rl.config import AlgorithmConfig
 from dora_rl.trainer.losses.inputs import LOG_RATIO_MAX, LossInputs, LossOutput, ratio_of
+
+_EPS = 1e-4  # TRL's and the papers' guard under the standard deviation
 
 
 def _bounds(options: AlgorithmConfig) -> tuple[float, float]:
@@ -90,7 +98,7 @@ def reinforce(inputs: LossInputs, options: AlgorithmConfig) -> LossOutput:
     """loss_t = −A_t · log π_θ(t).
 
     With leave-one-out advantages and per-sequence sums this is RLOO. Data from older versions is
-    corrected by weights (see `corrections`), not by a ratio in the loss.
+    corrected by weights (see `CORRECTIONS`), not by a ratio in the loss.
     """
     return LossOutput(-inputs.advantages_T * inputs.logprobs_T)
 
@@ -104,3 +112,219 @@ def cispo(inputs: LossInputs, options: AlgorithmConfig) -> LossOutput:
     ratio = ratio_of(inputs.logprobs_T, inputs.old_logprobs_T).detach()
     loss = -ratio.clamp(low, high) * inputs.advantages_T * inputs.logprobs_T
     return LossOutput(loss, ratio < low, ratio > high)
+
+
+# -- divergence from a reference, and the loss of a value head ------------------------------------
+#
+# The three estimators of KL(π_θ‖π_ref) from samples of π_θ, with d = log π_ref − log π_θ.
+
+
+def kl_k1(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
+    """k1 = log π_θ − log π_ref: unbiased, high variance, may be negative."""
+    return logprobs_T - ref_logprobs_T
+
+
+def kl_k2(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
+    """k2 = (log π_θ − log π_ref)² / 2: biased, low variance; its gradient is that of the KL."""
+    return 0.5 * (logprobs_T - ref_logprobs_T).square()
+
+
+def kl_k3(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
+    """k3 = exp(d) − d − 1 with d = log π_ref − log π_θ: unbiased, never negative.
+
+    d is at most LOG_RATIO_MAX, so that a token which the policy has given up does not overflow.
+    """
+    d = (ref_logprobs_T - logprobs_T).clamp(max=LOG_RATIO_MAX)
+    # expm1 keeps the digits that exp(d) − 1 loses for small d.
+    return torch.expm1(d) - d
+
+
+KL = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
+
+
+def value_loss(
+    values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, clip: float | None
+) -> Tensor:
+    """loss_t = ½·max((V − R)², (V_old + clip(V − V_old, −c, c) − R)²); without c (or with c = 0)
+    just ½(V − R)²."""
+    plain = (values_T - returns_T).square()
+    if not clip:
+        return 0.5 * plain
+    near = old_values_T + (values_T - old_values_T).clamp(-clip, clip)
+    return 0.5 * torch.maximum(plain, (near - returns_T).square())
+
+
+# -- weights for the gap between the policy that sampled and the one that is taken as old ---------
+#
+# Free to combine with any loss: each correction gives a factor per token, they multiply, and none
+# carries a gradient. ρ_t = π_num(t)/π_rollout(t), where the numerator is the `old` policy computed
+# by the training engine, or, with `correction_numerator = "current"`, the policy being trained.
+# Where the two policies agree every factor is 1. Masking zeroes a token's loss; denominators still
+# count the token (see `registry.Objective`).
+
+
+def token_tis(log_rho_T: Tensor, inputs: LossInputs, o: AlgorithmConfig) -> Tensor:
+    """min(ρ_t, C): token-level truncated importance sampling, C = token_ratio_max."""
+    return log_rho_T.exp().clamp(max=o.token_ratio_max)
+
+
+def sequence_tis(log_rho_T: Tensor, inputs: LossInputs, o: AlgorithmConfig) -> Tensor:
+    """min(Π_t ρ_t, C) for the whole sequence, C = sequence_ratio_max."""
+    return inputs.spread_T(inputs.sum_S(log_rho_T).exp().clamp(max=o.sequence_ratio_max))
+
+
+def token_mask(log_rho_T: Tensor, inputs: LossInputs, o: AlgorithmConfig) -> Tensor:
+    """1[c ≤ ρ_t ≤ C]: tokens outside are dropped; bounds token_ratio_min and _max."""
+    return _inside(log_rho_T.exp(), o.token_ratio_min, o.token_ratio_max)
+
+
+def sequence_mask(log_rho_T: Tensor, inputs: LossInputs, o: AlgorithmConfig) -> Tensor:
+    """1[c ≤ Π_t ρ_t ≤ C]: sequences outside are dropped; sequence_ratio_min and _max."""
+    rho_S = inputs.sum_S(log_rho_T).exp()
+    return inputs.spread_T(_inside(rho_S, o.sequence_ratio_min, o.sequence_ratio_max))
+
+
+def token_mis(log_rho_T: Tensor, inputs: LossInputs, o: AlgorithmConfig) -> Tensor:
+    """ρ_t · 1[ρ_t ≤ C]: masked importance sampling per token."""
+    rho = log_rho_T.exp()
+    return torch.where(rho <= o.token_ratio_max, rho, 0.0)
+
+
+def sequence_mis(log_rho_T: Tensor, inputs: LossInputs, o: AlgorithmConfig) -> Tensor:
+    """Π_t ρ_t · 1[Π_t ρ_t ≤ C]: masked importance sampling per sequence."""
+    rho_S = inputs.sum_S(log_rho_T).exp()
+    return inputs.spread_T(torch.where(rho_S <= o.sequence_ratio_max, rho_S, 0.0))
+
+
+def geometric_mask(log_rho_T: Tensor, inputs: LossInputs, o: AlgorithmConfig) -> Tensor:
+    """1[c ≤ (Π_t ρ_t)^(1/|y|) ≤ C]: rejection by the geometric mean; geometric_ratio_min, _max."""
+    rho_S = inputs.mean_S(log_rho_T).exp()
+    return inputs.spread_T(_inside(rho_S, o.geometric_ratio_min, o.geometric_ratio_max))
+
+
+def hierarchical(log_rho_T: Tensor, inputs: LossInputs, o: AlgorithmConfig) -> Tensor:
+    """Sequence mask by geometric mean, times token mask: 1[ḡ_i ∈ [c_g, C_g]] · 1[ρ_t ∈ [c, C]]."""
+    return geometric_mask(log_rho_T, inputs, o) * token_mask(log_rho_T, inputs, o)
+
+
+def _inside(x: Tensor, low: float, high: float) -> Tensor:
+    return ((x >= low) & (x <= high)).to(x.dtype)
+
+
+Correction: TypeAlias = Callable[[Tensor, LossInputs, AlgorithmConfig], Tensor]
+CORRECTIONS: dict[str, Correction] = {
+    "token_tis": token_tis,
+    "sequence_tis": sequence_tis,
+    "token_mask": token_mask,
+    "sequence_mask": sequence_mask,
+    "token_mis": token_mis,
+    "sequence_mis": sequence_mis,
+    "geometric_mask": geometric_mask,
+    "hierarchical": hierarchical,
+}
+
+
+def correction_weight(inputs: LossInputs, options: AlgorithmConfig) -> Tensor | None:
+    """The product of the chosen corrections (T,), without a gradient; None if none is chosen."""
+    if not options.corrections:
+        return None
+    current = options.correction_numerator == "current"
+    numerator_T = inputs.logprobs_T if current else inputs.old_logprobs_T
+    log_rho_T = (numerator_T - inputs.rollout_logprobs_T).detach()
+    factors = [CORRECTIONS[name](log_rho_T, inputs, options) for name in options.corrections]
+    return math.prod(factors, start=torch.ones_like(log_rho_T))
+
+
+# -- advantages: plain floats per group, tensors per batch ----------------------------------------
+#
+# A group whose rewards are all equal gets advantages that are exactly zero (so that skipping it
+# changes nothing), never rounding noise blown up by a tiny standard deviation.
+
+
+def all_equal(rewards: Sequence[float]) -> bool:
+    """No signal in the group: what filters such as DAPO's dynamic sampling ask."""
+    return all(r == rewards[0] for r in rewards)
+
+
+def group_mean(rewards: Sequence[float]) -> list[float]:
+    """A_i = R_i − mean(R): Dr.GRPO."""
+    if all_equal(rewards):
+        return [0.0] * len(rewards)
+    mean = sum(rewards) / len(rewards)
+    return [r - mean for r in rewards]
+
+
+def group(rewards: Sequence[float]) -> list[float]:
+    """A_i = (R_i − mean(R)) / (std(R) + 1e-4), the sample standard deviation: GRPO."""
+    centred = group_mean(rewards)
+    if all_equal(rewards):
+        return centred
+    std = (sum(c * c for c in centred) / (len(centred) - 1)) ** 0.5
+    return [c / (std + _EPS) for c in centred]
+
+
+def leave_one_out(rewards: Sequence[float]) -> list[float]:
+    """A_i = R_i − mean of the other rewards: RLOO. A lone sample has no baseline and gets 0."""
+    if all_equal(rewards):
+        return [0.0] * len(rewards)
+    total, others = sum(rewards), len(rewards) - 1
+    return [r - (total - r) / others for r in rewards]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupScores:
+    """What an advantage may know of the responses of one group, one entry each: their rewards, the
+    number of trained tokens, and whether they were cut off at the limit."""
+
+    rewards: Sequence[float]
+    lengths: Sequence[int]
+    truncated: Sequence[bool]
+
+
+GroupAdvantage: TypeAlias = Callable[[GroupScores], list[float]]
+PER_GROUP: dict[str, GroupAdvantage] = {
+    "group": lambda scores: group(scores.rewards),
+    "group_mean": lambda scores: group_mean(scores.rewards),
+    "leave_one_out": lambda scores: leave_one_out(scores.rewards),
+}
+
+
+def whiten(values_T: Tensor) -> Tensor:
+    """(x − mean) / (std + 1e-8) over all tokens of the batch; zeros if there is no spread."""
+    centred = values_T - values_T.mean()
+    std = centred.square().mean().sqrt()
+    return torch.zeros_like(values_T) if std == 0 else centred / (std + 1e-8)
+
+
+def returns_to_go(rewards_T: Tensor, gamma: float) -> Tensor:
+    """G_t = r_t + γ·G_{t+1} along one sequence."""
+    out = torch.empty_like(rewards_T)
+    running = rewards_T.new_zeros(())
+    for t in range(rewards_T.shape[0] - 1, -1, -1):
+        running = rewards_T[t] + gamma * running
+        out[t] = running
+    return out
+
+
+def gae(rewards_T: Tensor, values_T: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation along one sequence: (advantages, returns).
+
+    δ_t = r_t + γ·V_{t+1} − V_t,  A_t = δ_t + γλ·A_{t+1},  R_t = A_t + V_t;  V after the end is 0.
+    """
+    following = torch.cat([values_T[1:], values_T.new_zeros(1)])
+    delta = rewards_T + gamma * following - values_T
+    advantages = returns_to_go(delta, gamma * lam)
+    return advantages, advantages + values_T
+
+
+def overlong_penalty(num_tokens: int, tokens_max: int, buffer_tokens: int, penalty: float) -> float:
+    """DAPO's soft punishment: 0 up to tokens_max − buffer, then linear down to −penalty.
+
+    −penalty · clip((n − (max − buffer)) / buffer, 0, 1); without a buffer a step at tokens_max.
+    """
+    if not tokens_max:
+        return 0.0
+    if not buffer_tokens:
+        return -penalty if num_tokens > tokens_max else 0.0
+    over = (num_tokens - (tokens_max - buffer_tokens)) / buffer_tokens
+    return -penalty * min(1.0, max(0.0, over))

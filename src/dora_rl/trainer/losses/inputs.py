@@ -3,7 +3,7 @@
 Pure data. Invariant: a pack holds whole responses, so per-sequence sums are complete; tokens an
 environment wrote are not in it, so there is no padding and no mask to forget.
 
-Shapes: T trained tokens, S sequences. `sequence_T[t]` says which of the S a token belongs to.
+`sequence_T[t]` says which of the S sequences a token belongs to.
 
     two responses of 2 and 1 tokens:  sequence_T = [0, 0, 1], num_sequences = 2
 

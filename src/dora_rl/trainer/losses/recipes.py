@@ -7,24 +7,13 @@ range and every choice able to act; and everything the user set explicitly wins 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from dora_rl.config import AlgorithmConfig
 from dora_rl.config.section import Range, choose
 from dora_rl.types import UserError
+from dora_rl.user_code import require
 
-# What a recipe has that [algorithm] may leave open.
-_LEFT_OPEN = (
-    "advantage",
-    "aggregation",
-    "clip_low",
-    "clip_high",
-    "dual_clip",
-    "old_logprobs",
-    "constant_tokens",
-    "corrections",
-    "behaviour_ratio_max",
-)
 # Numbers that 0 switches off, whose range does not begin there.
 _OR_ZERO = {
     "dual_clip": Range(low=1, low_open=True, or_zero=True),
@@ -34,6 +23,14 @@ ADVANTAGES = ("group", "group_mean", "leave_one_out", "batch", "gae")
 AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
 OLD_LOGPROBS = ("rollout", "behaviour", "proximal")
 KL_ESTIMATORS = ("k1", "k2", "k3")
+_CHOICES = {
+    "advantage": ADVANTAGES,
+    "aggregation": AGGREGATIONS,
+    "old_logprobs": OLD_LOGPROBS,
+    "kl_estimator": KL_ESTIMATORS,
+    "kl_in": ("loss", "reward"),
+    "correction_numerator": ("old", "current"),
+}
 CORRECTIONS = (
     "token_tis",
     "sequence_tis",
@@ -48,7 +45,8 @@ CORRECTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What the paper of a loss chose. `function` is the loss, by its name in `registry`.
+    """What the paper of a loss chose where [algorithm] leaves it open. `function` is the loss, by
+    its name in `registry`.
 
     A `dual_clip` is a guard more than a choice: where an advantage is negative nothing else bounds
     the ratio. 3 is that of the paper on dual-clip PPO.
@@ -106,16 +104,13 @@ def recipe_of(loss: str) -> Recipe:
     return RECIPES[choose("algorithm.loss", loss, RECIPES)]
 
 
-def _is_set(options: AlgorithmConfig, name: str) -> bool:
-    return getattr(options, name) not in (None, "")
-
-
 def fill(options: AlgorithmConfig) -> AlgorithmConfig:
     """Check every name, fill what the user left open from the recipe."""
     recipe = recipe_of(options.loss)
-    chosen = {name: getattr(recipe, name) for name in _LEFT_OPEN if not _is_set(options, name)}
-    chosen["temperature"] = options.temperature or 1.0
-    filled = options.model_copy(update=chosen)
+    chosen = asdict(recipe)
+    del chosen["function"]
+    left_open = {k: v for k, v in chosen.items() if getattr(options, k) in (None, "")}
+    filled = options.model_copy(update={**left_open, "temperature": options.temperature or 1.0})
     _check_names(filled)
     for name, allowed in _OR_ZERO.items():
         value: float | None = getattr(filled, name)
@@ -126,30 +121,29 @@ def fill(options: AlgorithmConfig) -> AlgorithmConfig:
 
 
 def _check_names(options: AlgorithmConfig) -> None:
-    assert options.advantage and options.aggregation and options.old_logprobs
-    if not is_users_own(options.advantage):
-        choose("algorithm.advantage", options.advantage, ADVANTAGES)
-    choose("algorithm.aggregation", options.aggregation, AGGREGATIONS)
-    choose("algorithm.old_logprobs", options.old_logprobs, OLD_LOGPROBS)
-    choose("algorithm.kl_estimator", options.kl_estimator, KL_ESTIMATORS)
-    choose("algorithm.kl_in", options.kl_in, ("loss", "reward"))
-    choose("algorithm.correction_numerator", options.correction_numerator, ("old", "current"))
+    for key, allowed in _CHOICES.items():
+        name: str = getattr(options, key)
+        if key != "advantage" or not is_users_own(name):
+            choose(f"algorithm.{key}", name, allowed)
     for name in options.corrections or ():
         choose("algorithm.corrections", name, CORRECTIONS)
 
 
 def _check_together(options: AlgorithmConfig, recipe: Recipe) -> None:
     """What each alone allows and both together do not. Nothing chosen may do nothing."""
-    if options.aggregation == "constant" and not options.constant_tokens:
-        raise UserError(
+    buffer, longest = options.overlong_buffer_tokens, options.overlong_tokens_max
+    require(
+        (
+            options.aggregation != "constant" or options.constant_tokens,
             "algorithm.aggregation 'constant' needs algorithm.constant_tokens "
-            "(the longest response, say): the denominator per sequence"
-        )
-    if options.overlong_buffer_tokens > options.overlong_tokens_max:
-        raise UserError(
-            f"algorithm.overlong_buffer_tokens = {options.overlong_buffer_tokens}: must be at most "
-            f"algorithm.overlong_tokens_max ({options.overlong_tokens_max}), where it ends"
-        )
+            "(the longest response, say): the denominator per sequence",
+        ),
+        (
+            buffer <= longest,
+            f"algorithm.overlong_buffer_tokens = {buffer}: must be at most "
+            f"algorithm.overlong_tokens_max ({longest}), where it ends",
+        ),
+    )
     if recipe.function == "triplet" and not options.dual_clip:
         raise UserError(
             f"algorithm.dual_clip = 0: '{options.loss}' needs its cap on the ratio of negative "
@@ -166,22 +160,25 @@ def _check_together(options: AlgorithmConfig, recipe: Recipe) -> None:
 
 def _check_weights(options: AlgorithmConfig, recipe: Recipe) -> None:
     """Weights of old over rollout, which are 1 where the two are the same."""
-    same = options.old_logprobs == "rollout"
+    differ, decoupled = options.old_logprobs != "rollout", recipe.function == "decoupled"
     hint = "set algorithm.old_logprobs = 'behaviour' or 'proximal'"
-    if options.corrections and same and options.correction_numerator == "old":
-        raise UserError(
-            f"algorithm.corrections {list(options.corrections)} would do nothing: they weigh "
+    corrections = list(options.corrections or ())
+    require(
+        (
+            differ or not corrections or options.correction_numerator == "current",
+            f"algorithm.corrections {corrections} would do nothing: they weigh "
             "old / rollout log-probs, and algorithm.old_logprobs = 'rollout' makes them the same; "
-            f"{hint}, or algorithm.correction_numerator = 'current'"
-        )
-    if recipe.function == "decoupled" and same:
-        raise UserError(
+            f"{hint}, or algorithm.correction_numerator = 'current'",
+        ),
+        (
+            differ or not decoupled,
             f"algorithm.loss '{options.loss}' would not be decoupled: it weighs old / rollout "
-            f"log-probs, and algorithm.old_logprobs = 'rollout' makes them the same; {hint}"
-        )
-    used = recipe.function == "decoupled" or is_users_own(options.loss)
-    if options.behaviour_ratio_max and not used:
-        raise UserError(
+            f"log-probs, and algorithm.old_logprobs = 'rollout' makes them the same; {hint}",
+        ),
+        (
+            decoupled or is_users_own(options.loss) or not options.behaviour_ratio_max,
             f"algorithm.behaviour_ratio_max would do nothing: '{options.loss}' has no such weight, "
-            "decoupled_ppo has; algorithm.corrections = ['token_tis'] with token_ratio_max is alike"
-        )
+            "decoupled_ppo has; algorithm.corrections = ['token_tis'] with token_ratio_max is "
+            "alike",
+        ),
+    )

@@ -10,8 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dora_rl.trainer.losses.advantages import GroupScores
-from dora_rl.trainer.losses.aggregate import numerator
+from dora_rl.trainer.losses.functions import GroupScores
 from dora_rl.trainer.losses.inputs import LossInputs
 from dora_rl.trainer.losses.registry import Objective
 from dora_rl.user_code import UserCodeError, one_line, place_in, place_of
@@ -74,7 +73,7 @@ def _try_on(objective: Objective, inputs: LossInputs) -> bool:
     place = place_of(objective.function)
     _check_finite(loss_T, f"{name}{place} returns a loss that is not finite", inputs)
     try:
-        numerator(loss_T, inputs, objective.aggregation).backward()
+        objective.numerator(loss_T, inputs).backward()
     except Exception as error:
         # A backward function of the user's own may raise anything.
         said = f"{name} raised {one_line(error)} in its backward pass"

@@ -1,9 +1,9 @@
 """A lean packed decoder for Llama, Qwen2, Qwen3 and Qwen3-MoE, on Hugging Face parameter names.
 
-One pack of documents goes in as (T,) token ids: no batch dimension, no padding, no cache, few
+One pack of documents goes in as (P,) token ids: no batch dimension, no padding, no cache, few
 operations. Never holds the logits of a pack (see `logprobs`).
 Invariant: the states equal those of transformers' own model on each document alone, and the names
-of the parameters are those of the Hugging Face checkpoint (experts are stacked; see `names`).
+of the parameters are those of the Hugging Face checkpoint (experts are stacked; see `model`).
 
 Weights stay in their own dtype (float32 masters) and are cast to the dtype of the activations
 where they are used, so gradients arrive in float32.
@@ -20,13 +20,18 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dora_rl.model.rope import inverse_frequencies, rotation
-from dora_rl.model.spec import ModelSpec
-from dora_rl.trainer.attention.backends import Attend
-from dora_rl.trainer.attention.layout import Layout
-from dora_rl.trainer.policy.experts import SparseMlp
-from dora_rl.trainer.policy.lean_ops import rms_norm, rotate
-from dora_rl.trainer.policy.linear import Linear, side_by_side
-from dora_rl.trainer.policy.logprobs import TokenScores, chunk_tokens, token_scores
+from dora_rl.model.spec import ModelSpec, MoeSpec
+from dora_rl.trainer.attention import Attend, Layout
+from dora_rl.trainer.policy.logprobs import TokenScores, token_scores
+from dora_rl.trainer.policy.lora import Linear, operator, side_by_side
+
+
+def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
+    """Keep parameters, and nothing else, in `dtype`. Buffers such as the frequencies of rotary
+    positions are constants, not weights; rounded, they would turn late positions by another angle.
+    """
+    for p in module.parameters():
+        p.data = p.data.to(dtype)
 
 
 class RmsNorm(nn.Module):
@@ -78,6 +83,75 @@ class Mlp(nn.Module):
         return self.down_proj(F.silu(gate) * up)
 
 
+class Router(nn.Module):
+    """Softmax over experts in float32, then the top k (renormalised where the model says so)."""
+
+    def __init__(self, hidden: int, moe: MoeSpec) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(moe.num_experts, hidden))
+        self.num_chosen, self.renormalise = moe.top_k, moe.normalise
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        logits = F.linear(x, self.weight.to(x.dtype))
+        share, expert = row_softmax(logits).topk(self.num_chosen, dim=-1)
+        if self.renormalise:
+            share = share / share.sum(-1, keepdim=True)
+        return share.to(x.dtype), expert
+
+
+class Experts(nn.Module):
+    """All experts of a layer: gate and up stacked as (E, 2·I, H), down as (E, H, I). One grouped
+    matrix product each on CUDA, a loop over the experts that were hit elsewhere."""
+
+    def __init__(self, hidden: int, moe: MoeSpec) -> None:
+        super().__init__()
+        e, i = moe.num_experts, moe.intermediate
+        self.gate_up_proj = nn.Parameter(torch.zeros(e, 2 * i, hidden))
+        self.down_proj = nn.Parameter(torch.zeros(e, hidden, i))
+
+    def forward(self, x: Tensor, count_E: Tensor) -> Tensor:
+        """Rows sorted by expert, `count_E` of them for each."""
+        gate_up, down = self.gate_up_proj.to(x.dtype), self.down_proj.to(x.dtype)
+        if x.is_cuda and x.dtype == torch.bfloat16:
+            ends = count_E.cumsum(0).to(torch.int32)
+            gate, up = F.grouped_mm(x, gate_up.transpose(1, 2), offs=ends).chunk(2, dim=-1)
+            return F.grouped_mm(F.silu(gate) * up, down.transpose(1, 2), offs=ends)
+        out = []
+        for expert, rows in enumerate(x.split(count_E.tolist())):
+            if rows.shape[0]:
+                gate, up = F.linear(rows, gate_up[expert]).chunk(2, dim=-1)
+                out.append(F.linear(F.silu(gate) * up, down[expert]))
+        return torch.cat(out)
+
+
+class SparseMlp(nn.Module):
+    """Route, run the chosen experts, add up. What a token gets is the weighted sum over its top-k
+    experts, whatever the other tokens of the pack are."""
+
+    def __init__(self, hidden: int, moe: MoeSpec) -> None:
+        super().__init__()
+        self.gate = Router(hidden, moe)
+        self.experts = Experts(hidden, moe)
+        self.num_experts = moe.num_experts
+
+    def forward(self, x: Tensor) -> Tensor:
+        share, expert = self.gate(x)
+        flat = expert.reshape(-1)
+        order = flat.argsort(stable=True)
+        # Not bincount: its output size is unknown to the compiler.
+        count_E = torch.zeros(self.num_experts, dtype=torch.int64, device=x.device)
+        count_E = count_E.index_add(0, flat, torch.ones_like(flat))
+        token = order // expert.shape[1]
+        y = self.experts(x.index_select(0, token), count_E)
+        y = y * share.reshape(-1).index_select(0, order)[:, None]
+        # Back beside each other and summed in a fixed order: adding rows up as they come would
+        # give the same weights another result in every run on a GPU.
+        place = torch.empty_like(order).index_copy(
+            0, order, torch.arange(len(order), device=x.device)
+        )
+        return y.index_select(0, place).view(*expert.shape, -1).sum(1)
+
+
 class Layer(nn.Module):
     """One block. `before` and `after` are the two halves around attention (compiled on a GPU)."""
 
@@ -121,7 +195,7 @@ class Backbone(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Token ids (T,) to states (T, hidden), and on to the log-probs of chosen tokens.
+    """Token ids (P,) to states (P, H), and on to the log-probs of chosen tokens.
 
     The log-probs are part of `forward` so that a sharded model's hooks see every parameter it uses.
     """
@@ -130,8 +204,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.arch, self.compute_dtype = arch, compute_dtype
         self.vocab, self.hidden, self.positions_max = arch.vocab, arch.hidden, arch.context_max
-        self.checkpointing = False
-        self.compiled = False
+        self.checkpointing = self.compiled = False
         self.chunk_tokens = 0
         self.model = Backbone(arch, attend)
         if not arch.tied:
@@ -140,30 +213,151 @@ class Decoder(nn.Module):
         self.register_buffer("inv_freq", freq, persistent=False)
 
     @property
-    def output_weight(self) -> Tensor:
-        return self.model.embed_tokens.weight if self.arch.tied else self.lm_head.weight
+    def blocks(self) -> list[nn.Module]:
+        """What is sharded on its own."""
+        return list(self.model.layers)
 
     def forward(
         self,
-        token_ids_T: Tensor,
+        token_ids_P: Tensor,
         layout: Layout,
-        rows_N: Tensor,
-        target_N: Tensor,
+        rows_T: Tensor,
+        target_T: Tensor,
         temperature: float = 1.0,
     ) -> TokenScores:
-        """Scores of `target_N[i]` as the token after row `rows_N[i]` of the pack."""
-        states = self.states(token_ids_T, layout).index_select(0, rows_N)
-        chunk = chunk_tokens(self.arch.vocab, states.device, self.chunk_tokens)
-        return token_scores(states, self.output_weight, target_N, temperature, chunk)
+        """Scores of `target_T[i]` as the token after row `rows_T[i]` of the pack."""
+        states_TH = self.states(token_ids_P, layout).index_select(0, rows_T)
+        head = self.model.embed_tokens.weight if self.arch.tied else self.lm_head.weight
+        return token_scores(states_TH, head, target_T, temperature, self.chunk_tokens)
 
-    def states(self, token_ids_T: Tensor, layout: Layout) -> Tensor:
-        """The final states (T, hidden) of every token of the pack."""
-        x = F.embedding(token_ids_T, self.model.embed_tokens.weight).to(self.compute_dtype)
+    def states(self, token_ids_P: Tensor, layout: Layout) -> Tensor:
+        """The final states (P, H) of every token of the pack."""
+        x = F.embedding(token_ids_P, self.model.embed_tokens.weight).to(self.compute_dtype)
         freq: Tensor = self.inv_freq  # type: ignore[assignment]
-        cos, sin = rotation(layout.position_T, freq, self.rope_scale)
+        cos, sin = rotation(layout.position_P, freq, self.rope_scale)
         for layer in self.model.layers:
             if self.checkpointing and torch.is_grad_enabled():
                 x = checkpoint(layer, x, cos, sin, layout, use_reentrant=False)
             else:
                 x = layer(x, cos, sin, layout)
         return self.model.norm(x)
+
+
+# -- operators with gradients of their own --------------------------------------------------------
+#
+# For float32 on a CPU, where each pass over memory costs and autograd's composition makes two to
+# three times as many as needed. Where layers are compiled, the plain formulas beside them are,
+# except for sums over a row: the compiler cuts those up as it finds fastest for each graph, with
+# gradients or without, and a frozen twin would not round as the policy does. They are operators of
+# their own here, which it leaves alone. Each function equals its plain form (the oracle in the
+# tests), values and gradients.
+
+
+def is_lean(x: Tensor) -> bool:
+    """Whether the hand-written form is the faster one here. What is compiled is fused anyway."""
+    lean = x.device.type == "cpu" and x.dtype == torch.float32
+    return lean and not torch.compiler.is_compiling()
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, scale)
+        return (x * scale).mul_(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """y = x·s·w, s = (mean x² + ε)^-½:  dx = g·w·s − x·s³·mean(g·w·x),  dw = Σ g·x·s."""
+        (grad,) = grads
+        x, weight, scale = ctx.saved_tensors
+        width = x.shape[-1]
+        gx = (grad * x).view(-1, width)
+        dot = torch.mv(gx, weight).view(scale.shape)
+        grad_weight = torch.mv(gx.t(), scale.reshape(-1))
+        coefficient = dot.mul_(scale.pow(3)).mul_(-1.0 / width)
+        grad_x = (grad * weight).mul_(scale).addcmul_(x, coefficient)
+        return grad_x, grad_weight, None
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x²) + eps) · weight over the last dimension."""
+    if is_lean(x):
+        return _RmsNorm.apply(x, weight, eps)  # type: ignore[return-value]
+    # As in transformers: normalise in float32, round, then scale.
+    scale = (row_norm(x).square() / x.shape[-1] + eps).rsqrt()
+    return (x * scale).to(x.dtype) * weight.to(x.dtype)
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _row_norm_backward(ctx: Any, grad: Tensor) -> Tensor:
+    """d‖x‖/dx = x/‖x‖, and 0 for a row of zeros."""
+    x, norm = ctx.saved_tensors
+    return (x * (grad / norm.clamp_min(torch.finfo(norm.dtype).tiny))).to(x.dtype)
+
+
+@operator(
+    shape=lambda x: x.new_empty((*x.shape[:-1], 1), dtype=_wide(x)),
+    keep=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0], output),
+    backward=_row_norm_backward,
+)
+def row_norm(x: Tensor) -> Tensor:
+    """The Euclidean norm of each row in float32, (..., 1)."""
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=_wide(x))
+
+
+def _keep_softmax(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(output)
+    ctx.dtype = inputs[0].dtype
+
+
+def _row_softmax_backward(ctx: Any, grad: Tensor) -> Tensor:
+    """dL/dx = p·(g − Σ g·p)."""
+    (p,) = ctx.saved_tensors
+    return (p * (grad - (grad * p).sum(-1, keepdim=True))).to(ctx.dtype)
+
+
+@operator(
+    shape=lambda x: x.new_empty(x.shape, dtype=torch.float32),
+    keep=_keep_softmax,
+    backward=_row_softmax_backward,
+)
+def row_softmax(x: Tensor) -> Tensor:
+    """The softmax of each row in float32."""
+    return x.softmax(-1, dtype=torch.float32)
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turn(x, cos, sin, -1.0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        return _turn(grads[0], cos, sin, 1.0), None, None
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
+    out = torch.empty_like(x)
+    (a, b), (c, d) = x.chunk(2, dim=-1), out.chunk(2, dim=-1)
+    torch.mul(a, cos, out=c).addcmul_(b, sin, value=sign)
+    torch.mul(b, cos, out=d).addcmul_(a, sin, value=-sign)
+    return out
+
+
+def rotate(x_PQD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the pair (x[i], x[i + D/2]) by the token's angle: (a·c − b·s, b·c + a·s).
+
+    In float32 and rounded once, as engines do: cosines in half precision are exact near position 0
+    only, so that two programs would differ more the later a token is.
+    """
+    if is_lean(x_PQD):
+        return _Rotate.apply(x_PQD, cos, sin)  # type: ignore[return-value]
+    a, b = x_PQD.float().chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x_PQD.dtype)

@@ -3,8 +3,6 @@
 Forward keeps the log-normaliser of each token; backward recomputes a chunk's logits from it. All
 softmax arithmetic is float32. Invariant: values and gradients do not depend on the chunk size
 (beyond the order of float32 sums over chunks in the output matrix's gradient).
-
-Shapes: N chosen tokens, H hidden, V vocabulary, C tokens of one chunk.
 """
 
 from __future__ import annotations
@@ -21,10 +19,10 @@ _CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 29}
 
 
 class TokenScores(NamedTuple):
-    """`logprobs_N` of the targets; `entropy_N` of the distributions they were drawn from."""
+    """Log-probs of the targets; entropies of the distributions they were drawn from."""
 
-    logprobs_N: Tensor
-    entropy_N: Tensor
+    logprobs_T: Tensor
+    entropy_T: Tensor
 
 
 class Head(NamedTuple):
@@ -33,14 +31,14 @@ class Head(NamedTuple):
 
     temperature: float
     chunk: int
-    finish: Callable[[Tensor], Tensor] | None = None
+    finish: Callable[[Tensor], Tensor] | None
 
+    def scaled(self, values: Tensor) -> Tensor:
+        """Logits at the temperature, and their gradients on the way back."""
+        return values if self.temperature == 1.0 else values / self.temperature
 
-def chunk_tokens(vocab: int, device: torch.device, asked: int) -> int:
-    """How many tokens share a chunk; `asked` wins if it is not 0."""
-    if asked:
-        return asked
-    return max(64, _CHUNK_ELEMENTS.get(device.type, 1 << 26) // vocab)
+    def logits(self, raw_CV: Tensor) -> Tensor:
+        return self.scaled(raw_CV if self.finish is None else self.finish(raw_CV).float())
 
 
 def _product(states_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None) -> Tensor:
@@ -49,13 +47,6 @@ def _product(states_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None) -> Ten
     else:
         logits = torch.mm(states_CH, weight_VH.t()).float()
     return logits if bias_V is None else logits.add_(bias_V.to(states_CH.dtype))
-
-
-def _logits(states: Tensor, weight: Tensor, bias: Tensor | None, how: Head) -> Tensor:
-    logits = _product(states, weight, bias)
-    if how.finish is not None:
-        logits = how.finish(logits).float()
-    return logits if how.temperature == 1.0 else logits / how.temperature
 
 
 def _reduce(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -73,7 +64,7 @@ def _differentiate_logprob(logits: Tensor, target: Tensor, lse: Tensor, g_lp: Te
 
 
 def _differentiate(
-    logits: Tensor, target: Tensor, lse: Tensor, entropy: Tensor, g_lp: Tensor, g_ent: Tensor
+    logits: Tensor, target: Tensor, lse: Tensor, g_lp: Tensor, entropy: Tensor, g_ent: Tensor
 ) -> Tensor:
     """d/dlogit: g_lp·(1[target] − p) − g_ent·p·(log p + H)."""
     log_p = logits - lse[:, None]
@@ -82,13 +73,13 @@ def _differentiate(
 
 
 @cache
-def _compiled(name: str) -> Any:
-    function = {
-        "reduce": _reduce,
-        "logprob": _differentiate_logprob,
-        "both": _differentiate,
-    }[name]
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=True)
+
+
+def _fused(function: Callable[..., Any], x: Tensor) -> Callable[..., Any]:
+    """On a GPU one kernel instead of several."""
+    return _compiled(function) if x.is_cuda else function
 
 
 class _Chunked(torch.autograd.Function):
@@ -97,9 +88,9 @@ class _Chunked(torch.autograd.Function):
         ctx: Any, states: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, how: Head
     ) -> tuple[Tensor, Tensor]:
         cast = weight.to(states.dtype)
-        reduce = _compiled("reduce") if states.is_cuda else _reduce
+        reduce = _fused(_reduce, states)
         parts = [
-            reduce(_logits(s, cast, bias, how), t)
+            reduce(how.logits(_product(s, cast, bias)), t)
             for s, t in zip(states.split(how.chunk), target.split(how.chunk), strict=True)
         ]
         logprob, entropy, lse = (torch.cat(p) for p in zip(*parts, strict=True))
@@ -119,9 +110,13 @@ class _Chunked(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if for_bias else None
         for start in range(0, states.shape[0], ctx.how.chunk):
             at = slice(start, start + ctx.how.chunk)
-            logits, back = _logits_again(states[at], cast, bias, ctx.how)
-            grad = _grad_logits(logits, target[at], lse[at], entropy[at], g_lp, g_ent, at)
-            grad = back(grad)
+            logits, back = _logits_again(_product(states[at], cast, bias), ctx.how)
+            outer = torch.zeros_like(lse[at]) if g_lp is None else g_lp[at]
+            if g_ent is None:  # most losses do not use it, which saves a third of the work
+                run, more = _fused(_differentiate_logprob, states), ()
+            else:
+                run, more = _fused(_differentiate, states), (entropy[at], g_ent[at])
+            grad = back(run(logits, target[at], lse[at], outer, *more))
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
             grad = grad.to(states.dtype)
@@ -129,58 +124,31 @@ class _Chunked(torch.autograd.Function):
                 torch.mm(grad, cast, out=grad_states[at])
             if grad_weight is not None:
                 grad_weight += grad.t() @ states[at]
-        if grad_weight is not None:
-            grad_weight = grad_weight.to(weight.dtype)
-        if grad_bias is not None:
-            grad_bias = grad_bias.to(bias.dtype)
-        return grad_states, grad_weight, grad_bias, None, None
+        sums = ((grad_weight, weight), (grad_bias, bias))
+        return grad_states, *(g if g is None else g.to(p.dtype) for g, p in sums), None, None
 
 
-def _logits_again(
-    states: Tensor, weight: Tensor, bias: Tensor | None, how: Head
-) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+def _logits_again(raw_CV: Tensor, how: Head) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """A chunk's logits, and the way from their gradient to that of the output layer's values."""
-    scale = how.temperature
     if how.finish is None:
-
-        def straight(grad: Tensor) -> Tensor:
-            return grad if scale == 1.0 else grad / scale
-
-        return _logits(states, weight, bias, how), straight
-    raw = _product(states, weight, bias)
+        return how.scaled(raw_CV), how.scaled
     with torch.enable_grad():
-        finished = how.finish(raw.requires_grad_()).float() / scale
-    return finished.detach(), lambda grad: torch.autograd.grad(finished, raw, grad)[0]
-
-
-def _grad_logits(
-    logits: Tensor,
-    target: Tensor,
-    lse: Tensor,
-    entropy: Tensor,
-    g_lp: Tensor | None,
-    g_ent: Tensor | None,
-    at: slice,
-) -> Tensor:
-    """The chunk's gradient; most losses do not use the entropy, which saves a third of the work."""
-    outer = torch.zeros_like(lse) if g_lp is None else g_lp[at]
-    if g_ent is None:
-        run = _compiled("logprob") if logits.is_cuda else _differentiate_logprob
-        return run(logits, target, lse, outer)
-    run = _compiled("both") if logits.is_cuda else _differentiate
-    return run(logits, target, lse, entropy, outer, g_ent[at])
+        logits = how.logits(raw_CV.requires_grad_())
+    return logits.detach(), lambda grad: torch.autograd.grad(logits, raw_CV, grad)[0]
 
 
 def token_scores(
-    states_NH: Tensor,
+    states_TH: Tensor,
     weight_VH: Tensor,
-    target_N: Tensor,
+    target_T: Tensor,
     temperature: float,
     chunk: int,
     bias_V: Tensor | None = None,
     finish: Callable[[Tensor], Tensor] | None = None,
 ) -> TokenScores:
-    """Log-prob of each target and entropy of its distribution, both with gradients."""
-    assert states_NH.shape[0] == target_N.shape[0] > 0
-    how = Head(temperature, chunk, finish)
-    return TokenScores(*_Chunked.apply(states_NH, weight_VH, bias_V, target_N, how))  # type: ignore[misc]
+    """Log-prob of each target and entropy of its distribution, both with gradients. A `chunk` of
+    0 is as many tokens as fit the device."""
+    assert states_TH.shape[0] == target_T.shape[0] > 0
+    elements = _CHUNK_ELEMENTS.get(states_TH.device.type, 1 << 26)
+    how = Head(temperature, chunk or max(64, elements // weight_VH.shape[0]), finish)
+    return TokenScores(*_Chunked.apply(states_TH, weight_VH, bias_V, target_T, how))  # type: ignore[misc]

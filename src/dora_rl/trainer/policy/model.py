@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dora_rl.config import TrainerConfig
@@ -20,19 +21,20 @@ from dora_rl.model.directory import HfDirectory, read_config
 from dora_rl.model.families import spec_from_config
 from dora_rl.model.rope import inverse_frequencies
 from dora_rl.model.spec import ModelSpec, NotSupported
-from dora_rl.trainer.attention.backends import pick_attention
+from dora_rl.trainer.attention import Layout, pick_attention
+from dora_rl.trainer.checks import checkpoints_layers
 from dora_rl.trainer.distributed import gathered, like_shard, world
 from dora_rl.trainer.foreign.check import load_foreign
 from dora_rl.trainer.foreign.policy import ForeignPolicy
-from dora_rl.trainer.policy.casting import cast_parameters
-from dora_rl.trainer.policy.decoder import Decoder, Layer
-from dora_rl.trainer.policy.experts import from_checkpoint, to_checkpoint
-from dora_rl.trainer.policy.lora import add_lora, is_adapter, merged, plain_name
+from dora_rl.trainer.policy.decoder import Decoder, Layer, cast_parameters
+from dora_rl.trainer.policy.lora import add_lora, checkpoint_name, is_adapter, merged
 from dora_rl.types import UserError
 
 Policy: TypeAlias = Decoder | ForeignPolicy
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# Each parameter of a layer's experts stands for matrices of the checkpoint, some for every expert.
+_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
 def pick_device(name: str) -> torch.device:
@@ -64,9 +66,7 @@ def build_decoder(
     cast_parameters(decoder, weights_dtype)  # before there is any memory behind them
     decoder.to_empty(device=device)
     decoder.inv_freq = inverse_frequencies(arch.rope, arch.head_dim)[0].to(device)
-    kinds = ("auto", "none", "layer")  # auto: the memory plan of a run has chosen before
-    choose("trainer.activation_checkpointing", options.activation_checkpointing, kinds)
-    decoder.checkpointing = options.activation_checkpointing == "layer"
+    decoder.checkpointing = checkpoints_layers(options)
     decoder.chunk_tokens = options.logits_chunk_tokens
     if choose("trainer.compile", options.compile, ("auto", "on", "off")) != "off" and (
         options.compile == "on" or device.type == "cuda"
@@ -82,10 +82,9 @@ def _compile_layers(decoder: Decoder) -> None:
     used would not be rounded at all, and values would depend on what autograd keeps: a frozen twin
     and the policy would not agree on the same weights.
     """
-    exact: dict[str, Any] = {"dynamic": True, "options": {"emulate_precision_casts": True}}
     for layer in decoder.model.layers:
         assert isinstance(layer, Layer)
-        layer.fuse(**exact)
+        layer.fuse(dynamic=True, options={"emulate_precision_casts": True})
     decoder.compiled = True
     settings: Any = torch._dynamo.config
     # Otherwise the eps of a norm is an input that may change: a number on the CPU in every layer,
@@ -93,19 +92,6 @@ def _compile_layers(decoder: Decoder) -> None:
     settings.specialize_float = True
     # Beyond it torch runs them as they are, without a word: sizes × with and without gradients.
     settings.recompile_limit = max(settings.recompile_limit, 64)
-
-
-@torch.no_grad()
-def initialise(decoder: Decoder, seed: int, std: float = 0.02) -> None:
-    """Random weights, the same for the same seed: norms 1, biases 0, matrices normal."""
-    generator = torch.Generator(device="cpu").manual_seed(seed)
-    for name, p in decoder.named_parameters():
-        if p.dim() == 1:
-            p.fill_(0.0 if name.endswith("bias") else 1.0)
-        elif p.is_cuda:
-            p.normal_(0.0, std)
-        else:
-            p.copy_(torch.randn(p.shape, generator=generator) * std)
 
 
 def load_policy(directory: Path, options: TrainerConfig) -> Policy:
@@ -151,23 +137,13 @@ def _weights_dtype(config: dict[str, Any], options: TrainerConfig) -> torch.dtyp
 def load_weights(policy: nn.Module, read: Callable[[str], Tensor]) -> None:
     """Fill every parameter from tensors with the checkpoint's names."""
     if isinstance(policy, ForeignPolicy):
-        _load_foreign(policy, read)
-        return
-    for name, p in policy.named_parameters():
-        if is_adapter(name):
-            continue
-        tensor = from_checkpoint(checkpoint_name(name), p.shape, read)
-        if tensor.shape != p.shape:
-            raise UserError(
-                f"tensor '{name}' has shape {tuple(tensor.shape)}, the config says {tuple(p.shape)}"
-            )
-        p.copy_(like_shard(tensor, p))
-
-
-def _load_foreign(policy: ForeignPolicy, read: Callable[[str], Tensor]) -> None:
-    targets = _foreign_tensors(policy)
-    for name, tensor in policy.format.from_checkpoint(read):
-        target = targets.pop(name)[1]
+        targets = {name: tensor for name, (_, tensor) in _foreign_tensors(policy).items()}
+        found = policy.format.from_checkpoint(read)
+    else:
+        targets = {n: p for n, p in policy.named_parameters() if not is_adapter(n)}
+        found = ((n, _from_checkpoint(n, p.shape[0], read)) for n, p in [*targets.items()])
+    for name, tensor in found:
+        target = targets.pop(name)
         if tensor.shape != target.shape:
             raise UserError(
                 f"tensor '{name}' has shape {tuple(tensor.shape)}, the config says "
@@ -175,6 +151,30 @@ def _load_foreign(policy: ForeignPolicy, read: Callable[[str], Tensor]) -> None:
             )
         target.copy_(like_shard(tensor, target))
     assert not targets, f"no checkpoint tensor fills {sorted(targets)}"
+
+
+def _from_checkpoint(name: str, num_experts: int, read: Callable[[str], Tensor]) -> Tensor:
+    """One parameter of the decoder, read from a checkpoint by the checkpoint's names."""
+    prefix, _, kind = name.rpartition(".")
+    if not prefix.endswith(".experts"):
+        return read(checkpoint_name(name))
+
+    def matrix_of(expert: int) -> Tensor:
+        return torch.cat([read(f"{prefix}.{expert}.{part}.weight") for part in _EXPERTS[kind]])
+
+    return torch.stack([matrix_of(expert) for expert in range(num_experts)])
+
+
+def _to_checkpoint(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The checkpoint's tensors that one parameter of the decoder stands for."""
+    prefix, _, kind = name.rpartition(".")
+    if not prefix.endswith(".experts"):
+        yield checkpoint_name(name), tensor
+        return
+    for expert, matrix in enumerate(tensor):
+        parts = matrix.chunk(len(_EXPERTS[kind]))
+        for part, rows in zip(_EXPERTS[kind], parts, strict=True):
+            yield f"{prefix}.{expert}.{part}.weight", rows
 
 
 def _foreign_tensors(policy: ForeignPolicy) -> dict[str, tuple[str, Tensor]]:
@@ -185,11 +185,6 @@ def _foreign_tensors(policy: ForeignPolicy) -> dict[str, tuple[str, Tensor]]:
     }
     buffers = dict(policy.inner.named_buffers())
     return {**tensors, **{n: (n, buffers[n]) for n in policy.format.buffers}}
-
-
-def checkpoint_name(name: str) -> str:
-    """A parameter's name without the prefixes of modules that wrap a foreign or adapted model."""
-    return plain_name(name.removeprefix("inner."))
 
 
 def named_weights(
@@ -212,7 +207,7 @@ def named_weights(
         return
     for name, p in policy.named_parameters():
         if not is_adapter(name):
-            yield from to_checkpoint(checkpoint_name(name), whole_of(name, p))
+            yield from _to_checkpoint(name, whole_of(name, p))
 
 
 def stored_weights(
@@ -220,8 +215,7 @@ def stored_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """Tensors of the checkpoint in the dtype of files and versions; buffers keep their own."""
     exact = exact_names(policy)
-    for name, tensor in tensors:
-        yield name, tensor if name in exact else tensor.to(dtype)
+    return ((name, t if name in exact else t.to(dtype)) for name, t in tensors)
 
 
 def exact_names(policy: nn.Module) -> frozenset[str]:
@@ -264,3 +258,24 @@ def clone_adapted(policy: Policy, options: TrainerConfig, directory: Path | None
         if not is_adapter(name):
             mine[name].copy_(gathered(p.detach()))
     return freeze(twin)
+
+
+class Critic(nn.Module):
+    """The value model of PPO: a decoder of its own with one number V(s) per state, at the rows that
+    predict trained tokens. It starts from the policy's weights, in float32, with a head of zeros,
+    so its first values are zero."""
+
+    def __init__(self, twin: Policy, policy: Policy) -> None:
+        super().__init__()
+        cast_parameters(twin, torch.float32)
+        twin.requires_grad_(True)
+        copy_weights(twin, policy)
+        self.body = twin
+        device = next(twin.parameters()).device
+        self.head = nn.Parameter(torch.zeros(1, policy.hidden, device=device))
+
+    def forward(self, token_ids_P: Tensor, layout: Layout, rows_T: Tensor) -> Tensor:
+        states = self.body.states(token_ids_P, layout).index_select(0, rows_T)
+        # Rounded like every other weight: a sharded critic sees its head in the compute dtype only.
+        head = self.head.to(states.dtype).float()
+        return F.linear(states.float(), head).squeeze(-1)

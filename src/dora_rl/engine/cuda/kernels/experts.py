@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dora_rl.engine.cpu.experts import route
+from dora_rl.engine.cpu.decoder import route
 from dora_rl.engine.cuda.kernels.overlap import jit
 from dora_rl.engine.cuda.kernels.rows import gate
 from dora_rl.model.spec import MoeSpec

@@ -23,7 +23,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dora_rl.engine.cuda.kernels.overlap import begin, is_hopper, jit, overlap, ready
-from dora_rl.engine.cuda.sampling import Chunks, empty_chunks
+from dora_rl.engine.cuda.kernels.rows import Chunks, empty_chunks
 
 ROWS_MAX = 128  # above, `wide.py` or cuBLAS
 ROWS_FEW = 16  # up to here two programs fit on a processor

@@ -1,0 +1,177 @@
+"""The directory of a run: which may be begun or resumed, by whom, and with what configuration.
+
+One controller has a run directory. The lock lives as long as any process that inherited it, so a
+resumed run begins only when the last worker of the one before is gone. Every key of the
+configuration has a rule for a resume (`config.on_resume`); the data are told by a fingerprint.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from dora_rl.config import RunConfig
+from dora_rl.config.on_resume import check_changes
+from dora_rl.data.prompts import PromptSource
+from dora_rl.store.trajectories import text_digest
+from dora_rl.types import UserError
+
+WAIT_S = 10.0
+POLL_S = 0.05
+LEARNER_LOCK = ".learner-lock"
+AS_GOOD_AS_EMPTY = (".gitkeep", ".gitignore", "lost+found")
+
+
+def _take(path: Path, mode: int, wait_s: float, refusal: str) -> int:
+    """The handle of a lock that is held from now on, or a line that says who still has it."""
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, mode)
+    until = time.monotonic() + wait_s
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return handle
+        except BlockingIOError:
+            if time.monotonic() > until:
+                os.close(handle)
+                raise UserError(refusal) from None
+        time.sleep(POLL_S)
+
+
+class RunLock:
+    """Taken when made; `fd` is what workers inherit."""
+
+    def __init__(self, run_dir: Path, wait_s: float = WAIT_S) -> None:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self._path = run_dir / ".lock"
+        refusal = f"{run_dir} is in use by another dora-rl; end it, or set runtime.run_dir"
+        self.fd = _take(self._path, 0o644, wait_s, refusal)
+
+    def is_there(self) -> bool:
+        """False: the run directory was deleted or moved under the run."""
+        try:
+            return os.path.samestat(os.stat(self._path), os.fstat(self.fd))
+        except OSError:
+            return False
+
+    def release(self) -> None:
+        os.close(self.fd)
+
+
+@contextmanager
+def learner_ended(run_dir: Path, wait_s: float = WAIT_S) -> Iterator[None]:
+    """While no learner of this run lives: one that was given up may still be writing a version."""
+    refusal = f"a learner of {run_dir} is still there; end it, then --resume"
+    handle = _take(run_dir / LEARNER_LOCK, 0o600, wait_s, refusal)
+    try:
+        yield
+    finally:
+        os.close(handle)
+
+
+def check_run_dir(run_dir: Path, *, resume: bool) -> None:
+    """A run is begun in a directory without one and resumed in a directory with one."""
+    used = _holds_run(run_dir)
+    if resume and not used:
+        raise UserError(f"{run_dir} holds no run to resume; leave --resume out to begin one")
+    if used and not resume:
+        raise UserError(
+            f"{run_dir} already holds a run; add --resume, or set runtime.run_dir=DIRECTORY"
+        )
+    if not used and (found := _foreign(run_dir)):
+        raise UserError(
+            f"runtime.run_dir: {run_dir} is not empty and not of a run (it has {found}); "
+            "give a new or empty directory"
+        )
+
+
+def check_not_moved(config_file: Path, run_dir: Path) -> None:
+    """The config.json of a run that was moved or copied still names its old place."""
+    here = config_file.parent
+    if config_file.name != "config.json" or not _holds_run(here):
+        return
+    if here.resolve() != run_dir.resolve():
+        raise UserError(
+            f"{here} holds a run that began in {run_dir}; if it was moved or copied, "
+            f"add runtime.run_dir={here}"
+        )
+
+
+def _holds_run(run_dir: Path) -> bool:
+    return any((run_dir / "events").glob("*.jsonl"))
+
+
+def _foreign(run_dir: Path) -> str:
+    """A name in a directory that is not ours; empty: it is, or has nothing but logs (of the shell
+    that starts us). `data.json` is the first that a run writes."""
+    if not run_dir.is_dir() or (run_dir / "events").is_dir() or _is_ours(run_dir / "data.json"):
+        return ""
+    names = sorted(path.name for path in run_dir.iterdir() if path.suffix != ".log")
+    return next((name for name in names if name not in AS_GOOD_AS_EMPTY), "")
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        return "fingerprint" in json.loads(path.read_text())
+    except (OSError, ValueError):
+        return False
+
+
+def make_run_dir(run_dir: Path) -> None:
+    """Where it cannot be made or written to, one line says so."""
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"runtime.run_dir: cannot make {run_dir} ({error.strerror}); choose another directory"
+        ) from None
+    if not os.access(run_dir, os.W_OK | os.X_OK):
+        raise UserError(f"runtime.run_dir: {run_dir} may not be written to; choose another")
+
+
+def check_same_run(config: RunConfig, run_dir: Path) -> None:
+    """Refuse to continue a run as another one."""
+    path = run_dir / "config.json"
+    if not path.is_file():
+        return
+    defaults = RunConfig(model=config.model).model_dump(mode="json")
+    old: dict[str, Any] = json.loads(path.read_text())
+    for section, values in defaults.items():  # keys that came with a later release
+        old[section] = values | old.get(section, {})
+    check_changes(old, config.model_dump(mode="json"))
+
+
+def check_same_data(train: PromptSource, run_dir: Path) -> None:
+    """The prompts of a run are remembered by a fingerprint."""
+    path, found = run_dir / "data.json", train.fingerprint()
+    if not path.is_file():
+        path.write_text(json.dumps({"fingerprint": found}) + "\n")
+        return
+    try:
+        begun_with = json.loads(path.read_text())["fingerprint"]
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"{path} is damaged; restore it, or begin a new run") from None
+    if begun_with != found:
+        raise UserError(
+            f"the training data is not what {run_dir} began with; restore it, or begin a new run"
+        )
+
+
+def config_digest(config: RunConfig) -> str:
+    """Of what config.json holds, for the log."""
+    return text_digest(_config_text(config))
+
+
+def _config_text(config: RunConfig) -> str:
+    return config.model_dump_json(indent=1) + "\n"
+
+
+def write_config(config: RunConfig, run_dir: Path) -> None:
+    temporary = run_dir / "config.json.tmp"
+    temporary.write_text(_config_text(config))
+    temporary.replace(run_dir / "config.json")

@@ -1,1 +1,0 @@
-"""Causal attention over packed documents: where they lie, and the ways to compute it."""

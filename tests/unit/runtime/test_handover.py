@@ -1,0 +1,103 @@
+"""Versions through the memory of a device: taken if they are whole, from shared memory if not.
+
+The device is played by memory of this process; tests/gpu has the real one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from dora_rl.weights.handover import OFFER, Handovers, Shelf, sums_of
+from dora_rl.weights.store import SharedMemoryWeightStore, WeightsError
+
+TENSORS = {
+    "layers.0.w": torch.randn(40, 130).bfloat16(),
+    "layers.1.w": torch.randn(3, 4096).bfloat16(),
+    "norm": torch.randn(7),
+}
+
+
+class Played:
+    """Memory by name, as another process would find it."""
+
+    made: dict[str, torch.Tensor]
+
+    def __init__(self, name: str = "card") -> None:
+        self.made, self.name, self.num_opened = {}, name, 0
+
+    def make(self, num_bytes: int) -> tuple[torch.Tensor, str]:
+        name = f"memory {len(self.made)}"
+        self.made[name] = torch.zeros(num_bytes, dtype=torch.uint8)
+        return self.made[name], name
+
+    def open(self, name: str, num_bytes: int) -> torch.Tensor:
+        self.num_opened += 1
+        assert self.made[name].numel() == num_bytes
+        return self.made[name]
+
+    def device(self) -> str:
+        return self.name
+
+
+def fill(shelf: Shelf, version: int, scale: float) -> None:
+    shelf.begin(version)
+    for name, tensor in TENSORS.items():
+        shelf.room(name, tensor.shape, tensor.dtype).copy_(tensor * scale)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> SharedMemoryWeightStore:
+    store = SharedMemoryWeightStore(tmp_path / "store")
+    for version in (1, 2):
+        store.publish(version, [(name, t * version) for name, t in TENSORS.items()])
+    return store
+
+
+def test_what_is_offered_is_taken_and_nothing_else(store: SharedMemoryWeightStore) -> None:
+    card = Played()
+    shelf, taker = Shelf(store.root, 1 << 20, card), Handovers(store.root, card)
+    assert taker.find(store.map(1)) is None, "nothing is offered yet"
+    fill(shelf, 1, 1.0)
+    assert taker.find(store.map(1)) is None, "it is not complete"
+    shelf.offer()
+    found = taker.find(store.map(1))
+    assert found is not None
+    found.check()
+    assert found.checksum == store.checksum(1) and list(found.names()) == list(TENSORS)
+    assert all(torch.equal(found.tensor(name), TENSORS[name]) for name in TENSORS)
+    assert taker.find(store.map(2)) is None, "another version"
+    assert Handovers(store.root, Played("another card")).find(store.map(1)) is None
+    assert Handovers(store.root, None).find(store.map(1)) is None
+    fill(shelf, 2, 2.0)
+    assert taker.find(store.map(1)) is taker.find(store.map(2)) is None
+    shelf.offer()
+    assert taker.find(store.map(2)) is not None and card.num_opened == 1, "it is mapped once"
+    (store.root / OFFER).write_text('{"version": 2')
+    assert taker.find(store.map(2)) is None
+
+
+@pytest.mark.parametrize("name", list(TENSORS))
+def test_a_version_that_is_replaced_meanwhile_is_noticed(
+    store: SharedMemoryWeightStore, name: str
+) -> None:
+    card = Played()
+    shelf, taker = Shelf(store.root, 1 << 20, card), Handovers(store.root, card)
+    fill(shelf, 1, 1.0)
+    shelf.offer()
+    found = taker.find(store.map(1))
+    assert found is not None
+    found.tensor(name).view(-1)[-1] += 1
+    with pytest.raises(WeightsError, match=f"was replaced while it was copied .tensor {name}"):
+        found.check()
+
+
+def test_the_sums_see_single_bits_and_places() -> None:
+    plain = torch.randint(-5, 5, (5000,), dtype=torch.int16)
+    swapped, flipped = plain.clone(), plain.clone()
+    swapped[:2048], swapped[2048:4096] = plain[2048:4096], plain[:2048]
+    flipped[4999] ^= 1
+    sums = sums_of([plain, swapped, flipped, plain.clone()])
+    assert len(set(sums)) == 3 and sums[0] == sums[3]
+    assert sums_of([]) == [] and sums_of([torch.empty(0)]) == [(0, 0)]
