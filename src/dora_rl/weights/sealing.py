@@ -5,6 +5,7 @@ The learner copies its weights and goes on; threads do the rest, in this order:
     hash and describe masters and version, which lie in shared memory
     wait until the version before is durable
     give them their names                          sealed: `tell`, and instances load it
+    make ready what the next version needs         `then`
     write the same to the disk                     durable: `tell_durable`
 
 So at most one version is sealed and not durable: a disk that is slower than the steps holds up the
@@ -40,6 +41,7 @@ class Sealing:
         self._pool = executor or ThreadPoolExecutor(1, thread_name_prefix="durable")
         self._durable: Future[None] | None = None  # of the newest version
         self._sealed: Future[str] | None = None
+        self.then: Callable[[Version], None] = lambda version: None  # what follows a seal
         self.waited_s = 0.0  # for the disk, before the version that was sealed last
 
     def turn(self) -> Callable[[], None]:
@@ -80,6 +82,7 @@ class Sealing:
             before.result()  # done: one thread; what went wrong with it is not passed over
         tell(sealed.result())
         self._shared.forget_masters_before(version)  # to give memory back takes a while
+        self.then(version)
         self._write(self._shared, self._disk, version)
         tell_durable()
 

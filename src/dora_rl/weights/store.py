@@ -50,6 +50,7 @@ from dora_rl.weights.leftovers import SPARE, store_name
 from dora_rl.weights.writer import (
     Digests,
     DraftFiles,
+    Memory,
     Pin,
     copy_durable,
     digests_of,
@@ -117,6 +118,7 @@ class SharedMemoryWeightStore:
         self._verify = verify
         # Keyed by the file's stamp too, so that a file that was touched is hashed again.
         self._verified: set[tuple[Version, tuple[int, ...]]] = set()
+        self._pinned: dict[int, Memory] = {}  # what a GPU knows of, by inode, used or resting
         self.root.mkdir(parents=True, exist_ok=True)
         self._clean()
 
@@ -182,10 +184,29 @@ class SharedMemoryWeightStore:
         path, memory = directory / TENSORS_FILE, None
         with contextlib.suppress(FileNotFoundError):
             (self.root / SPARE).rename(path)
-            memory = spare_memory(path, pin)
+            memory = self._used_before(path, pin)
             if memory is None:
                 path.unlink()
-        return DraftFiles(directory, version, memory or new_memory(path, num_bytes, pin))
+        memory = memory or new_memory(path, num_bytes, pin)
+        self.forget_gone()
+        if memory.is_pinned:
+            self._pinned[path.stat().st_ino] = memory
+        return DraftFiles(directory, version, memory)
+
+    def _used_before(self, path: Path, pin: Pin | None) -> Memory | None:
+        known = self._pinned.pop(path.stat().st_ino, None)
+        if known is not None:
+            if known.take():
+                return known
+            known.close()
+        return spare_memory(path, pin)
+
+    def forget_gone(self) -> None:
+        """Memory of versions that are retired: what is mapped is not given back."""
+        for number, memory in list(self._pinned.items()):
+            if memory.is_gone():
+                del self._pinned[number]
+                memory.close()
 
     def open(self, version: Version) -> SealedFile:
         """Map the version. Its bytes are hashed the first time this store object opens it."""
@@ -371,6 +392,7 @@ class Draft:
     def discard(self) -> None:
         """It will not be sealed."""
         self._closing.close()
+        self._store.forget_gone()
 
 
 class DiskWeightStore(SharedMemoryWeightStore):

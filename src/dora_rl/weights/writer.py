@@ -61,6 +61,7 @@ WINDOW_BYTES = 1024 * 1024 * 1024  # of a growing file, mapped at a time
 DIRECT_BYTES = 4096  # what the offsets and sizes of writes past the page cache are multiples of
 DIRECT_THREADS = 2
 SYNC_FILE_RANGE_WRITE = 2  # <fcntl.h>
+PIN_REST = 64  # one part in so many of a memory, its end, is not made known to a GPU
 POPULATE_WRITE = 23  # MADV_POPULATE_WRITE
 DTYPE_CODES = {name: code for code, name in DTYPES.items()}
 _libc = ctypes.CDLL(None)  # its calls release the interpreter lock
@@ -101,8 +102,12 @@ def dtype_code(dtype: torch.dtype, name: str) -> str:
 
 
 class Memory:
-    """A file of shared memory, mapped: what it has at once, what it grows by in windows. `pin` may
-    make what it has at the start known to a GPU, so that it is copied to at full speed."""
+    """A file of shared memory, mapped: what it has at once, what it grows by in windows.
+
+    `pin` makes what it has at the start known to a GPU, so that it is copied to at full speed. That
+    takes longer than to fill it, so it stays known while the memory rests between two versions. All
+    but its end is: versions differ in size by a few numbers, and what a GPU knows is not cut off.
+    """
 
     def __init__(
         self,
@@ -113,11 +118,20 @@ class Memory:
         self.handle, self._window_bytes = handle, window_bytes
         self._windows: list[tuple[int, int, Any]] = []  # begin, end, bytes as an array
         self._unpin: Callable[[], None] = lambda: None
+        self._pinned_bytes = 0
+        self._left = 0  # when it was last written to by us
         size = os.fstat(handle).st_size
-        if size:
-            window = self._map(0, size)
-            if pin is not None:
-                self._unpin = pin(window)
+        known = size - size // PIN_REST
+        known -= known % mmap.PAGESIZE
+        if pin is not None and known:
+            self._unpin = pin(self._map(0, known))
+            self._pinned_bytes = known
+        elif size:
+            self._map(0, size)
+
+    @property
+    def is_pinned(self) -> bool:
+        return self._pinned_bytes > 0
 
     def place(self, start: int, size: int) -> Any:
         """These bytes of the file, as an array."""
@@ -141,16 +155,51 @@ class Memory:
         self._windows.append((begin, end, window))
         return window
 
-    def close(self) -> None:
-        """Nobody writes to it any more."""
+    def cut(self, num_bytes: int) -> None:
+        """The file has this size from here on."""
+        if num_bytes < self._pinned_bytes:
+            self._forget_pinned()
+        os.ftruncate(self.handle, num_bytes)
+
+    def rest(self) -> None:
+        """Nobody writes to it for now."""
         if self.handle < 0:
             return
-        self._unpin()
-        self._windows.clear()
+        if not self.is_pinned:
+            self.close()
+            return
+        self._windows = self._windows[:1]
+        self._left = os.fstat(self.handle).st_mtime_ns
         # What is still mapped somewhere shares the lock: it is given up, not only forgotten.
+        fcntl.flock(self.handle, fcntl.LOCK_UN)
+
+    def take(self) -> bool:
+        """To be filled again. False where somebody still looks at it, or wrote to it meanwhile: a
+        GPU would not know of memory that was given back and asked for anew."""
+        if self.handle < 0:
+            return False
+        try:
+            fcntl.flock(self.handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return os.fstat(self.handle).st_mtime_ns == self._left
+
+    def is_gone(self) -> bool:
+        """Whether the file has no name any more."""
+        return self.handle < 0 or os.fstat(self.handle).st_nlink == 0
+
+    def close(self) -> None:
+        if self.handle < 0:
+            return
+        self._forget_pinned()
+        self._windows.clear()
         fcntl.flock(self.handle, fcntl.LOCK_UN)
         os.close(self.handle)
         self.handle = -1
+
+    def _forget_pinned(self) -> None:
+        self._unpin()
+        self._unpin, self._pinned_bytes = (lambda: None), 0
 
 
 def check_room(handle: int, num_bytes: int) -> None:
@@ -220,18 +269,19 @@ class DraftFiles:
     def finish(self, canary: Canary | None, base: str, digests: Digests) -> Manifest:
         """Hash what lies there, and describe it. The memory is given back."""
         start, entries = HEADER_ROOM_BYTES, list(self._entries.values())
-        os.ftruncate(self.memory.handle, start + self._end)
+        self.memory.cut(start + self._end)
         ranges = [(start + entry.begin, start + entry.end) for entry in entries]
         found = digests(self.directory / TENSORS_FILE, ranges)
         digested = tuple(
             replace(entry, digest=digest) for entry, digest in zip(entries, found, strict=True)
         )
-        self.close()
         with (self.directory / TENSORS_FILE).open("r+b") as file:
-            return _describe(file, self.directory, self.version, digested, canary, base)
+            described = _describe(file, self.directory, self.version, digested, canary, base)
+        self.close()
+        return described
 
     def close(self) -> None:
-        self.memory.close()
+        self.memory.rest()
 
 
 def _describe(

@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -334,7 +333,6 @@ class LearnerWorker:
         durable: Future[Any] = sealed
         if self.rank == 0:
             durable = self.sealing.begin(version, sealed, tell_with_wait, tell_durable)
-            durable.add_done_callback(partial(self.publication.prepare_after, version))
         if not alone:
             self.sealing.wait()
             distributed.wait_for_all()

@@ -9,9 +9,8 @@ Every rank has one; the first one seals and writes.
 
 from __future__ import annotations
 
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor
 from pathlib import Path
-from typing import Any
 
 from dora_rl.trainer.checkpoints.publish import Publisher
 from dora_rl.trainer.learner import Learner
@@ -39,6 +38,7 @@ class Publication:
             self._writer = self._start_writer(lock)
         write = make_durable if self._writer is None or one_place else self._write
         self.sealing = Sealing(self.sealed, self.on_disk, executor, write)
+        self.sealing.then = self._prepare_next
         self.store = WaitingStore(root)
         self.store.sealing = self.sealing
 
@@ -60,13 +60,11 @@ class Publication:
         size = sum(path.stat().st_size for path in model.glob("*.safetensors"))
         self._prepare(version, size, size)
 
-    def prepare_after(self, version: Version, durable: Future[Any]) -> None:
-        """When a version is on disk: memory for the next one, which is as large. What went wrong is
-        raised by the next look at `sealing`."""
-        if durable.exception() is None:
-            level = self.seals_to
-            sizes = [store.map(version).num_bytes for store in (level.versions, level.masters)]
-            self._prepare(version + 1, *sizes)
+    def _prepare_next(self, version: Version) -> None:
+        """When a version is sealed: memory for the next one, which is as large."""
+        level = self.seals_to
+        sizes = [store.map(version).num_bytes for store in (level.versions, level.masters)]
+        self._prepare(version + 1, *sizes)
 
     def _prepare(self, version: Version, num_bytes: int, exact_bytes: int) -> None:
         trainer, level = self._setup.config.trainer, self.seals_to

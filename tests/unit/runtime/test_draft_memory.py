@@ -174,10 +174,10 @@ def test_a_draft_that_is_given_up_leaves_nothing(store: SharedMemoryWeightStore)
         return lambda: pinned.append("undone")
 
     filled(store, 0, seed=0, num_bytes=1 << 20, pin=pin).discard()
-    assert pinned == ["1048576 bytes", "undone"] and not store.versions()
+    assert pinned == ["1032192 bytes", "undone"] and not store.versions()
     assert not list(store.root.glob(".new-*"))
     filled(store, 0, seed=2, num_bytes=1 << 20, pin=pin).seal(None)
-    assert pinned[2:] == ["1048576 bytes", "undone"]
+    assert pinned[2:] == ["1032192 bytes", "undone"]
     check(store, 0, 2)
     again = filled(store, 5, seed=2)
     store.publish(5, tensors(1).items())
@@ -265,3 +265,71 @@ def test_a_process_that_is_killed_is_an_error_and_not_a_wait(tmp_path: Path) -> 
     with pytest.raises(WeightsError, match="has ended"):
         while True:
             process.digests(tmp_path / "none", [(0, 1)])
+
+
+SIZE = 366_000  # what those tensors need, and a little more
+
+
+class Card:
+    """What a GPU would know: which memory was made known to it, and which of it is forgotten."""
+
+    def __init__(self) -> None:
+        self.pinned, self.forgotten = 0, 0
+
+    def pin(self, memory: Any) -> Any:
+        self.pinned += 1
+
+        def undo() -> None:
+            self.forgotten += 1
+
+        return undo
+
+
+def test_memory_that_a_gpu_knows_stays_known_between_versions(
+    store: SharedMemoryWeightStore,
+) -> None:
+    card = Card()
+    for version in range(5):
+        filled(store, version, seed=version, num_bytes=SIZE, pin=card.pin).seal(None)
+        check(store, version, version)
+        store.retire(version)
+    assert (card.pinned, card.forgotten) == (1, 0)
+
+
+def test_memory_that_is_cut_is_made_known_again(store: SharedMemoryWeightStore) -> None:
+    card = Card()
+    filled(store, 0, seed=0, num_bytes=SIZE, pin=card.pin).seal(None)
+    store.retire(0)
+    draft = store.draft(1, 1, card.pin)  # smaller than what the GPU knows
+    draft.room("one", (1,), torch.float32).fill_(3.0)
+    known = card.forgotten
+    draft.seal(None)
+    assert card.forgotten == known + 1
+    store.retire(1)
+    filled(store, 2, seed=2, num_bytes=SIZE, pin=card.pin).seal(None)
+    check(store, 2, 2)
+
+
+def test_memory_that_somebody_else_wrote_to_is_made_known_again(
+    store: SharedMemoryWeightStore,
+) -> None:
+    card = Card()
+    for version in range(2):
+        filled(store, version, seed=version, num_bytes=SIZE, pin=card.pin).seal(None)
+        store.retire(version)
+    before = card.pinned
+    os.truncate(store.root / SPARE, 10)
+    os.truncate(store.root / SPARE, SIZE)
+    filled(store, 2, seed=2, num_bytes=SIZE, pin=card.pin).seal(None)
+    check(store, 2, 2)
+    assert card.pinned == before + 1
+
+
+def test_memory_of_versions_that_are_gone_is_given_back(store: SharedMemoryWeightStore) -> None:
+    card = Card()
+    for version in (0, 1):
+        filled(store, version, seed=version, num_bytes=SIZE, pin=card.pin).seal(None)
+    for version in (0, 1):  # one is kept to be filled again, the other has no name
+        store.retire(version)
+    filled(store, 2, seed=2, num_bytes=SIZE, pin=card.pin).seal(None)
+    assert (card.pinned, card.forgotten) == (2, 1)

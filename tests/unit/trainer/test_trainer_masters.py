@@ -14,7 +14,7 @@ from trainer_cases import flat, make_groups, write_tiny_model
 from trainer_store import MemoryStore
 
 from dora_rl.config import AlgorithmConfig, TrainerConfig
-from dora_rl.trainer.checkpoints.masters import AT, LOW, split, whole
+from dora_rl.trainer.checkpoints.masters import AT, LOW, Splits, whole
 from dora_rl.trainer.learner import Learner
 from dora_rl.types import UserError
 
@@ -41,13 +41,35 @@ class Parts:
         return self._tensors[name]
 
 
+def split(
+    name: str, master: torch.Tensor, dtype: torch.dtype, stays: bool = False
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    made: dict[str, torch.Tensor] = {}
+
+    def room(key: str, shape: torch.Size, kind: torch.dtype) -> torch.Tensor:
+        made[key] = torch.empty(shape, dtype=kind)
+        return made[key]
+
+    splits = Splits(room, room, stays)
+    splits.add(name, master, dtype)
+    splits.finish()
+    return made.pop(name), made
+
+
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.int32)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 
 def check(bits: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
     master = bits.view(torch.float32)
     published, parts = split("w", master, dtype)
+    _, again = split("w", master, dtype, stays=True)
+    assert parts.keys() == again.keys()
+    assert all(same_bits(again[key], part) for key, part in parts.items())
     number = ~master.isnan()
     assert torch.equal(published[number], master.to(dtype)[number]), "the usual rounding"
     assert torch.equal(bits_of(whole("w", published, Parts(parts))), bits)
@@ -75,6 +97,12 @@ def test_any_float32_comes_back(words: list[int]) -> None:
     bits = torch.tensor(words, dtype=torch.int32)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         check(bits, dtype)
+
+
+def test_more_masters_to_be_kept_whole_than_there_is_room_for() -> None:
+    half_way = torch.full((3000,), 0x3F808000, dtype=torch.int32)  # every one rounds from above
+    parts = check(half_way)
+    assert parts[AT + "w"].tolist() == list(range(3000))
 
 
 def test_what_is_kept_is_as_small_as_it_can_be() -> None:

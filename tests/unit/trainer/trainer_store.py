@@ -60,7 +60,7 @@ class MemoryStore:
         copies = {n: t.clone() for n, t in tensors}
         digest = hashlib.sha256()
         for tensor in copies.values():
-            digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+            digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         self.sealed[version] = Sealed(version, digest.hexdigest(), canary, copies)
         return digest.hexdigest()
 

@@ -10,14 +10,14 @@ negative, so the sum takes it off again. One case has two answers: a master half
 bfloat16 numbers rounds to the even one, from above or from below. Such masters (one of 65,536),
 and whatever else the sum would not give back (a NaN with a payload), are kept whole by position.
 
-Never guesses: `split` puts its own halves together and keeps whole whatever differs. Invariant:
-what `whole` makes of the two results of `split` is the master in every bit, for every float32.
+Never guesses: `Splits` puts its own halves together and keeps whole whatever differs. Invariant:
+what `whole` makes of what it gives is the master in every bit, for every float32.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,14 +27,9 @@ if TYPE_CHECKING:
 
 LOW, AT, BITS, WHOLE = "low:", "at:", "bits:", "whole:"
 CHUNK = 1 << 24  # elements at a time: a GPU that trains has no room for copies of whole tensors
+ODD_ROOM = 1 << 14  # room for one master in so many to be kept whole, four times what is usual
 
 MakeBuffer = Callable[[str, torch.Size, torch.dtype], Tensor]
-
-
-def make_buffer(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Room on the host; a caller that copies often brings room that it uses again."""
-    del name
-    return torch.empty(shape, dtype=dtype)
 
 
 def host_room(source: Tensor) -> Tensor:
@@ -43,47 +38,100 @@ def host_room(source: Tensor) -> Tensor:
     return torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
 
 
-@torch.no_grad()
-def split(
-    name: str,
-    master: Tensor,
-    dtype: torch.dtype,
-    publish: MakeBuffer = make_buffer,
-    keep: MakeBuffer = make_buffer,
-    beside: Tensor | None = None,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Copies on the host: the master in `dtype`, in memory that `publish` gives, and by name what
-    it lacks, in memory that `keep` gives. A float32 version lacks nothing; one in float16 has
-    another exponent, and the master is kept as it is. Copies into pinned memory are only begun: the
-    caller waits for the device before it reads them. `beside`: the published values on the device
-    go there."""
-    published = publish(name, master.shape, dtype)
-    if dtype != torch.bfloat16 or master.dtype != torch.float32:
-        source = master if beside is None else beside.copy_(master)
-        published.copy_(source, non_blocking=True)
-        if dtype == master.dtype:
-            return published, {}
-        lost = keep(WHOLE + name, master.shape, master.dtype)
-        return published, {WHOLE + name: lost.copy_(master, non_blocking=True)}
-    low = keep(LOW + name, master.shape, torch.int16)
-    odd: list[Tensor] = []
-    source, out, rest = master.reshape(-1), published.view(-1), low.view(-1)
-    device = None if beside is None else beside.view(-1)
-    for begin in range(0, source.numel(), CHUNK):
-        part, span = source[begin : begin + CHUNK], slice(begin, begin + CHUNK)
-        rounded = part.to(dtype) if device is None else device[span].copy_(part)
-        bits, high = part.view(torch.int32), rounded.view(torch.int16).to(torch.int32) << 16
-        lower = (bits - high).to(torch.int16)
-        out[span].copy_(rounded, non_blocking=True)
-        rest[span].copy_(lower, non_blocking=True)
-        odd.append(torch.nonzero(high + lower != bits).view(-1).cpu() + begin)
-    parts = {LOW + name: low}
-    at = torch.cat(odd) if odd else torch.empty(0, dtype=torch.int64)
-    if at.numel():
-        bits = source[at.to(source.device)].view(torch.int32).cpu()
-        for key, value in ((AT + name, at), (BITS + name, bits)):
-            parts[key] = keep(key, value.shape, value.dtype).copy_(value)
-    return published, parts
+class Found(NamedTuple):
+    """Masters of one piece of a tensor that have to be kept whole, still on the device."""
+
+    begin: int
+    at: Tensor  # -1 where fewer were found than there was room for
+    bits: Tensor
+    count: Tensor
+
+
+class Splits:
+    """The masters of one version on their way to the host: rounded, in memory that `publish` gives,
+    and what that lacks, in memory that `keep` gives. Copies into pinned memory are only begun: the
+    caller waits for the device before it reads them. `stays`: masters are not changed or given back
+    before `finish`, and the device is waited for only there."""
+
+    def __init__(self, publish: MakeBuffer, keep: MakeBuffer, stays: bool = False) -> None:
+        self._publish, self._keep, self._stays = publish, keep, stays
+        self._found: dict[str, list[Found]] = {}
+        self._masters: dict[str, tuple[Tensor, torch.dtype]] = {}
+
+    @torch.no_grad()
+    def add(
+        self, name: str, master: Tensor, dtype: torch.dtype, beside: Tensor | None = None
+    ) -> None:
+        """A float32 version lacks nothing; one in float16 has another exponent, and the master is
+        kept as it is. `beside`: the published values on the device go there."""
+        published = self._publish(name, master.shape, dtype)
+        if dtype != torch.bfloat16 or master.dtype != torch.float32:
+            source = master if beside is None else beside.copy_(master)
+            published.copy_(source, non_blocking=True)
+            if dtype != master.dtype:
+                lost = self._keep(WHOLE + name, master.shape, master.dtype)
+                lost.copy_(master, non_blocking=True)
+            return
+        low = self._keep(LOW + name, master.shape, torch.int16)
+        source, out, rest = master.reshape(-1), published.view(-1), low.view(-1)
+        device = None if beside is None else beside.view(-1)
+        self._found[name] = []
+        if self._stays:
+            self._masters[name] = source, dtype
+        for begin in range(0, source.numel(), CHUNK):
+            part, span = source[begin : begin + CHUNK], slice(begin, begin + CHUNK)
+            rounded = part.to(dtype) if device is None else device[span].copy_(part)
+            bits, lower, odd = _halves(part, rounded)
+            out[span].copy_(rounded, non_blocking=True)
+            rest[span].copy_(lower, non_blocking=True)
+            if self._stays:
+                size = odd.numel() // ODD_ROOM + 64
+                at = torch.nonzero_static(odd, size=size, fill_value=-1).view(-1)
+            else:
+                at = torch.nonzero(odd).view(-1)
+            self._found[name].append(Found(begin, at, bits[at], odd.sum()))
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Masters that their halves do not give back, by position."""
+        found = [piece for pieces in self._found.values() for piece in pieces]
+        if not found:
+            return
+        counts = iter(torch.stack([piece.count for piece in found]).tolist())
+        at_host = torch.cat([piece.at for piece in found]).cpu()
+        bits_host = torch.cat([piece.bits for piece in found]).cpu()
+        done = 0
+        for name, pieces in self._found.items():
+            at, bits = [at_host[:0]], [bits_host[:0]]
+            for piece in pieces:
+                span = slice(done, done + piece.at.numel())
+                done, count = span.stop, next(counts)
+                if count > piece.at.numel():
+                    again = self._look_again(name, piece.begin)
+                    at.append(again[0] + piece.begin)
+                    bits.append(again[1])
+                else:
+                    at.append(at_host[span][:count] + piece.begin)
+                    bits.append(bits_host[span][:count])
+            if sum(each.numel() for each in at):
+                for key, values in ((AT + name, at), (BITS + name, bits)):
+                    value = torch.cat(values)
+                    self._keep(key, value.shape, value.dtype).copy_(value)
+
+    def _look_again(self, name: str, begin: int) -> tuple[Tensor, Tensor]:
+        """Of a piece with more such masters than there was room for."""
+        source, dtype = self._masters[name]
+        part = source[begin : begin + CHUNK]
+        bits, _, odd = _halves(part, part.to(dtype))
+        at = torch.nonzero(odd).view(-1)
+        return at.cpu(), bits[at].cpu()
+
+
+def _halves(part: Tensor, rounded: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The bits of masters, their lower halves, and where the two halves do not give them back."""
+    bits, high = part.view(torch.int32), rounded.view(torch.int16).to(torch.int32) << 16
+    lower = (bits - high).to(torch.int16)
+    return bits, lower, high + lower != bits
 
 
 @torch.no_grad()

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from dora_rl.ports import Canary, Draft, WeightStore
 from dora_rl.trainer.attention import Layout
-from dora_rl.trainer.checkpoints.masters import split
-from dora_rl.trainer.distributed import back_to_shards, gathered
+from dora_rl.trainer.checkpoints.masters import Splits
+from dora_rl.trainer.distributed import back_to_shards, gathered, world
+from dora_rl.trainer.policy.decoder import Decoder
 from dora_rl.trainer.policy.lora import without_dropout
 from dora_rl.trainer.policy.model import Policy, exact_names, named_weights
 from dora_rl.types import Version
@@ -142,7 +143,11 @@ class Publisher:
         took from the masters, where that is wanted. All ranks take part; those without drafts keep
         nothing."""
         # Adapters are merged as the policy merges them, so that it computes with what is sealed.
-        own_dtype = exact_names(policy)
+        own_dtype, splits = exact_names(policy), None
+        if drafts is not None and drafts.exact is not None:
+            # What is gathered or put in another form is a copy, which is not to be kept.
+            stays = isinstance(policy, Decoder) and world()[1] == 1
+            splits = Splits(drafts.version.room, drafts.exact.room, stays)
         if self.handover is not None:
             self.handover.begin(version)
         for name, tensor in named_weights(policy, gathered, policy.compute_dtype):
@@ -150,12 +155,14 @@ class Publisher:
                 continue
             kind = tensor.dtype if name in own_dtype else dtype
             beside = self.handover.room(name, tensor.shape, kind) if self.handover else None
-            publish = drafts.version.room
-            if drafts.exact is not None:
-                split(name, tensor, kind, publish, drafts.exact.room, beside)
+            if splits is not None:
+                splits.add(name, tensor, kind, beside)
             else:
                 source = tensor if beside is None else beside.copy_(tensor)
-                publish(name, tensor.shape, kind).copy_(source, non_blocking=True)
+                room = drafts.version.room(name, tensor.shape, kind)
+                room.copy_(source, non_blocking=True)
+        if splits is not None:
+            splits.finish()
         if drafts is not None and next(policy.parameters()).is_cuda:
             torch.cuda.current_stream().synchronize()  # copies run behind each other
         if self.handover is not None:
