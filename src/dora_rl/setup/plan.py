@@ -22,7 +22,15 @@ from dora_rl.model.directory import read_spec
 from dora_rl.model.spec import ModelSpec
 from dora_rl.setup.devices import Card, look_at_cards, visible_gpus
 from dora_rl.setup.layout import Layout, plan_layout
-from dora_rl.setup.memory import CONTEXT_BYTES, GB, RESERVE_SHARE, MemoryPlan, Need, plan_memory
+from dora_rl.setup.memory import (
+    CONTEXT_BYTES,
+    GB,
+    RESERVE_SHARE,
+    MemoryPlan,
+    Need,
+    num_params,
+    plan_memory,
+)
 from dora_rl.setup.settings import core_params, is_recomputable
 from dora_rl.trainer.losses.recipes import fill
 from dora_rl.types import UserError
@@ -118,11 +126,18 @@ class RunPlan:
         return min(1.0, plan.of(name) * scale / device.card.total_bytes)
 
     def limit(self, name: str) -> float:
-        """The share of its card that torch's allocator may hold; 0: no limit."""
+        """The share of its card that torch's allocator may hold, so that no worker keeps what
+        another needs; 0: no limit."""
         device, share = self.device_of(name), self.share(name)
-        if not self.enforced or device is None or share is None:
+        if device is None or share is None:
             return 0.0
-        return max(0.01, share - CONTEXT_BYTES / device.card.total_bytes)
+        shared = len(device.seats.names) > 1 and self.backend == "native"
+        if not (self.enforced or shared):
+            return 0.0
+        beside = CONTEXT_BYTES  # what is not torch's
+        if device.memory.handover and name == device.seats.learner:
+            beside += device.need.item_bytes * num_params(device.need.spec)
+        return max(0.01, share - beside / device.card.total_bytes)
 
     def table(self) -> list[str]:
         return [row for device in self.devices for row in device.table()]

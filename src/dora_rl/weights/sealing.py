@@ -105,7 +105,8 @@ class Sealing:
 
 
 class WaitingStore(SharedMemoryWeightStore):
-    """The learner's own view of shared memory: a version on its way is waited for."""
+    """The learner's own view of shared memory: a version on its way is waited for, and tensors are
+    read from where its GPU knows them."""
 
     sealing: Sealing | None = None
     waited_s = 0.0
@@ -116,3 +117,8 @@ class WaitingStore(SharedMemoryWeightStore):
             self.sealing.wait_sealed()
             self.waited_s += time.monotonic() - began
         return super().open(version)
+
+    def map(self, version: Version) -> SealedFile:
+        sealed = super().map(version)
+        sealed.pinned = self.pinned(sealed)
+        return sealed

@@ -31,7 +31,7 @@ from contextlib import closing, contextmanager
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dora_rl.config import WeightsConfig
 from dora_rl.ports import Canary
@@ -48,6 +48,9 @@ from dora_rl.weights.format import (
 )
 from dora_rl.weights.leftovers import SPARE, store_name
 from dora_rl.weights.writer import (
+    HEADER_ROOM_BYTES,
+    LARGE_BYTES,
+    LARGE_HEADER_BYTES,
     Digests,
     DraftFiles,
     Memory,
@@ -119,6 +122,7 @@ class SharedMemoryWeightStore:
         # Keyed by the file's stamp too, so that a file that was touched is hashed again.
         self._verified: set[tuple[Version, tuple[int, ...]]] = set()
         self._pinned: dict[int, Memory] = {}  # what a GPU knows of, by inode, used or resting
+        self._header_bytes = HEADER_ROOM_BYTES  # as much as the versions so far needed
         self.root.mkdir(parents=True, exist_ok=True)
         self._clean()
 
@@ -191,7 +195,12 @@ class SharedMemoryWeightStore:
         self.forget_gone()
         if memory.is_pinned:
             self._pinned[path.stat().st_ino] = memory
-        return DraftFiles(directory, version, memory)
+        large = LARGE_HEADER_BYTES if num_bytes >= LARGE_BYTES else 0
+        return DraftFiles(directory, version, memory, max(self._header_bytes, large))
+
+    def sealed_with(self, manifest: Manifest) -> None:
+        """What a version was like: the next one is as a rule the same."""
+        self._header_bytes = max(self._header_bytes, manifest.data_start)
 
     def _used_before(self, path: Path, pin: Pin | None) -> Memory | None:
         known = self._pinned.pop(path.stat().st_ino, None)
@@ -228,6 +237,12 @@ class SharedMemoryWeightStore:
             raise VersionMissing(
                 f"version {version} is not in {self.root} (it has {list(self.versions())})"
             ) from error
+
+    def pinned(self, sealed: SealedFile) -> Any:
+        """The bytes of a version, as far as a GPU of this process knows them; not to be written to.
+        None where it does not."""
+        memory = self._pinned.get(sealed.stamp[0])
+        return None if memory is None else memory.pinned()
 
     def retire(self, version: Version) -> None:
         """Forget the version. Readers that have it mapped keep reading it."""
@@ -382,6 +397,7 @@ class Draft:
         with self._closing:
             if self._files is not None:
                 manifest = self._files.finish(canary, base, self._store.digests)
+                self._store.sealed_with(manifest)
             else:
                 parts = (self._directory, self.version, self._held, canary, base)
                 manifest = write_durable(*parts, self._store.threads)

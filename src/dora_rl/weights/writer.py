@@ -53,8 +53,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 # Tensors are written as they come (a sharded trainer gathers one at a time), before the header is
-# known. Room for about 500 names is left in front; more names cost one extra copy of the file.
+# known. Room for about 500 names is left in front, in large versions for 2,000; more names cost one
+# extra copy of the file, the first time.
 HEADER_ROOM_BYTES = 64 * 1024
+LARGE_HEADER_BYTES = 256 * 1024
+LARGE_BYTES = 256 * 1024 * 1024  # a version from this size on is large
 CHUNK_BYTES = 16 * 1024 * 1024
 SLICE_BYTES = 32 * 1024 * 1024  # of a tensor, that one thread copies to shared memory at a time
 WINDOW_BYTES = 1024 * 1024 * 1024  # of a growing file, mapped at a time
@@ -133,6 +136,10 @@ class Memory:
     def is_pinned(self) -> bool:
         return self._pinned_bytes > 0
 
+    def pinned(self) -> Any:
+        """What a GPU knows of it, as an array; None where that is nothing."""
+        return self._windows[0][2] if self.is_pinned else None
+
     def place(self, start: int, size: int) -> Any:
         """These bytes of the file, as an array."""
         # Memory that is mapped and cannot be had would end the process: it is looked for before,
@@ -201,6 +208,9 @@ class Memory:
         self._unpin()
         self._unpin, self._pinned_bytes = (lambda: None), 0
 
+    def __del__(self) -> None:
+        self.close()  # a GPU that still knew these addresses would take what comes there for it
+
 
 def check_room(handle: int, num_bytes: int) -> None:
     room = os.fstatvfs(handle)
@@ -252,8 +262,16 @@ def _populate(handle: int, num_bytes: int) -> None:
 class DraftFiles:
     """The files of a version that is being written to shared memory."""
 
-    def __init__(self, directory: Path, version: Version, memory: Memory) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        version: Version,
+        memory: Memory,
+        header_bytes: int = HEADER_ROOM_BYTES,
+    ) -> None:
+        """`header_bytes`: what is left for the header, in front of the tensors."""
         self.directory, self.version, self.memory = directory, version, memory
+        self._start = header_bytes
         self._entries: dict[str, TensorEntry] = {}
         self._end = 0
 
@@ -264,11 +282,11 @@ class DraftFiles:
         begin, self._end = self._end, self._end + size
         code = dtype_code(dtype, name)
         self._entries[name] = TensorEntry(name, code, tuple(shape), begin, self._end, "")
-        return self.memory.place(HEADER_ROOM_BYTES + begin, size)
+        return self.memory.place(self._start + begin, size)
 
     def finish(self, canary: Canary | None, base: str, digests: Digests) -> Manifest:
         """Hash what lies there, and describe it. The memory is given back."""
-        start, entries = HEADER_ROOM_BYTES, list(self._entries.values())
+        start, entries = self._start, list(self._entries.values())
         self.memory.cut(start + self._end)
         ranges = [(start + entry.begin, start + entry.end) for entry in entries]
         found = digests(self.directory / TENSORS_FILE, ranges)
@@ -276,7 +294,8 @@ class DraftFiles:
             replace(entry, digest=digest) for entry, digest in zip(entries, found, strict=True)
         )
         with (self.directory / TENSORS_FILE).open("r+b") as file:
-            described = _describe(file, self.directory, self.version, digested, canary, base)
+            parts = (self.directory, self.version, digested, canary, base)
+            described = _describe(file, *parts, start=start)
         self.close()
         return described
 
@@ -292,12 +311,13 @@ def _describe(
     canary: Canary | None,
     base: str,
     *,
+    start: int = HEADER_ROOM_BYTES,
     durable: bool = False,
 ) -> Manifest:
-    """Header and manifest of tensors that are written."""
-    header = _header_bytes(version, entries, HEADER_ROOM_BYTES)
-    if len(header) > HEADER_ROOM_BYTES:
-        _shift(file, HEADER_ROOM_BYTES, len(header))
+    """Header and manifest of tensors that are written from `start` on."""
+    header = _header_bytes(version, entries, start)
+    if len(header) > start:
+        _shift(file, start, len(header))
     file.seek(0)
     file.write(header)
     file.flush()

@@ -29,7 +29,9 @@ class Publication:
 
     def __init__(self, setup: Setup, lock: int | None, executor: Executor | None) -> None:
         self._setup, root = setup, setup.extra["weights_root"]
-        self.sealed, self.on_disk = shared_level(root), disk_level(Path(setup.run_dir))
+        self.store = WaitingStore(root)
+        self.sealed = Level(self.store, shared_level(root).masters)
+        self.on_disk = disk_level(Path(setup.run_dir))
         one_place = is_one_place(self.sealed, self.on_disk)
         self.seals_to: Level = self.on_disk if one_place else self.sealed
         self.publisher = Publisher()
@@ -39,7 +41,6 @@ class Publication:
         write = make_durable if self._writer is None or one_place else self._write
         self.sealing = Sealing(self.sealed, self.on_disk, executor, write)
         self.sealing.then = self._prepare_next
-        self.store = WaitingStore(root)
         self.store.sealing = self.sealing
 
     def _start_writer(self, lock: int) -> WriterProcess:

@@ -16,6 +16,7 @@ from dora_rl.ports import Canary
 from dora_rl.weights import writer
 from dora_rl.weights.leftovers import SPARE
 from dora_rl.weights.levels import disk_level, shared_level
+from dora_rl.weights.sealing import WaitingStore
 from dora_rl.weights.store import (
     DiskWeightStore,
     SharedMemoryWeightStore,
@@ -333,3 +334,38 @@ def test_memory_of_versions_that_are_gone_is_given_back(store: SharedMemoryWeigh
         store.retire(version)
     filled(store, 2, seed=2, num_bytes=SIZE, pin=card.pin).seal(None)
     assert (card.pinned, card.forgotten) == (2, 1)
+
+
+def test_many_names_are_left_room_for_after_the_first_version(
+    store: SharedMemoryWeightStore,
+) -> None:
+    """What lies behind the header is moved once, when nobody knew how long it would be."""
+    names = [f"a_rather_long_name_of_a_tensor.{index:05d}" for index in range(1200)]
+    starts = []
+    for version in range(3):
+        draft = store.draft(version)
+        begun = draft.room("first", (4,), torch.float32).fill_(version).data_ptr()
+        for index, name in enumerate(names):
+            draft.room(name, (3,), torch.float32).fill_(version + index)
+        draft.seal(None)
+        sealed = SharedMemoryWeightStore(store.root).open(version)
+        assert sealed.tensor(names[7]).tolist() == [version + 7] * 3
+        starts.append((begun % 4096, sealed.manifest.data_start))
+        store.retire(version)
+    assert starts[0][1] > writer.HEADER_ROOM_BYTES
+    assert {start for _, start in starts} == {starts[0][1]}
+
+
+def test_a_reader_on_a_gpu_reads_where_the_gpu_knows_the_memory(tmp_path: Path) -> None:
+    store, card = WaitingStore(tmp_path / "store"), Card()
+    filled(store, 0, seed=0, num_bytes=SIZE, pin=card.pin).seal(None)
+    sealed, plain = store.open(0), SharedMemoryWeightStore(store.root).open(0)
+    known = store.pinned(sealed)
+    assert known is not None and plain.pinned is None
+    inside = range(known.ctypes.data, known.ctypes.data + known.nbytes)
+    places = []
+    for name, tensor in tensors(0).items():
+        assert torch.equal(sealed.tensor(name), tensor)
+        if tensor.numel():
+            places.append(sealed.tensor(name).data_ptr() in inside)
+    assert places == [True, True, False, False], "what the GPU does not know is read as ever"

@@ -14,7 +14,7 @@ from dora_rl.config import RunConfig
 from dora_rl.controller.run_dir import write_config
 from dora_rl.setup.devices import Card, read_rows
 from dora_rl.setup.layout import Layout, plan_layout
-from dora_rl.setup.memory import CONTEXT_BYTES, GB
+from dora_rl.setup.memory import CONTEXT_BYTES, GB, num_params
 from dora_rl.setup.plan import RunPlan, memory_problems, plan_run, planned
 from dora_rl.setup.prepare import Prepared
 from dora_rl.types import UserError
@@ -140,12 +140,25 @@ def test_a_smaller_card_is_planned_and_enforced(model: Path) -> None:
     device = plan.devices[0]
     assert plan.fits and device.memory.total_bytes == 60 * GB
     limits = [plan.limit(name) * 150 * GB + CONTEXT_BYTES for name in names]
-    assert sum(limits) == pytest.approx(60 * GB)
-    for name, limit in zip(names, limits, strict=True):
+    version = device.need.item_bytes * num_params(device.need.spec)
+    assert device.memory.handover
+    assert sum(limits) + version == pytest.approx(60 * GB), "what is handed over is not torch's"
+    for name, limit in zip(names, [limits[0] + version, *limits[1:]], strict=True):
         assert limit >= device.memory.of(name)
     assert layout.instance_extra("instance0")["memory_limit"] > 0
-    free = memory_of(lay_out(config_of(model), 150))
-    assert not any(free.limit(name) for name in names)
+
+
+def test_workers_that_share_a_card_keep_to_their_part(model: Path) -> None:
+    plan, names = memory_of(lay_out(config_of(model), 150)), ("learner", "instance0", "evaluator")
+    memory = plan.devices[0].memory
+    limits = {name: plan.limit(name) * 150 * GB + CONTEXT_BYTES for name in names}
+    assert memory.handover, "the version that instances take over is not torch's"
+    version = next(line for line in memory.lines if "take over" in line.what).num_bytes
+    limits["learner"] += version
+    assert sum(limits.values()) == pytest.approx(150 * GB)
+    assert all(limits[name] >= memory.of(name) for name in names)
+    alone = memory_of(lay_out(config_of(model), 150, 150))
+    assert not alone.limit("instance0"), "a card of one's own has no limit"
 
 
 def test_what_other_programs_use_is_theirs(model: Path) -> None:
