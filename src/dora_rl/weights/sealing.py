@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 
 from dora_rl.types import Version
 from dora_rl.weights.format import SealedFile
@@ -49,13 +49,13 @@ class Sealing:
         durable. Raises what went wrong with it."""
         before = self._durable
 
-        def wait() -> None:
+        def wait_for_it() -> None:
             began = time.monotonic()
             if before is not None:
                 before.result()
             self.waited_s = time.monotonic() - began
 
-        return wait
+        return wait_for_it
 
     def begin(
         self,
@@ -85,6 +85,13 @@ class Sealing:
         self.then(version)
         self._write(self._shared, self._disk, version)
         tell_durable()
+
+    def make_way(self, timeout_s: float) -> None:
+        """For others who write to the disk, in any thread: returns when no version is on its way,
+        or after so long."""
+        durable = self._durable
+        if durable is not None:
+            wait([durable], timeout_s)
 
     def is_running(self) -> bool:
         """Whether a version is on its way. Raises what went wrong with the last one."""

@@ -49,7 +49,9 @@ class LearnerStart:
         distributed.wait_for_all()  # now the disk has the newest version, for every rank
         self.checkpoints = Checkpoints(run_dir / "checkpoints", config.checkpoint)
         every_s = config.checkpoint.state_every_s
-        self.moments = Moments(run_dir / "learner" / "moments", every_s, executor=executor)
+        make_way = self.publication.sealing.make_way
+        moments_dir = run_dir / "learner" / "moments"
+        self.moments = Moments(moments_dir, every_s, executor=executor, make_way=make_way)
         self.version: Version = max(self.disk.versions(), default=-1)
         self.publication.prepare_first(self.version + 1)
         self.learner, self.optimizer_version = self._open_learner(self.version)

@@ -139,3 +139,14 @@ def test_a_version_that_is_there_is_opened_while_another_is_on_its_way(levels: L
     assert levels.store.waited_s == 0.0
     sealed.set_result(levels.seal(0))
     levels.sealing.wait()
+
+
+def test_others_make_way_while_a_version_is_on_its_way(levels: Levels) -> None:
+    levels.sealing.make_way(60.0)  # none is: returns at once
+    sealed: Future[str] = Future()
+    levels.begin(0, sealed)
+    levels.sealing.make_way(0.01)  # the time is over first
+    assert not levels.told
+    threading.Timer(0.05, lambda: sealed.set_result(levels.seal(0))).start()
+    levels.sealing.make_way(60.0)
+    assert [what for what, *_ in levels.told] == ["sealed", "durable"]
