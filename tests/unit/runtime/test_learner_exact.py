@@ -289,19 +289,19 @@ def test_killed_twenty_times_with_adapters_a_critic_and_several_updates(tmp_path
         check_killed(result, 20)
 
 
-def test_moments_make_way_for_versions_and_not_for_ever(tmp_path: Path) -> None:
+def test_moments_make_way_for_versions_and_not_for_ever(runs: Any, tmp_path: Path) -> None:
     """The disk is busy all the time: a quarter of 20 s is waited, and then no more."""
-    learner = Learner(TINY, AlgorithmConfig(), TrainerConfig(device="cpu"))
+    worker, _ = train(runs("run", "full"), range(1), **RARELY)
     clock, asked = Clock(), list[float]()
 
     def busy(seconds: float) -> None:
         asked.append(seconds)
         clock.now_s += 2.0
 
-    moments = Moments(tmp_path, 20.0, clock=clock, make_way=busy)
+    moments = Moments(tmp_path / "moments", 20.0, clock=clock, make_way=busy)
     clock.now_s = 19.0
-    moments.step_ended(learner, 1, done(), saved=False)
+    moments.step_ended(worker.learner, 1, done(), saved=False)
     moments.wait()
     assert asked == [5.0, 3.0, 1.0] and moments.store.versions() == [1]
-    moments.save(learner, 2)  # a clean end waits for nobody
+    moments.save(worker.learner, 2)  # a clean end waits for nobody
     assert len(asked) == 3 and moments.store.versions() == [2]
