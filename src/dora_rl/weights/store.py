@@ -132,11 +132,14 @@ class SharedMemoryWeightStore:
         tensors: Iterable[tuple[str, Tensor]],
         canary: Canary | None = None,
         base: str = "",
+        make_way: Callable[[], object] | None = None,
     ) -> str:
-        """Write all tensors, seal, return the checksum. All or nothing."""
+        """Write all tensors, seal, return the checksum. All or nothing. `make_way`: for others who
+        need the disk, see `write_durable`."""
         with self.new_directory(version) as directory:
             if self.durable:
-                manifest = write_durable(directory, version, tensors, canary, base, self.threads)
+                parts = (directory, version, tensors, canary, base, self.threads)
+                manifest = write_durable(*parts, make_way)
             else:
                 manifest = self._copy(directory, version, tensors, canary, base)
             self.seal(directory, version)

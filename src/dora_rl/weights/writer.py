@@ -63,7 +63,7 @@ SLICE_BYTES = 32 * 1024 * 1024  # of a tensor, that one thread copies to shared 
 WINDOW_BYTES = 1024 * 1024 * 1024  # of a growing file, mapped at a time
 DIRECT_BYTES = 4096  # what the offsets and sizes of writes past the page cache are multiples of
 DIRECT_THREADS = 2
-SYNC_FILE_RANGE_WRITE = 2  # <fcntl.h>
+SYNC_FILE_RANGE_WRITE, SYNC_FILE_RANGE_WAIT = 2, 7  # <fcntl.h>: begin; be done with it
 PIN_REST = 64  # one part in so many of a memory, its end, is not made known to a GPU
 POPULATE_WRITE = 23  # MADV_POPULATE_WRITE
 DTYPE_CODES = {name: code for code, name in DTYPES.items()}
@@ -374,15 +374,20 @@ def write_durable(
     canary: Canary | None,
     base: str = "",
     threads: int = NUM_THREADS,
+    make_way: Callable[[], object] | None = None,
 ) -> Manifest:
-    """Write both files into `directory`, which must be empty and seen by nobody else yet."""
+    """Write both files into `directory`, which must be empty and seen by nobody else yet.
+    `make_way`: called before every piece, which is on the disk before the next one but one."""
     with (directory / TENSORS_FILE).open("w+b") as file:
-        entries = _write_in_order(file, tensors, threads)
+        entries = _write_in_order(file, tensors, threads, make_way)
         return _describe(file, directory, version, entries, canary, base, durable=True)
 
 
 def _write_in_order(
-    file: BinaryIO, tensors: Iterable[tuple[str, Tensor]], threads: int
+    file: BinaryIO,
+    tensors: Iterable[tuple[str, Tensor]],
+    threads: int,
+    make_way: Callable[[], object] | None,
 ) -> tuple[TensorEntry, ...]:
     entries: dict[str, TensorEntry] = {}
     pending: deque[tuple[str, Future[str]]] = deque()
@@ -401,8 +406,7 @@ def _write_in_order(
                 data = bytes_of(tensor)
                 end = begin + len(data)
                 pending.append((name, pool.submit(digest_of, data)))
-                file.write(data)
-                _start_writing(file.fileno(), HEADER_ROOM_BYTES + begin, len(data))
+                _write_pieces(file, data, HEADER_ROOM_BYTES + begin, make_way)
                 code = dtype_code(tensor.dtype, name)
                 entries[name] = TensorEntry(name, code, tuple(tensor.shape), begin, end, "")
                 begin = end
@@ -416,12 +420,25 @@ def _write_in_order(
     return tuple(entries.values())
 
 
-def _start_writing(handle: int, start: int, size: int) -> None:
-    """Sets the disk to work on what was just written, and does not wait for it. Where the system
-    has no such call, `fsync` does it all."""
+def _write_pieces(
+    file: BinaryIO, data: memoryview, start: int, make_way: Callable[[], object] | None
+) -> None:
+    """The disk is set to work on every piece at once. Who makes way for others waits for it too:
+    what lies in the page cache is written whether others need the disk or not."""
+    for at in range(0, len(data), SLICE_BYTES):
+        if make_way is not None:
+            make_way()
+        piece, begin = data[at : at + SLICE_BYTES], start + at
+        file.write(piece)
+        _sync_range(file.fileno(), begin, len(piece), SYNC_FILE_RANGE_WRITE)
+        if make_way is not None and at:
+            _sync_range(file.fileno(), begin - SLICE_BYTES, SLICE_BYTES, SYNC_FILE_RANGE_WAIT)
+
+
+def _sync_range(handle: int, start: int, size: int, how: int) -> None:
+    """Where the system has no such call, `fsync` does it all."""
     with contextlib.suppress(AttributeError):
-        begin, num_bytes = ctypes.c_int64(start), ctypes.c_int64(size)
-        _libc.sync_file_range(handle, begin, num_bytes, SYNC_FILE_RANGE_WRITE)
+        _libc.sync_file_range(handle, ctypes.c_int64(start), ctypes.c_int64(size), how)
 
 
 def copy_durable(sealed: SealedFile, directory: Path, threads: int = NUM_THREADS) -> None:

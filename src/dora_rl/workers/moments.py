@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,25 +132,27 @@ class Moments:
         if durable is not None:
             durable.result()
         if copy.version not in self.store.versions():
-            tensors = copy.tensors.items()
-            turns = self._in_turn(tensors) if durable is not None else tensors
-            self.store.publish(copy.version, turns)
+            turns = self._waiting_turns() if durable is not None else None
+            self.store.publish(copy.version, copy.tensors.items(), make_way=turns)
         for older in self.store.versions():
             if older < copy.version:
                 with contextlib.suppress(VersionMissing):
                     self.store.retire(older)
 
-    def _in_turn(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """One after the other, when no version waits for the disk: the next step stands on that,
-        and moments are many times as large. All in all they wait for a quarter of the age that
-        they may reach, no longer."""
+    def _waiting_turns(self) -> Callable[[], None]:
+        """To be called before every piece: returns when no version waits for the disk. The next
+        step stands on that, and moments are many times as large. All in all they wait for a quarter
+        of the age that they may reach, no longer."""
         left_s = self._every_s / 4
-        for item in tensors:
+
+        def wait() -> None:
+            nonlocal left_s
             if left_s > 0:
                 began = self._clock()
                 self._make_way(left_s)
                 left_s -= self._clock() - began
-            yield item
+
+        return wait
 
     def is_writing(self) -> bool:
         """Raises what went wrong with the last set."""
