@@ -26,24 +26,29 @@ import math
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dora_rl.engine.journal import Journal
 from dora_rl.engine.options import EngineOptions
 from dora_rl.engine.plan import Plan, StepResult
 from dora_rl.engine.runner import Runner, make_runner
 from dora_rl.engine.scheduler import Scheduler
-from dora_rl.engine.sequence import Decode, EngineStats, Limits, Output, RequestBook, Status
-from dora_rl.engine.sequence import Sequence as Seq
+from dora_rl.engine.sequence import (
+    Decode,
+    EngineStats,
+    Limits,
+    Output,
+    RequestBook,
+    Sequence,
+    Status,
+)
 from dora_rl.engine.tensors.weights import Residency
 from dora_rl.engine.transfer import Export, export_request
 from dora_rl.model.directory import TensorSource
 from dora_rl.model.spec import ModelSpec
 from dora_rl.out_of_memory import free_cached, maybe_fail, shortage
+from dora_rl.ports import SealedWeights
 from dora_rl.types import RequestId, UserError, Version
-
-if TYPE_CHECKING:
-    from dora_rl.ports import SealedWeights
 
 
 class Engine(RequestBook):
@@ -59,10 +64,7 @@ class Engine(RequestBook):
     ) -> None:
         self.spec, self.options = spec, options or EngineOptions()
         self.runner = runner or make_runner(spec, self.options)
-        num_blocks, context = (
-            self.runner.cache.num_blocks,
-            self.options.context_limit(spec.context_max),
-        )
+        num_blocks, context = self.runner.cache.num_blocks, self.runner.context
         limits = Limits(spec.vocab, context, num_blocks, self.options.block_tokens)
         super().__init__(limits, spec.eos_ids, decode, journal)
         self.scheduler = Scheduler(self.options, num_blocks, context)
@@ -103,12 +105,13 @@ class Engine(RequestBook):
 
     def park(self, request: RequestId) -> None:
         """Put a request aside with its KV on the host (recomputed later if the host is full)."""
-        self._set_aside(self.known(request), spill=True)
+        self.put_aside(request, spill=True)
 
-    def put_aside(self, request: RequestId) -> Seq:
-        """Stop decoding a request and hold its KV where it is, for `transfer`."""
-        seq = self.known(request)
-        self._set_aside(seq, spill=False)
+    def put_aside(self, request: RequestId, spill: bool = False) -> Sequence:
+        """Stop decoding a request; its KV stays where it is, for `transfer`, or is spilled."""
+        seq, plan = self.known(request), Plan()
+        self.scheduler.put_aside(plan, seq, spill)
+        self.runner.cache.perform(plan)
         return seq
 
     def reversion(self, request: RequestId, version: Version) -> None:
@@ -120,20 +123,20 @@ class Engine(RequestBook):
         self.runner.cache.drop_host(request)
         seq.change_version(version)
         if parked:
-            self._set_aside(seq, spill=False)
+            self.put_aside(request)
         elif idle:
             self.go_on(seq)
         self.note(seq)
 
-    def adopt(self, seq: Seq) -> None:
+    def adopt(self, seq: Sequence) -> None:
         """A request that arrived with its KV (see `transfer`) joins the queue."""
         self.go_on(seq)
         self.note(seq)
 
-    def find(self, request: RequestId) -> Seq | None:
+    def find(self, request: RequestId) -> Sequence | None:
         return self.scheduler.find(request)
 
-    def sequences(self) -> Iterator[Seq]:
+    def sequences(self) -> Iterator[Sequence]:
         return self.scheduler.sequences()
 
     def export(self, request: RequestId) -> Export:
@@ -149,31 +152,25 @@ class Engine(RequestBook):
         s = self.scheduler
         return bool(self.outputs or self._in_flight or s.running or s.waiting or s.spilled)
 
-    def _enter(self, seq: Seq) -> None:
-        self.scheduler.add(seq)
-
-    def _run(self, seq: Seq) -> None:
+    def _enter(self, seq: Sequence) -> None:
         self.scheduler.requeue(seq)
 
-    def _rest(self, seq: Seq) -> None:
+    def _run(self, seq: Sequence) -> None:
+        self.scheduler.requeue(seq)
+
+    def _rest(self, seq: Sequence) -> None:
         seq.num_tokens = len(seq.tokens)
         seq.num_computed = min(seq.num_computed, seq.num_tokens - 1)
         self.scheduler.keep_idle(seq)
 
-    def _leave(self, seq: Seq) -> None:
+    def _leave(self, seq: Sequence) -> None:
         self.scheduler.remove(seq)
         self.runner.cache.drop_host(seq.id)
 
-    def _refusal(self, seq: Seq, length: int) -> str:
+    def _refusal(self, seq: Sequence, length: int) -> str:
         num_blocks = self.limits.num_blocks
-        if -(-length // self.options.block_tokens) + 1 > num_blocks:
-            return f"{length} tokens can never fit in {num_blocks} KV blocks"
-        return ""
-
-    def _set_aside(self, seq: Seq, spill: bool) -> None:
-        plan = Plan()
-        self.scheduler.put_aside(plan, seq, spill)
-        self.runner.cache.perform(plan)
+        fits = -(-length // self.options.block_tokens) < num_blocks
+        return "" if fits else f"{length} tokens can never fit in {num_blocks} KV blocks"
 
     # -------------------------------------------------------------------- step
 
@@ -191,16 +188,13 @@ class Engine(RequestBook):
     def _launch(self, plan: Plan) -> str:
         """Returns what was missing where memory ran out, outside of the handler, whose traceback
         holds the step's tensors."""
+        missing = ""
         try:
             maybe_fail("launch")
-            launched = self.runner.launch(plan, self.residency.slots)
+            self._in_flight.append((plan, self.runner.launch(plan, self.residency.slots)))
         except RuntimeError as error:
-            missing = shortage(error)
-            if not missing:
+            if not (missing := shortage(error)):
                 raise
-        else:
-            self._in_flight.append((plan, launched))
-            return ""
         return missing
 
     def _start_again(self, plan: Plan, missing: str) -> None:
@@ -221,12 +215,9 @@ class Engine(RequestBook):
     def _collect(self) -> None:
         plan, launched = self._in_flight.popleft()
         for result in self.runner.collect(launched):
-            if result.span.seq.status is Status.ENDED or result.span.seq.finish is not None:
-                continue
-            if plan.repeat > 1:
-                self._commit_burst(result)
-            else:
-                self._commit(result)
+            if result.span.seq.status is not Status.ENDED and result.span.seq.finish is None:
+                commit = self._commit_burst if plan.repeat > 1 else self._commit
+                commit(result)
         for span in plan.spans:
             if span.num_rows > 1:
                 self._num_prefill_tokens += span.num_rows
@@ -245,8 +236,7 @@ class Engine(RequestBook):
             return
         count = min(len(token_ids), seq.response_max - len(seq.logprobs))
         if seq.stop_ids:
-            stops = (i + 1 for i in range(count) if token_ids[i] in seq.stop_ids)
-            count = next(stops, count)
+            count = next((i + 1 for i in range(count) if token_ids[i] in seq.stop_ids), count)
         self._commit(StepResult(span, token_ids[:count], logprobs[:count], [], []), count)
 
     def _commit(self, result: StepResult, num_drawn: int = 1) -> None:
@@ -258,13 +248,11 @@ class Engine(RequestBook):
             self.fail(seq, "non-finite logits")
             return
         seq.logprobs += logprobs
-        if raw_logprobs:
-            seq.raw_logprobs += raw_logprobs
+        seq.raw_logprobs += raw_logprobs
         seq.loss_mask += [1] * len(token_ids)
         if span.sample:
             seq.tokens += token_ids[-num_drawn:]
-        finish = self.finish_of(seq, span.sample)
-        self.gain(seq, token_ids, logprobs, raw_logprobs, top, finish)
+        self.gain(seq, token_ids, logprobs, raw_logprobs, top, self.finish_of(seq, span.sample))
 
     def stats(self) -> EngineStats:
         queues, counts = self.scheduler, self.scheduler.pool.counts()

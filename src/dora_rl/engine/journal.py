@@ -10,18 +10,15 @@ it is being written.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from dora_rl.engine.sequence import Request
 from dora_rl.engine.sequence import Sequence as Seq
 from dora_rl.io.append_log import AppendLog, checked, text_of, whole_lines
-from dora_rl.io.codec import dumps, loads
-from dora_rl.types import RequestId, SamplingParams, Segment
-
-_REQUEST_FIELDS = tuple(field.name for field in fields(Request))
-_PARAMS_FIELDS = tuple(field.name for field in fields(SamplingParams))
+from dora_rl.io.codec import decode, dumps, encode, loads
+from dora_rl.types import RequestId
 
 
 class Sink(Protocol):
@@ -50,8 +47,7 @@ class Journal:
         self._every, self._bytes_max = every, bytes_max
         self._lines: list[bytes] = []
         self._tokens: dict[RequestId, tuple[list[int], list[float], list[float]]] = {}
-        self._num_steps = 0
-        self._num_bytes = 0
+        self._num_steps = self._num_bytes = 0
 
     def state(self, seq: Seq) -> None:
         """A request arrived, or changed in a way that tokens alone do not tell."""
@@ -87,14 +83,14 @@ class Journal:
                 self.compact(live)
 
     def flush(self) -> None:
-        for request, (ids, logprobs, raw) in self._tokens.items():
-            body = {"id": list(request), "ids": ids, "logprobs": logprobs, "raw": raw}
-            self._lines.append(_line("tokens", body))
+        self._lines += [
+            _line("tokens", {"id": list(request), "ids": ids, "logprobs": logprobs, "raw": raw})
+            for request, (ids, logprobs, raw) in self._tokens.items()
+        ]
         self._tokens.clear()
         if not self._lines:
             return
-        data = b"".join(self._lines)
-        self._lines.clear()
+        data, self._lines = b"".join(self._lines), []
         self._sink.append(data)
         self._num_bytes += len(data)
 
@@ -113,19 +109,14 @@ def read_journal(path: str | Path) -> list[Request]:
     """The requests that had not ended, each ready to be submitted to any engine of its version."""
     live: dict[RequestId, Request] = {}
     file = Path(path)
-    if not file.is_file():
-        return []
-    for line in whole_lines(file.read_bytes()):
-        text = text_of(line)
-        if text is None:
+    for line in whole_lines(file.read_bytes()) if file.is_file() else ():
+        if (text := text_of(line)) is None:
             break
         kind, body = loads(text)
-        if kind == "state":
-            request = request_from_json(body)
-            live[request.id] = request
-            continue
         key = RequestId(*body["id"])
-        if kind == "end":
+        if kind == "state":
+            live[key] = request_from_json(body)
+        elif kind == "end":
             live.pop(key, None)
         elif key in live:
             live[key] = _extended(live[key], body)
@@ -149,24 +140,11 @@ def continuation(seq: Seq) -> Request:
 
 
 def request_json(request: Request) -> dict[str, object]:
-    """As `asdict`, without its copy of every token."""
-    body = {name: getattr(request, name) for name in _REQUEST_FIELDS}
-    body["params"] = {name: getattr(request.params, name) for name in _PARAMS_FIELDS}
-    return body
+    return encode(Request, request)
 
 
 def request_from_json(body: dict[str, Any]) -> Request:
-    values = _with_tuples(body)
-    values["id"] = RequestId(*body["id"])
-    if body.get("stream") is not None:
-        values["stream"] = RequestId(*body["stream"])
-    values["params"] = SamplingParams(**_with_tuples(body["params"]))
-    values["resume_segments"] = tuple(Segment(*pair) for pair in body["resume_segments"])
-    return Request(**values)
-
-
-def _with_tuples(body: dict[str, Any]) -> dict[str, Any]:
-    return {k: tuple(v) if isinstance(v, list | tuple) else v for k, v in body.items()}
+    return decode(Request, body)
 
 
 def _extended(request: Request, body: dict[str, Any]) -> Request:

@@ -48,22 +48,22 @@ class Scheduler:
         self.spilled: dict[RequestId, Sequence] = {}
         self.parked: dict[RequestId, Sequence] = {}
         self.idle: dict[RequestId, Sequence] = {}
-        self._queues = (self.running, self.spilled, self.waiting, self.parked, self.idle)
+        self._queues = {
+            Status.RUNNING: self.running,
+            Status.SPILLED: self.spilled,
+            Status.WAITING: self.waiting,
+            Status.PARKED: self.parked,
+            Status.IDLE: self.idle,
+        }
         self.free_slots = list(range(options.seqs_max - 1, -1, -1))
-        self.num_host_blocks = 0
-        self.num_preemptions = 0
-        self.num_prefix_tokens = 0
+        self.num_host_blocks = self.num_preemptions = self.num_prefix_tokens = 0
 
     def sequences(self) -> Iterator[Sequence]:
-        for queue in self._queues:
+        for queue in self._queues.values():
             yield from queue.values()
 
     def find(self, request: RequestId) -> Sequence | None:
-        return next((queue[request] for queue in self._queues if request in queue), None)
-
-    def add(self, seq: Sequence) -> None:
-        seq.status = Status.WAITING
-        self.waiting[seq.id] = seq
+        return next((queue[request] for queue in self._queues.values() if request in queue), None)
 
     def remove(self, seq: Sequence) -> None:
         """Forget a sequence, wherever it is; its blocks return to the pool."""
@@ -72,35 +72,27 @@ class Scheduler:
 
     def keep_idle(self, seq: Sequence) -> None:
         """A turn ended; its blocks stay until the session continues, ends or spills."""
-        self._take_out(seq)
         self._free_slot(seq)
-        seq.status = Status.IDLE
-        self.idle[seq.id] = seq
+        self._put(seq, Status.IDLE)
 
     def put_aside(self, plan: Plan, seq: Sequence, spill: bool) -> None:
         """Out of every queue, KV kept: on the device, or moved to the host when `spill`."""
-        self._take_out(seq)
-        seq.status = Status.PARKED
-        self.parked[seq.id] = seq
         self._free_slot(seq)
+        self._put(seq, Status.PARKED)
         if spill and seq.blocks:
             self._to_host(plan, seq)
 
     def requeue(self, seq: Sequence) -> None:
-        """Back from parked, idle or another engine: decodes again as soon as a slot is free."""
-        self.parked.pop(seq.id, None)
-        self.idle.pop(seq.id, None)
-        has_kv = bool(seq.blocks or seq.num_host_blocks)
-        seq.status = Status.SPILLED if has_kv else Status.WAITING
-        insert_by_arrival(self.spilled if has_kv else self.waiting, seq)
+        """New, back from parked or idle, or from another engine: decodes once a slot is free."""
+        has_kv = seq.blocks or seq.num_host_blocks
+        self._put(seq, Status.SPILLED if has_kv else Status.WAITING)
 
     def reset(self, seq: Sequence) -> None:
         """Drop the KV; the sequence starts again from its tokens."""
         self._drop(seq)
         seq.num_computed = 0
-        seq.digests = []
-        seq.status = Status.WAITING
-        insert_by_arrival(self.waiting, seq)
+        seq.digests = ()
+        self._put(seq, Status.WAITING)
 
     def take_back(self, plan: Plan) -> None:
         """A plan that was booked is not run. Before the tokens of earlier ones are read: prompt
@@ -118,13 +110,11 @@ class Scheduler:
         seq.num_tokens = len(seq.tokens)
         seq.num_scored = len(seq.logprobs)
         if idle:
-            del self.waiting[seq.id]
             self.keep_idle(seq)
 
     def shrink(self, plan: Plan, reason: str) -> str:
         """A step of such rows did not fit. Returns what is done about it."""
-        rows = plan.num_rows
-        if rows < 2:
+        if (rows := plan.num_rows) < 2:
             raise UserError(
                 f"out of memory in a step of {rows} rows ({reason}), and none is smaller; lower "
                 "rollout.kv_bytes_max, rollout.versions_max or trainer.pack_tokens"
@@ -163,7 +153,6 @@ class Scheduler:
         """Out of the device: to the host if it has room, else dropped and computed again."""
         self._to_host(plan, seq)
         if seq.status is not Status.IDLE:
-            del self.running[seq.id]
             self.requeue(seq)
 
     def _to_host(self, plan: Plan, seq: Sequence) -> None:
@@ -187,8 +176,19 @@ class Scheduler:
         self.release_blocks(seq)
 
     def _take_out(self, seq: Sequence) -> None:
-        for queue in self._queues:
+        for queue in self._queues.values():
             queue.pop(seq.id, None)
+
+    def _put(self, seq: Sequence, status: Status) -> None:
+        """Into the queue of `status`: oldest arrival first; what is put aside or idle, last."""
+        self._take_out(seq)
+        seq.status, queue = status, self._queues[status]
+        last = next(reversed(queue.values()), seq)
+        queue[seq.id] = seq
+        if last.arrival > seq.arrival and status not in (Status.PARKED, Status.IDLE):
+            ordered = sorted(queue.values(), key=lambda other: other.arrival)
+            queue.clear()
+            queue.update((other.id, other) for other in ordered)
 
     def _free_slot(self, seq: Sequence) -> None:
         if seq.slot >= 0:
@@ -212,17 +212,16 @@ class Scheduler:
             num_decode_left -= 1
             if seq.status is not Status.RUNNING:
                 continue  # pre-empted for an older one, a moment ago
-            span = self._steady(seq)
-            if span is not None:
+            if (span := self._steady(seq)) is not None:
                 plan.spans.append(span)
                 budget -= 1
-                continue
-            budget -= self._plan_running(plan, seq, budget - num_decode_left)
+            else:
+                budget -= self._plan_running(plan, seq, budget - num_decode_left)
         if self.num_preemptions == before and (self.spilled or self.waiting):
             self._admit(plan, budget)
-        if self.num_preemptions != before:
-            kept = all(span.seq.status is Status.RUNNING for span in plan.spans)
-            assert kept, "a request was pre-empted after its row was planned"
+        assert self.num_preemptions == before or all(
+            span.seq.status is Status.RUNNING for span in plan.spans
+        ), "a request was pre-empted after its row was planned"
         return plan
 
     def _steady(self, seq: Sequence) -> Span | None:
@@ -261,8 +260,7 @@ class Scheduler:
                 return 1
             num_left = max(num_left, seq.response_max - num_response)
             steps = min(steps, self.positions_max - start)
-            num_needed = -(-(start + steps) // self.block_tokens)
-            num_blocks += max(0, num_needed - len(seq.blocks))
+            num_blocks += max(0, -(-(start + steps) // self.block_tokens) - len(seq.blocks))
         return min(steps, num_left) if num_blocks <= self.pool.num_available else 1
 
     def _plan_burst(self, steps: int) -> Plan:
@@ -332,33 +330,25 @@ class Scheduler:
                     return
             else:
                 if self.options.prefix_cache:
-                    self._digest_prompt(seq)
-                    twin = (seq.version, seq.digests[-1])
-                    if twin in prefilling:
+                    if not seq.digests:
+                        prompt = seq.tokens[: seq.num_prompt]
+                        seq.digests = block_digests(seq.version, prompt, self.block_tokens)
+                    if (twin := (seq.version, seq.digests[-1])) in prefilling:
                         continue
                     prefilling.add(twin)
                 if not self._start(plan, seq):
                     return
             self._set_running(seq)
-            count = self._plan_running(plan, seq, budget)
-            budget -= count
-
-    def _digest_prompt(self, seq: Sequence) -> None:
-        if not seq.digests:
-            prompt = seq.tokens[: seq.num_prompt]
-            seq.digests = list(block_digests(seq.version, prompt, self.block_tokens))
+            budget -= self._plan_running(plan, seq, budget)
 
     def _set_running(self, seq: Sequence) -> None:
-        self.spilled.pop(seq.id, None)
-        self.waiting.pop(seq.id, None)
         seq.slot = self.free_slots.pop()
         seq.table_dirty = seq.slot_dirty = True
-        seq.status = Status.RUNNING
-        insert_by_arrival(self.running, seq)
+        self._put(seq, Status.RUNNING)
 
     def _start(self, plan: Plan, seq: Sequence) -> bool:
         """Blocks for everything a waiting sequence has to prefill, sharing what is known."""
-        hits = self._match_prefix(seq) if self.options.prefix_cache else []
+        hits = self._match_prefix(seq)
         for block in hits:
             self.pool.retain(block)
         # One more than the tokens need, because a shared last block is copied on write.
@@ -368,8 +358,7 @@ class Scheduler:
         seq.blocks = hits
         # The last known token is always computed again: its logits are wanted.
         hit_tokens = min(len(hits) * self.block_tokens, seq.num_prompt)
-        first_scored = seq.num_prompt + seq.num_scored - 1
-        seq.num_computed = min(hit_tokens, seq.num_tokens - 1, first_scored)
+        seq.num_computed = min(hit_tokens, seq.num_tokens - 1, seq.num_prompt + seq.num_scored - 1)
         seq.num_registered = len(hits)
         self.num_prefix_tokens += seq.num_computed
         return True
@@ -377,16 +366,13 @@ class Scheduler:
     def _match_prefix(self, seq: Sequence) -> list[int]:
         hits: list[int] = []
         for key in seq.digests:
-            block = self.pool.find(key)
-            if block is None:
+            if (block := self.pool.find(key)) is None:
                 break
             hits.append(block)
         return hits
 
     def register_prompt(self, seq: Sequence) -> None:
         """After a step: prompt blocks that are now complete can be shared."""
-        if not self.options.prefix_cache:
-            return
         while seq.num_registered < len(seq.digests):
             index = seq.num_registered
             if seq.num_computed < min((index + 1) * self.block_tokens, seq.num_prompt):
@@ -398,14 +384,11 @@ class Scheduler:
 
     def _grow(self, plan: Plan, seq: Sequence, end: int) -> bool:
         """Own, unshared blocks under positions [num_computed, end); False if it was pre-empted."""
-        first = seq.num_computed // self.block_tokens
-        num_needed = -(-end // self.block_tokens)
-        for index in range(first, num_needed):
+        for index in range(seq.num_computed // self.block_tokens, -(-end // self.block_tokens)):
             shared = seq.blocks[index : index + 1]  # empty behind the last block
             if shared and self.pool.refs[shared[0]] == 1:
                 continue
-            block = self._take(plan, seq)
-            if block is None:
+            if (block := self._take(plan, seq)) is None:
                 return False
             if shared:
                 plan.cache_ops.append(Copy(shared[0], block))
@@ -424,8 +407,7 @@ class Scheduler:
     def _make_room(self, plan: Plan, num_needed: int) -> bool:
         """Spill idle sessions, longest idle first, until the blocks are there."""
         while self.pool.num_available < num_needed:
-            victim = next((seq for seq in self.idle.values() if seq.blocks), None)
-            if victim is None:
+            if (victim := next((seq for seq in self.idle.values() if seq.blocks), None)) is None:
                 return False
             self.spill(plan, victim)
         return True
@@ -433,33 +415,21 @@ class Scheduler:
     def _take(self, plan: Plan, seq: Sequence) -> int | None:
         """A block, spilling idle sessions, then the youngest; None when that was seq itself."""
         while (block := self.pool.take()) is None:
-            if self._make_room(plan, 1):
-                continue
-            victim = next(reversed(self.running.values()))
-            self.num_preemptions += 1
-            self.spill(plan, victim)
-            if victim is seq:
-                return None
+            if not self._make_room(plan, 1):
+                victim = next(reversed(self.running.values()))
+                self.num_preemptions += 1
+                self.spill(plan, victim)
+                if victim is seq:
+                    return None
         return block
 
     def _restore(self, plan: Plan, seq: Sequence) -> bool:
         """Take back a spilled sequence, with room for its next token; without the blocks of rows
         beyond a turn's end, which the host may hold too."""
-        num_needed = -(-seq.num_computed // self.block_tokens)
         if not self._make_room(plan, -(-seq.num_tokens // self.block_tokens) + 1):
             return False
-        seq.blocks = self._take_available(num_needed)
+        seq.blocks = self._take_available(-(-seq.num_computed // self.block_tokens))
         plan.cache_ops.append(Restore(seq, tuple(seq.blocks)))
         self.release_host(seq)
         seq.num_registered = len(seq.digests)
         return True
-
-
-def insert_by_arrival(queue: dict[RequestId, Sequence], seq: Sequence) -> None:
-    """Keep a queue oldest first; a new arrival goes to the end without sorting."""
-    last = next(reversed(queue.values()), None)
-    queue[seq.id] = seq
-    if last is not None and last.arrival > seq.arrival:
-        ordered = sorted(queue.values(), key=lambda other: other.arrival)
-        queue.clear()
-        queue.update((other.id, other) for other in ordered)

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
+from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -126,7 +127,6 @@ class Sequence:
     segments: list[Segment] = field(default_factory=list)
     num_computed: int = 0
     num_tokens: int = 0
-    num_forced: int = 0  # response tokens that are scored rather than sampled
     num_scored: int = 0  # response tokens whose log-prob is known or in flight
     response_max: int = 0  # response length at which the turn ends
     blocks: list[int] = field(default_factory=list)
@@ -134,7 +134,7 @@ class Sequence:
     slot_dirty: bool = True  # it entered a slot since the runner last wrote its entry
     num_host_blocks: int = 0
     num_registered: int = 0  # leading prompt blocks that the prefix cache knows
-    digests: list[bytes] = field(default_factory=list)
+    digests: tuple[bytes, ...] = ()  # of its prompt, where prompts are shared
     slot: int = -1
     status: Status = Status.WAITING
     stop_ids: frozenset[int] = frozenset()
@@ -180,7 +180,6 @@ class Sequence:
 
     def trajectory(self) -> Trajectory:
         """The response as the rest of the system sees it."""
-        raw = self.raw_logprobs
         return Trajectory(
             request=self.id,
             version=self.version,
@@ -190,7 +189,7 @@ class Sequence:
             finish=self.finish or Finish.ERROR,
             segments=tuple(self.segments),
             prompt_ids=np.array(self.tokens[: self.num_prompt], np.int32),
-            raw_logprobs=np.array(raw, np.float32) if raw else None,
+            raw_logprobs=np.array(self.raw_logprobs, np.float32) if self.raw_logprobs else None,
             turns=self.turns,
             error=self.error,
         )
@@ -201,7 +200,6 @@ def new_sequence(request: Request, arrival: int, eos_ids: Seq[int]) -> Sequence:
     params = request.params
     forced = params.forced_ids[len(request.resume_ids) :]
     tokens = [*request.prompt_ids, *request.resume_ids, *forced]
-    mask = request.resume_mask or (1,) * len(request.resume_ids)
     seq = Sequence(
         request=request,
         version=request.version,
@@ -211,10 +209,9 @@ def new_sequence(request: Request, arrival: int, eos_ids: Seq[int]) -> Sequence:
         key=sampling_key(request.seed, request.stream or request.id),
         logprobs=list(request.resume_logprobs),
         raw_logprobs=list(request.resume_raw_logprobs),
-        loss_mask=list(mask),
+        loss_mask=list(request.resume_mask) or [1] * len(request.resume_ids),
         segments=list(request.resume_segments) or [Segment(0, request.version)],
         num_tokens=len(tokens),
-        num_forced=len(request.resume_ids) + len(forced),
         num_scored=len(request.resume_ids),
         response_max=max(request.response_max or params.tokens_max, len(params.forced_ids)),
         stop_ids=stop_ids_of(params, eos_ids),
@@ -303,10 +300,8 @@ class RequestBook(ABC):
         self.decode, self.journal = decode, journal
         self.notes: list[str] = []  # for whoever watches
         self.outputs: list[Output] = []
-        self._num_arrived = 0
-        self.num_steps = 0
-        self.num_decode_tokens = 0
-        self._num_prefill_tokens = 0
+        self._arrivals = count(1)
+        self.num_steps = self.num_decode_tokens = self._num_prefill_tokens = 0
 
     # ------------------------------------------------- what an engine does itself
 
@@ -373,21 +368,15 @@ class RequestBook(ABC):
     def submit(self, request: Request) -> None:
         """Queue a request; a hopeless one ends at once, as a refused output of the next step."""
         seq = self.new_sequence(request)
-        reason = self.refusal(seq)
-        if reason:
+        if reason := self.refusal(seq):
             self._refuse(seq, reason)
             return
         self._enter(seq)
         self.note(seq)
-        finish = self.finish_of(seq)
-        if finish is None:
-            self._run(seq)
-        else:
-            self._end(seq, finish)
+        self._run_or_end(seq, self.finish_of(seq))
 
     def new_sequence(self, request: Request) -> Sequence:
-        self._num_arrived += 1
-        return new_sequence(request, self._num_arrived, self.eos_ids)
+        return new_sequence(request, next(self._arrivals), self.eos_ids)
 
     def abort(self, request: RequestId) -> bool:
         """Drop a request (or close a session) without an output; True if it was here."""
@@ -407,8 +396,7 @@ class RequestBook(ABC):
         """
         seq = self.known(request, Status.IDLE)
         seq.begin_turn(token_ids, params, self.eos_ids)
-        reason = self.refusal(seq, queued=True)
-        if reason:
+        if reason := self.refusal(seq, queued=True):
             self.forget(request)
             self._refuse(seq, reason)
             return
@@ -444,8 +432,7 @@ class RequestBook(ABC):
         if min(ids) < 0 or max(ids) >= limits.vocab:
             bad = next(token for token in ids if not 0 <= token < limits.vocab)
             return f"token id {bad} is outside the vocabulary of {limits.vocab}"
-        length = seq.num_prompt + max(seq.response_max, seq.num_response)
-        if length > limits.context:
+        if (length := seq.num_prompt + max(seq.response_max, seq.num_response)) > limits.context:
             return f"{length} tokens (prompt + tokens_max) exceed the context of {limits.context}"
         return self._refusal(seq, length)
 
@@ -475,8 +462,7 @@ class RequestBook(ABC):
         if finish is not None:
             self._end(seq, finish, tuple(token_ids), tuple(logprobs), tuple(top))
         elif token_ids:
-            gained = Output(seq.request.id, tuple(token_ids), tuple(logprobs), None, tuple(top))
-            self.outputs.append(gained)
+            self.outputs.append(Output(seq.id, tuple(token_ids), tuple(logprobs), None, tuple(top)))
 
     def fail(self, seq: Sequence, why: str) -> None:
         seq.error = f"request {tuple(seq.id)}: {why}"
@@ -486,8 +472,7 @@ class RequestBook(ABC):
         """Whether the response is complete with its newest token."""
         if not seq.turns:
             return Finish.STOP  # a session that others open: see `Request.turns`
-        num_known = len(seq.logprobs)
-        if not num_known:
+        if not (num_known := len(seq.logprobs)):
             return None
         if seq.stop_ids or seq.request.params.stop_strings:
             drawn = sampled and num_known == seq.num_response and seq.loss_mask[-1]
@@ -497,7 +482,9 @@ class RequestBook(ABC):
 
     def go_on(self, seq: Sequence) -> None:
         """Sample on; a session whose turn had ended is idle again, and says so again."""
-        finish = self.finish_of(seq) if seq.request.keep else None
+        self._run_or_end(seq, self.finish_of(seq) if seq.request.keep else None)
+
+    def _run_or_end(self, seq: Sequence, finish: Finish | None) -> None:
         if finish is None:
             self._run(seq)
         else:

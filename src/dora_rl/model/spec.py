@@ -84,6 +84,10 @@ class ModelSpec:
     def qkv_rows(self) -> int:
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
+    def kv_token_bytes(self, item_bytes: int) -> int:
+        """Keys and values of one token over all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * item_bytes
+
     def is_sparse(self, layer: int) -> bool:
         return self.moe is not None and layer in self.moe.sparse_layers
 
@@ -111,9 +115,6 @@ def read_rope(config: Mapping[str, Any], trained: int, where: str) -> RopeSpec:
     merged |= config.get("rope_scaling") or {}
     merged |= config.get("rope_parameters") or {}
     kind = merged.get("rope_type") or merged.get("type") or "default"
-    original = merged.get("original_max_position_embeddings") or config.get(
-        "original_max_position_embeddings"
-    )
     if kind == "dynamic":
         raise NotSupported(
             f"{where}: rope type 'dynamic' changes old keys as a text grows, which a KV cache "
@@ -127,7 +128,11 @@ def read_rope(config: Mapping[str, Any], trained: int, where: str) -> RopeSpec:
         theta=float(merged["rope_theta"]),
         kind=kind,
         factor=float(merged.get("factor") or 1.0),
-        context_original=int(original or trained),
+        context_original=int(
+            merged.get("original_max_position_embeddings")
+            or config.get("original_max_position_embeddings")
+            or trained
+        ),
         low_freq_factor=float(merged.get("low_freq_factor") or 1.0),
         high_freq_factor=float(merged.get("high_freq_factor") or 4.0),
         beta_fast=float(merged.get("beta_fast") or 32.0),
@@ -150,12 +155,8 @@ def dense_spec(
 ) -> ModelSpec:
     """The fields every family shares. Where the file is silent, a head has `head_dim` numbers (0:
     hidden size over heads) and a text `context` tokens. `own` are further fields of the family."""
-    missing = [
-        key
-        for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
-        if key not in config
-    ]
-    if missing:
+    needed = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+    if missing := [key for key in needed if key not in config]:
         raise UserError(f"{where}: config.json lacks {', '.join(missing)}")
     num_heads = int(config["num_attention_heads"])
     num_kv_heads = int(config.get("num_key_value_heads") or num_heads)
@@ -164,8 +165,7 @@ def dense_spec(
         raise UserError(f"{where}: {num_heads} heads cannot share {num_kv_heads} key-value heads")
     if config.get("hidden_act", "silu") != "silu":
         raise NotSupported(f"{where}: hidden_act {config['hidden_act']!r}; the engine knows silu")
-    sliding = config.get("layer_types") or ()
-    if config.get("use_sliding_window") or "sliding_attention" in sliding:
+    if config.get("use_sliding_window") or "sliding_attention" in (config.get("layer_types") or ()):
         raise NotSupported(f"{where}: sliding-window attention is not supported; set it off")
     context_max = int(config.get("max_position_embeddings") or context)
     return ModelSpec(

@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import cycle
 
@@ -50,8 +50,7 @@ class Place:
 
 def visible_gpus() -> tuple[str, ...]:
     """The GPUs of this process, as CUDA is told them."""
-    told = os.environ.get(VISIBLE)
-    if told is not None:
+    if (told := os.environ.get(VISIBLE)) is not None:
         return tuple(name.strip() for name in told.split(",") if name.strip())
     import torch
 
@@ -91,7 +90,11 @@ def place_instances(
     all_sleep = len(elastic) == len(instances)
     beside, apart = cycle(gpus if all_sleep else learners), cycle(others or learners)
     chosen = {name: next(beside if name in elastic else apart) for name in instances}
-    return _share(chosen, learners)
+    shares = {
+        gpu: (INSTANCES_SHARE if gpu in learners else 1.0) / count
+        for gpu, count in Counter(chosen.values()).items()
+    }
+    return {name: Place((gpu,), shares[gpu]) for name, gpu in chosen.items()}
 
 
 def shared_place(elastic: bool) -> Place:
@@ -99,27 +102,17 @@ def shared_place(elastic: bool) -> Place:
     return Place(memory_share=INSTANCES_SHARE if elastic else 1.0)
 
 
-def _share(chosen: Mapping[str, str], learners: Sequence[str]) -> dict[str, Place]:
-    left = {
-        gpu: (INSTANCES_SHARE if gpu in learners else 1.0) / count
-        for gpu, count in Counter(chosen.values()).items()
-    }
-    return {name: Place((gpu,), left[gpu]) for name, gpu in chosen.items()}
-
-
 def _place_wide(
     config: RunConfig, instances: Sequence[str], gpus: Sequence[str]
 ) -> dict[str, Place]:
     each, first = config.resources.devices_per_instance, config.resources.learner_ranks
-    wanted = first + each * len(instances)
-    if wanted > len(gpus):
+    if (wanted := first + each * len(instances)) > len(gpus):
         raise UserError(
             f"resources.devices_per_instance = {each}: {len(instances)} instances and {first} "
             f"learner ranks need {wanted} GPUs, {len(gpus)} are visible; lower "
             "rollout.num_instances or run on a cluster (runtime.world = ray)"
         )
-    starts = range(first, wanted, each)
-    own = (tuple(gpus[at : at + each]) for at in starts)
+    own = (tuple(gpus[at : at + each]) for at in range(first, wanted, each))
     return {name: Place(gpus) for name, gpus in zip(instances, own, strict=True)}
 
 
@@ -160,24 +153,25 @@ def read_rows(text: str) -> list[tuple[str, str, Card]]:
     >>> read_rows("0, GPU-5f, 143771, 143160")
     [('0', 'GPU-5f', Card(total_bytes=150754820096, free_bytes=150114140160))]
     """
-    rows: list[tuple[str, str, Card]] = []
-    for line in text.splitlines():
-        fields = [field.strip() for field in line.split(",")]
-        if len(fields) == 4 and fields[2].isdigit() and fields[3].isdigit():
-            total, free = (int(field) * MIB for field in fields[2:])
-            rows.append((fields[0], fields[1], Card(total, free)))
-    return rows
+    lines = ([field.strip() for field in line.split(",")] for line in text.splitlines())
+    return [
+        (index, uuid, Card(int(total) * MIB, int(free) * MIB))
+        for index, uuid, total, free in (fields for fields in lines if len(fields) == 4)
+        if total.isdigit() and free.isdigit()
+    ]
 
 
 def _card_of(gpu: str, rows: Sequence[tuple[str, str, Card]]) -> Card | None:
     """`cuda:1` is the second that there is."""
     name = gpu.removeprefix("cuda:")
-    own = (
-        card
-        for index, uuid, card in rows
-        if name == index or (not name.isdigit() and uuid.startswith(name))
+    return next(
+        (
+            card
+            for index, uuid, card in rows
+            if name == index or (not name.isdigit() and uuid.startswith(name))
+        ),
+        None,
     )
-    return next(own, None)
 
 
 def _said(command: Sequence[str]) -> str:
@@ -205,9 +199,8 @@ class Mps:
         self._folder = tempfile.mkdtemp(prefix="dora-rl-mps-")
         self._before = {name: os.environ[name] for name in MPS_FOLDERS if name in os.environ}
         for name, part in MPS_FOLDERS.items():
-            path = os.path.join(self._folder, part)
-            os.mkdir(path)
-            os.environ[name] = path
+            os.environ[name] = os.path.join(self._folder, part)
+            os.mkdir(os.environ[name])
         # The daemon counts the GPUs anew from those it sees; workers name them as we do.
         env = {name: value for name, value in os.environ.items() if name != VISIBLE}
         done = subprocess.run([CONTROL, "-d"], capture_output=True, text=True, env=env)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from dora_rl.config import RewardConfig, RunConfig
@@ -44,8 +45,7 @@ class Prepared:
 
     def check_memory(self) -> None:
         """Refuse a run whose GPUs are too small, with what to change."""
-        problems = memory_problems(self.config, self.layout)
-        if problems:
+        if problems := memory_problems(self.config, self.layout):
             raise UserError(problems[0])
 
     def describe(self) -> list[str]:
@@ -79,23 +79,20 @@ def prepare(config: RunConfig) -> Prepared:
         reward.close()
     check_best_metric(config)
     check_backend(config)
-
-    def decode(ids: Sequence[int]) -> str:
-        return tokenizer.decode(ids, skip_special_tokens=True)
-
     layout = with_memory(config, plan_layout(config, choose_device(config.runtime.device)))
     check_learner_device(config, layout.device)
     engine = EngineOptions(**config.engine_options(layout.device, layout.resident_max))
     check_context(config, engine, len(train.prompt(0).token_ids))
+    decode = partial(tokenizer.decode, skip_special_tokens=True)
     return Prepared(config, layout, train, evaluation, decode)
 
 
 def check_columns(missing: Sequence[str], section: RewardConfig) -> None:
     """What a reward cannot do without, the data must have."""
     if missing:
-        names = ", ".join(function.name for function in section.functions)
         raise UserError(
-            f"reward.functions: {names}: the data have no column {missing[0]!r}; "
+            f"reward.functions: {', '.join(f.name for f in section.functions)}: "
+            f"the data have no column {missing[0]!r}; "
             "add it to the rows of data.train or rename the argument"
         )
 
@@ -104,8 +101,7 @@ def check_context(config: RunConfig, engine: EngineOptions, prompt_tokens: int) 
     """A prompt and its response have room, the first one at least."""
     spec = read_spec(config.model.path)
     context = engine.context_limit(spec.context_max)
-    tokens = prompt_tokens + config.rollout.tokens_max
-    if tokens > context:
+    if (tokens := prompt_tokens + config.rollout.tokens_max) > context:
         raise UserError(
             f"rollout.tokens_max: a prompt of {prompt_tokens} tokens and a response of "
             f"{config.rollout.tokens_max} exceed the context of {context}; lower it to "
@@ -125,8 +121,10 @@ def check_best_metric(config: RunConfig) -> None:
     """The best checkpoint is chosen by a figure that evaluations have."""
     metric = config.checkpoint.best_metric
     if config.checkpoint.keep_best and metric.removeprefix("eval/") not in SCORES:
-        names = ", ".join(f"eval/{name}" for name in SCORES)
-        raise UserError(f"checkpoint.best_metric: {metric!r} is not measured; give one of {names}")
+        raise UserError(
+            f"checkpoint.best_metric: {metric!r} is not measured; "
+            f"give one of {', '.join(f'eval/{name}' for name in SCORES)}"
+        )
 
 
 def _describe_environments(config: RunConfig) -> list[str]:
@@ -142,10 +140,8 @@ def with_environments(config: RunConfig) -> RunConfig:
 
     The sources of an environment share its weight in proportion to their own.
     """
-    loaded = load_environments(config.env)
-    if not loaded:
-        named = [s.path for s in (*config.data.train, *config.data.eval) if s.env]
-        if named:
+    if not (loaded := load_environments(config.env)):
+        if named := [s.path for s in (*config.data.train, *config.data.eval) if s.env]:
             raise UserError(f"data: {named[0]} names an environment, and env.environments is empty")
         return config
     for source in config.data.eval:
@@ -163,8 +159,7 @@ def with_environments(config: RunConfig) -> RunConfig:
         )
         for label, source in zip(labels, config.data.train, strict=True)
     )
-    data = config.data.model_copy(update={"train": mixed})
-    return config.model_copy(update={"data": data})
+    return config.model_copy(update={"data": config.data.model_copy(update={"train": mixed})})
 
 
 def choose_device(wanted: str, key: str = "runtime.device") -> str:
@@ -198,13 +193,12 @@ class DataCheck:
     def lines(self) -> list[str]:
         shown = self.first_prompt[:PROMPT_CHARS_MAX]
         left_out = len(self.first_prompt) - len(shown)
-        more = [f"  | ... {left_out} characters more"] if left_out else []
         return [
             *self.evaluation,
             *self.rewards,
             f"the first training prompt as the model reads it, {self.first_prompt_tokens} tokens:",
             *(f"  | {line}" for line in shown.split("\n")),
-            *more,
+            *([f"  | ... {left_out} characters more"] if left_out else []),
             f"its answer: {'none' if self.first_answer is None else repr(self.first_answer)}",
         ]
 
@@ -222,31 +216,27 @@ def check_data(
     if config.reward.functions:
         with closing(build(config.reward, Path("."))) as reward:
             found.rewards = reward.describe()
-            needing = reward.needing_answer()
-        found.problems = _unanswered(needing, train, evaluation)
+            found.problems = _unanswered(reward.needing_answer(), train, evaluation)
     return found
 
 
 def check_answers(config: RunConfig, train: PromptSource, evaluation: PromptSource | None) -> None:
     """Refuse rows without an answer where a reward needs one, with the line of `check`."""
-    problems = check_data(config, train, evaluation).problems
-    if problems:
+    if problems := check_data(config, train, evaluation).problems:
         raise UserError(problems[0])
 
 
 def _unanswered(
     needing: list[str], train: PromptSource, evaluation: PromptSource | None
 ) -> list[str]:
-    problems: list[str] = []
-    for name, source in (("train", train), ("eval", evaluation)):
-        missing = source.without_answer() if source is not None and needing else None
-        if missing is not None and missing.num:
-            problems.append(
-                f"data.{name}: {missing.num} of {missing.num_looked} rows have no answer, and "
-                f"{', '.join(needing)} needs one; the first is {missing.first}; fill them in, "
-                "leave them out, or set answer_column"
-            )
-    return problems
+    sources = {"train": train, "eval": evaluation} if needing else {}
+    return [
+        f"data.{name}: {missing.num} of {missing.num_looked} rows have no answer, and "
+        f"{', '.join(needing)} needs one; the first is {missing.first}; fill them in, "
+        "leave them out, or set answer_column"
+        for name, source in sources.items()
+        if source is not None and (missing := source.without_answer()).num
+    ]
 
 
 def _describe_evaluation(config: RunConfig, evaluation: PromptSource | None) -> list[str]:

@@ -70,12 +70,13 @@ def probe(shape: tuple[int, int], tile: int) -> bool | None:
 
     def invariant(product: Callable[[Tensor], Tensor]) -> bool:
         whole = product(x)
-        for count in _PROBE_TILES:
-            for start in (0, rows - count * tile):
-                part = slice(start, start + count * tile)
-                if not torch.equal(product(x[part]), whole[part]):
-                    return False
-        return torch.equal(product(x.roll(5, 0)), whole.roll(5, 0))
+        parts = [
+            slice(start, start + count * tile)
+            for count in _PROBE_TILES
+            for start in (0, rows - count * tile)
+        ]
+        alike = all(torch.equal(product(x[part]), whole[part]) for part in parts)
+        return alike and torch.equal(product(x.roll(5, 0)), whole.roll(5, 0))
 
     if invariant(lambda part: functional.linear(part, weight)):
         return True
@@ -87,7 +88,7 @@ class Rows(NamedTuple):
 
     segments: Segments  # by version, or by adapter under LoRA
     of_base: Segments  # that multiply with the same weights: under LoRA one with all rows
-    slots: Tensor | None  # weight slot of each row, where they differ
+    slots: Tensor | int  # weight slot of each row, or the one of all
     cos: Tensor
     sin: Tensor
     write_index: Tensor  # places of each row's keys, then values, in a layer's pool of vectors
@@ -108,10 +109,7 @@ class Decoder:
     def forward(self, batch: Batch, cache: KvCache, table: Ints) -> Tensor:
         """Float32 logits of the batch's logit rows; keys and values are written on the way."""
         rows, token_ids = self._rows(batch, cache, table), torch.from_numpy(batch.token_ids)
-        if rows.slots is None:
-            x = self._of_rows(self.weights.embed, rows)[token_ids]
-        else:
-            x = self.weights.embed[rows.slots, token_ids]
+        x = self.weights.embed[rows.slots, token_ids]
         for index, layer in enumerate(self.weights.layers):
             h = self._norm(x, layer.norm1, rows)
             h = self._attend(h, layer, rows, cache.kv[index])
@@ -124,10 +122,9 @@ class Decoder:
         segments: Segments = batch.segments.tolist()
         lora, num_rows = self.weights.adapters is not None, len(batch.token_ids)
         of_base = [(0, 0, num_rows)] if lora else segments
-        slots = None
-        if len(of_base) > 1:
-            slot, start, stop = batch.segments.T
-            slots = torch.from_numpy(np.repeat(slot, stop - start))
+        slot, start, stop = batch.segments.T
+        several = len(of_base) > 1
+        slots = torch.from_numpy(np.repeat(slot, stop - start)) if several else of_base[0][0]
         positions = torch.from_numpy(batch.positions)
         return Rows(
             segments,
@@ -145,9 +142,8 @@ class Decoder:
         parts = [hidden.new_empty(0, self.spec.vocab)]
         for slot, start, stop in batch.logit_segments.tolist():
             if stop > start:
-                x = self._padded(hidden[wanted[start:stop]])
-                head = self.weights.lm_head[0 if lora else slot]
-                parts.append(self.linear(x, head)[: stop - start])
+                x, head = hidden[wanted[start:stop]], self.weights.lm_head[0 if lora else slot]
+                parts.append(self.linear(self._padded(x), head)[: stop - start])
         return torch.cat(parts).float()
 
     def _padded(self, x: Tensor) -> Tensor:
@@ -155,23 +151,19 @@ class Decoder:
 
     def _norm(self, x: Tensor, weight: Tensor, rows: Rows) -> Tensor:
         scaled = functional.rms_norm(x.float(), (x.shape[-1],), None, self.spec.norm_eps)
-        return scaled.to(x.dtype).mul_(self._of_rows(weight, rows))
-
-    def _of_rows(self, param: Tensor, rows: Rows) -> Tensor:
-        """A parameter of the one version there is, or a row of it for every row."""
-        return param[rows.of_base[0][0] if rows.slots is None else rows.slots]
+        return scaled.to(x.dtype).mul_(weight[rows.slots])
 
     def _project(self, x: Tensor, layer: Layer, matrix: str, rows: Rows) -> Tensor:
         weight: Tensor = getattr(layer, matrix)
         bias: Tensor | None = getattr(layer, f"{matrix}_bias")
-        up = layer.up.get(matrix)
-        if up is not None:
+        if (up := layer.up.get(matrix)) is not None:
             return self._adapt(self.linear(x, weight[0]), bias, up, rows)
-        parts = [
-            self.linear(x[start:stop], weight[slot], None if bias is None else bias[slot])
-            for slot, start, stop in rows.of_base
-        ]
-        return _joined(parts)
+        return _joined(
+            [
+                self.linear(x[start:stop], weight[slot], None if bias is None else bias[slot])
+                for slot, start, stop in rows.of_base
+            ]
+        )
 
     def _adapt(self, y: Tensor, bias: Tensor | None, up: Tensor, rows: Rows) -> Tensor:
         """The base's columns plus each row's own adapter (see `lora` for the columns)."""
@@ -181,8 +173,9 @@ class Decoder:
             out += bias[0]
         for slot, start, stop in rows.segments:
             first = width + slot * rank
-            down = y[start:stop, first : first + rank].contiguous()
-            out[start:stop] += self.linear(down, up[slot])
+            out[start:stop] += self.linear(
+                y[start:stop, first : first + rank].contiguous(), up[slot]
+            )
         return out
 
     def _attend(self, h: Tensor, layer: Layer, rows: Rows, pool: Tensor) -> Tensor:
@@ -252,9 +245,9 @@ def split_rows(
     counts = np.diff(firsts, append=len(owners))
     real = owners[firsts] < len(table) - 1
     firsts, counts = firsts[real], counts[real]
-    alone, pairs, chunks = firsts[counts == 1], None, []
-    if len(alone):
-        pairs = pair_blocks(alone, batch.positions[alone], table[owners[alone]], block_tokens)
+    alone, chunks = firsts[counts == 1], []
+    where = (batch.positions[alone], table[owners[alone]], block_tokens)
+    pairs = pair_blocks(alone, *where) if len(alone) else None
     for first, count in zip(firsts[counts > 1], counts[counts > 1], strict=True):
         position = int(batch.positions[first])
         blocks = table[owners[first], : -(-(position + count) // block_tokens)].tolist()
@@ -265,8 +258,7 @@ def split_rows(
 def write_index(batch: Batch, cache: KvCache, table: Ints) -> Ints:
     """Rows of `[2 * block * kv head * token, head dim]` that each batch row writes, flat."""
     _, _, num_blocks, num_kv, block_tokens, _ = cache.kv.shape
-    blocks = table[batch.table_rows, batch.positions // block_tokens]
-    parts = np.arange(2 * num_kv)
-    planes = parts // num_kv * num_blocks  # keys in plane 0, values in plane 1
-    first = (planes + blocks[:, None]) * num_kv + parts % num_kv
-    return (first * block_tokens + (batch.positions % block_tokens)[:, None]).reshape(-1)
+    index, token = np.divmod(batch.positions, block_tokens)
+    plane, head = np.divmod(np.arange(2 * num_kv), num_kv)  # keys in plane 0, values in plane 1
+    blocks = plane * num_blocks + table[batch.table_rows, index][:, None]
+    return ((blocks * num_kv + head) * block_tokens + token[:, None]).reshape(-1)

@@ -28,9 +28,8 @@ def derive_num_blocks(spec: ModelSpec, options: EngineOptions) -> int:
     """The pool size: as asked, else what the memory allows."""
     if options.num_blocks:
         return options.num_blocks
-    budget = options.kv_bytes_max
-    if not budget:
-        budget = _gpu_budget(options) if options.device.startswith("cuda") else 1 << 30
+    on_gpu = options.device.startswith("cuda")
+    budget = options.kv_bytes_max or (_gpu_budget(options) if on_gpu else 1 << 30)
     num_blocks = options.blocks_in(budget, spec)
     # More blocks than every slot at full length could never be used.
     context = options.context_limit(spec.context_max)
@@ -104,10 +103,6 @@ class KvCache:
 
     def drop_host(self, key: RequestId) -> None:
         self._host.pop(key, None)
-
-    def block(self, block: int) -> Tensor:
-        """[layer, 2, kv head, token, head dim]: the content of one block, on the device."""
-        return self.kv[:, :, block]
 
     def host_block(self, key: RequestId, index: int) -> Tensor:
         if self.kv.is_cuda:

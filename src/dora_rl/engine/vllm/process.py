@@ -76,6 +76,7 @@ class VllmProcess:
     """One `LLMEngine` with random weights until the first load."""
 
     def __init__(self, vllm: VllmOptions, options: EngineOptions) -> None:
+        self._vllm = vllm
         _set_environment()
         try:
             from vllm import EngineArgs, LLMEngine
@@ -100,8 +101,6 @@ class VllmProcess:
         self._loras: dict[Version, Any] = {}
         self._texts: dict[str, tuple[int, ...]] = {}  # being scored
         self._home = Path(tempfile.mkdtemp(prefix="dora-rl-lora-")) if vllm.lora_rank else None
-        self._rank = vllm.lora_rank
-        self._num_devices, self._kv_moves = vllm.num_devices, vllm.kv_moves
 
     # ----------------------------------------------------------------- weights
 
@@ -113,7 +112,7 @@ class VllmProcess:
         """
         if self._engine.has_unfinished_requests():
             raise UserError("vLLM still works on requests; weights are replaced between them")
-        if self._num_devices == 1:
+        if self._vllm.num_devices == 1:
             tensors = ((name, source.tensor(name)) for name in source.names())
             self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
         else:
@@ -129,8 +128,8 @@ class VllmProcess:
         assert self._home is not None
         folder = self._home / str(version)
         tensors = {name: source.tensor(name) for name in source.names()}
-        scale = float(tensors.pop(SCALE))
-        write_adapter(folder, tensors, rank=self._rank, alpha=scale * self._rank)
+        scale, rank = float(tensors.pop(SCALE)), self._vllm.lora_rank
+        write_adapter(folder, tensors, rank=rank, alpha=scale * rank)
         # A number is never reused while vLLM may still know it; zero means "no adapter" there.
         request = LoRARequest(f"version-{version}", version + 1, str(folder))
         if not self._engine.add_lora(request):
@@ -164,7 +163,7 @@ class VllmProcess:
             logprobs=params.logprobs_top_n,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
-            extra_args={"kv_transfer_params": {NAME: name}} if self._kv_moves else None,
+            extra_args={"kv_transfer_params": {NAME: name}} if self._vllm.kv_moves else None,
         )
         if kv is not None:
             from dora_rl.engine.vllm.kv import arrived
@@ -187,7 +186,7 @@ class VllmProcess:
 
     def read_kv(self, name: str) -> RequestKv | None:
         """What was computed of a request so far, if requests take their KV along."""
-        if not self._kv_moves:
+        if not self._vllm.kv_moves:
             return None
         from dora_rl.engine.vllm.kv import read_request
 
@@ -195,7 +194,7 @@ class VllmProcess:
 
     def kv_layout(self) -> list[list[Any]]:
         """Per layer: name, type, shape and strides of a block. Empty: KV stays where it is."""
-        if not self._kv_moves:
+        if not self._vllm.kv_moves:
             return []
         from dora_rl.engine.vllm.kv import mover
 
@@ -215,27 +214,20 @@ class VllmProcess:
             name, part = output.request_id, output.outputs[0]
             if name in self._texts:
                 if output.finished:
-                    self._read_scores(name, output.prompt_logprobs)
+                    pairs = zip(self._texts.pop(name)[1:], output.prompt_logprobs[1:], strict=True)
+                    self.scored[name] = [float(row[token].logprob) for token, row in pairs]
                 continue
             ids, rows = list(part.token_ids), part.logprobs or []
             values = [float(row[token].logprob) for token, row in zip(ids, rows, strict=True)]
-            failed = ""
-            if output.finished and part.finish_reason not in ("stop", "length"):
-                failed = f"vLLM ended it ({part.finish_reason})"
+            lost = output.finished and part.finish_reason not in ("stop", "length")
+            failed = f"vLLM ended it ({part.finish_reason})" if lost else ""
             others = tuple(_others(row) for row in rows)
             yield Gain(name, ids, values, others, failed, output.num_cached_tokens or 0)
-
-    def _read_scores(self, name: str, rows: Any) -> None:
-        ids = self._texts.pop(name)
-        pairs = zip(ids[1:], rows[1:], strict=True)
-        self.scored[name] = [float(row[token].logprob) for token, row in pairs]
 
 
 def _others(row: dict[int, Any]) -> tuple[tuple[int, float], ...]:
     """The most likely tokens of a position, best first, where they were asked for."""
-    if len(row) < 2:
-        return ()
-    best = sorted(row.items(), key=lambda item: item[1].rank)
+    best = sorted(row.items(), key=lambda item: item[1].rank) if len(row) > 1 else ()
     return tuple((token, float(entry.logprob)) for token, entry in best)
 
 
@@ -255,8 +247,7 @@ def _repack_head(worker: Any) -> None:
     """On a CPU vLLM keeps a packed copy of the output head, which a reload of the embedding that
     the head is tied to leaves as it was."""
     head = getattr(worker.get_model(), "lm_head", None)
-    method = getattr(head, "quant_method", None)
-    if method is not None:
+    if (method := getattr(head, "quant_method", None)) is not None:
         method.process_weights_after_loading(head)
 
 
@@ -289,12 +280,14 @@ def vllm_arguments(vllm: VllmOptions, options: EngineOptions) -> dict[str, Any]:
         "disable_log_stats": True,
     }
     if vllm.kv_moves:
-        arguments["kv_transfer_config"] = {
-            "kv_connector": "RequestMover",
-            "kv_connector_module_path": "dora_rl.engine.vllm.kv",
-            "kv_role": "kv_both",
+        arguments |= {
+            "kv_transfer_config": {
+                "kv_connector": "RequestMover",
+                "kv_connector_module_path": "dora_rl.engine.vllm.kv",
+                "kv_role": "kv_both",
+            },
+            "async_scheduling": False,  # between two steps nothing is being computed
         }
-        arguments["async_scheduling"] = False  # between two steps nothing is being computed
     if on_cpu or options.kv_bytes_max:
         arguments["kv_cache_memory_bytes"] = options.kv_bytes_max or CPU_KV_BYTES
     if not on_cpu and vllm.num_devices > 1:
@@ -307,12 +300,14 @@ def vllm_arguments(vllm: VllmOptions, options: EngineOptions) -> dict[str, Any]:
         wanted = 2 * options.kv_bytes_max or int(total * options.memory_share)
         arguments["gpu_memory_utilization"] = round(DEVICE_SHARE * min(free, wanted) / total, 3)
     if vllm.lora_rank:
-        rank = next((r for r in LORA_RANKS if r >= vllm.lora_rank), None)
-        if rank is None:
+        if (rank := next((r for r in LORA_RANKS if r >= vllm.lora_rank), None)) is None:
             raise UserError(f"trainer.lora_rank {vllm.lora_rank}: vLLM takes at most 512")
-        slots = options.versions_max
-        arguments |= {"enable_lora": True, "max_loras": slots, "max_cpu_loras": slots}
-        arguments["max_lora_rank"] = rank
-        # Not the output head: through an adapted one vLLM cannot score a prompt for the canary.
-        arguments["lora_target_modules"] = list(LINEAR_LAYERS)
+        arguments |= {
+            "enable_lora": True,
+            "max_loras": options.versions_max,
+            "max_cpu_loras": options.versions_max,
+            "max_lora_rank": rank,
+            # Not the output head: through an adapted one vLLM cannot score a prompt for the canary.
+            "lora_target_modules": list(LINEAR_LAYERS),
+        }
     return arguments
