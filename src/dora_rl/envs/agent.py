@@ -288,7 +288,6 @@ class AgentEndpoint:
         return episode.begin(turn)
 
     async def complete(self, ask: Ask, prompts: Sequence[tuple[int, ...]]) -> Call:
-        del ask, prompts
         raise bad_request("an agent in training uses /v1/chat/completions")
 
     def open_session(self, session_id: str | None) -> dict[str, Any]:

@@ -82,22 +82,18 @@ class Environment:
         self, row: Row, seed: int
     ) -> Observation | Awaitable[Observation] | Awaitable[None] | None:
         """Begin the episode. `seed` is the same for all samples of a group."""
-        del row, seed
-        return None
 
     def step(self, turn: Turn) -> Observation | Awaitable[Observation]:
         raise NotImplementedError
 
     def close(self) -> None:
         """The episode is over or given up: let go of what it held."""
-        return
 
 
 class SingleTurn(Environment):
     """The trivial case: one turn, scored by `reward.functions`."""
 
     def step(self, turn: Turn) -> Observation:
-        del turn
         return Observation(done=True)
 
 

@@ -39,7 +39,6 @@ class Calculator(Environment):
         self._answer = ""
 
     def reset(self, row: Row, seed: int) -> None:
-        del seed
         if row.answer is None:
             raise UserError("calculator: the row has no answer")
         self._answer = row.answer

@@ -29,7 +29,6 @@ class Guess(Environment):
         self._secret, self._num_left = 0, 0
 
     def reset(self, row: Row, seed: int) -> None:
-        del seed
         if row.answer is None or "guesses" not in row.columns:
             raise UserError("guess: the row needs an answer and a column guesses")
         self._secret, self._num_left = int(row.answer), int(row.columns["guesses"])

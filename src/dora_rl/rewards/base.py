@@ -74,12 +74,10 @@ class Reward:
 
     def missing(self, columns: Collection[str]) -> list[str]:
         """Columns the reward cannot do without and the data do not have; checked at the start."""
-        del columns
         return []
 
     def close(self) -> None:
         """Let go of what it holds."""
-        return
 
 
 class CachedReward(Reward):

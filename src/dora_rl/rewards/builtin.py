@@ -127,13 +127,9 @@ def length(
 
     def score(item: ScoreItem) -> float:
         num_tokens = len(item.completion_ids)
-        over = num_tokens - (tokens_max - buffer_tokens)
-        share = 0.0
-        if num_tokens > tokens_max:
-            share = 1.0
-        elif over > 0 and buffer_tokens:
-            share = over / buffer_tokens
-        elif num_tokens < tokens_min:
+        over, under = num_tokens - (tokens_max - buffer_tokens), tokens_min - num_tokens
+        share = min(1.0, over / (buffer_tokens or 1)) if over > 0 else 0.0
+        if under > 0:
             share = 1.0 - num_tokens / tokens_min
         return -penalty * share + (unfinished if item.finish == "length" else 0.0)
 

@@ -38,7 +38,7 @@ from typing import Any, TypeVar, cast
 from dora_rl.config import RewardConfig
 from dora_rl.rewards.base import Reward, ScoreError, ScoreItem
 from dora_rl.types import REWARD_MAX, UserError
-from dora_rl.user_code import raised
+from dora_rl.user_code import raised, require
 
 NUM_ATTEMPTS_WAITING = 3
 ANSWER_NAMES = ("answer", "ground_truth", "solution", "label")
@@ -347,7 +347,14 @@ class FunctionReward(Reward):
         self._function = function
         self._signature = read_signature(name, function)
         self._options = dict(options or {})
-        self._check_options()
+        unknown = sorted(set(self._options) - set(self._signature.names))
+        require(
+            (
+                not unknown or self._signature.takes_any,
+                f"reward: {name} takes no argument {(unknown or [''])[0]!r}; "
+                f"its arguments are {', '.join(self._signature.names)}",
+            )
+        )
         self.form = find_form(name, function, self._signature) if form == "auto" else Form(form)
         found = "found by its parameters" if form == "auto" else "as configured"
         self.how = f"form {self.form.value}, {found} ({', '.join(self._signature.names)})"
@@ -356,14 +363,6 @@ class FunctionReward(Reward):
         self._text = annotation in (str, "str")
         self.many = self._signature.asynchronous
         self._attempts = self.limits.attempts or (NUM_ATTEMPTS_WAITING if self.many else 1)
-
-    def _check_options(self) -> None:
-        unknown = set(self._options) - set(self._signature.names)
-        if unknown and not self._signature.takes_any:
-            raise UserError(
-                f"reward: {self.name} takes no argument {sorted(unknown)[0]!r}; "
-                f"its arguments are {', '.join(self._signature.names)}"
-            )
 
     def missing(self, columns: Collection[str]) -> list[str]:
         """Arguments without a default that neither the form, the options nor the data provide."""
@@ -389,12 +388,11 @@ class FunctionReward(Reward):
         return [score for batch in batches for score in self._one_call(batch)]
 
     def _one_call(self, items: Sequence[ScoreItem]) -> list[float | ScoreError]:
-        for attempt in range(1, self._attempts + 1):
-            outcome = self._try_sync(items)
-            if not _is_failure(outcome) or attempt == self._attempts:
-                return outcome
+        attempt = 1
+        while _is_failure(outcome := self._try_sync(items)) and attempt < self._attempts:
             time.sleep(self.limits.retry_wait_s * attempt)
-        raise AssertionError("attempts is at least 1")
+            attempt += 1
+        return outcome
 
     def _try_sync(self, items: Sequence[ScoreItem]) -> list[float | ScoreError]:
         try:
@@ -422,13 +420,14 @@ class FunctionReward(Reward):
         slots = asyncio.Semaphore(self.limits.concurrent_max)
 
         async def one(items: Sequence[ScoreItem]) -> list[float | ScoreError]:
+            attempt = 1
             async with slots:
-                for attempt in range(1, self._attempts + 1):
-                    outcome = await self._try_async(items)
-                    if not _is_failure(outcome) or attempt == self._attempts:
-                        return outcome
+                while (
+                    _is_failure(found := await self._try_async(items)) and attempt < self._attempts
+                ):
                     await asyncio.sleep(self.limits.retry_wait_s * attempt)
-            raise AssertionError("attempts is at least 1")
+                    attempt += 1
+            return found
 
         return list(await asyncio.gather(*map(one, batches)))
 
@@ -490,10 +489,8 @@ def read_score(value: Any) -> float | ScoreError:
         value = value["score"]
     if value is None:
         return ScoreError("returned None", abstained=True)
-    if isinstance(value, str):
-        return ScoreError("returned str, not a number")
     try:
-        number = float(value)
+        number = float("text" if isinstance(value, str) else value)
     except (TypeError, ValueError, OverflowError):  # the last: an integer of hundreds of digits
         return ScoreError(f"returned {type(value).__name__}, not a number")
     if not abs(number) <= REWARD_MAX:

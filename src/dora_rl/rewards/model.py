@@ -73,10 +73,9 @@ class ModelReward(Reward):
             raise UserError(f"reward: model {place} has {num_labels} labels, not one of {label}")
 
     def score(self, items: Sequence[ScoreItem]) -> list[float | ScoreError]:
-        scores: list[float | ScoreError] = []
-        for begin in range(0, len(items), self._batch_items):
-            scores += self._batch(items[begin : begin + self._batch_items])
-        return scores
+        size = self._batch_items
+        batches = (items[at : at + size] for at in range(0, len(items), size))
+        return [score for batch in batches for score in self._batch(batch)]
 
     def _batch(self, items: Sequence[ScoreItem]) -> list[float | ScoreError]:
         torch = self._torch
