@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 
 from dora_rl.config import TrainerConfig
@@ -120,8 +121,7 @@ def _one_line(directory: Path, kind: str) -> Iterator[None]:
 @contextlib.contextmanager
 def _without_progress_bars() -> Iterator[None]:
     """Those of a small clone would say nothing to the user."""
-    from transformers.utils import logging
-
+    logging = transformers.logging
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -133,10 +133,8 @@ def _without_progress_bars() -> Iterator[None]:
 
 def read_config(directory: Path, trust: bool) -> Any:
     """The config as transformers reads it."""
-    from transformers import AutoConfig
-
     try:
-        return AutoConfig.from_pretrained(str(directory), trust_remote_code=trust)
+        return transformers.AutoConfig.from_pretrained(str(directory), trust_remote_code=trust)
     except (ValueError, OSError, KeyError) as error:
         line = str(error).strip().splitlines()[0]
         raise UserError(f"model '{directory}': transformers cannot load it ({line})") from error
@@ -144,8 +142,6 @@ def read_config(directory: Path, trust: bool) -> Any:
 
 def _refuse_by_config(config: Any, trust: bool) -> None:
     """What needs no look at the weights."""
-    import transformers
-
     name = next(iter(config.architectures or []), "")
     quantised = getattr(config, "quantization_config", None)
     require(
@@ -161,10 +157,7 @@ def _refuse_by_config(config: Any, trust: bool) -> None:
 
 def load_model(directory: Path, attention: str, trust: bool) -> Any:
     """transformers' own model in float32; every weight must come from the files."""
-    from transformers import AutoModelForCausalLM
-
-    auto: Any = AutoModelForCausalLM
-    model, info = auto.from_pretrained(
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
         str(directory),
         dtype=torch.float32,
         trust_remote_code=trust,
@@ -212,11 +205,6 @@ def _write(model: Any, directory: Path) -> None:
     write_model(directory, tensors, 1 << 40)
 
 
-def _policy(directory: Path, attention: str, trust: bool) -> ForeignPolicy:
-    options = TrainerConfig(device="cpu")
-    return ForeignPolicy(load_model(directory, attention, trust), torch.float32, options)
-
-
 class _Case:
     """Random documents, and what the plain model makes of them."""
 
@@ -251,10 +239,10 @@ class _Case:
 
 def _pick_attention(directory: Path, case: _Case, trust: bool) -> tuple[str, ForeignPolicy]:
     """transformers' fast attention leaves out what its kernel has no place for (soft-caps)."""
-    difference = float("nan")
+    difference, options = float("nan"), TrainerConfig(device="cpu")
     for attention in ("sdpa", "eager"):
         try:
-            policy = _policy(directory, attention, trust)
+            policy = ForeignPolicy(load_model(directory, attention, trust), torch.float32, options)
         except (ValueError, ImportError):
             if attention == "eager":
                 raise
@@ -275,11 +263,8 @@ def _check_export(policy: ForeignPolicy, case: _Case, folder: Path, trust: bool)
     _write(policy.inner, folder)
     again = load_model(folder, "eager", trust)
     difference = float((case.table(again) - wanted).abs().max()) / case.spread
-    if not difference < DIFFERENCE_MAX:
-        raise UserError(
-            f"its export, read by transformers, gives log-probs {difference:.2g} of their spread "
-            "away"
-        )
+    far = f"its export, read by transformers, gives log-probs {difference:.2g} of their spread away"
+    require((difference < DIFFERENCE_MAX, far))
     own = own_tensors(policy.inner)
     read = dict(policy.format.from_checkpoint(HfDirectory(folder).tensor))
     wrong = sorted(n for n in own if n not in read or not torch.equal(own[n], read[n]))
@@ -298,12 +283,15 @@ def _check_dtype(policy: ForeignPolicy, case: _Case, dtype: torch.dtype) -> None
     except RuntimeError as error:
         raise UserError(f"it does not run in {dtype} ({str(error).splitlines()[0]})") from error
     difference = case.difference(scores, median=True)
-    if not difference < HALF_DIFFERENCE_MAX:
-        raise UserError(f"its log-probs in {dtype} are {difference:.2g} of their spread away")
     grads = {n: p.grad for n, p in policy.named_parameters() if p.grad is not None}
-    bad = [n for n, g in grads.items() if not bool(g.isfinite().all())]
-    if bad or not grads:
-        raise UserError(f"its gradients are not finite in {dtype} ({[*bad, 'none'][0]})")
+    bad = [*(n for n, g in grads.items() if not bool(g.isfinite().all())), "none"]
+    require(
+        (
+            difference < HALF_DIFFERENCE_MAX,
+            f"its log-probs in {dtype} are {difference:.2g} of their spread away",
+        ),
+        (grads and bad == ["none"], f"its gradients are not finite in {dtype} ({bad[0]})"),
+    )
     cast_parameters(policy, dtype)
     if not torch.equal(case.scores(policy).logprobs_T, scores.logprobs_T):
         raise UserError(
@@ -321,21 +309,19 @@ def compare_with_files(policy: ForeignPolicy, directory: Path) -> None:
     Layers and experts are alike, so of those whose names differ in numbers only the first and the
     last are read again.
     """
-    prefix = f"{policy.inner.base_model_prefix}."
-    kinds: dict[str, list[str]] = {}
-    for name in policy.format.names:
-        kinds.setdefault(re.sub(r"\d+", "#", name), []).append(name)
-    chosen = {name for names in kinds.values() for name in (names[0], names[-1])}
+    prefix, names = f"{policy.inner.base_model_prefix}.", policy.format.names
+    ends = ({re.sub(r"\d+", "#", name): name for name in way} for way in (names, names[::-1]))
+    chosen = {name for of_kind in ends for name in of_kind.values()}
     own, reader = own_tensors(policy.inner), HfDirectory(directory)
     for name, tensor in policy.format.to_checkpoint(own.__getitem__):
         # Checkpoints of a body alone have no prefix; transformers reads both.
         known = [n for n in (name, name.removeprefix(prefix)) if n in reader.file_of]
         if not known:
             raise UserError(f"it would be exported with a tensor '{name}', unlike its files")
-        if name in chosen and not torch.equal(
+        same = name not in chosen or torch.equal(
             reader.tensor(known[0]).to(tensor.dtype), tensor.cpu()
-        ):
-            raise UserError(f"it would be exported with another '{name}' than its files have")
+        )
+        require((same, f"it would be exported with another '{name}' than its files have"))
 
 
 # -- making the clone -----------------------------------------------------------------------------
@@ -367,9 +353,7 @@ def make_clone(config: Any, file_bytes: int, trust: bool) -> Any:
 
 
 def _build(config: Any, data: dict[str, Any], trust: bool) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_config(
+    return transformers.AutoModelForCausalLM.from_config(
         type(config).from_dict(data),
         dtype=torch.float32,
         attn_implementation="eager",
@@ -408,8 +392,7 @@ def _numbers(config: dict[str, Any], keys: Iterable[str]) -> dict[str, int]:
 
 
 def _narrow_windows(config: dict[str, Any]) -> dict[str, Any]:
-    made = dict(config)
-    made.update({k: min(v, WINDOW) for k, v in _numbers(config, _WINDOWS).items()})
+    made = config | {k: min(v, WINDOW) for k, v in _numbers(config, _WINDOWS).items()}
     if isinstance(made.get("text_config"), dict):
         made["text_config"] = _narrow_windows(made["text_config"])
     return made
@@ -463,9 +446,7 @@ def _cut_rest(made: dict[str, Any]) -> None:
 @torch.no_grad()
 def _randomise(model: Any) -> None:
     """Weights under which everything matters: attention is sharp, no bias is zero."""
-    for tensor in own_tensors(model).values():
-        if not tensor.is_floating_point():
-            continue
+    for tensor in filter(torch.is_floating_point, own_tensors(model).values()):
         if tensor.dim() > 1:
             tensor.normal_(0.0, 1.5 / math.sqrt(tensor.shape[-1]))
         else:

@@ -24,7 +24,6 @@ from dora_rl.model.spec import ModelSpec, NotSupported
 from dora_rl.trainer.attention import Layout, pick_attention
 from dora_rl.trainer.checks import checkpoints_layers
 from dora_rl.trainer.distributed import gathered, like_shard, world
-from dora_rl.trainer.foreign.check import load_foreign
 from dora_rl.trainer.foreign.policy import ForeignPolicy
 from dora_rl.trainer.policy.decoder import Decoder, Layer, cast_parameters
 from dora_rl.trainer.policy.lora import add_lora, checkpoint_name, is_adapter, merged
@@ -106,6 +105,8 @@ def load_policy(directory: Path, options: TrainerConfig) -> Policy:
                 f"model '{directory}': the lean decoder does not know this architecture; "
                 "use trainer.implementation = 'auto'"
             )
+        from dora_rl.trainer.foreign.check import load_foreign  # it imports transformers
+
         device = pick_device(options.device)
         return load_foreign(directory, device, pick_dtype(options.compute_dtype, device), options)
     decoder = build_decoder(arch, options, _weights_dtype(config, options))
