@@ -144,8 +144,7 @@ def serve(args: argparse.Namespace) -> int:
     options = _serve_options(args, watch)
     server = ModelServer(options, found, open_tokenizer(found.directory, False), _say)
 
-    def ready(service: object) -> None:
-        del service
+    def ready(_: object) -> None:
         _say(f"{found.label} as {options.name!r} at {server.url}")
         if options.api_key and args.api_key is None and KEY_VARIABLE not in os.environ:
             _say(f"API key (made for this start): {options.api_key}")

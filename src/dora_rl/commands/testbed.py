@@ -78,8 +78,7 @@ def apply(preset: Preset, settings: Sequence[str]) -> Preset:
     """The preset with every `key=value` put in."""
     for setting in settings:
         key, sign, text = setting.partition("=")
-        if not sign:
-            raise UserError(f"--set {setting!r}: write key=value")
+        require((sign, f"--set {setting!r}: write key=value"))
         preset = _put(preset, key.strip(), text.strip())
     return preset
 
@@ -100,8 +99,7 @@ def keys_of(preset: Preset) -> dict[str, Any]:
 
 def _put(preset: Preset, key: str, text: str) -> Preset:
     keys = keys_of(preset)
-    if key not in keys:
-        raise UserError(f"--set: unknown key {key!r}{hint(key, keys)}")
+    require((key in keys, f"--set: unknown key {key!r}{hint(key, keys)}"))
     if key == "lengths":
         return replace(preset, lengths=parse_lengths(text, preset.lengths))
     value = _checked(key, _parse(key, text, keys[key]))
@@ -126,8 +124,7 @@ def _number(where: str, text: str, kind: type[int] | type[float]) -> Any:
     except ValueError:
         name = "a whole number" if kind is int else "a number"
         raise UserError(f"{where}: {text!r} is not {name}") from None
-    if not math.isfinite(value):
-        raise UserError(f"{where}: {text!r} is not finite")
+    require((math.isfinite(value), f"{where}: {text!r} is not finite"))
     return value
 
 

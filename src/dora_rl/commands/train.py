@@ -13,6 +13,7 @@ import contextlib
 import signal
 import sys
 import threading
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,11 +91,10 @@ def train(args: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     if not done:
-        for line in set_aside_lines(summary):
-            print(line, file=sys.stderr)
-        print(f"dora-rl: stopped: {reason}", file=sys.stderr)
+        lines = [*set_aside_lines(summary), f"dora-rl: stopped: {reason}"]
         if (run_dir / "config.json").is_file():
-            print(f"go on with  dora-rl train {run_dir}/config.json --resume", file=sys.stderr)
+            lines.append(f"go on with  dora-rl train {run_dir}/config.json --resume")
+        print(*lines, sep="\n", file=sys.stderr)
         return STOPPED
     if (why := nothing_learned(summary)) is not None:
         print(f"dora-rl: nothing was learned: {why}", file=sys.stderr)
@@ -164,20 +164,21 @@ def set_aside_lines(summary: dict[str, Any]) -> list[str]:
 def _report(run_dir: Path, summary: dict[str, Any], reason: str) -> None:
     from dora_rl.observe.plots import can_draw, draw_run
 
-    print(f"{reason}: {summary['steps']} steps in {summary['wall_s']:.0f} s")
-    for line in report_lines(run_dir, summary):
-        print(f"  {line}")
-    for line in set_aside_lines(summary):
-        print(line)
-    if summary.get("samples_mismatched"):
-        print(
-            f"  WRONG: {summary['samples_mismatched']} samples are not what their version gives; "
+    lines = [f"{reason}: {summary['steps']} steps in {summary['wall_s']:.0f} s"]
+    lines += [*(f"  {line}" for line in report_lines(run_dir, summary)), *set_aside_lines(summary)]
+    if mismatched := summary.get("samples_mismatched"):
+        lines.append(
+            f"  WRONG: {mismatched} samples are not what their version gives; "
             f"see dora-rl audit {run_dir}"
         )
+    print(*lines, sep="\n")
     picture = draw_run(run_dir).name if can_draw() else ""
-    print(f"look at  {run_dir}/summary.json  metrics.jsonl  rollouts.jsonl  {picture}")
-    print(f"in full  dora-rl dashboard {run_dir}")
-    print(f"prove it dora-rl audit {run_dir}")
+    print(
+        f"look at  {run_dir}/summary.json  metrics.jsonl  rollouts.jsonl  {picture}",
+        f"in full  dora-rl dashboard {run_dir}",
+        f"prove it dora-rl audit {run_dir}",
+        sep="\n",
+    )
 
 
 def report_lines(run_dir: Path, summary: dict[str, Any]) -> list[str]:
@@ -282,9 +283,7 @@ def sft(args: argparse.Namespace) -> int:
     if result.eval_first is not None:
         print(f"held-out loss {result.eval_first:.4f} -> {result.eval_last:.4f}")
     print(f"wrote {result.out}")
-    if args.json is not None:
-        figures = {name: getattr(result, name) for name in result.__slots__}
-        write_json(args.json, figures | {"out": str(result.out)})
+    write_json(args.json, asdict(result) | {"out": str(result.out)})
     return 0
 
 
