@@ -44,6 +44,7 @@ from dora_rl.trainer.policy.model import (
 )
 from dora_rl.trainer.scoring import score
 from dora_rl.types import UserError
+from dora_rl.user_code import require
 
 _SHARD_BYTES_MAX = 4 << 30
 Messages: TypeAlias = list[dict[str, Any]]
@@ -118,8 +119,7 @@ def run_sft(
     kept = [d for d in rows if d.num_tokens <= limit]
     held = kept[len(kept) - options.eval_examples :] if options.eval_examples else []
     train = kept[: len(kept) - len(held)]
-    if not train:
-        raise UserError(f"sft data: no demonstration of at most {limit} tokens to train on")
+    require((train, f"sft data: no demonstration of at most {limit} tokens to train on"))
     run = _Run(policy, train, options, trainer)
     before = run.evaluate(held)
     start = time.monotonic()
@@ -176,8 +176,7 @@ class _Run:
         if trainer.lora_rank:
             add_lora(policy, trainer)
         self.optimizer = Optimizer(policy, self.trainer)
-        default = 32768 if self.device.type == "cuda" else 4096
-        self.pack_tokens = trainer.pack_tokens or default
+        self.pack_tokens = trainer.pack_tokens or (32768 if self.device.type == "cuda" else 4096)
         self.losses: list[float] = []
         self.tokens = 0
 
@@ -187,11 +186,16 @@ class _Run:
             loss, norm = self._update(batch, update)
             self.losses.append(loss)
             if on_progress is not None:
-                elapsed = max(1e-9, time.monotonic() - start)
-                rate = learning_rate(self.trainer, update)
-                speed = self.tokens / elapsed
                 on_progress(
-                    SftProgress(update, self.num_updates, loss, norm, rate, self.tokens, speed)
+                    SftProgress(
+                        update=update,
+                        num_updates=self.num_updates,
+                        loss=loss,
+                        grad_norm=norm,
+                        lr=learning_rate(self.trainer, update),
+                        tokens=self.tokens,
+                        tokens_per_s=self.tokens / max(1e-9, time.monotonic() - start),
+                    )
                 )
 
     def _batches(self) -> Iterator[list[Document]]:
@@ -227,8 +231,7 @@ class _Run:
 def _write(policy: Policy, model: Path, out: Path, dtype: torch.dtype) -> None:
     def fill(target: Path) -> None:
         copy_side_files(model, target)
-        tensors = stored_weights(policy, named_weights(policy), dtype)
-        write_model(target, tensors, _SHARD_BYTES_MAX)
+        write_model(target, stored_weights(policy, named_weights(policy), dtype), _SHARD_BYTES_MAX)
 
     write_atomically(out, fill)
 
@@ -246,8 +249,7 @@ def _document(prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> Docum
 def read_rows(paths: Sequence[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
     """(file:line, row) of every non-empty line."""
     for path in paths:
-        if not path.is_file():
-            raise UserError(f"sft data '{path}': no such file")
+        require((path.is_file(), f"sft data '{path}': no such file"))
         with path.open(encoding="utf-8") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
@@ -301,12 +303,13 @@ def _template(tokenizer: Tokenizer, messages: Messages, generate: bool, where: s
 
 def _conversation(tokenizer: Tokenizer, head: str, messages: Messages, where: str) -> Document:
     text = _template(tokenizer, messages, False, where)
-    if not text.startswith(head):
-        raise UserError(
-            f"{where}: the chat template renders the prompt differently once it is answered; "
-            "give the completion as a string"
-        )
     end = tokenizer.encode(text[len(head) :], add_special_tokens=False)
-    if not end:
-        raise UserError(f"{where}: the completion is empty")
+    require(
+        (
+            text.startswith(head),
+            f"{where}: the chat template renders the prompt differently once it is answered; "
+            "give the completion as a string",
+        ),
+        (end, f"{where}: the completion is empty"),
+    )
     return _document(tokenizer.encode(head, add_special_tokens=False), end)

@@ -27,7 +27,7 @@ from dora_rl.trainer.losses.functions import PER_GROUP, GroupAdvantage, GroupSco
 from dora_rl.trainer.losses.inputs import LossFunction, LossInputs, LossOutput
 from dora_rl.trainer.losses.recipes import fill, is_users_own, recipe_of
 from dora_rl.types import UserError
-from dora_rl.user_code import UserCodeError, load_object, one_line, place_in, place_of
+from dora_rl.user_code import UserCodeError, load_object, one_line, place_in, place_of, require
 
 FUNCTIONS: dict[str, LossFunction] = {
     "clipped": functions.clipped,
@@ -174,8 +174,7 @@ def own_advantage(name: str, args: Mapping[str, Any]) -> GroupAdvantage:
 
 def _load(name: str, key: str) -> Callable[..., Any]:
     function = load_object(name, Path("."), section="algorithm", key=key)
-    if not callable(function):
-        raise UserError(f"{key} '{name}' is not a function")
+    require((callable(function), f"{key} '{name}' is not a function"))
     return function
 
 
@@ -189,11 +188,13 @@ def _checked(
     except (ValueError, TypeError):
         raise UserError(f"'{name}' does not say what it takes; put a function around it") from None
     by_place = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    if len(by_place) < given and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        raise UserError(
+    require(
+        (
+            len(by_place) >= given or any(p.kind is p.VAR_POSITIONAL for p in parameters),
             f"'{name}' must take {given} values by place, and takes {len(by_place)}"
-            f"{place_of(function)}"
+            f"{place_of(function)}",
         )
+    )
     own = {
         p.name: p
         for p in parameters
@@ -203,8 +204,7 @@ def _checked(
     }
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         for word in args:
-            if not own:
-                raise UserError(f"{key}.{word}: '{name}' takes no arguments of its own")
+            require((own, f"{key}.{word}: '{name}' takes no arguments of its own"))
             choose(f"argument of '{name}' in {key}", word, own)
     for p in own.values():
         if p.default is p.empty and p.name not in args:
