@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -69,17 +69,6 @@ class Layout:
             self._plans[make] = make(self)
         return self._plans[make]
 
-    def buckets(self) -> list[list[int]]:
-        """Documents of similar length together, longest first."""
-        order = sorted(range(len(self.lengths)), key=lambda d: (-self.lengths[d], d))
-        buckets: list[list[int]] = []
-        for d in order:
-            if buckets and self.lengths[d] >= _BUCKET_FILL_MIN * self.lengths[buckets[-1][0]]:
-                buckets[-1].append(d)
-            else:
-                buckets.append([d])
-        return buckets
-
 
 Attend = Callable[[Tensor, Tensor, Tensor, Layout, float], Tensor]
 
@@ -98,10 +87,6 @@ def attend_sdpa(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float) -
     return _sdpa(q, k, v, scale=scale, attn_mask=mask)
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
-    return _with_heads_first(F.scaled_dot_product_attention, q, k, v, **how)
-
-
 def _with_heads_first(
     attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, **how: Any
 ) -> Tensor:
@@ -109,6 +94,9 @@ def _with_heads_first(
     grouped = q.shape[1] != k.shape[1]
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     return attend(q, k, v, enable_gqa=grouped, **how)[0].transpose(0, 1)
+
+
+_sdpa = partial(_with_heads_first, F.scaled_dot_product_attention)
 
 
 @cache
@@ -190,18 +178,20 @@ class Bucket(NamedTuple):
 
 
 class BlockPlan:
-    """Buckets and gather indices of one pack; made once, used by every layer. A model that
-    transformers runs takes its batches from here, too."""
+    """Buckets (documents of similar length, longest first) and gather indices of one pack; made
+    once, used by every layer. A model that transformers runs takes its batches from here, too."""
 
     def __init__(self, layout: Layout) -> None:
-        self.buckets: list[Bucket] = []
-        self._layout = layout
-        offset = 0
-        for documents in layout.buckets():
-            length = layout.lengths[documents[0]]
-            self.buckets.append(Bucket(documents, length, offset))
-            offset += len(documents) * length
+        self._layout, lengths = layout, layout.lengths
         self._gathers: dict[int, Gather] = {}
+        self.buckets: list[Bucket] = []
+        offset = 0
+        for d in sorted(range(len(lengths)), key=lambda d: (-lengths[d], d)):
+            if self.buckets and lengths[d] >= _BUCKET_FILL_MIN * self.buckets[-1].length:
+                self.buckets[-1].documents.append(d)
+            else:
+                self.buckets.append(Bucket([d], lengths[d], offset))
+            offset += self.buckets[-1].length
 
     def gather(self, heads: int) -> Gather:
         if heads not in self._gathers:

@@ -28,6 +28,7 @@ from dora_rl.trainer.foreign.policy import ForeignPolicy
 from dora_rl.trainer.policy.decoder import Decoder, Layer, cast_parameters
 from dora_rl.trainer.policy.lora import add_lora, checkpoint_name, is_adapter, merged
 from dora_rl.types import UserError
+from dora_rl.user_code import require
 
 Policy: TypeAlias = Decoder | ForeignPolicy
 
@@ -99,12 +100,14 @@ def load_policy(directory: Path, options: TrainerConfig) -> Policy:
     config = read_config(directory)
     choose("trainer.implementation", options.implementation, ("auto", "lean", "transformers"))
     arch = None if options.implementation == "transformers" else lean_spec(config)
+    require(
+        (
+            arch is not None or options.implementation != "lean",
+            f"model '{directory}': the lean decoder does not know this architecture; "
+            "use trainer.implementation = 'auto'",
+        )
+    )
     if arch is None:
-        if options.implementation == "lean":
-            raise UserError(
-                f"model '{directory}': the lean decoder does not know this architecture; "
-                "use trainer.implementation = 'auto'"
-            )
         from dora_rl.trainer.foreign.check import load_foreign  # it imports transformers
 
         device = pick_device(options.device)
@@ -145,11 +148,13 @@ def load_weights(policy: nn.Module, read: Callable[[str], Tensor]) -> None:
         found = ((n, _from_checkpoint(n, p.shape[0], read)) for n, p in [*targets.items()])
     for name, tensor in found:
         target = targets.pop(name)
-        if tensor.shape != target.shape:
-            raise UserError(
+        require(
+            (
+                tensor.shape == target.shape,
                 f"tensor '{name}' has shape {tuple(tensor.shape)}, the config says "
-                f"{tuple(target.shape)}"
+                f"{tuple(target.shape)}",
             )
+        )
         target.copy_(like_shard(tensor, target))
     assert not targets, f"no checkpoint tensor fills {sorted(targets)}"
 
@@ -160,10 +165,9 @@ def _from_checkpoint(name: str, num_experts: int, read: Callable[[str], Tensor])
     if not prefix.endswith(".experts"):
         return read(checkpoint_name(name))
 
-    def matrix_of(expert: int) -> Tensor:
-        return torch.cat([read(f"{prefix}.{expert}.{part}.weight") for part in _EXPERTS[kind]])
-
-    return torch.stack([matrix_of(expert) for expert in range(num_experts)])
+    experts = (f"{prefix}.{expert}" for expert in range(num_experts))
+    names = ([f"{expert}.{part}.weight" for part in _EXPERTS[kind]] for expert in experts)
+    return torch.stack([torch.cat([read(name) for name in of_one]) for of_one in names])
 
 
 def _to_checkpoint(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -171,11 +175,11 @@ def _to_checkpoint(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     prefix, _, kind = name.rpartition(".")
     if not prefix.endswith(".experts"):
         yield checkpoint_name(name), tensor
-        return
-    for expert, matrix in enumerate(tensor):
-        parts = matrix.chunk(len(_EXPERTS[kind]))
-        for part, rows in zip(_EXPERTS[kind], parts, strict=True):
-            yield f"{prefix}.{expert}.{part}.weight", rows
+    else:
+        parts = _EXPERTS[kind]
+        for expert, matrix in enumerate(tensor):
+            for part, rows in zip(parts, matrix.chunk(len(parts)), strict=True):
+                yield f"{prefix}.{expert}.{part}.weight", rows
 
 
 def _foreign_tensors(policy: ForeignPolicy) -> dict[str, tuple[str, Tensor]]:
@@ -205,10 +209,10 @@ def named_weights(
     if isinstance(policy, ForeignPolicy):
         own = _foreign_tensors(policy)
         yield from policy.format.to_checkpoint(lambda name: whole_of(*own[name]))
-        return
-    for name, p in policy.named_parameters():
-        if not is_adapter(name):
-            yield from _to_checkpoint(name, whole_of(name, p))
+    else:
+        for name, p in policy.named_parameters():
+            if not is_adapter(name):
+                yield from _to_checkpoint(name, whole_of(name, p))
 
 
 def stored_weights(
@@ -226,8 +230,7 @@ def exact_names(policy: nn.Module) -> frozenset[str]:
 
 def copy_weights(twin: nn.Module, policy: nn.Module) -> None:
     """Fill a twin from the policy, adapters merged, shards gathered."""
-    tensors = dict(named_weights(policy, gathered))
-    load_weights(twin, tensors.__getitem__)
+    load_weights(twin, dict(named_weights(policy, gathered)).__getitem__)
 
 
 def clone_architecture(policy: Policy, options: TrainerConfig, directory: Path | None) -> Policy:
