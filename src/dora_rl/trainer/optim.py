@@ -40,11 +40,12 @@ class Optimizer:
         check_trainer(options)
         self.options, self.base_lr = options, options.lr if lr is None else lr
         self.named = {n: p for n, p in module.named_parameters() if p.requires_grad}
-        decayed = [p for p in self.parameters if p.dim() >= 2]
-        plain = [p for p in self.parameters if p.dim() < 2]
         groups = [
-            {"params": decayed, "weight_decay": options.weight_decay},
-            {"params": plain, "weight_decay": 0.0},
+            {
+                "params": [p for p in self.parameters if (p.dim() >= 2) == matrices],
+                "weight_decay": w,
+            }
+            for matrices, w in ((True, options.weight_decay), (False, 0.0))
         ]
         self.adamw = torch.optim.AdamW(
             [g for g in groups if g["params"]],

@@ -98,9 +98,8 @@ class Updates:
             distributed.shard(policy, policy.blocks, policy.compute_dtype)
             if self.critic is not None:
                 distributed.shard(self.critic, self.critic.body.blocks, policy.compute_dtype)
-        self.optimizer, self.critic_optimizer = Optimizer(policy, trainer), None
-        if self.critic is not None:
-            self.critic_optimizer = Optimizer(self.critic, trainer, objective.options.critic_lr)
+        self.optimizer, critic_lr = Optimizer(policy, trainer), objective.options.critic_lr
+        self.critic_optimizer = self.critic and Optimizer(self.critic, trainer, critic_lr)
         self.meters = Meters(self.device)
         self.step: StepIndex | None = None
         self.num_updates = self._updates_in_step = 0
@@ -166,8 +165,7 @@ class Updates:
         options = self.objective.options
         # A penalty in the reward is taken off on the host, before there are advantages.
         there = options.kl_in != "reward"
-        temperature = options.temperature
-        found = score(self.reference, unscored, temperature, self.room, on_device=there)
+        found = score(self.reference, unscored, options.temperature, self.room, on_device=there)
         for d, logprobs in zip(unscored, found, strict=True):
             d.ref_logprobs = logprobs
 

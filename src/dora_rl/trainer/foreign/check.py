@@ -157,7 +157,8 @@ def _refuse_by_config(config: Any, trust: bool) -> None:
 
 def load_model(directory: Path, attention: str, trust: bool) -> Any:
     """transformers' own model in float32; every weight must come from the files."""
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+    auto: Any = transformers.AutoModelForCausalLM
+    model, info = auto.from_pretrained(
         str(directory),
         dtype=torch.float32,
         trust_remote_code=trust,
@@ -392,7 +393,9 @@ def _numbers(config: dict[str, Any], keys: Iterable[str]) -> dict[str, int]:
 
 
 def _narrow_windows(config: dict[str, Any]) -> dict[str, Any]:
-    made = config | {k: min(v, WINDOW) for k, v in _numbers(config, _WINDOWS).items()}
+    made: dict[str, Any] = config | {
+        k: min(v, WINDOW) for k, v in _numbers(config, _WINDOWS).items()
+    }
     if isinstance(made.get("text_config"), dict):
         made["text_config"] = _narrow_windows(made["text_config"])
     return made
