@@ -7,6 +7,7 @@ Exit status: 0 every promise was kept, or the core decides the same again; 1 som
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,8 +56,6 @@ _GIVEN_UP = {
     about=ABOUT,
 )
 def audit(args: argparse.Namespace) -> int:
-    from dataclasses import replace
-
     from dora_rl.observe.audit import read_through
 
     prepare_output(args.json)
@@ -136,7 +135,6 @@ def _verdict(report: AuditReport, notes: list[str], *, files: bool, nothing: boo
 
 
 def _document(report: AuditReport, notes: list[str], again: list[str]) -> dict[str, Any]:
-    figures = report.figures
     findings = [
         {"promise": f.promise.value, "entry": f.entry, "subject": f.subject, "message": f.message}
         for f in report.findings
@@ -149,7 +147,7 @@ def _document(report: AuditReport, notes: list[str], again: list[str]) -> dict[s
         "findings": findings,
         "not_compared": notes,
         "recomputed": again,
-        "figures": {name: getattr(figures, name) for name in figures.__slots__},
+        "figures": asdict(report.figures),
     }
 
 

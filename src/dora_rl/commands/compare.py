@@ -18,6 +18,7 @@ from dora_rl.commands.arguments import (
     write_json,
 )
 from dora_rl.types import Mode, UserError
+from dora_rl.user_code import require
 
 # Which testbed `sim` and `plan` simulate, how many GPUs, what is changed in it.
 TESTBED = (
@@ -57,8 +58,7 @@ def modes_of(text: str) -> list[Mode]:
 
 
 def _mode(name: str) -> Mode:
-    if name not in list(Mode):
-        raise UserError(f"unknown mode {name!r}{hint(name, ['all', *Mode])}")
+    require((name in list(Mode), f"unknown mode {name!r}{hint(name, ['all', *Mode])}"))
     return Mode(name)
 
 
@@ -72,8 +72,7 @@ def shares_of(texts: list[str]) -> dict[Mode, float]:
             raise UserError(
                 f"--match {text!r}: write MODE=SHARE, for example {name}=0.33"
             ) from None
-        if not 0 <= shares[_mode(name)] <= 1:
-            raise UserError(f"--match {text!r}: a share is from 0 to 1")
+        require((0 <= shares[_mode(name)] <= 1, f"--match {text!r}: a share is from 0 to 1"))
     return shares
 
 

@@ -88,12 +88,9 @@ def keys_of(preset: Preset) -> dict[str, Any]:
     keys: dict[str, Any] = {}
     for field in fields(preset):
         value = getattr(preset, field.name)
-        if field.name == "lengths" or not is_dataclass(value):
-            keys[field.name] = value
-            continue
-        keys |= {
-            f"{field.name}.{inner.name}": getattr(value, inner.name) for inner in fields(value)
-        }
+        nested = fields(value) if field.name != "lengths" and is_dataclass(value) else ()
+        keys |= {f"{field.name}.{one.name}": getattr(value, one.name) for one in nested}
+        keys |= {} if nested else {field.name: value}
     return {key: value for key, value in keys.items() if key.split(".")[-1] != "name"}
 
 

@@ -210,8 +210,9 @@ def report_lines(run_dir: Path, summary: dict[str, Any]) -> list[str]:
         + f" (start-up of {summary['startup_s']:.0f} s not counted)"
     )
     if failed := summary.get("samples_failed"):
-        trained = summary["samples_trained"]
-        lines.append(f"samples: {trained} trained + {failed} failed in trained groups")
+        lines.append(
+            f"samples: {summary['samples_trained']} trained + {failed} failed in trained groups"
+        )
     return lines
 
 

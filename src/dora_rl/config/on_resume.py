@@ -116,8 +116,9 @@ RULES = {
     for section, names in sections.items()
     for name in names.split()
 }
-_NAMES = [names.split() for sections in _SECTIONS.values() for names in sections.values()]
-assert len(RULES) == sum(map(len, _NAMES)), "a key has two rules"
+assert len(RULES) == sum(
+    len(names.split()) for sections in _SECTIONS.values() for names in sections.values()
+), "a key has two rules"
 # Its rows are compared, not its paths alone: see `runtime.resume.check_same_data`.
 FINGERPRINTED = "data.train"
 

@@ -45,11 +45,9 @@ class Range:
     or_zero: bool = False
 
     def holds(self, value: float) -> bool:
-        if self.or_zero and value == 0:
-            return True
         over = value > self.low if self.low_open else value >= self.low
         under = value < self.high if self.high_open else value <= self.high
-        return math.isfinite(value) and over and under
+        return (self.or_zero and value == 0) or (math.isfinite(value) and over and under)
 
     def refuse(self, key: str, value: float) -> str:
         """The line for a value that is not in it."""

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from dora_rl.config import RewardConfig
-from dora_rl.types import UserError
-from dora_rl.user_code import load_object
+from dora_rl.user_code import load_object, require
 
 # A score of these is dear and depends on the sample alone.
 CACHED_BY_DEFAULT = ("code", "judge", "model")
@@ -173,13 +172,18 @@ class WeightedSum(Reward):
 def build(config: RewardConfig, base_dir: Path = Path(".")) -> WeightedSum:
     """The reward of a run: the weighted sum of `config.functions`. Every mistake in the section or
     in the functions' signatures is a `UserError`."""
-    if not config.functions:
-        raise UserError(
-            'reward: no function; set reward.functions = ["path/to/file.py:name"] or a built-in'
-        )
     names = [entry.label or entry.name for entry in config.functions]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise UserError(f"reward: two functions are called {twice[0]!r}; give one of them a label")
+    twice = [name for name in names if names.count(name) > 1]
+    require(
+        (
+            names,
+            'reward: no function; set reward.functions = ["path/to/file.py:name"] or a built-in',
+        ),
+        (
+            not twice,
+            f"reward: two functions are called {(twice or [''])[0]!r}; give one of them a label",
+        ),
+    )
     rewards: list[Reward] = []
     for entry, name in zip(config.functions, names, strict=True):
         form, options = entry.form, entry.options
@@ -210,6 +214,5 @@ def load_reward(
     if not re.fullmatch(r".+:[A-Za-z_][\w.]*", spec):
         return make_builtin(spec, base_dir, options or {}, limits or RewardConfig())
     found = load_object(spec, base_dir, section="reward", key="reward.functions")
-    if not callable(found):
-        raise UserError(f"reward: {spec} is a {type(found).__name__}; give a function")
+    require((callable(found), f"reward: {spec} is a {type(found).__name__}; give a function"))
     return FunctionReward(spec, found, form=form, options=options, limits=limits)

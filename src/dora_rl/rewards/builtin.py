@@ -22,7 +22,7 @@ from dora_rl.config import RewardConfig
 from dora_rl.rewards.base import Reward, ScoreError, ScoreItem
 from dora_rl.rewards.function import Expired, deadline, read_score
 from dora_rl.types import UserError
-from dora_rl.user_code import one_line
+from dora_rl.user_code import one_line, require
 
 Scorer = Callable[[ScoreItem], float | None]
 MATH_TIMEOUT_S = 5.0
@@ -119,11 +119,13 @@ def length(
     Linear over the last `buffer_tokens` before `tokens_max` (DAPO's soft overlong punishment),
     linear below `tokens_min`. `unfinished` is added where the token limit cut the response off.
     """
-    if not 0 <= buffer_tokens <= tokens_max or tokens_min > tokens_max - buffer_tokens:
-        raise UserError(
+    require(
+        (
+            0 <= buffer_tokens <= tokens_max and tokens_min <= tokens_max - buffer_tokens,
             f"reward: length needs tokens_min ≤ tokens_max - buffer_tokens, "
-            f"got {tokens_min}, {tokens_max}, {buffer_tokens}"
+            f"got {tokens_min}, {tokens_max}, {buffer_tokens}",
         )
+    )
 
     def score(item: ScoreItem) -> float:
         num_tokens = len(item.completion_ids)

@@ -110,11 +110,13 @@ def find_form(spec: str, function: Callable[..., Any], signature: Signature) -> 
         return Form.TRL
     if "solution_str" in names:
         return Form.VERL
-    if not any(name in names for name in ("completion", "state")):
-        raise UserError(
+    require(
+        (
+            "completion" in names or "state" in names,
             f"reward: {spec} takes ({', '.join(names)}), which is none of the known forms; "
-            f"{FORMS_HELP}"
+            f"{FORMS_HELP}",
         )
+    )
     others = not set(signature.required) <= {"completion", "answer"} or "completion" not in names
     others = others or any(name in names for name in ("prompt", "state", "info", "task"))
     return Form.VERIFIERS if others or _reads_messages(function, signature) else Form.PLAIN
@@ -313,8 +315,9 @@ def run_async(coroutine: Coroutine[Any, Any, T], guard_s: float) -> T:
     with _loops_lock:
         if pid not in _loops:
             _loops[pid] = asyncio.new_event_loop()
-            run = _loops[pid].run_forever
-            threading.Thread(target=run, name="reward-loop", daemon=True).start()
+            threading.Thread(
+                target=_loops[pid].run_forever, name="reward-loop", daemon=True
+            ).start()
         loop = _loops[pid]
     future = asyncio.run_coroutine_threadsafe(coroutine, loop)
     try:
@@ -340,13 +343,15 @@ class FunctionReward(Reward):
         options: Mapping[str, Any] | None = None,
         limits: RewardConfig | None = None,
     ) -> None:
-        if inspect.isclass(function):
-            raise UserError(f"reward: {name} is a class; give a function or an instance")
-        self.name = name
-        self.limits = limits or RewardConfig()
-        self._function = function
+        self.name, self.limits = name, limits or RewardConfig()
+        self._function, self._options = function, dict(options or {})
+        require(
+            (
+                not inspect.isclass(function),
+                f"reward: {name} is a class; give a function or an instance",
+            )
+        )
         self._signature = read_signature(name, function)
-        self._options = dict(options or {})
         unknown = sorted(set(self._options) - set(self._signature.names))
         require(
             (
