@@ -99,9 +99,8 @@ def is_users_own(name: str) -> bool:
 
 
 def recipe_of(loss: str) -> Recipe:
-    if is_users_own(loss):
-        return Recipe(loss)
-    return RECIPES[choose("algorithm.loss", loss, RECIPES)]
+    own = is_users_own(loss)
+    return Recipe(loss) if own else RECIPES[choose("algorithm.loss", loss, RECIPES)]
 
 
 def fill(options: AlgorithmConfig) -> AlgorithmConfig:
