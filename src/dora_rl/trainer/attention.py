@@ -57,10 +57,9 @@ class Layout:
         starts = ends - counts
         self.starts: list[int] = starts.tolist()
         self.document_P = send(torch.repeat_interleave(counts), device)
-        position_P = torch.arange(self.num_tokens) - starts.repeat_interleave(counts)
-        self.position_P = send(position_P, device)
-        cu_lengths = torch.cat([torch.zeros(1, dtype=torch.int64), ends])
-        self.cu_lengths = send(cu_lengths.to(torch.int32), device)
+        firsts = starts.repeat_interleave(counts)
+        self.position_P = send(torch.arange(self.num_tokens) - firsts, device)
+        self.cu_lengths = send(F.pad(ends, (1, 0)).to(torch.int32), device)
         self._plans: dict[Any, Any] = {}
 
     def plan(self, make: Callable[[Layout], _Plan]) -> _Plan:
@@ -139,8 +138,7 @@ def _flex_mask(layout: Layout) -> Any:
 
 def attend_flex(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float) -> Tensor:
     """flex_attention under a document mask."""
-    mask = layout.plan(_flex_mask)
-    return _with_heads_first(_flex()[0], q, k, v, block_mask=mask, scale=scale)
+    return _with_heads_first(_flex()[0], q, k, v, block_mask=layout.plan(_flex_mask), scale=scale)
 
 
 # -- blocks ---------------------------------------------------------------------------------------
@@ -285,9 +283,8 @@ def attend_blocks(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float)
 
 def attend_cpu(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float) -> Tensor:
     """`blocks`, unless a document is long or the numbers are not float32."""
-    if layout.length_max > _BLOCKS_LENGTH_MAX or q.dtype != torch.float32:
-        return attend_loop(q, k, v, layout, scale)
-    return attend_blocks(q, k, v, layout, scale)
+    blocks = layout.length_max <= _BLOCKS_LENGTH_MAX and q.dtype == torch.float32
+    return (attend_blocks if blocks else attend_loop)(q, k, v, layout, scale)
 
 
 BACKENDS: dict[str, Attend] = {

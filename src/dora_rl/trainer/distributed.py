@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dora_rl.types import UserError
+from dora_rl.user_code import require
 
 SIOCGIFADDR = 0x8915  # <linux/sockios.h>
 
@@ -66,8 +66,12 @@ def join(meeting: str | Path, rank: int, num_ranks: int, ip: str = "") -> None:
 def agree(what: str, value: int, hint: str) -> None:
     """Every rank must have found the same; a collective."""
     found = _of_first(value)
-    if found != value:
-        raise UserError(f"rank {world()[0]} finds {what} {value}, the first rank {found}; {hint}")
+    require(
+        (
+            found == value,
+            f"rank {world()[0]} finds {what} {value}, the first rank {found}; {hint}",
+        )
+    )
 
 
 def decide(flag: bool) -> bool:

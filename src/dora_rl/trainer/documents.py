@@ -87,8 +87,9 @@ def document_of(group: Group, sample: Trajectory, reward: float) -> Document:
     )
     if sample.mixed:
         starts, versions = np.array(sample.segments, np.int64).T
-        under = versions[np.searchsorted(starts, place, side="right") - 1]
-        document.mixed_versions = torch.from_numpy(under)
+        document.mixed_versions = torch.from_numpy(
+            versions[np.searchsorted(starts, place, side="right") - 1]
+        )
     return document
 
 
@@ -205,8 +206,9 @@ def _penalty(document: Document, options: AlgorithmConfig) -> Tensor | None:
     if options.kl_in != "reward" or options.kl_coef == 0.0:
         return None
     assert document.ref_logprobs is not None
-    estimate = KL[options.kl_estimator]
-    return options.kl_coef * estimate(document.rollout_logprobs, document.ref_logprobs)
+    return options.kl_coef * KL[options.kl_estimator](
+        document.rollout_logprobs, document.ref_logprobs
+    )
 
 
 def per_group_advantages(documents: Sequence[Document], objective: Objective) -> None:

@@ -63,8 +63,9 @@ class Learner(Updates):
         trainer = trainer or TrainerConfig()
         source = Path(model) if isinstance(model, str) else model
         super().__init__(source, resolve(algorithm or AlgorithmConfig()), trainer, store)
-        on_gpu = self.device.type != "cpu"
-        check_published(trainer.compute_dtype, trainer.publish_dtype, on_gpu=on_gpu)
+        check_published(
+            trainer.compute_dtype, trainer.publish_dtype, on_gpu=self.device.type != "cpu"
+        )
         updates = trainer.updates_per_step
         require(
             (

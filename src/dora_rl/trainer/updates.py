@@ -45,6 +45,7 @@ from dora_rl.trainer.policy.model import (
 )
 from dora_rl.trainer.scoring import SealedScorer, score
 from dora_rl.types import StepIndex, UserError, Version
+from dora_rl.user_code import require
 
 _PACK_TOKENS = {"cpu": 4096, "cuda": 32768}
 
@@ -87,8 +88,9 @@ class Updates:
         self.notes: list[str] = []  # for whoever watches the run
         make_twin = partial(clone_architecture, policy, trainer, self.directory)
         make_adapted = partial(clone_adapted, policy, trainer, self.directory)
-        temperature = objective.options.temperature
-        self.scorer = SealedScorer(store, make_twin, make_adapted, temperature, self.room)
+        self.scorer = SealedScorer(
+            store, make_twin, make_adapted, objective.options.temperature, self.room
+        )
         # Copies are taken before adapters are added and before anything is sharded.
         self.reference = self._make_reference() if objective.needs_reference else None
         self.critic = Critic(make_twin(), policy) if objective.needs_critic else None
@@ -195,7 +197,11 @@ class Updates:
         if self.num_ranks > 1:
             if not lengths or not (flush or sum(lengths) >= self.num_ranks * self.pack_tokens):
                 return []
-            packs = pack_balanced(lengths, self.pack_tokens, self.num_ranks, self._quadratic())
+            arch, quadratic = self.policy.arch, 8192.0  # any figure will do
+            if arch is not None:
+                width = arch.num_heads * arch.head_dim
+                quadratic = quadratic_tokens(width, arch.layer_params_active())
+            packs = pack_balanced(lengths, self.pack_tokens, self.num_ranks, quadratic)
             packs, rest = packs[self.rank :: self.num_ranks], []
         else:
             packs, rest = pack_stream(lengths, self.pack_tokens)
@@ -204,20 +210,16 @@ class Updates:
         self._pending = [pending[i] for i in rest]
         return [[pending[i] for i in indices] for indices in packs]
 
-    def _quadratic(self) -> float:
-        arch = self.policy.arch
-        if arch is None:  # any figure will do
-            return 8192.0
-        return quadratic_tokens(arch.num_heads * arch.head_dim, arch.layer_params_active())
-
     def make_room(self, lengths: Sequence[int], missing: str) -> None:
         """A pack of such documents did not fit: drop the gradients and whatever torch holds on to,
         and let the next packs be smaller. Raises where nothing is smaller."""
-        if self.num_ranks > 1:  # the others are in the middle of a collective
-            raise UserError(
+        require(
+            (
+                self.num_ranks == 1,  # the others are in the middle of a collective
                 f"out of memory in a pack of {sum(lengths):,} tokens ({missing}); set "
-                f"trainer.pack_tokens below {self.pack_tokens}, then --resume"
+                f"trainer.pack_tokens below {self.pack_tokens}, then --resume",
             )
+        )
         recomputed = bool(self.policy.checkpointing) or self.room.recomputes(sum(lengths))
         self.room.shrink(lengths, missing, recomputed=recomputed)
         self._update.forget_passes(self.device)

@@ -97,8 +97,7 @@ def load_foreign(
     text = json.dumps(config.to_dict(), sort_keys=True, default=str)
     with _one_line(directory, config.model_type), _without_progress_bars():
         _refuse_by_config(config, trust)
-        attention = examine(text, directory, dtype, trust)
-        model = load_model(directory, attention, trust)
+        model = load_model(directory, examine(text, directory, dtype, trust), trust)
         policy = ForeignPolicy(model.to(device), dtype, options)
         compare_with_files(policy, directory)
     return policy
@@ -264,8 +263,13 @@ def _check_export(policy: ForeignPolicy, case: _Case, folder: Path, trust: bool)
     _write(policy.inner, folder)
     again = load_model(folder, "eager", trust)
     difference = float((case.table(again) - wanted).abs().max()) / case.spread
-    far = f"its export, read by transformers, gives log-probs {difference:.2g} of their spread away"
-    require((difference < DIFFERENCE_MAX, far))
+    require(
+        (
+            difference < DIFFERENCE_MAX,
+            f"its export, read by transformers, gives log-probs {difference:.2g} of their spread "
+            "away",
+        )
+    )
     own = own_tensors(policy.inner)
     read = dict(policy.format.from_checkpoint(HfDirectory(folder).tensor))
     wrong = sorted(n for n in own if n not in read or not torch.equal(own[n], read[n]))
@@ -294,11 +298,13 @@ def _check_dtype(policy: ForeignPolicy, case: _Case, dtype: torch.dtype) -> None
         (grads and bad == ["none"], f"its gradients are not finite in {dtype} ({bad[0]})"),
     )
     cast_parameters(policy, dtype)
-    if not torch.equal(case.scores(policy).logprobs_T, scores.logprobs_T):
-        raise UserError(
+    require(
+        (
+            torch.equal(case.scores(policy).logprobs_T, scores.logprobs_T),
             f"in {dtype} a frozen copy of it computes other log-probs from the same weights; "
-            "use trainer.compute_dtype = 'float32'"
+            "use trainer.compute_dtype = 'float32'",
         )
+    )
 
 
 # -- the model itself -----------------------------------------------------------------------------
@@ -317,12 +323,14 @@ def compare_with_files(policy: ForeignPolicy, directory: Path) -> None:
     for name, tensor in policy.format.to_checkpoint(own.__getitem__):
         # Checkpoints of a body alone have no prefix; transformers reads both.
         known = [n for n in (name, name.removeprefix(prefix)) if n in reader.file_of]
-        if not known:
-            raise UserError(f"it would be exported with a tensor '{name}', unlike its files")
-        same = name not in chosen or torch.equal(
-            reader.tensor(known[0]).to(tensor.dtype), tensor.cpu()
+        require((known, f"it would be exported with a tensor '{name}', unlike its files"))
+        require(
+            (
+                name not in chosen
+                or torch.equal(reader.tensor(known[0]).to(tensor.dtype), tensor.cpu()),
+                f"it would be exported with another '{name}' than its files have",
+            )
         )
-        require((same, f"it would be exported with another '{name}' than its files have"))
 
 
 # -- making the clone -----------------------------------------------------------------------------

@@ -33,16 +33,11 @@ def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
         p.data = p.data.to(dtype)
 
 
-class RmsNorm(nn.Module):
+class RmsNorm(nn.RMSNorm):
     """x / sqrt(mean(x²) + eps) · weight, the mean in float32."""
 
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
-
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps)  # type: ignore[arg-type]
 
 
 class Attention(nn.Module):

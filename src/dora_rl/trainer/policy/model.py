@@ -27,7 +27,6 @@ from dora_rl.trainer.distributed import gathered, like_shard, world
 from dora_rl.trainer.foreign.policy import ForeignPolicy
 from dora_rl.trainer.policy.decoder import Decoder, Layer, cast_parameters
 from dora_rl.trainer.policy.lora import add_lora, checkpoint_name, is_adapter, merged
-from dora_rl.types import UserError
 from dora_rl.user_code import require
 
 Policy: TypeAlias = Decoder | ForeignPolicy
@@ -41,8 +40,12 @@ def pick_device(name: str) -> torch.device:
     """The device the user named, or the first GPU if there is one."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise UserError(f"trainer.device '{name}': this torch sees no GPU; use device = 'cpu'")
+    require(
+        (
+            not name.startswith("cuda") or torch.cuda.is_available(),
+            f"trainer.device '{name}': this torch sees no GPU; use device = 'cpu'",
+        )
+    )
     return torch.device(name)
 
 
