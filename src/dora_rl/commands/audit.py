@@ -19,7 +19,7 @@ from dora_rl.commands.arguments import (
     prepare_output,
     write_json,
 )
-from dora_rl.types import UserError
+from dora_rl.user_code import require
 
 if TYPE_CHECKING:
     from dora_rl.observe.audit import AuditReport
@@ -60,11 +60,19 @@ def audit(args: argparse.Namespace) -> int:
 
     prepare_output(args.json)
     again_too = args.recompute is not None
-    if again_too and args.recompute < 1:
-        raise UserError(f"--recompute {args.recompute}: give a number of samples, at least 1")
+    require(
+        (
+            not again_too or args.recompute >= 1,
+            f"--recompute {args.recompute}: give a number of samples, at least 1",
+        )
+    )
     folder, beside = events_folder(args.run), args.files or again_too
-    if beside and folder == args.run:
-        raise UserError(f"{args.run} is an event log; give the run directory for this")
+    require(
+        (
+            not beside or folder != args.run,
+            f"{args.run} is an event log; give the run directory for this",
+        )
+    )
     auditor = read_through(folder, keep=bool(beside))
     report, notes, again, nothing = auditor.report(), list[str](), list[str](), False
     found, num = list(report.findings), report.num_findings

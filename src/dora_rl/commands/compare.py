@@ -228,8 +228,12 @@ def _split(text: str) -> Any:
         split = Split(int(instances), int(threads), int(learner))
     except ValueError:
         raise UserError(f"--split {text!r}: write IxT+L, for example 2x1+1") from None
-    if min(split.num_instances, split.threads, split.learner_threads) < 1:
-        raise UserError(f"--split {text!r}: each number must be at least 1")
+    require(
+        (
+            min(split.num_instances, split.threads, split.learner_threads) >= 1,
+            f"--split {text!r}: each number must be at least 1",
+        )
+    )
     return split
 
 

@@ -50,8 +50,12 @@ def evaluate(args: argparse.Namespace) -> int:
 
     prepare_output(args.json)
     found = find_model(args.model, args.step)
-    if args.config is None and not is_run(args.model):
-        raise UserError(f"{args.model} is a model; add --config FILE.toml with data and reward")
+    require(
+        (
+            args.config is not None or is_run(args.model),
+            f"{args.model} is a model; add --config FILE.toml with data and reward",
+        )
+    )
     config = load_config(args.config or args.model / "config.json", args.overrides)
     traces: dict[str, str] = {}
     listen(lambda what, error: traces.update({origin_of(error): trace_of(error)}))

@@ -37,11 +37,13 @@ def preset_of(args: argparse.Namespace) -> Preset:
         streaming=preset.streaming and not args.no_streaming,
     )
     preset.validate()
-    if preset.num_devices % preset.tensor_parallel:
-        raise UserError(
+    require(
+        (
+            preset.num_devices % preset.tensor_parallel == 0,
             f"{preset.name} builds instances of {preset.tensor_parallel} GPUs; --gpus must be a "
-            f"multiple of that, not {preset.num_devices}"
+            f"multiple of that, not {preset.num_devices}",
         )
+    )
     return preset
 
 
@@ -108,8 +110,7 @@ def _put(preset: Preset, key: str, text: str) -> Preset:
 
 def _parse(key: str, text: str, present: Any) -> Any:
     if isinstance(present, bool):
-        if text.lower() not in ("true", "false"):
-            raise UserError(f"--set {key}: {text!r} is not true or false")
+        require((text.lower() in ("true", "false"), f"--set {key}: {text!r} is not true or false"))
         return text.lower() == "true"
     kind = int if isinstance(present, int) else float
     return _number(f"--set {key}", text, kind)
@@ -174,6 +175,10 @@ def parse_lengths(text: str, present: LengthModel) -> LengthModel:
     if is_pareto:
         return Pareto(first, int(second), tokens_max)
     model = LogNormal.with_mean(first, second, tokens_max)
-    if mean_of(model) < 0.99 * first:
-        raise UserError(f"--set lengths: cut at {parts[2]}, the mean cannot be {parts[0]}")
+    require(
+        (
+            mean_of(model) >= 0.99 * first,
+            f"--set lengths: cut at {parts[2]}, the mean cannot be {parts[0]}",
+        )
+    )
     return model

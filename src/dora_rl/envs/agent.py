@@ -276,9 +276,12 @@ class AgentEndpoint:
         if ask.params.logprobs_top_n:
             raise bad_request("'top_logprobs' is not there while training", "top_logprobs")
         episode = self._get(ask.session_id or "")
-        options = self._text.template_options | ask.template_options
         turn = episode.past.next_turn(
-            ask.messages, ask.tools, options, self.template, self._text.stop_ids
+            ask.messages,
+            ask.tools,
+            self._text.template_options | ask.template_options,
+            self.template,
+            self._text.stop_ids,
         )
         return episode.begin(turn)
 
@@ -294,8 +297,7 @@ class AgentEndpoint:
 
     async def end_session(self, session_id: str, reward: float | None) -> dict[str, Any]:
         """The reward of the episode, which ends when the agent does."""
-        episode = self._get(session_id)
-        episode.reward = reward
+        self._get(session_id).reward = reward
         return {"id": session_id, "object": "session", "reward": reward}
 
     def _get(self, session_id: str) -> Episode:

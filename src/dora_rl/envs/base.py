@@ -25,7 +25,7 @@ from itertools import groupby
 from typing import Any, TypeAlias, TypeVar
 
 from dora_rl.model.tokenizer import Tokenizer
-from dora_rl.types import UserError
+from dora_rl.user_code import require
 
 Message: TypeAlias = dict[str, Any]
 
@@ -156,8 +156,12 @@ class TurnText:
     def _render(self, messages: Sequence[Message]) -> str:
         """What the chat template writes from the end of the policy's turn on."""
         base = [{"role": "user", "content": "x"}, {"role": "assistant", "content": MARK}]
-        if not getattr(self.tokenizer, "chat_template", None):
-            raise UserError("the observation is a message list, and the model has no chat template")
+        require(
+            (
+                getattr(self.tokenizer, "chat_template", None),
+                "the observation is a message list, and the model has no chat template",
+            )
+        )
         whole = self.tokenizer.apply_chat_template(
             [*base, *messages],
             tokenize=False,

@@ -35,8 +35,7 @@ TEST_SPLITS = ("test", "eval", "validation", "heldout")
 class Calculator(Environment):
     """One episode of the tool task."""
 
-    def __init__(self) -> None:
-        self._answer = ""
+    _answer = ""
 
     def reset(self, row: Row, seed: int) -> None:
         if row.answer is None:

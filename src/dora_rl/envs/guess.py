@@ -25,8 +25,7 @@ TEST_SPLITS = ("test", "eval", "validation", "heldout")
 class Guess(Environment):
     """One game."""
 
-    def __init__(self) -> None:
-        self._secret, self._num_left = 0, 0
+    _secret = _num_left = 0
 
     def reset(self, row: Row, seed: int) -> None:
         if row.answer is None or "guesses" not in row.columns:
@@ -41,12 +40,6 @@ class Guess(Environment):
         if guess is None or not self._num_left:
             return Observation(reward=0.0, done=True)
         return Observation("<\n" if self._secret < int(guess[1]) else ">\n")
-
-
-def _held_out(low: int) -> bool:
-    """07, 27, 47, 67, 87: a tiny model must have seen a digit in its place (as in 17 and 37) to
-    read it."""
-    return low % 20 == 7
 
 
 class Games:
@@ -66,7 +59,9 @@ class Games:
         width = 2**guesses - 1
         while True:
             low = int(rng.random() * (101 - width))
-            if _held_out(low) == (split in TEST_SPLITS):
+            # Held out are 07, 27, 47, 67 and 87: a tiny model must have seen a digit in its place
+            # (as in 17 and 37) to read it.
+            if (low % 20 == 7) == (split in TEST_SPLITS):
                 break
         high = low + width - 1
         return {

@@ -84,8 +84,7 @@ class Host:
         self._called: set[Future[Any]] = set()
 
     async def answer(self, ask: Ask) -> Answer:
-        lock = self._locks.setdefault(ask.request, asyncio.Lock())
-        async with lock:
+        async with self._locks.setdefault(ask.request, asyncio.Lock()):
             try:
                 return await self._answer(ask)
             except StepError as error:
@@ -165,8 +164,9 @@ class Host:
                 return await found if isinstance(found, Awaitable) else found
         except Exception as error:
             if limit.expired() and isinstance(error, TimeoutError):
-                reason = f"the {name} did not answer within {limit_s:g} s"
-                raise StepError(reason, hung=in_thread) from None
+                raise StepError(
+                    f"the {name} did not answer within {limit_s:g} s", hung=in_thread
+                ) from None
             # The user's code may raise anything, a time-out of its own too.
             raise StepError(f"the {name} failed: {raised(name, error)}") from error
 

@@ -87,8 +87,12 @@ def regex(*, pattern: str, full: bool = False, hit: float = 1.0, miss: float = 0
 def format_tags(*, tags: Sequence[str] = ("think", "answer"), partial: bool = False) -> Scorer:
     """1 if the completion is `<think>…</think><answer>…</answer>`: each tag once, in order, with
     nothing but space outside. `partial`: otherwise the share of tags that stand there once."""
-    if not tags or any(not re.fullmatch(r"[\w-]+", tag) for tag in tags):
-        raise UserError(f"reward: format needs tags made of letters, not {list(tags)}")
+    require(
+        (
+            tags and all(re.fullmatch(r"[\w-]+", tag) for tag in tags),
+            f"reward: format needs tags made of letters, not {list(tags)}",
+        )
+    )
     whole = re.compile(
         r"\s*" + r"\s*".join(rf"<{tag}>.*?</{tag}>" for tag in tags) + r"\s*", re.DOTALL
     )
@@ -216,9 +220,8 @@ class ItemReward(Reward):
             with deadline(self._timeout_s):
                 return read_score(self._scorer(item))
         except Expired:
-            if self._late is not None:
-                return self._late
-            return ScoreError(f"took longer than timeout_s = {self._timeout_s:g}")
+            late = ScoreError(f"took longer than timeout_s = {self._timeout_s:g}")
+            return late if self._late is None else self._late
         except Exception as error:  # noqa: BLE001 - libraries raise anything on strange input
             return ScoreError(f"raised {one_line(error)}")
 

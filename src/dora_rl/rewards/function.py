@@ -43,7 +43,6 @@ from dora_rl.user_code import raised, require
 NUM_ATTEMPTS_WAITING = 3
 ANSWER_NAMES = ("answer", "ground_truth", "solution", "label")
 TRL_NAMES = ("prompts", "completions", "completion_ids", "completions_ids")
-VERIFIERS_NAMES = ("prompt", "completion", "answer", "state", "info", "task")
 FORMS_HELP = (
     "write it as f(prompts, completions, completion_ids, **columns) [TRL], "
     "compute_score(data_source, solution_str, ground_truth, extra_info=None) [verl], "
@@ -53,7 +52,7 @@ FORMS_HELP = (
 
 
 def _ignore(*_: object, **__: object) -> None:
-    return None
+    """Nobody reads it here."""
 
 
 # What TRL's trainer also hands over, for functions that name it: here it goes nowhere.
@@ -133,9 +132,8 @@ def _reads_messages(function: Callable[..., Any], signature: Signature) -> bool:
 
 
 def _mentions_content(code: CodeType) -> bool:
-    if "content" in code.co_names or "content" in code.co_consts:
-        return True
-    return any(_mentions_content(c) for c in code.co_consts if isinstance(c, CodeType))
+    inner = (part for part in code.co_consts if isinstance(part, CodeType))
+    return "content" in (*code.co_names, *code.co_consts) or any(map(_mentions_content, inner))
 
 
 def is_chat(item: ScoreItem) -> bool:
@@ -375,7 +373,7 @@ class FunctionReward(Reward):
         known |= {
             Form.TRL: {*TRL_NAMES, *TRAINER_THINGS},
             Form.VERL: {"data_source", "solution_str", "ground_truth", "extra_info"},
-            Form.VERIFIERS: set(VERIFIERS_NAMES),
+            Form.VERIFIERS: {"prompt", "completion", "answer", "state", "info", "task"},
             Form.PLAIN: {"completion"},
         }[self.form]
         return [name for name in self._signature.required if name not in known]
