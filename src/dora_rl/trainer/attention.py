@@ -192,11 +192,8 @@ class BlockPlan:
             offset += self.buckets[-1].length
 
     def gather(self, heads: int) -> Gather:
-        if heads not in self._gathers:
-            self._gathers[heads] = self._make_gather(heads)
-        return self._gathers[heads]
-
-    def _make_gather(self, heads: int) -> Gather:
+        if heads in self._gathers:
+            return self._gathers[heads]
         lengths, starts = torch.tensor(self._layout.lengths), torch.tensor(self._layout.starts)
         into, back = [], torch.empty(self._layout.num_tokens * heads, dtype=torch.int64)
         head = torch.arange(heads)[None, :, None]
@@ -208,7 +205,8 @@ class BlockPlan:
             real = (column < length).expand(rows.shape)
             back[rows[real]] = slots[real]
             into.append(rows.reshape(-1))
-        return Gather(torch.cat(into), back)
+        self._gathers[heads] = Gather(torch.cat(into), back)
+        return self._gathers[heads]
 
 
 def _query_blocks(length: int) -> list[tuple[int, int]]:
@@ -300,9 +298,8 @@ def pick_attention(name: str, device: torch.device, dtype: torch.dtype) -> Atten
     """The backend the user named, or the best one of this device."""
     cuda = device.type == "cuda"
     if name == "auto":
-        if not cuda:
-            return attend_cpu
-        return attend_varlen if dtype in (torch.bfloat16, torch.float16) else attend_loop
+        on_gpu = attend_varlen if dtype in (torch.bfloat16, torch.float16) else attend_loop
+        return on_gpu if cuda else attend_cpu
     choose("trainer.attention", name, (*BACKENDS, "auto"))
     check_attention(name, on_gpu=cuda, dtype=str(dtype).removeprefix("torch."))
     return BACKENDS[name]

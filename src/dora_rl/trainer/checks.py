@@ -20,8 +20,7 @@ def check_attention(name: str, *, on_gpu: bool, dtype: str) -> None:
 
 def check_published(compute: str, published: str, *, on_gpu: bool) -> None:
     """A version holds all bits that the learner computes with: instances run the same weights."""
-    usual = "bfloat16" if on_gpu else "float32"
-    own = usual if compute == "auto" else compute
+    own = compute if compute != "auto" else "bfloat16" if on_gpu else "float32"
     require(
         (
             published in ("auto", "float32", own),

@@ -100,8 +100,7 @@ def shard(module: nn.Module, layers: Sequence[nn.Module], compute_dtype: torch.d
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    kind = next(module.parameters()).device.type
-    mesh = init_device_mesh(kind, (dist.get_world_size(),))
+    mesh = init_device_mesh(next(module.parameters()).device.type, (dist.get_world_size(),))
     # Inputs stay as they are: cosines and sines are float32 on purpose.
     policy = MixedPrecisionPolicy(
         param_dtype=None if compute_dtype == torch.float32 else compute_dtype,
@@ -114,8 +113,7 @@ def shard(module: nn.Module, layers: Sequence[nn.Module], compute_dtype: torch.d
 
 def like_shard(tensor: Tensor, parameter: Tensor) -> Tensor:
     """The part of a whole tensor that belongs where `parameter` is sharded."""
-    mesh = getattr(parameter, "device_mesh", None)
-    if mesh is None:
+    if (mesh := getattr(parameter, "device_mesh", None)) is None:
         return tensor
     from torch.distributed.tensor import distribute_tensor
 
@@ -126,8 +124,7 @@ def like_shard(tensor: Tensor, parameter: Tensor) -> Tensor:
 
 def back_to_shards(module: nn.Module) -> None:
     """After a forward pass that no backward follows, FSDP2's root would stay gathered."""
-    reshard = getattr(module, "reshard", None)
-    if reshard is not None:
+    if (reshard := getattr(module, "reshard", None)) is not None:
         reshard()
 
 

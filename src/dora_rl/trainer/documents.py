@@ -236,8 +236,7 @@ def whole_batch_advantages(documents: Sequence[Document], options: AlgorithmConf
     for d in documents:
         rewards = torch.zeros(d.num_trained)
         rewards[-1] = d.reward
-        penalty = _penalty(d, options)
-        if penalty is not None:
+        if (penalty := _penalty(d, options)) is not None:
             rewards = rewards - penalty
         if options.advantage == "batch":
             d.advantages = returns_to_go(rewards, options.gamma)
@@ -290,10 +289,7 @@ def pack_stream(lengths: Sequence[int], pack_tokens: int) -> tuple[list[list[int
             open_pack, used = [], 0
         open_pack.append(index)
         used += length
-        if used >= pack_tokens:
-            packs.append(open_pack)
-            open_pack, used = [], 0
-    return packs, open_pack
+    return ([*packs, open_pack], []) if used >= pack_tokens else (packs, open_pack)
 
 
 def pack_balanced(

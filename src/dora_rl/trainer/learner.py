@@ -61,8 +61,12 @@ class Learner(Updates):
         store: WeightStore | None = None,
     ) -> None:
         trainer = trainer or TrainerConfig()
-        source = Path(model) if isinstance(model, str) else model
-        super().__init__(source, resolve(algorithm or AlgorithmConfig()), trainer, store)
+        super().__init__(
+            Path(model) if isinstance(model, str) else model,
+            resolve(algorithm or AlgorithmConfig()),
+            trainer,
+            store,
+        )
         check_published(
             trainer.compute_dtype, trainer.publish_dtype, on_gpu=self.device.type != "cpu"
         )
@@ -177,8 +181,9 @@ class Learner(Updates):
             done: Future[str] = Future()
             done.set_result("")
             return done
-        base = self.base if self.publishes_adapters else ""
-        return self.publisher.seal(drafts, canary, background, base, turn)
+        return self.publisher.seal(
+            drafts, canary, background, self.base if self.publishes_adapters else "", turn
+        )
 
     def _copy_to(
         self, drafts: Drafts | None, dtype: torch.dtype, version: Version, *, exact: bool

@@ -37,7 +37,7 @@ def keep_freed_memory() -> bool:
         return False
     # 32 MiB is the largest mmap threshold glibc accepts.
     settings = ((_M_MMAP_THRESHOLD, 32 << 20), (_M_TRIM_THRESHOLD, 1 << 30), (_M_TOP_PAD, 64 << 20))
-    return all(mallopt(kind, value) == 1 for kind, value in settings)
+    return all(mallopt(*setting) == 1 for setting in settings)
 
 
 @contextmanager

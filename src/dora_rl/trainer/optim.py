@@ -78,9 +78,10 @@ class Optimizer:
         grads = [p.grad for p in self.parameters if p.grad is not None]
         # Of the whole model, when they are sharded.
         total_norm = gathered(torch.nn.utils.get_total_norm(grads, foreach=True))
-        known = [total_norm] + ([] if poisoned is None else [poisoned])
         # Both at once: the host waits for the device a single time.
-        norm, *loss = torch.stack([t.detach().double() for t in known]).tolist()
+        norm, *loss = torch.stack(
+            [t.detach().double() for t in (total_norm, poisoned) if t is not None]
+        ).tolist()
         norm *= scale
         ok = math.isfinite(norm) and all(map(math.isfinite, loss))
         if ok:

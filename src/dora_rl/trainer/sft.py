@@ -125,10 +125,10 @@ def run_sft(
     train = kept[: len(kept) - len(held)]
     require((train, f"sft data: no demonstration of at most {limit} tokens to train on"))
     # A decaying schedule without a horizon ends with the run.
-    horizon = trainer.num_updates or _num_updates(train, options)
+    horizon = {"num_updates": trainer.num_updates or _num_updates(train, options)}
     if trainer.lora_rank:
         add_lora(policy, trainer)
-    optimizer = Optimizer(policy, trainer.model_copy(update={"num_updates": horizon}))
+    optimizer = Optimizer(policy, trainer.model_copy(update=horizon))
     pack_tokens = trainer.pack_tokens or (32768 if device.type == "cuda" else 4096)
     before, start = _mean_loss(policy, held, pack_tokens), time.monotonic()
     done: list[SftProgress] = []

@@ -83,13 +83,17 @@ class Updates:
         if self.device.type == "cpu":
             keep_freed_memory()
         self.rank, self.num_ranks = distributed.world()
-        pack_tokens = trainer.pack_tokens or _PACK_TOKENS.get(self.device.type, 16384)
-        self.room = Room(pack_tokens, self.note_shortage)
+        self.room = Room(
+            trainer.pack_tokens or _PACK_TOKENS.get(self.device.type, 16384), self.note_shortage
+        )
         self.notes: list[str] = []  # for whoever watches the run
         make_twin = partial(clone_architecture, policy, trainer, self.directory)
-        make_adapted = partial(clone_adapted, policy, trainer, self.directory)
         self.scorer = SealedScorer(
-            store, make_twin, make_adapted, objective.options.temperature, self.room
+            store,
+            make_twin,
+            partial(clone_adapted, policy, trainer, self.directory),
+            objective.options.temperature,
+            self.room,
         )
         # Copies are taken before adapters are added and before anything is sharded.
         self.reference = self._make_reference() if objective.needs_reference else None
@@ -152,8 +156,10 @@ class Updates:
         self.meters.count("train/tokens", sum(d.num_tokens for d in documents))
         adapters = self.optimizer.num_parameters if self.options.lora_rank else 0
         if self.policy.arch is not None:
-            flops = self.policy.arch.train_flops([d.num_tokens for d in documents], adapters)
-            self.meters.count("train/flops", flops)
+            self.meters.count(
+                "train/flops",
+                self.policy.arch.train_flops([d.num_tokens for d in documents], adapters),
+            )
         for d in documents:
             if self.objective.may_skip_zero_advantage and not bool(d.advantages.any()):
                 self.meters.count("train/tokens_skipped", d.num_tokens)
@@ -165,9 +171,14 @@ class Updates:
         if self.reference is None or not unscored:
             return
         options = self.objective.options
-        # A penalty in the reward is taken off on the host, before there are advantages.
-        there = options.kl_in != "reward"
-        found = score(self.reference, unscored, options.temperature, self.room, on_device=there)
+        found = score(
+            self.reference,
+            unscored,
+            options.temperature,
+            self.room,
+            # A penalty in the reward is taken off on the host, before there are advantages.
+            on_device=options.kl_in != "reward",
+        )
         for d, logprobs in zip(unscored, found, strict=True):
             d.ref_logprobs = logprobs
 

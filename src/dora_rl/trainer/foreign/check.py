@@ -164,8 +164,7 @@ def load_model(directory: Path, attention: str, trust: bool) -> Any:
         attn_implementation=attention,
         output_loading_info=True,
     )
-    missing = sorted({*info["missing_keys"], *(m[0] for m in info["mismatched_keys"])})
-    if missing:
+    if missing := sorted({*info["missing_keys"], *(m[0] for m in info["mismatched_keys"])}):
         raise UserError(f"its files have no weight of the right shape for '{missing[0]}'")
     return model.eval()
 
@@ -201,8 +200,9 @@ def examine(config_text: str, directory: Path, dtype: torch.dtype, trust: bool) 
 def _write(model: Any, directory: Path) -> None:
     """As the learner exports. (`save_pretrained` writes on the first of several ranks only.)"""
     model.config.save_pretrained(directory)
-    tensors = CheckpointFormat(model).to_checkpoint(own_tensors(model).__getitem__)
-    write_model(directory, tensors, 1 << 40)
+    write_model(
+        directory, CheckpointFormat(model).to_checkpoint(own_tensors(model).__getitem__), 1 << 40
+    )
 
 
 class _Case:
@@ -272,8 +272,7 @@ def _check_export(policy: ForeignPolicy, case: _Case, folder: Path, trust: bool)
     )
     own = own_tensors(policy.inner)
     read = dict(policy.format.from_checkpoint(HfDirectory(folder).tensor))
-    wrong = sorted(n for n in own if n not in read or not torch.equal(own[n], read[n]))
-    if wrong:
+    if wrong := sorted(n for n in own if n not in read or not torch.equal(own[n], read[n])):
         raise UserError(f"its weight '{wrong[0]}' is not read back from an export as it was")
 
 
@@ -374,10 +373,9 @@ def _smaller(config: dict[str, Any], small: bool) -> Iterator[dict[str, Any]]:
     """Configs to try, the smallest first."""
     if small:
         yield _narrow_windows(config)
-        return
-    for factor in _factors(config.get("text_config") or config):
-        for cut_rest in (True, False):
-            yield _shrink(config, factor, cut_rest)
+    else:
+        factors = _factors(config.get("text_config") or config)
+        yield from (_shrink(config, f, cut_rest) for f in factors for cut_rest in (True, False))
 
 
 def _factors(config: dict[str, Any]) -> list[int]:

@@ -109,8 +109,9 @@ def _batches(layout: Layout) -> tuple[list[Tensor], Tensor]:
     """A pack as batches of rows: where each row's tokens are in the pack, and the way back."""
     plan = layout.plan(BlockPlan)
     into, back = plan.gather(heads=1)
-    rows = [bucket.rows(into, 1, 1)[:, 0, :, 0] for bucket in plan.buckets]
-    return [send(rows_BL, layout.device) for rows_BL in rows], send(back, layout.device)
+    return [
+        send(bucket.rows(into, 1, 1)[:, 0, :, 0], layout.device) for bucket in plan.buckets
+    ], send(back, layout.device)
 
 
 @contextmanager
@@ -291,8 +292,7 @@ class CheckpointFormat:
         # By the numbers of layers and experts (2 before 10): so are lists of experts merged.
         made = (name for name, _ in self.to_checkpoint(shapes.__getitem__))
         self.names = sorted(made, key=dot_natural_key)
-        parameters = {n for n, _ in model.named_parameters()}
-        self.buffers = frozenset(n for n in own if n not in parameters)
+        self.buffers = self._own - {n for n, _ in model.named_parameters()}
         # Nothing rounds what is not trained, such as the biases that choose experts.
         self.exact = frozenset(self._revert(model, {n: shapes[n] for n in self.buffers}))
 

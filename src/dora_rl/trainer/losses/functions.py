@@ -39,8 +39,9 @@ def surrogate(
     clipped_low = (ratio_T < low) & (advantage_T < 0)
     clipped_high = (ratio_T > high) & (advantage_T > 0)
     if options.dual_clip:
-        capped = torch.minimum(loss, -options.dual_clip * advantage_T)
-        loss = torch.where(advantage_T < 0, capped, loss)
+        loss = torch.where(
+            advantage_T < 0, torch.minimum(loss, -options.dual_clip * advantage_T), loss
+        )
         clipped_high |= (ratio_T > options.dual_clip) & (advantage_T < 0)
     return loss, clipped_low, clipped_high
 

@@ -69,7 +69,7 @@ class Objective:
     def numerator(self, loss_T: Tensor, inputs: LossInputs) -> Tensor:
         """A pack's part of the sum, before division by the denominator."""
         if self.options.aggregation == "sequence_mean":
-            return (loss_T / inputs.spread_T(inputs.tokens_S())).sum()
+            loss_T = loss_T / inputs.spread_T(inputs.tokens_S())
         return loss_T.sum()
 
     def denominator(self, num_tokens: int, num_sequences: int) -> float:

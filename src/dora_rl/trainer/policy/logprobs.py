@@ -8,7 +8,7 @@ softmax arithmetic is float32. Invariant: values and gradients do not depend on 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -67,9 +67,7 @@ def _differentiate(
     return (log_p.exp() * outer).scatter_add(-1, target[:, None], g_lp[:, None])
 
 
-@cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, dynamic=True)
+_compiled = cache(partial(torch.compile, dynamic=True))
 
 
 def _fused(function: Callable[..., Any], x: Tensor) -> Callable[..., Any]:

@@ -423,8 +423,9 @@ def load_published_adapter(policy: nn.Module, sealed: SealedWeights) -> None:
             "a published version has its adapters merged; resume a checkpoint",
         )
     )
-    names = adapter_tensors(policy)
-    load_adapter_tensors(policy, {name: sealed.tensor(peft_name(name)) for name in names})
+    load_adapter_tensors(
+        policy, {name: sealed.tensor(peft_name(name)) for name in adapter_tensors(policy)}
+    )
 
 
 @torch.no_grad()

@@ -127,9 +127,8 @@ def lean_spec(config: Mapping[str, Any]) -> ModelSpec | None:
         spec = spec_from_config(config)
     except NotSupported:
         return None
-    dropout = float(config.get("attention_dropout") or 0.0)
-    lean = spec.rope.kind != "yarn" and not dropout and "quantization_config" not in config
-    return spec if lean else None
+    lean = spec.rope.kind != "yarn" and "quantization_config" not in config
+    return spec if lean and not float(config.get("attention_dropout") or 0.0) else None
 
 
 def _weights_dtype(config: dict[str, Any], options: TrainerConfig) -> torch.dtype:
@@ -278,8 +277,9 @@ class Critic(nn.Module):
         twin.requires_grad_(True)
         copy_weights(twin, policy)
         self.body = twin
-        device = next(twin.parameters()).device
-        self.head = nn.Parameter(torch.zeros(1, policy.hidden, device=device))
+        self.head = nn.Parameter(
+            torch.zeros(1, policy.hidden, device=next(twin.parameters()).device)
+        )
 
     def forward(self, token_ids_P: Tensor, layout: Layout, rows_T: Tensor) -> Tensor:
         states = self.body.states(token_ids_P, layout).index_select(0, rows_T)
