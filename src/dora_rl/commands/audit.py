@@ -143,16 +143,12 @@ def _verdict(report: AuditReport, notes: list[str], *, files: bool, nothing: boo
 
 
 def _document(report: AuditReport, notes: list[str], again: list[str]) -> dict[str, Any]:
-    findings = [
-        {"promise": f.promise.value, "entry": f.entry, "subject": f.subject, "message": f.message}
-        for f in report.findings
-    ]
     return {
         "ok": report.ok,
         "proved": report.proved,
         "unfinished": report.unfinished,
         "num_findings": report.num_findings,
-        "findings": findings,
+        "findings": [asdict(f) | {"promise": f.promise.value} for f in report.findings],
         "not_compared": notes,
         "recomputed": again,
         "figures": asdict(report.figures),

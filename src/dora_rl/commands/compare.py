@@ -123,9 +123,8 @@ def sim(args: argparse.Namespace) -> int:
         from dora_rl.sim.picture import draw
 
         draw(comparison, args.picture)
-    for path in (args.json, args.picture, args.log):
-        if path is not None:
-            out.print(f"wrote {path}", highlight=False, soft_wrap=True)
+    for path in filter(None, (args.json, args.picture, args.log)):
+        out.print(f"wrote {path}", highlight=False, soft_wrap=True)
     return 0
 
 

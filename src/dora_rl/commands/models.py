@@ -66,10 +66,8 @@ def evaluate(args: argparse.Namespace) -> int:
         num_samples=args.samples or config.evaluation.num_samples,
         tail_file=args.model / TAIL_FILE if is_run(args.model) else None,
     )
-    print(found.label)
-    for name, value in figures.items():
-        if isinstance(value, float):
-            print(f"  {name:14} {value:.4g}")
+    shown = [f"  {name:14} {v:.4g}" for name, v in figures.items() if isinstance(v, float)]
+    print(found.label, *shown, sep="\n")
     write_json(args.json, {"model": found.label, "version": found.version, **figures})
     for trace in list(traces.values())[:TRACES_MAX]:
         print(trace, file=sys.stderr)

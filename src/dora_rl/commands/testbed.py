@@ -112,8 +112,7 @@ def _parse(key: str, text: str, present: Any) -> Any:
     if isinstance(present, bool):
         require((text.lower() in ("true", "false"), f"--set {key}: {text!r} is not true or false"))
         return text.lower() == "true"
-    kind = int if isinstance(present, int) else float
-    return _number(f"--set {key}", text, kind)
+    return _number(f"--set {key}", text, int if isinstance(present, int) else float)
 
 
 def _number(where: str, text: str, kind: type[int] | type[float]) -> Any:

@@ -106,13 +106,12 @@ def train(args: argparse.Namespace) -> int:
 
 def nothing_learned(summary: dict[str, Any]) -> str | None:
     """Why no update of the run had anything to apply; None: one had."""
-    if summary.get("updates_applied"):
-        return None
-    if summary.get("updates_skipped"):
-        return "the weights are those of the start"
-    if summary.get("updates_without_gradient"):
-        return "every gradient was zero (all rewards of a group were equal)"
-    return None
+    whys = {
+        "updates_applied": None,
+        "updates_skipped": "the weights are those of the start",
+        "updates_without_gradient": "every gradient was zero (all rewards of a group were equal)",
+    }
+    return next((why for count, why in whys.items() if summary.get(count)), None)
 
 
 def _skipped(summary: dict[str, Any]) -> str:
@@ -186,16 +185,18 @@ def report_lines(run_dir: Path, summary: dict[str, Any]) -> list[str]:
     from dora_rl.observe.eval_figures import failed_text
     from dora_rl.weights.run_models import has_weights
 
-    lines: list[str] = []
     first, last = summary["eval_first"], summary["eval_last"]
-    for name in ("sampled", "greedy", "tail_sampled", "tail_greedy") if first and last else ():
-        if first.get(name) is not None or last.get(name) is not None:
-            lines.append(f"held-out {name:13} {_score(first, name)} -> {_score(last, name)}")
-    for when, found in (("first", first), ("last", last)):
-        if found and (text := failed_text(found)):
-            lines.append(f"{when} evaluation: {text}")
-    best = summary["best"]
-    if best is not None:
+    lines = [
+        f"held-out {name:13} {_score(first, name)} -> {_score(last, name)}"
+        for name in ("sampled", "greedy", "tail_sampled", "tail_greedy")
+        if first and last and (first.get(name) is not None or last.get(name) is not None)
+    ]
+    lines += [
+        f"{when} evaluation: {text}"
+        for when, found in (("first", first), ("last", last))
+        if found and (text := failed_text(found))
+    ]
+    if (best := summary["best"]) is not None:
         kept = has_weights(run_dir, best["version"])
         lines.append(
             f"best version {best['version']} ({best['metric']} {best['value']:.3f}): "

@@ -99,8 +99,12 @@ class Agent(Environment):
         if inspect.iscoroutinefunction(self._function):
             self._task = asyncio.create_task(self._run_async(arguments))
         else:
-            call = asyncio.get_running_loop(), arguments
-            threading.Thread(target=self._run_thread, args=call, daemon=True, name="agent").start()
+            threading.Thread(
+                target=self._run_thread,
+                args=(asyncio.get_running_loop(), arguments),
+                daemon=True,
+                name="agent",
+            ).start()
 
     async def _run_async(self, arguments: dict[str, Any]) -> None:
         try:
@@ -159,14 +163,21 @@ class Call:
 
     @property
     def session(self) -> dict[str, Any]:
-        number = self._episode.past.num_turns + (0 if self.answer.done() else 1)
-        return {"id": self._episode.id, "continued": self._turn.continued, "turn": number}
+        return {
+            "id": self._episode.id,
+            "continued": self._turn.continued,
+            "turn": self._episode.past.num_turns + (0 if self.answer.done() else 1),
+        }
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """All of the turn at once: an episode is asked when its turn is complete."""
         written = await self.answer
-        finish = Finish.STOP if written.stopped else Finish.LENGTH
-        yield Piece(0, written.token_ids, written.logprobs, finish=finish)
+        yield Piece(
+            0,
+            written.token_ids,
+            written.logprobs,
+            finish=Finish.STOP if written.stopped else Finish.LENGTH,
+        )
 
     def replied(self, reply: Message) -> None:
         written = self.answer.result()

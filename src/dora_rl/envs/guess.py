@@ -63,9 +63,8 @@ class Games:
             # (as in 17 and 37) to read it.
             if (low % 20 == 7) == (split in TEST_SPLITS):
                 break
-        high = low + width - 1
         return {
-            "prompt": f"{low:02d}-{high:02d}:{guesses}\n",
+            "prompt": f"{low:02d}-{low + width - 1:02d}:{guesses}\n",
             "answer": str(low + int(rng.random() * width)),
             "guesses": guesses,
             "difficulty": guesses,

@@ -106,13 +106,10 @@ class Host:
 
     async def _reset(self, ask: Ask) -> Episode:
         loaded = self._environments[ask.label]
-        environment = loaded.make()
-        environment.text = self._text
-        first = await self._call(loaded, environment.reset, ask.row, ask.seed)
-        episode = Episode(environment)
+        episode = Episode(loaded.make())
+        episode.environment.text = self._text
+        first = await self._call(loaded, episode.environment.reset, ask.row, ask.seed)
         if loaded.kind.opens:
-            if not isinstance(first, Observation):
-                raise StepError(f"reset returned {type(first).__name__}, not an Observation")
             episode.last = self._read(episode, first, ())
         return episode
 
@@ -121,15 +118,16 @@ class Host:
         logprobs = turns_of(ask.logprobs, ask.loss_mask)[number - 1] if ask.logprobs else ()
         turn = replace(self._text.read(ids, number), logprobs=logprobs, version=ask.version)
         observation = await self._call(loaded, episode.environment.step, turn)
-        if not isinstance(observation, Observation):
-            raise StepError(f"step returned {type(observation).__name__}, not an Observation")
         episode.turns.append(ids)
-        answer = self._read(episode, observation, ids)
-        if not answer.done and number >= loaded.entry.turns_max:
-            answer = Answer(done=True, cut=True, reward=episode.reward)
-        episode.last = answer
+        episode.last = self._read(episode, observation, ids)
+        if not episode.last.done and number >= loaded.entry.turns_max:
+            episode.last = Answer(done=True, cut=True, reward=episode.reward)
 
-    def _read(self, episode: Episode, observation: Observation, after: tuple[int, ...]) -> Answer:
+    def _read(self, episode: Episode, observation: object, after: tuple[int, ...]) -> Answer:
+        """What `reset` or, after a turn, `step` gave."""
+        if not isinstance(observation, Observation):
+            what = f"{'step' if after else 'reset'} returned {type(observation).__name__}"
+            raise StepError(f"{what}, not an Observation")
         if observation.reward is not None:
             if not abs(observation.reward) <= REWARD_MAX:
                 raise StepError(f"the reward of a step is {observation.reward}")

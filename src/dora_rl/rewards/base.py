@@ -132,8 +132,7 @@ class WeightedSum(Reward):
         self.many = any(reward.many for reward in rewards)
 
     def missing(self, columns: Collection[str]) -> list[str]:
-        found = [name for reward in self.rewards for name in reward.missing(columns)]
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys(name for one in self.rewards for name in one.missing(columns)))
 
     def close(self) -> None:
         for reward in self.rewards:
@@ -161,8 +160,10 @@ class WeightedSum(Reward):
 
     def describe(self) -> list[str]:
         """A line for each function: what it is, and how it will be called."""
-        pairs = zip(self.rewards, self.weights, strict=True)
-        return [f"reward {one.name}: {one.how}, weight {weight:g}" for one, weight in pairs]
+        return [
+            f"reward {one.name}: {one.how}, weight {weight:g}"
+            for one, weight in zip(self.rewards, self.weights, strict=True)
+        ]
 
     def needing_answer(self) -> list[str]:
         """The functions that cannot score a row without an answer."""
@@ -186,8 +187,9 @@ def build(config: RewardConfig, base_dir: Path = Path(".")) -> WeightedSum:
     )
     rewards: list[Reward] = []
     for entry, name in zip(config.functions, names, strict=True):
-        form, options = entry.form, entry.options
-        reward = load_reward(entry.name, base_dir, form=form, options=options, limits=config)
+        reward = load_reward(
+            entry.name, base_dir, form=entry.form, options=entry.options, limits=config
+        )
         reward.name = name
         cached = entry.name in CACHED_BY_DEFAULT if entry.cache is None else entry.cache
         most = config.cache_entries_max if cached else 0

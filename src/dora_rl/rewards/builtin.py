@@ -39,8 +39,7 @@ def compiled(option: str, pattern: str) -> re.Pattern[str]:
 
 def last_match(pattern: re.Pattern[str], text: str) -> str | None:
     """The first group of the last match, or all of it if the pattern has no group."""
-    matches = list(pattern.finditer(text))
-    if not matches:
+    if not (matches := list(pattern.finditer(text))):
         return None
     found = matches[-1]
     return next((group for group in found.groups() if group is not None), found.group())
@@ -180,8 +179,7 @@ def math(
             return miss
         if given.strip() == item.answer.strip():
             return 1.0
-        gold = parse_gold(item.answer)
-        if not gold:
+        if not (gold := parse_gold(item.answer)):
             return miss
         target = parse(given)
         if not target and pattern is not None:

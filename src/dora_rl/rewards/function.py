@@ -89,8 +89,7 @@ def read_signature(spec: str, function: Callable[..., Any]) -> Signature:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError) as error:
         raise UserError(f"reward: {spec} has no readable signature; {FORMS_HELP}") from error
-    nameless = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]
-    if nameless:
+    if nameless := [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]:
         raise UserError(f"reward: {spec} takes {nameless[0]!r} by position only; {FORMS_HELP}")
     named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     # Of an instance, the method that a call runs; looked up on its class, as Python does.
@@ -116,8 +115,11 @@ def find_form(spec: str, function: Callable[..., Any], signature: Signature) -> 
             f"{FORMS_HELP}",
         )
     )
-    others = not set(signature.required) <= {"completion", "answer"} or "completion" not in names
-    others = others or any(name in names for name in ("prompt", "state", "info", "task"))
+    others = (
+        "completion" not in names
+        or not set(signature.required) <= {"completion", "answer"}
+        or any(name in names for name in ("prompt", "state", "info", "task"))
+    )
     return Form.VERIFIERS if others or _reads_messages(function, signature) else Form.PLAIN
 
 
@@ -147,8 +149,7 @@ def as_messages(item: ScoreItem) -> list[dict[str, Any]]:
 def _pick(signature: Signature, known: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
     """The known values a function can take; a required one that is not there is an error."""
     offered = {**known, **options}
-    absent = [name for name in signature.required if name not in offered]
-    if absent:
+    if absent := [name for name in signature.required if name not in offered]:
         raise MissingColumn(
             f"needs {', '.join(map(repr, absent))}, and this row has none "
             f"(it has: {', '.join(sorted(map(str, known))) or 'no columns'})"
@@ -209,15 +210,13 @@ def verifiers_arguments(
     signature: Signature, item: ScoreItem, options: Mapping[str, Any], *, text: bool
 ) -> dict[str, Any]:
     """`text`: the function's annotation asks for a string, as for verifiers' text completions."""
-    prompt: object = item.prompt
-    if not text and not is_chat(item):
-        prompt = [{"role": "user", "content": item.prompt}]
+    as_is = text or is_chat(item)
     info = item.columns.get("info")
     # Datasets keep `info` as JSON text where its rows differ in shape.
     info = json.loads(info) if isinstance(info, str) and info else info or {}
     columns = {name: value for name, value in item.columns.items() if name != "prompt"}
     given: dict[str, Any] = {
-        "prompt": prompt,
+        "prompt": item.prompt if as_is else [{"role": "user", "content": item.prompt}],
         "completion": item.completion if text else as_messages(item),
         "answer": item.answer if item.answer is not None else "",
         "info": info,
@@ -362,8 +361,7 @@ class FunctionReward(Reward):
         found = "found by its parameters" if form == "auto" else "as configured"
         self.how = f"form {self.form.value}, {found} ({', '.join(self._signature.names)})"
         self.needs_answer = any(name in ANSWER_NAMES for name in self._signature.required)
-        annotation = getattr(function, "__annotations__", {}).get("completion")
-        self._text = annotation in (str, "str")
+        self._text = getattr(function, "__annotations__", {}).get("completion") in (str, "str")
         self.many = self._signature.asynchronous
         self._attempts = self.limits.attempts or (NUM_ATTEMPTS_WAITING if self.many else 1)
 
