@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dora_rl.types import UserError
+from dora_rl.user_code import require
 
 Argument = tuple[tuple[str, ...], dict[str, Any]]
 
@@ -65,10 +66,11 @@ def prepare_output(*paths: Path | None) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"cannot make the folder {path.parent}: {error.strerror}") from error
-        if path.is_dir():
-            raise UserError(f"cannot write {path}: it is a folder")
-        if not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise UserError(f"cannot write {path}: permission denied")
+        may_write = os.access(path if path.exists() else path.parent, os.W_OK)
+        require(
+            (not path.is_dir(), f"cannot write {path}: it is a folder"),
+            (may_write, f"cannot write {path}: permission denied"),
+        )
 
 
 def write_json(path: Path | None, document: dict[str, Any]) -> None:
@@ -82,8 +84,7 @@ def write_json(path: Path | None, document: dict[str, Any]) -> None:
 
 def events_folder(run: Path) -> Path:
     """The event log of a run directory; the folder of the log itself will do too."""
-    if not run.is_dir():
-        raise UserError(f"{run} is not a run directory")
+    require((run.is_dir(), f"{run} is not a run directory"))
     return run / "events" if (run / "events").is_dir() else run
 
 

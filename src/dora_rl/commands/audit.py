@@ -7,6 +7,7 @@ Exit status: 0 every promise was kept, or the core decides the same again; 1 som
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from dora_rl.commands.arguments import (
     prepare_output,
     write_json,
 )
-from dora_rl.types import UserError
+from dora_rl.user_code import require
 
 if TYPE_CHECKING:
     from dora_rl.observe.audit import AuditReport
@@ -55,17 +56,23 @@ _GIVEN_UP = {
     about=ABOUT,
 )
 def audit(args: argparse.Namespace) -> int:
-    from dataclasses import replace
-
     from dora_rl.observe.audit import read_through
 
     prepare_output(args.json)
     again_too = args.recompute is not None
-    if again_too and args.recompute < 1:
-        raise UserError(f"--recompute {args.recompute}: give a number of samples, at least 1")
+    require(
+        (
+            not again_too or args.recompute >= 1,
+            f"--recompute {args.recompute}: give a number of samples, at least 1",
+        )
+    )
     folder, beside = events_folder(args.run), args.files or again_too
-    if beside and folder == args.run:
-        raise UserError(f"{args.run} is an event log; give the run directory for this")
+    require(
+        (
+            not beside or folder != args.run,
+            f"{args.run} is an event log; give the run directory for this",
+        )
+    )
     auditor = read_through(folder, keep=bool(beside))
     report, notes, again, nothing = auditor.report(), list[str](), list[str](), False
     found, num = list(report.findings), report.num_findings
@@ -136,20 +143,15 @@ def _verdict(report: AuditReport, notes: list[str], *, files: bool, nothing: boo
 
 
 def _document(report: AuditReport, notes: list[str], again: list[str]) -> dict[str, Any]:
-    figures = report.figures
-    findings = [
-        {"promise": f.promise.value, "entry": f.entry, "subject": f.subject, "message": f.message}
-        for f in report.findings
-    ]
     return {
         "ok": report.ok,
         "proved": report.proved,
         "unfinished": report.unfinished,
         "num_findings": report.num_findings,
-        "findings": findings,
+        "findings": [asdict(f) | {"promise": f.promise.value} for f in report.findings],
         "not_compared": notes,
         "recomputed": again,
-        "figures": {name: getattr(figures, name) for name in figures.__slots__},
+        "figures": asdict(report.figures),
     }
 
 

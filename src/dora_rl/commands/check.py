@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,6 @@ from dora_rl.commands.arguments import (
 
 if TYPE_CHECKING:
     from dora_rl.config import RunConfig
-    from dora_rl.setup.prepare import Prepared
 
 
 @command(
@@ -70,7 +70,8 @@ def _plan(args: argparse.Namespace, machine: Any) -> tuple[dict[str, Any], list[
     # Evaluation rows, the first prompt, the form of the reward, rows without an answer.
     data = check_data(prepared.config, prepared.train, prepared.evaluation)
     layout = imagined(prepared.config, size_gb) if size_gb else prepared.layout
-    _leave_nothing(prepared)
+    with contextlib.suppress(OSError):  # the layout has made a directory; one in use stays
+        prepared.layout.transfer_root.rmdir()
     lines = [*prepared.describe(), *data.lines()]
     problems = [*memory_problems(prepared.config, layout), *data.problems]
     document: dict[str, Any] = {"data": asdict(data)}
@@ -89,10 +90,3 @@ def _without_device(config: RunConfig) -> RunConfig:
     runtime = config.runtime.model_copy(update={"device": "auto"})
     trainer = config.trainer.model_copy(update={"device": "auto"})
     return config.model_copy(update={"runtime": runtime, "trainer": trainer})
-
-
-def _leave_nothing(prepared: Prepared) -> None:
-    """The layout makes a directory for a run."""
-    transfer = prepared.layout.transfer_root
-    if transfer.is_dir() and not any(transfer.iterdir()):
-        transfer.rmdir()

@@ -18,6 +18,7 @@ from dora_rl.commands.arguments import (
     write_json,
 )
 from dora_rl.types import Mode, UserError
+from dora_rl.user_code import require
 
 # Which testbed `sim` and `plan` simulate, how many GPUs, what is changed in it.
 TESTBED = (
@@ -57,8 +58,7 @@ def modes_of(text: str) -> list[Mode]:
 
 
 def _mode(name: str) -> Mode:
-    if name not in list(Mode):
-        raise UserError(f"unknown mode {name!r}{hint(name, ['all', *Mode])}")
+    require((name in list(Mode), f"unknown mode {name!r}{hint(name, ['all', *Mode])}"))
     return Mode(name)
 
 
@@ -72,8 +72,7 @@ def shares_of(texts: list[str]) -> dict[Mode, float]:
             raise UserError(
                 f"--match {text!r}: write MODE=SHARE, for example {name}=0.33"
             ) from None
-        if not 0 <= shares[_mode(name)] <= 1:
-            raise UserError(f"--match {text!r}: a share is from 0 to 1")
+        require((0 <= shares[_mode(name)] <= 1, f"--match {text!r}: a share is from 0 to 1"))
     return shares
 
 
@@ -124,9 +123,8 @@ def sim(args: argparse.Namespace) -> int:
         from dora_rl.sim.picture import draw
 
         draw(comparison, args.picture)
-    for path in (args.json, args.picture, args.log):
-        if path is not None:
-            out.print(f"wrote {path}", highlight=False, soft_wrap=True)
+    for path in filter(None, (args.json, args.picture, args.log)):
+        out.print(f"wrote {path}", highlight=False, soft_wrap=True)
     return 0
 
 
@@ -229,8 +227,12 @@ def _split(text: str) -> Any:
         split = Split(int(instances), int(threads), int(learner))
     except ValueError:
         raise UserError(f"--split {text!r}: write IxT+L, for example 2x1+1") from None
-    if min(split.num_instances, split.threads, split.learner_threads) < 1:
-        raise UserError(f"--split {text!r}: each number must be at least 1")
+    require(
+        (
+            min(split.num_instances, split.threads, split.learner_threads) >= 1,
+            f"--split {text!r}: each number must be at least 1",
+        )
+    )
     return split
 
 

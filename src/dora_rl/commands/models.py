@@ -50,8 +50,12 @@ def evaluate(args: argparse.Namespace) -> int:
 
     prepare_output(args.json)
     found = find_model(args.model, args.step)
-    if args.config is None and not is_run(args.model):
-        raise UserError(f"{args.model} is a model; add --config FILE.toml with data and reward")
+    require(
+        (
+            args.config is not None or is_run(args.model),
+            f"{args.model} is a model; add --config FILE.toml with data and reward",
+        )
+    )
     config = load_config(args.config or args.model / "config.json", args.overrides)
     traces: dict[str, str] = {}
     listen(lambda what, error: traces.update({origin_of(error): trace_of(error)}))
@@ -62,10 +66,8 @@ def evaluate(args: argparse.Namespace) -> int:
         num_samples=args.samples or config.evaluation.num_samples,
         tail_file=args.model / TAIL_FILE if is_run(args.model) else None,
     )
-    print(found.label)
-    for name, value in figures.items():
-        if isinstance(value, float):
-            print(f"  {name:14} {value:.4g}")
+    shown = [f"  {name:14} {v:.4g}" for name, v in figures.items() if isinstance(v, float)]
+    print(found.label, *shown, sep="\n")
     write_json(args.json, {"model": found.label, "version": found.version, **figures})
     for trace in list(traces.values())[:TRACES_MAX]:
         print(trace, file=sys.stderr)
@@ -144,8 +146,7 @@ def serve(args: argparse.Namespace) -> int:
     options = _serve_options(args, watch)
     server = ModelServer(options, found, open_tokenizer(found.directory, False), _say)
 
-    def ready(service: object) -> None:
-        del service
+    def ready(_: object) -> None:
         _say(f"{found.label} as {options.name!r} at {server.url}")
         if options.api_key and args.api_key is None and KEY_VARIABLE not in os.environ:
             _say(f"API key (made for this start): {options.api_key}")

@@ -45,8 +45,10 @@ def showing_runs(names: Sequence[str]) -> Iterator[See]:
 
         def see(name: str, job: Job, result: ModeResult) -> None:
             num_runs[name] += 1
-            text = f"{name:14} {num_runs[name]:3} runs, last {describe(result)}"
-            progress.update(tasks[name], description=text)
+            progress.update(
+                tasks[name],
+                description=f"{name:14} {num_runs[name]:3} runs, last {describe(result)}",
+            )
 
         yield see
 
@@ -72,8 +74,9 @@ def evaluation_line(line: dict[str, Any]) -> str:
     head, failed = f"evaluation of version {line['version']:.0f}", failed_text(found)
     if has_failed(found):
         return f"{head}  failed: {failed}"
-    known = [(name, found.get(name)) for name in SHOWN]
-    text = "  ".join(f"{name} {value:.3f}" for name, value in known if isinstance(value, float))
+    text = "  ".join(
+        f"{name} {value:.3f}" for name in SHOWN if isinstance(value := found.get(name), float)
+    )
     return f"{head}  {text}" + (f"  ({failed})" if failed else "")
 
 
@@ -115,8 +118,10 @@ class TrainProgress:
     def _table(self) -> Table:
         state, lines = self._run.state, self._lines
         table = Table(box=None, show_header=False, pad_edge=False)
-        steps = f"{state.committed}/{state.params.num_steps}"
-        table.add_row("step", f"{steps}  {time.monotonic() - self._began:.0f} s")
+        table.add_row(
+            "step",
+            f"{state.committed}/{state.params.num_steps}  {time.monotonic() - self._began:.0f} s",
+        )
         for label, key in (
             ("reward", "reward/mean"),
             ("staleness", "staleness/mean"),

@@ -37,11 +37,13 @@ def preset_of(args: argparse.Namespace) -> Preset:
         streaming=preset.streaming and not args.no_streaming,
     )
     preset.validate()
-    if preset.num_devices % preset.tensor_parallel:
-        raise UserError(
+    require(
+        (
+            preset.num_devices % preset.tensor_parallel == 0,
             f"{preset.name} builds instances of {preset.tensor_parallel} GPUs; --gpus must be a "
-            f"multiple of that, not {preset.num_devices}"
+            f"multiple of that, not {preset.num_devices}",
         )
+    )
     return preset
 
 
@@ -78,8 +80,7 @@ def apply(preset: Preset, settings: Sequence[str]) -> Preset:
     """The preset with every `key=value` put in."""
     for setting in settings:
         key, sign, text = setting.partition("=")
-        if not sign:
-            raise UserError(f"--set {setting!r}: write key=value")
+        require((sign, f"--set {setting!r}: write key=value"))
         preset = _put(preset, key.strip(), text.strip())
     return preset
 
@@ -89,19 +90,15 @@ def keys_of(preset: Preset) -> dict[str, Any]:
     keys: dict[str, Any] = {}
     for field in fields(preset):
         value = getattr(preset, field.name)
-        if field.name == "lengths" or not is_dataclass(value):
-            keys[field.name] = value
-            continue
-        keys |= {
-            f"{field.name}.{inner.name}": getattr(value, inner.name) for inner in fields(value)
-        }
+        nested = fields(value) if field.name != "lengths" and is_dataclass(value) else ()
+        keys |= {f"{field.name}.{one.name}": getattr(value, one.name) for one in nested}
+        keys |= {} if nested else {field.name: value}
     return {key: value for key, value in keys.items() if key.split(".")[-1] != "name"}
 
 
 def _put(preset: Preset, key: str, text: str) -> Preset:
     keys = keys_of(preset)
-    if key not in keys:
-        raise UserError(f"--set: unknown key {key!r}{hint(key, keys)}")
+    require((key in keys, f"--set: unknown key {key!r}{hint(key, keys)}"))
     if key == "lengths":
         return replace(preset, lengths=parse_lengths(text, preset.lengths))
     value = _checked(key, _parse(key, text, keys[key]))
@@ -113,11 +110,9 @@ def _put(preset: Preset, key: str, text: str) -> Preset:
 
 def _parse(key: str, text: str, present: Any) -> Any:
     if isinstance(present, bool):
-        if text.lower() not in ("true", "false"):
-            raise UserError(f"--set {key}: {text!r} is not true or false")
+        require((text.lower() in ("true", "false"), f"--set {key}: {text!r} is not true or false"))
         return text.lower() == "true"
-    kind = int if isinstance(present, int) else float
-    return _number(f"--set {key}", text, kind)
+    return _number(f"--set {key}", text, int if isinstance(present, int) else float)
 
 
 def _number(where: str, text: str, kind: type[int] | type[float]) -> Any:
@@ -126,8 +121,7 @@ def _number(where: str, text: str, kind: type[int] | type[float]) -> Any:
     except ValueError:
         name = "a whole number" if kind is int else "a number"
         raise UserError(f"{where}: {text!r} is not {name}") from None
-    if not math.isfinite(value):
-        raise UserError(f"{where}: {text!r} is not finite")
+    require((math.isfinite(value), f"{where}: {text!r} is not finite"))
     return value
 
 
@@ -180,6 +174,10 @@ def parse_lengths(text: str, present: LengthModel) -> LengthModel:
     if is_pareto:
         return Pareto(first, int(second), tokens_max)
     model = LogNormal.with_mean(first, second, tokens_max)
-    if mean_of(model) < 0.99 * first:
-        raise UserError(f"--set lengths: cut at {parts[2]}, the mean cannot be {parts[0]}")
+    require(
+        (
+            mean_of(model) >= 0.99 * first,
+            f"--set lengths: cut at {parts[2]}, the mean cannot be {parts[0]}",
+        )
+    )
     return model

@@ -13,6 +13,7 @@ import contextlib
 import signal
 import sys
 import threading
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,11 +91,10 @@ def train(args: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     if not done:
-        for line in set_aside_lines(summary):
-            print(line, file=sys.stderr)
-        print(f"dora-rl: stopped: {reason}", file=sys.stderr)
+        lines = [*set_aside_lines(summary), f"dora-rl: stopped: {reason}"]
         if (run_dir / "config.json").is_file():
-            print(f"go on with  dora-rl train {run_dir}/config.json --resume", file=sys.stderr)
+            lines.append(f"go on with  dora-rl train {run_dir}/config.json --resume")
+        print(*lines, sep="\n", file=sys.stderr)
         return STOPPED
     if (why := nothing_learned(summary)) is not None:
         print(f"dora-rl: nothing was learned: {why}", file=sys.stderr)
@@ -106,13 +106,12 @@ def train(args: argparse.Namespace) -> int:
 
 def nothing_learned(summary: dict[str, Any]) -> str | None:
     """Why no update of the run had anything to apply; None: one had."""
-    if summary.get("updates_applied"):
-        return None
-    if summary.get("updates_skipped"):
-        return "the weights are those of the start"
-    if summary.get("updates_without_gradient"):
-        return "every gradient was zero (all rewards of a group were equal)"
-    return None
+    whys = {
+        "updates_applied": None,
+        "updates_skipped": "the weights are those of the start",
+        "updates_without_gradient": "every gradient was zero (all rewards of a group were equal)",
+    }
+    return next((why for count, why in whys.items() if summary.get(count)), None)
 
 
 def _skipped(summary: dict[str, Any]) -> str:
@@ -164,20 +163,21 @@ def set_aside_lines(summary: dict[str, Any]) -> list[str]:
 def _report(run_dir: Path, summary: dict[str, Any], reason: str) -> None:
     from dora_rl.observe.plots import can_draw, draw_run
 
-    print(f"{reason}: {summary['steps']} steps in {summary['wall_s']:.0f} s")
-    for line in report_lines(run_dir, summary):
-        print(f"  {line}")
-    for line in set_aside_lines(summary):
-        print(line)
-    if summary.get("samples_mismatched"):
-        print(
-            f"  WRONG: {summary['samples_mismatched']} samples are not what their version gives; "
+    lines = [f"{reason}: {summary['steps']} steps in {summary['wall_s']:.0f} s"]
+    lines += [*(f"  {line}" for line in report_lines(run_dir, summary)), *set_aside_lines(summary)]
+    if mismatched := summary.get("samples_mismatched"):
+        lines.append(
+            f"  WRONG: {mismatched} samples are not what their version gives; "
             f"see dora-rl audit {run_dir}"
         )
+    print(*lines, sep="\n")
     picture = draw_run(run_dir).name if can_draw() else ""
-    print(f"look at  {run_dir}/summary.json  metrics.jsonl  rollouts.jsonl  {picture}")
-    print(f"in full  dora-rl dashboard {run_dir}")
-    print(f"prove it dora-rl audit {run_dir}")
+    print(
+        f"look at  {run_dir}/summary.json  metrics.jsonl  rollouts.jsonl  {picture}",
+        f"in full  dora-rl dashboard {run_dir}",
+        f"prove it dora-rl audit {run_dir}",
+        sep="\n",
+    )
 
 
 def report_lines(run_dir: Path, summary: dict[str, Any]) -> list[str]:
@@ -185,16 +185,18 @@ def report_lines(run_dir: Path, summary: dict[str, Any]) -> list[str]:
     from dora_rl.observe.eval_figures import failed_text
     from dora_rl.weights.run_models import has_weights
 
-    lines: list[str] = []
     first, last = summary["eval_first"], summary["eval_last"]
-    for name in ("sampled", "greedy", "tail_sampled", "tail_greedy") if first and last else ():
-        if first.get(name) is not None or last.get(name) is not None:
-            lines.append(f"held-out {name:13} {_score(first, name)} -> {_score(last, name)}")
-    for when, found in (("first", first), ("last", last)):
-        if found and (text := failed_text(found)):
-            lines.append(f"{when} evaluation: {text}")
-    best = summary["best"]
-    if best is not None:
+    lines = [
+        f"held-out {name:13} {_score(first, name)} -> {_score(last, name)}"
+        for name in ("sampled", "greedy", "tail_sampled", "tail_greedy")
+        if first and last and (first.get(name) is not None or last.get(name) is not None)
+    ]
+    lines += [
+        f"{when} evaluation: {text}"
+        for when, found in (("first", first), ("last", last))
+        if found and (text := failed_text(found))
+    ]
+    if (best := summary["best"]) is not None:
         kept = has_weights(run_dir, best["version"])
         lines.append(
             f"best version {best['version']} ({best['metric']} {best['value']:.3f}): "
@@ -209,8 +211,9 @@ def report_lines(run_dir: Path, summary: dict[str, Any]) -> list[str]:
         + f" (start-up of {summary['startup_s']:.0f} s not counted)"
     )
     if failed := summary.get("samples_failed"):
-        trained = summary["samples_trained"]
-        lines.append(f"samples: {trained} trained + {failed} failed in trained groups")
+        lines.append(
+            f"samples: {summary['samples_trained']} trained + {failed} failed in trained groups"
+        )
     return lines
 
 
@@ -282,9 +285,7 @@ def sft(args: argparse.Namespace) -> int:
     if result.eval_first is not None:
         print(f"held-out loss {result.eval_first:.4f} -> {result.eval_last:.4f}")
     print(f"wrote {result.out}")
-    if args.json is not None:
-        figures = {name: getattr(result, name) for name in result.__slots__}
-        write_json(args.json, figures | {"out": str(result.out)})
+    write_json(args.json, asdict(result) | {"out": str(result.out)})
     return 0
 
 

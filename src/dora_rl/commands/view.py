@@ -7,7 +7,7 @@ import webbrowser
 from pathlib import Path
 
 from dora_rl.commands.arguments import RUN, argument, command, events_folder, prepare_output
-from dora_rl.types import UserError
+from dora_rl.user_code import require
 
 
 @command(
@@ -24,8 +24,7 @@ def dashboard(args: argparse.Namespace) -> int:
     from dora_rl.observe.segments import segments, start_readers
 
     events = events_folder(args.run)
-    if not segments(events):
-        raise UserError(f"{args.run} holds no event log; give the run directory of a run")
+    require((segments(events), f"{args.run} holds no event log; give the run directory of a run"))
     readers = start_readers(events)  # they are at work while we load the rest
     from dora_rl.dashboard.watcher import Watcher
 

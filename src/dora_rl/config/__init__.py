@@ -25,7 +25,8 @@ from dora_rl.config.running import (
     WeightsConfig,
 )
 from dora_rl.config.section import STRINGS_ARE_NAMES, STRINGS_ARE_PATHS, Section
-from dora_rl.types import SamplingParams, UserError
+from dora_rl.types import SamplingParams
+from dora_rl.user_code import require
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 TokenId = Annotated[int, Field(ge=0)]
@@ -384,12 +385,14 @@ class AlgorithmConfig(Section):
     @classmethod
     def _arguments_are_scalars(cls, value: object, info: ValidationInfo) -> object:
         for word, given in value.items() if isinstance(value, dict) else ():
-            fits = isinstance(given, (bool, int, float, str))
-            if not fits or (isinstance(given, float) and not isfinite(given)):
-                raise UserError(
+            finite = isinstance(given, float) and isfinite(given)
+            require(
+                (
+                    finite or isinstance(given, (bool, int, str)),
                     f"algorithm.{info.field_name}.{word} = {given}: must be a finite number, "
-                    "a string, true or false"
+                    "a string, true or false",
                 )
+            )
         return value
 
 

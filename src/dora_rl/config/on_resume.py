@@ -14,7 +14,7 @@ from enum import StrEnum
 from typing import Any
 
 from dora_rl.config.running import RENAMED
-from dora_rl.types import UserError
+from dora_rl.user_code import require
 
 
 class OnResume(StrEnum):
@@ -116,8 +116,9 @@ RULES = {
     for section, names in sections.items()
     for name in names.split()
 }
-_NAMES = [names.split() for sections in _SECTIONS.values() for names in sections.values()]
-assert len(RULES) == sum(map(len, _NAMES)), "a key has two rules"
+assert len(RULES) == sum(
+    len(names.split()) for sections in _SECTIONS.values() for names in sections.values()
+), "a key has two rules"
 # Its rows are compared, not its paths alone: see `runtime.resume.check_same_data`.
 FINGERPRINTED = "data.train"
 
@@ -128,14 +129,15 @@ def check_changes(old: dict[str, Any], new: dict[str, Any]) -> None:
     before = {RENAMED.get(key, key): value for key, value in _flat(old).items()}
     now = _flat(new)
     for key in before | now:
-        if key.startswith(FINGERPRINTED) or before.get(key) == now.get(key):
-            continue
-        if RULES.get(_plain(key)) is OnResume.FIXED:
-            raise UserError(
+        same = key.startswith(FINGERPRINTED) or before.get(key) == now.get(key)
+        require(
+            (
+                same or RULES.get(_plain(key)) is not OnResume.FIXED,
                 f"{key} was {_shown(before, key)} and cannot become {_shown(now, key)} in a "
                 "resumed run: what is in flight would be half of each; start a new run "
-                "(runtime.run_dir=DIRECTORY)"
+                "(runtime.run_dir=DIRECTORY)",
             )
+        )
 
 
 def _flat(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:

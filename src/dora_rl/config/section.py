@@ -45,11 +45,9 @@ class Range:
     or_zero: bool = False
 
     def holds(self, value: float) -> bool:
-        if self.or_zero and value == 0:
-            return True
         over = value > self.low if self.low_open else value >= self.low
         under = value < self.high if self.high_open else value <= self.high
-        return math.isfinite(value) and over and under
+        return (self.or_zero and value == 0) or (math.isfinite(value) and over and under)
 
     def refuse(self, key: str, value: float) -> str:
         """The line for a value that is not in it."""
@@ -74,7 +72,9 @@ def range_of(kind: type[BaseModel], place: Sequence[int | str]) -> Range:
         inner = [field.annotation, *get_args(field.annotation)]
         kinds = [k for k in inner if isinstance(k, type) and issubclass(k, BaseModel)]
         kind = kinds[0] if kinds else kind
-        rules = [*field.metadata, *(rule for k in inner for rule in _rules(k))]
+        # Those of an item of a list, `Annotated[int, Field(ge=0)]`, too.
+        infos = (info for k in inner for info in getattr(k, "__metadata__", ()))
+        rules = [*field.metadata, *(rule for i in infos for rule in getattr(i, "metadata", ()))]
     bounds = {
         name: float(getattr(rule, name))
         for rule in rules
@@ -87,12 +87,6 @@ def range_of(kind: type[BaseModel], place: Sequence[int | str]) -> Range:
         low_open="gt" in bounds,
         high_open="lt" in bounds,
     )
-
-
-def _rules(kind: Any) -> Sequence[Any]:
-    """Of an item of a list, `Annotated[int, Field(ge=0)]`."""
-    found = getattr(kind, "__metadata__", ())
-    return [rule for info in found for rule in getattr(info, "metadata", ())]
 
 
 def choose(what: str, name: str, known: Iterable[str]) -> str:

@@ -40,8 +40,8 @@ from dora_rl.chat.requests import (
 from dora_rl.chat.service import Piece
 from dora_rl.envs.base import Environment, Observation, Row, Turn, TurnText
 from dora_rl.envs.host import KEY
-from dora_rl.types import REWARD_MAX, Finish, UserError, Version
-from dora_rl.user_code import load_object, one_line
+from dora_rl.types import REWARD_MAX, Finish, Version
+from dora_rl.user_code import load_object, one_line, require
 
 ARGUMENTS = ("base_url", "api_key", "session_id", "row", "seed")
 
@@ -98,10 +98,13 @@ class Agent(Environment):
     def _run(self, arguments: dict[str, Any]) -> None:
         if inspect.iscoroutinefunction(self._function):
             self._task = asyncio.create_task(self._run_async(arguments))
-            return
-        loop = asyncio.get_running_loop()
-        call = (loop, arguments)
-        threading.Thread(target=self._run_thread, args=call, daemon=True, name="agent").start()
+        else:
+            threading.Thread(
+                target=self._run_thread,
+                args=(asyncio.get_running_loop(), arguments),
+                daemon=True,
+                name="agent",
+            ).start()
 
     async def _run_async(self, arguments: dict[str, Any]) -> None:
         try:
@@ -110,14 +113,13 @@ class Agent(Environment):
             self._ended(None, error)
 
     def _run_thread(self, loop: asyncio.AbstractEventLoop, arguments: dict[str, Any]) -> None:
-        value: object = None
-        error: Exception | None = None
+        ended: tuple[object, Exception | None]
         try:
-            value = self._function(**arguments)
-        except Exception as raised:  # noqa: BLE001 - the user's code may raise anything
-            error = raised
+            ended = self._function(**arguments), None
+        except Exception as error:  # noqa: BLE001 - the user's code may raise anything
+            ended = None, error
         if not loop.is_closed():
-            loop.call_soon_threadsafe(self._ended, value, error)
+            loop.call_soon_threadsafe(self._ended, *ended)
 
     def _ended(self, value: object, error: Exception | None) -> None:
         assert self._episode is not None
@@ -134,16 +136,13 @@ class Agent(Environment):
 
 def _accepted(function: Any, name: str) -> list[str]:
     """The arguments the function wants, by name."""
-    if not callable(function):
-        raise UserError(f"env: {name} is not a function; see docs/serving.md")
+    require((callable(function), f"env: {name} is not a function; see docs/serving.md"))
     parameters = inspect.signature(function).parameters.values()
     if any(one.kind is one.VAR_KEYWORD for one in parameters):
         return list(ARGUMENTS)
     needed = [one.name for one in parameters if one.default is one.empty]
-    if unknown := [name for name in needed if name not in ARGUMENTS]:
-        raise UserError(
-            f"env: {name} wants {', '.join(unknown)}; an agent is given {', '.join(ARGUMENTS)}"
-        )
+    unknown = ", ".join(word for word in needed if word not in ARGUMENTS)
+    require((not unknown, f"env: {name} wants {unknown}; an agent is given {', '.join(ARGUMENTS)}"))
     return [one.name for one in parameters if one.name in ARGUMENTS]
 
 
@@ -164,14 +163,21 @@ class Call:
 
     @property
     def session(self) -> dict[str, Any]:
-        number = self._episode.past.num_turns + (0 if self.answer.done() else 1)
-        return {"id": self._episode.id, "continued": self._turn.continued, "turn": number}
+        return {
+            "id": self._episode.id,
+            "continued": self._turn.continued,
+            "turn": self._episode.past.num_turns + (0 if self.answer.done() else 1),
+        }
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """All of the turn at once: an episode is asked when its turn is complete."""
         written = await self.answer
-        finish = Finish.STOP if written.stopped else Finish.LENGTH
-        yield Piece(0, written.token_ids, written.logprobs, finish=finish)
+        yield Piece(
+            0,
+            written.token_ids,
+            written.logprobs,
+            finish=Finish.STOP if written.stopped else Finish.LENGTH,
+        )
 
     def replied(self, reply: Message) -> None:
         written = self.answer.result()
@@ -281,14 +287,16 @@ class AgentEndpoint:
         if ask.params.logprobs_top_n:
             raise bad_request("'top_logprobs' is not there while training", "top_logprobs")
         episode = self._get(ask.session_id or "")
-        options = self._text.template_options | ask.template_options
         turn = episode.past.next_turn(
-            ask.messages, ask.tools, options, self.template, self._text.stop_ids
+            ask.messages,
+            ask.tools,
+            self._text.template_options | ask.template_options,
+            self.template,
+            self._text.stop_ids,
         )
         return episode.begin(turn)
 
     async def complete(self, ask: Ask, prompts: Sequence[tuple[int, ...]]) -> Call:
-        del ask, prompts
         raise bad_request("an agent in training uses /v1/chat/completions")
 
     def open_session(self, session_id: str | None) -> dict[str, Any]:
@@ -300,8 +308,7 @@ class AgentEndpoint:
 
     async def end_session(self, session_id: str, reward: float | None) -> dict[str, Any]:
         """The reward of the episode, which ends when the agent does."""
-        episode = self._get(session_id)
-        episode.reward = reward
+        self._get(session_id).reward = reward
         return {"id": session_id, "object": "session", "reward": reward}
 
     def _get(self, session_id: str) -> Episode:

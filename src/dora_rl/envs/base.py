@@ -25,7 +25,7 @@ from itertools import groupby
 from typing import Any, TypeAlias, TypeVar
 
 from dora_rl.model.tokenizer import Tokenizer
-from dora_rl.types import UserError
+from dora_rl.user_code import require
 
 Message: TypeAlias = dict[str, Any]
 
@@ -82,22 +82,18 @@ class Environment:
         self, row: Row, seed: int
     ) -> Observation | Awaitable[Observation] | Awaitable[None] | None:
         """Begin the episode. `seed` is the same for all samples of a group."""
-        del row, seed
-        return None
 
     def step(self, turn: Turn) -> Observation | Awaitable[Observation]:
         raise NotImplementedError
 
     def close(self) -> None:
         """The episode is over or given up: let go of what it held."""
-        return
 
 
 class SingleTurn(Environment):
     """The trivial case: one turn, scored by `reward.functions`."""
 
     def step(self, turn: Turn) -> Observation:
-        del turn
         return Observation(done=True)
 
 
@@ -160,8 +156,12 @@ class TurnText:
     def _render(self, messages: Sequence[Message]) -> str:
         """What the chat template writes from the end of the policy's turn on."""
         base = [{"role": "user", "content": "x"}, {"role": "assistant", "content": MARK}]
-        if not getattr(self.tokenizer, "chat_template", None):
-            raise UserError("the observation is a message list, and the model has no chat template")
+        require(
+            (
+                getattr(self.tokenizer, "chat_template", None),
+                "the observation is a message list, and the model has no chat template",
+            )
+        )
         whole = self.tokenizer.apply_chat_template(
             [*base, *messages],
             tokenize=False,

@@ -35,25 +35,23 @@ TEST_SPLITS = ("test", "eval", "validation", "heldout")
 class Calculator(Environment):
     """One episode of the tool task."""
 
-    def __init__(self) -> None:
-        self._answer = ""
+    _answer = ""
 
     def reset(self, row: Row, seed: int) -> None:
-        del seed
         if row.answer is None:
             raise UserError("calculator: the row has no answer")
         self._answer = row.answer
 
     async def step(self, turn: Turn) -> Observation:
-        call = CALL.fullmatch(turn.text)
-        if call is not None:
+        if (call := CALL.fullmatch(turn.text)) is not None:
             result = operate(int(call[1]), call[2], int(call[3]))
             return Observation("!\n" if result is None else f"{result}\n")
         if turn.text.endswith("?"):
             return Observation("!\n")  # not a call that the tool understands
         answer = ANSWER.fullmatch(turn.text.strip())
-        right = answer is not None and answer[1] == self._answer
-        return Observation(reward=float(right), done=True)
+        return Observation(
+            reward=float(answer is not None and answer[1] == self._answer), done=True
+        )
 
 
 def operate(left: int, sign: str, right: int) -> int | None:
@@ -101,8 +99,7 @@ def draw_expression(num_operations: int, rng: Random) -> Expression:
     while len(rest) < num_operations:
         sign = "+-*"[int(rng.random() * 3)]
         number = int(rng.random() * (10 if sign == "*" else 100))
-        result = operate(value, sign, number)
-        if result is not None:
+        if (result := operate(value, sign, number)) is not None:
             rest.append((sign, number))
             value = result
     return Expression(first, tuple(rest))

@@ -25,11 +25,9 @@ TEST_SPLITS = ("test", "eval", "validation", "heldout")
 class Guess(Environment):
     """One game."""
 
-    def __init__(self) -> None:
-        self._secret, self._num_left = 0, 0
+    _secret = _num_left = 0
 
     def reset(self, row: Row, seed: int) -> None:
-        del seed
         if row.answer is None or "guesses" not in row.columns:
             raise UserError("guess: the row needs an answer and a column guesses")
         self._secret, self._num_left = int(row.answer), int(row.columns["guesses"])
@@ -42,12 +40,6 @@ class Guess(Environment):
         if guess is None or not self._num_left:
             return Observation(reward=0.0, done=True)
         return Observation("<\n" if self._secret < int(guess[1]) else ">\n")
-
-
-def _held_out(low: int) -> bool:
-    """07, 27, 47, 67, 87: a tiny model must have seen a digit in its place (as in 17 and 37) to
-    read it."""
-    return low % 20 == 7
 
 
 class Games:
@@ -67,11 +59,12 @@ class Games:
         width = 2**guesses - 1
         while True:
             low = int(rng.random() * (101 - width))
-            if _held_out(low) == (split in TEST_SPLITS):
+            # Held out are 07, 27, 47, 67 and 87: a tiny model must have seen a digit in its place
+            # (as in 17 and 37) to read it.
+            if (low % 20 == 7) == (split in TEST_SPLITS):
                 break
-        high = low + width - 1
         return {
-            "prompt": f"{low:02d}-{high:02d}:{guesses}\n",
+            "prompt": f"{low:02d}-{low + width - 1:02d}:{guesses}\n",
             "answer": str(low + int(rng.random() * width)),
             "guesses": guesses,
             "difficulty": guesses,

@@ -23,7 +23,7 @@ from typing import Any
 from dora_rl.config import EnvConfig, EnvironmentEntry
 from dora_rl.envs.base import Environment, Observation, Row, TurnText, turns_of
 from dora_rl.types import REWARD_MAX, GroupId, RequestId, UserError, Version
-from dora_rl.user_code import load_object, one_line, raised
+from dora_rl.user_code import load_object, one_line, raised, require
 
 THREADS_MAX = 256  # steps of synchronous environments at once
 
@@ -84,8 +84,7 @@ class Host:
         self._called: set[Future[Any]] = set()
 
     async def answer(self, ask: Ask) -> Answer:
-        lock = self._locks.setdefault(ask.request, asyncio.Lock())
-        async with lock:
+        async with self._locks.setdefault(ask.request, asyncio.Lock()):
             try:
                 return await self._answer(ask)
             except StepError as error:
@@ -100,21 +99,17 @@ class Host:
             self._drop(ask.request)
             episode = known[ask.request] = await self._reset(ask)
         while len(episode.turns) < len(turns) and not episode.last.done:
-            newest = len(episode.turns) + 1 == len(turns)
-            if newest:
+            if len(episode.turns) + 1 == len(turns):
                 await asyncio.sleep(self._latency_s(ask, len(turns)))
             await self._step(ask, episode, turns[len(episode.turns)])
         return episode.last
 
     async def _reset(self, ask: Ask) -> Episode:
         loaded = self._environments[ask.label]
-        environment = loaded.make()
-        environment.text = self._text
-        first = await self._call(loaded, environment.reset, ask.row, ask.seed)
-        episode = Episode(environment)
+        episode = Episode(loaded.make())
+        episode.environment.text = self._text
+        first = await self._call(loaded, episode.environment.reset, ask.row, ask.seed)
         if loaded.kind.opens:
-            if not isinstance(first, Observation):
-                raise StepError(f"reset returned {type(first).__name__}, not an Observation")
             episode.last = self._read(episode, first, ())
         return episode
 
@@ -123,15 +118,16 @@ class Host:
         logprobs = turns_of(ask.logprobs, ask.loss_mask)[number - 1] if ask.logprobs else ()
         turn = replace(self._text.read(ids, number), logprobs=logprobs, version=ask.version)
         observation = await self._call(loaded, episode.environment.step, turn)
-        if not isinstance(observation, Observation):
-            raise StepError(f"step returned {type(observation).__name__}, not an Observation")
         episode.turns.append(ids)
-        answer = self._read(episode, observation, ids)
-        if not answer.done and number >= loaded.entry.turns_max:
-            answer = Answer(done=True, cut=True, reward=episode.reward)
-        episode.last = answer
+        episode.last = self._read(episode, observation, ids)
+        if not episode.last.done and number >= loaded.entry.turns_max:
+            episode.last = Answer(done=True, cut=True, reward=episode.reward)
 
-    def _read(self, episode: Episode, observation: Observation, after: tuple[int, ...]) -> Answer:
+    def _read(self, episode: Episode, observation: object, after: tuple[int, ...]) -> Answer:
+        """What `reset` or, after a turn, `step` gave."""
+        if not isinstance(observation, Observation):
+            what = f"{'step' if after else 'reset'} returned {type(observation).__name__}"
+            raise StepError(f"{what}, not an Observation")
         if observation.reward is not None:
             if not abs(observation.reward) <= REWARD_MAX:
                 raise StepError(f"the reward of a step is {observation.reward}")
@@ -166,8 +162,9 @@ class Host:
                 return await found if isinstance(found, Awaitable) else found
         except Exception as error:
             if limit.expired() and isinstance(error, TimeoutError):
-                reason = f"the {name} did not answer within {limit_s:g} s"
-                raise StepError(reason, hung=in_thread) from None
+                raise StepError(
+                    f"the {name} did not answer within {limit_s:g} s", hung=in_thread
+                ) from None
             # The user's code may raise anything, a time-out of its own too.
             raise StepError(f"the {name} failed: {raised(name, error)}") from error
 
@@ -188,10 +185,9 @@ class Host:
 
     def _drop(self, request: RequestId) -> None:
         episode = self._episodes.get(request.group, {}).pop(request, None)
-        if episode is None:
-            return
         try:
-            episode.environment.close()
+            if episode is not None:
+                episode.environment.close()
         except Exception as error:  # noqa: BLE001 - the user's code may raise anything
             print(f"closing an environment: {one_line(error)}", flush=True)
 
@@ -235,10 +231,14 @@ def load_environments(
     loaded: dict[str, LoadedEnvironment] = {}
     for entry in config.environments:
         label = entry.label or entry.name
-        if label in loaded:
-            raise UserError(f"env: two environments are called {label}; give one another label")
-        if not 0 <= entry.latency_s[0] <= entry.latency_s[1]:
-            raise UserError(f"env: latency_s of {label} is {entry.latency_s}; give [from, to]")
+        low, high = entry.latency_s
+        require(
+            (
+                label not in loaded,
+                f"env: two environments are called {label}; give one another label",
+            ),
+            (0 <= low <= high, f"env: latency_s of {label} is {(low, high)}; give [from, to]"),
+        )
         loaded[label] = LoadedEnvironment(label, entry, load_class(entry.name, base_dir))
         try:
             loaded[label].make().close()
@@ -246,38 +246,49 @@ def load_environments(
             raise
         except Exception as error:
             # The constructor is the user's code, which may raise anything.
-            options, why = dict(entry.options), one_line(error)
             raise UserError(
-                f"env: {label} cannot be made with the options {options} ({why})"
+                f"env: {label} cannot be made with the options {dict(entry.options)} "
+                f"({one_line(error)})"
             ) from error
     return loaded
 
 
 def load_class(name: str, base_dir: Path) -> type[Environment]:
     """The class that a name means; failures are one line."""
-    if name not in BUILT_IN and ":" not in name:
-        raise UserError(
+    require(
+        (
+            name in BUILT_IN or ":" in name,
             f"env: no environment {name!r}; give {', '.join(BUILT_IN)}, package.module:Name or "
-            f"path/to/file.py:Name"
-        )
+            f"path/to/file.py:Name",
+        ),
+    )
     found = load_object(BUILT_IN.get(name, name), base_dir, section="env", key=KEY)
-    if not isinstance(found, type) or not callable(getattr(found, "step", None)):
-        raise UserError(f"env: {name} is not a class with a method step(turn); see docs/agents.md")
-    if not issubclass(found, Environment):
-        raise UserError(f"env: {name} must derive from dora_rl.envs.base.Environment")
+    is_class = isinstance(found, type)
+    require(
+        (
+            is_class and callable(getattr(found, "step", None)),
+            f"env: {name} is not a class with a method step(turn); see docs/agents.md",
+        ),
+        (
+            is_class and issubclass(found, Environment),
+            f"env: {name} must derive from dora_rl.envs.base.Environment",
+        ),
+    )
     return found
 
 
 def label_of(env: str, loaded: Mapping[str, LoadedEnvironment]) -> str:
     """The environment of a prompt whose source names `env`, or names none and there is one."""
-    if env:
-        if env not in loaded:
-            names = ", ".join(loaded) or "none is configured"
-            raise UserError(f"data: no environment is called {env!r} (env.environments: {names})")
-        return env
-    if len(loaded) == 1:
-        return next(iter(loaded))
-    raise UserError(
-        f"data: {len(loaded)} environments and a source without one; set env to one of "
-        f"{', '.join(loaded)}"
+    names = ", ".join(loaded)
+    require(
+        (
+            not env or env in loaded,
+            f"data: no environment is called {env!r} "
+            f"(env.environments: {names or 'none is configured'})",
+        ),
+        (
+            env or len(loaded) == 1,
+            f"data: {len(loaded)} environments and a source without one; set env to one of {names}",
+        ),
     )
+    return env or next(iter(loaded))

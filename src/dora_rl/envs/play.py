@@ -24,10 +24,8 @@ def play(
 async def _play(
     environment: Environment, row: Row, turns: Sequence[str], seed: int
 ) -> list[Observation]:
-    found: list[Observation] = []
     opening = await _value(environment.reset(row, seed))
-    if environment.opens:
-        found.append(opening)
+    found: list[Observation] = [opening] if environment.opens else []
     for number, text in enumerate(turns, 1):
         found.append(await _value(environment.step(Turn(text, number=number))))
         if found[-1].done:

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from dora_rl.config import RewardConfig
-from dora_rl.types import UserError
-from dora_rl.user_code import load_object
+from dora_rl.user_code import load_object, require
 
 # A score of these is dear and depends on the sample alone.
 CACHED_BY_DEFAULT = ("code", "judge", "model")
@@ -74,12 +73,10 @@ class Reward:
 
     def missing(self, columns: Collection[str]) -> list[str]:
         """Columns the reward cannot do without and the data do not have; checked at the start."""
-        del columns
         return []
 
     def close(self) -> None:
         """Let go of what it holds."""
-        return
 
 
 class CachedReward(Reward):
@@ -135,8 +132,7 @@ class WeightedSum(Reward):
         self.many = any(reward.many for reward in rewards)
 
     def missing(self, columns: Collection[str]) -> list[str]:
-        found = [name for reward in self.rewards for name in reward.missing(columns)]
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys(name for one in self.rewards for name in one.missing(columns)))
 
     def close(self) -> None:
         for reward in self.rewards:
@@ -164,8 +160,10 @@ class WeightedSum(Reward):
 
     def describe(self) -> list[str]:
         """A line for each function: what it is, and how it will be called."""
-        pairs = zip(self.rewards, self.weights, strict=True)
-        return [f"reward {one.name}: {one.how}, weight {weight:g}" for one, weight in pairs]
+        return [
+            f"reward {one.name}: {one.how}, weight {weight:g}"
+            for one, weight in zip(self.rewards, self.weights, strict=True)
+        ]
 
     def needing_answer(self) -> list[str]:
         """The functions that cannot score a row without an answer."""
@@ -175,17 +173,23 @@ class WeightedSum(Reward):
 def build(config: RewardConfig, base_dir: Path = Path(".")) -> WeightedSum:
     """The reward of a run: the weighted sum of `config.functions`. Every mistake in the section or
     in the functions' signatures is a `UserError`."""
-    if not config.functions:
-        raise UserError(
-            'reward: no function; set reward.functions = ["path/to/file.py:name"] or a built-in'
-        )
     names = [entry.label or entry.name for entry in config.functions]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise UserError(f"reward: two functions are called {twice[0]!r}; give one of them a label")
+    twice = [name for name in names if names.count(name) > 1]
+    require(
+        (
+            names,
+            'reward: no function; set reward.functions = ["path/to/file.py:name"] or a built-in',
+        ),
+        (
+            not twice,
+            f"reward: two functions are called {(twice or [''])[0]!r}; give one of them a label",
+        ),
+    )
     rewards: list[Reward] = []
     for entry, name in zip(config.functions, names, strict=True):
-        form, options = entry.form, entry.options
-        reward = load_reward(entry.name, base_dir, form=form, options=options, limits=config)
+        reward = load_reward(
+            entry.name, base_dir, form=entry.form, options=entry.options, limits=config
+        )
         reward.name = name
         cached = entry.name in CACHED_BY_DEFAULT if entry.cache is None else entry.cache
         most = config.cache_entries_max if cached else 0
@@ -212,6 +216,5 @@ def load_reward(
     if not re.fullmatch(r".+:[A-Za-z_][\w.]*", spec):
         return make_builtin(spec, base_dir, options or {}, limits or RewardConfig())
     found = load_object(spec, base_dir, section="reward", key="reward.functions")
-    if not callable(found):
-        raise UserError(f"reward: {spec} is a {type(found).__name__}; give a function")
+    require((callable(found), f"reward: {spec} is a {type(found).__name__}; give a function"))
     return FunctionReward(spec, found, form=form, options=options, limits=limits)

@@ -22,7 +22,7 @@ from dora_rl.config import RewardConfig
 from dora_rl.rewards.base import Reward, ScoreError, ScoreItem
 from dora_rl.rewards.function import Expired, deadline, read_score
 from dora_rl.types import UserError
-from dora_rl.user_code import one_line
+from dora_rl.user_code import one_line, require
 
 Scorer = Callable[[ScoreItem], float | None]
 MATH_TIMEOUT_S = 5.0
@@ -39,8 +39,7 @@ def compiled(option: str, pattern: str) -> re.Pattern[str]:
 
 def last_match(pattern: re.Pattern[str], text: str) -> str | None:
     """The first group of the last match, or all of it if the pattern has no group."""
-    matches = list(pattern.finditer(text))
-    if not matches:
+    if not (matches := list(pattern.finditer(text))):
         return None
     found = matches[-1]
     return next((group for group in found.groups() if group is not None), found.group())
@@ -87,8 +86,12 @@ def regex(*, pattern: str, full: bool = False, hit: float = 1.0, miss: float = 0
 def format_tags(*, tags: Sequence[str] = ("think", "answer"), partial: bool = False) -> Scorer:
     """1 if the completion is `<think>…</think><answer>…</answer>`: each tag once, in order, with
     nothing but space outside. `partial`: otherwise the share of tags that stand there once."""
-    if not tags or any(not re.fullmatch(r"[\w-]+", tag) for tag in tags):
-        raise UserError(f"reward: format needs tags made of letters, not {list(tags)}")
+    require(
+        (
+            tags and all(re.fullmatch(r"[\w-]+", tag) for tag in tags),
+            f"reward: format needs tags made of letters, not {list(tags)}",
+        )
+    )
     whole = re.compile(
         r"\s*" + r"\s*".join(rf"<{tag}>.*?</{tag}>" for tag in tags) + r"\s*", re.DOTALL
     )
@@ -119,21 +122,19 @@ def length(
     Linear over the last `buffer_tokens` before `tokens_max` (DAPO's soft overlong punishment),
     linear below `tokens_min`. `unfinished` is added where the token limit cut the response off.
     """
-    if not 0 <= buffer_tokens <= tokens_max or tokens_min > tokens_max - buffer_tokens:
-        raise UserError(
+    require(
+        (
+            0 <= buffer_tokens <= tokens_max and tokens_min <= tokens_max - buffer_tokens,
             f"reward: length needs tokens_min ≤ tokens_max - buffer_tokens, "
-            f"got {tokens_min}, {tokens_max}, {buffer_tokens}"
+            f"got {tokens_min}, {tokens_max}, {buffer_tokens}",
         )
+    )
 
     def score(item: ScoreItem) -> float:
         num_tokens = len(item.completion_ids)
-        over = num_tokens - (tokens_max - buffer_tokens)
-        share = 0.0
-        if num_tokens > tokens_max:
-            share = 1.0
-        elif over > 0 and buffer_tokens:
-            share = over / buffer_tokens
-        elif num_tokens < tokens_min:
+        over, under = num_tokens - (tokens_max - buffer_tokens), tokens_min - num_tokens
+        share = min(1.0, over / (buffer_tokens or 1)) if over > 0 else 0.0
+        if under > 0:
             share = 1.0 - num_tokens / tokens_min
         return -penalty * share + (unfinished if item.finish == "length" else 0.0)
 
@@ -178,8 +179,7 @@ def math(
             return miss
         if given.strip() == item.answer.strip():
             return 1.0
-        gold = parse_gold(item.answer)
-        if not gold:
+        if not (gold := parse_gold(item.answer)):
             return miss
         target = parse(given)
         if not target and pattern is not None:
@@ -218,9 +218,8 @@ class ItemReward(Reward):
             with deadline(self._timeout_s):
                 return read_score(self._scorer(item))
         except Expired:
-            if self._late is not None:
-                return self._late
-            return ScoreError(f"took longer than timeout_s = {self._timeout_s:g}")
+            late = ScoreError(f"took longer than timeout_s = {self._timeout_s:g}")
+            return late if self._late is None else self._late
         except Exception as error:  # noqa: BLE001 - libraries raise anything on strange input
             return ScoreError(f"raised {one_line(error)}")
 

@@ -38,12 +38,11 @@ from typing import Any, TypeVar, cast
 from dora_rl.config import RewardConfig
 from dora_rl.rewards.base import Reward, ScoreError, ScoreItem
 from dora_rl.types import REWARD_MAX, UserError
-from dora_rl.user_code import raised
+from dora_rl.user_code import raised, require
 
 NUM_ATTEMPTS_WAITING = 3
 ANSWER_NAMES = ("answer", "ground_truth", "solution", "label")
 TRL_NAMES = ("prompts", "completions", "completion_ids", "completions_ids")
-VERIFIERS_NAMES = ("prompt", "completion", "answer", "state", "info", "task")
 FORMS_HELP = (
     "write it as f(prompts, completions, completion_ids, **columns) [TRL], "
     "compute_score(data_source, solution_str, ground_truth, extra_info=None) [verl], "
@@ -53,7 +52,7 @@ FORMS_HELP = (
 
 
 def _ignore(*_: object, **__: object) -> None:
-    return None
+    """Nobody reads it here."""
 
 
 # What TRL's trainer also hands over, for functions that name it: here it goes nowhere.
@@ -90,8 +89,7 @@ def read_signature(spec: str, function: Callable[..., Any]) -> Signature:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError) as error:
         raise UserError(f"reward: {spec} has no readable signature; {FORMS_HELP}") from error
-    nameless = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]
-    if nameless:
+    if nameless := [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]:
         raise UserError(f"reward: {spec} takes {nameless[0]!r} by position only; {FORMS_HELP}")
     named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     # Of an instance, the method that a call runs; looked up on its class, as Python does.
@@ -110,13 +108,18 @@ def find_form(spec: str, function: Callable[..., Any], signature: Signature) -> 
         return Form.TRL
     if "solution_str" in names:
         return Form.VERL
-    if not any(name in names for name in ("completion", "state")):
-        raise UserError(
+    require(
+        (
+            "completion" in names or "state" in names,
             f"reward: {spec} takes ({', '.join(names)}), which is none of the known forms; "
-            f"{FORMS_HELP}"
+            f"{FORMS_HELP}",
         )
-    others = not set(signature.required) <= {"completion", "answer"} or "completion" not in names
-    others = others or any(name in names for name in ("prompt", "state", "info", "task"))
+    )
+    others = (
+        "completion" not in names
+        or not set(signature.required) <= {"completion", "answer"}
+        or any(name in names for name in ("prompt", "state", "info", "task"))
+    )
     return Form.VERIFIERS if others or _reads_messages(function, signature) else Form.PLAIN
 
 
@@ -131,9 +134,8 @@ def _reads_messages(function: Callable[..., Any], signature: Signature) -> bool:
 
 
 def _mentions_content(code: CodeType) -> bool:
-    if "content" in code.co_names or "content" in code.co_consts:
-        return True
-    return any(_mentions_content(c) for c in code.co_consts if isinstance(c, CodeType))
+    inner = (part for part in code.co_consts if isinstance(part, CodeType))
+    return "content" in (*code.co_names, *code.co_consts) or any(map(_mentions_content, inner))
 
 
 def is_chat(item: ScoreItem) -> bool:
@@ -147,8 +149,7 @@ def as_messages(item: ScoreItem) -> list[dict[str, Any]]:
 def _pick(signature: Signature, known: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
     """The known values a function can take; a required one that is not there is an error."""
     offered = {**known, **options}
-    absent = [name for name in signature.required if name not in offered]
-    if absent:
+    if absent := [name for name in signature.required if name not in offered]:
         raise MissingColumn(
             f"needs {', '.join(map(repr, absent))}, and this row has none "
             f"(it has: {', '.join(sorted(map(str, known))) or 'no columns'})"
@@ -209,15 +210,13 @@ def verifiers_arguments(
     signature: Signature, item: ScoreItem, options: Mapping[str, Any], *, text: bool
 ) -> dict[str, Any]:
     """`text`: the function's annotation asks for a string, as for verifiers' text completions."""
-    prompt: object = item.prompt
-    if not text and not is_chat(item):
-        prompt = [{"role": "user", "content": item.prompt}]
+    as_is = text or is_chat(item)
     info = item.columns.get("info")
     # Datasets keep `info` as JSON text where its rows differ in shape.
     info = json.loads(info) if isinstance(info, str) and info else info or {}
     columns = {name: value for name, value in item.columns.items() if name != "prompt"}
     given: dict[str, Any] = {
-        "prompt": prompt,
+        "prompt": item.prompt if as_is else [{"role": "user", "content": item.prompt}],
         "completion": item.completion if text else as_messages(item),
         "answer": item.answer if item.answer is not None else "",
         "info": info,
@@ -313,8 +312,9 @@ def run_async(coroutine: Coroutine[Any, Any, T], guard_s: float) -> T:
     with _loops_lock:
         if pid not in _loops:
             _loops[pid] = asyncio.new_event_loop()
-            run = _loops[pid].run_forever
-            threading.Thread(target=run, name="reward-loop", daemon=True).start()
+            threading.Thread(
+                target=_loops[pid].run_forever, name="reward-loop", daemon=True
+            ).start()
         loop = _loops[pid]
     future = asyncio.run_coroutine_threadsafe(coroutine, loop)
     try:
@@ -340,30 +340,30 @@ class FunctionReward(Reward):
         options: Mapping[str, Any] | None = None,
         limits: RewardConfig | None = None,
     ) -> None:
-        if inspect.isclass(function):
-            raise UserError(f"reward: {name} is a class; give a function or an instance")
-        self.name = name
-        self.limits = limits or RewardConfig()
-        self._function = function
+        self.name, self.limits = name, limits or RewardConfig()
+        self._function, self._options = function, dict(options or {})
+        require(
+            (
+                not inspect.isclass(function),
+                f"reward: {name} is a class; give a function or an instance",
+            )
+        )
         self._signature = read_signature(name, function)
-        self._options = dict(options or {})
-        self._check_options()
+        unknown = sorted(set(self._options) - set(self._signature.names))
+        require(
+            (
+                not unknown or self._signature.takes_any,
+                f"reward: {name} takes no argument {(unknown or [''])[0]!r}; "
+                f"its arguments are {', '.join(self._signature.names)}",
+            )
+        )
         self.form = find_form(name, function, self._signature) if form == "auto" else Form(form)
         found = "found by its parameters" if form == "auto" else "as configured"
         self.how = f"form {self.form.value}, {found} ({', '.join(self._signature.names)})"
         self.needs_answer = any(name in ANSWER_NAMES for name in self._signature.required)
-        annotation = getattr(function, "__annotations__", {}).get("completion")
-        self._text = annotation in (str, "str")
+        self._text = getattr(function, "__annotations__", {}).get("completion") in (str, "str")
         self.many = self._signature.asynchronous
         self._attempts = self.limits.attempts or (NUM_ATTEMPTS_WAITING if self.many else 1)
-
-    def _check_options(self) -> None:
-        unknown = set(self._options) - set(self._signature.names)
-        if unknown and not self._signature.takes_any:
-            raise UserError(
-                f"reward: {self.name} takes no argument {sorted(unknown)[0]!r}; "
-                f"its arguments are {', '.join(self._signature.names)}"
-            )
 
     def missing(self, columns: Collection[str]) -> list[str]:
         """Arguments without a default that neither the form, the options nor the data provide."""
@@ -371,7 +371,7 @@ class FunctionReward(Reward):
         known |= {
             Form.TRL: {*TRL_NAMES, *TRAINER_THINGS},
             Form.VERL: {"data_source", "solution_str", "ground_truth", "extra_info"},
-            Form.VERIFIERS: set(VERIFIERS_NAMES),
+            Form.VERIFIERS: {"prompt", "completion", "answer", "state", "info", "task"},
             Form.PLAIN: {"completion"},
         }[self.form]
         return [name for name in self._signature.required if name not in known]
@@ -389,12 +389,11 @@ class FunctionReward(Reward):
         return [score for batch in batches for score in self._one_call(batch)]
 
     def _one_call(self, items: Sequence[ScoreItem]) -> list[float | ScoreError]:
-        for attempt in range(1, self._attempts + 1):
-            outcome = self._try_sync(items)
-            if not _is_failure(outcome) or attempt == self._attempts:
-                return outcome
+        attempt = 1
+        while _is_failure(outcome := self._try_sync(items)) and attempt < self._attempts:
             time.sleep(self.limits.retry_wait_s * attempt)
-        raise AssertionError("attempts is at least 1")
+            attempt += 1
+        return outcome
 
     def _try_sync(self, items: Sequence[ScoreItem]) -> list[float | ScoreError]:
         try:
@@ -422,13 +421,14 @@ class FunctionReward(Reward):
         slots = asyncio.Semaphore(self.limits.concurrent_max)
 
         async def one(items: Sequence[ScoreItem]) -> list[float | ScoreError]:
+            attempt = 1
             async with slots:
-                for attempt in range(1, self._attempts + 1):
-                    outcome = await self._try_async(items)
-                    if not _is_failure(outcome) or attempt == self._attempts:
-                        return outcome
+                while (
+                    _is_failure(found := await self._try_async(items)) and attempt < self._attempts
+                ):
                     await asyncio.sleep(self.limits.retry_wait_s * attempt)
-            raise AssertionError("attempts is at least 1")
+                    attempt += 1
+            return found
 
         return list(await asyncio.gather(*map(one, batches)))
 
@@ -490,10 +490,8 @@ def read_score(value: Any) -> float | ScoreError:
         value = value["score"]
     if value is None:
         return ScoreError("returned None", abstained=True)
-    if isinstance(value, str):
-        return ScoreError("returned str, not a number")
     try:
-        number = float(value)
+        number = float("text" if isinstance(value, str) else value)
     except (TypeError, ValueError, OverflowError):  # the last: an integer of hundreds of digits
         return ScoreError(f"returned {type(value).__name__}, not a number")
     if not abs(number) <= REWARD_MAX:

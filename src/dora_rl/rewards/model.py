@@ -14,7 +14,7 @@ from dora_rl.config import RewardConfig
 from dora_rl.rewards.base import Reward, ScoreError, ScoreItem
 from dora_rl.rewards.function import read_score
 from dora_rl.types import UserError
-from dora_rl.user_code import one_line
+from dora_rl.user_code import one_line, require
 
 
 class ModelReward(Reward):
@@ -69,21 +69,23 @@ class ModelReward(Reward):
         # The model looks for the last token that is no padding.
         self._model.config.pad_token_id = self._tokenizer.pad_token_id
         num_labels = self._model.config.num_labels
-        if not 0 <= label < num_labels:
-            raise UserError(f"reward: model {place} has {num_labels} labels, not one of {label}")
+        require(
+            (
+                0 <= label < num_labels,
+                f"reward: model {place} has {num_labels} labels, not one of {label}",
+            )
+        )
 
     def score(self, items: Sequence[ScoreItem]) -> list[float | ScoreError]:
-        scores: list[float | ScoreError] = []
-        for begin in range(0, len(items), self._batch_items):
-            scores += self._batch(items[begin : begin + self._batch_items])
-        return scores
+        size = self._batch_items
+        batches = (items[at : at + size] for at in range(0, len(items), size))
+        return [score for batch in batches for score in self._batch(batch)]
 
     def _batch(self, items: Sequence[ScoreItem]) -> list[float | ScoreError]:
         torch = self._torch
         try:
-            texts = [self._text(item) for item in items]
             batch = self._tokenizer(
-                texts,
+                [self._text(item) for item in items],
                 padding=True,
                 truncation=True,
                 max_length=self._tokens_max,

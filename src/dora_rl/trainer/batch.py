@@ -22,9 +22,15 @@ def Sample(
     truncated: bool = False,
 ) -> Trajectory:
     """Its group and version are those of the `GroupBatch` that it is put into."""
-    finish = Finish.LENGTH if truncated else Finish.STOP
     return Trajectory(
-        RequestId(0, 0), 0, token_ids, logprobs, loss_mask, finish, segments, reward=reward
+        RequestId(0, 0),
+        0,
+        token_ids,
+        logprobs,
+        loss_mask,
+        Finish.LENGTH if truncated else Finish.STOP,
+        segments,
+        reward=reward,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dora_rl.config import TrainerConfig
 from dora_rl.config.section import choose
-from dora_rl.types import UserError
+from dora_rl.user_code import require
 
 
 def check_attention(name: str, *, on_gpu: bool, dtype: str) -> None:
@@ -15,20 +15,20 @@ def check_attention(name: str, *, on_gpu: bool, dtype: str) -> None:
         "blocks": (not on_gpu and dtype in ("auto", "float32"), "is for float32 on a CPU"),
     }
     fits, needs = wanted.get(name, (True, ""))
-    if not fits:
-        raise UserError(f"trainer.attention '{name}' {needs}; use 'auto'")
+    require((fits, f"trainer.attention '{name}' {needs}; use 'auto'"))
 
 
 def check_published(compute: str, published: str, *, on_gpu: bool) -> None:
     """A version holds all bits that the learner computes with: instances run the same weights."""
-    usual = "bfloat16" if on_gpu else "float32"
-    own = usual if compute == "auto" else compute
-    if published not in ("auto", "float32", own):
-        raise UserError(
+    own = compute if compute != "auto" else "bfloat16" if on_gpu else "float32"
+    require(
+        (
+            published in ("auto", "float32", own),
             f"trainer.publish_dtype = {published}: the learner computes in {own}, so instances "
             f"would run other weights than it trains; set trainer.compute_dtype = {published} too, "
-            "or leave publish_dtype at auto"
+            "or leave publish_dtype at auto",
         )
+    )
 
 
 def checkpoints_layers(options: TrainerConfig) -> bool:
@@ -40,8 +40,10 @@ def checkpoints_layers(options: TrainerConfig) -> bool:
 
 def check_trainer(options: TrainerConfig) -> None:
     """A schedule that ends needs to know when."""
-    if options.schedule != "constant" and options.num_updates <= options.warmup_updates:
-        raise UserError(
+    require(
+        (
+            options.schedule == "constant" or options.num_updates > options.warmup_updates,
             f"trainer.schedule '{options.schedule}' needs trainer.num_updates above "
-            f"warmup_updates ({options.warmup_updates})"
+            f"warmup_updates ({options.warmup_updates})",
         )
+    )

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dora_rl.types import UserError
+from dora_rl.user_code import require
 
 SIOCGIFADDR = 0x8915  # <linux/sockios.h>
 
@@ -66,8 +66,12 @@ def join(meeting: str | Path, rank: int, num_ranks: int, ip: str = "") -> None:
 def agree(what: str, value: int, hint: str) -> None:
     """Every rank must have found the same; a collective."""
     found = _of_first(value)
-    if found != value:
-        raise UserError(f"rank {world()[0]} finds {what} {value}, the first rank {found}; {hint}")
+    require(
+        (
+            found == value,
+            f"rank {world()[0]} finds {what} {value}, the first rank {found}; {hint}",
+        )
+    )
 
 
 def decide(flag: bool) -> bool:
@@ -96,8 +100,7 @@ def shard(module: nn.Module, layers: Sequence[nn.Module], compute_dtype: torch.d
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    kind = next(module.parameters()).device.type
-    mesh = init_device_mesh(kind, (dist.get_world_size(),))
+    mesh = init_device_mesh(next(module.parameters()).device.type, (dist.get_world_size(),))
     # Inputs stay as they are: cosines and sines are float32 on purpose.
     policy = MixedPrecisionPolicy(
         param_dtype=None if compute_dtype == torch.float32 else compute_dtype,
@@ -110,8 +113,7 @@ def shard(module: nn.Module, layers: Sequence[nn.Module], compute_dtype: torch.d
 
 def like_shard(tensor: Tensor, parameter: Tensor) -> Tensor:
     """The part of a whole tensor that belongs where `parameter` is sharded."""
-    mesh = getattr(parameter, "device_mesh", None)
-    if mesh is None:
+    if (mesh := getattr(parameter, "device_mesh", None)) is None:
         return tensor
     from torch.distributed.tensor import distribute_tensor
 
@@ -122,8 +124,7 @@ def like_shard(tensor: Tensor, parameter: Tensor) -> Tensor:
 
 def back_to_shards(module: nn.Module) -> None:
     """After a forward pass that no backward follows, FSDP2's root would stay gathered."""
-    reshard = getattr(module, "reshard", None)
-    if reshard is not None:
+    if (reshard := getattr(module, "reshard", None)) is not None:
         reshard()
 
 

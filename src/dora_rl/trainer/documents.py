@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -87,8 +87,9 @@ def document_of(group: Group, sample: Trajectory, reward: float) -> Document:
     )
     if sample.mixed:
         starts, versions = np.array(sample.segments, np.int64).T
-        under = versions[np.searchsorted(starts, place, side="right") - 1]
-        document.mixed_versions = torch.from_numpy(under)
+        document.mixed_versions = torch.from_numpy(
+            versions[np.searchsorted(starts, place, side="right") - 1]
+        )
     return document
 
 
@@ -165,24 +166,21 @@ def admit(
 
 def sample_fault(group: Group, sample: Trajectory, tokens_max: int, vocab: int) -> str:
     """Why the sample cannot be trained on, or '' if it can."""
-    ids, mask = sample.token_ids, sample.loss_mask
+    prompt, ids, mask = group.prompt_ids, sample.token_ids, sample.loss_mask
     assert len(ids) == len(sample.logprobs) == len(mask)
-    if sample.reward is None:
-        return "no_reward"
-    if not math.isfinite(sample.reward):
-        return "non_finite_reward"
-    if abs(sample.reward) > REWARD_MAX:
-        return "reward_out_of_range"
-    if not len(group.prompt_ids) or not mask.any():
-        return "nothing_to_train"
-    if len(group.prompt_ids) + len(ids) > tokens_max:
-        return "too_long"
-    if any(part.min() < 0 or part.max() >= vocab for part in (group.prompt_ids, ids)):
-        return "token_out_of_range"
-    # Tokens that are not trained on may have any log-prob.
-    if not np.isfinite(sample.logprobs[mask != 0]).all():
-        return "non_finite_logprob"
-    return ""
+    reward = math.nan if sample.reward is None else sample.reward
+    # In this order: what stands further down relies on what stands above.
+    faults: dict[str, Callable[[], object]] = {
+        "no_reward": lambda: sample.reward is None,
+        "non_finite_reward": lambda: not math.isfinite(reward),
+        "reward_out_of_range": lambda: abs(reward) > REWARD_MAX,
+        "nothing_to_train": lambda: not len(prompt) or not mask.any(),
+        "too_long": lambda: len(prompt) + len(ids) > tokens_max,
+        "token_out_of_range": lambda: any(p.min() < 0 or p.max() >= vocab for p in (prompt, ids)),
+        # Tokens that are not trained on may have any log-prob.
+        "non_finite_logprob": lambda: not np.isfinite(sample.logprobs[mask != 0]).all(),
+    }
+    return next((fault for fault, is_so in faults.items() if is_so()), "")
 
 
 # -- advantages ------------------------------------------------------------------------------------
@@ -208,8 +206,9 @@ def _penalty(document: Document, options: AlgorithmConfig) -> Tensor | None:
     if options.kl_in != "reward" or options.kl_coef == 0.0:
         return None
     assert document.ref_logprobs is not None
-    estimate = KL[options.kl_estimator]
-    return options.kl_coef * estimate(document.rollout_logprobs, document.ref_logprobs)
+    return options.kl_coef * KL[options.kl_estimator](
+        document.rollout_logprobs, document.ref_logprobs
+    )
 
 
 def per_group_advantages(documents: Sequence[Document], objective: Objective) -> None:
@@ -237,8 +236,7 @@ def whole_batch_advantages(documents: Sequence[Document], options: AlgorithmConf
     for d in documents:
         rewards = torch.zeros(d.num_trained)
         rewards[-1] = d.reward
-        penalty = _penalty(d, options)
-        if penalty is not None:
+        if (penalty := _penalty(d, options)) is not None:
             rewards = rewards - penalty
         if options.advantage == "batch":
             d.advantages = returns_to_go(rewards, options.gamma)
@@ -291,10 +289,7 @@ def pack_stream(lengths: Sequence[int], pack_tokens: int) -> tuple[list[list[int
             open_pack, used = [], 0
         open_pack.append(index)
         used += length
-        if used >= pack_tokens:
-            packs.append(open_pack)
-            open_pack, used = [], 0
-    return packs, open_pack
+    return ([*packs, open_pack], []) if used >= pack_tokens else (packs, open_pack)
 
 
 def pack_balanced(
@@ -311,10 +306,7 @@ def pack_balanced(
         return [[] for _ in range(ranks)]
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     num_packs = -(-max(1, -(-sum(lengths) // pack_tokens)) // ranks) * ranks
-    while True:
-        packs = _fill(lengths, order, pack_tokens, num_packs, quadratic)
-        if packs is not None:
-            break
+    while (packs := _fill(lengths, order, pack_tokens, num_packs, quadratic)) is None:
         num_packs += ranks
     cost = [sum(document_cost(lengths[i], quadratic) for i in pack) for pack in packs]
     ranked = sorted(range(num_packs), key=lambda p: (-cost[p], p))

@@ -42,7 +42,8 @@ from dora_rl.trainer.policy.lora import load_published_adapter, published_adapte
 from dora_rl.trainer.policy.model import Policy, load_weights, pick_dtype
 from dora_rl.trainer.scoring import fill_old_values
 from dora_rl.trainer.updates import OpenUpdate, Updates
-from dora_rl.types import Group, StepIndex, UserError, Version
+from dora_rl.types import Group, StepIndex, Version
+from dora_rl.user_code import require
 
 _PACK_PARTS = 4  # a pack that is full by one part is run where the learner would wait instead
 
@@ -60,18 +61,23 @@ class Learner(Updates):
         store: WeightStore | None = None,
     ) -> None:
         trainer = trainer or TrainerConfig()
-        source = Path(model) if isinstance(model, str) else model
-        super().__init__(source, resolve(algorithm or AlgorithmConfig()), trainer, store)
-        on_gpu = self.device.type != "cpu"
-        check_published(trainer.compute_dtype, trainer.publish_dtype, on_gpu=on_gpu)
-        updates, self.groups_per_update = trainer.updates_per_step, None
-        if batch_groups is not None:
-            if batch_groups % updates:
-                raise UserError(
-                    f"trainer.updates_per_step {updates} does not divide batch_groups "
-                    f"{batch_groups}"
-                )
-            self.groups_per_update = batch_groups // updates
+        super().__init__(
+            Path(model) if isinstance(model, str) else model,
+            resolve(algorithm or AlgorithmConfig()),
+            trainer,
+            store,
+        )
+        check_published(
+            trainer.compute_dtype, trainer.publish_dtype, on_gpu=self.device.type != "cpu"
+        )
+        updates = trainer.updates_per_step
+        require(
+            (
+                not batch_groups or batch_groups % updates == 0,
+                f"trainer.updates_per_step {updates} does not divide batch_groups {batch_groups}",
+            )
+        )
+        self.groups_per_update = None if batch_groups is None else batch_groups // updates
         self.publisher = Publisher()
         self.base = ""  # checksum of the frozen weights, for versions that are adapters
         self.next_step: StepIndex = 0
@@ -175,8 +181,9 @@ class Learner(Updates):
             done: Future[str] = Future()
             done.set_result("")
             return done
-        base = self.base if self.publishes_adapters else ""
-        return self.publisher.seal(drafts, canary, background, base, turn)
+        return self.publisher.seal(
+            drafts, canary, background, self.base if self.publishes_adapters else "", turn
+        )
 
     def _copy_to(
         self, drafts: Drafts | None, dtype: torch.dtype, version: Version, *, exact: bool
@@ -258,11 +265,9 @@ class Learner(Updates):
         """The step's last update is computed here and applied by `finish_step`: until then a
         learner with one update per step, stopped at any point, still has the moments of its last
         version."""
-        if not self._is_full():
-            return
-        if self._is_last():
+        if self._is_full() and self._is_last():
             self.run_packs(flush=True)
-        else:
+        elif self._is_full():
             self.end_update()
 
     def _run_buffer(self) -> None:

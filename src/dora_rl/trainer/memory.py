@@ -23,6 +23,7 @@ from functools import cache
 
 from dora_rl.out_of_memory import shortage
 from dora_rl.types import UserError
+from dora_rl.user_code import require
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 
@@ -36,7 +37,7 @@ def keep_freed_memory() -> bool:
         return False
     # 32 MiB is the largest mmap threshold glibc accepts.
     settings = ((_M_MMAP_THRESHOLD, 32 << 20), (_M_TRIM_THRESHOLD, 1 << 30), (_M_TOP_PAD, 64 << 20))
-    return all(mallopt(kind, value) == 1 for kind, value in settings)
+    return all(mallopt(*setting) == 1 for setting in settings)
 
 
 @contextmanager
@@ -94,15 +95,15 @@ class Room:
     def shrink_scored(self, lengths: Sequence[int], reason: str) -> None:
         """A pack of documents that were only scored did not fit."""
         tokens = sum(lengths)
-        if len(lengths) > 1:
-            self._halve(
-                tokens,
-                f"out of memory while {tokens:,} tokens were scored under frozen weights "
-                f"({reason});",
+        require(
+            (
+                len(lengths) > 1,
+                f"out of memory: a document of {tokens:,} tokens cannot be scored under frozen "
+                f"weights ({reason}); lower rollout.tokens_max, rollout.kv_bytes_max or "
+                "trainer.logits_chunk_tokens",
             )
-            return
-        raise UserError(
-            f"out of memory: a document of {tokens:,} tokens cannot be scored under frozen weights "
-            f"({reason}); lower rollout.tokens_max, rollout.kv_bytes_max or "
-            "trainer.logits_chunk_tokens"
+        )
+        self._halve(
+            tokens,
+            f"out of memory while {tokens:,} tokens were scored under frozen weights ({reason});",
         )

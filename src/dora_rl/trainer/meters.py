@@ -96,10 +96,9 @@ class Meters:
 
 def _spread(name: str, values: list[float]) -> dict[str, float]:
     mean = sum(values) / len(values)
-    variance = sum((v - mean) ** 2 for v in values) / len(values)
     return {
         f"{name}/mean": mean,
         f"{name}/min": min(values),
         f"{name}/max": max(values),
-        f"{name}/std": variance**0.5,
+        f"{name}/std": (sum((v - mean) ** 2 for v in values) / len(values)) ** 0.5,
     }

@@ -40,11 +40,12 @@ class Optimizer:
         check_trainer(options)
         self.options, self.base_lr = options, options.lr if lr is None else lr
         self.named = {n: p for n, p in module.named_parameters() if p.requires_grad}
-        decayed = [p for p in self.parameters if p.dim() >= 2]
-        plain = [p for p in self.parameters if p.dim() < 2]
         groups = [
-            {"params": decayed, "weight_decay": options.weight_decay},
-            {"params": plain, "weight_decay": 0.0},
+            {
+                "params": [p for p in self.parameters if (p.dim() >= 2) == matrices],
+                "weight_decay": w,
+            }
+            for matrices, w in ((True, options.weight_decay), (False, 0.0))
         ]
         self.adamw = torch.optim.AdamW(
             [g for g in groups if g["params"]],
@@ -77,9 +78,10 @@ class Optimizer:
         grads = [p.grad for p in self.parameters if p.grad is not None]
         # Of the whole model, when they are sharded.
         total_norm = gathered(torch.nn.utils.get_total_norm(grads, foreach=True))
-        known = [total_norm] + ([] if poisoned is None else [poisoned])
         # Both at once: the host waits for the device a single time.
-        norm, *loss = torch.stack([t.detach().double() for t in known]).tolist()
+        norm, *loss = torch.stack(
+            [t.detach().double() for t in (total_norm, poisoned) if t is not None]
+        ).tolist()
         norm *= scale
         ok = math.isfinite(norm) and all(map(math.isfinite, loss))
         if ok:

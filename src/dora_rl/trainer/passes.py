@@ -64,8 +64,7 @@ def policy_pass(
     inputs = loss_inputs(pack, scores, step)
     output = objective.function(inputs, options)
     loss_T, n = output.loss_T, pack.num_trained
-    weight_T = correction_weight(inputs, options)
-    if weight_T is not None:
+    if (weight_T := correction_weight(inputs, options)) is not None:
         loss_T = loss_T * weight_T
         meters.add_sum("correction/weight_mean", weight_T.sum(), n)
         meters.add_sum("correction/masked_frac", (weight_T == 0).float().sum(), n)

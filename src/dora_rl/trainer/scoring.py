@@ -132,9 +132,13 @@ class SealedScorer:
         out: dict[int, Tensor] = {}
         for version in sorted(set(versions)):
             mine = [i for i, v in enumerate(versions) if v == version]
-            some = [documents[i] for i in mine]
-            model = self._model(version)
-            found = score(model, some, self.temperature, self.room, on_device=on_device)
+            found = score(
+                self._model(version),
+                [documents[i] for i in mine],
+                self.temperature,
+                self.room,
+                on_device=on_device,
+            )
             out.update(zip(mine, found, strict=True))
         return [out[i] for i in range(len(documents))]
 

@@ -44,6 +44,7 @@ from dora_rl.trainer.policy.model import (
 )
 from dora_rl.trainer.scoring import score
 from dora_rl.types import UserError
+from dora_rl.user_code import require
 
 _SHARD_BYTES_MAX = 4 << 30
 Messages: TypeAlias = list[dict[str, Any]]
@@ -103,8 +104,12 @@ def run_sft(
     tokenizer: Tokenizer | None = None,
 ) -> SftResult:
     """Train, write `out`, say what happened."""
-    if out.exists() and any(out.iterdir()):
-        raise UserError(f"sft output '{out}' is not empty; choose another directory")
+    require(
+        (
+            not out.exists() or not any(out.iterdir()),
+            f"sft output '{out}' is not empty; choose another directory",
+        )
+    )
     if tokenizer is None:
         tokenizer = _load_tokenizer(model, trainer)
     policy = load_policy(model, trainer)
@@ -118,14 +123,21 @@ def run_sft(
     kept = [d for d in rows if d.num_tokens <= limit]
     held = kept[len(kept) - options.eval_examples :] if options.eval_examples else []
     train = kept[: len(kept) - len(held)]
-    if not train:
-        raise UserError(f"sft data: no demonstration of at most {limit} tokens to train on")
-    run = _Run(policy, train, options, trainer)
-    before = run.evaluate(held)
-    start = time.monotonic()
-    run.train(on_progress)
+    require((train, f"sft data: no demonstration of at most {limit} tokens to train on"))
+    # A decaying schedule without a horizon ends with the run.
+    horizon = {"num_updates": trainer.num_updates or _num_updates(train, options)}
+    if trainer.lora_rank:
+        add_lora(policy, trainer)
+    optimizer = Optimizer(policy, trainer.model_copy(update=horizon))
+    pack_tokens = trainer.pack_tokens or (32768 if device.type == "cuda" else 4096)
+    before, start = _mean_loss(policy, held, pack_tokens), time.monotonic()
+    done: list[SftProgress] = []
+    for progress in _updates(policy, optimizer, train, options, pack_tokens):
+        done.append(progress)
+        if on_progress is not None:
+            on_progress(progress)
     wall_s = time.monotonic() - start
-    after = run.evaluate(held)
+    after = _mean_loss(policy, held, pack_tokens)
     name = options.dtype
     dtype = policy.compute_dtype if name == "auto" else pick_dtype(name, device, "sft.dtype")
     _write(policy, model, out, dtype)
@@ -133,12 +145,12 @@ def run_sft(
         out=out,
         num_examples=len(train),
         num_too_long=len(rows) - len(kept),
-        num_updates=run.optimizer.num_applied,
-        num_skipped=run.num_updates - run.optimizer.num_applied,
-        tokens=run.tokens,
+        num_updates=optimizer.num_applied,
+        num_skipped=len(done) - optimizer.num_applied,
+        tokens=done[-1].tokens,
         wall_s=wall_s,
-        loss_first=run.losses[0],
-        loss_last=run.losses[-1],
+        loss_first=done[0].loss,
+        loss_last=done[-1].loss,
         eval_first=before,
         eval_last=after,
     )
@@ -156,79 +168,66 @@ def _load_tokenizer(model: Path, trainer: TrainerConfig) -> Tokenizer:
         raise UserError(f"model '{model}': no usable tokenizer ({line})") from error
 
 
-class _Run:
-    """The loop over updates; one order of examples per epoch, fixed by the seed."""
-
-    def __init__(
-        self,
-        policy: Policy,
-        train: list[Document],
-        options: SftOptions,
-        trainer: TrainerConfig,
-    ) -> None:
-        self.policy, self.documents, self.options = policy, train, options
-        self.device = next(policy.parameters()).device
-        per_epoch = math.ceil(len(train) / options.batch_examples)
-        self.num_updates = max(1, round(per_epoch * options.epochs))
-        # A decaying schedule without a horizon ends with the run.
-        horizon = {"num_updates": trainer.num_updates or self.num_updates}
-        self.trainer = trainer.model_copy(update=horizon)
-        if trainer.lora_rank:
-            add_lora(policy, trainer)
-        self.optimizer = Optimizer(policy, self.trainer)
-        default = 32768 if self.device.type == "cuda" else 4096
-        self.pack_tokens = trainer.pack_tokens or default
-        self.losses: list[float] = []
-        self.tokens = 0
-
-    def train(self, on_progress: Callable[[SftProgress], None] | None) -> None:
-        start = time.monotonic()
-        for update, batch in zip(range(self.num_updates), self._batches(), strict=False):
-            loss, norm = self._update(batch, update)
-            self.losses.append(loss)
-            if on_progress is not None:
-                elapsed = max(1e-9, time.monotonic() - start)
-                rate = learning_rate(self.trainer, update)
-                speed = self.tokens / elapsed
-                on_progress(
-                    SftProgress(update, self.num_updates, loss, norm, rate, self.tokens, speed)
-                )
-
-    def _batches(self) -> Iterator[list[Document]]:
-        """Without end."""
-        for epoch in count():
-            order, size = [*self.documents], self.options.batch_examples
-            if self.options.shuffle:
-                random.Random(self.trainer.seed * 1_000_003 + epoch).shuffle(order)
-            yield from (order[at : at + size] for at in range(0, len(order), size))
-
-    def _update(self, batch: list[Document], update: int) -> tuple[float, float]:
-        total = torch.zeros((), device=self.device)
-        for indices in pack_balanced([d.num_tokens for d in batch], self.pack_tokens, 1, 8192.0):
-            pack = collate([batch[i] for i in indices], self.device)
-            scores = self.policy(pack.token_ids_P, pack.layout, pack.rows_T, pack.target_T)
+def _updates(
+    policy: Policy,
+    optimizer: Optimizer,
+    documents: list[Document],
+    options: SftOptions,
+    pack_tokens: int,
+) -> Iterator[SftProgress]:
+    """Every update of the run, once it is done."""
+    start, tokens, device = time.monotonic(), 0, next(policy.parameters()).device
+    num_updates = _num_updates(documents, options)
+    batches = _batches(documents, options, optimizer.options.seed)
+    for update, batch in zip(range(num_updates), batches, strict=False):
+        total = torch.zeros((), device=device)
+        for indices in pack_balanced([d.num_tokens for d in batch], pack_tokens, 1, 8192.0):
+            pack = collate([batch[i] for i in indices], device)
+            scores = policy(pack.token_ids_P, pack.layout, pack.rows_T, pack.target_T)
             loss = -scores.logprobs_T.sum()
             loss.backward()
             total += loss.detach()
-            self.tokens += pack.layout.num_tokens
+            tokens += pack.layout.num_tokens
         trained = sum(d.num_trained for d in batch)
-        norm = self.optimizer.apply(1.0 / trained, update, total)
-        return float(total) / trained, math.nan if norm is None else norm
+        norm = optimizer.apply(1.0 / trained, update, total)
+        yield SftProgress(
+            update=update,
+            num_updates=num_updates,
+            loss=float(total) / trained,
+            grad_norm=math.nan if norm is None else norm,
+            lr=learning_rate(optimizer.options, update),
+            tokens=tokens,
+            tokens_per_s=tokens / max(1e-9, time.monotonic() - start),
+        )
 
-    def evaluate(self, documents: list[Document]) -> float | None:
-        """Mean negative log-prob of held-out completion tokens."""
-        if not documents:
-            return None
-        found = score(self.policy, documents, 1.0, self.pack_tokens)
-        total = sum(-float(logprobs.sum()) for logprobs in found)
-        return total / sum(len(logprobs) for logprobs in found)
+
+def _num_updates(documents: list[Document], options: SftOptions) -> int:
+    return max(1, round(math.ceil(len(documents) / options.batch_examples) * options.epochs))
+
+
+def _batches(documents: list[Document], options: SftOptions, seed: int) -> Iterator[list[Document]]:
+    """Without end: one order of examples per epoch, fixed by the seed."""
+    size = options.batch_examples
+    for epoch in count():
+        order = [*documents]
+        if options.shuffle:
+            random.Random(seed * 1_000_003 + epoch).shuffle(order)
+        yield from (order[at : at + size] for at in range(0, len(order), size))
+
+
+def _mean_loss(policy: Policy, documents: list[Document], pack_tokens: int) -> float | None:
+    """Mean negative log-prob of held-out completion tokens."""
+    if not documents:
+        return None
+    found = score(policy, documents, 1.0, pack_tokens)
+    total = sum(-float(logprobs.sum()) for logprobs in found)
+    return total / sum(len(logprobs) for logprobs in found)
 
 
 def _write(policy: Policy, model: Path, out: Path, dtype: torch.dtype) -> None:
     def fill(target: Path) -> None:
         copy_side_files(model, target)
-        tensors = stored_weights(policy, named_weights(policy), dtype)
-        write_model(target, tensors, _SHARD_BYTES_MAX)
+        write_model(target, stored_weights(policy, named_weights(policy), dtype), _SHARD_BYTES_MAX)
 
     write_atomically(out, fill)
 
@@ -246,8 +245,7 @@ def _document(prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> Docum
 def read_rows(paths: Sequence[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
     """(file:line, row) of every non-empty line."""
     for path in paths:
-        if not path.is_file():
-            raise UserError(f"sft data '{path}': no such file")
+        require((path.is_file(), f"sft data '{path}': no such file"))
         with path.open(encoding="utf-8") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
@@ -259,8 +257,7 @@ def _parse(line: str, where: str) -> dict[str, Any]:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise UserError(f"{where}: not valid JSON ({error.msg})") from error
-    if not isinstance(row, dict):
-        raise UserError(f"{where}: a row must be an object with prompt and completion")
+    require((isinstance(row, dict), f"{where}: a row must be an object with prompt and completion"))
     return row
 
 
@@ -284,8 +281,7 @@ def encode_row(row: dict[str, Any], tokenizer: Tokenizer, where: str, add_eos: b
     eos_id: int | None = getattr(tokenizer, "eos_token_id", None)
     if add_eos and eos_id is not None:
         end.append(eos_id)
-    if not start or not end:
-        raise UserError(f"{where}: prompt and completion must each have at least one token")
+    require((start and end, f"{where}: prompt and completion must each have at least one token"))
     return _document(start, end)
 
 
@@ -301,12 +297,13 @@ def _template(tokenizer: Tokenizer, messages: Messages, generate: bool, where: s
 
 def _conversation(tokenizer: Tokenizer, head: str, messages: Messages, where: str) -> Document:
     text = _template(tokenizer, messages, False, where)
-    if not text.startswith(head):
-        raise UserError(
-            f"{where}: the chat template renders the prompt differently once it is answered; "
-            "give the completion as a string"
-        )
     end = tokenizer.encode(text[len(head) :], add_special_tokens=False)
-    if not end:
-        raise UserError(f"{where}: the completion is empty")
+    require(
+        (
+            text.startswith(head),
+            f"{where}: the chat template renders the prompt differently once it is answered; "
+            "give the completion as a string",
+        ),
+        (end, f"{where}: the completion is empty"),
+    )
     return _document(tokenizer.encode(head, add_special_tokens=False), end)

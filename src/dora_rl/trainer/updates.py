@@ -45,6 +45,7 @@ from dora_rl.trainer.policy.model import (
 )
 from dora_rl.trainer.scoring import SealedScorer, score
 from dora_rl.types import StepIndex, UserError, Version
+from dora_rl.user_code import require
 
 _PACK_TOKENS = {"cpu": 4096, "cuda": 32768}
 
@@ -82,13 +83,18 @@ class Updates:
         if self.device.type == "cpu":
             keep_freed_memory()
         self.rank, self.num_ranks = distributed.world()
-        pack_tokens = trainer.pack_tokens or _PACK_TOKENS.get(self.device.type, 16384)
-        self.room = Room(pack_tokens, self.note_shortage)
+        self.room = Room(
+            trainer.pack_tokens or _PACK_TOKENS.get(self.device.type, 16384), self.note_shortage
+        )
         self.notes: list[str] = []  # for whoever watches the run
         make_twin = partial(clone_architecture, policy, trainer, self.directory)
-        make_adapted = partial(clone_adapted, policy, trainer, self.directory)
-        temperature = objective.options.temperature
-        self.scorer = SealedScorer(store, make_twin, make_adapted, temperature, self.room)
+        self.scorer = SealedScorer(
+            store,
+            make_twin,
+            partial(clone_adapted, policy, trainer, self.directory),
+            objective.options.temperature,
+            self.room,
+        )
         # Copies are taken before adapters are added and before anything is sharded.
         self.reference = self._make_reference() if objective.needs_reference else None
         self.critic = Critic(make_twin(), policy) if objective.needs_critic else None
@@ -98,9 +104,8 @@ class Updates:
             distributed.shard(policy, policy.blocks, policy.compute_dtype)
             if self.critic is not None:
                 distributed.shard(self.critic, self.critic.body.blocks, policy.compute_dtype)
-        self.optimizer, self.critic_optimizer = Optimizer(policy, trainer), None
-        if self.critic is not None:
-            self.critic_optimizer = Optimizer(self.critic, trainer, objective.options.critic_lr)
+        self.optimizer, critic_lr = Optimizer(policy, trainer), objective.options.critic_lr
+        self.critic_optimizer = self.critic and Optimizer(self.critic, trainer, critic_lr)
         self.meters = Meters(self.device)
         self.step: StepIndex | None = None
         self.num_updates = self._updates_in_step = 0
@@ -151,8 +156,10 @@ class Updates:
         self.meters.count("train/tokens", sum(d.num_tokens for d in documents))
         adapters = self.optimizer.num_parameters if self.options.lora_rank else 0
         if self.policy.arch is not None:
-            flops = self.policy.arch.train_flops([d.num_tokens for d in documents], adapters)
-            self.meters.count("train/flops", flops)
+            self.meters.count(
+                "train/flops",
+                self.policy.arch.train_flops([d.num_tokens for d in documents], adapters),
+            )
         for d in documents:
             if self.objective.may_skip_zero_advantage and not bool(d.advantages.any()):
                 self.meters.count("train/tokens_skipped", d.num_tokens)
@@ -164,10 +171,14 @@ class Updates:
         if self.reference is None or not unscored:
             return
         options = self.objective.options
-        # A penalty in the reward is taken off on the host, before there are advantages.
-        there = options.kl_in != "reward"
-        temperature = options.temperature
-        found = score(self.reference, unscored, temperature, self.room, on_device=there)
+        found = score(
+            self.reference,
+            unscored,
+            options.temperature,
+            self.room,
+            # A penalty in the reward is taken off on the host, before there are advantages.
+            on_device=options.kl_in != "reward",
+        )
         for d, logprobs in zip(unscored, found, strict=True):
             d.ref_logprobs = logprobs
 
@@ -197,7 +208,11 @@ class Updates:
         if self.num_ranks > 1:
             if not lengths or not (flush or sum(lengths) >= self.num_ranks * self.pack_tokens):
                 return []
-            packs = pack_balanced(lengths, self.pack_tokens, self.num_ranks, self._quadratic())
+            arch, quadratic = self.policy.arch, 8192.0  # any figure will do
+            if arch is not None:
+                width = arch.num_heads * arch.head_dim
+                quadratic = quadratic_tokens(width, arch.layer_params_active())
+            packs = pack_balanced(lengths, self.pack_tokens, self.num_ranks, quadratic)
             packs, rest = packs[self.rank :: self.num_ranks], []
         else:
             packs, rest = pack_stream(lengths, self.pack_tokens)
@@ -206,20 +221,16 @@ class Updates:
         self._pending = [pending[i] for i in rest]
         return [[pending[i] for i in indices] for indices in packs]
 
-    def _quadratic(self) -> float:
-        arch = self.policy.arch
-        if arch is None:  # any figure will do
-            return 8192.0
-        return quadratic_tokens(arch.num_heads * arch.head_dim, arch.layer_params_active())
-
     def make_room(self, lengths: Sequence[int], missing: str) -> None:
         """A pack of such documents did not fit: drop the gradients and whatever torch holds on to,
         and let the next packs be smaller. Raises where nothing is smaller."""
-        if self.num_ranks > 1:  # the others are in the middle of a collective
-            raise UserError(
+        require(
+            (
+                self.num_ranks == 1,  # the others are in the middle of a collective
                 f"out of memory in a pack of {sum(lengths):,} tokens ({missing}); set "
-                f"trainer.pack_tokens below {self.pack_tokens}, then --resume"
+                f"trainer.pack_tokens below {self.pack_tokens}, then --resume",
             )
+        )
         recomputed = bool(self.policy.checkpointing) or self.room.recomputes(sum(lengths))
         self.room.shrink(lengths, missing, recomputed=recomputed)
         self._update.forget_passes(self.device)

@@ -32,9 +32,8 @@ def pack_sizes(tokens_max: int) -> list[int]:
 
 def layout_of(size: int, longest: int, device: torch.device) -> Layout:
     """So many tokens as documents that a model can read."""
-    lengths = [longest] * (size // longest)
-    rest = size - sum(lengths)
-    return Layout([*lengths, rest] if rest else lengths, device)
+    num_whole, rest = divmod(size, longest)
+    return Layout([longest] * num_whole + [rest] * (rest > 0), device)
 
 
 def warm_up(learner: Learner, step_tokens_max: int) -> None:
@@ -75,5 +74,4 @@ def _pass(learner: Learner, layout: Layout) -> None:
 
 def _backward(*values: Tensor) -> None:
     """Gradients of zero for each, laid out as those of a loss."""
-    zero = [(value * torch.zeros_like(value)).sum() for value in values]
-    torch.stack(zero).sum().backward()
+    torch.stack([(value * torch.zeros_like(value)).sum() for value in values]).sum().backward()

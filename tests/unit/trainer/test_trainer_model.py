@@ -171,8 +171,7 @@ def test_all_layers_share_one_compiled_body(model_dir: Path) -> None:
     counters.clear()
     how = {"dynamic": True, "fullgraph": True, "backend": "aot_eager"}
     for layer in policy.model.layers:  # type: ignore[union-attr]
-        layer.before = torch.compile(layer._before, **how)
-        layer.after = torch.compile(layer._after, **how)
+        layer.fuse(**how)
     docs, target = documents()
     for num in (2, 5, len(docs)):
         ids, lengths = torch.cat(docs[:num]), LENGTHS[:num]

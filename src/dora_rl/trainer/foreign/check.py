@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 
 from dora_rl.config import TrainerConfig
@@ -96,8 +97,7 @@ def load_foreign(
     text = json.dumps(config.to_dict(), sort_keys=True, default=str)
     with _one_line(directory, config.model_type), _without_progress_bars():
         _refuse_by_config(config, trust)
-        attention = examine(text, directory, dtype, trust)
-        model = load_model(directory, attention, trust)
+        model = load_model(directory, examine(text, directory, dtype, trust), trust)
         policy = ForeignPolicy(model.to(device), dtype, options)
         compare_with_files(policy, directory)
     return policy
@@ -120,8 +120,7 @@ def _one_line(directory: Path, kind: str) -> Iterator[None]:
 @contextlib.contextmanager
 def _without_progress_bars() -> Iterator[None]:
     """Those of a small clone would say nothing to the user."""
-    from transformers.utils import logging
-
+    logging = transformers.logging
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -133,10 +132,8 @@ def _without_progress_bars() -> Iterator[None]:
 
 def read_config(directory: Path, trust: bool) -> Any:
     """The config as transformers reads it."""
-    from transformers import AutoConfig
-
     try:
-        return AutoConfig.from_pretrained(str(directory), trust_remote_code=trust)
+        return transformers.AutoConfig.from_pretrained(str(directory), trust_remote_code=trust)
     except (ValueError, OSError, KeyError) as error:
         line = str(error).strip().splitlines()[0]
         raise UserError(f"model '{directory}': transformers cannot load it ({line})") from error
@@ -144,8 +141,6 @@ def read_config(directory: Path, trust: bool) -> Any:
 
 def _refuse_by_config(config: Any, trust: bool) -> None:
     """What needs no look at the weights."""
-    import transformers
-
     name = next(iter(config.architectures or []), "")
     quantised = getattr(config, "quantization_config", None)
     require(
@@ -161,9 +156,7 @@ def _refuse_by_config(config: Any, trust: bool) -> None:
 
 def load_model(directory: Path, attention: str, trust: bool) -> Any:
     """transformers' own model in float32; every weight must come from the files."""
-    from transformers import AutoModelForCausalLM
-
-    auto: Any = AutoModelForCausalLM
+    auto: Any = transformers.AutoModelForCausalLM
     model, info = auto.from_pretrained(
         str(directory),
         dtype=torch.float32,
@@ -171,8 +164,7 @@ def load_model(directory: Path, attention: str, trust: bool) -> Any:
         attn_implementation=attention,
         output_loading_info=True,
     )
-    missing = sorted({*info["missing_keys"], *(m[0] for m in info["mismatched_keys"])})
-    if missing:
+    if missing := sorted({*info["missing_keys"], *(m[0] for m in info["mismatched_keys"])}):
         raise UserError(f"its files have no weight of the right shape for '{missing[0]}'")
     return model.eval()
 
@@ -208,13 +200,9 @@ def examine(config_text: str, directory: Path, dtype: torch.dtype, trust: bool) 
 def _write(model: Any, directory: Path) -> None:
     """As the learner exports. (`save_pretrained` writes on the first of several ranks only.)"""
     model.config.save_pretrained(directory)
-    tensors = CheckpointFormat(model).to_checkpoint(own_tensors(model).__getitem__)
-    write_model(directory, tensors, 1 << 40)
-
-
-def _policy(directory: Path, attention: str, trust: bool) -> ForeignPolicy:
-    options = TrainerConfig(device="cpu")
-    return ForeignPolicy(load_model(directory, attention, trust), torch.float32, options)
+    write_model(
+        directory, CheckpointFormat(model).to_checkpoint(own_tensors(model).__getitem__), 1 << 40
+    )
 
 
 class _Case:
@@ -251,10 +239,10 @@ class _Case:
 
 def _pick_attention(directory: Path, case: _Case, trust: bool) -> tuple[str, ForeignPolicy]:
     """transformers' fast attention leaves out what its kernel has no place for (soft-caps)."""
-    difference = float("nan")
+    difference, options = float("nan"), TrainerConfig(device="cpu")
     for attention in ("sdpa", "eager"):
         try:
-            policy = _policy(directory, attention, trust)
+            policy = ForeignPolicy(load_model(directory, attention, trust), torch.float32, options)
         except (ValueError, ImportError):
             if attention == "eager":
                 raise
@@ -275,15 +263,16 @@ def _check_export(policy: ForeignPolicy, case: _Case, folder: Path, trust: bool)
     _write(policy.inner, folder)
     again = load_model(folder, "eager", trust)
     difference = float((case.table(again) - wanted).abs().max()) / case.spread
-    if not difference < DIFFERENCE_MAX:
-        raise UserError(
+    require(
+        (
+            difference < DIFFERENCE_MAX,
             f"its export, read by transformers, gives log-probs {difference:.2g} of their spread "
-            "away"
+            "away",
         )
+    )
     own = own_tensors(policy.inner)
     read = dict(policy.format.from_checkpoint(HfDirectory(folder).tensor))
-    wrong = sorted(n for n in own if n not in read or not torch.equal(own[n], read[n]))
-    if wrong:
+    if wrong := sorted(n for n in own if n not in read or not torch.equal(own[n], read[n])):
         raise UserError(f"its weight '{wrong[0]}' is not read back from an export as it was")
 
 
@@ -298,18 +287,23 @@ def _check_dtype(policy: ForeignPolicy, case: _Case, dtype: torch.dtype) -> None
     except RuntimeError as error:
         raise UserError(f"it does not run in {dtype} ({str(error).splitlines()[0]})") from error
     difference = case.difference(scores, median=True)
-    if not difference < HALF_DIFFERENCE_MAX:
-        raise UserError(f"its log-probs in {dtype} are {difference:.2g} of their spread away")
     grads = {n: p.grad for n, p in policy.named_parameters() if p.grad is not None}
-    bad = [n for n, g in grads.items() if not bool(g.isfinite().all())]
-    if bad or not grads:
-        raise UserError(f"its gradients are not finite in {dtype} ({[*bad, 'none'][0]})")
+    bad = [*(n for n, g in grads.items() if not bool(g.isfinite().all())), "none"]
+    require(
+        (
+            difference < HALF_DIFFERENCE_MAX,
+            f"its log-probs in {dtype} are {difference:.2g} of their spread away",
+        ),
+        (grads and bad == ["none"], f"its gradients are not finite in {dtype} ({bad[0]})"),
+    )
     cast_parameters(policy, dtype)
-    if not torch.equal(case.scores(policy).logprobs_T, scores.logprobs_T):
-        raise UserError(
+    require(
+        (
+            torch.equal(case.scores(policy).logprobs_T, scores.logprobs_T),
             f"in {dtype} a frozen copy of it computes other log-probs from the same weights; "
-            "use trainer.compute_dtype = 'float32'"
+            "use trainer.compute_dtype = 'float32'",
         )
+    )
 
 
 # -- the model itself -----------------------------------------------------------------------------
@@ -321,21 +315,21 @@ def compare_with_files(policy: ForeignPolicy, directory: Path) -> None:
     Layers and experts are alike, so of those whose names differ in numbers only the first and the
     last are read again.
     """
-    prefix = f"{policy.inner.base_model_prefix}."
-    kinds: dict[str, list[str]] = {}
-    for name in policy.format.names:
-        kinds.setdefault(re.sub(r"\d+", "#", name), []).append(name)
-    chosen = {name for names in kinds.values() for name in (names[0], names[-1])}
+    prefix, names = f"{policy.inner.base_model_prefix}.", policy.format.names
+    ends = ({re.sub(r"\d+", "#", name): name for name in way} for way in (names, names[::-1]))
+    chosen = {name for of_kind in ends for name in of_kind.values()}
     own, reader = own_tensors(policy.inner), HfDirectory(directory)
     for name, tensor in policy.format.to_checkpoint(own.__getitem__):
         # Checkpoints of a body alone have no prefix; transformers reads both.
         known = [n for n in (name, name.removeprefix(prefix)) if n in reader.file_of]
-        if not known:
-            raise UserError(f"it would be exported with a tensor '{name}', unlike its files")
-        if name in chosen and not torch.equal(
-            reader.tensor(known[0]).to(tensor.dtype), tensor.cpu()
-        ):
-            raise UserError(f"it would be exported with another '{name}' than its files have")
+        require((known, f"it would be exported with a tensor '{name}', unlike its files"))
+        require(
+            (
+                name not in chosen
+                or torch.equal(reader.tensor(known[0]).to(tensor.dtype), tensor.cpu()),
+                f"it would be exported with another '{name}' than its files have",
+            )
+        )
 
 
 # -- making the clone -----------------------------------------------------------------------------
@@ -367,9 +361,7 @@ def make_clone(config: Any, file_bytes: int, trust: bool) -> Any:
 
 
 def _build(config: Any, data: dict[str, Any], trust: bool) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_config(
+    return transformers.AutoModelForCausalLM.from_config(
         type(config).from_dict(data),
         dtype=torch.float32,
         attn_implementation="eager",
@@ -381,10 +373,9 @@ def _smaller(config: dict[str, Any], small: bool) -> Iterator[dict[str, Any]]:
     """Configs to try, the smallest first."""
     if small:
         yield _narrow_windows(config)
-        return
-    for factor in _factors(config.get("text_config") or config):
-        for cut_rest in (True, False):
-            yield _shrink(config, factor, cut_rest)
+    else:
+        factors = _factors(config.get("text_config") or config)
+        yield from (_shrink(config, f, cut_rest) for f in factors for cut_rest in (True, False))
 
 
 def _factors(config: dict[str, Any]) -> list[int]:
@@ -408,8 +399,9 @@ def _numbers(config: dict[str, Any], keys: Iterable[str]) -> dict[str, int]:
 
 
 def _narrow_windows(config: dict[str, Any]) -> dict[str, Any]:
-    made = dict(config)
-    made.update({k: min(v, WINDOW) for k, v in _numbers(config, _WINDOWS).items()})
+    made: dict[str, Any] = config | {
+        k: min(v, WINDOW) for k, v in _numbers(config, _WINDOWS).items()
+    }
     if isinstance(made.get("text_config"), dict):
         made["text_config"] = _narrow_windows(made["text_config"])
     return made
@@ -463,9 +455,7 @@ def _cut_rest(made: dict[str, Any]) -> None:
 @torch.no_grad()
 def _randomise(model: Any) -> None:
     """Weights under which everything matters: attention is sharp, no bias is zero."""
-    for tensor in own_tensors(model).values():
-        if not tensor.is_floating_point():
-            continue
+    for tensor in filter(torch.is_floating_point, own_tensors(model).values()):
         if tensor.dim() > 1:
             tensor.normal_(0.0, 1.5 / math.sqrt(tensor.shape[-1]))
         else:

@@ -24,7 +24,7 @@ from dora_rl.model.spec import ModelSpec
 from dora_rl.trainer.attention import BlockPlan, Layout, send
 from dora_rl.trainer.checks import checkpoints_layers
 from dora_rl.trainer.policy.logprobs import TokenScores, token_scores
-from dora_rl.types import UserError
+from dora_rl.user_code import require
 
 _LAYER = re.compile(r"^.*?\.\d+\.")  # conversions never mix layers
 
@@ -76,10 +76,14 @@ class ForeignPolicy(nn.Module):
         """Scores of `target_T[i]` as the token after row `rows_T[i]` of the pack."""
         states_TH = self.states(token_ids_P, layout).index_select(0, rows_T)
         layer, head = self.inner.get_output_embeddings(), self.head
-        finish = head.finish if head.finishes else None
-        chunk = self.chunk_tokens
         return token_scores(
-            states_TH, layer.weight, target_T, temperature, chunk, layer.bias, finish
+            states_TH,
+            layer.weight,
+            target_T,
+            temperature,
+            self.chunk_tokens,
+            layer.bias,
+            head.finish if head.finishes else None,
         )
 
     def states(self, token_ids_P: Tensor, layout: Layout) -> Tensor:
@@ -105,8 +109,9 @@ def _batches(layout: Layout) -> tuple[list[Tensor], Tensor]:
     """A pack as batches of rows: where each row's tokens are in the pack, and the way back."""
     plan = layout.plan(BlockPlan)
     into, back = plan.gather(heads=1)
-    rows = [bucket.rows(into, 1, 1)[:, 0, :, 0] for bucket in plan.buckets]
-    return [send(rows_BL, layout.device) for rows_BL in rows], send(back, layout.device)
+    return [
+        send(bucket.rows(into, 1, 1)[:, 0, :, 0], layout.device) for bucket in plan.buckets
+    ], send(back, layout.device)
 
 
 @contextmanager
@@ -129,8 +134,12 @@ class OutputLayer:
     def __init__(self, model: Any) -> None:
         self._model = model
         layer = model.get_output_embeddings()
-        if not isinstance(layer, nn.Linear):
-            raise UserError(f"{_named(model)}: its output layer is not a plain linear layer")
+        require(
+            (
+                isinstance(layer, nn.Linear),
+                f"{_named(model)}: its output layer is not a plain linear layer",
+            )
+        )
         self.hidden = layer.in_features
         with torch.no_grad():
             self._body, self._body_output = self._find_body(layer.weight.device)
@@ -182,8 +191,12 @@ class OutputLayer:
         """Whether `finish` does anything; that it is a function of the values alone."""
         raw = torch.linspace(-300.0, 300.0, 2 * weight.shape[0], device=weight.device).view(2, -1)
         made = self.finish(raw)
-        if made.shape != raw.shape or made.requires_grad:
-            raise UserError(f"{_named(self._model)}: its logits are scaled by learned values")
+        require(
+            (
+                made.shape == raw.shape and not made.requires_grad,
+                f"{_named(self._model)}: its logits are scaled by learned values",
+            )
+        )
         return not torch.equal(made, raw)
 
 
@@ -192,11 +205,13 @@ def recompute_layers(model: Any, on: bool) -> None:
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
-    if on and not layers:
-        raise UserError(
+    require(
+        (
+            layers or not on,
             f"{_named(model)}: trainer.activation_checkpointing 'layer' finds no layers that "
-            "transformers can run again; use 'none'"
+            "transformers can run again; use 'none'",
         )
+    )
     for layer in layers:
         # What a module runs when it is called, its hooks included.
         layer._compiled_call_impl = _recomputed(layer._call_impl) if on else None
@@ -240,11 +255,10 @@ class _Swap:
         self._masters: list[dict[str, nn.Parameter | None]] = []
 
     def cast(self, module: nn.Module, _: Any) -> None:
-        masters = module._parameters
-        self._masters.append(masters)
+        self._masters.append(module._parameters)
         casts: Any = {
             name: p if p is None or not p.is_floating_point() else p.to(self._dtype)
-            for name, p in masters.items()
+            for name, p in module._parameters.items()
         }
         module._parameters = casts
 
@@ -278,11 +292,9 @@ class CheckpointFormat:
         # By the numbers of layers and experts (2 before 10): so are lists of experts merged.
         made = (name for name, _ in self.to_checkpoint(shapes.__getitem__))
         self.names = sorted(made, key=dot_natural_key)
-        parameters = {n for n, _ in model.named_parameters()}
-        self.buffers = frozenset(n for n in own if n not in parameters)
-        kept = {n: shapes[n] for n in self.buffers}
+        self.buffers = self._own - {n for n, _ in model.named_parameters()}
         # Nothing rounds what is not trained, such as the biases that choose experts.
-        self.exact = frozenset(self._revert(model, kept))
+        self.exact = frozenset(self._revert(model, {n: shapes[n] for n in self.buffers}))
 
     def to_checkpoint(self, read: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
         """The checkpoint's tensors, made of the model's own, one layer at a time."""
@@ -324,6 +336,5 @@ class CheckpointFormat:
 def own_tensors(model: Any) -> dict[str, Tensor]:
     """What a checkpoint of the model holds: parameters, tied ones once, and buffers it keeps."""
     kept = model.state_dict().keys()
-    tensors = {n: p.detach() for n, p in model.named_parameters()}
-    tensors.update({n: b for n, b in model.named_buffers() if n in kept})
-    return tensors
+    buffers = {n: b for n, b in model.named_buffers() if n in kept}
+    return {n: p.detach() for n, p in model.named_parameters()} | buffers

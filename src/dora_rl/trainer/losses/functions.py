@@ -39,8 +39,9 @@ def surrogate(
     clipped_low = (ratio_T < low) & (advantage_T < 0)
     clipped_high = (ratio_T > high) & (advantage_T > 0)
     if options.dual_clip:
-        capped = torch.minimum(loss, -options.dual_clip * advantage_T)
-        loss = torch.where(advantage_T < 0, capped, loss)
+        loss = torch.where(
+            advantage_T < 0, torch.minimum(loss, -options.dual_clip * advantage_T), loss
+        )
         clipped_high |= (ratio_T > options.dual_clip) & (advantage_T < 0)
     return loss, clipped_low, clipped_high
 
@@ -59,8 +60,7 @@ def decoupled(inputs: LossInputs, options: AlgorithmConfig) -> LossOutput:
     `behaviour_ratio_max` (0: no cap).
     """
     weight = ratio_of(inputs.old_logprobs_T, inputs.rollout_logprobs_T)
-    if options.behaviour_ratio_max:
-        weight = weight.clamp(max=options.behaviour_ratio_max)
+    weight = weight.clamp(max=options.behaviour_ratio_max or math.inf)
     ratio = ratio_of(inputs.logprobs_T, inputs.old_logprobs_T)
     loss, low, high = surrogate(ratio, inputs.advantages_T, options)
     return LossOutput(weight.detach() * loss, low, high)
@@ -116,17 +116,11 @@ def cispo(inputs: LossInputs, options: AlgorithmConfig) -> LossOutput:
 
 # -- divergence from a reference, and the loss of a value head ------------------------------------
 #
-# The three estimators of KL(π_θ‖π_ref) from samples of π_θ, with d = log π_ref − log π_θ.
-
-
-def kl_k1(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
-    """k1 = log π_θ − log π_ref: unbiased, high variance, may be negative."""
-    return logprobs_T - ref_logprobs_T
-
-
-def kl_k2(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
-    """k2 = (log π_θ − log π_ref)² / 2: biased, low variance; its gradient is that of the KL."""
-    return 0.5 * (logprobs_T - ref_logprobs_T).square()
+# The three estimators of KL(π_θ‖π_ref) from samples of π_θ:
+#
+#     k1  log π_θ − log π_ref          unbiased, high variance, may be negative
+#     k2  (log π_θ − log π_ref)² / 2   biased, low variance; its gradient is that of the KL
+#     k3  exp(d) − d − 1               unbiased, never negative; d = log π_ref − log π_θ
 
 
 def kl_k3(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
@@ -139,7 +133,11 @@ def kl_k3(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
     return torch.expm1(d) - d
 
 
-KL = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
+KL: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "k1": lambda logprobs_T, ref_logprobs_T: logprobs_T - ref_logprobs_T,
+    "k2": lambda logprobs_T, ref_logprobs_T: 0.5 * (logprobs_T - ref_logprobs_T).square(),
+    "k3": kl_k3,
+}
 
 
 def value_loss(
@@ -161,66 +159,33 @@ def value_loss(
 # by the training engine, or, with `correction_numerator = "current"`, the policy being trained.
 # Where the two policies agree every factor is 1. Masking zeroes a token's loss; denominators still
 # count the token (see `registry.Objective`).
+#
+# A factor is one of three functions of a ratio ρ over one of three spans. Their bounds c and C are
+# `{span}_ratio_min` and `{span}_ratio_max`.
+#
+#     token      ρ_t                    tis   min(ρ, C)       truncated importance sampling
+#     sequence   Π_t ρ_t                mis   ρ · 1[ρ ≤ C]    masked importance sampling
+#     geometric  (Π_t ρ_t)^(1/|y|)      mask  1[c ≤ ρ ≤ C]    rejection of what lies outside
 
-
-def token_tis(log_rho_T: Tensor, inputs: LossInputs, o: AlgorithmConfig) -> Tensor:
-    """min(ρ_t, C): token-level truncated importance sampling, C = token_ratio_max."""
-    return log_rho_T.exp().clamp(max=o.token_ratio_max)
-
-
-def sequence_tis(log_rho_T: Tensor, inputs: LossInputs, o: AlgorithmConfig) -> Tensor:
-    """min(Π_t ρ_t, C) for the whole sequence, C = sequence_ratio_max."""
-    return inputs.spread_T(inputs.sum_S(log_rho_T).exp().clamp(max=o.sequence_ratio_max))
-
-
-def token_mask(log_rho_T: Tensor, inputs: LossInputs, o: AlgorithmConfig) -> Tensor:
-    """1[c ≤ ρ_t ≤ C]: tokens outside are dropped; bounds token_ratio_min and _max."""
-    return _inside(log_rho_T.exp(), o.token_ratio_min, o.token_ratio_max)
-
-
-def sequence_mask(log_rho_T: Tensor, inputs: LossInputs, o: AlgorithmConfig) -> Tensor:
-    """1[c ≤ Π_t ρ_t ≤ C]: sequences outside are dropped; sequence_ratio_min and _max."""
-    rho_S = inputs.sum_S(log_rho_T).exp()
-    return inputs.spread_T(_inside(rho_S, o.sequence_ratio_min, o.sequence_ratio_max))
-
-
-def token_mis(log_rho_T: Tensor, inputs: LossInputs, o: AlgorithmConfig) -> Tensor:
-    """ρ_t · 1[ρ_t ≤ C]: masked importance sampling per token."""
-    rho = log_rho_T.exp()
-    return torch.where(rho <= o.token_ratio_max, rho, 0.0)
-
-
-def sequence_mis(log_rho_T: Tensor, inputs: LossInputs, o: AlgorithmConfig) -> Tensor:
-    """Π_t ρ_t · 1[Π_t ρ_t ≤ C]: masked importance sampling per sequence."""
-    rho_S = inputs.sum_S(log_rho_T).exp()
-    return inputs.spread_T(torch.where(rho_S <= o.sequence_ratio_max, rho_S, 0.0))
-
-
-def geometric_mask(log_rho_T: Tensor, inputs: LossInputs, o: AlgorithmConfig) -> Tensor:
-    """1[c ≤ (Π_t ρ_t)^(1/|y|) ≤ C]: rejection by the geometric mean; geometric_ratio_min, _max."""
-    rho_S = inputs.mean_S(log_rho_T).exp()
-    return inputs.spread_T(_inside(rho_S, o.geometric_ratio_min, o.geometric_ratio_max))
-
-
-def hierarchical(log_rho_T: Tensor, inputs: LossInputs, o: AlgorithmConfig) -> Tensor:
-    """Sequence mask by geometric mean, times token mask: 1[ḡ_i ∈ [c_g, C_g]] · 1[ρ_t ∈ [c, C]]."""
-    return geometric_mask(log_rho_T, inputs, o) * token_mask(log_rho_T, inputs, o)
-
-
-def _inside(x: Tensor, low: float, high: float) -> Tensor:
-    return ((x >= low) & (x <= high)).to(x.dtype)
-
-
-Correction: TypeAlias = Callable[[Tensor, LossInputs, AlgorithmConfig], Tensor]
-CORRECTIONS: dict[str, Correction] = {
-    "token_tis": token_tis,
-    "sequence_tis": sequence_tis,
-    "token_mask": token_mask,
-    "sequence_mask": sequence_mask,
-    "token_mis": token_mis,
-    "sequence_mis": sequence_mis,
-    "geometric_mask": geometric_mask,
-    "hierarchical": hierarchical,
+SPANS: dict[str, Callable[[Tensor, LossInputs], Tensor]] = {
+    "token": lambda log_rho_T, inputs: log_rho_T.exp(),
+    "sequence": lambda log_rho_T, inputs: inputs.spread_T(inputs.sum_S(log_rho_T).exp()),
+    "geometric": lambda log_rho_T, inputs: inputs.spread_T(inputs.mean_S(log_rho_T).exp()),
+}
+FACTORS: dict[str, Callable[[Tensor, float, float], Tensor]] = {
+    "tis": lambda rho_T, low, high: rho_T.clamp(max=high),
+    "mis": lambda rho_T, low, high: torch.where(rho_T <= high, rho_T, 0.0),
+    "mask": lambda rho_T, low, high: ((rho_T >= low) & (rho_T <= high)).to(rho_T.dtype),
+}
+CORRECTIONS = {
+    "token_tis": [("token", "tis")],
+    "sequence_tis": [("sequence", "tis")],
+    "token_mask": [("token", "mask")],
+    "sequence_mask": [("sequence", "mask")],
+    "token_mis": [("token", "mis")],
+    "sequence_mis": [("sequence", "mis")],
+    "geometric_mask": [("geometric", "mask")],
+    "hierarchical": [("geometric", "mask"), ("token", "mask")],
 }
 
 
@@ -231,8 +196,11 @@ def correction_weight(inputs: LossInputs, options: AlgorithmConfig) -> Tensor | 
     current = options.correction_numerator == "current"
     numerator_T = inputs.logprobs_T if current else inputs.old_logprobs_T
     log_rho_T = (numerator_T - inputs.rollout_logprobs_T).detach()
-    factors = [CORRECTIONS[name](log_rho_T, inputs, options) for name in options.corrections]
-    return math.prod(factors, start=torch.ones_like(log_rho_T))
+    weight_T = torch.ones_like(log_rho_T)
+    for span, factor in (part for name in options.corrections for part in CORRECTIONS[name]):
+        low, high = (getattr(options, f"{span}_ratio_{end}") for end in ("min", "max"))
+        weight_T = weight_T * FACTORS[factor](SPANS[span](log_rho_T, inputs), low, high)
+    return weight_T
 
 
 # -- advantages: plain floats per group, tensors per batch ----------------------------------------

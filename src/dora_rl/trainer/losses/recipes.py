@@ -99,17 +99,15 @@ def is_users_own(name: str) -> bool:
 
 
 def recipe_of(loss: str) -> Recipe:
-    if is_users_own(loss):
-        return Recipe(loss)
-    return RECIPES[choose("algorithm.loss", loss, RECIPES)]
+    own = is_users_own(loss)
+    return Recipe(loss) if own else RECIPES[choose("algorithm.loss", loss, RECIPES)]
 
 
 def fill(options: AlgorithmConfig) -> AlgorithmConfig:
     """Check every name, fill what the user left open from the recipe."""
     recipe = recipe_of(options.loss)
-    chosen = asdict(recipe)
-    del chosen["function"]
-    left_open = {k: v for k, v in chosen.items() if getattr(options, k) in (None, "")}
+    # `function` is no option, so that no one has left it open.
+    left_open = {k: v for k, v in asdict(recipe).items() if getattr(options, k, k) in (None, "")}
     filled = options.model_copy(update={**left_open, "temperature": options.temperature or 1.0})
     _check_names(filled)
     for name, allowed in _OR_ZERO.items():
@@ -143,19 +141,21 @@ def _check_together(options: AlgorithmConfig, recipe: Recipe) -> None:
             f"algorithm.overlong_buffer_tokens = {buffer}: must be at most "
             f"algorithm.overlong_tokens_max ({longest}), where it ends",
         ),
-    )
-    if recipe.function == "triplet" and not options.dual_clip:
-        raise UserError(
+        (
+            recipe.function != "triplet" or options.dual_clip,
             f"algorithm.dual_clip = 0: '{options.loss}' needs its cap on the ratio of negative "
-            f"samples; its own is {recipe.dual_clip:g}"
-        )
+            f"samples; its own is {recipe.dual_clip or 0:g}",
+        ),
+    )
     _check_weights(options, recipe)
     for key, name in (("loss", options.loss), ("advantage", options.advantage or "")):
-        if getattr(options, f"{key}_args") and not is_users_own(name):
-            raise UserError(
+        require(
+            (
+                is_users_own(name) or not getattr(options, f"{key}_args"),
                 f"algorithm.{key}_args is for a function of your own; '{name}' takes its numbers "
-                "from [algorithm]"
+                "from [algorithm]",
             )
+        )
 
 
 def _check_weights(options: AlgorithmConfig, recipe: Recipe) -> None:

@@ -27,7 +27,7 @@ from dora_rl.trainer.losses.functions import PER_GROUP, GroupAdvantage, GroupSco
 from dora_rl.trainer.losses.inputs import LossFunction, LossInputs, LossOutput
 from dora_rl.trainer.losses.recipes import fill, is_users_own, recipe_of
 from dora_rl.types import UserError
-from dora_rl.user_code import UserCodeError, load_object, one_line, place_in, place_of
+from dora_rl.user_code import UserCodeError, load_object, one_line, place_in, place_of, require
 
 FUNCTIONS: dict[str, LossFunction] = {
     "clipped": functions.clipped,
@@ -69,18 +69,16 @@ class Objective:
     def numerator(self, loss_T: Tensor, inputs: LossInputs) -> Tensor:
         """A pack's part of the sum, before division by the denominator."""
         if self.options.aggregation == "sequence_mean":
-            return (loss_T / inputs.spread_T(inputs.tokens_S())).sum()
+            loss_T = loss_T / inputs.spread_T(inputs.tokens_S())
         return loss_T.sum()
 
     def denominator(self, num_tokens: int, num_sequences: int) -> float:
         """What the numerator of a whole update is divided by."""
         o = self.options
-        if o.aggregation == "token_mean":
-            return float(num_tokens)
-        if o.aggregation == "sequence_mean":
-            return float(num_sequences)
-        assert o.aggregation == "constant" and o.constant_tokens
-        return float(num_sequences) * o.constant_tokens
+        assert o.aggregation and (o.aggregation != "constant" or o.constant_tokens)
+        in_constants = num_sequences * (o.constant_tokens or 0)
+        of = {"token_mean": num_tokens, "sequence_mean": num_sequences, "constant": in_constants}
+        return float(of[o.aggregation])
 
     @property
     def needs_whole_batch(self) -> bool:
@@ -121,8 +119,7 @@ def resolve(options: AlgorithmConfig) -> Objective:
 
 def own_loss(name: str, args: Mapping[str, Any]) -> LossFunction:
     """It may return the losses per token alone."""
-    function = _load(name, "algorithm.loss")
-    args = _checked(function, name, "algorithm.loss_args", args, given=2)
+    function, args = _load(name, "algorithm.loss", args, given=2)
 
     def call(inputs: LossInputs, options: AlgorithmConfig) -> LossOutput:
         try:
@@ -151,8 +148,7 @@ def own_loss(name: str, args: Mapping[str, Any]) -> LossFunction:
 def own_advantage(name: str, args: Mapping[str, Any]) -> GroupAdvantage:
     """Called with the group's rewards, and with `lengths` (trained tokens) and `truncated` (cut off
     at the limit) of its responses where it has a place for them."""
-    function = _load(name, "algorithm.advantage")
-    args = _checked(function, name, "algorithm.advantage_args", args, given=1)
+    function, args = _load(name, "algorithm.advantage", args, given=1)
     known = [p for p in _OF_GROUP if p in inspect.signature(function).parameters]
 
     def call(scores: GroupScores) -> list[float]:
@@ -172,28 +168,25 @@ def own_advantage(name: str, args: Mapping[str, Any]) -> GroupAdvantage:
     return call
 
 
-def _load(name: str, key: str) -> Callable[..., Any]:
+def _load(
+    name: str, key: str, args: Mapping[str, Any], given: int
+) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """The function and its arguments, if it takes them and needs no others. It is called with
+    `given` values by place."""
     function = load_object(name, Path("."), section="algorithm", key=key)
-    if not callable(function):
-        raise UserError(f"{key} '{name}' is not a function")
-    return function
-
-
-def _checked(
-    function: Callable[..., Any], name: str, key: str, args: Mapping[str, Any], given: int
-) -> dict[str, Any]:
-    """The arguments, if the function takes them and needs no others. It is called with `given`
-    values by place."""
+    require((callable(function), f"{key} '{name}' is not a function"))
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (ValueError, TypeError):
         raise UserError(f"'{name}' does not say what it takes; put a function around it") from None
     by_place = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    if len(by_place) < given and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        raise UserError(
+    require(
+        (
+            len(by_place) >= given or any(p.kind is p.VAR_POSITIONAL for p in parameters),
             f"'{name}' must take {given} values by place, and takes {len(by_place)}"
-            f"{place_of(function)}"
+            f"{place_of(function)}",
         )
+    )
     own = {
         p.name: p
         for p in parameters
@@ -203,13 +196,11 @@ def _checked(
     }
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         for word in args:
-            if not own:
-                raise UserError(f"{key}.{word}: '{name}' takes no arguments of its own")
-            choose(f"argument of '{name}' in {key}", word, own)
-    for p in own.values():
-        if p.default is p.empty and p.name not in args:
-            raise UserError(f"'{name}' needs its argument {p.name}: set {key}.{p.name}")
-    return dict(args)
+            require((own, f"{key}_args.{word}: '{name}' takes no arguments of its own"))
+            choose(f"argument of '{name}' in {key}_args", word, own)
+    for word in (p.name for p in own.values() if p.default is p.empty):
+        require((word in args, f"'{name}' needs its argument {word}: set {key}_args.{word}"))
+    return function, dict(args)
 
 
 def _raised(key: str, name: str, function: Callable[..., Any], error: Exception) -> UserCodeError:

@@ -76,8 +76,10 @@ def _try_on(objective: Objective, inputs: LossInputs) -> bool:
         objective.numerator(loss_T, inputs).backward()
     except Exception as error:
         # A backward function of the user's own may raise anything.
-        said = f"{name} raised {one_line(error)} in its backward pass"
-        raise UserCodeError(said + place_in(objective.function, error)) from error
+        raise UserCodeError(
+            f"{name} raised {one_line(error)} in its backward pass"
+            f"{place_in(objective.function, error)}"
+        ) from error
     grads = [x.grad for x in (inputs.logprobs_T, inputs.entropy_T) if x.grad is not None]
     for grad in grads:
         _check_finite(grad, f"{name}{place} has a gradient that is not finite", inputs)
@@ -86,15 +88,13 @@ def _try_on(objective: Objective, inputs: LossInputs) -> bool:
 
 def _check_finite(values_T: Tensor, what: str, inputs: LossInputs) -> None:
     values_T = values_T.detach()
-    bad = (~torch.isfinite(values_T)).nonzero()
-    if len(bad):
+    if len(bad := (~torch.isfinite(values_T)).nonzero()):
         at = int(bad[0])
-        raise UserCodeError(f"{what} ({float(values_T[at])} at token {at}) on {_batch(inputs)}")
-
-
-def _batch(inputs: LossInputs) -> str:
-    stale = "stale" if bool(inputs.staleness_T.any()) else "on-policy"
-    return f"a made-up {stale} batch of {inputs.num_sequences} responses"
+        stale = "stale" if bool(inputs.staleness_T.any()) else "on-policy"
+        raise UserCodeError(
+            f"{what} ({float(values_T[at])} at token {at}) on a made-up {stale} batch of "
+            f"{inputs.num_sequences} responses"
+        )
 
 
 def try_advantage(objective: Objective, group_size: int) -> None:

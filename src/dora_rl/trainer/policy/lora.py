@@ -23,7 +23,6 @@ from dora_rl.model.directory import HfDirectory, write_adapter
 from dora_rl.model.names import LINEAR_LAYERS, PREFIX, SCALE
 from dora_rl.ports import SealedWeights
 from dora_rl.trainer.distributed import like_shard
-from dora_rl.types import UserError
 from dora_rl.user_code import require
 
 ADAPTER = "default"
@@ -124,9 +123,8 @@ def side_by_side(x: Tensor, *layers: nn.Module) -> list[Tensor]:
 
 
 def _shares_input(layer: nn.Module) -> TypeGuard[LoraLinear]:
-    if not isinstance(layer, LoraLinear) or layer.noisy or layer.merges:
-        return False
-    return isinstance(layer.base_layer, Linear)
+    alone = isinstance(layer, LoraLinear) and not (layer.noisy or layer.merges)
+    return alone and isinstance(layer.base_layer, Linear)
 
 
 def _is_wide(a: nn.Linear, b: nn.Linear) -> bool:
@@ -167,8 +165,7 @@ def operator(*, shape: Function, keep: Function, backward: Function) -> Callable
     `backward` what that needs."""
 
     def make(function: Function) -> Any:
-        name = f"dora_rl::{function.__name__}"
-        made = torch.library.custom_op(name, function, mutates_args=())
+        made = torch.library.custom_op(f"dora_rl::{function.__name__}", function, mutates_args=())
         made.register_fake(shape)
         made.register_autograd(backward, setup_context=keep)
         return made
@@ -319,13 +316,14 @@ def without_dropout(policy: nn.Module) -> Iterator[None]:
 
 def _refuse_renamed(policy: nn.Module, names: set[str]) -> None:
     """An adapter is added to the checkpoint's weight of the same name, so there must be one."""
-    for name, _ in policy.named_parameters():
-        own = checkpoint_name(name)
-        if _BASE in name and own not in names:
-            raise UserError(
+    for own in (checkpoint_name(n) for n, _ in policy.named_parameters() if _BASE in n):
+        require(
+            (
+                own in names,
                 f"trainer.lora_targets: '{own}' has another name in the model's files; "
-                "leave that layer out"
+                "leave that layer out",
             )
+        )
 
 
 def is_adapter(name: str) -> bool:
@@ -419,10 +417,15 @@ def whole_version(sealed: Any, base: str | Path) -> Any:
 
 def load_published_adapter(policy: nn.Module, sealed: SealedWeights) -> None:
     """Continue from a published version."""
-    if not is_published_adapter(sealed):
-        raise UserError("a published version has its adapters merged; resume a checkpoint")
-    names = adapter_tensors(policy)
-    load_adapter_tensors(policy, {name: sealed.tensor(peft_name(name)) for name in names})
+    require(
+        (
+            is_published_adapter(sealed),
+            "a published version has its adapters merged; resume a checkpoint",
+        )
+    )
+    load_adapter_tensors(
+        policy, {name: sealed.tensor(peft_name(name)) for name in adapter_tensors(policy)}
+    )
 
 
 @torch.no_grad()

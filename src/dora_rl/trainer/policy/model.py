@@ -24,11 +24,10 @@ from dora_rl.model.spec import ModelSpec, NotSupported
 from dora_rl.trainer.attention import Layout, pick_attention
 from dora_rl.trainer.checks import checkpoints_layers
 from dora_rl.trainer.distributed import gathered, like_shard, world
-from dora_rl.trainer.foreign.check import load_foreign
 from dora_rl.trainer.foreign.policy import ForeignPolicy
 from dora_rl.trainer.policy.decoder import Decoder, Layer, cast_parameters
 from dora_rl.trainer.policy.lora import add_lora, checkpoint_name, is_adapter, merged
-from dora_rl.types import UserError
+from dora_rl.user_code import require
 
 Policy: TypeAlias = Decoder | ForeignPolicy
 
@@ -41,8 +40,12 @@ def pick_device(name: str) -> torch.device:
     """The device the user named, or the first GPU if there is one."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise UserError(f"trainer.device '{name}': this torch sees no GPU; use device = 'cpu'")
+    require(
+        (
+            not name.startswith("cuda") or torch.cuda.is_available(),
+            f"trainer.device '{name}': this torch sees no GPU; use device = 'cpu'",
+        )
+    )
     return torch.device(name)
 
 
@@ -100,12 +103,16 @@ def load_policy(directory: Path, options: TrainerConfig) -> Policy:
     config = read_config(directory)
     choose("trainer.implementation", options.implementation, ("auto", "lean", "transformers"))
     arch = None if options.implementation == "transformers" else lean_spec(config)
+    require(
+        (
+            arch is not None or options.implementation != "lean",
+            f"model '{directory}': the lean decoder does not know this architecture; "
+            "use trainer.implementation = 'auto'",
+        )
+    )
     if arch is None:
-        if options.implementation == "lean":
-            raise UserError(
-                f"model '{directory}': the lean decoder does not know this architecture; "
-                "use trainer.implementation = 'auto'"
-            )
+        from dora_rl.trainer.foreign.check import load_foreign  # it imports transformers
+
         device = pick_device(options.device)
         return load_foreign(directory, device, pick_dtype(options.compute_dtype, device), options)
     decoder = build_decoder(arch, options, _weights_dtype(config, options))
@@ -120,9 +127,8 @@ def lean_spec(config: Mapping[str, Any]) -> ModelSpec | None:
         spec = spec_from_config(config)
     except NotSupported:
         return None
-    dropout = float(config.get("attention_dropout") or 0.0)
-    lean = spec.rope.kind != "yarn" and not dropout and "quantization_config" not in config
-    return spec if lean else None
+    lean = spec.rope.kind != "yarn" and "quantization_config" not in config
+    return spec if lean and not float(config.get("attention_dropout") or 0.0) else None
 
 
 def _weights_dtype(config: dict[str, Any], options: TrainerConfig) -> torch.dtype:
@@ -144,11 +150,13 @@ def load_weights(policy: nn.Module, read: Callable[[str], Tensor]) -> None:
         found = ((n, _from_checkpoint(n, p.shape[0], read)) for n, p in [*targets.items()])
     for name, tensor in found:
         target = targets.pop(name)
-        if tensor.shape != target.shape:
-            raise UserError(
+        require(
+            (
+                tensor.shape == target.shape,
                 f"tensor '{name}' has shape {tuple(tensor.shape)}, the config says "
-                f"{tuple(target.shape)}"
+                f"{tuple(target.shape)}",
             )
+        )
         target.copy_(like_shard(tensor, target))
     assert not targets, f"no checkpoint tensor fills {sorted(targets)}"
 
@@ -159,10 +167,9 @@ def _from_checkpoint(name: str, num_experts: int, read: Callable[[str], Tensor])
     if not prefix.endswith(".experts"):
         return read(checkpoint_name(name))
 
-    def matrix_of(expert: int) -> Tensor:
-        return torch.cat([read(f"{prefix}.{expert}.{part}.weight") for part in _EXPERTS[kind]])
-
-    return torch.stack([matrix_of(expert) for expert in range(num_experts)])
+    experts = (f"{prefix}.{expert}" for expert in range(num_experts))
+    names = ([f"{expert}.{part}.weight" for part in _EXPERTS[kind]] for expert in experts)
+    return torch.stack([torch.cat([read(name) for name in of_one]) for of_one in names])
 
 
 def _to_checkpoint(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -170,11 +177,11 @@ def _to_checkpoint(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     prefix, _, kind = name.rpartition(".")
     if not prefix.endswith(".experts"):
         yield checkpoint_name(name), tensor
-        return
-    for expert, matrix in enumerate(tensor):
-        parts = matrix.chunk(len(_EXPERTS[kind]))
-        for part, rows in zip(_EXPERTS[kind], parts, strict=True):
-            yield f"{prefix}.{expert}.{part}.weight", rows
+    else:
+        parts = _EXPERTS[kind]
+        for expert, matrix in enumerate(tensor):
+            for part, rows in zip(parts, matrix.chunk(len(parts)), strict=True):
+                yield f"{prefix}.{expert}.{part}.weight", rows
 
 
 def _foreign_tensors(policy: ForeignPolicy) -> dict[str, tuple[str, Tensor]]:
@@ -204,10 +211,10 @@ def named_weights(
     if isinstance(policy, ForeignPolicy):
         own = _foreign_tensors(policy)
         yield from policy.format.to_checkpoint(lambda name: whole_of(*own[name]))
-        return
-    for name, p in policy.named_parameters():
-        if not is_adapter(name):
-            yield from _to_checkpoint(name, whole_of(name, p))
+    else:
+        for name, p in policy.named_parameters():
+            if not is_adapter(name):
+                yield from _to_checkpoint(name, whole_of(name, p))
 
 
 def stored_weights(
@@ -225,8 +232,7 @@ def exact_names(policy: nn.Module) -> frozenset[str]:
 
 def copy_weights(twin: nn.Module, policy: nn.Module) -> None:
     """Fill a twin from the policy, adapters merged, shards gathered."""
-    tensors = dict(named_weights(policy, gathered))
-    load_weights(twin, tensors.__getitem__)
+    load_weights(twin, dict(named_weights(policy, gathered)).__getitem__)
 
 
 def clone_architecture(policy: Policy, options: TrainerConfig, directory: Path | None) -> Policy:
@@ -271,8 +277,9 @@ class Critic(nn.Module):
         twin.requires_grad_(True)
         copy_weights(twin, policy)
         self.body = twin
-        device = next(twin.parameters()).device
-        self.head = nn.Parameter(torch.zeros(1, policy.hidden, device=device))
+        self.head = nn.Parameter(
+            torch.zeros(1, policy.hidden, device=next(twin.parameters()).device)
+        )
 
     def forward(self, token_ids_P: Tensor, layout: Layout, rows_T: Tensor) -> Tensor:
         states = self.body.states(token_ids_P, layout).index_select(0, rows_T)
