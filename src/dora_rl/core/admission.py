@@ -22,8 +22,7 @@ def admit(state: State, out: list[Action]) -> bool:
         if not state.has_room(out, num_samples):
             return False
         num_samples += state.params.group_size
-        version = _version_for(state, state.bound, state.untaken)
-        if version is None:
+        if (version := _version_for(state, state.bound, state.untaken)) is None:
             return True
         _issue(state, version, out)
     return True
@@ -35,10 +34,9 @@ def _may_issue(state: State) -> bool:
         return False
     if not state.learner.alive and state.next_group == 0:
         return False  # the first learner seals version 0
-    if state.num_active + params.group_size > state.slots_awake:
-        # A group larger than all slots together still runs, alone.
-        return state.num_active == 0 and state.slots_awake > 0
-    return True
+    # A group larger than all slots together still runs, alone.
+    alone = state.num_active == 0 and state.slots_awake > 0
+    return alone or state.num_active + params.group_size <= state.slots_awake
 
 
 def _version_for(state: State, bound: Bound, untaken: Untaken) -> Version | None:
@@ -63,9 +61,9 @@ def _version_for(state: State, bound: Bound, untaken: Untaken) -> Version | None
 
 
 def _bound_allows(state: State, bound: Bound, untaken: Untaken, version: Version) -> bool:
-    if not state.policy.keeps_bound:
-        return bound.free > 0 and version >= bound.oldest and bound.filling <= bound.last
-    return bound.may_admit(untaken, version)
+    if state.policy.keeps_bound:
+        return bound.may_admit(untaken, version)
+    return bound.free > 0 and version >= bound.oldest and bound.filling <= bound.last
 
 
 def _issue(state: State, version: Version, out: list[Action]) -> None:

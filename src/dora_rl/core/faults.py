@@ -37,20 +37,9 @@ from dora_rl.core.placement import (
     start_move,
     stop_isolating,
 )
-from dora_rl.core.state import GENERATING, Held, Instance, Live, Phase, Request, State
+from dora_rl.core.state import GENERATING, Held, Instance, Learner, Live, Phase, Request, State
 from dora_rl.core.suspects import check_suspects, count_loss, lost_with
-from dora_rl.core.waits import (
-    INSTANCE,
-    LEARNER,
-    MOVE,
-    SCORE,
-    instance_of,
-    renew_deadlines,
-    request_of,
-    watch_instance,
-    watch_learner,
-    watch_score,
-)
+from dora_rl.core.waits import INSTANCE, LEARNER, SCORE, renew_deadlines, watch, watched
 from dora_rl.types import InstanceId, Mode
 
 
@@ -79,7 +68,7 @@ def on_joined(state: State, event: InstanceJoined, now: float, out: list[Action]
             inst.held[version] = Held()
             state.versions[version].holders[inst.id] = None
     reindex(state, inst)
-    watch_instance(state, inst)
+    watch(state, INSTANCE, inst, now)
     state.maybe_idle[inst.id] = None
     state.rebalance_wanted = True
 
@@ -99,19 +88,16 @@ def lose_instance(
     blame: bool = True,
 ) -> None:
     """Forget an instance; everything it had continues elsewhere from the journal."""
-    inst = state.instances.get(name)
-    if inst is None:
+    if (inst := state.instances.get(name)) is None:
         return
     why = f"instance {name} was lost" + (f": {reason}" if reason else "")
     had_work, company = inst.load > 0 or inst.loading is not None, inst.load
     for rid in [*inst.requests, *inst.incoming, *inst.parked]:
-        request = state.request(rid)
-        if request is None or request.phase not in GENERATING:
+        if (request := state.request(rid)) is None or request.phase not in GENERATING:
             continue  # its group failed together with an earlier one of this list
         if request.phase is Phase.MOVING:
-            other = request.dest if request.instance == name else request.instance
-            if other is not None and other != name:
-                out.append(Abort(other, rid, request.epoch))
+            others = [p for p in (request.instance, request.dest) if p not in (None, name)]
+            out.extend(Abort(other, rid, request.epoch) for other in others)
         if blame and state.params.losses_max:
             lost_with(state, request, company, why, out)
         else:
@@ -140,8 +126,7 @@ def _replace_instance(state: State, inst: Instance, reason: str, out: list[Actio
 
 
 def on_report(state: State, event: InstanceReport, now: float, out: list[Action]) -> None:
-    inst = state.instances.get(event.instance)
-    if inst is None:
+    if (inst := state.instances.get(event.instance)) is None:
         return
     was_pressured, speed = pressured(state, inst), inst.speed
     grew = event.decode_steps != inst.decode_steps
@@ -167,8 +152,12 @@ def _break_stalls(
     """Break the waits for tokens that do not come. True: the whole instance was given up."""
     limit_s, stalled_s = state.params.deadlines.progress_s, now - inst.progress_s
     if stalled_s >= limit_s:
-        reason = f"it reports {inst.num_running} requests and no token for {stalled_s:.0f} s"
-        _replace_instance(state, inst, reason, out)
+        _replace_instance(
+            state,
+            inst,
+            f"it reports {inst.num_running} requests and no token for {stalled_s:.0f} s",
+            out,
+        )
         return True
     inst.still = {rid: inst.still.get(rid, now) for rid in event.still if rid in inst.requests}
     for rid, since_s in list(inst.still.items()):
@@ -183,27 +172,30 @@ def _break_stalls(
 
 def _relieve(state: State, inst: Instance, now: float, out: list[Action]) -> None:
     """KV pressure: the youngest requests move to a holder with room, else spill to the host."""
-    excess = inst.kv_tokens - int(state.params.kv_low * inst.kv_tokens_max)
+    kv_low = state.params.kv_low
+    excess = inst.kv_tokens - int(kv_low * inst.kv_tokens_max)
     for request in reversed(state.running_on(inst)):
         if excess <= 0 or len(inst.requests) <= 1:
             break
         excess -= state.length_of(request)
-        live = state.versions[request.version]
-        peer = None if state.params.mode is Mode.PARTIAL else best_holder(state, live)
-        if peer is not None and peer.id != inst.id and _has_kv_room(state, peer):
+        peer = (
+            None
+            if state.params.mode is Mode.PARTIAL
+            else best_holder(state, state.versions[request.version])
+        )
+        if (
+            peer is not None
+            and peer.id != inst.id
+            and (not peer.kv_tokens_max or peer.kv_tokens < kv_low * peer.kv_tokens_max)
+        ):
             start_move(state, request, peer, now, out)
         else:
             park(state, request, out)
     state.rebalance_wanted = True
 
 
-def _has_kv_room(state: State, inst: Instance) -> bool:
-    return inst.kv_tokens_max == 0 or inst.kv_tokens < state.params.kv_low * inst.kv_tokens_max
-
-
 def on_load_failed(state: State, event: LoadFailed, now: float, out: list[Action]) -> None:
-    inst = loading_instance(state, event)
-    if inst is None:
+    if (inst := loading_instance(state, event)) is None:
         return
     inst.loading = None
     inst.load_failures += 1
@@ -212,8 +204,7 @@ def on_load_failed(state: State, event: LoadFailed, now: float, out: list[Action
         live.coming.pop(inst.id, None)
         return
     if inst.load_failures >= state.params.attempts_max:
-        reason = f"version {event.version} did not load: {event.reason}"
-        _replace_instance(state, inst, reason, out)
+        _replace_instance(state, inst, f"version {event.version} did not load: {event.reason}", out)
         return
     if live is not None and event.version not in inst.load_queue:
         inst.load_queue.insert(0, event.version)
@@ -251,8 +242,7 @@ def _may_run(inst: Instance, request: Request) -> bool:
 
 
 def on_moved(state: State, event: Moved, now: float, out: list[Action]) -> None:
-    request = _moving(state, event)
-    if request is None:
+    if (request := _moving(state, event)) is None:
         return
     dst = state.instances[event.dst]
     end_move(state, request)
@@ -263,8 +253,7 @@ def on_moved(state: State, event: Moved, now: float, out: list[Action]) -> None:
 
 
 def on_move_failed(state: State, event: MoveFailed, now: float, out: list[Action]) -> None:
-    request = _moving(state, event)
-    if request is None:
+    if (request := _moving(state, event)) is None:
         return
     src = state.instances.get(event.src)
     if not event.kept or src is None:
@@ -296,8 +285,7 @@ def _retry_moving(
 def on_learner_joined(state: State, event: LearnerJoined, now: float, out: list[Action]) -> None:
     """A learner at the newest sealed version; what was fed and not committed is fed again."""
     learner, batch = state.learner, state.batches.get(state.committed)
-    if event.incarnation >= 0:
-        learner.incarnation = event.incarnation
+    learner.incarnation = max(learner.incarnation, event.incarnation)
     sealed_unlogged = event.version == state.committed + 1
     assert event.version == state.committed or (sealed_unlogged and batch and batch.closed), (
         f"the learner holds version {event.version}, the log ends at {state.committed}"
@@ -305,7 +293,7 @@ def on_learner_joined(state: State, event: LearnerJoined, now: float, out: list[
     state.on_disk = max(state.on_disk, event.durable)
     end_durable(state, out)
     learner.alive, learner.progress, learner.progress_s = True, -1, now
-    watch_learner(state, now)
+    watch(state, LEARNER, learner, now)
     if event.optimizer_version != event.version:
         out.append(OptimizerRewound(event.version, event.optimizer_version))
     for fed in state.batches.values():
@@ -317,11 +305,11 @@ def on_learner_joined(state: State, event: LearnerJoined, now: float, out: list[
 
 def on_learner_lost(state: State, event: LearnerLost, now: float, out: list[Action]) -> None:
     """A learner that is lost again and again on the same step will not get past it."""
-    if event.incarnation >= 0:
-        state.learner.incarnation = event.incarnation
-    if not state.learner.alive:
+    learner = state.learner
+    learner.incarnation = max(learner.incarnation, event.incarnation)
+    if not learner.alive:
         return
-    state.learner.alive = False
+    learner.alive = False
     state.learner_losses += 1
     limit = state.params.trainer_losses_max
     if limit and state.learner_losses >= limit:
@@ -351,45 +339,32 @@ def on_tick(state: State, event: Tick, now: float, out: list[Action]) -> None:
 
 
 def _expire(state: State, kind: str, key: str, now: float, out: list[Action]) -> None:
-    if kind == LEARNER:
-        _expire_learner(state, now, out)
-    elif kind in (MOVE, SCORE):
-        request = request_of(state, kind, key)
-        if request is not None and kind == SCORE:
-            _expire_score(state, request, now, out)
-        elif request is not None:
+    """This wait is over, or begins anew because there was progress."""
+    limits = state.params.deadlines
+    match watched(state, kind, key):
+        case Request() as request if kind == SCORE:
+            # As long as the rewards answer, a question may just lie in their queue.
+            if now < state.scored_s + limits.score_s:
+                watch(state, SCORE, request, state.scored_s)
+            else:
+                retry_score(state, request, "the reward did not answer in time", now, out)
+        case Request() as request:
             places = (request.dest, request.instance)
             _retry_moving(state, request, places, "move made no progress", out)
-    else:
-        inst = instance_of(state, kind, key)
-        if inst is not None and kind == INSTANCE:
-            _expire_instance(state, inst, now, out)
-        elif inst is not None and inst.loading is not None:
-            on_load_failed(state, LoadFailed(inst.id, inst.loading, "no progress"), now, out)
-
-
-def _expire_score(state: State, request: Request, now: float, out: list[Action]) -> None:
-    """As long as the rewards answer, a question may just lie in their queue."""
-    if now < state.scored_s + state.params.deadlines.score_s:
-        watch_score(state, request, state.scored_s)
-    else:
-        retry_score(state, request, "the reward did not answer in time", now, out)
-
-
-def _expire_instance(state: State, inst: Instance, now: float, out: list[Action]) -> None:
-    if now >= inst.reported_s + state.params.deadlines.report_s:  # the sum that was watched
-        _replace_instance(state, inst, f"no report for {now - inst.reported_s:.0f} s", out)
-    else:
-        watch_instance(state, inst)
-
-
-def _expire_learner(state: State, now: float, out: list[Action]) -> None:
-    if not state.learner.alive:
-        return
-    silent_s = now - state.learner.progress_s
-    if state.is_training and silent_s >= state.params.deadlines.trainer_s:
-        reason = f"no progress for {silent_s:.0f} s"
-        out.append(RestartLearner(reason))
-        on_learner_lost(state, LearnerLost(reason), now, out)
-    else:
-        watch_learner(state, now)
+        case Instance() as inst if kind == INSTANCE:
+            if now >= inst.reported_s + limits.report_s:  # the sum that was watched
+                _replace_instance(state, inst, f"no report for {now - inst.reported_s:.0f} s", out)
+            else:
+                watch(state, INSTANCE, inst, inst.reported_s)
+        case Instance(loading=int(version)) as inst:
+            on_load_failed(state, LoadFailed(inst.id, version, "no progress"), now, out)
+        case Learner(alive=True) as learner:
+            silent_s = now - learner.progress_s
+            if state.is_training and silent_s >= limits.trainer_s:
+                reason = f"no progress for {silent_s:.0f} s"
+                out.append(RestartLearner(reason))
+                on_learner_lost(state, LearnerLost(reason), now, out)
+            else:
+                watch(state, LEARNER, learner, now)
+        case _:
+            pass

@@ -46,8 +46,7 @@ def _check_groups(state: State) -> None:
 
 
 def _check_requests(state: State) -> None:
-    requests = [request for group in state.groups.values() for request in group.requests]
-    generating = [request for request in requests if request.phase in GENERATING]
+    generating = [r for g in state.groups.values() for r in g.requests if r.phase in GENERATING]
     for request in generating:
         _check_place(state, request)
     active = Counter(request.version for request in generating)
@@ -94,8 +93,9 @@ def _check_instances(state: State) -> None:
         if inst.isolating is not None:
             assert state.versions[inst.isolating].isolation == inst.id
     assert state.slots_awake == sum(inst.slots_max for inst in instances if inst.awake)
-    asleep = {inst.id for inst in instances if not inst.awake}
-    assert state.to_sleep.keys() | state.to_wake.keys() <= asleep
+    assert state.to_sleep.keys() | state.to_wake.keys() <= {
+        inst.id for inst in instances if not inst.awake
+    }
     assert state.num_elastic == sum(inst.elastic for inst in instances)
     for live in state.versions.values():
         if live.isolation is not None:

@@ -22,7 +22,7 @@ from dora_rl.core.actions import Abort, Action, End, EndGroup, Score, SetAside, 
 from dora_rl.core.events import SampleFailed, SampleFinished, Scored, ScoreFailed, StopRequested
 from dora_rl.core.placement import release, requeue
 from dora_rl.core.state import GENERATING, Group, GroupPhase, Phase, Request, State
-from dora_rl.core.waits import watch_score
+from dora_rl.core.waits import SCORE, watch
 from dora_rl.types import Mode, RequestId, StepIndex
 
 REASON_CHARS_MAX = 300  # of a reason that is kept as long as the run
@@ -31,9 +31,8 @@ REASON_CHARS_MAX = 300  # of a reason that is kept as long as the run
 def current(state: State, rid: RequestId, epoch: int) -> Request | None:
     """The request, if this epoch of it is still generating."""
     request = state.request(rid)
-    if request is None or request.epoch != epoch or request.phase not in GENERATING:
-        return None
-    return request
+    here = request is not None and request.epoch == epoch and request.phase in GENERATING
+    return request if here else None
 
 
 def unscored(state: State, rid: RequestId) -> Request | None:
@@ -49,8 +48,7 @@ def scoring(state: State, rid: RequestId, attempt: int) -> Request | None:
 
 
 def on_finished(state: State, event: SampleFinished, now: float, out: list[Action]) -> None:
-    request = current(state, event.request, event.epoch)
-    if request is None:
+    if (request := current(state, event.request, event.epoch)) is None:
         return
     group = state.groups[request.id.group]
     pure = len(event.segments) == 1 and event.segments[0].version == group.version
@@ -96,15 +94,13 @@ def stop_generating(state: State, request: Request, phase: Phase) -> None:
 
 
 def request_score(state: State, request: Request, now: float, out: list[Action]) -> None:
-    prompt = state.groups[request.id.group].prompt
-    out.append(Score(request.id, prompt, request.score_attempts))
-    watch_score(state, request, now)
+    out.append(Score(request.id, state.groups[request.id.group].prompt, request.score_attempts))
+    watch(state, SCORE, request, now)
 
 
 def on_scored(state: State, event: Scored, now: float, out: list[Action]) -> None:
     """A score is one of the same tokens, whichever question it answers."""
-    request = unscored(state, event.request)
-    if request is None:
+    if (request := unscored(state, event.request)) is None:
         return
     state.scored_s = now
     if not math.isfinite(event.reward):
@@ -119,8 +115,7 @@ def on_scored(state: State, event: Scored, now: float, out: list[Action]) -> Non
 
 
 def on_score_failed(state: State, event: ScoreFailed, now: float, out: list[Action]) -> None:
-    request = scoring(state, event.request, event.attempt)
-    if request is not None:
+    if (request := scoring(state, event.request, event.attempt)) is not None:
         state.scored_s = now
         retry_score(state, request, event.reason, now, out)
 
@@ -143,38 +138,34 @@ def fail_sample(
     request.phase = Phase.FAILED
     group = state.groups[request.id.group]
     group.num_failed += 1
-    if kills:
-        _fail_group(state, group, reason, out, kills=True)
-    else:
-        _settle_group(state, group, reason, out)
+    _settle_group(state, group, reason, out, kills=kills)
 
 
-def _settle_group(state: State, group: Group, reason: str, out: list[Action]) -> None:
+def _settle_group(
+    state: State, group: Group, reason: str, out: list[Action], *, kills: bool = False
+) -> None:
     """Ready, filtered or failed, as soon as that is certain."""
     params, size = state.params, len(group.requests)
-    if group.num_failed > size - params.samples_needed:
-        _fail_group(state, group, reason, out, kills=False)
+    if kills or group.num_failed > size - params.samples_needed:
+        _fail_group(state, group, reason, out, kills=kills)
     elif group.num_scored + group.num_failed == size:
         rewards = {r.reward for r in group.requests if r.phase is Phase.SCORED}
         if params.filter_equal and len(rewards) == 1:
-            _filter_group(state, group, out)
+            end_group(state, group, End.FILTERED, None, "all rewards equal", out)
+            state.filtered_streak += 1
+            if state.filtered_streak >= params.filtered_max:
+                stop(
+                    state,
+                    f"{state.filtered_streak} groups in a row were filtered because all their "
+                    f"rewards were equal: the task is too easy or too hard for step "
+                    f"{state.filling}",
+                    out,
+                )
         else:
             group.phase = GroupPhase.READY
             state.num_inflight -= 1
             state.num_ready += 1
             state.versions[group.version].ready.append(group.id)
-
-
-def _filter_group(state: State, group: Group, out: list[Action]) -> None:
-    end_group(state, group, End.FILTERED, None, "all rewards equal", out)
-    state.filtered_streak += 1
-    if state.filtered_streak >= state.params.filtered_max:
-        stop(
-            state,
-            f"{state.filtered_streak} groups in a row were filtered because all their rewards "
-            f"were equal: the task is too easy or too hard for step {state.filling}",
-            out,
-        )
 
 
 def _fail_group(state: State, group: Group, reason: str, out: list[Action], *, kills: bool) -> None:
@@ -218,8 +209,11 @@ def end_group(
             state.num_inflight -= 1
     live.unended -= 1
     state.num_ended[end] = state.num_ended.get(end, 0) + 1
-    if end not in (End.FAILED, End.LOST):
-        _prompt_settled(state, group.prompt)
+    if end not in (End.FAILED, End.LOST):  # a group of this prompt ended as it should
+        if state.failures.pop(group.prompt, 0):
+            state.failed_prompts = max(0, state.failed_prompts - 1)
+        else:
+            state.judged_prompts += 1
     del state.groups[group.id]
     out.append(EndGroup(group.id, group.version, end, step, reason))
 
@@ -232,14 +226,6 @@ def next_prompt(state: State) -> int:
         return state.reissue.popleft()
     state.next_prompt += 1
     return state.next_prompt - 1
-
-
-def _prompt_settled(state: State, prompt: int) -> None:
-    """A group of this prompt ended as it should."""
-    if state.failures.pop(prompt, 0):
-        state.failed_prompts = max(0, state.failed_prompts - 1)
-    else:
-        state.judged_prompts += 1
 
 
 def prompt_failed(

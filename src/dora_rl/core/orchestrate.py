@@ -13,7 +13,7 @@ In a large fleet the partition itself is decided by the event after the one that
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from dora_rl.core.actions import Action, Load, RetireVersion, Sleep, Unload, Wake
 from dora_rl.core.events import Loaded, LoadFailed
@@ -25,7 +25,7 @@ from dora_rl.core.placement import (
     stop_isolating,
 )
 from dora_rl.core.state import Held, Instance, Live, State
-from dora_rl.core.waits import watch_load
+from dora_rl.core.waits import LOAD, watch
 from dora_rl.types import InstanceId, Mode, Version
 
 LOOKS_PER_ACTION = 10  # to look at so many instances takes as long as to cause an action
@@ -64,8 +64,7 @@ def start_next_load(state: State, inst: Instance, now: float, out: list[Action])
     if inst.loading is not None or not queue or not inst.awake:
         return
     if len(inst.held) >= inst.resident_max:
-        unneeded = _unneeded(state, inst)
-        if unneeded is None:
+        if (unneeded := _unneeded(state, inst)) is None:
             return
         unload(state, inst, unneeded, out)
     version = queue.pop(0)
@@ -73,13 +72,12 @@ def start_next_load(state: State, inst: Instance, now: float, out: list[Action])
     inst.donor = _donor(state, state.versions[version]) if not inst.load_failures else None
     inst.num_loads += 1
     out.append(Load(inst.id, version, inst.donor, inst.num_loads))
-    watch_load(state, inst, now)
+    watch(state, LOAD, inst, now)
 
 
 def _cancel_load(state: State, inst: Instance, version: Version) -> None:
     inst.load_queue.remove(version)
-    live = state.versions.get(version)
-    if live is not None:
+    if (live := state.versions.get(version)) is not None:
         live.coming.pop(inst.id, None)
 
 
@@ -119,8 +117,7 @@ def unload(state: State, inst: Instance, version: Version, out: list[Action]) ->
     inst.leaving.pop(version, None)
     if inst.isolating == version:
         stop_isolating(state, inst)
-    live = state.versions.get(version)
-    if live is not None:
+    if (live := state.versions.get(version)) is not None:
         live.holders.pop(inst.id, None)
         live.leavers.pop(inst.id, None)
     out.append(Unload(inst.id, version))
@@ -129,8 +126,7 @@ def unload(state: State, inst: Instance, version: Version, out: list[Action]) ->
 def _donor(state: State, live: Live) -> InstanceId | None:
     """A peer that hands a request over if levelling is on, else the least loaded holder."""
     while state.params.level_running and live.donors:
-        name = live.donors.pop()
-        if name in live.holders:
+        if (name := live.donors.pop()) in live.holders:
             return name
     peer = best_holder(state, live)
     return peer.id if peer is not None else next(iter(live.holders), None)
@@ -138,8 +134,7 @@ def _donor(state: State, live: Live) -> InstanceId | None:
 
 def loading_instance(state: State, event: Loaded | LoadFailed) -> Instance | None:
     """The instance, if the load that this answers is the one that it was last told to do."""
-    inst = state.instances.get(event.instance)
-    if inst is None or inst.loading != event.version:
+    if (inst := state.instances.get(event.instance)) is None or inst.loading != event.version:
         return None
     return inst if event.attempt in (-1, inst.num_loads) else None
 
@@ -151,8 +146,7 @@ def on_loaded(state: State, event: Loaded, now: float, out: list[Action]) -> Non
     inst.loading = None
     inst.load_failures = 0
     inst.held[version] = Held()
-    live = state.versions.get(version)
-    if live is None:  # retired while it was loading
+    if (live := state.versions.get(version)) is None:  # retired while it was loading
         unload(state, inst, version, out)
     else:
         live.load_failures = 0
@@ -169,8 +163,7 @@ def _level(state: State, inst: Instance, live: Live, now: float, out: list[Actio
     donor = state.instances.get(inst.donor or "")
     if donor is None or donor.id not in live.holders or live.num_pending or not inst.awake:
         return
-    gap = donor.load - inst.load
-    if gap <= state.params.level_slack * donor.slots_max:
+    if (gap := donor.load - inst.load) <= state.params.level_slack * donor.slots_max:
         return
     movable = [r for r in state.running_on(donor) if r.version == live.version]
     movable.sort(key=lambda r: (state.length_of(r), r.id))
@@ -232,8 +225,7 @@ def _load_newest(state: State, now: float, out: list[Action]) -> None:
         if inst is None or not inst.awake or inst.will_hold(state.newest):
             continue
         if not _has_weight_slot(state, inst):
-            least = _least_used(state, inst, state.newest)
-            if least is None:
+            if (least := _least_used(state, inst, state.newest)) is None:
                 continue  # the new version waits here
             evict(state, inst, least[1], now, out)
         request_load(state, inst, state.newest, now, out)
@@ -243,9 +235,8 @@ def _assigned(inst: Instance) -> Version | None:
     """The version that an instance with one weight slot holds or is about to hold."""
     if inst.load_queue:
         return inst.load_queue[-1]
-    if inst.loading is not None:
-        return inst.loading
-    return next((version for version in inst.held if version not in inst.leaving), None)
+    stays = (version for version in inst.held if version not in inst.leaving)
+    return inst.loading if inst.loading is not None else next(stays, None)
 
 
 def shares(demand: Mapping[Version, int], num_instances: int) -> dict[Version, int]:
@@ -269,8 +260,7 @@ def shares(demand: Mapping[Version, int], num_instances: int) -> dict[Version, i
     for _ in range(left):
         given[max(given, key=lambda v: (quota[v] - given[v], -v))] += 1
     for _ in range(-left):
-        several = [v for v in given if given[v] > 1]
-        given[min(several, key=lambda v: (quota[v] - given[v], -v))] -= 1
+        given[min([v for v in given if given[v] > 1], key=lambda v: (quota[v] - given[v], -v))] -= 1
     return given
 
 
@@ -302,8 +292,8 @@ def _repartition(state: State, single: list[Instance]) -> None:
         surplus = len(members) - (target.get(version, 0) if version is not None else 0)
         if surplus > 0:
             costs = [(_flip_cost(inst, version), -inst.index, inst, version) for inst in members]
-            costs.sort()  # by cost, then by index: no two are equal
-            spare += costs[: min(surplus, len(needs))]
+            # By cost, then by index: no two are equal.
+            spare += sorted(costs)[: min(surplus, len(needs))]
     spare.sort()
     given_up = {old for _, _, _, old in spare[: len(needs)] if old in state.versions}
     state.flip_room = {old: _free_slots(state, old) for old in given_up}
@@ -354,8 +344,7 @@ def _find_instance(
             continue
         option = (0, inst.load, inst.index, inst, None)
         if not _has_weight_slot(state, inst):
-            least = _least_used(state, inst, live.version)
-            if least is None:
+            if (least := _least_used(state, inst, live.version)) is None:
                 continue
             option = (1 + least[0], inst.load, inst.index, inst, least[1])
         if best is None or option[:3] < best[:3]:
@@ -371,28 +360,23 @@ def _find_instance(
 
 def assign_idle(state: State, now: float, out: list[Action]) -> None:
     """Instances that a request has left: continue their loads, give idle ones a version."""
-    while state.maybe_idle and state.has_room(out):
-        for name in list(state.maybe_idle):  # others may be added meanwhile
-            if not state.has_room(out):
-                return
-            del state.maybe_idle[name]
-            inst = state.instances.get(name)
-            if inst is None or not inst.awake:
-                continue
-            if inst.load_queue:
-                start_next_load(state, inst, now, out)
-            elif not inst.load and inst.loading is None:
-                _assign_version(state, inst, now, out)
+    for name in _in_turn(state, state.maybe_idle, out):
+        if (inst := state.instances.get(name)) is None or not inst.awake:
+            continue
+        if inst.load_queue:
+            start_next_load(state, inst, now, out)
+        elif not inst.load and inst.loading is None:
+            _assign_version(state, inst, now, out)
 
 
 def _assign_version(state: State, inst: Instance, now: float, out: list[Action]) -> None:
     """An idle instance holds the version that waits for one, else the newest."""
-    waiting = [
+    waiting = (
         (bool(live.holders or live.coming), -live.num_pending, live.version)
         for live in state.versions.values()
         if live.num_pending and live.version not in inst.held
-    ]
-    version = min(waiting)[2] if waiting else state.newest
+    )
+    *_, version = min(waiting, default=(state.newest,))
     if version not in inst.held and _has_weight_slot(state, inst):
         request_load(state, inst, version, now, out)
 
@@ -439,16 +423,13 @@ def sleep_elastic(state: State, now: float, out: list[Action]) -> None:
 
 def wake_elastic(state: State, now: float, out: list[Action]) -> None:
     asleep = [inst for inst in state.instances.values() if inst.elastic and not inst.awake]
-    state.to_wake.update((inst.id, None) for inst in asleep)
+    state.to_wake |= {inst.id: None for inst in asleep}
     sleep_and_wake(state, now, out)
 
 
 def sleep_and_wake(state: State, now: float, out: list[Action]) -> None:
     """As many as this event has room for."""
-    for name in list(state.to_wake):
-        if not state.has_room(out):
-            return
-        del state.to_wake[name]
+    for name in _in_turn(state, state.to_wake, out):
         inst = state.instances[name]
         inst.awake = True
         state.slots_awake += inst.slots_max
@@ -457,11 +438,20 @@ def sleep_and_wake(state: State, now: float, out: list[Action]) -> None:
         else:
             out.append(Wake(name))
         reindex(state, inst)
-    for name in list(state.to_sleep):
-        if not state.has_room(out):
-            return
-        del state.to_sleep[name]
+    for name in _in_turn(state, state.to_sleep, out):
         inst = state.instances[name]
         for version in list(inst.held):
             drain(state, inst, version, now, out)
         out.append(Sleep(name))
+
+
+def _in_turn(
+    state: State, waiting: dict[InstanceId, None], out: list[Action]
+) -> Iterator[InstanceId]:
+    """Take instances off a list, as far as this event has room. Others may come meanwhile."""
+    while waiting and state.has_room(out):
+        for name in list(waiting):
+            if not state.has_room(out):
+                return
+            del waiting[name]
+            yield name

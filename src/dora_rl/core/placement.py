@@ -13,7 +13,7 @@ from collections import deque
 from dora_rl.core.actions import Abort, Action, Dispatch, How, Move, Park, Reversion, Unpark
 from dora_rl.core.params import Params
 from dora_rl.core.state import GENERATING, GroupPhase, Instance, Live, Phase, Request, State
-from dora_rl.core.waits import watch_move
+from dora_rl.core.waits import MOVE, watch
 from dora_rl.types import Mode, RequestId, Version
 
 
@@ -33,8 +33,7 @@ def reindex(state: State, inst: Instance) -> None:
         return
     key = _key(inst)
     for version in inst.held:
-        live = state.versions.get(version)
-        if live is None or version in inst.leaving:
+        if (live := state.versions.get(version)) is None or version in inst.leaving:
             continue
         heapq.heappush(live.heap, (key, inst.index, inst.id))
         if len(live.heap) > 2 * len(live.holders) + 64:
@@ -121,8 +120,7 @@ def dequeue(state: State, request: Request) -> None:
 def next_waiting(state: State, live: Live, queue: deque[RequestId]) -> Request | None:
     """The first request that still waits in a queue of this version."""
     while queue:
-        request = state.request(queue[0])
-        if request is not None and _waits_in(live, queue, request):
+        if (request := state.request(queue[0])) is not None and _waits_in(live, queue, request):
             return request
         queue.popleft()
     return None
@@ -130,9 +128,8 @@ def next_waiting(state: State, live: Live, queue: deque[RequestId]) -> Request |
 
 def _waits_in(live: Live, queue: deque[RequestId], request: Request) -> bool:
     """Does its entry in the queue still hold? Suspects have a queue of their own."""
-    if request.phase is not Phase.PENDING or request.version != live.version:
-        return False
-    return request.suspect == (queue is live.suspects)
+    waits = request.phase is Phase.PENDING and request.version == live.version
+    return waits and request.suspect == (queue is live.suspects)
 
 
 def cheaper_way(params: Params, num_tokens: int) -> How:
@@ -158,11 +155,10 @@ def start_move(
     dst.incoming[request.id] = None
     dst.held[request.version].incoming += 1
     reindex(state, dst)
-    how = cheaper_way(state.params, request.base_tokens)
     request.num_moves += 1
-    number = request.num_moves
+    how, number = cheaper_way(state.params, request.base_tokens), request.num_moves
     out.append(Move(request.id, request.epoch, request.version, src.id, dst.id, how, number))
-    watch_move(state, request, now)
+    watch(state, MOVE, request, now)
 
 
 def end_move(state: State, request: Request) -> None:
@@ -242,8 +238,7 @@ def dispatch_pending(state: State, live: Live, now: float, out: list[Action]) ->
     """Give pending requests of one version the free slots of its holders."""
     stuck: list[Request] = []
     while live.num_pending > len(stuck) and state.has_room(out):
-        request = next_waiting(state, live, live.pending)
-        if request is None:
+        if (request := next_waiting(state, live, live.pending)) is None:
             break
         inst = _place_for(state, live, request)
         room = _room_for(live, inst) if inst is not None else 0

@@ -60,18 +60,15 @@ def on_resumed(state: State, event: Resumed, now: float, out: list[Action]) -> N
         batch_groups=old.batch_groups,
         updates_per_step=old.updates_per_step,
     )
-    changed = as_before != event.params
     if not old.durable_behind:
         state.on_disk = state.committed  # a release that wrote to the disk first
     state.put_in_force(as_before)
-    state.target = event.params if changed else None
+    state.target = event.params if as_before != event.params else None
     end_durable(state, out)
-    if state.stopped is not None:
-        return
-    if changed:
-        adopt_target(state, out)
-    else:
+    if state.stopped is None and state.target is None:
         out.append(InForce(state.filling, state.policy.max_staleness, old.batch_groups))
+    elif state.stopped is None:
+        adopt_target(state, out)
 
 
 def _check_changes(state: State, params: Params) -> None:
@@ -87,17 +84,14 @@ def _check_changes(state: State, params: Params) -> None:
             f"group_size = {params.group_size}: the groups of this run have "
             f"{old.group_size} samples; start a new run"
         )
-    if params.num_steps >= old.num_steps or not state.policy.keeps_bound:
-        return
-    if replace(state.bound, last=params.num_steps - 1).holds(state.untaken):
-        return
-    taken = old.batch_groups - state.bound.free  # of the step that is filling
-    left = taken + sum(count for _, count in state.untaken)
-    least = state.filling + -(-left // old.batch_groups)
-    raise UserError(
-        f"num_steps = {params.num_steps} is too few: the groups that were already issued need "
-        f"{least} steps"
-    )
+    shorter = params.num_steps < old.num_steps and state.policy.keeps_bound
+    if shorter and not replace(state.bound, last=params.num_steps - 1).holds(state.untaken):
+        taken = old.batch_groups - state.bound.free  # of the step that is filling
+        left = taken + sum(count for _, count in state.untaken)
+        raise UserError(
+            f"num_steps = {params.num_steps} is too few: the groups that were already issued need "
+            f"{state.filling + -(-left // old.batch_groups)} steps"
+        )
 
 
 def on_rewound(state: State, event: Rewound, now: float, out: list[Action]) -> None:
@@ -108,11 +102,9 @@ def on_rewound(state: State, event: Rewound, now: float, out: list[Action]) -> N
     )
     assert not state.instances and not state.learner.alive, "a run goes back before it goes on"
     _reopen(state, version)
-    lost = [g for g in state.groups.values() if g.step is None and _newest_of(g) > version]
-    for group in lost:
+    for group in [g for g in state.groups.values() if g.step is None and _newest_of(g) > version]:
         _lose(state, group, f"version {_newest_of(group)} was lost with its host", out)
-    for gone in [v for v in state.versions if v > version]:
-        del state.versions[gone]
+    state.versions = {v: live for v, live in state.versions.items() if v <= version}
     state.committed = version
     state.lineage += 1
     for plans in (state.flips, state.newest_due, state.flip_room, state.maybe_idle):

@@ -48,9 +48,9 @@ def on_continued(state: State, event: Continued, now: float, out: list[Action]) 
     """The journal says how far it had come: further than before is progress, however late we
     hear of it."""
     request = state.request(event.request)
-    if request is None or request.phase not in GENERATING or event.num_tokens <= request.kept:
+    if request is None or request.phase not in GENERATING or not state.params.losses_max:
         return
-    if not state.params.losses_max:
+    if event.num_tokens <= request.kept:
         return
     request.kept = event.num_tokens
     request.attempts = request.losses = request.alone_losses = 0
@@ -71,8 +71,9 @@ def lost_with(state: State, request: Request, company: int, why: str, out: list[
             if request.alone_losses >= params.attempts_max:
                 state.instance_losses = 0  # a finding is progress
                 alone = f"instances were lost while sample {request.id.sample} ran alone"
-                reason = f"{request.alone_losses} {alone}; {why}"
-                fail_sample(state, request, reason, out, kills=True)
+                fail_sample(
+                    state, request, f"{request.alone_losses} {alone}; {why}", out, kills=True
+                )
                 return
         elif request.suspect:
             request.crowd = company // 2
@@ -97,15 +98,12 @@ def check_suspects(state: State, inst: Instance, now: float, out: list[Action]) 
     """After a report: have the suspects that are tried here got far enough?"""
     if inst.isolating is None:
         return
-    for request in _tried_on(state, inst):
-        if inst.decode_steps - request.mark >= state.params.clear_tokens << request.clearings:
+    for request in state.running_on(inst):
+        limit = state.params.clear_tokens << request.clearings
+        if request.suspect and inst.decode_steps - request.mark >= limit:
             request.clearings += 1
             request.losses = state.params.losses_max - 1  # until its journal says it has gained
             _clear(state, request, now, out)
-
-
-def _tried_on(state: State, inst: Instance) -> list[Request]:
-    return [request for request in state.running_on(inst) if request.suspect]
 
 
 def _clear(state: State, request: Request, now: float, out: list[Action]) -> None:
@@ -115,7 +113,7 @@ def _clear(state: State, request: Request, now: float, out: list[Action]) -> Non
         dequeue(state, request)
         enqueue(state, request, None, first=True)
     inst = state.instances.get(request.instance or "")
-    if inst is None or inst.isolating is None or _tried_on(state, inst):
+    if inst is None or inst.isolating is None or any(r.suspect for r in state.running_on(inst)):
         return
     live = state.versions[inst.isolating]
     if next_waiting(state, live, live.suspects) is None:
@@ -166,8 +164,7 @@ def _start_trial(state: State, live: Live, inst: Instance, out: list[Action]) ->
 
 def _trial_instance(state: State, live: Live, suspect: Request) -> Instance | None:
     """The least-loaded holder, and not the one it was lost on where another holds the version."""
-    first = best_holder(state, live)
-    if first is None or first.id != suspect.lost_on:
+    if (first := best_holder(state, live)) is None or first.id != suspect.lost_on:
         return first
     heapq.heappop(live.heap)
     other = best_holder(state, live)

@@ -46,10 +46,9 @@ BINS_OF_LENGTHS = 40
 def states(history: History) -> NDArray[Any]:
     """The state of every group, as a place in `STATES`."""
     groups, size = history.groups, history.params.group_size
-    state = np.where(groups["finished"] >= size, 1, 0)
-    state = np.where(groups["scored"] >= size, 2, state)
-    state = np.where(groups["fed_step"] >= 0, 3, state)
-    return np.where(groups["end"] >= 0, _FIRST_END + groups["end"], state)
+    ended, taken = groups["end"] >= 0, groups["fed_step"] >= 0
+    rules = [ended, taken, groups["scored"] >= size, groups["finished"] >= size]
+    return np.select(rules, [_FIRST_END + groups["end"], 3, 2, 1], 0)
 
 
 def status(history: History, files: RunFiles) -> str:
@@ -61,9 +60,8 @@ def status(history: History, files: RunFiles) -> str:
 
 def overview(history: History, files: RunFiles) -> dict[str, Any]:
     params, trained = history.params, history.trained()
-    counts = np.bincount(states(history), minlength=len(STATES)).tolist()
     return {
-        "name": files.name,
+        "name": files.folder.resolve().name,
         "status": status(history, files),
         "stop": history.stop.reason if history.stop is not None else "",
         "mode": params.mode.value,
@@ -76,7 +74,9 @@ def overview(history: History, files: RunFiles) -> dict[str, Any]:
         "num_entries": history.num_entries,
         "num_instances": len(history.names),
         "versions": _live_versions(history),
-        "states": dict(zip(STATES, counts, strict=True)),
+        "states": dict(
+            zip(STATES, np.bincount(states(history), minlength=len(STATES)).tolist(), strict=True)
+        ),
         **token_figures(history, files, trained),
         "migrations": len(history.moves),
         "kv_bytes_moved": int(history.moves["num_bytes"].sum()),
@@ -95,15 +95,13 @@ def token_figures(history: History, files: RunFiles, trained: NDArray[Any]) -> d
     """As the run's own files have them, so that all places show the same; a simulated run has a
     log alone, and no tokens that were not the policy's. None: a step's line lacks its figures."""
     generated = files.document("totals.json").get("tokens_generated")
-    if not files.steps:
-        tokens = int(history.groups["tokens"][trained].sum())
-        rate = tokens_per_s([tokens], [history.now_s])
-    else:
-        try:
-            tokens = sum(map(tokens_of_line, files.steps))
-            rate = tokens_per_s([tokens], [training_s(files)])
-        except KeyError:
-            tokens = rate = None
+    try:
+        tokens, lasted_s = sum(map(tokens_of_line, files.steps)), training_s(files)
+        if not files.steps:
+            tokens, lasted_s = int(history.groups["tokens"][trained].sum()), history.now_s
+        rate = tokens_per_s([tokens], [lasted_s])
+    except KeyError:
+        tokens = rate = None
     generated = int(history.groups["tokens"].sum()) if generated is None else generated
     return {"tokens_trained": tokens, "tokens_generated": generated, "tokens_per_s": rate}
 
@@ -124,8 +122,7 @@ def _promises(history: History, trained: NDArray[Any]) -> dict[str, Any]:
     staleness = (groups["step"] - groups["version"])[trained]
     scored = groups["scored"][trained].astype(np.int64)
     num_samples = int(scored.sum())
-    discarded = (End.FAILED, End.SURPLUS, End.LOST)
-    lost = np.isin(groups["end"], [ENDS.index(end) for end in discarded])
+    lost = np.isin(groups["end"], [ENDS.index(end) for end in (End.FAILED, End.SURPLUS, End.LOST)])
     size = history.params.group_size
     tokens = history.samples["tokens"][: len(groups) * size].reshape(-1, size)
     reward = history.samples["reward"][: len(groups) * size].reshape(-1, size)
@@ -163,18 +160,17 @@ def metrics(history: History, files: RunFiles) -> dict[str, Any]:
     """Every curve: of the log, of metrics.jsonl, of the evaluations."""
     found = series(history)
     steps = [line["step"] for line in files.steps]
-    names = sorted({name for line in files.steps[-50:] for name in line} - {"step"})
-    for name in names:
+    for name in sorted({name for line in files.steps[-50:] for name in line} - {"step"}):
         values = [line.get(name) for line in files.steps]
         numbers = all(isinstance(v, (int, float, type(None))) for v in values)
         if numbers and (name not in found or name in MEASURED):
             found[name] = curve(np.array(steps), np.array(values, dtype=np.float64))
-    versions = [line["version"] for line in files.evaluations]
+    versions = np.array([line["version"] for line in files.evaluations])
     scored: dict[str, Any] = {}
     for name in sorted({name for line in files.evaluations for name in line} - {"version"}):
         values = [line.get(name) for line in files.evaluations]
         if not any(isinstance(value, str) for value in values):
-            scored[name] = curve(np.array(versions), np.array(values, dtype=np.float64))
+            scored[name] = curve(versions, np.array(values, dtype=np.float64))
     return {"steps": found, "evaluations": scored, "num_steps": history.params.num_steps}
 
 
@@ -187,8 +183,7 @@ def curve(x: NDArray[Any], y: NDArray[Any]) -> dict[str, Any]:
     if size == 1:
         return {"x": x.tolist(), "y": _plain(y)}
     edges = np.arange(0, len(x), size)
-    good = np.where(np.isnan(y), 0.0, y)
-    mean = np.add.reduceat(good, edges) / np.diff(np.append(edges, len(x)))
+    mean = np.add.reduceat(np.where(np.isnan(y), 0.0, y), edges) / np.diff(np.append(edges, len(x)))
     low, high = np.fmin.reduceat(y, edges), np.fmax.reduceat(y, edges)
     middle = x[np.minimum(edges + size // 2, len(x) - 1)]
     return {"x": middle.tolist(), "y": _plain(mean), "low": _plain(low), "high": _plain(high)}
@@ -213,8 +208,7 @@ def distributions(history: History) -> dict[str, Any]:
     }
     reward = samples["reward"][np.isfinite(samples["reward"])]
     counts, at = np.histogram(reward, 20) if len(reward) else (np.zeros(0), np.zeros(0))
-    shares = (0.5, 0.9, 0.99)
-    quantiles = np.quantile(tokens[done], shares).tolist() if done.any() else [0, 0, 0]
+    quantiles = np.quantile(tokens[done], (0.5, 0.9, 0.99)).tolist() if done.any() else [0, 0, 0]
     return {
         "staleness": np.bincount(staleness).tolist() if len(staleness) else [],
         "max_staleness": history.params.max_staleness,
@@ -235,20 +229,18 @@ def throughput(history: History, files: RunFiles, spans: dict[str, NDArray[Any]]
     busy = busy_s(spans["begin"], spans["end"], spans["instance"], len(names))
     totals, summary = files.document("totals.json"), files.document("summary.json")
     measured, training = totals.get("busy_s", {}), training_s(files)
-    lasted = spans["end"] - spans["begin"]
-    running = np.bincount(spans["instance"], lasted, len(names)) / wall
-    rows = [
-        {
-            "name": name,
-            "slots": history.slots_max.get(name, 0),
-            "running": float(running[code]),
-            "empty": float(max(0.0, 1 - busy[code] / wall)),
-            "idle": idle_ratio([measured[name]] if name in measured else [], training),
-        }
-        for name, code in sorted(history.names.items())
-    ]
+    running = np.bincount(spans["instance"], spans["end"] - spans["begin"], len(names)) / wall
     return {
-        "instances": rows,
+        "instances": [
+            {
+                "name": name,
+                "slots": history.slots_max.get(name, 0),
+                "running": float(running[code]),
+                "empty": float(max(0.0, 1 - busy[code] / wall)),
+                "idle": idle_ratio([measured[name]] if name in measured else [], training),
+            }
+            for name, code in sorted(history.names.items())
+        ],
         "trainer_idle": idle_ratio(trainer_busy_s(measured), training),
         "rollout_idle": idle_ratio(rollout_busy_s(measured), training),
         "device_idle": summary.get("device_idle_ratio"),
@@ -262,7 +254,6 @@ def throughput(history: History, files: RunFiles, spans: dict[str, NDArray[Any]]
 
 
 PAGE_MAX = 200
-ORDERS = ("newest", "oldest", "longest", "best", "worst", "moved")
 
 
 def group_list(
@@ -275,8 +266,7 @@ def group_list(
         chosen &= state_of == STATES.index(state)
     if version is not None:
         chosen &= groups["version"] == version
-    found = np.flatnonzero(chosen & (groups["version"] >= 0))
-    found = _ordered(history, found, order)
+    found = _ordered(history, np.flatnonzero(chosen & (groups["version"] >= 0)), order)
     size = max(1, min(size, PAGE_MAX))
     page = max(0, min(page, (len(found) - 1) // size)) if len(found) else 0
     here = found[page * size : (page + 1) * size]
@@ -303,13 +293,14 @@ def _row(history: History, group: int, state: str) -> dict[str, Any]:
     counts = ("version", "prompt", "finished", "scored", "tokens", "moves", "fed_step", "step")
     row: dict[str, Any] = {"group": group, "state": state}
     row |= {name: int(history.groups[name][group]) for name in counts}
-    times = ("issued_s", "ready_s", "fed_s", "ended_s")
-    row |= {name: known(history.groups[name][group]) for name in times}
+    row |= {
+        name: known(history.groups[name][group])
+        for name in ("issued_s", "ready_s", "fed_s", "ended_s")
+    }
     if row["scored"] < history.params.group_size:
         row["ready_s"] = None
-    row["reward"] = (
-        float(history.groups["reward_sum"][group]) / row["scored"] if row["scored"] else None
-    )
+    total = float(history.groups["reward_sum"][group])
+    row["reward"] = total / row["scored"] if row["scored"] else None
     step = row["step"] if row["step"] >= 0 else row["fed_step"]
     row["staleness"] = step - row["version"] if step >= 0 else None
     return row
@@ -325,8 +316,9 @@ def one_group(history: History, group: int, spans: dict[str, Any]) -> dict[str, 
     mine = (spans["slot"] >= first) & (spans["slot"] < first + size)
     columns = ("slot", "instance", "version", "begin", "end", "began", "ended")
     stays: dict[int, list[dict[str, Any]]] = {first + sample: [] for sample in range(size)}
-    found = zip(*(spans[name][mine].tolist() for name in columns), strict=True)
-    for slot, instance, version, begin, end, began, ended in found:
+    for slot, instance, version, begin, end, began, ended in zip(
+        *(spans[name][mine].tolist() for name in columns), strict=True
+    ):
         stay = {"instance": names[instance], "version": version, "begin": begin, "end": end}
         why = Why(ended).name.lower() if ended >= 0 else "running"
         stays[slot].append(stay | {"began": Why(began).name.lower(), "ended": why})
@@ -341,9 +333,11 @@ def one_group(history: History, group: int, spans: dict[str, Any]) -> dict[str, 
         }
         for sample in range(size)
     ]
-    state = STATES[int(states(history)[group])]
-    reason = history.reasons.get(group, "")
-    return {**_row(history, group, state), "reason": reason, "samples": rows}
+    return {
+        **_row(history, group, STATES[int(states(history)[group])]),
+        "reason": history.reasons.get(group, ""),
+        "samples": rows,
+    }
 
 
 def known(value: float) -> float | None:
@@ -387,12 +381,9 @@ def pieces(ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> list[s
     begin = 0
     for end in range(1, len(ids) + 1):
         text = decode(ids[begin:end])
-        whole = "�" not in text
-        if whole or end - begin == 8:
+        if "�" not in text or end - begin == 8 or end == len(ids):
             texts += [text] + [""] * (end - begin - 1)
             begin = end
-    if begin < len(ids):
-        texts += [decode(ids[begin:])] + [""] * (len(ids) - begin - 1)
     return texts
 
 

@@ -30,9 +30,8 @@ class Verdict:
 
     def __init__(self, events: Path) -> None:
         self.last: dict[str, Any] = {"state": "reading", "num_entries": 0}
-        command = [sys.executable, "-m", "dora_rl.dashboard.verdict", str(events)]
         self._process = subprocess.Popen(
-            command,
+            [sys.executable, "-m", "dora_rl.dashboard.verdict", str(events)],
             stdout=subprocess.PIPE,
             text=True,
             start_new_session=True,  # Ctrl-C is the dashboard's alone
@@ -60,8 +59,7 @@ def watch(events: Path) -> None:
     while True:
         for chunk in tail.chunks():
             for line in chunk.splitlines(keepends=True):
-                record = parse_line(line)
-                if record is None:
+                if (record := parse_line(line)) is None:
                     _tell(auditor, "damaged")
                     return
                 auditor.chain.see(line)
@@ -85,13 +83,17 @@ def _tell(auditor: Auditor, state: str) -> None:
         {"promise": f.promise.value, "subject": f.subject, "message": f.message, "entry": f.entry}
         for f in notes.kept[:FINDINGS_SHOWN]
     ]
-    line = {
-        "state": state,
-        "num_entries": notes.entry + 1,
-        "num_findings": notes.num,
-        "findings": found,
-    }
-    print(json.dumps(line), flush=True)
+    print(
+        json.dumps(
+            {
+                "state": state,
+                "num_entries": notes.entry + 1,
+                "num_findings": notes.num,
+                "findings": found,
+            }
+        ),
+        flush=True,
+    )
 
 
 def main() -> None:

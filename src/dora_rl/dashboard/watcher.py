@@ -133,13 +133,11 @@ class Watcher:
     def document(self, name: str, query: dict[str, str]) -> str | None:
         """The JSON text of a view, None if there is none of that name. A figure that is no number
         is null, as browsers want it."""
-        make = self._views().get(name)
-        if make is None:
+        if (make := self._views().get(name)) is None:
             return None
         key = (name, *sorted(query.items()))
         with self.lock:
-            kept = self._cached.get(key)
-            if kept is not None and kept[0] == self.revision:
+            if (kept := self._cached.get(key)) is not None and kept[0] == self.revision:
                 return kept[1]
             revision, text = self.revision, msgspec.json.encode(make(query)).decode()
             if len(self._cached) >= CACHED_MAX:
@@ -166,9 +164,8 @@ class Watcher:
 
     def _overview(self) -> dict[str, Any]:
         waits = {"state": "reading" if self._audit else "off", "num_entries": 0}
-        verdict = self.verdict.last if self.verdict is not None else waits
         return documents.overview(self.history, self.files) | {
-            "audit": verdict,
+            "audit": self.verdict.last if self.verdict is not None else waits,
             "share_read": self.share_read,
             "error": self.error,
             "revision": self.revision,

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -170,11 +170,11 @@ class Auditor:
 
     def see(self, record: Entry | Snapshot) -> None:
         """Check one record; of a snapshot, only that it is chained."""
+        is_entry = isinstance(record, Entry)
         if self.chain.problem:
-            name = f"entry {record.number}"
-            name = name if isinstance(record, Entry) else f"snapshot before {name}"
-            self.findings.add(LOG, name, self.chain.problem)
-        if isinstance(record, Entry):
+            what = "entry" if is_entry else "snapshot before entry"
+            self.findings.add(LOG, f"{what} {record.number}", self.chain.problem)
+        if is_entry:
             self._see(record)
 
     def _see(self, entry: Entry) -> None:
@@ -183,10 +183,11 @@ class Auditor:
         findings.entry, findings.event, findings.finished = entry.number, entry.event, None
         if entry.number != expected:
             findings.add(LOG, f"entry {expected}", f"missing: {entry.number} comes instead")
-        starts = isinstance(entry.event, ev.Started)
-        findings.check((entry.number == 0) == starts, LOG, name, "the run starts once, at entry 0")
-        in_order = entry.now >= self.now or resumes
-        findings.check(in_order, LOG, name, "is older than the entry before it")
+        if (entry.number == 0) != isinstance(entry.event, ev.Started):
+            findings.add(LOG, name, "the run starts once, at entry 0")
+        findings.check(
+            entry.now >= self.now or resumes, LOG, name, "is older than the entry before it"
+        )
         self.now = entry.now
         self._count(entry.event)
         if self.stop is not None and not resumes:
@@ -252,6 +253,7 @@ class Auditor:
         )
 
 
+@dataclass(eq=False)
 class LateMessages:
     """Which messages of a log came late or twice. Told of every event and action, in order.
 
@@ -260,15 +262,15 @@ class LateMessages:
     order. What is not known (-1, in logs of earlier releases) counts.
     """
 
-    def __init__(self) -> None:
-        self._newest: dict[InstanceId, int] = {}
-        self._loads: dict[InstanceId, int] = {}
-        self._moves: dict[GroupId, dict[int, int]] = {}  # by sample
+    _newest: dict[InstanceId, int] = field(default_factory=dict[InstanceId, int])
+    _loads: dict[InstanceId, int] = field(default_factory=dict[InstanceId, int])
+    _moves: dict[GroupId, dict[int, int]] = field(  # by sample
+        default_factory=dict[GroupId, dict[int, int]]
+    )
 
     def is_late(self, event: Any) -> bool:
         """Asked once for each event; what is not late is remembered."""
-        speaker = _SPEAKERS.get(type(event))
-        if speaker is None:
+        if (speaker := _SPEAKERS.get(type(event))) is None:
             return False
         name = getattr(event, speaker) if speaker else LEARNER
         newest = self._newest.get(name, -1)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
-from dora_rl.observe.audit_books import C1, C2, PROMPTS, VERSIONS, Books, Checker, Findings
+from dora_rl.observe.audit_books import C1, C2, PROMPTS, VERSIONS, Checker
 from dora_rl.types import InstanceId, Mode, RequestId, Version
 
 
@@ -39,13 +39,14 @@ class InstanceRecord:
     requests: dict[RequestId, Place] = field(default_factory=dict[RequestId, Place])
 
 
+@dataclass(eq=False)
 class PlaceAudit(Checker):
     """Follows every request from its dispatch to its end, and every version's residency."""
 
-    def __init__(self, books: Books, findings: Findings) -> None:
-        super().__init__(books, findings)
-        self.instances: dict[InstanceId, InstanceRecord] = {}
-        self.places: dict[RequestId, Place] = {}
+    instances: dict[InstanceId, InstanceRecord] = field(
+        default_factory=dict[InstanceId, InstanceRecord]
+    )
+    places: dict[RequestId, Place] = field(default_factory=dict[RequestId, Place])
 
     # Instances.
 
@@ -65,21 +66,20 @@ class PlaceAudit(Checker):
             self._lose(name, blame=False)  # a restart of the whole run is nobody's fault
 
     def _lose(self, name: InstanceId, *, blame: bool = True) -> None:
-        instance = self.instances.pop(name, None)
-        if instance is None:
+        if (instance := self.instances.pop(name, None)) is None:
             return
         running = [r for r, place in instance.requests.items() if not place.parked]
         for request in instance.requests:
-            sample = self.books.sample(request) if blame else None
-            if sample is not None:
-                sample.num_alone += running == [request]
-                sample.lose(name, self.books.params.attempts_max)
+            if blame:
+                self._note_loss(request, name, alone=running == [request])
             self._remove(request)
 
-    def _note_loss(self, request: RequestId, cause: str, *, final: bool = False) -> None:
+    def _note_loss(
+        self, request: RequestId, cause: str, *, final: bool = False, alone: bool = False
+    ) -> None:
         """Evidence, should its group end as failed one day."""
-        sample = self.books.sample(request)
-        if sample is not None:
+        if (sample := self.books.sample(request)) is not None:
+            sample.num_alone += alone
             sample.lose(cause, self.books.params.attempts_max, final=final)
 
     def on_load(self, action: act.Load) -> None:
@@ -133,13 +133,12 @@ class PlaceAudit(Checker):
             not running,
             C1,
             action.instance,
-            f"unloads version {action.version} with requests on it: {self._groups(running)}",
+            f"unloads version {action.version} with requests on it: {_groups(running)}",
         )
         instance.held.discard(action.version)
 
     def on_sleep(self, action: act.Sleep) -> None:
-        instance = self._instance(action.instance, "sleep")
-        if instance is None:
+        if (instance := self._instance(action.instance, "sleep")) is None:
             return
         running = [
             request
@@ -150,13 +149,12 @@ class PlaceAudit(Checker):
             not running,
             VERSIONS,
             action.instance,
-            f"sleeps with running requests: {self._groups(running)}",
+            f"sleeps with running requests: {_groups(running)}",
         )
         instance.awake = False
 
     def on_wake(self, action: act.Wake) -> None:
-        instance = self._instance(action.instance, "wake")
-        if instance is not None:
+        if (instance := self._instance(action.instance, "wake")) is not None:
             instance.awake = True
 
     # Requests.
@@ -184,8 +182,11 @@ class PlaceAudit(Checker):
                 continue
             known = record.samples[sample]
             if request in self.places or epoch <= known.epoch or known.asked >= 0:
-                text = f"sample {sample} is dispatched again, epoch {epoch}"
-                self.add(C2, f"group {action.group}", text)
+                self.add(
+                    C2,
+                    f"group {action.group}",
+                    f"sample {sample} is dispatched again, epoch {epoch}",
+                )
                 self._remove(request)
             known.epoch = epoch
             self.places[request] = place = Place(epoch, action.version, action.instance)
@@ -205,8 +206,7 @@ class PlaceAudit(Checker):
         self._check_slots(action.dst, dst)
 
     def on_moved(self, event: ev.Moved) -> None:
-        place = self.places.get(event.request)
-        if place is None or (place.epoch, place.dest) != (event.epoch, event.dst):
+        if (place := self._moving(event)) is None:
             return
         self.books.figures.migrations += 1
         self.books.figures.kv_bytes_moved += event.num_bytes
@@ -214,19 +214,23 @@ class PlaceAudit(Checker):
         place.instance, place.dest, place.parked = event.dst, None, False
 
     def on_move_failed(self, event: ev.MoveFailed) -> None:
-        place = self.places.get(event.request)
-        if place is None or (place.epoch, place.dest) != (event.epoch, event.dst):
+        if (place := self._moving(event)) is None:
             return
-        if not event.kept:
+        if event.kept:
+            self.instances[event.dst].requests.pop(event.request, None)
+            place.dest = None
+        else:
             self._note_loss(event.request, event.reason)
             self._remove(event.request)
-            return
-        self.instances[event.dst].requests.pop(event.request, None)
-        place.dest = None
+
+    def _moving(self, event: ev.Moved | ev.MoveFailed) -> Place | None:
+        """Where the request is, if this is about the move that was ordered."""
+        place = self.places.get(event.request)
+        same = place is not None and (place.epoch, place.dest) == (event.epoch, event.dst)
+        return place if same else None
 
     def on_park(self, action: act.Park) -> None:
-        place = self._placed(action.request, action.epoch, action.instance)
-        if place is not None:
+        if (place := self._placed(action.request, action.epoch, action.instance)) is not None:
             place.parked = True
 
     def on_reversion(self, action: act.Reversion) -> None:
@@ -256,12 +260,14 @@ class PlaceAudit(Checker):
             self._remove(action.request)
 
     def on_finished(self, event: ev.SampleFinished) -> None:
-        place = self.places.get(event.request)
-        if place is None or place.epoch != event.epoch:
+        if (place := self.places.get(event.request)) is None or place.epoch != event.epoch:
             return
         if event.instance not in (place.instance, place.dest):
-            text = f"sample {event.request.sample} finished on {event.instance}, where it is not"
-            self.add(C2, f"group {event.request.group}", text)
+            self.add(
+                C2,
+                f"group {event.request.group}",
+                f"sample {event.request.sample} finished on {event.instance}, where it is not",
+            )
         self.findings.finished = event.request
         pure = len(event.segments) == 1 and event.segments[0].version == place.version
         if not pure and self.books.params.mode is not Mode.PARTIAL:
@@ -269,26 +275,23 @@ class PlaceAudit(Checker):
         self._remove(event.request)
 
     def on_failed(self, event: ev.SampleFailed) -> None:
-        place = self.places.get(event.request)
-        if place is not None and place.epoch == event.epoch:
+        if (place := self.places.get(event.request)) is not None and place.epoch == event.epoch:
             self._note_loss(event.request, event.reason, final=event.final)
             self._remove(event.request)
 
     def on_end(self, action: act.EndGroup) -> None:
         record = self.books.live.get(action.group)
         for sample in range(len(record.samples) if record is not None else 0):
-            request = RequestId(action.group, sample)
-            if request in self.places:
+            if self._remove(RequestId(action.group, sample)):
                 self.add(C2, f"group {action.group}", f"ended while sample {sample} runs")
-                self._remove(request)
 
-    def _remove(self, request: RequestId) -> None:
+    def _remove(self, request: RequestId) -> bool:
+        """Whether it was anywhere."""
         place = self.places.pop(request, None)
-        if place is None:
-            return
-        for name in (place.instance, place.dest):
+        for name in (place.instance, place.dest) if place is not None else ():
             if name in self.instances:
                 self.instances[name].requests.pop(request, None)
+        return place is not None
 
     # Checks.
 
@@ -307,8 +310,11 @@ class PlaceAudit(Checker):
     def _placed(self, request: RequestId, epoch: int, where: InstanceId) -> Place | None:
         place = self.places.get(request)
         if place is None or (place.epoch, place.instance, place.dest) != (epoch, where, None):
-            text = f"sample {request.sample} is ordered on {where}, where it is not"
-            self.add(C2, f"group {request.group}", text)
+            self.add(
+                C2,
+                f"group {request.group}",
+                f"sample {request.sample} is ordered on {where}, where it is not",
+            )
             return None
         return place
 
@@ -349,6 +355,6 @@ class PlaceAudit(Checker):
             f"has {load} requests for {instance.slots_max} slots",
         )
 
-    @staticmethod
-    def _groups(requests: list[RequestId]) -> str:
-        return "groups " + ", ".join(str(g) for g in sorted({r.group for r in requests})[:5])
+
+def _groups(requests: list[RequestId]) -> str:
+    return "groups " + ", ".join(str(g) for g in sorted({r.group for r in requests})[:5])

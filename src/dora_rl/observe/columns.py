@@ -150,8 +150,11 @@ def columns(data: bytes) -> Columns:
         codes = np.fromiter(map(_CODES.__getitem__, map(type, objects)), np.int8, len(objects))
         for code, kind in enumerate(FREQUENT):
             places = np.flatnonzero(codes == code)
-            rows = [objects[place] for place in places.tolist()]
-            tables[kind].append(_table(kind, num_objects + places, rows, texts))
+            tables[kind].append(
+                _table(
+                    kind, num_objects + places, [objects[place] for place in places.tolist()], texts
+                )
+            )
         line_of = np.repeat(np.arange(len(records)), [1 + len(record.a) for record in records])
         for line in np.unique(line_of[codes == _RARE_CODE]).tolist():
             record = loads(data[begins[first + line] : ends[first + line]])
@@ -162,8 +165,13 @@ def columns(data: bytes) -> Columns:
                     rare.append(Rare(num_objects + place, value))
         times.append(np.array([record.t for record in records])[line_of])
         num_objects += len(objects)
-    joined = {kind: joined_tables(parts) for kind, parts in tables.items()}
-    return Columns(joined, rare, list(texts), np.concatenate(times), len(ends))
+    return Columns(
+        {kind: joined_tables(parts) for kind, parts in tables.items()},
+        rare,
+        list(texts),
+        np.concatenate(times),
+        len(ends),
+    )
 
 
 def _records(lines: bytes) -> list[Any]:
@@ -229,8 +237,6 @@ class Growing:
 
     def reach(self, size: int) -> None:
         """Have at least so many rows; new ones hold the columns' fill values."""
-        if size <= self.size:
-            return
         room = len(next(iter(self._columns.values())))
         if size > room:
             more = max(size, 2 * room) - room
@@ -238,7 +244,7 @@ class Growing:
                 self._columns[name] = np.concatenate(
                     [self._columns[name], np.full(more, fill, dtype)]
                 )
-        self.size = size
+        self.size = max(size, self.size)
 
     def extend(self, rows: Mapping[str, NDArray[Any]]) -> None:
         """Add rows; of a table with more columns ours are taken."""

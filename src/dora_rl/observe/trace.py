@@ -63,9 +63,14 @@ def trace_events(history: History) -> Iterator[Event]:
     yield from _counters(history)
     for incident in history.incidents:
         code = history.names.get(incident.instance)
-        pid = LEARNER if code is None else FIRST_INSTANCE + code
-        text = f"{incident.kind}: {incident.text}" if incident.text else incident.kind
-        yield {"ph": "i", "s": "p", "name": text, "pid": pid, "tid": 0, "ts": _us(incident.now_s)}
+        yield {
+            "ph": "i",
+            "s": "p",
+            "name": (f"{incident.kind}: {incident.text}" if incident.text else incident.kind),
+            "pid": LEARNER if code is None else FIRST_INSTANCE + code,
+            "tid": 0,
+            "ts": _us(incident.now_s),
+        }
 
 
 def _us(seconds: float) -> float:
@@ -74,11 +79,9 @@ def _us(seconds: float) -> float:
 
 def _slice(name: str, pid: int, tid: int, begin: float, end: float, **args: Any) -> Event:
     colour = args.pop("colour", None)
-    event: Event = {"ph": "X", "name": name, "pid": pid, "tid": tid, "ts": _us(begin)}
-    event["dur"] = max(_us(end) - _us(begin), 0.1)
-    if colour is not None:
-        event["cname"] = COLOURS[colour % len(COLOURS)]
-    return event | {"args": args}
+    shade = {} if colour is None else {"cname": COLOURS[colour % len(COLOURS)]}
+    times = {"ts": _us(begin), "dur": max(_us(end) - _us(begin), 0.1)}
+    return {"ph": "X", "name": name, "pid": pid, "tid": tid, **times, **shade, "args": args}
 
 
 def _names(history: History) -> Iterator[Event]:
@@ -103,17 +106,17 @@ def _learner(history: History) -> Iterator[Event]:
             done = history.or_now(record.committed_s)
             yield _slice(f"train {step}", LEARNER, 0, closed, done, step=step, colour=step)
     for wait, until in history.ended_waits():
-        groups = list(wait.groups)
-        yield _slice(f"step {wait.step} waits", LEARNER, 2, wait.begin_s, until, groups=groups)
+        yield _slice(
+            f"step {wait.step} waits", LEARNER, 2, wait.begin_s, until, groups=list(wait.groups)
+        )
 
 
 def _stays(history: History) -> Iterator[Event]:
     spans, size = history.placements.all_spans(history.now_s), history.params.group_size
-    lane = lanes(spans["begin"], spans["end"], spans["instance"])
-    columns = ("begin", "end", "slot", "instance", "version", "began", "ended")
+    spans["lane"] = lanes(spans["begin"], spans["end"], spans["instance"])
+    columns = ("begin", "end", "slot", "instance", "version", "began", "ended", "lane")
     order = np.lexsort((spans["begin"], spans["slot"]))
-    rows = zip(*(spans[name][order].tolist() for name in columns), lane[order].tolist(),
-               strict=True)  # fmt: skip
+    rows = zip(*(spans[name][order].tolist() for name in columns), strict=True)
     before: tuple[int, int, int, float] | None = None  # slot, pid, tid and end of the last stay
     flow = 0
     for begin, end, slot, instance, version, began, ended, track in rows:
@@ -127,8 +130,13 @@ def _stays(history: History) -> Iterator[Event]:
         if began == Why.MOVED and before is not None and before[0] == slot:
             flow += 1
             arrow = {"name": "move", "cat": "move", "id": flow}
-            inside = _us(before[3]) - 0.1
-            yield {"ph": "s", **arrow, "pid": before[1], "tid": before[2], "ts": inside}
+            yield {
+                "ph": "s",
+                **arrow,
+                "pid": before[1],
+                "tid": before[2],
+                "ts": (_us(before[3]) - 0.1),
+            }
             yield {"ph": "f", "bp": "e", **arrow, "pid": pid, "tid": tid, "ts": _us(begin)}
         before = (slot, pid, tid, end)
 
@@ -148,8 +156,7 @@ def _rewards(history: History) -> Iterator[Event]:
     groups, size = history.groups, history.params.group_size
     num = len(groups)
     finished = history.samples["finished_s"][: num * size].reshape(num, size)
-    whole = (groups["scored"] >= size) & ~np.isnan(finished).any(axis=1)
-    which = np.flatnonzero(whole)
+    which = np.flatnonzero((groups["scored"] >= size) & ~np.isnan(finished).any(axis=1))
     begin, end = finished[which].max(axis=1, initial=0.0), groups["ready_s"][which]
     track = lanes(begin, end, np.zeros(len(which), np.int64))
     rows = zip(which.tolist(), begin.tolist(), end.tolist(), track.tolist(), strict=True)
@@ -169,15 +176,15 @@ def _counters(history: History) -> Iterator[Event]:
     spans = history.placements.all_spans(history.now_s)
     for code in history.names.values():
         here = spans["instance"] == code
-        pid = FIRST_INSTANCE + code
-        yield from _level("running requests", pid, spans["begin"][here], spans["end"][here])
+        yield from _level(
+            "running requests", FIRST_INSTANCE + code, spans["begin"][here], spans["end"][here]
+        )
     for step, record in sorted(history.steps.items()):
         mine = (groups["step"] == step) & (groups["end"] >= 0)
         if mine.any() and not np.isnan(record.committed_s):
             values = step - groups["version"][mine]
-            args = {"mean": float(values.mean()), "max": int(values.max())}
             yield {"ph": "C", "name": "staleness", "pid": LEARNER, "ts": _us(record.committed_s),
-                   "args": args}  # fmt: skip
+                   "args": {"mean": float(values.mean()), "max": int(values.max())}}  # fmt: skip
 
 
 def _level(name: str, pid: int, ups: Any, downs: Any) -> Iterator[Event]:

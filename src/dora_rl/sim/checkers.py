@@ -6,6 +6,7 @@ and what the simulated learner really trained.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 from dora_rl.core import actions as act
@@ -40,7 +41,7 @@ class Checker:
         self.issued: dict[GroupId, act.IssueGroup] = {}
         self.ended: dict[GroupId, act.EndGroup] = {}
         self.set_aside: set[int] = set()
-        self.failures: dict[int, int] = {}  # groups, by prompt
+        self.failures: Counter[int] = Counter()  # groups, by prompt
         self.is_bad: Callable[[int], bool] = lambda prompt: False
         world.watchers.append(self.see)
 
@@ -48,8 +49,7 @@ class Checker:
         self.num_events += 1
         self._catch_up()
         self._check_engines()
-        loop = self.world.loop
-        if loop is not None and self.num_events % self.every == 0:
+        if (loop := self.world.loop) is not None and self.num_events % self.every == 0:
             check_invariants(loop.state)
 
     def _catch_up(self) -> None:
@@ -68,37 +68,38 @@ class Checker:
                 self.in_force = (action.max_staleness, action.batch_groups)
             case act.IssueGroup():
                 require(action.group not in self.issued, f"group {action.group} issued twice")
-                again = action.prompt in self.set_aside
-                require(not again, f"prompt {action.prompt} was set aside and is issued")
+                require(
+                    action.prompt not in self.set_aside,
+                    f"prompt {action.prompt} was set aside and is issued",
+                )
                 self.issued[action.group] = action
             case act.EndGroup():
                 require(action.group not in self.ended, f"group {action.group} ended twice")
                 require(action.group in self.issued, f"group {action.group} was never issued")
-                surplus_ok = self.mode is Mode.REPLICATION
                 require(
-                    surplus_ok or action.end is not act.End.SURPLUS,
+                    self.mode is Mode.REPLICATION or action.end is not act.End.SURPLUS,
                     f"C2: group {action.group} was dropped",
                 )
                 self.ended[action.group] = action
                 if action.end is act.End.FAILED:
                     self._check_failed(action)
             case act.SetAside():
-                bad = self.is_bad(action.prompt)
-                require(bad, f"prompt {action.prompt} is fine and was set aside: {action.reason}")
+                require(
+                    self.is_bad(action.prompt),
+                    f"prompt {action.prompt} is fine and was set aside: {action.reason}",
+                )
                 self.set_aside.add(action.prompt)
             case act.CloseStep():
                 # A learner that restarts is told again, maybe under a newer K and B.
                 self.closed.setdefault(action.step, (action.groups, *self.in_force))
-            case _:
-                pass
 
     def _check_failed(self, action: act.EndGroup) -> None:
         """Nobody fails with an instance for what another did, and nobody without end."""
         params, prompt = self.world.spec.params, self.issued[action.group].prompt
         if params.losses_max and "lost" in action.reason:
             require(self.is_bad(prompt), f"group {action.group} is innocent and failed")
-        self.failures[prompt] = failures = self.failures.get(prompt, 0) + 1
-        limit = params.group_failures_max
+        self.failures[prompt] += 1
+        failures, limit = self.failures[prompt], params.group_failures_max
         require(not limit or failures <= limit, f"prompt {prompt} failed {failures} times")
 
     def _check_engines(self) -> None:
@@ -109,9 +110,9 @@ class Checker:
                     version in instance.loaded,
                     f"C1: {instance.name} decodes version {version} without its weights",
                 )
-            spec = self.world.fleet.specs[instance.name][0]
             require(
-                len(instance.running) <= spec.slots_max, f"{instance.name}: more than its slots"
+                len(instance.running) <= self.world.fleet.specs[instance.name][0].slots_max,
+                f"{instance.name}: more than its slots",
             )
 
     def finish(self) -> None:
@@ -133,8 +134,10 @@ class Checker:
                 self._check_samples(group, samples)
         for group in self.issued:
             require(group in self.ended, f"C2: group {group} never ended")
-            was_trained = self.ended[group].end is act.End.TRAINED
-            require(was_trained == (group in trained), f"C2: group {group} ended wrongly")
+            require(
+                (self.ended[group].end is act.End.TRAINED) == (group in trained),
+                f"C2: group {group} ended wrongly",
+            )
         require(len(trained) == sum(len(s.groups) for s in self.world.learner.trained), "counts")
 
     def _check_samples(self, group: GroupId, samples: tuple[int, ...]) -> None:
@@ -143,16 +146,18 @@ class Checker:
             request = self.world.fleet.finished.get(RequestId(group, sample))
             require(request is not None, f"sample {group}.{sample} was trained without its data")
             assert request is not None
-            scored = request.id in self.world.rewards.scored
-            require(scored, f"sample {group}.{sample} was trained without a reward")
-            total = self.world.spec.task(issued.prompt, sample)[1]
-            require(request.total == total, f"sample {group}.{sample} has another prompt's length")
-            starts = [segment.start for segment in request.segments]
-            require(starts[0] == 0, f"sample {group}.{sample} lost its first tokens")
-            if self.mode is Mode.PARTIAL:
-                continue
+            require(
+                request.id in self.world.rewards.scored,
+                f"sample {group}.{sample} was trained without a reward",
+            )
+            require(
+                request.total == self.world.spec.task(issued.prompt, sample)[1],
+                f"sample {group}.{sample} has another prompt's length",
+            )
+            first = request.segments[0].start
+            require(first == 0, f"sample {group}.{sample} lost its first tokens")
             versions = {segment.version for segment in request.segments}
             require(
-                versions == {issued.version},
+                self.mode is Mode.PARTIAL or versions == {issued.version},
                 f"C1: sample {group}.{sample} of version {issued.version} has {versions}",
             )

@@ -119,24 +119,17 @@ def _drive(flows: Mapping[str, Flow[T]], executor: Executor, see: See) -> dict[s
             known[job].add_done_callback(tell)
         return known[job]
 
-    def advance(name: str, answers: list[ModeResult] | None) -> None:
-        flow = flows[name]
-        try:
-            jobs = next(flow) if answers is None else flow.send(answers)
-        except StopIteration as stop:
-            returned[name] = stop.value
-            asked.pop(name, None)
-            return
-        asked[name] = [submit(name, job) for job in jobs]
-
-    for name in flows:
-        advance(name, None)
+    asked |= {name: [submit(name, job) for job in next(flow)] for name, flow in flows.items()}
     while asked:
         for name, futures in list(asked.items()):
             if all(future.done() for future in futures):
-                advance(name, [future.result() for future in futures])
-        pending = [f for futures in asked.values() for f in futures if not f.done()]
-        if pending:
+                try:
+                    jobs = flows[name].send([future.result() for future in futures])
+                    asked[name] = [submit(name, job) for job in jobs]
+                except StopIteration as stop:
+                    returned[name] = stop.value
+                    del asked[name]
+        if pending := [f for futures in asked.values() for f in futures if not f.done()]:
             wait(pending, return_when=FIRST_COMPLETED)
     return {name: returned[name] for name in flows}
 
@@ -210,10 +203,9 @@ def _around_best(tried: dict[int, ModeResult], count: int) -> set[int]:
 
 def _around_share(tried: dict[int, ModeResult], count: int, share: float) -> set[int]:
     """The midpoint of the gap in which the rollout-only share passes `share`."""
-    more = [place for place in tried if tried[place].rollout_only_share >= share]
+    more = (place for place in tried if tried[place].rollout_only_share >= share)
     below = max(more, default=-1)
-    above = min((place for place in tried if place > below), default=count)
-    return _middle(below, above)
+    return _middle(below, min((place for place in tried if place > below), default=count))
 
 
 def _middle(low: int, high: int) -> set[int]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TypeAlias
 
 from dora_rl.core import actions as act
@@ -53,9 +53,8 @@ class SimRequest:
     @property
     def last(self) -> float:
         """The token after which something happens."""
-        if self.kills_at is not None:
-            return max(self.done, min(self.total, self.kills_at))
-        return self.total
+        kills_at = self.total if self.kills_at is None else self.kills_at
+        return max(self.done, min(self.total, kills_at))
 
     @property
     def context(self) -> float:
@@ -96,11 +95,9 @@ class SimInstance:
         """Seconds of the next step, and by how much each further step is longer."""
         n = len(self.running)
         weights = sum(self.cost.weights_s(count) for count in self.held.values())
-        moving = weights + self._kv_s * self.kv
-        slope = self._kv_s * n
-        computing = self._flops_s * n
-        if computing > moving:
-            moving, slope = computing, 0.0
+        moving, slope = weights + self._kv_s * self.kv, self._kv_s * n
+        if self._flops_s * n > moving:
+            moving, slope = self._flops_s * n, 0.0
         scale = self.cost.stall(n) / self.speed
         host_s = self._base_s + self.cost.engine.host_s_per_request * n
         return scale * (host_s + moving), scale * slope
@@ -120,10 +117,9 @@ class SimInstance:
         elapsed -= paid
         if elapsed > 0:
             pace, slope = self._pace()
+            steps = elapsed / pace
             if slope > 1e-15:
                 steps = (math.sqrt(pace * pace + 2 * slope * elapsed) - pace) / slope
-            else:
-                steps = elapsed / pace
             self.counter += steps
             self.kv += steps * len(self.running)
 
@@ -139,8 +135,7 @@ class SimInstance:
 
     def next_end_s(self) -> float | None:
         """Seconds until the next request is complete, if nothing changes."""
-        first = self._first_end()
-        if first is None or self._stands():
+        if (first := self._first_end()) is None or self._stands():
             return None
         steps = max(0.0, first.ends_at - self.counter)
         pace, slope = self._pace()
@@ -157,8 +152,7 @@ class SimInstance:
 
     def refuses(self, version: Version) -> str | None:
         """A request is decoded under its own version or not at all."""
-        held = version in self.loaded
-        return None if held else f"{self.name} does not hold version {version}"
+        return None if version in self.loaded else f"{self.name} does not hold version {version}"
 
     def unload(self, version: Version) -> None:
         """As strict as the real engine: weights go only when nothing decodes under them."""
@@ -188,9 +182,8 @@ class SimInstance:
             self.kv = 0.0
 
     def progress_of(self, request: SimRequest) -> float:
-        if request.still or request.id not in self.running:
-            return request.done
-        return request.last - max(0.0, request.ends_at - self.counter)
+        stands = request.still or request.id not in self.running
+        return request.done if stands else request.last - max(0.0, request.ends_at - self.counter)
 
     def prefill(self, num_tokens: float) -> None:
         self.debt_s += num_tokens * self._flops_s / self.speed
@@ -249,15 +242,12 @@ class Fleet:
         self.specs[name] = (spec, cost)
         self.lives[name] = life = self.lives.get(name, -1) + 1
         self.instances[name] = instance = SimInstance(name, cost, self.clock.now())
-        joined = ev.InstanceJoined(
-            name, spec.slots_max, spec.resident_max, spec.kv_tokens_max, spec.elastic, life=life
-        )
 
         def heard() -> bool:  # orders to the life before it do not reach this one
             instance.announced = True
             return True
 
-        self.post(joined, heard)
+        self.post(ev.InstanceJoined(name, **asdict(spec), life=life), heard)
         if self.report_s:
             self.clock.after(self.report_s, lambda: self._report(instance))
 
@@ -288,12 +278,10 @@ class Fleet:
         if not instance.frozen:
             now = self.clock.now()
             instance.advance(now)
-            steps, kv = int(instance.counter), int(instance.kv)
-            still = [
-                r.id for r in instance.running.values() if r.still and now - r.added_at >= STILL_S
-            ]
-            report = ev.InstanceReport(instance.name, steps, kv, instance.speed, still=tuple(still))
-            self.tell(instance.name, report)
+            seen = (int(instance.counter), int(instance.kv), instance.speed)
+            still = (r for r in instance.running.values() if r.still)
+            long = tuple(r.id for r in still if now - r.added_at >= STILL_S)
+            self.tell(instance.name, ev.InstanceReport(instance.name, *seen, still=long))
         self.clock.after(self.report_s, lambda: self._report(instance))
 
     def do(self, action: FleetAction) -> None:
@@ -341,8 +329,7 @@ class Fleet:
         self, instance: SimInstance, version: Version, rid: RequestId, epoch: int
     ) -> bool:
         """A request is decoded under its own version or not at all; the controller is told."""
-        refusal = instance.refuses(version)
-        if refusal is not None:
+        if (refusal := instance.refuses(version)) is not None:
             self.tell(instance.name, ev.SampleFailed(rid, epoch, instance.name, refusal))
         return refusal is not None
 
@@ -353,15 +340,9 @@ class Fleet:
             if self._is_refused(instance, action.version, rid, epoch):
                 continue
             prompt_tokens, total = self.task(action.prompt, sample)
-            request = SimRequest(
-                rid,
-                epoch,
-                action.version,
-                prompt_tokens,
-                total,
-                self.faults.kills_at(action.prompt, sample),
-                self.faults.stands_still(),
-            )
+            kills_at = self.faults.kills_at(action.prompt, sample)
+            still, version = self.faults.stands_still(), action.version
+            request = SimRequest(rid, epoch, version, prompt_tokens, total, kills_at, still)
             if action.resume:
                 done, segments = self.journal.get(rid, (0, ()))
                 if done:
@@ -397,8 +378,7 @@ class Fleet:
 
     def _abort(self, instance: SimInstance, action: act.Abort) -> None:
         for place in (instance.running, instance.parked, instance.leaving):
-            request = place.get(action.request)
-            if request is None or request.epoch != action.epoch:
+            if (request := place.get(action.request)) is None or request.epoch != action.epoch:
                 continue
             if place is instance.running:
                 instance.remove(request)
@@ -433,8 +413,7 @@ class Fleet:
 
     def _move(self, action: act.Move) -> None:
         """The source keeps the request until the destination has it."""
-        src = self.instances.get(action.src)
-        if src is None or src.frozen:
+        if (src := self.instances.get(action.src)) is None or src.frozen:
             return
         src.advance(self.clock.now())
         request = src.running.get(action.request) or src.parked.get(action.request)
@@ -480,11 +459,10 @@ class Fleet:
         self.schedule(dst)
 
     def _obstacle(self, action: act.Move, request: SimRequest) -> str | None:
-        dst = self.instances.get(action.dst)
-        if dst is None or dst.frozen or not dst.announced:
+        if (dst := self.instances.get(action.dst)) is None or dst.frozen or not dst.announced:
             return "destination gone"
-        mismatch = "version mismatch" if request.version != action.version else None
-        return dst.refuses(action.version) or mismatch
+        same = request.version == action.version
+        return dst.refuses(action.version) or (None if same else "version mismatch")
 
     def _move_failed(
         self, action: act.Move, src: SimInstance, request: SimRequest, was_parked: bool, why: str
@@ -519,11 +497,11 @@ class Fleet:
     def _end(self, instance: SimInstance, ended: list[SimRequest]) -> None:
         for request in [r for r in ended if r.done >= r.total]:
             self._finish(instance, request)
-        killer = next((r for r in ended if r.done < r.total), None)
-        if killer is None:
+        killers = [r for r in ended if r.done < r.total]
+        if not killers:
             self.schedule(instance)
             return
-        instance.add(killer)  # it ends the process that decodes it
+        instance.add(killers[0])  # it ends the process that decodes it
         self.die(instance.name)
         self.tell(instance.name, ev.InstanceLost(instance.name, "its process ended"))
         self._restart_later(instance.name)
@@ -535,5 +513,7 @@ class Fleet:
             self.tell(instance.name, ev.SampleFailed(*who, reason))
             return
         self.finished[request.id] = request
-        segments = tuple(request.segments)
-        self.tell(instance.name, ev.SampleFinished(*who, request.total, Finish.STOP, segments))
+        self.tell(
+            instance.name,
+            ev.SampleFinished(*who, request.total, Finish.STOP, tuple(request.segments)),
+        )

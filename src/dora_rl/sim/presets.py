@@ -135,31 +135,35 @@ PRESETS = {
 def preset_named(name: str) -> Preset:
     if name not in PRESETS:
         near = difflib.get_close_matches(name, PRESETS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(PRESETS)}"
-        raise UserError(f"unknown preset {name!r}{hint}")
+        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(PRESETS)}"
+        raise UserError(f"unknown preset {name!r}; {hint}")
     return PRESETS[name]
 
 
+@dataclass(eq=False)
 class Task:
     """Prompt and response lengths as a pure function of (seed, prompt, sample)."""
 
-    def __init__(self, preset: Preset, seed: int) -> None:
-        self._preset = preset
-        self._seed = seed
-        self._drawn: dict[int, list[int]] = {}
+    preset: Preset
+    seed: int
+    _drawn: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
 
     def __call__(self, prompt: int, sample: int) -> tuple[int, int]:
         if prompt not in self._drawn:
-            draws = uniforms(self._seed, prompt, self._preset.group_size)
-            self._drawn[prompt] = [int(n) for n in self._preset.lengths.draw(draws)]
-        return self._preset.prompt_tokens, self._drawn[prompt][sample]
+            self._drawn[prompt] = [
+                int(n)
+                for n in self.preset.lengths.draw(
+                    uniforms(self.seed, prompt, self.preset.group_size)
+                )
+            ]
+        return self.preset.prompt_tokens, self._drawn[prompt][sample]
 
     def latency_s(self, request: RequestId, prompt: int) -> float:
-        mean = self._preset.environment_s
+        mean = self.preset.environment_s
         if not mean:
-            return self._preset.reward_s
-        draw = float(uniforms(self._seed + 1, prompt, self._preset.group_size)[request.sample])
-        return self._preset.reward_s - mean * float(np.log1p(-draw))
+            return self.preset.reward_s
+        draw = float(uniforms(self.seed + 1, prompt, self.preset.group_size)[request.sample])
+        return self.preset.reward_s - mean * float(np.log1p(-draw))
 
 
 def rollout_devices_of(preset: Preset, mode: Mode, rollout_devices: int | None) -> int:
@@ -179,8 +183,7 @@ def rollout_devices_of(preset: Preset, mode: Mode, rollout_devices: int | None) 
 
 def mean_context(preset: Preset) -> float:
     """Mean tokens of a request in flight: long ones are met more often, E[L^2] / (2 E[L])."""
-    grid = (np.arange(100_000) + 0.5) / 100_000
-    lengths = preset.lengths.draw(grid).astype(np.float64)
+    lengths = preset.lengths.draw((np.arange(100_000) + 0.5) / 100_000).astype(np.float64)
     return preset.prompt_tokens + float((lengths**2).mean() / (2 * lengths.mean()))
 
 

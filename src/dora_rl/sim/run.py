@@ -16,7 +16,7 @@ from dora_rl.ports import EventLog
 from dora_rl.sim.clock import VirtualClock
 from dora_rl.sim.fleet import FleetStats, SimInstance
 from dora_rl.sim.learner import TrainedStep
-from dora_rl.sim.presets import COLOCATED, Preset, rollout_devices_of, world_spec
+from dora_rl.sim.presets import COLOCATED, Preset, world_spec
 from dora_rl.sim.world import World
 from dora_rl.types import InstanceId, Mode, RequestId, Version
 
@@ -49,8 +49,7 @@ class ModeResult:
     timeline: Timeline = field(repr=False, compare=False)
 
     def as_json(self) -> dict[str, Any]:
-        names = [name for name in self.__slots__ if name not in ("timeline", "mode")]
-        return {name: getattr(self, name) for name in names}
+        return {n: getattr(self, n) for n in self.__slots__ if n not in ("timeline", "mode")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +80,12 @@ class _Meter:
         now, fleet = self.world.clock.now(), self.world.fleet
         for instance in fleet.instances.values():
             instance.advance(now)
-        busy_s = sum(instance.busy_s for instance in fleet.instances.values())
-        slot_s = sum(instance.slot_s for instance in fleet.instances.values())
-        return _Mark(now, busy_s, slot_s, replace(fleet.stats))
+        return _Mark(
+            now,
+            sum(instance.busy_s for instance in fleet.instances.values()),
+            sum(instance.slot_s for instance in fleet.instances.values()),
+            replace(fleet.stats),
+        )
 
 
 def run_mode(
@@ -96,8 +98,7 @@ def run_mode(
     log: EventLog | None = None,
 ) -> ModeResult:
     """Simulate one mode on a preset."""
-    spec = world_spec(preset, mode, seed, rollout_devices)
-    world = World(spec, log=log or MemoryLog(keep=False))
+    world = World(world_spec(preset, mode, seed, rollout_devices), log=log or MemoryLog(keep=False))
     meter = _Meter(world)
     timeline = Timeline(world.clock)
     if with_timeline:
@@ -106,25 +107,23 @@ def run_mode(
     world.start()
     finished = world.run(TIME_MAX_S)
     assert finished, f"{mode} did not finish"
-    generating = rollout_devices_of(preset, mode, rollout_devices)
-    return _figures(preset, mode, world, meter, timeline, generating)
+    return _figures(preset, mode, world, meter, timeline)
 
 
 def _figures(
-    preset: Preset, mode: Mode, world: World, meter: _Meter, timeline: Timeline, generating: int
+    preset: Preset, mode: Mode, world: World, meter: _Meter, timeline: Timeline
 ) -> ModeResult:
     first = preset.warmup_steps
     last = max(first + 1, preset.num_steps - preset.max_staleness)
     begin, end = meter.marks[first], meter.marks[last]
     steps = world.learner.trained[first:last]
     wall = end.now - begin.now
-    num_instances = len(world.spec.instances)
+    shared = wall * len(world.spec.instances)
     train_busy = sum(step.busy_s for step in steps) / wall
-    decode_busy = (end.busy_s - begin.busy_s) / (wall * num_instances)
+    decode_busy = (end.busy_s - begin.busy_s) / shared
     colocated = mode in COLOCATED
     slots = sum(spec.slots_max for _, spec, _ in world.spec.instances)
     cost = world.spec.instances[0][2]
-    shared = wall * num_instances
     old, new = begin.stats, end.stats
     again = new.prefill_tokens_again - old.prefill_tokens_again
     overheads = {
@@ -133,8 +132,6 @@ def _figures(
         "prefill_again": again / cost.prefill_tokens_per_s() / shared,
     }
     stale = [step.step - version for step in steps for _, version, _ in step.groups]
-    all_stale = [s.step - v for s in world.learner.trained for _, v, _ in s.groups]
-    training = preset.num_devices if colocated else preset.num_devices - generating
     return ModeResult(
         mode=mode.value,
         step_s=wall / len(steps),
@@ -144,7 +141,7 @@ def _figures(
         slot_idle_ratio=1 - (end.slot_s - begin.slot_s) / (wall * slots),
         trainer_idle_ratio=max(0.0, 1 - train_busy - (decode_busy if colocated else 0.0)),
         staleness_mean=sum(stale) / len(stale),
-        staleness_max=max(all_stale),
+        staleness_max=max([s.step - v for s in world.learner.trained for _, v, _ in s.groups]),
         mixed_version_frac=_mixed(world, steps),
         discarded_tokens=_discarded(world),
         migrations=new.num_moves - old.num_moves,
@@ -152,7 +149,10 @@ def _figures(
         overhead_share=sum(overheads.values()),
         overheads=overheads,
         length_bias=_length_bias(world),
-        split={"rollout": generating, "train": training},
+        split={
+            "rollout": len(world.spec.instances) * preset.tensor_parallel,
+            "train": world.spec.train.num_devices,
+        },
         num_events=meter.num_events,
         steps_measured=len(steps),
         timeline=timeline,
@@ -160,25 +160,20 @@ def _figures(
 
 
 def _mixed(world: World, steps: list[TrainedStep]) -> float:
-    trained = [
-        world.fleet.finished[RequestId(group, sample)]
+    mixed = [
+        len(world.fleet.finished[RequestId(group, sample)].segments) > 1
         for step in steps
         for group, _, samples in step.groups
         for sample in samples
     ]
-    return sum(len(request.segments) > 1 for request in trained) / len(trained)
+    return sum(mixed) / len(mixed)
 
 
 def _discarded(world: World) -> int:
     """Tokens generated for groups that were not trained on."""
     discarded = (act.End.SURPLUS, act.End.FAILED, act.End.LOST)
-    requests = [
-        world.fleet.finished.get(RequestId(end.group, sample))
-        for end in world.keeper.ended
-        if end.end in discarded
-        for sample in range(world.spec.params.group_size)
-    ]
-    done = sum(request.total for request in requests if request is not None)
+    groups = {end.group for end in world.keeper.ended if end.end in discarded}
+    done = sum(r.total for rid, r in world.fleet.finished.items() if rid.group in groups)
     return int(world.fleet.stats.aborted_tokens + done)
 
 
@@ -207,11 +202,6 @@ class Bar:
     num_requests: int
 
 
-def _alike(before: int, after: int) -> bool:
-    """Not worth a new bar: a draining batch shows as a stair, not as one bar per request."""
-    return 4 * after <= 5 * before and 4 * before <= 5 * after
-
-
 @dataclass(slots=True)
 class Timeline:
     """Bars per instance, closed whenever its version or, clearly, the size of its batch changes."""
@@ -230,12 +220,19 @@ class Timeline:
         version = max(busy, key=lambda v: (busy[v], v)) if busy else None
         num_requests = len(instance.running) if version is not None else 0
         now = self.clock.now()
-        opened = self._open.get(instance.name)
-        if opened is not None and opened[1] == version and _alike(opened[2], num_requests):
+        begin, before, num_before = self._open.get(instance.name, (now, -1, 0))
+        # A draining batch shows as a stair, not as one bar per request.
+        alike = 4 * num_requests <= 5 * num_before and 4 * num_before <= 5 * num_requests
+        if before == version and alike:
             return
-        if opened is not None and now > opened[0]:
-            self.bars.append(Bar(instance.name, opened[0], now, opened[1], opened[2]))
+        self._add(instance.name, begin, before, num_before)
         self._open[instance.name] = (now, version, num_requests)
+
+    def _add(self, row: str, begin_s: float, version: Version | None, num_requests: int) -> None:
+        """A bar that ends now, if it has a length."""
+        now = self.clock.now()
+        if now > begin_s:
+            self.bars.append(Bar(row, begin_s, now, version, num_requests))
 
     def see(self, event: ev.Event, actions: list[act.Action]) -> None:
         """Training begins with the first group fed, or with the commit before it if that is later,
@@ -250,9 +247,7 @@ class Timeline:
                 self._training = self._training or (action.step, now)
 
     def close(self) -> list[Bar]:
-        now = self.clock.now()
-        for name, (begin, version, most) in self._open.items():
-            if now > begin:
-                self.bars.append(Bar(name, begin, now, version, most))
+        for name, opened in self._open.items():
+            self._add(name, *opened)
         self._open.clear()
         return sorted(self.bars, key=lambda bar: (bar.row, bar.begin_s))

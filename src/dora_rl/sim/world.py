@@ -111,8 +111,7 @@ class World:
 
         delay_s = self.faults.delay_s()
         self.clock.after(delay_s, arrive)
-        again_s = self.faults.again_s()
-        if again_s is not None:
+        if (again_s := self.faults.again_s()) is not None:
             self.clock.after(delay_s + again_s, arrive)
 
     def _deliver(self, event: ev.Event, life: int) -> None:
@@ -128,10 +127,15 @@ class World:
 
     def start(self) -> None:
         self._deliver(ev.Started(self.spec.params), self.life)
+        self._join_workers()
+        self._tick()
+
+    def _join_workers(self) -> None:
         self.learner.join()
         for name, spec, cost in self.spec.instances:
+            if name in self.fleet.instances:
+                self.fleet.die(name)  # came up while nobody listened
             self.fleet.join(name, spec, cost)
-        self._tick()
 
     def _tick(self) -> None:
         self.ticking = self.keeper.stop is None
@@ -157,15 +161,10 @@ class World:
         """Go on from a recovered state; K, B or the number of steps may change."""
         self.loop = Loop(state, self._ports())
         self.keeper.stop = None
-        params = replace(state.target or state.params, **changes)
-        self._deliver(ev.Resumed(params), self.life)
+        self._deliver(ev.Resumed(replace(state.target or state.params, **changes)), self.life)
         if self.learner.sealed < state.committed:
             self._deliver(ev.Rewound(self.learner.sealed), self.life)
-        self.learner.join()
-        for name, spec, cost in self.spec.instances:
-            if name in self.fleet.instances:
-                self.fleet.die(name)  # came up while nobody listened
-            self.fleet.join(name, spec, cost)
+        self._join_workers()
 
     def resume_stopped(self, state: State) -> None:
         """The run has stopped itself and is resumed by its user."""
