@@ -33,7 +33,7 @@ from dora_rl.store.samples import Samples, shard_of
 from dora_rl.store.table import TableClosed
 from dora_rl.types import GroupId, Prompt, RequestId, Trajectory
 from dora_rl.workers import messages as msg
-from dora_rl.workers.worker import Setup, beat
+from dora_rl.workers.worker import Role, Setup, beat
 
 HEARTBEAT_S = 1.0
 RETRY_S = 0.3
@@ -43,12 +43,12 @@ CLOSE_S_MAX = 5.0
 Waiting: TypeAlias = "queue.Queue[tuple[dict[str, Any], bytes] | None]"
 
 
-class Storage:
+class Storage(Role):
     """One shard: serves the data connections; the controller's messages come through `hear`."""
 
-    def __init__(self, setup: Setup, channel: msg.Channel) -> None:
-        config, self._channel = setup.config, channel
-        run_dir, number = Path(setup.run_dir), int(setup.extra["shard"])
+    def __init__(self, setup: Setup, send: msg.Send) -> None:
+        super().__init__(setup, send)
+        config, run_dir, number = setup.config, Path(setup.run_dir), int(setup.extra["shard"])
         self.samples = Samples(run_dir / f"table.{number}.log")
         self._journals = Journals(run_dir / "journal")
         self._tokenizer = open_tokenizer(Path(config.model.path), config.model.trust_remote_code)
@@ -57,6 +57,13 @@ class Storage:
         found = read_lines(run_dir / "rollouts.jsonl")
         self._written = {(line["step"], line["group"]) for line in found}
         self.server = Server(bytes.fromhex(setup.key), self._answer)
+
+    def join(self) -> None:
+        self.send(msg.Serving(self.server.port, tuple(self.samples.groups())))
+        beat(lambda: self.send(msg.Alive()), HEARTBEAT_S)
+
+    def drop(self) -> None:
+        self.server.close()
 
     # -- instances, rewards, learner --------------------------------------------------------------
 
@@ -94,7 +101,7 @@ class Storage:
             turns=tuple(spans(sample.loss_mask.tolist())),
             reward=sample.reward,
         )
-        self._channel.send(said)
+        self.send(said)
 
     def _read(self, group: GroupId, samples: Sequence[int]) -> bytes:
         with self._lock:
@@ -116,7 +123,7 @@ class Storage:
                 case msg.Trained():
                     if self._rollouts is not None:
                         self._write(self._rollouts, message)
-                    self._channel.send(msg.Wrote(message.step, message.group))
+                    self.send(msg.Wrote(message.step, message.group))
                 case _:
                     raise AssertionError(f"a shard does not hear {message!r}")
 
@@ -136,16 +143,6 @@ class Storage:
         with path.open("ab") as file:  # writes the rest too where a part went first
             file.write("".join(lines).encode())
         self._written.add((step, group))
-
-
-def serve_storage(setup: Setup, channel: msg.Channel) -> None:
-    """Until the controller says `End` or is gone."""
-    storage = Storage(setup, channel)
-    channel.send(msg.Serving(storage.server.port, tuple(storage.samples.groups())))
-    beat(lambda: channel.send(msg.Alive()), HEARTBEAT_S)
-    while not isinstance(message := channel.receive(), msg.End):
-        storage.hear(message)
-    storage.server.close()
 
 
 # -- its clients -----------------------------------------------------------------------------------

@@ -27,34 +27,25 @@ from dora_rl.weights.store import DiskWeightStore
 from dora_rl.workers.environment import apply_answer, episode_seed, turn_text
 from dora_rl.workers.messages import (
     Alive,
-    Channel,
-    End,
     EvalPrompt,
     Evaluate,
     Evaluated,
+    Message,
     Note,
     Ready,
     Response,
     Send,
 )
-from dora_rl.workers.worker import Setup
+from dora_rl.workers.worker import Role, Setup
 
 ALIVE_S = 1.0
 
 
-def serve_evaluations(setup: Setup, channel: Channel) -> None:
-    """Answer every `Evaluate` until `End`."""
-    evaluator = Evaluator(setup, channel.send)
-    channel.send(Ready())
-    while not isinstance(message := channel.receive(), End):
-        assert isinstance(message, Evaluate)
-        channel.send(evaluator.answer(message))
-
-
-class Evaluator:
+class Evaluator(Role):
     """An engine for one version at a time. Says now and then that it is still generating."""
 
     def __init__(self, setup: Setup, send: Send) -> None:
+        super().__init__(setup, send)
         config = setup.config
         torch.set_num_threads(max(1, config.rollout.threads))
         options = config.engine_options(setup.extra["device"], 1)
@@ -65,31 +56,32 @@ class Evaluator:
             decode = open_tokenizer(path, config.model.trust_remote_code).decode
         self._engine = Engine(read_spec(config.model.path), EngineOptions(**options), decode)
         self._store = DiskWeightStore(Path(setup.run_dir) / "weights")
-        self._config, self._name, self._send = config, setup.name, send
         self._turns = EvalTurns(config, Path(".")) if config.env.environments else None
         self._said_s = time.monotonic()
 
-    def answer(self, asked: Evaluate) -> Evaluated:
-        """The responses, greedy and sampled, of that version."""
-        engine, version = self._engine, asked.version
+    def join(self) -> None:
+        self.send(Ready())
+
+    def hear(self, message: Message) -> None:
+        """Answers every `Evaluate`, with the responses of that version, greedy and sampled."""
+        assert isinstance(message, Evaluate)
+        engine, version, config = self._engine, message.version, self.setup.config
         for old in engine.versions():
             engine.retire(old)
-        source = whole(self._store.open(version), Path(self._config.model.path))
+        source = whole(self._store.open(version), Path(config.model.path))
         missing = _try_load(engine, version, source)
         if missing:  # once more, without what torch holds on to
             self._note(f"out of memory while version {version} was loaded ({missing}); once more")
             free_cached()
             engine.load(version, source)
-        self._send(Alive())
-        params = self._config.rollout.sampling_params()
-        prompts, num_samples = asked.prompts, asked.num_samples
-        answers = evaluate(
-            engine, version, prompts, num_samples, params, self._say_alive, self._turns
-        )
-        return Evaluated(version, answers)
+        self.send(Alive())
+        params = config.rollout.sampling_params()
+        asked = (message.prompts, message.num_samples, params)
+        answers = evaluate(engine, version, *asked, self._say_alive, self._turns)
+        self.send(Evaluated(version, answers))
 
     def _note(self, line: str) -> None:
-        self._send(Note(f"{self._name}: {line}"))
+        self.send(Note(f"{self.setup.name}: {line}"))
 
     def _say_alive(self) -> None:
         """And what the engine has to say."""
@@ -98,7 +90,7 @@ class Evaluator:
             self._note(line)
         if time.monotonic() - self._said_s > ALIVE_S:
             self._said_s = time.monotonic()
-            self._send(Alive())
+            self.send(Alive())
 
 
 def _try_load(engine: Engine, version: Version, source: Any) -> str:

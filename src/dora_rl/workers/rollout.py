@@ -33,27 +33,13 @@ from dora_rl.workers.engines import make_engine
 from dora_rl.workers.environment import apply_answer
 from dora_rl.workers.loads import Loads, Warming
 from dora_rl.workers.moves import Moves
-from dora_rl.workers.worker import Setup
+from dora_rl.workers.worker import Role, Setup
 
 REPORT_S = 1.0
 REPORT_BUSY_S = 0.25  # the core reads off the lengths of running requests
 IDLE_S = 0.2
 ARRIVAL_S = 0.01  # while something is on its way here
 STILL_S = 10.0  # before a request is named that gains nothing; the core waits far longer
-
-
-def serve_rollouts(setup: Setup, channel: msg.Channel) -> None:
-    worker = RolloutWorker(setup, channel.send)
-    worker.join()
-    while True:
-        busy = worker.turn()
-        while channel.poll(0.0 if busy else worker.idle_s):
-            message = channel.receive()
-            if isinstance(message, msg.End):
-                worker.close()
-                return
-            worker.hear(message)
-            busy = True
 
 
 class Stillness:
@@ -71,14 +57,14 @@ class Stillness:
         return tuple(rid for rid, (_, since) in self._seen.items() if now - since >= STILL_S)
 
 
-class RolloutWorker:
+class RolloutWorker(Role):
     """One instance."""
 
     def __init__(self, setup: Setup, send: msg.Send) -> None:
+        super().__init__(setup, send)
         config, extra = setup.config, setup.extra
         torch.set_num_threads(max(1, config.rollout.threads))
-        self.setup, self.send, self.name = setup, send, setup.name
-        self.params = config.rollout.sampling_params()
+        self.name, self.params = setup.name, config.rollout.sampling_params()
         path = Path(setup.run_dir) / "journal" / f"{setup.name}.{setup.incarnation}.jsonl"
         key, shards = bytes.fromhex(setup.key), extra.get("storage")
         # On a cluster rows and journal lines go to storage shards, beside the run directory.

@@ -48,7 +48,7 @@ class Shard:
         far, near = Pipe()
         self.controller = msg.Channel(near)
         setup = Setup("storage", "storage0", 0, "", KEY.hex(), str(run_dir), config, {"shard": 0})
-        self.storage = Storage(setup, msg.Channel(far))
+        self.storage = Storage(setup, msg.Channel(far).send)
         self.address = f"tcp://127.0.0.1:{self.storage.server.port}"
 
     def said(self) -> Any:
