@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
-
-import numpy as np
 
 from dora_rl.config import EvaluationConfig, RunConfig
 from dora_rl.controller.files import RunFiles
@@ -29,7 +28,7 @@ from dora_rl.observe.eval_figures import (
     figures,
     has_failed,
 )
-from dora_rl.types import Finish, Prompt, RequestId, Trajectory, Version
+from dora_rl.types import Prompt, Trajectory, Version
 from dora_rl.workers.environment import row_of
 from dora_rl.workers.messages import (
     EvalPrompt,
@@ -38,9 +37,7 @@ from dora_rl.workers.messages import (
     Message,
     Rate,
     Ready,
-    Response,
     Reward,
-    ints,
 )
 from dora_rl.workers.pool import Worker, Workers
 
@@ -114,9 +111,9 @@ class Evaluations:
             case Ready():
                 self._ready = True
                 self._next()
-            case Evaluated(answers=answers):
+            case Evaluated(samples=samples):
                 self._generating = False
-                self._score(answers)
+                self._score(samples)
             case _:
                 pass
 
@@ -151,42 +148,27 @@ class Evaluations:
         num_prompts = len(self._prompts)
         self._done(version, failed_figures(num_prompts, self._section.num_samples, why))
 
-    def _score(self, answers: Sequence[Sequence[Response]]) -> None:
-        self._sheets = [Sheet(prompt) for prompt in self._prompts]
-        self._open = sum(len(responses) for responses in answers)
-        for sheet, responses in zip(self._sheets, answers, strict=True):
-            sheet.greedy_tokens = len(responses[0].token_ids)
-            sheet.sampled = [None] * (len(responses) - 1)
-            for place, response in enumerate(responses):
-                self._submit(sheet, place, response)
+    def _score(self, samples: Sequence[Trajectory]) -> None:
+        self._sheets, self._open = sheets_of(self._prompts, samples), len(samples)
+        for sample in samples:
+            self._submit(sample, self._sheets[sample.request.group], sample.request.sample)
 
-    def _submit(self, sheet: Sheet, place: int, response: Response) -> None:
+    def _submit(self, sample: Trajectory, sheet: Sheet, place: int) -> None:
         """Score an answer, unless it failed or its environment did. Place 0 is the greedy one."""
 
         def answer(reward: Reward) -> None:
-            if reward.total is None:
-                sheet.failures.append(reward.error or "it has no reward")
-            elif place:
-                sheet.sampled[place - 1] = reward.total
-            else:
-                sheet.greedy = reward.total
+            write_down(sheet, place, reward)
             self._open -= 1
             if not self._open:
                 self._finish()
 
-        if response.failure:
-            answer(Reward(error=response.failure))
-        elif response.reward is not None or not self._scoring.names:
-            answer(Reward(response.reward, NO_REWARD))
+        if sample.failure:
+            answer(Reward(error=sample.failure))
+        elif sample.reward is not None or not self._scoring.names:
+            answer(Reward(sample.reward, NO_REWARD))
         else:
-            self._scoring.submit(sheet.prompt, self._as_sample(response), answer)
-
-    def _as_sample(self, response: Response) -> Trajectory:
-        ids = ints(response.token_ids)
-        return Trajectory(
-            RequestId(0, 0), 0, ids, np.zeros(len(ids), np.float32), np.ones(len(ids), np.uint8),
-            finish=Finish(response.finish), text=self._decode(response.token_ids),
-        )  # fmt: skip
+            text = self._decode(sample.token_ids.tolist())
+            self._scoring.submit(sheet.prompt, replace(sample, text=text), answer)
 
     def _finish(self) -> None:
         version, self.running = self.running, None
@@ -200,6 +182,24 @@ class Evaluations:
             tail = self._tail.choose(version, self._sheets)
             found = figures(self._sheets, tail, self._section)
         return found
+
+
+def sheets_of(prompts: Sequence[Prompt], samples: Sequence[Trajectory]) -> list[Sheet]:
+    """A sheet for each prompt, still without scores. Sample 0 is the greedy one."""
+    each = len(samples) // len(prompts)
+    return [
+        Sheet(prompt, greedy_tokens=len(greedy.token_ids), sampled=[None] * (each - 1))
+        for prompt, greedy in zip(prompts, samples[::each], strict=True)
+    ]
+
+
+def write_down(sheet: Sheet, place: int, reward: Reward) -> None:
+    if reward.total is None:
+        sheet.failures.append(reward.error or "it has no reward")
+    elif place:
+        sheet.sampled[place - 1] = reward.total
+    else:
+        sheet.greedy = reward.total
 
 
 def due(newest: Version, every_steps: int, last: Version) -> list[Version]:

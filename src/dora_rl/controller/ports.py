@@ -56,11 +56,11 @@ class FleetPort:
             case act.Dispatch():
                 self._workers.send(action.instance, self._dispatched(action))
             case act.Move():
-                self._workers.send(action.src, msg.Order(action))
+                self._workers.send(action.src, action)
             case _:
                 if isinstance(action, act.Load):
                     self._carrier.load(action)
-                self._workers.send(action.instance, msg.Order(action))
+                self._workers.send(action.instance, action)
 
     def _dispatched(self, action: act.Dispatch) -> msg.Dispatched:
         """With what journals have of its samples, of which the core and the records hear."""
@@ -150,7 +150,7 @@ class FromInstances:
         request = current(self._control.state, export.request, export.epoch)
         if request is not None and request.dest == export.dst:
             taken = replace(self._carrier.exported(export, src), src=src)
-            self._workers.send(export.dst, msg.Import(taken))
+            self._workers.send(export.dst, taken)
         else:
             self._carrier.given_up(export)  # by the core
 

@@ -25,7 +25,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from dora_rl.config import RunConfig
-from dora_rl.envs.host import label_of, load_environments
+from dora_rl.envs import host as envs
 from dora_rl.rewards.base import ScoreItem
 from dora_rl.types import GroupId, Prompt, RequestId, Trajectory
 from dora_rl.workers.environment import episode_seed, row_of
@@ -43,7 +43,6 @@ from dora_rl.workers.messages import (
     Stepped,
     TurnEnded,
     Where,
-    ints,
 )
 from dora_rl.workers.pool import Worker, Workers
 
@@ -76,6 +75,19 @@ class Failures:
         return [f"{head}: {why}"]
 
 
+def item_of(prompt: Prompt, sample: Trajectory) -> ScoreItem:
+    """What functions are given of a sample; its token ids travel beside it."""
+    wrote: Any = prompt.columns.get("prompt", prompt.text)
+    return ScoreItem(
+        prompt=wrote,
+        prompt_text=prompt.text,
+        completion=sample.text,
+        answer=prompt.answer,
+        columns=prompt.columns,
+        finish=sample.finish.value,
+    )
+
+
 class ScoringPool:
     """Gives jobs to free workers, in order of arrival; as many at once as a worker asks for."""
 
@@ -101,16 +113,7 @@ class ScoringPool:
         self, prompt: Prompt, sample: Trajectory, answer: Answer, where: Where | None = None
     ) -> None:
         """`where`: the worker finds text and tokens there; those of `sample` are empty then."""
-        wrote: Any = prompt.columns.get("prompt", prompt.text)
-        item = ScoreItem(
-            prompt=wrote,
-            prompt_text=prompt.text,
-            completion=sample.text,
-            answer=prompt.answer,
-            columns=prompt.columns,
-            finish=sample.finish.value,
-        )
-        scorable = Scorable(item, len(sample.token_ids), where)
+        scorable = Scorable(item_of(prompt, sample), len(sample.token_ids), where)
         self._waiting.append(Job(scorable, sample.token_ids, answer))
         self._give_out()
 
@@ -194,8 +197,12 @@ class Question:
     num_lost: int = 0
 
     @property
+    def so_far(self) -> Trajectory:
+        return self.step.samples[0]
+
+    @property
     def request(self) -> RequestId:
-        return self.step.request
+        return self.so_far.request
 
     @property
     def label(self) -> str:
@@ -214,7 +221,7 @@ class EnvRelay:
         """`prompt_of` gives the prompt of a request, None if this epoch of it has ended."""
         self._workers, self._prompt_of = workers, prompt_of
         self._seed = config.runtime.seed
-        self._loaded = loaded = load_environments(config.env)
+        self._loaded = loaded = envs.load_environments(config.env)
         self.names = [f"env{index}" for index in range(config.env.num_workers if loaded else 0)]
         self._ready: set[str] = set()
         self._waiting: dict[str, deque[Question]] = {label: deque() for label in loaded}
@@ -233,7 +240,7 @@ class EnvRelay:
         """Whether a prompt's environment speaks first; None: it has a single turn."""
         if not self._loaded:
             return None
-        return self._loaded[label_of(prompt.env, self._loaded)].kind.opens
+        return self._loaded[envs.label_of(prompt.env, self._loaded)].kind.opens
 
     def hear(self, worker: Worker, message: Message) -> None:
         """What an environment worker says."""
@@ -249,19 +256,19 @@ class EnvRelay:
 
     def turn_ended(self, instance: str, said: TurnEnded) -> None:
         """The same one again (after a move, say) only changes the address."""
-        rid, prompt = said.request, self._prompt_of(said.request, said.epoch)
+        (sample,) = said.samples
+        rid = sample.request
+        prompt, known = self._prompt_of(rid, said.epoch), self._newest.get(rid)
         if prompt is None:
             return
-        known = self._newest.get(rid)
-        same = known is not None and np.array_equal(known.step.token_ids, said.token_ids)
+        same = known is not None and np.array_equal(known.so_far.token_ids, sample.token_ids)
         if known is not None and known.turn == said.turn and same:
             known.instance, known.epoch = instance, said.epoch
             return
-        label = label_of(prompt.env, self._loaded)
+        label = envs.label_of(prompt.env, self._loaded)
         self._next += 1
         seed = episode_seed(self._seed, prompt.index)
-        arrays = (said.token_ids, said.loss_mask, said.logprobs)
-        step = Step(self._next, rid, label, row_of(prompt), seed, said.version, *arrays)
+        step = Step(self._next, label, row_of(prompt), seed, said.samples)
         worker = self.names[(rid.group + rid.sample) % len(self.names)]
         item = Question(said.epoch, said.turn, instance, worker, step, self._workers.now())
         self._newest[rid] = item
@@ -295,11 +302,11 @@ class EnvRelay:
 
     # -- answers ----------------------------------------------------------------------------------
 
-    def _stepped(self, worker: str, answer: Stepped) -> None:
-        question = self._take_back(answer.id)
+    def _stepped(self, worker: str, said: Stepped) -> None:
+        question = self._take_back(said.id)
         if question is not None:
-            self._deliver(question, answer)
-            if answer.hung:
+            self._deliver(question, said.answer)
+            if said.answer.hung:
                 self._replace(worker)
             self._give_out(question.label)
 
@@ -310,17 +317,12 @@ class EnvRelay:
             self.num_answered += 1
         return question
 
-    def _deliver(self, question: Question, answer: Stepped) -> None:
+    def _deliver(self, question: Question, answer: envs.Answer) -> None:
         rid = question.request
-        if self._newest.get(rid) is not question:
-            return
-        del self._newest[rid]
-        outcome = (answer.token_ids, answer.done, answer.cut, answer.reward, answer.error)
-        told = Observed(rid, question.epoch, question.turn, *outcome)
-        self._workers.send(question.instance, told)
-
-    def _fail(self, question: Question, reason: str) -> None:
-        self._deliver(question, Stepped(question.step.id, ints(), error=reason))
+        if self._newest.get(rid) is question:
+            del self._newest[rid]
+            told = Observed(rid, question.epoch, question.turn, answer)
+            self._workers.send(question.instance, told)
 
     # -- workers ----------------------------------------------------------------------------------
 
@@ -343,7 +345,8 @@ class EnvRelay:
             del self._sent[question.step.id]
             self._num_at[question.label] -= 1
             if question.num_lost >= WORKERS_COST_MAX:
-                self._fail(question, f"the environment {question.label} ended its process")
+                why = f"the environment {question.label} ended its process"
+                self._deliver(question, envs.Answer(error=why))
             else:
                 self._waiting[question.label].appendleft(question)
         if not self._workers.closing:
@@ -355,7 +358,8 @@ class EnvRelay:
         for question in list(self._sent.values()):
             if question.step.id in self._sent and now - question.sent_s > question.limit_s:
                 self._take_back(question.step.id)
-                self._fail(question, f"the environment {question.label} does not answer")
+                why = f"the environment {question.label} does not answer"
+                self._deliver(question, envs.Answer(error=why))
                 self._replace(question.worker)
 
     def forget(self, group: GroupId) -> None:

@@ -116,7 +116,7 @@ class Storage(Role):
     def hear(self, message: msg.Message) -> None:
         with self._lock:
             match message:
-                case msg.Drop(group):
+                case msg.Forget(group):
                     self.samples.drop(group)
                 case msg.Sync():
                     self.samples.sync()

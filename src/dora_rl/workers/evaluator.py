@@ -24,7 +24,7 @@ from dora_rl.setup.tokenizer import open_tokenizer
 from dora_rl.types import Finish, RequestId, SamplingParams, Trajectory, Version
 from dora_rl.weights.lora_base import whole
 from dora_rl.weights.store import DiskWeightStore
-from dora_rl.workers.environment import apply_answer, episode_seed, turn_text
+from dora_rl.workers.environment import apply_answer, ask_of, episode_seed, turn_text
 from dora_rl.workers.messages import (
     Alive,
     EvalPrompt,
@@ -33,7 +33,6 @@ from dora_rl.workers.messages import (
     Message,
     Note,
     Ready,
-    Response,
     Send,
 )
 from dora_rl.workers.worker import Role, Setup
@@ -78,7 +77,7 @@ class Evaluator(Role):
         params = config.rollout.sampling_params()
         asked = (message.prompts, message.num_samples, params)
         answers = evaluate(engine, version, *asked, self._say_alive, self._turns)
-        self.send(Evaluated(version, answers))
+        self.send(Evaluated(version, tuple(answers)))
 
     def _note(self, line: str) -> None:
         self.send(Note(f"{self.setup.name}: {line}"))
@@ -113,8 +112,8 @@ def evaluate(
     params: SamplingParams,
     alive: Callable[[], None] = lambda: None,
     turns: EvalTurns | None = None,
-) -> tuple[tuple[Response, ...], ...]:
-    """Per prompt: the greedy response and `num_samples` sampled ones.
+) -> list[Trajectory]:
+    """Per prompt: the greedy response (sample 0) and `num_samples` sampled ones.
 
     `alive` is called after every engine step.
     """
@@ -129,21 +128,7 @@ def evaluate(
                 request = replace(request, keep=True, turns=0 if turns.opens(index) else 1)
             engine.submit(request)
     done = _generate(engine, turns, (greedy, params), alive)
-    return tuple(
-        tuple(_response(done[RequestId(index, s)]) for s in range(1 + num_samples))
-        for index in range(len(prompts))
-    )
-
-
-def _response(trajectory: Trajectory) -> Response:
-    ids = tuple(trajectory.token_ids.tolist())
-    return Response(ids, trajectory.reward, trajectory.finish.value, _failure(trajectory))
-
-
-def _failure(trajectory: Trajectory) -> str:
-    if trajectory.finish in (Finish.STOP, Finish.LENGTH):
-        return ""
-    return trajectory.error or f"the response was {trajectory.finish.value}"
+    return [done[rid] for rid in sorted(done)]
 
 
 def _generate(
@@ -223,16 +208,8 @@ class EvalTurns:
     def ask(self, trajectory: Trajectory) -> None:
         rid = trajectory.request
         asked = self._prompts[rid.group]
-        ask = Ask(
-            rid,
-            label_of(asked.env, self._loaded),
-            asked.row,
-            episode_seed(0, rid.group),
-            tuple(trajectory.token_ids.tolist()),
-            tuple(trajectory.loss_mask.tolist()),
-            tuple(trajectory.logprobs.tolist()),
-            trajectory.version,
-        )
+        label = label_of(asked.env, self._loaded)
+        ask = ask_of(trajectory, label, asked.row, episode_seed(0, rid.group))
         self.num_open += 1
         asyncio.run_coroutine_threadsafe(self._answer(ask), self._loop)
 

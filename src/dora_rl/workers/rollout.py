@@ -24,7 +24,6 @@ from dora_rl.core import events as ev
 from dora_rl.data.lengths import LogNormal, uniforms
 from dora_rl.engine.journal import Journal, request_from_json
 from dora_rl.engine.sequence import Request, Status, is_plain
-from dora_rl.envs.host import Answer
 from dora_rl.store.storage import StorageStream
 from dora_rl.store.trajectories import sample_digest
 from dora_rl.types import Finish, RequestId, Trajectory
@@ -151,12 +150,10 @@ class RolloutWorker(Role):
 
     def hear(self, message: msg.Message) -> None:
         match message:
-            case msg.Order(action):
-                self._order(action)
             case msg.Dispatched():
                 self._dispatch(message)
-            case msg.Import(export):
-                self.moves.take(export)
+            case msg.Exported():
+                self.moves.take(message)
             case msg.Observed():
                 self._observed(message)
             case msg.MoveEnded(request, done):
@@ -164,32 +161,27 @@ class RolloutWorker(Role):
             case msg.Shards(addresses):
                 assert self.storage is not None
                 self.storage.move_to(addresses)
-            case _:
-                raise AssertionError(f"an instance does not hear {message!r}")
-
-    def _order(self, action: object) -> None:
-        match action:
             case act.Load():
-                self.loads.ask(action.version, action.attempt)
+                self.loads.ask(message.version, message.attempt)
             case act.Unload():
-                self.engine.retire(action.version)
-            case act.Abort():
-                self.moves.give_up(action.request, action.epoch)
-                if self.epochs.get(action.request) == action.epoch:
-                    self.engine.abort(action.request)
-                    self.epochs.pop(action.request, None)
+                self.engine.retire(message.version)
+            case act.Abort(request=request, epoch=epoch):
+                self.moves.give_up(request, epoch)
+                if self.epochs.get(request) == epoch:
+                    self.engine.abort(request)
+                    del self.epochs[request]
             case act.Park() | act.Unpark() | act.Reversion():
-                if self.epochs.get(action.request) == action.epoch:
-                    self._set_running(action)
+                if self.epochs.get(message.request) == message.epoch:
+                    self._set_running(message)
             case act.Move():
-                self.moves.begin(action)
+                self.moves.begin(message)
             case act.Sleep():
                 self.engine.drain()
                 self.awake = False
             case act.Wake():
                 self.awake = True
             case _:
-                raise AssertionError(f"an instance does not perform {action!r}")
+                raise AssertionError(f"an instance does not hear {message!r}")
 
     def _set_running(self, action: act.Park | act.Unpark | act.Reversion) -> None:
         """Ended requests are gone; their end is already on its way to the controller."""
@@ -275,9 +267,8 @@ class RolloutWorker(Role):
             return False
         epoch = self.epochs.get(rid)
         if epoch is not None and seq.status is Status.IDLE and seq.turns == trajectory.turns:
-            now = seq.trajectory()  # an output may lie here while the session is replaced
-            arrays = (now.token_ids, now.loss_mask, now.logprobs)
-            self.send(msg.TurnEnded(rid, epoch, seq.turns, seq.version, *arrays))
+            # Not the output, which may lie here while the session is replaced.
+            self.send(msg.TurnEnded(epoch, seq.turns, (seq.trajectory(),)))
         return True
 
     def _observed(self, message: msg.Observed) -> None:
@@ -288,13 +279,12 @@ class RolloutWorker(Role):
             return
         if seq.status is not Status.IDLE or seq.turns != message.turn:
             return
-        if message.error:
+        answer = message.answer
+        if answer.error:
             self.engine.abort(rid)
             del self.epochs[rid]
-            self.say(ev.SampleFailed(rid, epoch, self.name, message.error))
+            self.say(ev.SampleFailed(rid, epoch, self.name, answer.error))
             return
-        ids = tuple(message.token_ids.tolist())
-        answer = Answer(ids, message.done, message.cut, message.reward)
         trajectory = apply_answer(self.engine, rid, answer, self.params)
         if trajectory is not None:
             self._finish(trajectory, answer.reward)

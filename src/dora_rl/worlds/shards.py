@@ -31,7 +31,7 @@ class Shards:
         self._workers, self._head, self._train, self._notify = workers, head, train, notify
         self._names = [f"storage{number}" for number in range(len(index.addresses))]
         self._unwritten: dict[tuple[StepIndex, GroupId], msg.Trained] = {}
-        index.on_drop = lambda group: workers.send(self._name_of(group), msg.Drop(group))
+        index.on_drop = lambda group: workers.send(self._name_of(group), msg.Forget(group))
 
     @property
     def is_ready(self) -> bool:
@@ -65,7 +65,7 @@ class Shards:
                 self._workers.send(name, due)
         for group in has:
             if group not in self._control.state.groups:
-                self._workers.send(name, msg.Drop(group))
+                self._workers.send(name, msg.Forget(group))
         for worker in list(self._workers.workers.values()) if self.is_ready else ():
             if worker.role == "instance":
                 self._workers.send(worker.name, msg.Shards(tuple(self._index.addresses)))
