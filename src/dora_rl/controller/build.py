@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dora_rl.controller.evaluation import KeptVersions
-from dora_rl.controller.files import RunFiles
 from dora_rl.controller.inbox import FromLearner, Inbox, StepRecorder
 from dora_rl.controller.loop import Control
 from dora_rl.controller.ports import FleetPort, FromInstances, KeeperPort, LearnerPort, RewardPort
 from dora_rl.controller.recovery import Ranks, Recovery, Staff
 from dora_rl.controller.run import Run
+from dora_rl.controller.run_dir import RunFiles
 from dora_rl.controller.scoring import EnvRelay, ScoringPool
 from dora_rl.controller.world import Notify, World
 from dora_rl.setup.prepare import Prepared

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from dora_rl.config import EvaluationConfig, RunConfig
-from dora_rl.controller.files import RunFiles
+from dora_rl.controller.run_dir import RunFiles
 from dora_rl.controller.scoring import ScoringPool
 from dora_rl.controller.world import Carrier, Notify
 from dora_rl.data.prompts import PromptSource

@@ -19,10 +19,10 @@ from dataclasses import replace
 from typing import TypeAlias
 
 from dora_rl.controller.evaluation import KeptVersions
-from dora_rl.controller.files import RunFiles
 from dora_rl.controller.loop import Control
 from dora_rl.controller.records import TrainedSample
 from dora_rl.controller.recovery import Recovery
+from dora_rl.controller.run_dir import RunFiles
 from dora_rl.controller.world import Notify, Service, World
 from dora_rl.core import events as ev
 from dora_rl.core.state import Phase

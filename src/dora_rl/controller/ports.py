@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from dora_rl.controller.evaluation import KeptVersions
-from dora_rl.controller.files import RunFiles
 from dora_rl.controller.loop import Control
 from dora_rl.controller.recovery import Ranks
+from dora_rl.controller.run_dir import RunFiles
 from dora_rl.controller.scoring import EnvRelay, ScoringPool
 from dora_rl.controller.world import Carrier, Notify, World
 from dora_rl.core import actions as act

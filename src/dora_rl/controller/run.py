@@ -18,11 +18,10 @@ from typing import Any
 
 from dora_rl.config import RunConfig
 from dora_rl.controller.evaluation import KeptVersions
-from dora_rl.controller.files import RunFiles
 from dora_rl.controller.inbox import Inbox
 from dora_rl.controller.loop import Control
 from dora_rl.controller.recovery import GpuUse, Staff
-from dora_rl.controller.run_dir import config_digest, write_config
+from dora_rl.controller.run_dir import RunFiles, config_digest, write_config
 from dora_rl.controller.watchdog import Garbage, Watchdog
 from dora_rl.controller.world import Notify, World
 from dora_rl.core import actions as act

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 
 from dora_rl.config import RunConfig
-from dora_rl.controller.files import RunFiles
 from dora_rl.controller.run import Run
+from dora_rl.controller.run_dir import RunFiles
 from dora_rl.setup.prepare import Prepared
 from dora_rl.user_code import listen
 from dora_rl.workers import messages as msg

@@ -11,7 +11,6 @@ from dora_rl.controller.run import Run
 from dora_rl.setup.prepare import Prepared
 from dora_rl.types import UserError
 from dora_rl.workers.fork_server import ForkServer
-from dora_rl.worlds.inline import open_inline
 from dora_rl.worlds.local import open_local
 
 
@@ -40,6 +39,8 @@ def open_run(prepared: Prepared, *, resume: bool, server: ForkServer | None = No
     if config.runtime.world == "local":
         return open_local(prepared, resume=resume, server=server)
     if config.runtime.world == "inline":
+        from dora_rl.worlds.inline import open_inline
+
         return open_inline(prepared, resume=resume)
     authenticate(own=not config.runtime.address)
     from dora_rl.worlds.cluster import open_on_cluster

@@ -6,10 +6,9 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from dora_rl.controller.build import build_run
-from dora_rl.controller.files import RunFiles
 from dora_rl.controller.loop import Control
 from dora_rl.controller.run import Run
-from dora_rl.controller.run_dir import RunLock
+from dora_rl.controller.run_dir import RunFiles, RunLock
 from dora_rl.controller.world import Notify, Service
 from dora_rl.core import actions as act
 from dora_rl.setup.prepare import Prepared

@@ -29,7 +29,7 @@ from dora_rl.workers.learner import read_group
 from dora_rl.workers.reward import read_items
 from dora_rl.workers.worker import Setup
 from dora_rl.worlds.hosts import Host
-from dora_rl.worlds.shards import Shards
+from dora_rl.worlds.services import Shards
 
 MODEL = Path(__file__).parents[3] / "recipes" / "models" / "tiny"
 KEY = b"k" * 32
