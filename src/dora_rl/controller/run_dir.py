@@ -36,8 +36,7 @@ from dora_rl.store.samples import Samples
 from dora_rl.store.trajectories import text_digest
 from dora_rl.types import GroupId, UserError, Version
 from dora_rl.weights.versions import Versions
-from dora_rl.workers.last_words import DISK_ERRORS, full_line, is_full
-from dora_rl.workers.user_errors import UserErrors
+from dora_rl.workers.last_words import DISK_ERRORS, UserErrors, full_line, is_full
 
 WAIT_S = 10.0
 POLL_S = 0.05

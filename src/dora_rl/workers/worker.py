@@ -28,9 +28,8 @@ from dora_rl.setup.devices import BELOW_NORMAL, PERCENT, PRIORITY, VISIBLE
 from dora_rl.setup.priority import make_way
 from dora_rl.types import BaseDiffers, UserError
 from dora_rl.user_code import UserCodeError, listen, raised
-from dora_rl.workers.last_words import DISK_ERRORS, full_line, is_full, last_words
+from dora_rl.workers.last_words import DISK_ERRORS, full_line, is_full, last_words, send_user_errors
 from dora_rl.workers.messages import Channel, End, Fatal, Fault, Hello, Message, Send
-from dora_rl.workers.user_errors import send_user_errors
 
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")

@@ -32,11 +32,11 @@ from dora_rl.user_code import listen
 from dora_rl.workers import messages as msg
 from dora_rl.workers.environment import open_host, take_step
 from dora_rl.workers.evaluator import Evaluator
+from dora_rl.workers.last_words import send_user_errors
 from dora_rl.workers.learner import LearnerWorker
 from dora_rl.workers.pool import Envelope, Worker
 from dora_rl.workers.reward import Scorer
 from dora_rl.workers.rollout import RolloutWorker
-from dora_rl.workers.user_errors import send_user_errors
 from dora_rl.workers.worker import Role, Setup, parting, read_setup
 from dora_rl.worlds.local import open_on_one_host
 
