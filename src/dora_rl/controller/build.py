@@ -61,4 +61,4 @@ def build_run(
         files.log,
     )
     staff = Staff(config, layout, workers, ranks, scoring, envs, kept)
-    return Run(config, layout, control, files, world, inbox, staff, kept, notify)
+    return Run(config, layout, control, files, world, inbox, workers, staff, kept, notify)

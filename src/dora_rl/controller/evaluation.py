@@ -105,7 +105,6 @@ class Evaluations:
 
     def hear(self, worker: Worker, message: Message) -> None:
         """What the evaluator says; anything shows that it is alive."""
-        del worker
         self._heard_s = self._workers.now()
         match message:
             case Ready():
@@ -114,8 +113,6 @@ class Evaluations:
             case Evaluated(samples=samples):
                 self._generating = False
                 self._score(samples)
-            case _:
-                pass
 
     def lost(self, why: str = "") -> None:
         """The evaluator died: the evaluation it was at begins again, a few times."""
@@ -135,11 +132,9 @@ class Evaluations:
 
     def give_up(self) -> None:
         """No evaluator can be had: what waits for one has failed, and nothing waits any more."""
-        due = [self.running] if self.running is not None and self._generating else []
-        due += self._waiting
-        self._waiting.clear()
-        if due[:1] == [self.running]:
-            self.running = None
+        due, self._waiting = self._waiting, []
+        if self.running is not None and self._generating:
+            due, self.running = [self.running, *due], None
         self._generating = False
         for version in due:
             self._failed(version, "the evaluator cannot be started")
@@ -237,17 +232,14 @@ class KeptVersions:
             self._workers, scoring, prompts, section, tail, decode, self.evaluated, extra
         )
 
-    def due(self, newest: Version) -> list[Version]:
-        """Versions up to `newest` that the configuration wants evaluated."""
-        every, last = self._config.evaluation.every_steps, self._files.params.num_steps
-        return due(newest, every, last) if self.evaluations is not None else []
-
     def missing(self, newest: Version) -> list[Version]:
-        """Due, not done or failed, and still possible: a crash came between."""
+        """Wanted by the configuration, not done or failed, and still possible: a crash came
+        between."""
         done, there = self._files.records.totals.evaluations, self._files.versions.disk.versions()
+        every, last = self._config.evaluation.every_steps, self._files.params.num_steps
         return [
             version
-            for version in self.due(newest)
+            for version in (due(newest, every, last) if self.evaluations is not None else ())
             if version in there and (version not in done or has_failed(done[version]))
         ]
 

@@ -178,8 +178,6 @@ class FromLearner:
                     self._kept.ask(version)
             case ev.Recomputed(is_same=False) if is_running:
                 self._mismatched(event)
-            case _:
-                pass
         self._control.handle(event)
 
     def _committed(self, worker: Worker, message: msg.Committed) -> None:

@@ -291,18 +291,13 @@ class KeeperPort:
             case act.RetireVersion():
                 self._kept.retire(action.version)
             case act.Stop():
-                self._control.stop = replace(action, reason=action.reason + self._why_failed())
-            case _:
-                pass
+                # Too many failed groups stop a run right after the last of them.
+                last = self._last
+                if isinstance(last, act.EndGroup) and last.end is act.End.FAILED:
+                    why = f"{action.reason}; the last group failed: {last.reason}"
+                    action = replace(action, reason=why)
+                self._control.stop = action
         self._last = action
-
-    def _why_failed(self) -> str:
-        """Too many failed groups stop a run right after the last of them, which has the reason."""
-        match self._last:
-            case act.EndGroup(end=act.End.FAILED, reason=reason):
-                return f"; the last group failed: {reason}"
-            case _:
-                return ""
 
     def _ended(self, action: act.EndGroup) -> None:
         files = self._files

@@ -28,6 +28,7 @@ from dora_rl.core import actions as act
 from dora_rl.core import events as ev
 from dora_rl.setup.layout import Layout
 from dora_rl.workers.last_words import DISK_ERRORS
+from dora_rl.workers.pool import Workers
 
 TICK_S = 0.5
 
@@ -43,12 +44,13 @@ class Run:
         files: RunFiles,
         world: World,
         inbox: Inbox,
+        workers: Workers,
         staff: Staff,
         kept: KeptVersions,
         notify: Notify,
     ) -> None:
         self._config, self._layout, self._control, self._files = config, layout, control, files
-        self._world, self._inbox, self._staff = world, inbox, staff
+        self._world, self._inbox, self._workers, self._staff = world, inbox, workers, staff
         self._kept, self.notify, self.state = kept, notify, control.state
         self._watchdog = Watchdog(files.run_dir / "watchdog.jsonl", config.runtime.watchdog_s)
         self._garbage = Garbage()
@@ -140,7 +142,7 @@ class Run:
 
     def kill_all(self) -> None:
         """The second signal: nobody is asked."""
-        self._staff.kill_all()
+        self._workers.kill_all()
 
     def close(self) -> dict[str, Any]:
         """End the workers and write the summary. What the disk has no room for is left out."""
@@ -153,7 +155,7 @@ class Run:
         files, stop = self._files, self._control.stop
         if stop is None or not stop.done:
             files.records.cut_short()
-        self._staff.end(self._config.runtime.grace_s)
+        self._workers.end(self._config.runtime.grace_s)
         summary: dict[str, Any] = {}
         try:
             summary = self._summary(stop.reason if stop is not None else "cut off")

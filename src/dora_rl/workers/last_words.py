@@ -111,7 +111,7 @@ def full_line(run_dir: str | Path, error: BaseException) -> str:
     return f"no room to write {where} ({free} MiB free on its disk); make room and --resume"
 
 
-# -- what the user's code raised ---------------------------------------------------------------------
+# -- what the user's code raised -------------------------------------------------------------------
 
 FILE = "user_errors.log"
 PLACES_MAX = 50  # further ones are counted

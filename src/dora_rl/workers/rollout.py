@@ -106,13 +106,13 @@ class RolloutWorker(Role):
         for line in notes:
             self.send(msg.Note(f"{self.name}: {line}"))
         self._report()
-        busy = (self.awake and self.engine.has_work()) or self.loads.is_running
+        busy = (self.awake and self.engine.has_work()) or bool(self.loads.running)
         return busy or (self.awake and self.warming.part())
 
     @property
     def idle_s(self) -> float:
         """How long it may wait for a message where there is nothing to do."""
-        return ARRIVAL_S if self.moves.num_coming or self.loads.is_waiting else IDLE_S
+        return ARRIVAL_S if self.moves.arrivals.open or self.loads.awaited else IDLE_S
 
     def close(self) -> None:
         """What is in flight continues from the journal, to the last token."""

@@ -86,15 +86,11 @@ class RayCluster:
             ray.init(**options)
         except (RayError, ConnectionError, RuntimeError, ValueError) as error:
             raise UserError(f"runtime.address: no Ray cluster at {address!r}: {error}") from None
-        self._head_id = ray.get_runtime_context().get_node_id()
+        head_id = ray.get_runtime_context().get_node_id()
         self._closed = False
         self._hosts = _alive()
-        self._head = next(host for host in self._hosts if host.id == self._head_id)
+        self.head = next(host for host in self._hosts if host.id == head_id)
         threading.Thread(target=self._look, daemon=True).start()
-
-    @property
-    def head(self) -> Host:
-        return self._head
 
     def hosts(self) -> Sequence[Host]:
         """As of the last look; the controller never waits for Ray to answer."""

@@ -112,8 +112,6 @@ class Relays:
                 self._ask_again()
             case msg.Fetched(version):
                 site.there.add(version)
-            case _:
-                pass
 
     def fatal(self, worker: Worker, reason: str) -> None:
         """A host elsewhere is done without."""
@@ -233,8 +231,6 @@ class Shards:
                 self._stored(message)
             case msg.Wrote(step, group):
                 self._unwritten.pop((step, group), None)
-            case _:
-                pass  # it is alive
 
     def _is_up(self, name: str, address: str, has: tuple[GroupId, ...]) -> None:
         """A shard is there (again): tell it what it missed, and everybody where it is."""
