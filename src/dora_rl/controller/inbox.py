@@ -65,20 +65,16 @@ class Inbox:
         if service is not None:
             self._serve(service, worker, message)
             return
+        if not isinstance(message, msg.Fault | msg.Fatal | None):
+            self._recovery.joined(worker)
         match message:
             case None:
                 self._recovery.lost(worker)
-                return
             case msg.Fault(reason):
                 worker.last_words = reason
-                return
             case msg.Fatal(reason):
                 worker.last_words = reason
                 self._recovery.fatal(worker, message)
-                return
-            case _:
-                self._recovery.joined(worker)
-        match message:
             case msg.Note(line):
                 self._notify(line)
             case msg.Usage(busy_s, cpu_s):

@@ -17,7 +17,7 @@ runs. Invariant: a question is waiting, at a worker, or answered; each environme
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -227,7 +227,6 @@ class EnvRelay:
         self._waiting: dict[str, deque[Question]] = {label: deque() for label in loaded}
         self._sent: dict[int, Question] = {}
         self._newest: dict[RequestId, Question] = {}
-        self._num_at: Counter[str] = Counter()  # questions at workers, by environment
         self._known: dict[str, set[RequestId]] = {name: set() for name in self.names}
         self._next = 0
         self.num_answered = 0
@@ -246,7 +245,9 @@ class EnvRelay:
         """What an environment worker says."""
         match message:
             case Ready():
-                self._start_giving(worker.name)
+                self._ready.add(worker.name)
+                for label in self._waiting:
+                    self._give_out(label)
             case Stepped():
                 self._stepped(worker.name, message)
             case _:
@@ -278,7 +279,8 @@ class EnvRelay:
     def _give_out(self, label: str) -> None:
         waiting, limit = self._waiting[label], self._loaded[label].entry.concurrent_max
         blocked: list[Question] = []
-        while waiting and self._num_at[label] < limit:
+        room = limit - sum(question.label == label for question in self._sent.values())
+        while waiting and room > 0:
             question = waiting.popleft()
             if self._newest.get(question.request) is not question:
                 continue  # asked again with other tokens, or ended
@@ -286,6 +288,7 @@ class EnvRelay:
                 blocked.append(question)
                 continue
             self._send(question)
+            room -= 1
         waiting.extendleft(reversed(blocked))
 
     def _send(self, question: Question) -> None:
@@ -297,7 +300,6 @@ class EnvRelay:
         question.sent_s = self._workers.now()
         question.limit_s = steps * entry.timeout_s + entry.latency_s[1] + SLACK_S
         self._sent[question.step.id] = question
-        self._num_at[question.label] += 1
         self._workers.send(question.worker, question.step)
 
     # -- answers ----------------------------------------------------------------------------------
@@ -312,9 +314,7 @@ class EnvRelay:
 
     def _take_back(self, number: int) -> Question | None:
         question = self._sent.pop(number, None)
-        if question is not None:
-            self._num_at[question.label] -= 1
-            self.num_answered += 1
+        self.num_answered += question is not None
         return question
 
     def _deliver(self, question: Question, answer: envs.Answer) -> None:
@@ -325,11 +325,6 @@ class EnvRelay:
             self._workers.send(question.instance, told)
 
     # -- workers ----------------------------------------------------------------------------------
-
-    def _start_giving(self, name: str) -> None:
-        self._ready.add(name)
-        for label in self._waiting:
-            self._give_out(label)
 
     def lost(self, name: str) -> None:
         """A worker's process ended: whoever it was busy with is asked again."""
@@ -343,7 +338,6 @@ class EnvRelay:
         held = [question for question in self._sent.values() if question.worker == name]
         for question in reversed(held):
             del self._sent[question.step.id]
-            self._num_at[question.label] -= 1
             if question.num_lost >= WORKERS_COST_MAX:
                 why = f"the environment {question.label} ended its process"
                 self._deliver(question, envs.Answer(error=why))
@@ -376,10 +370,8 @@ class EnvRelay:
         """Who waits for whom since when, for the watchdog."""
         now = self._workers.now()
         oldest: dict[str, Question] = {}
-        for question in self._newest.values():
-            first = oldest.setdefault(question.label, question)
-            if question.asked_s < first.asked_s:
-                oldest[question.label] = question
+        for question in sorted(self._newest.values(), key=lambda question: question.asked_s):
+            oldest.setdefault(question.label, question)
         return [
             f"request {tuple(question.request)} waits for the environment {label} "
             f"({question.worker}) since {now - question.asked_s:.0f} s"

@@ -85,6 +85,13 @@ def _check_split(config: RunConfig) -> None:
         )
 
 
+def decode_of(config: RunConfig, model: Path) -> Decode | None:
+    """What looks for stop strings, where there are any."""
+    if not config.rollout.stop_strings:
+        return None
+    return open_tokenizer(model, config.model.trust_remote_code).decode
+
+
 def make_engine(
     config: RunConfig,
     device: str,
@@ -92,10 +99,7 @@ def make_engine(
     memory_share: float = 1.0,
     journal: Journal | None = None,
 ) -> InstanceEngine:
-    rank, decode = adapter_rank(config), None
-    if config.rollout.stop_strings:
-        model = config.model
-        decode = open_tokenizer(Path(model.path), model.trust_remote_code).decode
+    rank, decode = adapter_rank(config), decode_of(config, Path(config.model.path))
     values: dict[str, Any] = config.engine_options(device, resident_max)
     values |= {"lora_rank": rank, "memory_share": memory_share}
     if config.rollout.backend == "vllm":

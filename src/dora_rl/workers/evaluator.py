@@ -20,10 +20,10 @@ from dora_rl.engine.sequence import Request
 from dora_rl.envs.host import Answer, Ask, Host, label_of, load_environments
 from dora_rl.model.directory import read_spec
 from dora_rl.out_of_memory import free_cached, shortage
-from dora_rl.setup.tokenizer import open_tokenizer
 from dora_rl.types import Finish, RequestId, SamplingParams, Trajectory, Version
 from dora_rl.weights.lora_base import whole
 from dora_rl.weights.store import DiskWeightStore
+from dora_rl.workers.engines import decode_of
 from dora_rl.workers.environment import apply_answer, ask_of, episode_seed, turn_text
 from dora_rl.workers.messages import (
     Alive,
@@ -46,14 +46,12 @@ class Evaluator(Role):
     def __init__(self, setup: Setup, send: Send) -> None:
         super().__init__(setup, send)
         config = setup.config
-        torch.set_num_threads(max(1, config.rollout.threads))
-        options = config.engine_options(setup.extra["device"], 1)
-        options |= {"versions_max": 1, "memory_share": setup.extra["memory_share"]}
-        decode = None
-        if config.rollout.stop_strings:
-            path = Path(config.model.path)
-            decode = open_tokenizer(path, config.model.trust_remote_code).decode
-        self._engine = Engine(read_spec(config.model.path), EngineOptions(**options), decode)
+        self._engine = open_engine(
+            config,
+            Path(config.model.path),
+            setup.extra["device"],
+            memory_share=setup.extra["memory_share"],
+        )
         self._store = DiskWeightStore(Path(setup.run_dir) / "weights")
         self._turns = EvalTurns(config, Path(".")) if config.env.environments else None
         self._said_s = time.monotonic()
@@ -90,6 +88,13 @@ class Evaluator(Role):
         if time.monotonic() - self._said_s > ALIVE_S:
             self._said_s = time.monotonic()
             self.send(Alive())
+
+
+def open_engine(config: RunConfig, model: Path, device: str, **more: Any) -> Engine:
+    """For one version at a time."""
+    torch.set_num_threads(max(1, config.rollout.threads))
+    options = config.engine_options(device, 1) | {"versions_max": 1, **more}
+    return Engine(read_spec(model), EngineOptions(**options), decode_of(config, model))
 
 
 def _try_load(engine: Engine, version: Version, source: Any) -> str:

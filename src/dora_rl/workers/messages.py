@@ -430,15 +430,6 @@ NO_MESSAGE = (
 # -- as bytes --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """How the fields of one class travel."""
-
-    plain: dict[str, Rule]
-    arrays: tuple[str, ...]
-    has_samples: bool
-
-
 def is_array(hint: Any) -> bool:
     """`NDArray[...]` is an alias that newer versions of numpy and Python do not resolve."""
     origin = get_origin(hint) or hint
@@ -447,19 +438,20 @@ def is_array(hint: Any) -> bool:
 
 
 @cache
-def _plan(kind: type[Any]) -> _Plan:
+def _plan(kind: type[Any]) -> tuple[dict[str, Rule], tuple[str, ...], bool]:
+    """How the fields of one class travel: those that JSON carries, arrays, and whether it has
+    samples, which are both."""
     hints = get_type_hints(kind)
     arrays = tuple(name for name, hint in hints.items() if is_array(hint))
-    has_samples = hints.get("samples") == Samples
-    beside = {*arrays, "samples"} if has_samples else {*arrays}
-    return _Plan({n: rule(h) for n, h in hints.items() if n not in beside}, arrays, has_samples)
+    plain = {n: rule(h) for n, h in hints.items() if n not in arrays and h != Samples}
+    return plain, arrays, hints.get("samples") == Samples
 
 
 def pack(message: Message) -> bytes:
-    plan = _plan(type(message))
-    body: dict[str, Any] = {n: r.encode(getattr(message, n)) for n, r in plan.plain.items()}
-    arrays = {name: getattr(message, name) for name in plan.arrays}
-    if plan.has_samples:
+    plain, names, has_samples = _plan(type(message))
+    body: dict[str, Any] = {n: r.encode(getattr(message, n)) for n, r in plain.items()}
+    arrays = {name: getattr(message, name) for name in names}
+    if has_samples:
         body["samples"], more = to_message(getattr(message, "samples"))  # noqa: B009 - not in all
         arrays |= more
     return pack_arrays({"kind": type(message).__name__, "body": body}, arrays)
@@ -468,10 +460,10 @@ def pack(message: Message) -> bytes:
 def unpack(data: bytes) -> Message:
     header, arrays = unpack_arrays(data)
     kind, body = KINDS[header["kind"]], header["body"]
-    plan = _plan(kind)
-    values = {n: r.decode(body[n]) for n, r in plan.plain.items() if n in body}
-    values |= {name: arrays[name] for name in plan.arrays}
-    if plan.has_samples:
+    plain, names, has_samples = _plan(kind)
+    values = {n: r.decode(body[n]) for n, r in plain.items() if n in body}
+    values |= {name: arrays[name] for name in names}
+    if has_samples:
         values["samples"] = tuple(from_message(body["samples"], arrays))
     return kind(**values)
 

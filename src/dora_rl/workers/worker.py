@@ -143,12 +143,14 @@ def main() -> int:
     on_cpu = setup.extra.get("device") == "cpu"
     if setup.role == "evaluator" or (setup.role == "instance" and on_cpu):
         make_way()
-    if setup.extra.get("gpus"):
-        os.environ[VISIBLE] = ",".join(setup.extra["gpus"])  # before anything asks CUDA
-    if setup.extra.get("mps_percent", 100) < 100:
-        os.environ[PERCENT] = str(setup.extra["mps_percent"])
-    if setup.extra.get("mps_yields"):
-        os.environ[PRIORITY] = BELOW_NORMAL
+    percent = setup.extra.get("mps_percent", 100)
+    variables = {
+        VISIBLE: ",".join(setup.extra.get("gpus") or ()),
+        PERCENT: str(percent) if percent < 100 else "",
+        PRIORITY: BELOW_NORMAL if setup.extra.get("mps_yields") else "",
+    }
+    # Before anything asks CUDA.
+    os.environ.update({name: value for name, value in variables.items() if value})
     if setup.config.runtime.threads:
         _limit_threads(setup.config.runtime.threads)
     if setup.role == "learner" and learner_device(setup).startswith("cuda"):

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from dora_rl.config import RunConfig
 from dora_rl.controller.evaluation import NO_REWARD, sheets_of, write_down
@@ -41,27 +40,17 @@ def evaluate_once(
 
     `tail_file`: where a run keeps which prompts its tail is.
     """
-    import torch
-
     from dora_rl.data.prompts import open_prompts
-    from dora_rl.engine.engine import Engine
-    from dora_rl.engine.options import EngineOptions
-    from dora_rl.model.directory import read_spec
     from dora_rl.setup.prepare import choose_device, open_tokenizer
     from dora_rl.workers.environment import row_of
-    from dora_rl.workers.evaluator import EvalTurns, evaluate
+    from dora_rl.workers.evaluator import EvalTurns, evaluate, open_engine
     from dora_rl.workers.messages import EvalPrompt
 
-    torch.set_num_threads(max(1, config.rollout.threads))
     tokenizer = open_tokenizer(model.directory, config.model.trust_remote_code)
     if not config.data.eval:
         raise UserError("data.eval is empty; add data.eval=FILE to say what to evaluate on")
     prompts = list(open_prompts(config.data, tokenizer, "eval").once(num_prompts))[:num_prompts]
-    device = choose_device(config.runtime.device)
-    options: dict[str, Any] = config.engine_options(device, 1)
-    options["versions_max"] = 1
-    decode = tokenizer.decode if config.rollout.stop_strings else None
-    engine = Engine(read_spec(model.directory), EngineOptions(**options), decode)
+    engine = open_engine(config, model.directory, choose_device(config.runtime.device))
     engine.load(model.version, model.source)
     asked = [EvalPrompt(row_of(prompt), prompt.env) for prompt in prompts]
     params = config.rollout.sampling_params()
