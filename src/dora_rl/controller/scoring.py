@@ -187,13 +187,11 @@ class Question:
     """One turn that wants an answer."""
 
     epoch: int
-    turn: int
     instance: str
     worker: str
     step: Step
     asked_s: float
-    sent_s: float = 0.0
-    limit_s: float = 0.0
+    until_s: float = 0.0  # where it is at its worker
     num_lost: int = 0
 
     @property
@@ -263,7 +261,7 @@ class EnvRelay:
         if prompt is None:
             return
         same = known is not None and np.array_equal(known.so_far.token_ids, sample.token_ids)
-        if known is not None and known.turn == said.turn and same:
+        if known is not None and known.so_far.turns == sample.turns and same:
             known.instance, known.epoch = instance, said.epoch
             return
         label = envs.label_of(prompt.env, self._loaded)
@@ -271,7 +269,7 @@ class EnvRelay:
         seed = episode_seed(self._seed, prompt.index)
         step = Step(self._next, label, row_of(prompt), seed, said.samples)
         worker = self.names[(rid.group + rid.sample) % len(self.names)]
-        item = Question(said.epoch, said.turn, instance, worker, step, self._workers.now())
+        item = Question(said.epoch, instance, worker, step, self._workers.now())
         self._newest[rid] = item
         self._waiting[label].append(item)
         self._give_out(label)
@@ -294,34 +292,30 @@ class EnvRelay:
     def _send(self, question: Question) -> None:
         known = self._known[question.worker]
         # A worker that does not know the episode takes all of its steps.
-        steps = 1 if question.request in known else question.turn + 1
+        steps = 1 if question.request in known else question.so_far.turns + 1
         known.add(question.request)
         entry = self._loaded[question.label].entry
-        question.sent_s = self._workers.now()
-        question.limit_s = steps * entry.timeout_s + entry.latency_s[1] + SLACK_S
+        limit_s = steps * entry.timeout_s + entry.latency_s[1] + SLACK_S
+        question.until_s = self._workers.now() + limit_s
         self._sent[question.step.id] = question
         self._workers.send(question.worker, question.step)
 
     # -- answers ----------------------------------------------------------------------------------
 
     def _stepped(self, worker: str, said: Stepped) -> None:
-        question = self._take_back(said.id)
+        question = self._sent.pop(said.id, None)
         if question is not None:
+            self.num_answered += 1
             self._deliver(question, said.answer)
             if said.answer.hung:
                 self._replace(worker)
             self._give_out(question.label)
 
-    def _take_back(self, number: int) -> Question | None:
-        question = self._sent.pop(number, None)
-        self.num_answered += question is not None
-        return question
-
     def _deliver(self, question: Question, answer: envs.Answer) -> None:
         rid = question.request
         if self._newest.get(rid) is question:
             del self._newest[rid]
-            told = Observed(rid, question.epoch, question.turn, answer)
+            told = Observed(rid, question.epoch, question.so_far.turns, answer)
             self._workers.send(question.instance, told)
 
     # -- workers ----------------------------------------------------------------------------------
@@ -350,8 +344,9 @@ class EnvRelay:
         """Replace workers that keep a question past its time, which is an error for that one."""
         now = self._workers.now()
         for question in list(self._sent.values()):
-            if question.step.id in self._sent and now - question.sent_s > question.limit_s:
-                self._take_back(question.step.id)
+            if question.step.id in self._sent and now > question.until_s:
+                del self._sent[question.step.id]
+                self.num_answered += 1
                 why = f"the environment {question.label} does not answer"
                 self._deliver(question, envs.Answer(error=why))
                 self._replace(question.worker)

@@ -173,13 +173,12 @@ def _answered(
 ) -> Trajectory | None:
     """The session after an answer, if that ended it. An environment that failed ends it as failed:
     it has no reward, and says why."""
-    if answer.error:
-        ended = apply_answer(engine, rid, replace(answer, done=True, cut=True, error=""), params)
-        assert ended is not None
-        return replace(ended, reward=None, finish=Finish.ERROR, error=answer.error)
-    ended = apply_answer(engine, rid, answer, params)
+    last = replace(answer, done=True, cut=True, error="") if answer.error else answer
+    ended = apply_answer(engine, rid, last, params)
     if ended is None:
         return None
+    if answer.error:
+        return replace(ended, reward=None, finish=Finish.ERROR, error=answer.error)
     cut = answer.reward is None and ended.finish is Finish.LENGTH
     return replace(ended, reward=cut_reward if cut else answer.reward)
 

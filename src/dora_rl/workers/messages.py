@@ -160,7 +160,6 @@ class TurnEnded:
     """The environment's turn: what came of a request so far."""
 
     epoch: int
-    turn: int
     samples: Samples
 
 

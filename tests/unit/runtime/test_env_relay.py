@@ -68,8 +68,9 @@ class Bench:
         return None if rid in self.ended else Prompt(rid.group, (1,), "1+1\n", "2")
 
     def turn(self, instance: str, sample: int, *ids: int, turn: int = 1, epoch: int = 0) -> None:
-        so_far = Trajectory(RequestId(0, sample), 0, ids, [0.0] * len(ids), [1] * len(ids))
-        self.relay.turn_ended(instance, TurnEnded(epoch, turn, (so_far,)))
+        payload = (ids, [0.0] * len(ids), [1] * len(ids))
+        so_far = Trajectory(RequestId(0, sample), 0, *payload, turns=turn)
+        self.relay.turn_ended(instance, TurnEnded(epoch, (so_far,)))
 
     def answer(self, worker: str, number: int, **more: Any) -> None:
         self.relay.hear(env_worker(worker), Stepped(number, Answer((9,), **more)))
