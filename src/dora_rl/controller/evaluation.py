@@ -244,8 +244,9 @@ class KeptVersions:
         ]
 
     def ask(self, version: Version) -> None:
-        assert self.evaluations is not None
-        self.evaluations.ask(version)
+        """An evaluation, if it is wanted and missing. The evaluator reads it from the disk."""
+        if version in self.missing(version) and self.evaluations is not None:
+            self.evaluations.ask(version)
 
     def hear(self, worker: Worker, message: Message) -> None:
         """What the evaluator says."""
@@ -258,7 +259,7 @@ class KeptVersions:
         score = figures.get(self._config.checkpoint.best_metric.removeprefix("eval/"))
         if isinstance(score, int | float) and version:
             self._workers.send("learner", Rate(version - 1, score))
-        self._notify.step({"version": version, **{f"eval/{k}": v for k, v in figures.items()}})
+        self._notify.on_step({"version": version, **{f"eval/{k}": v for k, v in figures.items()}})
         self.retire_unpinned()
 
     def best(self) -> set[Version]:

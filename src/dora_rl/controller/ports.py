@@ -7,7 +7,7 @@ Told                  mends a version that cannot be read   the event
 Finished              row into the table                    SampleFinished
 TurnEnded             asks an environment worker            -
 Exported              tells the destination to import       -
-Imported              tells the source to forget            Moved
+Imported              tells the source to forget            Moved / MoveFailed
 """
 
 from __future__ import annotations
@@ -116,13 +116,8 @@ class FromInstances:
                 self._envs.turn_ended(worker.name, message)
             case msg.Exported():
                 self._exported(worker.name, message)
-            case msg.Imported(export):
-                self._imported(worker, export)
-            case msg.ImportFailed(export, reason):
-                self._workers.send(export.src, msg.MoveEnded(export.request, done=False))
-                who = (export.request, export.epoch, export.src, worker.name)
-                failed = ev.MoveFailed(*who, True, reason, attempt=export.attempt)
-                self._control.handle(failed)
+            case msg.Imported(export, error):
+                self._imported(worker, export, error)
             case _:
                 raise AssertionError(f"an instance does not say {message!r}")
 
@@ -154,13 +149,16 @@ class FromInstances:
         else:
             self._carrier.given_up(export)  # by the core
 
-    def _imported(self, worker: Worker, export: msg.Exported) -> None:
-        self._workers.send(export.src, msg.MoveEnded(export.request, done=True))
+    def _imported(self, worker: Worker, export: msg.Exported, error: str) -> None:
+        self._workers.send(export.src, msg.MoveEnded(export.request, done=not error))
+        who = (export.request, export.epoch, export.src, worker.name)
+        if error:
+            self._control.handle(ev.MoveFailed(*who, True, error, attempt=export.attempt))
+            return
         if self._control.stop is None:  # what comes after the stop is not in the log either
             totals = self._files.records.totals
             totals.migrations += 1
             totals.kv_bytes_moved += export.num_bytes
-        who = (export.request, export.epoch, export.src, worker.name)
         sizes, incarnation = (export.num_bytes, export.num_tokens), worker.incarnation
         self._control.handle(
             ev.Moved(*who, *sizes, attempt=export.attempt, incarnation=incarnation)

@@ -209,25 +209,20 @@ class Ranks:
     """One worker each, named as the layout says."""
 
     def __init__(self, workers: Workers, layout: Layout, run_dir: Path) -> None:
-        self._workers, self._layout, self._run_dir = workers, layout, run_dir
+        self._workers, self._layout, self._folder = workers, layout, run_dir / "meeting"
         self.names = layout.learners
 
     def start(self) -> None:
         """All ranks begin together; one that is still there ends first."""
-        rendezvous = prepare_rendezvous(self._run_dir)
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.mkdir(parents=True, mode=0o700)
+        # Where they find themselves together: a file that no ranks before have used.
+        rendezvous = self._folder / secrets.token_hex(8)
         for name in self.names:
             if name in self._workers.workers:
                 self._workers.kill(name)
         for name in self.names:
             self._workers.start("learner", name, self._layout.learner_extra(name, rendezvous))
-
-
-def prepare_rendezvous(run_dir: Path) -> Path:
-    """A file that no group of ranks has used, where the next one finds itself together."""
-    folder = run_dir / "meeting"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True, mode=0o700)
-    return folder / secrets.token_hex(8)
 
 
 class GpuUse:

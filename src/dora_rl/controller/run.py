@@ -106,21 +106,21 @@ class Run:
         ticked = 0.0
         while self._control.stop is None or not self._is_settled():
             if interrupted():
-                return self._interrupt()
+                self._interrupt()
+                break
             self._inbox.read_next(TICK_S)
             now = time.monotonic()
             if now - ticked >= TICK_S:
                 ticked = now
                 self._tick()
+        assert self._control.stop is not None
         return self._control.stop
 
-    def _interrupt(self) -> act.Stop:
+    def _interrupt(self) -> None:
         if self._control.stop is None:
             self._control.handle(ev.StopRequested("interrupted"))
         else:
             self._control.stop = act.Stop("interrupted before the last evaluation", done=False)
-        assert self._control.stop is not None
-        return self._control.stop
 
     def _tick(self) -> None:
         if not self._files.lock.is_there():
@@ -146,27 +146,24 @@ class Run:
 
     def close(self) -> dict[str, Any]:
         """End the workers and write the summary. What the disk has no room for is left out."""
-        try:
-            return self._close()
-        finally:
-            self._world.close()
-
-    def _close(self) -> dict[str, Any]:
         files, stop = self._files, self._control.stop
-        if stop is None or not stop.done:
-            files.records.cut_short()
-        self._workers.end(self._config.runtime.grace_s)
         summary: dict[str, Any] = {}
         try:
-            summary = self._summary(stop.reason if stop is not None else "cut off")
-            files.close()
-        except DISK_ERRORS as error:
-            if not files.may_be_unwritten(error):
-                raise
-        shutil.rmtree(self._layout.transfer_root, ignore_errors=True)
-        files.versions.release()
-        files.lock.release()
-        self._garbage.end()
+            if stop is None or not stop.done:
+                files.records.cut_short()
+            self._workers.end(self._config.runtime.grace_s)
+            try:
+                summary = self._summary(stop.reason if stop is not None else "cut off")
+                files.close()
+            except DISK_ERRORS as error:
+                if not files.may_be_unwritten(error):
+                    raise
+            shutil.rmtree(self._layout.transfer_root, ignore_errors=True)
+            files.versions.release()
+            files.lock.release()
+            self._garbage.end()
+        finally:
+            self._world.close()
         return summary
 
     def _summary(self, reason: str) -> dict[str, Any]:

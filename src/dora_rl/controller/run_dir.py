@@ -125,17 +125,18 @@ def _holds_run(run_dir: Path) -> bool:
 def _foreign(run_dir: Path) -> str:
     """A name in a directory that is not ours; empty: it is, or has nothing but logs (of the shell
     that starts us). `data.json` is the first that a run writes."""
-    if not run_dir.is_dir() or (run_dir / "events").is_dir() or _is_ours(run_dir / "data.json"):
+    if not run_dir.is_dir() or (run_dir / "events").is_dir() or _fingerprint(run_dir / "data.json"):
         return ""
     names = sorted(path.name for path in run_dir.iterdir() if path.suffix != ".log")
     return next((name for name in names if name not in AS_GOOD_AS_EMPTY), "")
 
 
-def _is_ours(path: Path) -> bool:
+def _fingerprint(path: Path) -> str | None:
+    """Of the data that a run began with; None: the file does not say it."""
     try:
-        return "fingerprint" in json.loads(path.read_text())
-    except (OSError, ValueError):
-        return False
+        return json.loads(path.read_text())["fingerprint"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def make_run_dir(run_dir: Path) -> None:
@@ -168,10 +169,9 @@ def check_same_data(train: PromptSource, run_dir: Path) -> None:
     if not path.is_file():
         path.write_text(json.dumps({"fingerprint": found}) + "\n")
         return
-    try:
-        begun_with = json.loads(path.read_text())["fingerprint"]
-    except (ValueError, KeyError, TypeError):
-        raise UserError(f"{path} is damaged; restore it, or begin a new run") from None
+    begun_with = _fingerprint(path)
+    if begun_with is None:
+        raise UserError(f"{path} is damaged; restore it, or begin a new run")
     if begun_with != found:
         raise UserError(
             f"the training data is not what {run_dir} began with; restore it, or begin a new run"

@@ -28,9 +28,6 @@ class Notify:
         if lines:
             self.on_lines(list(lines))
 
-    def step(self, line: dict[str, object]) -> None:
-        self.on_step(line)
-
 
 class Carrier(Protocol):
     """Called at the moments when something must travel; carries no byte itself. Never waits; never

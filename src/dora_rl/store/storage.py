@@ -68,21 +68,20 @@ class Storage(Role):
     # -- instances, rewards, learner --------------------------------------------------------------
 
     def _answer(self, question: dict[str, Any], link: Link) -> None:
-        kind = question["kind"]
-        if kind == "put":
-            self._put(msg.unpack(bytes(link.read(int(question["num_bytes"])))))
-            link.say({})
-        elif kind == "journal":
-            lines = bytes(link.read(int(question["num_bytes"])))
-            name, number = question["name"], int(question["incarnation"])
-            self._journals.write(name, number, lines, whole=bool(question["whole"]))
-            link.say({})
-        elif kind == "rows":
-            data = self._read(int(question["group"]), question["samples"])
-            link.say({"num_bytes": len(data)})
-            link.write(data)
-        else:
-            raise Refused(f"a storage shard has no {kind!r}")
+        match question:
+            case {"kind": "put", "num_bytes": size}:
+                self._put(msg.unpack(bytes(link.read(int(size)))))
+                link.say({})
+            case {"kind": "journal", "num_bytes": size, "name": name, "incarnation": number}:
+                lines, whole = bytes(link.read(int(size))), bool(question["whole"])
+                self._journals.write(name, int(number), lines, whole=whole)
+                link.say({})
+            case {"kind": "rows", "group": group, "samples": samples}:
+                data = self._read(int(group), samples)
+                link.say({"num_bytes": len(data)})
+                link.write(data)
+            case _:
+                raise Refused(f"a storage shard has no {question['kind']!r}")
 
     def _put(self, message: msg.Message) -> None:
         """Write the row, then tell the controller what it decides by."""
@@ -134,12 +133,12 @@ class Storage(Role):
             return
         for sample, reward, parts in zip(due.samples, due.rewards, due.parts, strict=True):
             self.samples.reward(RequestId(group, sample), reward, parts)
-        lines: list[str] = []
         index, token_ids, text, env = due.prompt
         prompt = Prompt(index, token_ids, text, env=env)
-        for trained in self.samples.trained(group, due.samples, prompt):
-            record = asdict(trained) | {"version": due.version}
-            lines.append(json.dumps({"step": step, **record}) + "\n")
+        lines = [
+            json.dumps({"step": step, **asdict(trained), "version": due.version}) + "\n"
+            for trained in self.samples.trained(group, due.samples, prompt)
+        ]
         with path.open("ab") as file:  # writes the rest too where a part went first
             file.write("".join(lines).encode())
         self._written.add((step, group))

@@ -192,13 +192,10 @@ class Exported:
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    export: Exported
+    """The destination has the request, or an `error` says why not."""
 
-
-@dataclass(frozen=True, slots=True)
-class ImportFailed:
     export: Exported
-    reason: str
+    error: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -413,7 +410,7 @@ class Wrote:
 Message: TypeAlias = (
     Hello | Ready | Serving | Alive | Told | Usage | Note | UserRaised | Fatal | Fault | Saving
     | End | FleetAction | Dispatched | Finished | TurnEnded | Observed | Exported | Imported
-    | ImportFailed | MoveEnded | Shards | Fed | Close | Rate | Committed | Score | Scored | Step
+    | MoveEnded | Shards | Fed | Close | Rate | Committed | Score | Scored | Step
     | Stepped | Forget | Evaluate | Evaluated | Fetch | Fetched | Retire | Stored | Rows | Sync
     | Trained | Wrote
 )  # fmt: skip

@@ -26,7 +26,7 @@ from dora_rl.engine.transfer import Export, begin_import, chunk_bytes, chunk_fro
 from dora_rl.io.connection import Link, TransportError
 from dora_rl.types import RequestId, UserError
 from dora_rl.workers.engines import InstanceEngine
-from dora_rl.workers.messages import Exported, Imported, ImportFailed, Send
+from dora_rl.workers.messages import Exported, Imported, Send
 
 if TYPE_CHECKING:
     from dora_rl.engine.vllm.engine import VllmExport
@@ -56,13 +56,11 @@ class Moves:
         """Write the request to shared memory and say where; it stays here until it has arrived."""
         rid = action.request
         self._engine.drain()
-        if self._epochs.get(rid) != action.epoch or self._engine.find(rid) is None:
-            return
-        export = self._engine.export(rid)
-        self.leaving[rid] = export
-        path = self._path_of(rid, action.epoch)
         seq = self._engine.find(rid)
-        assert seq is not None
+        if self._epochs.get(rid) != action.epoch or seq is None:
+            return
+        export = self.leaving[rid] = self._engine.export(rid)
+        path = self._path_of(rid, action.epoch)
         said = Exported(rid, action.epoch, action.attempt, action.dst, seq.num_tokens, str(path))
         if action.how is not act.How.KV or not export.has_kv:
             self._send(replace(said, saved=request_json(continuation(seq))))
@@ -109,7 +107,7 @@ class Moves:
             try:
                 self._arrived(export, path.read_bytes())
             except OSError as error:
-                self._send(ImportFailed(export, str(error)))
+                self._send(Imported(export, str(error)))
             path.unlink(missing_ok=True)
 
     def take_arrived(self) -> None:
@@ -125,7 +123,7 @@ class Moves:
             else:
                 self._take_blocks(memoryview(data))
         except (UserError, TransportError) as error:
-            self._send(ImportFailed(export, str(error)))
+            self._send(Imported(export, str(error)))
             return
         self._epochs[export.request] = export.epoch
         self._send(Imported(export))

@@ -194,10 +194,9 @@ class HostProcesses:
             return False
         setup = process.setup | {"extra": process.setup["extra"] | self._for_host(host)}
         process.start(host, demand, self.cluster.launch(host, demand, json.dumps(setup)))
-        record = {"role": process.role, "name": process.name, "life": setup["incarnation"]}
-        record["host"] = host.ip
+        who = {"role": process.role, "name": process.name, "life": setup["incarnation"]}
         with (self._run_dir / "placements.jsonl").open("a") as file:
-            file.write(json.dumps(record) + "\n")
+            file.write(json.dumps({**who, "host": host.ip}) + "\n")
         return True
 
     def _host_for(self, process: RemoteProcess, demand: Mapping[str, float]) -> Host | None:

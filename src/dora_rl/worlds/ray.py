@@ -106,29 +106,21 @@ class RayCluster:
 
     def launch(self, host: Host, demand: Mapping[str, float], setup: str) -> Task:
         """Reserve devices on the host, start an actor there, hand it its setup."""
-        group, options = None, _options(demand)
+        group, restarts = None, {"max_restarts": 0, "max_task_retries": 0}
+        cores = {"num_cpus": demand.get("CPU", 0.0), "num_gpus": demand.get("GPU", 0.0)}
         if any(demand.values()):
             bundle = {**demand, f"node:{host.ip}": 0.001}
             group = placement_group([bundle], strategy="STRICT_PACK")
             strategy: Any = PlacementGroupSchedulingStrategy(group, 0)
         else:
             strategy = NodeAffinitySchedulingStrategy(host.id, soft=False)
-        made = ray.remote(WorkerActor).options(scheduling_strategy=strategy, **options)
+        made = ray.remote(WorkerActor).options(scheduling_strategy=strategy, **cores, **restarts)
         actor: Any = made.remote()  # its methods have a `remote` that no type tells of
         return RayTask(actor, actor.run.remote(setup, os.getcwd()), group)
 
     def close(self) -> None:
         self._closed = True
         ray.shutdown()
-
-
-def _options(demand: Mapping[str, float]) -> dict[str, Any]:
-    return {
-        "num_cpus": demand.get("CPU", 0.0),
-        "num_gpus": demand.get("GPU", 0.0),
-        "max_restarts": 0,
-        "max_task_retries": 0,
-    }
 
 
 def _alive() -> list[Host]:
