@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from dora_rl.controller.evaluation import KeptVersions
+from dora_rl.controller.evaluation import NO_REWARD, KeptVersions
 from dora_rl.controller.loop import Control
 from dora_rl.controller.recovery import Ranks
 from dora_rl.controller.run_dir import RunFiles
@@ -236,32 +236,22 @@ class RewardPort:
             if reward.total is None or not abs(reward.total) <= REWARD_MAX:
                 if scoring(control.state, rid, attempt) is not None:
                     why = reward.error or f"the reward is {reward.total}"
-                    self._failed(rid, attempt, why)
+                    self._notify(*self._pool.failures.add(why))
+                    control.handle(ev.ScoreFailed(rid, attempt, why))
                 return
             if unscored(control.state, rid) is None:
                 return  # too late: scored by another answer, or ended
             samples.reward(rid, reward.total, reward.parts)
             control.handle(ev.Scored(rid, attempt, reward.total))
 
-        if not self._pool.names:
-            self._without_functions(action, sample.finish)
-            return
-        prompt, where = self._train.prompt(action.prompt), samples.where_to_read(rid)
-        self._pool.submit(prompt, sample, answer, where)
-
-    def _failed(self, rid: RequestId, attempt: int, why: str) -> None:
-        self._notify(*self._pool.failures.add(why))
-        self._control.handle(ev.ScoreFailed(rid, attempt, why))
-
-    def _without_functions(self, action: act.Score, finish: Finish) -> None:
-        """Only environments give rewards, and this one did not."""
-        rid = action.request
-        if finish is Finish.LENGTH:  # it was cut off before it came to that
-            self._files.samples.reward(rid, 0.0)
-            self._control.later(ev.Scored(rid, action.attempt, 0.0))
-            return
-        why = "its environment gave no reward, and reward.functions is empty"
-        self._control.later(ev.ScoreFailed(rid, action.attempt, why))
+        if self._pool.names:
+            prompt, where = self._train.prompt(action.prompt), samples.where_to_read(rid)
+            self._pool.submit(prompt, sample, answer, where)
+        elif sample.finish is Finish.LENGTH:  # it was cut off before its environment gave one
+            samples.reward(rid, 0.0)
+            control.later(ev.Scored(rid, attempt, 0.0))
+        else:
+            control.later(ev.ScoreFailed(rid, attempt, NO_REWARD))
 
 
 class KeeperPort:

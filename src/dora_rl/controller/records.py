@@ -189,14 +189,12 @@ class Records:
             self._recall(metrics)
         self._metrics = metrics.open("a")
         self._rollouts = samples.open("a") if rollouts else None
-        self.began = time.monotonic()
-        self.step_began = self.began
+        self.began = self.step_began = self._kept_at = time.monotonic()
         self.training_began: float | None = None
         self._is_training = False  # a step is open
-        self._kept_at = self.began
         self._cpu_s = cpu_time_s()
-        self._lives: dict[str, int] = {}
-        self._base: dict[str, tuple[float, float]] = {}
+        # Of each worker its incarnation, and what it had used before.
+        self._lives: dict[str, tuple[int, float, float]] = {}
         self.keep()
 
     def _recall(self, metrics: Path) -> None:
@@ -236,6 +234,10 @@ class Records:
     def has_rollouts(self) -> bool:
         """Whether every trained sample is written out."""
         return self._rollouts is not None
+
+    @property
+    def wall_s(self) -> float:
+        return self.totals.wall_s + time.monotonic() - self.began
 
     def work_begins(self) -> None:
         """A request or a group is given out. With the first one the start-up is over."""
@@ -318,13 +320,10 @@ class Records:
 
     def usage(self, name: str, life: int, busy_s: float, cpu_s: float) -> None:
         """What a worker has used since it was started; a new life begins at zero."""
-        totals = self.totals
-        if self._lives.get(name) != life:
-            self._lives[name] = life
-            self._base[name] = (totals.busy_s.get(name, 0.0), totals.cpu_s.get(name, 0.0))
-        busy_before, cpu_before = self._base[name]
-        totals.busy_s[name] = busy_before + busy_s
-        totals.cpu_s[name] = cpu_before + cpu_s
+        busy, cpu, known = self.totals.busy_s, self.totals.cpu_s, self._lives.get(name)
+        if known is None or known[0] != life:
+            known = self._lives[name] = (life, busy.get(name, 0.0), cpu.get(name, 0.0))
+        busy[name], cpu[name] = known[1] + busy_s, known[2] + cpu_s
 
     def tick(self, *, is_training: bool) -> None:
         """Time passes. `is_training` false: all steps are done, and evaluations go on."""
@@ -335,7 +334,7 @@ class Records:
     def keep(self) -> None:
         now = self._kept_at = time.monotonic()
         body = {name: getattr(self.totals, name) for name in KEPT.split()}
-        body["wall_s"] = self.totals.wall_s + now - self.began
+        body["wall_s"] = self.wall_s
         if self._log is not None:
             open_s = now - self.step_began if self._is_training else None
             body["log"] = {"number": self._log.number, "now": now, "open_s": open_s}
@@ -360,7 +359,7 @@ class Records:
             "steps": steps,
             "stopped": reason,
             "num_resumes": totals.num_resumes,
-            "wall_s": totals.wall_s + time.monotonic() - self.began,
+            "wall_s": self.wall_s,
             "startup_s": totals.startup_s,
             "training_s": training_s,
             "tokens_trained": totals.tokens_trained,

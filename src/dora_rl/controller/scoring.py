@@ -129,9 +129,8 @@ class ScoringPool:
             self._workers.send(name, Score(self._next, tuple(job.item for job in jobs), ids))
 
     def _may_join(self, name: str, jobs: list[Job]) -> bool:
-        if not self._waiting or jobs[0].alone or self._waiting[0].alone:
-            return False
-        return len(jobs) < self._at_once.get(name, 1)
+        together = self._waiting and not jobs[0].alone and not self._waiting[0].alone
+        return bool(together) and len(jobs) < self._at_once.get(name, 1)
 
     def hear(self, worker: Worker, message: Message) -> None:
         """What a reward worker says."""

@@ -150,7 +150,6 @@ class UserErrors:
         self.num = 0
         self._tell = tell
         self._places: dict[str, Place] = {}
-        self._num_elsewhere = 0
         self._next_write = 1
         before = self.path.read_text(errors="replace") if self.path.is_file() else ""
         self._before = before[:BEFORE_CHARS_MAX]
@@ -165,9 +164,7 @@ class UserErrors:
             self._places[said.place] = known
             self._next_write = self.num
             self._tell(f"{said.what} raised {said.line}; traceback in {self.path}")
-        if known is None:
-            self._num_elsewhere += 1
-        else:
+        if known is not None:
             known.count += 1
         if self.num >= self._next_write:
             self._write()
@@ -178,8 +175,8 @@ class UserErrors:
             f"==== {p.count} times, {p.what} ({p.worker}), first at {p.first}\n{p.trace}\n\n"
             for p in self._places.values()
         ]
-        if self._num_elsewhere:
-            parts.append(f"==== {self._num_elsewhere} times elsewhere\n\n")
+        if elsewhere := self.num - sum(place.count for place in self._places.values()):
+            parts.append(f"==== {elsewhere} times elsewhere\n\n")
         before = RESUMED + self._before if self._before else ""
         temporary = self.path.with_suffix(".tmp")
         temporary.write_text("".join(parts) + before, errors="replace")

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Protocol
 
 from dora_rl.core import events as ev
 from dora_rl.out_of_memory import free_cached, shortage
@@ -130,18 +129,11 @@ class Loads:
         self._say(ev.LoadFailed(self._name, version, str(error), attempt=attempt))
 
 
-class Warm(Protocol):
-    """An engine, as far as warming up goes."""
-
-    def warm_up(self, plain: bool) -> Iterator[None]: ...
-    def versions(self) -> tuple[int, ...]: ...
-
-
 class Warming:
     """Has an engine compile and capture, a part at a time, until a version is resident: from then
     on nobody waits for what may never be needed."""
 
-    def __init__(self, engine: Warm, plain: bool) -> None:
+    def __init__(self, engine: InstanceEngine, plain: bool) -> None:
         self._engine = engine
         self._parts: Iterator[None] | None = engine.warm_up(plain)
 

@@ -85,14 +85,11 @@ class ClusterWorld:
             read()
 
     def tick(self) -> None:
-        self.carrier.tick()
-        if self._control.stop is None:
-            self._grow()
-
-    def _grow(self) -> None:
         """A host that has room gets an instance more, up to the configured number."""
+        self.carrier.tick()
         names = [w.name for w in self._pool.workers.values() if w.role == "instance"]
-        if len(names) >= self._config.resources.instances_max or self._hosts.num_waiting():
+        is_full = len(names) >= self._config.resources.instances_max or self._hosts.num_waiting()
+        if self._control.stop is not None or is_full:
             return
         name = f"instance{len(names)}"
         if self._hosts.has_room("instance", name):

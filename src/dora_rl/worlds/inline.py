@@ -102,10 +102,17 @@ class InlineWorkers:
         return worker
 
     def _setup_of(self, worker: Worker) -> Setup:
-        who = {"role": worker.role, "name": worker.name, "incarnation": worker.incarnation}
-        where = {"address": "", "key": "", "run_dir": self._config.runtime.run_dir}
-        config = {"config": self._config.model_dump(mode="json"), "extra": worker.extra}
-        return read_setup(json.dumps(who | where | config))
+        setup = {
+            "role": worker.role,
+            "name": worker.name,
+            "incarnation": worker.incarnation,
+            "address": "",
+            "key": "",
+            "run_dir": self._config.runtime.run_dir,
+            "config": self._config.model_dump(mode="json"),
+            "extra": worker.extra,
+        }
+        return read_setup(json.dumps(setup))
 
     def _say(self, worker: Worker, message: msg.Message | None) -> None:
         if not isinstance(message, msg.Saving):

@@ -82,18 +82,17 @@ class Relays:
 
     def usable(self) -> list[Host]:
         """Hosts that may get workers: their relay is heard, and the head node is ready."""
-        now = time.monotonic()
         head = self.sites.get(self._head.id)
         if head is None or not head.address or not self.is_head_ready():
             return []
         return [
             site.host
             for site in self.sites.values()
-            if site.address and (site.host.id == self._head.id or self._is_heard(site, now))
+            if site.address and (site.host.id == self._head.id or self._is_heard(site))
         ]
 
-    def _is_heard(self, site: Site, now: float) -> bool:
-        return now - site.heard_s < SILENT_S_MAX
+    def _is_heard(self, site: Site) -> bool:
+        return time.monotonic() - site.heard_s < SILENT_S_MAX
 
     # -- what relays say --------------------------------------------------------------------------
 
@@ -151,14 +150,14 @@ class Relays:
     def sources(self, site: Site, version: Version, donor: Host | None) -> list[Site]:
         """The donor's host or the one that feeds the fewest, then the learner's."""
         feeds = self._feeds.setdefault(version, {self._head.id: 0})
-        head, now = self.sites[self._head.id], time.monotonic()
+        head = self.sites[self._head.id]
         candidates = [
             other
             for other in (self.sites.get(host) for host in feeds)
             if other is not None
             and other is not site
             and other.address
-            and (other is head or self._is_heard(other, now))
+            and (other is head or self._is_heard(other))
         ]
         named = [other for other in candidates if donor is not None and other.host.id == donor.id]
         first = named or candidates
