@@ -94,8 +94,7 @@ class Evaluations:
         self.running = self._waiting.pop(0)
         prompts = tuple(EvalPrompt(row_of(prompt), prompt.env) for prompt in self._prompts)
         self._generating, self._heard_s = True, self._workers.now()
-        asked = Evaluate(self.running, prompts, self._section.num_samples)
-        self._workers.send(NAME, asked)
+        self._workers.send(NAME, Evaluate(self.running, prompts, self._section.num_samples))
 
     def check_time(self, limit_s: float) -> None:
         """End an evaluator that generates and has said nothing for too long."""
@@ -140,8 +139,7 @@ class Evaluations:
             self._failed(version, "the evaluator cannot be started")
 
     def _failed(self, version: Version, why: str) -> None:
-        num_prompts = len(self._prompts)
-        self._done(version, failed_figures(num_prompts, self._section.num_samples, why))
+        self._done(version, failed_figures(len(self._prompts), self._section.num_samples, why))
 
     def _score(self, samples: Sequence[Trajectory]) -> None:
         self._sheets, self._open = sheets_of(self._prompts, samples), len(samples)

@@ -193,8 +193,8 @@ class LearnerPort:
             case act.Feed():
                 self._files.records.work_begins()
                 state = self._control.state
-                batch, group = state.batches[action.step], state.groups[action.group]
-                prompt = self._train.prompt(group.prompt)
+                batch = state.batches[action.step]
+                prompt = self._train.prompt(state.groups[action.group].prompt)
                 fed = self._files.samples.feed(action, prompt.token_ids)
                 self._send(replace(fed, batch_groups=batch.size, updates=batch.updates))
             case act.CloseStep():

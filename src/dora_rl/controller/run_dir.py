@@ -92,18 +92,22 @@ def learner_ended(run_dir: Path, wait_s: float = WAIT_S) -> Iterator[None]:
 
 def check_run_dir(run_dir: Path, *, resume: bool) -> None:
     """A run is begun in a directory without one and resumed in a directory with one."""
-    used = _holds_run(run_dir)
-    if resume and not used:
-        raise UserError(f"{run_dir} holds no run to resume; leave --resume out to begin one")
-    if used and not resume:
-        raise UserError(
-            f"{run_dir} already holds a run; add --resume, or set runtime.run_dir=DIRECTORY"
-        )
-    if not used and (found := _foreign(run_dir)):
-        raise UserError(
+    used, found = _holds_run(run_dir), _foreign(run_dir)
+    problems = (
+        (resume and not used, f"{run_dir} holds no run to resume; leave --resume out to begin one"),
+        (
+            used and not resume,
+            f"{run_dir} already holds a run; add --resume, or set runtime.run_dir=DIRECTORY",
+        ),
+        (
+            found and not used,
             f"runtime.run_dir: {run_dir} is not empty and not of a run (it has {found}); "
-            "give a new or empty directory"
-        )
+            "give a new or empty directory",
+        ),
+    )
+    for is_there, problem in problems:
+        if is_there:
+            raise UserError(problem)
 
 
 def check_not_moved(config_file: Path, run_dir: Path) -> None:
@@ -218,11 +222,11 @@ class RunFiles:
         self.versions = Versions(self.run_dir, weights_root)
         # The version to go back to, where the newest was lost with its host.
         self.goes_back_to = self._find_lost(self.state) if resume else None
-        committed = self.state.committed if resume else None
-        if self.goes_back_to is not None:
-            committed = self.goes_back_to
+        committed = self.state.committed if self.goes_back_to is None else self.goes_back_to
         self.lineage = self.state.lineage + (self.goes_back_to is not None)
-        self.records = open_records(config, committed, notify, self.log, samples.num_written)
+        self.records = open_records(
+            config, committed if resume else None, notify, self.log, samples.num_written
+        )
         self.user_errors = UserErrors(self.run_dir, notify)
         self.journals = Journals(self.run_dir / "journal")
         self.dropped: Counter[str] = Counter()  # groups that ended untrained since the last step

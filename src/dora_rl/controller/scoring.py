@@ -314,8 +314,8 @@ class EnvRelay:
         rid = question.request
         if self._newest.get(rid) is question:
             del self._newest[rid]
-            told = Observed(rid, question.epoch, question.so_far.turns, answer)
-            self._workers.send(question.instance, told)
+            turn = question.so_far.turns
+            self._workers.send(question.instance, Observed(rid, question.epoch, turn, answer))
 
     # -- workers ----------------------------------------------------------------------------------
 

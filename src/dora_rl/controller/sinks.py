@@ -276,8 +276,9 @@ class _Sink:
         if self._off.is_set():
             return
         if self._thread is None:
-            name = f"sink {self._name}"
-            self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+            self._thread = threading.Thread(
+                target=self._work, name=f"sink {self._name}", daemon=True
+            )
             self._thread.start()
         self._offer(dict(line))
 

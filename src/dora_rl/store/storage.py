@@ -93,14 +93,15 @@ class Storage(Role):
                 self.samples.add(replace(sample, text=text))
         except TableClosed as error:  # the asker hears nothing, and asks the next shard
             raise TransportError("the shard ends") from error
-        said = msg.Stored(
-            message.event,
-            logprob_sum=float(sample.logprobs.sum(dtype=np.float64)),
-            num_generated=sample.num_trained,
-            turns=tuple(spans(sample.loss_mask.tolist())),
-            reward=sample.reward,
+        self.send(
+            msg.Stored(
+                message.event,
+                logprob_sum=float(sample.logprobs.sum(dtype=np.float64)),
+                num_generated=sample.num_trained,
+                turns=tuple(spans(sample.loss_mask.tolist())),
+                reward=sample.reward,
+            )
         )
-        self.send(said)
 
     def _read(self, group: GroupId, samples: Sequence[int]) -> bytes:
         with self._lock:

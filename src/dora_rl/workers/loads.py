@@ -125,8 +125,8 @@ class Loads:
         self.awaited.append(version)
 
     def _say_failed(self, version: Version, error: Exception) -> None:
-        attempt = self._attempts.get(version, -1)
-        self._say(ev.LoadFailed(self._name, version, str(error), attempt=attempt))
+        why, attempt = str(error), self._attempts.get(version, -1)
+        self._say(ev.LoadFailed(self._name, version, why, attempt=attempt))
 
 
 class Warming:

@@ -86,10 +86,8 @@ class RolloutWorker(Role):
         extra, stats = self.setup.extra, self.engine.stats()
         tokens = stats.total_blocks * self.engine.limits.block_tokens
         sizes = (int(extra["slots_max"]), int(extra["resident_max"]), tokens)
-        joined = ev.InstanceJoined(
-            self.name, *sizes, bool(extra["elastic"]), life=self.setup.incarnation
-        )
-        self.send(msg.Told(joined))
+        who = {"life": self.setup.incarnation, "elastic": bool(extra["elastic"])}
+        self.send(msg.Told(ev.InstanceJoined(self.name, *sizes, **who)))
 
     def turn(self) -> bool:
         """One round: what has arrived, a part of a load, an engine step, a report. True if there is
@@ -211,8 +209,9 @@ class RolloutWorker(Role):
             else:
                 params = self.params
                 if lengths is not None:
-                    length = lengths[sample]
-                    params = replace(params, tokens_max=length, ignore_eos=True, stop_ids=())
+                    params = replace(
+                        params, tokens_max=lengths[sample], ignore_eos=True, stop_ids=()
+                    )
                 request = Request(rid, action.version, prompt_ids, params, seed)
                 if message.opens is not None:
                     request = replace(request, keep=True, turns=0 if message.opens else 1)
