@@ -25,7 +25,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -136,12 +136,12 @@ def serve_instance(setup: Setup, channel: msg.Channel) -> None:
             match message:
                 case msg.End():
                     return
-                case msg.Import(export):
-                    fleet.take_over(setup.name, export)
-                case msg.Order(action):
-                    order(fleet, action)
-                case _:
+                case msg.Exported():
+                    fleet.take_over(setup.name, message)
+                case msg.Dispatched() | msg.MoveEnded():
                     pass
+                case _:
+                    order(fleet, cast(FleetAction, message))
         clock.run(lambda: False, (time.monotonic() - began) * speed)
 
 
@@ -279,7 +279,7 @@ class ToWorkers:
                 pass
             case _:
                 name = action.src if isinstance(action, act.Move) else action.instance
-                self.pool.send(name, msg.Order(action))
+                self.pool.send(name, action)
 
 
 class Controller:

@@ -289,14 +289,15 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     took = time.monotonic() - begun
     strict, loose, cut, failed = 0.0, 0.0, 0, 0
     reward = build(config.reward, ROOT)
-    for prompt, (answer,) in zip(prompts, answers, strict=True):
-        text = tokenizer.decode(answer.token_ids, skip_special_tokens=True)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        ids = tuple(answer.token_ids.tolist())
+        text = tokenizer.decode(ids, skip_special_tokens=True)
         cut += answer.finish == "length"
         item = ScoreItem(
             prompt=prompt.text,
             prompt_text=prompt.text,
             completion=text,
-            completion_ids=answer.token_ids,
+            completion_ids=ids,
             answer=prompt.answer,
             columns=prompt.columns,
             finish=answer.finish,

@@ -185,6 +185,13 @@ class Trajectory:
         return self.finish is Finish.LENGTH
 
     @property
+    def failure(self) -> str:
+        """Why it is no answer at all; empty: it is one."""
+        if self.finish in (Finish.STOP, Finish.LENGTH):
+            return ""
+        return self.error or f"the response was {self.finish.value}"
+
+    @property
     def mixed(self) -> bool:
         """Several versions made it."""
         return len({segment.version for segment in self.segments}) > 1

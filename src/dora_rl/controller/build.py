@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dora_rl.controller.evaluation import KeptVersions
-from dora_rl.controller.files import RunFiles
-from dora_rl.controller.inbox import FromLearner, Inbox, StepRecorder
+from dora_rl.controller.inbox import FromLearner, Inbox
 from dora_rl.controller.loop import Control
 from dora_rl.controller.ports import FleetPort, FromInstances, KeeperPort, LearnerPort, RewardPort
 from dora_rl.controller.recovery import Ranks, Recovery, Staff
 from dora_rl.controller.run import Run
+from dora_rl.controller.run_dir import RunFiles
 from dora_rl.controller.scoring import EnvRelay, ScoringPool
 from dora_rl.controller.world import Notify, World
 from dora_rl.setup.prepare import Prepared
@@ -42,11 +42,10 @@ def build_run(
     if prepared.evaluation is not None:
         kept.evaluate_on(prepared.evaluation, scoring, prepared.decode, layout.evaluator_extra())
         recovery.evaluations = kept.evaluations
-    recorder = StepRecorder(control, files, train, world, recovery, notify)
     instances = FromInstances(control, files, workers, carrier, envs, prepared.decode, notify)
     handlers = {
         "instance": instances.hear,
-        "learner": FromLearner(control, files, recorder, kept, notify).hear,
+        "learner": FromLearner(control, files, train, world, recovery, kept, notify).hear,
         "reward": scoring.hear,
         "env": envs.hear,
         "evaluator": kept.hear,
@@ -61,4 +60,4 @@ def build_run(
         files.log,
     )
     staff = Staff(config, layout, workers, ranks, scoring, envs, kept)
-    return Run(config, layout, control, files, world, inbox, staff, kept, notify)
+    return Run(config, layout, control, files, world, inbox, workers, staff, kept, notify)

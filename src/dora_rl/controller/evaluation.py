@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from dora_rl.config import EvaluationConfig, RunConfig
-from dora_rl.controller.files import RunFiles
+from dora_rl.controller.run_dir import RunFiles
 from dora_rl.controller.scoring import ScoringPool
 from dora_rl.controller.world import Carrier, Notify
 from dora_rl.data.prompts import PromptSource
@@ -29,7 +28,7 @@ from dora_rl.observe.eval_figures import (
     figures,
     has_failed,
 )
-from dora_rl.types import Finish, Prompt, RequestId, Trajectory, Version
+from dora_rl.types import Prompt, Trajectory, Version
 from dora_rl.workers.environment import row_of
 from dora_rl.workers.messages import (
     EvalPrompt,
@@ -38,9 +37,7 @@ from dora_rl.workers.messages import (
     Message,
     Rate,
     Ready,
-    Response,
     Reward,
-    ints,
 )
 from dora_rl.workers.pool import Worker, Workers
 
@@ -97,8 +94,7 @@ class Evaluations:
         self.running = self._waiting.pop(0)
         prompts = tuple(EvalPrompt(row_of(prompt), prompt.env) for prompt in self._prompts)
         self._generating, self._heard_s = True, self._workers.now()
-        asked = Evaluate(self.running, prompts, self._section.num_samples)
-        self._workers.send(NAME, asked)
+        self._workers.send(NAME, Evaluate(self.running, prompts, self._section.num_samples))
 
     def check_time(self, limit_s: float) -> None:
         """End an evaluator that generates and has said nothing for too long."""
@@ -108,17 +104,14 @@ class Evaluations:
 
     def hear(self, worker: Worker, message: Message) -> None:
         """What the evaluator says; anything shows that it is alive."""
-        del worker
         self._heard_s = self._workers.now()
         match message:
             case Ready():
                 self._ready = True
                 self._next()
-            case Evaluated(answers=answers):
+            case Evaluated(samples=samples):
                 self._generating = False
-                self._score(answers)
-            case _:
-                pass
+                self._score(samples)
 
     def lost(self, why: str = "") -> None:
         """The evaluator died: the evaluation it was at begins again, a few times."""
@@ -138,55 +131,37 @@ class Evaluations:
 
     def give_up(self) -> None:
         """No evaluator can be had: what waits for one has failed, and nothing waits any more."""
-        due = [self.running] if self.running is not None and self._generating else []
-        due += self._waiting
-        self._waiting.clear()
-        if due[:1] == [self.running]:
-            self.running = None
+        due, self._waiting = self._waiting, []
+        if self.running is not None and self._generating:
+            due, self.running = [self.running, *due], None
         self._generating = False
         for version in due:
             self._failed(version, "the evaluator cannot be started")
 
     def _failed(self, version: Version, why: str) -> None:
-        num_prompts = len(self._prompts)
-        self._done(version, failed_figures(num_prompts, self._section.num_samples, why))
+        self._done(version, failed_figures(len(self._prompts), self._section.num_samples, why))
 
-    def _score(self, answers: Sequence[Sequence[Response]]) -> None:
-        self._sheets = [Sheet(prompt) for prompt in self._prompts]
-        self._open = sum(len(responses) for responses in answers)
-        for sheet, responses in zip(self._sheets, answers, strict=True):
-            sheet.greedy_tokens = len(responses[0].token_ids)
-            sheet.sampled = [None] * (len(responses) - 1)
-            for place, response in enumerate(responses):
-                self._submit(sheet, place, response)
+    def _score(self, samples: Sequence[Trajectory]) -> None:
+        self._sheets, self._open = sheets_of(self._prompts, samples), len(samples)
+        for sample in samples:
+            self._submit(sample, self._sheets[sample.request.group], sample.request.sample)
 
-    def _submit(self, sheet: Sheet, place: int, response: Response) -> None:
+    def _submit(self, sample: Trajectory, sheet: Sheet, place: int) -> None:
         """Score an answer, unless it failed or its environment did. Place 0 is the greedy one."""
 
         def answer(reward: Reward) -> None:
-            if reward.total is None:
-                sheet.failures.append(reward.error or "it has no reward")
-            elif place:
-                sheet.sampled[place - 1] = reward.total
-            else:
-                sheet.greedy = reward.total
+            write_down(sheet, place, reward)
             self._open -= 1
             if not self._open:
                 self._finish()
 
-        if response.failure:
-            answer(Reward(error=response.failure))
-        elif response.reward is not None or not self._scoring.names:
-            answer(Reward(response.reward, NO_REWARD))
+        if sample.failure:
+            answer(Reward(error=sample.failure))
+        elif sample.reward is not None or not self._scoring.names:
+            answer(Reward(sample.reward, NO_REWARD))
         else:
-            self._scoring.submit(sheet.prompt, self._as_sample(response), answer)
-
-    def _as_sample(self, response: Response) -> Trajectory:
-        ids = ints(response.token_ids)
-        return Trajectory(
-            RequestId(0, 0), 0, ids, np.zeros(len(ids), np.float32), np.ones(len(ids), np.uint8),
-            finish=Finish(response.finish), text=self._decode(response.token_ids),
-        )  # fmt: skip
+            text = self._decode(sample.token_ids.tolist())
+            self._scoring.submit(sheet.prompt, replace(sample, text=text), answer)
 
     def _finish(self) -> None:
         version, self.running = self.running, None
@@ -200,6 +175,24 @@ class Evaluations:
             tail = self._tail.choose(version, self._sheets)
             found = figures(self._sheets, tail, self._section)
         return found
+
+
+def sheets_of(prompts: Sequence[Prompt], samples: Sequence[Trajectory]) -> list[Sheet]:
+    """A sheet for each prompt, still without scores. Sample 0 is the greedy one."""
+    each = len(samples) // len(prompts)
+    return [
+        Sheet(prompt, greedy_tokens=len(greedy.token_ids), sampled=[None] * (each - 1))
+        for prompt, greedy in zip(prompts, samples[::each], strict=True)
+    ]
+
+
+def write_down(sheet: Sheet, place: int, reward: Reward) -> None:
+    if reward.total is None:
+        sheet.failures.append(reward.error or "it has no reward")
+    elif place:
+        sheet.sampled[place - 1] = reward.total
+    else:
+        sheet.greedy = reward.total
 
 
 def due(newest: Version, every_steps: int, last: Version) -> list[Version]:
@@ -237,23 +230,21 @@ class KeptVersions:
             self._workers, scoring, prompts, section, tail, decode, self.evaluated, extra
         )
 
-    def due(self, newest: Version) -> list[Version]:
-        """Versions up to `newest` that the configuration wants evaluated."""
-        every, last = self._config.evaluation.every_steps, self._files.params.num_steps
-        return due(newest, every, last) if self.evaluations is not None else []
-
     def missing(self, newest: Version) -> list[Version]:
-        """Due, not done or failed, and still possible: a crash came between."""
+        """Wanted by the configuration, not done or failed, and still possible: a crash came
+        between."""
         done, there = self._files.records.totals.evaluations, self._files.versions.disk.versions()
+        every, last = self._config.evaluation.every_steps, self._files.params.num_steps
         return [
             version
-            for version in self.due(newest)
+            for version in (due(newest, every, last) if self.evaluations is not None else ())
             if version in there and (version not in done or has_failed(done[version]))
         ]
 
     def ask(self, version: Version) -> None:
-        assert self.evaluations is not None
-        self.evaluations.ask(version)
+        """An evaluation, if it is wanted and missing. The evaluator reads it from the disk."""
+        if version in self.missing(version) and self.evaluations is not None:
+            self.evaluations.ask(version)
 
     def hear(self, worker: Worker, message: Message) -> None:
         """What the evaluator says."""
@@ -266,7 +257,7 @@ class KeptVersions:
         score = figures.get(self._config.checkpoint.best_metric.removeprefix("eval/"))
         if isinstance(score, int | float) and version:
             self._workers.send("learner", Rate(version - 1, score))
-        self._notify.step({"version": version, **{f"eval/{k}": v for k, v in figures.items()}})
+        self._notify.on_step({"version": version, **{f"eval/{k}": v for k, v in figures.items()}})
         self.retire_unpinned()
 
     def best(self) -> set[Version]:

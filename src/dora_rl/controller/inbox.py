@@ -19,10 +19,10 @@ from dataclasses import replace
 from typing import TypeAlias
 
 from dora_rl.controller.evaluation import KeptVersions
-from dora_rl.controller.files import RunFiles
 from dora_rl.controller.loop import Control
 from dora_rl.controller.records import TrainedSample
 from dora_rl.controller.recovery import Recovery
+from dora_rl.controller.run_dir import RunFiles
 from dora_rl.controller.world import Notify, Service, World
 from dora_rl.core import events as ev
 from dora_rl.core.state import Phase
@@ -65,20 +65,16 @@ class Inbox:
         if service is not None:
             self._serve(service, worker, message)
             return
+        if not isinstance(message, msg.Fault | msg.Fatal | None):
+            self._recovery.joined(worker)
         match message:
             case None:
                 self._recovery.lost(worker)
-                return
             case msg.Fault(reason):
                 worker.last_words = reason
-                return
             case msg.Fatal(reason):
                 worker.last_words = reason
                 self._recovery.fatal(worker, message)
-                return
-            case _:
-                self._recovery.joined(worker)
-        match message:
             case msg.Note(line):
                 self._notify(line)
             case msg.Usage(busy_s, cpu_s):
@@ -100,8 +96,8 @@ class Inbox:
                 service.hear(worker, message)
 
 
-class StepRecorder:
-    """Writes what a step trained on, before the log says that it is committed."""
+class FromLearner:
+    """The handler of the role `learner`."""
 
     def __init__(
         self,
@@ -110,49 +106,11 @@ class StepRecorder:
         train: PromptSource,
         world: World,
         recovery: Recovery,
-        notify: Notify,
-    ) -> None:
-        self._control, self._files, self._train = control, files, train
-        self._world, self._recovery, self._notify = world, recovery, notify
-
-    def record(self, step: StepIndex, metrics: dict[str, float]) -> str:
-        """Returns the digest of the step's line of metrics.jsonl."""
-        state, files = self._control.state, self._files
-        if step != state.committed:
-            return ""
-        self._world.step_closed(step)
-        trained: list[TrainedSample] = []
-        samples = tokens = 0  # of these groups altogether
-        for gid in state.batches[step].groups:
-            group = state.groups[gid]
-            scored = tuple(r.id.sample for r in group.requests if r.phase is Phase.SCORED)
-            prompt, whole = self._train.prompt(group.prompt), files.records.has_rollouts
-            trained.extend(files.samples.trained(gid, scored, prompt, tokens=whole))
-            samples += len(group.requests)
-            tokens += files.samples.num_tokens(gid)
-        failed = (samples - len(trained), tokens - sum(s.num_tokens for s in trained))
-        line = files.records.step(step, metrics, trained, files.dropped, failed)
-        files.dropped.clear()
-        self._recovery.committed()
-        self._notify.step(dict(line))
-        if skipped := line.get("update/skipped_non_finite"):
-            self._notify(f"step {step}: {skipped:.0f} updates skipped, loss or gradient not finite")
-        return text_digest(json.dumps(line))
-
-
-class FromLearner:
-    """The handler of the role `learner`."""
-
-    def __init__(
-        self,
-        control: Control,
-        files: RunFiles,
-        recorder: StepRecorder,
         kept: KeptVersions,
         notify: Notify,
     ) -> None:
-        self._control, self._files, self._recorder = control, files, recorder
-        self._kept, self._notify = kept, notify
+        self._control, self._files, self._train, self._world = control, files, train, world
+        self._recovery, self._kept, self._notify = recovery, kept, notify
 
     def hear(self, worker: Worker, message: msg.Message) -> None:
         match message:
@@ -174,19 +132,16 @@ class FromLearner:
             case ev.LearnerJoined(version=version):
                 self._joined(version)
             case ev.VersionDurable(version=version) if is_running:
-                if version in self._kept.missing(version):  # the evaluator reads it from the disk
-                    self._kept.ask(version)
+                self._kept.ask(version)
             case ev.Recomputed(is_same=False) if is_running:
                 self._mismatched(event)
-            case _:
-                pass
         self._control.handle(event)
 
     def _committed(self, worker: Worker, message: msg.Committed) -> None:
         usage = message.usage
         self._files.records.usage("learner", worker.incarnation, usage.busy_s, usage.cpu_s)
         if self._control.stop is None:
-            digest = self._recorder.record(message.event.step, message.metrics)
+            digest = self._record(message.event.step, message.metrics)
             self._control.handle(replace(message.event, metrics=digest))
 
     def _joined(self, version: Version) -> None:
@@ -195,15 +150,16 @@ class FromLearner:
             # Sealed before a crash, logged only now. The learner left its figures on disk.
             left = list(read_lines(self._files.run_dir / "learner.json"))
             metrics = left[0]["metrics"] if left and left[0]["step"] == step else {}
-            self._recorder.record(step, metrics)
-        if version in self._kept.missing(version):  # on disk only now
-            self._kept.ask(version)
+            self._record(step, metrics)
+        self._kept.ask(version)  # it is on disk only now
 
     def _lost_alive(self, version: Version) -> None:
         """Somebody has taken the shared memory, or the disk, away under the run."""
         newest, durable = self._control.state.committed, self._control.state.durable
-        text = f"version {newest} is gone from shared memory and was not on disk yet; "
-        text += f"--resume goes back to version {version}"
+        text = (
+            f"version {newest} is gone from shared memory and was not on disk yet; "
+            f"--resume goes back to version {version}"
+        )
         if version < durable:
             text = f"version {durable} is gone from {self._files.versions.disk.root}; restore it"
         self._control.handle(ev.StopRequested(text))
@@ -218,3 +174,28 @@ class FromLearner:
                 f"version {event.version} gives: log-probs {event.gap_mean:.2g} apart on "
                 f"average, {event.gap_max:.2g} at most ({totals.samples_mismatched} so far)"
             )
+
+    def _record(self, step: StepIndex, metrics: dict[str, float]) -> str:
+        """Write what a step trained on, before the log says that it is committed. Returns the
+        digest of its line of metrics.jsonl."""
+        state, files = self._control.state, self._files
+        if step != state.committed:
+            return ""
+        self._world.step_closed(step)
+        trained: list[TrainedSample] = []
+        samples = tokens = 0  # of these groups altogether
+        for gid in state.batches[step].groups:
+            group = state.groups[gid]
+            scored = tuple(r.id.sample for r in group.requests if r.phase is Phase.SCORED)
+            prompt, whole = self._train.prompt(group.prompt), files.records.has_rollouts
+            trained.extend(files.samples.trained(gid, scored, prompt, tokens=whole))
+            samples += len(group.requests)
+            tokens += files.samples.num_tokens(gid)
+        failed = (samples - len(trained), tokens - sum(s.num_tokens for s in trained))
+        line = files.records.step(step, metrics, trained, files.dropped, failed)
+        files.dropped.clear()
+        self._recovery.committed()
+        self._notify.on_step(dict(line))
+        if skipped := line.get("update/skipped_non_finite"):
+            self._notify(f"step {step}: {skipped:.0f} updates skipped, loss or gradient not finite")
+        return text_digest(json.dumps(line))

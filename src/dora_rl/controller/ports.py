@@ -7,7 +7,7 @@ Told                  mends a version that cannot be read   the event
 Finished              row into the table                    SampleFinished
 TurnEnded             asks an environment worker            -
 Exported              tells the destination to import       -
-Imported              tells the source to forget            Moved
+Imported              tells the source to forget            Moved / MoveFailed
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from dora_rl.controller.evaluation import KeptVersions
-from dora_rl.controller.files import RunFiles
+from dora_rl.controller.evaluation import NO_REWARD, KeptVersions
 from dora_rl.controller.loop import Control
 from dora_rl.controller.recovery import Ranks
+from dora_rl.controller.run_dir import RunFiles
 from dora_rl.controller.scoring import EnvRelay, ScoringPool
 from dora_rl.controller.world import Carrier, Notify, World
 from dora_rl.core import actions as act
@@ -56,11 +56,11 @@ class FleetPort:
             case act.Dispatch():
                 self._workers.send(action.instance, self._dispatched(action))
             case act.Move():
-                self._workers.send(action.src, msg.Order(action))
+                self._workers.send(action.src, action)
             case _:
                 if isinstance(action, act.Load):
                     self._carrier.load(action)
-                self._workers.send(action.instance, msg.Order(action))
+                self._workers.send(action.instance, action)
 
     def _dispatched(self, action: act.Dispatch) -> msg.Dispatched:
         """With what journals have of its samples, of which the core and the records hear."""
@@ -116,13 +116,8 @@ class FromInstances:
                 self._envs.turn_ended(worker.name, message)
             case msg.Exported():
                 self._exported(worker.name, message)
-            case msg.Imported(export):
-                self._imported(worker, export)
-            case msg.ImportFailed(export, reason):
-                self._workers.send(export.src, msg.MoveEnded(export.request, done=False))
-                who = (export.request, export.epoch, export.src, worker.name)
-                failed = ev.MoveFailed(*who, True, reason, attempt=export.attempt)
-                self._control.handle(failed)
+            case msg.Imported(export, error):
+                self._imported(worker, export, error)
             case _:
                 raise AssertionError(f"an instance does not say {message!r}")
 
@@ -150,17 +145,20 @@ class FromInstances:
         request = current(self._control.state, export.request, export.epoch)
         if request is not None and request.dest == export.dst:
             taken = replace(self._carrier.exported(export, src), src=src)
-            self._workers.send(export.dst, msg.Import(taken))
+            self._workers.send(export.dst, taken)
         else:
             self._carrier.given_up(export)  # by the core
 
-    def _imported(self, worker: Worker, export: msg.Exported) -> None:
-        self._workers.send(export.src, msg.MoveEnded(export.request, done=True))
+    def _imported(self, worker: Worker, export: msg.Exported, error: str) -> None:
+        self._workers.send(export.src, msg.MoveEnded(export.request, done=not error))
+        who = (export.request, export.epoch, export.src, worker.name)
+        if error:
+            self._control.handle(ev.MoveFailed(*who, True, error, attempt=export.attempt))
+            return
         if self._control.stop is None:  # what comes after the stop is not in the log either
             totals = self._files.records.totals
             totals.migrations += 1
             totals.kv_bytes_moved += export.num_bytes
-        who = (export.request, export.epoch, export.src, worker.name)
         sizes, incarnation = (export.num_bytes, export.num_tokens), worker.incarnation
         self._control.handle(
             ev.Moved(*who, *sizes, attempt=export.attempt, incarnation=incarnation)
@@ -195,8 +193,8 @@ class LearnerPort:
             case act.Feed():
                 self._files.records.work_begins()
                 state = self._control.state
-                batch, group = state.batches[action.step], state.groups[action.group]
-                prompt = self._train.prompt(group.prompt)
+                batch = state.batches[action.step]
+                prompt = self._train.prompt(state.groups[action.group].prompt)
                 fed = self._files.samples.feed(action, prompt.token_ids)
                 self._send(replace(fed, batch_groups=batch.size, updates=batch.updates))
             case act.CloseStep():
@@ -238,32 +236,22 @@ class RewardPort:
             if reward.total is None or not abs(reward.total) <= REWARD_MAX:
                 if scoring(control.state, rid, attempt) is not None:
                     why = reward.error or f"the reward is {reward.total}"
-                    self._failed(rid, attempt, why)
+                    self._notify(*self._pool.failures.add(why))
+                    control.handle(ev.ScoreFailed(rid, attempt, why))
                 return
             if unscored(control.state, rid) is None:
                 return  # too late: scored by another answer, or ended
             samples.reward(rid, reward.total, reward.parts)
             control.handle(ev.Scored(rid, attempt, reward.total))
 
-        if not self._pool.names:
-            self._without_functions(action, sample.finish)
-            return
-        prompt, where = self._train.prompt(action.prompt), samples.where_to_read(rid)
-        self._pool.submit(prompt, sample, answer, where)
-
-    def _failed(self, rid: RequestId, attempt: int, why: str) -> None:
-        self._notify(*self._pool.failures.add(why))
-        self._control.handle(ev.ScoreFailed(rid, attempt, why))
-
-    def _without_functions(self, action: act.Score, finish: Finish) -> None:
-        """Only environments give rewards, and this one did not."""
-        rid = action.request
-        if finish is Finish.LENGTH:  # it was cut off before it came to that
-            self._files.samples.reward(rid, 0.0)
-            self._control.later(ev.Scored(rid, action.attempt, 0.0))
-            return
-        why = "its environment gave no reward, and reward.functions is empty"
-        self._control.later(ev.ScoreFailed(rid, action.attempt, why))
+        if self._pool.names:
+            prompt, where = self._train.prompt(action.prompt), samples.where_to_read(rid)
+            self._pool.submit(prompt, sample, answer, where)
+        elif sample.finish is Finish.LENGTH:  # it was cut off before its environment gave one
+            samples.reward(rid, 0.0)
+            control.later(ev.Scored(rid, attempt, 0.0))
+        else:
+            control.later(ev.ScoreFailed(rid, attempt, NO_REWARD))
 
 
 class KeeperPort:
@@ -291,18 +279,13 @@ class KeeperPort:
             case act.RetireVersion():
                 self._kept.retire(action.version)
             case act.Stop():
-                self._control.stop = replace(action, reason=action.reason + self._why_failed())
-            case _:
-                pass
+                # Too many failed groups stop a run right after the last of them.
+                last = self._last
+                if isinstance(last, act.EndGroup) and last.end is act.End.FAILED:
+                    why = f"{action.reason}; the last group failed: {last.reason}"
+                    action = replace(action, reason=why)
+                self._control.stop = action
         self._last = action
-
-    def _why_failed(self) -> str:
-        """Too many failed groups stop a run right after the last of them, which has the reason."""
-        match self._last:
-            case act.EndGroup(end=act.End.FAILED, reason=reason):
-                return f"; the last group failed: {reason}"
-            case _:
-                return ""
 
     def _ended(self, action: act.EndGroup) -> None:
         files = self._files

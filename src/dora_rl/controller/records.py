@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import resource
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -120,15 +120,18 @@ class Totals:
         self.updates_skipped += int(line.get("update/skipped_non_finite", 0))
 
 
-def by_environment(samples: Sequence[TrainedSample]) -> dict[str, float]:
-    """Turns of the policy, and the mean reward of each of several environments."""
+def means_by_label(samples: Sequence[TrainedSample]) -> dict[str, float]:
+    """What each reward function gave, over the samples it scored; the reward of each of several
+    environments; turns of the policy, where there are any beside the first."""
+    given: defaultdict[str, list[float]] = defaultdict(list)
+    for sample in samples:
+        for label, score in sample.parts.items():
+            given[f"rewards/{label}/mean"].append(score)
+        if sample.env:
+            given[f"env/{sample.env}/reward"].append(sample.reward)
     turns = [sum(mask for _, _, mask in sample.turns) for sample in samples]
-    labels = sorted({sample.env for sample in samples} - {""})
     found = {"turns/mean": float(np.mean(turns)), "turns/max": max(turns)} if max(turns) > 1 else {}
-    for label in labels:
-        rewards = [sample.reward for sample in samples if sample.env == label]
-        found[f"env/{label}/reward"] = float(np.mean(rewards))
-    return found
+    return found | {name: float(np.mean(values)) for name, values in given.items()}
 
 
 KEEP_S = 1.0
@@ -186,14 +189,12 @@ class Records:
             self._recall(metrics)
         self._metrics = metrics.open("a")
         self._rollouts = samples.open("a") if rollouts else None
-        self.began = time.monotonic()
-        self.step_began = self.began
+        self.began = self.step_began = self._kept_at = time.monotonic()
         self.training_began: float | None = None
         self._is_training = False  # a step is open
-        self._kept_at = self.began
         self._cpu_s = cpu_time_s()
-        self._lives: dict[str, int] = {}
-        self._base: dict[str, tuple[float, float]] = {}
+        # Of each worker its incarnation, and what it had used before.
+        self._lives: dict[str, tuple[int, float, float]] = {}
         self.keep()
 
     def _recall(self, metrics: Path) -> None:
@@ -228,8 +229,6 @@ class Records:
                     totals.kv_bytes_moved += num_bytes
                 case ev.Recomputed() as event:
                     totals.samples_mismatched += not event.is_same
-                case _:
-                    pass
 
     @property
     def has_rollouts(self) -> bool:
@@ -239,10 +238,6 @@ class Records:
     @property
     def wall_s(self) -> float:
         return self.totals.wall_s + time.monotonic() - self.began
-
-    @property
-    def training_s(self) -> float:
-        return self.totals.steps_s + self.totals.cut_s
 
     def work_begins(self) -> None:
         """A request or a group is given out. With the first one the start-up is over."""
@@ -281,7 +276,6 @@ class Records:
             "num_samples": len(samples),
             "reward/mean": float(np.mean(rewards)),
             "reward/std": float(np.std(rewards)),
-            **_parts_means(samples),
             "staleness/mean": sum(stale) / len(stale),
             "staleness/max": max(stale),
             "mixed_version_frac": sum(s.segments > 1 for s in samples) / len(samples),
@@ -289,7 +283,7 @@ class Records:
             "response_length/median": float(np.median(lengths)),
             "response_length/p99": float(np.percentile(lengths, 99)),
             "response_length/max": int(lengths.max()),
-            **by_environment(samples),
+            **means_by_label(samples),
             "time/step": took,
             "perf/tokens_per_s": tokens_per_s(*zip(*self._recent, strict=True)) or 0.0,
             **{f"dropped/{name}": count for name, count in dropped.items()},
@@ -299,16 +293,13 @@ class Records:
                 else {}
             ),
         }
-        for sample in samples if self._rollouts is not None else ():
-            self._rollout(step, sample)
+        if self._rollouts is not None:
+            for sample in samples:
+                record = {name: getattr(sample, name) for name in TrainedSample.__slots__}
+                self._rollouts.write(json.dumps({"step": step, **record}) + "\n")
         self._write(line)
         self.keep()
         return line
-
-    def _rollout(self, step: StepIndex, sample: TrainedSample) -> None:
-        assert self._rollouts is not None
-        record = {name: getattr(sample, name) for name in TrainedSample.__slots__}
-        self._rollouts.write(json.dumps({"step": step, **record}) + "\n")
 
     def evaluation(self, version: Version, figures: Figures) -> None:
         self._write({"version": version, **{f"eval/{k}": v for k, v in figures.items()}})
@@ -329,13 +320,10 @@ class Records:
 
     def usage(self, name: str, life: int, busy_s: float, cpu_s: float) -> None:
         """What a worker has used since it was started; a new life begins at zero."""
-        totals = self.totals
-        if self._lives.get(name) != life:
-            self._lives[name] = life
-            self._base[name] = (totals.busy_s.get(name, 0.0), totals.cpu_s.get(name, 0.0))
-        busy_before, cpu_before = self._base[name]
-        totals.busy_s[name] = busy_before + busy_s
-        totals.cpu_s[name] = cpu_before + cpu_s
+        busy, cpu, known = self.totals.busy_s, self.totals.cpu_s, self._lives.get(name)
+        if known is None or known[0] != life:
+            known = self._lives[name] = (life, busy.get(name, 0.0), cpu.get(name, 0.0))
+        busy[name], cpu[name] = known[1] + busy_s, known[2] + cpu_s
 
     def tick(self, *, is_training: bool) -> None:
         """Time passes. `is_training` false: all steps are done, and evaluations go on."""
@@ -346,7 +334,7 @@ class Records:
     def keep(self) -> None:
         now = self._kept_at = time.monotonic()
         body = {name: getattr(self.totals, name) for name in KEPT.split()}
-        body["wall_s"] = self.totals.wall_s + now - self.began
+        body["wall_s"] = self.wall_s
         if self._log is not None:
             open_s = now - self.step_began if self._is_training else None
             body["log"] = {"number": self._log.number, "now": now, "open_s": open_s}
@@ -364,22 +352,22 @@ class Records:
     ) -> dict[str, Any]:
         """The figures of the whole run; written to summary.json. `idle`: of its GPU, if any;
         `num_cores` 0: its processes are not all on this machine."""
-        totals, wall = self.totals, self.wall_s
+        totals, training_s = self.totals, self.totals.steps_s + self.totals.cut_s
         evaluations = [totals.evaluations[v] for v in sorted(totals.evaluations)]
         figures = {
             "mode": mode,
             "steps": steps,
             "stopped": reason,
             "num_resumes": totals.num_resumes,
-            "wall_s": wall,
+            "wall_s": self.wall_s,
             "startup_s": totals.startup_s,
-            "training_s": self.training_s,
+            "training_s": training_s,
             "tokens_trained": totals.tokens_trained,
             "tokens_generated": totals.tokens_generated,
             "updates_applied": totals.updates_applied,
             "updates_without_gradient": totals.updates_without_gradient,
             "updates_skipped": totals.updates_skipped,
-            "tokens_per_s": tokens_per_s([totals.tokens_trained], [self.training_s]),
+            "tokens_per_s": tokens_per_s([totals.tokens_trained], [training_s]),
             "reward_first": totals.rewards[0] if totals.rewards else None,
             "reward_last": totals.rewards[-1] if totals.rewards else None,
             "eval_first": evaluations[0] if evaluations else None,
@@ -394,8 +382,8 @@ class Records:
             "samples_mismatched": totals.samples_mismatched,
             "device_idle_ratio": idle,
             "cpu_unused_ratio": self._cpu_unused(num_cores),
-            "rollout_idle_ratio": idle_ratio(rollout_busy_s(totals.busy_s), self.training_s),
-            "trainer_idle_ratio": idle_ratio(trainer_busy_s(totals.busy_s), self.training_s),
+            "rollout_idle_ratio": idle_ratio(rollout_busy_s(totals.busy_s), training_s),
+            "trainer_idle_ratio": idle_ratio(trainer_busy_s(totals.busy_s), training_s),
             "migrations": totals.migrations,
             "kv_bytes_moved": totals.kv_bytes_moved,
             "num_user_errors": totals.num_user_errors,
@@ -446,15 +434,6 @@ def cpu_time_s() -> float:
     return sum(one.ru_utime + one.ru_stime for one in used)
 
 
-def _parts_means(samples: Sequence[TrainedSample]) -> dict[str, float]:
-    """`rewards/LABEL/mean` of every reward function, over the samples it scored."""
-    given: dict[str, list[float]] = {}
-    for sample in samples:
-        for label, score in sample.parts.items():
-            given.setdefault(label, []).append(score)
-    return {f"rewards/{label}/mean": float(np.mean(scores)) for label, scores in given.items()}
-
-
 def open_records(
     config: RunConfig,
     committed: int | None,
@@ -464,10 +443,8 @@ def open_records(
 ) -> Records:
     """The records of a run, with the sinks it asks for; `tell` gets a line when one fails."""
     logging, run_dir = config.logging, Path(config.runtime.run_dir)
-    sinks: Sinks | None = None
-    if logging.sinks:
-        facts = RunFacts(run_dir, config.model_dump(mode="json"), committed or 0)
-        sinks = Sinks(logging.sinks, facts, tell)
+    facts = RunFacts(run_dir, config.model_dump(mode="json"), committed or 0)
+    sinks = Sinks(logging.sinks, facts, tell)
     rollouts = logging.rollouts and config.runtime.world != "ray"  # there the storage shards do it
     return Records(
         run_dir, rollouts=rollouts, committed=committed, sinks=sinks, log=log, written=written

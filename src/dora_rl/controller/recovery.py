@@ -97,8 +97,6 @@ class Recovery:
                 self._lose_instance(worker)
                 if self._control.stop is None:
                     self._workers.restart(name)
-            case _:
-                pass
 
     def _give_up(self, worker: Worker) -> None:
         name, why = worker.name, self._why(worker)
@@ -136,12 +134,11 @@ class Recovery:
 
     def _dispensable(self, worker: Worker) -> bool:
         """An instance of a run that works, and others go on working."""
-        others = [
-            other
+        works = any(
+            other.role == "instance" and other.joined and other.process.poll() is None
             for other in self._workers.workers.values()
-            if other.role == "instance" and other is not worker
-        ]
-        works = any(other.joined and other.process.poll() is None for other in others)
+            if other is not worker
+        )
         return worker.role == "instance" and self._has_committed and works
 
     def _replace_learner(self, worker: Worker) -> None:
@@ -207,40 +204,25 @@ class Staff:
         """Whether an evaluation is still to come."""
         return self._kept.evaluations is not None and not self._kept.evaluations.idle
 
-    def end(self, grace_s: float) -> None:
-        self._workers.end(grace_s)
-
-    def kill_all(self) -> None:
-        self._workers.kill_all()
-
 
 class Ranks:
     """One worker each, named as the layout says."""
 
     def __init__(self, workers: Workers, layout: Layout, run_dir: Path) -> None:
-        self._workers, self._layout, self._run_dir = workers, layout, run_dir
+        self._workers, self._layout, self._folder = workers, layout, run_dir / "meeting"
+        self.names = layout.learners
 
     def start(self) -> None:
         """All ranks begin together; one that is still there ends first."""
-        rendezvous = prepare_rendezvous(self._run_dir)
-        names = self._layout.learners
-        for name in names:
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.mkdir(parents=True, mode=0o700)
+        # Where they find themselves together: a file that no ranks before have used.
+        rendezvous = self._folder / secrets.token_hex(8)
+        for name in self.names:
             if name in self._workers.workers:
                 self._workers.kill(name)
-        for name in names:
+        for name in self.names:
             self._workers.start("learner", name, self._layout.learner_extra(name, rendezvous))
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return self._layout.learners
-
-
-def prepare_rendezvous(run_dir: Path) -> Path:
-    """A file that no group of ranks has used, where the next one finds itself together."""
-    folder = run_dir / "meeting"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True, mode=0o700)
-    return folder / secrets.token_hex(8)
 
 
 class GpuUse:

@@ -18,17 +18,17 @@ from typing import Any
 
 from dora_rl.config import RunConfig
 from dora_rl.controller.evaluation import KeptVersions
-from dora_rl.controller.files import RunFiles
 from dora_rl.controller.inbox import Inbox
 from dora_rl.controller.loop import Control
 from dora_rl.controller.recovery import GpuUse, Staff
-from dora_rl.controller.run_dir import config_digest, write_config
+from dora_rl.controller.run_dir import RunFiles, config_digest, write_config
 from dora_rl.controller.watchdog import Garbage, Watchdog
 from dora_rl.controller.world import Notify, World
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
 from dora_rl.setup.layout import Layout
 from dora_rl.workers.last_words import DISK_ERRORS
+from dora_rl.workers.pool import Workers
 
 TICK_S = 0.5
 
@@ -44,12 +44,13 @@ class Run:
         files: RunFiles,
         world: World,
         inbox: Inbox,
+        workers: Workers,
         staff: Staff,
         kept: KeptVersions,
         notify: Notify,
     ) -> None:
         self._config, self._layout, self._control, self._files = config, layout, control, files
-        self._world, self._inbox, self._staff = world, inbox, staff
+        self._world, self._inbox, self._workers, self._staff = world, inbox, workers, staff
         self._kept, self.notify, self.state = kept, notify, control.state
         self._watchdog = Watchdog(files.run_dir / "watchdog.jsonl", config.runtime.watchdog_s)
         self._garbage = Garbage()
@@ -105,21 +106,21 @@ class Run:
         ticked = 0.0
         while self._control.stop is None or not self._is_settled():
             if interrupted():
-                return self._interrupt()
+                self._interrupt()
+                break
             self._inbox.read_next(TICK_S)
             now = time.monotonic()
             if now - ticked >= TICK_S:
                 ticked = now
                 self._tick()
+        assert self._control.stop is not None
         return self._control.stop
 
-    def _interrupt(self) -> act.Stop:
+    def _interrupt(self) -> None:
         if self._control.stop is None:
             self._control.handle(ev.StopRequested("interrupted"))
         else:
             self._control.stop = act.Stop("interrupted before the last evaluation", done=False)
-        assert self._control.stop is not None
-        return self._control.stop
 
     def _tick(self) -> None:
         if not self._files.lock.is_there():
@@ -141,31 +142,28 @@ class Run:
 
     def kill_all(self) -> None:
         """The second signal: nobody is asked."""
-        self._staff.kill_all()
+        self._workers.kill_all()
 
     def close(self) -> dict[str, Any]:
         """End the workers and write the summary. What the disk has no room for is left out."""
-        try:
-            return self._close()
-        finally:
-            self._world.close()
-
-    def _close(self) -> dict[str, Any]:
         files, stop = self._files, self._control.stop
-        if stop is None or not stop.done:
-            files.records.cut_short()
-        self._staff.end(self._config.runtime.grace_s)
         summary: dict[str, Any] = {}
         try:
-            summary = self._summary(stop.reason if stop is not None else "cut off")
-            files.close()
-        except DISK_ERRORS as error:
-            if not files.may_be_unwritten(error):
-                raise
-        shutil.rmtree(self._layout.transfer_root, ignore_errors=True)
-        files.versions.release()
-        files.lock.release()
-        self._garbage.end()
+            if stop is None or not stop.done:
+                files.records.cut_short()
+            self._workers.end(self._config.runtime.grace_s)
+            try:
+                summary = self._summary(stop.reason if stop is not None else "cut off")
+                files.close()
+            except DISK_ERRORS as error:
+                if not files.may_be_unwritten(error):
+                    raise
+            shutil.rmtree(self._layout.transfer_root, ignore_errors=True)
+            files.versions.release()
+            files.lock.release()
+            self._garbage.end()
+        finally:
+            self._world.close()
         return summary
 
     def _summary(self, reason: str) -> dict[str, Any]:

@@ -1,8 +1,12 @@
-"""The directory of a run: which may be begun or resumed, by whom, and with what configuration.
+"""The directory of a run: which may be begun or resumed, by whom, with what configuration; and what
+is in it, opened for a new run or taken up again by a resumed one.
 
 One controller has a run directory. The lock lives as long as any process that inherited it, so a
 resumed run begins only when the last worker of the one before is gone. Every key of the
 configuration has a rule for a resume (`config.on_resume`); the data are told by a fingerprint.
+
+Invariant: whatever must survive a crash (a sample's row, a step's records) is written before the
+log entry that relies on it, and what is written without that entry is recognised on resume.
 """
 
 from __future__ import annotations
@@ -11,16 +15,28 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from dora_rl.config import RunConfig
 from dora_rl.config.on_resume import check_changes
+from dora_rl.controller.records import open_records
+from dora_rl.controller.world import Notify
+from dora_rl.core.state import State
+from dora_rl.core.step import initial
 from dora_rl.data.prompts import PromptSource
+from dora_rl.io.system_errors import system_line
+from dora_rl.observe.eventlog import FileLog
+from dora_rl.setup.settings import core_params
+from dora_rl.store.journals import Journals
+from dora_rl.store.samples import Samples
 from dora_rl.store.trajectories import text_digest
-from dora_rl.types import UserError
+from dora_rl.types import GroupId, UserError, Version
+from dora_rl.weights.versions import Versions
+from dora_rl.workers.last_words import DISK_ERRORS, UserErrors, full_line, is_full
 
 WAIT_S = 10.0
 POLL_S = 0.05
@@ -76,18 +92,22 @@ def learner_ended(run_dir: Path, wait_s: float = WAIT_S) -> Iterator[None]:
 
 def check_run_dir(run_dir: Path, *, resume: bool) -> None:
     """A run is begun in a directory without one and resumed in a directory with one."""
-    used = _holds_run(run_dir)
-    if resume and not used:
-        raise UserError(f"{run_dir} holds no run to resume; leave --resume out to begin one")
-    if used and not resume:
-        raise UserError(
-            f"{run_dir} already holds a run; add --resume, or set runtime.run_dir=DIRECTORY"
-        )
-    if not used and (found := _foreign(run_dir)):
-        raise UserError(
+    used, found = _holds_run(run_dir), _foreign(run_dir)
+    problems = (
+        (resume and not used, f"{run_dir} holds no run to resume; leave --resume out to begin one"),
+        (
+            used and not resume,
+            f"{run_dir} already holds a run; add --resume, or set runtime.run_dir=DIRECTORY",
+        ),
+        (
+            found and not used,
             f"runtime.run_dir: {run_dir} is not empty and not of a run (it has {found}); "
-            "give a new or empty directory"
-        )
+            "give a new or empty directory",
+        ),
+    )
+    for is_there, problem in problems:
+        if is_there:
+            raise UserError(problem)
 
 
 def check_not_moved(config_file: Path, run_dir: Path) -> None:
@@ -109,17 +129,18 @@ def _holds_run(run_dir: Path) -> bool:
 def _foreign(run_dir: Path) -> str:
     """A name in a directory that is not ours; empty: it is, or has nothing but logs (of the shell
     that starts us). `data.json` is the first that a run writes."""
-    if not run_dir.is_dir() or (run_dir / "events").is_dir() or _is_ours(run_dir / "data.json"):
+    if not run_dir.is_dir() or (run_dir / "events").is_dir() or _fingerprint(run_dir / "data.json"):
         return ""
     names = sorted(path.name for path in run_dir.iterdir() if path.suffix != ".log")
     return next((name for name in names if name not in AS_GOOD_AS_EMPTY), "")
 
 
-def _is_ours(path: Path) -> bool:
+def _fingerprint(path: Path) -> str | None:
+    """Of the data that a run began with; None: the file does not say it."""
     try:
-        return "fingerprint" in json.loads(path.read_text())
-    except (OSError, ValueError):
-        return False
+        return json.loads(path.read_text())["fingerprint"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def make_run_dir(run_dir: Path) -> None:
@@ -152,10 +173,9 @@ def check_same_data(train: PromptSource, run_dir: Path) -> None:
     if not path.is_file():
         path.write_text(json.dumps({"fingerprint": found}) + "\n")
         return
-    try:
-        begun_with = json.loads(path.read_text())["fingerprint"]
-    except (ValueError, KeyError, TypeError):
-        raise UserError(f"{path} is damaged; restore it, or begin a new run") from None
+    begun_with = _fingerprint(path)
+    if begun_with is None:
+        raise UserError(f"{path} is damaged; restore it, or begin a new run")
     if begun_with != found:
         raise UserError(
             f"the training data is not what {run_dir} began with; restore it, or begin a new run"
@@ -175,3 +195,82 @@ def write_config(config: RunConfig, run_dir: Path) -> None:
     temporary = run_dir / "config.json.tmp"
     temporary.write_text(_config_text(config))
     temporary.replace(run_dir / "config.json")
+
+
+class RunFiles:
+    """The files of one run directory, whose lock is held. `state` is that of the log's end."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        weights_root: Path,
+        lock: RunLock,
+        samples: Samples,
+        notify: Notify,
+        *,
+        resume: bool,
+    ) -> None:
+        self.run_dir = Path(config.runtime.run_dir)
+        self.lock, self.samples, self.is_resumed = lock, samples, resume
+        self.params = core_params(config)
+        events = self.run_dir / "events"
+        if resume:
+            self.log, self.state = FileLog.resume(events)
+        else:
+            self.log, self.state = FileLog.create(events), initial(self.params)
+        self.log.before_sync = samples.sync
+        self.versions = Versions(self.run_dir, weights_root)
+        # The version to go back to, where the newest was lost with its host.
+        self.goes_back_to = self._find_lost(self.state) if resume else None
+        committed = self.state.committed if self.goes_back_to is None else self.goes_back_to
+        self.lineage = self.state.lineage + (self.goes_back_to is not None)
+        self.records = open_records(
+            config, committed if resume else None, notify, self.log, samples.num_written
+        )
+        self.user_errors = UserErrors(self.run_dir, notify)
+        self.journals = Journals(self.run_dir / "journal")
+        self.dropped: Counter[str] = Counter()  # groups that ended untrained since the last step
+
+    def _find_lost(self, state: State) -> Version | None:
+        """A learner that was given up and still writes is waited for."""
+        if state.durable == state.committed:
+            return None
+        with learner_ended(self.run_dir):
+            return self.versions.lost(state)
+
+    def clear(self, wanted: Collection[Version]) -> None:
+        """Before the start: what no group of the log, no version of it and nothing that is wanted
+        stands for goes."""
+        if not self.is_resumed:
+            self.versions.clear()
+            return
+        self.samples.keep_only(self.state.groups.keys())
+        self.journals.collect(alive=set(self.state.groups))
+        self.versions.keep_only(self.state, wanted)
+
+    def forget(self, group: GroupId) -> None:
+        """A group has ended."""
+        self.samples.drop(group)
+        self.journals.forget(group, self.params.group_size)
+
+    def refused(self, error: BaseException) -> str | None:
+        """What the machine refused a run, in one line; None: it was not the machine."""
+        if not self.lock.is_there():
+            return self.gone_line()
+        return full_line(self.run_dir, error) if is_full(error) else system_line(error)
+
+    def gone_line(self) -> str:
+        return (
+            f"the run directory {self.run_dir} was deleted or moved while the run was going on; "
+            "it cannot go on there"
+        )
+
+    def close(self) -> None:
+        self.user_errors.close()
+        self.records.close()
+        self.samples.close()
+        self.log.close()
+
+    def may_be_unwritten(self, error: BaseException) -> bool:
+        """Whether there was no room for it, or no directory any more."""
+        return isinstance(error, DISK_ERRORS) and (is_full(error) or not self.lock.is_there())

@@ -17,7 +17,7 @@ runs. Invariant: a question is waiting, at a worker, or answered; each environme
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -25,7 +25,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from dora_rl.config import RunConfig
-from dora_rl.envs.host import label_of, load_environments
+from dora_rl.envs import host as envs
 from dora_rl.rewards.base import ScoreItem
 from dora_rl.types import GroupId, Prompt, RequestId, Trajectory
 from dora_rl.workers.environment import episode_seed, row_of
@@ -43,7 +43,6 @@ from dora_rl.workers.messages import (
     Stepped,
     TurnEnded,
     Where,
-    ints,
 )
 from dora_rl.workers.pool import Worker, Workers
 
@@ -76,6 +75,19 @@ class Failures:
         return [f"{head}: {why}"]
 
 
+def item_of(prompt: Prompt, sample: Trajectory) -> ScoreItem:
+    """What functions are given of a sample; its token ids travel beside it."""
+    wrote: Any = prompt.columns.get("prompt", prompt.text)
+    return ScoreItem(
+        prompt=wrote,
+        prompt_text=prompt.text,
+        completion=sample.text,
+        answer=prompt.answer,
+        columns=prompt.columns,
+        finish=sample.finish.value,
+    )
+
+
 class ScoringPool:
     """Gives jobs to free workers, in order of arrival; as many at once as a worker asks for."""
 
@@ -101,16 +113,7 @@ class ScoringPool:
         self, prompt: Prompt, sample: Trajectory, answer: Answer, where: Where | None = None
     ) -> None:
         """`where`: the worker finds text and tokens there; those of `sample` are empty then."""
-        wrote: Any = prompt.columns.get("prompt", prompt.text)
-        item = ScoreItem(
-            prompt=wrote,
-            prompt_text=prompt.text,
-            completion=sample.text,
-            answer=prompt.answer,
-            columns=prompt.columns,
-            finish=sample.finish.value,
-        )
-        scorable = Scorable(item, len(sample.token_ids), where)
+        scorable = Scorable(item_of(prompt, sample), len(sample.token_ids), where)
         self._waiting.append(Job(scorable, sample.token_ids, answer))
         self._give_out()
 
@@ -126,9 +129,8 @@ class ScoringPool:
             self._workers.send(name, Score(self._next, tuple(job.item for job in jobs), ids))
 
     def _may_join(self, name: str, jobs: list[Job]) -> bool:
-        if not self._waiting or jobs[0].alone or self._waiting[0].alone:
-            return False
-        return len(jobs) < self._at_once.get(name, 1)
+        together = self._waiting and not jobs[0].alone and not self._waiting[0].alone
+        return bool(together) and len(jobs) < self._at_once.get(name, 1)
 
     def hear(self, worker: Worker, message: Message) -> None:
         """What a reward worker says."""
@@ -184,18 +186,20 @@ class Question:
     """One turn that wants an answer."""
 
     epoch: int
-    turn: int
     instance: str
     worker: str
     step: Step
     asked_s: float
-    sent_s: float = 0.0
-    limit_s: float = 0.0
+    until_s: float = 0.0  # where it is at its worker
     num_lost: int = 0
 
     @property
+    def so_far(self) -> Trajectory:
+        return self.step.samples[0]
+
+    @property
     def request(self) -> RequestId:
-        return self.step.request
+        return self.so_far.request
 
     @property
     def label(self) -> str:
@@ -214,13 +218,12 @@ class EnvRelay:
         """`prompt_of` gives the prompt of a request, None if this epoch of it has ended."""
         self._workers, self._prompt_of = workers, prompt_of
         self._seed = config.runtime.seed
-        self._loaded = loaded = load_environments(config.env)
+        self._loaded = loaded = envs.load_environments(config.env)
         self.names = [f"env{index}" for index in range(config.env.num_workers if loaded else 0)]
         self._ready: set[str] = set()
         self._waiting: dict[str, deque[Question]] = {label: deque() for label in loaded}
         self._sent: dict[int, Question] = {}
         self._newest: dict[RequestId, Question] = {}
-        self._num_at: Counter[str] = Counter()  # questions at workers, by environment
         self._known: dict[str, set[RequestId]] = {name: set() for name in self.names}
         self._next = 0
         self.num_answered = 0
@@ -233,13 +236,15 @@ class EnvRelay:
         """Whether a prompt's environment speaks first; None: it has a single turn."""
         if not self._loaded:
             return None
-        return self._loaded[label_of(prompt.env, self._loaded)].kind.opens
+        return self._loaded[envs.label_of(prompt.env, self._loaded)].kind.opens
 
     def hear(self, worker: Worker, message: Message) -> None:
         """What an environment worker says."""
         match message:
             case Ready():
-                self._start_giving(worker.name)
+                self._ready.add(worker.name)
+                for label in self._waiting:
+                    self._give_out(label)
             case Stepped():
                 self._stepped(worker.name, message)
             case _:
@@ -249,21 +254,21 @@ class EnvRelay:
 
     def turn_ended(self, instance: str, said: TurnEnded) -> None:
         """The same one again (after a move, say) only changes the address."""
-        rid, prompt = said.request, self._prompt_of(said.request, said.epoch)
+        (sample,) = said.samples
+        rid = sample.request
+        prompt, known = self._prompt_of(rid, said.epoch), self._newest.get(rid)
         if prompt is None:
             return
-        known = self._newest.get(rid)
-        same = known is not None and np.array_equal(known.step.token_ids, said.token_ids)
-        if known is not None and known.turn == said.turn and same:
+        same = known is not None and np.array_equal(known.so_far.token_ids, sample.token_ids)
+        if known is not None and known.so_far.turns == sample.turns and same:
             known.instance, known.epoch = instance, said.epoch
             return
-        label = label_of(prompt.env, self._loaded)
+        label = envs.label_of(prompt.env, self._loaded)
         self._next += 1
         seed = episode_seed(self._seed, prompt.index)
-        arrays = (said.token_ids, said.loss_mask, said.logprobs)
-        step = Step(self._next, rid, label, row_of(prompt), seed, said.version, *arrays)
+        step = Step(self._next, label, row_of(prompt), seed, said.samples)
         worker = self.names[(rid.group + rid.sample) % len(self.names)]
-        item = Question(said.epoch, said.turn, instance, worker, step, self._workers.now())
+        item = Question(said.epoch, instance, worker, step, self._workers.now())
         self._newest[rid] = item
         self._waiting[label].append(item)
         self._give_out(label)
@@ -271,7 +276,8 @@ class EnvRelay:
     def _give_out(self, label: str) -> None:
         waiting, limit = self._waiting[label], self._loaded[label].entry.concurrent_max
         blocked: list[Question] = []
-        while waiting and self._num_at[label] < limit:
+        room = limit - sum(question.label == label for question in self._sent.values())
+        while waiting and room > 0:
             question = waiting.popleft()
             if self._newest.get(question.request) is not question:
                 continue  # asked again with other tokens, or ended
@@ -279,55 +285,39 @@ class EnvRelay:
                 blocked.append(question)
                 continue
             self._send(question)
+            room -= 1
         waiting.extendleft(reversed(blocked))
 
     def _send(self, question: Question) -> None:
         known = self._known[question.worker]
         # A worker that does not know the episode takes all of its steps.
-        steps = 1 if question.request in known else question.turn + 1
+        steps = 1 if question.request in known else question.so_far.turns + 1
         known.add(question.request)
         entry = self._loaded[question.label].entry
-        question.sent_s = self._workers.now()
-        question.limit_s = steps * entry.timeout_s + entry.latency_s[1] + SLACK_S
+        limit_s = steps * entry.timeout_s + entry.latency_s[1] + SLACK_S
+        question.until_s = self._workers.now() + limit_s
         self._sent[question.step.id] = question
-        self._num_at[question.label] += 1
         self._workers.send(question.worker, question.step)
 
     # -- answers ----------------------------------------------------------------------------------
 
-    def _stepped(self, worker: str, answer: Stepped) -> None:
-        question = self._take_back(answer.id)
+    def _stepped(self, worker: str, said: Stepped) -> None:
+        question = self._sent.pop(said.id, None)
         if question is not None:
-            self._deliver(question, answer)
-            if answer.hung:
+            self.num_answered += 1
+            self._deliver(question, said.answer)
+            if said.answer.hung:
                 self._replace(worker)
             self._give_out(question.label)
 
-    def _take_back(self, number: int) -> Question | None:
-        question = self._sent.pop(number, None)
-        if question is not None:
-            self._num_at[question.label] -= 1
-            self.num_answered += 1
-        return question
-
-    def _deliver(self, question: Question, answer: Stepped) -> None:
+    def _deliver(self, question: Question, answer: envs.Answer) -> None:
         rid = question.request
-        if self._newest.get(rid) is not question:
-            return
-        del self._newest[rid]
-        outcome = (answer.token_ids, answer.done, answer.cut, answer.reward, answer.error)
-        told = Observed(rid, question.epoch, question.turn, *outcome)
-        self._workers.send(question.instance, told)
-
-    def _fail(self, question: Question, reason: str) -> None:
-        self._deliver(question, Stepped(question.step.id, ints(), error=reason))
+        if self._newest.get(rid) is question:
+            del self._newest[rid]
+            turn = question.so_far.turns
+            self._workers.send(question.instance, Observed(rid, question.epoch, turn, answer))
 
     # -- workers ----------------------------------------------------------------------------------
-
-    def _start_giving(self, name: str) -> None:
-        self._ready.add(name)
-        for label in self._waiting:
-            self._give_out(label)
 
     def lost(self, name: str) -> None:
         """A worker's process ended: whoever it was busy with is asked again."""
@@ -341,9 +331,9 @@ class EnvRelay:
         held = [question for question in self._sent.values() if question.worker == name]
         for question in reversed(held):
             del self._sent[question.step.id]
-            self._num_at[question.label] -= 1
             if question.num_lost >= WORKERS_COST_MAX:
-                self._fail(question, f"the environment {question.label} ended its process")
+                why = f"the environment {question.label} ended its process"
+                self._deliver(question, envs.Answer(error=why))
             else:
                 self._waiting[question.label].appendleft(question)
         if not self._workers.closing:
@@ -353,9 +343,11 @@ class EnvRelay:
         """Replace workers that keep a question past its time, which is an error for that one."""
         now = self._workers.now()
         for question in list(self._sent.values()):
-            if question.step.id in self._sent and now - question.sent_s > question.limit_s:
-                self._take_back(question.step.id)
-                self._fail(question, f"the environment {question.label} does not answer")
+            if question.step.id in self._sent and now > question.until_s:
+                del self._sent[question.step.id]
+                self.num_answered += 1
+                why = f"the environment {question.label} does not answer"
+                self._deliver(question, envs.Answer(error=why))
                 self._replace(question.worker)
 
     def forget(self, group: GroupId) -> None:
@@ -372,10 +364,8 @@ class EnvRelay:
         """Who waits for whom since when, for the watchdog."""
         now = self._workers.now()
         oldest: dict[str, Question] = {}
-        for question in self._newest.values():
-            first = oldest.setdefault(question.label, question)
-            if question.asked_s < first.asked_s:
-                oldest[question.label] = question
+        for question in sorted(self._newest.values(), key=lambda question: question.asked_s):
+            oldest.setdefault(question.label, question)
         return [
             f"request {tuple(question.request)} waits for the environment {label} "
             f"({question.worker}) since {now - question.asked_s:.0f} s"

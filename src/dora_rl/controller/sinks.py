@@ -276,17 +276,18 @@ class _Sink:
         if self._off.is_set():
             return
         if self._thread is None:
-            name = f"sink {self._name}"
-            self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+            self._thread = threading.Thread(
+                target=self._work, name=f"sink {self._name}", daemon=True
+            )
             self._thread.start()
-        try:
-            self._lines.put_nowait(dict(line))
-        except queue.Full:
-            self._fail(f"takes nothing any more ({LINES_MAX} lines wait for it)")
+        self._offer(dict(line))
 
     def end(self) -> None:
+        self._offer(None)
+
+    def _offer(self, line: dict[str, Any] | None) -> None:
         try:
-            self._lines.put_nowait(None)
+            self._lines.put_nowait(line)
         except queue.Full:
             self._fail(f"takes nothing any more ({LINES_MAX} lines wait for it)")
 

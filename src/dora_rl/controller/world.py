@@ -28,9 +28,6 @@ class Notify:
         if lines:
             self.on_lines(list(lines))
 
-    def step(self, line: dict[str, object]) -> None:
-        self.on_step(line)
-
 
 class Carrier(Protocol):
     """Called at the moments when something must travel; carries no byte itself. Never waits; never
@@ -38,7 +35,6 @@ class Carrier(Protocol):
 
     def load(self, action: act.Load) -> None:
         """The instance is about to be told to load a version: see that it gets there."""
-        ...
 
     def exported(self, export: Exported, src: InstanceId) -> Exported:
         """With what the destination needs to know to take the request over."""
@@ -46,7 +42,6 @@ class Carrier(Protocol):
 
     def given_up(self, export: Exported) -> None:
         """An exported request stays where it is: what was laid out for it may go."""
-        ...
 
     def retire(self, versions: Collection[Version]) -> None: ...
 
@@ -58,7 +53,6 @@ class Service(Protocol):
     def lost(self, name: str) -> None: ...
     def fatal(self, worker: Worker, reason: str) -> None:
         """It says why it ends."""
-        ...
 
 
 class World(Protocol):
@@ -73,11 +67,9 @@ class World(Protocol):
 
     def begin(self, read: Callable[[], None]) -> None:
         """Before anything else is started; `read` hears what workers say, for a moment."""
-        ...
 
     def tick(self) -> None: ...
     def step_closed(self, step: StepIndex) -> None:
         """The step has all its groups; its lines of rollouts.jsonl may be written."""
-        ...
 
     def close(self) -> None: ...

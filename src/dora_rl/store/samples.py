@@ -46,7 +46,6 @@ class Samples(Table):
 
     def where_to_read(self, request: RequestId) -> Where | None:
         """Where a reward worker finds text and tokens, if they are not here."""
-        del request
         return None
 
     def keep_only(self, groups: Collection[GroupId]) -> None:

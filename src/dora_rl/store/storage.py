@@ -33,7 +33,7 @@ from dora_rl.store.samples import Samples, shard_of
 from dora_rl.store.table import TableClosed
 from dora_rl.types import GroupId, Prompt, RequestId, Trajectory
 from dora_rl.workers import messages as msg
-from dora_rl.workers.worker import Setup, beat
+from dora_rl.workers.worker import Role, Setup, beat
 
 HEARTBEAT_S = 1.0
 RETRY_S = 0.3
@@ -43,12 +43,12 @@ CLOSE_S_MAX = 5.0
 Waiting: TypeAlias = "queue.Queue[tuple[dict[str, Any], bytes] | None]"
 
 
-class Storage:
+class Storage(Role):
     """One shard: serves the data connections; the controller's messages come through `hear`."""
 
-    def __init__(self, setup: Setup, channel: msg.Channel) -> None:
-        config, self._channel = setup.config, channel
-        run_dir, number = Path(setup.run_dir), int(setup.extra["shard"])
+    def __init__(self, setup: Setup, send: msg.Send) -> None:
+        super().__init__(setup, send)
+        config, run_dir, number = setup.config, Path(setup.run_dir), int(setup.extra["shard"])
         self.samples = Samples(run_dir / f"table.{number}.log")
         self._journals = Journals(run_dir / "journal")
         self._tokenizer = open_tokenizer(Path(config.model.path), config.model.trust_remote_code)
@@ -58,24 +58,30 @@ class Storage:
         self._written = {(line["step"], line["group"]) for line in found}
         self.server = Server(bytes.fromhex(setup.key), self._answer)
 
+    def join(self) -> None:
+        self.send(msg.Serving(self.server.port, tuple(self.samples.groups())))
+        beat(lambda: self.send(msg.Alive()), HEARTBEAT_S)
+
+    def drop(self) -> None:
+        self.server.close()
+
     # -- instances, rewards, learner --------------------------------------------------------------
 
     def _answer(self, question: dict[str, Any], link: Link) -> None:
-        kind = question["kind"]
-        if kind == "put":
-            self._put(msg.unpack(bytes(link.read(int(question["num_bytes"])))))
-            link.say({})
-        elif kind == "journal":
-            lines = bytes(link.read(int(question["num_bytes"])))
-            name, number = question["name"], int(question["incarnation"])
-            self._journals.write(name, number, lines, whole=bool(question["whole"]))
-            link.say({})
-        elif kind == "rows":
-            data = self._read(int(question["group"]), question["samples"])
-            link.say({"num_bytes": len(data)})
-            link.write(data)
-        else:
-            raise Refused(f"a storage shard has no {kind!r}")
+        match question:
+            case {"kind": "put", "num_bytes": size}:
+                self._put(msg.unpack(bytes(link.read(int(size)))))
+                link.say({})
+            case {"kind": "journal", "num_bytes": size, "name": name, "incarnation": number}:
+                lines, whole = bytes(link.read(int(size))), bool(question["whole"])
+                self._journals.write(name, int(number), lines, whole=whole)
+                link.say({})
+            case {"kind": "rows", "group": group, "samples": samples}:
+                data = self._read(int(group), samples)
+                link.say({"num_bytes": len(data)})
+                link.write(data)
+            case _:
+                raise Refused(f"a storage shard has no {question['kind']!r}")
 
     def _put(self, message: msg.Message) -> None:
         """Write the row, then tell the controller what it decides by."""
@@ -87,14 +93,15 @@ class Storage:
                 self.samples.add(replace(sample, text=text))
         except TableClosed as error:  # the asker hears nothing, and asks the next shard
             raise TransportError("the shard ends") from error
-        said = msg.Stored(
-            message.event,
-            logprob_sum=float(sample.logprobs.sum(dtype=np.float64)),
-            num_generated=sample.num_trained,
-            turns=tuple(spans(sample.loss_mask.tolist())),
-            reward=sample.reward,
+        self.send(
+            msg.Stored(
+                message.event,
+                logprob_sum=float(sample.logprobs.sum(dtype=np.float64)),
+                num_generated=sample.num_trained,
+                turns=tuple(spans(sample.loss_mask.tolist())),
+                reward=sample.reward,
+            )
         )
-        self._channel.send(said)
 
     def _read(self, group: GroupId, samples: Sequence[int]) -> bytes:
         with self._lock:
@@ -109,14 +116,14 @@ class Storage:
     def hear(self, message: msg.Message) -> None:
         with self._lock:
             match message:
-                case msg.Drop(group):
+                case msg.Forget(group):
                     self.samples.drop(group)
                 case msg.Sync():
                     self.samples.sync()
                 case msg.Trained():
                     if self._rollouts is not None:
                         self._write(self._rollouts, message)
-                    self._channel.send(msg.Wrote(message.step, message.group))
+                    self.send(msg.Wrote(message.step, message.group))
                 case _:
                     raise AssertionError(f"a shard does not hear {message!r}")
 
@@ -127,25 +134,15 @@ class Storage:
             return
         for sample, reward, parts in zip(due.samples, due.rewards, due.parts, strict=True):
             self.samples.reward(RequestId(group, sample), reward, parts)
-        lines: list[str] = []
         index, token_ids, text, env = due.prompt
         prompt = Prompt(index, token_ids, text, env=env)
-        for trained in self.samples.trained(group, due.samples, prompt):
-            record = asdict(trained) | {"version": due.version}
-            lines.append(json.dumps({"step": step, **record}) + "\n")
+        lines = [
+            json.dumps({"step": step, **asdict(trained), "version": due.version}) + "\n"
+            for trained in self.samples.trained(group, due.samples, prompt)
+        ]
         with path.open("ab") as file:  # writes the rest too where a part went first
             file.write("".join(lines).encode())
         self._written.add((step, group))
-
-
-def serve_storage(setup: Setup, channel: msg.Channel) -> None:
-    """Until the controller says `End` or is gone."""
-    storage = Storage(setup, channel)
-    channel.send(msg.Serving(storage.server.port, tuple(storage.samples.groups())))
-    beat(lambda: channel.send(msg.Alive()), HEARTBEAT_S)
-    while not isinstance(message := channel.receive(), msg.End):
-        storage.hear(message)
-    storage.server.close()
 
 
 # -- its clients -----------------------------------------------------------------------------------

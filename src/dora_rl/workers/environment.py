@@ -21,7 +21,7 @@ from dora_rl.config import RunConfig
 from dora_rl.envs.base import Row, TurnText
 from dora_rl.envs.host import Answer, Ask, Host, load_environments
 from dora_rl.types import Finish, Prompt, RequestId, SamplingParams, Trajectory
-from dora_rl.workers.messages import Channel, End, Forget, Ready, Step, Stepped, ints
+from dora_rl.workers.messages import Channel, End, Forget, Ready, Step, Stepped
 from dora_rl.workers.worker import Setup
 
 if TYPE_CHECKING:
@@ -65,20 +65,15 @@ async def _step(host: Host, channel: Channel, asked: Step) -> None:
 
 
 async def take_step(host: Host, asked: Step) -> Stepped:
-    answer = await host.answer(
-        Ask(
-            asked.request,
-            asked.label,
-            asked.row,
-            asked.seed,
-            tuple(asked.token_ids.tolist()),
-            tuple(asked.loss_mask.tolist()),
-            tuple(asked.logprobs.tolist()),
-            asked.version,
-        )
-    )
-    outcome = (answer.done, answer.cut, answer.reward, answer.error, answer.hung)
-    return Stepped(asked.id, ints(answer.token_ids), *outcome)
+    (sample,) = asked.samples
+    return Stepped(asked.id, await host.answer(ask_of(sample, asked.label, asked.row, asked.seed)))
+
+
+def ask_of(sample: Trajectory, label: str, row: Row, seed: int) -> Ask:
+    """The question that a response asks its environment where it is now."""
+    payload = (sample.token_ids, sample.loss_mask, sample.logprobs)
+    arrays = (tuple(array.tolist()) for array in payload)
+    return Ask(sample.request, label, row, seed, *arrays, version=sample.version)
 
 
 def apply_answer(

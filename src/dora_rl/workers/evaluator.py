@@ -20,76 +20,65 @@ from dora_rl.engine.sequence import Request
 from dora_rl.envs.host import Answer, Ask, Host, label_of, load_environments
 from dora_rl.model.directory import read_spec
 from dora_rl.out_of_memory import free_cached, shortage
-from dora_rl.setup.tokenizer import open_tokenizer
 from dora_rl.types import Finish, RequestId, SamplingParams, Trajectory, Version
 from dora_rl.weights.lora_base import whole
 from dora_rl.weights.store import DiskWeightStore
-from dora_rl.workers.environment import apply_answer, episode_seed, turn_text
+from dora_rl.workers.engines import decode_of
+from dora_rl.workers.environment import apply_answer, ask_of, episode_seed, turn_text
 from dora_rl.workers.messages import (
     Alive,
-    Channel,
-    End,
     EvalPrompt,
     Evaluate,
     Evaluated,
+    Message,
     Note,
     Ready,
-    Response,
     Send,
 )
-from dora_rl.workers.worker import Setup
+from dora_rl.workers.worker import Role, Setup
 
 ALIVE_S = 1.0
 
 
-def serve_evaluations(setup: Setup, channel: Channel) -> None:
-    """Answer every `Evaluate` until `End`."""
-    evaluator = Evaluator(setup, channel.send)
-    channel.send(Ready())
-    while not isinstance(message := channel.receive(), End):
-        assert isinstance(message, Evaluate)
-        channel.send(evaluator.answer(message))
-
-
-class Evaluator:
+class Evaluator(Role):
     """An engine for one version at a time. Says now and then that it is still generating."""
 
     def __init__(self, setup: Setup, send: Send) -> None:
+        super().__init__(setup, send)
         config = setup.config
-        torch.set_num_threads(max(1, config.rollout.threads))
-        options = config.engine_options(setup.extra["device"], 1)
-        options |= {"versions_max": 1, "memory_share": setup.extra["memory_share"]}
-        decode = None
-        if config.rollout.stop_strings:
-            path = Path(config.model.path)
-            decode = open_tokenizer(path, config.model.trust_remote_code).decode
-        self._engine = Engine(read_spec(config.model.path), EngineOptions(**options), decode)
+        self._engine = open_engine(
+            config,
+            Path(config.model.path),
+            setup.extra["device"],
+            memory_share=setup.extra["memory_share"],
+        )
         self._store = DiskWeightStore(Path(setup.run_dir) / "weights")
-        self._config, self._name, self._send = config, setup.name, send
         self._turns = EvalTurns(config, Path(".")) if config.env.environments else None
         self._said_s = time.monotonic()
 
-    def answer(self, asked: Evaluate) -> Evaluated:
-        """The responses, greedy and sampled, of that version."""
-        engine, version = self._engine, asked.version
+    def join(self) -> None:
+        self.send(Ready())
+
+    def hear(self, message: Message) -> None:
+        """Answers every `Evaluate`, with the responses of that version, greedy and sampled."""
+        assert isinstance(message, Evaluate)
+        engine, version, config = self._engine, message.version, self.setup.config
         for old in engine.versions():
             engine.retire(old)
-        source = whole(self._store.open(version), Path(self._config.model.path))
+        source = whole(self._store.open(version), Path(config.model.path))
         missing = _try_load(engine, version, source)
         if missing:  # once more, without what torch holds on to
             self._note(f"out of memory while version {version} was loaded ({missing}); once more")
             free_cached()
             engine.load(version, source)
-        self._send(Alive())
-        params = self._config.rollout.sampling_params()
-        prompts, num_samples = asked.prompts, asked.num_samples
-        answers = evaluate(
-            engine, version, prompts, num_samples, params, self._say_alive, self._turns
-        )
-        return Evaluated(version, answers)
+        self.send(Alive())
+        params = config.rollout.sampling_params()
+        asked = (message.prompts, message.num_samples, params)
+        answers = evaluate(engine, version, *asked, self._say_alive, self._turns)
+        self.send(Evaluated(version, tuple(answers)))
 
     def _note(self, line: str) -> None:
-        self._send(Note(f"{self._name}: {line}"))
+        self.send(Note(f"{self.setup.name}: {line}"))
 
     def _say_alive(self) -> None:
         """And what the engine has to say."""
@@ -98,7 +87,14 @@ class Evaluator:
             self._note(line)
         if time.monotonic() - self._said_s > ALIVE_S:
             self._said_s = time.monotonic()
-            self._send(Alive())
+            self.send(Alive())
+
+
+def open_engine(config: RunConfig, model: Path, device: str, **more: Any) -> Engine:
+    """For one version at a time."""
+    torch.set_num_threads(max(1, config.rollout.threads))
+    options = config.engine_options(device, 1) | {"versions_max": 1, **more}
+    return Engine(read_spec(model), EngineOptions(**options), decode_of(config, model))
 
 
 def _try_load(engine: Engine, version: Version, source: Any) -> str:
@@ -121,8 +117,8 @@ def evaluate(
     params: SamplingParams,
     alive: Callable[[], None] = lambda: None,
     turns: EvalTurns | None = None,
-) -> tuple[tuple[Response, ...], ...]:
-    """Per prompt: the greedy response and `num_samples` sampled ones.
+) -> list[Trajectory]:
+    """Per prompt: the greedy response (sample 0) and `num_samples` sampled ones.
 
     `alive` is called after every engine step.
     """
@@ -137,21 +133,7 @@ def evaluate(
                 request = replace(request, keep=True, turns=0 if turns.opens(index) else 1)
             engine.submit(request)
     done = _generate(engine, turns, (greedy, params), alive)
-    return tuple(
-        tuple(_response(done[RequestId(index, s)]) for s in range(1 + num_samples))
-        for index in range(len(prompts))
-    )
-
-
-def _response(trajectory: Trajectory) -> Response:
-    ids = tuple(trajectory.token_ids.tolist())
-    return Response(ids, trajectory.reward, trajectory.finish.value, _failure(trajectory))
-
-
-def _failure(trajectory: Trajectory) -> str:
-    if trajectory.finish in (Finish.STOP, Finish.LENGTH):
-        return ""
-    return trajectory.error or f"the response was {trajectory.finish.value}"
+    return [done[rid] for rid in sorted(done)]
 
 
 def _generate(
@@ -191,13 +173,12 @@ def _answered(
 ) -> Trajectory | None:
     """The session after an answer, if that ended it. An environment that failed ends it as failed:
     it has no reward, and says why."""
-    if answer.error:
-        ended = apply_answer(engine, rid, replace(answer, done=True, cut=True, error=""), params)
-        assert ended is not None
-        return replace(ended, reward=None, finish=Finish.ERROR, error=answer.error)
-    ended = apply_answer(engine, rid, answer, params)
+    last = replace(answer, done=True, cut=True, error="") if answer.error else answer
+    ended = apply_answer(engine, rid, last, params)
     if ended is None:
         return None
+    if answer.error:
+        return replace(ended, reward=None, finish=Finish.ERROR, error=answer.error)
     cut = answer.reward is None and ended.finish is Finish.LENGTH
     return replace(ended, reward=cut_reward if cut else answer.reward)
 
@@ -231,16 +212,8 @@ class EvalTurns:
     def ask(self, trajectory: Trajectory) -> None:
         rid = trajectory.request
         asked = self._prompts[rid.group]
-        ask = Ask(
-            rid,
-            label_of(asked.env, self._loaded),
-            asked.row,
-            episode_seed(0, rid.group),
-            tuple(trajectory.token_ids.tolist()),
-            tuple(trajectory.loss_mask.tolist()),
-            tuple(trajectory.logprobs.tolist()),
-            trajectory.version,
-        )
+        label = label_of(asked.env, self._loaded)
+        ask = ask_of(trajectory, label, asked.row, episode_seed(0, rid.group))
         self.num_open += 1
         asyncio.run_coroutine_threadsafe(self._answer(ask), self._loop)
 

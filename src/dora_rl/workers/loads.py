@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Protocol
 
 from dora_rl.core import events as ev
 from dora_rl.out_of_memory import free_cached, shortage
@@ -39,32 +38,24 @@ class Loads:
         self._on_device: set[Version] = set()  # that are being loaded from there
         self._not_there: set[Version] = set()  # that could not be
         self._attempts: dict[Version, int] = {}
-        self._awaited: list[Version] = []  # to be loaded, and not in the store yet
-        self._running: deque[tuple[Version, Iterator[str]]] = deque()
+        self.awaited: list[Version] = []  # to be loaded, and not in the store yet
+        self.running: deque[tuple[Version, Iterator[str]]] = deque()
         self._short: set[Version] = set()  # for which there was not enough memory, once
         self._checksums: dict[Version, str] = {}  # of what is being loaded
 
-    @property
-    def is_waiting(self) -> bool:
-        return bool(self._awaited)
-
-    @property
-    def is_running(self) -> bool:
-        return bool(self._running)
-
     def ask(self, version: Version, attempt: int) -> None:
         self._attempts[version] = attempt
-        if version not in [*self._awaited, *(version for version, _ in self._running)]:
-            self._awaited.append(version)  # else it is asked again because it took long
+        if version not in [*self.awaited, *(version for version, _ in self.running)]:
+            self.awaited.append(version)  # else it is asked again because it took long
 
     def go_on(self) -> None:
         """An instance may be up before the learner has sealed (or copied back) a version."""
-        if self._awaited:
+        if self.awaited:
             there = self._store.versions()
-            for version in [version for version in self._awaited if version in there]:
-                self._awaited.remove(version)
+            for version in [version for version in self.awaited if version in there]:
+                self.awaited.remove(version)
                 self._begin(version)
-        if self._running:
+        if self.running:
             self._load_some()
 
     def _begin(self, version: Version) -> None:
@@ -76,7 +67,7 @@ class Loads:
                 sealed = self._store.open(version)
             self._checksums[version] = sealed.checksum
             source = self._find_on_device(sealed) or sealed
-            self._running.append((version, self._engine.load_layers(version, source, self._verify)))
+            self.running.append((version, self._engine.load_layers(version, source, self._verify)))
         except BaseDiffers:
             raise  # no load will ever succeed here
         except (WeightsError, UserError) as error:
@@ -97,7 +88,7 @@ class Loads:
         return found
 
     def _load_some(self) -> None:
-        version, layers = self._running[0]
+        version, layers = self.running[0]
         try:
             next(layers)
             return
@@ -110,12 +101,12 @@ class Loads:
             if version in self._on_device:
                 self._engine.notes.append(f"{error}; it is loaded from shared memory")
                 self._not_there.add(version)
-                self._awaited.append(version)
+                self.awaited.append(version)
             else:
                 self._say_failed(version, error)
         except RuntimeError as error:
             self._load_again(version, error)
-        self._running.popleft()
+        self.running.popleft()
         self._on_device.discard(version)
 
     def _load_again(self, version: Version, error: RuntimeError) -> None:
@@ -131,25 +122,18 @@ class Loads:
         line = f"out of memory while version {version} was loaded ({missing}); it is loaded again"
         self._engine.notes.append(line)
         free_cached()
-        self._awaited.append(version)
+        self.awaited.append(version)
 
     def _say_failed(self, version: Version, error: Exception) -> None:
-        attempt = self._attempts.get(version, -1)
-        self._say(ev.LoadFailed(self._name, version, str(error), attempt=attempt))
-
-
-class Warm(Protocol):
-    """An engine, as far as warming up goes."""
-
-    def warm_up(self, plain: bool) -> Iterator[None]: ...
-    def versions(self) -> tuple[int, ...]: ...
+        why, attempt = str(error), self._attempts.get(version, -1)
+        self._say(ev.LoadFailed(self._name, version, why, attempt=attempt))
 
 
 class Warming:
     """Has an engine compile and capture, a part at a time, until a version is resident: from then
     on nobody waits for what may never be needed."""
 
-    def __init__(self, engine: Warm, plain: bool) -> None:
+    def __init__(self, engine: InstanceEngine, plain: bool) -> None:
         self._engine = engine
         self._parts: Iterator[None] | None = engine.warm_up(plain)
 

@@ -4,9 +4,9 @@ Each is one frame of a `connection`, a JSON header and the raw bytes of its arra
 
     u32 header length | header {"kind", "body", "arrays": [[name, dtype, length], ...]} | bytes
 
-The core's events and actions, which many messages carry, are
-dataclasses, and a union of those has a tag by the rule of `codec` alone; so messages are
-dataclasses too. Whoever receives one matches on its type.
+What the core wants of an instance is a message as it is. Its events and actions are dataclasses,
+and a union of those has a tag by the rule of `codec` alone; so messages are dataclasses too.
+Whoever receives one matches on its type.
 
 Never pickled, and nothing is looked up by a name that a stranger could choose: what has no class
 here raises one of `NO_MESSAGE`.
@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
 from dora_rl.envs.base import Row
+from dora_rl.envs.host import Answer
 from dora_rl.io.codec import Rule, pack_arrays, rule, unpack_arrays
 from dora_rl.io.connection import Connection
 from dora_rl.ports import FleetAction
@@ -136,13 +137,6 @@ class End:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
-    """What an instance has to do."""
-
-    action: FleetAction
-
-
-@dataclass(frozen=True, slots=True)
 class Dispatched:
     """Samples to generate. `saved` has those that go on from their journal; `opens`: whether the
     environment speaks first, None where a response has a single turn."""
@@ -165,13 +159,8 @@ class Finished:
 class TurnEnded:
     """The environment's turn: what came of a request so far."""
 
-    request: RequestId
     epoch: int
-    turn: int
-    version: Version
-    token_ids: Ints
-    loss_mask: NDArray[Any]
-    logprobs: NDArray[Any]
+    samples: Samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,17 +170,13 @@ class Observed:
     request: RequestId
     epoch: int
     turn: int
-    token_ids: Ints
-    done: bool = False
-    cut: bool = False
-    reward: float | None = None
-    error: str = ""
+    answer: Answer
 
 
 @dataclass(frozen=True, slots=True)
 class Exported:
     """A request on its way to `dst`: as `saved` alone, or with its KV in the file `path`. The
-    controller adds where it comes from, and the relay of another host."""
+    controller adds where it comes from, and the relay of another host, and sends it on."""
 
     request: RequestId
     epoch: int
@@ -206,21 +191,11 @@ class Exported:
 
 
 @dataclass(frozen=True, slots=True)
-class Import:
-    """Take a request over."""
-
-    export: Exported
-
-
-@dataclass(frozen=True, slots=True)
 class Imported:
-    export: Exported
+    """The destination has the request, or an `error` says why not."""
 
-
-@dataclass(frozen=True, slots=True)
-class ImportFailed:
     export: Exported
-    reason: str
+    error: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,32 +301,23 @@ class Step:
     """A question for an environment worker."""
 
     id: int
-    request: RequestId
     label: str
     row: Row
     seed: int
-    version: Version
-    token_ids: Ints
-    loss_mask: NDArray[Any]
-    logprobs: NDArray[Any]
+    samples: Samples
 
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """Its answer; `hung`: the worker has a thread that never came back."""
+    """What became of the question."""
 
     id: int
-    token_ids: Ints
-    done: bool = False
-    cut: bool = False
-    reward: float | None = None
-    error: str = ""
-    hung: bool = False
+    answer: Answer
 
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """The episodes of a group have ended."""
+    """A group has ended: to an environment worker or a storage shard that has of it."""
 
     group: GroupId
 
@@ -370,22 +336,12 @@ class Evaluate:
 
 
 @dataclass(frozen=True, slots=True)
-class Response:
-    """One answer of an evaluation. `reward` is its environment's, None where functions score;
-    `failure` says why there is none at all."""
-
-    token_ids: tuple[int, ...]
-    reward: float | None
-    finish: str
-    failure: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class Evaluated:
-    """Per prompt its responses, the greedy one first."""
+    """Per prompt its responses, the greedy one first: request (n, 0) is that of the n-th prompt.
+    The reward is its environment's, None where functions score."""
 
     version: Version
-    answers: tuple[tuple[Response, ...], ...]
+    samples: Samples
 
 
 # -- relays and storage shards ---------------------------------------------------------------------
@@ -428,11 +384,6 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class Drop:
-    group: GroupId
-
-
-@dataclass(frozen=True, slots=True)
 class Sync:
     """What is there now has to survive the loss of the host."""
 
@@ -458,10 +409,10 @@ class Wrote:
 
 Message: TypeAlias = (
     Hello | Ready | Serving | Alive | Told | Usage | Note | UserRaised | Fatal | Fault | Saving
-    | End | Order | Dispatched | Finished | TurnEnded | Observed | Exported | Import | Imported
-    | ImportFailed | MoveEnded | Shards | Fed | Close | Rate | Committed | Score | Scored | Step
-    | Stepped | Forget | Evaluate | Evaluated | Fetch | Fetched | Retire | Stored | Rows | Drop
-    | Sync | Trained | Wrote
+    | End | FleetAction | Dispatched | Finished | TurnEnded | Observed | Exported | Imported
+    | MoveEnded | Shards | Fed | Close | Rate | Committed | Score | Scored | Step
+    | Stepped | Forget | Evaluate | Evaluated | Fetch | Fetched | Retire | Stored | Rows | Sync
+    | Trained | Wrote
 )  # fmt: skip
 KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Message)}
 NO_MESSAGE = (
@@ -475,15 +426,6 @@ NO_MESSAGE = (
 # -- as bytes --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """How the fields of one class travel."""
-
-    plain: dict[str, Rule]
-    arrays: tuple[str, ...]
-    has_samples: bool
-
-
 def is_array(hint: Any) -> bool:
     """`NDArray[...]` is an alias that newer versions of numpy and Python do not resolve."""
     origin = get_origin(hint) or hint
@@ -492,19 +434,20 @@ def is_array(hint: Any) -> bool:
 
 
 @cache
-def _plan(kind: type[Any]) -> _Plan:
+def _plan(kind: type[Any]) -> tuple[dict[str, Rule], tuple[str, ...], bool]:
+    """How the fields of one class travel: those that JSON carries, arrays, and whether it has
+    samples, which are both."""
     hints = get_type_hints(kind)
     arrays = tuple(name for name, hint in hints.items() if is_array(hint))
-    has_samples = hints.get("samples") == Samples
-    beside = {*arrays, "samples"} if has_samples else {*arrays}
-    return _Plan({n: rule(h) for n, h in hints.items() if n not in beside}, arrays, has_samples)
+    plain = {n: rule(h) for n, h in hints.items() if n not in arrays and h != Samples}
+    return plain, arrays, hints.get("samples") == Samples
 
 
 def pack(message: Message) -> bytes:
-    plan = _plan(type(message))
-    body: dict[str, Any] = {n: r.encode(getattr(message, n)) for n, r in plan.plain.items()}
-    arrays = {name: getattr(message, name) for name in plan.arrays}
-    if plan.has_samples:
+    plain, names, has_samples = _plan(type(message))
+    body: dict[str, Any] = {n: r.encode(getattr(message, n)) for n, r in plain.items()}
+    arrays = {name: getattr(message, name) for name in names}
+    if has_samples:
         body["samples"], more = to_message(getattr(message, "samples"))  # noqa: B009 - not in all
         arrays |= more
     return pack_arrays({"kind": type(message).__name__, "body": body}, arrays)
@@ -513,10 +456,10 @@ def pack(message: Message) -> bytes:
 def unpack(data: bytes) -> Message:
     header, arrays = unpack_arrays(data)
     kind, body = KINDS[header["kind"]], header["body"]
-    plan = _plan(kind)
-    values = {n: r.decode(body[n]) for n, r in plan.plain.items() if n in body}
-    values |= {name: arrays[name] for name in plan.arrays}
-    if plan.has_samples:
+    plain, names, has_samples = _plan(kind)
+    values = {n: r.decode(body[n]) for n, r in plain.items() if n in body}
+    values |= {name: arrays[name] for name in names}
+    if has_samples:
         values["samples"] = tuple(from_message(body["samples"], arrays))
     return kind(**values)
 

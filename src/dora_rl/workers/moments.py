@@ -88,7 +88,9 @@ class Moments:
             self._copy(learner, version)
         if due:
             self._saved_s = now
-            self._begin(durable)
+            if self._first:
+                assert self._held is not None
+                self._writing = self._pool.submit(self._write, self._held, durable)
 
     def _make_room(self, learner: Learner) -> None:
         """Pinned memory takes as long to make as a step of training: a thread makes it, after the
@@ -121,12 +123,6 @@ class Moments:
         if any(tensor.is_pinned() for tensor in copies.values()):
             torch.cuda.synchronize()
         self._held = HostCopy(version, copies)
-
-    def _begin(self, durable: Future[Any]) -> None:
-        held = self._held
-        assert held is not None
-        if self._first:
-            self._writing = self._pool.submit(self._write, held, durable)
 
     def _write(self, copy: HostCopy, durable: Future[Any] | None) -> None:
         if durable is not None:

@@ -26,7 +26,7 @@ from dora_rl.engine.transfer import Export, begin_import, chunk_bytes, chunk_fro
 from dora_rl.io.connection import Link, TransportError
 from dora_rl.types import RequestId, UserError
 from dora_rl.workers.engines import InstanceEngine
-from dora_rl.workers.messages import Exported, Imported, ImportFailed, Send
+from dora_rl.workers.messages import Exported, Imported, Send
 
 if TYPE_CHECKING:
     from dora_rl.engine.vllm.engine import VllmExport
@@ -50,23 +50,17 @@ class Moves:
         self._name, self._engine, self._epochs = name, engine, epochs
         self._folder, self._send, self._say = folder, send, say
         self.leaving: dict[RequestId, Export | VllmExport] = {}
-        self._arrivals = Arrivals(key)
-
-    @property
-    def num_coming(self) -> int:
-        return self._arrivals.num_open
+        self.arrivals = Arrivals(key)
 
     def begin(self, action: act.Move) -> None:
         """Write the request to shared memory and say where; it stays here until it has arrived."""
         rid = action.request
         self._engine.drain()
-        if self._epochs.get(rid) != action.epoch or self._engine.find(rid) is None:
-            return
-        export = self._engine.export(rid)
-        self.leaving[rid] = export
-        path = self._path_of(rid, action.epoch)
         seq = self._engine.find(rid)
-        assert seq is not None
+        if self._epochs.get(rid) != action.epoch or seq is None:
+            return
+        export = self.leaving[rid] = self._engine.export(rid)
+        path = self._path_of(rid, action.epoch)
         said = Exported(rid, action.epoch, action.attempt, action.dst, seq.num_tokens, str(path))
         if action.how is not act.How.KV or not export.has_kv:
             self._send(replace(said, saved=request_json(continuation(seq))))
@@ -94,7 +88,7 @@ class Moves:
 
     def give_up(self, rid: RequestId, epoch: int) -> None:
         """The controller aborted a request that may be here, leave or be on its way."""
-        self._arrivals.give_up(rid, epoch)
+        self.arrivals.give_up(rid, epoch)
         if self._epochs.get(rid) == epoch and self.leaving.pop(rid, None) is not None:
             self._path_of(rid, epoch).unlink(missing_ok=True)
 
@@ -107,17 +101,17 @@ class Moves:
         if export.saved is not None:
             self._arrived(export, b"")
         elif export.relay:
-            self._arrivals.fetch(export)
+            self.arrivals.fetch(export)
         else:
             path = Path(export.path)
             try:
                 self._arrived(export, path.read_bytes())
             except OSError as error:
-                self._send(ImportFailed(export, str(error)))
+                self._send(Imported(export, str(error)))
             path.unlink(missing_ok=True)
 
     def take_arrived(self) -> None:
-        for export, data in self._arrivals.take():
+        for export, data in self.arrivals.take():
             self._arrived(export, data)
 
     def _arrived(self, export: Exported, data: Data) -> None:
@@ -129,7 +123,7 @@ class Moves:
             else:
                 self._take_blocks(memoryview(data))
         except (UserError, TransportError) as error:
-            self._send(ImportFailed(export, str(error)))
+            self._send(Imported(export, str(error)))
             return
         self._epochs[export.request] = export.epoch
         self._send(Imported(export))
@@ -161,20 +155,16 @@ class Arrivals:
     def __init__(self, key: bytes) -> None:
         self._key = key
         self._done: queue.SimpleQueue[tuple[Exported, Data]] = queue.SimpleQueue()
-        self._open: list[Exported] = []
+        self.open: list[Exported] = []
 
     def fetch(self, export: Exported) -> None:
         """Get the exported request from the relay of its host."""
-        self._open.append(export)
+        self.open.append(export)
         threading.Thread(target=self._fetch, args=(export,), daemon=True).start()
-
-    @property
-    def num_open(self) -> int:
-        return len(self._open)
 
     def give_up(self, request: RequestId, epoch: int) -> None:
         """The controller aborted a request that may be on its way."""
-        self._open = [e for e in self._open if (e.request, e.epoch) != (request, epoch)]
+        self.open = [e for e in self.open if (e.request, e.epoch) != (request, epoch)]
 
     def _fetch(self, export: Exported) -> None:
         try:
@@ -187,6 +177,6 @@ class Arrivals:
     def take(self) -> Iterator[tuple[Exported, Data]]:
         while not self._done.empty():
             export, data = self._done.get()
-            if any(export is wanted for wanted in self._open):
-                self._open = [other for other in self._open if other is not export]
+            if any(export is wanted for wanted in self.open):
+                self.open = [other for other in self.open if other is not export]
                 yield export, data

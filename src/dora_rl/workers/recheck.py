@@ -53,14 +53,11 @@ class Taken:
     sealed: SealedWeights
 
 
-class Kept:
+class Kept(dict[Version, SealedWeights]):
     """The versions of samples that wait, as a store."""
 
-    def __init__(self) -> None:
-        self.versions: dict[Version, SealedWeights] = {}
-
     def open(self, version: Version) -> SealedWeights:
-        return self.versions[version]
+        return self[version]
 
 
 class Recheck:
@@ -125,15 +122,22 @@ class Recheck:
         version = self._waiting[0].sealed.version
         mine = [taken for taken in self._waiting if taken.sealed.version == version]
         self._waiting = [taken for taken in self._waiting if taken.sealed.version != version]
-        self._kept.versions = {version: mine[0].sealed}
+        self._kept[version] = mine[0].sealed
         try:
             found = self._scorer.score([taken.document for taken in mine], [version] * len(mine))
         except (RuntimeError, UserError) as error:
             missing = shortage(error)
             if not missing:
                 raise
-            self._give_up(missing)
+            self._share, self._waiting = 0.0, []
+            self._note(
+                f"out of memory while samples were computed again ({missing}); no more are in this "
+                "life of the learner (audit.recompute_share)"
+            )
             return
+        finally:
+            self._scorer.release()  # a twin is as large as the model
+            self._kept.clear()
         for taken, logprobs in zip(mine, found, strict=True):
             gap = (logprobs.float() - taken.document.rollout_logprobs).abs()
             self._tell(
@@ -146,17 +150,6 @@ class Recheck:
                     self._tolerance,
                 )
             )
-        self._scorer.release()  # a twin is as large as the model
-        self._kept.versions = {}
-
-    def _give_up(self, missing: str) -> None:
-        self._share, self._waiting = 0.0, []
-        self._scorer.release()
-        self._kept.versions = {}
-        self._note(
-            f"out of memory while samples were computed again ({missing}); no more are in this "
-            "life of the learner (audit.recompute_share)"
-        )
 
     def finish(self) -> None:
         """All that wait."""

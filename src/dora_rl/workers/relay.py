@@ -17,49 +17,48 @@ from dora_rl.weights.leftovers import claim, sweep
 from dora_rl.weights.relay import Fetched as Found
 from dora_rl.weights.relay import Relay
 from dora_rl.weights.store import SHARED_MEMORY, SharedMemoryWeightStore
-from dora_rl.workers.messages import Alive, Channel, End, Fetch, Fetched, Retire, Serving
-from dora_rl.workers.worker import Setup, beat
+from dora_rl.workers.messages import Alive, Fetch, Fetched, Message, Retire, Send, Serving
+from dora_rl.workers.worker import Role, Setup, beat
 
 BEAT_S = 1.0
 
 
-def serve_relay(setup: Setup, channel: Channel) -> None:
-    """Until the controller says `End` or is gone."""
-    extra, at_head = setup.extra, bool(setup.extra["at_head"])
-    # Receivers prove every tensor; hashing before sending would only delay them.
-    store = SharedMemoryWeightStore(extra["weights_root"], verify=False)
-    transfer = Path(extra["transfer_root"])
-    if not at_head:
-        claim(store.root)
-        sweep(SHARED_MEMORY)
-    relay = Relay(store, transfer, bytes.fromhex(setup.key))
-    channel.send(Serving(relay.server.port, tuple(store.versions())))
-    beat(lambda: channel.send(Alive()), BEAT_S)
-    try:
-        _serve(relay, channel)
-    finally:
-        relay.server.close()
-        if not at_head:
-            store.destroy()
-            shutil.rmtree(transfer, ignore_errors=True)
+class RelayWorker(Role):
+    def __init__(self, setup: Setup, send: Send) -> None:
+        super().__init__(setup, send)
+        self._at_head = bool(setup.extra["at_head"])
+        # Receivers prove every tensor; hashing before sending would only delay them.
+        self._store = SharedMemoryWeightStore(setup.extra["weights_root"], verify=False)
+        self._transfer = Path(setup.extra["transfer_root"])
+        if not self._at_head:
+            claim(self._store.root)
+            sweep(SHARED_MEMORY)
+        self._relay = Relay(self._store, self._transfer, bytes.fromhex(setup.key))
 
+    def join(self) -> None:
+        self.send(Serving(self._relay.server.port, tuple(self._store.versions())))
+        beat(lambda: self.send(Alive()), BEAT_S)
 
-def _serve(relay: Relay, channel: Channel) -> None:
-    while not isinstance(message := channel.receive(), End):
+    def hear(self, message: Message) -> None:
         match message:
             case Fetch(version, sources):
-                found = relay.fetch(version, list(sources))
+                found = self._relay.fetch(version, list(sources))
                 if found is not None:
-                    found.add_done_callback(partial(_say_fetched, channel, version))
+                    found.add_done_callback(partial(self._say_fetched, version))
             case Retire(versions):
-                relay.retire(versions)
+                self._relay.retire(versions)
             case _:
                 raise AssertionError(f"a relay does not hear {message!r}")
 
+    def _say_fetched(self, version: Version, found: Future[Found]) -> None:
+        error = found.exception()
+        if error is None:
+            self.send(Fetched(version, *found.result()))
+        elif not isinstance(error, TransportError):
+            raise error
 
-def _say_fetched(channel: Channel, version: Version, found: Future[Found]) -> None:
-    error = found.exception()
-    if error is None:
-        channel.send(Fetched(version, *found.result()))
-    elif not isinstance(error, TransportError):
-        raise error
+    def drop(self) -> None:
+        self._relay.server.close()
+        if not self._at_head:
+            self._store.destroy()
+            shutil.rmtree(self._transfer, ignore_errors=True)

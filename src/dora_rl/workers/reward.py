@@ -10,39 +10,34 @@ import numpy as np
 
 from dora_rl.rewards.base import ScoreError, ScoreItem, build
 from dora_rl.store.storage import StorageReader
-from dora_rl.workers.messages import Channel, End, Ready, Reward, Score, Scored
-from dora_rl.workers.worker import Setup
+from dora_rl.workers.messages import Message, Ready, Reward, Score, Scored, Send
+from dora_rl.workers.worker import Role, Setup
 
 
-class Scorer:
+class Scorer(Role):
     """The functions of a run. A bad sample is an error, not an end."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: Setup, send: Send) -> None:
+        super().__init__(setup, send)
         section = setup.config.reward
         self._reward = build(section, Path(setup.extra["base_dir"]))
         self._reader = StorageReader(bytes.fromhex(setup.key))
-        self.at_once = section.concurrent_max if self._reward.many else 1
+        self._at_once = section.concurrent_max if self._reward.many else 1
 
-    def answer(self, asked: Score) -> Scored:
-        scores = self._reward.score_parts(read_items(asked, self._reader))
-        return Scored(
-            asked.id,
-            tuple(
-                Reward(error=score.total.reason)
-                if isinstance(score.total, ScoreError)
-                else Reward(score.total, parts=score.parts)
-                for score in scores
-            ),
-        )
+    def join(self) -> None:
+        self.send(Ready(self._at_once))
 
-
-def serve_rewards(setup: Setup, channel: Channel) -> None:
-    """Answer every `Score` until `End`."""
-    scorer = Scorer(setup)
-    channel.send(Ready(scorer.at_once))
-    while not isinstance(message := channel.receive(), End):
+    def hear(self, message: Message) -> None:
+        """Answers every `Score`."""
         assert isinstance(message, Score)
-        channel.send(scorer.answer(message))
+        scores = self._reward.score_parts(read_items(message, self._reader))
+        rewards = tuple(
+            Reward(error=score.total.reason)
+            if isinstance(score.total, ScoreError)
+            else Reward(score.total, parts=score.parts)
+            for score in scores
+        )
+        self.send(Scored(message.id, rewards))
 
 
 def read_items(asked: Score, reader: StorageReader | None = None) -> list[ScoreItem]:

@@ -24,7 +24,6 @@ from dora_rl.core import events as ev
 from dora_rl.data.lengths import LogNormal, uniforms
 from dora_rl.engine.journal import Journal, request_from_json
 from dora_rl.engine.sequence import Request, Status, is_plain
-from dora_rl.envs.host import Answer
 from dora_rl.store.storage import StorageStream
 from dora_rl.store.trajectories import sample_digest
 from dora_rl.types import Finish, RequestId, Trajectory
@@ -33,27 +32,13 @@ from dora_rl.workers.engines import make_engine
 from dora_rl.workers.environment import apply_answer
 from dora_rl.workers.loads import Loads, Warming
 from dora_rl.workers.moves import Moves
-from dora_rl.workers.worker import Setup
+from dora_rl.workers.worker import Role, Setup
 
 REPORT_S = 1.0
 REPORT_BUSY_S = 0.25  # the core reads off the lengths of running requests
 IDLE_S = 0.2
 ARRIVAL_S = 0.01  # while something is on its way here
 STILL_S = 10.0  # before a request is named that gains nothing; the core waits far longer
-
-
-def serve_rollouts(setup: Setup, channel: msg.Channel) -> None:
-    worker = RolloutWorker(setup, channel.send)
-    worker.join()
-    while True:
-        busy = worker.turn()
-        while channel.poll(0.0 if busy else worker.idle_s):
-            message = channel.receive()
-            if isinstance(message, msg.End):
-                worker.close()
-                return
-            worker.hear(message)
-            busy = True
 
 
 class Stillness:
@@ -71,14 +56,14 @@ class Stillness:
         return tuple(rid for rid, (_, since) in self._seen.items() if now - since >= STILL_S)
 
 
-class RolloutWorker:
+class RolloutWorker(Role):
     """One instance."""
 
     def __init__(self, setup: Setup, send: msg.Send) -> None:
+        super().__init__(setup, send)
         config, extra = setup.config, setup.extra
         torch.set_num_threads(max(1, config.rollout.threads))
-        self.setup, self.send, self.name = setup, send, setup.name
-        self.params = config.rollout.sampling_params()
+        self.name, self.params = setup.name, config.rollout.sampling_params()
         path = Path(setup.run_dir) / "journal" / f"{setup.name}.{setup.incarnation}.jsonl"
         key, shards = bytes.fromhex(setup.key), extra.get("storage")
         # On a cluster rows and journal lines go to storage shards, beside the run directory.
@@ -101,10 +86,8 @@ class RolloutWorker:
         extra, stats = self.setup.extra, self.engine.stats()
         tokens = stats.total_blocks * self.engine.limits.block_tokens
         sizes = (int(extra["slots_max"]), int(extra["resident_max"]), tokens)
-        joined = ev.InstanceJoined(
-            self.name, *sizes, bool(extra["elastic"]), life=self.setup.incarnation
-        )
-        self.send(msg.Told(joined))
+        who = {"life": self.setup.incarnation, "elastic": bool(extra["elastic"])}
+        self.send(msg.Told(ev.InstanceJoined(self.name, *sizes, **who)))
 
     def turn(self) -> bool:
         """One round: what has arrived, a part of a load, an engine step, a report. True if there is
@@ -121,13 +104,13 @@ class RolloutWorker:
         for line in notes:
             self.send(msg.Note(f"{self.name}: {line}"))
         self._report()
-        busy = (self.awake and self.engine.has_work()) or self.loads.is_running
+        busy = (self.awake and self.engine.has_work()) or bool(self.loads.running)
         return busy or (self.awake and self.warming.part())
 
     @property
     def idle_s(self) -> float:
         """How long it may wait for a message where there is nothing to do."""
-        return ARRIVAL_S if self.moves.num_coming or self.loads.is_waiting else IDLE_S
+        return ARRIVAL_S if self.moves.arrivals.open or self.loads.awaited else IDLE_S
 
     def close(self) -> None:
         """What is in flight continues from the journal, to the last token."""
@@ -165,12 +148,10 @@ class RolloutWorker:
 
     def hear(self, message: msg.Message) -> None:
         match message:
-            case msg.Order(action):
-                self._order(action)
             case msg.Dispatched():
                 self._dispatch(message)
-            case msg.Import(export):
-                self.moves.take(export)
+            case msg.Exported():
+                self.moves.take(message)
             case msg.Observed():
                 self._observed(message)
             case msg.MoveEnded(request, done):
@@ -178,32 +159,27 @@ class RolloutWorker:
             case msg.Shards(addresses):
                 assert self.storage is not None
                 self.storage.move_to(addresses)
-            case _:
-                raise AssertionError(f"an instance does not hear {message!r}")
-
-    def _order(self, action: object) -> None:
-        match action:
             case act.Load():
-                self.loads.ask(action.version, action.attempt)
+                self.loads.ask(message.version, message.attempt)
             case act.Unload():
-                self.engine.retire(action.version)
-            case act.Abort():
-                self.moves.give_up(action.request, action.epoch)
-                if self.epochs.get(action.request) == action.epoch:
-                    self.engine.abort(action.request)
-                    self.epochs.pop(action.request, None)
+                self.engine.retire(message.version)
+            case act.Abort(request=request, epoch=epoch):
+                self.moves.give_up(request, epoch)
+                if self.epochs.get(request) == epoch:
+                    self.engine.abort(request)
+                    del self.epochs[request]
             case act.Park() | act.Unpark() | act.Reversion():
-                if self.epochs.get(action.request) == action.epoch:
-                    self._set_running(action)
+                if self.epochs.get(message.request) == message.epoch:
+                    self._set_running(message)
             case act.Move():
-                self.moves.begin(action)
+                self.moves.begin(message)
             case act.Sleep():
                 self.engine.drain()
                 self.awake = False
             case act.Wake():
                 self.awake = True
             case _:
-                raise AssertionError(f"an instance does not perform {action!r}")
+                raise AssertionError(f"an instance does not hear {message!r}")
 
     def _set_running(self, action: act.Park | act.Unpark | act.Reversion) -> None:
         """Ended requests are gone; their end is already on its way to the controller."""
@@ -233,8 +209,9 @@ class RolloutWorker:
             else:
                 params = self.params
                 if lengths is not None:
-                    length = lengths[sample]
-                    params = replace(params, tokens_max=length, ignore_eos=True, stop_ids=())
+                    params = replace(
+                        params, tokens_max=lengths[sample], ignore_eos=True, stop_ids=()
+                    )
                 request = Request(rid, action.version, prompt_ids, params, seed)
                 if message.opens is not None:
                     request = replace(request, keep=True, turns=0 if message.opens else 1)
@@ -289,9 +266,8 @@ class RolloutWorker:
             return False
         epoch = self.epochs.get(rid)
         if epoch is not None and seq.status is Status.IDLE and seq.turns == trajectory.turns:
-            now = seq.trajectory()  # an output may lie here while the session is replaced
-            arrays = (now.token_ids, now.loss_mask, now.logprobs)
-            self.send(msg.TurnEnded(rid, epoch, seq.turns, seq.version, *arrays))
+            # Not the output, which may lie here while the session is replaced.
+            self.send(msg.TurnEnded(epoch, (seq.trajectory(),)))
         return True
 
     def _observed(self, message: msg.Observed) -> None:
@@ -302,13 +278,12 @@ class RolloutWorker:
             return
         if seq.status is not Status.IDLE or seq.turns != message.turn:
             return
-        if message.error:
+        answer = message.answer
+        if answer.error:
             self.engine.abort(rid)
             del self.epochs[rid]
-            self.say(ev.SampleFailed(rid, epoch, self.name, message.error))
+            self.say(ev.SampleFailed(rid, epoch, self.name, answer.error))
             return
-        ids = tuple(message.token_ids.tolist())
-        answer = Answer(ids, message.done, message.cut, message.reward)
         trajectory = apply_answer(self.engine, rid, answer, self.params)
         if trajectory is not None:
             self._finish(trajectory, answer.reward)

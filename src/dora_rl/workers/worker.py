@@ -28,9 +28,8 @@ from dora_rl.setup.devices import BELOW_NORMAL, PERCENT, PRIORITY, VISIBLE
 from dora_rl.setup.priority import make_way
 from dora_rl.types import BaseDiffers, UserError
 from dora_rl.user_code import UserCodeError, listen, raised
-from dora_rl.workers.last_words import DISK_ERRORS, full_line, is_full, last_words
-from dora_rl.workers.messages import Channel, Fatal, Fault, Hello
-from dora_rl.workers.user_errors import send_user_errors
+from dora_rl.workers.last_words import DISK_ERRORS, full_line, is_full, last_words, send_user_errors
+from dora_rl.workers.messages import Channel, End, Fatal, Fault, Hello, Message, Send
 
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
@@ -75,6 +74,50 @@ def beat(send: Callable[[], None], period_s: float) -> None:
     threading.Thread(target=run, daemon=True).start()
 
 
+class Role:
+    """What a worker does, as an object: the same in a process of its own (`take_turns`) and in the
+    inline world."""
+
+    def __init__(self, setup: Setup, send: Send) -> None:
+        self.setup, self.send = setup, send
+
+    @property
+    def idle_s(self) -> float:
+        """How long it may wait for a message where there is nothing to do."""
+        return 60.0
+
+    def join(self) -> None:
+        """Say that it is there."""
+
+    def hear(self, message: Message) -> None:
+        raise NotImplementedError
+
+    def turn(self) -> bool:
+        """One round of its own work; False: there is no more to do at once."""
+        return False
+
+    def close(self) -> None:
+        """A clean end."""
+
+    def drop(self) -> None:
+        """Any end, also that of the controller: nothing is written any more."""
+
+
+def take_turns(role: Role, channel: Channel) -> None:
+    """Until the controller says `End` or is gone."""
+    role.join()
+    try:
+        while True:
+            busy = role.turn()
+            while channel.poll(0.0 if busy else role.idle_s):
+                if isinstance(message := channel.receive(), End):
+                    return role.close()
+                role.hear(message)
+                busy = True
+    finally:
+        role.drop()
+
+
 def end_with_parent() -> None:
     """Die with the controller, at once, even in the middle of a long computation.
 
@@ -100,12 +143,14 @@ def main() -> int:
     on_cpu = setup.extra.get("device") == "cpu"
     if setup.role == "evaluator" or (setup.role == "instance" and on_cpu):
         make_way()
-    if setup.extra.get("gpus"):
-        os.environ[VISIBLE] = ",".join(setup.extra["gpus"])  # before anything asks CUDA
-    if setup.extra.get("mps_percent", 100) < 100:
-        os.environ[PERCENT] = str(setup.extra["mps_percent"])
-    if setup.extra.get("mps_yields"):
-        os.environ[PRIORITY] = BELOW_NORMAL
+    percent = setup.extra.get("mps_percent", 100)
+    variables = {
+        VISIBLE: ",".join(setup.extra.get("gpus") or ()),
+        PERCENT: str(percent) if percent < 100 else "",
+        PRIORITY: BELOW_NORMAL if setup.extra.get("mps_yields") else "",
+    }
+    # Before anything asks CUDA.
+    os.environ.update({name: value for name, value in variables.items() if value})
     if setup.config.runtime.threads:
         _limit_threads(setup.config.runtime.threads)
     if setup.role == "learner" and learner_device(setup).startswith("cuda"):
@@ -165,7 +210,11 @@ def serve(setup: Setup) -> None:
     channel.send(Hello(setup.role, setup.name, setup.incarnation))
     listen(send_user_errors(channel.send))
     try:
-        program_of(setup.role)(setup, channel)
+        program = program_of(setup.role)
+        if isinstance(program, type):
+            take_turns(program(setup, channel.send), channel)
+        else:
+            program(setup, channel)
     except (EOFError, ConnectionError):
         return  # the controller is gone
     except Exception as error:
@@ -188,18 +237,18 @@ def parting(setup: Setup, error: Exception) -> Fatal | Fault:
 
 
 PROGRAMS = {
-    "instance": "dora_rl.workers.rollout:serve_rollouts",
+    "instance": "dora_rl.workers.rollout:RolloutWorker",
     "learner": "dora_rl.workers.learner:serve_learner",
-    "reward": "dora_rl.workers.reward:serve_rewards",
+    "reward": "dora_rl.workers.reward:Scorer",
     "env": "dora_rl.workers.environment:serve_environments",
-    "evaluator": "dora_rl.workers.evaluator:serve_evaluations",
-    "relay": "dora_rl.workers.relay:serve_relay",
-    "storage": "dora_rl.store.storage:serve_storage",
+    "evaluator": "dora_rl.workers.evaluator:Evaluator",
+    "relay": "dora_rl.workers.relay:RelayWorker",
+    "storage": "dora_rl.store.storage:Storage",
 }
 
 
-def program_of(role: str) -> Callable[[Setup, Channel], None]:
-    """What a role runs; imported only now. A benchmark's role is its own `module:function`."""
+def program_of(role: str) -> type[Role] | Callable[[Setup, Channel], None]:
+    """What a role runs, or is; imported only now. A benchmark's role is its own `module:name`."""
     module, _, function = PROGRAMS.get(role, role).partition(":")
     assert function, f"no worker has the role {role!r}"
     return getattr(import_module(module), function)

@@ -15,10 +15,9 @@ from pathlib import Path
 
 from dora_rl.config import RunConfig
 from dora_rl.controller.build import build_run
-from dora_rl.controller.files import RunFiles
 from dora_rl.controller.loop import Control
 from dora_rl.controller.run import Run
-from dora_rl.controller.run_dir import RunLock
+from dora_rl.controller.run_dir import RunFiles, RunLock
 from dora_rl.controller.world import Notify, Service
 from dora_rl.setup.layout import Layout
 from dora_rl.setup.prepare import Prepared
@@ -26,8 +25,7 @@ from dora_rl.store.samples import SampleIndex
 from dora_rl.types import StepIndex, UserError
 from dora_rl.workers.pool import WorkerPool
 from dora_rl.worlds.hosts import Cluster, HostProcesses, about_host, check_room, demand_of
-from dora_rl.worlds.relays import Relays
-from dora_rl.worlds.shards import Shards
+from dora_rl.worlds.services import Relays, Shards
 
 
 def open_on_cluster(prepared: Prepared, cluster: Cluster, *, resume: bool) -> Run:
@@ -87,14 +85,11 @@ class ClusterWorld:
             read()
 
     def tick(self) -> None:
-        self.carrier.tick()
-        if self._control.stop is None:
-            self._grow()
-
-    def _grow(self) -> None:
         """A host that has room gets an instance more, up to the configured number."""
+        self.carrier.tick()
         names = [w.name for w in self._pool.workers.values() if w.role == "instance"]
-        if len(names) >= self._config.resources.instances_max or self._hosts.num_waiting():
+        is_full = len(names) >= self._config.resources.instances_max or self._hosts.num_waiting()
+        if self._control.stop is not None or is_full:
             return
         name = f"instance{len(names)}"
         if self._hosts.has_room("instance", name):

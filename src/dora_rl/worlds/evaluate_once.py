@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from dora_rl.config import RunConfig
-from dora_rl.controller.evaluation import NO_REWARD
+from dora_rl.controller.evaluation import NO_REWARD, sheets_of, write_down
+from dora_rl.controller.scoring import item_of
 from dora_rl.observe.eval_figures import (
     Figures,
     Sheet,
@@ -21,10 +22,10 @@ from dora_rl.observe.eval_figures import (
     figures,
     has_failed,
 )
-from dora_rl.rewards.base import Reward, ScoreError, ScoreItem, build
-from dora_rl.types import Prompt, UserError
+from dora_rl.rewards.base import ScoreError, build
+from dora_rl.types import Trajectory, UserError
 from dora_rl.weights.run_models import FoundModel
-from dora_rl.workers.messages import Response
+from dora_rl.workers.messages import Reward
 
 
 def evaluate_once(
@@ -39,27 +40,17 @@ def evaluate_once(
 
     `tail_file`: where a run keeps which prompts its tail is.
     """
-    import torch
-
     from dora_rl.data.prompts import open_prompts
-    from dora_rl.engine.engine import Engine
-    from dora_rl.engine.options import EngineOptions
-    from dora_rl.model.directory import read_spec
     from dora_rl.setup.prepare import choose_device, open_tokenizer
     from dora_rl.workers.environment import row_of
-    from dora_rl.workers.evaluator import EvalTurns, evaluate
+    from dora_rl.workers.evaluator import EvalTurns, evaluate, open_engine
     from dora_rl.workers.messages import EvalPrompt
 
-    torch.set_num_threads(max(1, config.rollout.threads))
     tokenizer = open_tokenizer(model.directory, config.model.trust_remote_code)
     if not config.data.eval:
         raise UserError("data.eval is empty; add data.eval=FILE to say what to evaluate on")
     prompts = list(open_prompts(config.data, tokenizer, "eval").once(num_prompts))[:num_prompts]
-    device = choose_device(config.runtime.device)
-    options: dict[str, Any] = config.engine_options(device, 1)
-    options["versions_max"] = 1
-    decode = tokenizer.decode if config.rollout.stop_strings else None
-    engine = Engine(read_spec(model.directory), EngineOptions(**options), decode)
+    engine = open_engine(config, model.directory, choose_device(config.runtime.device))
     engine.load(model.version, model.source)
     asked = [EvalPrompt(row_of(prompt), prompt.env) for prompt in prompts]
     params = config.rollout.sampling_params()
@@ -67,10 +58,7 @@ def evaluate_once(
     answers = evaluate(engine, model.version, asked, num_samples, params, turns=turns)
     for line in engine.notes:
         print(line, file=sys.stderr)
-    sheets = [
-        Sheet(prompt, greedy_tokens=len(responses[0].token_ids))
-        for prompt, responses in zip(prompts, answers, strict=True)
-    ]
+    sheets = sheets_of(prompts, answers)
     _score(config, sheets, answers, lambda ids: tokenizer.decode(ids, skip_special_tokens=True))
     # A single evaluation has no earlier one to take the tail from, except that of a run.
     tail = TailPrompts(prompts, tail_file)
@@ -81,47 +69,25 @@ def evaluate_once(
 def _score(
     config: RunConfig,
     sheets: Sequence[Sheet],
-    answers: Sequence[Sequence[Response]],
+    answers: Sequence[Trajectory],
     decode: Callable[[Sequence[int]], str],
 ) -> None:
     """Fill the sheets in; an answer that cannot be scored has failed, with the reason."""
-    reward = build(config.reward, Path(".")) if config.reward.functions else None
-    if reward is None and not config.env.environments:
+    functions = build(config.reward, Path(".")) if config.reward.functions else None
+    if functions is None and not config.env.environments:
         raise UserError("reward.functions is empty; give path/to/file.py:name or a built-in")
     try:
-        for sheet, responses in zip(sheets, answers, strict=True):
-            values: list[float | None] = []
-            for response in responses:
-                score = _score_one(reward, sheet.prompt, response, decode)
-                if isinstance(score, ScoreError):
-                    sheet.failures.append(score.reason)
-                values.append(None if isinstance(score, ScoreError) else score)
-            sheet.greedy, *sheet.sampled = values
+        for answer in answers:
+            sheet, reward = sheets[answer.request.group], Reward(answer.reward, NO_REWARD)
+            if answer.failure:
+                reward = Reward(error=answer.failure)
+            elif answer.reward is None and functions is not None:
+                ids = answer.token_ids.tolist()
+                item = item_of(sheet.prompt, replace(answer, text=decode(ids)))
+                (score,) = functions.score([replace(item, completion_ids=tuple(ids))])
+                failed = isinstance(score, ScoreError)
+                reward = Reward(error=score.reason) if failed else Reward(score)
+            write_down(sheet, answer.request.sample, reward)
     finally:
-        if reward is not None:
-            reward.close()
-
-
-def _score_one(
-    reward: Reward | None,
-    prompt: Prompt,
-    response: Response,
-    decode: Callable[[Sequence[int]], str],
-) -> float | ScoreError:
-    if response.failure:
-        return ScoreError(response.failure)
-    if response.reward is not None:
-        return response.reward
-    if reward is None:
-        return ScoreError(NO_REWARD)
-    wrote: Any = prompt.columns.get("prompt", prompt.text)
-    item = ScoreItem(
-        prompt=wrote,
-        prompt_text=prompt.text,
-        completion=decode(response.token_ids),
-        completion_ids=response.token_ids,
-        answer=prompt.answer,
-        columns=prompt.columns,
-        finish=response.finish,
-    )
-    return reward.score([item])[0]
+        if functions is not None:
+            functions.close()

@@ -194,10 +194,9 @@ class HostProcesses:
             return False
         setup = process.setup | {"extra": process.setup["extra"] | self._for_host(host)}
         process.start(host, demand, self.cluster.launch(host, demand, json.dumps(setup)))
-        record = {"role": process.role, "name": process.name, "life": setup["incarnation"]}
-        record["host"] = host.ip
+        who = {"role": process.role, "name": process.name, "life": setup["incarnation"]}
         with (self._run_dir / "placements.jsonl").open("a") as file:
-            file.write(json.dumps(record) + "\n")
+            file.write(json.dumps({**who, "host": host.ip}) + "\n")
         return True
 
     def _host_for(self, process: RemoteProcess, demand: Mapping[str, float]) -> Host | None:
@@ -231,20 +230,18 @@ def demand_of(config: RunConfig, layout: Layout, role: str, name: str) -> dict[s
     Elastic instances sleep while the learner computes, on the same devices: each takes half of one.
     The evaluator shares the device of the first rank.
     """
-    resources, gpus = config.resources, layout.device.startswith("cuda")
-    elastic = layout.is_elastic(name) if role == "instance" else False
-    if role == "evaluator":
-        return {"GPU": EVALUATOR_SHARE} if gpus else {}
-    if role == "learner":
-        share = LEARNER_SHARE if layout.has_elastic else 1.0
-        return {"GPU": share - EVALUATOR_SHARE * (name == "learner")} if gpus else {"CPU": 1.0}
-    if role != "instance":
-        return {}
-    if gpus:
-        return {"GPU": 0.5 if elastic else float(resources.devices_per_instance)}
-    return (
-        {} if elastic else {"CPU": float(config.rollout.threads * resources.devices_per_instance)}
-    )
+    resources, on_gpus = config.resources, layout.device.startswith("cuda")
+    elastic = role == "instance" and layout.is_elastic(name)
+    share = LEARNER_SHARE if layout.has_elastic else 1.0
+    devices = {
+        "learner": share - EVALUATOR_SHARE * (name == "learner"),
+        "evaluator": EVALUATOR_SHARE,
+        "instance": 0.5 if elastic else float(resources.devices_per_instance),
+    }
+    threads = float(config.rollout.threads * resources.devices_per_instance)
+    cores = {"learner": 1.0, "instance": 0.0 if elastic else threads}
+    amount = (devices if on_gpus else cores).get(role, 0.0)
+    return {"GPU" if on_gpus else "CPU": amount} if amount else {}
 
 
 def check_room(config: RunConfig, layout: Layout, cluster: Cluster) -> None:

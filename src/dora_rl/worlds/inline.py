@@ -25,19 +25,19 @@ from typing import Any
 import torch
 
 from dora_rl.config import RunConfig
-from dora_rl.controller.files import RunFiles
 from dora_rl.controller.run import Run
+from dora_rl.controller.run_dir import RunFiles
 from dora_rl.setup.prepare import Prepared
 from dora_rl.user_code import listen
 from dora_rl.workers import messages as msg
 from dora_rl.workers.environment import open_host, take_step
 from dora_rl.workers.evaluator import Evaluator
+from dora_rl.workers.last_words import send_user_errors
 from dora_rl.workers.learner import LearnerWorker
 from dora_rl.workers.pool import Envelope, Worker
 from dora_rl.workers.reward import Scorer
 from dora_rl.workers.rollout import RolloutWorker
-from dora_rl.workers.user_errors import send_user_errors
-from dora_rl.workers.worker import Setup, parting, read_setup
+from dora_rl.workers.worker import Role, Setup, parting, read_setup
 from dora_rl.worlds.local import open_on_one_host
 
 IDLE_S = 0.001
@@ -60,7 +60,7 @@ class InlineProcess:
     """What stands for a worker's process. Implements `pool.Process`."""
 
     def __init__(self) -> None:
-        self.worker: InlineWorker | None = None
+        self.role: Role | None = None
         self.inbox: deque[msg.Message] = deque()
         self.num_threads = 0  # of torch, as the worker has set it
         self.has_ended = False
@@ -73,9 +73,9 @@ class InlineProcess:
         return 1
 
     def kill(self) -> None:
-        if self.worker is not None and not self.has_ended:
-            self.worker.drop()
-        self.worker, self.has_ended = None, True
+        if self.role is not None:
+            self.role.drop()
+        self.role, self.has_ended = None, True
 
 
 class InlineWorkers:
@@ -102,10 +102,17 @@ class InlineWorkers:
         return worker
 
     def _setup_of(self, worker: Worker) -> Setup:
-        who = {"role": worker.role, "name": worker.name, "incarnation": worker.incarnation}
-        where = {"address": "", "key": "", "run_dir": self._config.runtime.run_dir}
-        config = {"config": self._config.model_dump(mode="json"), "extra": worker.extra}
-        return read_setup(json.dumps(who | where | config))
+        setup = {
+            "role": worker.role,
+            "name": worker.name,
+            "incarnation": worker.incarnation,
+            "address": "",
+            "key": "",
+            "run_dir": self._config.runtime.run_dir,
+            "config": self._config.model_dump(mode="json"),
+            "extra": worker.extra,
+        }
+        return read_setup(json.dumps(setup))
 
     def _say(self, worker: Worker, message: msg.Message | None) -> None:
         if not isinstance(message, msg.Saving):
@@ -138,15 +145,16 @@ class InlineWorkers:
             self._stood_s += max(0.0, time.monotonic() - began - STANDS_S)
 
     def _work(self, worker: Worker, process: InlineProcess, send: msg.Send) -> bool:
-        if process.worker is None:
-            process.worker = WORKERS[worker.role](self._setup_of(worker), send)
+        if process.role is None:
+            process.role = ROLES[worker.role](self._setup_of(worker), send)
+            process.role.join()
             process.num_threads = torch.get_num_threads()
             return True
         torch.set_num_threads(process.num_threads)
         heard = bool(process.inbox)
         while process.inbox:
-            process.worker.hear(process.inbox.popleft())
-        return process.worker.turn() or heard
+            process.role.hear(process.inbox.popleft())
+        return process.role.turn() or heard
 
     def restart(self, name: str) -> None:
         self.kill(name)
@@ -176,9 +184,8 @@ class InlineWorkers:
     def end(self, grace_s: float) -> None:
         self.closing = True
         for process in self._processes.values():
-            if process.worker is not None:
-                process.worker.close()
-            process.worker = None
+            if process.role is not None:
+                process.role.close()
         self.kill_all()
 
     def kill_all(self) -> None:
@@ -200,34 +207,6 @@ class AtOnce(Executor):
         return done
 
 
-class InlineWorker:
-    """A worker as an object of this process."""
-
-    def hear(self, message: msg.Message) -> None:
-        raise NotImplementedError
-
-    def turn(self) -> bool:
-        """One round of its own work; False: there was none."""
-        return False
-
-    def close(self) -> None:
-        """A clean end."""
-
-    def drop(self) -> None:
-        """The end of a process: nothing is written any more."""
-
-
-class InlineRollout(InlineWorker):
-    def __init__(self, setup: Setup, send: msg.Send) -> None:
-        self._worker = RolloutWorker(setup, send)
-        self._worker.join()
-        self.hear, self.turn, self.close = (
-            self._worker.hear,
-            self._worker.turn,
-            self._worker.close,
-        )
-
-
 class SendOnly:
     """The learner's channel: what it is told comes by `hear`. Implements `learner.Talk`."""
 
@@ -244,12 +223,16 @@ class SendOnly:
         raise EOFError
 
 
-class InlineLearner(InlineWorker):
+class InlineLearner(Role):
     def __init__(self, setup: Setup, send: msg.Send) -> None:
+        super().__init__(setup, send)
         self._worker = LearnerWorker(setup, SendOnly(send), AtOnce())
-        self._worker.join()
         self._reported_s = time.monotonic()
-        self.hear = self._worker.hear
+        self.join, self.hear, self.close = (
+            self._worker.join,
+            self._worker.hear,
+            self._worker.close,
+        )
 
     def turn(self) -> bool:
         if time.monotonic() - self._reported_s > REPORT_S:
@@ -260,56 +243,35 @@ class InlineLearner(InlineWorker):
             self._worker.go_on()
         return has_work
 
-    def close(self) -> None:
-        self._worker.close()
-        self.drop()
-
     def drop(self) -> None:
         if self._worker.start.lock is not None:
             os.close(self._worker.start.lock)
 
 
-class InlineReward(InlineWorker):
+class InlineEnvironment(Role):
     def __init__(self, setup: Setup, send: msg.Send) -> None:
-        self._scorer, self._send = Scorer(setup), send
-        send(msg.Ready(self._scorer.at_once))
+        super().__init__(setup, send)
+        self._host, self._loop = open_host(setup), asyncio.new_event_loop()
 
-    def hear(self, message: msg.Message) -> None:
-        assert isinstance(message, msg.Score)
-        self._send(self._scorer.answer(message))
-
-
-class InlineEnvironment(InlineWorker):
-    def __init__(self, setup: Setup, send: msg.Send) -> None:
-        self._host, self._send, self._loop = open_host(setup), send, asyncio.new_event_loop()
-        send(msg.Ready())
+    def join(self) -> None:
+        self.send(msg.Ready())
 
     def hear(self, message: msg.Message) -> None:
         if isinstance(message, msg.Forget):
             self._host.forget(message.group)
             return
         assert isinstance(message, msg.Step)
-        self._send(self._loop.run_until_complete(take_step(self._host, message)))
+        self.send(self._loop.run_until_complete(take_step(self._host, message)))
 
-    def close(self) -> None:
+    def drop(self) -> None:
         self._host.close()
         self._loop.close()
 
 
-class InlineEvaluator(InlineWorker):
-    def __init__(self, setup: Setup, send: msg.Send) -> None:
-        self._evaluator, self._send = Evaluator(setup, send), send
-        send(msg.Ready())
-
-    def hear(self, message: msg.Message) -> None:
-        assert isinstance(message, msg.Evaluate)
-        self._send(self._evaluator.answer(message))
-
-
-WORKERS: dict[str, Callable[[Setup, msg.Send], InlineWorker]] = {
-    "instance": InlineRollout,
+ROLES: dict[str, type[Role]] = {
+    "instance": RolloutWorker,
     "learner": InlineLearner,
-    "reward": InlineReward,
+    "reward": Scorer,
     "env": InlineEnvironment,
-    "evaluator": InlineEvaluator,
+    "evaluator": Evaluator,
 }

@@ -11,26 +11,30 @@ from dora_rl.controller.run import Run
 from dora_rl.setup.prepare import Prepared
 from dora_rl.types import UserError
 from dora_rl.workers.fork_server import ForkServer
-from dora_rl.worlds.inline import open_inline
 from dora_rl.worlds.local import open_local
 
 
 def check_kind(config: RunConfig) -> None:
     """What a kind of run cannot do or cannot do without, as far as it shows before the start."""
-    if config.runtime.world == "inline" and config.resources.learner_ranks > 1:
-        raise UserError(
-            'resources.learner_ranks: runtime.world = "inline" has one process; set it to 1'
-        )
-    if config.runtime.world != "ray":
-        return
-    if find_spec("ray") is None:
-        raise UserError("runtime.world is ray and Ray is missing: pip install 'dora-rl[cluster]'")
-    mode = os.environ.get("RAY_AUTH_MODE", "token")
-    if mode != "token":
-        raise UserError(
+    world, mode = config.runtime.world, os.environ.get("RAY_AUTH_MODE", "token")
+    problems = (
+        (
+            world == "inline" and config.resources.learner_ranks > 1,
+            'resources.learner_ranks: runtime.world = "inline" has one process; set it to 1',
+        ),
+        (
+            world == "ray" and find_spec("ray") is None,
+            "runtime.world is ray and Ray is missing: pip install 'dora-rl[cluster]'",
+        ),
+        (
+            world == "ray" and mode != "token",
             f"RAY_AUTH_MODE is {mode!r}: anybody on the network could run code in this cluster; "
-            "unset it, and see docs/cluster.md for how hosts share a token"
-        )
+            "unset it, and see docs/cluster.md for how hosts share a token",
+        ),
+    )
+    for is_there, problem in problems:
+        if is_there:
+            raise UserError(problem)
 
 
 def open_run(prepared: Prepared, *, resume: bool, server: ForkServer | None = None) -> Run:
@@ -40,6 +44,8 @@ def open_run(prepared: Prepared, *, resume: bool, server: ForkServer | None = No
     if config.runtime.world == "local":
         return open_local(prepared, resume=resume, server=server)
     if config.runtime.world == "inline":
+        from dora_rl.worlds.inline import open_inline
+
         return open_inline(prepared, resume=resume)
     authenticate(own=not config.runtime.address)
     from dora_rl.worlds.cluster import open_on_cluster

@@ -6,10 +6,9 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from dora_rl.controller.build import build_run
-from dora_rl.controller.files import RunFiles
 from dora_rl.controller.loop import Control
 from dora_rl.controller.run import Run
-from dora_rl.controller.run_dir import RunLock
+from dora_rl.controller.run_dir import RunFiles, RunLock
 from dora_rl.controller.world import Notify, Service
 from dora_rl.core import actions as act
 from dora_rl.setup.prepare import Prepared
@@ -24,7 +23,7 @@ class SameHost:
     """What lies in shared memory is everybody's. Implements `Carrier`."""
 
     def load(self, action: act.Load) -> None:
-        pass
+        """It is there."""
 
     def exported(self, export: Exported, src: InstanceId) -> Exported:
         return export
@@ -33,7 +32,7 @@ class SameHost:
         Path(export.path).unlink(missing_ok=True)
 
     def retire(self, versions: Collection[Version]) -> None:
-        del versions
+        """The store has done it."""
 
 
 class OneHost:
@@ -44,16 +43,16 @@ class OneHost:
         self.services: Mapping[str, Service] = {}
 
     def begin(self, read: Callable[[], None]) -> None:
-        del read
+        """Nobody is needed by the others."""
 
     def tick(self) -> None:
-        pass
+        """Nothing comes or goes."""
 
     def step_closed(self, step: StepIndex) -> None:
-        del step
+        """The records write its lines."""
 
     def close(self) -> None:
-        pass
+        """It has nothing of its own."""
 
 
 def open_local(prepared: Prepared, *, resume: bool, server: ForkServer | None = None) -> Run:

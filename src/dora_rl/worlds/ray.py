@@ -86,15 +86,11 @@ class RayCluster:
             ray.init(**options)
         except (RayError, ConnectionError, RuntimeError, ValueError) as error:
             raise UserError(f"runtime.address: no Ray cluster at {address!r}: {error}") from None
-        self._head_id = ray.get_runtime_context().get_node_id()
+        head_id = ray.get_runtime_context().get_node_id()
         self._closed = False
         self._hosts = _alive()
-        self._head = next(host for host in self._hosts if host.id == self._head_id)
+        self.head = next(host for host in self._hosts if host.id == head_id)
         threading.Thread(target=self._look, daemon=True).start()
-
-    @property
-    def head(self) -> Host:
-        return self._head
 
     def hosts(self) -> Sequence[Host]:
         """As of the last look; the controller never waits for Ray to answer."""
@@ -110,29 +106,21 @@ class RayCluster:
 
     def launch(self, host: Host, demand: Mapping[str, float], setup: str) -> Task:
         """Reserve devices on the host, start an actor there, hand it its setup."""
-        group, options = None, _options(demand)
+        group, restarts = None, {"max_restarts": 0, "max_task_retries": 0}
+        cores = {"num_cpus": demand.get("CPU", 0.0), "num_gpus": demand.get("GPU", 0.0)}
         if any(demand.values()):
             bundle = {**demand, f"node:{host.ip}": 0.001}
             group = placement_group([bundle], strategy="STRICT_PACK")
             strategy: Any = PlacementGroupSchedulingStrategy(group, 0)
         else:
             strategy = NodeAffinitySchedulingStrategy(host.id, soft=False)
-        made = ray.remote(WorkerActor).options(scheduling_strategy=strategy, **options)
+        made = ray.remote(WorkerActor).options(scheduling_strategy=strategy, **cores, **restarts)
         actor: Any = made.remote()  # its methods have a `remote` that no type tells of
         return RayTask(actor, actor.run.remote(setup, os.getcwd()), group)
 
     def close(self) -> None:
         self._closed = True
         ray.shutdown()
-
-
-def _options(demand: Mapping[str, float]) -> dict[str, Any]:
-    return {
-        "num_cpus": demand.get("CPU", 0.0),
-        "num_gpus": demand.get("GPU", 0.0),
-        "max_restarts": 0,
-        "max_task_retries": 0,
-    }
 
 
 def _alive() -> list[Host]:

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from dora_rl.config import RunConfig
-from dora_rl.controller.files import RunFiles
-from dora_rl.controller.run_dir import RunLock
+from dora_rl.controller.run_dir import RunFiles, RunLock
 from dora_rl.controller.world import Notify
 from dora_rl.store.samples import Samples
 from dora_rl.workers.messages import Message

@@ -16,7 +16,7 @@ from dora_rl.controller.world import Notify
 from dora_rl.core.actions import Load
 from dora_rl.workers.pool import WorkerPool
 from dora_rl.worlds.hosts import Host, HostProcesses, choose_host
-from dora_rl.worlds.relays import Relays
+from dora_rl.worlds.services import Relays
 
 CONFIG = RunConfig(
     model=ModelConfig(path="unused"), reward=RewardConfig.model_validate({"functions": ["exact"]})

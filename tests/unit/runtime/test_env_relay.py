@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import pytest
 
 from dora_rl.config import RunConfig
 from dora_rl.controller.scoring import EnvRelay
+from dora_rl.envs.host import Answer
 from dora_rl.setup.prepare import with_environments
-from dora_rl.types import Prompt, RequestId, UserError
+from dora_rl.types import Prompt, RequestId, Trajectory, UserError
 from dora_rl.workers.messages import Forget, Message, Observed, Ready, Step, Stepped, TurnEnded
 from dora_rl.workers.pool import Worker
 
@@ -68,11 +68,12 @@ class Bench:
         return None if rid in self.ended else Prompt(rid.group, (1,), "1+1\n", "2")
 
     def turn(self, instance: str, sample: int, *ids: int, turn: int = 1, epoch: int = 0) -> None:
-        arrays = (np.array(ids, np.int32), np.ones(len(ids), np.uint8), np.zeros(len(ids)))
-        self.relay.turn_ended(instance, TurnEnded(RequestId(0, sample), epoch, turn, 0, *arrays))
+        payload = (ids, [0.0] * len(ids), [1] * len(ids))
+        so_far = Trajectory(RequestId(0, sample), 0, *payload, turns=turn)
+        self.relay.turn_ended(instance, TurnEnded(epoch, (so_far,)))
 
     def answer(self, worker: str, number: int, **more: Any) -> None:
-        self.relay.hear(env_worker(worker), Stepped(number, np.array([9], np.int32), **more))
+        self.relay.hear(env_worker(worker), Stepped(number, Answer((9,), **more)))
 
     def steps(self) -> list[tuple[str, int]]:
         return [(name, message.id) for name, message in self.post.take(Step)]
@@ -87,7 +88,7 @@ def test_a_question_goes_to_one_worker_and_its_answer_back() -> None:
     bench.answer(*first, reward=0.5, done=True)
     ((where, body),) = bench.post.take(Observed)
     assert where == "instance0" and body.request.sample == 0 and body.turn == 1
-    assert body.reward == 0.5 and body.done and not body.error
+    assert body.answer.reward == 0.5 and body.answer.done and not body.answer.error
 
 
 def test_the_same_question_from_elsewhere_changes_the_address_only() -> None:
@@ -145,7 +146,7 @@ def test_a_question_that_costs_three_workers_fails_its_sample() -> None:
         bench.relay.lost("env0")
         bench.relay.hear(env_worker("env0"), Ready())
     ((where, body),) = bench.post.take(Observed)
-    assert where == "instance0" and "ended its process" in body.error
+    assert where == "instance0" and "ended its process" in body.answer.error
     assert not bench.steps()
 
 
@@ -159,7 +160,7 @@ def test_a_hung_worker_is_replaced_and_the_others_are_asked_again() -> None:
     bench.relay.hear(env_worker("env0"), Ready())
     assert [number for _, number in bench.steps()] == [other[1]]
     ((_, body),) = bench.post.take(Observed)
-    assert "did not answer" in body.error
+    assert "did not answer" in body.answer.error
 
 
 def test_silence_has_a_deadline_and_a_name() -> None:
@@ -175,7 +176,7 @@ def test_silence_has_a_deadline_and_a_name() -> None:
     bench.relay.check_time()
     assert bench.post.restarted == ["env0"]
     ((_, body),) = bench.post.take(Observed)
-    assert "does not answer" in body.error
+    assert "does not answer" in body.answer.error
     assert not bench.relay.waits()
 
 

@@ -28,7 +28,7 @@ from dora_rl.observe.eval_figures import (
     figures,
     has_failed,
 )
-from dora_rl.types import Prompt, RequestId, SamplingParams, Trajectory
+from dora_rl.types import Finish, Prompt, RequestId, SamplingParams, Trajectory
 from dora_rl.workers.evaluator import EvalTurns, evaluate
 from dora_rl.workers.messages import (
     Alive,
@@ -36,7 +36,6 @@ from dora_rl.workers.messages import (
     Evaluated,
     Message,
     Ready,
-    Response,
     Reward,
 )
 
@@ -82,10 +81,15 @@ class Stand:
 
     def answer(self, lengths: list[int] | None = None, failure: str = "") -> None:
         lengths = lengths or [3] * len(self.prompts)
-        one = Response((1,), None, "stop", failure)
+        finish = Finish.ERROR if failure else Finish.STOP
         answers = tuple(
-            (Response((1,) * length, None, "stop", failure), one, one) for length in lengths
-        )
+            Trajectory(
+                RequestId(prompt, sample), 0, [1] * num, [0.0] * num, [1] * num, finish,
+                error=failure,
+            )
+            for prompt, length in enumerate(lengths)
+            for sample, num in enumerate((length, 1, 1))
+        )  # fmt: skip
         self.hear(Evaluated(0, answers))
 
 
@@ -180,7 +184,8 @@ def test_the_evaluator_says_which_answers_failed() -> None:
     engine.load(0, MODEL)
     params, turns = SamplingParams(tokens_max=4), cast(EvalTurns, BrokenTurns())
     prompts = [EvalPrompt(Row("", token_ids=ids)) for ids in ((1, 2), (1, 3))]
-    good, bad = evaluate(engine, 0, prompts, 1, params, turns=turns)
+    answers = evaluate(engine, 0, prompts, 1, params, turns=turns)
+    good, bad = answers[:2], answers[2:]
     assert [(one.reward, one.failure) for one in good] == [(0.5, ""), (0.5, "")]
     assert [(one.reward, one.failure) for one in bad] == [(None, "boom"), (None, "boom")]
 

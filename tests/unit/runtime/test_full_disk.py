@@ -43,7 +43,7 @@ def run_that_raises(error: Exception, run_dir: Path, *, there: bool = True) -> R
     files = files_of(config, console)
     world = Refuses(error, None if there else run_dir / ".lock")
     control, nothing = Control(files.state), cast(Any, None)
-    parts = (nothing, nothing, nothing)  # inbox, staff, kept versions
+    parts = (nothing, nothing, nothing, nothing)  # inbox, workers, staff, kept versions
     return Run(config, plan_layout(config, "cpu"), control, files, world, *parts, console)
 
 

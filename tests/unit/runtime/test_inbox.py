@@ -112,7 +112,7 @@ def test_the_source_forgets_a_request_when_it_has_arrived(desk: Desk) -> None:
 
 def test_the_source_goes_on_where_the_destination_could_not_take_it(desk: Desk) -> None:
     export = msg.Exported(RID, 0, 2, "instance1", 9, "", src="instance0")
-    desk.says("instance1", msg.ImportFailed(export, "no room"))
+    desk.says("instance1", msg.Imported(export, "no room"))
     assert desk.workers.sent == [("instance0", msg.MoveEnded(RID, done=False))]
     (failed,) = desk.control.events
     assert isinstance(failed, ev.MoveFailed) and failed.reason == "no room"

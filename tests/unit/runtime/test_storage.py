@@ -29,7 +29,7 @@ from dora_rl.workers.learner import read_group
 from dora_rl.workers.reward import read_items
 from dora_rl.workers.worker import Setup
 from dora_rl.worlds.hosts import Host
-from dora_rl.worlds.shards import Shards
+from dora_rl.worlds.services import Shards
 
 MODEL = Path(__file__).parents[3] / "recipes" / "models" / "tiny"
 KEY = b"k" * 32
@@ -48,7 +48,7 @@ class Shard:
         far, near = Pipe()
         self.controller = msg.Channel(near)
         setup = Setup("storage", "storage0", 0, "", KEY.hex(), str(run_dir), config, {"shard": 0})
-        self.storage = Storage(setup, msg.Channel(far))
+        self.storage = Storage(setup, msg.Channel(far).send)
         self.address = f"tcp://127.0.0.1:{self.storage.server.port}"
 
     def said(self) -> Any:
@@ -158,7 +158,7 @@ def test_rollout_lines_are_written_once(tmp_path: Path) -> None:
     found = lines[0]
     assert found["step"] == 2 and found["version"] == 1 and found["reward"] == 0.25
     assert found["token_ids"] == [5, 6, 7] and found["prompt"] == "p"
-    second.storage.hear(msg.Drop(4))
+    second.storage.hear(msg.Forget(4))
     assert not second.storage.samples.groups()
     second.close()
 
@@ -234,10 +234,10 @@ def test_a_shard_that_comes_back_is_told_what_it_missed(tmp_path: Path) -> None:
     assert workers.started[-1] == "storage1" and not shards.is_ready
     shards.hear(two, msg.Serving(3, (1, 7)))
     assert [due.group for _, due in workers.take(msg.Trained)] == [1], "again"
-    assert workers.take(msg.Drop) == [("storage1", msg.Drop(7))], "it ended meanwhile"
+    assert workers.take(msg.Forget) == [("storage1", msg.Forget(7))], "it ended meanwhile"
     shards.hear(two, msg.Wrote(0, 1))
     shards.hear(two, msg.Serving(4, (1,)))
-    assert not workers.take(msg.Trained) and not workers.take(msg.Drop)
+    assert not workers.take(msg.Trained) and not workers.take(msg.Forget)
     shards.fatal(replace(two, joined=True), "no room")
     assert console.lines == ["storage1: no room"]
     with pytest.raises(UserError, match="storage0: no room"):

@@ -198,7 +198,7 @@ def test_a_request_given_up_on_its_way_is_never_there(hosts: list[Place], tmp_pa
     arrivals.give_up(RequestId(7, 1), epoch=1)  # of an earlier start: not this one
     came: list[tuple[int, bytes]] = []
     until = time.monotonic() + WAIT_S
-    while arrivals.num_open and time.monotonic() < until:
+    while arrivals.open and time.monotonic() < until:
         for export, data in arrivals.take():
             assert not isinstance(data, TransportError), data
             came.append((export.request.sample, bytes(data)))

@@ -15,8 +15,8 @@ from dora_rl.rewards.base import ScoreItem
 from dora_rl.rewards.function import FunctionReward
 from dora_rl.types import RequestId
 from dora_rl.user_code import listen, raised
+from dora_rl.workers.last_words import PLACES_MAX, UserErrors, send_user_errors
 from dora_rl.workers.messages import Message, UserRaised
-from dora_rl.workers.user_errors import PLACES_MAX, UserErrors, send_user_errors
 
 
 class Wire:

@@ -9,8 +9,9 @@ import pytest
 from numpy.typing import NDArray
 from typing_extensions import TypeAliasType
 
+from dora_rl.core.actions import Feed
 from dora_rl.types import RequestId
-from dora_rl.workers.messages import Observed, ints, is_array, pack, unpack
+from dora_rl.workers.messages import Fed, ints, is_array, pack, unpack
 
 T = TypeVar("T", bound=np.generic)
 # As numpy has it from 2.5 on with Python 3.12: an alias that `get_origin` does not look through.
@@ -28,7 +29,12 @@ def test_nothing_else_is(hint: Any) -> None:
 
 
 def test_arrays_come_as_they_went() -> None:
-    said = Observed(RequestId(3, 1), 2, 4, ints([7, 8, 9]), reward=0.5)
+    said = Fed(Feed(3, 0, 5, 2, (1,)), 2, 4, ints([7, 8, 9]), rewards=(0.5,))
     heard = unpack(pack(said))
-    assert isinstance(heard, Observed) and heard.token_ids.tolist() == [7, 8, 9]
-    assert (heard.request, heard.epoch, heard.turn, heard.reward) == (RequestId(3, 1), 2, 4, 0.5)
+    assert isinstance(heard, Fed) and heard.prompt_ids.tolist() == [7, 8, 9]
+    assert (heard.action, heard.batch_groups, heard.updates, heard.rewards) == (
+        Feed(3, 0, 5, 2, (1,)),
+        2,
+        4,
+        (0.5,),
+    )

@@ -1,8 +1,11 @@
-"""Weights and KV between hosts: which relay pulls what from whom. No byte passes through here.
+"""The workers of a cluster that serve the others: a relay on each host, and the storage shards.
 
-Every host has a relay. A version is pulled once per host, from the host of the donor that the core
-named, else from the host that passes it on to the fewest (the learner's host among them), so that
-hosts that load at the same time form a chain and the learner's host sends the version once.
+Weights and KV between hosts: which relay pulls what from whom. No byte passes through here. A
+version is pulled once per host, from the host of the donor that the core named, else from the host
+that passes it on to the fewest (the learner's host among them), so that hosts that load at the same
+time form a chain and the learner's host sends the version once.
+
+Shards are started, heard and told here; they are on the head node, beside the run directory.
 """
 
 from __future__ import annotations
@@ -11,11 +14,16 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 
+from dora_rl.controller.loop import Control
+from dora_rl.controller.run_dir import RunFiles
 from dora_rl.controller.world import Notify
 from dora_rl.core import actions as act
-from dora_rl.types import InstanceId, Version
-from dora_rl.workers.messages import Exported, Fetch, Fetched, Message, Retire, Serving
-from dora_rl.workers.pool import Worker, WorkerPool
+from dora_rl.core.state import Phase
+from dora_rl.data.prompts import PromptSource
+from dora_rl.store.samples import SampleIndex, shard_of
+from dora_rl.types import GroupId, InstanceId, StepIndex, UserError, Version
+from dora_rl.workers import messages as msg
+from dora_rl.workers.pool import Worker, WorkerPool, Workers
 from dora_rl.worlds.hosts import Host, HostProcesses
 
 SILENT_S_MAX = 5.0  # a relay that says nothing for so long is on a host that is cut off
@@ -74,38 +82,35 @@ class Relays:
 
     def usable(self) -> list[Host]:
         """Hosts that may get workers: their relay is heard, and the head node is ready."""
-        now = time.monotonic()
         head = self.sites.get(self._head.id)
         if head is None or not head.address or not self.is_head_ready():
             return []
         return [
             site.host
             for site in self.sites.values()
-            if site.address and (site.host.id == self._head.id or self._is_heard(site, now))
+            if site.address and (site.host.id == self._head.id or self._is_heard(site))
         ]
 
-    def _is_heard(self, site: Site, now: float) -> bool:
-        return now - site.heard_s < SILENT_S_MAX
+    def _is_heard(self, site: Site) -> bool:
+        return time.monotonic() - site.heard_s < SILENT_S_MAX
 
     # -- what relays say --------------------------------------------------------------------------
 
     def site_named(self, name: str) -> Site | None:
         return next((site for site in self.sites.values() if site.name == name), None)
 
-    def hear(self, worker: Worker, message: Message) -> None:
+    def hear(self, worker: Worker, message: msg.Message) -> None:
         site = self.site_named(worker.name)
         if site is None:
             return
         site.heard_s = time.monotonic()
         match message:
-            case Serving(port, versions):
+            case msg.Serving(port, versions):
                 site.address = f"tcp://{site.host.ip}:{port}"
                 site.there, site.num_starts = set(versions), 0
                 self._ask_again()
-            case Fetched(version):
+            case msg.Fetched(version):
                 site.there.add(version)
-            case _:
-                pass
 
     def fatal(self, worker: Worker, reason: str) -> None:
         """A host elsewhere is done without."""
@@ -140,19 +145,19 @@ class Relays:
 
     def _fetch(self, site: Site, version: Version, donor: Host | None) -> None:
         sources = self.sources(site, version, donor)
-        self._pool.send(site.name, Fetch(version, tuple(other.address for other in sources)))
+        self._pool.send(site.name, msg.Fetch(version, tuple(other.address for other in sources)))
 
     def sources(self, site: Site, version: Version, donor: Host | None) -> list[Site]:
         """The donor's host or the one that feeds the fewest, then the learner's."""
         feeds = self._feeds.setdefault(version, {self._head.id: 0})
-        head, now = self.sites[self._head.id], time.monotonic()
+        head = self.sites[self._head.id]
         candidates = [
             other
             for other in (self.sites.get(host) for host in feeds)
             if other is not None
             and other is not site
             and other.address
-            and (other is head or self._is_heard(other, now))
+            and (other is head or self._is_heard(other))
         ]
         named = [other for other in candidates if donor is not None and other.host.id == donor.id]
         first = named or candidates
@@ -161,13 +166,13 @@ class Relays:
         feeds.setdefault(site.host.id, 0)
         return [best] if best is head else [best, head]
 
-    def exported(self, export: Exported, src: InstanceId) -> Exported:
+    def exported(self, export: msg.Exported, src: InstanceId) -> msg.Exported:
         here, there = self._hosts.host_of(src), self._hosts.host_of(export.dst)
         if here is None or there is None or here.id == there.id or here.id not in self.sites:
             return export
         return replace(export, relay=self.sites[here.id].address)
 
-    def given_up(self, export: Exported) -> None:
+    def given_up(self, export: msg.Exported) -> None:
         """The source forgets what it laid out when it goes on with the request."""
 
     def retire(self, versions: Collection[Version]) -> None:
@@ -179,4 +184,98 @@ class Relays:
             site.wanted -= set(versions)
             site.there -= set(versions)
             if site.host.id != self._head.id:
-                self._pool.send(site.name, Retire(tuple(sorted(versions))))
+                self._pool.send(site.name, msg.Retire(tuple(sorted(versions))))
+
+
+# -- storage shards --------------------------------------------------------------------------------
+
+
+class Shards:
+    """All on the head node, beside the run directory. Implements `Service`."""
+
+    def __init__(
+        self,
+        control: Control,
+        files: RunFiles,
+        index: SampleIndex,
+        workers: Workers,
+        head: Host,
+        train: PromptSource,
+        notify: Notify,
+    ) -> None:
+        self._control, self._files, self._index = control, files, index
+        self._workers, self._head, self._train, self._notify = workers, head, train, notify
+        self._names = [f"storage{number}" for number in range(len(index.addresses))]
+        self._unwritten: dict[tuple[StepIndex, GroupId], msg.Trained] = {}
+        index.on_drop = lambda group: workers.send(self._name_of(group), msg.Forget(group))
+
+    @property
+    def is_ready(self) -> bool:
+        return all(self._index.addresses)
+
+    def _name_of(self, group: GroupId) -> str:
+        return self._names[shard_of(group, len(self._names))]
+
+    def start(self) -> None:
+        for number, name in enumerate(self._names):
+            self._workers.start("storage", name, {"shard": number})
+
+    # -- what they say ----------------------------------------------------------------------------
+
+    def hear(self, worker: Worker, message: msg.Message) -> None:
+        match message:
+            case msg.Serving(port, groups):
+                self._is_up(worker.name, f"tcp://{self._head.ip}:{port}", groups)
+            case msg.Stored():
+                self._stored(message)
+            case msg.Wrote(step, group):
+                self._unwritten.pop((step, group), None)
+
+    def _is_up(self, name: str, address: str, has: tuple[GroupId, ...]) -> None:
+        """A shard is there (again): tell it what it missed, and everybody where it is."""
+        self._index.addresses[self._names.index(name)] = address
+        for (_, group), due in list(self._unwritten.items()):
+            if self._name_of(group) == name:
+                self._workers.send(name, due)
+        for group in has:
+            if group not in self._control.state.groups:
+                self._workers.send(name, msg.Forget(group))
+        for worker in list(self._workers.workers.values()) if self.is_ready else ():
+            if worker.role == "instance":
+                self._workers.send(worker.name, msg.Shards(tuple(self._index.addresses)))
+
+    def _stored(self, message: msg.Stored) -> None:
+        """As `Finished` on one machine; the row is where it belongs already."""
+        event, control = message.event, self._control
+        if not control.is_generating(event.request, event.epoch):
+            return
+        self._files.records.totals.tokens_generated += message.num_generated
+        version = control.state.groups[event.request.group].version
+        self._index.add_stored(message, version)
+        control.handle(event)
+
+    def lost(self, name: str) -> None:
+        self._index.addresses[self._names.index(name)] = ""
+        if not self._workers.closing:
+            self._workers.restart(name)
+
+    def fatal(self, worker: Worker, reason: str) -> None:
+        """What is wrong on the head node from the start ends the run."""
+        if not worker.joined:
+            raise UserError(f"{worker.name}: {reason}")
+        self._notify(f"{worker.name}: {reason}")
+
+    # -- what they are told -----------------------------------------------------------------------
+
+    def write_rollouts(self, step: StepIndex) -> None:
+        """Lines of rollouts.jsonl are written while the learner computes: before its commit."""
+        state = self._control.state
+        for gid in state.batches[step].groups:
+            group = state.groups[gid]
+            scored = tuple(r.id.sample for r in group.requests if r.phase is Phase.SCORED)
+            prompt = self._train.prompt(group.prompt)
+            due = self._index.lines_due(step, gid, group.version, scored, prompt)
+            self._unwritten[step, gid] = due
+            self._workers.send(self._name_of(gid), due)
+        for name in self._names:  # the loss of this host takes no row that the shards have now
+            self._workers.send(name, msg.Sync())
