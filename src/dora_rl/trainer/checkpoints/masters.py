@@ -44,7 +44,7 @@ class Found(NamedTuple):
     begin: int
     at: Tensor  # -1 where fewer were found than there was room for
     bits: Tensor
-    count: Tensor
+    num: Tensor
 
 
 class Splits:
@@ -97,7 +97,7 @@ class Splits:
         found = [piece for pieces in self._found.values() for piece in pieces]
         if not found:
             return
-        counts = iter(torch.stack([piece.count for piece in found]).tolist())
+        counts = iter(torch.stack([piece.num for piece in found]).tolist())
         at_host = torch.cat([piece.at for piece in found]).cpu()
         bits_host = torch.cat([piece.bits for piece in found]).cpu()
         done = 0
