@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dora_rl.config import RunConfig
+from dora_rl.setup.memory import adapter_params, num_params
 from dora_rl.weights.store import SHARED_MEMORY
 
 if TYPE_CHECKING:
+    from dora_rl.model.spec import ModelSpec
     from dora_rl.setup.layout import Layout
 
 GIB = 1 << 30
@@ -178,10 +180,31 @@ def forecast(
         # masters exact: as large as the version where that is half of a master, else small.
         "shm_needed_bytes": each * (policy.max_staleness + 4),
     }
+    disk = _disk_bytes(config, spec, each)
+    figures |= {"disk_needed_bytes": disk, "disk_free_bytes": _disk_free(config.runtime.run_dir)}
     # Versions on one device; 0: its memory is planned elsewhere.
     needed = 0 if layout.memory is not None else layout.resident_max * layout.crowd
     figures["problems"] = _problems(figures, config, machine, spec.context_max, needed)
     return figures, _forecast_lines(figures)
+
+
+def _disk_bytes(config: RunConfig, spec: ModelSpec, version: int) -> int:
+    """What lies in the run directory at the most, records apart: versions that are live or kept,
+    two with what makes them exact; two sets of moments; checkpoints that are kept and one more."""
+    trainer, trained = config.trainer, num_params(spec)
+    if trainer.lora_rank:
+        trained = adapter_params(spec, trainer.lora_rank)
+        version = 4 * trained if trainer.lora_publish == "adapters" else version
+    kept = config.orchestration.max_staleness + 5
+    saved = config.checkpoint.keep + 1 if config.checkpoint.every_steps else 0
+    return version * kept + (2 * 2 + 2 * 8) * trained + saved * (version + 12 * trained)
+
+
+def _disk_free(run_dir: str) -> int:
+    folder = Path(run_dir).absolute()
+    while not folder.is_dir():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
 
 
 def _forecast_lines(plan: dict[str, Any]) -> list[str]:
@@ -199,6 +222,8 @@ def _forecast_lines(plan: dict[str, Any]) -> list[str]:
         f"requests, for {plan['slots']} decode slots; KV for {plan['kv_tokens_per_instance']} "
         "tokens an instance",
         f"shared memory for live versions: {plan['shm_needed_bytes'] / GIB:.3f} GiB",
+        f"disk for versions, moments and checkpoints: up to {plan['disk_needed_bytes'] / GIB:.3f} "
+        f"GiB, {plan['disk_free_bytes'] / GIB:.1f} are free",
     ]
 
 
@@ -216,6 +241,11 @@ def _problems(
         (
             plan["shm_needed_bytes"] <= machine.shm_free_bytes,
             "shared memory is too small for the live versions: set weights.root",
+        ),
+        (
+            plan["disk_needed_bytes"] <= plan["disk_free_bytes"],
+            f"the disk of {config.runtime.run_dir} is too small: put runtime.run_dir on another, "
+            "or lower checkpoint.keep (checkpoint.every_steps=0 keeps none)",
         ),
         (
             plan["device"] != "cpu" or threads <= machine.cores,

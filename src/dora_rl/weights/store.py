@@ -338,10 +338,15 @@ class SharedMemoryWeightStore:
             _fsync_directory(self.root)
 
     def _full_message(self, version: Version) -> str:
-        usage = shutil.disk_usage(self.root)
+        usage, what = (
+            shutil.disk_usage(self.root),
+            "enlarge it (docker: --shm-size) or set weights.root",
+        )
+        if self.durable:
+            what = "free some, or move the run directory to another disk and resume there"
         return (
             f"no room for version {version} in {self.root}: {usage.free >> 20} of "
-            f"{usage.total >> 20} MiB are free; enlarge it (docker: --shm-size) or set weights.root"
+            f"{usage.total >> 20} MiB are free; {what}"
         )
 
     @contextmanager

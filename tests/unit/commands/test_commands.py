@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,9 @@ def test_check_says_what_a_run_would_do_and_what_does_not_fit(tmp_path, capsys):
     capsys.readouterr()
     assert main(["check", str(QUICKSTART), *settings, "rollout.seqs_max=8"]) == 1
     assert "only 8 slots" in capsys.readouterr().out
+    kept = shutil.disk_usage(tmp_path).total // (12 * plan["parameters"])
+    assert main(["check", str(QUICKSTART), *settings, f"checkpoint.keep={kept}"]) == 1
+    assert "is too small: put runtime.run_dir on another" in capsys.readouterr().out
     assert not (tmp_path / "run").exists()
 
 
