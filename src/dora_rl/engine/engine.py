@@ -59,10 +59,7 @@ class Engine(RequestBook):
     ) -> None:
         self.spec, self.options = spec, options or EngineOptions()
         self.runner = runner or make_runner(spec, self.options)
-        num_blocks, context = (
-            self.runner.cache.num_blocks,
-            self.options.context_limit(spec.context_max),
-        )
+        num_blocks, context = self.runner.cache.num_blocks, self.runner.context
         limits = Limits(spec.vocab, context, num_blocks, self.options.block_tokens)
         super().__init__(limits, spec.eos_ids, decode, journal)
         self.scheduler = Scheduler(self.options, num_blocks, context)
@@ -103,12 +100,13 @@ class Engine(RequestBook):
 
     def park(self, request: RequestId) -> None:
         """Put a request aside with its KV on the host (recomputed later if the host is full)."""
-        self._set_aside(self.known(request), spill=True)
+        self.put_aside(request, spill=True)
 
-    def put_aside(self, request: RequestId) -> Seq:
-        """Stop decoding a request and hold its KV where it is, for `transfer`."""
-        seq = self.known(request)
-        self._set_aside(seq, spill=False)
+    def put_aside(self, request: RequestId, spill: bool = False) -> Seq:
+        """Stop decoding a request; its KV stays where it is, for `transfer`, or is spilled."""
+        seq, plan = self.known(request), Plan()
+        self.scheduler.put_aside(plan, seq, spill)
+        self.runner.cache.perform(plan)
         return seq
 
     def reversion(self, request: RequestId, version: Version) -> None:
@@ -120,7 +118,7 @@ class Engine(RequestBook):
         self.runner.cache.drop_host(request)
         seq.change_version(version)
         if parked:
-            self._set_aside(seq, spill=False)
+            self.put_aside(request)
         elif idle:
             self.go_on(seq)
         self.note(seq)
@@ -150,7 +148,7 @@ class Engine(RequestBook):
         return bool(self.outputs or self._in_flight or s.running or s.waiting or s.spilled)
 
     def _enter(self, seq: Seq) -> None:
-        self.scheduler.add(seq)
+        self.scheduler.requeue(seq)
 
     def _run(self, seq: Seq) -> None:
         self.scheduler.requeue(seq)
@@ -166,14 +164,8 @@ class Engine(RequestBook):
 
     def _refusal(self, seq: Seq, length: int) -> str:
         num_blocks = self.limits.num_blocks
-        if -(-length // self.options.block_tokens) + 1 > num_blocks:
-            return f"{length} tokens can never fit in {num_blocks} KV blocks"
-        return ""
-
-    def _set_aside(self, seq: Seq, spill: bool) -> None:
-        plan = Plan()
-        self.scheduler.put_aside(plan, seq, spill)
-        self.runner.cache.perform(plan)
+        fits = -(-length // self.options.block_tokens) < num_blocks
+        return "" if fits else f"{length} tokens can never fit in {num_blocks} KV blocks"
 
     # -------------------------------------------------------------------- step
 
@@ -191,16 +183,13 @@ class Engine(RequestBook):
     def _launch(self, plan: Plan) -> str:
         """Returns what was missing where memory ran out, outside of the handler, whose traceback
         holds the step's tensors."""
+        missing = ""
         try:
             maybe_fail("launch")
-            launched = self.runner.launch(plan, self.residency.slots)
+            self._in_flight.append((plan, self.runner.launch(plan, self.residency.slots)))
         except RuntimeError as error:
-            missing = shortage(error)
-            if not missing:
+            if not (missing := shortage(error)):
                 raise
-        else:
-            self._in_flight.append((plan, launched))
-            return ""
         return missing
 
     def _start_again(self, plan: Plan, missing: str) -> None:

@@ -48,22 +48,25 @@ class Scheduler:
         self.spilled: dict[RequestId, Sequence] = {}
         self.parked: dict[RequestId, Sequence] = {}
         self.idle: dict[RequestId, Sequence] = {}
-        self._queues = (self.running, self.spilled, self.waiting, self.parked, self.idle)
+        self._queues = {
+            Status.RUNNING: self.running,
+            Status.SPILLED: self.spilled,
+            Status.WAITING: self.waiting,
+            Status.PARKED: self.parked,
+            Status.IDLE: self.idle,
+        }
         self.free_slots = list(range(options.seqs_max - 1, -1, -1))
         self.num_host_blocks = 0
         self.num_preemptions = 0
         self.num_prefix_tokens = 0
 
     def sequences(self) -> Iterator[Sequence]:
-        for queue in self._queues:
+        for queue in self._queues.values():
             yield from queue.values()
 
     def find(self, request: RequestId) -> Sequence | None:
-        return next((queue[request] for queue in self._queues if request in queue), None)
-
-    def add(self, seq: Sequence) -> None:
-        seq.status = Status.WAITING
-        self.waiting[seq.id] = seq
+        queues = self._queues.values()
+        return next((queue[request] for queue in queues if request in queue), None)
 
     def remove(self, seq: Sequence) -> None:
         """Forget a sequence, wherever it is; its blocks return to the pool."""
@@ -72,35 +75,27 @@ class Scheduler:
 
     def keep_idle(self, seq: Sequence) -> None:
         """A turn ended; its blocks stay until the session continues, ends or spills."""
-        self._take_out(seq)
         self._free_slot(seq)
-        seq.status = Status.IDLE
-        self.idle[seq.id] = seq
+        self._put(seq, Status.IDLE)
 
     def put_aside(self, plan: Plan, seq: Sequence, spill: bool) -> None:
         """Out of every queue, KV kept: on the device, or moved to the host when `spill`."""
-        self._take_out(seq)
-        seq.status = Status.PARKED
-        self.parked[seq.id] = seq
         self._free_slot(seq)
+        self._put(seq, Status.PARKED)
         if spill and seq.blocks:
             self._to_host(plan, seq)
 
     def requeue(self, seq: Sequence) -> None:
-        """Back from parked, idle or another engine: decodes again as soon as a slot is free."""
-        self.parked.pop(seq.id, None)
-        self.idle.pop(seq.id, None)
-        has_kv = bool(seq.blocks or seq.num_host_blocks)
-        seq.status = Status.SPILLED if has_kv else Status.WAITING
-        insert_by_arrival(self.spilled if has_kv else self.waiting, seq)
+        """New, back from parked or idle, or from another engine: decodes once a slot is free."""
+        has_kv = seq.blocks or seq.num_host_blocks
+        self._put(seq, Status.SPILLED if has_kv else Status.WAITING)
 
     def reset(self, seq: Sequence) -> None:
         """Drop the KV; the sequence starts again from its tokens."""
         self._drop(seq)
         seq.num_computed = 0
         seq.digests = []
-        seq.status = Status.WAITING
-        insert_by_arrival(self.waiting, seq)
+        self._put(seq, Status.WAITING)
 
     def take_back(self, plan: Plan) -> None:
         """A plan that was booked is not run. Before the tokens of earlier ones are read: prompt
@@ -118,7 +113,6 @@ class Scheduler:
         seq.num_tokens = len(seq.tokens)
         seq.num_scored = len(seq.logprobs)
         if idle:
-            del self.waiting[seq.id]
             self.keep_idle(seq)
 
     def shrink(self, plan: Plan, reason: str) -> str:
@@ -163,7 +157,6 @@ class Scheduler:
         """Out of the device: to the host if it has room, else dropped and computed again."""
         self._to_host(plan, seq)
         if seq.status is not Status.IDLE:
-            del self.running[seq.id]
             self.requeue(seq)
 
     def _to_host(self, plan: Plan, seq: Sequence) -> None:
@@ -187,8 +180,19 @@ class Scheduler:
         self.release_blocks(seq)
 
     def _take_out(self, seq: Sequence) -> None:
-        for queue in self._queues:
+        for queue in self._queues.values():
             queue.pop(seq.id, None)
+
+    def _put(self, seq: Sequence, status: Status) -> None:
+        """Into the queue of `status`: oldest arrival first; what is put aside or idle, last."""
+        self._take_out(seq)
+        seq.status, queue = status, self._queues[status]
+        last = next(reversed(queue.values()), seq)
+        queue[seq.id] = seq
+        if last.arrival > seq.arrival and status not in (Status.PARKED, Status.IDLE):
+            ordered = sorted(queue.values(), key=lambda other: other.arrival)
+            queue.clear()
+            queue.update((other.id, other) for other in ordered)
 
     def _free_slot(self, seq: Sequence) -> None:
         if seq.slot >= 0:
@@ -212,17 +216,17 @@ class Scheduler:
             num_decode_left -= 1
             if seq.status is not Status.RUNNING:
                 continue  # pre-empted for an older one, a moment ago
-            span = self._steady(seq)
-            if span is not None:
+            if (span := self._steady(seq)) is not None:
                 plan.spans.append(span)
                 budget -= 1
-                continue
-            budget -= self._plan_running(plan, seq, budget - num_decode_left)
+            else:
+                budget -= self._plan_running(plan, seq, budget - num_decode_left)
         if self.num_preemptions == before and (self.spilled or self.waiting):
             self._admit(plan, budget)
-        if self.num_preemptions != before:
-            kept = all(span.seq.status is Status.RUNNING for span in plan.spans)
-            assert kept, "a request was pre-empted after its row was planned"
+        kept = self.num_preemptions == before or all(
+            span.seq.status is Status.RUNNING for span in plan.spans
+        )
+        assert kept, "a request was pre-empted after its row was planned"
         return plan
 
     def _steady(self, seq: Sequence) -> Span | None:
@@ -340,8 +344,7 @@ class Scheduler:
                 if not self._start(plan, seq):
                     return
             self._set_running(seq)
-            count = self._plan_running(plan, seq, budget)
-            budget -= count
+            budget -= self._plan_running(plan, seq, budget)
 
     def _digest_prompt(self, seq: Sequence) -> None:
         if not seq.digests:
@@ -349,12 +352,9 @@ class Scheduler:
             seq.digests = list(block_digests(seq.version, prompt, self.block_tokens))
 
     def _set_running(self, seq: Sequence) -> None:
-        self.spilled.pop(seq.id, None)
-        self.waiting.pop(seq.id, None)
         seq.slot = self.free_slots.pop()
         seq.table_dirty = seq.slot_dirty = True
-        seq.status = Status.RUNNING
-        insert_by_arrival(self.running, seq)
+        self._put(seq, Status.RUNNING)
 
     def _start(self, plan: Plan, seq: Sequence) -> bool:
         """Blocks for everything a waiting sequence has to prefill, sharing what is known."""
@@ -377,8 +377,7 @@ class Scheduler:
     def _match_prefix(self, seq: Sequence) -> list[int]:
         hits: list[int] = []
         for key in seq.digests:
-            block = self.pool.find(key)
-            if block is None:
+            if (block := self.pool.find(key)) is None:
                 break
             hits.append(block)
         return hits
@@ -453,13 +452,3 @@ class Scheduler:
         self.release_host(seq)
         seq.num_registered = len(seq.digests)
         return True
-
-
-def insert_by_arrival(queue: dict[RequestId, Sequence], seq: Sequence) -> None:
-    """Keep a queue oldest first; a new arrival goes to the end without sorting."""
-    last = next(reversed(queue.values()), None)
-    queue[seq.id] = seq
-    if last is not None and last.arrival > seq.arrival:
-        ordered = sorted(queue.values(), key=lambda other: other.arrival)
-        queue.clear()
-        queue.update((other.id, other) for other in ordered)
