@@ -10,18 +10,15 @@ it is being written.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from dora_rl.engine.sequence import Request
 from dora_rl.engine.sequence import Sequence as Seq
 from dora_rl.io.append_log import AppendLog, checked, text_of, whole_lines
-from dora_rl.io.codec import dumps, loads
-from dora_rl.types import RequestId, SamplingParams, Segment
-
-_REQUEST_FIELDS = tuple(field.name for field in fields(Request))
-_PARAMS_FIELDS = tuple(field.name for field in fields(SamplingParams))
+from dora_rl.io.codec import decode, dumps, encode, loads
+from dora_rl.types import RequestId
 
 
 class Sink(Protocol):
@@ -87,9 +84,10 @@ class Journal:
                 self.compact(live)
 
     def flush(self) -> None:
-        for request, (ids, logprobs, raw) in self._tokens.items():
-            body = {"id": list(request), "ids": ids, "logprobs": logprobs, "raw": raw}
-            self._lines.append(_line("tokens", body))
+        self._lines += [
+            _line("tokens", {"id": list(request), "ids": ids, "logprobs": logprobs, "raw": raw})
+            for request, (ids, logprobs, raw) in self._tokens.items()
+        ]
         self._tokens.clear()
         if not self._lines:
             return
@@ -116,13 +114,11 @@ def read_journal(path: str | Path) -> list[Request]:
     if not file.is_file():
         return []
     for line in whole_lines(file.read_bytes()):
-        text = text_of(line)
-        if text is None:
+        if (text := text_of(line)) is None:
             break
         kind, body = loads(text)
         if kind == "state":
-            request = request_from_json(body)
-            live[request.id] = request
+            live[RequestId(*body["id"])] = request_from_json(body)
             continue
         key = RequestId(*body["id"])
         if kind == "end":
@@ -149,24 +145,11 @@ def continuation(seq: Seq) -> Request:
 
 
 def request_json(request: Request) -> dict[str, object]:
-    """As `asdict`, without its copy of every token."""
-    body = {name: getattr(request, name) for name in _REQUEST_FIELDS}
-    body["params"] = {name: getattr(request.params, name) for name in _PARAMS_FIELDS}
-    return body
+    return encode(Request, request)
 
 
 def request_from_json(body: dict[str, Any]) -> Request:
-    values = _with_tuples(body)
-    values["id"] = RequestId(*body["id"])
-    if body.get("stream") is not None:
-        values["stream"] = RequestId(*body["stream"])
-    values["params"] = SamplingParams(**_with_tuples(body["params"]))
-    values["resume_segments"] = tuple(Segment(*pair) for pair in body["resume_segments"])
-    return Request(**values)
-
-
-def _with_tuples(body: dict[str, Any]) -> dict[str, Any]:
-    return {k: tuple(v) if isinstance(v, list | tuple) else v for k, v in body.items()}
+    return decode(Request, body)
 
 
 def _extended(request: Request, body: dict[str, Any]) -> Request:
