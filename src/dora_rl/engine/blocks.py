@@ -14,7 +14,7 @@ import hashlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 from dora_rl.types import Version
@@ -55,8 +55,7 @@ class BlockPool:
         self.refs = [0] * num_blocks
         # The lowest free number is taken first, so that blocks in use stay close together: the CPU
         # attention reads the used range of the pool in one pass.
-        self._free = list(range(num_blocks))
-        heapify(self._free)
+        self._free = list(range(num_blocks))  # a heap, since it is in order
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._by_key: dict[bytes, int] = {}
         self._key_of: dict[int, tuple[Version, bytes]] = {}
@@ -115,8 +114,7 @@ class BlockPool:
 
     def forget_block(self, block: int) -> None:
         """The content of a used block is no longer trusted (or will change)."""
-        entry = self._key_of.pop(block, None)
-        if entry is not None:
+        if entry := self._key_of.pop(block, None):
             del self._by_key[entry[1]]
 
     def poison(self, blocks: Iterable[int]) -> None:
@@ -128,10 +126,8 @@ class BlockPool:
 
     def forget_version(self, version: Version) -> None:
         """A retired version leaves nothing behind that a later one could find."""
-        for block, (owner, key) in list(self._key_of.items()):
-            if owner != version:
-                continue
-            del self._key_of[block], self._by_key[key]
+        for block in [block for block, (owner, _) in self._key_of.items() if owner == version]:
+            self.forget_block(block)
             if block in self._cached:
                 del self._cached[block]
                 heappush(self._free, block)

@@ -12,6 +12,7 @@ from pydantic import Field
 
 from dora_rl.config import RolloutConfig
 from dora_rl.types import UserError
+from dora_rl.user_code import require
 
 if TYPE_CHECKING:
     from dora_rl.model.spec import ModelSpec
@@ -36,15 +37,18 @@ class EngineOptions(RolloutConfig):
     tile_rows: int = 0
 
     def model_post_init(self, context: Any, /) -> None:
-        if self.block_tokens < 16 or self.block_tokens & (self.block_tokens - 1):
-            raise UserError(
-                f"rollout.block_tokens is {self.block_tokens}; use a power of two, 16 or more"
-            )
-        if self.step_tokens_max < self.seqs_max:
-            raise UserError(
+        tokens = self.block_tokens
+        require(
+            (
+                tokens >= 16 and not tokens & (tokens - 1),
+                f"rollout.block_tokens is {tokens}; use a power of two, 16 or more",
+            ),
+            (
+                self.step_tokens_max >= self.seqs_max,
                 f"rollout.step_tokens_max ({self.step_tokens_max}) is below seqs_max "
-                f"({self.seqs_max}); a step must hold one row for every request"
-            )
+                f"({self.seqs_max}); a step must hold one row for every request",
+            ),
+        )
 
     def context_limit(self, model_max: int) -> int:
         """Longest prompt plus response one request may have."""

@@ -126,7 +126,6 @@ class Sequence:
     segments: list[Segment] = field(default_factory=list)
     num_computed: int = 0
     num_tokens: int = 0
-    num_forced: int = 0  # response tokens that are scored rather than sampled
     num_scored: int = 0  # response tokens whose log-prob is known or in flight
     response_max: int = 0  # response length at which the turn ends
     blocks: list[int] = field(default_factory=list)
@@ -180,7 +179,6 @@ class Sequence:
 
     def trajectory(self) -> Trajectory:
         """The response as the rest of the system sees it."""
-        raw = self.raw_logprobs
         return Trajectory(
             request=self.id,
             version=self.version,
@@ -190,7 +188,7 @@ class Sequence:
             finish=self.finish or Finish.ERROR,
             segments=tuple(self.segments),
             prompt_ids=np.array(self.tokens[: self.num_prompt], np.int32),
-            raw_logprobs=np.array(raw, np.float32) if raw else None,
+            raw_logprobs=np.array(self.raw_logprobs, np.float32) if self.raw_logprobs else None,
             turns=self.turns,
             error=self.error,
         )
@@ -201,7 +199,6 @@ def new_sequence(request: Request, arrival: int, eos_ids: Seq[int]) -> Sequence:
     params = request.params
     forced = params.forced_ids[len(request.resume_ids) :]
     tokens = [*request.prompt_ids, *request.resume_ids, *forced]
-    mask = request.resume_mask or (1,) * len(request.resume_ids)
     seq = Sequence(
         request=request,
         version=request.version,
@@ -211,10 +208,9 @@ def new_sequence(request: Request, arrival: int, eos_ids: Seq[int]) -> Sequence:
         key=sampling_key(request.seed, request.stream or request.id),
         logprobs=list(request.resume_logprobs),
         raw_logprobs=list(request.resume_raw_logprobs),
-        loss_mask=list(mask),
+        loss_mask=list(request.resume_mask) or [1] * len(request.resume_ids),
         segments=list(request.resume_segments) or [Segment(0, request.version)],
         num_tokens=len(tokens),
-        num_forced=len(request.resume_ids) + len(forced),
         num_scored=len(request.resume_ids),
         response_max=max(request.response_max or params.tokens_max, len(params.forced_ids)),
         stop_ids=stop_ids_of(params, eos_ids),
@@ -373,17 +369,12 @@ class RequestBook(ABC):
     def submit(self, request: Request) -> None:
         """Queue a request; a hopeless one ends at once, as a refused output of the next step."""
         seq = self.new_sequence(request)
-        reason = self.refusal(seq)
-        if reason:
+        if reason := self.refusal(seq):
             self._refuse(seq, reason)
             return
         self._enter(seq)
         self.note(seq)
-        finish = self.finish_of(seq)
-        if finish is None:
-            self._run(seq)
-        else:
-            self._end(seq, finish)
+        self._run_or_end(seq, self.finish_of(seq))
 
     def new_sequence(self, request: Request) -> Sequence:
         self._num_arrived += 1
@@ -407,8 +398,7 @@ class RequestBook(ABC):
         """
         seq = self.known(request, Status.IDLE)
         seq.begin_turn(token_ids, params, self.eos_ids)
-        reason = self.refusal(seq, queued=True)
-        if reason:
+        if reason := self.refusal(seq, queued=True):
             self.forget(request)
             self._refuse(seq, reason)
             return
@@ -475,8 +465,7 @@ class RequestBook(ABC):
         if finish is not None:
             self._end(seq, finish, tuple(token_ids), tuple(logprobs), tuple(top))
         elif token_ids:
-            gained = Output(seq.request.id, tuple(token_ids), tuple(logprobs), None, tuple(top))
-            self.outputs.append(gained)
+            self.outputs.append(Output(seq.id, tuple(token_ids), tuple(logprobs), None, tuple(top)))
 
     def fail(self, seq: Sequence, why: str) -> None:
         seq.error = f"request {tuple(seq.id)}: {why}"
@@ -497,7 +486,9 @@ class RequestBook(ABC):
 
     def go_on(self, seq: Sequence) -> None:
         """Sample on; a session whose turn had ended is idle again, and says so again."""
-        finish = self.finish_of(seq) if seq.request.keep else None
+        self._run_or_end(seq, self.finish_of(seq) if seq.request.keep else None)
+
+    def _run_or_end(self, seq: Sequence, finish: Finish | None) -> None:
         if finish is None:
             self._run(seq)
         else:
