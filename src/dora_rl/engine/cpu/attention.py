@@ -97,13 +97,13 @@ def attend_decode(q: Tensor, k: Tensor, v: Tensor, pairs: Pairs) -> Tensor:
 def _of_pairs(pool: Tensor, pairs: Pairs) -> list[Tensor]:
     """Keys or values, [pair * KV, C, D] of each turn."""
     gathered = pool.index_select(0, pairs.gathered).flatten(0, 1)
-    in_place = [pool[: pairs.num_pool].flatten(0, 1)] if pairs.num_pool else []
-    return in_place + [gathered[: size * pool.shape[1]] for size in pairs.turns]
+    parts = [gathered[: size * pool.shape[1]] for size in pairs.turns]
+    return [pool[: pairs.num_pool].flatten(0, 1), *parts] if pairs.num_pool else parts
 
 
 def _multiply(left: Tensor, right: list[Tensor]) -> Tensor:
-    parts = left.split([len(part) for part in right])
-    products = [torch.bmm(*pair) for pair in zip(parts, right, strict=True)]
+    parts = zip(left.split([len(part) for part in right]), right, strict=True)
+    products = [torch.bmm(*pair) for pair in parts]
     return products[0] if len(products) == 1 else torch.cat(products)
 
 
@@ -122,24 +122,21 @@ def attend_prefill(q: Tensor, k: Tensor, v: Tensor, position: int, blocks: list[
 def _prefill_part(q: Tensor, k: Tensor, v: Tensor, position: int, blocks: list[int]) -> Tensor:
     count, num_kv, num_q, dim = q.shape
     tokens, width = k.shape[2], _power_of_two(len(blocks))
-    peak = q.new_full((count, width, num_kv, num_q), -torch.inf)
-    total = q.new_zeros((count, width, num_kv, num_q))
     out = q.new_zeros((count, width, num_kv, num_q, dim))
+    total, peak = torch.zeros_like(out[..., 0]), torch.full_like(out[..., 0], -torch.inf)
     context = torch.arange(position + 1, position + count + 1)
     for j, block in enumerate(blocks):
         first = max(0, j * tokens - position)  # rows before it do not see this block
         num = count - first
         score = q.new_empty((num, num_kv, num_q, tokens))
         for h in range(num_kv):
-            keys = k[block, h].t().expand(num, -1, -1)
-            score[:, h] = torch.bmm(q[first:, h], keys)
+            score[:, h] = torch.bmm(q[first:, h], k[block, h].t().expand(num, -1, -1))
         if (j + 1) * tokens > position + 1 + first:
             length = (context[first:] - j * tokens).clamp_(max=tokens)
             score += _length_mask(length, tokens)
         peak[first:, j], weight, total[first:, j] = _block_softmax(score)
         for h in range(num_kv):
-            values = v[block, h].expand(num, -1, -1)
-            out[first:, j, h] = torch.bmm(weight[:, h], values)
+            out[first:, j, h] = torch.bmm(weight[:, h], v[block, h].expand(num, -1, -1))
     return _add_up(peak, total, out)
 
 

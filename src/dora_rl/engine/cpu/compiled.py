@@ -23,6 +23,7 @@ from collections.abc import Iterator, Sequence
 from ctypes import POINTER, Structure, c_float, c_int64, c_void_p
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -92,14 +93,11 @@ class Kernels:
 
     def __init__(self, path: Path) -> None:
         self._library = ctypes.CDLL(str(path))
-        for function in (self._library.dora_lanes, self._library.dora_panel):
-            function.restype = c_int64
-        self.lanes: int = self._library.dora_lanes()
-        self.panel: int = self._library.dora_panel()
-        self._library.dora_sizes.restype = c_int64
+        self.lanes: int = self._function("dora_lanes", "", c_int64)()
+        self.panel: int = self._function("dora_panel", "", c_int64)()
+        size_of = self._function("dora_sizes", "i", c_int64)
         for which, structure in enumerate((LayerPointers, ModelPointers, StepPointers)):
-            size = self._library.dora_sizes(c_int64(which))
-            assert size == ctypes.sizeof(structure), "kernels.c and compiled.py differ"
+            assert size_of(which) == ctypes.sizeof(structure), "kernels.c and compiled.py differ"
         self.forward = self._function("dora_forward", "pp")
         self.draw = self._function("dora_draw", "piippppppppp")
         self._pack = self._function("dora_pack", "piip")
@@ -108,9 +106,8 @@ class Kernels:
     def pack(self, matrix: Tensor) -> None:
         """Rearrange a contiguous [N, K] matrix in place for `linear` and `forward`."""
         assert matrix.is_contiguous() and matrix.dtype == torch.float32
-        num_out, num_in = matrix.shape
-        copy = torch.empty(self.panel * num_in)
-        self._pack(matrix.data_ptr(), num_out, num_in, copy.data_ptr())
+        copy = torch.empty(self.panel * matrix.shape[1])
+        self._pack(matrix.data_ptr(), *matrix.shape, copy.data_ptr())
 
     def linear(self, x: Tensor, packed: Tensor, threads: int = 1) -> Tensor:
         """x [rows, K] times a packed [N, K]."""
@@ -123,10 +120,10 @@ class Kernels:
         )  # fmt: skip
         return out
 
-    def _function(self, name: str, kinds: str) -> ctypes._NamedFuncPointer:
+    def _function(self, name: str, kinds: str, result: Any = None) -> ctypes._NamedFuncPointer:
         function = getattr(self._library, name)
         function.argtypes = [c_void_p if kind == "p" else c_int64 for kind in kinds]
-        function.restype = None
+        function.restype = result
         return function
 
 
@@ -134,13 +131,11 @@ class Kernels:
 def load_kernels() -> Kernels | None:
     """The kernels of this machine; None without a compiler or where they are wrong."""
     path = build()
-    if path is None:
-        return None
     try:
-        kernels = Kernels(path)
+        kernels = None if path is None else Kernels(path)
     except OSError:
         return None
-    return kernels if agrees_with_torch(kernels) else None
+    return kernels if kernels and agrees_with_torch(kernels) else None
 
 
 def build(machine_flags: Sequence[Sequence[str]] = MACHINE_FLAGS) -> Path | None:
@@ -151,15 +146,14 @@ def build(machine_flags: Sequence[Sequence[str]] = MACHINE_FLAGS) -> Path | None
     version = _output(compiler, "--version")
     key = (SOURCE.read_text(), FLAGS, tuple(machine_flags), version, _processor())
     name = f"kernels-{blake2b(repr(key).encode(), digest_size=10).hexdigest()}.so"
-    folder = _cache_folder()
-    path = folder / name
+    path = (folder := _cache_folder()) / name
     if path.is_file():
         return path
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         made = Path(scratch) / name
         for more in machine_flags:
-            compiled = _output(compiler, *FLAGS, *more, "-o", str(made), str(SOURCE), "-lm")
-            if compiled is not None:
+            arguments = (*FLAGS, *more, "-o", str(made), str(SOURCE), "-lm")
+            if _output(compiler, *arguments) is not None:
                 made.replace(path)  # another process may have been quicker; both are the same
                 return path
     return None
@@ -211,9 +205,7 @@ def _output(*command: str) -> str | None:
 def usable(spec: ModelSpec, options: EngineOptions) -> Kernels | None:
     """The kernels, where they are wanted, can be had, and know this kind of model."""
     dense = spec.moe is None and not options.lora_rank and options.dtype == "float32"
-    if not options.compiled_kernels or not dense:
-        return None
-    kernels = load_kernels()
+    kernels = load_kernels() if options.compiled_kernels and dense else None
     if kernels is None:
         return None
     lanes, dim = kernels.lanes, spec.head_dim
@@ -285,13 +277,11 @@ class CompiledRunner(CpuRunner):
             temperature.ctypes.data, forced.ctypes.data, token.ctypes.data, logprob.ctypes.data,
             raw.ctypes.data, scratch.weight.data_ptr(), scratch.running.data_ptr(),
         )  # fmt: skip
-        wants_raw = any(span.seq.request.params.raw_logprobs for span in spans)
+        wants_raw = any(params.raw_logprobs for params in rows.owners)
         drawn = sampler.Drawn(
             torch.from_numpy(token),
             torch.from_numpy(logprob),
             torch.from_numpy(raw) if wants_raw else None,
-            None,
-            None,
         )
         special = [span for span in spans if _is_special(span)]
         return _overwrite(drawn, logits, spans, special) if special else drawn
@@ -301,10 +291,13 @@ class _Scratch:
     """Buffers for one pass of at most `num_rows` rows."""
 
     def __init__(self, spec: ModelSpec, num_rows: int, context: int, lanes: int) -> None:
-        self._x = torch.empty(num_rows, spec.hidden)
-        self._h = torch.empty(num_rows, spec.hidden)
-        self._wide = torch.empty(num_rows, max(spec.qkv_rows, 2 * spec.intermediate))
-        self._mixed = torch.empty(num_rows, spec.num_heads * spec.head_dim)
+        widths = {  # by the fields of a step
+            "x": spec.hidden,
+            "h": spec.hidden,
+            "wide": max(spec.qkv_rows, 2 * spec.intermediate),
+            "mixed": spec.num_heads * spec.head_dim,
+        }
+        self._rows = {name: torch.empty(num_rows, width) for name, width in widths.items()}
         self._score_width = QUERIES_MAX * (-(-context // lanes) * lanes)
         self._score = torch.empty(0)
         chunks = -(-spec.vocab // sampler.CHUNK)
@@ -314,8 +307,8 @@ class _Scratch:
     def lend(self, step: StepPointers) -> None:
         if len(self._score) < step.threads * self._score_width:
             self._score = torch.empty(step.threads * self._score_width)
-        step.x, step.h = self._x.data_ptr(), self._h.data_ptr()
-        step.wide, step.mixed = self._wide.data_ptr(), self._mixed.data_ptr()
+        for name, rows in self._rows.items():
+            setattr(step, name, rows.data_ptr())
         step.score, step.score_width = self._score.data_ptr(), self._score_width
 
 
@@ -325,8 +318,7 @@ def _model_pointers(
     """Addresses of all parameters; the tensors live as long as the runner."""
     layers = (LayerPointers * spec.num_layers)()
     for layer, pointers in zip(weights.layers, layers, strict=True):
-        for field in LayerPointers._fields_:
-            name = field[0]
+        for name, *_ in LayerPointers._fields_:
             parameter: Tensor | None = getattr(layer, name)
             setattr(pointers, name, None if parameter is None else parameter.data_ptr())
     return ModelPointers(

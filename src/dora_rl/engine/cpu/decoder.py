@@ -70,12 +70,13 @@ def probe(shape: tuple[int, int], tile: int) -> bool | None:
 
     def invariant(product: Callable[[Tensor], Tensor]) -> bool:
         whole = product(x)
-        for count in _PROBE_TILES:
-            for start in (0, rows - count * tile):
-                part = slice(start, start + count * tile)
-                if not torch.equal(product(x[part]), whole[part]):
-                    return False
-        return torch.equal(product(x.roll(5, 0)), whole.roll(5, 0))
+        parts = [
+            slice(start, start + count * tile)
+            for count in _PROBE_TILES
+            for start in (0, rows - count * tile)
+        ]
+        alike = all(torch.equal(product(x[part]), whole[part]) for part in parts)
+        return alike and torch.equal(product(x.roll(5, 0)), whole.roll(5, 0))
 
     if invariant(lambda part: functional.linear(part, weight)):
         return True
@@ -124,10 +125,8 @@ class Decoder:
         segments: Segments = batch.segments.tolist()
         lora, num_rows = self.weights.adapters is not None, len(batch.token_ids)
         of_base = [(0, 0, num_rows)] if lora else segments
-        slots = None
-        if len(of_base) > 1:
-            slot, start, stop = batch.segments.T
-            slots = torch.from_numpy(np.repeat(slot, stop - start))
+        slot, start, stop = batch.segments.T
+        slots = torch.from_numpy(np.repeat(slot, stop - start)) if len(of_base) > 1 else None
         positions = torch.from_numpy(batch.positions)
         return Rows(
             segments,
@@ -145,9 +144,8 @@ class Decoder:
         parts = [hidden.new_empty(0, self.spec.vocab)]
         for slot, start, stop in batch.logit_segments.tolist():
             if stop > start:
-                x = self._padded(hidden[wanted[start:stop]])
-                head = self.weights.lm_head[0 if lora else slot]
-                parts.append(self.linear(x, head)[: stop - start])
+                x, head = hidden[wanted[start:stop]], self.weights.lm_head[0 if lora else slot]
+                parts.append(self.linear(self._padded(x), head)[: stop - start])
         return torch.cat(parts).float()
 
     def _padded(self, x: Tensor) -> Tensor:
@@ -164,14 +162,14 @@ class Decoder:
     def _project(self, x: Tensor, layer: Layer, matrix: str, rows: Rows) -> Tensor:
         weight: Tensor = getattr(layer, matrix)
         bias: Tensor | None = getattr(layer, f"{matrix}_bias")
-        up = layer.up.get(matrix)
-        if up is not None:
+        if (up := layer.up.get(matrix)) is not None:
             return self._adapt(self.linear(x, weight[0]), bias, up, rows)
-        parts = [
-            self.linear(x[start:stop], weight[slot], None if bias is None else bias[slot])
-            for slot, start, stop in rows.of_base
-        ]
-        return _joined(parts)
+        return _joined(
+            [
+                self.linear(x[start:stop], weight[slot], None if bias is None else bias[slot])
+                for slot, start, stop in rows.of_base
+            ]
+        )
 
     def _adapt(self, y: Tensor, bias: Tensor | None, up: Tensor, rows: Rows) -> Tensor:
         """The base's columns plus each row's own adapter (see `lora` for the columns)."""
@@ -265,8 +263,7 @@ def split_rows(
 def write_index(batch: Batch, cache: KvCache, table: Ints) -> Ints:
     """Rows of `[2 * block * kv head * token, head dim]` that each batch row writes, flat."""
     _, _, num_blocks, num_kv, block_tokens, _ = cache.kv.shape
-    blocks = table[batch.table_rows, batch.positions // block_tokens]
-    parts = np.arange(2 * num_kv)
-    planes = parts // num_kv * num_blocks  # keys in plane 0, values in plane 1
-    first = (planes + blocks[:, None]) * num_kv + parts % num_kv
-    return (first * block_tokens + (batch.positions % block_tokens)[:, None]).reshape(-1)
+    index, token = np.divmod(batch.positions, block_tokens)
+    plane, head = np.divmod(np.arange(2 * num_kv), num_kv)  # keys in plane 0, values in plane 1
+    blocks = plane * num_blocks + table[batch.table_rows, index][:, None]
+    return ((blocks * num_kv + head) * block_tokens + token[:, None]).reshape(-1)

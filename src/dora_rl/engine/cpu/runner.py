@@ -56,8 +56,9 @@ class CpuRunner(Runner):
     def __init__(self, spec: ModelSpec, options: EngineOptions) -> None:
         super().__init__(spec, options)
         # Block numbers of every running request, by slot, and in the last row those of padding.
-        shape = (options.seqs_max + 1, self.blocks_max)
-        self._table = np.full(shape, self.cache.scrap_block, np.int64)
+        self._table = np.full(
+            (options.seqs_max + 1, self.blocks_max), self.cache.scrap_block, np.int64
+        )
 
     @torch.inference_mode()
     def launch(self, plan: Plan, slots: Mapping[Version, int]) -> list[StepResult]:
@@ -75,12 +76,12 @@ class CpuRunner(Runner):
         return [result for part in passes for result in self._run_pass(part)]
 
     def _run_pass(self, groups: list[tuple[int, list[Span]]]) -> list[StepResult]:
+        if not groups:
+            return []
         spans = [span for _, members in groups for span in members if span.num_logits]
         batch = batch_of(groups, self.tile_rows, len(self._table) - 1)
-        logits = self._forward(batch, self.cache, self._table) if groups else None
-        if logits is None or not spans:
-            return []
-        return sampler.read_drawn(spans, self._draw(logits, spans))
+        logits = self._forward(batch, self.cache, self._table)
+        return sampler.read_drawn(spans, self._draw(logits, spans)) if spans else []
 
     def collect(self, launched: list[StepResult]) -> list[StepResult]:
         return launched  # on the CPU they are there already
@@ -120,8 +121,11 @@ class TorchRunner(CpuRunner):
     def _forward(self, batch: Batch, cache: KvCache, table: Ints) -> Tensor:
         # Bfloat16 without oneDNN: it uses AMX wherever the CPU names it, and virtual machines that
         # name it without allowing it are killed by the first product.
-        plain = self.options.dtype == "float32"
-        with nullcontext() if plain else torch.backends.mkldnn.flags(enabled=False):
+        with (
+            nullcontext()
+            if self.options.dtype == "float32"
+            else torch.backends.mkldnn.flags(enabled=False)
+        ):
             return self._decoder.forward(batch, cache, table)
 
 

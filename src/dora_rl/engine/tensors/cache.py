@@ -28,9 +28,8 @@ def derive_num_blocks(spec: ModelSpec, options: EngineOptions) -> int:
     """The pool size: as asked, else what the memory allows."""
     if options.num_blocks:
         return options.num_blocks
-    budget = options.kv_bytes_max
-    if not budget:
-        budget = _gpu_budget(options) if options.device.startswith("cuda") else 1 << 30
+    on_gpu = options.device.startswith("cuda")
+    budget = options.kv_bytes_max or (_gpu_budget(options) if on_gpu else 1 << 30)
     num_blocks = options.blocks_in(budget, spec)
     # More blocks than every slot at full length could never be used.
     context = options.context_limit(spec.context_max)

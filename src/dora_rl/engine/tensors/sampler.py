@@ -54,9 +54,9 @@ class Drawn:
 
     token_ids: Tensor
     logprobs: Tensor
-    raw_logprobs: Tensor | None
-    top_ids: Tensor | None
-    top_logprobs: Tensor | None
+    raw_logprobs: Tensor | None = None
+    top_ids: Tensor | None = None
+    top_logprobs: Tensor | None = None
 
 
 def uniform(keys: Tensor, positions: Tensor) -> Tensor:
@@ -98,15 +98,13 @@ def sample(logits: Tensor, rows: SamplingRows) -> Drawn:
         token = torch.where(greedy, logits.argmax(-1), token)
     token = torch.where(rows.forced >= 0, rows.forced, token)
     offset = peak[:, 0] + log_total
-    chosen = scaled.gather(1, token[:, None])[:, 0] - offset
-    raw = None
+    drawn = Drawn(token, scaled.gather(1, token[:, None])[:, 0] - offset)
     if rows.raw:
-        raw = torch.log_softmax(logits, -1).gather(1, token[:, None])[:, 0]
-    top_ids = top_logprobs = None
+        drawn.raw_logprobs = torch.log_softmax(logits, -1).gather(1, token[:, None])[:, 0]
     if rows.top_n:
-        top_logprobs, top_ids = scaled.topk(rows.top_n, -1)
-        top_logprobs = top_logprobs - offset[:, None]
-    return Drawn(token, chosen, raw, top_ids, top_logprobs)
+        best, drawn.top_ids = scaled.topk(rows.top_n, -1)
+        drawn.top_logprobs = best - offset[:, None]
+    return drawn
 
 
 def _draw(weight: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
@@ -198,8 +196,7 @@ def sampling_rows(spans: Sequence[Span]) -> SamplingRows:
 
 def read_drawn(spans: Sequence[Span], drawn: Drawn) -> list[StepResult]:
     """Split the rows of a pass over its spans."""
-    token_ids = drawn.token_ids.tolist()
-    logprobs = drawn.logprobs.tolist()
+    token_ids, logprobs = drawn.token_ids.tolist(), drawn.logprobs.tolist()
     raw = drawn.raw_logprobs.tolist() if drawn.raw_logprobs is not None else []
     if drawn.raw_logprobs is None and drawn.top_ids is None and len(spans) == len(token_ids):
         rows = zip(spans, token_ids, logprobs, strict=True)
@@ -208,20 +205,11 @@ def read_drawn(spans: Sequence[Span], drawn: Drawn) -> list[StepResult]:
     results: list[StepResult] = []
     start = 0
     for span in spans:
-        end = start + span.num_logits
-        params = span.seq.request.params
-        results.append(
-            StepResult(
-                span,
-                token_ids[start:end],
-                logprobs[start:end],
-                raw[start:end] if params.raw_logprobs else [],
-                [row[: params.logprobs_top_n] for row in top[start:end]]
-                if params.logprobs_top_n
-                else [],
-            )
-        )
-        start = end
+        mine, params = slice(start, start + span.num_logits), span.seq.request.params
+        tokens = (token_ids[mine], logprobs[mine], raw[mine] if params.raw_logprobs else [])
+        best = [row[: params.logprobs_top_n] for row in top[mine] if params.logprobs_top_n]
+        results.append(StepResult(span, *tokens, best))
+        start = mine.stop
     return results
 
 

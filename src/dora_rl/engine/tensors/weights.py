@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,6 +31,7 @@ from dora_rl.model.sealed import CheckedSource, check_base, check_canary
 from dora_rl.model.spec import ModelSpec
 from dora_rl.out_of_memory import maybe_fail
 from dora_rl.types import UserError, Version
+from dora_rl.user_code import require
 
 if TYPE_CHECKING:
     from dora_rl.engine.runner import Runner
@@ -84,10 +86,9 @@ class ModelWeights:
         self.embed, self.norm = self._params["embed"], self._params["norm"]
         self.lm_head = self._params.get("lm_head", self.embed)
         self.adapters = None if lora is None else Adapters(spec, lora, self._params)
-        if self.adapters is not None:
-            for name, up in self.adapters.b.items():
-                index, matrix = name.split(".")
-                self.layers[int(index)].up[matrix] = up
+        for name, up in self.adapters.b.items() if self.adapters else ():
+            index, matrix = name.split(".")
+            self.layers[int(index)].up[matrix] = up
 
     @property
     def bytes_per_version(self) -> int:
@@ -98,7 +99,7 @@ class ModelWeights:
         weights = [self.lm_head]
         for layer in self.layers:
             weights += [layer.qkv, layer.o, layer.gate_up, layer.down, *layer.up.values()]
-            weights += [] if layer.router is None else [layer.router]
+            weights += [layer.router] if layer.router is not None else []
         return {(weight.shape[-2], weight.shape[-1]) for weight in weights}
 
     def load_version(self, slot: int, source: TensorSource, where: str) -> Iterator[str]:
@@ -116,13 +117,11 @@ class ModelWeights:
             yield group
 
     def _put(self, slot: int, name: str, data: Tensor, where: str) -> None:
-        target, data = self.targets[name], data.detach()
+        target = self.targets[name]
         check_shape(target, name, tuple(data.shape), where)
-        param = self._params[target.param][slot]
-        if target.expert >= 0:
-            param = param[target.expert]
-        param = param[target.start : target.start + target.rows]
-        param.copy_(data.expand(param.shape))
+        param = self._params[target.param][slot if target.expert < 0 else (slot, target.expert)]
+        rows = param[target.start : target.start + target.rows]
+        rows.copy_(data.detach().expand(rows.shape))
 
 
 def free_bytes(device: str) -> int:
@@ -143,16 +142,18 @@ def make_weights(spec: ModelSpec, options: EngineOptions) -> ModelWeights:
     sized = ModelWeights(spec, o.versions_max, "meta", o.dtype, o.lora_rank)
     each, fit = sized.bytes_per_version, int(free * 0.9) // sized.bytes_per_version
     slots = sized.adapters.bytes_per_version * o.versions_max if sized.adapters else 0
-    if sized.adapters and each + slots > free * 0.9:
-        raise UserError(
+    require(
+        (
+            not sized.adapters or each + slots <= free * 0.9,
             f"rollout.versions_max is {o.versions_max}: the base takes {each / GIB:.2f} GiB, the "
-            f"adapters {slots / GIB:.2f} GiB, and {o.device} has {free / GIB:.2f} GiB free"
-        )
-    if not sized.adapters and fit < o.versions_max:
-        raise UserError(
+            f"adapters {slots / GIB:.2f} GiB, and {o.device} has {free / GIB:.2f} GiB free",
+        ),
+        (
+            sized.adapters or fit >= o.versions_max,
             f"rollout.versions_max is {o.versions_max}: each version takes {each / GIB:.2f} GiB "
-            f"and {o.device} has {free / GIB:.2f} GiB free; at most {fit} fit"
-        )
+            f"and {o.device} has {free / GIB:.2f} GiB free; at most {fit} fit",
+        ),
+    )
     return ModelWeights(spec, o.versions_max, o.device, o.dtype, o.lora_rank)
 
 
@@ -216,24 +217,15 @@ class Residency:
         check: Callable[[], None] | None = getattr(source, "check", None)
         if check is not None:  # it knows best what may happen to it
             yield from self._layers(slot, source, where, then=check)
-            self._check_canary(slot, version, source)
-            return
-        if not verify or not hasattr(source, "checksum"):
+        elif not verify or not hasattr(source, "checksum"):
             yield from self._layers(slot, source, where)
             return
-        checked = CheckedSource(source, HASH_THREADS if self._runner.loads_aside else 0)
-        try:
-            yield from self._layers(slot, checked, where, then=checked.checksum)
-            checked.check(source)  # pyright: ignore[reportArgumentType]
-        finally:
-            checked.close()
-        self._check_canary(slot, version, source)
-
-    def _check_canary(
-        self, slot: int, version: Version, source: SealedWeights | TensorSource
-    ) -> None:
-        canary = getattr(source, "canary", None)
-        if canary is not None:
+        else:
+            threads = HASH_THREADS if self._runner.loads_aside else 0
+            with closing(CheckedSource(source, threads)) as checked:
+                yield from self._layers(slot, checked, where, then=checked.checksum)
+                checked.check(source)  # pyright: ignore[reportArgumentType]
+        if (canary := getattr(source, "canary", None)) is not None:
             logprobs = self._runner.score(slot, canary.token_ids)
             check_canary(canary, logprobs, version, self._runner.weights.dtype)
 
@@ -249,17 +241,23 @@ class Residency:
         return aside(load) if self._runner.loads_aside else load()
 
     def _reserve(self, version: Version) -> int:
-        if not self._has_base:
-            raise UserError(f"version {version} is an adapter, and its base is not loaded yet")
-        if version in self.slots or version in self._loading:
-            raise UserError(f"version {version} is already resident or being loaded")
-        taken = {*self.slots.values(), *self._loading.values()}
-        free = [slot for slot in range(self._versions_max) if slot not in taken]
-        if not free:
-            raise UserError(
+        taken = self.slots | self._loading
+        free = sorted(set(range(self._versions_max)) - set(taken.values()))
+        require(
+            (
+                self._has_base,
+                f"version {version} is an adapter, and its base is not loaded yet",
+            ),
+            (
+                version not in taken,
+                f"version {version} is already resident or being loaded",
+            ),
+            (
+                free,
                 f"version {version}: all {self._versions_max} weight slots hold "
-                f"{sorted({*self.slots, *self._loading})}; retire one or raise rollout.versions_max"
-            )
+                f"{sorted(taken)}; retire one or raise rollout.versions_max",
+            ),
+        )
         self._loading[version] = free[0]
         return free[0]
 
