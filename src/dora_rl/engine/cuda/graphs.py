@@ -70,8 +70,7 @@ class DecodeGraphs(Generic[T]):
         first, last = min(groups), max(groups)
         per_version = bucket_of(max(len(spans) for spans in groups.values()), self._rows_max)
         context = max(span.start for spans in groups.values() for span in spans) + repeat
-        num_blocks = -(-context // self._block_tokens)
-        blocks_max = blocks_bucket(num_blocks, state.table.shape[1])
+        blocks_max = blocks_bucket(-(-context // self._block_tokens), state.table.shape[1])
         key = Bucket(first, last - first + 1, per_version, blocks_max)
         if self._enabled:
             key = self._with_graph(self._buckets.choose(key, repeat, self._captured), key, state)
@@ -107,17 +106,15 @@ class DecodeGraphs(Generic[T]):
 
     def capture(self, key: Bucket, state: DeviceSlots) -> None:
         """Have its graph, now or from before."""
-        if self._enabled and key not in self._captured:
-            self._captured[key] = self._capture(key, state)
-
-    def _capture(self, key: Bucket, state: DeviceSlots) -> tuple[torch.cuda.CUDAGraph, Launched[T]]:
+        if not self._enabled or key in self._captured:
+            return
         try:
-            return self._record(key, state)
+            self._captured[key] = self._record(key, state)
         except torch.OutOfMemoryError:
             # While it records, torch gives no cached memory back by itself.
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
-            return self._record(key, state)
+            self._captured[key] = self._record(key, state)
 
     def _record(self, key: Bucket, state: DeviceSlots) -> tuple[torch.cuda.CUDAGraph, Launched[T]]:
         """Two eager runs on padding rows compile the kernels; the third is recorded."""

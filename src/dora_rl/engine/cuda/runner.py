@@ -144,10 +144,12 @@ class CudaRunner(Runner):
             launched.event.synchronize()
             if launched.event is self._last:
                 self._last = None  # nothing is in flight: that the GPU is idle says nothing
-        found = [r for spans, drawn in launched.parts for r in read_drawn(spans, drawn)]
-        for spans, rows, data in launched.bursts:
-            found += read_burst(spans, rows, data.numpy())
-        return found
+        alone = [r for spans, drawn in launched.parts for r in read_drawn(spans, drawn)]
+        return alone + [
+            r
+            for spans, rows, data in launched.bursts
+            for r in read_burst(spans, rows, data.numpy())
+        ]
 
     @torch.inference_mode()
     def score(self, slot: int, token_ids: Sequence[int]) -> list[float]:
@@ -167,7 +169,7 @@ class CudaRunner(Runner):
         hidden = self.decoder.forward(
             rows, scratch, lambda q, pool: attend_prefill(q, pool, table, tiles, PREFILL_TILE)
         )
-        logits = self.decoder.logits(hidden[:-1], base)
+        logits = self.decoder.all_logits(hidden[:-1], base, 1)
         return torch.log_softmax(logits, -1).gather(1, ids[1:, None])[:, 0].tolist()
 
     # ----------------------------------------------------------------- prefill
@@ -211,7 +213,7 @@ class CudaRunner(Runner):
         start = 0
         for part in _bounded([span for span in spans if span.num_logits]):
             count = sum(span.num_logits for span in part)
-            logits = self.decoder.logits(hidden[start : start + count], slot)
+            logits = self.decoder.all_logits(hidden[start : start + count], slot, 1)
             start += count
             flight.parts.append((part, self._to_host(self._sample(part, logits))))
 
@@ -240,7 +242,7 @@ class CudaRunner(Runner):
         decoded = self._hidden.run(groups, self.slots)
         for slot, spans in sorted(groups.items()):
             rows = decoded.rows_of(slot, len(spans))
-            logits = self.decoder.logits(decoded.result[0][rows.start : rows.stop], slot)
+            logits = self.decoder.all_logits(decoded.result[0][rows.start : rows.stop], slot, 1)
             flight.parts.append((spans, self._to_host(self._sample(spans, logits))))
 
     def _decode_pass(self, bucket: Bucket, slots: Tensor) -> tuple[Tensor, Tensor]:
@@ -251,8 +253,7 @@ class CudaRunner(Runner):
         adapters = state.adapter[slots] if self.lora else None
         where = (x, slots, positions, state.table, adapters)
         rows = Rows(*bucket[:3], *where, bucket.blocks_max)
-        hidden = self.decoder.forward(rows, self.cache, None)
-        return hidden, positions
+        return self.decoder.forward(rows, self.cache, None), positions
 
     def _drawing_pass(self, bucket: Bucket, slots: Tensor) -> Tensor:
         """The decode pass, the head and the draw of every row; see `draw` for what it gives."""
@@ -262,8 +263,9 @@ class CudaRunner(Runner):
         )
         count = len(slots)
         if count not in self._drawn:
-            shape = (self.slots.steps_max, 2, count)
-            self._drawn[count] = torch.zeros(shape, dtype=torch.int32, device=slots.device)
+            self._drawn[count] = torch.zeros(
+                (self.slots.steps_max, 2, count), dtype=torch.int32, device=slots.device
+            )
         draw(logits, chunks, slots, positions, self.slots, self._drawn[count])
         return self._drawn[count]
 
@@ -289,17 +291,9 @@ class CudaRunner(Runner):
 
     def _to_host(self, drawn: Drawn) -> Drawn:
         """Start copying the results back; they are complete once the flight's event passed."""
-
-        def copy(data: Tensor | None) -> Tensor | None:
-            return None if data is None else self.slots.download(data)
-
-        return Drawn(
-            self.slots.download(drawn.token_ids),
-            self.slots.download(drawn.logprobs),
-            copy(drawn.raw_logprobs),
-            copy(drawn.top_ids),
-            copy(drawn.top_logprobs),
-        )
+        copy, further = self.slots.download, (drawn.raw_logprobs, drawn.top_ids, drawn.top_logprobs)
+        copied = (None if data is None else copy(data) for data in further)
+        return Drawn(copy(drawn.token_ids), copy(drawn.logprobs), *copied)
 
 
 def _filled_up(rows: list[int]) -> list[int]:

@@ -27,9 +27,8 @@ def choose_splits(
     per processor; and none with many blocks; where contexts may be that long, a short one is not
     split for it."""
     num_programs = num_rows * num_kv_heads
-    wanted = -(-7 * num_processors // (2 * num_programs))
-    if wave:
-        wanted = wave * num_processors // num_programs
+    enough = -(-7 * num_processors // (2 * num_programs))
+    wanted = wave * num_processors // num_programs if wave else enough
     few = max(1, min(wanted, blocks_max, SPLITS_MAX))
     if blocks_max <= few * LONG_BLOCKS:
         return Splits(few, 1)

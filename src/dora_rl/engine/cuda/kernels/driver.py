@@ -129,11 +129,6 @@ def launch(kernel: Kernel, grid: tuple[int, int, int], arguments: Sequence[Any])
     config.hStream = torch.cuda.current_stream(device).cuda_stream
     config.attrs, config.numAttrs = [early], 1
     values = tuple(a.data_ptr() if isinstance(a, Tensor) else a for a in arguments)
-    kinds = tuple(_kind_of(argument) for argument in arguments)
+    named = {int: c_int, float: c_float}
+    kinds = tuple(c_void_p if isinstance(a, Tensor) else named.get(type(a)) for a in arguments)
     _checked(driver.cuLaunchKernelEx(config, kernel.function, (values, kinds), 0))
-
-
-def _kind_of(argument: Any) -> Any:
-    if isinstance(argument, Tensor):
-        return c_void_p
-    return {int: c_int, float: c_float}.get(type(argument))

@@ -30,9 +30,8 @@ GROUP_MAX = 8  # query heads of a kv head
 def fits(pool: Tensor, group: int) -> bool:
     """Whether `attend` can do it for `group` query heads of each kv head of the pool."""
     block, dim = pool.shape[3:]
-    if pool.dtype != torch.bfloat16 or dim not in (64, 128) or group > GROUP_MAX:
-        return False
-    return _is_usable(pool.device, dim, group, block)
+    known = pool.dtype == torch.bfloat16 and dim in (64, 128) and group <= GROUP_MAX
+    return known and _is_usable(pool.device, dim, group, block)
 
 
 @lru_cache
