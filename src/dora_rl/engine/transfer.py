@@ -25,6 +25,7 @@ from torch import Tensor
 from dora_rl.engine.journal import continuation, request_from_json, request_json
 from dora_rl.engine.sequence import Sequence, Status
 from dora_rl.types import RequestId, UserError
+from dora_rl.user_code import require
 
 if TYPE_CHECKING:
     from dora_rl.engine.engine import Engine
@@ -61,10 +62,10 @@ class Export:
         cache = self._engine.runner.cache
         for index in range(self.num_chunks):
             if self._seq.blocks:
-                chunk = cache.block(self._seq.blocks[index])
+                chunk = cache.kv[:, :, self._seq.blocks[index]]
             else:
                 chunk = cache.host_block(self._seq.id, index)
-            self.num_bytes += chunk.numel() * chunk.element_size()
+            self.num_bytes += chunk.nbytes
             yield chunk
 
     def done(self) -> None:
@@ -83,20 +84,21 @@ def begin_import(engine: Engine, meta: bytes) -> Import:
     if body.get("format") != FORMAT:
         raise UserError(f"migration format {body.get('format')}; this engine speaks {FORMAT}")
     request = request_from_json(body["request"])
-    if request.version not in engine.versions():
-        raise UserError(
-            f"request {tuple(request.id)} is on version {request.version}; "
-            f"this engine holds {list(engine.versions())}"
-        )
-    if body["shape"] != shape_of(engine):
-        raise UserError(
-            f"request {tuple(request.id)}: KV blocks of shape {body['shape']} do not fit an engine "
-            f"of shape {shape_of(engine)}"
-        )
+    who = f"request {tuple(request.id)}"
+    require(
+        (
+            request.version in engine.versions(),
+            f"{who} is on version {request.version}; this engine holds {list(engine.versions())}",
+        ),
+        (
+            body["shape"] == shape_of(engine),
+            f"{who}: KV blocks of shape {body['shape']} do not fit an engine "
+            f"of shape {shape_of(engine)}",
+        ),
+    )
     seq = engine.new_sequence(request)
-    reason = engine.refusal(seq)
-    if reason:
-        raise UserError(f"request {tuple(request.id)}: {reason}")
+    if reason := engine.refusal(seq):
+        raise UserError(f"{who}: {reason}")
     return Import(engine, seq, body["num_computed"], body["num_chunks"])
 
 
@@ -118,7 +120,7 @@ class Import:
 
     def write(self, chunk: Tensor) -> None:
         assert self._num_written < self._num_chunks, "more chunks than announced"
-        self.num_bytes += chunk.numel() * chunk.element_size()
+        self.num_bytes += chunk.nbytes
         if self._on_device:
             self._engine.runner.cache.import_block(self._seq.blocks[self._num_written], chunk)
         else:
@@ -156,14 +158,8 @@ def move(source: Engine, target: Engine, request: RequestId) -> int:
 def shape_of(engine: Engine) -> list[object]:
     """What two engines must agree on to exchange blocks."""
     spec, options = engine.spec, engine.options
-    return [
-        spec.family,
-        spec.num_layers,
-        spec.num_kv_heads,
-        spec.head_dim,
-        options.block_tokens,
-        options.dtype,
-    ]
+    sizes = (spec.num_layers, spec.num_kv_heads, spec.head_dim, options.block_tokens)
+    return [spec.family, *sizes, options.dtype]
 
 
 def chunk_bytes(chunk: Tensor) -> memoryview:
@@ -175,14 +171,12 @@ def chunk_bytes(chunk: Tensor) -> memoryview:
 
 def chunk_from_bytes(engine: Engine, data: bytes | bytearray | memoryview) -> Tensor:
     """A chunk from its raw bytes; the length is checked."""
-    kv = engine.runner.cache.kv
-    shape = (kv.shape[0], 2, *kv.shape[3:])
-    if len(data) != engine.runner.cache.block_bytes:
-        raise UserError(
-            f"a KV chunk has {len(data)} bytes, {engine.runner.cache.block_bytes} were expected"
-        )
+    kv, num_bytes = engine.runner.cache.kv, engine.runner.cache.block_bytes
+    if len(data) != num_bytes:
+        raise UserError(f"a KV chunk has {len(data)} bytes, {num_bytes} were expected")
     # Pinned memory comes back from a cache of torch, after the copies out of it: no page is ever
     # touched for the first time here, which is what made this path slow.
+    shape = (kv.shape[0], 2, *kv.shape[3:])
     chunk = torch.empty(shape, dtype=kv.dtype, pin_memory=kv.is_cuda)
     chunk.view(-1).view(torch.uint8).numpy()[:] = np.frombuffer(data, np.uint8)
     return chunk

@@ -104,10 +104,6 @@ class KvCache:
     def drop_host(self, key: RequestId) -> None:
         self._host.pop(key, None)
 
-    def block(self, block: int) -> Tensor:
-        """[layer, 2, kv head, token, head dim]: the content of one block, on the device."""
-        return self.kv[:, :, block]
-
     def host_block(self, key: RequestId, index: int) -> Tensor:
         if self.kv.is_cuda:
             torch.cuda.current_stream().synchronize()  # the spill may still be on its way

@@ -30,9 +30,10 @@ from dora_rl.engine.vllm.process import Gain, RequestKv, VllmOptions, VllmProces
 from dora_rl.model.directory import FileSource, TensorSource
 from dora_rl.model.sealed import CheckedSource, check_base, check_canary
 from dora_rl.types import Finish, RequestId, UserError, Version
+from dora_rl.user_code import require
 
 if TYPE_CHECKING:
-    from dora_rl.ports import SealedWeights
+    from dora_rl.ports import Canary, SealedWeights
 
 __all__ = ["VllmEngine", "VllmExport", "VllmOptions"]
 
@@ -91,9 +92,20 @@ class VllmEngine(RequestBook):
         self, version: Version, source: SealedWeights, verify: bool = True
     ) -> Iterator[str]:
         """In place, at once: with one version per instance there is nothing to decode meanwhile."""
-        self._make_seat(version)
-        if source.version != version:
-            raise UserError(f"version {version}: the sealed weights say {source.version}")
+        require(
+            (
+                version not in self._resident,
+                f"version {version} is already resident",
+            ),
+            (
+                len(self._resident) < self._versions_max,
+                f"version {version}: this vLLM instance holds {list(self.versions())}; retire one",
+            ),
+            (
+                source.version == version,
+                f"version {version}: the sealed weights say {source.version}",
+            ),
+        )
         check_base(source, self._base, self._vllm.model)
         checked = CheckedSource(source)
         reader: TensorSource = checked if verify else source
@@ -104,25 +116,16 @@ class VllmEngine(RequestBook):
         yield "weights"
         if verify:
             checked.check(source)
-            self._check_canary(version, source)
+            if source.canary is not None:
+                self._check_canary(version, source.canary)
         self._resident.append(version)
 
-    def _make_seat(self, version: Version) -> None:
-        if version in self._resident:
-            raise UserError(f"version {version} is already resident")
-        if len(self._resident) >= self._versions_max:
-            raise UserError(
-                f"version {version}: this vLLM instance holds {list(self.versions())}; retire one"
-            )
-
-    def _check_canary(self, version: Version, source: SealedWeights) -> None:
-        if source.canary is None:
-            return
+    def _check_canary(self, version: Version, canary: Canary) -> None:
         name = f"canary.{version}"
-        self._process.score(name, source.canary.token_ids, version)
+        self._process.score(name, canary.token_ids, version)
         while (logprobs := self._process.scored.pop(name, None)) is None:
             self._collect()
-        check_canary(source.canary, logprobs, version, self._process.dtype)
+        check_canary(canary, logprobs, version, self._process.dtype)
 
     def retire(self, version: Version) -> None:
         """Give the version's place up; refused while a request runs on it."""
@@ -168,8 +171,7 @@ class VllmEngine(RequestBook):
         self._process.add(name, seq, seed, self._arrived.pop(seq.id, None))
 
     def _unsend(self, seq: Seq) -> None:
-        name = self._name_of.pop(seq.id, None)
-        if name is not None:
+        if name := self._name_of.pop(seq.id, None):
             del self._sent[name]
             self._begun.discard(name)
             self._process.abort(name)
@@ -198,7 +200,7 @@ class VllmEngine(RequestBook):
         """Put a request aside until it has arrived elsewhere."""
         parked = self.is_parked(request)
         name = self._name_of.get(request)
-        kv = self._process.read_kv(name) if name is not None else None
+        kv = self._process.read_kv(name) if name else None
         self.park(request)
         return VllmExport(self, self.known(request), parked, kv, self._process.kv_layout())
 
@@ -231,8 +233,7 @@ class VllmEngine(RequestBook):
 
     def _collect(self) -> None:
         for gain in self._process.step():
-            seq = self._sent.get(gain.name)
-            if seq is not None:
+            if (seq := self._sent.get(gain.name)) is not None:
                 if gain.name not in self._begun:
                     self._begun.add(gain.name)
                     self._num_prefill_tokens -= gain.num_cached
@@ -249,8 +250,7 @@ class VllmEngine(RequestBook):
             seq.tokens.append(token)
             seq.logprobs.append(logprob)
             seq.loss_mask.append(1)
-            finish = self.finish_of(seq)
-            if finish is not None:  # a stop string may end inside what vLLM gave at once
+            if finish := self.finish_of(seq):  # a stop string may end inside what vLLM gave at once
                 token_ids, logprobs = token_ids[:count], logprobs[:count]
                 break
         raw = logprobs if seq.request.params.raw_logprobs else []
@@ -260,8 +260,8 @@ class VllmEngine(RequestBook):
 
     def stats(self) -> EngineStats:
         size, total = self.limits.block_tokens, self.limits.num_blocks
-        running = list(self._sent.values())
-        used = min(total, sum(-(-len(seq.tokens) // size) for seq in running))
+        lengths = [len(seq.tokens) for seq in self._sent.values()]
+        used = min(total, sum(-(-length // size) for length in lengths))
         aside = [seq.status for seq in self._seqs.values()]
         return EngineStats(
             free_blocks=total - used,
@@ -269,12 +269,12 @@ class VllmEngine(RequestBook):
             cached_blocks=0,
             total_blocks=total,
             host_blocks=0,
-            running=len(running),
+            running=len(lengths),
             waiting=0,
             spilled=0,
             parked=aside.count(Status.PARKED),
             idle=aside.count(Status.IDLE),
-            kv_tokens=sum(len(seq.tokens) for seq in running),
+            kv_tokens=sum(lengths),
             steps=self.num_steps,
             decode_tokens=self.num_decode_tokens,
             prefill_tokens=self._num_prefill_tokens,

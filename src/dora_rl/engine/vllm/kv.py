@@ -68,8 +68,7 @@ class RequestMover(KVConnectorBase_V1):
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        kv = arrived.get(name_of(request))
-        if kv is None:
+        if (kv := arrived.get(name_of(request))) is None:
             return 0, False
         # The last token is computed here: the next one is drawn from its logits.
         there = min(kv.num_tokens, request.num_tokens - 1)
@@ -86,14 +85,12 @@ class RequestMover(KVConnectorBase_V1):
         self._loads.append(Load(kv, first, list(ids[first:count])))
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        del scheduler_output
         loads, self._loads = self._loads, []
         return Loads(loads)
 
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        del block_ids
         arrived.pop(name_of(request), None)
         return False, None
 
@@ -103,8 +100,9 @@ class RequestMover(KVConnectorBase_V1):
         for name, cache in kv_caches.items():
             if not isinstance(cache, Tensor) or self._num_groups != 1:
                 continue
-            at = [dim for dim in (0, 1) if cache.shape[dim] == self._num_blocks]
-            if at:  # some backends have keys and values first
+            if at := [
+                dim for dim in (0, 1) if cache.shape[dim] == self._num_blocks
+            ]:  # some backends have keys and values first
                 self._caches[name] = cache.movedim(at[0], 0)
 
     def layout(self) -> list[list[Any]]:
@@ -127,7 +125,6 @@ class RequestMover(KVConnectorBase_V1):
         return RequestKv(num_tokens, tuple(layers))
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        del forward_context, kwargs
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, Loads)
         for load in metadata.loads:
@@ -147,7 +144,7 @@ class RequestMover(KVConnectorBase_V1):
         """Nothing is saved on the way: `read` takes what it needs from the cache."""
 
     def wait_for_save(self) -> None:
-        pass
+        """See `save_kv_layer`."""
 
 
 def name_of(request: Any) -> str:
@@ -168,6 +165,5 @@ def read_request(scheduler: Any, name: str) -> RequestKv | None:
     if request is None or not mover().layout():
         return None
     num_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
-    if num_tokens <= 0:
-        return None
-    return mover().read(scheduler.kv_cache_manager.get_block_ids(request.request_id)[0], num_tokens)
+    blocks = scheduler.kv_cache_manager.get_block_ids(request.request_id)[0]
+    return mover().read(blocks, num_tokens) if num_tokens > 0 else None

@@ -76,6 +76,7 @@ class VllmProcess:
     """One `LLMEngine` with random weights until the first load."""
 
     def __init__(self, vllm: VllmOptions, options: EngineOptions) -> None:
+        self._vllm = vllm
         _set_environment()
         try:
             from vllm import EngineArgs, LLMEngine
@@ -100,8 +101,6 @@ class VllmProcess:
         self._loras: dict[Version, Any] = {}
         self._texts: dict[str, tuple[int, ...]] = {}  # being scored
         self._home = Path(tempfile.mkdtemp(prefix="dora-rl-lora-")) if vllm.lora_rank else None
-        self._rank = vllm.lora_rank
-        self._num_devices, self._kv_moves = vllm.num_devices, vllm.kv_moves
 
     # ----------------------------------------------------------------- weights
 
@@ -113,7 +112,7 @@ class VllmProcess:
         """
         if self._engine.has_unfinished_requests():
             raise UserError("vLLM still works on requests; weights are replaced between them")
-        if self._num_devices == 1:
+        if self._vllm.num_devices == 1:
             tensors = ((name, source.tensor(name)) for name in source.names())
             self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
         else:
@@ -129,8 +128,8 @@ class VllmProcess:
         assert self._home is not None
         folder = self._home / str(version)
         tensors = {name: source.tensor(name) for name in source.names()}
-        scale = float(tensors.pop(SCALE))
-        write_adapter(folder, tensors, rank=self._rank, alpha=scale * self._rank)
+        scale, rank = float(tensors.pop(SCALE)), self._vllm.lora_rank
+        write_adapter(folder, tensors, rank=rank, alpha=scale * rank)
         # A number is never reused while vLLM may still know it; zero means "no adapter" there.
         request = LoRARequest(f"version-{version}", version + 1, str(folder))
         if not self._engine.add_lora(request):
@@ -164,7 +163,7 @@ class VllmProcess:
             logprobs=params.logprobs_top_n,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
-            extra_args={"kv_transfer_params": {NAME: name}} if self._kv_moves else None,
+            extra_args={"kv_transfer_params": {NAME: name}} if self._vllm.kv_moves else None,
         )
         if kv is not None:
             from dora_rl.engine.vllm.kv import arrived
@@ -187,7 +186,7 @@ class VllmProcess:
 
     def read_kv(self, name: str) -> RequestKv | None:
         """What was computed of a request so far, if requests take their KV along."""
-        if not self._kv_moves:
+        if not self._vllm.kv_moves:
             return None
         from dora_rl.engine.vllm.kv import read_request
 
@@ -195,7 +194,7 @@ class VllmProcess:
 
     def kv_layout(self) -> list[list[Any]]:
         """Per layer: name, type, shape and strides of a block. Empty: KV stays where it is."""
-        if not self._kv_moves:
+        if not self._vllm.kv_moves:
             return []
         from dora_rl.engine.vllm.kv import mover
 
@@ -219,9 +218,8 @@ class VllmProcess:
                 continue
             ids, rows = list(part.token_ids), part.logprobs or []
             values = [float(row[token].logprob) for token, row in zip(ids, rows, strict=True)]
-            failed = ""
-            if output.finished and part.finish_reason not in ("stop", "length"):
-                failed = f"vLLM ended it ({part.finish_reason})"
+            lost = output.finished and part.finish_reason not in ("stop", "length")
+            failed = f"vLLM ended it ({part.finish_reason})" if lost else ""
             others = tuple(_others(row) for row in rows)
             yield Gain(name, ids, values, others, failed, output.num_cached_tokens or 0)
 
@@ -233,9 +231,7 @@ class VllmProcess:
 
 def _others(row: dict[int, Any]) -> tuple[tuple[int, float], ...]:
     """The most likely tokens of a position, best first, where they were asked for."""
-    if len(row) < 2:
-        return ()
-    best = sorted(row.items(), key=lambda item: item[1].rank)
+    best = sorted(row.items(), key=lambda item: item[1].rank) if len(row) > 1 else ()
     return tuple((token, float(entry.logprob)) for token, entry in best)
 
 
@@ -255,8 +251,7 @@ def _repack_head(worker: Any) -> None:
     """On a CPU vLLM keeps a packed copy of the output head, which a reload of the embedding that
     the head is tied to leaves as it was."""
     head = getattr(worker.get_model(), "lm_head", None)
-    method = getattr(head, "quant_method", None)
-    if method is not None:
+    if (method := getattr(head, "quant_method", None)) is not None:
         method.process_weights_after_loading(head)
 
 
