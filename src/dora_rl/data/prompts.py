@@ -27,7 +27,7 @@ from decimal import Decimal
 from functools import cached_property, lru_cache
 from math import gcd, isqrt
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeAlias, cast
 from uuid import UUID
 
 from dora_rl.config import DataConfig, DataSource
@@ -99,8 +99,7 @@ class PromptSource:
             return self._render(index, source, draw)
         epoch, offset = divmod(draw, source.num_kept)
         if self._config.shuffle:
-            key = epoch_key(self._config.seed, number, epoch)
-            offset = permute(offset, source.num_kept, key)
+            offset = permute(offset, source.num_kept, epoch_key(self._config.seed, number, epoch))
         return self._render(index, source, source.row_number(offset))
 
     @property
@@ -153,9 +152,9 @@ class PromptSource:
         parts: list[object] = [self._config.seed, self._config.shuffle]
         for source in self.sources:
             count = source.rows.num_rows or 3
-            samples = [source.rows.row(i) for i in sorted({0, count // 2, count - 1})]
-            kept = source.num_kept
-            parts.append([source.config.model_dump(), source.split, count, kept, plain(samples)])
+            samples = plain([source.rows.row(i) for i in sorted({0, count // 2, count - 1})])
+            config = source.config.model_dump()
+            parts.append([config, source.split, count, source.num_kept, samples])
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
     def describe(self) -> list[str]:
@@ -257,6 +256,8 @@ def _prompt_keys(prompts: PromptSource) -> Iterator[tuple[bytes, str]]:
             yield hashlib.blake2b(text.encode(), digest_size=16).digest(), where
 
 
+Written: TypeAlias = str | list[dict[str, object]]  # a prompt as the user has it
+
 # Where the field's datasets keep the gold answer.
 ANSWER_COLUMNS = ("answer", "ground_truth", "solution", "label", "reward_model.ground_truth")
 # What a template may add to a message (role, begin, end), for the quick test of length only.
@@ -265,8 +266,8 @@ MESSAGE_TOKENS_SLACK = 16
 
 class Renderer:
     def __init__(self, config: DataConfig, tokenizer: Tokenizer) -> None:
-        self._config = config
-        self._tokenizer = tokenizer
+        self._config, self._tokenizer = config, tokenizer
+        self._has_template = bool(getattr(tokenizer, "chat_template", None))
 
     def prompt(self, index: int, row: Row, source: DataSource, where: str) -> Prompt:
         written = read_prompt(row, source, where)
@@ -299,24 +300,17 @@ class Renderer:
     @cached_property
     def _template_tokens(self) -> int:
         """Of a conversation that says next to nothing."""
-        short: list[dict[str, object]] = [{"role": "user", "content": "x"}]
-        plain_text = self._config.chat == "never" or not self._has_template()
-        return len(self._encode("x" if plain_text else short, "a conversation of one word")[1])
+        plain_text = self._config.chat == "never" or not self._has_template
+        short: Written = "x" if plain_text else [{"role": "user", "content": "x"}]
+        return len(self._encode(short, "a conversation of one word")[1])
 
-    def _has_template(self) -> bool:
-        return bool(getattr(self._tokenizer, "chat_template", None))
-
-    def _encode(
-        self, written: str | list[dict[str, object]], where: str
-    ) -> tuple[str, tuple[int, ...]]:
+    def _encode(self, written: Written, where: str) -> tuple[str, tuple[int, ...]]:
         if isinstance(written, str) and self._config.chat == "always":
             written = [{"role": "user", "content": written}]
-        if isinstance(written, str):
-            text, special = written, True
-        else:
-            text, special = self._apply_template(written, where), False
+        as_it_stands = isinstance(written, str)
+        text = written if isinstance(written, str) else self._apply_template(written, where)
         try:
-            token_ids = tuple(self._tokenizer.encode(text, add_special_tokens=special))
+            token_ids = tuple(self._tokenizer.encode(text, add_special_tokens=as_it_stands))
         except (UnicodeError, TypeError) as error:
             raise UserError(f"{where}: the prompt cannot be tokenized ({error})") from error
         if not token_ids:
@@ -326,7 +320,7 @@ class Renderer:
     def _apply_template(self, messages: list[dict[str, object]], where: str) -> str:
         if self._config.chat == "never":
             raise UserError(f"{where}: the prompt is a message list, but data.chat is 'never'")
-        if not self._has_template():
+        if not self._has_template:
             raise UserError(
                 f"{where}: the prompt is a message list, but the tokenizer has no chat template; "
                 f"use a model with one or string prompts"
@@ -349,7 +343,7 @@ class Renderer:
             ) from error
 
 
-def read_prompt(row: Row, source: DataSource, where: str) -> str | list[dict[str, object]]:
+def read_prompt(row: Row, source: DataSource, where: str) -> Written:
     """The prompt as the user wrote it, checked: a string, or messages with role and content."""
     value = row.get(source.prompt_column)
     if value is None:
@@ -380,10 +374,9 @@ def _message(entry: object, number: int, where: str) -> dict[str, object]:
 
 def _contents(messages: Sequence[Mapping[str, object]]) -> list[str] | None:
     """All texts of plain messages; None where something is more than a role and a text."""
-    contents = [message.get("content") for message in messages]
-    plain_keys = all(message.keys() == {"role", "content"} for message in messages)
-    texts = [content for content in contents if isinstance(content, str)]
-    return texts if plain_keys and len(texts) == len(contents) else None
+    plain_ones = [message for message in messages if message.keys() == {"role", "content"}]
+    texts = [text for message in plain_ones if isinstance(text := message["content"], str)]
+    return texts if len(texts) == len(messages) else None
 
 
 def read_answer(row: Row, source: DataSource, where: str) -> str | None:

@@ -57,8 +57,7 @@ class JsonlRows(Rows):
                     self._begins.append(place)
                     self._lines.append(number)
                 place += len(line)
-            empty = place == 0
-            self._map = b"" if empty else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if place else b""
         self._begins.append(place)
         super().__init__(str(path), len(self._lines), self._parse)
 
@@ -160,15 +159,10 @@ def _file_rows(path: Path) -> Rows:
         return _arrow_rows(str(path), _read_parquet(path))
     if path.suffix not in TEXT_SUFFIXES:
         raise UserError(f"data: {path} is not one of {', '.join(SUFFIXES)}")
-    if path.suffix == ".json":
-        with path.open("rb") as file:
-            if file.read(64).lstrip().startswith(b"["):
-                return _array_rows(path)
-    return JsonlRows(path)
-
-
-def _array_rows(path: Path) -> Rows:
-    """A .json file that holds one array."""
+    with path.open("rb") as file:
+        is_array = path.suffix == ".json" and file.read(64).lstrip().startswith(b"[")
+    if not is_array:
+        return JsonlRows(path)
     try:
         rows = json.loads(path.read_bytes())
     except ValueError as error:
@@ -178,17 +172,15 @@ def _array_rows(path: Path) -> Rows:
 
 def _read_parquet(path: Path) -> Any:
     arrow = _pyarrow(path)
-    import pyarrow.parquet
-
     try:
-        return pyarrow.parquet.read_table(path, memory_map=True)
+        return arrow.parquet.read_table(path, memory_map=True)
     except arrow.ArrowInvalid as error:
         raise UserError(f"data: {path} is not a parquet file ({one_line(error)})") from error
 
 
 def _pyarrow(path: Path) -> Any:
     try:
-        import pyarrow
+        import pyarrow.parquet
     except ImportError as error:
         raise UserError(
             f"data: {path} needs pyarrow; pip install 'dora-rl[data]' or use jsonl"
@@ -198,15 +190,14 @@ def _pyarrow(path: Path) -> Any:
 
 def _directory_rows(path: Path, split: str) -> Rows:
     if (path / "dataset_dict.json").is_file():
-        chosen = path / split
-        if not chosen.is_dir():
-            splits = sorted(entry.name for entry in path.iterdir() if entry.is_dir())
+        splits = sorted(entry.name for entry in path.iterdir() if entry.is_dir())
+        if split not in splits:
             raise UserError(f"data: {path} has no split {split!r}; set split to one of {splits}")
-        path = chosen
+        path = path / split
     if (path / "state.json").is_file():
         return _saved_rows(path)
-    files = sorted(f for f in path.rglob("*") if f.suffix in SUFFIXES and f.is_file())
-    files = [f for f in files if not f.name.startswith(".") and f.name != "dataset_infos.json"]
+    shown = (f for f in path.rglob("*") if f.suffix in SUFFIXES and not f.name.startswith("."))
+    files = sorted(f for f in shown if f.is_file() and f.name != "dataset_infos.json")
     if not files:
         raise UserError(f"data: {path} holds no {', '.join(SUFFIXES)} file")
     return JoinedRows([_file_rows(f) for f in _files_of_split(path, files, split)])
