@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import cycle
 
@@ -91,20 +91,16 @@ def place_instances(
     all_sleep = len(elastic) == len(instances)
     beside, apart = cycle(gpus if all_sleep else learners), cycle(others or learners)
     chosen = {name: next(beside if name in elastic else apart) for name in instances}
-    return _share(chosen, learners)
+    shares = {
+        gpu: (INSTANCES_SHARE if gpu in learners else 1.0) / count
+        for gpu, count in Counter(chosen.values()).items()
+    }
+    return {name: Place((gpu,), shares[gpu]) for name, gpu in chosen.items()}
 
 
 def shared_place(elastic: bool) -> Place:
     """Where a cluster decides on the device: how much of its memory."""
     return Place(memory_share=INSTANCES_SHARE if elastic else 1.0)
-
-
-def _share(chosen: Mapping[str, str], learners: Sequence[str]) -> dict[str, Place]:
-    left = {
-        gpu: (INSTANCES_SHARE if gpu in learners else 1.0) / count
-        for gpu, count in Counter(chosen.values()).items()
-    }
-    return {name: Place((gpu,), left[gpu]) for name, gpu in chosen.items()}
 
 
 def _place_wide(
@@ -118,8 +114,7 @@ def _place_wide(
             f"learner ranks need {wanted} GPUs, {len(gpus)} are visible; lower "
             "rollout.num_instances or run on a cluster (runtime.world = ray)"
         )
-    starts = range(first, wanted, each)
-    own = (tuple(gpus[at : at + each]) for at in starts)
+    own = (tuple(gpus[at : at + each]) for at in range(first, wanted, each))
     return {name: Place(gpus) for name, gpus in zip(instances, own, strict=True)}
 
 
@@ -160,13 +155,12 @@ def read_rows(text: str) -> list[tuple[str, str, Card]]:
     >>> read_rows("0, GPU-5f, 143771, 143160")
     [('0', 'GPU-5f', Card(total_bytes=150754820096, free_bytes=150114140160))]
     """
-    rows: list[tuple[str, str, Card]] = []
-    for line in text.splitlines():
-        fields = [field.strip() for field in line.split(",")]
-        if len(fields) == 4 and fields[2].isdigit() and fields[3].isdigit():
-            total, free = (int(field) * MIB for field in fields[2:])
-            rows.append((fields[0], fields[1], Card(total, free)))
-    return rows
+    lines = ([field.strip() for field in line.split(",")] for line in text.splitlines())
+    return [
+        (index, uuid, Card(int(total) * MIB, int(free) * MIB))
+        for index, uuid, total, free in (fields for fields in lines if len(fields) == 4)
+        if total.isdigit() and free.isdigit()
+    ]
 
 
 def _card_of(gpu: str, rows: Sequence[tuple[str, str, Card]]) -> Card | None:
@@ -205,9 +199,8 @@ class Mps:
         self._folder = tempfile.mkdtemp(prefix="dora-rl-mps-")
         self._before = {name: os.environ[name] for name in MPS_FOLDERS if name in os.environ}
         for name, part in MPS_FOLDERS.items():
-            path = os.path.join(self._folder, part)
-            os.mkdir(path)
-            os.environ[name] = path
+            os.environ[name] = os.path.join(self._folder, part)
+            os.mkdir(os.environ[name])
         # The daemon counts the GPUs anew from those it sees; workers name them as we do.
         env = {name: value for name, value in os.environ.items() if name != VISIBLE}
         done = subprocess.run([CONTROL, "-d"], capture_output=True, text=True, env=env)

@@ -64,16 +64,14 @@ class Layout:
 
     def memory_extra(self, name: str) -> dict[str, Any]:
         """A worker's part of its GPU: sizes that the configuration leaves open, and limits."""
-        plan = self.memory
-        if plan is None:
+        if (plan := self.memory) is None:
             return {}
-        extra: dict[str, Any] = {"sizes": plan.sizes(name), "memory_limit": plan.limit(name)}
-        share = plan.share(name)
-        return extra if share is None else extra | {"memory_share": share}
+        share = {} if (part := plan.share(name)) is None else {"memory_share": part}
+        return {"sizes": plan.sizes(name), "memory_limit": plan.limit(name), **share}
 
     def evaluator_extra(self) -> dict[str, Any]:
-        share = {"device": self.device, "memory_share": EVALUATOR_SHARE}
-        return share | self.memory_extra("evaluator")
+        extra = self.memory_extra("evaluator")
+        return {"device": self.device, "memory_share": EVALUATOR_SHARE, **extra}
 
     def instance_extra(self, name: str) -> dict[str, Any]:
         place = self.place_of(name)
@@ -115,11 +113,9 @@ def rank_names(num_ranks: int) -> tuple[str, ...]:
 
 def plan_layout(config: RunConfig, device: str, gpus: Sequence[str] | None = None) -> Layout:
     """Derive what the configuration leaves open. `gpus`: as if there were these; None: as it is."""
-    mode = config.orchestration.mode
-    policy = policy_of(core_params(config))
+    staleness = policy_of(core_params(config)).max_staleness
     num_cores = len(os.sched_getaffinity(0))
-    colocated = mode in COLOCATED
-    resident = resident_limit(config, config.rollout.versions_max or policy.max_staleness + 1)
+    colocated = config.orchestration.mode in COLOCATED
     root = shared_memory_root(config.weights, config.runtime.run_dir)
     factor = config.env.slots_factor if config.env.environments else 1.0
     names = tuple(f"instance{i}" for i in range(config.rollout.num_instances))
@@ -131,7 +127,7 @@ def plan_layout(config: RunConfig, device: str, gpus: Sequence[str] | None = Non
         num_cores=num_cores,
         instances=names,
         learners=rank_names(config.resources.learner_ranks),
-        resident_max=resident,
+        resident_max=resident_limit(config, config.rollout.versions_max or staleness + 1),
         elastic=colocated,
         slots_max=int(config.rollout.seqs_max * factor),
         num_elastic=num_elastic,

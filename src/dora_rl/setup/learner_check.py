@@ -14,6 +14,7 @@ from dora_rl.model.names import ATTENTION_LAYERS, LINEAR_LAYERS
 from dora_rl.trainer.checks import check_attention, check_published, check_trainer
 from dora_rl.trainer.losses.recipes import fill, is_users_own
 from dora_rl.types import UserError
+from dora_rl.user_code import require
 
 WITHIN_GROUP = ("group", "group_mean", "leave_one_out")
 
@@ -22,7 +23,6 @@ def check_learner(config: RunConfig) -> None:
     """Losses, sampling, schedules, adapters and the reference."""
     algorithm, trainer = config.algorithm, config.trainer
     _check_sampling(config, fill(algorithm))
-    _check_group(config, fill(algorithm))
     check_trainer(trainer)
     _check_adapters(config, trainer)
     if trainer.reference_model:
@@ -35,40 +35,43 @@ def _check_sampling(config: RunConfig, algorithm: AlgorithmConfig) -> None:
     """The learner's log-probs are of the policy that sampled: docs/algorithms.md says why.
 
     The learner takes the softmax over the whole vocabulary at one temperature. What was sampled
-    otherwise has ratios far from 1 before anything is learned.
+    otherwise has ratios far from 1 before anything is learned. An advantage within a group of one
+    is always zero.
     """
-    rollout = config.rollout
-    for key, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
-        value = getattr(rollout, key)
-        if value != off:
-            raise UserError(
+    rollout, own = config.rollout, config.algorithm.temperature
+    against_rollout = algorithm.old_logprobs == "rollout" or algorithm.corrections
+    require(
+        *(
+            (
+                value == off,
                 f"rollout.{key} = {value:g}: the learner's log-probs are over the whole vocabulary "
                 "and those of truncated sampling are not, so every ratio would be wrong; train "
-                f"with {off:g} (`dora-rl eval` and `serve` may truncate)"
+                f"with {off:g} (`dora-rl eval` and `serve` may truncate)",
             )
-    if rollout.temperature == 0:
-        raise UserError(
+            for key, value, off in (
+                ("top_k", rollout.top_k, 0),
+                ("top_p", rollout.top_p, 1.0),
+                ("min_p", rollout.min_p, 0.0),
+            )
+        ),
+        (
+            rollout.temperature != 0,
             "rollout.temperature = 0: greedy responses are no samples of a policy, and those of a "
-            "group are all the same; train with a temperature above 0 (evaluations are greedy too)"
-        )
-    own = config.algorithm.temperature
-    against_rollout = algorithm.old_logprobs == "rollout" or algorithm.corrections
-    if own and own != rollout.temperature and against_rollout:
-        raise UserError(
-            f"algorithm.temperature = {own:g}: ratios to the rollout's log-probs, which are at "
-            f"rollout.temperature = {rollout.temperature:g}, would be wrong; leave it out, or set "
-            "algorithm.old_logprobs = 'behaviour' or 'proximal' and no algorithm.corrections"
-        )
-
-
-def _check_group(config: RunConfig, algorithm: AlgorithmConfig) -> None:
-    """An advantage within a group of one is always zero: such a run would learn nothing."""
-    if config.rollout.num_samples == 1 and algorithm.advantage in WITHIN_GROUP:
-        raise UserError(
+            "group are all the same; train with a temperature above 0 (evaluations are greedy too)",
+        ),
+        (
+            own in (0, rollout.temperature) or not against_rollout,
+            f"algorithm.temperature = {own:g}: ratios to the rollout's log-probs, which are "
+            f"at rollout.temperature = {rollout.temperature:g}, would be wrong; leave it out, or "
+            "set algorithm.old_logprobs = 'behaviour' or 'proximal' and no algorithm.corrections",
+        ),
+        (
+            rollout.num_samples > 1 or algorithm.advantage not in WITHIN_GROUP,
             f"rollout.num_samples = 1: the advantage {algorithm.advantage!r} compares the samples "
             "of a group, so it would be 0 and nothing learned; give 2 or more, or "
-            "algorithm.advantage = 'batch' or 'gae'"
-        )
+            "algorithm.advantage = 'batch' or 'gae'",
+        ),
+    )
 
 
 def _try_own(algorithm: AlgorithmConfig, group_size: int) -> None:
@@ -85,26 +88,27 @@ def _try_own(algorithm: AlgorithmConfig, group_size: int) -> None:
 
 def describe_own(section: AlgorithmConfig) -> list[str]:
     """The functions of the user's own that `check_learner` has tried, with their arguments."""
-    lines: list[str] = []
-    for key, name, args in (
+    named = (
         ("loss", section.loss, section.loss_args),
         ("advantage", section.advantage or "", section.advantage_args),
-    ):
-        if is_users_own(name):
-            given = "".join(f", {word} = {value}" for word, value in args.items())
-            lines.append(f"{key} {name}: tried on a made-up batch{given}")
-    return lines
+    )
+    return [
+        f"{key} {name}: tried on a made-up batch"
+        + "".join(f", {word} = {value}" for word, value in args.items())
+        for key, name, args in named
+        if is_users_own(name)
+    ]
 
 
 def check_learner_device(config: RunConfig, device: str) -> None:
     """`device`: the run's, which the learner takes where trainer.device is auto."""
-    name = config.trainer.device if config.trainer.device != "auto" else device
-    if name.startswith("cuda") and not device.startswith("cuda"):
+    trainer = config.trainer
+    name = trainer.device if trainer.device != "auto" else device
+    on_gpu = name.startswith("cuda")
+    if on_gpu and not device.startswith("cuda"):
         from dora_rl.trainer.policy.model import pick_device
 
         pick_device(name)
-    trainer = config.trainer
-    on_gpu = name.startswith("cuda")
     check_attention(trainer.attention, on_gpu=on_gpu, dtype=trainer.compute_dtype)
     check_published(trainer.compute_dtype, trainer.publish_dtype, on_gpu=on_gpu)
 

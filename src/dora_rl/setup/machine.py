@@ -124,12 +124,16 @@ def _gpus() -> tuple[dict[str, Any], ...]:
         return ()
     import torch
 
-    found = []
-    for index in range(torch.cuda.device_count()):
-        free, total = torch.cuda.mem_get_info(index)
-        name = torch.cuda.get_device_name(index)
-        found.append({"index": index, "name": name, "memory_bytes": total, "free_bytes": free})
-    return tuple(found)
+    memory = map(torch.cuda.mem_get_info, range(torch.cuda.device_count()))
+    return tuple(
+        {
+            "index": index,
+            "name": torch.cuda.get_device_name(index),
+            "memory_bytes": total,
+            "free_bytes": free,
+        }
+        for index, (free, total) in enumerate(memory)
+    )
 
 
 def forecast(
@@ -144,20 +148,15 @@ def forecast(
     from dora_rl.model.directory import read_spec
     from dora_rl.setup.settings import core_params
 
-    device, params = layout.device, core_params(config)
+    device, params, spec = layout.device, core_params(config), read_spec(config.model.path)
     policy = policy_of(params)
-    spec = read_spec(config.model.path)
     extra = layout.instance_extra(layout.instances[0])
     values = config.engine_options(device, layout.resident_max)
     values |= extra.get("sizes", {}).get("rollout", {})
     options = EngineOptions(**values, memory_share=extra["memory_share"])
     each = weights.version_bytes(spec, options.dtype)
     free = machine.memory_free_bytes if device == "cpu" else weights.free_bytes(device)
-    fit = int(free * 0.9) // each
     groups = min(params.inflight_groups, policy.cap or params.inflight_groups)
-    # Live versions, the one that is being sealed, and beside two of them what makes their
-    # masters exact: as large as the version where that is half of a master, else small.
-    shm = each * (policy.max_staleness + 4)
     figures: dict[str, Any] = {
         "mode": params.mode.value,
         "device": device,
@@ -168,18 +167,19 @@ def forecast(
         "learner_threads": layout.learner_threads,
         "colocated": layout.elastic,
         "resident_versions": layout.resident_max,
-        "versions_fit": fit,
+        "versions_fit": int(free * 0.9) // each,
         "version_bytes": each,
         "parameters": each // cache.DTYPES[options.dtype].itemsize,
         "kv_tokens_per_instance": cache.derive_num_blocks(spec, options) * options.block_tokens,
         "slots": len(layout.instances) * options.seqs_max,
         "inflight_groups": groups,
         "inflight_requests": groups * params.group_size,
-        "shm_needed_bytes": shm,
+        # Live versions, the one that is being sealed, and beside two of them what makes their
+        # masters exact: as large as the version where that is half of a master, else small.
+        "shm_needed_bytes": each * (policy.max_staleness + 4),
     }
-    # So many instances share a device; 0: its memory is planned elsewhere.
-    crowd = 0 if layout.memory is not None else layout.crowd
-    needed = layout.resident_max * crowd
+    # Versions on one device; 0: its memory is planned elsewhere.
+    needed = 0 if layout.memory is not None else layout.resident_max * layout.crowd
     figures["problems"] = _problems(figures, config, machine, spec.context_max, needed)
     return figures, _forecast_lines(figures)
 

@@ -142,8 +142,7 @@ class MemoryPlan:
             f"{line.who:<12} {line.what:<44} {line.num_bytes / GB:8.2f} GB" for line in self.lines
         ]
         left = (self.total_bytes - self.planned_bytes) / GB
-        end = f"{'':<12} {'left':<44} {left:8.2f} GB of {self.total_bytes / GB:.1f}"
-        return [*rows, end]
+        return [*rows, f"{'':<12} {'left':<44} {left:8.2f} GB of {self.total_bytes / GB:.1f}"]
 
 
 def body_params(spec: ModelSpec) -> int:
@@ -190,9 +189,9 @@ def layer_bytes(spec: ModelSpec, compiled: bool = True, lora_rank: int = 0) -> i
     if spec.qk_norm:
         wide += 2 * (heads + kv)
         rows += spec.num_heads + spec.num_kv_heads
-    adapters = 7 * lora_rank  # what lies between the two halves of each
+    wide += 7 * lora_rank  # what lies between the two halves of each adapter
     floats = rows * (1 if compiled else 2) + spec.num_heads
-    return 2 * (wide + adapters) + 4 * floats
+    return 2 * wide + 4 * floats
 
 
 def logits_bytes(spec: ModelSpec, chunk: int, trained: bool) -> int:
@@ -240,21 +239,17 @@ def state_lines(need: Need) -> list[Line]:
     spec, who = need.spec, need.learner_name
     params, ranks, trained = num_params(spec), need.num_ranks, trained_params(need)
     kind = "float32" if need.base_bytes == 4 else "as it computes"
-    base = need.base_bytes * params // ranks if need.lora_rank else 0
     # Of several ranks two layers and the matrices at the ends are whole while they compute.
     whole = 2 * body_params(spec) // spec.num_layers + params - body_params(spec)
-    gathered = (need.compute_bytes + 4) * whole if ranks > 1 else 0
-    twins = need.num_twins * need.compute_bytes * params
-    critic = 16 * params // ranks if need.critic else 0
     sizes = {
         "context": CONTEXT_BYTES,
-        f"frozen base ({kind})": base,
+        f"frozen base ({kind})": need.base_bytes * params // ranks if need.lora_rank else 0,
         "masters (float32)": 4 * trained // ranks,
         "gradients (float32)": 4 * trained // ranks,
         "moments (float32)": 8 * trained // ranks,
-        f"frozen copies: {need.num_twins}": twins,
-        "critic: masters, gradients, moments": critic,
-        "parts gathered from other ranks": gathered,
+        f"frozen copies: {need.num_twins}": need.num_twins * need.compute_bytes * params,
+        "critic: masters, gradients, moments": 16 * params // ranks if need.critic else 0,
+        "parts gathered from other ranks": (need.compute_bytes + 4) * whole if ranks > 1 else 0,
     }
     return [Line(who, what, num_bytes) for what, num_bytes in sizes.items() if num_bytes]
 
@@ -299,24 +294,25 @@ def graph_bytes(need: Need, versions: int, requests: int) -> int:
 
 def plan_memory(need: Need, total_bytes: int) -> MemoryPlan:
     """The fastest division that fits; where none does, the smallest one, with `fits` False."""
-    room = int(total_bytes * (1.0 - RESERVE_SHARE))
-    last: MemoryPlan | None = None
+    plan = None
+    for plan in _divisions(need, total_bytes):
+        if plan.fits:
+            break
+    assert plan is not None
+    return plan
+
+
+def _divisions(need: Need, total_bytes: int) -> Iterator[MemoryPlan]:
+    """The fastest first, the smallest last."""
     engines = need.num_instances > 0 or need.evaluator
     for stage in STAGES:
-        for versions in _fewer(need, stage.versions_min):
+        fewer = (
+            () if need.versions_fixed else range(need.versions_max - 1, stage.versions_min - 1, -1)
+        )
+        for versions in (need.versions_max, *fewer):
             for share in stage.kv_shares if engines else stage.kv_shares[-1:]:
                 for way in _ways(need, stage.pack_min):
-                    last = _divide(need, room, versions, share, way, stage)
-                    if last.fits:
-                        return replace(last, total_bytes=total_bytes)
-    assert last is not None
-    return replace(last, total_bytes=total_bytes)
-
-
-def _fewer(need: Need, least: int) -> Iterator[int]:
-    yield need.versions_max
-    if not need.versions_fixed:
-        yield from range(need.versions_max - 1, least - 1, -1)
+                    yield _divide(need, total_bytes, versions, share, way, stage)
 
 
 Way = tuple[str, int, int]  # checkpointing, tokens of a pack, tokens of a chunk
@@ -328,14 +324,14 @@ def _ways(need: Need, pack_min: int) -> Iterator[Way]:
         yield "none", 0, 0
         return
     chunks = [need.chunk_tokens or max(64, n // need.spec.vocab) for n in CHUNK_ELEMENTS]
-    seen: set[tuple[str, int, int]] = set()
-    for ways, some in ((WAYS[:3], chunks[:1]), (WAYS, chunks[:-1]), (WAYS, chunks[-1:])):
-        for checkpointing, pack in ways:
-            for chunk in some if pack >= pack_min else ():
-                way = (need.checkpointing or checkpointing, need.pack_tokens or pack, chunk)
-                if way not in seen:
-                    seen.add(way)
-                    yield way
+    every = (
+        (need.checkpointing or checkpointing, need.pack_tokens or pack, chunk)
+        for ways, some in ((WAYS[:3], chunks[:1]), (WAYS, chunks[:-1]), (WAYS, chunks[-1:]))
+        for checkpointing, pack in ways
+        if pack >= pack_min
+        for chunk in some
+    )
+    yield from dict.fromkeys(every)
 
 
 def _learner_lines(need: Need, way: Way, handover: bool) -> Iterator[Line]:
@@ -353,12 +349,12 @@ def _learner_lines(need: Need, way: Way, handover: bool) -> Iterator[Line]:
 
 
 def _divide(
-    need: Need, room: int, versions: int, share: float, way: Way, stage: Stage
+    need: Need, total_bytes: int, versions: int, share: float, way: Way, stage: Stage
 ) -> MemoryPlan:
     """Fixed parts first, then KV: its share at least, more where there is more."""
+    room = int(total_bytes * (1.0 - RESERVE_SHARE))
     lines: list[Line] = []
     checkpointing, pack, chunk = way
-    evaluator_part = stage.evaluator_part
     handover = stage.handover if need.handover is None else need.handover
     handover = handover and need.learner and need.num_instances > 0 and not need.lora_rank
     if need.others_bytes:
@@ -366,11 +362,10 @@ def _divide(
     if need.learner:
         lines += _learner_lines(need, way, handover)
     full = kv_token_bytes(need.spec, need.item_bytes) * need.request_tokens_max
-    evaluator_kv, beside = 0, min(need.evaluator_requests, EVALUATOR_REQUESTS) // evaluator_part
-    beside = max(1, beside)
-    rows = max(beside, min(need.step_tokens_max, EVALUATOR_STEP_TOKENS) // evaluator_part)
+    beside = max(1, min(need.evaluator_requests, EVALUATOR_REQUESTS) // stage.evaluator_part)
+    rows = max(beside, min(need.step_tokens_max, EVALUATOR_STEP_TOKENS) // stage.evaluator_part)
+    evaluator_kv = max(2 * full, int(share / 2 * beside * full)) if need.evaluator else 0
     if need.evaluator:
-        evaluator_kv = max(2 * full, int(share / 2 * beside * full))
         its = replace(need, lora_rank=0, step_tokens_max=rows)
         lines += engine_lines(its, "evaluator", 1, beside, evaluator_kv)
     names = need.names or tuple(f"instance{index}" for index in range(need.num_instances))
@@ -383,9 +378,8 @@ def _divide(
         kv = min(max(2 * full, wanted), max(kv, left // len(names)))
     for name in names:
         lines += engine_lines(need, name, versions, decoded, kv)
-    used = sum(line.num_bytes for line in lines)
     return MemoryPlan(
-        total_bytes=room,
+        total_bytes=total_bytes,
         lines=tuple(lines),
         kv_bytes=kv,
         num_requests=decoded,
@@ -397,5 +391,5 @@ def _divide(
         chunk_tokens=chunk,
         versions_max=versions,
         handover=handover,
-        fits=used <= room,
+        fits=sum(line.num_bytes for line in lines) <= room,
     )
