@@ -69,8 +69,7 @@ def _read_object(file: Path) -> dict[str, Any]:
 
 def read_spec(path: str | Path) -> ModelSpec:
     """The spec of a model directory."""
-    directory = Path(path)
-    return spec_from_config(read_config(directory), str(directory / "config.json"))
+    return spec_from_config(read_config(Path(path)), str(Path(path) / "config.json"))
 
 
 def read_eos_ids(path: str | Path) -> tuple[int, ...]:
@@ -121,8 +120,7 @@ class HfDirectory:
         return list(self.file_of)
 
     def tensor(self, name: str) -> Tensor:
-        file = self.file_of.get(name)
-        if file is None:
+        if (file := self.file_of.get(name)) is None:
             raise UserError(f"model '{self.path}': tensor '{name}' is missing")
         if file not in self._open:
             self._open[file] = _open(file, "pt")
@@ -155,19 +153,17 @@ def write_model(
     shards: list[dict[str, Tensor]] = [{}]
     used = total = 0
     for name, tensor in tensors:
-        size = tensor.numel() * tensor.element_size()
-        if shards[-1] and used + size > shard_bytes_max:
+        if shards[-1] and used + tensor.nbytes > shard_bytes_max:
             shards.append({})
             used = 0
         shards[-1][name] = tensor.detach().to("cpu").contiguous()
-        used, total = used + size, total + size
-    one = len(shards) == 1
-    files: list[Path] = []
-    for i, shard in enumerate(shards):
-        name = SINGLE if one else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-        files.append(directory / name)
-        save_file(shard, files[-1], metadata={"format": "pt"})
-    if one:
+        used, total = used + tensor.nbytes, total + tensor.nbytes
+    count = len(shards)
+    names = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    files = [directory / name for name in (names if count > 1 else [SINGLE])]
+    for file, shard in zip(files, shards, strict=True):
+        save_file(shard, file, metadata={"format": "pt"})
+    if count == 1:
         return files
     place = {name: file.name for file, shard in zip(files, shards, strict=True) for name in shard}
     index = {"metadata": {"total_size": total}, "weight_map": place}

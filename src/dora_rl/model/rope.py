@@ -60,13 +60,11 @@ def _yarn(rope: RopeSpec, head_dim: int) -> tuple[Tensor, float]:
     position_freq = rope.theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
     kept = 1.0 - ramp
     freq = (1.0 / (rope.factor * position_freq)) * (1 - kept) + (1.0 / position_freq) * kept
-    attention = rope.attention_factor
-    if attention is None:
-        if rope.mscale and rope.mscale_all_dim:
-            attention = scale(rope.factor, rope.mscale) / scale(rope.factor, rope.mscale_all_dim)
-        else:
-            attention = scale(rope.factor)
-    return freq, float(attention)
+    if rope.attention_factor is not None:
+        return freq, float(rope.attention_factor)
+    if rope.mscale and rope.mscale_all_dim:
+        return freq, scale(rope.factor, rope.mscale) / scale(rope.factor, rope.mscale_all_dim)
+    return freq, scale(rope.factor)
 
 
 def rope_tables(rope: RopeSpec, head_dim: int, num_positions: int) -> tuple[Tensor, Tensor]:

@@ -51,8 +51,8 @@ class Seats:
 
     @property
     def names(self) -> list[str]:
-        own = [self.learner] if self.learner else []
-        return [*own, *self.instances, *(["evaluator"] if self.evaluator else [])]
+        names = [self.learner, *self.instances, "evaluator" if self.evaluator else ""]
+        return [name for name in names if name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,34 +92,38 @@ class RunPlan:
 
     def sizes(self, name: str) -> Sizes:
         """What the worker has to know beside the configuration."""
-        device = self.device_of(name)
-        if device is None:
+        if (device := self.device_of(name)) is None:
             return {}
         plan = device.memory
+        sizes: Sizes = {"weights": {"handover": plan.handover}}
         if name == device.seats.learner:
-            trainer = {
-                "pack_tokens": plan.pack_tokens,
-                "activation_checkpointing": plan.checkpointing,
-                "logits_chunk_tokens": plan.chunk_tokens,
+            return sizes | {
+                "trainer": {
+                    "pack_tokens": plan.pack_tokens,
+                    "activation_checkpointing": plan.checkpointing,
+                    "logits_chunk_tokens": plan.chunk_tokens,
+                }
             }
-            return {"trainer": trainer, "weights": {"handover": plan.handover}}
         if name == "evaluator":
-            kv = {"kv_bytes_max": plan.evaluator_kv_bytes, "num_blocks": 0}
-            kv |= {"seqs_max": plan.evaluator_requests}
-            return {"rollout": kv | {"step_tokens_max": plan.evaluator_step_tokens}}
+            return {
+                "rollout": {
+                    "kv_bytes_max": plan.evaluator_kv_bytes,
+                    "num_blocks": 0,
+                    "seqs_max": plan.evaluator_requests,
+                    "step_tokens_max": plan.evaluator_step_tokens,
+                }
+            }
         # vLLM measures what its weights and graphs leave of its share.
         if self.backend != "native":
             return {}
-        at_once = {"seqs_max": plan.num_requests}
-        fewer = at_once if plan.num_requests < device.need.num_requests else {}
-        sizes = {"kv_bytes_max": plan.kv_bytes} | fewer
-        return {"rollout": sizes, "weights": {"handover": plan.handover}}
+        fewer = plan.num_requests < device.need.num_requests
+        at_once = {"seqs_max": plan.num_requests} if fewer else {}
+        return {"rollout": {"kv_bytes_max": plan.kv_bytes, **at_once}} | sizes
 
     def share(self, name: str) -> float | None:
         """Of its whole card, with what nobody has planned for divided in proportion; None: the GPU
         of this worker is not planned."""
-        device = self.device_of(name)
-        if device is None:
+        if (device := self.device_of(name)) is None:
             return None
         plan, others = device.memory, device.need.others_bytes
         scale = (plan.total_bytes - others) / max(1, plan.planned_bytes - others)
@@ -169,21 +173,20 @@ def with_memory(config: RunConfig, layout: Layout) -> Layout:
     cards = look_at_cards(gpus)
     if not gpus or len(cards) < len(gpus):
         return layout
-    plan = plan_run(config, layout, cards)
-    return layout if plan is None else planned(layout, plan)
+    return planned(layout, plan_run(config, layout, cards))
 
 
 def imagined(config: RunConfig, device_memory_gb: float) -> Layout:
     """As if this machine had such GPUs: as many as it has, or one. Needs none."""
     gpus = visible_gpus() or ("0",)
     layout, size = plan_layout(config, "cuda", gpus), int(device_memory_gb * GB)
-    plan = plan_run(config, layout, dict.fromkeys(gpus, Card(size, size)))
-    return layout if plan is None else planned(layout, plan)
+    return planned(layout, plan_run(config, layout, dict.fromkeys(gpus, Card(size, size))))
 
 
-def planned(layout: Layout, plan: RunPlan) -> Layout:
-    resident = plan.versions_max or layout.resident_max
-    return replace(layout, memory=plan, resident_max=min(layout.resident_max, resident))
+def planned(layout: Layout, plan: RunPlan | None) -> Layout:
+    resident = plan.versions_max if plan else 0
+    fewer = min(layout.resident_max, resident or layout.resident_max)
+    return replace(layout, memory=plan, resident_max=fewer)
 
 
 def plan_run(config: RunConfig, layout: Layout, cards: Mapping[str, Card]) -> RunPlan | None:
@@ -202,11 +205,9 @@ def plan_run(config: RunConfig, layout: Layout, cards: Mapping[str, Card]) -> Ru
     if len(plans) > 1:
         needs = {gpu: _as_others(needs[gpu], list(plans.values())) for gpu in seats}
         plans = {gpu: plan_memory(needs[gpu], totals[gpu]) for gpu in seats}
-    devices = tuple(
-        DevicePlan(gpu, seats[gpu], cards[gpu], needs[gpu], plans[gpu]) for gpu in seats
-    )
+    devices = (DevicePlan(gpu, seats[gpu], cards[gpu], needs[gpu], plans[gpu]) for gpu in seats)
     enforced = config.runtime.device_memory_gb > 0
-    return RunPlan(devices, cards, config.rollout.backend, enforced)
+    return RunPlan(tuple(devices), cards, config.rollout.backend, enforced)
 
 
 def _as_others(need: Need, plans: Sequence[MemoryPlan]) -> Need:
@@ -323,13 +324,10 @@ def num_twins(config: RunConfig) -> int:
     """Frozen copies that the learner holds: the reference, and versions to score under."""
     options = fill(config.algorithm)
     has_reference = options.reference or options.kl_coef != 0.0
-    scored = 0
     several = config.trainer.updates_per_step > 1 and options.old_logprobs == "proximal"
-    older = config.orchestration.max_staleness > 0 and options.old_logprobs == "behaviour"
-    if several or older:
-        one = bool(adapter_rank(config)) or options.old_logprobs == "proximal"
-        scored = 1 if one else min(SCORED_VERSIONS, max(1, config.orchestration.max_staleness))
-    return int(has_reference) + scored
+    older = config.orchestration.max_staleness if options.old_logprobs == "behaviour" else 0
+    one = several or (older and adapter_rank(config))
+    return int(has_reference) + (1 if one else min(SCORED_VERSIONS, older))
 
 
 # ---- what to change where a run does not fit: each change is planned, none is guessed

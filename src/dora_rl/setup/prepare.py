@@ -44,8 +44,7 @@ class Prepared:
 
     def check_memory(self) -> None:
         """Refuse a run whose GPUs are too small, with what to change."""
-        problems = memory_problems(self.config, self.layout)
-        if problems:
+        if problems := memory_problems(self.config, self.layout):
             raise UserError(problems[0])
 
     def describe(self) -> list[str]:
@@ -144,8 +143,7 @@ def with_environments(config: RunConfig) -> RunConfig:
     """
     loaded = load_environments(config.env)
     if not loaded:
-        named = [s.path for s in (*config.data.train, *config.data.eval) if s.env]
-        if named:
+        if named := [s.path for s in (*config.data.train, *config.data.eval) if s.env]:
             raise UserError(f"data: {named[0]} names an environment, and env.environments is empty")
         return config
     for source in config.data.eval:
@@ -198,13 +196,12 @@ class DataCheck:
     def lines(self) -> list[str]:
         shown = self.first_prompt[:PROMPT_CHARS_MAX]
         left_out = len(self.first_prompt) - len(shown)
-        more = [f"  | ... {left_out} characters more"] if left_out else []
         return [
             *self.evaluation,
             *self.rewards,
             f"the first training prompt as the model reads it, {self.first_prompt_tokens} tokens:",
             *(f"  | {line}" for line in shown.split("\n")),
-            *more,
+            *([f"  | ... {left_out} characters more"] if left_out else []),
             f"its answer: {'none' if self.first_answer is None else repr(self.first_answer)}",
         ]
 
@@ -229,8 +226,7 @@ def check_data(
 
 def check_answers(config: RunConfig, train: PromptSource, evaluation: PromptSource | None) -> None:
     """Refuse rows without an answer where a reward needs one, with the line of `check`."""
-    problems = check_data(config, train, evaluation).problems
-    if problems:
+    if problems := check_data(config, train, evaluation).problems:
         raise UserError(problems[0])
 
 

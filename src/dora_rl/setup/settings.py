@@ -94,23 +94,22 @@ def _keep_columns(before: object, paths: object) -> object:
     given = paths if isinstance(paths, list) else [paths]
     if not given or not all(isinstance(path, str) for path in given):
         return paths
-    tables = [entry if isinstance(entry, dict) else {} for entry in entries]
+    own = ("path", "name", "weight", "options", "subset")
     kept = [
-        {k: v for k, v in t.items() if k not in ("path", "name", "weight", "options", "subset")}
-        for t in tables
+        {k: v for k, v in entry.items() if k not in own} if isinstance(entry, dict) else {}
+        for entry in entries
     ]
-    if any(other != kept[0] for other in kept[1:]):
-        return paths
-    return [{**kept[0], "path": path} for path in given]
+    alike = all(other == kept[0] for other in kept)
+    return [{**kept[0], "path": path} for path in given] if alike else paths
 
 
 def _check_keys(kind: type[BaseModel], data: dict[str, Any], where: str, prefix: str) -> None:
     for key, value in data.items():
         if key not in kind.model_fields:
             near = difflib.get_close_matches(key, kind.model_fields, n=1)
-            known = f"; there are {', '.join(kind.model_fields)}"
-            hint = f"; did you mean {prefix}{near[0]}?" if near else known
-            raise UserError(f"{where}: unknown key {prefix}{key}{hint}")
+            known = f"there are {', '.join(kind.model_fields)}"
+            hint = f"did you mean {prefix}{near[0]}?" if near else known
+            raise UserError(f"{where}: unknown key {prefix}{key}; {hint}")
         inner = kind.model_fields[key].annotation
         if isinstance(inner, type) and issubclass(inner, BaseModel):
             if not isinstance(value, dict):

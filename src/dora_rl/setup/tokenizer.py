@@ -18,8 +18,12 @@ from dora_rl.types import UserError
 from dora_rl.user_code import one_line
 
 # Classes that are nothing but their tokenizer.json.
-PLAIN_CLASSES = {"PreTrainedTokenizerFast", "TokenizersBackend", "Qwen2Tokenizer"}
-PLAIN_CLASSES |= {"Qwen2TokenizerFast"}
+PLAIN_CLASSES = {
+    "PreTrainedTokenizerFast",
+    "TokenizersBackend",
+    "Qwen2Tokenizer",
+    "Qwen2TokenizerFast",
+}
 # Settings by which transformers changes what tokenizer.json says.
 CHANGES = ("add_bos_token", "add_eos_token", "auto_map", "clean_up_tokenization_spaces")
 # What a template may be asked for without the tokenizer itself.
@@ -82,10 +86,10 @@ def _special_tokens(path: Path, settings: dict[str, Any]) -> dict[str, str] | No
     """What templates know by name; None: other files have their say."""
     if (path / "special_tokens_map.json").exists() or (path / "added_tokens.json").exists():
         return None
-    named = {name: value for name, value in settings.items() if name.endswith("_token")}
     texts = {
         name: value.get("content") if isinstance(value, dict) else value
-        for name, value in named.items()
+        for name, value in settings.items()
+        if name.endswith("_token")
     }
     return {name: text for name, text in texts.items() if isinstance(text, str)}
 
