@@ -22,13 +22,10 @@ import re
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import date, datetime, time
-from decimal import Decimal
 from functools import cached_property, lru_cache
 from math import gcd, isqrt
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast
-from uuid import UUID
 
 from dora_rl.config import DataConfig, DataSource
 from dora_rl.data.rows import Row, Rows, open_rows
@@ -81,9 +78,7 @@ class PromptSource:
         self, config: DataConfig, sources: Sequence[OpenSource], renderer: Renderer
     ) -> None:
         assert sources
-        self.sources = tuple(sources)
-        self._config = config
-        self._renderer = renderer
+        self._config, self._renderer, self.sources = config, renderer, tuple(sources)
         self._interleave = Interleave.of([source.config.weight for source in sources])
         self._recent = lru_cache(RECENT)(self._make)  # asked for again with every sample of it
 
@@ -276,9 +271,8 @@ class Renderer:
         columns["prompt"] = written
         columns.setdefault("data_source", source.name or source.path)
         answer = read_answer(row, source, where)
-        if source.prompt_tokens == "first":
-            token_ids = token_ids[:1]
-        return Prompt(index, token_ids, text, answer, columns, source.env)
+        shown = token_ids[:1] if source.prompt_tokens == "first" else token_ids
+        return Prompt(index, shown, text, answer, columns, source.env)
 
     def fits(self, row: Row, source: DataSource, where: str) -> bool:
         """Whether the prompt is within the limit. Most rows are passed without tokenizing them.
@@ -421,11 +415,9 @@ def plain(value: object) -> object:
         return [plain(entry) for entry in value]
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
-    if isinstance(value, (datetime, date, time, Decimal, UUID)):
-        return str(value)
     if hasattr(value, "tolist"):  # numpy arrays and scalars
         return plain(cast(Any, value).tolist())
-    return str(value)
+    return str(value)  # dates, decimals, UUIDs and whatever else there is
 
 
 # -- in which order they come ----------------------------------------------------------------------
@@ -481,8 +473,7 @@ def _quotas(weights: Sequence[float]) -> tuple[int, ...]:
     order = sorted(range(len(weights)), key=lambda i: quotas[i] - exact[i])
     for i in order[: max(0, PATTERN_LENGTH_MAX - sum(quotas))]:
         quotas[i] += 1
-    divisor = gcd(*quotas)
-    return tuple(quota // divisor for quota in quotas)
+    return tuple(quota // gcd(*quotas) for quota in quotas)
 
 
 def epoch_key(seed: int, source: int, epoch: int) -> bytes:
@@ -503,8 +494,7 @@ def permute(index: int, size: int, key: bytes) -> int:
         for turn in range(NUM_ROUNDS):
             left = (left + _mix(key, 2 * turn, right)) % width
             right = (right + _mix(key, 2 * turn + 1, left)) % height
-        index = right * width + left
-        if index < size:
+        if (index := right * width + left) < size:
             return index
 
 

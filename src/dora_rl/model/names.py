@@ -96,12 +96,16 @@ def _expert_targets(spec: ModelSpec, i: int) -> dict[str, Target]:
         "mlp.experts.gate_up_proj": Target(gate_up, 0, (count, 2 * inner, d), stacked=True),
         "mlp.experts.down_proj": Target(down, 0, (count, d, inner), stacked=True),
     }
-    for e in range(count):
-        name = f"mlp.experts.{e}"
-        out[f"{name}.gate_proj.weight"] = Target(gate_up, 0, (inner, d), e)
-        out[f"{name}.up_proj.weight"] = Target(gate_up, inner, (inner, d), e)
-        out[f"{name}.down_proj.weight"] = Target(down, 0, (d, inner), e)
-    return out
+    matrices = {
+        "gate_proj": (gate_up, 0, (inner, d)),
+        "up_proj": (gate_up, inner, (inner, d)),
+        "down_proj": (down, 0, (d, inner)),
+    }
+    return out | {
+        f"mlp.experts.{e}.{name}.weight": Target(*place, e)
+        for e in range(count)
+        for name, place in matrices.items()
+    }
 
 
 def packed_shapes(targets: Mapping[str, Target]) -> dict[str, tuple[int, ...]]:

@@ -41,10 +41,11 @@ class RandomAdapter:
 
     def __init__(self, spec: ModelSpec, seed: int, rank: int, device: str = "cpu") -> None:
         self._seed, self._device = seed, device
-        self._shapes: dict[str, tuple[int, int]] = {}
-        for module, place in places_of(spec).items():
-            self._shapes[f"{PREFIX}{module}.lora_A.weight"] = (rank, place.width)
-            self._shapes[f"{PREFIX}{module}.lora_B.weight"] = (place.rows, rank)
+        self._shapes = {
+            f"{PREFIX}{module}.lora_{part}.weight": shape
+            for module, place in places_of(spec).items()
+            for part, shape in (("A", (rank, place.width)), ("B", (place.rows, rank)))
+        }
 
     def names(self) -> Sequence[str]:
         return [SCALE, *self._shapes]

@@ -58,17 +58,21 @@ class CheckedSource:
 
     def tensor(self, name: str) -> Tensor:
         data = self._source.tensor(name)
-        self._hash(name, data)
+        code = _DTYPE_CODES.get(data.dtype, str(data.dtype))
+        if self._pool is None:
+            digest: Future[str] = Future()
+            digest.set_result(_digest(data))
+        else:
+            digest = self._pool.submit(_digest, data)
+        self._read[name] = Read(name, code, tuple(data.shape), digest)
         return data
 
     def checksum(self) -> str:
         """Of the tensors read, and of those nobody asked for; computed once."""
-        if self._checksum:
-            return self._checksum
-        for name in self._source.names():
+        for name in self._source.names() if not self._checksum else ():
             if name not in self._read:
-                self._hash(name, self._source.tensor(name))
-        self._checksum = checksum_of(self._read.values())
+                self.tensor(name)
+        self._checksum = self._checksum or checksum_of(self._read.values())
         return self._checksum
 
     def check(self, sealed: SealedWeights) -> None:
@@ -79,15 +83,6 @@ class CheckedSource:
                 f"version {sealed.version}: loaded weights have checksum {found[:12]}, "
                 f"published was {sealed.checksum[:12]}; publish the version again"
             )
-
-    def _hash(self, name: str, data: Tensor) -> None:
-        code = _DTYPE_CODES.get(data.dtype, str(data.dtype))
-        if self._pool is None:
-            digest: Future[str] = Future()
-            digest.set_result(_digest(data))
-        else:
-            digest = self._pool.submit(_digest, data)
-        self._read[name] = Read(name, code, tuple(data.shape), digest)
 
     def close(self) -> None:
         """No more threads."""
@@ -119,8 +114,8 @@ def check_canary(
     were computed in here; the coarser of the two sides says how far they may differ."""
     theirs: torch.dtype = getattr(torch, canary.dtype) if canary.dtype else dtype
     allowed = max(CANARY_TOLERANCE[dtype], CANARY_TOLERANCE[theirs])
-    gaps = [abs(a - b) for a, b in zip(canary.logprobs, logprobs, strict=True)]
-    worst = max(gaps, default=0.0)
+    pairs = zip(canary.logprobs, logprobs, strict=True)
+    worst = max((abs(a - b) for a, b in pairs), default=0.0)
     if not worst <= allowed:
         raise UserError(
             f"version {version}: canary log-probs differ by {worst:.3g} "

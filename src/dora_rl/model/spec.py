@@ -164,8 +164,7 @@ def dense_spec(
         raise UserError(f"{where}: {num_heads} heads cannot share {num_kv_heads} key-value heads")
     if config.get("hidden_act", "silu") != "silu":
         raise NotSupported(f"{where}: hidden_act {config['hidden_act']!r}; the engine knows silu")
-    sliding = config.get("layer_types") or ()
-    if config.get("use_sliding_window") or "sliding_attention" in sliding:
+    if config.get("use_sliding_window") or "sliding_attention" in (config.get("layer_types") or ()):
         raise NotSupported(f"{where}: sliding-window attention is not supported; set it off")
     context_max = int(config.get("max_position_embeddings") or context)
     return ModelSpec(
