@@ -26,7 +26,7 @@ import math
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dora_rl.engine.journal import Journal
 from dora_rl.engine.options import EngineOptions
@@ -40,10 +40,8 @@ from dora_rl.engine.transfer import Export, export_request
 from dora_rl.model.directory import TensorSource
 from dora_rl.model.spec import ModelSpec
 from dora_rl.out_of_memory import free_cached, maybe_fail, shortage
+from dora_rl.ports import SealedWeights
 from dora_rl.types import RequestId, UserError, Version
-
-if TYPE_CHECKING:
-    from dora_rl.ports import SealedWeights
 
 
 class Engine(RequestBook):

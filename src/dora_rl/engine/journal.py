@@ -47,8 +47,7 @@ class Journal:
         self._every, self._bytes_max = every, bytes_max
         self._lines: list[bytes] = []
         self._tokens: dict[RequestId, tuple[list[int], list[float], list[float]]] = {}
-        self._num_steps = 0
-        self._num_bytes = 0
+        self._num_steps = self._num_bytes = 0
 
     def state(self, seq: Seq) -> None:
         """A request arrived, or changed in a way that tokens alone do not tell."""
@@ -91,8 +90,7 @@ class Journal:
         self._tokens.clear()
         if not self._lines:
             return
-        data = b"".join(self._lines)
-        self._lines.clear()
+        data, self._lines = b"".join(self._lines), []
         self._sink.append(data)
         self._num_bytes += len(data)
 
@@ -111,17 +109,14 @@ def read_journal(path: str | Path) -> list[Request]:
     """The requests that had not ended, each ready to be submitted to any engine of its version."""
     live: dict[RequestId, Request] = {}
     file = Path(path)
-    if not file.is_file():
-        return []
-    for line in whole_lines(file.read_bytes()):
+    for line in whole_lines(file.read_bytes()) if file.is_file() else ():
         if (text := text_of(line)) is None:
             break
         kind, body = loads(text)
-        if kind == "state":
-            live[RequestId(*body["id"])] = request_from_json(body)
-            continue
         key = RequestId(*body["id"])
-        if kind == "end":
+        if kind == "state":
+            live[key] = request_from_json(body)
+        elif kind == "end":
             live.pop(key, None)
         elif key in live:
             live[key] = _extended(live[key], body)

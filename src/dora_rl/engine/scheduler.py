@@ -56,9 +56,7 @@ class Scheduler:
             Status.IDLE: self.idle,
         }
         self.free_slots = list(range(options.seqs_max - 1, -1, -1))
-        self.num_host_blocks = 0
-        self.num_preemptions = 0
-        self.num_prefix_tokens = 0
+        self.num_host_blocks = self.num_preemptions = self.num_prefix_tokens = 0
 
     def sequences(self) -> Iterator[Sequence]:
         for queue in self._queues.values():
@@ -265,8 +263,7 @@ class Scheduler:
                 return 1
             num_left = max(num_left, seq.response_max - num_response)
             steps = min(steps, self.positions_max - start)
-            num_needed = -(-(start + steps) // self.block_tokens)
-            num_blocks += max(0, num_needed - len(seq.blocks))
+            num_blocks += max(0, -(-(start + steps) // self.block_tokens) - len(seq.blocks))
         return min(steps, num_left) if num_blocks <= self.pool.num_available else 1
 
     def _plan_burst(self, steps: int) -> Plan:
@@ -397,9 +394,7 @@ class Scheduler:
 
     def _grow(self, plan: Plan, seq: Sequence, end: int) -> bool:
         """Own, unshared blocks under positions [num_computed, end); False if it was pre-empted."""
-        first = seq.num_computed // self.block_tokens
-        num_needed = -(-end // self.block_tokens)
-        for index in range(first, num_needed):
+        for index in range(seq.num_computed // self.block_tokens, -(-end // self.block_tokens)):
             shared = seq.blocks[index : index + 1]  # empty behind the last block
             if shared and self.pool.refs[shared[0]] == 1:
                 continue
@@ -444,10 +439,9 @@ class Scheduler:
     def _restore(self, plan: Plan, seq: Sequence) -> bool:
         """Take back a spilled sequence, with room for its next token; without the blocks of rows
         beyond a turn's end, which the host may hold too."""
-        num_needed = -(-seq.num_computed // self.block_tokens)
         if not self._make_room(plan, -(-seq.num_tokens // self.block_tokens) + 1):
             return False
-        seq.blocks = self._take_available(num_needed)
+        seq.blocks = self._take_available(-(-seq.num_computed // self.block_tokens))
         plan.cache_ops.append(Restore(seq, tuple(seq.blocks)))
         self.release_host(seq)
         seq.num_registered = len(seq.digests)

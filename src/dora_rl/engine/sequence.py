@@ -299,10 +299,7 @@ class RequestBook(ABC):
         self.decode, self.journal = decode, journal
         self.notes: list[str] = []  # for whoever watches
         self.outputs: list[Output] = []
-        self._num_arrived = 0
-        self.num_steps = 0
-        self.num_decode_tokens = 0
-        self._num_prefill_tokens = 0
+        self._num_arrived = self.num_steps = self.num_decode_tokens = self._num_prefill_tokens = 0
 
     # ------------------------------------------------- what an engine does itself
 

@@ -152,8 +152,7 @@ def build(machine_flags: Sequence[Sequence[str]] = MACHINE_FLAGS) -> Path | None
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         made = Path(scratch) / name
         for more in machine_flags:
-            arguments = (*FLAGS, *more, "-o", str(made), str(SOURCE), "-lm")
-            if _output(compiler, *arguments) is not None:
+            if _output(compiler, *FLAGS, *more, "-o", str(made), str(SOURCE), "-lm") is not None:
                 made.replace(path)  # another process may have been quicker; both are the same
                 return path
     return None

@@ -9,6 +9,7 @@ padding, until that has wasted as much time as a graph of its own would have tak
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection
 from typing import NamedTuple
 
@@ -68,15 +69,17 @@ def first_buckets(versions_max: int, rows_max: int, blocks_max: int) -> list[Buc
     rows = sorted({bucket_of(min(count, rows_max), rows_max) for count in FIRST_ROWS})
     blocks = sorted({min(BLOCKS_FEW, blocks_max), blocks_max})
     versions = range(1, versions_max + 1)
-    every = [Bucket(0, v, n, b) for v in versions for b in blocks for n in rows]
-    return [every[-1], *every[:-1]]
+    *others, largest = (Bucket(0, v, n, b) for v in versions for b in blocks for n in rows)
+    return [largest, *others]
 
 
 class Buckets:
     """Which bucket a step runs in. The caller captures what it is given and has not captured."""
 
     def __init__(self) -> None:
-        self._wasted: dict[Bucket, float] = {}  # steps, of the larger ones that served
+        self._wasted: defaultdict[Bucket, float] = defaultdict(
+            float
+        )  # steps, of the larger ones that served
         self._served: dict[Bucket, Bucket] = {}  # by which one, of so many that were captured:
         self._num_captured = 0
 
@@ -90,9 +93,8 @@ class Buckets:
         if served is None:
             larger = (bucket for bucket in captured if covers(bucket, needed))
             served = self._served[needed] = min(larger, key=cost, default=needed)
-        wasted = self._wasted.get(needed, 0.0) + steps * (1 - cost(needed) / cost(served))
-        self._wasted[needed] = wasted
-        return needed if wasted > CAPTURE_STEPS else served
+        self._wasted[needed] += steps * (1 - cost(needed) / cost(served))
+        return needed if self._wasted[needed] > CAPTURE_STEPS else served
 
 
 class Bursts:

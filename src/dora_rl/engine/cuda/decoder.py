@@ -153,8 +153,7 @@ class CudaDecoder:
         # everything before it.
         if num_versions == 1:
             return torch.mm(hidden, heads[0].t(), out_dtype=torch.float32)
-        logits = torch.bmm(rows, heads.transpose(1, 2), out_dtype=torch.float32)
-        return logits.view(len(hidden), -1)
+        return torch.bmm(rows, heads.transpose(1, 2), out_dtype=torch.float32).view(len(hidden), -1)
 
     def _head_tiles(self, hidden: Tensor, heads: Tensor) -> skinny.Tiles | None:
         """The streamed product's, where that is used. A small vocabulary's would be in parts."""

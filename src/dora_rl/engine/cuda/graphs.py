@@ -79,8 +79,7 @@ class DecodeGraphs(Generic[T]):
             start = (slot - key.first) * key.per_version
             rows[start : start + len(spans)] = [span.seq.slot for span in spans]
         if key not in self._captured:
-            slots = state.upload(rows, torch.int64)
-            begun = state.begin(repeat)
+            slots, begun = state.upload(rows, torch.int64), state.begin(repeat)
             results = [self._pass(key, slots) for _ in range(repeat)]
             return Launched(slots, results[-1], key.first, key.per_version, begun)
         graph, launched = self._captured[key]

@@ -127,8 +127,7 @@ class CudaRunner(Runner):
         for slot in sorted(prefill):
             self._prefill(slot, prefill[slot], flight)
         if decode:
-            passes = [decode] if self.options.one_pass else [{v: s} for v, s in decode.items()]
-            for part in passes:
+            for part in [decode] if self.options.one_pass else [{v: s} for v, s in decode.items()]:
                 self._decode(part, flight, plan.repeat)
         if self.on_gpu:
             flight.event = self._last = self.slots.finished()

@@ -8,6 +8,7 @@ the sampling kernel advances it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -34,28 +35,24 @@ class Staging:
     """
 
     def __init__(self) -> None:
-        shape = (NUM_STRETCHES, STRETCH_BYTES)
-        self._memory = torch.empty(shape, dtype=torch.uint8, pin_memory=True)
+        self._memory = torch.empty(
+            (NUM_STRETCHES, STRETCH_BYTES), dtype=torch.uint8, pin_memory=True
+        )
         self._left: list[torch.cuda.Event | None] = [None] * NUM_STRETCHES
         self._now = self._used = 0
 
     def turn(self) -> None:
         """A step begins. Copies to the device are on the current stream; what was copied to the
         host has been read by the time its memory is used again."""
-        event = self._left[self._now] or torch.cuda.Event()
+        event = self._left[self._now] = self._left[self._now] or torch.cuda.Event()
         event.record()
-        self._left[self._now] = event
         self._now, self._used = (self._now + 1) % NUM_STRETCHES, 0
-        event = self._left[self._now]
-        if event is not None:
+        if (event := self._left[self._now]) is not None:
             event.synchronize()
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Not initialised; where the stretch is full, memory of torch's own."""
-        size = dtype.itemsize
-        for length in shape:
-            size *= length
-        start = self._used
+        size, start = dtype.itemsize * math.prod(shape), self._used
         if start + size > STRETCH_BYTES:
             return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
         self._used = -(-(start + size) // ALIGN) * ALIGN
@@ -68,8 +65,7 @@ class DeviceSlots:
     def __init__(
         self, num_slots: int, blocks_max: int, scrap_block: int, device: str, burst_max: int = 1
     ) -> None:
-        self.num_slots = num_slots
-        self._device = device
+        self.num_slots, self._device = num_slots, device
         count = num_slots + 1
         self.last_token = torch.zeros(count, dtype=torch.int64, device=device)
         self.position = torch.zeros(count, dtype=torch.int32, device=device)

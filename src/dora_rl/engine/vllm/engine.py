@@ -17,7 +17,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,11 +29,9 @@ from dora_rl.engine.sequence import Sequence as Seq
 from dora_rl.engine.vllm.process import Gain, RequestKv, VllmOptions, VllmProcess
 from dora_rl.model.directory import FileSource, TensorSource
 from dora_rl.model.sealed import CheckedSource, check_base, check_canary
+from dora_rl.ports import Canary, SealedWeights
 from dora_rl.types import Finish, RequestId, UserError, Version
 from dora_rl.user_code import require
-
-if TYPE_CHECKING:
-    from dora_rl.ports import Canary, SealedWeights
 
 __all__ = ["VllmEngine", "VllmExport", "VllmOptions"]
 

@@ -356,8 +356,7 @@ class Chunks(NamedTuple):
 
 
 def empty_chunks(rows: int, vocab: int, size: int, device: torch.device) -> Chunks:
-    shape = (rows, triton.cdiv(vocab, size))
-    peak = torch.empty(shape, dtype=torch.float32, device=device)
+    peak = torch.empty((rows, triton.cdiv(vocab, size)), dtype=torch.float32, device=device)
     return Chunks(size, peak, torch.empty_like(peak))
 
 
