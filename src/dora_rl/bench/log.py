@@ -86,8 +86,8 @@ def read_log(events: Path, window: Window) -> LogFigures:
 def _running_s(spans: Table, begin: float, end: float, num: int) -> NDArray[np.float64]:
     """Seconds with a request, over all instances, and seconds of all requests in this window."""
     starts, ends = (np.clip(spans[name], begin, max(begin, end)) for name in ("begin", "end"))
-    busy = busy_s(starts, ends, spans["instance"], num)
-    return np.array([busy.sum(), (ends - starts).sum()])
+    busy = busy_s(starts, ends, spans["instance"], num).sum()
+    return np.array([busy, (ends - starts).sum()])
 
 
 def run_figures(

@@ -148,30 +148,23 @@ class Bench:
         """All cases of one seed before the next seed: a machine that slows down slows all."""
         options = self.options
         cases = [Case(mode.value, mode) for mode in options.modes]
-        splits: dict[str, Split] = {}
-        tried: dict[str, dict[str, float]] = {}
-        for case in cases:
-            splits[case.name], tried[case.name] = self._best_split(case)
-        ours = splits.get(Mode.MULTI_VERSION.value)
+        chosen = {case.name: self._best_split(case) for case in cases}
+        ours = chosen.get(Mode.MULTI_VERSION.value)
         if options.ablations and ours is not None:
             cases += ABLATIONS
-            splits |= {case.name: ours for case in ABLATIONS}
+            chosen |= {case.name: (ours[0], {}) for case in ABLATIONS}
         runs: dict[str, list[dict[str, Any]]] = {case.name: [] for case in cases}
         for seed in options.seeds:
             for case in cases:
-                run = self._one(case, splits[case.name], seed, options.num_steps)
+                run = self._one(case, chosen[case.name][0], seed, options.num_steps)
                 runs[case.name].append(run)
-        rows = [
-            _row(case, splits[case.name], tried.get(case.name, {}), runs[case.name])
-            for case in cases
-        ]
         return {
             "cores": len(self.cores),
             "seeds": list(options.seeds),
             "steps": options.num_steps,
             "window": [self.window.first, self.window.last],
             "model": self.config.model.path,
-            "rows": rows,
+            "rows": [_row(case, *chosen[case.name], runs[case.name]) for case in cases],
         }
 
     def _best_split(self, case: Case) -> tuple[Split, dict[str, float]]:
@@ -199,8 +192,7 @@ class Bench:
         window = self.sweep_window if sweep else self.window
         figures = run_figures(run_dir, window, self._difficulty)
         begin, end = figures.pop("begin"), figures.pop("end")
-        cpu = meter.between(begin, end)
-        figures["cores_used"] = cpu
+        cpu = figures["cores_used"] = meter.between(begin, end)
         figures["cpu_unused_ratio"] = max(0.0, 1 - sum(cpu.values()) / len(self.cores))
         figures["still_ratio"] = meter.still_between(begin, end)
         if gpu is not None:
@@ -269,11 +261,10 @@ def _row(
         for key, value in runs[0].items()
         if isinstance(value, int | float) and all(run[key] is not None for run in runs)
     }
-    if "eval" in runs[0]:
-        for name in ("sampled", "greedy"):
-            scores = [run["eval"][name] for run in runs]
-            if None not in scores:  # an evaluation that failed has none
-                mean[f"eval_{name}"] = sum(scores) / len(scores)
+    for name in ("sampled", "greedy") if "eval" in runs[0] else ():
+        scores = [run["eval"][name] for run in runs]
+        if None not in scores:  # an evaluation that failed has none
+            mean[f"eval_{name}"] = sum(scores) / len(scores)
     return {
         "name": case.name,
         "mode": case.mode.value,
@@ -288,8 +279,7 @@ def _row(
 def ratios(result: dict[str, Any]) -> dict[str, float]:
     """Tokens/s of multi-version over each other mode: means over the seeds."""
     speed = {row["name"]: row["mean"]["tokens_per_s"] for row in result["rows"]}
-    ours = speed.get(Mode.MULTI_VERSION.value)
-    if ours is None:
+    if (ours := speed.get(Mode.MULTI_VERSION.value)) is None:
         return {}
     others = (mode.value for mode in Mode if mode is not Mode.MULTI_VERSION)
     return {name: ours / speed[name] for name in others if name in speed}
@@ -358,33 +348,28 @@ def draw_bench(result: dict[str, Any], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     rows = result["rows"]
-    names = [row["name"] for row in rows]
     places = list(range(len(rows)))
     figure, (speed, idle) = plt.subplots(
         1, 2, figsize=(12, 1.6 + 0.5 * len(rows)), layout="constrained", sharey=True
     )
-    ours = [row["mode"] == "multi_version" for row in rows]
-    colours = ["#1f6f8b" if own else "#b9c4c9" for own in ours]
+    colours = ["#1f6f8b" if row["mode"] == "multi_version" else "#b9c4c9" for row in rows]
     speed.barh(places, [row["mean"]["tokens_per_s"] for row in rows], color=colours)
     for place, row in zip(places, rows, strict=True):
         values = [run["tokens_per_s"] for run in row["runs"]]
         speed.plot(values, [place] * len(values), "k.", markersize=5)
     speed.set(title="trained tokens/s, steady state (dots: seeds)", yticks=places)
-    speed.set_yticklabels(names)
+    speed.set_yticklabels([row["name"] for row in rows])
     speed.invert_yaxis()
     on_gpu = all("device_idle_ratio" in row["mean"] for row in rows)
     device = ("device_idle_ratio", "GPU idle") if on_gpu else ("cpu_unused_ratio", "CPU not used")
-    for offset, (key, label, colour) in enumerate(
-        (
-            (*device, "#444444"),
-            ("rollout_idle_ratio", "rollout idle", "#e08e45"),
-            ("trainer_idle_ratio", "trainer idle", "#7aa95c"),
-        )
-    ):
-        shifted = [place + 0.27 * (offset - 1) for place in places]
-        idle.barh(
-            shifted, [row["mean"][key] for row in rows], height=0.25, color=colour, label=label
-        )
+    bars = (
+        (-0.27, *device, "#444444"),
+        (0.0, "rollout_idle_ratio", "rollout idle", "#e08e45"),
+        (0.27, "trainer_idle_ratio", "trainer idle", "#7aa95c"),
+    )
+    for offset, key, label, colour in bars:
+        shifted, shares = [place + offset for place in places], [row["mean"][key] for row in rows]
+        idle.barh(shifted, shares, height=0.25, color=colour, label=label)
     idle.set(title="share of the time", xlim=(0, 1))
     idle.legend(fontsize=8)
     figure.savefig(path, dpi=110)

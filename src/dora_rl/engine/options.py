@@ -56,8 +56,7 @@ class EngineOptions(RolloutConfig):
 
     def block_bytes(self, spec: ModelSpec) -> int:
         """Keys and values of one block over all layers."""
-        width = spec.num_kv_heads * spec.head_dim * ITEM_BYTES[self.dtype]
-        return 2 * spec.num_layers * self.block_tokens * width
+        return self.block_tokens * spec.kv_token_bytes(ITEM_BYTES[self.dtype])
 
     def blocks_in(self, budget: int, spec: ModelSpec) -> int:
         """How many blocks so many bytes hold: at least two, or it is refused."""

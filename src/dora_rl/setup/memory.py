@@ -254,10 +254,6 @@ def state_lines(need: Need) -> list[Line]:
     return [Line(who, what, num_bytes) for what, num_bytes in sizes.items() if num_bytes]
 
 
-def kv_token_bytes(spec: ModelSpec, item_bytes: int = 2) -> int:
-    return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * item_bytes
-
-
 def engine_lines(need: Need, who: str, versions: int, requests: int, kv: int) -> list[Line]:
     spec = need.spec
     weights = need.item_bytes * num_params(spec)
@@ -268,7 +264,7 @@ def engine_lines(need: Need, who: str, versions: int, requests: int, kv: int) ->
     if need.lora_rank and need.adapters:
         each = need.item_bytes * adapter_params(spec, need.lora_rank)
         what, held = f"base and {versions} adapters", weights + versions * each
-    tokens = kv // kv_token_bytes(spec, need.item_bytes)
+    tokens = kv // spec.kv_token_bytes(need.item_bytes)
     return [
         Line(who, "context", CONTEXT_BYTES),
         Line(who, what, held),
@@ -280,7 +276,7 @@ def engine_lines(need: Need, who: str, versions: int, requests: int, kv: int) ->
 def decoded_at_once(need: Need, kv: int) -> int:
     """Requests that such a cache is enough for, most of them far from their full length."""
     each = max(16, min(DECODED_TOKENS_MIN, need.request_tokens_max // 4))
-    return max(8, kv // (each * kv_token_bytes(need.spec, need.item_bytes)))
+    return max(8, kv // (each * need.spec.kv_token_bytes(need.item_bytes)))
 
 
 def graph_bytes(need: Need, versions: int, requests: int) -> int:
@@ -361,7 +357,7 @@ def _divide(
         lines.append(Line("others", "in use by other programs", need.others_bytes))
     if need.learner:
         lines += _learner_lines(need, way, handover)
-    full = kv_token_bytes(need.spec, need.item_bytes) * need.request_tokens_max
+    full = need.spec.kv_token_bytes(need.item_bytes) * need.request_tokens_max
     beside = max(1, min(need.evaluator_requests, EVALUATOR_REQUESTS) // stage.evaluator_part)
     rows = max(beside, min(need.step_tokens_max, EVALUATOR_STEP_TOKENS) // stage.evaluator_part)
     evaluator_kv = max(2 * full, int(share / 2 * beside * full)) if need.evaluator else 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from dora_rl.config import RewardConfig, RunConfig
@@ -78,14 +79,11 @@ def prepare(config: RunConfig) -> Prepared:
         reward.close()
     check_best_metric(config)
     check_backend(config)
-
-    def decode(ids: Sequence[int]) -> str:
-        return tokenizer.decode(ids, skip_special_tokens=True)
-
     layout = with_memory(config, plan_layout(config, choose_device(config.runtime.device)))
     check_learner_device(config, layout.device)
     engine = EngineOptions(**config.engine_options(layout.device, layout.resident_max))
     check_context(config, engine, len(train.prompt(0).token_ids))
+    decode = partial(tokenizer.decode, skip_special_tokens=True)
     return Prepared(config, layout, train, evaluation, decode)
 
 
@@ -219,8 +217,7 @@ def check_data(
     if config.reward.functions:
         with closing(build(config.reward, Path("."))) as reward:
             found.rewards = reward.describe()
-            needing = reward.needing_answer()
-        found.problems = _unanswered(needing, train, evaluation)
+            found.problems = _unanswered(reward.needing_answer(), train, evaluation)
     return found
 
 
@@ -233,16 +230,14 @@ def check_answers(config: RunConfig, train: PromptSource, evaluation: PromptSour
 def _unanswered(
     needing: list[str], train: PromptSource, evaluation: PromptSource | None
 ) -> list[str]:
-    problems: list[str] = []
-    for name, source in (("train", train), ("eval", evaluation)):
-        missing = source.without_answer() if source is not None and needing else None
-        if missing is not None and missing.num:
-            problems.append(
-                f"data.{name}: {missing.num} of {missing.num_looked} rows have no answer, and "
-                f"{', '.join(needing)} needs one; the first is {missing.first}; fill them in, "
-                "leave them out, or set answer_column"
-            )
-    return problems
+    sources = {"train": train, "eval": evaluation} if needing else {}
+    return [
+        f"data.{name}: {missing.num} of {missing.num_looked} rows have no answer, and "
+        f"{', '.join(needing)} needs one; the first is {missing.first}; fill them in, "
+        "leave them out, or set answer_column"
+        for name, source in sources.items()
+        if source is not None and (missing := source.without_answer()).num
+    ]
 
 
 def _describe_evaluation(config: RunConfig, evaluation: PromptSource | None) -> list[str]:
