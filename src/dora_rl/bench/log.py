@@ -34,8 +34,7 @@ class Window:
 
     @staticmethod
     def of(num_steps: int, max_staleness: int, num_skipped: int) -> Window:
-        last = num_steps - 1 - max_staleness
-        if last < num_skipped:
+        if (last := num_steps - 1 - max_staleness) < num_skipped:
             raise UserError(
                 f"{num_steps} steps are too few: {num_skipped} start up, {max_staleness} drain"
             )
@@ -58,10 +57,12 @@ class LogFigures:
 
 def read_log(events: Path, window: Window) -> LogFigures:
     history = read_history(events)
-    steps = history.steps.items()
-    commits = {s: record.committed_s for s, record in steps if not np.isnan(record.committed_s)}
-    missing = {window.first - 1, window.last} - commits.keys()
-    if missing:
+    commits = {
+        step: record.committed_s
+        for step, record in history.steps.items()
+        if not np.isnan(record.committed_s)
+    }
+    if missing := {window.first - 1, window.last} - commits.keys():
         raise UserError(f"{events.parent} did not commit step {min(missing)}; see its logs/")
     begin, end = commits[window.first - 1], commits[window.last]
     spans, num = history.placements.all_spans(history.now_s), len(history.names)
@@ -96,11 +97,10 @@ def run_figures(
     """The figures of one run; `difficulty` maps a prompt to its expected length, if known."""
     log = read_log(run_dir / "events", window)
     summary = json.loads((run_dir / "summary.json").read_text())
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
     steps = {line["step"]: line for line in lines if "step" in line}
     inside = [steps[step] for step in range(window.first, window.last + 1)]
-    took = log.end - log.begin
-    whole = log.last_commit - log.first_issue
+    took, whole = log.end - log.begin, log.last_commit - log.first_issue
     return {
         "tokens_per_s": sum(line["train/tokens"] for line in inside) / took,
         "tokens_per_s_whole": sum(line["train/tokens"] for line in steps.values()) / whole,

@@ -156,8 +156,8 @@ class Bench:
         runs: dict[str, list[dict[str, Any]]] = {case.name: [] for case in cases}
         for seed in options.seeds:
             for case in cases:
-                run = self._one(case, chosen[case.name][0], seed, options.num_steps)
-                runs[case.name].append(run)
+                split = chosen[case.name][0]
+                runs[case.name].append(self._one(case, split, seed, options.num_steps))
         return {
             "cores": len(self.cores),
             "seeds": list(options.seeds),
@@ -170,11 +170,10 @@ class Bench:
     def _best_split(self, case: Case) -> tuple[Split, dict[str, float]]:
         if self.options.split is not None:
             return self.options.split, {}
-        splits = splits_of(case.mode, len(self.cores))
-        seed = self.options.seeds[0]
+        seed, num_steps = self.options.seeds[0], self.options.sweep_steps
         tried = {
-            split: self._one(case, split, seed, self.options.sweep_steps, sweep=True)
-            for split in splits
+            split: self._one(case, split, seed, num_steps, sweep=True)
+            for split in splits_of(case.mode, len(self.cores))
         }
         best = max(tried, key=lambda split: tried[split]["tokens_per_s"])
         return best, {str(split): run["tokens_per_s"] for split, run in tried.items()}

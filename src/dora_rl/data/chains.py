@@ -130,19 +130,15 @@ def split_of(final: Window) -> Split:
 
 def hashed_split(text: str, task: bytes) -> Split:
     digest = hashlib.blake2b(text.encode(), digest_size=8, person=task).digest()
-    held_out = int.from_bytes(digest, "big") % 1000 < HELDOUT_PER_MILLE
-    return Split.HELDOUT if held_out else Split.TRAIN
-
-
-def draw_window(spec: ChainSpec, rng: Random) -> Window:
-    return tuple(int(rng.random() * 10) for _ in range(spec.num_digits))
+    drawn = int.from_bytes(digest, "big") % 1000
+    return Split.HELDOUT if drawn < HELDOUT_PER_MILLE else Split.TRAIN
 
 
 def draw_problem(spec: ChainSpec, split: Split, num_steps: int, rng: Random) -> Problem:
     """A problem with that many steps: the split restricts the window, never the length."""
     while True:
-        problem = Problem(draw_window(spec, rng), num_steps)
-        if problem.split is split:
+        window = tuple(int(rng.random() * 10) for _ in range(spec.num_digits))
+        if (problem := Problem(window, num_steps)).split is split:
             return problem
 
 

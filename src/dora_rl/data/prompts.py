@@ -180,8 +180,7 @@ def open_prompts(
     base_dir: str | Path = ".",
 ) -> PromptSource:
     """Open, check and filter all sources of `data.train` or `data.eval`."""
-    entries = config.train if part == "train" else config.eval
-    if not entries:
+    if not (entries := config.train if part == "train" else config.eval):
         raise UserError(f"data.{part} is empty; give a file, a directory or package.module:name")
     renderer = Renderer(config, tokenizer)
     sources = []
@@ -270,9 +269,8 @@ class Renderer:
         columns = {name: plain(value) for name, value in row.items()}
         columns["prompt"] = written
         columns.setdefault("data_source", source.name or source.path)
-        answer = read_answer(row, source, where)
         shown = token_ids[:1] if source.prompt_tokens == "first" else token_ids
-        return Prompt(index, shown, text, answer, columns, source.env)
+        return Prompt(index, shown, text, read_answer(row, source, where), columns, source.env)
 
     def fits(self, row: Row, source: DataSource, where: str) -> bool:
         """Whether the prompt is within the limit. Most rows are passed without tokenizing them.
@@ -281,8 +279,7 @@ class Renderer:
         limit, less what the template adds, cannot be too long.
         """
         written = read_prompt(row, source, where)
-        limit = self._config.prompt_tokens_max
-        if not limit:
+        if not (limit := self._config.prompt_tokens_max):
             return True
         texts = [written] if isinstance(written, str) else _contents(written)
         if texts is not None and all(text.isascii() for text in texts):
@@ -339,8 +336,7 @@ class Renderer:
 
 def read_prompt(row: Row, source: DataSource, where: str) -> Written:
     """The prompt as the user wrote it, checked: a string, or messages with role and content."""
-    value = row.get(source.prompt_column)
-    if value is None:
+    if (value := row.get(source.prompt_column)) is None:
         raise UserError(
             f"{where}: no {source.prompt_column!r} (columns: {', '.join(map(str, row))}); "
             f"set prompt_column to the column that holds the prompt"

@@ -37,8 +37,9 @@ class Rows:
     def row(self, index: int) -> Row:
         row = self._get(index)
         if not isinstance(row, Mapping):
-            kind = type(row).__name__
-            raise UserError(f"{self.where(index)}: a row must be an object, not {kind}")
+            raise UserError(
+                f"{self.where(index)}: a row must be an object, not {type(row).__name__}"
+            )
         return cast(Row, row)
 
     def where(self, index: int) -> str:
@@ -49,9 +50,8 @@ class JsonlRows(Rows):
     """One JSON object a line. The file is mapped; only the places of its lines are kept."""
 
     def __init__(self, path: Path) -> None:
-        self._begins, self._lines = array("q"), array("q")
+        self._begins, self._lines, place = array("q"), array("q"), 0
         with path.open("rb") as file:
-            place = 0
             for number, line in enumerate(file, 1):
                 if line.strip():
                     self._begins.append(place)

@@ -99,8 +99,7 @@ def sum_problem_at(spec: SumSpec, split: Split, seed: int, index: int) -> SumPro
     )
     while True:  # the split restricts the numbers, never how many they are
         numbers = (1 + int(rng.random() * spec.number_max) for _ in range(num_numbers))
-        problem = SumProblem(tuple(numbers))
-        if problem.split is split:
+        if (problem := SumProblem(tuple(numbers))).split is split:
             return problem
 
 

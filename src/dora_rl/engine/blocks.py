@@ -39,8 +39,8 @@ def block_digests(
     digest = b"v%d" % version
     keys: list[bytes] = []
     for start in range(0, len(token_ids), block_tokens):
-        chunk = array("q", token_ids[start : start + block_tokens])
-        digest = hashlib.blake2b(digest + chunk.tobytes(), digest_size=16).digest()
+        chunk = array("q", token_ids[start : start + block_tokens]).tobytes()
+        digest = hashlib.blake2b(digest + chunk, digest_size=16).digest()
         keys.append(digest)
     return tuple(keys)
 
@@ -50,8 +50,7 @@ class BlockPool:
 
     def __init__(self, num_blocks: int, cached_max: int) -> None:
         assert num_blocks > 0
-        self.num_blocks = num_blocks
-        self.cached_max = cached_max
+        self.num_blocks, self.cached_max = num_blocks, cached_max
         self.refs = [0] * num_blocks
         # The lowest free number is taken first, so that blocks in use stay close together: the CPU
         # attention reads the used range of the pool in one pass.
@@ -134,7 +133,7 @@ class BlockPool:
 
     def check(self) -> None:
         """Raise if the books do not balance. Cheap enough for tests after every step."""
-        used = sum(1 for refs in self.refs if refs > 0)
+        used = sum(refs > 0 for refs in self.refs)
         assert len(self._free) + used + len(self._cached) == self.num_blocks
         assert not set(self._free) & set(self._cached)
         assert all(self.refs[block] == 0 for block in (*self._free, *self._cached))

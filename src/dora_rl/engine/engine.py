@@ -33,8 +33,15 @@ from dora_rl.engine.options import EngineOptions
 from dora_rl.engine.plan import Plan, StepResult
 from dora_rl.engine.runner import Runner, make_runner
 from dora_rl.engine.scheduler import Scheduler
-from dora_rl.engine.sequence import Decode, EngineStats, Limits, Output, RequestBook, Status
-from dora_rl.engine.sequence import Sequence as Seq
+from dora_rl.engine.sequence import (
+    Decode,
+    EngineStats,
+    Limits,
+    Output,
+    RequestBook,
+    Sequence,
+    Status,
+)
 from dora_rl.engine.tensors.weights import Residency
 from dora_rl.engine.transfer import Export, export_request
 from dora_rl.model.directory import TensorSource
@@ -100,7 +107,7 @@ class Engine(RequestBook):
         """Put a request aside with its KV on the host (recomputed later if the host is full)."""
         self.put_aside(request, spill=True)
 
-    def put_aside(self, request: RequestId, spill: bool = False) -> Seq:
+    def put_aside(self, request: RequestId, spill: bool = False) -> Sequence:
         """Stop decoding a request; its KV stays where it is, for `transfer`, or is spilled."""
         seq, plan = self.known(request), Plan()
         self.scheduler.put_aside(plan, seq, spill)
@@ -121,15 +128,15 @@ class Engine(RequestBook):
             self.go_on(seq)
         self.note(seq)
 
-    def adopt(self, seq: Seq) -> None:
+    def adopt(self, seq: Sequence) -> None:
         """A request that arrived with its KV (see `transfer`) joins the queue."""
         self.go_on(seq)
         self.note(seq)
 
-    def find(self, request: RequestId) -> Seq | None:
+    def find(self, request: RequestId) -> Sequence | None:
         return self.scheduler.find(request)
 
-    def sequences(self) -> Iterator[Seq]:
+    def sequences(self) -> Iterator[Sequence]:
         return self.scheduler.sequences()
 
     def export(self, request: RequestId) -> Export:
@@ -145,22 +152,22 @@ class Engine(RequestBook):
         s = self.scheduler
         return bool(self.outputs or self._in_flight or s.running or s.waiting or s.spilled)
 
-    def _enter(self, seq: Seq) -> None:
+    def _enter(self, seq: Sequence) -> None:
         self.scheduler.requeue(seq)
 
-    def _run(self, seq: Seq) -> None:
+    def _run(self, seq: Sequence) -> None:
         self.scheduler.requeue(seq)
 
-    def _rest(self, seq: Seq) -> None:
+    def _rest(self, seq: Sequence) -> None:
         seq.num_tokens = len(seq.tokens)
         seq.num_computed = min(seq.num_computed, seq.num_tokens - 1)
         self.scheduler.keep_idle(seq)
 
-    def _leave(self, seq: Seq) -> None:
+    def _leave(self, seq: Sequence) -> None:
         self.scheduler.remove(seq)
         self.runner.cache.drop_host(seq.id)
 
-    def _refusal(self, seq: Seq, length: int) -> str:
+    def _refusal(self, seq: Sequence, length: int) -> str:
         num_blocks = self.limits.num_blocks
         fits = -(-length // self.options.block_tokens) < num_blocks
         return "" if fits else f"{length} tokens can never fit in {num_blocks} KV blocks"
@@ -208,12 +215,9 @@ class Engine(RequestBook):
     def _collect(self) -> None:
         plan, launched = self._in_flight.popleft()
         for result in self.runner.collect(launched):
-            if result.span.seq.status is Status.ENDED or result.span.seq.finish is not None:
-                continue
-            if plan.repeat > 1:
-                self._commit_burst(result)
-            else:
-                self._commit(result)
+            if result.span.seq.status is not Status.ENDED and result.span.seq.finish is None:
+                commit = self._commit_burst if plan.repeat > 1 else self._commit
+                commit(result)
         for span in plan.spans:
             if span.num_rows > 1:
                 self._num_prefill_tokens += span.num_rows
@@ -232,8 +236,7 @@ class Engine(RequestBook):
             return
         count = min(len(token_ids), seq.response_max - len(seq.logprobs))
         if seq.stop_ids:
-            stops = (i + 1 for i in range(count) if token_ids[i] in seq.stop_ids)
-            count = next(stops, count)
+            count = next((i + 1 for i in range(count) if token_ids[i] in seq.stop_ids), count)
         self._commit(StepResult(span, token_ids[:count], logprobs[:count], [], []), count)
 
     def _commit(self, result: StepResult, num_drawn: int = 1) -> None:
@@ -245,13 +248,11 @@ class Engine(RequestBook):
             self.fail(seq, "non-finite logits")
             return
         seq.logprobs += logprobs
-        if raw_logprobs:
-            seq.raw_logprobs += raw_logprobs
+        seq.raw_logprobs += raw_logprobs
         seq.loss_mask += [1] * len(token_ids)
         if span.sample:
             seq.tokens += token_ids[-num_drawn:]
-        finish = self.finish_of(seq, span.sample)
-        self.gain(seq, token_ids, logprobs, raw_logprobs, top, finish)
+        self.gain(seq, token_ids, logprobs, raw_logprobs, top, self.finish_of(seq, span.sample))
 
     def stats(self) -> EngineStats:
         queues, counts = self.scheduler, self.scheduler.pool.counts()

@@ -63,8 +63,7 @@ class Scheduler:
             yield from queue.values()
 
     def find(self, request: RequestId) -> Sequence | None:
-        queues = self._queues.values()
-        return next((queue[request] for queue in queues if request in queue), None)
+        return next((queue[request] for queue in self._queues.values() if request in queue), None)
 
     def remove(self, seq: Sequence) -> None:
         """Forget a sequence, wherever it is; its blocks return to the pool."""
@@ -92,7 +91,7 @@ class Scheduler:
         """Drop the KV; the sequence starts again from its tokens."""
         self._drop(seq)
         seq.num_computed = 0
-        seq.digests = []
+        seq.digests = ()
         self._put(seq, Status.WAITING)
 
     def take_back(self, plan: Plan) -> None:
@@ -115,8 +114,7 @@ class Scheduler:
 
     def shrink(self, plan: Plan, reason: str) -> str:
         """A step of such rows did not fit. Returns what is done about it."""
-        rows = plan.num_rows
-        if rows < 2:
+        if (rows := plan.num_rows) < 2:
             raise UserError(
                 f"out of memory in a step of {rows} rows ({reason}), and none is smaller; lower "
                 "rollout.kv_bytes_max, rollout.versions_max or trainer.pack_tokens"
@@ -221,10 +219,9 @@ class Scheduler:
                 budget -= self._plan_running(plan, seq, budget - num_decode_left)
         if self.num_preemptions == before and (self.spilled or self.waiting):
             self._admit(plan, budget)
-        kept = self.num_preemptions == before or all(
+        assert self.num_preemptions == before or all(
             span.seq.status is Status.RUNNING for span in plan.spans
-        )
-        assert kept, "a request was pre-empted after its row was planned"
+        ), "a request was pre-empted after its row was planned"
         return plan
 
     def _steady(self, seq: Sequence) -> Span | None:
@@ -333,20 +330,16 @@ class Scheduler:
                     return
             else:
                 if self.options.prefix_cache:
-                    self._digest_prompt(seq)
-                    twin = (seq.version, seq.digests[-1])
-                    if twin in prefilling:
+                    if not seq.digests:
+                        prompt = seq.tokens[: seq.num_prompt]
+                        seq.digests = block_digests(seq.version, prompt, self.block_tokens)
+                    if (twin := (seq.version, seq.digests[-1])) in prefilling:
                         continue
                     prefilling.add(twin)
                 if not self._start(plan, seq):
                     return
             self._set_running(seq)
             budget -= self._plan_running(plan, seq, budget)
-
-    def _digest_prompt(self, seq: Sequence) -> None:
-        if not seq.digests:
-            prompt = seq.tokens[: seq.num_prompt]
-            seq.digests = list(block_digests(seq.version, prompt, self.block_tokens))
 
     def _set_running(self, seq: Sequence) -> None:
         seq.slot = self.free_slots.pop()
@@ -355,7 +348,7 @@ class Scheduler:
 
     def _start(self, plan: Plan, seq: Sequence) -> bool:
         """Blocks for everything a waiting sequence has to prefill, sharing what is known."""
-        hits = self._match_prefix(seq) if self.options.prefix_cache else []
+        hits = self._match_prefix(seq)
         for block in hits:
             self.pool.retain(block)
         # One more than the tokens need, because a shared last block is copied on write.
@@ -365,8 +358,7 @@ class Scheduler:
         seq.blocks = hits
         # The last known token is always computed again: its logits are wanted.
         hit_tokens = min(len(hits) * self.block_tokens, seq.num_prompt)
-        first_scored = seq.num_prompt + seq.num_scored - 1
-        seq.num_computed = min(hit_tokens, seq.num_tokens - 1, first_scored)
+        seq.num_computed = min(hit_tokens, seq.num_tokens - 1, seq.num_prompt + seq.num_scored - 1)
         seq.num_registered = len(hits)
         self.num_prefix_tokens += seq.num_computed
         return True
@@ -381,8 +373,6 @@ class Scheduler:
 
     def register_prompt(self, seq: Sequence) -> None:
         """After a step: prompt blocks that are now complete can be shared."""
-        if not self.options.prefix_cache:
-            return
         while seq.num_registered < len(seq.digests):
             index = seq.num_registered
             if seq.num_computed < min((index + 1) * self.block_tokens, seq.num_prompt):
@@ -398,8 +388,7 @@ class Scheduler:
             shared = seq.blocks[index : index + 1]  # empty behind the last block
             if shared and self.pool.refs[shared[0]] == 1:
                 continue
-            block = self._take(plan, seq)
-            if block is None:
+            if (block := self._take(plan, seq)) is None:
                 return False
             if shared:
                 plan.cache_ops.append(Copy(shared[0], block))
@@ -418,8 +407,7 @@ class Scheduler:
     def _make_room(self, plan: Plan, num_needed: int) -> bool:
         """Spill idle sessions, longest idle first, until the blocks are there."""
         while self.pool.num_available < num_needed:
-            victim = next((seq for seq in self.idle.values() if seq.blocks), None)
-            if victim is None:
+            if (victim := next((seq for seq in self.idle.values() if seq.blocks), None)) is None:
                 return False
             self.spill(plan, victim)
         return True
@@ -427,13 +415,12 @@ class Scheduler:
     def _take(self, plan: Plan, seq: Sequence) -> int | None:
         """A block, spilling idle sessions, then the youngest; None when that was seq itself."""
         while (block := self.pool.take()) is None:
-            if self._make_room(plan, 1):
-                continue
-            victim = next(reversed(self.running.values()))
-            self.num_preemptions += 1
-            self.spill(plan, victim)
-            if victim is seq:
-                return None
+            if not self._make_room(plan, 1):
+                victim = next(reversed(self.running.values()))
+                self.num_preemptions += 1
+                self.spill(plan, victim)
+                if victim is seq:
+                    return None
         return block
 
     def _restore(self, plan: Plan, seq: Sequence) -> bool:

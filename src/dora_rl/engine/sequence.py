@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
+from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -133,7 +134,7 @@ class Sequence:
     slot_dirty: bool = True  # it entered a slot since the runner last wrote its entry
     num_host_blocks: int = 0
     num_registered: int = 0  # leading prompt blocks that the prefix cache knows
-    digests: list[bytes] = field(default_factory=list)
+    digests: tuple[bytes, ...] = ()  # of its prompt, where prompts are shared
     slot: int = -1
     status: Status = Status.WAITING
     stop_ids: frozenset[int] = frozenset()
@@ -299,7 +300,8 @@ class RequestBook(ABC):
         self.decode, self.journal = decode, journal
         self.notes: list[str] = []  # for whoever watches
         self.outputs: list[Output] = []
-        self._num_arrived = self.num_steps = self.num_decode_tokens = self._num_prefill_tokens = 0
+        self._arrivals = count(1)
+        self.num_steps = self.num_decode_tokens = self._num_prefill_tokens = 0
 
     # ------------------------------------------------- what an engine does itself
 
@@ -374,8 +376,7 @@ class RequestBook(ABC):
         self._run_or_end(seq, self.finish_of(seq))
 
     def new_sequence(self, request: Request) -> Sequence:
-        self._num_arrived += 1
-        return new_sequence(request, self._num_arrived, self.eos_ids)
+        return new_sequence(request, next(self._arrivals), self.eos_ids)
 
     def abort(self, request: RequestId) -> bool:
         """Drop a request (or close a session) without an output; True if it was here."""
@@ -431,8 +432,7 @@ class RequestBook(ABC):
         if min(ids) < 0 or max(ids) >= limits.vocab:
             bad = next(token for token in ids if not 0 <= token < limits.vocab)
             return f"token id {bad} is outside the vocabulary of {limits.vocab}"
-        length = seq.num_prompt + max(seq.response_max, seq.num_response)
-        if length > limits.context:
+        if (length := seq.num_prompt + max(seq.response_max, seq.num_response)) > limits.context:
             return f"{length} tokens (prompt + tokens_max) exceed the context of {limits.context}"
         return self._refusal(seq, length)
 
@@ -472,8 +472,7 @@ class RequestBook(ABC):
         """Whether the response is complete with its newest token."""
         if not seq.turns:
             return Finish.STOP  # a session that others open: see `Request.turns`
-        num_known = len(seq.logprobs)
-        if not num_known:
+        if not (num_known := len(seq.logprobs)):
             return None
         if seq.stop_ids or seq.request.params.stop_strings:
             drawn = sampled and num_known == seq.num_response and seq.loss_mask[-1]

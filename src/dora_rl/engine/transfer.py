@@ -61,10 +61,8 @@ class Export:
         """One block after the other, on the engine's device (on the host if it was spilled)."""
         cache = self._engine.runner.cache
         for index in range(self.num_chunks):
-            if self._seq.blocks:
-                chunk = cache.kv[:, :, self._seq.blocks[index]]
-            else:
-                chunk = cache.host_block(self._seq.id, index)
+            here = self._seq.blocks[index : index + 1]
+            chunk = cache.kv[:, :, here[0]] if here else cache.host_block(self._seq.id, index)
             self.num_bytes += chunk.nbytes
             yield chunk
 
@@ -109,8 +107,7 @@ class Import:
         self._engine, self._seq = engine, seq
         self._num_chunks, self._num_computed = num_chunks, num_computed
         self._host: list[Tensor] = []
-        self.num_bytes = 0
-        self._num_written = 0
+        self.num_bytes = self._num_written = 0
         seq.status = Status.PARKED
         self._on_device = engine.scheduler.take_blocks(seq, num_chunks)
         if not self._on_device and not engine.scheduler.reserve_host(seq, num_chunks):

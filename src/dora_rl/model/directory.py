@@ -47,14 +47,11 @@ class FileSource(Protocol):
 
 def read_config(path: Path) -> dict[str, Any]:
     """`config.json` of a model directory, with the end-of-sequence ids of its generation config."""
-    file = path / "config.json"
-    if not file.is_file():
+    if not (file := path / "config.json").is_file():
         raise UserError(f"{path}: no config.json; give a Hugging Face model directory")
     config, generation = _read_object(file), path / "generation_config.json"
-    if generation.is_file():
-        eos = _read_object(generation).get("eos_token_id")
-        config["eos_token_id"] = eos if eos is not None else config.get("eos_token_id")
-    return config
+    eos = _read_object(generation).get("eos_token_id") if generation.is_file() else None
+    return config if eos is None else config | {"eos_token_id": eos}
 
 
 def _read_object(file: Path) -> dict[str, Any]:

@@ -37,12 +37,12 @@ class Target:
 
 def targets_of(spec: ModelSpec) -> dict[str, Target]:
     """Hugging Face name -> place in the packed parameters."""
+    embed, head = (Target(param, 0, (spec.vocab, spec.hidden)) for param in ("embed", "lm_head"))
     targets = {
-        "model.embed_tokens.weight": Target("embed", 0, (spec.vocab, spec.hidden)),
+        "model.embed_tokens.weight": embed,
         "model.norm.weight": Target("norm", 0, (spec.hidden,)),
+        **({} if spec.tied else {"lm_head.weight": head}),
     }
-    if not spec.tied:
-        targets["lm_head.weight"] = Target("lm_head", 0, (spec.vocab, spec.hidden))
     for i in range(spec.num_layers):
         layer = _norm_targets(spec, i) | _matrix_targets(spec, i) | _expert_targets(spec, i)
         targets |= {f"model.layers.{i}.{name}": target for name, target in layer.items()}
@@ -126,8 +126,7 @@ def by_layer(
     groups: dict[str, list[str]] = {}
     filled: set[tuple[str, int, int]] = set()
     for name in names:
-        target = targets.get(name)
-        if target is None:
+        if (target := targets.get(name)) is None:
             if name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq"):
                 continue  # a tied head saved all the same
             raise UserError(f"{where}: tensor {name} does not belong to a {spec.family}")

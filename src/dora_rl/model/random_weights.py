@@ -30,10 +30,9 @@ class RandomWeights:
         return list(self._shapes)
 
     def tensor(self, name: str) -> Tensor:
-        shape = self._shapes[name]
         if name.endswith("norm.weight"):
-            return torch.ones(shape, device=self._device)
-        return _randn(f"{self._seed}/{name}", shape, self._device).mul_(self._scale)
+            return torch.ones(self._shapes[name], device=self._device)
+        return _randn(f"{self._seed}/{name}", self._shapes[name], self._device).mul_(self._scale)
 
 
 class RandomAdapter:

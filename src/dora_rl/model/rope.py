@@ -20,8 +20,7 @@ from dora_rl.model.spec import RopeSpec
 
 def inverse_frequencies(rope: RopeSpec, head_dim: int) -> tuple[Tensor, float]:
     """[head_dim / 2] frequencies and the factor on cos and sin."""
-    exponent = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
-    freq = 1.0 / (rope.theta**exponent)
+    freq = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
     if rope.kind == "linear":
         return freq / rope.factor, 1.0
     if rope.kind == "llama3":
@@ -33,10 +32,9 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int) -> tuple[Tensor, float]:
 
 def _llama3(rope: RopeSpec, freq: Tensor) -> Tensor:
     wavelength = 2 * math.pi / freq
-    long_from = rope.context_original / rope.low_freq_factor
-    short_to = rope.context_original / rope.high_freq_factor
-    ramp = rope.context_original / wavelength - rope.low_freq_factor
-    ramp = ramp / (rope.high_freq_factor - rope.low_freq_factor)
+    low, high = rope.low_freq_factor, rope.high_freq_factor
+    long_from, short_to = rope.context_original / low, rope.context_original / high
+    ramp = (rope.context_original / wavelength - low) / (high - low)
     blended = (1 - ramp) * freq / rope.factor + ramp * freq
     scaled = torch.where(wavelength > long_from, freq / rope.factor, freq)
     between = ~(wavelength < short_to) & ~(wavelength > long_from)

@@ -9,17 +9,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dora_rl.model.checksum import checksum_of
+from dora_rl.model.directory import TensorSource
+from dora_rl.ports import Canary, SealedWeights
 from dora_rl.types import BaseDiffers, UserError
-
-if TYPE_CHECKING:
-    from dora_rl.model.directory import TensorSource
-    from dora_rl.ports import Canary, SealedWeights
 
 _DTYPE_CODES = {
     torch.float64: "F64",
@@ -77,8 +75,7 @@ class CheckedSource:
 
     def check(self, sealed: SealedWeights) -> None:
         """Raise unless these are the tensors that were published."""
-        found = self.checksum()
-        if found != sealed.checksum:
+        if (found := self.checksum()) != sealed.checksum:
             raise UserError(
                 f"version {sealed.version}: loaded weights have checksum {found[:12]}, "
                 f"published was {sealed.checksum[:12]}; publish the version again"

@@ -115,9 +115,6 @@ def read_rope(config: Mapping[str, Any], trained: int, where: str) -> RopeSpec:
     merged |= config.get("rope_scaling") or {}
     merged |= config.get("rope_parameters") or {}
     kind = merged.get("rope_type") or merged.get("type") or "default"
-    original = merged.get("original_max_position_embeddings") or config.get(
-        "original_max_position_embeddings"
-    )
     if kind == "dynamic":
         raise NotSupported(
             f"{where}: rope type 'dynamic' changes old keys as a text grows, which a KV cache "
@@ -131,7 +128,11 @@ def read_rope(config: Mapping[str, Any], trained: int, where: str) -> RopeSpec:
         theta=float(merged["rope_theta"]),
         kind=kind,
         factor=float(merged.get("factor") or 1.0),
-        context_original=int(original or trained),
+        context_original=int(
+            merged.get("original_max_position_embeddings")
+            or config.get("original_max_position_embeddings")
+            or trained
+        ),
         low_freq_factor=float(merged.get("low_freq_factor") or 1.0),
         high_freq_factor=float(merged.get("high_freq_factor") or 4.0),
         beta_fast=float(merged.get("beta_fast") or 32.0),
@@ -154,12 +155,8 @@ def dense_spec(
 ) -> ModelSpec:
     """The fields every family shares. Where the file is silent, a head has `head_dim` numbers (0:
     hidden size over heads) and a text `context` tokens. `own` are further fields of the family."""
-    missing = [
-        key
-        for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
-        if key not in config
-    ]
-    if missing:
+    needed = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+    if missing := [key for key in needed if key not in config]:
         raise UserError(f"{where}: config.json lacks {', '.join(missing)}")
     num_heads = int(config["num_attention_heads"])
     num_kv_heads = int(config.get("num_key_value_heads") or num_heads)

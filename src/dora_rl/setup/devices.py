@@ -50,8 +50,7 @@ class Place:
 
 def visible_gpus() -> tuple[str, ...]:
     """The GPUs of this process, as CUDA is told them."""
-    told = os.environ.get(VISIBLE)
-    if told is not None:
+    if (told := os.environ.get(VISIBLE)) is not None:
         return tuple(name.strip() for name in told.split(",") if name.strip())
     import torch
 
@@ -107,8 +106,7 @@ def _place_wide(
     config: RunConfig, instances: Sequence[str], gpus: Sequence[str]
 ) -> dict[str, Place]:
     each, first = config.resources.devices_per_instance, config.resources.learner_ranks
-    wanted = first + each * len(instances)
-    if wanted > len(gpus):
+    if (wanted := first + each * len(instances)) > len(gpus):
         raise UserError(
             f"resources.devices_per_instance = {each}: {len(instances)} instances and {first} "
             f"learner ranks need {wanted} GPUs, {len(gpus)} are visible; lower "
@@ -166,12 +164,14 @@ def read_rows(text: str) -> list[tuple[str, str, Card]]:
 def _card_of(gpu: str, rows: Sequence[tuple[str, str, Card]]) -> Card | None:
     """`cuda:1` is the second that there is."""
     name = gpu.removeprefix("cuda:")
-    own = (
-        card
-        for index, uuid, card in rows
-        if name == index or (not name.isdigit() and uuid.startswith(name))
+    return next(
+        (
+            card
+            for index, uuid, card in rows
+            if name == index or (not name.isdigit() and uuid.startswith(name))
+        ),
+        None,
     )
-    return next(own, None)
 
 
 def _said(command: Sequence[str]) -> str:

@@ -35,8 +35,8 @@ class Layout:
     learners: tuple[str, ...]  # one per rank
     resident_max: int
     slots_max: int  # requests an instance may have: those it decodes and those that wait
-    elastic: bool  # every instance is
-    num_elastic: int  # otherwise: so many of them
+    elastic: bool  # every instance is, in a mode that alternates
+    num_elastic: int  # so many of them are
     learner_threads: int
     weights_root: Path
     transfer_root: Path
@@ -47,11 +47,11 @@ class Layout:
 
     @property
     def has_elastic(self) -> bool:
-        return self.elastic or self.num_elastic > 0
+        return self.num_elastic > 0
 
     def is_elastic(self, name: str) -> bool:
         """Whether an instance sits on the learner's devices and sleeps while that computes."""
-        return self.elastic or name in self.instances[: self.num_elastic]
+        return name in self.instances[: self.num_elastic]
 
     @property
     def crowd(self) -> int:
@@ -119,9 +119,7 @@ def plan_layout(config: RunConfig, device: str, gpus: Sequence[str] | None = Non
     root = shared_memory_root(config.weights, config.runtime.run_dir)
     factor = config.env.slots_factor if config.env.environments else 1.0
     names = tuple(f"instance{i}" for i in range(config.rollout.num_instances))
-    here = config.runtime.world != "ray"  # on a cluster Ray gives devices out
-    num_elastic = min(config.resources.elastic_instances, len(names))
-    elastic = names if colocated else names[:num_elastic]
+    wanted = len(names) if colocated else config.resources.elastic_instances
     return Layout(
         device=device,
         num_cores=num_cores,
@@ -130,11 +128,14 @@ def plan_layout(config: RunConfig, device: str, gpus: Sequence[str] | None = Non
         resident_max=resident_limit(config, config.rollout.versions_max or staleness + 1),
         elastic=colocated,
         slots_max=int(config.rollout.seqs_max * factor),
-        num_elastic=num_elastic,
+        num_elastic=min(wanted, len(names)),
         learner_threads=config.trainer.threads or (num_cores if colocated else 1),
         weights_root=root,
         transfer_root=transfer_of(root),
         learner_percent=100 if colocated else config.runtime.mps_learner_percent,
         learner_yields=config.runtime.mps_learner_yields and not colocated,
-        places=local_places(config, device, names, elastic, gpus) if here else {},
+        # On a cluster Ray gives devices out.
+        places={}
+        if config.runtime.world == "ray"
+        else local_places(config, device, names, names[:wanted], gpus),
     )

@@ -180,9 +180,8 @@ def layer_bytes(spec: ModelSpec, compiled: bool = True, lora_rank: int = 0) -> i
     the activated gate too. The float32 norm of each row that is normalised.
     """
     heads, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    inner = spec.intermediate
-    if spec.moe is not None:
-        inner = max(inner, spec.moe.top_k * spec.moe.intermediate)
+    visited = spec.moe.top_k * spec.moe.intermediate if spec.moe else 0
+    inner = max(spec.intermediate, visited)
     rows, widths = 2, 3 if compiled else 4
     states = 5 if compiled else 4 if lora_rank else 6  # norms of a frozen base have no gradient
     wide = states * spec.hidden + widths * inner + spec.qkv_rows + heads
@@ -190,8 +189,7 @@ def layer_bytes(spec: ModelSpec, compiled: bool = True, lora_rank: int = 0) -> i
         wide += 2 * (heads + kv)
         rows += spec.num_heads + spec.num_kv_heads
     wide += 7 * lora_rank  # what lies between the two halves of each adapter
-    floats = rows * (1 if compiled else 2) + spec.num_heads
-    return 2 * wide + 4 * floats
+    return 2 * wide + 4 * (rows * (1 if compiled else 2) + spec.num_heads)
 
 
 def logits_bytes(spec: ModelSpec, chunk: int, trained: bool) -> int:

@@ -267,7 +267,6 @@ def need_of(
     """What the configuration asks of one GPU."""
     rollout, trainer = config.rollout, config.trainer
     options = EngineOptions(**config.engine_options("cuda", layout.resident_max))
-    kv = rollout.num_blocks * options.block_bytes(spec) or rollout.kv_bytes_max
     params = core_params(config)
     compute = "bfloat16" if trainer.compute_dtype == "auto" else trainer.compute_dtype
     half = 4 if compute == "float32" else 2
@@ -298,7 +297,7 @@ def need_of(
         rechecks=config.audit.recompute_share > 0 and ranks == 1 and is_recomputable(config),
         num_twins=num_twins(config),
         critic=fill(config.algorithm).advantage == "gae",
-        kv_bytes=kv,
+        kv_bytes=rollout.num_blocks * options.block_bytes(spec) or rollout.kv_bytes_max,
         pack_tokens=trainer.pack_tokens,
         checkpointing=trainer.activation_checkpointing.replace("auto", ""),
         chunk_tokens=trainer.logits_chunk_tokens,
@@ -351,8 +350,7 @@ class Change(NamedTuple):
 
     @property
     def text(self) -> str:
-        value = "[]" if self.value == () else self.value
-        return f"{self.section}.{self.key}={value}{self.more}"
+        return f"{self.section}.{self.key}={'[]' if self.value == () else self.value}{self.more}"
 
 
 def candidates(config: RunConfig, plan: RunPlan) -> list[Change]:
@@ -362,12 +360,11 @@ def candidates(config: RunConfig, plan: RunPlan) -> list[Change]:
     has_learner = any(device.seats.learner for device in plan.devices)
     has_evaluator = any(device.seats.evaluator for device in plan.devices)
     older = config.algorithm.old_logprobs in ("behaviour", "proximal")
-    checkpointing = trainer.activation_checkpointing
     offers = [
         (rollout.num_blocks, Change("rollout", "num_blocks", 0)),
         (rollout.kv_bytes_max, Change("rollout", "kv_bytes_max", 0)),
         (
-            has_learner and checkpointing == "none",
+            has_learner and trainer.activation_checkpointing == "none",
             Change("trainer", "activation_checkpointing", "layer"),
         ),
         (has_learner and trainer.pack_tokens, Change("trainer", "pack_tokens", 0)),
@@ -444,6 +441,5 @@ def ways_out(changes: Sequence[Change], fits: Callable[[Sequence[Change]], bool]
         return "no setting of this program makes it fit; use a larger card or a smaller model"
     for change in reversed(most[:-1]):
         fewer = [other for other in needed if other is not change]
-        if fits(fewer):
-            needed = fewer
+        needed = fewer if fits(fewer) else needed
     return f"set {' and '.join(change.text for change in needed)}"

@@ -90,9 +90,9 @@ def prepare(config: RunConfig) -> Prepared:
 def check_columns(missing: Sequence[str], section: RewardConfig) -> None:
     """What a reward cannot do without, the data must have."""
     if missing:
-        names = ", ".join(function.name for function in section.functions)
         raise UserError(
-            f"reward.functions: {names}: the data have no column {missing[0]!r}; "
+            f"reward.functions: {', '.join(f.name for f in section.functions)}: "
+            f"the data have no column {missing[0]!r}; "
             "add it to the rows of data.train or rename the argument"
         )
 
@@ -101,8 +101,7 @@ def check_context(config: RunConfig, engine: EngineOptions, prompt_tokens: int) 
     """A prompt and its response have room, the first one at least."""
     spec = read_spec(config.model.path)
     context = engine.context_limit(spec.context_max)
-    tokens = prompt_tokens + config.rollout.tokens_max
-    if tokens > context:
+    if (tokens := prompt_tokens + config.rollout.tokens_max) > context:
         raise UserError(
             f"rollout.tokens_max: a prompt of {prompt_tokens} tokens and a response of "
             f"{config.rollout.tokens_max} exceed the context of {context}; lower it to "
@@ -122,8 +121,10 @@ def check_best_metric(config: RunConfig) -> None:
     """The best checkpoint is chosen by a figure that evaluations have."""
     metric = config.checkpoint.best_metric
     if config.checkpoint.keep_best and metric.removeprefix("eval/") not in SCORES:
-        names = ", ".join(f"eval/{name}" for name in SCORES)
-        raise UserError(f"checkpoint.best_metric: {metric!r} is not measured; give one of {names}")
+        raise UserError(
+            f"checkpoint.best_metric: {metric!r} is not measured; "
+            f"give one of {', '.join(f'eval/{name}' for name in SCORES)}"
+        )
 
 
 def _describe_environments(config: RunConfig) -> list[str]:
@@ -139,8 +140,7 @@ def with_environments(config: RunConfig) -> RunConfig:
 
     The sources of an environment share its weight in proportion to their own.
     """
-    loaded = load_environments(config.env)
-    if not loaded:
+    if not (loaded := load_environments(config.env)):
         if named := [s.path for s in (*config.data.train, *config.data.eval) if s.env]:
             raise UserError(f"data: {named[0]} names an environment, and env.environments is empty")
         return config
@@ -159,8 +159,7 @@ def with_environments(config: RunConfig) -> RunConfig:
         )
         for label, source in zip(labels, config.data.train, strict=True)
     )
-    data = config.data.model_copy(update={"train": mixed})
-    return config.model_copy(update={"data": data})
+    return config.model_copy(update={"data": config.data.model_copy(update={"train": mixed})})
 
 
 def choose_device(wanted: str, key: str = "runtime.device") -> str:

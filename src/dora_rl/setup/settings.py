@@ -194,11 +194,10 @@ def move_cost(config: RunConfig) -> MoveCost:
         spec = read_spec(config.model.path)
     except UserError:
         return MoveCost()  # `prepare` says what is wrong with the model
-    num_bytes = 4 if config.runtime.device == "cpu" else 2
     weights = spec.num_layers * spec.hidden * (4 * spec.hidden + 3 * spec.intermediate)
     flops_per_s = 5.0e9 if config.runtime.device in ("cpu", "auto") else 1.0e14
     return MoveCost(
-        kv_bytes_per_token=float(spec.kv_token_bytes(num_bytes)),
+        kv_bytes_per_token=float(spec.kv_token_bytes(4 if config.runtime.device == "cpu" else 2)),
         link_bytes_per_s=1.0e9,
         move_overhead_s=0.001,
         prefill_tokens_per_s=flops_per_s / (2.0 * weights),

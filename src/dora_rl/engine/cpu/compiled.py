@@ -140,11 +140,10 @@ def load_kernels() -> Kernels | None:
 
 def build(machine_flags: Sequence[Sequence[str]] = MACHINE_FLAGS) -> Path | None:
     """Where the compiled library is; compiles it, with the first flags that work, if it is not."""
-    compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
-    if compiler is None:
+    if (compiler := shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")) is None:
         return None
-    version = _output(compiler, "--version")
-    key = (SOURCE.read_text(), FLAGS, tuple(machine_flags), version, _processor())
+    machine = (_output(compiler, "--version"), _processor())
+    key = (SOURCE.read_text(), FLAGS, tuple(machine_flags), *machine)
     name = f"kernels-{blake2b(repr(key).encode(), digest_size=10).hexdigest()}.so"
     path = (folder := _cache_folder()) / name
     if path.is_file():

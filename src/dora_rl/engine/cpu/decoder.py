@@ -88,7 +88,7 @@ class Rows(NamedTuple):
 
     segments: Segments  # by version, or by adapter under LoRA
     of_base: Segments  # that multiply with the same weights: under LoRA one with all rows
-    slots: Tensor | None  # weight slot of each row, where they differ
+    slots: Tensor | int  # weight slot of each row, or the one of all
     cos: Tensor
     sin: Tensor
     write_index: Tensor  # places of each row's keys, then values, in a layer's pool of vectors
@@ -109,10 +109,7 @@ class Decoder:
     def forward(self, batch: Batch, cache: KvCache, table: Ints) -> Tensor:
         """Float32 logits of the batch's logit rows; keys and values are written on the way."""
         rows, token_ids = self._rows(batch, cache, table), torch.from_numpy(batch.token_ids)
-        if rows.slots is None:
-            x = self._of_rows(self.weights.embed, rows)[token_ids]
-        else:
-            x = self.weights.embed[rows.slots, token_ids]
+        x = self.weights.embed[rows.slots, token_ids]
         for index, layer in enumerate(self.weights.layers):
             h = self._norm(x, layer.norm1, rows)
             h = self._attend(h, layer, rows, cache.kv[index])
@@ -126,7 +123,8 @@ class Decoder:
         lora, num_rows = self.weights.adapters is not None, len(batch.token_ids)
         of_base = [(0, 0, num_rows)] if lora else segments
         slot, start, stop = batch.segments.T
-        slots = torch.from_numpy(np.repeat(slot, stop - start)) if len(of_base) > 1 else None
+        several = len(of_base) > 1
+        slots = torch.from_numpy(np.repeat(slot, stop - start)) if several else of_base[0][0]
         positions = torch.from_numpy(batch.positions)
         return Rows(
             segments,
@@ -153,11 +151,7 @@ class Decoder:
 
     def _norm(self, x: Tensor, weight: Tensor, rows: Rows) -> Tensor:
         scaled = functional.rms_norm(x.float(), (x.shape[-1],), None, self.spec.norm_eps)
-        return scaled.to(x.dtype).mul_(self._of_rows(weight, rows))
-
-    def _of_rows(self, param: Tensor, rows: Rows) -> Tensor:
-        """A parameter of the one version there is, or a row of it for every row."""
-        return param[rows.of_base[0][0] if rows.slots is None else rows.slots]
+        return scaled.to(x.dtype).mul_(weight[rows.slots])
 
     def _project(self, x: Tensor, layer: Layer, matrix: str, rows: Rows) -> Tensor:
         weight: Tensor = getattr(layer, matrix)
@@ -179,8 +173,9 @@ class Decoder:
             out += bias[0]
         for slot, start, stop in rows.segments:
             first = width + slot * rank
-            down = y[start:stop, first : first + rank].contiguous()
-            out[start:stop] += self.linear(down, up[slot])
+            out[start:stop] += self.linear(
+                y[start:stop, first : first + rank].contiguous(), up[slot]
+            )
         return out
 
     def _attend(self, h: Tensor, layer: Layer, rows: Rows, pool: Tensor) -> Tensor:
@@ -250,9 +245,9 @@ def split_rows(
     counts = np.diff(firsts, append=len(owners))
     real = owners[firsts] < len(table) - 1
     firsts, counts = firsts[real], counts[real]
-    alone, pairs, chunks = firsts[counts == 1], None, []
-    if len(alone):
-        pairs = pair_blocks(alone, batch.positions[alone], table[owners[alone]], block_tokens)
+    alone, chunks = firsts[counts == 1], []
+    where = (batch.positions[alone], table[owners[alone]], block_tokens)
+    pairs = pair_blocks(alone, *where) if len(alone) else None
     for first, count in zip(firsts[counts > 1], counts[counts > 1], strict=True):
         position = int(batch.positions[first])
         blocks = table[owners[first], : -(-(position + count) // block_tokens)].tolist()

@@ -50,9 +50,12 @@ def blocks_bucket(num_blocks: int, blocks_max: int) -> int:
 
 def covers(large: Bucket, small: Bucket) -> bool:
     """Whether a pass of the one has room for every row of the other."""
-    ends = large.first + large.num_versions >= small.first + small.num_versions
-    rows = large.per_version >= small.per_version
-    return large.first <= small.first and ends and rows and large.blocks_max >= small.blocks_max
+    return (
+        large.first <= small.first
+        and large.first + large.num_versions >= small.first + small.num_versions
+        and large.per_version >= small.per_version
+        and large.blocks_max >= small.blocks_max
+    )
 
 
 def cost(bucket: Bucket) -> float:
@@ -89,8 +92,7 @@ class Buckets:
             return needed
         if len(captured) != self._num_captured:
             self._served, self._num_captured = {}, len(captured)
-        served = self._served.get(needed)
-        if served is None:
+        if (served := self._served.get(needed)) is None:
             larger = (bucket for bucket in captured if covers(bucket, needed))
             served = self._served[needed] = min(larger, key=cost, default=needed)
         self._wasted[needed] += steps * (1 - cost(needed) / cost(served))

@@ -158,8 +158,7 @@ class CudaDecoder:
     def _head_tiles(self, hidden: Tensor, heads: Tensor) -> skinny.Tiles | None:
         """The streamed product's, where that is used. A small vocabulary's would be in parts."""
         tiles = skinny.tiles_of(len(hidden) // len(heads), heads, self._num_processors)
-        streamed = tiles is not None and tiles.row_stages and tiles.splits == 1
-        return tiles if streamed else None
+        return tiles if tiles is not None and tiles.row_stages and tiles.splits == 1 else None
 
     def embed(self, token_ids: Tensor, slot: int) -> Tensor:
         """What prefill rows of one version begin with."""

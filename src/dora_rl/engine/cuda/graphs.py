@@ -26,18 +26,17 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Launched(Generic[T]):
-    """A pass over [version, row] rows flattened, `per_version` rows each, and what it gives;
+    """A pass over the [version, row] rows of a bucket, flattened, and what it gives;
     `begun` passes came before its first repetition (`DeviceSlots.begin`)."""
 
     slots: Tensor
     result: T
-    first: int
-    per_version: int
+    bucket: Bucket
     begun: int = 0
 
     def rows_of(self, slot: int, count: int) -> range:
         """Where one version's first `count` rows are."""
-        start = (slot - self.first) * self.per_version
+        start = (slot - self.bucket.first) * self.bucket.per_version
         return range(start, start + count)
 
 
@@ -81,7 +80,7 @@ class DecodeGraphs(Generic[T]):
         if key not in self._captured:
             slots, begun = state.upload(rows, torch.int64), state.begin(repeat)
             results = [self._pass(key, slots) for _ in range(repeat)]
-            return Launched(slots, results[-1], key.first, key.per_version, begun)
+            return Launched(slots, results[-1], key, begun)
         graph, launched = self._captured[key]
         if self._listed.get(key) != rows:
             launched.slots.copy_(state.upload(rows, torch.int64))
@@ -143,4 +142,4 @@ class DecodeGraphs(Generic[T]):
         # a step; what is here now stays until the process ends.
         gc.collect()
         gc.freeze()
-        return graph, Launched(slots, result, key.first, key.per_version)
+        return graph, Launched(slots, result, key)

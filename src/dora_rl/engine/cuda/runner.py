@@ -78,8 +78,12 @@ class CudaRunner(Runner):
             options.burst_max,
         )
         self._load_stream = torch.cuda.Stream(options.device) if self.on_gpu else None
-        graphs = options.cuda_graphs and self.on_gpu
-        where = options.seqs_max, options.block_tokens, options.device, graphs
+        where = (
+            options.seqs_max,
+            options.block_tokens,
+            options.device,
+            options.cuda_graphs and self.on_gpu,
+        )
         self._hidden = DecodeGraphs(self._decode_pass, *where)
         self._drawing = DecodeGraphs(self._drawing_pass, *where)
 

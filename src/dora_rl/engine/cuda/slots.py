@@ -137,18 +137,18 @@ class DeviceSlots:
 
     def update(self, spans: Sequence[Span], adapters: Mapping[Version, int] | None = None) -> None:
         """Bring entries up to date for requests that entered a slot or got new blocks."""
-        fresh = [span.seq for span in spans if span.seq.slot_dirty]
-        if fresh:
+        if fresh := [span.seq for span in spans if span.seq.slot_dirty]:
             slots = self.upload([seq.slot for seq in fresh], torch.int64)
-            self.key[slots] = self.upload([seq.key for seq in fresh], torch.int64)
-            self.prompt[slots] = self.upload([seq.num_prompt for seq in fresh], torch.int32)
-            temperatures = [seq.request.params.temperature for seq in fresh]
-            self.temperature[slots] = self.upload(temperatures, torch.float32)
+            columns = [
+                (self.key, [seq.key for seq in fresh]),
+                (self.prompt, [seq.num_prompt for seq in fresh]),
+                (self.temperature, [seq.request.params.temperature for seq in fresh]),
+            ]
             if adapters is not None:
-                mine = [adapters[seq.version] for seq in fresh]
-                self.adapter[slots] = self.upload(mine, torch.int64)
-        moved = [span.seq for span in spans if span.seq.table_dirty]
-        if moved:
+                columns.append((self.adapter, [adapters[seq.version] for seq in fresh]))
+            for column, values in columns:
+                column[slots] = self.upload(values, column.dtype)
+        if moved := [span.seq for span in spans if span.seq.table_dirty]:
             width = max(len(seq.blocks) for seq in moved)
             rows = np.zeros((len(moved), width), np.int32)
             for row, seq in enumerate(moved):
@@ -163,11 +163,11 @@ class DeviceSlots:
 
     def sync_tokens(self, spans: Sequence[Span]) -> None:
         """Give decode rows their token where the device does not hold it already."""
-        stale = [s for s in spans if self._synced[s.seq.slot] != (s.seq, s.start)]
-        if stale:
+        if stale := [s for s in spans if self._synced[s.seq.slot] != (s.seq, s.start)]:
             slots = self.upload([s.seq.slot for s in stale], torch.int64)
-            tokens = [s.seq.tokens[s.start] for s in stale]
-            self.last_token[slots] = self.upload(tokens, torch.int64)
+            self.last_token[slots] = self.upload(
+                [s.seq.tokens[s.start] for s in stale], torch.int64
+            )
             self.position[slots] = self.upload([s.start for s in stale], torch.int32)
 
     def mark(self, spans: Sequence[Span], repeat: int = 1) -> None:

@@ -77,8 +77,7 @@ class Adapters:
 
     def load(self, slot: int, source: TensorSource, where: str) -> Iterator[str]:
         """Fill a slot, yielding after each layer."""
-        names = set(source.names())
-        if SCALE not in names:
+        if SCALE not in (names := set(source.names())):
             raise UserError(f"{where}: no tensor {SCALE}; this is not a published adapter")
         scale = float(source.tensor(SCALE))
         for param in self.b:

@@ -86,8 +86,7 @@ def _shift(x: Tensor, bits: int) -> Tensor:
 
 def sample(logits: Tensor, rows: SamplingRows) -> Drawn:
     """Draw (or score) one token per row of [rows, vocab] float32 logits."""
-    scaled = logits
-    greedy = rows.temperature <= 0
+    greedy, scaled = rows.temperature <= 0, logits
     if rows.scaled:
         scaled = logits / torch.where(greedy, 1.0, rows.temperature)[:, None]
     if rows.filtered:
@@ -134,8 +133,7 @@ def _filter(scaled: Tensor, rows: SamplingRows) -> Tensor:
     """Set what the filters exclude to -inf; a row that uses none keeps every value."""
     vocab = scaled.shape[1]
     off = -torch.inf
-    peak = scaled.amax(-1, keepdim=True)
-    floor = peak + rows.min_p.clamp(min=1e-38).log()[:, None]
+    floor = scaled.amax(-1, keepdim=True) + rows.min_p.clamp(min=1e-38).log()[:, None]
     scaled = scaled.masked_fill((scaled < floor) & (rows.min_p > 0)[:, None], off)
     ordered = scaled.sort(-1, descending=True).values
     k = torch.where(rows.top_k > 0, rows.top_k.clamp(max=vocab), vocab)
@@ -228,5 +226,5 @@ def read_burst(
 def _top(drawn: Drawn) -> list[TopLogprobs]:
     if drawn.top_ids is None or drawn.top_logprobs is None:
         return []
-    ids, values = drawn.top_ids.tolist(), drawn.top_logprobs.tolist()
-    return [tuple(zip(i, v, strict=True)) for i, v in zip(ids, values, strict=True)]
+    rows = zip(drawn.top_ids.tolist(), drawn.top_logprobs.tolist(), strict=True)
+    return [tuple(zip(*row, strict=True)) for row in rows]

@@ -104,14 +104,11 @@ class ModelWeights:
 
     def load_version(self, slot: int, source: TensorSource, where: str) -> Iterator[str]:
         """Fill the slot of a version: its adapter where versions are adapters, else all of it."""
-        if self.adapters is not None:
-            return self.adapters.load(slot, source, where)
-        return self.load(slot, source, where)
+        return (self.adapters or self).load(slot, source, where)
 
     def load(self, slot: int, source: TensorSource, where: str) -> Iterator[str]:
         """Fill a slot with whole weights, yielding the name of each layer once it is complete."""
-        needed = by_layer(self.spec, self.targets, source.names(), where)
-        for group, members in needed.items():
+        for group, members in by_layer(self.spec, self.targets, source.names(), where).items():
             for name in members:
                 self._put(slot, name, source.tensor(name), where)
             yield group
@@ -161,8 +158,7 @@ class Residency:
     """Version -> weight slot."""
 
     def __init__(self, runner: Runner, versions_max: int) -> None:
-        self._runner = runner
-        self._versions_max = versions_max
+        self._runner, self._versions_max = runner, versions_max
         self.slots: dict[Version, int] = {}
         self._has_base = runner.weights.adapters is None
         self._base = self._base_name = ""  # its checksum, and what to call it
@@ -210,8 +206,7 @@ class Residency:
         where: str,
         verify: bool,
     ) -> Iterator[str]:
-        sealed_version = getattr(source, "version", version)
-        if sealed_version != version:
+        if (sealed_version := getattr(source, "version", version)) != version:
             raise UserError(f"{where}: the sealed weights say they are version {sealed_version}")
         check_base(source, self._base, self._base_name)
         check: Callable[[], None] | None = getattr(source, "check", None)

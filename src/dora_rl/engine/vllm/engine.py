@@ -127,8 +127,7 @@ class VllmEngine(RequestBook):
 
     def retire(self, version: Version) -> None:
         """Give the version's place up; refused while a request runs on it."""
-        users = [tuple(seq.id) for seq in self._sent.values() if seq.version == version]
-        if users:
+        if users := [tuple(seq.id) for seq in self._sent.values() if seq.version == version]:
             raise UserError(f"version {version} has {len(users)} requests, the first is {users[0]}")
         if version not in self._resident:
             raise UserError(f"version {version} is not resident, so it cannot be retired")

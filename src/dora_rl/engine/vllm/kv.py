@@ -71,12 +71,10 @@ class RequestMover(KVConnectorBase_V1):
         if (kv := arrived.get(name_of(request))) is None:
             return 0, False
         # The last token is computed here: the next one is drawn from its logits.
-        there = min(kv.num_tokens, request.num_tokens - 1)
-        return max(0, there - num_computed_tokens), False
+        return max(0, min(kv.num_tokens, request.num_tokens - 1) - num_computed_tokens), False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        kv = arrived.pop(name_of(request), None)
-        if kv is None or not num_external_tokens:
+        if (kv := arrived.pop(name_of(request), None)) is None or not num_external_tokens:
             return
         ids = blocks.get_block_ids()[0]
         count = kv.layers[0].shape[0]

@@ -214,7 +214,8 @@ class VllmProcess:
             name, part = output.request_id, output.outputs[0]
             if name in self._texts:
                 if output.finished:
-                    self._read_scores(name, output.prompt_logprobs)
+                    pairs = zip(self._texts.pop(name)[1:], output.prompt_logprobs[1:], strict=True)
+                    self.scored[name] = [float(row[token].logprob) for token, row in pairs]
                 continue
             ids, rows = list(part.token_ids), part.logprobs or []
             values = [float(row[token].logprob) for token, row in zip(ids, rows, strict=True)]
@@ -222,11 +223,6 @@ class VllmProcess:
             failed = f"vLLM ended it ({part.finish_reason})" if lost else ""
             others = tuple(_others(row) for row in rows)
             yield Gain(name, ids, values, others, failed, output.num_cached_tokens or 0)
-
-    def _read_scores(self, name: str, rows: Any) -> None:
-        ids = self._texts.pop(name)
-        pairs = zip(ids[1:], rows[1:], strict=True)
-        self.scored[name] = [float(row[token].logprob) for token, row in pairs]
 
 
 def _others(row: dict[int, Any]) -> tuple[tuple[int, float], ...]:
@@ -284,12 +280,14 @@ def vllm_arguments(vllm: VllmOptions, options: EngineOptions) -> dict[str, Any]:
         "disable_log_stats": True,
     }
     if vllm.kv_moves:
-        arguments["kv_transfer_config"] = {
-            "kv_connector": "RequestMover",
-            "kv_connector_module_path": "dora_rl.engine.vllm.kv",
-            "kv_role": "kv_both",
+        arguments |= {
+            "kv_transfer_config": {
+                "kv_connector": "RequestMover",
+                "kv_connector_module_path": "dora_rl.engine.vllm.kv",
+                "kv_role": "kv_both",
+            },
+            "async_scheduling": False,  # between two steps nothing is being computed
         }
-        arguments["async_scheduling"] = False  # between two steps nothing is being computed
     if on_cpu or options.kv_bytes_max:
         arguments["kv_cache_memory_bytes"] = options.kv_bytes_max or CPU_KV_BYTES
     if not on_cpu and vllm.num_devices > 1:
@@ -302,12 +300,14 @@ def vllm_arguments(vllm: VllmOptions, options: EngineOptions) -> dict[str, Any]:
         wanted = 2 * options.kv_bytes_max or int(total * options.memory_share)
         arguments["gpu_memory_utilization"] = round(DEVICE_SHARE * min(free, wanted) / total, 3)
     if vllm.lora_rank:
-        rank = next((r for r in LORA_RANKS if r >= vllm.lora_rank), None)
-        if rank is None:
+        if (rank := next((r for r in LORA_RANKS if r >= vllm.lora_rank), None)) is None:
             raise UserError(f"trainer.lora_rank {vllm.lora_rank}: vLLM takes at most 512")
-        slots = options.versions_max
-        arguments |= {"enable_lora": True, "max_loras": slots, "max_cpu_loras": slots}
-        arguments["max_lora_rank"] = rank
-        # Not the output head: through an adapted one vLLM cannot score a prompt for the canary.
-        arguments["lora_target_modules"] = list(LINEAR_LAYERS)
+        arguments |= {
+            "enable_lora": True,
+            "max_loras": options.versions_max,
+            "max_cpu_loras": options.versions_max,
+            "max_lora_rank": rank,
+            # Not the output head: through an adapted one vLLM cannot score a prompt for the canary.
+            "lora_target_modules": list(LINEAR_LAYERS),
+        }
     return arguments

@@ -12,5 +12,13 @@ ARCHITECTURES = ("Qwen3ForCausalLM",)
 
 def spec(config: Mapping[str, Any], where: str) -> ModelSpec:
     bias = bool(config.get("attention_bias", False))
-    own = {"qk_norm": True, "qkv_bias": bias, "o_bias": bias}
-    return dense_spec(config, "qwen3", where, head_dim=128, context=32_768, **own)
+    return dense_spec(
+        config,
+        "qwen3",
+        where,
+        head_dim=128,
+        context=32_768,
+        qk_norm=True,
+        qkv_bias=bias,
+        o_bias=bias,
+    )

@@ -12,8 +12,16 @@ ARCHITECTURES = ("Qwen3MoeForCausalLM",)
 
 def spec(config: Mapping[str, Any], where: str) -> ModelSpec:
     bias = bool(config.get("attention_bias", False))
-    own = {"qk_norm": True, "qkv_bias": bias, "o_bias": bias, "moe": read_experts(config)}
-    return dense_spec(config, "qwen3_moe", where, context=32_768, **own)
+    return dense_spec(
+        config,
+        "qwen3_moe",
+        where,
+        context=32_768,
+        qk_norm=True,
+        qkv_bias=bias,
+        o_bias=bias,
+        moe=read_experts(config),
+    )
 
 
 def read_experts(config: Mapping[str, Any]) -> MoeSpec | None:

@@ -104,5 +104,4 @@ def choose_cut(
 
 def _cycles(cut: Cut, n: int, k: int) -> float:
     """What the choice makes: the steps of a program, and all parts to write and read."""
-    steps = k // cut.splits // CUT_K
-    return steps * STEP_CYCLES[cut.tiles] + cut.splits * n * COLUMN_CYCLES
+    return k // cut.splits // CUT_K * STEP_CYCLES[cut.tiles] + cut.splits * n * COLUMN_CYCLES

@@ -61,8 +61,11 @@ def can_run(device: torch.device, make: Callable[[], Kernel], instead: str) -> b
 def compile_source(source: str, defines: Mapping[str, int]) -> bytes:
     """Machine code for a Hopper. Needs no GPU."""
     nvrtc: Any = import_module("cuda.bindings.nvrtc")
-    options = [b"--gpu-architecture=sm_90a", b"--std=c++17"]
-    options += [f"-D{name}={int(value)}".encode() for name, value in defines.items()]
+    options = [
+        b"--gpu-architecture=sm_90a",
+        b"--std=c++17",
+        *(f"-D{name}={int(value)}".encode() for name, value in defines.items()),
+    ]
     program = _checked(nvrtc.nvrtcCreateProgram(source.encode(), b"kernel.cu", 0, [], []))
     (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
     if status.value != 0:

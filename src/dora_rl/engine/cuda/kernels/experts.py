@@ -81,8 +81,7 @@ def sort_visits(expert: Tensor, num_experts: int, tile: int) -> tuple[Tensor, Te
     order = torch.full((num_tiles * tile,), visits, dtype=torch.int64, device=device)
     order[(ends - tiles_each)[sorted_expert] * tile + rank] = by_expert
     tiles = torch.arange(num_tiles, device=device)
-    tile_expert = torch.searchsorted(ends, tiles, right=True)
-    return order, torch.where(tiles < ends[-1], tile_expert, -1)
+    return order, torch.where(tiles < ends[-1], torch.searchsorted(ends, tiles, right=True), -1)
 
 
 def choose_experts(

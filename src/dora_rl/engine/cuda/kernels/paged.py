@@ -45,10 +45,9 @@ def _is_usable(device: torch.device, dim: int, group: int, block: int) -> bool:
 def _kernel(_device: int | None, dim: int, group: int, block: int, ring: Ring) -> driver.Kernel:
     tile = min(ring.tokens, block)
     source = Path(__file__).with_suffix(".cu").read_text(encoding="utf-8")
-    defines = {"DIM": dim, "GROUP": group, "BLOCK": block, "TILE": tile}
-    defines["RING"] = ring.num_bytes // (2 * tile * dim)
-    code = driver.compile_source(source, defines)
-    return driver.load(code, "paged", 32, ring.num_bytes)
+    in_ring = ring.num_bytes // (2 * tile * dim)
+    defines = {"DIM": dim, "GROUP": group, "BLOCK": block, "TILE": tile, "RING": in_ring}
+    return driver.load(driver.compile_source(source, defines), "paged", 32, ring.num_bytes)
 
 
 def attend(
@@ -67,11 +66,11 @@ def attend(
     assert (table.dtype, slots.dtype, positions.dtype) == (torch.int32, torch.int64, torch.int32)
     out = torch.empty_like(q)
     sums = sums_of(out, splits)
-    numbers = (scale_of(dim), pool.shape[1], table.stride(0), splits.blocks_min)
     ring = choose_ring(rows * num_kv * splits.number, num_processors)
     kernel = _kernel(q.device.index, dim, group, pool.shape[3], ring)
-    arguments = (q, pool, table, slots, positions, out, *sums, *numbers)
-    driver.launch(kernel, (num_kv, rows, splits.number), arguments)
+    tensors = (q, pool, table, slots, positions, out, *sums)
+    numbers = (scale_of(dim), pool.shape[1], table.stride(0), splits.blocks_min)
+    driver.launch(kernel, (num_kv, rows, splits.number), (*tensors, *numbers))
     if splits.number > 1:
         merge(*sums, out)
     return out
