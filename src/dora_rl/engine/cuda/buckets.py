@@ -80,9 +80,8 @@ class Buckets:
     """Which bucket a step runs in. The caller captures what it is given and has not captured."""
 
     def __init__(self) -> None:
-        self._wasted: defaultdict[Bucket, float] = defaultdict(
-            float
-        )  # steps, of the larger ones that served
+        # Steps, of the larger ones that served.
+        self._wasted: defaultdict[Bucket, float] = defaultdict(float)
         self._served: dict[Bucket, Bucket] = {}  # by which one, of so many that were captured:
         self._num_captured = 0
 
