@@ -37,20 +37,9 @@ from dora_rl.core.placement import (
     start_move,
     stop_isolating,
 )
-from dora_rl.core.state import GENERATING, Held, Instance, Live, Phase, Request, State
+from dora_rl.core.state import GENERATING, Held, Instance, Learner, Live, Phase, Request, State
 from dora_rl.core.suspects import check_suspects, count_loss, lost_with
-from dora_rl.core.waits import (
-    INSTANCE,
-    LEARNER,
-    MOVE,
-    SCORE,
-    instance_of,
-    renew_deadlines,
-    request_of,
-    watch_instance,
-    watch_learner,
-    watch_score,
-)
+from dora_rl.core.waits import INSTANCE, LEARNER, SCORE, renew_deadlines, watch, watched
 from dora_rl.types import InstanceId, Mode
 
 
@@ -79,7 +68,7 @@ def on_joined(state: State, event: InstanceJoined, now: float, out: list[Action]
             inst.held[version] = Held()
             state.versions[version].holders[inst.id] = None
     reindex(state, inst)
-    watch_instance(state, inst)
+    watch(state, INSTANCE, inst, now)
     state.maybe_idle[inst.id] = None
     state.rebalance_wanted = True
 
@@ -183,22 +172,23 @@ def _break_stalls(
 
 def _relieve(state: State, inst: Instance, now: float, out: list[Action]) -> None:
     """KV pressure: the youngest requests move to a holder with room, else spill to the host."""
-    excess = inst.kv_tokens - int(state.params.kv_low * inst.kv_tokens_max)
+    kv_low = state.params.kv_low
+    excess = inst.kv_tokens - int(kv_low * inst.kv_tokens_max)
     for request in reversed(state.running_on(inst)):
         if excess <= 0 or len(inst.requests) <= 1:
             break
         excess -= state.length_of(request)
         live = state.versions[request.version]
         peer = None if state.params.mode is Mode.PARTIAL else best_holder(state, live)
-        if peer is not None and peer.id != inst.id and _has_kv_room(state, peer):
+        if (
+            peer is not None
+            and peer.id != inst.id
+            and (not peer.kv_tokens_max or peer.kv_tokens < kv_low * peer.kv_tokens_max)
+        ):
             start_move(state, request, peer, now, out)
         else:
             park(state, request, out)
     state.rebalance_wanted = True
-
-
-def _has_kv_room(state: State, inst: Instance) -> bool:
-    return inst.kv_tokens_max == 0 or inst.kv_tokens < state.params.kv_low * inst.kv_tokens_max
 
 
 def on_load_failed(state: State, event: LoadFailed, now: float, out: list[Action]) -> None:
@@ -296,8 +286,7 @@ def _retry_moving(
 def on_learner_joined(state: State, event: LearnerJoined, now: float, out: list[Action]) -> None:
     """A learner at the newest sealed version; what was fed and not committed is fed again."""
     learner, batch = state.learner, state.batches.get(state.committed)
-    if event.incarnation >= 0:
-        learner.incarnation = event.incarnation
+    learner.incarnation = max(learner.incarnation, event.incarnation)
     sealed_unlogged = event.version == state.committed + 1
     assert event.version == state.committed or (sealed_unlogged and batch and batch.closed), (
         f"the learner holds version {event.version}, the log ends at {state.committed}"
@@ -305,7 +294,7 @@ def on_learner_joined(state: State, event: LearnerJoined, now: float, out: list[
     state.on_disk = max(state.on_disk, event.durable)
     end_durable(state, out)
     learner.alive, learner.progress, learner.progress_s = True, -1, now
-    watch_learner(state, now)
+    watch(state, LEARNER, learner, now)
     if event.optimizer_version != event.version:
         out.append(OptimizerRewound(event.version, event.optimizer_version))
     for fed in state.batches.values():
@@ -317,11 +306,11 @@ def on_learner_joined(state: State, event: LearnerJoined, now: float, out: list[
 
 def on_learner_lost(state: State, event: LearnerLost, now: float, out: list[Action]) -> None:
     """A learner that is lost again and again on the same step will not get past it."""
-    if event.incarnation >= 0:
-        state.learner.incarnation = event.incarnation
-    if not state.learner.alive:
+    learner = state.learner
+    learner.incarnation = max(learner.incarnation, event.incarnation)
+    if not learner.alive:
         return
-    state.learner.alive = False
+    learner.alive = False
     state.learner_losses += 1
     limit = state.params.trainer_losses_max
     if limit and state.learner_losses >= limit:
@@ -351,45 +340,32 @@ def on_tick(state: State, event: Tick, now: float, out: list[Action]) -> None:
 
 
 def _expire(state: State, kind: str, key: str, now: float, out: list[Action]) -> None:
-    if kind == LEARNER:
-        _expire_learner(state, now, out)
-    elif kind in (MOVE, SCORE):
-        request = request_of(state, kind, key)
-        if request is not None and kind == SCORE:
-            _expire_score(state, request, now, out)
-        elif request is not None:
+    """This wait is over, or begins anew because there was progress."""
+    limits = state.params.deadlines
+    match watched(state, kind, key):
+        case Request() as request if kind == SCORE:
+            # As long as the rewards answer, a question may just lie in their queue.
+            if now < state.scored_s + limits.score_s:
+                watch(state, SCORE, request, state.scored_s)
+            else:
+                retry_score(state, request, "the reward did not answer in time", now, out)
+        case Request() as request:
             places = (request.dest, request.instance)
             _retry_moving(state, request, places, "move made no progress", out)
-    else:
-        inst = instance_of(state, kind, key)
-        if inst is not None and kind == INSTANCE:
-            _expire_instance(state, inst, now, out)
-        elif inst is not None and inst.loading is not None:
-            on_load_failed(state, LoadFailed(inst.id, inst.loading, "no progress"), now, out)
-
-
-def _expire_score(state: State, request: Request, now: float, out: list[Action]) -> None:
-    """As long as the rewards answer, a question may just lie in their queue."""
-    if now < state.scored_s + state.params.deadlines.score_s:
-        watch_score(state, request, state.scored_s)
-    else:
-        retry_score(state, request, "the reward did not answer in time", now, out)
-
-
-def _expire_instance(state: State, inst: Instance, now: float, out: list[Action]) -> None:
-    if now >= inst.reported_s + state.params.deadlines.report_s:  # the sum that was watched
-        _replace_instance(state, inst, f"no report for {now - inst.reported_s:.0f} s", out)
-    else:
-        watch_instance(state, inst)
-
-
-def _expire_learner(state: State, now: float, out: list[Action]) -> None:
-    if not state.learner.alive:
-        return
-    silent_s = now - state.learner.progress_s
-    if state.is_training and silent_s >= state.params.deadlines.trainer_s:
-        reason = f"no progress for {silent_s:.0f} s"
-        out.append(RestartLearner(reason))
-        on_learner_lost(state, LearnerLost(reason), now, out)
-    else:
-        watch_learner(state, now)
+        case Instance() as inst if kind == INSTANCE:
+            if now >= inst.reported_s + limits.report_s:  # the sum that was watched
+                _replace_instance(state, inst, f"no report for {now - inst.reported_s:.0f} s", out)
+            else:
+                watch(state, INSTANCE, inst, inst.reported_s)
+        case Instance(loading=int(version)) as inst:
+            on_load_failed(state, LoadFailed(inst.id, version, "no progress"), now, out)
+        case Learner(alive=True) as learner:
+            silent_s = now - learner.progress_s
+            if state.is_training and silent_s >= limits.trainer_s:
+                reason = f"no progress for {silent_s:.0f} s"
+                out.append(RestartLearner(reason))
+                on_learner_lost(state, LearnerLost(reason), now, out)
+            else:
+                watch(state, LEARNER, learner, now)
+        case _:
+            pass

@@ -22,7 +22,7 @@ from dora_rl.core.actions import Abort, Action, End, EndGroup, Score, SetAside, 
 from dora_rl.core.events import SampleFailed, SampleFinished, Scored, ScoreFailed, StopRequested
 from dora_rl.core.placement import release, requeue
 from dora_rl.core.state import GENERATING, Group, GroupPhase, Phase, Request, State
-from dora_rl.core.waits import watch_score
+from dora_rl.core.waits import SCORE, watch
 from dora_rl.types import Mode, RequestId, StepIndex
 
 REASON_CHARS_MAX = 300  # of a reason that is kept as long as the run
@@ -96,9 +96,9 @@ def stop_generating(state: State, request: Request, phase: Phase) -> None:
 
 
 def request_score(state: State, request: Request, now: float, out: list[Action]) -> None:
-    prompt = state.groups[request.id.group].prompt
-    out.append(Score(request.id, prompt, request.score_attempts))
-    watch_score(state, request, now)
+    group = state.groups[request.id.group]
+    out.append(Score(request.id, group.prompt, request.score_attempts))
+    watch(state, SCORE, request, now)
 
 
 def on_scored(state: State, event: Scored, now: float, out: list[Action]) -> None:

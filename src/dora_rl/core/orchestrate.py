@@ -25,7 +25,7 @@ from dora_rl.core.placement import (
     stop_isolating,
 )
 from dora_rl.core.state import Held, Instance, Live, State
-from dora_rl.core.waits import watch_load
+from dora_rl.core.waits import LOAD, watch
 from dora_rl.types import InstanceId, Mode, Version
 
 LOOKS_PER_ACTION = 10  # to look at so many instances takes as long as to cause an action
@@ -73,7 +73,7 @@ def start_next_load(state: State, inst: Instance, now: float, out: list[Action])
     inst.donor = _donor(state, state.versions[version]) if not inst.load_failures else None
     inst.num_loads += 1
     out.append(Load(inst.id, version, inst.donor, inst.num_loads))
-    watch_load(state, inst, now)
+    watch(state, LOAD, inst, now)
 
 
 def _cancel_load(state: State, inst: Instance, version: Version) -> None:

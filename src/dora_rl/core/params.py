@@ -105,10 +105,10 @@ class Params:
     def validate(self) -> None:
         """Refuse numbers no run can keep its promises with."""
         rules = [
-            (getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name)}")
-            for name in _AT_LEAST_ONE
-        ]
-        rules += [
+            *(
+                (getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name)}")
+                for name in _AT_LEAST_ONE
+            ),
             (self.max_staleness >= 0, f"max_staleness must be 0 or more, not {self.max_staleness}"),
             (
                 self.batch_groups % self.updates_per_step == 0,
@@ -152,16 +152,14 @@ def policy_of(params: Params) -> Policy:
     >>> policy_of(Params(mode=Mode.ONE_STEP_OFF, batch_groups=8)).cap
     8
     """
-    batch = params.batch_groups
-    match params.mode:
-        case Mode.SYNC:
-            return Policy(max_staleness=0, cap=batch, streaming=False)
-        case Mode.ONE_STEP_OFF:
-            return Policy(max_staleness=1, cap=batch, streaming=False)
-        case Mode.REPLICATION:
-            cap = math.ceil(batch * params.oversample)
-            return Policy(0, cap, streaming=False, surplus_at_close=True, keeps_bound=False)
-        case Mode.PARTIAL:
-            return Policy(params.max_staleness, None, streaming=False, reversion_at_publish=True)
-        case Mode.MULTI_VERSION:
-            return Policy(params.max_staleness, None, streaming=params.streaming)
+    batch, staleness = params.batch_groups, params.max_staleness
+    more = math.ceil(batch * params.oversample)
+    return {
+        Mode.SYNC: Policy(0, batch, streaming=False),
+        Mode.ONE_STEP_OFF: Policy(1, batch, streaming=False),
+        Mode.REPLICATION: Policy(
+            0, more, streaming=False, surplus_at_close=True, keeps_bound=False
+        ),
+        Mode.PARTIAL: Policy(staleness, None, streaming=False, reversion_at_publish=True),
+        Mode.MULTI_VERSION: Policy(staleness, None, streaming=params.streaming),
+    }[params.mode]

@@ -13,7 +13,7 @@ from collections import deque
 from dora_rl.core.actions import Abort, Action, Dispatch, How, Move, Park, Reversion, Unpark
 from dora_rl.core.params import Params
 from dora_rl.core.state import GENERATING, GroupPhase, Instance, Live, Phase, Request, State
-from dora_rl.core.waits import watch_move
+from dora_rl.core.waits import MOVE, watch
 from dora_rl.types import Mode, RequestId, Version
 
 
@@ -130,9 +130,8 @@ def next_waiting(state: State, live: Live, queue: deque[RequestId]) -> Request |
 
 def _waits_in(live: Live, queue: deque[RequestId], request: Request) -> bool:
     """Does its entry in the queue still hold? Suspects have a queue of their own."""
-    if request.phase is not Phase.PENDING or request.version != live.version:
-        return False
-    return request.suspect == (queue is live.suspects)
+    waits = request.phase is Phase.PENDING and request.version == live.version
+    return waits and request.suspect == (queue is live.suspects)
 
 
 def cheaper_way(params: Params, num_tokens: int) -> How:
@@ -158,11 +157,10 @@ def start_move(
     dst.incoming[request.id] = None
     dst.held[request.version].incoming += 1
     reindex(state, dst)
-    how = cheaper_way(state.params, request.base_tokens)
     request.num_moves += 1
-    number = request.num_moves
+    how, number = cheaper_way(state.params, request.base_tokens), request.num_moves
     out.append(Move(request.id, request.epoch, request.version, src.id, dst.id, how, number))
-    watch_move(state, request, now)
+    watch(state, MOVE, request, now)
 
 
 def end_move(state: State, request: Request) -> None:

@@ -8,9 +8,11 @@ sets a new moment or breaks the wait. The names, `waits`, are read from the stat
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-from dora_rl.core.state import GroupPhase, Instance, Phase, Request, State
+from dora_rl.core.state import GroupPhase, Instance, Learner, Phase, Request, State
 from dora_rl.types import RequestId
 
 INSTANCE, LOAD, MOVE, SCORE = "instance", "load", "move", "score"
@@ -19,60 +21,37 @@ DEADLINES_MIN = 1024  # so many are kept whether or not they are met
 FORGET_PER_EVENT = 8
 
 
-def _watch(state: State, at: float, kind: str, key: str) -> None:
-    heapq.heappush(state.deadlines, (at, state.next_deadline, kind, key))
+# Of each kind: the field of `Deadlines` that limits it, and what tells one wait from another. The
+# index of an instance tells its starts apart.
+_KINDS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    INSTANCE: ("report_s", lambda inst: f"{inst.index}/{inst.id}"),
+    LOAD: ("load_s", lambda i: f"{i.index}/{i.loading}/{i.load_failures}/{i.id}"),
+    MOVE: ("move_s", lambda r: f"{r.id.group}/{r.id.sample}/{r.epoch}/{r.dest}"),
+    SCORE: ("score_s", lambda r: f"{r.id.group}/{r.id.sample}/{r.score_attempts}"),
+    LEARNER: ("trainer_s", lambda learner: str(learner.progress)),
+}
+
+
+def watch(state: State, kind: str, whom: Instance | Request | Learner, since_s: float) -> None:
+    """Look whether there was progress when the deadline of such a wait has passed."""
+    limit, key_of = _KINDS[kind]
+    at = since_s + getattr(state.params.deadlines, limit)
+    heapq.heappush(state.deadlines, (at, state.next_deadline, kind, key_of(whom)))
     state.next_deadline += 1
 
 
-def watch_instance(state: State, inst: Instance) -> None:
-    at = inst.reported_s + state.params.deadlines.report_s
-    _watch(state, at, INSTANCE, _instance_key(INSTANCE, inst))
-
-
-def watch_load(state: State, inst: Instance, now: float) -> None:
-    _watch(state, now + state.params.deadlines.load_s, LOAD, _instance_key(LOAD, inst))
-
-
-def watch_move(state: State, request: Request, now: float) -> None:
-    _watch(state, now + state.params.deadlines.move_s, MOVE, _request_key(MOVE, request))
-
-
-def watch_score(state: State, request: Request, now: float) -> None:
-    _watch(state, now + state.params.deadlines.score_s, SCORE, _request_key(SCORE, request))
-
-
-def watch_learner(state: State, now: float) -> None:
-    _watch(state, now + state.params.deadlines.trainer_s, LEARNER, str(state.learner.progress))
-
-
-def _request_key(kind: str, request: Request) -> str:
-    group, sample = request.id
-    if kind == SCORE:
-        return f"{group}/{sample}/{request.score_attempts}"
-    return f"{group}/{sample}/{request.epoch}/{request.dest}"
-
-
-def _instance_key(kind: str, inst: Instance) -> str:
-    """`index` tells the starts of an instance apart."""
-    if kind == INSTANCE:
-        return f"{inst.index}/{inst.id}"
-    return f"{inst.index}/{inst.loading}/{inst.load_failures}/{inst.id}"
-
-
-def request_of(state: State, kind: str, key: str) -> Request | None:
-    """The request whose move or score this deadline is about, if that is still waited for."""
-    group, sample, _ = key.split("/", 2)
-    request = state.request(RequestId(int(group), int(sample)))
-    phase = Phase.SCORING if kind == SCORE else Phase.MOVING
-    if request is None or request.phase is not phase or _request_key(kind, request) != key:
-        return None
-    return request
-
-
-def instance_of(state: State, kind: str, key: str) -> Instance | None:
-    """The instance whose report or load this deadline is about, if that is still waited for."""
-    inst = state.instances.get(key.split("/", 1 if kind == INSTANCE else 3)[-1])
-    return inst if inst is not None and _instance_key(kind, inst) == key else None
+def watched(state: State, kind: str, key: str) -> Instance | Request | Learner | None:
+    """Whom this deadline is about, if it is still waited for. A learner always is."""
+    if kind == LEARNER:
+        return state.learner
+    if kind in (INSTANCE, LOAD):
+        found = state.instances.get(key.split("/", 1 if kind == INSTANCE else 3)[-1])
+    else:
+        group, sample, _ = key.split("/", 2)
+        found = state.request(RequestId(int(group), int(sample)))
+        phase = Phase.SCORING if kind == SCORE else Phase.MOVING
+        found = found if found is not None and found.phase is phase else None
+    return found if found is not None and _KINDS[kind][1](found) == key else None
 
 
 def renew_deadlines(state: State) -> None:
@@ -89,9 +68,7 @@ def forget_met(state: State) -> None:
     """
     for _ in range(min(FORGET_PER_EVENT, len(state.old_deadlines))):
         entry = state.old_deadlines.pop()
-        _, _, kind, key = entry
-        find = request_of if kind in (MOVE, SCORE) else instance_of
-        if kind == LEARNER or find(state, kind, key) is not None:
+        if watched(state, *entry[2:]) is not None:
             heapq.heappush(state.deadlines, entry)
 
 
