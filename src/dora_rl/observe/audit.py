@@ -170,11 +170,11 @@ class Auditor:
 
     def see(self, record: Entry | Snapshot) -> None:
         """Check one record; of a snapshot, only that it is chained."""
+        is_entry = isinstance(record, Entry)
         if self.chain.problem:
-            name = f"entry {record.number}"
-            name = name if isinstance(record, Entry) else f"snapshot before {name}"
-            self.findings.add(LOG, name, self.chain.problem)
-        if isinstance(record, Entry):
+            what = "entry" if is_entry else "snapshot before entry"
+            self.findings.add(LOG, f"{what} {record.number}", self.chain.problem)
+        if is_entry:
             self._see(record)
 
     def _see(self, entry: Entry) -> None:
@@ -183,8 +183,8 @@ class Auditor:
         findings.entry, findings.event, findings.finished = entry.number, entry.event, None
         if entry.number != expected:
             findings.add(LOG, f"entry {expected}", f"missing: {entry.number} comes instead")
-        starts = isinstance(entry.event, ev.Started)
-        findings.check((entry.number == 0) == starts, LOG, name, "the run starts once, at entry 0")
+        if (entry.number == 0) != isinstance(entry.event, ev.Started):
+            findings.add(LOG, name, "the run starts once, at entry 0")
         in_order = entry.now >= self.now or resumes
         findings.check(in_order, LOG, name, "is older than the entry before it")
         self.now = entry.now

@@ -126,10 +126,8 @@ class AuditReport:
     def unfinished(self) -> str:
         """Why this log cannot prove that every promise was kept; "" where it can."""
         figures = self.figures
-        if figures.finished:
-            return ""
-        if not figures.num_entries:
-            return "the log is empty"
+        if figures.finished or not figures.num_entries:
+            return "" if figures.finished else "the log is empty"
         end = f"stopped: {figures.stopped}" if figures.stopped else "no stop record"
         return f"{figures.groups_outstanding} groups outstanding, {end}"
 
@@ -144,13 +142,14 @@ class Findings:
     num: int = 0
     kept: list[Finding] = field(default_factory=list[Finding])  # the first of them
 
-    def check(self, holds: object, promise: Promise, subject: str, message: str) -> None:
+    def check(self, holds: object, promise: Promise, subject: str, message: str) -> bool:
         """What must hold of a subject; `message` says what is wrong where it does not.
 
         Made in any case: what is checked for every sample spells the condition out instead.
         """
         if not holds:
             self.add(promise, subject, message)
+        return bool(holds)
 
     def add(self, promise: Promise, subject: str, message: str) -> None:
         self.num += 1
@@ -265,22 +264,22 @@ class Books:
 
     def force(self, step: StepIndex) -> act.InForce:
         """K and B for this step."""
-        for action in reversed(self.in_force):
-            if action.step <= step:
-                return action
-        return act.InForce(0, self.params.max_staleness, self.params.batch_groups)
+        asked = act.InForce(0, self.params.max_staleness, self.params.batch_groups)
+        return next((known for known in reversed(self.in_force) if known.step <= step), asked)
 
     def sample(self, request: RequestId) -> Sample | None:
         """Of an outstanding group; None where that has ended or has no such sample."""
         record = self.live.get(request.group)
-        if record is None or request.sample >= len(record.samples):
-            return None
-        return record.samples[request.sample]
+        samples = record.samples if record is not None else []
+        return samples[request.sample] if request.sample < len(samples) else None
 
 
+@dataclass(eq=False)
 class Checker:
     """A part of the audit: follows the log in the books and adds to the findings."""
 
-    def __init__(self, books: Books, findings: Findings) -> None:
-        self.books, self.findings = books, findings
-        self.add, self.check = findings.add, findings.check
+    books: Books
+    findings: Findings
+
+    def __post_init__(self) -> None:
+        self.add, self.check = self.findings.add, self.findings.check

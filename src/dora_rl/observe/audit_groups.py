@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
@@ -20,7 +21,6 @@ from dora_rl.observe.audit_books import (
     VERSIONS,
     Books,
     Checker,
-    Findings,
     GroupRecord,
     Sample,
     TrainedSample,
@@ -39,6 +39,7 @@ def gave_up(sample: Sample, books: Books) -> bool:
     return sample.failed or overdue
 
 
+@dataclass(eq=False)
 class GroupAudit(Checker):
     """Every group is issued once and ends once; what is trained was decoded and scored properly.
 
@@ -46,16 +47,17 @@ class GroupAudit(Checker):
     failed groups of each prompt.
     """
 
-    def __init__(self, books: Books, findings: Findings) -> None:
-        super().__init__(books, findings)
-        self.prompts: dict[int, GroupId] = {}
-        self.next_prompt = 0
-        self.owed: dict[int, None] = {}  # prompts of failed groups, not issued again yet
-        self.next_group: GroupId = 0
-        self.set_aside: dict[int, str] = {}
-        # By prompt, until one of its groups has not: the failed group, and the most instances that
-        # one of its samples lost alone.
-        self.failed: dict[int, list[tuple[GroupId, int]]] = {}
+    prompts: dict[int, GroupId] = field(default_factory=dict[int, GroupId])
+    next_prompt: int = 0
+    # Prompts of failed groups, not issued again yet.
+    owed: dict[int, None] = field(default_factory=dict[int, None])
+    next_group: GroupId = 0
+    set_aside: dict[int, str] = field(default_factory=dict[int, str])
+    # By prompt, until one of its groups has not: the failed group, and the most instances that
+    # one of its samples lost alone.
+    failed: dict[int, list[tuple[GroupId, int]]] = field(
+        default_factory=dict[int, list[tuple[GroupId, int]]]
+    )
 
     def on_issue(self, action: act.IssueGroup) -> None:
         books = self.books
@@ -66,8 +68,8 @@ class GroupAudit(Checker):
             f"prompt {action.prompt}",
             f"issued as group {action.group} after it was set aside",
         )
-        if action.group in books.live or action.group in books.ended:
-            self.add(C2, name, "issued twice")
+        known = action.group in books.live or action.group in books.ended
+        if not self.check(not known, C2, name, "issued twice"):
             return
         self.check(
             action.group == self.next_group,
@@ -100,10 +102,10 @@ class GroupAudit(Checker):
     def _check_prompt(self, name: str, action: act.IssueGroup) -> None:
         """The next of the stream, or one that a failed group still owes."""
         prompt = action.prompt
-        earlier = self.prompts.get(prompt)
         if prompt in self.owed:
             del self.owed[prompt]
-        elif earlier is not None:
+        elif prompt in self.prompts:
+            earlier = self.prompts[prompt]
             self.add(PROMPTS, name, f"prompt {prompt} was issued already as group {earlier}")
         elif prompt != self.next_prompt:
             self.add(PROMPTS, name, f"issued with prompt {prompt}, {self.next_prompt} is next")
@@ -112,14 +114,11 @@ class GroupAudit(Checker):
 
     def on_score(self, action: act.Score) -> None:
         name, label = f"group {action.request.group}", f"sample {action.request.sample}"
-        record, sample = (
-            self.books.live.get(action.request.group),
-            self.books.sample(action.request),
-        )
-        if record is None or sample is None:
+        sample = self.books.sample(action.request)
+        if sample is None:
             self.add(C2, name, f"scoring of {label} it has not")
             return
-        event = self.findings.event
+        event, record = self.findings.event, self.books.live[action.request.group]
         if action.prompt != record.prompt:
             text = f"{label} is scored for prompt {action.prompt}, not {record.prompt}"
             self.add(PROMPTS, name, text)
@@ -183,10 +182,14 @@ class GroupAudit(Checker):
             name,
             f"computed again under version {event.version}",
         )
-        if not event.is_same:
-            text = f"sample {event.request.sample} is not what version {event.version} gives:"
-            gaps = f"{event.gap_mean:.2g} apart on average, {event.gap_max:.2g} at most"
-            self.add(C1, name, f"{text} log-probs {gaps}, tolerance {event.tolerance:g}")
+        self.check(
+            event.is_same,
+            C1,
+            name,
+            f"sample {event.request.sample} is not what version {event.version} gives: log-probs "
+            f"{event.gap_mean:.2g} apart on average, {event.gap_max:.2g} at most, "
+            f"tolerance {event.tolerance:g}",
+        )
 
     def on_continued(self, event: ev.Continued) -> None:
         sample = self.books.sample(event.request)
@@ -280,8 +283,9 @@ class GroupAudit(Checker):
         for place, s in enumerate(record.samples):
             if trained is not None and place in record.fed:
                 facts = (s.num_tokens, s.reward, s.digest, s.segments, s.finish)
-                found = TrainedSample(step, record.version, record.prompt, *facts)
-                trained[RequestId(group, place)] = found
+                trained[RequestId(group, place)] = TrainedSample(
+                    step, record.version, record.prompt, *facts
+                )
 
     def _check_untrained(self, name: str, record: GroupRecord, action: act.EndGroup) -> None:
         books = self.books
@@ -331,16 +335,13 @@ class GroupAudit(Checker):
         self.owed[record.prompt] = None
         failed = [s for s in record.samples if gave_up(s, books)]
         if len(failed) <= len(record.samples) - params.samples_needed:
-            num_failed = len(failed)
+            text = f"ended as failed ({action.reason}), and {len(failed)} of its samples have"
             # One sample that ends its instance, with nothing else running there, ends its group.
             failed = [s for s in record.samples if s.num_alone >= params.attempts_max]
-            if not failed or not params.losses_max:
-                text = f"ended as failed ({action.reason}), and {num_failed} of its samples have"
-                self.add(C2, name, text)
+            if not self.check(failed and params.losses_max, C2, name, text):
                 return
         causes = [cause for s in failed for cause in s.causes]
-        if isinstance(self.findings.event, ev.Tick):
-            causes.append(TOO_LATE)
+        causes += [TOO_LATE] if isinstance(self.findings.event, ev.Tick) else []
         self.check(
             any(cause in action.reason for cause in causes),
             C2,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
-from dora_rl.observe.audit_books import C1, C2, PROMPTS, VERSIONS, Books, Checker, Findings
+from dora_rl.observe.audit_books import C1, C2, PROMPTS, VERSIONS, Checker
 from dora_rl.types import InstanceId, Mode, RequestId, Version
 
 
@@ -39,13 +39,14 @@ class InstanceRecord:
     requests: dict[RequestId, Place] = field(default_factory=dict[RequestId, Place])
 
 
+@dataclass(eq=False)
 class PlaceAudit(Checker):
     """Follows every request from its dispatch to its end, and every version's residency."""
 
-    def __init__(self, books: Books, findings: Findings) -> None:
-        super().__init__(books, findings)
-        self.instances: dict[InstanceId, InstanceRecord] = {}
-        self.places: dict[RequestId, Place] = {}
+    instances: dict[InstanceId, InstanceRecord] = field(
+        default_factory=dict[InstanceId, InstanceRecord]
+    )
+    places: dict[RequestId, Place] = field(default_factory=dict[RequestId, Place])
 
     # Instances.
 
@@ -70,16 +71,17 @@ class PlaceAudit(Checker):
             return
         running = [r for r, place in instance.requests.items() if not place.parked]
         for request in instance.requests:
-            sample = self.books.sample(request) if blame else None
-            if sample is not None:
-                sample.num_alone += running == [request]
-                sample.lose(name, self.books.params.attempts_max)
+            if blame:
+                self._note_loss(request, name, alone=running == [request])
             self._remove(request)
 
-    def _note_loss(self, request: RequestId, cause: str, *, final: bool = False) -> None:
+    def _note_loss(
+        self, request: RequestId, cause: str, *, final: bool = False, alone: bool = False
+    ) -> None:
         """Evidence, should its group end as failed one day."""
         sample = self.books.sample(request)
         if sample is not None:
+            sample.num_alone += alone
             sample.lose(cause, self.books.params.attempts_max, final=final)
 
     def on_load(self, action: act.Load) -> None:
@@ -133,7 +135,7 @@ class PlaceAudit(Checker):
             not running,
             C1,
             action.instance,
-            f"unloads version {action.version} with requests on it: {self._groups(running)}",
+            f"unloads version {action.version} with requests on it: {_groups(running)}",
         )
         instance.held.discard(action.version)
 
@@ -150,7 +152,7 @@ class PlaceAudit(Checker):
             not running,
             VERSIONS,
             action.instance,
-            f"sleeps with running requests: {self._groups(running)}",
+            f"sleeps with running requests: {_groups(running)}",
         )
         instance.awake = False
 
@@ -217,12 +219,12 @@ class PlaceAudit(Checker):
         place = self.places.get(event.request)
         if place is None or (place.epoch, place.dest) != (event.epoch, event.dst):
             return
-        if not event.kept:
+        if event.kept:
+            self.instances[event.dst].requests.pop(event.request, None)
+            place.dest = None
+        else:
             self._note_loss(event.request, event.reason)
             self._remove(event.request)
-            return
-        self.instances[event.dst].requests.pop(event.request, None)
-        place.dest = None
 
     def on_park(self, action: act.Park) -> None:
         place = self._placed(action.request, action.epoch, action.instance)
@@ -277,18 +279,16 @@ class PlaceAudit(Checker):
     def on_end(self, action: act.EndGroup) -> None:
         record = self.books.live.get(action.group)
         for sample in range(len(record.samples) if record is not None else 0):
-            request = RequestId(action.group, sample)
-            if request in self.places:
+            if self._remove(RequestId(action.group, sample)):
                 self.add(C2, f"group {action.group}", f"ended while sample {sample} runs")
-                self._remove(request)
 
-    def _remove(self, request: RequestId) -> None:
+    def _remove(self, request: RequestId) -> bool:
+        """Whether it was anywhere."""
         place = self.places.pop(request, None)
-        if place is None:
-            return
-        for name in (place.instance, place.dest):
+        for name in (place.instance, place.dest) if place is not None else ():
             if name in self.instances:
                 self.instances[name].requests.pop(request, None)
+        return place is not None
 
     # Checks.
 
@@ -349,6 +349,6 @@ class PlaceAudit(Checker):
             f"has {load} requests for {instance.slots_max} slots",
         )
 
-    @staticmethod
-    def _groups(requests: list[RequestId]) -> str:
-        return "groups " + ", ".join(str(g) for g in sorted({r.group for r in requests})[:5])
+
+def _groups(requests: list[RequestId]) -> str:
+    return "groups " + ", ".join(str(g) for g in sorted({r.group for r in requests})[:5])

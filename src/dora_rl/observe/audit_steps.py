@@ -8,6 +8,8 @@ and the two are the same whenever a step closes.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
 from dora_rl.observe.audit_books import (
@@ -18,9 +20,7 @@ from dora_rl.observe.audit_books import (
     CONSERVATION,
     LOG,
     VERSIONS,
-    Books,
     Checker,
-    Findings,
     GroupRecord,
 )
 from dora_rl.observe.audit_groups import gave_up
@@ -29,20 +29,25 @@ from dora_rl.types import GroupId, Mode, StepIndex
 _FIXED_STALENESS = {Mode.SYNC: 0, Mode.ONE_STEP_OFF: 1, Mode.REPLICATION: 0}
 
 
+@dataclass(eq=False)
 class StepAudit(Checker):
-    """Each step trains exactly B groups, once and in order, none of them too old."""
+    """Each step trains exactly B groups, once and in order, none of them too old.
 
-    def __init__(self, books: Books, findings: Findings) -> None:
-        super().__init__(books, findings)
-        self.trainer = False
-        self.fed: dict[GroupId, int] = {}  # of the learner's step, since the learner joined
-        self.ahead: dict[GroupId, int] = {}  # of the step after it
-        self.closed: tuple[GroupId, ...] | None = None  # the batch of the step in training
-        self.unsaved: dict[StepIndex, tuple[GroupId, ...]] = {}  # batches of committed steps
-        self.is_resuming = False  # nothing runs yet: the run may go back to a durable version
-        self.close_sent = False
-        self.checksums: dict[StepIndex, str] = {}
-        self.batch_sizes: list[int] = []
+    `fed`: with their updates, to the learner's step since the learner joined; `ahead`: to the step
+    after it. `closed` is the batch of the step in training, `unsaved` those of committed steps.
+    """
+
+    trainer: bool = False
+    fed: dict[GroupId, int] = field(default_factory=dict[GroupId, int])
+    ahead: dict[GroupId, int] = field(default_factory=dict[GroupId, int])
+    closed: tuple[GroupId, ...] | None = None
+    unsaved: dict[StepIndex, tuple[GroupId, ...]] = field(
+        default_factory=dict[StepIndex, tuple[GroupId, ...]]
+    )
+    is_resuming: bool = False  # nothing runs yet: the run may go back to a durable version
+    close_sent: bool = False
+    checksums: dict[StepIndex, str] = field(default_factory=dict[StepIndex, str])
+    batch_sizes: list[int] = field(default_factory=list[int])
 
     def on_started(self, event: ev.Started | ev.Resumed) -> None:
         old, new = self.books.params, event.params
@@ -192,10 +197,8 @@ class StepAudit(Checker):
             self._next_step()
 
     def _next_step(self) -> None:
-        books = self.books
-        books.filling += 1
-        books.taken = 0
-        books.dirty = True
+        self.books.filling += 1
+        self.books.taken, self.books.dirty = 0, True
 
     def on_committed(self, event: ev.StepCommitted) -> None:
         books = self.books
@@ -233,9 +236,8 @@ class StepAudit(Checker):
         books, version = self.books, event.version
         name = f"version {version}"
         self.check(self.is_resuming, VERSIONS, name, "went back to while the run was going on")
-        if not books.durable <= version < books.committed:
-            text = f"went back to, {books.committed} is newest and {books.durable} durable"
-            self.add(VERSIONS, name, text)
+        text = f"went back to, {books.committed} is newest and {books.durable} durable"
+        if not self.check(books.durable <= version < books.committed, VERSIONS, name, text):
             return
         self.closed = self.unsaved.pop(version, None)
         self.unsaved.clear()
@@ -258,8 +260,7 @@ class StepAudit(Checker):
         self.trainer, self.is_resuming = True, False
         books.on_disk = max(books.on_disk, event.durable)
         self._end_durable()
-        self.fed, self.ahead = {}, {}
-        self.close_sent = False
+        self.fed, self.ahead, self.close_sent = {}, {}, False
         if event.version == books.committed + 1 and self.closed is not None:
             if books.filling == books.committed:
                 self._next_step()
@@ -271,21 +272,23 @@ class StepAudit(Checker):
         self.trainer = False
 
     def _commit(self) -> None:
-        books = self.books
         groups = self.closed or ()
-        self.unsaved[books.committed] = groups
+        self.unsaved[self.books.committed] = groups
         self.batch_sizes.append(len(groups))
         self.closed, self.close_sent = None, False
         self.fed, self.ahead = self.ahead, {}
-        books.committed += 1
+        self.books.committed += 1
         self._end_durable()
 
     def on_retire(self, action: act.RetireVersion) -> None:
         books = self.books
         name, version = f"version {action.version}", action.version
-        if books.unended.get(version):
+        if books.unended[version]:
             left = [g for g, record in books.live.items() if record.version == version]
             self.add(VERSIONS, name, f"retired before groups {left[:5]} ended")
+        else:
+            books.unended.pop(version, None)
+            books.untaken.pop(version, None)
         self.check(
             version < books.durable and version not in books.retired,
             VERSIONS,
@@ -293,9 +296,6 @@ class StepAudit(Checker):
             "retired, and it is the newest on disk, newer or retired already",
         )
         books.retired.add(version)
-        if not books.unended.get(version):
-            books.unended.pop(version, None)
-            books.untaken.pop(version, None)
 
     def settle(self) -> None:
         """The laws that hold between entries."""
@@ -325,36 +325,32 @@ class StepAudit(Checker):
         books = self.books
         force, step = books.in_force[-1], books.filling
         staleness, batch = force.max_staleness, force.batch_groups
-        last = books.params.num_steps - 1
-        total = 0
-        for version in sorted(books.untaken):
-            count = books.untaken[version]
+        total, last = 0, books.params.num_steps - 1
+        for version, count in sorted(books.untaken.items()):
             total += count
+            places = batch - books.taken + batch * (min(version + staleness, last) - step)
             if count and version < step - staleness:
                 self.add(C3, f"version {version}", f"{count} groups missed their deadline")
-            elif version >= step - staleness:
-                places = batch - books.taken + batch * (min(version + staleness, last) - step)
-                if total > places:
-                    text = f"{total} untaken groups up to it, {places} places by their deadline"
-                    newest = max(books.live, default=0)
-                    subject = f"version {version}, step {step}, group {newest}"
-                    self.add(C3, subject, text)
+            elif version >= step - staleness and total > places:
+                self.add(
+                    C3,
+                    f"version {version}, step {step}, group {max(books.live, default=0)}",
+                    f"{total} untaken groups up to it, {places} places by their deadline",
+                )
 
     def finish(self, done: bool) -> None:
         """A completed run leaves nothing over. One that was cut off may."""
         books = self.books
-        if not done:
-            return
-        for group in books.live:
+        for group in books.live if done else ():
             self.add(C2, f"group {group}", "never ended")
         self.check(
-            books.committed == books.params.num_steps,
+            not done or books.committed == books.params.num_steps,
             BATCH,
             f"step {books.committed}",
             f"the run ended: {books.committed} of {books.params.num_steps} steps were committed",
         )
         self.check(
-            books.durable == books.committed,
+            not done or books.durable == books.committed,
             VERSIONS,
             f"version {books.committed}",
             f"the run ended, and only version {books.durable} is known to be on disk",
