@@ -197,15 +197,14 @@ class FileAudit:
             self.notes.append(f"rollouts.jsonl: {text}; their tokens are not compared")
 
     def _rollout(self, rid: RequestId, line: dict[str, Any], known: TrainedSample) -> Iterator[str]:
-        facts = {
+        for name, value in {
             "step": known.step,
             "version": known.version,
             "num_tokens": known.num_tokens,
             "reward": known.reward,
             "finish": known.finish,
             "segments": len(known.segments),
-        }
-        for name, value in facts.items():
+        }.items():
             if line[name] != value:
                 yield f"{name} is {line[name]}, the log says {value}"
         token_ids, logprobs = line["token_ids"], line["logprobs"]

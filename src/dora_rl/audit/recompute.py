@@ -177,8 +177,7 @@ def _stored(line: dict[str, Any], trained: Mapping[RequestId, TrainedSample]) ->
 
 
 def _document(one: Stored, token_ids: Sequence[int]) -> Document:
-    prompt_ids = np.array(token_ids, np.int32)
-    group = Group(one.request.group, one.version, prompt_ids, (one.sample,))
+    group = Group(one.request.group, one.version, np.array(token_ids, np.int32), (one.sample,))
     return document_of(group, one.sample, 0.0)
 
 
@@ -199,8 +198,7 @@ def _scorer(
     )
     _, tensor = next(iter(store.open(version).tensors()))
     decoded = config.engine_dtype("cpu")
-    exact = decoded == "float32" and tensor.dtype == policy.compute_dtype == torch.float32
-    return scorer, exact
+    return scorer, (decoded == "float32" and tensor.dtype == policy.compute_dtype == torch.float32)
 
 
 def _outcome(

@@ -202,8 +202,7 @@ def on_load_failed(state: State, event: LoadFailed, now: float, out: list[Action
         live.coming.pop(inst.id, None)
         return
     if inst.load_failures >= state.params.attempts_max:
-        reason = f"version {event.version} did not load: {event.reason}"
-        _replace_instance(state, inst, reason, out)
+        _replace_instance(state, inst, f"version {event.version} did not load: {event.reason}", out)
         return
     if live is not None and event.version not in inst.load_queue:
         inst.load_queue.insert(0, event.version)

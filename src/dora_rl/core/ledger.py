@@ -96,8 +96,7 @@ def stop_generating(state: State, request: Request, phase: Phase) -> None:
 
 
 def request_score(state: State, request: Request, now: float, out: list[Action]) -> None:
-    group = state.groups[request.id.group]
-    out.append(Score(request.id, group.prompt, request.score_attempts))
+    out.append(Score(request.id, state.groups[request.id.group].prompt, request.score_attempts))
     watch(state, SCORE, request, now)
 
 

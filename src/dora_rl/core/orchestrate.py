@@ -269,8 +269,7 @@ def shares(demand: Mapping[Version, int], num_instances: int) -> dict[Version, i
     for _ in range(left):
         given[max(given, key=lambda v: (quota[v] - given[v], -v))] += 1
     for _ in range(-left):
-        several = [v for v in given if given[v] > 1]
-        given[min(several, key=lambda v: (quota[v] - given[v], -v))] -= 1
+        given[min([v for v in given if given[v] > 1], key=lambda v: (quota[v] - given[v], -v))] -= 1
     return given
 
 

@@ -104,7 +104,7 @@ class Params:
 
     def validate(self) -> None:
         """Refuse numbers no run can keep its promises with."""
-        rules = [
+        for holds, message in [
             *(
                 (getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name)}")
                 for name in _AT_LEAST_ONE
@@ -124,8 +124,7 @@ class Params:
                 0 < self.kv_low <= self.kv_high <= 1,
                 "kv_low and kv_high must satisfy 0 < kv_low <= kv_high <= 1",
             ),
-        ]
-        for holds, message in rules:
+        ]:
             if not holds:
                 raise UserError(message)
 

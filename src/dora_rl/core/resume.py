@@ -108,8 +108,7 @@ def on_rewound(state: State, event: Rewound, now: float, out: list[Action]) -> N
     )
     assert not state.instances and not state.learner.alive, "a run goes back before it goes on"
     _reopen(state, version)
-    lost = [g for g in state.groups.values() if g.step is None and _newest_of(g) > version]
-    for group in lost:
+    for group in [g for g in state.groups.values() if g.step is None and _newest_of(g) > version]:
         _lose(state, group, f"version {_newest_of(group)} was lost with its host", out)
     for gone in [v for v in state.versions if v > version]:
         del state.versions[gone]

@@ -124,8 +124,7 @@ def _promises(history: History, trained: NDArray[Any]) -> dict[str, Any]:
     staleness = (groups["step"] - groups["version"])[trained]
     scored = groups["scored"][trained].astype(np.int64)
     num_samples = int(scored.sum())
-    discarded = (End.FAILED, End.SURPLUS, End.LOST)
-    lost = np.isin(groups["end"], [ENDS.index(end) for end in discarded])
+    lost = np.isin(groups["end"], [ENDS.index(end) for end in (End.FAILED, End.SURPLUS, End.LOST)])
     size = history.params.group_size
     tokens = history.samples["tokens"][: len(groups) * size].reshape(-1, size)
     reward = history.samples["reward"][: len(groups) * size].reshape(-1, size)
@@ -163,8 +162,7 @@ def metrics(history: History, files: RunFiles) -> dict[str, Any]:
     """Every curve: of the log, of metrics.jsonl, of the evaluations."""
     found = series(history)
     steps = [line["step"] for line in files.steps]
-    names = sorted({name for line in files.steps[-50:] for name in line} - {"step"})
-    for name in names:
+    for name in sorted({name for line in files.steps[-50:] for name in line} - {"step"}):
         values = [line.get(name) for line in files.steps]
         numbers = all(isinstance(v, (int, float, type(None))) for v in values)
         if numbers and (name not in found or name in MEASURED):
@@ -187,8 +185,7 @@ def curve(x: NDArray[Any], y: NDArray[Any]) -> dict[str, Any]:
     if size == 1:
         return {"x": x.tolist(), "y": _plain(y)}
     edges = np.arange(0, len(x), size)
-    good = np.where(np.isnan(y), 0.0, y)
-    mean = np.add.reduceat(good, edges) / np.diff(np.append(edges, len(x)))
+    mean = np.add.reduceat(np.where(np.isnan(y), 0.0, y), edges) / np.diff(np.append(edges, len(x)))
     low, high = np.fmin.reduceat(y, edges), np.fmax.reduceat(y, edges)
     middle = x[np.minimum(edges + size // 2, len(x) - 1)]
     return {"x": middle.tolist(), "y": _plain(mean), "low": _plain(low), "high": _plain(high)}
@@ -213,8 +210,7 @@ def distributions(history: History) -> dict[str, Any]:
     }
     reward = samples["reward"][np.isfinite(samples["reward"])]
     counts, at = np.histogram(reward, 20) if len(reward) else (np.zeros(0), np.zeros(0))
-    shares = (0.5, 0.9, 0.99)
-    quantiles = np.quantile(tokens[done], shares).tolist() if done.any() else [0, 0, 0]
+    quantiles = np.quantile(tokens[done], (0.5, 0.9, 0.99)).tolist() if done.any() else [0, 0, 0]
     return {
         "staleness": np.bincount(staleness).tolist() if len(staleness) else [],
         "max_staleness": history.params.max_staleness,
@@ -235,20 +231,18 @@ def throughput(history: History, files: RunFiles, spans: dict[str, NDArray[Any]]
     busy = busy_s(spans["begin"], spans["end"], spans["instance"], len(names))
     totals, summary = files.document("totals.json"), files.document("summary.json")
     measured, training = totals.get("busy_s", {}), training_s(files)
-    lasted = spans["end"] - spans["begin"]
-    running = np.bincount(spans["instance"], lasted, len(names)) / wall
-    rows = [
-        {
-            "name": name,
-            "slots": history.slots_max.get(name, 0),
-            "running": float(running[code]),
-            "empty": float(max(0.0, 1 - busy[code] / wall)),
-            "idle": idle_ratio([measured[name]] if name in measured else [], training),
-        }
-        for name, code in sorted(history.names.items())
-    ]
+    running = np.bincount(spans["instance"], spans["end"] - spans["begin"], len(names)) / wall
     return {
-        "instances": rows,
+        "instances": [
+            {
+                "name": name,
+                "slots": history.slots_max.get(name, 0),
+                "running": float(running[code]),
+                "empty": float(max(0.0, 1 - busy[code] / wall)),
+                "idle": idle_ratio([measured[name]] if name in measured else [], training),
+            }
+            for name, code in sorted(history.names.items())
+        ],
         "trainer_idle": idle_ratio(trainer_busy_s(measured), training),
         "rollout_idle": idle_ratio(rollout_busy_s(measured), training),
         "device_idle": summary.get("device_idle_ratio"),
@@ -387,8 +381,7 @@ def pieces(ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> list[s
     begin = 0
     for end in range(1, len(ids) + 1):
         text = decode(ids[begin:end])
-        whole = "�" not in text
-        if whole or end - begin == 8:
+        if "�" not in text or end - begin == 8:
             texts += [text] + [""] * (end - begin - 1)
             begin = end
     if begin < len(ids):

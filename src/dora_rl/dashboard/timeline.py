@@ -77,12 +77,11 @@ def timeline(
 
 def _single(history: History, here: dict[str, NDArray[Any]]) -> dict[str, Any]:
     size = history.params.group_size
-    lane = lanes(here["begin"], here["end"], here["instance"])
     return {
         "begin": _rounded(here["begin"]),
         "end": _rounded(here["end"]),
         "instance": here["instance"].tolist(),
-        "lane": lane.tolist(),
+        "lane": lanes(here["begin"], here["end"], here["instance"]).tolist(),
         "version": here["version"].tolist(),
         "group": (here["slot"] // size).tolist(),
         "sample": (here["slot"] % size).tolist(),
@@ -97,8 +96,7 @@ def _bins(
     """For each instance and colour a row of bytes: 255 is the fullest bin of the window."""
     num_bins = max(50, min(width // 2, BYTES_MAX // max(1, num_rows * COLOURS)))
     row = here["instance"].astype(np.int64) * COLOURS + here["version"] % COLOURS
-    edges = (begin, end, num_bins)
-    mean = coverage(here["begin"], here["end"], row, num_rows * COLOURS, edges)
+    mean = coverage(here["begin"], here["end"], row, num_rows * COLOURS, (begin, end, num_bins))
     most = float(mean.reshape(num_rows, COLOURS, num_bins).sum(axis=1).max(initial=1e-9))
     level = np.where(mean > 0, np.maximum(1, np.rint(255 * mean / most)), 0).astype(np.uint8)
     return {"num": num_bins, "most": most, "data": base64.b64encode(level.tobytes()).decode()}
@@ -112,8 +110,7 @@ def _steps(history: History, begin: float, end: float, width: int) -> list[list[
         record = history.steps[step]
         done = history.or_now(record.committed_s)
         fed = record.fed_s if record.fed_s == record.fed_s else record.closed_s
-        wide = done - last > 2 * (end - begin) / max(1, width)
-        if done >= begin and fed <= end and wide:
+        if done >= begin and fed <= end and done - last > 2 * (end - begin) / max(1, width):
             rows.append([step, fed, known(record.closed_s), known(record.committed_s)])
             last = done
     return rows
@@ -160,8 +157,7 @@ def _waits(history: History, begin: float, end: float) -> list[list[Any]]:
 def _natural(name: str) -> tuple[str, int, str]:
     """instance2 comes before instance10."""
     stem = name.rstrip("0123456789")
-    digits = name[len(stem) :]
-    return stem, int(digits or 0), name
+    return stem, int(name[len(stem) :] or 0), name
 
 
 def _rounded(values: NDArray[Any]) -> list[float]:

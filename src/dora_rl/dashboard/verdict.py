@@ -30,9 +30,8 @@ class Verdict:
 
     def __init__(self, events: Path) -> None:
         self.last: dict[str, Any] = {"state": "reading", "num_entries": 0}
-        command = [sys.executable, "-m", "dora_rl.dashboard.verdict", str(events)]
         self._process = subprocess.Popen(
-            command,
+            [sys.executable, "-m", "dora_rl.dashboard.verdict", str(events)],
             stdout=subprocess.PIPE,
             text=True,
             start_new_session=True,  # Ctrl-C is the dashboard's alone

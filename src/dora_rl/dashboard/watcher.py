@@ -166,9 +166,8 @@ class Watcher:
 
     def _overview(self) -> dict[str, Any]:
         waits = {"state": "reading" if self._audit else "off", "num_entries": 0}
-        verdict = self.verdict.last if self.verdict is not None else waits
         return documents.overview(self.history, self.files) | {
-            "audit": verdict,
+            "audit": self.verdict.last if self.verdict is not None else waits,
             "share_read": self.share_read,
             "error": self.error,
             "revision": self.revision,

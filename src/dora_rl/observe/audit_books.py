@@ -259,8 +259,7 @@ class Books:
     def durable(self) -> Version:
         """The newest version that is on disk, by the log. A log whose parameters let no version be
         behind is of a release that committed a version when it was on disk."""
-        behind = self.params.durable_behind
-        return min(self.committed, self.on_disk) if behind else self.committed
+        return min(self.committed, self.on_disk) if self.params.durable_behind else self.committed
 
     def force(self, step: StepIndex) -> act.InForce:
         """K and B for this step."""

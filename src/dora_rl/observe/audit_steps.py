@@ -202,8 +202,7 @@ class StepAudit(Checker):
 
     def on_committed(self, event: ev.StepCommitted) -> None:
         books = self.books
-        earlier = self.checksums.setdefault(event.step, event.checksum)
-        if earlier != event.checksum:
+        if self.checksums.setdefault(event.step, event.checksum) != event.checksum:
             self.add(BATCH, f"step {event.step}", "committed twice, with different weights")
         elif books.weights.setdefault(event.step + 1, event.checksum) != event.checksum:
             text = "instances loaded other weights than were committed"

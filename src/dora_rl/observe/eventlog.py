@@ -263,8 +263,7 @@ def recover_lines(lines: Iterable[bytes], name: str = "the log") -> tuple[State,
             number = record.number
         else:
             state = state if state is not None else initial_of(record)
-            actions = step(state, record.event, record.now)
-            if actions != record.actions:
+            if step(state, record.event, record.now) != record.actions:
                 raise UserError(
                     f"entry {record.number} of {name} replays differently: another release of "
                     "dora-rl wrote this log; resume with that release, or start a new run"
@@ -327,8 +326,7 @@ class ChainCheck:
                 self.problem = "has no digest, and entries before it have one"
         else:
             self.num_chained += 1
-            body = line[9:-_SUFFIX] + b"}"
-            if chained(self._previous, body)[1] != digest:
+            if chained(self._previous, line[9:-_SUFFIX] + b"}")[1] != digest:
                 self.problem = (
                     "its digest does not follow from the line before it: a line was changed, "
                     "removed, added or moved"

@@ -76,8 +76,7 @@ class Placements:
         stays = {"begin": now, "slot": slot, "instance": rows["instance"], "version": version,
                  "began": why}  # fmt: skip
         here = np.flatnonzero(begins & ~last)
-        ends = {"end": now[here + 1], "ended": why[here + 1]}
-        self.spans.extend(rows_of(stays, here) | ends)
+        self.spans.extend(rows_of(stays, here) | {"end": now[here + 1], "ended": why[here + 1]})
         self.open["version"][slot[last]] = version[last]
         here = last & begins  # what is still open
         for name in ("begin", "instance", "began"):

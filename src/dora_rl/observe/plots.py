@@ -41,8 +41,7 @@ def draw_run(run: Path, path: Path | None = None, *, only: str | None = None) ->
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    events = run / "events" if (run / "events").is_dir() else run
-    history = read_history(events)
+    history = read_history(run / "events" if (run / "events").is_dir() else run)
     steps, evaluations = _metrics(run)
     style: Any = {
         "font.size": 9,
@@ -56,8 +55,7 @@ def draw_run(run: Path, path: Path | None = None, *, only: str | None = None) ->
     heights = {"curves": 3.0, "timeline": height_of(history)}
     parts = [only] if only else ["curves", "timeline"]
     with mpl.rc_context(style):
-        tall = sum(heights[part] for part in parts)
-        figure = Figure(figsize=(12, tall), layout="constrained")
+        figure = Figure(figsize=(12, sum(heights[part] for part in parts)), layout="constrained")
         folders: Any = figure.subfigures(len(parts), 1, height_ratios=[heights[p] for p in parts])
         for part, folder in zip(parts, np.atleast_1d(folders), strict=True):
             if part == "curves":
@@ -71,8 +69,7 @@ def draw_run(run: Path, path: Path | None = None, *, only: str | None = None) ->
 
 def _metrics(run: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     path = run / "metrics.jsonl"
-    text = path.read_text() if path.is_file() else ""
-    lines = [json.loads(line) for line in text.splitlines()]
+    lines = [json.loads(line) for line in (path.read_text() if path.is_file() else "").splitlines()]
     steps = [line for line in lines if "step" in line]
     return steps, [line for line in lines if "step" not in line]
 

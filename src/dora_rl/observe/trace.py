@@ -148,8 +148,7 @@ def _rewards(history: History) -> Iterator[Event]:
     groups, size = history.groups, history.params.group_size
     num = len(groups)
     finished = history.samples["finished_s"][: num * size].reshape(num, size)
-    whole = (groups["scored"] >= size) & ~np.isnan(finished).any(axis=1)
-    which = np.flatnonzero(whole)
+    which = np.flatnonzero((groups["scored"] >= size) & ~np.isnan(finished).any(axis=1))
     begin, end = finished[which].max(axis=1, initial=0.0), groups["ready_s"][which]
     track = lanes(begin, end, np.zeros(len(which), np.int64))
     rows = zip(which.tolist(), begin.tolist(), end.tolist(), track.tolist(), strict=True)
@@ -175,9 +174,8 @@ def _counters(history: History) -> Iterator[Event]:
         mine = (groups["step"] == step) & (groups["end"] >= 0)
         if mine.any() and not np.isnan(record.committed_s):
             values = step - groups["version"][mine]
-            args = {"mean": float(values.mean()), "max": int(values.max())}
             yield {"ph": "C", "name": "staleness", "pid": LEARNER, "ts": _us(record.committed_s),
-                   "args": args}  # fmt: skip
+                   "args": {"mean": float(values.mean()), "max": int(values.max())}}  # fmt: skip
 
 
 def _level(name: str, pid: int, ups: Any, downs: Any) -> Iterator[Event]:

@@ -6,6 +6,7 @@ and what the simulated learner really trained.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 from dora_rl.core import actions as act
@@ -40,7 +41,7 @@ class Checker:
         self.issued: dict[GroupId, act.IssueGroup] = {}
         self.ended: dict[GroupId, act.EndGroup] = {}
         self.set_aside: set[int] = set()
-        self.failures: dict[int, int] = {}  # groups, by prompt
+        self.failures: Counter[int] = Counter()  # groups, by prompt
         self.is_bad: Callable[[int], bool] = lambda prompt: False
         world.watchers.append(self.see)
 
@@ -74,9 +75,8 @@ class Checker:
             case act.EndGroup():
                 require(action.group not in self.ended, f"group {action.group} ended twice")
                 require(action.group in self.issued, f"group {action.group} was never issued")
-                surplus_ok = self.mode is Mode.REPLICATION
                 require(
-                    surplus_ok or action.end is not act.End.SURPLUS,
+                    self.mode is Mode.REPLICATION or action.end is not act.End.SURPLUS,
                     f"C2: group {action.group} was dropped",
                 )
                 self.ended[action.group] = action
@@ -89,16 +89,14 @@ class Checker:
             case act.CloseStep():
                 # A learner that restarts is told again, maybe under a newer K and B.
                 self.closed.setdefault(action.step, (action.groups, *self.in_force))
-            case _:
-                pass
 
     def _check_failed(self, action: act.EndGroup) -> None:
         """Nobody fails with an instance for what another did, and nobody without end."""
         params, prompt = self.world.spec.params, self.issued[action.group].prompt
         if params.losses_max and "lost" in action.reason:
             require(self.is_bad(prompt), f"group {action.group} is innocent and failed")
-        self.failures[prompt] = failures = self.failures.get(prompt, 0) + 1
-        limit = params.group_failures_max
+        self.failures[prompt] += 1
+        failures, limit = self.failures[prompt], params.group_failures_max
         require(not limit or failures <= limit, f"prompt {prompt} failed {failures} times")
 
     def _check_engines(self) -> None:
@@ -147,12 +145,10 @@ class Checker:
             require(scored, f"sample {group}.{sample} was trained without a reward")
             total = self.world.spec.task(issued.prompt, sample)[1]
             require(request.total == total, f"sample {group}.{sample} has another prompt's length")
-            starts = [segment.start for segment in request.segments]
-            require(starts[0] == 0, f"sample {group}.{sample} lost its first tokens")
-            if self.mode is Mode.PARTIAL:
-                continue
+            first = request.segments[0].start
+            require(first == 0, f"sample {group}.{sample} lost its first tokens")
             versions = {segment.version for segment in request.segments}
             require(
-                versions == {issued.version},
+                self.mode is Mode.PARTIAL or versions == {issued.version},
                 f"C1: sample {group}.{sample} of version {issued.version} has {versions}",
             )

@@ -210,10 +210,9 @@ def _around_best(tried: dict[int, ModeResult], count: int) -> set[int]:
 
 def _around_share(tried: dict[int, ModeResult], count: int, share: float) -> set[int]:
     """The midpoint of the gap in which the rollout-only share passes `share`."""
-    more = [place for place in tried if tried[place].rollout_only_share >= share]
+    more = (place for place in tried if tried[place].rollout_only_share >= share)
     below = max(more, default=-1)
-    above = min((place for place in tried if place > below), default=count)
-    return _middle(below, above)
+    return _middle(below, min((place for place in tried if place > below), default=count))
 
 
 def _middle(low: int, high: int) -> set[int]:

@@ -75,9 +75,8 @@ class Faults:
         return "checksum mismatch" if self._happens(self.rates.load) else None
 
     def move_fails(self) -> str | None:
-        if not self._happens(self.rates.move):
-            return None
-        return "lost on the way" if self.rng.random() < 0.5 else "connection reset"
+        kinds = ("lost on the way", "connection reset")
+        return kinds[self.rng.random() >= 0.5] if self._happens(self.rates.move) else None
 
     def sample_fails(self) -> str | None:
         return "non-finite logits" if self._happens(self.rates.sample) else None
@@ -108,9 +107,8 @@ class Faults:
 
     def score(self, request: RequestId, attempt: int) -> str | None:
         """None: scored; "hang": no answer; "nan": not a number; anything else: an error."""
-        if not self._happens(self.rates.score):
-            return None
-        return self.rng.choice(["hang", "nan", "raised ValueError"])
+        kinds = ["hang", "nan", "raised ValueError"]
+        return self.rng.choice(kinds) if self._happens(self.rates.score) else None
 
     def restart_s(self) -> float:
         """How long a restart takes."""
@@ -118,9 +116,8 @@ class Faults:
 
     def delay_s(self) -> float:
         """How late a message reaches the controller."""
-        if not self.rates.delay_s or self.calm:
-            return 0.0
-        return self.rng.expovariate(1 / self.rates.delay_s)
+        mean_s = 0.0 if self.calm else self.rates.delay_s
+        return self.rng.expovariate(1 / mean_s) if mean_s else 0.0
 
     def again_s(self) -> float | None:
         """How much later this message arrives a second time; None: it does not. Soon, or when its

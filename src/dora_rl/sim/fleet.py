@@ -53,9 +53,8 @@ class SimRequest:
     @property
     def last(self) -> float:
         """The token after which something happens."""
-        if self.kills_at is not None:
-            return max(self.done, min(self.total, self.kills_at))
-        return self.total
+        kills_at = self.total if self.kills_at is None else self.kills_at
+        return max(self.done, min(self.total, kills_at))
 
     @property
     def context(self) -> float:
@@ -157,8 +156,7 @@ class SimInstance:
 
     def refuses(self, version: Version) -> str | None:
         """A request is decoded under its own version or not at all."""
-        held = version in self.loaded
-        return None if held else f"{self.name} does not hold version {version}"
+        return None if version in self.loaded else f"{self.name} does not hold version {version}"
 
     def unload(self, version: Version) -> None:
         """As strict as the real engine: weights go only when nothing decodes under them."""
@@ -188,9 +186,8 @@ class SimInstance:
             self.kv = 0.0
 
     def progress_of(self, request: SimRequest) -> float:
-        if request.still or request.id not in self.running:
-            return request.done
-        return request.last - max(0.0, request.ends_at - self.counter)
+        stands = request.still or request.id not in self.running
+        return request.done if stands else request.last - max(0.0, request.ends_at - self.counter)
 
     def prefill(self, num_tokens: float) -> None:
         self.debt_s += num_tokens * self._flops_s / self.speed
@@ -288,12 +285,10 @@ class Fleet:
         if not instance.frozen:
             now = self.clock.now()
             instance.advance(now)
-            steps, kv = int(instance.counter), int(instance.kv)
-            still = [
-                r.id for r in instance.running.values() if r.still and now - r.added_at >= STILL_S
-            ]
-            report = ev.InstanceReport(instance.name, steps, kv, instance.speed, still=tuple(still))
-            self.tell(instance.name, report)
+            seen = (int(instance.counter), int(instance.kv), instance.speed)
+            still = (r for r in instance.running.values() if r.still)
+            long = tuple(r.id for r in still if now - r.added_at >= STILL_S)
+            self.tell(instance.name, ev.InstanceReport(instance.name, *seen, still=long))
         self.clock.after(self.report_s, lambda: self._report(instance))
 
     def do(self, action: FleetAction) -> None:
@@ -353,15 +348,9 @@ class Fleet:
             if self._is_refused(instance, action.version, rid, epoch):
                 continue
             prompt_tokens, total = self.task(action.prompt, sample)
-            request = SimRequest(
-                rid,
-                epoch,
-                action.version,
-                prompt_tokens,
-                total,
-                self.faults.kills_at(action.prompt, sample),
-                self.faults.stands_still(),
-            )
+            kills_at = self.faults.kills_at(action.prompt, sample)
+            still, version = self.faults.stands_still(), action.version
+            request = SimRequest(rid, epoch, version, prompt_tokens, total, kills_at, still)
             if action.resume:
                 done, segments = self.journal.get(rid, (0, ()))
                 if done:
@@ -519,11 +508,11 @@ class Fleet:
     def _end(self, instance: SimInstance, ended: list[SimRequest]) -> None:
         for request in [r for r in ended if r.done >= r.total]:
             self._finish(instance, request)
-        killer = next((r for r in ended if r.done < r.total), None)
-        if killer is None:
+        killers = [r for r in ended if r.done < r.total]
+        if not killers:
             self.schedule(instance)
             return
-        instance.add(killer)  # it ends the process that decodes it
+        instance.add(killers[0])  # it ends the process that decodes it
         self.die(instance.name)
         self.tell(instance.name, ev.InstanceLost(instance.name, "its process ended"))
         self._restart_later(instance.name)

@@ -57,9 +57,8 @@ class ModelShape:
 
     @property
     def kv_bytes_per_token(self) -> float:
-        if self.kv_bytes_per_token_override:
-            return self.kv_bytes_per_token_override
-        return 2 * self.num_layers * self.kv_heads * self.head_dim * self.kv_bytes_per_value
+        values = 2 * self.num_layers * self.kv_heads * self.head_dim
+        return self.kv_bytes_per_token_override or values * self.kv_bytes_per_value
 
 
 # Qwen2.5-32B: 32.8 B parameters, 64 layers, width 5120, 8 KV heads of 128 (its config.json).
@@ -138,8 +137,9 @@ class RolloutCost:
 
     @property
     def _bytes_per_s(self) -> float:
-        rate = self.device.hbm_bytes_per_s * self.efficiency.decode_bandwidth
-        return rate * self.tensor_parallel
+        """Of memory, as far as decoding uses it."""
+        share = self.efficiency.decode_bandwidth
+        return self.device.hbm_bytes_per_s * share * self.tensor_parallel
 
     def step_base_s(self) -> float:
         """Host, launch and all-reduce time of one decode step."""
@@ -149,12 +149,10 @@ class RolloutCost:
 
     def weights_s(self, num_requests: int) -> float:
         """Reading the weights once; of a mixture, only the experts that the batch touches."""
-        model = self.model
-        share = 1.0
-        if model.params_active < model.params:
-            # Each token leaves an expert untouched with probability 1 - active / all.
-            share = 1 - (1 - model.params_active / model.params) ** max(1, num_requests)
-        return share * model.weight_bytes / self._bytes_per_s
+        # Each token leaves an expert untouched with probability 1 - active / all.
+        untouched = 1 - self.model.params_active / self.model.params
+        share = 1 - untouched ** max(1, num_requests)
+        return share * self.model.weight_bytes / self._bytes_per_s
 
     def kv_s_per_token(self) -> float:
         return self.model.kv_bytes_per_token / self._bytes_per_s
@@ -173,10 +171,9 @@ class RolloutCost:
         request); the largest of R such sums exceeds the mean by about cv * sqrt(2 ln R / (n/R)).
         """
         ranks = self.model.expert_parallel
-        if ranks <= 1 or num_requests <= 0:
-            return 1.0
         per_rank = max(1.0, num_requests / ranks)
-        return 1.0 + min(1.0, 1.5 * math.sqrt(2 * math.log(ranks) / per_rank) * 0.5)
+        excess = 1.5 * math.sqrt(2 * math.log(ranks) / per_rank) * 0.5
+        return 1.0 + min(1.0, excess) if num_requests > 0 else 1.0
 
     def load_s(self) -> float:
         """Weights over the network, one shard per device, all NICs at once."""

@@ -203,5 +203,4 @@ class SimRewards:
             self.scored.add(action.request)
         elif outcome != "nan":
             event = ev.ScoreFailed(action.request, action.attempt, outcome)
-        latency_s = self.latency_of(action.request, action.prompt)
-        self.clock.after(latency_s, lambda: self.post(event))
+        self.clock.after(self.latency_of(action.request, action.prompt), lambda: self.post(event))

@@ -72,8 +72,12 @@ class _Search:
         knobs = yield from self._first_split()
         for _ in range(_ROUNDS_MAX):
             before = knobs
-            knobs = yield from self._along(knobs, _inflight_choices(knobs))
-            knobs = yield from self._along(knobs, _staleness_choices(knobs))
+            # The bound admits at most K + 1 batches, so more in flight would change nothing.
+            shares = [share for share in _INFLIGHT if share <= knobs.max_staleness + 1]
+            fuller = [replace(knobs, inflight_share=share) for share in shares]
+            knobs = yield from self._along(knobs, fuller)
+            staler = [replace(knobs, max_staleness=staleness) for staleness in _STALENESS]
+            knobs = yield from self._along(knobs, staler)
             knobs = yield from self._climb_split(knobs)
             if knobs == before:
                 break
@@ -128,16 +132,13 @@ class _Search:
     def _one_step(self, knobs: Knobs) -> list[tuple[str, Knobs]]:
         """The neighbours of a setting, one step along each knob."""
         steps = self._split_steps(knobs)
-        for staleness in (knobs.max_staleness + 1, knobs.max_staleness - 1):
-            if staleness >= 0:
-                steps.append((f"K = {staleness}", replace(knobs, max_staleness=staleness)))
-        fuller = min((x for x in _INFLIGHT if x > knobs.inflight_share), default=None)
-        leaner = max((x for x in _INFLIGHT if x < knobs.inflight_share), default=None)
-        for share in (fuller, leaner):
-            if share is not None:
-                text = f"{share:g} batches in flight"
-                steps.append((text, replace(knobs, inflight_share=share)))
-        return steps
+        k, share = knobs.max_staleness, knobs.inflight_share
+        steps += [(f"K = {n}", replace(knobs, max_staleness=n)) for n in (k + 1, k - 1) if n >= 0]
+        beside = [x for x in _INFLIGHT if x > share][:1] + [x for x in _INFLIGHT if x < share][-1:]
+        texts = [f"{x:g} batches in flight" for x in beside]
+        return steps + [
+            (text, replace(knobs, inflight_share=x)) for text, x in zip(texts, beside, strict=True)
+        ]
 
     def _candidate(self, knobs: Knobs) -> Candidate:
         result, job = self.tried[knobs], self.job(knobs)
@@ -148,11 +149,11 @@ class _Search:
         return Candidate(knobs, result, spec.params.inflight_groups, kv_share)
 
     def _result(self, knobs: Knobs, changes: list[tuple[str, Knobs]]) -> PlanResult:
-        best = self._candidate(knobs)
+        best, most = self._candidate(knobs), self.tried[knobs].tokens_per_s
         ranked = sorted(self.tried, key=lambda k: -self.tried[k].tokens_per_s)
         top = [knobs, *(k for k in ranked if k != knobs)][:_SHOWN]
         steps = [
-            Change(what, self._candidate(k), self.tried[k].tokens_per_s / best.tokens_per_s - 1)
+            Change(what, self._candidate(k), self.tried[k].tokens_per_s / most - 1)
             for what, k in changes
         ]
         bottleneck, why = explain(best)
@@ -182,16 +183,6 @@ def _measured(preset: Preset) -> Preset:
     return replace(preset, num_steps=steps, warmup_steps=staleness + 1)
 
 
-def _inflight_choices(knobs: Knobs) -> list[Knobs]:
-    """The bound admits at most K + 1 batches, so more would change nothing."""
-    shares = [share for share in _INFLIGHT if share <= knobs.max_staleness + 1]
-    return [replace(knobs, inflight_share=share) for share in shares]
-
-
-def _staleness_choices(knobs: Knobs) -> list[Knobs]:
-    return [replace(knobs, max_staleness=staleness) for staleness in _STALENESS]
-
-
 _BUSY = 0.9  # a resource in use for more than this share of the time is the bottleneck
 _WORTH = 0.01  # a relative change of throughput that deserves a sentence
 
@@ -211,10 +202,6 @@ class Candidate:
     result: ModeResult
     inflight_groups: int
     kv_share: float
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.result.tokens_per_s
 
     def as_json(self) -> dict[str, Any]:
         result, knobs = self.result, self.knobs
@@ -305,22 +292,18 @@ def consequences(best: Candidate, changes: Sequence[Change]) -> list[str]:
         result = change.candidate.result
         stale = result.staleness_mean - best.result.staleness_mean
         verdict = "no gain" if abs(change.gain) < _WORTH else f"{change.gain:+.1%} tokens/s"
-        lines.append(f"{change.what}: {verdict}, staleness {stale:+.2f}, {_effect(best, result)}.")
+        before, after = (percent(1 - r.trainer_idle_ratio) for r in (best.result, result))
+        effect = f"trainer busy {before} → {after}"
+        lines.append(f"{change.what}: {verdict}, staleness {stale:+.2f}, {effect}.")
     return lines
-
-
-def _effect(best: Candidate, result: ModeResult) -> str:
-    before = 1 - best.result.trainer_idle_ratio
-    return f"trainer busy {percent(before)} → {percent(1 - result.trainer_idle_ratio)}"
 
 
 def plan_table(plan: PlanResult) -> Table:
     """The best settings, best first."""
     title = f"{plan.preset}: {plan.gpus} GPUs, seed {plan.seed}, {plan.num_runs} settings tried"
+    heads = ("rollout + train", "K", "in flight", "tokens/s", "step", "trainer busy")
     table = Table(title=title, box=SIMPLE_HEAD)
-    for head in ("rollout + train", "K", "in flight", "tokens/s", "step", "trainer busy"):
-        table.add_column(head, justify="right")
-    for head in ("decode busy", "slots used", "staleness, max"):
+    for head in (*heads, "decode busy", "slots used", "staleness, max"):
         table.add_column(head, justify="right")
     for candidate in plan.top:
         result = candidate.result

@@ -179,8 +179,7 @@ def rollout_devices_of(preset: Preset, mode: Mode, rollout_devices: int | None) 
 
 def mean_context(preset: Preset) -> float:
     """Mean tokens of a request in flight: long ones are met more often, E[L^2] / (2 E[L])."""
-    grid = (np.arange(100_000) + 0.5) / 100_000
-    lengths = preset.lengths.draw(grid).astype(np.float64)
+    lengths = preset.lengths.draw((np.arange(100_000) + 0.5) / 100_000).astype(np.float64)
     return preset.prompt_tokens + float((lengths**2).mean() / (2 * lengths.mean()))
 
 

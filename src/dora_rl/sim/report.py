@@ -44,9 +44,8 @@ _WORKLOAD = ("device", "model", "batch_groups", "group_size", "prompt_tokens", "
 def published(preset: Preset) -> dict[Mode, Published]:
     """The published figures for this testbed; none when its workload was changed."""
     original = PRESETS.get(preset.name)
-    if original is None or any(getattr(preset, f) != getattr(original, f) for f in _WORKLOAD):
-        return {}
-    return PAPER.get((preset.name, preset.num_devices), {})
+    same = original and all(getattr(preset, f) == getattr(original, f) for f in _WORKLOAD)
+    return PAPER.get((preset.name, preset.num_devices), {}) if same else {}
 
 
 def published_shares(preset: Preset) -> dict[Mode, float]:
@@ -70,7 +69,11 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
                 {n: getattr(result, n) for n in names} for result in outcome.searched
             ]
         if mode in paper:
-            entry["paper"] = _set_against(outcome.main, paper[mode])
+            step_off, rate_off = _off(outcome.main, paper[mode])
+            entry["paper"] = asdict(paper[mode]) | {
+                "step_difference": step_off,
+                "tokens_per_s_difference": rate_off,
+            }
         modes[mode.value] = entry
     return {
         "preset": preset.name,
@@ -86,11 +89,9 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
     }
 
 
-def _set_against(result: ModeResult, paper: Published) -> dict[str, float]:
-    return asdict(paper) | {
-        "step_difference": result.step_s / paper.step_s - 1,
-        "tokens_per_s_difference": result.tokens_per_s / paper.tokens_per_s - 1,
-    }
+def _off(result: ModeResult, paper: Published) -> tuple[float, float]:
+    """By how much our step and our throughput differ from the published ones."""
+    return result.step_s / paper.step_s - 1, result.tokens_per_s / paper.tokens_per_s - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,15 +119,12 @@ def _kind(mode: Mode, outcome: Outcome) -> str:
     if outcome.best is None:
         return "shared" if mode in COLOCATED else "given"
     same = outcome.best.split == outcome.main.split
-    if outcome.matched:
-        return "both" if same else "matched"
-    return "best"
+    return "best" if not outcome.matched else "both" if same else "matched"
 
 
 def row_split(row: Row) -> str:
     """`28 + 36 matched`, or `all 64`."""
-    kind = "" if row.kind == "shared" else f" {row.kind}"
-    return split_text(row.result) + kind
+    return split_text(row.result) + ("" if row.kind == "shared" else f" {row.kind}")
 
 
 def _table(title: str, heads: Sequence[str]) -> Table:
@@ -170,13 +168,14 @@ def speed_table(comparison: Comparison) -> Table:
 
 def _beside(row: Row, unit_s: float) -> tuple[str, str, str]:
     """The published step, rollout-only share and rate of a row, and how far off we are."""
-    paper, result = row.paper, row.result
+    paper = row.paper
     if paper is None:
         return "", "", ""
+    step_off, rate_off = _off(row.result, paper)
     return (
-        f"{paper.step_s / unit_s:.2f} {result.step_s / paper.step_s - 1:+.0%}",
+        f"{paper.step_s / unit_s:.2f} {step_off:+.0%}",
         percent(paper.rollout_only_share),
-        f"{paper.tokens_per_s:,.0f} {result.tokens_per_s / paper.tokens_per_s - 1:+.0%}",
+        f"{paper.tokens_per_s:,.0f} {rate_off:+.0%}",
     )
 
 

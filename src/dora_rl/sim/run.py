@@ -49,8 +49,7 @@ class ModeResult:
     timeline: Timeline = field(repr=False, compare=False)
 
     def as_json(self) -> dict[str, Any]:
-        names = [name for name in self.__slots__ if name not in ("timeline", "mode")]
-        return {name: getattr(self, name) for name in names}
+        return {n: getattr(self, n) for n in self.__slots__ if n not in ("timeline", "mode")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +95,7 @@ def run_mode(
     log: EventLog | None = None,
 ) -> ModeResult:
     """Simulate one mode on a preset."""
-    spec = world_spec(preset, mode, seed, rollout_devices)
-    world = World(spec, log=log or MemoryLog(keep=False))
+    world = World(world_spec(preset, mode, seed, rollout_devices), log=log or MemoryLog(keep=False))
     meter = _Meter(world)
     timeline = Timeline(world.clock)
     if with_timeline:
@@ -207,11 +205,6 @@ class Bar:
     num_requests: int
 
 
-def _alike(before: int, after: int) -> bool:
-    """Not worth a new bar: a draining batch shows as a stair, not as one bar per request."""
-    return 4 * after <= 5 * before and 4 * before <= 5 * after
-
-
 @dataclass(slots=True)
 class Timeline:
     """Bars per instance, closed whenever its version or, clearly, the size of its batch changes."""
@@ -230,12 +223,19 @@ class Timeline:
         version = max(busy, key=lambda v: (busy[v], v)) if busy else None
         num_requests = len(instance.running) if version is not None else 0
         now = self.clock.now()
-        opened = self._open.get(instance.name)
-        if opened is not None and opened[1] == version and _alike(opened[2], num_requests):
+        begin, before, num_before = self._open.get(instance.name, (now, -1, 0))
+        # A draining batch shows as a stair, not as one bar per request.
+        alike = 4 * num_requests <= 5 * num_before and 4 * num_before <= 5 * num_requests
+        if before == version and alike:
             return
-        if opened is not None and now > opened[0]:
-            self.bars.append(Bar(instance.name, opened[0], now, opened[1], opened[2]))
+        self._add(instance.name, begin, before, num_before)
         self._open[instance.name] = (now, version, num_requests)
+
+    def _add(self, row: str, begin_s: float, version: Version | None, num_requests: int) -> None:
+        """A bar that ends now, if it has a length."""
+        now = self.clock.now()
+        if now > begin_s:
+            self.bars.append(Bar(row, begin_s, now, version, num_requests))
 
     def see(self, event: ev.Event, actions: list[act.Action]) -> None:
         """Training begins with the first group fed, or with the commit before it if that is later,
@@ -250,9 +250,7 @@ class Timeline:
                 self._training = self._training or (action.step, now)
 
     def close(self) -> list[Bar]:
-        now = self.clock.now()
-        for name, (begin, version, most) in self._open.items():
-            if now > begin:
-                self.bars.append(Bar(name, begin, now, version, most))
+        for name, opened in self._open.items():
+            self._add(name, *opened)
         self._open.clear()
         return sorted(self.bars, key=lambda bar: (bar.row, bar.begin_s))

@@ -210,8 +210,7 @@ class Soak:
             assert stop is not None
             if stop.done or "filtered" in stop.reason:
                 return stop
-            repeats = any(words in stop.reason for words in REPEATS)
-            require(repeats, f"stopped: {stop.reason}")
+            require(any(words in stop.reason for words in REPEATS), f"stopped: {stop.reason}")
             world.resume_stopped(self.log.recover())
         raise PromiseBroken("the run stops itself again and again")
 
@@ -306,8 +305,7 @@ class Soak:
             self.world.clock.after(5.0, self._learner_rejoins)
         fleet = self.world.fleet
         if all(inst.frozen for inst in fleet.instances.values()):
-            gone = [name for name in fleet.specs if name not in fleet.instances]
-            for name in gone[:1]:
+            for name in [name for name in fleet.specs if name not in fleet.instances][:1]:
                 fleet.rejoin(name)
 
 
@@ -319,9 +317,8 @@ def with_levels(
         return spec, rates
     params = replace(spec.params, durable_behind=1)
     durable_s = rng.choice([0.0, rng.uniform(0, 5), rng.uniform(5, 60)])
-    loss_s = rng.uniform(10, 120) if rng.random() < 0.7 else 0.0
     return replace(spec, params=params, durable_s=durable_s), replace(
-        rates, host_loss_every_s=loss_s
+        rates, host_loss_every_s=rng.uniform(10, 120) if rng.random() < 0.7 else 0.0
     )
 
 

@@ -157,8 +157,7 @@ class World:
         """Go on from a recovered state; K, B or the number of steps may change."""
         self.loop = Loop(state, self._ports())
         self.keeper.stop = None
-        params = replace(state.target or state.params, **changes)
-        self._deliver(ev.Resumed(params), self.life)
+        self._deliver(ev.Resumed(replace(state.target or state.params, **changes)), self.life)
         if self.learner.sealed < state.committed:
             self._deliver(ev.Rewound(self.learner.sealed), self.life)
         self.learner.join()
