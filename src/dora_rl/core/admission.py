@@ -63,9 +63,9 @@ def _version_for(state: State, bound: Bound, untaken: Untaken) -> Version | None
 
 
 def _bound_allows(state: State, bound: Bound, untaken: Untaken, version: Version) -> bool:
-    if not state.policy.keeps_bound:
-        return bound.free > 0 and version >= bound.oldest and bound.filling <= bound.last
-    return bound.may_admit(untaken, version)
+    if state.policy.keeps_bound:
+        return bound.may_admit(untaken, version)
+    return bound.free > 0 and version >= bound.oldest and bound.filling <= bound.last
 
 
 def _issue(state: State, version: Version, out: list[Action]) -> None:

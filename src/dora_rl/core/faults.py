@@ -98,9 +98,8 @@ def lose_instance(
         if request is None or request.phase not in GENERATING:
             continue  # its group failed together with an earlier one of this list
         if request.phase is Phase.MOVING:
-            other = request.dest if request.instance == name else request.instance
-            if other is not None and other != name:
-                out.append(Abort(other, rid, request.epoch))
+            others = [p for p in (request.instance, request.dest) if p not in (None, name)]
+            out.extend(Abort(other, rid, request.epoch) for other in others)
         if blame and state.params.losses_max:
             lost_with(state, request, company, why, out)
         else:

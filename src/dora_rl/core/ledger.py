@@ -31,9 +31,8 @@ REASON_CHARS_MAX = 300  # of a reason that is kept as long as the run
 def current(state: State, rid: RequestId, epoch: int) -> Request | None:
     """The request, if this epoch of it is still generating."""
     request = state.request(rid)
-    if request is None or request.epoch != epoch or request.phase not in GENERATING:
-        return None
-    return request
+    here = request is not None and request.epoch == epoch and request.phase in GENERATING
+    return request if here else None
 
 
 def unscored(state: State, rid: RequestId) -> Request | None:
@@ -142,38 +141,34 @@ def fail_sample(
     request.phase = Phase.FAILED
     group = state.groups[request.id.group]
     group.num_failed += 1
-    if kills:
-        _fail_group(state, group, reason, out, kills=True)
-    else:
-        _settle_group(state, group, reason, out)
+    _settle_group(state, group, reason, out, kills=kills)
 
 
-def _settle_group(state: State, group: Group, reason: str, out: list[Action]) -> None:
+def _settle_group(
+    state: State, group: Group, reason: str, out: list[Action], *, kills: bool = False
+) -> None:
     """Ready, filtered or failed, as soon as that is certain."""
     params, size = state.params, len(group.requests)
-    if group.num_failed > size - params.samples_needed:
-        _fail_group(state, group, reason, out, kills=False)
+    if kills or group.num_failed > size - params.samples_needed:
+        _fail_group(state, group, reason, out, kills=kills)
     elif group.num_scored + group.num_failed == size:
         rewards = {r.reward for r in group.requests if r.phase is Phase.SCORED}
         if params.filter_equal and len(rewards) == 1:
-            _filter_group(state, group, out)
+            end_group(state, group, End.FILTERED, None, "all rewards equal", out)
+            state.filtered_streak += 1
+            if state.filtered_streak >= params.filtered_max:
+                stop(
+                    state,
+                    f"{state.filtered_streak} groups in a row were filtered because all their "
+                    f"rewards were equal: the task is too easy or too hard for step "
+                    f"{state.filling}",
+                    out,
+                )
         else:
             group.phase = GroupPhase.READY
             state.num_inflight -= 1
             state.num_ready += 1
             state.versions[group.version].ready.append(group.id)
-
-
-def _filter_group(state: State, group: Group, out: list[Action]) -> None:
-    end_group(state, group, End.FILTERED, None, "all rewards equal", out)
-    state.filtered_streak += 1
-    if state.filtered_streak >= state.params.filtered_max:
-        stop(
-            state,
-            f"{state.filtered_streak} groups in a row were filtered because all their rewards "
-            f"were equal: the task is too easy or too hard for step {state.filling}",
-            out,
-        )
 
 
 def _fail_group(state: State, group: Group, reason: str, out: list[Action], *, kills: bool) -> None:
@@ -217,8 +212,11 @@ def end_group(
             state.num_inflight -= 1
     live.unended -= 1
     state.num_ended[end] = state.num_ended.get(end, 0) + 1
-    if end not in (End.FAILED, End.LOST):
-        _prompt_settled(state, group.prompt)
+    if end not in (End.FAILED, End.LOST):  # a group of this prompt ended as it should
+        if state.failures.pop(group.prompt, 0):
+            state.failed_prompts = max(0, state.failed_prompts - 1)
+        else:
+            state.judged_prompts += 1
     del state.groups[group.id]
     out.append(EndGroup(group.id, group.version, end, step, reason))
 
@@ -231,14 +229,6 @@ def next_prompt(state: State) -> int:
         return state.reissue.popleft()
     state.next_prompt += 1
     return state.next_prompt - 1
-
-
-def _prompt_settled(state: State, prompt: int) -> None:
-    """A group of this prompt ended as it should."""
-    if state.failures.pop(prompt, 0):
-        state.failed_prompts = max(0, state.failed_prompts - 1)
-    else:
-        state.judged_prompts += 1
 
 
 def prompt_failed(

@@ -243,9 +243,8 @@ def _assigned(inst: Instance) -> Version | None:
     """The version that an instance with one weight slot holds or is about to hold."""
     if inst.load_queue:
         return inst.load_queue[-1]
-    if inst.loading is not None:
-        return inst.loading
-    return next((version for version in inst.held if version not in inst.leaving), None)
+    stays = (version for version in inst.held if version not in inst.leaving)
+    return inst.loading if inst.loading is not None else next(stays, None)
 
 
 def shares(demand: Mapping[Version, int], num_instances: int) -> dict[Version, int]:
@@ -301,8 +300,8 @@ def _repartition(state: State, single: list[Instance]) -> None:
         surplus = len(members) - (target.get(version, 0) if version is not None else 0)
         if surplus > 0:
             costs = [(_flip_cost(inst, version), -inst.index, inst, version) for inst in members]
-            costs.sort()  # by cost, then by index: no two are equal
-            spare += costs[: min(surplus, len(needs))]
+            # By cost, then by index: no two are equal.
+            spare += sorted(costs)[: min(surplus, len(needs))]
     spare.sort()
     given_up = {old for _, _, _, old in spare[: len(needs)] if old in state.versions}
     state.flip_room = {old: _free_slots(state, old) for old in given_up}
@@ -438,7 +437,7 @@ def sleep_elastic(state: State, now: float, out: list[Action]) -> None:
 
 def wake_elastic(state: State, now: float, out: list[Action]) -> None:
     asleep = [inst for inst in state.instances.values() if inst.elastic and not inst.awake]
-    state.to_wake.update((inst.id, None) for inst in asleep)
+    state.to_wake |= {inst.id: None for inst in asleep}
     sleep_and_wake(state, now, out)
 
 

@@ -60,18 +60,15 @@ def on_resumed(state: State, event: Resumed, now: float, out: list[Action]) -> N
         batch_groups=old.batch_groups,
         updates_per_step=old.updates_per_step,
     )
-    changed = as_before != event.params
     if not old.durable_behind:
         state.on_disk = state.committed  # a release that wrote to the disk first
     state.put_in_force(as_before)
-    state.target = event.params if changed else None
+    state.target = event.params if as_before != event.params else None
     end_durable(state, out)
-    if state.stopped is not None:
-        return
-    if changed:
-        adopt_target(state, out)
-    else:
+    if state.stopped is None and state.target is None:
         out.append(InForce(state.filling, state.policy.max_staleness, old.batch_groups))
+    elif state.stopped is None:
+        adopt_target(state, out)
 
 
 def _check_changes(state: State, params: Params) -> None:
@@ -110,8 +107,7 @@ def on_rewound(state: State, event: Rewound, now: float, out: list[Action]) -> N
     _reopen(state, version)
     for group in [g for g in state.groups.values() if g.step is None and _newest_of(g) > version]:
         _lose(state, group, f"version {_newest_of(group)} was lost with its host", out)
-    for gone in [v for v in state.versions if v > version]:
-        del state.versions[gone]
+    state.versions = {v: live for v, live in state.versions.items() if v <= version}
     state.committed = version
     state.lineage += 1
     for plans in (state.flips, state.newest_due, state.flip_room, state.maybe_idle):

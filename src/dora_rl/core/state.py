@@ -144,9 +144,8 @@ class Instance:
 
     @property
     def slots_free(self) -> int:
-        if self.isolating is not None:
-            return 0
-        return self.slots_max - len(self.requests) - len(self.incoming)
+        free = self.slots_max - len(self.requests) - len(self.incoming)
+        return free if self.isolating is None else 0
 
     def will_hold(self, version: Version) -> bool:
         """It does, or will as far as was decided."""

@@ -97,15 +97,12 @@ def check_suspects(state: State, inst: Instance, now: float, out: list[Action]) 
     """After a report: have the suspects that are tried here got far enough?"""
     if inst.isolating is None:
         return
-    for request in _tried_on(state, inst):
-        if inst.decode_steps - request.mark >= state.params.clear_tokens << request.clearings:
+    for request in state.running_on(inst):
+        limit = state.params.clear_tokens << request.clearings
+        if request.suspect and inst.decode_steps - request.mark >= limit:
             request.clearings += 1
             request.losses = state.params.losses_max - 1  # until its journal says it has gained
             _clear(state, request, now, out)
-
-
-def _tried_on(state: State, inst: Instance) -> list[Request]:
-    return [request for request in state.running_on(inst) if request.suspect]
 
 
 def _clear(state: State, request: Request, now: float, out: list[Action]) -> None:
@@ -115,7 +112,9 @@ def _clear(state: State, request: Request, now: float, out: list[Action]) -> Non
         dequeue(state, request)
         enqueue(state, request, None, first=True)
     inst = state.instances.get(request.instance or "")
-    if inst is None or inst.isolating is None or _tried_on(state, inst):
+    if inst is None or inst.isolating is None:
+        return
+    if any(other.suspect for other in state.running_on(inst)):
         return
     live = state.versions[inst.isolating]
     if next_waiting(state, live, live.suspects) is None:

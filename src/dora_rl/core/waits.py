@@ -42,15 +42,15 @@ def watch(state: State, kind: str, whom: Instance | Request | Learner, since_s: 
 
 def watched(state: State, kind: str, key: str) -> Instance | Request | Learner | None:
     """Whom this deadline is about, if it is still waited for. A learner always is."""
-    if kind == LEARNER:
-        return state.learner
-    if kind in (INSTANCE, LOAD):
-        found = state.instances.get(key.split("/", 1 if kind == INSTANCE else 3)[-1])
-    else:
+    if kind in (SCORE, MOVE):
         group, sample, _ = key.split("/", 2)
         found = state.request(RequestId(int(group), int(sample)))
-        phase = Phase.SCORING if kind == SCORE else Phase.MOVING
-        found = found if found is not None and found.phase is phase else None
+        if found is None or found.phase is not (Phase.SCORING if kind == SCORE else Phase.MOVING):
+            return None
+    elif kind == LEARNER:
+        return state.learner
+    else:
+        found = state.instances.get(key.split("/", 1 if kind == INSTANCE else 3)[-1])
     return found if found is not None and _KINDS[kind][1](found) == key else None
 
 
@@ -68,7 +68,8 @@ def forget_met(state: State) -> None:
     """
     for _ in range(min(FORGET_PER_EVENT, len(state.old_deadlines))):
         entry = state.old_deadlines.pop()
-        if watched(state, *entry[2:]) is not None:
+        _, _, kind, key = entry
+        if watched(state, kind, key) is not None:
             heapq.heappush(state.deadlines, entry)
 
 

@@ -56,9 +56,8 @@ class Bound:
     def may_admit(self, untaken: Untaken, version: Version) -> bool:
         """Would the invariant still hold with one more group on `version`?"""
         total = sum(count for other, count in untaken if other <= version)
-        if version < self.oldest or total >= self.capacity(version):
-            return False
-        return all(num >= 1 for other, num in self._left(untaken) if other > version)
+        fits = version >= self.oldest and total < self.capacity(version)
+        return fits and all(num >= 1 for other, num in self._left(untaken) if other > version)
 
     def may_take(self, untaken: Untaken, version: Version) -> bool:
         """May a ready group of `version` have a free place, or must older ones come first?"""
