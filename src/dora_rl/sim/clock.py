@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
+from itertools import count
 
 
 class VirtualClock:
@@ -12,14 +13,13 @@ class VirtualClock:
     def __init__(self) -> None:
         self._now = 0.0
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
-        self._next = 0
+        self._numbers = count()
 
     def now(self) -> float:
         return self._now
 
     def at(self, moment: float, what: Callable[[], None]) -> None:
-        heapq.heappush(self._heap, (max(moment, self._now), self._next, what))
-        self._next += 1
+        heapq.heappush(self._heap, (max(moment, self._now), next(self._numbers), what))
 
     def after(self, delay_s: float, what: Callable[[], None]) -> None:
         self.at(self._now + delay_s, what)

@@ -41,53 +41,44 @@ class _Step:
     free_s: float = 0.0  # when the work fed so far will be done
     busy_s: float = 0.0
 
+    def work(self, seconds: float, now: float) -> None:
+        self.busy_s += seconds
+        self.free_s = max(self.free_s, now) + seconds
 
+
+@dataclass(eq=False)
 class SimLearner:
-    """Trains what it is fed. `tokens_of` says how many tokens the given samples have."""
+    """Trains what it is fed. `tokens_of` says how many tokens the given samples have.
 
-    def __init__(
-        self,
-        clock: VirtualClock,
-        post: Post,
-        cost: TrainCost,
-        tokens_of: Callable[[GroupId, tuple[int, ...]], int],
-        *,
-        colocated_s: float = 0.0,
-        durable_s: float | None = None,
-    ) -> None:
-        """`durable_s` None: a version is on disk before it is told, as in older logs."""
-        self.clock = clock
-        self.post = post
-        self.cost = cost
-        self.tokens_of = tokens_of
-        self.colocated_s = colocated_s  # switching shared devices over to training
-        self.durable_s = durable_s
-        self.sealed: Version = 0  # the newest that is there for the next life
-        self.durable: Version = 0  # and for a life on another host
-        self._durable_at_s = 0.0
-        self.trained: list[TrainedStep] = []  # one per sealed version
-        self.alive = False
-        self.life = 0  # raised by every start and end
-        self.incarnation = 0  # the life of the last start
-        self._step: _Step | None = None
-        self._ahead: list[act.Feed] = []  # of the next step: looked at when this one is sealed
+    `durable_s` None: a version is on disk before it is told, as in older logs.
+    """
+
+    clock: VirtualClock
+    post: Post
+    cost: TrainCost
+    tokens_of: Callable[[GroupId, tuple[int, ...]], int]
+    colocated_s: float = 0.0  # switching shared devices over to training
+    durable_s: float | None = None
+    sealed: Version = 0  # the newest that is there for the next life
+    durable: Version = 0  # and for a life on another host
+    trained: list[TrainedStep] = field(default_factory=list[TrainedStep])  # one per sealed version
+    alive: bool = False
+    life: int = 0  # raised by every start and end
+    incarnation: int = 0  # the life of the last start
+    _durable_at_s: float = 0.0
+    _step: _Step | None = None
+    # Of the next step: looked at when this one is sealed.
+    _ahead: list[act.Feed] = field(default_factory=list[act.Feed])
 
     def join(self) -> None:
-        self._begin_life(alive=True)
-        self.incarnation = self.life
+        self.die()
+        self.alive, self.incarnation = True, self.life
         self.durable = self.sealed  # whoever begins writes first what the one before had not
         on_disk = -1 if self.durable_s is None else self.durable
-        self.post(
-            ev.LearnerJoined(
-                self.sealed, self.sealed, incarnation=self.incarnation, durable=on_disk
-            )
-        )
+        self.post(ev.LearnerJoined(self.sealed, self.sealed, self.incarnation, on_disk))
 
     def die(self) -> None:
-        self._begin_life(alive=False)
-
-    def _begin_life(self, *, alive: bool) -> None:
-        self.alive = alive
+        self.alive = False
         self.life += 1
         self._step, self._ahead = None, []
 
@@ -126,19 +117,16 @@ class SimLearner:
             return
         step.fed[action.group] = action
         tokens = self.tokens_of(action.group, action.samples)
-        work = tokens / self.cost.tokens_per_s()
         step.num_tokens += tokens
-        step.busy_s += work
-        step.free_s = max(step.free_s, self.clock.now()) + work
+        step.work(tokens / self.cost.tokens_per_s(), self.clock.now())
 
     def _close(self, action: act.CloseStep) -> None:
         if action.step != self.sealed:
             return
         step = self._current(action.step)
         self.post(ev.BatchAccepted(action.step, incarnation=self.incarnation))
-        tail = self.cost.update_s() + self.cost.publish_s() + self.colocated_s
-        step.busy_s += tail
-        step.free_s = max(step.free_s, self.clock.now()) + tail
+        tail_s = self.cost.update_s() + self.cost.publish_s() + self.colocated_s
+        step.work(tail_s, self.clock.now())
         life = self.life
         self.clock.at(step.free_s, lambda: self._commit(step, life))
 
@@ -173,23 +161,16 @@ class SimLearner:
             self.post(ev.VersionDurable(version, incarnation=self.incarnation))
 
 
+@dataclass(eq=False)
 class SimRewards:
     """Scores after a latency; may hang, fail or answer nonsense."""
 
-    def __init__(
-        self,
-        clock: VirtualClock,
-        post: Post,
-        reward_of: Callable[[RequestId, int], float],
-        latency_of: Callable[[RequestId, int], float],
-        faults: Faults,
-    ) -> None:
-        self.clock = clock
-        self.post = post
-        self.reward_of = reward_of
-        self.latency_of = latency_of
-        self.faults = faults
-        self.scored: set[RequestId] = set()  # those that really got a reward
+    clock: VirtualClock
+    post: Post
+    reward_of: Callable[[RequestId, int], float]
+    latency_of: Callable[[RequestId, int], float]
+    faults: Faults
+    scored: set[RequestId] = field(default_factory=set[RequestId])  # really got a reward
 
     def do(self, action: act.Score) -> None:
         outcome = self.faults.poison(action.prompt)

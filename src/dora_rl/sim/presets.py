@@ -135,31 +135,31 @@ PRESETS = {
 def preset_named(name: str) -> Preset:
     if name not in PRESETS:
         near = difflib.get_close_matches(name, PRESETS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(PRESETS)}"
-        raise UserError(f"unknown preset {name!r}{hint}")
+        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(PRESETS)}"
+        raise UserError(f"unknown preset {name!r}; {hint}")
     return PRESETS[name]
 
 
+@dataclass(eq=False)
 class Task:
     """Prompt and response lengths as a pure function of (seed, prompt, sample)."""
 
-    def __init__(self, preset: Preset, seed: int) -> None:
-        self._preset = preset
-        self._seed = seed
-        self._drawn: dict[int, list[int]] = {}
+    preset: Preset
+    seed: int
+    _drawn: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
 
     def __call__(self, prompt: int, sample: int) -> tuple[int, int]:
         if prompt not in self._drawn:
-            draws = uniforms(self._seed, prompt, self._preset.group_size)
-            self._drawn[prompt] = [int(n) for n in self._preset.lengths.draw(draws)]
-        return self._preset.prompt_tokens, self._drawn[prompt][sample]
+            draws = uniforms(self.seed, prompt, self.preset.group_size)
+            self._drawn[prompt] = [int(n) for n in self.preset.lengths.draw(draws)]
+        return self.preset.prompt_tokens, self._drawn[prompt][sample]
 
     def latency_s(self, request: RequestId, prompt: int) -> float:
-        mean = self._preset.environment_s
+        mean = self.preset.environment_s
         if not mean:
-            return self._preset.reward_s
-        draw = float(uniforms(self._seed + 1, prompt, self._preset.group_size)[request.sample])
-        return self._preset.reward_s - mean * float(np.log1p(-draw))
+            return self.preset.reward_s
+        draw = float(uniforms(self.seed + 1, prompt, self.preset.group_size)[request.sample])
+        return self.preset.reward_s - mean * float(np.log1p(-draw))
 
 
 def rollout_devices_of(preset: Preset, mode: Mode, rollout_devices: int | None) -> int:

@@ -16,7 +16,7 @@ from dora_rl.ports import EventLog
 from dora_rl.sim.clock import VirtualClock
 from dora_rl.sim.fleet import FleetStats, SimInstance
 from dora_rl.sim.learner import TrainedStep
-from dora_rl.sim.presets import COLOCATED, Preset, rollout_devices_of, world_spec
+from dora_rl.sim.presets import COLOCATED, Preset, world_spec
 from dora_rl.sim.world import World
 from dora_rl.types import InstanceId, Mode, RequestId, Version
 
@@ -104,25 +104,23 @@ def run_mode(
     world.start()
     finished = world.run(TIME_MAX_S)
     assert finished, f"{mode} did not finish"
-    generating = rollout_devices_of(preset, mode, rollout_devices)
-    return _figures(preset, mode, world, meter, timeline, generating)
+    return _figures(preset, mode, world, meter, timeline)
 
 
 def _figures(
-    preset: Preset, mode: Mode, world: World, meter: _Meter, timeline: Timeline, generating: int
+    preset: Preset, mode: Mode, world: World, meter: _Meter, timeline: Timeline
 ) -> ModeResult:
     first = preset.warmup_steps
     last = max(first + 1, preset.num_steps - preset.max_staleness)
     begin, end = meter.marks[first], meter.marks[last]
     steps = world.learner.trained[first:last]
     wall = end.now - begin.now
-    num_instances = len(world.spec.instances)
+    shared = wall * len(world.spec.instances)
     train_busy = sum(step.busy_s for step in steps) / wall
-    decode_busy = (end.busy_s - begin.busy_s) / (wall * num_instances)
+    decode_busy = (end.busy_s - begin.busy_s) / shared
     colocated = mode in COLOCATED
     slots = sum(spec.slots_max for _, spec, _ in world.spec.instances)
     cost = world.spec.instances[0][2]
-    shared = wall * num_instances
     old, new = begin.stats, end.stats
     again = new.prefill_tokens_again - old.prefill_tokens_again
     overheads = {
@@ -132,7 +130,6 @@ def _figures(
     }
     stale = [step.step - version for step in steps for _, version, _ in step.groups]
     all_stale = [s.step - v for s in world.learner.trained for _, v, _ in s.groups]
-    training = preset.num_devices if colocated else preset.num_devices - generating
     return ModeResult(
         mode=mode.value,
         step_s=wall / len(steps),
@@ -150,7 +147,10 @@ def _figures(
         overhead_share=sum(overheads.values()),
         overheads=overheads,
         length_bias=_length_bias(world),
-        split={"rollout": generating, "train": training},
+        split={
+            "rollout": len(world.spec.instances) * preset.tensor_parallel,
+            "train": world.spec.train.num_devices,
+        },
         num_events=meter.num_events,
         steps_measured=len(steps),
         timeline=timeline,
@@ -158,25 +158,20 @@ def _figures(
 
 
 def _mixed(world: World, steps: list[TrainedStep]) -> float:
-    trained = [
-        world.fleet.finished[RequestId(group, sample)]
+    mixed = [
+        len(world.fleet.finished[RequestId(group, sample)].segments) > 1
         for step in steps
         for group, _, samples in step.groups
         for sample in samples
     ]
-    return sum(len(request.segments) > 1 for request in trained) / len(trained)
+    return sum(mixed) / len(mixed)
 
 
 def _discarded(world: World) -> int:
     """Tokens generated for groups that were not trained on."""
     discarded = (act.End.SURPLUS, act.End.FAILED, act.End.LOST)
-    requests = [
-        world.fleet.finished.get(RequestId(end.group, sample))
-        for end in world.keeper.ended
-        if end.end in discarded
-        for sample in range(world.spec.params.group_size)
-    ]
-    done = sum(request.total for request in requests if request is not None)
+    groups = {end.group for end in world.keeper.ended if end.end in discarded}
+    done = sum(r.total for rid, r in world.fleet.finished.items() if rid.group in groups)
     return int(world.fleet.stats.aborted_tokens + done)
 
 

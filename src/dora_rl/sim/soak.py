@@ -189,7 +189,7 @@ class Soak:
         self._every(rates.stall_every_s, lambda: self._disturb("stalled"))
         self._every(rates.trainer_death_every_s, self._kill_learner)
         self._every(rates.controller_death_every_s, self._kill_controller)
-        self._every(rates.host_loss_every_s, self._lose_host)
+        self._every(rates.host_loss_every_s, lambda: self._kill_controller(with_host=True))
         world.clock.at(self.calm_s, self._calm_down)
         world.start()
         if not self._until_its_end().done:
@@ -238,11 +238,12 @@ class Soak:
         if self.rng.random() < 0.7:  # otherwise only its silence tells
             fleet.tell(name, ev.InstanceLost(name, "process died"))
         if self.rng.random() < 0.8:
-            self.world.clock.after(self.rng.uniform(0.1, 40), lambda: self._rejoin(name))
+            self._rejoins(self.rng.uniform(0.1, 40), lambda: fleet.rejoin(name))
 
-    def _rejoin(self, name: str) -> None:
-        if self.world.loop is not None:
-            self.world.fleet.rejoin(name)
+    def _rejoins(self, after_s: float, rejoin: Callable[[], None]) -> None:
+        """If there is a controller then; who resumes one starts every worker."""
+        world = self.world
+        world.clock.after(after_s, lambda: rejoin() if world.loop is not None else None)
 
     def _disturb(self, what: str) -> None:
         """An instance hangs ("frozen"), decodes nothing any more ("stalled") or has another
@@ -262,26 +263,18 @@ class Soak:
         learner.die()
         if self.rng.random() < 0.7:
             self.world.post(ev.LearnerLost("process died", incarnation=learner.incarnation))
-            self.world.clock.after(self.rng.uniform(4, 30), self._learner_rejoins)
+            self._rejoins(self.rng.uniform(4, 30), learner.rejoin)
 
-    def _learner_rejoins(self) -> None:
-        if self.world.loop is not None:
-            self.world.learner.rejoin()
-
-    def _kill_controller(self) -> None:
+    def _kill_controller(self, *, with_host: bool = False) -> None:
         if self.world.loop is None:
             return
-        how = self.rng.choice(["torn", "logged", "between turns"])
-        if how == "between turns":
+        how = "host" if with_host else self.rng.choice(["torn", "logged", "between turns"])
+        if how == "host":
+            self.world.lose_host()
+        elif how == "between turns":
             self.world.kill_controller()
         else:
             self.log.armed = how
-        self.world.clock.after(self.rng.uniform(1, 30), self._resume_controller)
-
-    def _lose_host(self) -> None:
-        if self.world.loop is None:
-            return
-        self.world.lose_host()
         self.world.clock.after(self.rng.uniform(1, 30), self._resume_controller)
 
     def _resume_controller(self) -> None:
@@ -302,7 +295,7 @@ class Soak:
         if self.world.loop is None:
             self._resume_controller()
         if not self.world.learner.alive:
-            self.world.clock.after(5.0, self._learner_rejoins)
+            self._rejoins(5.0, self.world.learner.rejoin)
         fleet = self.world.fleet
         if all(inst.frozen for inst in fleet.instances.values()):
             for name in [name for name in fleet.specs if name not in fleet.instances][:1]:

@@ -128,10 +128,15 @@ class World:
 
     def start(self) -> None:
         self._deliver(ev.Started(self.spec.params), self.life)
+        self._join_workers()
+        self._tick()
+
+    def _join_workers(self) -> None:
         self.learner.join()
         for name, spec, cost in self.spec.instances:
+            if name in self.fleet.instances:
+                self.fleet.die(name)  # came up while nobody listened
             self.fleet.join(name, spec, cost)
-        self._tick()
 
     def _tick(self) -> None:
         self.ticking = self.keeper.stop is None
@@ -160,11 +165,7 @@ class World:
         self._deliver(ev.Resumed(replace(state.target or state.params, **changes)), self.life)
         if self.learner.sealed < state.committed:
             self._deliver(ev.Rewound(self.learner.sealed), self.life)
-        self.learner.join()
-        for name, spec, cost in self.spec.instances:
-            if name in self.fleet.instances:
-                self.fleet.die(name)  # came up while nobody listened
-            self.fleet.join(name, spec, cost)
+        self._join_workers()
 
     def resume_stopped(self, state: State) -> None:
         """The run has stopped itself and is resumed by its user."""
