@@ -187,14 +187,15 @@ class FileAudit:
                 problems = [shape_problem(error)]
             for problem in problems:
                 self._add(name, f"sample {rid.sample} of group {rid.group}: {problem}")
-        missing = [rid for rid in self.trained if rid not in seen]
+        missing = [rid.group for rid in self.trained if rid not in seen]
         if missing:
-            first = missing[0].group
-            text = f"{len(missing)} trained samples are missing, the first of group {first}"
+            text = f"{len(missing)} trained samples are missing, the first of group {missing[0]}"
             self._add("rollouts.jsonl", text)
         if num_undigested:
-            text = f"{num_undigested} samples without a digest in the log (an older release)"
-            self.notes.append(f"rollouts.jsonl: {text}; their tokens are not compared")
+            self.notes.append(
+                f"rollouts.jsonl: {num_undigested} samples without a digest in the log (an older "
+                "release); their tokens are not compared"
+            )
 
     def _rollout(self, rid: RequestId, line: dict[str, Any], known: TrainedSample) -> Iterator[str]:
         for name, value in {
@@ -262,12 +263,16 @@ class FileAudit:
             text = f"has lines of steps {_short(steps)}, the log commits {books.committed} steps"
             self._add("metrics.jsonl", text)
         if totals.evaluations:
-            text = f"its {len(totals.evaluations)} evaluations, the log does not know of them"
-            self.notes.append(f"metrics.jsonl: {text}")
+            self.notes.append(
+                f"metrics.jsonl: its {len(totals.evaluations)} evaluations, the log does not know "
+                "of them"
+            )
         without = sum(not books.metrics.get(step) for step in range(books.committed))
         if without:
-            text = f"{without} steps without a digest in the log; only rewards and lengths compared"
-            self.notes.append(f"metrics.jsonl: {text}")
+            self.notes.append(
+                f"metrics.jsonl: {without} steps without a digest in the log; only rewards and "
+                "lengths compared"
+            )
 
     def _step_figures(self, line: dict[str, Any]) -> Iterator[str]:
         samples = self.by_step.get(line["step"])
@@ -311,8 +316,10 @@ class FileAudit:
         compared = {*figures, "stopped", "set_aside"}
         lost = [name for name in COUNTED if name in summary and name not in compared]
         if lost:
-            text = "a life was killed and its counts with it, or the storage shards counted"
-            self.notes.append(f"summary.json: {', '.join(lost)}: {text}")
+            self.notes.append(
+                f"summary.json: {', '.join(lost)}: a life was killed and its counts with it, or "
+                "the storage shards counted"
+            )
         rest = [name for name in summary if name not in {*compared, *lost}]
         self.notes.append(f"summary.json: {', '.join(rest)}: measured, not in the log")
 
@@ -437,21 +444,19 @@ class FileAudit:
         known, newest = self.auditor.books.weights, self.auditor.books.committed
         there = self._verified(self.run / "weights", "version")
         for version, sealed in there.items():
-            if sealed is None:
-                continue
-            if version > newest:
+            if sealed is not None and version > newest:
                 self.notes.append(f"version {version}: sealed, and not in the log yet")
-            elif not known.get(version):
+            elif sealed is not None and not known.get(version):
                 self.notes.append(f"version {version}: the log has no checksum of it")
-            elif known[version] != sealed.checksum:
+            elif sealed is not None and known[version] != sealed.checksum:
                 self._add(f"version {version}", "its weights are not those that the log committed")
         if newest not in there:
             self.notes.append(f"version {newest}: its sealed weights are not there")
 
     def _checkpoints(self, config: RunConfig | None) -> None:
         known = self.auditor.books.weights
-        whole = config is not None and seals_whole_models(config)
-        if not whole:
+        if config is None or not seals_whole_models(config):
+            known = {}
             self.notes.append("checkpoints: not sealed as they are; compared with themselves only")
         for path in sorted((self.run / "checkpoints").glob("step_*")):
             step = int(path.name.removeprefix("step_"))
@@ -459,8 +464,7 @@ class FileAudit:
                 self.notes.append(f"{path.name}: its version is not in the log yet")
                 continue
             try:
-                sealed = known.get(step + 1, "") if whole else ""
-                problem = checkpoint_problem(path, step, sealed, trainer=True)
+                problem = checkpoint_problem(path, step, known.get(step + 1, ""), trainer=True)
             except (UserError, *DAMAGE) as error:
                 problem = f"cannot be read: {error}"
             if problem:
@@ -477,15 +481,13 @@ def open_run_data(config: RunConfig) -> tuple[PromptSource, Callable[[Sequence[i
 def _differences(found: Mapping[str, Any], expected: Mapping[str, Any]) -> Iterator[str]:
     """Figures that are others, or are not there."""
     for name, value in expected.items():
-        if name not in found:
-            yield f"{name} is missing, the log gives {value}"
-            continue
-        there = found[name]
+        there = found.get(name)
         same = there == value
         if isinstance(value, float) and isinstance(there, (int, float)):
             same = abs(there - value) <= CLOSE * max(1.0, abs(value))
-        if not same:
-            yield f"{name} is {there}, the log gives {value}"
+        if not same or name not in found:
+            is_ = f"is {there}" if name in found else "is missing"
+            yield f"{name} {is_}, the log gives {value}"
 
 
 def _short(steps: Sequence[int]) -> str:

@@ -73,16 +73,16 @@ class Recomputation:
             return [f"nothing could be recomputed: {reached}; {sealed}"]
         gap, tolerance = max(event.gap_max for event in self.found), self.found[0].tolerance
         mean = sum(event.gap_mean for event in self.found) / len(self.found)
-        first = (
-            f"computed again now: {reached} ({sealed}); log-probs {mean:.2g} apart on average, "
-            f"{gap:.2g} at most, tolerance {tolerance:g}"
+        power = (
+            f"{self.num_noticed} of {self.num_neighbours} would be found out if a neighbouring "
+            f"version had made them ({self.neighbour_gap:.2g} apart on average)"
+            if self.num_neighbours
+            else "not known, no neighbouring version is sealed"
         )
-        if not self.num_neighbours:
-            return [first, "power of this test: not known, no neighbouring version is sealed"]
         return [
-            first,
-            f"power of this test: {self.num_noticed} of {self.num_neighbours} would be found out "
-            f"if a neighbouring version had made them ({self.neighbour_gap:.2g} apart on average)",
+            f"computed again now: {reached} ({sealed}); log-probs {mean:.2g} apart on average, "
+            f"{gap:.2g} at most, tolerance {tolerance:g}",
+            f"power of this test: {power}",
         ]
 
 
@@ -99,7 +99,11 @@ def recompute(run: Path, auditor: Auditor, num: int) -> Recomputation:
     if not chosen:
         return found
     prompts, _ = open_run_data(config)  # the log knows which prompt a group had
-    documents = [_document(one, prompts.prompt(one.prompt).token_ids) for one in chosen]
+    documents: list[Document] = []
+    for one in chosen:
+        prompt_ids = np.array(prompts.prompt(one.prompt).token_ids, np.int32)
+        group = Group(one.request.group, one.version, prompt_ids, (one.sample,))
+        documents.append(document_of(group, one.sample, 0.0))
     versions = [one.version for one in chosen]
     scorer, exact = _scorer(config, store, versions[0])
     tolerance = config.audit.tolerance or (EXACT if exact else ROUNDED)
@@ -114,7 +118,7 @@ def recompute(run: Path, auditor: Auditor, num: int) -> Recomputation:
     found.found = compare(range(len(chosen)), versions)
     beside = {v: next((w for w in (v + 1, v - 1) if w in there), None) for v in {*versions}}
     known = [(place, w) for place, v in enumerate(versions) if (w := beside[v]) is not None]
-    others = compare([place for place, _ in known], [w for _, w in known]) if known else []
+    others = compare(*zip(*known, strict=True)) if known else []
     found.num_neighbours = len(others)
     found.num_noticed = sum(not event.is_same for event in others)
     found.neighbour_gap = sum(event.gap_mean for event in others) / max(1, len(others))
@@ -148,8 +152,14 @@ def reachable(
                 one = _stored(json.loads(raw), trained)
             except UNREADABLE as error:
                 name = f"{path.name} line {number}"
-                problem = str(error) if isinstance(error, UserError) else shape_problem(error)
-                found.damaged.append(Finding(Promise.FILES, -1, name, problem))
+                found.damaged.append(
+                    Finding(
+                        Promise.FILES,
+                        -1,
+                        name,
+                        str(error) if isinstance(error, UserError) else shape_problem(error),
+                    )
+                )
                 continue
             if one is not None and one.version in there:
                 stored.append(one)
@@ -174,11 +184,6 @@ def _stored(line: dict[str, Any], trained: Mapping[RequestId, TrainedSample]) ->
     version = known.segments[0].version
     sample = Trajectory(request, version, ids, logprobs, mask, reward=float(line["reward"]))
     return Stored(request, version, known.prompt, sample)
-
-
-def _document(one: Stored, token_ids: Sequence[int]) -> Document:
-    group = Group(one.request.group, one.version, np.array(token_ids, np.int32), (one.sample,))
-    return document_of(group, one.sample, 0.0)
 
 
 def _scorer(

@@ -155,8 +155,12 @@ def _break_stalls(
     """Break the waits for tokens that do not come. True: the whole instance was given up."""
     limit_s, stalled_s = state.params.deadlines.progress_s, now - inst.progress_s
     if stalled_s >= limit_s:
-        reason = f"it reports {inst.num_running} requests and no token for {stalled_s:.0f} s"
-        _replace_instance(state, inst, reason, out)
+        _replace_instance(
+            state,
+            inst,
+            f"it reports {inst.num_running} requests and no token for {stalled_s:.0f} s",
+            out,
+        )
         return True
     inst.still = {rid: inst.still.get(rid, now) for rid in event.still if rid in inst.requests}
     for rid, since_s in list(inst.still.items()):
@@ -177,8 +181,11 @@ def _relieve(state: State, inst: Instance, now: float, out: list[Action]) -> Non
         if excess <= 0 or len(inst.requests) <= 1:
             break
         excess -= state.length_of(request)
-        live = state.versions[request.version]
-        peer = None if state.params.mode is Mode.PARTIAL else best_holder(state, live)
+        peer = (
+            None
+            if state.params.mode is Mode.PARTIAL
+            else best_holder(state, state.versions[request.version])
+        )
         if (
             peer is not None
             and peer.id != inst.id

@@ -94,8 +94,9 @@ def _check_instances(state: State) -> None:
         if inst.isolating is not None:
             assert state.versions[inst.isolating].isolation == inst.id
     assert state.slots_awake == sum(inst.slots_max for inst in instances if inst.awake)
-    asleep = {inst.id for inst in instances if not inst.awake}
-    assert state.to_sleep.keys() | state.to_wake.keys() <= asleep
+    assert state.to_sleep.keys() | state.to_wake.keys() <= {
+        inst.id for inst in instances if not inst.awake
+    }
     assert state.num_elastic == sum(inst.elastic for inst in instances)
     for live in state.versions.values():
         if live.isolation is not None:

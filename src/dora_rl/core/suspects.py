@@ -71,8 +71,9 @@ def lost_with(state: State, request: Request, company: int, why: str, out: list[
             if request.alone_losses >= params.attempts_max:
                 state.instance_losses = 0  # a finding is progress
                 alone = f"instances were lost while sample {request.id.sample} ran alone"
-                reason = f"{request.alone_losses} {alone}; {why}"
-                fail_sample(state, request, reason, out, kills=True)
+                fail_sample(
+                    state, request, f"{request.alone_losses} {alone}; {why}", out, kills=True
+                )
                 return
         elif request.suspect:
             request.crowd = company // 2

@@ -90,8 +90,12 @@ def waits(state: State) -> list[Wait]:
             found.append(Wait(inst.id, "the learner to publish (asleep)"))
     for live in state.versions.values():
         if live.isolation is not None:
-            who = f"requests of version {live.version}"
-            found.append(Wait(who, f"a suspect that is tried alone on {live.isolation}"))
+            found.append(
+                Wait(
+                    f"requests of version {live.version}",
+                    f"a suspect that is tried alone on {live.isolation}",
+                )
+            )
         if live.num_pending:
             where = f"{len(live.holders)} holding it, {len(live.coming)} loading it"
             what = f"a slot on version {live.version} ({where})"

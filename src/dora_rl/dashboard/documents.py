@@ -61,7 +61,6 @@ def status(history: History, files: RunFiles) -> str:
 
 def overview(history: History, files: RunFiles) -> dict[str, Any]:
     params, trained = history.params, history.trained()
-    counts = np.bincount(states(history), minlength=len(STATES)).tolist()
     return {
         "name": files.name,
         "status": status(history, files),
@@ -76,7 +75,9 @@ def overview(history: History, files: RunFiles) -> dict[str, Any]:
         "num_entries": history.num_entries,
         "num_instances": len(history.names),
         "versions": _live_versions(history),
-        "states": dict(zip(STATES, counts, strict=True)),
+        "states": dict(
+            zip(STATES, np.bincount(states(history), minlength=len(STATES)).tolist(), strict=True)
+        ),
         **token_figures(history, files, trained),
         "migrations": len(history.moves),
         "kv_bytes_moved": int(history.moves["num_bytes"].sum()),
@@ -95,15 +96,13 @@ def token_figures(history: History, files: RunFiles, trained: NDArray[Any]) -> d
     """As the run's own files have them, so that all places show the same; a simulated run has a
     log alone, and no tokens that were not the policy's. None: a step's line lacks its figures."""
     generated = files.document("totals.json").get("tokens_generated")
-    if not files.steps:
-        tokens = int(history.groups["tokens"][trained].sum())
-        rate = tokens_per_s([tokens], [history.now_s])
-    else:
-        try:
-            tokens = sum(map(tokens_of_line, files.steps))
-            rate = tokens_per_s([tokens], [training_s(files)])
-        except KeyError:
-            tokens = rate = None
+    try:
+        tokens, lasted_s = sum(map(tokens_of_line, files.steps)), training_s(files)
+        if not files.steps:
+            tokens, lasted_s = int(history.groups["tokens"][trained].sum()), history.now_s
+        rate = tokens_per_s([tokens], [lasted_s])
+    except KeyError:
+        tokens = rate = None
     generated = int(history.groups["tokens"].sum()) if generated is None else generated
     return {"tokens_trained": tokens, "tokens_generated": generated, "tokens_per_s": rate}
 
@@ -256,7 +255,6 @@ def throughput(history: History, files: RunFiles, spans: dict[str, NDArray[Any]]
 
 
 PAGE_MAX = 200
-ORDERS = ("newest", "oldest", "longest", "best", "worst", "moved")
 
 
 def group_list(
@@ -297,8 +295,10 @@ def _row(history: History, group: int, state: str) -> dict[str, Any]:
     counts = ("version", "prompt", "finished", "scored", "tokens", "moves", "fed_step", "step")
     row: dict[str, Any] = {"group": group, "state": state}
     row |= {name: int(history.groups[name][group]) for name in counts}
-    times = ("issued_s", "ready_s", "fed_s", "ended_s")
-    row |= {name: known(history.groups[name][group]) for name in times}
+    row |= {
+        name: known(history.groups[name][group])
+        for name in ("issued_s", "ready_s", "fed_s", "ended_s")
+    }
     if row["scored"] < history.params.group_size:
         row["ready_s"] = None
     row["reward"] = (
@@ -319,8 +319,9 @@ def one_group(history: History, group: int, spans: dict[str, Any]) -> dict[str, 
     mine = (spans["slot"] >= first) & (spans["slot"] < first + size)
     columns = ("slot", "instance", "version", "begin", "end", "began", "ended")
     stays: dict[int, list[dict[str, Any]]] = {first + sample: [] for sample in range(size)}
-    found = zip(*(spans[name][mine].tolist() for name in columns), strict=True)
-    for slot, instance, version, begin, end, began, ended in found:
+    for slot, instance, version, begin, end, began, ended in zip(
+        *(spans[name][mine].tolist() for name in columns), strict=True
+    ):
         stay = {"instance": names[instance], "version": version, "begin": begin, "end": end}
         why = Why(ended).name.lower() if ended >= 0 else "running"
         stays[slot].append(stay | {"began": Why(began).name.lower(), "ended": why})
@@ -336,8 +337,11 @@ def one_group(history: History, group: int, spans: dict[str, Any]) -> dict[str, 
         for sample in range(size)
     ]
     state = STATES[int(states(history)[group])]
-    reason = history.reasons.get(group, "")
-    return {**_row(history, group, state), "reason": reason, "samples": rows}
+    return {
+        **_row(history, group, state),
+        "reason": history.reasons.get(group, ""),
+        "samples": rows,
+    }
 
 
 def known(value: float) -> float | None:
@@ -381,11 +385,9 @@ def pieces(ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> list[s
     begin = 0
     for end in range(1, len(ids) + 1):
         text = decode(ids[begin:end])
-        if "�" not in text or end - begin == 8:
+        if "�" not in text or end - begin == 8 or end == len(ids):
             texts += [text] + [""] * (end - begin - 1)
             begin = end
-    if begin < len(ids):
-        texts += [decode(ids[begin:])] + [""] * (len(ids) - begin - 1)
     return texts
 
 

@@ -12,6 +12,7 @@ import math
 import time
 from bisect import bisect_left
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import IO, Any
 
@@ -50,8 +51,6 @@ class RunFiles:
         inode, offset = self._read
         if inode != found.st_ino or found.st_size < offset:
             offset, self.steps, self.evaluations = 0, [], []
-        if found.st_size == offset:
-            return False
         with path.open("rb") as file:
             file.seek(offset)
             data = file.read()
@@ -60,16 +59,17 @@ class RunFiles:
             if "step" in line:
                 self.steps.append(line)
             else:  # one that failed is made up for after a resume
-                others = [e for e in self.evaluations if e["version"] != line["version"]]
-                self.evaluations = [*others, line]
+                self.evaluations = [
+                    *[e for e in self.evaluations if e["version"] != line["version"]],
+                    line,
+                ]
         self._read = (found.st_ino, offset + end)
         return end > 0
 
     def document(self, name: str) -> dict[str, Any]:
         """A JSON file of the run, {} if it is not there (yet)."""
-        path = self.folder / name
         try:
-            return json.loads(path.read_text())
+            return json.loads((self.folder / name).read_text())
         except (FileNotFoundError, json.JSONDecodeError):
             return {}
 
@@ -81,15 +81,10 @@ class RunFiles:
         with path.open("rb") as file:
             places = range(path.stat().st_size)
             _to_line(file, bisect_left(places, step, key=partial(_step_after, file)))
-            for line in file:
-                if not line.endswith(b"\n"):
-                    return None
-                record = json.loads(line)
-                if record["step"] > step:
-                    return None
-                if record["group"] == group and record["sample"] == sample:
-                    return record
-        return None
+            whole = (json.loads(line) for line in file if line.endswith(b"\n"))
+            of_step = takewhile(lambda record: record["step"] <= step, whole)
+            key = (group, sample)
+            return next((r for r in of_step if (r["group"], r["sample"]) == key), None)
 
 
 def _step_after(file: IO[bytes], place: int) -> float:

@@ -93,17 +93,13 @@ class Handler(BaseHTTPRequestHandler):
 
     def _host_is_ours(self) -> bool:
         """On loopback a foreign name is a page that had its own name pointed at us."""
-        if not self.server.loopback:
-            return True
         host = self.headers.get("Host", "")
         name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
-        return is_loopback(name)
+        return not self.server.loopback or is_loopback(name)
 
     def _may_read(self, query: dict[str, str]) -> bool:
-        if not self.server.token:
-            return True
-        given = query.get("token", "") or self._cookie()
-        return hmac.compare_digest(given.encode(), self.server.token.encode())
+        given, token = query.get("token", "") or self._cookie(), self.server.token
+        return not token or hmac.compare_digest(given.encode(), token.encode())
 
     def _cookie(self) -> str:
         try:
@@ -115,8 +111,12 @@ class Handler(BaseHTTPRequestHandler):
     def _answer(self, path: str, query: dict[str, str]) -> None:
         name = path.removeprefix("/") or "index.html"
         if name in FILES:
-            body = resources.files("dora_rl.dashboard").joinpath(name).read_bytes()
-            self._send(HTTPStatus.OK, FILES[name], body, with_cookie="token" in query)
+            self._send(
+                HTTPStatus.OK,
+                FILES[name],
+                resources.files("dora_rl.dashboard").joinpath(name).read_bytes(),
+                with_cookie="token" in query,
+            )
         elif name == "api/live":
             self._push()
         elif name.startswith("api/"):
@@ -152,8 +152,9 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))
         if with_cookie and self.server.token:
-            cookie = f"{COOKIE}={self.server.token}; HttpOnly; SameSite=Strict; Path=/"
-            self.send_header("Set-Cookie", cookie)
+            self.send_header(
+                "Set-Cookie", f"{COOKIE}={self.server.token}; HttpOnly; SameSite=Strict; Path=/"
+            )
         self._send_headers()
         self.wfile.write(body)
 

@@ -106,8 +106,7 @@ def _steps(history: History, begin: float, end: float, width: int) -> list[list[
     """[step, first group fed, batch closed, committed], at most one for every two pixels."""
     rows: list[list[float | None]] = []
     last = -np.inf
-    for step in sorted(history.steps):
-        record = history.steps[step]
+    for step, record in sorted(history.steps.items()):
         done = history.or_now(record.committed_s)
         fed = record.fed_s if record.fed_s == record.fed_s else record.closed_s
         if done >= begin and fed <= end and done - last > 2 * (end - begin) / max(1, width):
@@ -134,14 +133,13 @@ def _loads(history: History, row: NDArray[Any], begin: float, end: float) -> lis
 
 def _moves(history: History, row: NDArray[Any], begin: float, end: float) -> dict[str, Any]:
     moves = history.moves
-    here = np.flatnonzero((moves["now"] >= begin) & (moves["now"] <= end))
-    num = len(here)
-    here = here[:: num // MARKS_MAX + 1]
+    found = np.flatnonzero((moves["now"] >= begin) & (moves["now"] <= end))
+    here = found[:: len(found) // MARKS_MAX + 1]
     group, sample = np.divmod(moves["slot"][here], history.params.group_size)
     src, dst = row[moves["src"][here]], row[moves["dst"][here]]
     columns = (src, dst, group, sample, history.groups["version"][group])
     rows = zip(_rounded(moves["now"][here]), *(c.tolist() for c in columns), strict=True)
-    return {"num": num, "rows": [list(row) for row in rows]}
+    return {"num": len(found), "rows": [list(row) for row in rows]}
 
 
 def _waits(history: History, begin: float, end: float) -> list[list[Any]]:

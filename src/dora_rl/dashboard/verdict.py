@@ -84,13 +84,17 @@ def _tell(auditor: Auditor, state: str) -> None:
         {"promise": f.promise.value, "subject": f.subject, "message": f.message, "entry": f.entry}
         for f in notes.kept[:FINDINGS_SHOWN]
     ]
-    line = {
-        "state": state,
-        "num_entries": notes.entry + 1,
-        "num_findings": notes.num,
-        "findings": found,
-    }
-    print(json.dumps(line), flush=True)
+    print(
+        json.dumps(
+            {
+                "state": state,
+                "num_entries": notes.entry + 1,
+                "num_findings": notes.num,
+                "findings": found,
+            }
+        ),
+        flush=True,
+    )
 
 
 def main() -> None:

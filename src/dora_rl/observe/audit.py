@@ -185,8 +185,9 @@ class Auditor:
             findings.add(LOG, f"entry {expected}", f"missing: {entry.number} comes instead")
         if (entry.number == 0) != isinstance(entry.event, ev.Started):
             findings.add(LOG, name, "the run starts once, at entry 0")
-        in_order = entry.now >= self.now or resumes
-        findings.check(in_order, LOG, name, "is older than the entry before it")
+        findings.check(
+            entry.now >= self.now or resumes, LOG, name, "is older than the entry before it"
+        )
         self.now = entry.now
         self._count(entry.event)
         if self.stop is not None and not resumes:

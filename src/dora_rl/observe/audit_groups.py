@@ -120,8 +120,9 @@ class GroupAudit(Checker):
             return
         event, record = self.findings.event, self.books.live[action.request.group]
         if action.prompt != record.prompt:
-            text = f"{label} is scored for prompt {action.prompt}, not {record.prompt}"
-            self.add(PROMPTS, name, text)
+            self.add(
+                PROMPTS, name, f"{label} is scored for prompt {action.prompt}, not {record.prompt}"
+            )
         if isinstance(event, ev.Tick) and action.attempt > sample.asked >= 0:
             sample.unscored(TOO_LATE, self.books.params.attempts_max)
         # After a resume what is still open is asked for again.

@@ -186,8 +186,11 @@ class PlaceAudit(Checker):
                 continue
             known = record.samples[sample]
             if request in self.places or epoch <= known.epoch or known.asked >= 0:
-                text = f"sample {sample} is dispatched again, epoch {epoch}"
-                self.add(C2, f"group {action.group}", text)
+                self.add(
+                    C2,
+                    f"group {action.group}",
+                    f"sample {sample} is dispatched again, epoch {epoch}",
+                )
                 self._remove(request)
             known.epoch = epoch
             self.places[request] = place = Place(epoch, action.version, action.instance)
@@ -262,8 +265,11 @@ class PlaceAudit(Checker):
         if place is None or place.epoch != event.epoch:
             return
         if event.instance not in (place.instance, place.dest):
-            text = f"sample {event.request.sample} finished on {event.instance}, where it is not"
-            self.add(C2, f"group {event.request.group}", text)
+            self.add(
+                C2,
+                f"group {event.request.group}",
+                f"sample {event.request.sample} finished on {event.instance}, where it is not",
+            )
         self.findings.finished = event.request
         pure = len(event.segments) == 1 and event.segments[0].version == place.version
         if not pure and self.books.params.mode is not Mode.PARTIAL:
@@ -307,8 +313,11 @@ class PlaceAudit(Checker):
     def _placed(self, request: RequestId, epoch: int, where: InstanceId) -> Place | None:
         place = self.places.get(request)
         if place is None or (place.epoch, place.instance, place.dest) != (epoch, where, None):
-            text = f"sample {request.sample} is ordered on {where}, where it is not"
-            self.add(C2, f"group {request.group}", text)
+            self.add(
+                C2,
+                f"group {request.group}",
+                f"sample {request.sample} is ordered on {where}, where it is not",
+            )
             return None
         return place
 

@@ -205,8 +205,11 @@ class StepAudit(Checker):
         if self.checksums.setdefault(event.step, event.checksum) != event.checksum:
             self.add(BATCH, f"step {event.step}", "committed twice, with different weights")
         elif books.weights.setdefault(event.step + 1, event.checksum) != event.checksum:
-            text = "instances loaded other weights than were committed"
-            self.add(VERSIONS, f"version {event.step + 1}", text)
+            self.add(
+                VERSIONS,
+                f"version {event.step + 1}",
+                "instances loaded other weights than were committed",
+            )
         books.metrics.setdefault(event.step, event.metrics)
         if event.step == books.filling and self.close_sent:
             self._next_step()  # whoever has trained a batch held it

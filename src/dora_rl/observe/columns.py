@@ -150,8 +150,11 @@ def columns(data: bytes) -> Columns:
         codes = np.fromiter(map(_CODES.__getitem__, map(type, objects)), np.int8, len(objects))
         for code, kind in enumerate(FREQUENT):
             places = np.flatnonzero(codes == code)
-            rows = [objects[place] for place in places.tolist()]
-            tables[kind].append(_table(kind, num_objects + places, rows, texts))
+            tables[kind].append(
+                _table(
+                    kind, num_objects + places, [objects[place] for place in places.tolist()], texts
+                )
+            )
         line_of = np.repeat(np.arange(len(records)), [1 + len(record.a) for record in records])
         for line in np.unique(line_of[codes == _RARE_CODE]).tolist():
             record = loads(data[begins[first + line] : ends[first + line]])
@@ -162,8 +165,13 @@ def columns(data: bytes) -> Columns:
                     rare.append(Rare(num_objects + place, value))
         times.append(np.array([record.t for record in records])[line_of])
         num_objects += len(objects)
-    joined = {kind: joined_tables(parts) for kind, parts in tables.items()}
-    return Columns(joined, rare, list(texts), np.concatenate(times), len(ends))
+    return Columns(
+        {kind: joined_tables(parts) for kind, parts in tables.items()},
+        rare,
+        list(texts),
+        np.concatenate(times),
+        len(ends),
+    )
 
 
 def _records(lines: bytes) -> list[Any]:

@@ -13,9 +13,9 @@ import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import comb
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -103,11 +103,8 @@ def best_evaluated(
 
 def failed_text(found: Figures) -> str:
     """How many answers failed, and the most frequent reason; empty if none did."""
-    failed = found.get("num_failed")
-    if not failed:
-        return ""
-    assert isinstance(failed, float)
-    return f"{failed:.0f} of {found['num_answers']:.0f} answers failed: {found.get('failure', '')}"
+    failed, why = found.get("num_failed"), found.get("failure", "")
+    return f"{failed:.0f} of {found['num_answers']:.0f} answers failed: {why}" if failed else ""
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
@@ -129,12 +126,9 @@ def curves(sheets: Sequence[Sheet], success_min: float) -> dict[str, float | Non
     """pass@j and best@j for j = 1, 2, 4 … and k, unbiased."""
     num = max((len(sheet.sampled) for sheet in sheets), default=0)
     counts = sorted({1 << i for i in range(num.bit_length()) if 1 << i <= num} | {num} - {0})
-    found: dict[str, float | None] = {}
-    for j in counts:
-        found[f"pass@{j}"] = _over(sheets, j, lambda rewards, j=j: pass_at(rewards, j, success_min))
-    for j in counts:
-        found[f"best@{j}"] = _over(sheets, j, lambda rewards, j=j: best_of(rewards, j))
-    return found
+    passes = (partial(pass_at, count=j, success_min=success_min) for j in counts)
+    found = {f"pass@{j}": _over(sheets, j, of) for j, of in zip(counts, passes, strict=True)}
+    return found | {f"best@{j}": _over(sheets, j, partial(best_of, count=j)) for j in counts}
 
 
 def _over(sheets: Sequence[Sheet], count: int, of: Callable[[list[float]], float]) -> float | None:
@@ -180,11 +174,9 @@ class TailPrompts:
         if len(by_level) == len(levels):
             self.indexes = _last_tenth(by_level)
         elif path is not None and path.is_file():
-            self.indexes = self._read(json.loads(path.read_text()))
-
-    def _read(self, kept: dict[str, Any]) -> list[int] | None:
-        """Other prompts than those it was chosen from have another tail."""
-        return list(kept["tail"]) if kept.get("prompts") == self._prompts else None
+            kept = json.loads(path.read_text())
+            # Other prompts than those it was chosen from have another tail.
+            self.indexes = list(kept["tail"]) if kept.get("prompts") == self._prompts else None
 
     def choose(self, version: Version, sheets: Sequence[Sheet]) -> list[int]:
         """The tail; fixed now, by the lengths of these answers, if it is not yet."""
@@ -205,5 +197,6 @@ def _last_tenth(hardness: Sequence[float]) -> list[int]:
 
 
 def _fingerprint(prompts: Sequence[Prompt]) -> str:
-    ids = json.dumps([list(prompt.token_ids) for prompt in prompts])
-    return hashlib.sha256(ids.encode()).hexdigest()[:32]
+    return hashlib.sha256(
+        json.dumps([list(prompt.token_ids) for prompt in prompts]).encode()
+    ).hexdigest()[:32]

@@ -68,14 +68,8 @@ def encode_snapshot(number: int, now: float, state: State) -> bytes:
 
 
 def _entry_body(entry: Entry) -> bytes:
-    return dumps(
-        {
-            "n": entry.number,
-            "t": entry.now,
-            "e": _EVENT.encode(entry.event),
-            "a": _ACTIONS.encode(entry.actions),
-        }
-    )
+    told = {"e": _EVENT.encode(entry.event), "a": _ACTIONS.encode(entry.actions)}
+    return dumps({"n": entry.number, "t": entry.now, **told})
 
 
 def _snapshot_body(number: int, now: float, state: State) -> bytes:
@@ -302,9 +296,8 @@ def chained(previous: str, body: bytes) -> tuple[bytes, str]:
 
 def digest_in(tail: bytes) -> str:
     """The digest at the end of a line, "" if it has none."""
-    if tail[-_SUFFIX : -_SUFFIX + len(_BEGIN)] != _BEGIN or not tail.endswith(_END):
-        return ""
-    return tail[-_SUFFIX + len(_BEGIN) : -len(_END)].decode(errors="replace")
+    there = tail[-_SUFFIX : -_SUFFIX + len(_BEGIN)] == _BEGIN and tail.endswith(_END)
+    return tail[-_SUFFIX + len(_BEGIN) : -len(_END)].decode(errors="replace") if there else ""
 
 
 class ChainCheck:
@@ -320,17 +313,15 @@ class ChainCheck:
         """`line` as it lies in the file: checksum, blank, JSON, newline."""
         self.problem = ""
         digest = digest_in(line)
-        if not digest:
-            self.num_unchained += 1
-            if self.num_chained:
-                self.problem = "has no digest, and entries before it have one"
-        else:
-            self.num_chained += 1
-            if chained(self._previous, line[9:-_SUFFIX] + b"}")[1] != digest:
-                self.problem = (
-                    "its digest does not follow from the line before it: a line was changed, "
-                    "removed, added or moved"
-                )
+        if not digest and self.num_chained:
+            self.problem = "has no digest, and entries before it have one"
+        elif digest and chained(self._previous, line[9:-_SUFFIX] + b"}")[1] != digest:
+            self.problem = (
+                "its digest does not follow from the line before it: a line was changed, "
+                "removed, added or moved"
+            )
+        self.num_chained += bool(digest)
+        self.num_unchained += not digest
         self._previous = digest
 
 
@@ -350,29 +341,28 @@ class ReplayResult:
 
 def replay(records: Iterable[Entry | Snapshot]) -> ReplayResult:
     """Drive the core with a run's events. Stops at the first difference."""
-    state: State | None = None
+    state, difference = None, None
     num_entries = num_snapshots = 0
     for record in records:
         if isinstance(record, Snapshot):
             num_snapshots += 1
-            if state is None:
-                state = record.restore()
-            elif encode(State, state) != encode(State, record.restore()):
-                text = f"the snapshot before entry {record.number} is another state"
-                return ReplayResult(num_entries, num_snapshots, text)
-            continue
-        state = state if state is not None else initial_of(record)
-        actions = step(state, record.event, record.now)
-        if actions != record.actions:
-            return ReplayResult(num_entries, num_snapshots, _difference(record, actions))
-        num_entries += 1
-    return ReplayResult(num_entries, num_snapshots, None)
+            state = state if state is not None else record.restore()
+            if encode(State, state) != encode(State, record.restore()):
+                difference = f"the snapshot before entry {record.number} is another state"
+        else:
+            state = state if state is not None else initial_of(record)
+            actions = step(state, record.event, record.now)
+            if actions != record.actions:
+                difference = _difference(record, actions)
+            num_entries += difference is None
+        if difference is not None:
+            break
+    return ReplayResult(num_entries, num_snapshots, difference)
 
 
 def _difference(record: Entry, actions: Sequence[object]) -> str:
+    name = f"entry {record.number}"
     for place, (now, then) in enumerate(zip(actions, record.actions, strict=False)):
         if now != then:
-            return f"entry {record.number} action {place}: logged {then!r}, replayed {now!r}"
-    return (
-        f"entry {record.number}: {len(record.actions)} actions were logged, {len(actions)} replayed"
-    )
+            return f"{name} action {place}: logged {then!r}, replayed {now!r}"
+    return f"{name}: {len(record.actions)} actions were logged, {len(actions)} replayed"

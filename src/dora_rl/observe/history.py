@@ -197,14 +197,15 @@ class History:
         tokens, samples = (summed(groups[name][trained]) for name in ("tokens", "scored"))
         done = np.array([self.steps.get(s, StepRecord()).committed_s for s in range(num)])
         took = np.diff(done, prepend=np.nanmin(groups["issued_s"], initial=np.inf))
-        rates = smoothed_rates(tokens.tolist(), took.tolist())
         return {
             "reward/mean": summed(groups["reward_sum"][trained]) / np.maximum(1, samples),
             "staleness/mean": summed(stale) / np.maximum(1, np.bincount(step, minlength=num)),
             "staleness/max": most,
             "response_length/mean": tokens / np.maximum(1, samples),
             "time/step": took,
-            "perf/tokens_per_s": np.array(rates, np.float64),
+            "perf/tokens_per_s": np.array(
+                smoothed_rates(tokens.tolist(), took.tolist()), np.float64
+            ),
         }
 
     def or_now(self, seconds: float) -> float:
@@ -226,7 +227,8 @@ class History:
         """In stretches: a lost instance ends every stay on it."""
         rows, begin = self._stay_rows(chunk, tables, seconds), 0
         for at, value in chunk.rare:
-            if type(value) in _LOSSES or self._begins_new_life(value):
+            joined = isinstance(value, ev.InstanceJoined) and self._begins_new_life(value)
+            if joined or isinstance(value, _LOSSES):
                 self.placements.add(rows_of(rows, (rows["at"] >= begin) & (rows["at"] < at)))
                 name = getattr(value, "instance", None)
                 lost = None if name is None else self.instance(name)
@@ -234,12 +236,10 @@ class History:
                 begin = at
         self.placements.add(rows_of(rows, rows["at"] >= begin) if begin else rows)
 
-    def _begins_new_life(self, value: Any) -> bool:
+    def _begins_new_life(self, joined: ev.InstanceJoined) -> bool:
         """An instance that comes back begins with nothing, also where nobody saw it go."""
-        if not isinstance(value, ev.InstanceJoined):
-            return False
-        before, self._lives[value.instance] = self._lives.get(value.instance), value.life
-        return before is not None and before != value.life
+        before, self._lives[joined.instance] = self._lives.get(joined.instance), joined.life
+        return before not in (None, joined.life)
 
     def _stay_rows(
         self, chunk: Columns, tables: dict[type, Table], seconds: NDArray[np.float64]
@@ -285,8 +285,11 @@ class History:
 
     def _rewind(self, version: int, now_s: float) -> None:
         """Steps from there on are trained again: what they were before is undone."""
-        text = f"back to version {version}, the last one on disk"
-        self.incidents.append(Incident(now_s, "rewound", "learner", text))
+        self.incidents.append(
+            Incident(
+                now_s, "rewound", "learner", f"back to version {version}, the last one on disk"
+            )
+        )
         self.committed = min(self.committed, version)
         for record in [self.steps[step] for step in self.steps if step >= version]:
             record.closed_s = record.committed_s = np.nan

@@ -57,9 +57,8 @@ def idle_ratio(busy_s: Sequence[float], lasted_s: float) -> float | None:
     >>> idle_ratio([1.0, 3.0], 4.0)
     0.5
     """
-    if not busy_s or lasted_s <= 0:
-        return None
-    return max(0.0, 1 - sum(busy_s) / (lasted_s * len(busy_s)))
+    lasted_s *= len(busy_s)
+    return max(0.0, 1 - sum(busy_s) / lasted_s) if lasted_s > 0 else None
 
 
 def rollout_busy_s(busy_s: dict[str, float]) -> list[float]:

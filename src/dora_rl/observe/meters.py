@@ -14,6 +14,7 @@ import subprocess
 import threading
 import time
 from bisect import bisect_left, bisect_right
+from collections import defaultdict
 from pathlib import Path
 
 LOOK_S = 0.05
@@ -65,11 +66,10 @@ class CpuMeter(threading.Thread):
         if last <= first:
             return {}
         (t0, before), (t1, after) = self.samples[first], self.samples[last]
-        used: dict[str, float] = {}
+        used: defaultdict[str, float] = defaultdict(float)
         for pid, cpu_s in after.items():
-            role = self._roles[pid]
-            used[role] = used.get(role, 0.0) + (cpu_s - before.get(pid, 0.0)) / (t1 - t0)
-        return used
+            used[self._roles[pid]] += (cpu_s - before.get(pid, 0.0)) / (t1 - t0)
+        return dict(used)
 
     def still_between(self, begin: float, end: float) -> float | None:
         """The share of looks at which no thread of the run was on a core or waited for one."""
@@ -108,14 +108,13 @@ def _cpu_of_tree(root: int) -> dict[int, float]:
             pid = int(entry.name)
             parents[pid] = int(rest[1])
             cpu[pid] = (int(rest[11]) + int(rest[12])) / TICKS_PER_S
-    found: dict[int, float] = {}
-    for pid in parents:
-        at = pid
-        while at in parents and at != root:
-            at = parents[at]
-        if at == root:
-            found[pid] = cpu[pid]
-    return found
+
+    def is_below(pid: int) -> bool:
+        while pid in parents and pid != root:
+            pid = parents[pid]
+        return pid == root
+
+    return {pid: cpu_s for pid, cpu_s in cpu.items() if is_below(pid)}
 
 
 PERIOD_MS = 100

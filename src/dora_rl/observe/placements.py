@@ -9,6 +9,7 @@ Invariant: the stays of one request do not overlap.
 from __future__ import annotations
 
 import heapq
+from collections import Counter, defaultdict
 from enum import IntEnum
 from typing import Any
 
@@ -116,8 +117,11 @@ class Placements:
     def lose(self, instance: int | None, now: float) -> None:
         """An instance is gone (None: all of them), and with it every stay on it."""
         places = self.open["instance"]
-        gone = places >= 0 if instance is None else places == instance
-        self._close(np.flatnonzero(gone), now, int(Why.LOST))
+        self._close(
+            np.flatnonzero(places >= 0 if instance is None else places == instance),
+            now,
+            int(Why.LOST),
+        )
 
     def all_spans(self, now: float) -> Table:
         """Closed stays and, up to `now`, the open ones."""
@@ -164,20 +168,18 @@ def coverage(
 def lanes(begin: Floats, end: Floats, row: NDArray[Any]) -> NDArray[np.int64]:
     """A lane for each stay, so that stays of one lane of one row do not overlap; lowest first."""
     lane = np.zeros(len(begin), np.int64)
-    free: dict[int, list[int]] = {}
-    used: dict[int, int] = {}
-    busy: dict[int, list[tuple[float, int]]] = {}
+    free: defaultdict[int, list[int]] = defaultdict(list)
+    used: Counter[int] = Counter()
+    busy: defaultdict[int, list[tuple[float, int]]] = defaultdict(list)
     for place in np.lexsort((end, begin, row)).tolist():
         key, start = int(row[place]), float(begin[place])
-        running, idle = busy.setdefault(key, []), free.setdefault(key, [])
+        running, idle = busy[key], free[key]
         while running and running[0][0] <= start:
             heapq.heappush(idle, heapq.heappop(running)[1])
-        if idle:
-            chosen = heapq.heappop(idle)
-        else:
-            chosen = used.get(key, 0)
-            used[key] = chosen + 1
-        lane[place] = chosen
+        if not idle:
+            idle.append(used[key])
+            used[key] += 1
+        lane[place] = chosen = heapq.heappop(idle)
         heapq.heappush(running, (float(end[place]), chosen))
     return lane
 

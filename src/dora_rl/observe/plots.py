@@ -52,7 +52,8 @@ def draw_run(run: Path, path: Path | None = None, *, only: str | None = None) ->
         "ytick.color": SOFT,
         "svg.fonttype": "none",
     }
-    heights = {"curves": 3.0, "timeline": height_of(history)}
+    num_rows = 1 + min(INSTANCES_MAX, max(1, len(history.names)))
+    heights = {"curves": 3.0, "timeline": 1.5 + 0.42 * num_rows}
     parts = [only] if only else ["curves", "timeline"]
     with mpl.rc_context(style):
         figure = Figure(figsize=(12, sum(heights[part] for part in parts)), layout="constrained")
@@ -116,8 +117,13 @@ def _lengths(axis: Any, history: History, steps: list[dict[str, Any]]) -> None:
     names = [n for n in ("median", "mean", "p99") if steps and f"response_length/{n}" in steps[0]]
     xs = [line["step"] for line in steps]
     for place, name in enumerate(names):
-        ys = [line[f"response_length/{name}"] for line in steps]
-        axis.plot(xs, ys, color=_CURVES[place], linewidth=1.6, label=name)
+        axis.plot(
+            xs,
+            [line[f"response_length/{name}"] for line in steps],
+            color=_CURVES[place],
+            linewidth=1.6,
+            label=name,
+        )
     if names:
         axis.set_yscale("log")
         _plain(axis, "response length, tokens")
@@ -140,10 +146,6 @@ INSTANCES_MAX = 16
 STEPS_MAX = 24  # the last ones are shown
 BINS = 900
 ARROWS_MAX = 250
-
-
-def height_of(history: History) -> float:
-    return 1.5 + 0.42 * (1 + min(INSTANCES_MAX, max(1, len(history.names))))
 
 
 def draw_timeline(axis: Any, history: History) -> None:
@@ -219,8 +221,16 @@ def _loads(axis: Any, history: History, rows: dict[int, int], begin: float, end:
         if load.instance in rows and until > begin and load.begin_s < end:
             wide = max(until - load.begin_s, 0.002 * (end - begin))
             colour = VERSIONS[load.version % len(VERSIONS)]
-            place = rows[load.instance] + 0.05
-            axis.barh(place, wide, 0.1, left=load.begin_s, color=colour, hatch="////", ec=INK, lw=0)
+            axis.barh(
+                rows[load.instance] + 0.05,
+                wide,
+                0.1,
+                left=load.begin_s,
+                color=colour,
+                hatch="////",
+                ec=INK,
+                lw=0,
+            )
 
 
 def _moves(axis: Any, history: History, rows: dict[int, int], begin: float, end: float) -> None:
@@ -243,10 +253,9 @@ def _versions_legend(axis: Any, versions: list[int]) -> None:
     from matplotlib.patches import Patch
 
     num = len(VERSIONS)
+    labels = {colour: f"v{colour}, {colour + num}, …" for colour in range(num)}
     if len(versions) <= num:
         labels = {v % num: f"v{v}" for v in versions}
-    else:
-        labels = {colour: f"v{colour}, {colour + num}, …" for colour in range(num)}
     handles: list[Any] = [Patch(color=VERSIONS[c], label=text) for c, text in labels.items()]
     handles.append(Patch(color=PALE, label="idle"))
     handles.append(Line2D([], [], color=INK, lw=1, marker=">", markersize=3, label="migration"))

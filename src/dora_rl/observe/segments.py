@@ -61,6 +61,5 @@ class SegmentReaders:
 def start_readers(folder: Path) -> SegmentReaders | None:
     """Begin to read what is closed of a log; None if it is too short to be worth it."""
     closed = segments(folder)[:-1]
-    if sum(path.stat().st_size for path in closed) < MANY_BYTES:
-        return None
-    return SegmentReaders(closed)
+    many = sum(path.stat().st_size for path in closed) >= MANY_BYTES
+    return SegmentReaders(closed) if many else None

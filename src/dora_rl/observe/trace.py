@@ -64,8 +64,14 @@ def trace_events(history: History) -> Iterator[Event]:
     for incident in history.incidents:
         code = history.names.get(incident.instance)
         pid = LEARNER if code is None else FIRST_INSTANCE + code
-        text = f"{incident.kind}: {incident.text}" if incident.text else incident.kind
-        yield {"ph": "i", "s": "p", "name": text, "pid": pid, "tid": 0, "ts": _us(incident.now_s)}
+        yield {
+            "ph": "i",
+            "s": "p",
+            "name": (f"{incident.kind}: {incident.text}" if incident.text else incident.kind),
+            "pid": pid,
+            "tid": 0,
+            "ts": _us(incident.now_s),
+        }
 
 
 def _us(seconds: float) -> float:
@@ -103,8 +109,9 @@ def _learner(history: History) -> Iterator[Event]:
             done = history.or_now(record.committed_s)
             yield _slice(f"train {step}", LEARNER, 0, closed, done, step=step, colour=step)
     for wait, until in history.ended_waits():
-        groups = list(wait.groups)
-        yield _slice(f"step {wait.step} waits", LEARNER, 2, wait.begin_s, until, groups=groups)
+        yield _slice(
+            f"step {wait.step} waits", LEARNER, 2, wait.begin_s, until, groups=list(wait.groups)
+        )
 
 
 def _stays(history: History) -> Iterator[Event]:
@@ -127,8 +134,13 @@ def _stays(history: History) -> Iterator[Event]:
         if began == Why.MOVED and before is not None and before[0] == slot:
             flow += 1
             arrow = {"name": "move", "cat": "move", "id": flow}
-            inside = _us(before[3]) - 0.1
-            yield {"ph": "s", **arrow, "pid": before[1], "tid": before[2], "ts": inside}
+            yield {
+                "ph": "s",
+                **arrow,
+                "pid": before[1],
+                "tid": before[2],
+                "ts": (_us(before[3]) - 0.1),
+            }
             yield {"ph": "f", "bp": "e", **arrow, "pid": pid, "tid": tid, "ts": _us(begin)}
         before = (slot, pid, tid, end)
 
@@ -168,8 +180,9 @@ def _counters(history: History) -> Iterator[Event]:
     spans = history.placements.all_spans(history.now_s)
     for code in history.names.values():
         here = spans["instance"] == code
-        pid = FIRST_INSTANCE + code
-        yield from _level("running requests", pid, spans["begin"][here], spans["end"][here])
+        yield from _level(
+            "running requests", FIRST_INSTANCE + code, spans["begin"][here], spans["end"][here]
+        )
     for step, record in sorted(history.steps.items()):
         mine = (groups["step"] == step) & (groups["end"] >= 0)
         if mine.any() and not np.isnan(record.committed_s):

@@ -69,8 +69,10 @@ class Checker:
                 self.in_force = (action.max_staleness, action.batch_groups)
             case act.IssueGroup():
                 require(action.group not in self.issued, f"group {action.group} issued twice")
-                again = action.prompt in self.set_aside
-                require(not again, f"prompt {action.prompt} was set aside and is issued")
+                require(
+                    action.prompt not in self.set_aside,
+                    f"prompt {action.prompt} was set aside and is issued",
+                )
                 self.issued[action.group] = action
             case act.EndGroup():
                 require(action.group not in self.ended, f"group {action.group} ended twice")
@@ -83,8 +85,10 @@ class Checker:
                 if action.end is act.End.FAILED:
                     self._check_failed(action)
             case act.SetAside():
-                bad = self.is_bad(action.prompt)
-                require(bad, f"prompt {action.prompt} is fine and was set aside: {action.reason}")
+                require(
+                    self.is_bad(action.prompt),
+                    f"prompt {action.prompt} is fine and was set aside: {action.reason}",
+                )
                 self.set_aside.add(action.prompt)
             case act.CloseStep():
                 # A learner that restarts is told again, maybe under a newer K and B.
@@ -131,8 +135,10 @@ class Checker:
                 self._check_samples(group, samples)
         for group in self.issued:
             require(group in self.ended, f"C2: group {group} never ended")
-            was_trained = self.ended[group].end is act.End.TRAINED
-            require(was_trained == (group in trained), f"C2: group {group} ended wrongly")
+            require(
+                (self.ended[group].end is act.End.TRAINED) == (group in trained),
+                f"C2: group {group} ended wrongly",
+            )
         require(len(trained) == sum(len(s.groups) for s in self.world.learner.trained), "counts")
 
     def _check_samples(self, group: GroupId, samples: tuple[int, ...]) -> None:
@@ -141,10 +147,14 @@ class Checker:
             request = self.world.fleet.finished.get(RequestId(group, sample))
             require(request is not None, f"sample {group}.{sample} was trained without its data")
             assert request is not None
-            scored = request.id in self.world.rewards.scored
-            require(scored, f"sample {group}.{sample} was trained without a reward")
-            total = self.world.spec.task(issued.prompt, sample)[1]
-            require(request.total == total, f"sample {group}.{sample} has another prompt's length")
+            require(
+                request.id in self.world.rewards.scored,
+                f"sample {group}.{sample} was trained without a reward",
+            )
+            require(
+                request.total == self.world.spec.task(issued.prompt, sample)[1],
+                f"sample {group}.{sample} has another prompt's length",
+            )
             first = request.segments[0].start
             require(first == 0, f"sample {group}.{sample} lost its first tokens")
             versions = {segment.version for segment in request.segments}

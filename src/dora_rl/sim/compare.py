@@ -119,22 +119,16 @@ def _drive(flows: Mapping[str, Flow[T]], executor: Executor, see: See) -> dict[s
             known[job].add_done_callback(tell)
         return known[job]
 
-    def advance(name: str, answers: list[ModeResult] | None) -> None:
-        flow = flows[name]
-        try:
-            jobs = next(flow) if answers is None else flow.send(answers)
-        except StopIteration as stop:
-            returned[name] = stop.value
-            asked.pop(name, None)
-            return
-        asked[name] = [submit(name, job) for job in jobs]
-
-    for name in flows:
-        advance(name, None)
+    asked |= {name: [submit(name, job) for job in next(flow)] for name, flow in flows.items()}
     while asked:
         for name, futures in list(asked.items()):
             if all(future.done() for future in futures):
-                advance(name, [future.result() for future in futures])
+                try:
+                    jobs = flows[name].send([future.result() for future in futures])
+                    asked[name] = [submit(name, job) for job in jobs]
+                except StopIteration as stop:
+                    returned[name] = stop.value
+                    del asked[name]
         pending = [f for futures in asked.values() for f in futures if not f.done()]
         if pending:
             wait(pending, return_when=FIRST_COMPLETED)

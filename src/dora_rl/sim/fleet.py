@@ -16,7 +16,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TypeAlias
 
 from dora_rl.core import actions as act
@@ -95,11 +95,9 @@ class SimInstance:
         """Seconds of the next step, and by how much each further step is longer."""
         n = len(self.running)
         weights = sum(self.cost.weights_s(count) for count in self.held.values())
-        moving = weights + self._kv_s * self.kv
-        slope = self._kv_s * n
-        computing = self._flops_s * n
-        if computing > moving:
-            moving, slope = computing, 0.0
+        moving, slope = weights + self._kv_s * self.kv, self._kv_s * n
+        if self._flops_s * n > moving:
+            moving, slope = self._flops_s * n, 0.0
         scale = self.cost.stall(n) / self.speed
         host_s = self._base_s + self.cost.engine.host_s_per_request * n
         return scale * (host_s + moving), scale * slope
@@ -119,10 +117,9 @@ class SimInstance:
         elapsed -= paid
         if elapsed > 0:
             pace, slope = self._pace()
+            steps = elapsed / pace
             if slope > 1e-15:
                 steps = (math.sqrt(pace * pace + 2 * slope * elapsed) - pace) / slope
-            else:
-                steps = elapsed / pace
             self.counter += steps
             self.kv += steps * len(self.running)
 
@@ -246,15 +243,12 @@ class Fleet:
         self.specs[name] = (spec, cost)
         self.lives[name] = life = self.lives.get(name, -1) + 1
         self.instances[name] = instance = SimInstance(name, cost, self.clock.now())
-        joined = ev.InstanceJoined(
-            name, spec.slots_max, spec.resident_max, spec.kv_tokens_max, spec.elastic, life=life
-        )
 
         def heard() -> bool:  # orders to the life before it do not reach this one
             instance.announced = True
             return True
 
-        self.post(joined, heard)
+        self.post(ev.InstanceJoined(name, **asdict(spec), life=life), heard)
         if self.report_s:
             self.clock.after(self.report_s, lambda: self._report(instance))
 
@@ -472,8 +466,8 @@ class Fleet:
         dst = self.instances.get(action.dst)
         if dst is None or dst.frozen or not dst.announced:
             return "destination gone"
-        mismatch = "version mismatch" if request.version != action.version else None
-        return dst.refuses(action.version) or mismatch
+        same = request.version == action.version
+        return dst.refuses(action.version) or (None if same else "version mismatch")
 
     def _move_failed(
         self, action: act.Move, src: SimInstance, request: SimRequest, was_parked: bool, why: str
@@ -524,5 +518,7 @@ class Fleet:
             self.tell(instance.name, ev.SampleFailed(*who, reason))
             return
         self.finished[request.id] = request
-        segments = tuple(request.segments)
-        self.tell(instance.name, ev.SampleFinished(*who, request.total, Finish.STOP, segments))
+        self.tell(
+            instance.name,
+            ev.SampleFinished(*who, request.total, Finish.STOP, tuple(request.segments)),
+        )

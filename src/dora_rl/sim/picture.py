@@ -134,8 +134,12 @@ def _step_bars(axes: Axes, rows: Sequence[Row]) -> None:
 
 def _rate_bars(axes: Axes, rows: Sequence[Row]) -> None:
     rates = [row.result.tokens_per_s for row in rows]
-    colours = [_VERSIONS[0] if row.mode is Mode.MULTI_VERSION else _REST for row in rows]
-    axes.barh(range(len(rows)), rates, 0.62, color=colours)
+    axes.barh(
+        range(len(rows)),
+        rates,
+        0.62,
+        color=[_VERSIONS[0] if row.mode is Mode.MULTI_VERSION else _REST for row in rows],
+    )
     marks = [row.paper.tokens_per_s if row.paper else 0.0 for row in rows]
     _marks(axes, marks)
     for place, (rate, mark) in enumerate(zip(rates, marks, strict=True)):
@@ -165,8 +169,9 @@ def _gantts(
     axes: Axes | None = None
     for place, result in enumerate(charts, start=1):
         axes = figure.add_subplot(grid[place, :])
-        start = _steady_s(result, comparison.preset.warmup_steps) or begin
-        shown |= _gantt(axes, result, start, span, unit_s)
+        shown |= _gantt(
+            axes, result, _steady_s(result, comparison.preset.warmup_steps) or begin, span, unit_s
+        )
         axes.set_title(_chart_title(result), loc="left", fontsize=10.5, fontweight="bold")
         axes.set_xlim(0, span / unit_s)
     assert axes is not None
@@ -179,9 +184,9 @@ def _gantts(
 
 def _chart_title(result: ModeResult) -> str:
     rollout, train = result.split["rollout"], result.split["train"]
-    if result.mode in COLOCATED:
-        return f"{result.mode}: the same {rollout} GPUs generate, then train"
-    return f"{result.mode}: {rollout} GPUs generate, {train} train"
+    both = f"the same {rollout} GPUs generate, then train"
+    apart = f"{rollout} GPUs generate, {train} train"
+    return f"{result.mode}: {both if result.mode in COLOCATED else apart}"
 
 
 def _steady_s(result: ModeResult, warmup_steps: int) -> float:
@@ -193,9 +198,8 @@ def _steady_s(result: ModeResult, warmup_steps: int) -> float:
 
 def _sampled(result: ModeResult) -> list[str]:
     names = sorted({bar.row for bar in result.timeline.bars if bar.row != "trainer"})
-    if len(names) <= _INSTANCES_MAX:
-        return names
-    return [names[i * len(names) // _INSTANCES_MAX] for i in range(_INSTANCES_MAX)]
+    num = min(len(names), _INSTANCES_MAX)
+    return [names[i * len(names) // num] for i in range(num)]
 
 
 def _gantt(axes: Axes, result: ModeResult, begin: float, span: float, unit_s: float) -> set[int]:
@@ -204,9 +208,8 @@ def _gantt(axes: Axes, result: ModeResult, begin: float, span: float, unit_s: fl
     bars = [bar for bar in result.timeline.bars if bar.row in rows and bar.version is not None]
     bars = [bar for bar in bars if bar.end_s > begin and bar.begin_s < begin + span]
     most = max((bar.num_requests for bar in bars if bar.row != "trainer"), default=1)
-    for place in rows.values():
-        axes.barh(place, span / unit_s, 0.86, color=_PALE, zorder=0)
     for row, place in rows.items():
+        axes.barh(place, span / unit_s, 0.86, color=_PALE, zorder=0)
         _row(axes, [bar for bar in bars if bar.row == row], place, most, (begin, unit_s))
     axes.set_ylim(len(rows) - 0.4, -0.6)
     names = [name if name == "trainer" else name.lstrip("i0") or "0" for name in rows]

@@ -150,8 +150,12 @@ class Task:
 
     def __call__(self, prompt: int, sample: int) -> tuple[int, int]:
         if prompt not in self._drawn:
-            draws = uniforms(self.seed, prompt, self.preset.group_size)
-            self._drawn[prompt] = [int(n) for n in self.preset.lengths.draw(draws)]
+            self._drawn[prompt] = [
+                int(n)
+                for n in self.preset.lengths.draw(
+                    uniforms(self.seed, prompt, self.preset.group_size)
+                )
+            ]
         return self.preset.prompt_tokens, self._drawn[prompt][sample]
 
     def latency_s(self, request: RequestId, prompt: int) -> float:

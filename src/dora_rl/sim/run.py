@@ -81,8 +81,12 @@ class _Meter:
         for instance in fleet.instances.values():
             instance.advance(now)
         busy_s = sum(instance.busy_s for instance in fleet.instances.values())
-        slot_s = sum(instance.slot_s for instance in fleet.instances.values())
-        return _Mark(now, busy_s, slot_s, replace(fleet.stats))
+        return _Mark(
+            now,
+            busy_s,
+            sum(instance.slot_s for instance in fleet.instances.values()),
+            replace(fleet.stats),
+        )
 
 
 def run_mode(

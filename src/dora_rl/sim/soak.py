@@ -123,8 +123,9 @@ def random_fleet(rng: random.Random) -> list[tuple[InstanceId, InstanceSpec, Rol
         seats = rng.randint(1, 3) if mixed else resident
         kv = rng.choice([0, 2_000, 20_000])
         spec = InstanceSpec(rng.randint(1, 8), seats, kv, rng.random() < elastic_share)
-        cost = RolloutCost(H800, TINY_100M, engine, Efficiency(), 1, seats)
-        fleet.append((f"i{index}", spec, cost))
+        fleet.append(
+            (f"i{index}", spec, RolloutCost(H800, TINY_100M, engine, Efficiency(), 1, seats))
+        )
     return fleet
 
 
