@@ -54,10 +54,17 @@ class Dispatch:
 
 
 @dataclass(frozen=True, slots=True)
-class Abort:
+class _Order:
+    """About one request on an instance."""
+
     instance: InstanceId
     request: RequestId
     epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Abort(_Order):
+    """Stop it and forget it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,29 +95,19 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True)
-class Park:
+class Park(_Order):
     """Stop decoding and keep the KV cache in host memory; the request needs no slot."""
-
-    instance: InstanceId
-    request: RequestId
-    epoch: int
 
 
 @dataclass(frozen=True, slots=True)
-class Unpark:
-    instance: InstanceId
-    request: RequestId
-    epoch: int
+class Unpark(_Order):
     version: Version
 
 
 @dataclass(frozen=True, slots=True)
-class Reversion:
+class Reversion(_Order):
     """`partial` only: continue a running request under new weights."""
 
-    instance: InstanceId
-    request: RequestId
-    epoch: int
     version: Version
 
 

@@ -35,10 +35,9 @@ def _may_issue(state: State) -> bool:
         return False
     if not state.learner.alive and state.next_group == 0:
         return False  # the first learner seals version 0
-    if state.num_active + params.group_size > state.slots_awake:
-        # A group larger than all slots together still runs, alone.
-        return state.num_active == 0 and state.slots_awake > 0
-    return True
+    # A group larger than all slots together still runs, alone.
+    alone = state.num_active == 0 and state.slots_awake > 0
+    return alone or state.num_active + params.group_size <= state.slots_awake
 
 
 def _version_for(state: State, bound: Bound, untaken: Untaken) -> Version | None:

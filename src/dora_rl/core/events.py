@@ -93,16 +93,20 @@ class LoadFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class SampleFinished:
+class _Decoded:
+    request: RequestId
+    epoch: int
+    instance: InstanceId
+
+
+@dataclass(frozen=True, slots=True)
+class SampleFinished(_Decoded):
     """Generation of one sample ended; `segments` is the engine's own record of versions.
 
     `digest` is taken over tokens, log-probs, loss mask and segments where the sample was made, so
     that files which hold them later can be compared with the log.
     """
 
-    request: RequestId
-    epoch: int
-    instance: InstanceId
     num_tokens: int
     finish: Finish
     segments: tuple[Segment, ...]
@@ -111,12 +115,9 @@ class SampleFinished:
 
 
 @dataclass(frozen=True, slots=True)
-class SampleFailed:
+class SampleFailed(_Decoded):
     """The engine could not go on with this request (refused, non-finite logits, crash inside)."""
 
-    request: RequestId
-    epoch: int
-    instance: InstanceId
     reason: str
     final: bool = False  # trying elsewhere cannot help
     incarnation: int = -1
@@ -132,13 +133,17 @@ class Continued:
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
-    """`incarnation` is that of the destination, which has the request now."""
-
+class _Move:
     request: RequestId
     epoch: int
     src: InstanceId
     dst: InstanceId
+
+
+@dataclass(frozen=True, slots=True)
+class Moved(_Move):
+    """`incarnation` is that of the destination, which has the request now."""
+
     num_bytes: int
     num_tokens: int
     attempt: int = -1
@@ -146,16 +151,12 @@ class Moved:
 
 
 @dataclass(frozen=True, slots=True)
-class MoveFailed:
+class MoveFailed(_Move):
     """`kept`: the source still runs the request; otherwise it restarts from its journal.
 
     `incarnation` is that of the source.
     """
 
-    request: RequestId
-    epoch: int
-    src: InstanceId
-    dst: InstanceId
     kept: bool
     reason: str
     attempt: int = -1

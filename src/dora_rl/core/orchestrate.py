@@ -13,7 +13,7 @@ In a large fleet the partition itself is decided by the event after the one that
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from dora_rl.core.actions import Action, Load, RetireVersion, Sleep, Unload, Wake
 from dora_rl.core.events import Loaded, LoadFailed
@@ -369,28 +369,24 @@ def _find_instance(
 
 def assign_idle(state: State, now: float, out: list[Action]) -> None:
     """Instances that a request has left: continue their loads, give idle ones a version."""
-    while state.maybe_idle and state.has_room(out):
-        for name in list(state.maybe_idle):  # others may be added meanwhile
-            if not state.has_room(out):
-                return
-            del state.maybe_idle[name]
-            inst = state.instances.get(name)
-            if inst is None or not inst.awake:
-                continue
-            if inst.load_queue:
-                start_next_load(state, inst, now, out)
-            elif not inst.load and inst.loading is None:
-                _assign_version(state, inst, now, out)
+    for name in _in_turn(state, state.maybe_idle, out):
+        inst = state.instances.get(name)
+        if inst is None or not inst.awake:
+            continue
+        if inst.load_queue:
+            start_next_load(state, inst, now, out)
+        elif not inst.load and inst.loading is None:
+            _assign_version(state, inst, now, out)
 
 
 def _assign_version(state: State, inst: Instance, now: float, out: list[Action]) -> None:
     """An idle instance holds the version that waits for one, else the newest."""
-    waiting = [
+    waiting = (
         (bool(live.holders or live.coming), -live.num_pending, live.version)
         for live in state.versions.values()
         if live.num_pending and live.version not in inst.held
-    ]
-    version = min(waiting)[2] if waiting else state.newest
+    )
+    *_, version = min(waiting, default=(state.newest,))
     if version not in inst.held and _has_weight_slot(state, inst):
         request_load(state, inst, version, now, out)
 
@@ -443,10 +439,7 @@ def wake_elastic(state: State, now: float, out: list[Action]) -> None:
 
 def sleep_and_wake(state: State, now: float, out: list[Action]) -> None:
     """As many as this event has room for."""
-    for name in list(state.to_wake):
-        if not state.has_room(out):
-            return
-        del state.to_wake[name]
+    for name in _in_turn(state, state.to_wake, out):
         inst = state.instances[name]
         inst.awake = True
         state.slots_awake += inst.slots_max
@@ -455,11 +448,20 @@ def sleep_and_wake(state: State, now: float, out: list[Action]) -> None:
         else:
             out.append(Wake(name))
         reindex(state, inst)
-    for name in list(state.to_sleep):
-        if not state.has_room(out):
-            return
-        del state.to_sleep[name]
+    for name in _in_turn(state, state.to_sleep, out):
         inst = state.instances[name]
         for version in list(inst.held):
             drain(state, inst, version, now, out)
         out.append(Sleep(name))
+
+
+def _in_turn(
+    state: State, waiting: dict[InstanceId, None], out: list[Action]
+) -> Iterator[InstanceId]:
+    """Take instances off a list, as far as this event has room. Others may come meanwhile."""
+    while waiting and state.has_room(out):
+        for name in list(waiting):
+            if not state.has_room(out):
+                return
+            del waiting[name]
+            yield name

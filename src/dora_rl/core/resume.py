@@ -84,17 +84,14 @@ def _check_changes(state: State, params: Params) -> None:
             f"group_size = {params.group_size}: the groups of this run have "
             f"{old.group_size} samples; start a new run"
         )
-    if params.num_steps >= old.num_steps or not state.policy.keeps_bound:
-        return
-    if replace(state.bound, last=params.num_steps - 1).holds(state.untaken):
-        return
-    taken = old.batch_groups - state.bound.free  # of the step that is filling
-    left = taken + sum(count for _, count in state.untaken)
-    least = state.filling + -(-left // old.batch_groups)
-    raise UserError(
-        f"num_steps = {params.num_steps} is too few: the groups that were already issued need "
-        f"{least} steps"
-    )
+    shorter = params.num_steps < old.num_steps and state.policy.keeps_bound
+    if shorter and not replace(state.bound, last=params.num_steps - 1).holds(state.untaken):
+        taken = old.batch_groups - state.bound.free  # of the step that is filling
+        left = taken + sum(count for _, count in state.untaken)
+        raise UserError(
+            f"num_steps = {params.num_steps} is too few: the groups that were already issued need "
+            f"{state.filling + -(-left // old.batch_groups)} steps"
+        )
 
 
 def on_rewound(state: State, event: Rewound, now: float, out: list[Action]) -> None:

@@ -48,9 +48,9 @@ def on_continued(state: State, event: Continued, now: float, out: list[Action]) 
     """The journal says how far it had come: further than before is progress, however late we
     hear of it."""
     request = state.request(event.request)
-    if request is None or request.phase not in GENERATING or event.num_tokens <= request.kept:
+    if request is None or request.phase not in GENERATING or not state.params.losses_max:
         return
-    if not state.params.losses_max:
+    if event.num_tokens <= request.kept:
         return
     request.kept = event.num_tokens
     request.attempts = request.losses = request.alone_losses = 0
@@ -113,9 +113,7 @@ def _clear(state: State, request: Request, now: float, out: list[Action]) -> Non
         dequeue(state, request)
         enqueue(state, request, None, first=True)
     inst = state.instances.get(request.instance or "")
-    if inst is None or inst.isolating is None:
-        return
-    if any(other.suspect for other in state.running_on(inst)):
+    if inst is None or inst.isolating is None or any(r.suspect for r in state.running_on(inst)):
         return
     live = state.versions[inst.isolating]
     if next_waiting(state, live, live.suspects) is None:
