@@ -170,8 +170,7 @@ def reachable(
 def _stored(line: dict[str, Any], trained: Mapping[RequestId, TrainedSample]) -> Stored | None:
     """None where several versions made it, or it has no token."""
     request = RequestId(int(line["group"]), int(line["sample"]))
-    known = trained.get(request)
-    if known is None:
+    if (known := trained.get(request)) is None:
         text = f"sample {request.sample} of group {request.group} is in no batch of the log"
         raise UserError(f"{text}; see audit --files")
     mask = np.array([m for begin, end, m in line["turns"] for _ in range(begin, end)], np.uint8)

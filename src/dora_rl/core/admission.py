@@ -22,8 +22,7 @@ def admit(state: State, out: list[Action]) -> bool:
         if not state.has_room(out, num_samples):
             return False
         num_samples += state.params.group_size
-        version = _version_for(state, state.bound, state.untaken)
-        if version is None:
+        if (version := _version_for(state, state.bound, state.untaken)) is None:
             return True
         _issue(state, version, out)
     return True

@@ -88,8 +88,7 @@ def lose_instance(
     blame: bool = True,
 ) -> None:
     """Forget an instance; everything it had continues elsewhere from the journal."""
-    inst = state.instances.get(name)
-    if inst is None:
+    if (inst := state.instances.get(name)) is None:
         return
     why = f"instance {name} was lost" + (f": {reason}" if reason else "")
     had_work, company = inst.load > 0 or inst.loading is not None, inst.load
@@ -128,8 +127,7 @@ def _replace_instance(state: State, inst: Instance, reason: str, out: list[Actio
 
 
 def on_report(state: State, event: InstanceReport, now: float, out: list[Action]) -> None:
-    inst = state.instances.get(event.instance)
-    if inst is None:
+    if (inst := state.instances.get(event.instance)) is None:
         return
     was_pressured, speed = pressured(state, inst), inst.speed
     grew = event.decode_steps != inst.decode_steps
@@ -198,8 +196,7 @@ def _relieve(state: State, inst: Instance, now: float, out: list[Action]) -> Non
 
 
 def on_load_failed(state: State, event: LoadFailed, now: float, out: list[Action]) -> None:
-    inst = loading_instance(state, event)
-    if inst is None:
+    if (inst := loading_instance(state, event)) is None:
         return
     inst.loading = None
     inst.load_failures += 1
@@ -246,8 +243,7 @@ def _may_run(inst: Instance, request: Request) -> bool:
 
 
 def on_moved(state: State, event: Moved, now: float, out: list[Action]) -> None:
-    request = _moving(state, event)
-    if request is None:
+    if (request := _moving(state, event)) is None:
         return
     dst = state.instances[event.dst]
     end_move(state, request)
@@ -258,8 +254,7 @@ def on_moved(state: State, event: Moved, now: float, out: list[Action]) -> None:
 
 
 def on_move_failed(state: State, event: MoveFailed, now: float, out: list[Action]) -> None:
-    request = _moving(state, event)
-    if request is None:
+    if (request := _moving(state, event)) is None:
         return
     src = state.instances.get(event.src)
     if not event.kept or src is None:

@@ -48,8 +48,7 @@ def scoring(state: State, rid: RequestId, attempt: int) -> Request | None:
 
 
 def on_finished(state: State, event: SampleFinished, now: float, out: list[Action]) -> None:
-    request = current(state, event.request, event.epoch)
-    if request is None:
+    if (request := current(state, event.request, event.epoch)) is None:
         return
     group = state.groups[request.id.group]
     pure = len(event.segments) == 1 and event.segments[0].version == group.version
@@ -101,8 +100,7 @@ def request_score(state: State, request: Request, now: float, out: list[Action])
 
 def on_scored(state: State, event: Scored, now: float, out: list[Action]) -> None:
     """A score is one of the same tokens, whichever question it answers."""
-    request = unscored(state, event.request)
-    if request is None:
+    if (request := unscored(state, event.request)) is None:
         return
     state.scored_s = now
     if not math.isfinite(event.reward):
@@ -117,8 +115,7 @@ def on_scored(state: State, event: Scored, now: float, out: list[Action]) -> Non
 
 
 def on_score_failed(state: State, event: ScoreFailed, now: float, out: list[Action]) -> None:
-    request = scoring(state, event.request, event.attempt)
-    if request is not None:
+    if (request := scoring(state, event.request, event.attempt)) is not None:
         state.scored_s = now
         retry_score(state, request, event.reason, now, out)
 

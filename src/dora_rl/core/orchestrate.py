@@ -64,8 +64,7 @@ def start_next_load(state: State, inst: Instance, now: float, out: list[Action])
     if inst.loading is not None or not queue or not inst.awake:
         return
     if len(inst.held) >= inst.resident_max:
-        unneeded = _unneeded(state, inst)
-        if unneeded is None:
+        if (unneeded := _unneeded(state, inst)) is None:
             return
         unload(state, inst, unneeded, out)
     version = queue.pop(0)
@@ -78,8 +77,7 @@ def start_next_load(state: State, inst: Instance, now: float, out: list[Action])
 
 def _cancel_load(state: State, inst: Instance, version: Version) -> None:
     inst.load_queue.remove(version)
-    live = state.versions.get(version)
-    if live is not None:
+    if (live := state.versions.get(version)) is not None:
         live.coming.pop(inst.id, None)
 
 
@@ -119,8 +117,7 @@ def unload(state: State, inst: Instance, version: Version, out: list[Action]) ->
     inst.leaving.pop(version, None)
     if inst.isolating == version:
         stop_isolating(state, inst)
-    live = state.versions.get(version)
-    if live is not None:
+    if (live := state.versions.get(version)) is not None:
         live.holders.pop(inst.id, None)
         live.leavers.pop(inst.id, None)
     out.append(Unload(inst.id, version))
@@ -151,8 +148,7 @@ def on_loaded(state: State, event: Loaded, now: float, out: list[Action]) -> Non
     inst.loading = None
     inst.load_failures = 0
     inst.held[version] = Held()
-    live = state.versions.get(version)
-    if live is None:  # retired while it was loading
+    if (live := state.versions.get(version)) is None:  # retired while it was loading
         unload(state, inst, version, out)
     else:
         live.load_failures = 0
@@ -232,8 +228,7 @@ def _load_newest(state: State, now: float, out: list[Action]) -> None:
         if inst is None or not inst.awake or inst.will_hold(state.newest):
             continue
         if not _has_weight_slot(state, inst):
-            least = _least_used(state, inst, state.newest)
-            if least is None:
+            if (least := _least_used(state, inst, state.newest)) is None:
                 continue  # the new version waits here
             evict(state, inst, least[1], now, out)
         request_load(state, inst, state.newest, now, out)
@@ -352,8 +347,7 @@ def _find_instance(
             continue
         option = (0, inst.load, inst.index, inst, None)
         if not _has_weight_slot(state, inst):
-            least = _least_used(state, inst, live.version)
-            if least is None:
+            if (least := _least_used(state, inst, live.version)) is None:
                 continue
             option = (1 + least[0], inst.load, inst.index, inst, least[1])
         if best is None or option[:3] < best[:3]:

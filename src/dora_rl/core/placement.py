@@ -240,8 +240,7 @@ def dispatch_pending(state: State, live: Live, now: float, out: list[Action]) ->
     """Give pending requests of one version the free slots of its holders."""
     stuck: list[Request] = []
     while live.num_pending > len(stuck) and state.has_room(out):
-        request = next_waiting(state, live, live.pending)
-        if request is None:
+        if (request := next_waiting(state, live, live.pending)) is None:
             break
         inst = _place_for(state, live, request)
         room = _room_for(live, inst) if inst is not None else 0

@@ -120,8 +120,7 @@ class Handler(BaseHTTPRequestHandler):
         elif name == "api/live":
             self._push()
         elif name.startswith("api/"):
-            text = self.server.watcher.document(name.removeprefix("api/"), query)
-            if text is None:
+            if (text := self.server.watcher.document(name.removeprefix("api/"), query)) is None:
                 self._refuse(HTTPStatus.NOT_FOUND, "no such document")
             else:
                 self._send(HTTPStatus.OK, "application/json", text.encode())

@@ -59,8 +59,7 @@ def watch(events: Path) -> None:
     while True:
         for chunk in tail.chunks():
             for line in chunk.splitlines(keepends=True):
-                record = parse_line(line)
-                if record is None:
+                if (record := parse_line(line)) is None:
                     _tell(auditor, "damaged")
                     return
                 auditor.chain.see(line)

@@ -133,8 +133,7 @@ class Watcher:
     def document(self, name: str, query: dict[str, str]) -> str | None:
         """The JSON text of a view, None if there is none of that name. A figure that is no number
         is null, as browsers want it."""
-        make = self._views().get(name)
-        if make is None:
+        if (make := self._views().get(name)) is None:
             return None
         key = (name, *sorted(query.items()))
         with self.lock:

@@ -268,8 +268,7 @@ class LateMessages:
 
     def is_late(self, event: Any) -> bool:
         """Asked once for each event; what is not late is remembered."""
-        speaker = _SPEAKERS.get(type(event))
-        if speaker is None:
+        if (speaker := _SPEAKERS.get(type(event))) is None:
             return False
         name = getattr(event, speaker) if speaker else LEARNER
         newest = self._newest.get(name, -1)

@@ -114,8 +114,7 @@ class GroupAudit(Checker):
 
     def on_score(self, action: act.Score) -> None:
         name, label = f"group {action.request.group}", f"sample {action.request.sample}"
-        sample = self.books.sample(action.request)
-        if sample is None:
+        if (sample := self.books.sample(action.request)) is None:
             self.add(C2, name, f"scoring of {label} it has not")
             return
         event, record = self.findings.event, self.books.live[action.request.group]
@@ -212,8 +211,7 @@ class GroupAudit(Checker):
     def on_end(self, action: act.EndGroup) -> None:
         books = self.books
         name = f"group {action.group}"
-        record = books.live.pop(action.group, None)
-        if record is None:
+        if (record := books.live.pop(action.group, None)) is None:
             known = action.group in books.ended
             text = f"ended twice, now as {action.end}" if known else "ended and was never issued"
             self.add(C2, name, text)
@@ -274,8 +272,7 @@ class GroupAudit(Checker):
         files of the run tell of these steps, and their groups have not ended."""
         for step, groups in batches.items():
             for group in groups:
-                record = self.books.live.get(group)
-                if record is not None:
+                if (record := self.books.live.get(group)) is not None:
                     self.keep(group, step, record)
 
     def keep(self, group: GroupId, step: StepIndex, record: GroupRecord) -> None:

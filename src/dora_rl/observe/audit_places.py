@@ -66,8 +66,7 @@ class PlaceAudit(Checker):
             self._lose(name, blame=False)  # a restart of the whole run is nobody's fault
 
     def _lose(self, name: InstanceId, *, blame: bool = True) -> None:
-        instance = self.instances.pop(name, None)
-        if instance is None:
+        if (instance := self.instances.pop(name, None)) is None:
             return
         running = [r for r, place in instance.requests.items() if not place.parked]
         for request in instance.requests:
@@ -79,8 +78,7 @@ class PlaceAudit(Checker):
         self, request: RequestId, cause: str, *, final: bool = False, alone: bool = False
     ) -> None:
         """Evidence, should its group end as failed one day."""
-        sample = self.books.sample(request)
-        if sample is not None:
+        if (sample := self.books.sample(request)) is not None:
             sample.num_alone += alone
             sample.lose(cause, self.books.params.attempts_max, final=final)
 
@@ -140,8 +138,7 @@ class PlaceAudit(Checker):
         instance.held.discard(action.version)
 
     def on_sleep(self, action: act.Sleep) -> None:
-        instance = self._instance(action.instance, "sleep")
-        if instance is None:
+        if (instance := self._instance(action.instance, "sleep")) is None:
             return
         running = [
             request
@@ -157,8 +154,7 @@ class PlaceAudit(Checker):
         instance.awake = False
 
     def on_wake(self, action: act.Wake) -> None:
-        instance = self._instance(action.instance, "wake")
-        if instance is not None:
+        if (instance := self._instance(action.instance, "wake")) is not None:
             instance.awake = True
 
     # Requests.
@@ -230,8 +226,7 @@ class PlaceAudit(Checker):
             self._remove(event.request)
 
     def on_park(self, action: act.Park) -> None:
-        place = self._placed(action.request, action.epoch, action.instance)
-        if place is not None:
+        if (place := self._placed(action.request, action.epoch, action.instance)) is not None:
             place.parked = True
 
     def on_reversion(self, action: act.Reversion) -> None:

@@ -78,8 +78,7 @@ def _snapshot_body(number: int, now: float, state: State) -> bytes:
 
 def parse_line(line: bytes) -> Entry | Snapshot | None:
     """The record of one line, or None if it is damaged."""
-    body = text_of(line)
-    if body is None:
+    if (body := text_of(line)) is None:
         return None
     record = loads(body)
     if "s" in record:
@@ -202,8 +201,7 @@ def _read_segment(
     data = path.read_bytes()
     lines = whole_lines(data)
     for place, line in enumerate(lines, start=1):
-        record = parse_line(line)
-        if record is None:
+        if (record := parse_line(line)) is None:
             raise _damaged(path.name, place)
         if chain is not None:
             chain.see(line)
@@ -249,8 +247,7 @@ def recover_lines(lines: Iterable[bytes], name: str = "the log") -> tuple[State,
     for place, line in enumerate(lines, start=1):
         if not line.endswith(b"\n"):
             break
-        record = parse_line(line)
-        if record is None:
+        if (record := parse_line(line)) is None:
             raise _damaged(name, place)
         if isinstance(record, Snapshot):
             state = record.restore()

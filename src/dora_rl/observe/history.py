@@ -300,14 +300,12 @@ class History:
             self._loading[key] = LoadRecord(*key, now_s, value.donor)
             self.loads.append(self._loading[key])
             return
-        record = self._loading.pop(key, None)
-        if record is not None:
+        if (record := self._loading.pop(key, None)) is not None:
             record.end_s = now_s
             record.failed = value.reason if isinstance(value, ev.LoadFailed) else ""
 
     def _wake(self, instance: int, now_s: float) -> None:
-        since = self._sleeping.pop(instance, None)
-        if since is not None:
+        if (since := self._sleeping.pop(instance, None)) is not None:
             self.asleep.append([instance, since, now_s])
 
     def _see_incident(self, value: Any, now_s: float) -> None:

@@ -330,8 +330,7 @@ class Fleet:
         self, instance: SimInstance, version: Version, rid: RequestId, epoch: int
     ) -> bool:
         """A request is decoded under its own version or not at all; the controller is told."""
-        refusal = instance.refuses(version)
-        if refusal is not None:
+        if (refusal := instance.refuses(version)) is not None:
             self.tell(instance.name, ev.SampleFailed(rid, epoch, instance.name, refusal))
         return refusal is not None
 

@@ -231,8 +231,7 @@ class Soak:
         return self.rng.choice(alive) if alive else None
 
     def _kill_instance(self) -> None:
-        name = self._victim()
-        if name is None:
+        if (name := self._victim()) is None:
             return
         fleet = self.world.fleet
         fleet.die(name)
@@ -249,8 +248,7 @@ class Soak:
     def _disturb(self, what: str) -> None:
         """An instance hangs ("frozen"), decodes nothing any more ("stalled") or has another
         "speed"."""
-        name = self._victim()
-        if name is None:
+        if (name := self._victim()) is None:
             return
         instance = self.world.fleet.instances[name]
         instance.advance(self.world.clock.now())

@@ -111,8 +111,7 @@ class World:
 
         delay_s = self.faults.delay_s()
         self.clock.after(delay_s, arrive)
-        again_s = self.faults.again_s()
-        if again_s is not None:
+        if (again_s := self.faults.again_s()) is not None:
             self.clock.after(delay_s + again_s, arrive)
 
     def _deliver(self, event: ev.Event, life: int) -> None:
