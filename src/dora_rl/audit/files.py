@@ -174,8 +174,7 @@ class FileAudit:
             except DAMAGE as error:
                 self._add(name, shape_problem(error))
                 continue
-            known = self.trained.get(rid)
-            if known is None or rid in seen:
+            if (known := self.trained.get(rid)) is None or rid in seen:
                 what = "stands there twice" if rid in seen else "was not trained, the log says"
                 self._add(name, f"sample {rid.sample} of group {rid.group} {what}")
                 continue
@@ -187,8 +186,7 @@ class FileAudit:
                 problems = [shape_problem(error)]
             for problem in problems:
                 self._add(name, f"sample {rid.sample} of group {rid.group}: {problem}")
-        missing = [rid.group for rid in self.trained if rid not in seen]
-        if missing:
+        if missing := [rid.group for rid in self.trained if rid not in seen]:
             text = f"{len(missing)} trained samples are missing, the first of group {missing[0]}"
             self._add("rollouts.jsonl", text)
         if num_undigested:
@@ -314,8 +312,7 @@ class FileAudit:
         if {one["prompt"]: one["reason"] for one in summary.get("set_aside", [])} != aside:
             self._add("summary.json", f"set_aside is not prompts {sorted(aside)} of the log")
         compared = {*figures, "stopped", "set_aside"}
-        lost = [name for name in COUNTED if name in summary and name not in compared]
-        if lost:
+        if lost := [name for name in COUNTED if name in summary and name not in compared]:
             self.notes.append(
                 f"summary.json: {', '.join(lost)}: a life was killed and its counts with it, or "
                 "the storage shards counted"
@@ -459,8 +456,7 @@ class FileAudit:
             known = {}
             self.notes.append("checkpoints: not sealed as they are; compared with themselves only")
         for path in sorted((self.run / "checkpoints").glob("step_*")):
-            step = int(path.name.removeprefix("step_"))
-            if step >= self.auditor.books.committed:
+            if (step := int(path.name.removeprefix("step_"))) >= self.auditor.books.committed:
                 self.notes.append(f"{path.name}: its version is not in the log yet")
                 continue
             try:

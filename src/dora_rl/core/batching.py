@@ -65,8 +65,7 @@ def feed(state: State, now: float, out: list[Action]) -> None:
     The next step is closed only after the commit: at most one sealed version is ever unlogged.
     Whoever sleeps while the learner trains wakes between two steps: nothing is fed ahead then.
     """
-    batch = state.batches.get(state.committed)
-    if batch is None or not state.learner.alive:
+    if (batch := state.batches.get(state.committed)) is None or not state.learner.alive:
         return
     _feed_groups(state, batch, out)
     if batch.closed and not batch.close_sent and batch.num_fed == len(batch.groups):

@@ -93,8 +93,7 @@ def lose_instance(
     why = f"instance {name} was lost" + (f": {reason}" if reason else "")
     had_work, company = inst.load > 0 or inst.loading is not None, inst.load
     for rid in [*inst.requests, *inst.incoming, *inst.parked]:
-        request = state.request(rid)
-        if request is None or request.phase not in GENERATING:
+        if (request := state.request(rid)) is None or request.phase not in GENERATING:
             continue  # its group failed together with an earlier one of this list
         if request.phase is Phase.MOVING:
             others = [p for p in (request.instance, request.dest) if p not in (None, name)]

@@ -126,8 +126,7 @@ def unload(state: State, inst: Instance, version: Version, out: list[Action]) ->
 def _donor(state: State, live: Live) -> InstanceId | None:
     """A peer that hands a request over if levelling is on, else the least loaded holder."""
     while state.params.level_running and live.donors:
-        name = live.donors.pop()
-        if name in live.holders:
+        if (name := live.donors.pop()) in live.holders:
             return name
     peer = best_holder(state, live)
     return peer.id if peer is not None else next(iter(live.holders), None)
@@ -135,8 +134,7 @@ def _donor(state: State, live: Live) -> InstanceId | None:
 
 def loading_instance(state: State, event: Loaded | LoadFailed) -> Instance | None:
     """The instance, if the load that this answers is the one that it was last told to do."""
-    inst = state.instances.get(event.instance)
-    if inst is None or inst.loading != event.version:
+    if (inst := state.instances.get(event.instance)) is None or inst.loading != event.version:
         return None
     return inst if event.attempt in (-1, inst.num_loads) else None
 
@@ -165,8 +163,7 @@ def _level(state: State, inst: Instance, live: Live, now: float, out: list[Actio
     donor = state.instances.get(inst.donor or "")
     if donor is None or donor.id not in live.holders or live.num_pending or not inst.awake:
         return
-    gap = donor.load - inst.load
-    if gap <= state.params.level_slack * donor.slots_max:
+    if (gap := donor.load - inst.load) <= state.params.level_slack * donor.slots_max:
         return
     movable = [r for r in state.running_on(donor) if r.version == live.version]
     movable.sort(key=lambda r: (state.length_of(r), r.id))
@@ -364,8 +361,7 @@ def _find_instance(
 def assign_idle(state: State, now: float, out: list[Action]) -> None:
     """Instances that a request has left: continue their loads, give idle ones a version."""
     for name in _in_turn(state, state.maybe_idle, out):
-        inst = state.instances.get(name)
-        if inst is None or not inst.awake:
+        if (inst := state.instances.get(name)) is None or not inst.awake:
             continue
         if inst.load_queue:
             start_next_load(state, inst, now, out)

@@ -33,8 +33,7 @@ def reindex(state: State, inst: Instance) -> None:
         return
     key = _key(inst)
     for version in inst.held:
-        live = state.versions.get(version)
-        if live is None or version in inst.leaving:
+        if (live := state.versions.get(version)) is None or version in inst.leaving:
             continue
         heapq.heappush(live.heap, (key, inst.index, inst.id))
         if len(live.heap) > 2 * len(live.holders) + 64:
@@ -121,8 +120,7 @@ def dequeue(state: State, request: Request) -> None:
 def next_waiting(state: State, live: Live, queue: deque[RequestId]) -> Request | None:
     """The first request that still waits in a queue of this version."""
     while queue:
-        request = state.request(queue[0])
-        if request is not None and _waits_in(live, queue, request):
+        if (request := state.request(queue[0])) is not None and _waits_in(live, queue, request):
             return request
         queue.popleft()
     return None

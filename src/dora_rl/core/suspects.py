@@ -164,8 +164,7 @@ def _start_trial(state: State, live: Live, inst: Instance, out: list[Action]) ->
 
 def _trial_instance(state: State, live: Live, suspect: Request) -> Instance | None:
     """The least-loaded holder, and not the one it was lost on where another holds the version."""
-    first = best_holder(state, live)
-    if first is None or first.id != suspect.lost_on:
+    if (first := best_holder(state, live)) is None or first.id != suspect.lost_on:
         return first
     heapq.heappop(live.heap)
     other = best_holder(state, live)

@@ -46,10 +46,9 @@ BINS_OF_LENGTHS = 40
 def states(history: History) -> NDArray[Any]:
     """The state of every group, as a place in `STATES`."""
     groups, size = history.groups, history.params.group_size
-    state = np.where(groups["finished"] >= size, 1, 0)
-    state = np.where(groups["scored"] >= size, 2, state)
-    state = np.where(groups["fed_step"] >= 0, 3, state)
-    return np.where(groups["end"] >= 0, _FIRST_END + groups["end"], state)
+    ended, taken = groups["end"] >= 0, groups["fed_step"] >= 0
+    rules = [ended, taken, groups["scored"] >= size, groups["finished"] >= size]
+    return np.select(rules, [_FIRST_END + groups["end"], 3, 2, 1], 0)
 
 
 def status(history: History, files: RunFiles) -> str:
@@ -166,12 +165,12 @@ def metrics(history: History, files: RunFiles) -> dict[str, Any]:
         numbers = all(isinstance(v, (int, float, type(None))) for v in values)
         if numbers and (name not in found or name in MEASURED):
             found[name] = curve(np.array(steps), np.array(values, dtype=np.float64))
-    versions = [line["version"] for line in files.evaluations]
+    versions = np.array([line["version"] for line in files.evaluations])
     scored: dict[str, Any] = {}
     for name in sorted({name for line in files.evaluations for name in line} - {"version"}):
         values = [line.get(name) for line in files.evaluations]
         if not any(isinstance(value, str) for value in values):
-            scored[name] = curve(np.array(versions), np.array(values, dtype=np.float64))
+            scored[name] = curve(versions, np.array(values, dtype=np.float64))
     return {"steps": found, "evaluations": scored, "num_steps": history.params.num_steps}
 
 
@@ -267,8 +266,7 @@ def group_list(
         chosen &= state_of == STATES.index(state)
     if version is not None:
         chosen &= groups["version"] == version
-    found = np.flatnonzero(chosen & (groups["version"] >= 0))
-    found = _ordered(history, found, order)
+    found = _ordered(history, np.flatnonzero(chosen & (groups["version"] >= 0)), order)
     size = max(1, min(size, PAGE_MAX))
     page = max(0, min(page, (len(found) - 1) // size)) if len(found) else 0
     here = found[page * size : (page + 1) * size]
@@ -301,9 +299,8 @@ def _row(history: History, group: int, state: str) -> dict[str, Any]:
     }
     if row["scored"] < history.params.group_size:
         row["ready_s"] = None
-    row["reward"] = (
-        float(history.groups["reward_sum"][group]) / row["scored"] if row["scored"] else None
-    )
+    total = float(history.groups["reward_sum"][group])
+    row["reward"] = total / row["scored"] if row["scored"] else None
     step = row["step"] if row["step"] >= 0 else row["fed_step"]
     row["staleness"] = step - row["version"] if step >= 0 else None
     return row

@@ -137,8 +137,7 @@ class Watcher:
             return None
         key = (name, *sorted(query.items()))
         with self.lock:
-            kept = self._cached.get(key)
-            if kept is not None and kept[0] == self.revision:
+            if (kept := self._cached.get(key)) is not None and kept[0] == self.revision:
                 return kept[1]
             revision, text = self.revision, msgspec.json.encode(make(query)).decode()
             if len(self._cached) >= CACHED_MAX:

@@ -238,8 +238,7 @@ class GroupAudit(Checker):
 
     def _check_trained(self, name: str, record: GroupRecord, action: act.EndGroup) -> None:
         books, figures = self.books, self.books.figures
-        step = books.expected.pop(action.group, None)
-        if step is None or step != action.step:
+        if (step := books.expected.pop(action.group, None)) is None or step != action.step:
             self.add(BATCH, name, f"trained in step {action.step}, not in its batch")
             return
         staleness, limit = step - record.version, books.force(step).max_staleness

@@ -206,8 +206,7 @@ class PlaceAudit(Checker):
         self._check_slots(action.dst, dst)
 
     def on_moved(self, event: ev.Moved) -> None:
-        place = self.places.get(event.request)
-        if place is None or (place.epoch, place.dest) != (event.epoch, event.dst):
+        if (place := self._moving(event)) is None:
             return
         self.books.figures.migrations += 1
         self.books.figures.kv_bytes_moved += event.num_bytes
@@ -215,8 +214,7 @@ class PlaceAudit(Checker):
         place.instance, place.dest, place.parked = event.dst, None, False
 
     def on_move_failed(self, event: ev.MoveFailed) -> None:
-        place = self.places.get(event.request)
-        if place is None or (place.epoch, place.dest) != (event.epoch, event.dst):
+        if (place := self._moving(event)) is None:
             return
         if event.kept:
             self.instances[event.dst].requests.pop(event.request, None)
@@ -224,6 +222,12 @@ class PlaceAudit(Checker):
         else:
             self._note_loss(event.request, event.reason)
             self._remove(event.request)
+
+    def _moving(self, event: ev.Moved | ev.MoveFailed) -> Place | None:
+        """Where the request is, if this is about the move that was ordered."""
+        place = self.places.get(event.request)
+        same = place is not None and (place.epoch, place.dest) == (event.epoch, event.dst)
+        return place if same else None
 
     def on_park(self, action: act.Park) -> None:
         if (place := self._placed(action.request, action.epoch, action.instance)) is not None:
@@ -256,8 +260,7 @@ class PlaceAudit(Checker):
             self._remove(action.request)
 
     def on_finished(self, event: ev.SampleFinished) -> None:
-        place = self.places.get(event.request)
-        if place is None or place.epoch != event.epoch:
+        if (place := self.places.get(event.request)) is None or place.epoch != event.epoch:
             return
         if event.instance not in (place.instance, place.dest):
             self.add(
@@ -272,8 +275,7 @@ class PlaceAudit(Checker):
         self._remove(event.request)
 
     def on_failed(self, event: ev.SampleFailed) -> None:
-        place = self.places.get(event.request)
-        if place is not None and place.epoch == event.epoch:
+        if (place := self.places.get(event.request)) is not None and place.epoch == event.epoch:
             self._note_loss(event.request, event.reason, final=event.final)
             self._remove(event.request)
 

@@ -237,8 +237,6 @@ class Growing:
 
     def reach(self, size: int) -> None:
         """Have at least so many rows; new ones hold the columns' fill values."""
-        if size <= self.size:
-            return
         room = len(next(iter(self._columns.values())))
         if size > room:
             more = max(size, 2 * room) - room
@@ -246,7 +244,7 @@ class Growing:
                 self._columns[name] = np.concatenate(
                     [self._columns[name], np.full(more, fill, dtype)]
                 )
-        self.size = size
+        self.size = max(size, self.size)
 
     def extend(self, rows: Mapping[str, NDArray[Any]]) -> None:
         """Add rows; of a table with more columns ours are taken."""

@@ -215,8 +215,7 @@ def entries_since(folder: Path, number: int) -> list[Entry]:
     found: list[Entry] = []
     for path in reversed(segments(folder)):
         for line in reversed(whole_lines(path.read_bytes())):
-            record = parse_line(line)
-            if record is not None and record.number < number:
+            if (record := parse_line(line)) is not None and record.number < number:
                 return found[::-1]
             if isinstance(record, Entry):
                 found.append(record)
@@ -348,8 +347,7 @@ def replay(records: Iterable[Entry | Snapshot]) -> ReplayResult:
                 difference = f"the snapshot before entry {record.number} is another state"
         else:
             state = state if state is not None else initial_of(record)
-            actions = step(state, record.event, record.now)
-            if actions != record.actions:
+            if (actions := step(state, record.event, record.now)) != record.actions:
                 difference = _difference(record, actions)
             num_entries += difference is None
         if difference is not None:

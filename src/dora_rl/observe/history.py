@@ -252,8 +252,7 @@ class History:
         found = np.array(few, ROW)
         parts = [{name: found[name] for name, _ in ROW}]
         for kind, why in ((act.Dispatch, Why.DISPATCHED), *_WHY.items()):
-            if kind in tables:
-                table = tables[kind]
+            if (table := tables.get(kind)) is not None:
                 version, reason = np.full_like(table["at"], KEEP), np.full_like(table["at"], why)
                 rest = {"instance": table["dst"]} if kind is ev.Moved else {}
                 parts.append({"version": version, "why": reason} | table | rest)
@@ -437,5 +436,4 @@ def repeats(slots: NDArray[Any]) -> bool:
     """Whether a request is there twice. Those of a chunk are mostly close to each other."""
     if len(slots) and np.ptp(slots) < 16 * len(slots):
         return bool((np.bincount(slots - slots.min()) > 1).any())
-    ordered = np.sort(slots)
-    return bool((ordered[1:] == ordered[:-1]).any())
+    return bool((np.diff(np.sort(slots)) == 0).any())

@@ -80,11 +80,9 @@ def _us(seconds: float) -> float:
 
 def _slice(name: str, pid: int, tid: int, begin: float, end: float, **args: Any) -> Event:
     colour = args.pop("colour", None)
-    event: Event = {"ph": "X", "name": name, "pid": pid, "tid": tid, "ts": _us(begin)}
-    event["dur"] = max(_us(end) - _us(begin), 0.1)
-    if colour is not None:
-        event["cname"] = COLOURS[colour % len(COLOURS)]
-    return event | {"args": args}
+    shade = {} if colour is None else {"cname": COLOURS[colour % len(COLOURS)]}
+    times = {"ts": _us(begin), "dur": max(_us(end) - _us(begin), 0.1)}
+    return {"ph": "X", "name": name, "pid": pid, "tid": tid, **times, **shade, "args": args}
 
 
 def _names(history: History) -> Iterator[Event]:
@@ -116,11 +114,10 @@ def _learner(history: History) -> Iterator[Event]:
 
 def _stays(history: History) -> Iterator[Event]:
     spans, size = history.placements.all_spans(history.now_s), history.params.group_size
-    lane = lanes(spans["begin"], spans["end"], spans["instance"])
-    columns = ("begin", "end", "slot", "instance", "version", "began", "ended")
+    spans["lane"] = lanes(spans["begin"], spans["end"], spans["instance"])
+    columns = ("begin", "end", "slot", "instance", "version", "began", "ended", "lane")
     order = np.lexsort((spans["begin"], spans["slot"]))
-    rows = zip(*(spans[name][order].tolist() for name in columns), lane[order].tolist(),
-               strict=True)  # fmt: skip
+    rows = zip(*(spans[name][order].tolist() for name in columns), strict=True)
     before: tuple[int, int, int, float] | None = None  # slot, pid, tid and end of the last stay
     flow = 0
     for begin, end, slot, instance, version, began, ended, track in rows:

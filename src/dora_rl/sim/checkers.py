@@ -49,8 +49,7 @@ class Checker:
         self.num_events += 1
         self._catch_up()
         self._check_engines()
-        loop = self.world.loop
-        if loop is not None and self.num_events % self.every == 0:
+        if (loop := self.world.loop) is not None and self.num_events % self.every == 0:
             check_invariants(loop.state)
 
     def _catch_up(self) -> None:

@@ -129,8 +129,7 @@ def _drive(flows: Mapping[str, Flow[T]], executor: Executor, see: See) -> dict[s
                 except StopIteration as stop:
                     returned[name] = stop.value
                     del asked[name]
-        pending = [f for futures in asked.values() for f in futures if not f.done()]
-        if pending:
+        if pending := [f for futures in asked.values() for f in futures if not f.done()]:
             wait(pending, return_when=FIRST_COMPLETED)
     return {name: returned[name] for name in flows}
 

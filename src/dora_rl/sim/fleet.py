@@ -135,8 +135,7 @@ class SimInstance:
 
     def next_end_s(self) -> float | None:
         """Seconds until the next request is complete, if nothing changes."""
-        first = self._first_end()
-        if first is None or self._stands():
+        if (first := self._first_end()) is None or self._stands():
             return None
         steps = max(0.0, first.ends_at - self.counter)
         pace, slope = self._pace()
@@ -379,8 +378,7 @@ class Fleet:
 
     def _abort(self, instance: SimInstance, action: act.Abort) -> None:
         for place in (instance.running, instance.parked, instance.leaving):
-            request = place.get(action.request)
-            if request is None or request.epoch != action.epoch:
+            if (request := place.get(action.request)) is None or request.epoch != action.epoch:
                 continue
             if place is instance.running:
                 instance.remove(request)
@@ -415,8 +413,7 @@ class Fleet:
 
     def _move(self, action: act.Move) -> None:
         """The source keeps the request until the destination has it."""
-        src = self.instances.get(action.src)
-        if src is None or src.frozen:
+        if (src := self.instances.get(action.src)) is None or src.frozen:
             return
         src.advance(self.clock.now())
         request = src.running.get(action.request) or src.parked.get(action.request)
@@ -462,8 +459,7 @@ class Fleet:
         self.schedule(dst)
 
     def _obstacle(self, action: act.Move, request: SimRequest) -> str | None:
-        dst = self.instances.get(action.dst)
-        if dst is None or dst.frozen or not dst.announced:
+        if (dst := self.instances.get(action.dst)) is None or dst.frozen or not dst.announced:
             return "destination gone"
         same = request.version == action.version
         return dst.refuses(action.version) or (None if same else "version mismatch")

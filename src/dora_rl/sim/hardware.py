@@ -126,8 +126,7 @@ class RolloutCost:
         total = self.tensor_parallel * (
             self.device.hbm_bytes * self.engine.memory_share - self.engine.activation_bytes
         )
-        free = total - self.model.weight_bytes * self.resident_max
-        if free <= 0:
+        if (free := total - self.model.weight_bytes * self.resident_max) <= 0:
             raise UserError(
                 f"{self.resident_max} resident versions of {self.model.name} need "
                 f"{self.model.weight_bytes * self.resident_max / 1e9:.0f} GB, an instance of "

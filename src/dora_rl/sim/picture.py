@@ -153,8 +153,7 @@ def _rate_bars(axes: Axes, rows: Sequence[Row]) -> None:
 
 def _marks(axes: Axes, values: Sequence[float]) -> None:
     """The published figure of each row that has one (0: none)."""
-    known = [(value, place) for place, value in enumerate(values) if value]
-    if known:
+    if known := [(value, place) for place, value in enumerate(values) if value]:
         across, places = zip(*known, strict=True)
         axes.scatter(across, places, marker="D", s=26, color=_INK, zorder=3, label="published")
 

@@ -86,8 +86,7 @@ class _Search:
         return self._result(knobs, changes)
 
     def _try(self, settings: Sequence[Knobs]) -> Flow[None]:
-        fresh = [knobs for knobs in settings if knobs not in self.tried]
-        if fresh:
+        if fresh := [knobs for knobs in settings if knobs not in self.tried]:
             results = yield [self.job(knobs) for knobs in fresh]
             self.tried.update(zip(fresh, results, strict=True))
 
@@ -108,8 +107,7 @@ class _Search:
         while True:
             near = [changed for _, changed in self._split_steps(knobs)]
             yield from self._try(near)
-            best = max([knobs, *near], key=lambda k: self.tried[k].tokens_per_s)
-            if best == knobs:
+            if (best := max([knobs, *near], key=lambda k: self.tried[k].tokens_per_s)) == knobs:
                 return knobs
             knobs = best
 

@@ -240,7 +240,6 @@ def amount(number: float) -> str:
     >>> amount(1_234_567)
     '1.2 M'
     """
-    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if number >= size:
-            return f"{number / size:.1f} {letter}"
-    return f"{number:.0f} "
+    units = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+    found = (f"{number / size:.1f} {letter}" for size, letter in units if number >= size)
+    return next(found, f"{number:.0f} ")
