@@ -151,12 +151,11 @@ def reachable(
             try:
                 one = _stored(json.loads(raw), trained)
             except UNREADABLE as error:
-                name = f"{path.name} line {number}"
                 found.damaged.append(
                     Finding(
                         Promise.FILES,
                         -1,
-                        name,
+                        f"{path.name} line {number}",
                         str(error) if isinstance(error, UserError) else shape_problem(error),
                     )
                 )

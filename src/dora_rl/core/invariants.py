@@ -46,8 +46,7 @@ def _check_groups(state: State) -> None:
 
 
 def _check_requests(state: State) -> None:
-    requests = [request for group in state.groups.values() for request in group.requests]
-    generating = [request for request in requests if request.phase in GENERATING]
+    generating = [r for g in state.groups.values() for r in g.requests if r.phase in GENERATING]
     for request in generating:
         _check_place(state, request)
     active = Counter(request.version for request in generating)

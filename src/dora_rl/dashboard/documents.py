@@ -61,7 +61,7 @@ def status(history: History, files: RunFiles) -> str:
 def overview(history: History, files: RunFiles) -> dict[str, Any]:
     params, trained = history.params, history.trained()
     return {
-        "name": files.name,
+        "name": files.folder.resolve().name,
         "status": status(history, files),
         "stop": history.stop.reason if history.stop is not None else "",
         "mode": params.mode.value,
@@ -333,9 +333,8 @@ def one_group(history: History, group: int, spans: dict[str, Any]) -> dict[str, 
         }
         for sample in range(size)
     ]
-    state = STATES[int(states(history)[group])]
     return {
-        **_row(history, group, state),
+        **_row(history, group, STATES[int(states(history)[group])]),
         "reason": history.reasons.get(group, ""),
         "samples": rows,
     }

@@ -31,10 +31,6 @@ class RunFiles:
         self.evaluations: list[dict[str, Any]] = []
         self._read = (0, 0)  # of metrics.jsonl: which file, and how far
 
-    @property
-    def name(self) -> str:
-        return self.folder.resolve().name
-
     def log_bytes(self) -> int:
         return sum(path.stat().st_size for path in segments(self.events))
 

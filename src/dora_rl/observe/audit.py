@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -253,6 +253,7 @@ class Auditor:
         )
 
 
+@dataclass(eq=False)
 class LateMessages:
     """Which messages of a log came late or twice. Told of every event and action, in order.
 
@@ -261,10 +262,11 @@ class LateMessages:
     order. What is not known (-1, in logs of earlier releases) counts.
     """
 
-    def __init__(self) -> None:
-        self._newest: dict[InstanceId, int] = {}
-        self._loads: dict[InstanceId, int] = {}
-        self._moves: dict[GroupId, dict[int, int]] = {}  # by sample
+    _newest: dict[InstanceId, int] = field(default_factory=dict[InstanceId, int])
+    _loads: dict[InstanceId, int] = field(default_factory=dict[InstanceId, int])
+    _moves: dict[GroupId, dict[int, int]] = field(  # by sample
+        default_factory=dict[GroupId, dict[int, int]]
+    )
 
     def is_late(self, event: Any) -> bool:
         """Asked once for each event; what is not late is remembered."""

@@ -167,7 +167,8 @@ class TailPrompts:
 
     def __init__(self, prompts: Sequence[Prompt], path: Path | None) -> None:
         self._path, self._num = path, len(prompts)
-        self._prompts = _fingerprint(prompts)
+        ids = json.dumps([list(prompt.token_ids) for prompt in prompts])
+        self._prompts = hashlib.sha256(ids.encode()).hexdigest()[:32]
         levels = [prompt.columns.get("difficulty") for prompt in prompts]
         by_level = [level for level in levels if isinstance(level, int | float)]
         self.indexes: list[int] | None = None
@@ -194,9 +195,3 @@ def _last_tenth(hardness: Sequence[float]) -> list[int]:
     """Indexes of the hardest tenth, one at least; of equals the later ones."""
     order = sorted(range(len(hardness)), key=lambda index: hardness[index])
     return sorted(order[-max(1, len(order) // TAIL_SHARE) :])
-
-
-def _fingerprint(prompts: Sequence[Prompt]) -> str:
-    return hashlib.sha256(
-        json.dumps([list(prompt.token_ids) for prompt in prompts]).encode()
-    ).hexdigest()[:32]

@@ -296,14 +296,14 @@ def digest_in(tail: bytes) -> str:
     return tail[-_SUFFIX + len(_BEGIN) : -len(_END)].decode(errors="replace") if there else ""
 
 
+@dataclass(slots=True)
 class ChainCheck:
     """Follows the chain line by line. `problem` is what is wrong with the last line, or ""."""
 
-    def __init__(self) -> None:
-        self.num_chained = 0
-        self.num_unchained = 0
-        self.problem = ""
-        self._previous = ""
+    num_chained: int = 0
+    num_unchained: int = 0
+    problem: str = ""
+    _previous: str = ""
 
     def see(self, line: bytes) -> None:
         """`line` as it lies in the file: checksum, blank, JSON, newline."""

@@ -220,13 +220,12 @@ def _loads(axis: Any, history: History, rows: dict[int, int], begin: float, end:
         until = history.or_now(load.end_s)
         if load.instance in rows and until > begin and load.begin_s < end:
             wide = max(until - load.begin_s, 0.002 * (end - begin))
-            colour = VERSIONS[load.version % len(VERSIONS)]
             axis.barh(
                 rows[load.instance] + 0.05,
                 wide,
                 0.1,
                 left=load.begin_s,
-                color=colour,
+                color=VERSIONS[load.version % len(VERSIONS)],
                 hatch="////",
                 ec=INK,
                 lw=0,

@@ -63,12 +63,11 @@ def trace_events(history: History) -> Iterator[Event]:
     yield from _counters(history)
     for incident in history.incidents:
         code = history.names.get(incident.instance)
-        pid = LEARNER if code is None else FIRST_INSTANCE + code
         yield {
             "ph": "i",
             "s": "p",
             "name": (f"{incident.kind}: {incident.text}" if incident.text else incident.kind),
-            "pid": pid,
+            "pid": LEARNER if code is None else FIRST_INSTANCE + code,
             "tid": 0,
             "ts": _us(incident.now_s),
         }

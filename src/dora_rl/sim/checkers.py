@@ -110,9 +110,9 @@ class Checker:
                     version in instance.loaded,
                     f"C1: {instance.name} decodes version {version} without its weights",
                 )
-            spec = self.world.fleet.specs[instance.name][0]
             require(
-                len(instance.running) <= spec.slots_max, f"{instance.name}: more than its slots"
+                len(instance.running) <= self.world.fleet.specs[instance.name][0].slots_max,
+                f"{instance.name}: more than its slots",
             )
 
     def finish(self) -> None:

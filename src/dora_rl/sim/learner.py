@@ -125,8 +125,7 @@ class SimLearner:
             return
         step = self._current(action.step)
         self.post(ev.BatchAccepted(action.step, incarnation=self.incarnation))
-        tail_s = self.cost.update_s() + self.cost.publish_s() + self.colocated_s
-        step.work(tail_s, self.clock.now())
+        step.work(self.cost.update_s() + self.cost.publish_s() + self.colocated_s, self.clock.now())
         life = self.life
         self.clock.at(step.free_s, lambda: self._commit(step, life))
 

@@ -91,10 +91,10 @@ def _compose(
 def _charts(comparison: Comparison) -> list[ModeResult]:
     """The modes to show in time, in the order of the bars."""
     outcomes = comparison.outcomes
-    timed = [
-        mode for mode in _GANTT_MODES if mode in outcomes and outcomes[mode].main.timeline.bars
-    ]
-    wanted = sorted(timed, key=lambda mode: mode is not Mode.MULTI_VERSION)[:_GANTTS_MAX]
+    wanted = sorted(
+        [mode for mode in _GANTT_MODES if mode in outcomes and outcomes[mode].main.timeline.bars],
+        key=lambda mode: mode is not Mode.MULTI_VERSION,
+    )[:_GANTTS_MAX]
     return [outcomes[mode].main for mode in outcomes if mode in wanted]
 
 

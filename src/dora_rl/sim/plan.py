@@ -133,9 +133,8 @@ class _Search:
         k, share = knobs.max_staleness, knobs.inflight_share
         steps += [(f"K = {n}", replace(knobs, max_staleness=n)) for n in (k + 1, k - 1) if n >= 0]
         beside = [x for x in _INFLIGHT if x > share][:1] + [x for x in _INFLIGHT if x < share][-1:]
-        texts = [f"{x:g} batches in flight" for x in beside]
         return steps + [
-            (text, replace(knobs, inflight_share=x)) for text, x in zip(texts, beside, strict=True)
+            (f"{x:g} batches in flight", replace(knobs, inflight_share=x)) for x in beside
         ]
 
     def _candidate(self, knobs: Knobs) -> Candidate:

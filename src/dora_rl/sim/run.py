@@ -80,10 +80,9 @@ class _Meter:
         now, fleet = self.world.clock.now(), self.world.fleet
         for instance in fleet.instances.values():
             instance.advance(now)
-        busy_s = sum(instance.busy_s for instance in fleet.instances.values())
         return _Mark(
             now,
-            busy_s,
+            sum(instance.busy_s for instance in fleet.instances.values()),
             sum(instance.slot_s for instance in fleet.instances.values()),
             replace(fleet.stats),
         )
@@ -133,7 +132,6 @@ def _figures(
         "prefill_again": again / cost.prefill_tokens_per_s() / shared,
     }
     stale = [step.step - version for step in steps for _, version, _ in step.groups]
-    all_stale = [s.step - v for s in world.learner.trained for _, v, _ in s.groups]
     return ModeResult(
         mode=mode.value,
         step_s=wall / len(steps),
@@ -143,7 +141,7 @@ def _figures(
         slot_idle_ratio=1 - (end.slot_s - begin.slot_s) / (wall * slots),
         trainer_idle_ratio=max(0.0, 1 - train_busy - (decode_busy if colocated else 0.0)),
         staleness_mean=sum(stale) / len(stale),
-        staleness_max=max(all_stale),
+        staleness_max=max([s.step - v for s in world.learner.trained for _, v, _ in s.groups]),
         mixed_version_frac=_mixed(world, steps),
         discarded_tokens=_discarded(world),
         migrations=new.num_moves - old.num_moves,
