@@ -13,7 +13,7 @@ from dora_rl.types import Finish, RequestId, UserError
 
 
 class BrokenEngine:
-    """Takes requests and raises at the first step."""
+    """Takes requests and raises at every step."""
 
     def __init__(self) -> None:
         self.options = SimpleNamespace(device="cpu")
@@ -21,7 +21,13 @@ class BrokenEngine:
         self.requests: list[Request] = []
 
     def has_work(self):
-        return len(self.requests) == 2
+        return bool(self.requests)
+
+    def versions(self):
+        return (0,)
+
+    def start_over(self):
+        self.requests.clear()
 
     def submit(self, request):
         self.requests.append(request)
