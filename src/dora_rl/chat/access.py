@@ -99,6 +99,7 @@ def owner_of(key: str) -> str:
 
 def name_of(authority: str) -> str:
     """The name in `name:port` or `[::1]:port`, as it is compared."""
-    bracket = authority.startswith("[")
-    name = authority.partition("]")[0][1:] if bracket else authority.partition(":")[0]
-    return name.lower()
+    if authority.startswith("["):
+        name, closed, _ = authority[1:].partition("]")
+        return name.lower() if closed else ""
+    return authority.partition(":")[0].lower()

@@ -38,6 +38,7 @@ Pieces: TypeAlias = Sequence[tuple[Sink, Piece]]
 Deliver: TypeAlias = Callable[[Pieces], None]
 IDLE_S = 0.5
 UNEXPLAINED_MAX = 3  # faults in a row that nobody repeats alone
+TRIED_TOKENS = 2  # the first is drawn behind a prefill, the second behind a decoded row
 PROBE = RequestId(0, 1)  # no client's: their groups count from 1
 
 
@@ -150,11 +151,12 @@ class EngineThread(threading.Thread):
             self.engine.submit(one.so_far())
 
     def _fails(self, request: Request) -> str:
-        """Try a request alone, up to its next token. Returns what went wrong."""
+        """Try a request alone: what it has is prefilled, then it decodes. Returns what was wrong."""
+        num_tokens = 0
         try:
             self.engine.submit(request)
-            while self.engine.has_work() and not self.engine.step():
-                pass
+            while self.engine.has_work() and num_tokens < TRIED_TOKENS:
+                num_tokens += sum(len(output.token_ids) for output in self.engine.step())
             self.engine.abort(request.id)
             self.engine.outputs.clear()
         except Exception as error:  # noqa: BLE001 - the request is ended with it
