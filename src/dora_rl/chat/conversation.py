@@ -185,6 +185,8 @@ class ChatTemplate:
                 continue_final_message=prefilled,
                 **options,
             )
+        except MemoryError:
+            raise  # for whoever set the limit
         except Exception as error:  # noqa: BLE001  the template is the model author's program
             line = " ".join(str(error).split()) or type(error).__name__
             message = f"the chat template refused the messages ({line[:REASON_CHARS]})"

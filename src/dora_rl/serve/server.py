@@ -57,6 +57,10 @@ class ModelServer:
         host = self._options.host
         return f"http://{f'[{host}]' if ':' in host else host}:{self.port}/v1"
 
+    @property
+    def num_connections(self) -> int:
+        return len(self._http.server_state.connections) if self._http is not None else 0
+
     def stop(self) -> None:
         """End gracefully; a second time: at once."""
         if self._http is not None:
