@@ -27,7 +27,7 @@ from starlette.types import Receive, Scope, Send
 from dora_rl.chat.access import SESSION_HEADER, Access, session_named
 from dora_rl.chat.answers import OPEN, Choice, Frame
 from dora_rl.chat.bounds import CHAT, COMPLETION, OPEN_SESSION, REWARD
-from dora_rl.chat.http import Bodies, HttpLimits
+from dora_rl.chat.http import Bodies
 from dora_rl.chat.requests import (
     ApiError,
     body_too_large,
@@ -42,9 +42,9 @@ SMALL_BYTES_MAX = 64 << 10  # of a body without messages or prompts
 PATH_CHARS = 200  # of what an error repeats
 
 
-def make_app(service: Service, access: Access, limits: HttpLimits | None = None) -> Any:
-    """`access` says who may ask."""
-    front = Front(service, limits or HttpLimits())
+def make_app(service: Service, access: Access, bodies: Bodies) -> Any:
+    """`access` says who may ask, and `bodies` how much."""
+    front = Front(service, bodies)
     routes = [
         ("/v1/models", front.models, "GET"),
         ("/v1/models/{model:path}", front.model, "GET"),
@@ -98,9 +98,8 @@ def guarded(
 class Front:
     """One method per endpoint."""
 
-    def __init__(self, service: Service, limits: HttpLimits) -> None:
-        self._service = service
-        self.bodies = Bodies(limits)
+    def __init__(self, service: Service, bodies: Bodies) -> None:
+        self._service, self._bodies = service, bodies
         self._salt, self._count = secrets.token_hex(4), itertools.count(1)
 
     async def health(self, request: Request) -> Response:
@@ -118,7 +117,7 @@ class Front:
         raise model_not_found(wanted, cards[0]["id"])
 
     async def chat(self, request: Request) -> Response:
-        async with self.bodies.hold(request) as body:
+        async with self._bodies.hold(request) as body:
             ask = await self._service.texts.read(CHAT, body, request.state.session)
         generation = await self._service.chat(replace(ask, owner=request.state.owner))
         template = self._service.template
@@ -129,7 +128,7 @@ class Front:
         return _Answering(frame)
 
     async def completions(self, request: Request) -> Response:
-        async with self.bodies.hold(request) as body:
+        async with self._bodies.hold(request) as body:
             ask = await self._service.texts.read(COMPLETION, body, request.state.session)
         generation = await self._service.complete(replace(ask, owner=request.state.owner))
         tokenizer = self._service.template.tokenizer
@@ -157,7 +156,7 @@ class Front:
 
     async def _small(self, request: Request) -> dict[str, Any]:
         """The object of a body that has a few short fields; nothing at all is an empty one."""
-        async with self.bodies.hold(request) as body:
+        async with self._bodies.hold(request) as body:
             if len(body) > SMALL_BYTES_MAX:
                 raise body_too_large(SMALL_BYTES_MAX)
             return parsed(body) if body else {}
@@ -243,6 +242,7 @@ class _Answering(Response):
 async def _send_event(send: Send, data: str) -> None:
     body = f"data: {data}\n\n".encode()
     await send({"type": "http.response.body", "body": body, "more_body": True})
+    await asyncio.sleep(0)  # others have their turn, and whether this client is gone is noticed
 
 
 async def _until_gone(receive: Receive) -> None:

@@ -251,14 +251,14 @@ class AgentEndpoint:
         self._num_opened = 0
         from dora_rl.chat.access import Access
         from dora_rl.chat.app import make_app
-        from dora_rl.chat.http import BACKLOG, HttpLimits, http_server
+        from dora_rl.chat.http import BACKLOG, Bodies, HttpLimits, http_server
 
         sock = socket.socket()
         sock.bind(("127.0.0.1", 0))
         sock.listen(BACKLOG)
         self.url = f"http://127.0.0.1:{sock.getsockname()[1]}/v1"
         limits = HttpLimits(connections_max=CONNECTIONS_MAX)
-        app = make_app(self, Access(sessions=self._keys, loopback=True), limits)
+        app = make_app(self, Access(sessions=self._keys, loopback=True), Bodies(limits))
         server = http_server(app, limits)
         self._task = asyncio.create_task(server.serve(sockets=[sock]))
 

@@ -151,7 +151,7 @@ class EngineThread(threading.Thread):
             self.engine.submit(one.so_far())
 
     def _fails(self, request: Request) -> str:
-        """Try a request alone: what it has is prefilled, then it decodes. Returns what was wrong."""
+        """Try a request alone: a prefill of what it has, then a decode. Returns what was wrong."""
         num_tokens = 0
         try:
             self.engine.submit(request)

@@ -15,7 +15,7 @@ from pathlib import Path
 from dora_rl.chat.access import Access
 from dora_rl.chat.app import make_app
 from dora_rl.chat.conversation import ChatTemplate
-from dora_rl.chat.http import BACKLOG, HttpServer, http_server
+from dora_rl.chat.http import BACKLOG, Bodies, HttpServer, http_server
 from dora_rl.chat.requests import ApiError
 from dora_rl.engine.engine import Engine
 from dora_rl.io.connection import is_loopback
@@ -48,6 +48,7 @@ class ModelServer:
         self._template = ChatTemplate(tokenizer, options.chat_template)
         self._socket = _bind(options.host, options.port)
         self.port = int(self._socket.getsockname()[1])
+        self._bodies = Bodies(options.http)
         self._http: HttpServer | None = None
         self._complaint = ""  # what was said of idle sessions last
         self._skipped = -1  # a version that could not be loaded
@@ -60,6 +61,11 @@ class ModelServer:
     @property
     def num_connections(self) -> int:
         return len(self._http.server_state.connections) if self._http is not None else 0
+
+    @property
+    def num_body_bytes(self) -> int:
+        """Of bodies that are being read."""
+        return self._bodies.num_bytes
 
     def stop(self) -> None:
         """End gracefully; a second time: at once."""
@@ -101,7 +107,7 @@ class ModelServer:
         options = self._options
         hosts = tuple(map(str.lower, options.allowed_hosts))
         access = Access(options.api_keys, None, hosts, is_loopback(options.host))
-        app = make_app(service, access, options.http)
+        app = make_app(service, access, self._bodies)
         self._http = http_server(app, options.http, options.grace_s)
         keeper = asyncio.create_task(self._keep(service))
         self._socket.listen(BACKLOG)  # from here on clients may come
