@@ -319,17 +319,8 @@ PART = Record(
     ("type", "text"),
     "a part",
 )
-CALL = Record(
-    (
-        ("id", Text(0, 256)),
-        (
-            "function",
-            Record((("name", NAME), ("arguments", Text(0, 1 << 20))), ("name", "arguments")),
-        ),
-    ),
-    ("function",),
-    "a tool call",
-)
+CALLED = Record((("name", NAME), ("arguments", Text(0, 1 << 20))), ("name", "arguments"))
+CALL = Record((("id", Text(0, 256)), ("function", CALLED)), ("function",), "a tool call")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 MESSAGE = Record(
     (

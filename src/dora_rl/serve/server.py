@@ -23,8 +23,7 @@ from dora_rl.model.directory import read_spec
 from dora_rl.model.tokenizer import Tokenizer
 from dora_rl.serve.engine_thread import EngineThread, Pieces
 from dora_rl.serve.service import EngineService, ServeOptions
-from dora_rl.serve.text_process import TextOptions
-from dora_rl.serve.texts import TextProcesses
+from dora_rl.serve.texts import TextOptions, TextProcesses
 from dora_rl.types import UserError
 from dora_rl.weights.run_models import FoundModel, newer_model
 from dora_rl.weights.store import WeightsError
