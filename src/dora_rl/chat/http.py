@@ -23,6 +23,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from dora_rl.chat.requests import ApiError, bad_request, body_too_large, overloaded
 
 BACKLOG = 1024  # connections that may wait to be accepted
+CLOSING = "closing"  # the last of an answer is on its way
 CLOSED_AT = 2  # times `connections_max`: from there on nothing is said
 
 
@@ -125,7 +126,7 @@ class Patient(H11Protocol):
 
     def _watch(self) -> None:
         """Each part of a request has one deadline, however often some bytes of it come."""
-        state = self.conn.their_state
+        state = CLOSING if self.transport.is_closing() else self.conn.their_state
         if state is self._waits_for:
             return
         if self._deadline is not None:
@@ -133,12 +134,10 @@ class Patient(H11Protocol):
             self._deadline = None
         self._waits_for = state
         limits = self.limits
-        wait_s = {h11.IDLE: limits.head_s_max, h11.SEND_BODY: limits.body_s_max}.get(state)
-        if wait_s is not None and not self.transport.is_closing():
-            self._deadline = self.loop.call_later(wait_s, self._too_slow)
-
-    def _too_slow(self) -> None:
-        self.transport.close()
+        waits_s = {h11.IDLE: limits.head_s_max, h11.SEND_BODY: limits.body_s_max}
+        wait_s = (waits_s | {CLOSING: limits.write_s_max}).get(state)
+        if wait_s is not None:
+            self._deadline = self.loop.call_later(wait_s, self.transport.abort)
 
 
 def refuse_all(error: ApiError) -> Any:

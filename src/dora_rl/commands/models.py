@@ -21,6 +21,7 @@ from dora_rl.commands.arguments import (
     prepare_output,
     write_json,
 )
+from dora_rl.serve import KEY_VARIABLE
 from dora_rl.types import UserError
 from dora_rl.user_code import listen, origin_of, require, trace_of
 
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from dora_rl.serve.service import ServeOptions
 
 TRACES_MAX = 3  # tracebacks of the user's code that are shown
-KEY_VARIABLE = "DORA_RL_API_KEY"
 KEY_CHARS_MIN = 8
 KEY_IN_SIGHT = (
     "--api-key would show the key to everybody who can list processes; write it into a file "

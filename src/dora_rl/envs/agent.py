@@ -149,6 +149,7 @@ def _accepted(function: Any, name: str) -> list[str]:
 
 
 CONNECTIONS_MAX = 1 << 16  # agents are the user's own; the episodes are what limits them
+AGENT_S_MAX = 600.0  # for a request that an agent has begun, or an answer that it has not read
 MODEL = "policy"  # what the endpoint calls it; agents may write any name
 
 
@@ -257,7 +258,8 @@ class AgentEndpoint:
         sock.bind(("127.0.0.1", 0))
         sock.listen(BACKLOG)
         self.url = f"http://127.0.0.1:{sock.getsockname()[1]}/v1"
-        limits = HttpLimits(connections_max=CONNECTIONS_MAX)
+        waits = dict.fromkeys(("head_s_max", "body_s_max", "write_s_max"), AGENT_S_MAX)
+        limits = HttpLimits(connections_max=CONNECTIONS_MAX, **waits)
         app = make_app(self, Access(sessions=self._keys, loopback=True), Bodies(limits))
         server = http_server(app, limits)
         self._task = asyncio.create_task(server.serve(sockets=[sock]))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from typing import Any
 import msgspec
 
 from dora_rl.chat.requests import ApiError, Ask, Message, overloaded, server_error, text_too_costly
+from dora_rl.serve import KEY_VARIABLE
 from dora_rl.serve.text_process import (
     FRAME_BYTES_MAX,
     LENGTH,
@@ -110,6 +112,7 @@ class TextLane:
                 stderr=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
+                env={name: text for name, text in os.environ.items() if name != KEY_VARIABLE},
             )
         self.num_starts += 1
         self._reader, self._writer = await asyncio.open_connection(sock=ours)
