@@ -196,11 +196,17 @@ class _Answering(Response):
             await _error_response(error)(scope, receive, send)
             return
         self._replied()
-        body = self._frame.body([choice.whole() for choice in self._choices])
+        body = self._frame.body([])
         if self._frame.ask.return_token_ids and self._frame.chat:
             body["prompt_token_ids"] = self._choices[0].prompt_ids
         body["usage"] = self._frame.usage(self._choices)
-        await JSONResponse(body)(scope, receive, send)
+        del body["choices"]
+        choices: list[str] = []
+        for choice in self._choices:
+            choices.append(choice.whole())
+            await asyncio.sleep(0)  # others have their turn
+        text = f'{json.dumps(body)[:-1]}, "choices": [{", ".join(choices)}]}}'
+        await Response(text, media_type="application/json")(scope, receive, send)
 
     async def _stream(self, send: Send) -> None:
         headers = [
