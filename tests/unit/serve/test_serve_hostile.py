@@ -300,10 +300,14 @@ def test_bodies_held_at_once_have_a_limit():
         head = HEAD.replace(b"100", str(1 << 20).encode())
         slow.sendall(head + b"\r\n" + half)
         body = json.dumps(GREEDY | {"user": "x" * (700 << 10)}).encode()
-        wait_until(lambda: send(running, "POST", COMPLETIONS, body)[0] == 503, "the limit is met")
+        wait_until(lambda: running.server.num_body_bytes == len(half), "half of it is held")
+        status, answer, headers = send(running, "POST", COMPLETIONS, body)
+        assert status == 503 and answer["error"]["code"] == "bodies_bytes_max"
+        assert headers["retry-after"] == "1"
         assert text_of(running), "small ones fit"
         slow.close()
-        wait_until(lambda: send(running, "POST", COMPLETIONS, body)[0] == 200, "there is room")
+        wait_until(lambda: running.server.num_body_bytes == 0, "its half is given back")
+        assert send(running, "POST", COMPLETIONS, body)[0] == 200
 
 
 def test_a_client_that_does_not_read_is_closed_and_its_requests_end():
