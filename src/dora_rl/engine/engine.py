@@ -221,8 +221,8 @@ class Engine(RequestBook):
     def start_over(self) -> None:
         """After `step` has raised: drop what is in flight, every request and whatever the cache
         holds. Versions stay. Whoever has the requests may submit them again."""
-        while self._in_flight:
-            self.runner.collect(self._in_flight.popleft()[1])
+        self.runner.settle()
+        self._in_flight.clear()
         self.outputs.clear()
         for seq in list(self.scheduler.sequences()):
             self.forget(seq.id)
