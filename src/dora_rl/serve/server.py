@@ -125,10 +125,9 @@ class ModelServer:
             chat_template=options.chat_template,
             client_templates=options.client_templates,
             chars_max=context_max * CHARS_PER_TOKEN_MAX,
+            text_s_max=options.text_s_max,
         )
-        return TextProcesses(
-            to_process, text_s_max=options.text_s_max, waiting_max=options.texts_waiting_max
-        )
+        return TextProcesses(to_process, options.texts_waiting_max)
 
     async def _keep(self, service: EngineService) -> None:
         """Newer versions in, unused ones and idle sessions out, until the server ends."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import resource
+import signal
 import socket
 import struct
 import sys
@@ -28,6 +29,7 @@ from dora_rl.setup.tokenizer import open_tokenizer
 
 LENGTH = struct.Struct("<I")
 FRAME_BYTES_MAX = 1 << 30
+ALARM_S = 2  # later than the deadline of whoever asks
 READ, PROMPT, NEXT = "read", "prompt_ids", "next_ids"
 
 
@@ -40,6 +42,7 @@ class TextOptions:
     client_templates: bool = False
     chars_max: int = 1 << 24
     memory_bytes_max: int = 2 << 30  # beyond what it has when it begins
+    text_s_max: float = 20.0  # for one question
 
 
 class Answer(msgspec.Struct, array_like=True):
@@ -83,7 +86,10 @@ def main(number: int) -> None:
         _limit_memory(options.memory_bytes_max)
         _send(stream, Answer())
         while (body := _receive(stream)) is not None:
+            # Ends the process, where whoever would kill it has been killed itself.
+            signal.alarm(int(options.text_s_max) + ALARM_S)
             _send(stream, asyncio.run(answer(texts, msgspec.msgpack.decode(body))))
+            signal.alarm(0)
 
 
 def _warm_up(template: ChatTemplate) -> None:

@@ -43,8 +43,8 @@ START_S_MAX = 120.0
 class TextLane:
     """One process, and those who wait for it in order."""
 
-    def __init__(self, options: TextOptions, text_s_max: float, waiting_max: int) -> None:
-        self._options, self._text_s_max, self._waiting_max = options, text_s_max, waiting_max
+    def __init__(self, options: TextOptions, waiting_max: int) -> None:
+        self._options, self._waiting_max = options, waiting_max
         self._turn = asyncio.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._reader: asyncio.StreamReader | None = None
@@ -73,11 +73,12 @@ class TextLane:
             await self._ready()
         except UserError as error:
             raise server_error(str(error)) from None
+        most_s = self._options.text_s_max
         try:
-            reply = await asyncio.wait_for(self._exchange(data), self._text_s_max)
+            reply = await asyncio.wait_for(self._exchange(data), most_s)
         except TimeoutError:
             await self.close()
-            took = f"took longer than {self._text_s_max:g} s to render and tokenise"
+            took = f"took longer than {most_s:g} s to render and tokenise"
             raise text_too_costly(took) from None
         except (OSError, EOFError):
             await self.close()
@@ -138,10 +139,8 @@ class TextLane:
 class TextProcesses:
     """Implements `chat.texts.Texts`."""
 
-    def __init__(
-        self, options: TextOptions, *, text_s_max: float = 20.0, waiting_max: int = 256
-    ) -> None:
-        self.small, self.large = (TextLane(options, text_s_max, waiting_max) for _ in range(2))
+    def __init__(self, options: TextOptions, waiting_max: int = 256) -> None:
+        self.small, self.large = TextLane(options, waiting_max), TextLane(options, waiting_max)
 
     async def start(self) -> None:
         await asyncio.gather(self.small.start(), self.large.start())

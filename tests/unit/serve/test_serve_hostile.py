@@ -230,6 +230,14 @@ def rest_of(connection):
     return got
 
 
+def answers(running):
+    """Whether others are answered; on a busy machine a good client may be too slow for `QUICK`."""
+    try:
+        return bool(text_of(running))
+    except (OSError, http.client.HTTPException):
+        return False
+
+
 def opened(running):
     return socket.create_connection(("127.0.0.1", running.server.port), timeout=60)
 
@@ -245,7 +253,7 @@ def test_half_a_request_is_closed_in_the_end(start):
         connection = opened(running)
         connection.sendall(start)
         assert b" 200 " not in rest_of(connection)
-        assert text_of(running)
+        wait_until(lambda: answers(running), "others are answered")
 
 
 def test_half_a_request_behind_a_whole_one_is_closed_too():
@@ -324,4 +332,4 @@ def test_a_client_that_does_not_read_is_closed_and_its_requests_end():
         wait_until(lambda: running.service.num_running == 0, "it has been given up")
         wait_until(lambda: running.num_connections() == 0, "its connection is closed")
         connection.close()
-        assert text_of(running)
+        wait_until(lambda: answers(running), "others are answered")

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
+import socket
+import subprocess
+import sys
 
 import pytest
 from serving import MODEL
@@ -12,7 +16,7 @@ from dora_rl.chat.bounds import CHAT, COMPLETION
 from dora_rl.chat.conversation import ChatTemplate
 from dora_rl.chat.requests import ApiError
 from dora_rl.chat.texts import PlainTexts
-from dora_rl.serve.text_process import TextOptions
+from dora_rl.serve.text_process import READ, TextOptions, frame
 from dora_rl.serve.texts import TextProcesses
 from dora_rl.setup.tokenizer import open_tokenizer
 
@@ -23,11 +27,11 @@ def chat(**more) -> bytes:
     return json.dumps({"model": "tiny", "messages": USER} | more).encode()
 
 
-def with_texts(use, options: dict[str, object] | None = None, **limits):
+def with_texts(use, waiting_max=256, **options):
     """Runs `use(texts)` and ends the processes."""
 
     async def main():
-        texts = TextProcesses(TextOptions(str(MODEL), **(options or {})), **limits)  # type: ignore[arg-type]
+        texts = TextProcesses(TextOptions(str(MODEL), **options), waiting_max)
         await texts.start()
         try:
             return await use(texts)
@@ -84,8 +88,8 @@ def test_templates_of_clients_have_a_deadline_and_limits():
         assert texts.small.num_starts == 2, "only the deadline costs a process"
         assert texts.large.num_starts == 1
 
-    options = {"client_templates": True, "chars_max": 100_000, "memory_bytes_max": 512 << 20}
-    with_texts(use, options, text_s_max=3.0)
+    options = {"chars_max": 100_000, "memory_bytes_max": 96 << 20, "text_s_max": 5.0}
+    with_texts(use, client_templates=True, **options)
 
 
 def test_templates_of_clients_are_refused_without_leave():
@@ -111,7 +115,7 @@ def test_a_text_that_cannot_fit_is_not_tokenised():
                 assert (status, code) == (400, "text_too_costly") and "100 at most" in message
         assert texts.small.num_starts == texts.large.num_starts == 1
 
-    with_texts(use, {"chars_max": 100})
+    with_texts(use, chars_max=100)
 
 
 def test_the_line_has_an_end_and_a_gone_client_takes_no_others_answer():
@@ -130,7 +134,7 @@ def test_the_line_has_an_end_and_a_gone_client_takes_no_others_answer():
         assert ids == ((await texts.prompt_ids(USER, (), {})),)
         assert texts.small.num_waiting == 0 and texts.small.num_starts == 2
 
-    with_texts(use, {"client_templates": True}, waiting_max=2)
+    with_texts(use, 2, client_templates=True)
 
 
 def test_small_texts_do_not_wait_behind_large_ones():
@@ -145,4 +149,22 @@ def test_small_texts_do_not_wait_behind_large_ones():
         with pytest.raises(asyncio.CancelledError):
             await slow
 
-    with_texts(use, {"client_templates": True}, text_s_max=600.0)
+    with_texts(use, client_templates=True, text_s_max=600.0)
+
+
+def test_a_process_whose_server_was_killed_does_not_go_on_for_ever():
+    """It is asked for something endless, and nobody is there who would kill it."""
+    ours, theirs = socket.socketpair()
+    command = [sys.executable, "-m", "dora_rl.serve.text_process", str(theirs.fileno())]
+    with theirs:
+        process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+    try:
+        with ours:
+            options = TextOptions(str(MODEL), client_templates=True, text_s_max=0.0)
+            ours.sendall(frame(options))
+            assert ours.recv(1 << 16)
+            ours.sendall(frame([READ, CHAT, chat(chat_template=SLOW), None]))
+        assert process.wait(120) == -signal.SIGALRM
+    finally:
+        process.kill()
+        process.wait()
