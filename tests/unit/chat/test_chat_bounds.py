@@ -63,7 +63,14 @@ def test_junk_is_refused_with_the_name_and_the_range(field: Field, endpoint: str
         assert len(error.message) < 1000
 
 
-@pytest.mark.parametrize(("field", "endpoint"), ROWS, ids=[f"{e}-{f.name}" for f, e in ROWS])
+def has_range(kind: object) -> bool:
+    return isinstance(kind, (Whole, Number)) or (isinstance(kind, Text) and kind.most < 1 << 20)
+
+
+RANGES = [(field, endpoint) for field, endpoint in ROWS if has_range(field.kind)]
+
+
+@pytest.mark.parametrize(("field", "endpoint"), RANGES, ids=[f"{e}-{f.name}" for f, e in RANGES])
 def test_the_ends_of_a_range_are_inside_and_the_next_values_outside(
     field: Field, endpoint: str
 ) -> None:
@@ -76,10 +83,10 @@ def test_the_ends_of_a_range_are_inside_and_the_next_values_outside(
                 [least, most],
                 [nextafter(least, -inf), nextafter(most, inf), str(least)],
             )
-        case Text(least, most) if most < 1 << 20:
+        case Text(least, most):
             inside, outside = ["x" * least, "x" * most], ["x" * (least - 1), "x" * (most + 1), 5]
         case _:
-            pytest.skip("not a range")
+            raise AssertionError(f"{kind} has no range")
     for value in inside:
         assert fields(endpoint, base | {field.name: value})[field.name] == value
     for value in outside:
