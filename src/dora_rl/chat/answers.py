@@ -37,6 +37,12 @@ class Frame:
     tokenizer: Tokenizer
     chat: bool
     tools: tuple[dict[str, Any], ...] = ()  # those whose calls are read from the text
+    words: dict[int, str] = field(default_factory=dict[int, str])  # tokens decoded alone
+
+    def word(self, token: int) -> str:
+        if token not in self.words:
+            self.words[token] = self.tokenizer.decode([token])
+        return self.words[token]
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
@@ -73,7 +79,10 @@ class Choice:
     index: int
     stream: TextStream = field(init=False)
     token_ids: list[int] = field(default_factory=list[int])
-    pieces: list[Piece] = field(default_factory=list[Piece])
+    num_pieces: int = 0
+    # Log-probs of an answer that is not streamed, as JSON: they are many times the text, so each
+    # piece's are written when it comes, and not all at the end while everybody else waits.
+    written: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
     finish: Finish | None = None
     num_shown: int = 0  # characters that chunks have given out
     word_at: int = 0  # where the next token of a chunk begins, counted in token texts
@@ -84,12 +93,14 @@ class Choice:
 
     def add(self, piece: Piece) -> None:
         self.token_ids += piece.token_ids
-        self.pieces.append(piece)
+        self.num_pieces += 1
         self.finish = piece.finish
         if self.frame.ask.stream:
             self.stream.push(piece.token_ids)
-        elif piece.finish is not None:  # one decoding is enough
-            self.stream.push(self.token_ids)
+        else:
+            self._write_logprobs(piece)
+            if piece.finish is not None:  # one decoding is enough
+                self.stream.push(self.token_ids)
         if piece.finish is not None:
             self.stream.finish()
 
@@ -112,8 +123,8 @@ class Choice:
         calls = message is not None and "tool_calls" in message
         return "tool_calls" if calls and self.finish is Finish.STOP else str(self.finish)
 
-    def whole(self) -> dict[str, Any]:
-        """The entry of an answer that is not streamed."""
+    def whole(self) -> str:
+        """The entry of an answer that is not streamed, as JSON."""
         body: dict[str, Any] = {"index": self.index}
         if self.frame.chat:
             message = self.message()
@@ -123,18 +134,36 @@ class Choice:
                 body["message"]["content"] = None
         else:
             body |= {"text": self.text, "finish_reason": self.finish_reason()}
-        body["logprobs"] = self._logprobs(self.pieces) if self.frame.ask.logprobs else None
-        return body | self._ids(self.token_ids, first=True)
+        text = json.dumps(body | self._ids(self.token_ids, first=True), ensure_ascii=False)
+        return f'{text[:-1]}, "logprobs": {self._written_logprobs()}}}'
+
+    def _write_logprobs(self, piece: Piece) -> None:
+        if self.frame.ask.logprobs:
+            for name, entries in self._logprobs(piece).items():
+                texts = self.written.setdefault(name, [])
+                if entries:
+                    texts.append(json.dumps(entries, ensure_ascii=False)[1:-1])
+
+    def _written_logprobs(self) -> str:
+        if not self.frame.ask.logprobs:
+            return "null"
+        lists = [f'"{name}": [{", ".join(texts)}]' for name, texts in self.written.items()]
+        if self.frame.chat:
+            lists.append('"refusal": null')
+        return f"{{{', '.join(lists)}}}"
 
     def chunk(self, piece: Piece) -> dict[str, Any]:
         """The entry of a chunk; `add` has seen the piece already."""
         body: dict[str, Any] = {"index": self.index}
-        first = len(self.pieces) == 1
+        first = self.num_pieces == 1
         if self.frame.chat:
             body["delta"], body["finish_reason"] = self._delta(first)
         else:
             body |= {"text": self._shown(len(self.text)), "finish_reason": self.finish_reason()}
-        body["logprobs"] = self._logprobs([piece]) if self.frame.ask.logprobs else None
+        body["logprobs"] = None
+        if self.frame.ask.logprobs:
+            refusal = {"refusal": None} if self.frame.chat else {}
+            body["logprobs"] = self._logprobs(piece) | refusal
         return body | self._ids(piece.token_ids, first)
 
     def _delta(self, first: bool) -> tuple[dict[str, Any], str | None]:
@@ -164,41 +193,37 @@ class Choice:
             {"prompt_token_ids": self.prompt_ids} if first and not self.frame.chat else {}
         )
 
-    def _logprobs(self, pieces: Sequence[Piece]) -> dict[str, Any]:
-        rows = [
-            (token, logprob, piece.top_logprobs[i] if piece.top_logprobs else ())
-            for piece in pieces
-            for i, (token, logprob) in enumerate(zip(piece.token_ids, piece.logprobs, strict=True))
-        ]
+    def _logprobs(self, piece: Piece) -> dict[str, list[Any]]:
+        """The lists that those of all pieces add up to."""
+        top = piece.top_logprobs or ((),) * len(piece.token_ids)
+        rows = list(zip(piece.token_ids, piece.logprobs, top, strict=True))
         if self.frame.chat:
             entry = self._entry
             content = [
-                entry(token, logprob) | {"top_logprobs": [entry(*other) for other in top]}
-                for token, logprob, top in rows
+                entry(token, logprob) | {"top_logprobs": [entry(*other) for other in others]}
+                for token, logprob, others in rows
             ]
-            return {"content": content, "refusal": None}
-        tokens = [self._word(token) for token, _, _ in rows]
-        offsets = []
+            return {"content": content}
+        word = self.frame.word
+        tokens = [word(token) for token in piece.token_ids]
+        offsets: list[int] = []
         for token in tokens:
             offsets.append(self.word_at)
             self.word_at += len(token)
         return {
             "tokens": tokens,
-            "token_logprobs": [max(logprob, LOGPROB_MIN) for _, logprob, _ in rows],
+            "token_logprobs": [max(logprob, LOGPROB_MIN) for logprob in piece.logprobs],
             "top_logprobs": [
-                {self._word(other): max(value, LOGPROB_MIN) for other, value in top}
-                for _, _, top in rows
+                {word(other): max(value, LOGPROB_MIN) for other, value in others}
+                for _, _, others in rows
             ],
             "text_offset": offsets,
         }
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        word = self._word(token)
+        word = self.frame.word(token)
         value = max(logprob, LOGPROB_MIN)
         return {"token": word, "logprob": value, "bytes": list(word.encode())}
-
-    def _word(self, token: int) -> str:
-        return self.frame.tokenizer.decode([token])
 
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"  # what a decoder writes for bytes that end too early

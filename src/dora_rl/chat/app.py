@@ -1,54 +1,50 @@
-"""The endpoints, as a Starlette application over a `Service`, and the server that carries it.
+"""The endpoints, as a Starlette application over a `Service`.
 
-Checks the key, reads and checks bodies, writes answers or server-sent events, and gives up a
-generation as soon as its client is gone. Generates nothing. Invariant: a generation that was begun
-is closed, whatever happens.
+Lets in who may ask, has bodies read and checked, writes answers or server-sent events, and gives up
+a generation as soon as its client is gone. Generates nothing. Invariant: a generation that was
+begun is closed, whatever happens.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import hmac
 import itertools
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from math import isfinite
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
-import uvicorn
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from dora_rl.chat.access import SESSION_HEADER, Access, session_named
 from dora_rl.chat.answers import OPEN, Choice, Frame
+from dora_rl.chat.bounds import CHAT, COMPLETION, OPEN_SESSION, REWARD
+from dora_rl.chat.http import Bodies
 from dora_rl.chat.requests import (
     ApiError,
-    ChatBody,
-    CompletionBody,
-    bad_request,
+    body_too_large,
+    fields,
     model_not_found,
-    read,
+    parsed,
     server_error,
-    session_not_found,
-    unauthorized,
 )
 from dora_rl.chat.service import Service
 
-BACKLOG = 1024  # connections that may wait to be accepted
-BODY_BYTES_MAX = 16 << 20
-SESSION_HEADER = "x-session-id"
+SMALL_BYTES_MAX = 64 << 10  # of a body without messages or prompts
+PATH_CHARS = 200  # of what an error repeats
 
 
-def make_app(service: Service, api_key: str | None, keys: Mapping[str, str] | None = None) -> Any:
-    """Without a key everybody may ask. `keys` (key -> session) gives each session its own."""
-    front = Front(service)
-    guard = _Guard(api_key, keys)
+def make_app(service: Service, access: Access, bodies: Bodies) -> Any:
+    """`access` says who may ask, and `bodies` how much."""
+    front = Front(service, bodies)
     routes = [
         ("/v1/models", front.models, "GET"),
         ("/v1/models/{model:path}", front.model, "GET"),
@@ -59,52 +55,51 @@ def make_app(service: Service, api_key: str | None, keys: Mapping[str, str] | No
         ("/v1/sessions/{session}", front.end_session, "DELETE"),
         ("/v1/sessions/{session}/reward", front.reward, "POST"),
     ]
-    return Starlette(
+    app = Starlette(
         routes=[
             Route("/health", front.health, methods=["GET"]),
-            *(Route(path, guard.over(call), methods=[how]) for path, call, how in routes),
+            *(Route(path, guarded(call, access), methods=[how]) for path, call, how in routes),
         ],
         exception_handlers=dict.fromkeys((ApiError, HTTPException, Exception), _on_error),
     )
+    app.router.redirect_slashes = False  # to an address made of what the client calls this host
+    return _for_this_host(app, access)
 
 
-class _Guard:
-    """Lets a request through, with the session that its key stands for."""
+def _for_this_host(app: Any, access: Access) -> Any:
+    async def checked(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            access.check_host(Headers(scope=scope))
+        except ApiError as error:
+            await _error_response(error)(scope, receive, send)
+        else:
+            await app(scope, receive, send)
 
-    def __init__(self, api_key: str | None, keys: Mapping[str, str] | None) -> None:
-        self._key = api_key.encode() if api_key is not None else None
-        self._keys = keys
+    return checked
 
-    def over(
-        self, call: Callable[[Request], Awaitable[Response]]
-    ) -> Callable[[Request], Awaitable[Response]]:
-        async def guarded(request: Request) -> Response:
-            own = self._session(request.headers.get("authorization", ""))
-            named = request.path_params.get("session", request.headers.get(SESSION_HEADER))
-            if own is not None and named not in (None, own):
-                raise session_not_found(named)
-            request.state.session = named or own
-            return await call(request)
 
-        return guarded
+def guarded(
+    call: Callable[[Request], Awaitable[Response]], access: Access
+) -> Callable[[Request], Awaitable[Response]]:
+    """Lets a request through, with its owner and the session that it is about."""
 
-    def _session(self, header: str) -> str | None:
-        kind, _, given = header.partition(" ")
-        given = given.strip() if kind.lower() == "bearer" else ""
-        if self._keys is not None:
-            if given not in self._keys:
-                raise unauthorized(bool(header))
-            return self._keys[given]
-        if self._key is not None and not hmac.compare_digest(given.encode(), self._key):
-            raise unauthorized(bool(header))
-        return None
+    async def answer(request: Request) -> Response:
+        caller = access.caller(request.headers.get("authorization", ""))
+        named = request.path_params.get("session", request.headers.get(SESSION_HEADER))
+        if named is not None:
+            named = fields(OPEN_SESSION, {"session_id": named})["session_id"]
+        request.state.owner = caller.owner
+        request.state.session = session_named(caller, named)
+        return await call(request)
+
+    return answer
 
 
 class Front:
     """One method per endpoint."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    def __init__(self, service: Service, bodies: Bodies) -> None:
+        self._service, self._bodies = service, bodies
         self._salt, self._count = secrets.token_hex(4), itertools.count(1)
 
     async def health(self, request: Request) -> Response:
@@ -122,8 +117,9 @@ class Front:
         raise model_not_found(wanted, cards[0]["id"])
 
     async def chat(self, request: Request) -> Response:
-        ask = read(ChatBody, await _json(request)).ask(request.state.session)
-        generation = await self._service.chat(ask)
+        async with self._bodies.hold(request) as body:
+            ask = await self._service.texts.read(CHAT, body, request.state.session)
+        generation = await self._service.chat(replace(ask, owner=request.state.owner))
         template = self._service.template
         tools = ask.tools if OPEN in template.text else ()
         frame = Frame(
@@ -132,44 +128,41 @@ class Front:
         return _Answering(frame)
 
     async def completions(self, request: Request) -> Response:
-        body = read(CompletionBody, await _json(request))
-        ask = body.ask(request.state.session)
+        async with self._bodies.hold(request) as body:
+            ask = await self._service.texts.read(COMPLETION, body, request.state.session)
+        generation = await self._service.complete(replace(ask, owner=request.state.owner))
         tokenizer = self._service.template.tokenizer
-        prompts = [
-            tuple(tokenizer.encode(prompt)) if isinstance(prompt, str) else tuple(prompt)
-            for prompt in body.prompts()
-        ]
-        generation = await self._service.complete(ask, prompts)
         return _Answering(
             Frame(self._id("cmpl"), int(time.time()), ask, generation, tokenizer, False)
         )
 
     async def open_session(self, request: Request) -> Response:
-        body = await _json(request, otherwise={})
-        given = body.get("session_id", body.get("id")) if isinstance(body, dict) else None
-        if given is not None and (not isinstance(given, str) or not 0 < len(given) <= 256):
-            raise bad_request("'session_id' must be a string of 1 to 256 characters", "session_id")
-        return JSONResponse(self._service.open_session(given))
+        known = fields(OPEN_SESSION, await self._small(request))
+        given = known.get("session_id", known.get("id"))
+        return JSONResponse(self._service.open_session(given, request.state.owner))
 
     async def read_session(self, request: Request) -> Response:
-        return JSONResponse(self._service.read_session(request.state.session))
+        state = request.state
+        return JSONResponse(self._service.read_session(state.session, state.owner))
 
     async def end_session(self, request: Request) -> Response:
-        return JSONResponse(await self._service.end_session(request.state.session, None))
+        state = request.state
+        return JSONResponse(await self._service.end_session(state.session, state.owner, None))
 
     async def reward(self, request: Request) -> Response:
-        body = await _json(request)
-        reward = read_reward(body.get("reward") if isinstance(body, dict) else None)
-        return JSONResponse(await self._service.end_session(request.state.session, reward))
+        reward = fields(REWARD, await self._small(request))["reward"]
+        state = request.state
+        return JSONResponse(await self._service.end_session(state.session, state.owner, reward))
+
+    async def _small(self, request: Request) -> dict[str, Any]:
+        """The object of a body that has a few short fields; nothing at all is an empty one."""
+        async with self._bodies.hold(request) as body:
+            if len(body) > SMALL_BYTES_MAX:
+                raise body_too_large(SMALL_BYTES_MAX)
+            return parsed(body) if body else {}
 
     def _id(self, kind: str) -> str:
         return f"{kind}-{self._salt}{next(self._count):08x}"
-
-
-def read_reward(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not isfinite(value):
-        raise bad_request("'reward' must be a finite number", "reward")
-    return float(value)
 
 
 class _Answering(Response):
@@ -203,11 +196,17 @@ class _Answering(Response):
             await _error_response(error)(scope, receive, send)
             return
         self._replied()
-        body = self._frame.body([choice.whole() for choice in self._choices])
+        body = self._frame.body([])
         if self._frame.ask.return_token_ids and self._frame.chat:
             body["prompt_token_ids"] = self._choices[0].prompt_ids
         body["usage"] = self._frame.usage(self._choices)
-        await JSONResponse(body)(scope, receive, send)
+        del body["choices"]
+        choices: list[str] = []
+        for choice in self._choices:
+            choices.append(choice.whole())
+            await asyncio.sleep(0)  # others have their turn
+        text = f'{json.dumps(body)[:-1]}, "choices": [{", ".join(choices)}]}}'
+        await Response(text, media_type="application/json")(scope, receive, send)
 
     async def _stream(self, send: Send) -> None:
         headers = [
@@ -249,29 +248,12 @@ class _Answering(Response):
 async def _send_event(send: Send, data: str) -> None:
     body = f"data: {data}\n\n".encode()
     await send({"type": "http.response.body", "body": body, "more_body": True})
+    await asyncio.sleep(0)  # others have their turn, and whether this client is gone is noticed
 
 
 async def _until_gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def _json(request: Request, otherwise: Any = None) -> Any:
-    """The body, read with a limit; `otherwise` stands for an empty one where it is given."""
-    chunks: list[bytes] = []
-    size = 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size > BODY_BYTES_MAX:
-            message = f"the body is larger than {BODY_BYTES_MAX >> 20} MiB"
-            raise ApiError(413, message, code="request_too_large")
-        chunks.append(chunk)
-    if not size and otherwise is not None:
-        return otherwise
-    try:
-        return json.loads(b"".join(chunks))
-    except ValueError:
-        raise bad_request("the body is not valid JSON") from None
 
 
 def _error_response(error: ApiError) -> Response:
@@ -281,29 +263,11 @@ def _error_response(error: ApiError) -> Response:
 async def _on_error(request: Request, error: Exception) -> Response:
     """Ours, Starlette's own (an unknown path, a wrong method), and what nobody foresaw."""
     if isinstance(error, HTTPException):
-        where = f"{request.method} {request.url.path}"
-        error = ApiError(error.status_code, f"Invalid URL ({where})", code="not_found")
+        where = f"{request.method} {request.scope['path']}"[:PATH_CHARS]
+        allow = dict(error.headers or {})
+        error = ApiError(
+            error.status_code, f"Invalid URL ({where})", code="not_found", headers=allow
+        )
     elif not isinstance(error, ApiError):
         error = server_error(f"internal error ({type(error).__name__})")
     return _error_response(error)
-
-
-class HttpServer(uvicorn.Server):
-    """Carries an application over HTTP; signals are the caller's business."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-def http_server(app: Any, grace_s: float = 1.0) -> HttpServer:
-    """`await server.serve(sockets=[...])`; `grace_s` is for answers on their way at the end."""
-    config = uvicorn.Config(
-        app,
-        log_level="warning",
-        access_log=False,
-        lifespan="off",
-        backlog=BACKLOG,
-        timeout_graceful_shutdown=int(grace_s),
-    )
-    return HttpServer(config)

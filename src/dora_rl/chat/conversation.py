@@ -21,7 +21,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dora_rl.chat.requests import Message, bad_request
+from dora_rl.chat.requests import Message, bad_request, text_too_costly
 from dora_rl.model.tokenizer import Tokenizer
 
 
@@ -50,27 +50,30 @@ class Conversation:
     loss_mask: list[int] = field(default_factory=list[int])
     num_turns: int = 0
 
-    def next_turn(
+    def around_reply(
+        self, messages: Sequence[Message]
+    ) -> tuple[Sequence[Message], Sequence[Message]] | None:
+        """What stands before and after the last reply, where the messages go on from it."""
+        if not self.num_turns or self._difference(messages):
+            return None
+        known = len(self.messages)
+        return messages[: known - 1], messages[known:]
+
+    def turn(
         self,
         messages: Sequence[Message],
-        tools: Sequence[Any],
-        options: dict[str, Any],
-        template: ChatTemplate,
-        end_ids: Collection[int],
+        new: tuple[int, ...] | None,
+        whole: tuple[int, ...] | None,
     ) -> Turn:
-        """Continue with the ids that are here where the messages allow it, else start afresh."""
+        """Go on with the ids that are here and `new` ones, else start afresh with `whole`."""
+        if new:
+            ids = (*self.prompt_ids, *self.token_ids, *new)
+            return Turn(tuple(messages), ids, new, True)
+        assert whole is not None
         why = self._difference(messages)
         if not why and self.num_turns:
-            known = len(self.messages)
-            before, after = messages[: known - 1], messages[known:]
-            last = self.token_ids[-1]
-            new = template.next_ids(before, after, tools, options, last, end_ids)
-            if new:
-                ids = (*self.prompt_ids, *self.token_ids, *new)
-                return Turn(tuple(messages), ids, new, True)
             why = "the chat template does not keep the replies apart"
-        ids = template.prompt_ids(messages, tools, options)
-        return Turn(tuple(messages), ids, ids, False, why)
+        return Turn(tuple(messages), whole, whole, False, why)
 
     def add(
         self, turn: Turn, token_ids: Sequence[int], logprobs: Sequence[float], reply: Message
@@ -103,14 +106,18 @@ class Conversation:
 
 
 MARK = "DORAreplyMARK7f3a9"
+REASON_CHARS = 200  # of what a template says: it may repeat the whole conversation
 
 
 class ChatTemplate:
-    """A tokenizer and the template it uses: its own, or `source` in its place."""
+    """A tokenizer and the template it uses: its own, or `source` in its place. `chars_max`: the
+    longest text that is tokenised; longer ones are refused, as tokenising takes its time."""
 
-    def __init__(self, tokenizer: Tokenizer, source: str | None = None) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, source: str | None = None, chars_max: int | None = None
+    ) -> None:
         self.tokenizer = tokenizer
-        self._source = source
+        self._source, self._chars_max = source, chars_max
 
     @property
     def text(self) -> str:
@@ -122,7 +129,11 @@ class ChatTemplate:
         self, messages: Sequence[Message], tools: Sequence[Any], options: dict[str, Any]
     ) -> tuple[int, ...]:
         """The whole conversation, ready for the model's next words."""
-        return self._encode(self._render(messages, tools, options))
+        return self._encode(self._render(messages, tools, options), False)
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """The prompt of a completion, as it is."""
+        return self._encode(text, True)
 
     def next_ids(
         self,
@@ -142,26 +153,29 @@ class ChatTemplate:
         text = self._render(marked, tools, options)
         if text.count(MARK) != 1:
             return None
-        ids = self._encode(text.partition(MARK)[2])
+        ids = self._encode(text.partition(MARK)[2], False)
         return ids[1:] if ids and ids[0] == last_id and last_id in end_ids else ids
 
-    def _encode(self, text: str) -> tuple[int, ...]:
+    def _encode(self, text: str, special: bool) -> tuple[int, ...]:
+        most = self._chars_max
+        if most is not None and len(text) > most:
+            raise text_too_costly(f"has {len(text)} characters; with this context, {most} at most")
         try:
-            return tuple(self.tokenizer.encode(text, add_special_tokens=False))
+            return tuple(self.tokenizer.encode(text, add_special_tokens=special))
         except (UnicodeError, TypeError) as error:
             raise bad_request(f"the messages cannot be tokenised ({error})", "messages") from None
 
     def _render(
         self, messages: Sequence[Message], tools: Sequence[Any], options: dict[str, Any]
     ) -> str:
-        if not self.text:
+        if not self.text and "chat_template" not in options:
             raise bad_request(
                 "this model has no chat template; use /v1/completions, or start the server with "
                 "--chat-template FILE",
                 "messages",
             )
         prefilled = messages[-1]["role"] == "assistant"
-        options = options | ({"chat_template": self._source} if self._source else {})
+        options = ({"chat_template": self._source} if self._source else {}) | options
         try:
             return self.tokenizer.apply_chat_template(
                 [_for_template(message) for message in messages],
@@ -171,9 +185,11 @@ class ChatTemplate:
                 continue_final_message=prefilled,
                 **options,
             )
+        except MemoryError:
+            raise  # for whoever set the limit
         except Exception as error:  # noqa: BLE001  the template is the model author's program
             line = " ".join(str(error).split()) or type(error).__name__
-            message = f"the chat template refused the messages ({line})"
+            message = f"the chat template refused the messages ({line[:REASON_CHARS]})"
             raise bad_request(message, "messages") from None
 
 
@@ -186,7 +202,7 @@ def _for_template(message: Message) -> Message:
         function = call["function"]
         try:
             arguments = json.loads(function["arguments"])
-        except ValueError:
+        except (ValueError, RecursionError):
             arguments = function["arguments"]
         calls.append({**call, "function": {**function, "arguments": arguments}})
     return {**message, "tool_calls": calls}

@@ -1,27 +1,23 @@
 """What a client may ask for, as plain values checked once, and how it is refused.
 
-Known fields of the OpenAI API that this server cannot honour are refused, never ignored silently;
-fields nobody knows are passed over, as clients send many. Invariant: what leaves this module is
-within its limits, and text parts of a message are one string. Whatever goes wrong, the client gets
-the body of an `ApiError`, whose message says what to change: never a traceback or a prompt.
+`bounds.py` has the bounds of every field. Known fields of the OpenAI API that this server cannot
+honour are refused, never ignored silently; fields nobody knows are passed over, as clients send
+many. Invariant: what leaves this module is within its limits, and text parts of a message are one
+string. Whatever goes wrong, the client gets the body of an `ApiError`, whose message says what to
+change: never a traceback or a prompt.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-
+from dora_rl.chat.bounds import CHAT, COMPLETION, COMPLETION_TOKENS, Unfit, checked
 from dora_rl.types import SamplingParams
 
-STOPS_MAX = 16
-TOP_LOGPROBS_MAX = 20
-SAMPLES_MAX = 128
-COMPLETION_TOKENS = 16  # what the API gives when a completion names no limit
 Message: TypeAlias = dict[str, Any]
-Ids: TypeAlias = list[Annotated[int, Field(ge=0)]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,193 +34,140 @@ class Ask:
     logprobs: bool
     return_token_ids: bool
     session_id: str | None
+    owner: str = ""  # whose key the request came with
     # Of the chat endpoint alone.
     messages: tuple[Message, ...] = ()
     tools: tuple[dict[str, Any], ...] = ()
     template_options: dict[str, Any] = field(default_factory=dict[str, Any])
+    # What the model is to read, where that is known without a session.
+    prompts: tuple[tuple[int, ...], ...] = ()
 
 
-class StreamOptions(BaseModel):
-    include_usage: bool | None = None
-
-
-class Body(BaseModel):
-    """The fields that both endpoints share."""
-
-    model_config = ConfigDict(extra="ignore", strict=True)
-
-    model: str
-    n: int | None = Field(default=None, ge=1, le=SAMPLES_MAX)
-    temperature: float | None = Field(default=None, ge=0, le=2)
-    top_p: float | None = Field(default=None, ge=0, le=1)
-    top_k: int | None = Field(default=None, ge=-1)
-    min_p: float | None = Field(default=None, ge=0, le=1)
-    max_tokens: int | None = Field(default=None, ge=1)
-    stop: str | list[str] | None = None
-    stop_token_ids: Ids | None = None
-    ignore_eos: bool | None = None
-    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    return_token_ids: bool | None = None
-    session_id: str | None = Field(default=None, min_length=1, max_length=256)
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-
-    def shared(
-        self, session_id: str | None, tokens_max: int | None, logprobs: bool, top_n: int | None
-    ) -> Ask:
-        """`session_id` is the one of the header or the key, which goes before the body's."""
-        for name in ("presence_penalty", "frequency_penalty", "logit_bias"):
-            if getattr(self, name):
-                raise bad_request(f"'{name}' is not supported here; leave it out", name)
-        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        if len(stops) > STOPS_MAX or not all(stops):
-            raise bad_request(f"'stop' must be 1 to {STOPS_MAX} non-empty strings", "stop")
-        params = SamplingParams(
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_k=max(0, self.top_k or 0),
-            # The API allows 0, which leaves the most likely token alone.
-            top_p=1.0 if self.top_p is None else max(self.top_p, 1e-6),
-            min_p=self.min_p or 0.0,
-            stop_ids=tuple(self.stop_token_ids or ()),
-            stop_strings=tuple(stops),
-            ignore_eos=bool(self.ignore_eos),
-            logprobs_top_n=top_n or 0,
-        )
-        return Ask(
-            model=self.model,
-            params=params,
-            tokens_max=tokens_max,
-            seed=self.seed,
-            num_samples=self.n or 1,
-            stream=bool(self.stream),
-            include_usage=bool(self.stream_options and self.stream_options.include_usage),
-            logprobs=logprobs,
-            return_token_ids=bool(self.return_token_ids),
-            session_id=session_id or self.session_id,
-        )
-
-
-B = TypeVar("B", bound=Body)
-
-
-class ResponseFormat(BaseModel):
-    type: str
-
-
-class ChatBody(Body):
-    """`POST /v1/chat/completions`."""
-
-    messages: list[dict[str, Any]] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(default=None, ge=1)
-    logprobs: bool | None = None
-    top_logprobs: int | None = Field(default=None, ge=0, le=TOP_LOGPROBS_MAX)
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    response_format: ResponseFormat | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-
-    def ask(self, session_id: str | None) -> Ask:
-        if self.top_logprobs and not self.logprobs:
-            raise bad_request("'top_logprobs' needs 'logprobs': true", "top_logprobs")
-        if self.response_format is not None and self.response_format.type != "text":
-            raise bad_request("only 'response_format': {'type': 'text'} here", "response_format")
-        if self.tool_choice not in (None, "auto", "none"):
-            raise bad_request("'tool_choice' can be 'auto' or 'none' here", "tool_choice")
-        limit = self.max_completion_tokens or self.max_tokens
-        return replace(
-            self.shared(session_id, limit, bool(self.logprobs), self.top_logprobs),
-            messages=tuple(_message(entry, index) for index, entry in enumerate(self.messages)),
-            tools=tuple(self.tools or ()) if self.tool_choice != "none" else (),
-            template_options=self.chat_template_kwargs or {},
-        )
-
-
-class CompletionBody(Body):
-    """`POST /v1/completions`."""
-
-    prompt: str | Ids | list[str] | list[Ids]
-    logprobs: int | None = Field(default=None, ge=0, le=TOP_LOGPROBS_MAX)
-    echo: Literal[False] | None = None
-    suffix: Literal[""] | None = None
-    best_of: int | None = None
-
-    def ask(self, session_id: str | None) -> Ask:
-        if self.best_of not in (None, self.n or 1):
-            raise bad_request("'best_of' must equal 'n' here", "best_of")
-        limit = self.max_tokens or COMPLETION_TOKENS
-        return self.shared(session_id, limit, self.logprobs is not None, self.logprobs)
-
-    def prompts(self) -> list[str | list[int]]:
-        """One entry per prompt; a flat list of ids is one prompt."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if not self.prompt:
-            raise bad_request("'prompt' is empty", "prompt")
-        if isinstance(self.prompt[0], int):
-            return [[token for token in self.prompt if isinstance(token, int)]]
-        return [entry for entry in self.prompt if not isinstance(entry, int)]
-
-
-def read(form: type[B], data: object) -> B:
-    if not isinstance(data, Mapping):
-        raise bad_request("the body must be a JSON object")
+def parsed(body: bytes) -> dict[str, Any]:
+    """The object that a body is."""
     try:
-        return form.model_validate(data)
-    except ValidationError as error:
-        raise _first_line(error) from None
+        data = json.loads(body)
+    except (ValueError, RecursionError):
+        raise bad_request("the body is not valid JSON, or too deep, or has a huge number") from None
+    if not isinstance(data, dict):
+        raise bad_request("the body must be a JSON object")
+    return data
 
 
-def _first_line(error: ValidationError) -> ApiError:
-    """The first complaint, in the words of the API."""
-    first = error.errors(include_url=False, include_input=False)[0]
-    field = str(first["loc"][0]) if first["loc"] else None
-    if first["type"] == "missing":
-        return bad_request(f"you must provide the parameter '{field}'", field)
-    return bad_request(f"'{field}': {first['msg']}", field)
+def fields(endpoint: str, data: Mapping[str, object]) -> dict[str, Any]:
+    """What the table knows of it, within its bounds."""
+    try:
+        return checked(endpoint, data)
+    except Unfit as error:
+        name = error.where.partition("[")[0].partition(".")[0]
+        if error.found == "missing":
+            raise bad_request(f"you must provide the parameter '{name}'", name) from None
+        found = f", not {error.found}" if error.found else ""
+        raise bad_request(f"'{error.where}' must be {error.text}{found}", name) from None
+
+
+def read_chat(
+    data: Mapping[str, object], session_id: str | None, client_templates: bool = False
+) -> Ask:
+    """`POST /v1/chat/completions`. `session_id` is the one of the header or the key, which goes
+    before the body's."""
+    known = fields(CHAT, data)
+    if known.get("top_logprobs") and not known.get("logprobs"):
+        raise bad_request("'top_logprobs' needs 'logprobs': true", "top_logprobs")
+    options = known.get("chat_template_kwargs", {})
+    if "chat_template" in known:
+        if not client_templates:
+            raise bad_request(
+                "'chat_template' must be absent here; the server takes templates from clients "
+                "only when it is started with --client-templates",
+                "chat_template",
+            )
+        options = {**options, "chat_template": known["chat_template"]}
+    limit = known.get("max_completion_tokens", known.get("max_tokens"))
+    top_n = known.get("top_logprobs", 0)
+    tools = known.get("tools", []) if known.get("tool_choice") != "none" else []
+    return _ask(
+        known,
+        session_id,
+        limit,
+        known.get("logprobs", False),
+        top_n,
+        messages=tuple(_message(entry, index) for index, entry in enumerate(known["messages"])),
+        tools=tuple(tools),
+        template_options=options,
+    )
+
+
+def read_completion(
+    data: Mapping[str, object], session_id: str | None
+) -> tuple[Ask, list[str | tuple[int, ...]]]:
+    """`POST /v1/completions`, and its prompts; a flat list of ids is one prompt."""
+    known = fields(COMPLETION, data)
+    if known.get("best_of") not in (None, known.get("n", 1)):
+        raise bad_request("'best_of' must equal 'n' here", "best_of")
+    limit = known.get("max_tokens", COMPLETION_TOKENS)
+    top_n = known.get("logprobs")
+    ask = _ask(known, session_id, limit, top_n is not None, top_n or 0)
+    prompt = known["prompt"]
+    if isinstance(prompt, str):
+        return ask, [prompt]
+    if isinstance(prompt[0], int):
+        return ask, [tuple(prompt)]
+    return ask, [entry if isinstance(entry, str) else tuple(entry) for entry in prompt]
+
+
+def _ask(
+    known: dict[str, Any],
+    session_id: str | None,
+    tokens_max: int | None,
+    logprobs: bool,
+    top_n: int,
+    **of_chat: Any,
+) -> Ask:
+    stop = known.get("stop", [])
+    params = SamplingParams(
+        temperature=known.get("temperature", 1.0),
+        top_k=max(0, known.get("top_k", 0)),
+        # The API allows 0, which leaves the most likely token alone.
+        top_p=max(known.get("top_p", 1.0), 1e-6),
+        min_p=known.get("min_p", 0.0),
+        stop_ids=tuple(known.get("stop_token_ids", ())),
+        stop_strings=(stop,) if isinstance(stop, str) else tuple(stop),
+        ignore_eos=known.get("ignore_eos", False),
+        logprobs_top_n=top_n,
+    )
+    return Ask(
+        model=known["model"],
+        params=params,
+        tokens_max=tokens_max,
+        seed=known.get("seed"),
+        num_samples=known.get("n", 1),
+        stream=known.get("stream", False),
+        include_usage=known.get("stream_options", {}).get("include_usage", False),
+        logprobs=logprobs,
+        return_token_ids=known.get("return_token_ids", False),
+        session_id=session_id or known.get("session_id"),
+        **of_chat,
+    )
 
 
 def _message(entry: Message, index: int) -> Message:
-    """Role, content as one string, and what tools need; what is null or unknown is left out."""
-    where = f"messages.[{index}]"
-    if not isinstance(entry.get("role"), str):
-        raise bad_request(f"{where}: 'role' is missing", "messages")
-    message: Message = {"role": "system" if entry["role"] == "developer" else entry["role"]}
-    content = entry.get("content")
-    if isinstance(content, list):
-        content = "".join(_text_part(part, where) for part in content)
-    if content is not None and not isinstance(content, str):
-        raise bad_request(f"{where}: 'content' must be a string or a list of parts", "messages")
+    """Role, content as one string, and what tools need."""
     calls = entry.get("tool_calls")
+    content = entry.get("content")
     if content is None and not calls:
-        raise bad_request(f"{where}: 'content' is missing", "messages")
-    message["content"] = content or ""
+        missing = f"'messages[{index}].content' must be a string or a list of parts, not null"
+        raise bad_request(missing, "messages")
+    if isinstance(content, list):
+        content = "".join(part["text"] for part in content)
+    role = "system" if entry["role"] == "developer" else entry["role"]
+    message: Message = {"role": role, "content": content or ""}
     if calls:
-        message["tool_calls"] = [_tool_call(call, where) for call in calls]
-    for name in ("name", "tool_call_id"):
-        if entry.get(name) is not None:
-            message[name] = entry[name]
-    return message
-
-
-def _text_part(part: object, where: str) -> str:
-    if isinstance(part, Mapping) and part.get("type") == "text":
-        text = part.get("text")
-        if isinstance(text, str):
-            return text
-    raise bad_request(f"{where}: only text parts are supported", "messages")
-
-
-def _tool_call(call: object, where: str) -> Message:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(call, Mapping) or not isinstance(function, Mapping):
-        raise bad_request(f"{where}: a tool call needs 'function'", "messages")
-    named = {key: function.get(key) for key in ("name", "arguments")}
-    if not all(isinstance(value, str) for value in named.values()):
-        raise bad_request(f"{where}: a tool call needs 'name' and 'arguments' strings", "messages")
-    return {"id": call.get("id"), "type": "function", "function": named}
+        message["tool_calls"] = [
+            {"id": call.get("id"), "type": "function", "function": call["function"]}
+            for call in calls
+        ]
+    return message | {name: entry[name] for name in ("name", "tool_call_id") if name in entry}
 
 
 # -- errors as the OpenAI API gives them: a status code and {"error": {...}} -----------------------
@@ -280,15 +223,34 @@ def session_busy(session_id: str) -> ApiError:
     return ApiError(409, message, code="session_busy", kind="conflict_error")
 
 
+RETRY = {"Retry-After": "1"}
+
+
 def server_full(limit: int) -> ApiError:
     message = f"The server is full: {limit} responses are being generated; try again"
-    return ApiError(
-        429,
-        message,
-        code="rate_limit_exceeded",
-        kind="rate_limit_error",
-        headers={"Retry-After": "1"},
-    )
+    code, kind = "rate_limit_exceeded", "rate_limit_error"
+    return ApiError(429, message, code=code, kind=kind, headers=RETRY)
+
+
+def too_many_sessions(limit: int) -> ApiError:
+    message = f"The server has {limit} open sessions; end one and try again"
+    code, kind = "too_many_sessions", "rate_limit_error"
+    return ApiError(429, message, code=code, kind=kind, headers=RETRY)
+
+
+def overloaded(limit: str, most: int) -> ApiError:
+    """503 is given for these limits alone, each by its name."""
+    message = f"The server is at its limit {limit} = {most}; try again"
+    return ApiError(503, message, code=limit, kind="overloaded_error", headers=RETRY)
+
+
+def body_too_large(limit: int) -> ApiError:
+    return ApiError(413, f"the body is larger than {limit} bytes", code="request_too_large")
+
+
+def text_too_costly(why: str) -> ApiError:
+    """Its text cannot be rendered or tokenised within the limits."""
+    return bad_request(f"the text of this request {why}", "messages", "text_too_costly")
 
 
 def server_error(message: str) -> ApiError:

@@ -21,6 +21,7 @@ from dora_rl.commands.arguments import (
     prepare_output,
     write_json,
 )
+from dora_rl.serve import KEY_VARIABLE
 from dora_rl.types import UserError
 from dora_rl.user_code import listen, origin_of, require, trace_of
 
@@ -28,7 +29,11 @@ if TYPE_CHECKING:
     from dora_rl.serve.service import ServeOptions
 
 TRACES_MAX = 3  # tracebacks of the user's code that are shown
-KEY_VARIABLE = "DORA_RL_API_KEY"
+KEY_CHARS_MIN = 8
+KEY_IN_SIGHT = (
+    "--api-key would show the key to everybody who can list processes; write it into a file "
+    f"(--api-key-file FILE, one key a line) or into the variable {KEY_VARIABLE}"
+)
 MODEL = argument("model", type=Path, metavar="RUN_OR_MODEL", help="a run or a model")
 
 
@@ -103,10 +108,22 @@ def export(args: argparse.Namespace) -> int:
     argument("--host", default="127.0.0.1", help="address to listen on"),
     argument("--port", type=int, default=8000, help="0: any free one"),
     argument(
-        "--api-key",
-        metavar="KEY",
-        help=f"clients must send it (or ${KEY_VARIABLE}); off loopback one is made if none is set",
+        "--api-key-file",
+        type=Path,
+        metavar="FILE",
+        help=f"keys, one a line; clients must send one of them (or that of ${KEY_VARIABLE}); off "
+        "loopback one is made if none is set",
     ),
+    argument("--api-key", help=argparse.SUPPRESS),
+    argument(
+        "--allowed-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a name that clients and web pages may call this server by, beside loopback's; again "
+        "for more",
+    ),
+    argument("--client-templates", action="store_true", help="take chat templates from clients"),
     argument(
         "--version",
         default="last",
@@ -121,6 +138,8 @@ def export(args: argparse.Namespace) -> int:
     argument("--versions-max", type=at_least(1), default=3, help="resident at once"),
     argument("--requests-max", type=at_least(1), default=512, help="more get status 429"),
     argument("--sessions-max", type=at_least(1), default=4096, help="more get status 429"),
+    argument("--connections-max", type=at_least(1), default=512, help="more get status 503"),
+    argument("--body-mib-max", type=at_least(1), default=16, help="larger ones get status 413"),
     argument("--session-idle-s", type=float, default=900.0, help="then a session ends"),
     argument("--grace-s", type=float, default=10.0, help="for answers, when ending"),
     argument("--record", type=Path, metavar="FILE", help="ended sessions, as jsonl"),
@@ -133,6 +152,7 @@ def serve(args: argparse.Namespace) -> int:
     folder = args.record.parent if args.record is not None else Path(".")
     template = args.chat_template
     require(
+        (args.api_key is None, KEY_IN_SIGHT),
         (0 <= args.port < 65536, f"--port {args.port} is not between 0 and 65535"),
         (folder.is_dir(), f"--record {args.record}: there is no directory {folder}"),
         (template is None or template.is_file(), f"--chat-template {template}: no such file"),
@@ -148,8 +168,8 @@ def serve(args: argparse.Namespace) -> int:
 
     def ready(_: object) -> None:
         _say(f"{found.label} as {options.name!r} at {server.url}")
-        if options.api_key and args.api_key is None and KEY_VARIABLE not in os.environ:
-            _say(f"API key (made for this start): {options.api_key}")
+        if options.api_keys and args.api_key_file is None and not os.environ.get(KEY_VARIABLE):
+            _say(f"API key (made for this start): {options.api_keys[0]}")
 
     serve_until_signal(server, ready)
     _say("stopped")
@@ -157,15 +177,16 @@ def serve(args: argparse.Namespace) -> int:
 
 
 def _serve_options(args: argparse.Namespace, watch: Path | None) -> ServeOptions:
+    from dora_rl.chat.http import HttpLimits
     from dora_rl.engine.options import EngineOptions
     from dora_rl.io.connection import is_loopback
     from dora_rl.serve.service import ServeOptions
     from dora_rl.setup.prepare import choose_device
 
     device = choose_device(args.device, "--device")
-    key = args.api_key or os.environ.get(KEY_VARIABLE) or None
-    if key is None and not is_loopback(args.host):
-        key = secrets.token_urlsafe(24)
+    keys = _api_keys(args.api_key_file)
+    if not keys and not is_loopback(args.host):
+        keys = (secrets.token_urlsafe(24),)
     engine = EngineOptions(
         device=device,
         dtype=args.dtype or ("float32" if device == "cpu" else "bfloat16"),
@@ -176,7 +197,9 @@ def _serve_options(args: argparse.Namespace, watch: Path | None) -> ServeOptions
         name=args.name or args.model.resolve().name,
         host=args.host,
         port=args.port,
-        api_key=key,
+        api_keys=keys,
+        allowed_hosts=tuple(args.allowed_host),
+        client_templates=args.client_templates,
         watch=watch,
         grace_s=args.grace_s,
         record=args.record,
@@ -186,7 +209,31 @@ def _serve_options(args: argparse.Namespace, watch: Path | None) -> ServeOptions
         requests_max=args.requests_max,
         sessions_max=args.sessions_max,
         session_idle_s_max=args.session_idle_s,
+        http=HttpLimits(
+            connections_max=args.connections_max, body_bytes_max=args.body_mib_max << 20
+        ),
     )
+
+
+def _api_keys(path: Path | None) -> tuple[str, ...]:
+    """Those of the file, else that of the environment."""
+    if path is None:
+        keys = [os.environ.get(KEY_VARIABLE, "").strip()]
+    else:
+        try:
+            keys = [line.strip() for line in path.read_text().splitlines()]
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"--api-key-file {path} cannot be read: {error}") from None
+    keys = [key for key in keys if key]
+    if path is not None and not keys:
+        raise UserError(f"--api-key-file {path} is empty; write one key on each line")
+    wrong = [key for key in keys if not (key.isascii() and key.isprintable() and " " not in key)]
+    if wrong or any(len(key) < KEY_CHARS_MIN for key in keys):
+        where = f"--api-key-file {path}" if path is not None else f"${KEY_VARIABLE}"
+        raise UserError(
+            f"{where}: a key has at least {KEY_CHARS_MIN} characters, all printable ASCII, no blank"
+        )
+    return tuple(dict.fromkeys(keys))
 
 
 def _say(line: str) -> None:

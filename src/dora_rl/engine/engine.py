@@ -212,6 +212,19 @@ class Engine(RequestBook):
         while self._in_flight:
             self._collect()
 
+    def start_over(self) -> None:
+        """After `step` has raised: drop what is in flight, every request and whatever the cache
+        holds. Versions stay. Whoever has the requests may submit them again."""
+        self.runner.settle()
+        self._in_flight.clear()
+        self.outputs.clear()
+        for seq in list(self.scheduler.sequences()):
+            self.forget(seq.id)
+        for version in self.versions():
+            self.scheduler.pool.forget_version(version)
+        # Blocks that the plan was to zero may still hold what is not finite.
+        self.scheduler.pool.to_scrub[:] = range(self.scheduler.pool.num_blocks)
+
     def _collect(self) -> None:
         plan, launched = self._in_flight.popleft()
         for result in self.runner.collect(launched):

@@ -46,6 +46,10 @@ class Runner(ABC):
     def collect(self, launched: Any) -> list[StepResult]:
         """The tokens of a launched step."""
 
+    def settle(self) -> None:
+        """Wait until nothing of what was launched runs any more; nobody will collect it."""
+        return
+
     @abstractmethod
     def score(self, slot: int, token_ids: Sequence[int]) -> list[float]:
         """Float32 log-prob of each token after the first, without touching the KV pool."""

@@ -38,6 +38,7 @@ from dora_rl.chat.requests import (
     session_not_found,
 )
 from dora_rl.chat.service import Piece
+from dora_rl.chat.texts import PlainTexts, next_turn
 from dora_rl.envs.base import Environment, Observation, Row, Turn, TurnText
 from dora_rl.envs.host import KEY
 from dora_rl.types import REWARD_MAX, Finish, Version
@@ -146,6 +147,8 @@ def _accepted(function: Any, name: str) -> list[str]:
     return [one.name for one in parameters if one.name in ARGUMENTS]
 
 
+CONNECTIONS_MAX = 1 << 16  # agents are the user's own; the episodes are what limits them
+AGENT_S_MAX = 600.0  # for a request that an agent has begun, or an answer that it has not read
 MODEL = "policy"  # what the endpoint calls it; agents may write any name
 
 
@@ -249,16 +252,22 @@ class AgentEndpoint:
     def __init__(self, text: TurnText) -> None:
         self._text = text
         self.template = ChatTemplate(text.tokenizer)
+        self.texts = PlainTexts(self.template, client_templates=True, reads_prompts=False)
         self._episodes: dict[str, Episode] = {}
         self._keys: dict[str, str] = {}  # key -> episode
         self._num_opened = 0
-        from dora_rl.chat.app import BACKLOG, http_server, make_app
+        from dora_rl.chat.access import Access
+        from dora_rl.chat.app import make_app
+        from dora_rl.chat.http import BACKLOG, Bodies, HttpLimits, http_server
 
         sock = socket.socket()
         sock.bind(("127.0.0.1", 0))
         sock.listen(BACKLOG)
         self.url = f"http://127.0.0.1:{sock.getsockname()[1]}/v1"
-        server = http_server(make_app(self, None, self._keys))
+        waits = dict.fromkeys(("head_s_max", "body_s_max", "write_s_max"), AGENT_S_MAX)
+        limits = HttpLimits(connections_max=CONNECTIONS_MAX, **waits)
+        app = make_app(self, Access(sessions=self._keys, loopback=True), Bodies(limits))
+        server = http_server(app, limits)
         self._task = asyncio.create_task(server.serve(sockets=[sock]))
 
     def open(self, prompt_ids: tuple[int, ...]) -> Episode:
@@ -287,27 +296,28 @@ class AgentEndpoint:
         if ask.params.logprobs_top_n:
             raise bad_request("'top_logprobs' is not there while training", "top_logprobs")
         episode = self._get(ask.session_id or "")
-        turn = episode.past.next_turn(
-            ask.messages,
-            ask.tools,
-            self._text.template_options | ask.template_options,
-            self.template,
-            self._text.stop_ids,
-        )
+        options = self._text.template_options | ask.template_options
+        turn = await next_turn(episode.past, ask, options, self.texts, self._text.stop_ids)
         return episode.begin(turn)
 
-    async def complete(self, ask: Ask, prompts: Sequence[tuple[int, ...]]) -> Call:
+    async def complete(self, ask: Ask) -> Call:
+        del ask
         raise bad_request("an agent in training uses /v1/chat/completions")
 
-    def open_session(self, session_id: str | None) -> dict[str, Any]:
+    def open_session(self, session_id: str | None, owner: str) -> dict[str, Any]:
+        del owner  # the key names the session, so nobody can ask for another's
         raise bad_request(f"the key stands for the session already (not {session_id!r})")
 
-    def read_session(self, session_id: str) -> dict[str, Any]:
+    def read_session(self, session_id: str, owner: str) -> dict[str, Any]:
+        del owner
         past = self._get(session_id).past
         return {"id": session_id, "object": "session", "messages": past.messages}
 
-    async def end_session(self, session_id: str, reward: float | None) -> dict[str, Any]:
+    async def end_session(
+        self, session_id: str, owner: str, reward: float | None
+    ) -> dict[str, Any]:
         """The reward of the episode, which ends when the agent does."""
+        del owner
         self._get(session_id).reward = reward
         return {"id": session_id, "object": "session", "reward": reward}
 

@@ -12,16 +12,25 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
-from dora_rl.chat.app import BACKLOG, HttpServer, http_server, make_app
+from dora_rl.chat.access import Access
+from dora_rl.chat.app import make_app
 from dora_rl.chat.conversation import ChatTemplate
+from dora_rl.chat.http import BACKLOG, Bodies, HttpServer, http_server
+from dora_rl.chat.requests import ApiError
 from dora_rl.engine.engine import Engine
+from dora_rl.io.connection import is_loopback
 from dora_rl.model.directory import read_spec
 from dora_rl.model.tokenizer import Tokenizer
 from dora_rl.serve.engine_thread import EngineThread, Pieces
 from dora_rl.serve.service import EngineService, ServeOptions
+from dora_rl.serve.texts import TextOptions, TextProcesses
 from dora_rl.types import UserError
 from dora_rl.weights.run_models import FoundModel, newer_model
 from dora_rl.weights.store import WeightsError
+
+# A text with more characters than so many for each token of the context is not tokenised at all.
+# Ordinary text has 3 to 5, runs of blanks and lines at most a few dozen.
+CHARS_PER_TOKEN_MAX = 64
 
 
 class ModelServer:
@@ -38,13 +47,24 @@ class ModelServer:
         self._template = ChatTemplate(tokenizer, options.chat_template)
         self._socket = _bind(options.host, options.port)
         self.port = int(self._socket.getsockname()[1])
+        self._bodies = Bodies(options.http)
         self._http: HttpServer | None = None
+        self._complaint = ""  # what was said of idle sessions last
         self._skipped = -1  # a version that could not be loaded
 
     @property
     def url(self) -> str:
         host = self._options.host
         return f"http://{f'[{host}]' if ':' in host else host}:{self.port}/v1"
+
+    @property
+    def num_connections(self) -> int:
+        return len(self._http.server_state.connections) if self._http is not None else 0
+
+    @property
+    def num_body_bytes(self) -> int:
+        """Of bodies that are being read."""
+        return self._bodies.num_bytes
 
     def stop(self) -> None:
         """End gracefully; a second time: at once."""
@@ -67,12 +87,15 @@ class ModelServer:
 
         thread = EngineThread(engine, deliver, self._options.num_threads)
         thread.start()
+        texts = self._texts(engine.context_max)
         try:
-            service = EngineService(self._options, self._template, thread)
+            await texts.start()
+            service = EngineService(self._options, self._template, texts, thread)
             await service.load(self._model.version, self._model.source)
             await self._serve(service, ready)
         finally:
             self._socket.close()
+            await texts.close()
             await asyncio.to_thread(thread.stop)
         if thread.broken:
             raise UserError(f"the engine failed: {thread.reason}")
@@ -80,8 +103,11 @@ class ModelServer:
     async def _serve(
         self, service: EngineService, ready: Callable[[EngineService], None] | None
     ) -> None:
-        app = make_app(service, self._options.api_key)
-        self._http = http_server(app, self._options.grace_s)
+        options = self._options
+        hosts = tuple(map(str.lower, options.allowed_hosts))
+        access = Access(options.api_keys, None, hosts, is_loopback(options.host))
+        app = make_app(service, access, self._bodies)
+        self._http = http_server(app, options.http, options.grace_s)
         keeper = asyncio.create_task(self._keep(service))
         self._socket.listen(BACKLOG)  # from here on clients may come
         if ready is not None:
@@ -92,6 +118,17 @@ class ModelServer:
             keeper.cancel()
             await asyncio.gather(keeper, return_exceptions=True)
 
+    def _texts(self, context_max: int) -> TextProcesses:
+        options = self._options
+        to_process = TextOptions(
+            model=str(self._model.directory),
+            chat_template=options.chat_template,
+            client_templates=options.client_templates,
+            chars_max=context_max * CHARS_PER_TOKEN_MAX,
+            text_s_max=options.text_s_max,
+        )
+        return TextProcesses(to_process, options.texts_waiting_max)
+
     async def _keep(self, service: EngineService) -> None:
         """Newer versions in, unused ones and idle sessions out, until the server ends."""
         while True:
@@ -99,10 +136,18 @@ class ModelServer:
             if not service.healthy():
                 self.stop()
                 return
-            await service.end_idle_sessions()
+            await self._end_idle_sessions(service)
             service.retire_unused()
             if self._options.watch is not None and service.has_room():
                 await self._look_for_newer(service, self._options.watch)
+
+    async def _end_idle_sessions(self, service: EngineService) -> None:
+        try:
+            await service.end_idle_sessions()
+        except ApiError as error:
+            if error.message != self._complaint:
+                self._say(f"idle sessions stay: {error.message}")
+            self._complaint = error.message
 
     async def _look_for_newer(self, service: EngineService, run: Path) -> None:
         than = max(service.live, self._skipped)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from dora_rl.chat.conversation import ChatTemplate, Conversation, Turn
+from dora_rl.chat.http import HttpLimits
 from dora_rl.chat.requests import (
     ApiError,
     Ask,
@@ -27,12 +28,15 @@ from dora_rl.chat.requests import (
     bad_request,
     context_too_long,
     model_not_found,
+    overloaded,
     server_error,
     server_full,
     session_busy,
     session_not_found,
+    too_many_sessions,
 )
 from dora_rl.chat.service import Piece
+from dora_rl.chat.texts import Texts, next_turn
 from dora_rl.engine.options import EngineOptions
 from dora_rl.engine.sequence import Request
 from dora_rl.serve.engine_thread import EngineThread
@@ -48,7 +52,9 @@ class ServeOptions:
     name: str
     host: str = "127.0.0.1"
     port: int = 8000
-    api_key: str | None = None
+    api_keys: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
+    client_templates: bool = False
     watch: Path | None = None
     watch_s: float = 1.0
     grace_s: float = 10.0
@@ -59,6 +65,9 @@ class ServeOptions:
     requests_max: int = 512  # responses generated or queued at once
     sessions_max: int = 4096
     session_idle_s_max: float = 900.0
+    texts_waiting_max: int = 256  # requests whose text waits to be read
+    text_s_max: float = 20.0  # for rendering and tokenising one of them
+    http: HttpLimits = field(default_factory=HttpLimits)
 
 
 class EngineService:
@@ -68,13 +77,14 @@ class EngineService:
         self,
         options: ServeOptions,
         template: ChatTemplate,
+        texts: Texts,
         engine: EngineThread,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.template, self.engine = template, engine
+        self.template, self.texts, self.engine = template, texts, engine
         self._vocab, self._context_max = engine.engine.spec.vocab, engine.engine.context_max
         self._options, self._now = options, now
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[tuple[str, str], Session] = {}  # by owner and id
         self._running: list[EngineGeneration] = []
         self._resident: list[Version] = []
         self.live: Version = -1
@@ -123,93 +133,110 @@ class EngineService:
         if model == own:
             return None
         known = [version for version in self._resident if version <= self.live]
-        if name != own or not number.isdigit() or int(number) not in known:
+        if name != own or number not in map(str, known):
             raise model_not_found(model, own)
         return int(number)
 
     # ---------------------------------------------------------------- sessions
 
-    def open_session(self, session_id: str | None) -> dict[str, Any]:
-        there = self._sessions.get(session_id or "")
-        return (there or self._open(session_id, self.live)).summary()
+    def open_session(self, session_id: str | None, owner: str) -> dict[str, Any]:
+        session = self._sessions.get((owner, session_id or ""))
+        if session is None:
+            session = self._open(session_id, owner, self.live)
+            session.opened = True
+        return session.summary()
 
-    def read_session(self, session_id: str) -> dict[str, Any]:
-        return self._session(session_id).record()
+    def read_session(self, session_id: str, owner: str) -> dict[str, Any]:
+        return self._session(session_id, owner).record()
 
-    async def end_session(self, session_id: str, reward: float | None) -> dict[str, Any]:
-        session = self._session(session_id)
+    async def end_session(
+        self, session_id: str, owner: str, reward: float | None
+    ) -> dict[str, Any]:
+        """Its record is on the disk before it is gone; where the disk refuses, it stays."""
+        session = self._session(session_id, owner)
         if session.busy:
             raise session_busy(session_id)
-        del self._sessions[session_id]
-        self.engine.tell(self.engine.abort, session.request)
-        self.retire_unused()
         record = self._options.record
         if record is not None and session.conversation.num_turns:
             line = json.dumps(session.record(reward), ensure_ascii=False)
-            with record.open("a") as file:
-                file.write(line + "\n")
+            try:
+                with record.open("a") as file:
+                    file.write(line + "\n")
+            except OSError as error:
+                raise record_not_written(error) from None
+        self._drop(session)
         return session.summary() | {"reward": reward}
 
     async def end_idle_sessions(self) -> None:
         oldest = self._now() - self._options.session_idle_s_max
         for session in list(self._sessions.values()):
             if not session.busy and session.used_s < oldest:
-                await self.end_session(session.id, None)
+                await self.end_session(session.id, session.owner, None)
 
     def num_sessions_on(self, version: Version) -> int:
         return sum(session.version == version for session in self._sessions.values())
 
-    def _session(self, session_id: str) -> Session:
-        if session_id not in self._sessions:
+    def _session(self, session_id: str, owner: str) -> Session:
+        session = self._sessions.get((owner, session_id))
+        if session is None:
             raise session_not_found(session_id)
-        return self._sessions[session_id]
-
-    def _open(self, session_id: str | None, version: Version) -> Session:
-        most = self._options.sessions_max
-        if len(self._sessions) >= most:
-            message = f"The server has {most} open sessions; end one and try again"
-            raise ApiError(429, message, code="too_many_sessions", kind="rate_limit_error")
-        name = session_id or f"session-{secrets.token_hex(8)}"
-        request = RequestId(next(self._groups), 0)
-        session = Session(name, version, request, secrets.randbits(63), self._now())
-        self._sessions[name] = session
         return session
 
-    def _session_of(self, ask: Ask) -> Session | None:
-        """The session to go on with, checked; None where it has yet to begin."""
+    def _open(self, session_id: str | None, owner: str, version: Version) -> Session:
+        most = self._options.sessions_max
+        if len(self._sessions) >= most:
+            raise too_many_sessions(most)
+        name = session_id or f"session-{secrets.token_hex(8)}"
+        request = RequestId(next(self._groups), 0)
+        session = Session(name, owner, version, request, secrets.randbits(63), self._now())
+        self._sessions[owner, name] = session
+        return session
+
+    def _drop(self, session: Session) -> None:
+        del self._sessions[session.owner, session.id]
+        self.engine.tell(self.engine.abort, session.request)
+        self.retire_unused()
+
+    def _session_of(self, ask: Ask) -> Session:
+        """The session to go on with, checked; a new one where it has yet to begin."""
         assert ask.session_id is not None
         if ask.num_samples != 1:
             raise bad_request("a session goes on with one reply: 'n' must be 1", "n")
         wanted = self._version_of(ask.model)
-        session = self._sessions.get(ask.session_id)
-        if session is not None and session.busy:
+        session = self._sessions.get((ask.owner, ask.session_id))
+        if session is None:
+            return self._open(ask.session_id, ask.owner, self.live if wanted is None else wanted)
+        if session.busy:
             raise session_busy(session.id)
-        if session is not None and wanted not in (None, session.version):
+        if wanted not in (None, session.version):
             raise bad_request(f"the session is on version {session.version}", "model")
         return session
 
     # ---------------------------------------------------------------- requests
 
     async def chat(self, ask: Ask) -> EngineGeneration:
-        written = (ask.messages, ask.tools, ask.template_options)
         if ask.session_id is None:
-            return self._begin(ask, [self.template.prompt_ids(*written)])
+            return self._begin(ask, ask.prompts)
         session = self._session_of(ask)
-        past = Conversation() if session is None else session.conversation
-        turn = past.next_turn(*written, self.template, self.engine.engine.spec.eos_ids)
-        params = self._params(ask, turn.prompt_ids)
-        if session is None:
-            wanted = self._version_of(ask.model)
-            session = self._open(ask.session_id, self.live if wanted is None else wanted)
-        self._check_room(1)
+        past, ends = session.conversation, self.engine.engine.spec.eos_ids
+        session.busy = True  # its text is read meanwhile
+        try:
+            turn = await next_turn(past, ask, ask.template_options, self.texts, ends)
+            params = self._params(ask, turn.prompt_ids)
+            self._check_room(1)
+        except BaseException:
+            session.busy = False
+            if not past.num_turns and not session.opened:
+                self._drop(session)
+            raise
         if not turn.continued and ask.seed is not None:
             session.seed = ask.seed
         return self._begin_turn(session, turn, params)
 
-    async def complete(self, ask: Ask, prompts: Sequence[tuple[int, ...]]) -> EngineGeneration:
+    async def complete(self, ask: Ask) -> EngineGeneration:
         if ask.session_id is not None:
             raise bad_request("sessions are for /v1/chat/completions", "session_id")
-        return self._begin(ask, prompts)
+        return self._begin(ask, ask.prompts)
 
     def _begin(self, ask: Ask, prompts: Sequence[tuple[int, ...]]) -> EngineGeneration:
         """Every prompt `n` times, without a session."""
@@ -258,7 +285,6 @@ class EngineService:
                 response_max=len(past.token_ids) + len(none) + params.tokens_max,
                 turns=past.num_turns + 1,
             )
-        session.busy = True
         prompts = [turn.prompt_ids]
         generation = EngineGeneration(
             session.version, prompts, [session.request], self._closed, session, turn
@@ -281,8 +307,10 @@ class EngineService:
         wanted = room if ask.tokens_max is None else ask.tokens_max
         if not prompt:
             raise bad_request("the prompt has no tokens")
-        if max(prompt) >= self._vocab:
-            raise bad_request(f"token id {max(prompt)} is outside of {self._vocab}", "prompt")
+        for name, ids in (("prompt", prompt), ("stop_token_ids", ask.params.stop_ids)):
+            if ids and not 0 <= min(ids) <= max(ids) < self._vocab:
+                known = f"token ids from 0 to {self._vocab - 1}, those of the vocabulary"
+                raise bad_request(f"'{name}' must have {known}", name)
         if room < 1 or wanted > room:
             raise context_too_long(len(prompt), max(wanted, 1), self._context_max)
         top_n = min(ask.params.logprobs_top_n, self._vocab)
@@ -371,17 +399,26 @@ class EngineGeneration:
             self._on_close(self, list(self._running.values()))
 
 
+def record_not_written(error: OSError) -> ApiError:
+    """The user's disk: the client can come back, and loses nothing meanwhile."""
+    refused = overloaded("record", 0)
+    refused.message = f"The file of --record cannot be written ({error.strerror}); try again"
+    return refused
+
+
 @dataclass(slots=True)
 class Session:
     """One line of turns. `request` is its name in the engine, for all turns."""
 
     id: str
+    owner: str
     version: Version
     request: RequestId
     seed: int
     used_s: float
     conversation: Conversation = field(default_factory=Conversation)
     busy: bool = False
+    opened: bool = False  # by itself, before its first turn
 
     def summary(self) -> dict[str, Any]:
         past = self.conversation

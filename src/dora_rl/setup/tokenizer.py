@@ -26,8 +26,9 @@ PLAIN_CLASSES = {
 }
 # Settings by which transformers changes what tokenizer.json says.
 CHANGES = ("add_bos_token", "add_eos_token", "auto_map", "clean_up_tokenization_spaces")
-# What a template may be asked for without the tokenizer itself.
-TEXT_OPTIONS = {"tokenize", "add_generation_prompt", "continue_final_message"}
+# What a template cannot be asked for without the tokenizer itself; all else is for the template.
+WHOLE_OPTIONS = {"return_assistant_tokens_mask", "return_dict", "return_tensors", "padding"}
+WHOLE_OPTIONS |= {"truncation", "max_length", "tokenizer_kwargs"}
 
 
 class LightTokenizer:
@@ -57,13 +58,14 @@ class LightTokenizer:
         return self._light.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def apply_chat_template(self, conversation: Any, **options: Any) -> Any:
-        is_text = options.get("tokenize") is False and options.keys() <= TEXT_OPTIONS
-        if not is_text or self._specials is None or not isinstance(self.chat_template, str):
+        is_text = options.get("tokenize") is False and not options.keys() & WHOLE_OPTIONS
+        template = options.get("chat_template", self.chat_template)
+        if not is_text or self._specials is None or not isinstance(template, str):
             return self._whole.apply_chat_template(conversation, **options)
         from transformers.utils.chat_template_utils import render_jinja_template
 
         options = {name: value for name, value in options.items() if name != "tokenize"}
-        options |= {"chat_template": self.chat_template, **self._specials}
+        options = {**self._specials, **options, "chat_template": template}
         rendered, _ = render_jinja_template([conversation], **options)
         return rendered[0]
 

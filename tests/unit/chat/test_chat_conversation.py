@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from dora_rl.chat.conversation import ChatTemplate, Conversation
-from dora_rl.chat.requests import ApiError, ChatBody, read
+from dora_rl.chat.requests import ApiError, read_chat
+from dora_rl.chat.texts import PlainTexts, next_turn
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -41,7 +44,8 @@ def reply(text):
 
 
 def turn_of(past, messages, template, tools=()):
-    return past.next_turn(messages, tools, {}, template, {END})
+    ask = read_chat({"model": "m", "messages": messages, "tools": list(tools)}, "s")
+    return asyncio.run(next_turn(past, ask, {}, PlainTexts(template), {END}))
 
 
 def test_earlier_ids_are_kept_as_they_were_generated(tokenizer):
@@ -94,8 +98,7 @@ def test_messages_come_back_as_clients_write_them(tokenizer):
     dumped = {"role": "assistant", "content": None, "refusal": None, "audio": None}
     parts = [{"type": "text", "text": "x"}, {"type": "text", "text": "y"}]
     messages = [{"role": "user", "content": parts}, dumped | {"tool_calls": [call]}]
-    body = read(ChatBody, {"model": "m", "messages": messages})
-    assert list(body.ask(None).messages) == [
+    assert list(read_chat({"model": "m", "messages": messages}, None).messages) == [
         user("xy"),
         {"role": "assistant", "content": "", "tool_calls": [call]},
     ]

@@ -68,9 +68,17 @@ def test_a_template_is_rendered_as_transformers_does(
         ):
             ours = light.apply_chat_template(turns, tokenize=False, **asked)
             assert ours == whole.apply_chat_template(turns, tokenize=False, **asked)
-    assert "_whole" not in vars(light), "the whole tokenizer was loaded"
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
-    light.apply_chat_template(TURNS[0], tokenize=False, tools=tools)
+    for more in (
+        {"tools": tools, "chat_template": "{{ tools | tojson }}"},
+        {"thinking": False, "chat_template": "{{ thinking }}{{ eos_token }}"},
+        {"eos_token": "mine"},
+    ):
+        asked = {"tokenize": False, "add_generation_prompt": True, **more}
+        ours = light.apply_chat_template(TURNS[0], **asked)
+        assert ours == whole.apply_chat_template(TURNS[0], **asked)
+    assert "_whole" not in vars(light), "the whole tokenizer was loaded"
+    assert light.apply_chat_template(TURNS[0], tokenize=True, return_dict=False)
     assert "_whole" in vars(light)
 
 

@@ -41,6 +41,9 @@ class Serving:
         settings = {"base_url": self.server.url, "api_key": "none", "max_retries": 0}
         return openai.OpenAI(**(settings | options))
 
+    def num_connections(self) -> int:
+        return self.server.num_connections
+
     @property
     def engine(self) -> Engine:
         """To look at, while nothing runs."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -31,10 +32,15 @@ def none_left_behind():
         STARTED.pop().kill()
 
 
-def start(*options: str) -> tuple[subprocess.Popen[str], str, list[str]]:
+def start(
+    *options: str, environment: dict[str, str] | None = None
+) -> tuple[subprocess.Popen[str], str, list[str]]:
     """The process, its URL and the lines it has said by then."""
     process = subprocess.Popen(
-        [*PROGRAM, "--threads", "1", *options], stderr=subprocess.PIPE, text=True
+        [*PROGRAM, "--threads", "1", *options],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | (environment or {}),
     )
     STARTED.append(process)
     killer = threading.Timer(600, process.kill)
@@ -78,6 +84,39 @@ def test_off_loopback_there_is_always_a_key():
     assert process.wait(300) == 0
 
 
+def test_keys_of_a_file_and_of_the_environment(tmp_path):
+    """One of several; none of them is in the process list, where everybody could read it."""
+    path = tmp_path / "keys"
+    path.write_text("first-key-0123\n\n  second-key-0123 \n")
+    for environment, options, keys in (
+        ({}, ["--api-key-file", str(path)], ["first-key-0123", "second-key-0123"]),
+        ({"DORA_RL_API_KEY": "third-key-0123"}, [], ["third-key-0123"]),
+    ):
+        process, url, _ = start(*options, environment=environment)
+        shown = Path(f"/proc/{process.pid}/cmdline").read_bytes()
+        for key in [*keys, "wrong-key-0123"]:
+            assert key.encode() not in shown
+            headers = {"Authorization": f"Bearer {key}"}
+            request = urllib.request.Request(f"{url}/models", headers=headers)
+            if key in keys:
+                assert json.load(urllib.request.urlopen(request))["data"]
+                continue
+            with pytest.raises(urllib.error.HTTPError) as caught:
+                urllib.request.urlopen(request)
+            assert caught.value.code == 401
+        process.send_signal(signal.SIGINT)
+        assert process.wait(300) == 0
+
+
+@pytest.mark.parametrize("key", ["short", "has a blank in it", "kéy-of-other-letters"])
+def test_keys_that_are_none_are_one_line(key, tmp_path, capsys):
+    path = tmp_path / "keys"
+    path.write_text(f"good-key-0123\n{key}\n")
+    assert main(["serve", str(MODEL), "--api-key-file", str(path)]) == 2
+    said = capsys.readouterr().err
+    assert "printable ASCII" in said and key not in said and len(said.splitlines()) == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -88,6 +127,11 @@ def test_off_loopback_there_is_always_a_key():
         ([str(MODEL), "--record", "no/such/folder/a.jsonl"], "--record"),
         ([str(MODEL), "--chat-template", "no.jinja"], "--chat-template"),
         ([str(MODEL), "--host", "192.0.2.1"], "cannot listen"),
+        ([str(MODEL), "--api-key", "secret-key"], "--api-key-file FILE"),
+        ([str(MODEL), "--api-key-file", "no/such/file"], "--api-key-file no/such/file"),
+        ([str(MODEL), "--api-key-file", "/dev/null"], "is empty"),
+        ([str(MODEL), "--connections-max", "0"], "--connections-max"),
+        ([str(MODEL), "--body-mib-max", "0"], "--body-mib-max"),
         pytest.param([str(MODEL), "--device", "cuda"], "--device: cuda is asked", marks=NO_GPU),
     ],
 )

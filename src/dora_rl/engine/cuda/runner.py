@@ -154,6 +154,11 @@ class CudaRunner(Runner):
             for r in read_burst(spans, rows, data.numpy())
         ]
 
+    def settle(self) -> None:
+        if self.on_gpu:
+            torch.cuda.synchronize()
+        self._last = None
+
     @torch.inference_mode()
     def score(self, slot: int, token_ids: Sequence[int]) -> list[float]:
         """Float32 log-prob of each token after the first, without touching the KV pool."""
