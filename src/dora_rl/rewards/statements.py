@@ -12,6 +12,7 @@ never goes in.
 from __future__ import annotations
 
 import ast
+import builtins
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
@@ -244,6 +245,7 @@ class _Sheet:
         self._conditions: list[Verdict] = []
         self._kept: dict[str, _Term] = {}
         self._imported: set[str] = set()
+        self._assigned: set[str] = set()
         self._outside, self._ends_judged = True, True
 
     def question(self) -> Question:
@@ -273,6 +275,7 @@ class _Sheet:
     def _assign(self, statement: ast.stmt, name: str, value: ast.expr) -> None:
         """A constant stays outside if nothing inside needs it: it may be what is expected."""
         term = self._term(value)
+        self._assigned.add(name)
         if name not in self._sent and not term.asked:
             self._kept[name] = term
         elif term.verdict is not None:
@@ -303,12 +306,14 @@ class _Sheet:
         return lambda answers: _given(answers, index)
 
     def _is_own_word(self, node: ast.expr, judged: bool) -> bool:
-        """A comparison that the program makes, or a condition that is another's function."""
+        """A comparison that the program makes, or a value that is not the program's to give."""
         names = {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
         # `np.allclose(...)`, or a function that the test imports.
         another = names & self._imported or _is_of_module(node)
         if names & set(PREDICATES) or (judged and another):
             return True
+        if not names - self._assigned - set(dir(builtins)):
+            return True  # of the test itself, and perhaps what is expected
         return any(isinstance(one, ast.Compare) for one in ast.walk(node))
 
     def _term(self, node: ast.expr) -> _Term:
@@ -337,6 +342,10 @@ class _Sheet:
                 return self._combined(node, lambda *made: set(made), entries)
             case ast.Dict(keys=keys, values=values) if None not in keys:
                 return self._combined(node, _paired, [*cast(list[ast.expr], keys), *values])
+            case ast.Subscript(value=inner, slice=index) if not isinstance(index, ast.Slice):
+                if self._term(inner).known and self._term(index).known:
+                    return self._combined(node, operator.getitem, [inner, index])
+                return self._part_of(node, inner)
             case ast.Attribute(value=inner) | ast.Subscript(value=inner):
                 return self._part_of(node, inner)
             case _:

@@ -362,5 +362,9 @@ def test_filter_is_well_formed(machine: str) -> None:
         assert all(name not in table for table in tables)
 
 
-def test_neighbours_become_ranges() -> None:
-    assert seccomp.ranges([3, 1, 2, 7]) == [(1, 3), (7, 7)]
+def test_the_filter_searches_numbers_in_order() -> None:
+    found = [first for first, _ in seccomp.segments("x86_64")]
+    assert found[0] == 0 and found == sorted(set(found))
+    actions = dict(seccomp.segments("x86_64"))
+    assert actions[0] == [seccomp.ALLOW]  # read
+    assert actions[41] == [seccomp.DENY]  # socket

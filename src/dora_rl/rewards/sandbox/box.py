@@ -138,11 +138,16 @@ class Sandbox:
                 for fd in (write, held, *dialog.theirs):
                     theirs.callback(os.close, fd)
                 stack.callback(os.close, go)
+                if self._groups is None:
+                    # There is nothing to wait for.
+                    os.write(go, b"g")
                 files = [file.fileno() for file in (request, stdout, stderr)]
                 pid, pidfd = self._send([*files, write, *dialog.theirs, held])
             stack.callback(os.close, pidfd)
-            meter = self._bounded(pid, limits, stack)
-            os.write(go, b"g")
+            meter: watch.Meter = watch.Tree(pid)
+            if self._groups is not None:
+                meter = self._bounded(pid, limits, stack, self._groups)
+                os.write(go, b"g")
             outputs = (stdout.fileno(), stderr.fileno())
             begin_s = time.monotonic()
             stopped = watch.until_ended(pidfd, outputs, limits, meter, dialog)
@@ -156,12 +161,12 @@ class Sandbox:
             wall_s = report.get("wall_s", time.monotonic() - begin_s)
             return watch.verdict(report, stopped, over, texts, limits, wall_s, dialog)
 
-    def _bounded(self, pid: int, limits: Limits, stack: ExitStack) -> watch.Meter:
-        """Put the run under a control group, where there are any, before its program starts."""
-        if self._groups is None:
-            return watch.Tree(pid)
-        group = self._groups.make(limits)
-        stack.callback(self._groups.remove, group)
+    def _bounded(
+        self, pid: int, limits: Limits, stack: ExitStack, groups: cgroup.Groups
+    ) -> cgroup.Group:
+        """Put the run under a control group, before its program starts."""
+        group = groups.make(limits)
+        stack.callback(groups.remove, group)
         with suppress(ProcessLookupError):
             group.take(pid)
         return group

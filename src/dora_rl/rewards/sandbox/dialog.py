@@ -51,26 +51,31 @@ class Dialog:
                 more := os.read(self.answers_fd, PIPE_BYTES)
             ):
                 self._text += more
-        if self._text.startswith(READY) and self._asks_fd >= 0:
+        if self._text.startswith(READY):
             self._send()
+        elif not READY.startswith(self._text):
+            # It spoke out of turn: nothing will be asked, and it need not wait for it.
+            self._hang_up()
         return len(self._text) <= self._bytes_max
 
     def _send(self) -> None:
         try:
             with suppress(BlockingIOError):
-                while self._rest:
+                while self._rest and self._asks_fd >= 0:
                     self._rest = self._rest[os.write(self._asks_fd, self._rest) :]
         except BrokenPipeError:
             self._rest = self._rest[:0]
         if not self._rest:
+            self._hang_up()
+
+    def _hang_up(self) -> None:
+        if self._asks_fd >= 0:
             os.close(self._asks_fd)
-            self._asks_fd = -1
+        self._asks_fd = -1
 
     def close(self) -> None:
-        for fd in (self._asks_fd, self.answers_fd):
-            if fd >= 0:
-                os.close(fd)
-        self._asks_fd = self.answers_fd = -1
+        self._hang_up()
+        os.close(self.answers_fd)
 
     def came_to_end(self) -> bool:
         return self._text == THE_END or self._text.endswith(b"\n" + THE_END)

@@ -13,13 +13,14 @@ import ctypes
 import errno
 import os
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from dora_rl.rewards.sandbox import calls, kernel
 
 PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 22, 2
 RET_KILL, RET_ERRNO, RET_ALLOW = 0x80000000, 0x00050000, 0x7FFF0000
 LOAD, JUMP_EQUAL, JUMP_GREATER, JUMP_AT_LEAST, JUMP_SET, RETURN = 0x20, 0x15, 0x25, 0x35, 0x45, 0x06
+JUMP = 0x05
 JUMPS = (JUMP_EQUAL, JUMP_GREATER, JUMP_AT_LEAST, JUMP_SET)
 OFFSET_NUMBER, OFFSET_ARCH, OFFSET_ARGUMENTS = 0, 4, 16
 AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
@@ -88,39 +89,43 @@ def _looked_into() -> dict[str, list[bytes]]:
     }
 
 
-def ranges(numbers: Iterable[int]) -> list[tuple[int, int]]:
-    """The first and the last of each row of neighbours."""
-    found: list[tuple[int, int]] = []
-    for number in sorted(numbers):
-        if found and found[-1][1] == number - 1:
-            found[-1] = (found[-1][0], number)
-        else:
-            found.append((number, number))
-    return found
+def segments(machine: str) -> list[tuple[int, list[bytes]]]:
+    """What is done from each number on, until the next entry; the first entry is 0."""
+    done: dict[int, list[bytes]] = {}
+    for table in calls.PLAIN:
+        done |= {number: [ALLOW] for number in calls.numbers(table, machine).values()}
+    looked_into = _looked_into()
+    for name, number in calls.numbers(calls.CHECKED, machine).items():
+        done[number] = looked_into[name]
+    made: list[tuple[int, list[bytes]]] = []
+    for number in range(max(*done, NEW_CALLS) + 2):
+        action = done.get(number, [DENY] if number < NEW_CALLS else [_refuse(errno.ENOSYS)])
+        if not made or made[-1][1] != action:
+            made.append((number, action))
+    return made
+
+
+def _search(found: Sequence[tuple[int, list[bytes]]]) -> list[bytes]:
+    """A binary search: a filter that is installed is walked once for every call there is,
+    and what is always allowed costs nothing afterwards."""
+    if len(found) == 1:
+        return found[0][1]
+    middle = len(found) // 2
+    lower, upper = _search(found[:middle]), _search(found[middle:])
+    # A test reaches 255 instructions far, a jump any distance.
+    over = [_instruction(JUMP, len(lower))]
+    return [_instruction(JUMP_AT_LEAST, found[middle][0], 0, 1), *over, *lower, *upper]
 
 
 def program(machine: str) -> bytes:
-    """The filter for one machine.
-
-    arch is ours?          no -> kill
-    number is allowed?     yes -> allow
-    an argument decides?   look at it
-    number is new?         yes -> ENOSYS, otherwise EPERM
-    """
+    """The filter for one machine: another convention kills, then the number decides."""
     parts = [
         _instruction(LOAD, OFFSET_ARCH),
         _instruction(JUMP_EQUAL, AUDIT_ARCH[machine], 1, 0),
         _instruction(RETURN, RET_KILL),
         _instruction(LOAD, OFFSET_NUMBER),
+        *_search(segments(machine)),
     ]
-    plain = [number for table in calls.PLAIN for number in calls.numbers(table, machine).values()]
-    for first, last in ranges(plain):
-        parts += [_instruction(JUMP_AT_LEAST, first, 0, 2), _instruction(JUMP_GREATER, last, 1, 0)]
-        parts += [ALLOW]
-    looked_into = _looked_into()
-    for name, number in calls.numbers(calls.CHECKED, machine).items():
-        parts += [_instruction(JUMP_EQUAL, number, 0, len(looked_into[name])), *looked_into[name]]
-    parts += [_instruction(JUMP_AT_LEAST, NEW_CALLS, 0, 1), _refuse(errno.ENOSYS), DENY]
     return b"".join(parts)
 
 
