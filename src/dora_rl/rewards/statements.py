@@ -275,7 +275,8 @@ class _Sheet:
     def _assign(self, statement: ast.stmt, name: str, value: ast.expr) -> None:
         """A constant stays outside if nothing inside needs it: it may be what is expected."""
         term = self._term(value)
-        self._assigned.add(name)
+        if not term.asked:
+            self._assigned.add(name)
         if name not in self._sent and not term.asked:
             self._kept[name] = term
         elif term.verdict is not None:
@@ -312,7 +313,7 @@ class _Sheet:
         another = names & self._imported or _is_of_module(node)
         if names & set(PREDICATES) or (judged and another):
             return True
-        if not names - self._assigned - set(dir(builtins)):
+        if not names - self._assigned - (set(dir(builtins)) - self._shadowed):
             return True  # of the test itself, and perhaps what is expected
         return any(isinstance(one, ast.Compare) for one in ast.walk(node))
 
