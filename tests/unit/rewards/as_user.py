@@ -30,7 +30,7 @@ class OwnBox:
     """The sandbox of this process."""
 
     def __init__(self) -> None:
-        self.reward = CodeReward(RewardConfig(timeout_s=60), wall_s=20, cpu_s=0.5)
+        self.reward = CodeReward(RewardConfig(timeout_s=60), wall_s=8, cpu_s=0.5)
 
     def run(self, code: str, asks: Sequence[Ask] = (), limits: Limits | None = None) -> Run:
         return self.reward.sandbox.run(code, asks=asks, limits=limits)

@@ -207,6 +207,23 @@ os.execv("/bin/sh", ["sh", "-c", "while :; do :; done"])
     "another_filter": refused("libc.prctl(22, 2, 0, 0, 0)"),
     "file_handles": refused("libc.syscall(number(303, 264), -100, b'/tmp', 0, 0, 0)"),
     "terminal_input": refused("libc.ioctl(0, 0x5412, b'x')"),
+    "name_of_a_socket": Hostile(
+        """
+import socket
+one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+for name in (lambda: one.bind(b"\\0run"), lambda: one.connect(b"\\0run"),
+             # Whoever asks for credentials is given a name by the kernel.
+             lambda: one.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)):
+    try:
+        name()
+        print("BREACH")
+    except PermissionError:
+        pass
+one.send(b"x")
+print("BREACH" if other.getsockname() or one.getsockname() else "nameless")
+""",
+        says="nameless",
+    ),
     "asynchronous_io": refused("libc.syscall(number(206, 0), 1, ctypes.byref(ctypes.c_ulong()))"),
     "watching_files": refused("libc.inotify_init()"),
     "old_convention": Hostile(
