@@ -244,6 +244,7 @@ class _Sheet:
         self._asks: list[Ask] = []
         self._conditions: list[Verdict] = []
         self._kept: dict[str, _Term] = {}
+        self._terms: dict[int, _Term] = {}
         self._imported: set[str] = set()
         self._assigned: set[str] = set()
         self._outside, self._ends_judged = True, True
@@ -318,6 +319,12 @@ class _Sheet:
         return any(isinstance(one, ast.Compare) for one in ast.walk(node))
 
     def _term(self, node: ast.expr) -> _Term:
+        """Once for each part, because a term may ask, and asking twice is calling twice."""
+        if id(node) not in self._terms:
+            self._terms[id(node)] = self._fresh(node)
+        return self._terms[id(node)]
+
+    def _fresh(self, node: ast.expr) -> _Term:
         match node:
             case ast.Constant(value=value):
                 return _Term(node, value=(value,))
@@ -361,9 +368,10 @@ class _Sheet:
     def _name(self, node: ast.Name, name: str) -> _Term:
         if name in self._kept:
             return self._kept[name]
-        if name in TYPES and name not in self._shadowed:
-            return _Term(node, value=(TYPES[name],))
-        return _Term(node)
+        known = TYPES.get(name, FUNCTIONS.get(name))
+        return (
+            _Term(node) if known is None or name in self._shadowed else _Term(node, None, (known,))
+        )
 
     def _unary(self, node: ast.expr, op: ast.unaryop, operand: ast.expr) -> _Term:
         if not isinstance(op, ast.Not):
@@ -402,8 +410,8 @@ class _Sheet:
                 function = FUNCTIONS[name]
             case ast.Attribute(value=ast.Name(id="math"), attr=name) if name in MATH:
                 function = getattr(math, name)
-            case ast.Attribute(value=text, attr=name) if (
-                name in STRING_METHODS and self._term(text).known
+            case ast.Attribute(value=text, attr=name) if name in STRING_METHODS and all(
+                self._term(one).known for one in (text, *arguments)
             ):
                 arguments = [text, *arguments]
                 function = getattr(str, name)
@@ -412,6 +420,9 @@ class _Sheet:
             case _:
                 return _Term(node)
         if any(isinstance(one, ast.Starred) for one in arguments) or "" in named:
+            return _Term(node)
+        options = [*arguments[1:], *(keyword.value for keyword in node.keywords)]
+        if arguments and self._term(arguments[0]).asked and self._are_options(function, options):
             return _Term(node)
         if function is type and len(arguments) == 1:
             inside = self._settled(self._term(arguments[0]))
@@ -423,6 +434,15 @@ class _Sheet:
             return function(*given[:num_plain], **dict(zip(named, given[num_plain:], strict=True)))
 
         return self._combined(node, call, arguments)
+
+    def _are_options(self, function: Callable[..., Any], options: Sequence[ast.expr]) -> bool:
+        """No value that is expected, as `reverse=True`: the call goes in as a whole, since what it
+        is given may be no plain data, as a generator that is sorted."""
+        if function in (type, isinstance) or not options:
+            return False
+        known = [self._term(one).value for one in options]
+        plain = (bool, type(None), *((int,) if function is _round else ()))
+        return all(value and (callable(value[0]) or isinstance(value[0], plain)) for value in known)
 
     def _combined(
         self, node: ast.expr, how: Callable[..., Any], parts: Sequence[ast.expr]

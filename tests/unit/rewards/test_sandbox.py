@@ -286,6 +286,31 @@ def test_packages_only_where_allowed(sandbox: Sandbox, tmp_path: Path) -> None:
         offering.close()
 
 
+def test_numpy_and_its_linear_algebra_run_under_the_list_of_calls() -> None:
+    numpy = pytest.importorskip("numpy")
+    code = """
+import numpy as np
+a = np.random.default_rng(0).standard_normal((200, 200))
+assert np.allclose(a @ np.linalg.inv(a), np.eye(200))
+assert np.linalg.svd(a)[1].shape == np.linalg.eigvalsh(a + a.T).shape == (200,)
+def f(): return np.int64(3), np.float64(0.5), np.bool_(True)
+"""
+    limits = Limits(wall_s=60, cpu_s=30, memory_bytes_max=1 << 31, memory_total_bytes_max=1 << 31)
+    box = Sandbox(import_paths=[str(Path(numpy.__file__).parent.parent)])
+    try:
+        run = box.run(code, asks=[Ask("f()")], limits=limits)
+    finally:
+        box.close()
+    assert run.end is End.OK, run.stderr
+    assert run.answers == (Answer(True, (3, 0.5, True)),)
+
+
+def test_says_what_holds_programs(sandbox: Sandbox) -> None:
+    bounds = "a control group" if sandbox._groups else "a watcher"
+    assert sandbox.describe().startswith("programs are isolated; ")
+    assert f"bounded by {bounds}" in sandbox.describe()
+
+
 CANNOT_ISOLATE = """
 import gc
 import os

@@ -4,6 +4,8 @@ Python would judge it."""
 from __future__ import annotations
 
 import json
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -33,6 +35,11 @@ JUDGED_OUTSIDE = {
     "assert set(f(1)) == {739, 2}": ("return [2, 739, 2]", "return [2]"),
     "assert list(f(1)) == [739]": ("yield 739", "yield 738"),
     "assert sorted(f(1)) == sorted([739, 2])": ("return (739, 2)", "return (739,)"),
+    "assert sorted(f(1), reverse=True) == [739, 1]": ("yield from (1, 739)", "yield 1"),
+    "assert max(f(1), key=abs) == -739": ("yield from (1, -739)", "yield 1"),
+    "assert f(1) == sorted(['739', ''], key=len)": ("return ['', '739']", "return ['739', '']"),
+    "assert ', '.join(f(1)) == 'a, 739'": ("yield from ('a', '739')", "yield 'a'"),
+    "assert f(1) == 739 / 2": ("import decimal; return decimal.Decimal('369.5')", "return 369"),
     "assert len(f(1)) == 739 - 737": ("return 'ab'", "return 'abc'"),
     "assert f(1) == (739, [1, {'a': None}], {b'x'}, 1.5, 2j)": (
         "return (739, [1, {'a': None}], {b'x'}, 1.5, 2j)",
@@ -131,6 +138,12 @@ def test_what_is_the_programs_own_word(test: str) -> None:
     assert not question(test).outside
 
 
+def test_every_call_is_made_once() -> None:
+    found = question("assert sorted([f(1) - 1, (not f(2)) + 1], reverse=True)[0] == abs(f(3) - 2)")
+    codes = [ask.code for ask in found.asks]
+    assert len(codes) == len(set(codes))
+
+
 def test_names_of_a_check_function_do_not_change_the_programs(sandbox: Sandbox) -> None:
     test = "def check(c):\n    n = c(1)\n    assert n == 2\n    assert c(2) == 3\ncheck(f)"
     run = sandbox.run("n = 1\ndef f(x): return x + n", asks=question(test).asks)
@@ -190,7 +203,8 @@ def test_plain_values_come_back(value: object) -> None:
 def test_objects_become_plain_or_are_refused() -> None:
     made = decode(encode(Lying(3)))
     assert type(made) is int and made != 4
-    for value in (object(), len, [object()], type):
+    assert encode(Fraction(4, 2)) == 2 and encode(Fraction(1, 2)) == 0.5
+    for value in (object(), len, [object()], type, Fraction(1, 3), Decimal("0.1")):
         with pytest.raises(NotPlain):
             encode(value)
     deep: list[Any] = []

@@ -72,6 +72,11 @@ def _encode_scalar(value: Any, depth: int) -> Any:
     # NumPy's integers and truth values are no Python ones, though programs return them as such.
     if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
         return encode(value.item(), depth - 1)
+    if type(value).__module__ in ("decimal", "fractions"):
+        # As the number that it equals, if there is one.
+        number = int(value) if value == int(value) else float(value)
+        if number == value:
+            return encode(number, depth - 1)
     raise NotPlain(type(value).__name__)
 
 
