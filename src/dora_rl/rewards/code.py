@@ -8,9 +8,10 @@ The tests of a problem come in the shapes that the field's datasets use:
     {..., "fn_name": "f"}                           the same, as calls of a function
     [{"input": ..., "output": ...}, ...]            the same, one by one
 
-Any of them may be JSON text. Never runs anything in this process. A program that fails, hangs or
-attacks scores nothing; only tests that cannot be read, or a machine that cannot run programs, are
-errors of the sample.
+Any of them may be JSON text. Never runs anything in this process: a program prints or answers, and
+what it should have printed or answered is compared here. A program that fails, hangs or attacks
+scores nothing; only tests that cannot be read, or a machine that cannot run programs, are errors
+of the sample.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from dora_rl.config import RewardConfig
 from dora_rl.rewards.base import Reward, ScoreError, ScoreItem
 from dora_rl.rewards.sandbox.box import Sandbox, SandboxLost
 from dora_rl.rewards.sandbox.limits import End, Limits
+from dora_rl.rewards.statements import Question, call_question, question
 
 FENCE = re.compile(r"```[ \t]*(?:python3?|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 MEBIBYTE = 1 << 20
@@ -79,6 +81,7 @@ class CodeReward(Reward):
         self.sandbox = Sandbox(
             allow_unsandboxed=allow_unsandboxed, import_paths=import_paths, preload=preload
         )
+        self.how = f"built-in; {self.sandbox.describe()}"
 
     def missing(self, columns: Collection[str]) -> list[str]:
         return [self._column] if self._column and self._column not in columns else []
@@ -98,12 +101,9 @@ class CodeReward(Reward):
 
     def _num_passed(self, program: str, tests: Sequence[Test]) -> int:
         end_s = time.monotonic() + self._timeout_s
-        statements = [test for test in tests if isinstance(test, str)]
-        num_passed = 0
-        if statements:
-            run = self.sandbox.run(program, tests=statements, limits=self._until(end_s))
-            num_passed = sum(run.passed)
-        failed = num_passed < len(statements)
+        questions = [_question(test) for test in tests if not isinstance(test, Exchange)]
+        num_passed = self._num_right(program, questions, end_s) if questions else 0
+        failed = num_passed < len(questions)
         for test in tests:
             if time.monotonic() >= end_s or (failed and not self._partial):
                 break
@@ -112,6 +112,18 @@ class CodeReward(Reward):
                 num_passed += passes
                 failed = failed or not passes
         return num_passed
+
+    def _num_right(self, program: str, questions: Sequence[Question], end_s: float) -> int:
+        """All questions in one run. Answers before a hang count; but only a program that comes to
+        its end has answered all."""
+        asks = [ask for one in questions for ask in one.asks]
+        run = self.sandbox.run(program, asks=asks, limits=self._until(end_s))
+        most = {End.OK: len(questions), End.TIME: len(questions) - 1, End.CPU: len(questions) - 1}
+        place = num_right = 0
+        for one in questions:
+            num_right += one.holds(run.answers[place : place + len(one.asks)])
+            place += len(one.asks)
+        return min(num_right, most.get(run.end, 0))
 
     def _passes(self, program: str, test: Exchange, end_s: float) -> bool:
         run = self.sandbox.run(program, stdin=test.stdin, limits=self._until(end_s))
@@ -137,7 +149,19 @@ class Exchange:
     stdout: str
 
 
-Test = str | Exchange  # a statement runs in the program's own scope; passes unless it raises
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The value of an expression, and what it may be."""
+
+    code: str
+    accepted: tuple[object, ...]
+
+
+Test = str | Call | Exchange  # a statement passes unless it raises, in the program's own scope
+
+
+def _question(test: str | Call) -> Question:
+    return question(test) if isinstance(test, str) else call_question(test.code, test.accepted)
 
 
 def problem_tests(item: ScoreItem, column: str = "") -> list[Test]:
@@ -187,16 +211,13 @@ def _pairs(found: Mapping[str, Any]) -> list[Test]:
     return [Exchange(_text(given), _text(wanted)) for given, wanted in pairs]
 
 
-def _call(name: str, given: Any, wanted: Any) -> str:
+def _call(name: str, given: Any, wanted: Any) -> Call:
     """`fn_name` datasets list the arguments, and often wrap the result in a list of one."""
     arguments = ", ".join(map(repr, given if isinstance(given, Sequence) else [given]))
-    target = f"Solution().{name}" if "." not in name else name
+    method = f"Solution().{name}" if "." not in name else name
+    code = f"({name} if {name.split('.')[0]!r} in globals() else {method})({arguments})"
     accepted = [wanted, wanted[0]] if isinstance(wanted, list) and len(wanted) == 1 else [wanted]
-    return (
-        f"_made = ({name} if {name.split('.')[0]!r} in globals() else {target})({arguments})\n"
-        f"_made = list(_made) if isinstance(_made, tuple) else _made\n"
-        f"assert any(_made == wanted for wanted in {accepted!r}), repr(_made)[:200]"
-    )
+    return Call(code, tuple(accepted))
 
 
 def _text(value: Any) -> str:

@@ -118,6 +118,25 @@ def test_bad_tests_are_an_error_of_the_row(reward: CodeReward, columns: dict[str
     assert isinstance(score, ScoreError)
 
 
+def test_check_says_how_programs_are_held(reward: CodeReward) -> None:
+    assert reward.how == f"built-in; {reward.sandbox.describe()}"
+
+
+def test_only_a_good_end_counts(reward: CodeReward) -> None:
+    leave = "print(int(input()) * 2, flush=True)\nimport os\nos._exit(0)"
+    assert reward.score([item(leave, tests={"input": "1", "output": "2"})]) == [0.0]
+    late = f"{DOUBLE[:-3]}import atexit, os\natexit.register(os._exit, 0)\n```"
+    assert reward.score([item(late, tests=["assert double(2) == 4"])]) == [0.0]
+
+
+def test_answers_before_a_hang_count_in_part(partial: CodeReward) -> None:
+    code = "def f(n):\n    while n == 2: pass\n    return n"
+    tests = [f"assert f({n}) == {n}" for n in (1, 3, 2)]
+    assert partial.score([item(code, tests=tests)]) == [pytest.approx(2 / 3)]
+    endless = "import atexit\ndef wait():\n    while True: pass\natexit.register(wait)\n"
+    assert partial.score([item(f"{endless}{code}", tests=tests[:2])]) == [0.5]
+
+
 def test_shapes() -> None:
     assert problem_tests(item("", tests=["a", {"input": ["1", "2"], "output": 3}])) == [
         "a",

@@ -16,9 +16,10 @@ from typing import Any, cast
 
 import pytest
 
-from dora_rl.rewards.sandbox import seccomp
+from dora_rl.rewards.sandbox import calls, seccomp
 from dora_rl.rewards.sandbox.box import Sandbox, SandboxLost
-from dora_rl.rewards.sandbox.limits import End, Limits
+from dora_rl.rewards.sandbox.limits import Answer, Ask, End, Limits, Run
+from dora_rl.rewards.sandbox.values import Opaque
 from dora_rl.types import UserError
 
 
@@ -83,40 +84,69 @@ if __name__ == "__main__":
     assert run.stdout.splitlines() == ["1", "sub", "[0, 1, 4]", "(7,)", "thread", "at exit"]
 
 
-def test_tests_are_counted_one_by_one(sandbox: Sandbox) -> None:
-    tests = ["assert f(1) == 2", "assert f(1) == 3", "raise SystemExit", "assert f(2) == 3"]
-    run = sandbox.run("def f(x): return x + 1", tests=tests)
-    assert run.passed == (True, False, False, True)
+def done(run: Run) -> list[bool]:
+    return [answer is not None and answer.done for answer in run.answers]
+
+
+def test_asks_are_answered_one_by_one(sandbox: Sandbox) -> None:
+    asks = [Ask("f(1)"), Ask("f('')"), Ask("raise SystemExit", value=False), Ask("(f(2), {3.5})")]
+    run = sandbox.run("def f(x): return x + 1", asks=asks)
+    assert run.end is End.OK
+    assert run.answers == (Answer(True, 2), Answer(False), Answer(False), Answer(True, (3, {3.5})))
+
+
+def test_statements_share_the_programs_scope(sandbox: Sandbox) -> None:
+    asks = [Ask("x = [2, 1]", value=False), Ask("x.sort()", value=False), Ask("x + y")]
+    assert sandbox.run("y = [3]", asks=asks).answers[-1] == Answer(True, [1, 2, 3])
+
+
+def test_what_is_no_plain_data_is_true_or_false_and_equal_to_nothing(sandbox: Sandbox) -> None:
+    code = """
+class Equal:
+    def __eq__(self, other): return True
+    def __bool__(self): return False
+"""
+    (answer,) = sandbox.run(code, asks=[Ask("Equal()")]).answers
+    assert answer is not None and isinstance(answer.value, Opaque)
+    assert not answer.value and answer.value != 1 and answer.value.kind == "Equal"
 
 
 @pytest.mark.parametrize(
-    "cheat",
+    "leave",
     [
         "import sys; sys.exit(0)",
         "import os; os._exit(0)",
         "import atexit, os; atexit.register(os._exit, 0); raise SystemExit",
-        "import os\nos.write(4, b'x 0\\n' * 3)\nos._exit(0)",
-        "import gc, os\n"
-        "for found in gc.get_objects():\n"
-        "    if isinstance(found, dict) and 'token' in found and 'tests' in found:\n"
-        "        os.write(4, f\"{found['token']} 0\\n\".encode())\n"
-        "os._exit(0)",
-        "import inspect, os\n"
-        "for frame in inspect.stack():\n"
-        "    if 'token' in str(frame.frame.f_locals):\n"
-        "        print('BREACH')\n"
-        "os._exit(0)",
+        "import os\nos.write(4, b'[\"value\", 1]\\n')\nos._exit(0)",
+        "import os\nos.write(4, b'ready\\nready\\n')",
+        "import os\nos.closerange(3, 9)",
     ],
 )
-def test_leaving_early_passes_no_test(sandbox: Sandbox, cheat: str) -> None:
-    run = sandbox.run(cheat, tests=["assert False"])
-    assert run.passed == (False,) and "BREACH" not in run.stdout
+def test_leaving_early_answers_nothing(sandbox: Sandbox, leave: str) -> None:
+    run = sandbox.run(leave, asks=[Ask("1")])
+    assert run.answers == (None,)
 
 
-def test_many_large_tests(sandbox: Sandbox) -> None:
-    tests = [f"assert len({'x' * 5000!r}) + {n} == f({n})" for n in range(60)]
-    run = sandbox.run("def f(n): return 5000 + n", tests=tests)
-    assert run.passed == (True,) * 60
+def test_nothing_is_asked_before_the_program_is_ready(sandbox: Sandbox) -> None:
+    code = "import select\nprint(select.select([3], [], [], 0.2)[0])"
+    run = sandbox.run(code, asks=[Ask("1")])
+    assert (run.stdout, done(run)) == ("[]\n", [True])
+
+
+def test_only_the_interpreters_own_end_is_a_good_one(sandbox: Sandbox) -> None:
+    assert sandbox.run("import sys; sys.exit(0)").end is End.OK
+    assert sandbox.run("print(1); import os; os._exit(0)").end is End.LEFT
+    assert sandbox.run("import os; os.execv('/bin/true', ['true'])").end is End.LEFT
+
+
+def test_many_large_asks_and_answers(sandbox: Sandbox) -> None:
+    asks = [Ask(f"f({n}) + len({'x' * 5000!r}) * 'y'") for n in range(60)]
+    run = sandbox.run("def f(n): return str(n)", asks=asks)
+    assert [answer and answer.value for answer in run.answers] == [
+        f"{n}{'y' * 5000}" for n in range(60)
+    ]
+    over = Limits(answers_bytes_max=100_000)
+    assert sandbox.run("def f(n): return str(n)", asks=asks, limits=over).end is End.OUTPUT
 
 
 def test_limits_from_both_sides(sandbox: Sandbox) -> None:
@@ -163,7 +193,7 @@ def test_a_zygote_lost_after_a_run_had_begun(sandbox: Sandbox) -> None:
 
         def start(self, fds: list[int]) -> tuple[int, int]:
             os.write(fds[1], b"of the first\n")
-            os.write(fds[3], b'{"wall_s": 0.1, "passed": [], "exit": 1, "signal": 0}')
+            os.write(fds[3], b'{"wall_s": 0.1, "exit": 1, "signal": 0}')
             raise SandboxLost("it died")
 
         def close(self) -> None:
@@ -256,10 +286,36 @@ def test_packages_only_where_allowed(sandbox: Sandbox, tmp_path: Path) -> None:
         offering.close()
 
 
+def test_numpy_and_its_linear_algebra_run_under_the_list_of_calls() -> None:
+    numpy = pytest.importorskip("numpy")
+    code = """
+import numpy as np
+a = np.random.default_rng(0).standard_normal((200, 200))
+assert np.allclose(a @ np.linalg.inv(a), np.eye(200))
+assert np.linalg.svd(a)[1].shape == np.linalg.eigvalsh(a + a.T).shape == (200,)
+def f(): return np.int64(3), np.float64(0.5), np.bool_(True)
+"""
+    limits = Limits(wall_s=60, cpu_s=30, memory_bytes_max=1 << 31, memory_total_bytes_max=1 << 31)
+    box = Sandbox(import_paths=[str(Path(numpy.__file__).parent.parent)])
+    try:
+        run = box.run(code, asks=[Ask("f()")], limits=limits)
+    finally:
+        box.close()
+    assert run.end is End.OK, run.stderr
+    assert run.answers == (Answer(True, (3, 0.5, True)),)
+
+
+def test_says_what_holds_programs(sandbox: Sandbox) -> None:
+    bounds = "a control group" if sandbox._groups else "a watcher"
+    assert sandbox.describe().startswith("programs are isolated; ")
+    assert f"bounded by {bounds}" in sandbox.describe()
+
+
 CANNOT_ISOLATE = """
 import gc
 import os
 from dora_rl.rewards.sandbox.box import Sandbox
+from dora_rl.rewards.sandbox.limits import Ask
 from dora_rl.types import UserError
 try:
     Sandbox()
@@ -267,7 +323,7 @@ except UserError as error:
     print(error)
 box = Sandbox(allow_unsandboxed=True)
 print(box.isolated)
-print(box.run("print(input())", stdin="limits only", tests=["assert 1"]))
+print(box.run("print(input())", stdin="limits only", asks=[Ask("1")]))
 print(box.run("import socket; socket.socket()").stderr)
 print(box.run("import os, time\\nif os.fork() == 0:\\n    os.setsid(); time.sleep(60)").end)
 box.close()
@@ -287,7 +343,10 @@ def test_refuses_where_it_cannot_isolate() -> None:
     assert lines[0].startswith("code sandbox: this machine cannot isolate programs (")
     assert "allow_unsandboxed" in lines[0]
     assert lines[1] == "False"
-    assert "stdout='limits only\\n'" in lines[2] and "passed=(True,)" in lines[2]
+    assert (
+        "stdout='limits only\\n'" in lines[2]
+        and "answers=(Answer(done=True, value=1),)" in lines[2]
+    )
     assert "PermissionError" in done.stdout  # the filter holds without namespaces too
     assert lines[-1] == "ok", done.stderr
 
@@ -318,9 +377,19 @@ def test_filter_is_well_formed(machine: str) -> None:
     instructions = [code[place : place + 8] for place in range(0, len(code), 8)]
     for place, instruction in enumerate(instructions):
         kind = int.from_bytes(instruction[:2], sys.byteorder)
-        if kind in (seccomp.JUMP_EQUAL, seccomp.JUMP_GREATER, seccomp.JUMP_SET):
+        if kind in seccomp.JUMPS:
             assert place + 1 + max(instruction[2], instruction[3]) < len(instructions)
     assert int.from_bytes(instructions[-1][:2], sys.byteorder) == seccomp.RETURN
-    column = list(seccomp.AUDIT_ARCH).index(machine)
-    numbers = [pair[column] for pair in seccomp.DENIED.values() if pair[column] is not None]
-    assert len(numbers) == len(set(numbers)) and max(numbers) <= seccomp.NUMBER_MAX
+    tables = [calls.numbers(table, machine) for table in (*calls.PLAIN, calls.CHECKED)]
+    numbers = [number for table in tables for number in table.values()]
+    assert len(numbers) == len(set(numbers))
+    for name in ("socket", "ptrace", "mount", "memfd_create", "bpf", "shmget"):
+        assert all(name not in table for table in tables)
+
+
+def test_the_filter_searches_numbers_in_order() -> None:
+    found = [first for first, _ in seccomp.segments("x86_64")]
+    assert found[0] == 0 and found == sorted(set(found))
+    actions = dict(seccomp.segments("x86_64"))
+    assert actions[0] == [seccomp.ALLOW]  # read
+    assert actions[41] == [seccomp.DENY]  # socket

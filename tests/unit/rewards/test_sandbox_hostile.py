@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import os
 import socket
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import hostile_cheats
 import hostile_kernel
 import hostile_programs
 import pytest
+from as_user import OwnBox, UsersBox
 
+from dora_rl.rewards.base import ScoreItem
 from dora_rl.rewards.sandbox.box import Sandbox
-from dora_rl.rewards.sandbox.limits import End, Limits
+from dora_rl.rewards.sandbox.limits import Answer, Ask, End, Limits
+from dora_rl.rewards.statements import question
+
+Box = OwnBox | UsersBox
 
 PROGRAMS = hostile_programs.PROGRAMS | hostile_kernel.PROGRAMS
 LIMITS = Limits(
@@ -44,15 +51,18 @@ class Surroundings:
 
 
 @pytest.fixture
-def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Surroundings]:
+def surroundings(monkeypatch: pytest.MonkeyPatch) -> Iterator[Surroundings]:
+    """Open to every user of the machine, so that only the sandbox keeps programs away."""
     monkeypatch.setenv("HOSTILE_SECRET", "1")
-    secret = tmp_path / "secret.txt"
-    secret.write_text("the user's own")
-    outside = tmp_path / "outside"
-    outside.mkdir(mode=0o777)
-    for place in (tmp_path, outside):
-        place.chmod(0o777)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+    with (
+        tempfile.TemporaryDirectory(prefix="dora-rl-hostile-") as place,
+        socket.create_server(("127.0.0.1", 0)) as listener,
+    ):
+        secret, outside = Path(place, "secret.txt"), Path(place, "outside")
+        secret.write_text("the user's own")
+        outside.mkdir()
+        for path in (Path(place), outside):
+            path.chmod(0o777)
         listener.setblocking(False)
         yield Surroundings(secret, outside, listener)
 
@@ -72,10 +82,10 @@ def processes_with(marker: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", list(PROGRAMS))
-def test_is_harmless_and_reported(name: str, sandbox: Sandbox, surroundings: Surroundings) -> None:
+def test_is_harmless_and_reported(name: str, box: Box, surroundings: Surroundings) -> None:
     hostile = PROGRAMS[name]
     limits = SHORT if "time" in hostile.ends else LIMITS
-    run = sandbox.run(surroundings.fill(hostile.code), limits=limits)
+    run = box.run(surroundings.fill(hostile.code), limits=limits)
     assert "BREACH" not in run.stdout, run
     assert run.end in hostile.ends, run
     assert hostile.says in run.stdout + run.stderr, run
@@ -84,8 +94,9 @@ def test_is_harmless_and_reported(name: str, sandbox: Sandbox, surroundings: Sur
     assert list(surroundings.outside.iterdir()) == []
     with pytest.raises(BlockingIOError):
         surroundings.listener.accept()
-    after = sandbox.run("print(input())", stdin="still here")
+    after = box.run("print('still here')", asks=[Ask("6 * 7")])
     assert (after.end, after.stdout) == (End.OK, "still here\n")
+    assert after.answers == (Answer(True, 42),)
 
 
 def test_daemon_dies_with_its_run(sandbox: Sandbox) -> None:
@@ -141,5 +152,70 @@ print(os.listdir("/tmp"), os.listdir("/dev/shm"), "LEFT" in os.environ, hasattr(
     assert sandbox.run(leave, limits=LIMITS).stdout != first  # random numbers differ between runs
 
 
+def item(kind: str, code: str) -> ScoreItem:
+    return ScoreItem("p", "p", f"```python\n{code}\n```", columns=hostile_cheats.KINDS[kind])
+
+
+@pytest.mark.parametrize("name", list(hostile_cheats.CHEATS))
+def test_earns_nothing(name: str, box: Box) -> None:
+    """The score is 0, and not a failure, which would leave the sample out of its group."""
+    code = hostile_cheats.program(name)
+    few = isinstance(box, UsersBox) or name in hostile_cheats.SLOW
+    kinds = ("printed", "asserted") if few else tuple(hostile_cheats.KINDS)
+    assert {kind: box.score(item(kind, code)) for kind in kinds} == dict.fromkeys(kinds, 0.0)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", list(hostile_cheats.CHEATS))
+def test_earns_nothing_of_any_kind(name: str, box: Box) -> None:
+    code, kinds = hostile_cheats.program(name), hostile_cheats.KINDS
+    assert {kind: box.score(item(kind, code)) for kind in kinds} == dict.fromkeys(kinds, 0.0)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", list(PROGRAMS))
+def test_attacks_earn_nothing(name: str, box: Box, surroundings: Surroundings) -> None:
+    code, kinds = surroundings.fill(PROGRAMS[name].code), ("printed", "asserted")
+    assert {kind: box.score(item(kind, code)) for kind in kinds} == dict.fromkeys(kinds, 0.0)
+
+
+@pytest.mark.parametrize("kind", list(hostile_cheats.KINDS))
+def test_whoever_knows_the_result_earns_the_reward(kind: str, box: Box) -> None:
+    code = f"def solve(n):\n    return {hostile_cheats.SECRET_RESULT}\n"
+    assert box.score(item(kind, f"{code}print(solve(0))")) == 1.0
+
+
+# What the program can still say of itself, and the least that it costs: see docs/rewards.md.
+OWN_WORD = {
+    "a comparison of two values of the program": "assert solve(1) == other(1)",
+    "a type of the program": "assert isinstance(solve(1), Klass)",
+    "a function that the test imports": "import m\nassert m.close(solve(1), 5)",
+    "all or any": "assert all(solve(x) == y for x, y in [(1, 2)])",
+    "exceptions": "try:\n    solve(-1)\n    assert False\nexcept ValueError:\n    pass",
+    "functions that return": "def near(a, b):\n    return a == b\nassert near(solve(1), 5)",
+}
+FORGES = """
+import json, os
+os.write(4, b"ready\\n")
+text = b""
+while more := os.read(3, 65536):
+    text += more
+for _, value in json.loads(text):
+    os.write(4, b'["value", true]\\n' if value else b'["done"]\\n')
+os.write(4, b"end\\n")
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("test", list(OWN_WORD.values()), ids=list(OWN_WORD))
+def test_what_remains_possible(test: str, sandbox: Sandbox) -> None:
+    """A program that speaks the protocol of the pipes passes these, but for its end: it must come
+    to the interpreter's own end, or say that it did, as `FORGES` does before it leaves."""
+    found = question(test)
+    assert not found.outside
+    run = sandbox.run(FORGES, asks=found.asks)
+    assert found.holds(run.answers) and run.end is End.OK
+
+
 def test_set_of_programs_is_large_enough() -> None:
-    assert len(PROGRAMS) >= 20
+    assert len(PROGRAMS) + len(hostile_cheats.CHEATS) >= 120

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import shutil
 import socket
 import subprocess
@@ -21,14 +20,15 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import dora_rl
-from dora_rl.rewards.sandbox import probe, watch
-from dora_rl.rewards.sandbox.limits import Limits, Run
+from dora_rl.rewards.sandbox import cgroup, probe, watch
+from dora_rl.rewards.sandbox.dialog import Dialog
+from dora_rl.rewards.sandbox.limits import Ask, Limits, Run
 from dora_rl.types import UserError
 
 START_TIMEOUT_S = 30.0
@@ -52,6 +52,7 @@ class Sandbox:
         self._preload = list(preload)
         self._lock = threading.Lock()
         self._zygote: Zygote | None = None
+        self._groups = cgroup.find()
         self.isolated = True
         problem = self._problem()
         if problem:
@@ -78,16 +79,27 @@ class Sandbox:
             if self._zygote is not None:
                 self._zygote.close()
             self._zygote = None
+            if self._groups is not None:
+                self._groups.close()
+            self._groups = None
+
+    def describe(self) -> str:
+        """What holds programs here, for `dora-rl check`."""
+        bounds = (
+            "a control group" if self._groups else "a watcher, for want of a cgroup v2 to write"
+        )
+        where = "isolated" if self.isolated else "NOT isolated"
+        return f"programs are {where}; memory, processes and time are bounded by {bounds}"
 
     def run(
         self,
         code: str,
         *,
         stdin: str = "",
-        tests: Sequence[str] = (),
+        asks: Sequence[Ask] = (),
         limits: Limits | None = None,
     ) -> Run:
-        """Run `code`, then each of `tests` in its scope.
+        """Run `code`; once it is through, ask it `asks`, one after the other.
 
         What the program does is in the result; `SandboxLost` and `OSError` say that it did not
         run, and that the machine is to blame.
@@ -96,17 +108,16 @@ class Sandbox:
         asked = {
             "code": code,
             "stdin": stdin,
-            "tests": list(tests),
-            "token": secrets.token_hex(16),
+            "asking": bool(asks),
             "limits": asdict(limits),
         }
         try:
-            return self._run_once(asked, limits)
+            return self._run_once(asked, asks, limits)
         except ZygoteLost:
             # With files of its own: the run may have begun, and written something.
-            return self._run_once(asked, limits)
+            return self._run_once(asked, asks, limits)
 
-    def _run_once(self, asked: dict[str, Any], limits: Limits) -> Run:
+    def _run_once(self, asked: dict[str, Any], asks: Sequence[Ask], limits: Limits) -> Run:
         with ExitStack() as stack:
             workdir = "/tmp"
             if not self.isolated:
@@ -119,22 +130,46 @@ class Sandbox:
             request.write(json.dumps(asked | {"workdir": workdir}).encode())
             request.flush()
             request.seek(0)
+            dialog = stack.enter_context(closing(Dialog(asks, limits.answers_bytes_max)))
             read, write = os.pipe()
             stack.callback(os.close, read)
-            with open(write, "wb") as status:
-                fds = [file.fileno() for file in (request, stdout, stderr, status)]
-                pid, pidfd = self._send(fds)
+            held, go = os.pipe()
+            with ExitStack() as theirs:
+                for fd in (write, held, *dialog.theirs):
+                    theirs.callback(os.close, fd)
+                stack.callback(os.close, go)
+                if self._groups is None:
+                    # There is nothing to wait for.
+                    os.write(go, b"g")
+                files = [file.fileno() for file in (request, stdout, stderr)]
+                pid, pidfd = self._send([*files, write, *dialog.theirs, held])
             stack.callback(os.close, pidfd)
+            meter: watch.Meter = watch.Tree(pid)
+            if self._groups is not None:
+                meter = self._bounded(pid, limits, stack, self._groups)
+                os.write(go, b"g")
             outputs = (stdout.fileno(), stderr.fileno())
             begin_s = time.monotonic()
-            stopped = watch.until_ended(pid, pidfd, outputs, limits)
+            stopped = watch.until_ended(pidfd, outputs, limits, meter, dialog)
+            # What a group counted last, it may have counted while the run was dying.
+            stopped = stopped or meter.passed(limits)
             report = watch.read_status(read)
             texts = [watch.read_text(fd, limits.output_bytes_max) for fd in outputs]
             over = any(os.fstat(fd).st_size > limits.output_bytes_max for fd in outputs)
-        if "broken" in report:
-            raise SandboxLost(report["broken"])
-        wall_s = report.get("wall_s", time.monotonic() - begin_s)
-        return watch.verdict(report, stopped, over, texts, limits, wall_s)
+            if "broken" in report:
+                raise SandboxLost(report["broken"])
+            wall_s = report.get("wall_s", time.monotonic() - begin_s)
+            return watch.verdict(report, stopped, over, texts, limits, wall_s, dialog)
+
+    def _bounded(
+        self, pid: int, limits: Limits, stack: ExitStack, groups: cgroup.Groups
+    ) -> cgroup.Group:
+        """Put the run under a control group, before its program starts."""
+        group = groups.make(limits)
+        stack.callback(groups.remove, group)
+        with suppress(ProcessLookupError):
+            group.take(pid)
+        return group
 
     def _send(self, fds: list[int]) -> tuple[int, int]:
         with self._lock:

@@ -13,7 +13,7 @@ from dora_rl.rewards.sandbox.limits import End, Limits, Run
 LIMITS = Limits(wall_s=20.0, cpu_s=20.0, processes_max=8)
 
 ATTEMPTS = """
-import ctypes, json, os, signal, socket
+import ctypes, json, os, resource, signal, socket
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -41,10 +41,15 @@ def trace():
     if libc.ptrace(0, 0, 0, 0) != 0:
         raise OSError("ptrace")
 
-def kill_init():
+def signal_init():
     os.kill(1, signal.SIGKILL)
-    # The first process of a namespace does not hear this; if it did, we would not be here.
-    raise OSError("still here")
+
+def limit_init():
+    resource.prlimit(1, resource.RLIMIT_CPU, (1, 1))
+
+def share_memory_without_a_file():
+    import mmap
+    mmap.mmap(-1, 4096)
 
 def fork_without_end():
     pids = []
@@ -61,7 +66,8 @@ def fork_without_end():
 
 done = {}
 for attempt in (network, read_file_of_user, see_processes, write_outside, mount, new_namespace,
-                trace, kill_init, fork_without_end):
+                trace, signal_init, limit_init, share_memory_without_a_file,
+                fork_without_end):
     try:
         attempt()
         done[attempt.__name__] = True

@@ -13,8 +13,9 @@ import signal
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
+from dora_rl.rewards.sandbox.dialog import Dialog
 from dora_rl.rewards.sandbox.limits import End, Limits, Run
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -25,31 +26,60 @@ TICK_S_MIN, TICK_S_MAX = 0.01, 0.04
 GRACE_S = 2.0  # for init to report after the wall limit
 
 
-def until_ended(pid: int, pidfd: int, outputs: Sequence[int], limits: Limits) -> End | None:
+class Meter(Protocol):
+    """Knows what a run has used: a control group, or `Tree`."""
+
+    def passed(self, limits: Limits) -> End | None: ...
+
+
+class Tree:
+    """All processes below `pid`, as /proc shows them. Memory that no process has in its tables is
+    not seen, which is why the filter lets no program have such memory (see `seccomp`)."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+
+    def passed(self, limits: Limits) -> End | None:
+        cpu_s, memory_bytes = usage_of(self._pid)
+        if memory_bytes > limits.memory_total_bytes_max:
+            return End.MEMORY
+        return End.CPU if cpu_s > limits.cpu_s else None
+
+
+def until_ended(
+    pidfd: int, outputs: Sequence[int], limits: Limits, meter: Meter, dialog: Dialog
+) -> End | None:
     """Why we killed it, or None if it ended by itself (or by its own init, for time)."""
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
+    listening = dialog.waiting
+    if listening:
+        poll.register(dialog.answers_fd, select.POLLIN)
     begin_s, tick_s = time.monotonic(), TICK_S_MIN
     reason: End | None = None
-    while not poll.poll(tick_s * 1000):
+    while True:
+        ended = any(fd == pidfd for fd, _ in poll.poll(tick_s * 1000))
+        heard = dialog.step()
+        if ended:
+            return reason if heard else reason or End.OUTPUT
+        if listening and not dialog.waiting:
+            # From now on once a tick is enough, however often it writes.
+            poll.unregister(dialog.answers_fd)
+            listening = False
         tick_s = min(tick_s * 1.5, TICK_S_MAX)
         if reason is None:
-            reason = _passed_bound(pid, outputs, limits)
+            reason = _passed_bound(outputs, limits, meter) if heard else End.OUTPUT
             if reason is None and time.monotonic() - begin_s > limits.wall_s + GRACE_S:
                 reason = End.TIME
         if reason is not None:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-    return reason
 
 
-def _passed_bound(pid: int, outputs: Sequence[int], limits: Limits) -> End | None:
+def _passed_bound(outputs: Sequence[int], limits: Limits, meter: Meter) -> End | None:
     if any(os.fstat(fd).st_size > limits.output_bytes_max for fd in outputs):
         return End.OUTPUT
-    cpu_s, memory_bytes = usage_of(pid)
-    if memory_bytes > limits.memory_total_bytes_max:
-        return End.MEMORY
-    return End.CPU if cpu_s > limits.cpu_s else None
+    return meter.passed(limits)
 
 
 def usage_of(pid: int) -> tuple[float, int]:
@@ -80,7 +110,11 @@ def read_status(pipe: int) -> dict[str, Any]:
     with suppress(BlockingIOError):
         while more := os.read(pipe, 65536):
             text += more
-    return json.loads(text) if text else {}
+    try:
+        return json.loads(text) if text else {}
+    except ValueError:
+        # It was killed while it wrote.
+        return {}
 
 
 def read_text(fd: int, bytes_max: int) -> str:
@@ -94,11 +128,12 @@ def verdict(
     texts: Sequence[str],
     limits: Limits,
     wall_s: float,
+    dialog: Dialog,
 ) -> Run:
     stdout, stderr = texts
     status = report.get("exit")
     number = report.get("signal", 0)
-    end = stopped or _end(report, stderr)
+    end = stopped or _end(report, stderr, dialog.came_to_end())
     if over and stopped is None:
         end = End.OUTPUT
     return Run(
@@ -108,11 +143,11 @@ def verdict(
         stderr=stderr,
         wall_s=wall_s,
         cpu_s=report.get("cpu_s", 0.0),
-        passed=tuple(report.get("passed", ())),
+        answers=dialog.answers(),
     )
 
 
-def _end(report: Mapping[str, Any], stderr: str) -> End:
+def _end(report: Mapping[str, Any], stderr: str, came_to_end: bool) -> End:
     if not report:
         return End.LOST
     if report["signal"] == signal.SIGXCPU:
@@ -122,6 +157,6 @@ def _end(report: Mapping[str, Any], stderr: str) -> End:
     if report["exit"] is None:
         return End.TIME
     if report["exit"] == 0:
-        return End.OK
+        return End.OK if came_to_end else End.LEFT
     last = stderr.rstrip().rpartition("\n")[2]
     return End.MEMORY if last.startswith("MemoryError") else End.FAILED

@@ -1,6 +1,6 @@
 """The zygote: a warm interpreter inside the view that makes one process tree for each request.
 
-Runs without any package and without the user's environment. It parses nothing: a request is four
+Runs without any package and without the user's environment. It parses nothing: a request is
 file descriptors that go straight to the new init. One thread only, because `clone` is not for
 more. Invariant: nothing of one run (processes, files, memory) is there in the next.
 """
@@ -21,15 +21,23 @@ from typing import Any, NamedTuple, NoReturn
 
 from dora_rl.rewards.sandbox import kernel, program, seccomp, view
 
-NUM_FDS = 4  # request, stdout, stderr, status
+NUM_FDS = 7  # request, stdout, stderr, status, asks, answers, go
 # Not threading, nor what imports it: its hook after a fork costs every run a millisecond.
 WARM = (
     "bisect cmath collections.abc copy ctypes dataclasses datetime decimal enum fractions "
     "functools heapq itertools json math operator random re signal statistics string struct typing"
 )
-NAMESPACES = kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWIPC
+# Not the network's: the kernel buries those of the whole machine one after the other, and new runs
+# wait for it. All runs are in the zygote's, which is empty, and none can make or name a socket.
+NAMESPACES = (
+    kernel.CLONE_NEWUSER
+    | kernel.CLONE_NEWNS
+    | kernel.CLONE_NEWPID
+    | kernel.CLONE_NEWIPC
+    | kernel.CLONE_NEWUTS
+    | kernel.CLONE_NEWCGROUP
+)
 STACK_BYTES = 64 << 20
-REPORT_BYTES_MAX = 1 << 20
 
 
 class Home(NamedTuple):
@@ -98,7 +106,7 @@ def _start(peer: socket.socket, fds: list[int], home: Home) -> None:
 
 def _init(fds: list[int], home: Home) -> NoReturn:
     """Process 1 of the run. Whatever goes wrong here must not return into the zygote's loop."""
-    request, _, _, status = fds
+    request, _, _, status, _, _, go = fds
     try:
         kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -112,13 +120,21 @@ def _init(fds: list[int], home: Home) -> NoReturn:
             os.environ["HOME"] = asked["workdir"]
         os.close(home.proc)
         kernel.drop_capabilities()
-        report = _supervise(asked, fds, home)
+        # Until we are in the run's control group, or whoever wanted the run has given it up.
+        if not os.read(go, 1):
+            os._exit(0)
+        pid = _start_program(asked, fds, home)
+    except BaseException as error:  # noqa: BLE001 - told to the parent, then the run is over
+        os.write(status, json.dumps({"broken": f"{type(error).__name__}: {error}"}).encode())
+        os._exit(0)
+    # From here on a fault is the program's doing: without a report the run counts as lost.
+    try:
+        report = _supervise(pid, asked["limits"]["wall_s"])
         if not home.isolated:
             _kill_children()
         os.write(status, json.dumps(report).encode())
-    except BaseException as error:  # noqa: BLE001 - told to the parent, then the run is over
-        os.write(status, json.dumps({"broken": f"{type(error).__name__}: {error}"}).encode())
-    os._exit(0)
+    finally:
+        os._exit(0)
 
 
 def _make_private(home: Home, bytes_max: int) -> None:
@@ -128,28 +144,24 @@ def _make_private(home: Home, bytes_max: int) -> None:
         kernel.mount("tmpfs", place, "tmpfs", flags, f"size={bytes_max},nr_inodes=4096,mode=755")
 
 
-def _supervise(asked: dict[str, Any], fds: list[int], home: Home) -> dict[str, Any]:
-    """Start the program, wait until it ends or its time is over, say what happened."""
+def _start_program(asked: dict[str, Any], fds: list[int], home: Home) -> int:
     os.chdir(asked["workdir"])
     with open(".stdin", "w", encoding="utf-8", errors="replace") as file:
         file.write(asked["stdin"])
-    tests_read, tests_write = os.pipe()
-    report_read, report_write = os.pipe()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     # Memory of ours is not for the program to read, whatever the filter lets through.
     kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
-    begin_s = time.monotonic()
     pid = os.fork()
     if pid == 0:
-        _become_program(asked, fds, tests_read, report_write, home)
-    os.close(tests_read)
-    os.close(report_write)
-    # Tests arrive only once the program's own code is through; see `program.run`.
-    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-    feeder = _Feeder(tests_write, json.dumps({k: asked[k] for k in ("tests", "token")}).encode())
-    ended = _wait(pid, begin_s + asked["limits"]["wall_s"], feeder)
-    passed = _read_report(report_read, asked)
-    report = {"wall_s": time.monotonic() - begin_s, "passed": passed, "exit": None, "signal": 0}
+        _become_program(asked, fds, home)
+    return pid
+
+
+def _supervise(pid: int, wall_s: float) -> dict[str, Any]:
+    """Wait until the program ends or its time is over, say what happened."""
+    begin_s = time.monotonic()
+    ended = _wait(pid, begin_s + wall_s)
+    report = {"wall_s": time.monotonic() - begin_s, "exit": None, "signal": 0}
     if ended is not None:
         status, usage = ended
         report["cpu_s"] = usage.ru_utime + usage.ru_stime
@@ -160,30 +172,7 @@ def _supervise(asked: dict[str, Any], fds: list[int], home: Home) -> dict[str, A
     return report
 
 
-class _Feeder:
-    """Writes the tests into a pipe that may be smaller than they are, and never blocks."""
-
-    def __init__(self, fd: int, data: bytes) -> None:
-        self._fd, self._rest = fd, memoryview(data)
-        os.set_blocking(fd, False)
-
-    def feed(self) -> bool:
-        """True while there is something left to write."""
-        if self._fd < 0:
-            return False
-        with suppress(BlockingIOError):
-            try:
-                while self._rest:
-                    self._rest = self._rest[os.write(self._fd, self._rest) :]
-            except BrokenPipeError:
-                self._rest = self._rest[:0]
-        if not self._rest:
-            os.close(self._fd)
-            self._fd = -1
-        return self._fd >= 0
-
-
-def _wait(pid: int, end_s: float, feeder: _Feeder) -> tuple[int, Any] | None:
+def _wait(pid: int, end_s: float) -> tuple[int, Any] | None:
     """The program's status and usage; None when its time is over. Also buries orphans."""
     while True:
         try:
@@ -197,28 +186,16 @@ def _wait(pid: int, end_s: float, feeder: _Feeder) -> tuple[int, Any] | None:
         left_s = end_s - time.monotonic()
         if left_s <= 0:
             return None
-        signal.sigtimedwait({signal.SIGCHLD}, min(left_s, 0.01) if feeder.feed() else left_s)
+        signal.sigtimedwait({signal.SIGCHLD}, left_s)
 
 
-def _read_report(fd: int, asked: dict[str, Any]) -> list[bool]:
-    os.set_blocking(fd, False)
-    text = b""
-    with suppress(BlockingIOError):
-        while len(text) < REPORT_BYTES_MAX and (more := os.read(fd, 65536)):
-            text += more
-    lines = set(text.decode(errors="replace").splitlines())
-    return [f"{asked['token']} {index}" in lines for index in range(len(asked["tests"]))]
-
-
-def _become_program(
-    asked: dict[str, Any], fds: list[int], tests: int, report: int, home: Home
-) -> NoReturn:
+def _become_program(asked: dict[str, Any], fds: list[int], home: Home) -> NoReturn:
     try:
-        _, stdout, stderr, _ = fds
+        _, stdout, stderr, _, asks, answers, _ = fds
         os.setsid()
         stdin = os.open(".stdin", os.O_RDONLY)
         # First up and out of the way, then down to their places.
-        high = [os.dup2(fd, 100 + n) for n, fd in enumerate((stdin, stdout, stderr, tests, report))]
+        high = [os.dup2(fd, 100 + n) for n, fd in enumerate((stdin, stdout, stderr, asks, answers))]
         for place, fd in enumerate(high):
             os.dup2(fd, place)
         kernel.close_from(len(high))
@@ -229,10 +206,7 @@ def _become_program(
     except BaseException as error:  # noqa: BLE001 - must not return into init's code
         os.write(2, f"sandbox: {type(error).__name__}: {error}".encode())
         os._exit(125)
-    code = asked["code"]
-    # The tests are not to be found in the frames below the program's.
-    asked.clear()
-    program.run(code, 3, 4)
+    program.run(asked["code"], 3, 4, asked["asking"])
 
 
 def _limit(limits: dict[str, Any]) -> None:
