@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -55,7 +56,9 @@ def load_object(spec: str, base_dir: Path, *, section: str, key: str) -> Any:
 
 def _load_module(place: str, base_dir: Path, section: str, key: str) -> ModuleType:
     if not place.endswith(".py"):
-        _search_in(base_dir)
+        # Only for a module that is nowhere else: this is where the run was started.
+        if importlib.util.find_spec(place.partition(".")[0]) is None:
+            _search_in(base_dir)
         return importlib.import_module(place)
     path = base_dir / Path(place).expanduser()
     if not path.is_file():
@@ -89,6 +92,13 @@ def _search_in(directory: Path) -> None:
     place = str(directory.resolve())
     if place not in sys.path:
         sys.path.append(place)
+
+
+def leave_out(directory: str) -> None:
+    """Do not import from here, unless PYTHONPATH asks for it."""
+    asked = os.environ.get("PYTHONPATH")
+    if not asked or directory not in map(os.path.abspath, asked.split(os.pathsep)):
+        sys.path[:] = [place for place in sys.path if os.path.abspath(place) != directory]
 
 
 def place_in(function: Any, error: BaseException) -> str:

@@ -23,6 +23,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from dora_rl.config import RunConfig
+from dora_rl.io.proof import Certificates, RunKey
 from dora_rl.out_of_memory import arm
 from dora_rl.setup.devices import BELOW_NORMAL, PERCENT, PRIORITY, VISIBLE
 from dora_rl.setup.priority import make_way
@@ -47,6 +48,24 @@ class Setup:
     run_dir: str
     config: RunConfig
     extra: dict[str, Any]
+
+    @property
+    def run_key(self) -> RunKey:
+        return key_of(self.config, bytes.fromhex(self.key))
+
+    @property
+    def listens_at(self) -> str:
+        """The address that what it serves is bound to: its host's, unless the user says more."""
+        return self.config.runtime.bind_address or str(self.extra["ip"])
+
+
+def key_of(config: RunConfig, secret: bytes) -> RunKey:
+    """What a process of this run proves itself with."""
+    runtime = config.runtime
+    if not runtime.tls_certificate:
+        return RunKey(secret)
+    paths = (runtime.tls_certificate, runtime.tls_key, runtime.tls_authority)
+    return RunKey(secret, Certificates(*paths))
 
 
 def read_setup(line: str) -> Setup:
@@ -205,7 +224,7 @@ def grow_in_place() -> None:
 
 def serve(setup: Setup) -> None:
     """Connect and do what the role does, until the controller says `End` or is gone."""
-    channel = Channel.connect(setup.address, bytes.fromhex(setup.key))
+    channel = Channel.connect(setup.address, setup.run_key)
     arm(setup.role)
     channel.send(Hello(setup.role, setup.name, setup.incarnation))
     listen(send_user_errors(channel.send))
@@ -229,7 +248,10 @@ def parting(setup: Setup, error: Exception) -> Fatal | Fault:
         return Fault(last_words(error))
     if isinstance(error, UserCodeError):
         raised(str(error).partition(" raised ")[0], error.__cause__ or error)
-    reason = full_line(setup.run_dir, error) if is_full(error) else str(error)
+    shared = [
+        setup.extra[name] for name in ("weights_root", "transfer_root") if name in setup.extra
+    ]
+    reason = full_line(setup.run_dir, error, *shared) if is_full(error) else str(error)
     ends_run = is_full(error) or isinstance(error, (BaseDiffers, UserCodeError))
     # There is one learner, and the next one would come to the same place.
     ends_run |= setup.role == "learner" and isinstance(error, UserError)
