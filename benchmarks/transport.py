@@ -38,6 +38,7 @@ from dora_rl.engine.options import EngineOptions
 from dora_rl.engine.sequence import Request
 from dora_rl.engine.transfer import begin_import, chunk_from_bytes, export_request
 from dora_rl.io.connection import Link
+from dora_rl.io.proof import RunKey
 from dora_rl.model.random_weights import RandomWeights
 from dora_rl.types import RequestId, SamplingParams
 from dora_rl.weights.relay import Relay
@@ -45,7 +46,7 @@ from dora_rl.weights.store import SharedMemoryWeightStore
 from dora_rl.workers.moves import write_export
 from engine import SHAPES
 
-KEY = b"k" * 32
+KEY = RunKey(b"k" * 32)
 RID = RequestId(0, 0)
 
 
@@ -58,7 +59,7 @@ class Station:
     def __init__(self, folder: Path) -> None:
         self.store = SharedMemoryWeightStore(folder / "weights")
         unverified = SharedMemoryWeightStore(folder / "weights", verify=False)
-        self.relay = Relay(unverified, folder / "kv", KEY)
+        self.relay = Relay(unverified, folder / "kv", KEY, "0.0.0.0")
         self.tensors: list[tuple[str, torch.Tensor]] = []
         self.engine: Engine | None = None
 
@@ -136,7 +137,7 @@ class Station:
         assert self.engine is not None
         began = time.perf_counter()
         with contextlib.closing(Link.connect(relay, KEY)) as link:
-            data = memoryview(link.read(int(link.ask("request", name=name)["num_bytes"])))
+            data = memoryview(link.read(int(link.ask("request", name=name)["num_bytes"]), 1 << 40))
         length = int.from_bytes(data[:4], "little")
         arrival = begin_import(self.engine, bytes(data[4 : 4 + length]))
         size = self.engine.runner.cache.block_bytes

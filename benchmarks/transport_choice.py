@@ -24,11 +24,13 @@ from typing import Any
 
 import numpy as np
 
+from dora_rl.io.proof import RunKey
+
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "cluster"))
 
 STORE_BYTES = 400_000_000
 REPEATS = 5
-KEY = b"k" * 32
+KEY = RunKey(b"k" * 32)
 
 
 def actors(ray: Any, node_ids: list[str]) -> list[Any]:
@@ -58,7 +60,7 @@ def actors(ray: Any, node_ids: list[str]) -> list[Any]:
                 link.say({"num_bytes": size})
                 link.write(memoryview(self.data)[:size])
 
-            self.server = Server(KEY, answer)
+            self.server = Server(KEY, answer, "0.0.0.0")
             return self.server.port
 
         def put(self) -> list[Any]:
@@ -76,7 +78,7 @@ def actors(ray: Any, node_ids: list[str]) -> list[Any]:
 
         def pull(self, address: str) -> int:
             self.link = self.link or Link.connect(address, KEY)
-            return len(self.link.read(self.link.ask("data")["num_bytes"]))
+            return len(self.link.read(self.link.ask("data")["num_bytes"], 1 << 40))
 
         def question(self, address: str) -> float:
             self.link = self.link or Link.connect(address, KEY)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -47,10 +48,21 @@ def load_object(spec: str, base_dir: Path, *, section: str, key: str) -> Any:
     except (Exception, SystemExit) as error:
         # Importing runs the user's code, which may raise anything, or call sys.exit.
         raise UserError(
-            f"{section}: cannot load {spec} ({one_line(error)}); "
-            f"give path/to/file.py:name or package.module:name"
+            f"{section}: cannot load {spec} ({one_line(error)}); {_advice(place, error)}"
         ) from error
     return found
+
+
+def _advice(place: str, error: BaseException) -> str:
+    """How to name it, also where it lies in the current directory, which is not searched."""
+    first = place.partition(".")[0]
+    missing = isinstance(error, ModuleNotFoundError) and error.name == first
+    if missing and (Path(first).is_dir() or Path(f"{first}.py").is_file()):
+        return (
+            "modules are not searched for in the current directory: name the file by its path "
+            "from the configuration's directory, or set PYTHONPATH=."
+        )
+    return "give path/to/file.py:name or package.module:name"
 
 
 def _load_module(place: str, base_dir: Path, section: str, key: str) -> ModuleType:
@@ -89,6 +101,13 @@ def _search_in(directory: Path) -> None:
     place = str(directory.resolve())
     if place not in sys.path:
         sys.path.append(place)
+
+
+def leave_out(directory: str) -> None:
+    """Do not import from here, unless PYTHONPATH asks for it."""
+    asked = os.environ.get("PYTHONPATH")
+    if not asked or directory not in map(os.path.abspath, asked.split(os.pathsep)):
+        sys.path[:] = [place for place in sys.path if os.path.abspath(place) != directory]
 
 
 def place_in(function: Any, error: BaseException) -> str:

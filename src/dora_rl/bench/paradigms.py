@@ -216,7 +216,7 @@ def _train(config: RunConfig, run_dir: Path, device: str) -> tuple[CpuMeter, Gpu
     path.write_text(config.model_dump_json(indent=1) + "\n")
     with (run_dir / "train.log").open("wb") as log:
         child = subprocess.Popen(
-            [sys.executable, "-m", "dora_rl.cli", "train", str(path)], stdout=log, stderr=log
+            [sys.executable, "-P", "-m", "dora_rl.cli", "train", str(path)], stdout=log, stderr=log
         )
         meter, gpu = CpuMeter(child.pid), start_meter(device)
         meter.start()

@@ -57,7 +57,7 @@ _FREE = {
     "audit": "recompute_share tolerance",
     "runtime": (
         "run_dir device device_memory_gb threads grace_s watchdog_s mps mps_learner_percent "
-        "mps_learner_yields address"
+        "mps_learner_yields address bind_address tls_certificate tls_key tls_authority"
     ),
     "resources": "learner_ranks devices_per_instance elastic_instances instances_max",
 }

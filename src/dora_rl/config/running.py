@@ -206,6 +206,25 @@ class RuntimeConfig(Section):
     processor."""
     address: str = ""
     """The address of the Ray cluster. If empty, the run starts one of its own on this machine."""
+    bind_address: str = ""
+    """On a cluster: the address that workers listen at on their host. If empty, it is the one that
+    Ray knows the host by. `0.0.0.0` is every interface."""
+    tls_certificate: str = ""
+    """On a cluster: the path of this host's certificate (PEM), the same path on every host. With it
+    all connections between hosts are encrypted; see cluster.md."""
+    tls_key: str = ""
+    """The path of the certificate's private key."""
+    tls_authority: str = ""
+    """The path of the certificate that has signed those of all hosts. It should sign no others."""
+
+    @model_validator(mode="after")
+    def _certificates_are_whole(self) -> RuntimeConfig:
+        given = (self.tls_certificate, self.tls_key, self.tls_authority)
+        if any(given) and not all(given):
+            raise ValueError("give tls_certificate, tls_key and tls_authority, or none of them")
+        if any(given) and self.world != "ray":
+            raise ValueError('tls_certificate is for runs on several hosts: world = "ray"')
+        return self
 
     @model_validator(mode="before")
     @classmethod

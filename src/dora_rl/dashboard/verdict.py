@@ -31,7 +31,7 @@ class Verdict:
     def __init__(self, events: Path) -> None:
         self.last: dict[str, Any] = {"state": "reading", "num_entries": 0}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "dora_rl.dashboard.verdict", str(events)],
+            [sys.executable, "-P", "-m", "dora_rl.dashboard.verdict", str(events)],
             stdout=subprocess.PIPE,
             text=True,
             start_new_session=True,  # Ctrl-C is the dashboard's alone

@@ -60,7 +60,7 @@ def dumps(plain: Any) -> bytes:
     return data
 
 
-def loads(data: bytes | memoryview) -> Any:
+def loads(data: bytes | bytearray | memoryview) -> Any:
     """The plain value of what `dumps` or `json.dumps` wrote. Raises ValueError."""
     try:
         return msgspec.json.decode(data)
@@ -159,7 +159,7 @@ def pack_arrays(header: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -
     return b"".join([_LENGTH.pack(len(text)), text, *contents])
 
 
-def unpack_arrays(data: bytes) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
+def unpack_arrays(data: bytes | bytearray) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
     from numpy import frombuffer  # not above: whoever only reads a log does without numpy
 
     (length,) = _LENGTH.unpack_from(data)

@@ -1,18 +1,18 @@
 """The connection between two processes of a run: one way to prove oneself, one framing.
 
 It is a socket of the operating system, of this machine (a path) or of another (`tcp://host:port`).
-Both sides first prove by HMAC that they know the run's key (the challenge of
-`multiprocessing.connection`); until then nothing else is read, and a side that is silent for too
-long is given up. After that frames travel (a length, then so many bytes) and, where both sides have
-agreed on their number, raw bytes that go from one process's memory to the other's: no pickle, no
-copy on the way. Messages between the controller and a worker are said by `workers.messages`.
+Both sides first prove that they know the run's key (`io.proof`); until then nothing else is read.
+After that frames travel (a length, a tag, then so many bytes) and, where both sides have agreed on
+their number, raw bytes in pieces with a tag each, that go from one process's memory to the
+other's: no pickle, no copy on the way. Messages between the controller and a worker are said by
+`workers.messages`.
 
 A `Link` joins workers of different hosts, with no controller in between. A server answers questions
 (small JSON) with an answer (small JSON) and, where the answer announces them, raw bytes. Every wait
 on the peer has a deadline; a peer that is silent for longer counts as gone.
 
     asker                                   server
-    connect, challenge, answer     <->      challenge, answer
+    connect, proof                 <->      challenge, proof
     question {"kind": ...}          ->      handler(question, link)
     answer {...} | {"error": why}   <-
     bytes                           <->     as the kind says
@@ -25,121 +25,165 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-import os
 import socket
 import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection as Raw
-from multiprocessing.connection import Listener, answer_challenge, deliver_challenge
 from typing import Any, Self
 
 from dora_rl.io.codec import dumps, loads
+from dora_rl.io.proof import (
+    BULK,
+    FRAME,
+    TAG_BYTES,
+    AuthenticationError,
+    Damaged,
+    Proven,
+    RunKey,
+    prove,
+)
+from dora_rl.io.wire import Wire
 
 CONNECT_S_MAX = 5.0
-PROOF_S_MAX = 60.0  # for the other side to prove itself, on a machine however busy
 SILENT_S_MAX = 30.0
-SEND_BYTES = 4 << 20  # of one system call
+PIECE_BYTES = 1 << 20  # of raw bytes, with one tag
+JOINED_BYTES_MAX = 1 << 16  # a frame that leaves in one piece with its header
+FRAME_BYTES_MAX = 1 << 30
+HEADER = struct.Struct(">Q")
+STRANGERS_MAX = 256  # connections that have not proved themselves yet
 
 
 class Connection:
     """One end. Sending frames is safe from several threads."""
 
-    def __init__(self, raw: Raw) -> None:
-        self._raw = raw
+    def __init__(self, proven: Proven) -> None:
+        self._wire, self._sent, self._received = proven.wire, proven.sent, proven.received
         self._lock = threading.Lock()
-        self._socket: socket.socket | None = None  # for raw bytes
+        if self._wire.is_remote:
+            self._wire.answer_at_once(SILENT_S_MAX)
 
     @classmethod
-    def connect(cls, address: str, key: bytes) -> Self:
+    def connect(cls, address: str, key: RunKey) -> Self:
         """Raises OSError (nobody is there, or is silent) or AuthenticationError (another key)."""
         if address.startswith("/"):
-            plain = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            plain.connect(address)
+            link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            link.connect(address)
         else:
-            plain = socket.create_connection(host_and_port(address), CONNECT_S_MAX)
-            plain.settimeout(None)
-        raw = Raw(plain.detach())
-        try:
-            with _deadline(raw, PROOF_S_MAX):
-                answer_challenge(raw, key)
-                deliver_challenge(raw, key)
-        except BaseException:
-            raw.close()
-            raise
-        if not address.startswith("/"):
-            answer_at_once(raw)
-        return cls(raw)
+            link = socket.create_connection(host_and_port(address), CONNECT_S_MAX)
+        return cls(prove(Wire(link), key, accepts=False))
 
     def send_frame(self, data: bytes) -> None:
         with self._lock:
-            self._raw.send_bytes(data)
+            head = HEADER.pack(len(data)) + self._sent.next(FRAME, data)
+            if len(data) <= JOINED_BYTES_MAX:
+                self._wire.write(head + data)
+            else:
+                self._wire.write(head)
+                self._wire.write(data)
 
-    def receive_frame(self, bytes_max: int | None = None) -> bytes:
-        """Raises EOFError when the other side is gone, OSError when a frame is too long."""
-        return self._raw.recv_bytes(bytes_max)
+    def receive_frame(self, bytes_max: int = FRAME_BYTES_MAX) -> bytearray:
+        """Raises EOFError when the other side is gone, `Damaged` of what it cannot have sent."""
+        head = self._wire.read(HEADER.size + TAG_BYTES)
+        (num_bytes,) = HEADER.unpack_from(head)
+        if num_bytes > bytes_max:
+            raise Damaged(f"a frame of {num_bytes} bytes, where {bytes_max} are the most")
+        data = self._wire.read(num_bytes)
+        self._received.check(FRAME, data, head[HEADER.size :])
+        return data
 
     def poll(self, timeout_s: float) -> bool:
-        return self._raw.poll(timeout_s)
+        return self._wire.poll(timeout_s)
+
+    def within(self, seconds: float | None) -> None:
+        """How long each wait for the other side may last from now on."""
+        self._wire.silent_s_max = seconds
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        view, link = memoryview(data).cast("B"), self._bulk()
-        for at in range(0, len(view), SEND_BYTES):
-            link.sendall(view[at : at + SEND_BYTES])
+        view = memoryview(data).cast("B")
+        for at in range(0, len(view), PIECE_BYTES):
+            piece = view[at : at + PIECE_BYTES]
+            self._wire.write(self._sent.next(BULK, piece))
+            self._wire.write(piece)
 
     def read_into(self, view: memoryview) -> None:
-        at, link = 0, self._bulk()
-        while at < len(view):
-            count = link.recv_into(view[at:])
-            if not count:
-                raise EOFError("the connection ended in the middle")
-            at += count
-
-    def _bulk(self) -> socket.socket:
-        if self._socket is None:
-            self._socket = _socket_of(self._raw)
-        return self._socket
+        for at in range(0, len(view), PIECE_BYTES):
+            tag, piece = self._wire.read(TAG_BYTES), view[at : at + PIECE_BYTES]
+            self._wire.read_into(piece)
+            self._received.check(BULK, piece, tag)
 
     def cut(self) -> None:
         """End the connection under whoever reads or writes it; what has arrived is still read."""
-        with contextlib.suppress(OSError), _socket_of(self._raw) as link:
-            link.shutdown(socket.SHUT_RDWR)
+        self._wire.cut()
 
     def close(self) -> None:
-        if self._socket is not None:
-            self._socket.close()
-        self._raw.close()
+        self._wire.close()
 
 
-def accept_each(
-    listener: Listener, is_closing: Callable[[], bool], serve: Callable[[Raw], None]
-) -> None:
-    """Until the listener is closed. Each connection is served by a thread of its own: a stranger
-    that says nothing keeps that waiting, nobody else."""
-    while not is_closing():
-        try:
-            raw = listener.accept()
-        except OSError:
-            if not is_closing():
-                time.sleep(0.1)  # out of file descriptors, for a moment
-            continue
-        threading.Thread(target=serve, args=(raw,), daemon=True).start()
+class Listener:
+    """Where connections come in: a path, or `tcp://host:port` (port 0: one that is free).
 
+    Each is served by a thread of its own: a stranger that says nothing keeps that waiting, nobody
+    else, and no longer than it may take to prove itself.
+    """
 
-def greet(raw: Raw, key: bytes, wait_s_max: float = PROOF_S_MAX) -> None:
-    """Of whoever accepts: the other side proves itself, then we do. Raises AuthenticationError,
-    OSError, EOFError or ValueError; the connection is then of no use."""
-    with _deadline(raw, wait_s_max):
-        deliver_challenge(raw, key)
-        answer_challenge(raw, key)
+    def __init__(self, address: str) -> None:
+        self._closing = False
+        if address.startswith("/"):
+            self._door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            self._door.bind(address)
+            self._door.listen(64)
+            self.port, self.address = 0, address
+        else:
+            place = host_and_port(address)
+            version = socket.AF_INET6 if ":" in place[0] else socket.AF_INET
+            self._door = socket.create_server(place, family=version, backlog=64)
+            self.port = int(self._door.getsockname()[1])
+            self.address = f"{address.rpartition(':')[0]}:{self.port}"
+
+    def accept_each(
+        self, key: RunKey, serve: Callable[[Proven], None], refused: Callable[[], None]
+    ) -> None:
+        """Until it is closed. `refused`: somebody has not proved itself, or not in time."""
+        room = threading.BoundedSemaphore(STRANGERS_MAX)
+
+        def meet(link: socket.socket) -> None:
+            try:
+                proven = prove(Wire(link), key, accepts=True)
+            except (AuthenticationError, OSError, EOFError):
+                refused()
+                return
+            finally:
+                room.release()
+            serve(proven)
+
+        while not self._closing:
+            room.acquire()
+            try:
+                link, _ = self._door.accept()
+            except OSError:
+                room.release()
+                if not self._closing:
+                    time.sleep(0.1)  # out of file descriptors, for a moment
+                continue
+            threading.Thread(target=meet, args=(link,), daemon=True).start()
+
+    def close(self) -> None:
+        self._closing = True
+        with contextlib.suppress(OSError):
+            self._door.shutdown(socket.SHUT_RDWR)  # wakes whoever accepts
+        self._door.close()
 
 
 def host_and_port(address: str) -> tuple[str, int]:
     """Of `tcp://host:port`."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
-    return host, int(port)
+    return host.strip("[]"), int(port)
+
+
+def tcp(host: str, port: int = 0) -> str:
+    """The address of a port of a host."""
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
 def is_loopback(host: str) -> bool:
@@ -151,41 +195,6 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(name).is_loopback
     except ValueError:
         return False
-
-
-def answer_at_once(raw: Raw, silent_s_max: float = SILENT_S_MAX) -> None:
-    """Small messages leave at once, and a peer that has vanished without a word is noticed."""
-    with _socket_of(raw) as link:
-        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        if hasattr(socket, "TCP_USER_TIMEOUT"):
-            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, int(silent_s_max / 3))
-            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, int(silent_s_max / 3))
-            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
-            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(silent_s_max * 1e3))
-
-
-def wait_at_most(raw: Raw, seconds: float) -> None:
-    """For each read and write; 0: as long as it takes. A wait that is over raises an OSError."""
-    wait = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
-    with _socket_of(raw) as link:
-        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-            link.setsockopt(socket.SOL_SOCKET, option, wait)
-
-
-@contextlib.contextmanager
-def _deadline(raw: Raw, seconds: float) -> Iterator[None]:
-    wait_at_most(raw, seconds)
-    try:
-        yield
-    except BlockingIOError as error:
-        raise TimeoutError(f"the other side was silent for {seconds:g} s") from error
-    wait_at_most(raw, 0)
-
-
-def _socket_of(raw: Raw) -> socket.socket:
-    """The same socket under a handle of its own."""
-    return socket.socket(fileno=os.dup(raw.fileno()))
 
 
 # -- questions and answers -------------------------------------------------------------------------
@@ -205,13 +214,12 @@ class Refused(TransportError):
 class Link(Connection):
     """One end: questions and answers as small JSON, bulk as raw bytes."""
 
-    def __init__(self, raw: Raw, silent_s_max: float = SILENT_S_MAX) -> None:
-        super().__init__(raw)
-        answer_at_once(raw, silent_s_max)
-        wait_at_most(raw, silent_s_max)
+    def __init__(self, proven: Proven) -> None:
+        super().__init__(proven)
+        self.within(SILENT_S_MAX)
 
     @classmethod
-    def connect(cls, address: str, key: bytes) -> Self:
+    def connect(cls, address: str, key: RunKey) -> Self:
         """Raises `TransportError` if nobody is there or the key is another."""
         try:
             return super().connect(address, key)
@@ -242,7 +250,10 @@ class Link(Connection):
         with _told():
             super().read_into(view)
 
-    def read(self, num_bytes: int) -> bytearray:
+    def read(self, num_bytes: int, bytes_max: int) -> bytearray:
+        """As many bytes as the other side has announced, if it is no more than it may be."""
+        if not 0 <= num_bytes <= bytes_max:
+            raise TransportError(f"{num_bytes} bytes are announced, {bytes_max} are the most")
         data = bytearray(num_bytes)
         self.read_into(memoryview(data))
         return data
@@ -267,24 +278,21 @@ class Server:
     `TransportError` nobody knows where the stream stands, and the connection ends.
     """
 
-    def __init__(self, key: bytes, handler: Handler, host: str = "0.0.0.0") -> None:
-        self._key, self._handler = key, handler
-        self._listener = Listener((host, 0), family="AF_INET", backlog=64)
-        self.port = int(self._listener.address[1])
+    def __init__(self, key: RunKey, handler: Handler, host: str) -> None:
+        """`host`: the address of the interface that is listened on."""
+        self._handler = handler
+        self._listener = Listener(tcp(host))
+        self.port = self._listener.port
         self.num_refused = 0
         self._closing = False
-        arguments = (self._listener, lambda: self._closing, self._serve)
-        threading.Thread(target=accept_each, args=arguments, daemon=True).start()
+        arguments = (key, self._serve, self._refused)
+        threading.Thread(target=self._listener.accept_each, args=arguments, daemon=True).start()
 
-    def _serve(self, raw: Raw) -> None:
-        try:
-            greet(raw, self._key)
-            link = Link(raw)
-        except (AuthenticationError, OSError, EOFError, ValueError):
-            self.num_refused += 1
-            raw.close()
-            return
-        with contextlib.suppress(TransportError), contextlib.closing(link):
+    def _refused(self) -> None:
+        self.num_refused += 1
+
+    def _serve(self, proven: Proven) -> None:
+        with contextlib.suppress(TransportError), contextlib.closing(Link(proven)) as link:
             while not self._closing:
                 with _told():
                     asks = link.poll(1.0)

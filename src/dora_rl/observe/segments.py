@@ -39,7 +39,7 @@ class SegmentReaders:
         self.paths = list(paths)
         self._processes = [
             subprocess.Popen(
-                [sys.executable, "-c", _READER, *map(str, self.paths[n::READERS])],
+                [sys.executable, "-P", "-c", _READER, *map(str, self.paths[n::READERS])],
                 stdout=subprocess.PIPE,
                 env=os.environ | _ENVIRONMENT,
                 start_new_session=True,  # Ctrl-C is for whoever started them

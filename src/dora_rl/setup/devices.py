@@ -138,7 +138,7 @@ def look_at_cards(gpus: Sequence[str]) -> dict[str, Card]:
     found = {gpu: card for gpu in gpus if (card := _card_of(gpu, rows)) is not None}
     if len(found) == len(gpus):
         return found
-    pairs = json.loads(_said([sys.executable, "-c", _ASK_TORCH]) or "[]")
+    pairs = json.loads(_said([sys.executable, "-P", "-c", _ASK_TORCH]) or "[]")
     # What the asking process itself takes is free for us.
     cards = [Card(total, min(total, free + CONTEXT_BYTES)) for free, total in pairs]
     return dict(zip(gpus, cards, strict=False))

@@ -26,7 +26,8 @@ import numpy as np
 
 from dora_rl.envs.base import spans
 from dora_rl.io.append_log import read_lines
-from dora_rl.io.connection import Link, Refused, Server, TransportError
+from dora_rl.io.connection import FRAME_BYTES_MAX, Link, Refused, Server, TransportError
+from dora_rl.io.proof import RunKey
 from dora_rl.setup.tokenizer import open_tokenizer
 from dora_rl.store.journals import Journals
 from dora_rl.store.samples import Samples, shard_of
@@ -56,7 +57,7 @@ class Storage(Role):
         self._rollouts = run_dir / "rollouts.jsonl" if config.logging.rollouts else None
         found = read_lines(run_dir / "rollouts.jsonl")
         self._written = {(line["step"], line["group"]) for line in found}
-        self.server = Server(bytes.fromhex(setup.key), self._answer)
+        self.server = Server(setup.run_key, self._answer, setup.listens_at)
 
     def join(self) -> None:
         self.send(msg.Serving(self.server.port, tuple(self.samples.groups())))
@@ -70,10 +71,10 @@ class Storage(Role):
     def _answer(self, question: dict[str, Any], link: Link) -> None:
         match question:
             case {"kind": "put", "num_bytes": size}:
-                self._put(msg.unpack(bytes(link.read(int(size)))))
+                self._put(msg.unpack(bytes(link.read(int(size), FRAME_BYTES_MAX))))
                 link.say({})
             case {"kind": "journal", "num_bytes": size, "name": name, "incarnation": number}:
-                lines, whole = bytes(link.read(int(size))), bool(question["whole"])
+                lines, whole = bytes(link.read(int(size), FRAME_BYTES_MAX)), bool(question["whole"])
                 self._journals.write(name, int(number), lines, whole=whole)
                 link.say({})
             case {"kind": "rows", "group": group, "samples": samples}:
@@ -151,7 +152,7 @@ class Storage(Role):
 class StorageStream:
     """Rows and journal lines of one instance on their way to the shards, in order per shard."""
 
-    def __init__(self, key: bytes, name: str, incarnation: int, addresses: Sequence[str]) -> None:
+    def __init__(self, key: RunKey, name: str, incarnation: int, addresses: Sequence[str]) -> None:
         self._key, self._who = key, {"name": name, "incarnation": incarnation}
         self._addresses = list(addresses)
         self._queues: list[Waiting] = [queue.Queue() for _ in addresses]
@@ -207,7 +208,7 @@ class StorageStream:
 class StorageReader:
     """Reads rows; one connection per shard, made again when it breaks."""
 
-    def __init__(self, key: bytes) -> None:
+    def __init__(self, key: RunKey) -> None:
         self._key = key
         self._links: dict[str, Link] = {}
 
@@ -222,7 +223,7 @@ class StorageReader:
                 link = self._links.get(address) or Link.connect(address, self._key)
                 self._links[address] = link
                 answer = link.ask("rows", group=where.group, samples=list(where.samples))
-                found = msg.unpack(bytes(link.read(int(answer["num_bytes"]))))
+                found = msg.unpack(bytes(link.read(int(answer["num_bytes"]), FRAME_BYTES_MAX)))
                 assert isinstance(found, msg.Rows)
                 return list(found.samples)
             except TransportError:

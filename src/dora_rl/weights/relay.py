@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from dora_rl.io.connection import SILENT_S_MAX, Link, Refused, Server, TransportError
+from dora_rl.io.proof import RunKey
 from dora_rl.types import Version
 from dora_rl.weights.format import (
     MANIFEST_FILE,
@@ -39,6 +40,7 @@ from dora_rl.weights.store import SharedMemoryWeightStore, VersionExists, Versio
 
 LOOK_S = 0.05  # between two looks for a version that is not there yet
 RETRY_S = 0.5  # before all sources are tried again
+MANIFEST_BYTES_MAX = 1 << 28
 
 Fetched: TypeAlias = tuple[int, float]
 """Bytes that came in, and the seconds it took."""
@@ -100,7 +102,10 @@ def _sealed_part(sealed: SealedFile, order: Sequence[TensorEntry], number: int) 
 class Relay:
     """The server and the puller of one host."""
 
-    def __init__(self, store: SharedMemoryWeightStore, transfer_root: Path, key: bytes) -> None:
+    def __init__(
+        self, store: SharedMemoryWeightStore, transfer_root: Path, key: RunKey, host: str
+    ) -> None:
+        """`host`: the address that it is asked at."""
         self.store, self.transfer_root, self._key = store, transfer_root, key
         transfer_root.mkdir(parents=True, exist_ok=True)
         self._arriving: dict[Version, Arriving] = {}
@@ -108,7 +113,7 @@ class Relay:
         self._lock = threading.Lock()
         self.num_bytes_in = 0
         self.num_bytes_out = 0
-        self.server = Server(key, self._answer)
+        self.server = Server(key, self._answer, host)
 
     # -- serving ----------------------------------------------------------------------------------
 
@@ -231,7 +236,7 @@ class Relay:
         skip = arriving.num_done + 1 if arriving is not None else 0
         with contextlib.closing(Link.connect(source, self._key)) as link:
             answer = link.ask("version", version=version, skip=skip)
-            sealed = bytes(link.read(int(answer["num_bytes"])))
+            sealed = bytes(link.read(int(answer["num_bytes"]), MANIFEST_BYTES_MAX))
             if arriving is None:
                 arriving = Arriving(directory, version, sealed)
                 self._arriving[version] = arriving

@@ -98,7 +98,7 @@ class ForkServer:
         env = {**environment, "OPENBLAS_NUM_THREADS": "1"}
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "dora_rl.workers.fork_server", str(theirs.fileno())]
+                [sys.executable, "-P", "-m", "dora_rl.workers.fork_server", str(theirs.fileno())]
                 + ["gpu"] * gpu,
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -67,7 +67,7 @@ class LearnerWorker:
         self.shared, self.disk = start.shared, start.disk
         self.publication, self.sealing = start.publication, start.publication.sealing
         self.checkpoints, self.moments = start.checkpoints, start.moments
-        self.reader = StorageReader(bytes.fromhex(setup.key))
+        self.reader = StorageReader(setup.run_key)
         device = str(self.learner.device)
         self.recheck = Recheck(self.learner, self.shared, config, device, self._say, self._note)
         self.fed: set[GroupId] = set()

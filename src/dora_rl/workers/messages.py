@@ -28,7 +28,7 @@ from dora_rl.core import events as ev
 from dora_rl.envs.base import Row
 from dora_rl.envs.host import Answer
 from dora_rl.io.codec import Rule, pack_arrays, rule, unpack_arrays
-from dora_rl.io.connection import Connection
+from dora_rl.io.connection import FRAME_BYTES_MAX, Connection
 from dora_rl.ports import FleetAction
 from dora_rl.rewards.base import ScoreItem
 from dora_rl.store.trajectories import from_message, to_message
@@ -453,7 +453,7 @@ def pack(message: Message) -> bytes:
     return pack_arrays({"kind": type(message).__name__, "body": body}, arrays)
 
 
-def unpack(data: bytes) -> Message:
+def unpack(data: bytes | bytearray) -> Message:
     header, arrays = unpack_arrays(data)
     kind, body = KINDS[header["kind"]], header["body"]
     plain, names, has_samples = _plan(kind)
@@ -470,9 +470,9 @@ class Channel(Connection):
     def send(self, message: Message) -> None:
         self.send_frame(pack(message))
 
-    def receive(self) -> Message:
+    def receive(self, bytes_max: int = FRAME_BYTES_MAX) -> Message:
         """Raises EOFError when the other side is gone."""
-        return unpack(self.receive_frame())
+        return unpack(self.receive_frame(bytes_max))
 
 
 Send: TypeAlias = Callable[[Message], None]

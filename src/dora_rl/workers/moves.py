@@ -24,6 +24,7 @@ from dora_rl.engine.engine import Engine
 from dora_rl.engine.journal import continuation, request_from_json, request_json
 from dora_rl.engine.transfer import Export, begin_import, chunk_bytes, chunk_from_bytes
 from dora_rl.io.connection import Link, TransportError
+from dora_rl.io.proof import RunKey
 from dora_rl.types import RequestId, UserError
 from dora_rl.workers.engines import InstanceEngine
 from dora_rl.workers.messages import Exported, Imported, Send
@@ -43,7 +44,7 @@ class Moves:
         engine: InstanceEngine,
         epochs: dict[RequestId, int],
         folder: Path,
-        key: bytes,
+        key: RunKey,
         send: Send,
         say: Callable[[ev.MoveFailed], None],
     ) -> None:
@@ -152,7 +153,7 @@ class Arrivals:
     """Requests on their way here from other hosts; `take` gives those that have come, or why they
     have not. One that the controller gives up meanwhile is never given: nobody would know of it."""
 
-    def __init__(self, key: bytes) -> None:
+    def __init__(self, key: RunKey) -> None:
         self._key = key
         self._done: queue.SimpleQueue[tuple[Exported, Data]] = queue.SimpleQueue()
         self.open: list[Exported] = []
@@ -170,7 +171,7 @@ class Arrivals:
         try:
             with contextlib.closing(Link.connect(export.relay, self._key)) as link:
                 answer = link.ask("request", name=export.path)
-                self._done.put((export, link.read(int(answer["num_bytes"]))))
+                self._done.put((export, link.read(int(answer["num_bytes"]), export.num_bytes)))
         except TransportError as error:
             self._done.put((export, error))
 

@@ -25,19 +25,20 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import IO, Any, Protocol
 
 from dora_rl.config import RunConfig
-from dora_rl.io.connection import accept_each, greet
+from dora_rl.io.connection import Listener
+from dora_rl.io.proof import PROOF_S_MAX, Damaged, Proven
 from dora_rl.weights.leftovers import claim, store_name, sweep
 from dora_rl.workers.fork_server import ForkServer
 from dora_rl.workers.last_words import why_ended
 from dora_rl.workers.messages import NO_MESSAGE, Channel, End, Hello, Message, Saving, pack
+from dora_rl.workers.worker import key_of
 
 TMP_CHARS_MAX = 60
+HELLO_BYTES_MAX = 1 << 16
 KILL_WAIT_S = 30.0  # for a killed process to be gone
 SAVE_WAIT_S = 600.0  # for a worker that was asked to end and says that it is saving
 SERVING = ("storage", "relay")  # roles that serve the others, and end after them
@@ -137,10 +138,6 @@ class Launcher(Protocol):
     last_words_s: float  # for what a worker said to arrive after its end is known
 
     def launch(self, setup: dict[str, Any]) -> Process: ...
-    def connected(self, connection: Connection) -> None:
-        """Somebody has connected, and has not proved anything yet."""
-        ...
-
     def begun_s(self, worker: Worker) -> float | None:
         """When its process began; None: it waits for a host, or has ended."""
         ...
@@ -154,15 +151,15 @@ class WorkerPool:
     def __init__(
         self, config: RunConfig, run_dir: Path, launcher: Launcher, *, first_incarnation: int = 0
     ) -> None:
-        self._config = config.model_dump(mode="json")
+        self._config, self.key = config.model_dump(mode="json"), secrets.token_bytes(32)
+        self._run_key = key_of(config, self.key)
         self._run_dir, self._launcher = run_dir, launcher
         self._first_incarnation = first_incarnation
-        self.key = secrets.token_bytes(32)
         self._lock = threading.Lock()
         self.inbox: queue.SimpleQueue[Envelope] = queue.SimpleQueue()
         self.workers: dict[str, Worker] = {}
         self._incarnations: dict[str, int] = {}
-        self.num_refused = 0  # connections that did not know the key
+        self.num_refused = 0  # connections that did not prove themselves
         self.closing = False
         (run_dir / "logs").mkdir(parents=True, exist_ok=True)
         threading.Thread(target=self._accept, daemon=True).start()
@@ -246,24 +243,24 @@ class WorkerPool:
             worker.outbox.put(pack(message))
 
     def _accept(self) -> None:
-        accept_each(self._launcher.listener, lambda: self.closing, self._handshake)
+        self._launcher.listener.accept_each(self._run_key, self._meet, self._refused)
 
-    def _handshake(self, connection: Connection) -> None:
-        """Both sides prove that they know the key; then the worker says who it is."""
+    def _refused(self) -> None:
+        self.num_refused += 1
+
+    def _meet(self, proven: Proven) -> None:
+        """Who has proved itself says who it is."""
+        channel = Channel(proven)
+        channel.within(PROOF_S_MAX)
         try:
-            self._launcher.connected(connection)
-            greet(connection, self.key)
-            channel = Channel(connection)
-            hello = channel.receive()
-        except AuthenticationError:
-            self.num_refused += 1
-            connection.close()
-            return
+            hello = channel.receive(HELLO_BYTES_MAX)
         except (OSError, EOFError, *NO_MESSAGE):
-            connection.close()
-            return
+            hello = None
+        channel.within(None)
         if isinstance(hello, Hello):
             self._welcome(hello, channel)
+        else:
+            channel.close()
 
     def _welcome(self, hello: Hello, channel: Channel) -> None:
         with self._lock:
@@ -281,10 +278,10 @@ class WorkerPool:
         while True:
             try:
                 message = worker.channel.receive()
-            except (EOFError, OSError):
+            except (Damaged, *NO_MESSAGE):
+                worker.process.kill()  # it speaks another language, or somebody is in between
                 return
-            except NO_MESSAGE:
-                worker.process.kill()  # it speaks another language
+            except (EOFError, OSError):
                 return
             if isinstance(message, Saving):
                 worker.saving = True
@@ -386,12 +383,9 @@ class LocalProcesses:
         self._run_dir, self._keep_fds = run_dir, keep_fds
         self._folder, self._claim = socket_folder()
         self.address = str(self._folder / "controller")
-        self.listener = Listener(self.address, family="AF_UNIX")
+        self.listener = Listener(self.address)
         self._server = server if server is not None and server.is_alive else None
         self._closed = False
-
-    def connected(self, connection: Connection) -> None:
-        del connection
 
     def begun_s(self, worker: Worker) -> float | None:
         return worker.started_s
@@ -399,7 +393,7 @@ class LocalProcesses:
     def launch(self, setup: dict[str, Any]) -> Process:
         with (self._run_dir / "logs" / f"{setup['name']}.log").open("ab") as log:
             process = self._fork(setup["name"], log) or subprocess.Popen(
-                [sys.executable, "-m", "dora_rl.workers.worker"],
+                [sys.executable, "-P", "-m", "dora_rl.workers.worker"],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,

@@ -33,7 +33,7 @@ class RelayWorker(Role):
         if not self._at_head:
             claim(self._store.root)
             sweep(SHARED_MEMORY)
-        self._relay = Relay(self._store, self._transfer, bytes.fromhex(setup.key))
+        self._relay = Relay(self._store, self._transfer, setup.run_key, setup.listens_at)
 
     def join(self) -> None:
         self.send(Serving(self._relay.server.port, tuple(self._store.versions())))

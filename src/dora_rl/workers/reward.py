@@ -21,7 +21,7 @@ class Scorer(Role):
         super().__init__(setup, send)
         section = setup.config.reward
         self._reward = build(section, Path(setup.extra["base_dir"]))
-        self._reader = StorageReader(bytes.fromhex(setup.key))
+        self._reader = StorageReader(setup.run_key)
         self._at_once = section.concurrent_max if self._reward.many else 1
 
     def join(self) -> None:

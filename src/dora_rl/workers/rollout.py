@@ -65,7 +65,7 @@ class RolloutWorker(Role):
         torch.set_num_threads(max(1, config.rollout.threads))
         self.name, self.params = setup.name, config.rollout.sampling_params()
         path = Path(setup.run_dir) / "journal" / f"{setup.name}.{setup.incarnation}.jsonl"
-        key, shards = bytes.fromhex(setup.key), extra.get("storage")
+        key, shards = setup.run_key, extra.get("storage")
         # On a cluster rows and journal lines go to storage shards, beside the run directory.
         who = (key, setup.name, setup.incarnation)
         self.storage = StorageStream(*who, shards) if shards else None

@@ -23,6 +23,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from dora_rl.config import RunConfig
+from dora_rl.io.proof import Certificates, RunKey
 from dora_rl.out_of_memory import arm
 from dora_rl.setup.devices import BELOW_NORMAL, PERCENT, PRIORITY, VISIBLE
 from dora_rl.setup.priority import make_way
@@ -47,6 +48,24 @@ class Setup:
     run_dir: str
     config: RunConfig
     extra: dict[str, Any]
+
+    @property
+    def run_key(self) -> RunKey:
+        return key_of(self.config, bytes.fromhex(self.key))
+
+    @property
+    def listens_at(self) -> str:
+        """The address that what it serves is bound to: its host's, unless the user says more."""
+        return self.config.runtime.bind_address or str(self.extra["ip"])
+
+
+def key_of(config: RunConfig, secret: bytes) -> RunKey:
+    """What a process of this run proves itself with."""
+    runtime = config.runtime
+    if not runtime.tls_certificate:
+        return RunKey(secret)
+    paths = (runtime.tls_certificate, runtime.tls_key, runtime.tls_authority)
+    return RunKey(secret, Certificates(*paths))
 
 
 def read_setup(line: str) -> Setup:
@@ -205,7 +224,7 @@ def grow_in_place() -> None:
 
 def serve(setup: Setup) -> None:
     """Connect and do what the role does, until the controller says `End` or is gone."""
-    channel = Channel.connect(setup.address, bytes.fromhex(setup.key))
+    channel = Channel.connect(setup.address, setup.run_key)
     arm(setup.role)
     channel.send(Hello(setup.role, setup.name, setup.incarnation))
     listen(send_user_errors(channel.send))

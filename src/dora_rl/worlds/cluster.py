@@ -44,6 +44,7 @@ def open_on_cluster(prepared: Prepared, cluster: Cluster, *, resume: bool) -> Ru
         cluster,
         lambda role, name: demand_of(config, layout, role, name),
         lambda host: about_host(host, head, root, files.lineage, index.addresses),
+        config.runtime.bind_address,
     )
     first = files.journals.next_incarnation()
     pool = WorkerPool(config, run_dir.resolve(), hosts, first_incarnation=first)

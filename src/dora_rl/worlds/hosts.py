@@ -11,19 +11,17 @@ the host has.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any, Protocol
 
 from dora_rl.config import RunConfig
-from dora_rl.io.connection import answer_at_once
+from dora_rl.io.connection import Listener, tcp
 from dora_rl.setup.devices import EVALUATOR_SHARE, LEARNER_SHARE
 from dora_rl.setup.layout import Layout
 from dora_rl.types import UserError
@@ -146,6 +144,7 @@ class HostProcesses:
         cluster: Cluster,
         demands: Callable[[str, str], Mapping[str, float]],
         for_host: Callable[[Host], dict[str, Any]],
+        bind_address: str = "",
     ) -> None:
         """`for_host`: what a worker is told of the host it is placed on."""
         self._run_dir, self.cluster = run_dir, cluster
@@ -153,12 +152,8 @@ class HostProcesses:
         self.usable: Callable[[], list[Host]] = lambda: [cluster.head]
         self._waiting: list[RemoteProcess] = []
         self._newest: dict[str, RemoteProcess] = {}  # by name
-        self.listener = Listener((cluster.head.ip, 0), family="AF_INET", backlog=64)
-        self.address = f"tcp://{cluster.head.ip}:{self.listener.address[1]}"
-
-    def connected(self, connection: Connection) -> None:
-        with contextlib.suppress(OSError):
-            answer_at_once(connection)
+        self.listener = Listener(tcp(bind_address or cluster.head.ip))
+        self.address = tcp(cluster.head.ip, self.listener.port)
 
     def close(self) -> None:
         self.listener.close()

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 
 from dora_rl.config import RunConfig
 from dora_rl.controller.run import Run
+from dora_rl.io.proof import Certificates
 from dora_rl.setup.prepare import Prepared
 from dora_rl.types import UserError
 from dora_rl.workers.fork_server import ForkServer
@@ -35,6 +36,25 @@ def check_kind(config: RunConfig) -> None:
     for is_there, problem in problems:
         if is_there:
             raise UserError(problem)
+    if config.runtime.tls_certificate:
+        _check_certificates(config)
+
+
+def _check_certificates(config: RunConfig) -> None:
+    """They can be read here, and the run's key does not travel in the clear."""
+    runtime = config.runtime
+    try:
+        Certificates(runtime.tls_certificate, runtime.tls_key, runtime.tls_authority).check()
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"runtime.tls_certificate, tls_key and tls_authority cannot be used ({error}); "
+            "give PEM files that are on every host and belong together"
+        ) from None
+    if os.environ.get("RAY_USE_TLS") != "1":
+        raise UserError(
+            "runtime.tls_certificate is set, but Ray, which hands the run's key to the hosts, "
+            "is not encrypted: set RAY_USE_TLS=1 and its certificates, see docs/cluster.md"
+        )
 
 
 def open_run(prepared: Prepared, *, resume: bool, server: ForkServer | None = None) -> Run:

@@ -28,6 +28,7 @@ from ray.util.scheduling_strategies import (
 
 from dora_rl.config import RunConfig
 from dora_rl.types import UserError
+from dora_rl.user_code import leave_out
 from dora_rl.workers.worker import read_setup, serve
 from dora_rl.worlds.hosts import Host, Task
 
@@ -42,6 +43,7 @@ class WorkerActor:
     def run(self, setup: str, directory: str) -> None:
         if os.path.isdir(directory):
             os.chdir(directory)  # relative paths of the configuration mean the same here
+        leave_out(directory)
         parsed = read_setup(setup)
         threads = parsed.config.runtime.threads
         os.environ |= ENVIRONMENT | ({"OMP_NUM_THREADS": str(threads)} if threads else {})

@@ -20,6 +20,7 @@ from dora_rl.controller.world import Notify
 from dora_rl.core import actions as act
 from dora_rl.core.state import Phase
 from dora_rl.data.prompts import PromptSource
+from dora_rl.io.connection import tcp
 from dora_rl.store.samples import SampleIndex, shard_of
 from dora_rl.types import GroupId, InstanceId, StepIndex, UserError, Version
 from dora_rl.workers import messages as msg
@@ -106,7 +107,7 @@ class Relays:
         site.heard_s = time.monotonic()
         match message:
             case msg.Serving(port, versions):
-                site.address = f"tcp://{site.host.ip}:{port}"
+                site.address = tcp(site.host.ip, port)
                 site.there, site.num_starts = set(versions), 0
                 self._ask_again()
             case msg.Fetched(version):
@@ -225,7 +226,7 @@ class Shards:
     def hear(self, worker: Worker, message: msg.Message) -> None:
         match message:
             case msg.Serving(port, groups):
-                self._is_up(worker.name, f"tcp://{self._head.ip}:{port}", groups)
+                self._is_up(worker.name, tcp(self._head.ip, port), groups)
             case msg.Stored():
                 self._stored(message)
             case msg.Wrote(step, group):

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import threading
-from multiprocessing.connection import Listener
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from channels import Door
 from learner_lives import TINY, Run, ids_of, order
 
 from dora_rl.commands.train import nothing_learned
 from dora_rl.config import AlgorithmConfig, ModelConfig, RolloutConfig, RunConfig, TrainerConfig
 from dora_rl.controller.records import Totals
 from dora_rl.core import actions as act
+from dora_rl.io.proof import RunKey
 from dora_rl.setup.layout import plan_layout
 from dora_rl.setup.learner_check import check_learner
 from dora_rl.trainer.documents import admit
@@ -43,16 +44,15 @@ class Served:
     """A worker in a thread of this process, and what it says until it ends."""
 
     def __init__(self, folder: Path, role: str, **sections: Any) -> None:
-        address = str(folder / "socket")
-        listener = Listener(address, family="AF_UNIX", authkey=KEY)
+        address = folder / "socket"
+        door = Door(address, RunKey(KEY))
         config = Run(folder, **sections).config(every_steps=0)
         extra = plan_layout(config, "cpu").learner_extra("learner", folder / "meeting")
-        setup = Setup(role, "learner", 0, address, KEY.hex(), str(folder), config, extra)
+        setup = Setup(role, "learner", 0, str(address), KEY.hex(), str(folder), config, extra)
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._serve, args=(setup,), daemon=True)
         self._thread.start()
-        self.channel = Channel(listener.accept())
-        listener.close()
+        self.channel = door.channel()
 
     def _serve(self, setup: Setup) -> None:
         try:

@@ -6,12 +6,12 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from multiprocessing import Pipe
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from channels import pair
 from fakes import Console, FakeWorkers, config_of, files_of
 
 from dora_rl.config import ModelConfig, RunConfig
@@ -20,6 +20,7 @@ from dora_rl.core import actions as act
 from dora_rl.core import events as ev
 from dora_rl.core.state import Phase
 from dora_rl.io.connection import TransportError
+from dora_rl.io.proof import RunKey
 from dora_rl.rewards.base import ScoreItem
 from dora_rl.store.samples import SampleIndex
 from dora_rl.store.storage import Storage, StorageReader, StorageStream
@@ -32,7 +33,7 @@ from dora_rl.worlds.hosts import Host
 from dora_rl.worlds.services import Shards
 
 MODEL = Path(__file__).parents[3] / "recipes" / "models" / "tiny"
-KEY = b"k" * 32
+KEY = RunKey(b"k" * 32)
 PROMPT = Prompt(3, (1, 2), "p")
 
 
@@ -45,10 +46,10 @@ class Shard:
 
     def __init__(self, run_dir: Path) -> None:
         config = RunConfig(model=ModelConfig(path=str(MODEL)))
-        far, near = Pipe()
-        self.controller = msg.Channel(near)
-        setup = Setup("storage", "storage0", 0, "", KEY.hex(), str(run_dir), config, {"shard": 0})
-        self.storage = Storage(setup, msg.Channel(far).send)
+        self.controller, far = pair()
+        key, extra = KEY.secret.hex(), {"shard": 0, "ip": "127.0.0.1"}
+        setup = Setup("storage", "storage0", 0, "", key, str(run_dir), config, extra)
+        self.storage = Storage(setup, far.send)
         self.address = f"tcp://127.0.0.1:{self.storage.server.port}"
 
     def said(self) -> Any:

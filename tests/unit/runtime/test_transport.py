@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from dora_rl.io.connection import Link, Refused, TransportError
+from dora_rl.io.proof import RunKey
 from dora_rl.ports import Canary
 from dora_rl.types import RequestId
 from dora_rl.weights.format import TENSORS_FILE
@@ -20,7 +21,7 @@ from dora_rl.weights.store import SharedMemoryWeightStore
 from dora_rl.workers.messages import Exported
 from dora_rl.workers.moves import Arrivals
 
-KEY = b"k" * 32
+KEY = RunKey(b"k" * 32)
 WAIT_S = 20.0
 
 
@@ -36,7 +37,10 @@ class Place:
     def __init__(self, folder: Path) -> None:
         self.store = SharedMemoryWeightStore(folder / "weights")
         self.relay = Relay(
-            SharedMemoryWeightStore(folder / "weights", verify=False), folder / "kv", KEY
+            SharedMemoryWeightStore(folder / "weights", verify=False),
+            folder / "kv",
+            KEY,
+            "127.0.0.1",
         )
         self.address = f"tcp://127.0.0.1:{self.relay.server.port}"
 
@@ -169,7 +173,7 @@ def test_a_request_is_read_from_its_host_and_nothing_else_is(hosts: list[Place])
     (home.relay.transfer_root.parent / "secret").write_bytes(b"no")
     link = Link.connect(home.address, KEY)
     answer = link.ask("request", name="7.1.0.kv")
-    assert bytes(link.read(answer["num_bytes"])) == b"blocks"
+    assert bytes(link.read(answer["num_bytes"], 6)) == b"blocks"
     for name in ("../secret", str(home.relay.transfer_root.parent / "secret"), "8.1.0.kv"):
         with pytest.raises(Refused, match="is not here"):
             link.ask("request", name=name)
@@ -178,7 +182,7 @@ def test_a_request_is_read_from_its_host_and_nothing_else_is(hosts: list[Place])
 
 def test_strangers_are_refused(hosts: list[Place]) -> None:
     with pytest.raises(TransportError):
-        Link.connect(hosts[0].address, b"a guess")
+        Link.connect(hosts[0].address, RunKey(b"a guess"))
     until = time.monotonic() + WAIT_S
     while hosts[0].relay.server.num_refused == 0 and time.monotonic() < until:
         time.sleep(0.01)
@@ -193,7 +197,7 @@ def test_a_request_given_up_on_its_way_is_never_there(hosts: list[Place], tmp_pa
     for sample in (0, 1):
         (tmp_path / "0" / "kv" / f"{sample}.kv").write_bytes(bytes([sample]) * 9)
         who = (RequestId(7, sample), 2, 0, "instance1")
-        arrivals.fetch(Exported(*who, 9, f"{sample}.kv", relay=hosts[0].address))
+        arrivals.fetch(Exported(*who, 9, f"{sample}.kv", 9, relay=hosts[0].address))
     arrivals.give_up(RequestId(7, 0), epoch=2)
     arrivals.give_up(RequestId(7, 1), epoch=1)  # of an earlier start: not this one
     came: list[tuple[int, bytes]] = []
