@@ -10,7 +10,8 @@ disk or the shared memory is full until the run has said so. A controller takes 
 it, and the run is resumed. After some kills the run goes to its end. Then every group must have
 ended exactly once and been trained exactly once, `audit --files` must find nothing, the last
 version must load with finite weights, and no process, no shared memory and no temporary file may
-be left. `recovered` is the time until the event log moved on again. Status 1: something was found.
+be left. `recovered` is the time until the worker was there again and the event log moved on (for
+processes that were stopped, the log alone). Status 1: something was found.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ PROCESSES = {
 }
 FULL = {"full disk": "disk", "full shared memory": "memory"}
 KINDS = (*PROCESSES, *FULL)
+REPLACED = ("learner", "instance", "reward", "environment")  # there again while the run goes on
 WEIGHTS = {
     "controller": 3,
     "learner": 2,
@@ -68,7 +70,8 @@ MOMENT_LINES = (2, 40)  # of the log, from one kill to the next
 STOPPED_S = (0.5, 12.0)  # some are replaced meanwhile, some are not
 REPORT_S = 6.0
 WAIT_S_MAX = 600.0
-STEPS_MORE = 4
+ENDLESS = 100_000  # a run is stopped and resumed with fewer steps, so that it ends
+WINDOW_STEPS = 6  # sealed, in training, in filling, and what two older versions may be owed
 KILLS_PER_RUN = 25
 TMPFS_MIB = {"disk": 64, "memory": 24}
 
@@ -99,7 +102,7 @@ ALL = {
         "journal_steps": 1,
     },
     "orchestration": {
-        "num_steps": STEPS_MORE,
+        "num_steps": ENDLESS,
         "batch_groups": 4,
         "attempts_max": 1000,
         "losses_max": 1000,
@@ -160,7 +163,7 @@ class Victim:
         config = merged(ALL, settings, {"runtime": {"run_dir": str(self.run_dir)}})
         self._config = folder / "chaos.json"
         self._config.write_text(json.dumps(config))
-        self.num_steps = STEPS_MORE
+        self.num_steps = ENDLESS
         self.log = Log(self.run_dir / "events")
         self.said = folder / "said.log"
         self.process = self._start()
@@ -174,9 +177,20 @@ class Victim:
     def resume(self) -> None:
         self.process = self._start("--resume", f"orchestration.num_steps={self.num_steps}")
 
-    def resume_longer(self) -> None:
-        self.num_steps += STEPS_MORE
+    def finish(self) -> None:
+        """Stop it, and resume it with as many steps as have a place for every group."""
+        self.process.send_signal(signal.SIGTERM)
+        self.process.wait(WAIT_S_MAX)
+        if self.status() != CANNOT_GO_ON:
+            raise Found(f"stopped with status {self.status()}:\n{self.tail()}")
+        gone(self, WAIT_S_MAX)
+        actions = [action for entry in entries(self) for action in entry.actions]
+        steps = [a.step for a in actions if isinstance(a, EndGroup) and a.step is not None]
+        self.num_steps = max(steps, default=-1) + WINDOW_STEPS
         self.resume()
+        self.process.wait(WAIT_S_MAX)
+        if self.status() != DONE:
+            raise Found(f"status {self.status()}:\n{self.tail()}")
 
     def status(self) -> int | None:
         return self.process.poll()
@@ -200,7 +214,7 @@ class Victim:
                 return False
             if time.monotonic() - began > WAIT_S_MAX:
                 raise Found(f"the run does not move: waited {WAIT_S_MAX:g} s for {what}")
-            time.sleep(0.05)
+            time.sleep(0.1)
         return True
 
     def moves_on(self, lines: int) -> bool:
@@ -225,41 +239,49 @@ def merged(*parts: dict[str, Any]) -> dict[str, Any]:
 def strike(run: Victim, kind: str, draw: random.Random, mounts: dict[str, Path]) -> Kill | None:
     """At this moment; None: there is nobody whom it would meet."""
     began = time.monotonic()
-    kill = Kill(kind, 0)
+    kill, replaced = Kill(kind, 0), None
     if kind in FULL:
         fill(run, mounts[FULL[kind]], draw)
     elif kind == "controller":
         run.process.kill()
         run.process.wait()
     else:
-        names = [name for name in sorted(run.workers()) if name.startswith(PROCESSES[kind])]
-        pid = run.workers().get(draw.choice(names)) if names else None
-        if pid is None:
+        workers = run.workers()
+        names = [name for name in sorted(workers) if name.startswith(PROCESSES[kind])]
+        if not names:
             return None
-        with contextlib.suppress(ProcessLookupError):  # it ended by itself in this moment
-            if not kind.startswith("stopped"):
-                os.kill(pid, signal.SIGKILL)
-            else:
-                os.kill(pid, signal.SIGSTOP)
-                time.sleep(draw.uniform(*STOPPED_S))
-                os.kill(pid, signal.SIGCONT)
+        name = draw.choice(names)
+        meet(workers[name], kind.startswith("stopped"), draw)
+        if kind in REPLACED:
+            replaced = (name, workers[name])
     kill.resumed = recover(run)
+    if replaced is not None:
+        run.until(
+            "another worker", lambda: run.workers().get(replaced[0], replaced[1]) != replaced[1]
+        )
     if run.moves_on(1):
         kill.recovered_s = time.monotonic() - began
     return kill
+
+
+def meet(pid: int, stopped: bool, draw: random.Random) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it ended by itself in this moment
+        if not stopped:
+            os.kill(pid, signal.SIGKILL)
+            return
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(draw.uniform(*STOPPED_S))
+        os.kill(pid, signal.SIGCONT)
 
 
 def recover(run: Victim) -> bool:
     """Resume it if it has ended; whether it had."""
     if run.status() is None:
         return False
-    if run.status() not in (DONE, CANNOT_GO_ON, -signal.SIGKILL):
+    if run.status() not in (CANNOT_GO_ON, -signal.SIGKILL):
         raise Found(f"a run ended with status {run.status()}:\n{run.tail()}")
     gone(run, WAIT_S_MAX)
-    if run.status() == DONE:
-        run.resume_longer()
-    else:
-        run.resume()
+    run.resume()
     return True
 
 
@@ -293,8 +315,8 @@ def check(run: Victim) -> None:
     """After its end; raises `Found`."""
     gone(run, 60.0)
     issued, ended = list[int](), dict[int, End]()
-    for entry in read(run.run_dir / "events"):
-        for action in entry.actions if isinstance(entry, Entry) else ():
+    for entry in entries(run):
+        for action in entry.actions:
             if isinstance(action, IssueGroup):
                 issued.append(action.group)
             elif isinstance(action, EndGroup):
@@ -315,8 +337,13 @@ def check(run: Victim) -> None:
     layout = plan_layout(config, "cpu")
     for place in (layout.weights_root, layout.transfer_root):
         require(not place.exists(), f"{place} is left behind")
-    left = [str(path) for path in run.temporary.iterdir()]
+    # Torch makes the folder of its compiler's cache, which it keeps for the next program.
+    left = [str(p) for p in run.temporary.iterdir() if not p.name.startswith("torchinductor_")]
     require(not left, f"left behind: {left}")
+
+
+def entries(run: Victim) -> list[Entry]:
+    return [record for record in read(run.run_dir / "events") if isinstance(record, Entry)]
 
 
 def check_weights(run: Victim) -> None:
@@ -354,10 +381,9 @@ def small_places(folder: Path, wanted: Sequence[str]) -> Iterator[dict[str, Path
 
 
 def one_run(
-    number: int, kinds: Sequence[str], kills: int, draw: random.Random, at: Path
-) -> list[Kill]:
-    """So many kills, then the end and the checks. `at`: its folder, which goes if all is well."""
-    done: list[Kill] = []
+    number: int, kinds: Sequence[str], count: int, draw: random.Random, at: Path
+) -> Iterator[Kill]:
+    """So many kills, then the end and the checks. `at`: the folder of the run."""
     wanted = sorted({FULL[kind] for kind in kinds if kind in FULL}) if number % 2 else []
     with small_places(at, wanted) as mounts:
         settings = CHAINS if number % 2 else TOOLS
@@ -368,26 +394,24 @@ def one_run(
         other = {"environment"} if number % 2 else {"reward", "stopped reward"}
         able = [k for k in kinds if k not in other and (k not in FULL or FULL[k] in mounts)]
         try:
-            while len(done) < kills:
+            while count:
                 if not run.moves_on(draw.randrange(*MOMENT_LINES)):
                     recover(run)
                     continue
                 kind = draw.choices(able, [WEIGHTS.get(each, 1) for each in able])[0]
                 kill = strike(run, kind, draw, mounts)
                 if kill is not None:
-                    kill.run = number
-                    done.append(kill)
-            run.until("its end", lambda: False)
-            require(run.status() == DONE, f"status {run.status()}:\n{run.tail()}")
+                    kill.run, count = number, count - 1
+                    yield kill
+            run.finish()
             check(run)
         except Found as error:
             keep = Path(tempfile.mkdtemp(prefix="chaos-found-"))
             shutil.copytree(run.folder, keep, dirs_exist_ok=True)
-            raise Found(f"run {number} after {len(done)} kills: {error}\nkept in {keep}") from None
+            raise Found(f"run {number}: {error}\nkept in {keep}") from None
         finally:
             run.process.kill()
             run.process.wait()
-    return done
 
 
 def table(kills: Sequence[Kill], kinds: Sequence[str]) -> str:
@@ -424,7 +448,10 @@ def main() -> int:
         with tempfile.TemporaryDirectory(prefix="chaos-", dir="/tmp") as folder:
             count = min(args.per_run, args.kills - len(done))
             try:
-                done += one_run(number, args.kinds, count, draw, Path(folder))
+                for kill in one_run(number, args.kinds, count, draw, Path(folder)):
+                    done.append(kill)
+                    how = "resumed" if kill.resumed else "went on"
+                    print(f"{len(done):4} {kill.kind}: {how}, {kill.recovered_s} s", flush=True)
             except Found as error:
                 found.append(str(error))
         print(f"{len(done)} kills in {number} runs", flush=True)

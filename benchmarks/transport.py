@@ -3,6 +3,7 @@
     python benchmarks/transport.py --json transport.json               # as root: real namespaces
     python benchmarks/transport.py --rate 4gbit --hosts 1,2,4          # every cable limited to that
     python benchmarks/transport.py --model tiny --contexts 128         # a quick look
+    python benchmarks/transport.py --part tags                         # what the tags cost
 
 Hosts are network namespaces joined by a bridge (without root: processes on loopback addresses).
 `publish to loaded` runs from the order to seal a version in the learner's memory (`seal`, its
@@ -22,9 +23,11 @@ import json
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -37,8 +40,8 @@ from dora_rl.engine.journal import continuation
 from dora_rl.engine.options import EngineOptions
 from dora_rl.engine.sequence import Request
 from dora_rl.engine.transfer import begin_import, chunk_from_bytes, export_request
-from dora_rl.io.connection import Link
-from dora_rl.io.proof import RunKey
+from dora_rl.io.connection import Connection, Link, Listener
+from dora_rl.io.proof import Proven, RunKey
 from dora_rl.model.random_weights import RandomWeights
 from dora_rl.types import RequestId, SamplingParams
 from dora_rl.weights.relay import Relay
@@ -48,6 +51,8 @@ from engine import SHAPES
 
 KEY = RunKey(b"k" * 32)
 RID = RequestId(0, 0)
+STREAM_BYTES = 256 << 20
+FRAMES, FRAME_BYTES, ROUNDS = 5000, 200, 5
 
 
 # -- one host -------------------------------------------------------------------------------------
@@ -293,6 +298,74 @@ def kv_part(args: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
+# -- what the proof of every piece costs -----------------------------------------------------------
+
+
+def tags_part() -> dict[str, float]:
+    """Between two processes over loopback, bare and with tags in turn: MB/s of the best of
+    `ROUNDS`, microseconds for a frame of 200 bytes, and the receiver's CPU."""
+    door, ends = Listener("tcp://127.0.0.1:0"), SimpleQueue[Proven]()
+    arguments = (KEY, ends.put, lambda: None)
+    threading.Thread(target=door.accept_each, args=arguments, daemon=True).start()
+    words = [sys.executable, str(Path(__file__).resolve()), "--sender", door.address]
+    program = subprocess.Popen(words)
+    proven = ends.get()
+    far, room = Connection(proven), memoryview(bytearray(STREAM_BYTES))
+
+    def frames(bare: bool) -> None:
+        for _ in range(FRAMES):
+            _ = proven.wire.read(FRAME_BYTES) if bare else far.receive_frame()
+
+    works: dict[str, Callable[[], None]] = {
+        "bare": lambda: proven.wire.read_into(room),
+        "tagged": lambda: far.read_into(room),
+        "bare frames": lambda: frames(True),
+        "tagged frames": lambda: frames(False),
+    }
+    took = {what: list[tuple[float, float]]() for what in works}
+    for _ in range(ROUNDS):
+        for what, work in works.items():
+            far.send_frame(what.encode())
+            took[what].append(timed(work))
+    far.close()
+    program.wait()
+    row = dict[str, float]()
+    print("what           MB/s or us   CPU of the receiver: ms per MB, or us")
+    for what, times in took.items():
+        wall_s, cpu_s = (min(each) for each in zip(*times, strict=True))
+        if what.endswith("frames"):
+            wall, cpu = wall_s / FRAMES * 1e6, cpu_s / FRAMES * 1e6
+        else:
+            wall, cpu = STREAM_BYTES / wall_s / 1e6, cpu_s / STREAM_BYTES * 1e9
+        row |= {what: wall, f"{what} cpu": cpu}
+        print(f"{what:14} {wall:10.1f} {cpu:10.2f}", flush=True)
+    return row
+
+
+def send(address: str) -> None:
+    """The other process: sends what it is asked for."""
+    near, data = Connection.connect(address, KEY), bytes(STREAM_BYTES)
+    with contextlib.suppress(EOFError):
+        while True:
+            what = near.receive_frame().decode()
+            if what == "bare":
+                near._wire.write(data)
+            elif what == "tagged":
+                near.write(data)
+            for _ in range(FRAMES if what.endswith("frames") else 0):
+                if what.startswith("bare"):
+                    near._wire.write(bytes(FRAME_BYTES))
+                else:
+                    near.send_frame(bytes(FRAME_BYTES))
+
+
+def timed(work: Callable[[], None]) -> tuple[float, float]:
+    """Seconds on the clock and of this process's CPU."""
+    began, cpu_began = time.perf_counter(), time.process_time()
+    work()
+    return time.perf_counter() - began, time.process_time() - cpu_began
+
+
 def numbers(text: str) -> list[int]:
     return [int(word) for word in text.split(",")]
 
@@ -300,21 +373,27 @@ def numbers(text: str) -> list[int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--station", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--sender", help=argparse.SUPPRESS)
     parser.add_argument("--model", choices=sorted(SHAPES), default="qwen3-0.6b")
     parser.add_argument("--hosts", type=numbers, default=[1, 2, 4])
     parser.add_argument("--contexts", type=numbers, default=[128, 512])
     parser.add_argument("--rate", default="", help="of every cable, as `tc` writes it: 4gbit")
-    parser.add_argument("--part", choices=("all", "weights", "kv"), default="all")
+    parser.add_argument("--part", choices=("all", "weights", "kv", "tags"), default="all")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.station:
         serve(args.station)
         return
+    if args.sender:
+        send(args.sender)
+        return
     body: dict[str, Any] = {"model": args.model, "rate": args.rate}
-    if args.part != "kv":
+    if args.part in ("all", "weights"):
         body["weights"] = weights_part(args)
-    if args.part != "weights":
+    if args.part in ("all", "kv"):
         body["kv"] = kv_part(args)
+    if args.part in ("all", "tags"):
+        body["tags"] = tags_part()
     if args.json:
         args.json.write_text(json.dumps(body, indent=1) + "\n")
 

@@ -3,9 +3,9 @@
 It is a socket of the operating system, of this machine (a path) or of another (`tcp://host:port`).
 Both sides first prove that they know the run's key (`io.proof`); until then nothing else is read.
 After that frames travel (a length, a tag, then so many bytes) and, where both sides have agreed on
-their number, raw bytes in pieces with a tag each, that go from one process's memory to the
-other's: no pickle, no copy on the way. Messages between the controller and a worker are said by
-`workers.messages`.
+their number, raw bytes in pieces with a tag each, that go from one process's memory to the other's:
+no pickle, no copy on the way. Only bytes whose digest came with a tag before have none themselves.
+Messages between the controller and a worker are said by `workers.messages`.
 
 A `Link` joins workers of different hosts, with no controller in between. A server answers questions
 (small JSON) with an answer (small JSON) and, where the answer announces them, raw bytes. Every wait
@@ -99,14 +99,21 @@ class Connection:
         """How long each wait for the other side may last from now on."""
         self._wire.silent_s_max = seconds
 
-    def write(self, data: bytes | bytearray | memoryview) -> None:
+    def write(self, data: bytes | bytearray | memoryview, *, tagged: bool = True) -> None:
+        """`tagged` off, on both sides: for bytes whose digest has come with a tag before."""
         view = memoryview(data).cast("B")
+        if not tagged:
+            self._wire.write(view)
+            return
         for at in range(0, len(view), PIECE_BYTES):
             piece = view[at : at + PIECE_BYTES]
             self._wire.write(self._sent.next(BULK, piece))
             self._wire.write(piece)
 
-    def read_into(self, view: memoryview) -> None:
+    def read_into(self, view: memoryview, *, tagged: bool = True) -> None:
+        if not tagged:
+            self._wire.read_into(view)
+            return
         for at in range(0, len(view), PIECE_BYTES):
             tag, piece = self._wire.read(TAG_BYTES), view[at : at + PIECE_BYTES]
             self._wire.read_into(piece)
@@ -242,13 +249,13 @@ class Link(Connection):
             raise Refused(answer["error"])
         return answer
 
-    def write(self, data: bytes | bytearray | memoryview) -> None:
+    def write(self, data: bytes | bytearray | memoryview, *, tagged: bool = True) -> None:
         with _told():
-            super().write(data)
+            super().write(data, tagged=tagged)
 
-    def read_into(self, view: memoryview) -> None:
+    def read_into(self, view: memoryview, *, tagged: bool = True) -> None:
         with _told():
-            super().read_into(view)
+            super().read_into(view, tagged=tagged)
 
     def read(self, num_bytes: int, bytes_max: int) -> bytearray:
         """As many bytes as the other side has announced, if it is no more than it may be."""

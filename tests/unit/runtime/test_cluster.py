@@ -83,6 +83,7 @@ def team(tmp_path: Path):
         folder = str(tmp_path / host.id)
         return roots | {
             "at_head": host == A,
+            "ip": host.ip,
             "weights_root": folder,
             "transfer_root": folder + "kv",
         }
