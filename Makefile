@@ -5,9 +5,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SEEDS ?= 2000
 SEED0 ?= 0
+KILLS ?= 200
 PYTEST ?=
 
-.PHONY: quickstart setup test test-full test-vllm test-cluster check lint types docs soak clean
+.PHONY: quickstart setup test test-full test-vllm test-cluster check lint types docs soak chaos clean
 
 quickstart: setup
 	rm -rf runs/quickstart
@@ -63,6 +64,10 @@ docs: setup
 
 soak: setup
 	$(BIN)/python -m dora_rl.sim.soak --seeds $(SEEDS) --seed0 $(SEED0)
+
+# Real processes of small real runs are killed and stopped, disks filled; as root all of it.
+chaos: setup
+	$(BIN)/python benchmarks/chaos.py --kills $(KILLS)
 
 clean:
 	rm -rf $(VENV) runs build *.egg-info

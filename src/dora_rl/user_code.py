@@ -48,26 +48,17 @@ def load_object(spec: str, base_dir: Path, *, section: str, key: str) -> Any:
     except (Exception, SystemExit) as error:
         # Importing runs the user's code, which may raise anything, or call sys.exit.
         raise UserError(
-            f"{section}: cannot load {spec} ({one_line(error)}); {_advice(place, error)}"
+            f"{section}: cannot load {spec} ({one_line(error)}); "
+            f"give path/to/file.py:name or package.module:name"
         ) from error
     return found
 
 
-def _advice(place: str, error: BaseException) -> str:
-    """How to name it, also where it lies in the current directory, which is not searched."""
-    first = place.partition(".")[0]
-    missing = isinstance(error, ModuleNotFoundError) and error.name == first
-    if missing and (Path(first).is_dir() or Path(f"{first}.py").is_file()):
-        return (
-            "modules are not searched for in the current directory: name the file by its path "
-            "from the configuration's directory, or set PYTHONPATH=."
-        )
-    return "give path/to/file.py:name or package.module:name"
-
-
 def _load_module(place: str, base_dir: Path, section: str, key: str) -> ModuleType:
     if not place.endswith(".py"):
-        _search_in(base_dir)
+        # Only for a module that is nowhere else: this is where the run was started.
+        if importlib.util.find_spec(place.partition(".")[0]) is None:
+            _search_in(base_dir)
         return importlib.import_module(place)
     path = base_dir / Path(place).expanduser()
     if not path.is_file():

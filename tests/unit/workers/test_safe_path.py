@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 import dora_rl
-from dora_rl.types import UserError
 from dora_rl.user_code import leave_out, load_object
 
 SRC = Path(dora_rl.__file__).parent
@@ -77,19 +76,13 @@ def test_every_child_that_is_an_interpreter_of_ours_is_started_so() -> None:
     assert not wrong
 
 
-def test_a_module_of_the_current_directory_is_named_by_its_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "lying_here.py").write_text("def score(): ...\n")
-    monkeypatch.chdir(tmp_path)
-    elsewhere = tmp_path / "configs"
-    elsewhere.mkdir()
-    with pytest.raises(UserError, match="not searched for in the current directory: name the file"):
-        load_object("lying_here:score", elsewhere, section="reward", key="reward.functions")
-    with pytest.raises(UserError, match=r"give path/to/file\.py:name or package"):
-        load_object("lying_nowhere:score", elsewhere, section="reward", key="reward.functions")
-    found = load_object("../lying_here.py:score", elsewhere, section="reward", key="x")
-    assert found.__name__ == "score"
+def test_a_module_that_is_installed_opens_no_other_directory(tmp_path: Path) -> None:
+    load_object("dora_rl.data.chains:reward", tmp_path, section="reward", key="x")
+    assert str(tmp_path) not in sys.path
+    (tmp_path / "where_it_was_started.py").write_text("def score(): ...\n")
+    load_object("where_it_was_started:score", tmp_path, section="reward", key="x")
+    assert sys.path[-1] == str(tmp_path), "last, so that it shadows nothing"
+    sys.path.remove(str(tmp_path))
 
 
 def test_a_directory_is_left_out_unless_the_user_asked_for_it(
