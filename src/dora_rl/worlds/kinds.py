@@ -7,6 +7,7 @@ import secrets
 from importlib.util import find_spec
 
 from dora_rl.config import RunConfig
+from dora_rl.config.running import RuntimeConfig
 from dora_rl.controller.run import Run
 from dora_rl.io.proof import Certificates
 from dora_rl.setup.prepare import Prepared
@@ -37,12 +38,11 @@ def check_kind(config: RunConfig) -> None:
         if is_there:
             raise UserError(problem)
     if config.runtime.tls_certificate:
-        _check_certificates(config)
+        check_certificates(config.runtime)
 
 
-def _check_certificates(config: RunConfig) -> None:
+def check_certificates(runtime: RuntimeConfig) -> None:
     """They can be read here, and the run's key does not travel in the clear."""
-    runtime = config.runtime
     try:
         Certificates(runtime.tls_certificate, runtime.tls_key, runtime.tls_authority).check()
     except (OSError, ValueError) as error:

@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import hmac
 import socket
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 import pytest
+from certificates import authority, signed
 
 from dora_rl.io import proof
 from dora_rl.io.connection import (
@@ -29,7 +29,6 @@ from dora_rl.io.connection import (
 from dora_rl.io.proof import (
     TAG_BYTES,
     AuthenticationError,
-    Certificates,
     Damaged,
     Proven,
     RunKey,
@@ -297,27 +296,6 @@ def test_a_server_listens_at_the_address_that_it_was_given() -> None:
 
 
 # -- certificates ----------------------------------------------------------------------------------
-
-
-def openssl(*words: str) -> None:
-    subprocess.run(["openssl", *words], check=True, capture_output=True)
-
-
-def authority(folder: Path, name: str) -> Path:
-    made = ("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
-    files = ("-keyout", f"{folder}/{name}.key", "-out", f"{folder}/{name}.pem")
-    openssl(*made, *files, "-days", "2", "-subj", f"/CN={name}")
-    return folder / f"{name}.pem"
-
-
-def signed(folder: Path, name: str, by: str) -> Certificates:
-    made = ("req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
-    files = ("-keyout", f"{folder}/{name}.key", "-out", f"{folder}/{name}.csr")
-    openssl(*made, *files, "-subj", f"/CN={name}")
-    signer = ("-CA", f"{folder}/{by}.pem", "-CAkey", f"{folder}/{by}.key", "-CAcreateserial")
-    openssl("x509", "-req", "-in", f"{folder}/{name}.csr", *signer, "-days", "2", "-out",
-            f"{folder}/{name}.pem")  # fmt: skip
-    return Certificates(f"{folder}/{name}.pem", f"{folder}/{name}.key", f"{folder}/{by}.pem")
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 import time
@@ -10,12 +11,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from certificates import authority, signed
 
 from dora_rl.config import ModelConfig, RewardConfig, RunConfig
+from dora_rl.config.running import RuntimeConfig
 from dora_rl.controller.world import Notify
 from dora_rl.core.actions import Load
+from dora_rl.io.connection import Link, TransportError
+from dora_rl.io.proof import RunKey
+from dora_rl.types import UserError
 from dora_rl.workers.pool import WorkerPool
+from dora_rl.workers.worker import key_of
 from dora_rl.worlds.hosts import Host, HostProcesses, choose_host
+from dora_rl.worlds.kinds import check_certificates
 from dora_rl.worlds.services import Relays
 
 CONFIG = RunConfig(
@@ -76,6 +84,10 @@ def test_workers_spread_over_hosts_with_room() -> None:
 
 @pytest.fixture
 def team(tmp_path: Path):
+    yield from made_team(tmp_path, CONFIG)
+
+
+def made_team(tmp_path: Path, config: RunConfig):
     cluster = Neighbours(A)
     roots = {"at_head": True, "weights_root": str(tmp_path / "w"), "transfer_root": "unused"}
 
@@ -89,7 +101,7 @@ def team(tmp_path: Path):
         }
 
     hosts = HostProcesses(tmp_path, cluster, lambda role, name: {}, for_host)
-    pool = WorkerPool(CONFIG, tmp_path, hosts)
+    pool = WorkerPool(config, tmp_path, hosts)
     yield cluster, hosts, pool, Relays(pool, hosts, Notify())
     pool.end(5.0)
     for _, _, program in cluster.launched:
@@ -153,3 +165,56 @@ def test_hosts_that_load_together_form_a_chain(team) -> None:
     pool.start("reward", "reward0", {"base_dir": "."})
     carrier.load(Load("reward0", 3, None))
     assert not head.wanted, "on the learner's host nothing has to be fetched"
+
+
+def under_certificates(folder: Path) -> RunConfig:
+    authority(folder, "ours")
+    host = signed(folder, "host", "ours")
+    keys = {"tls_certificate": host.certificate, "tls_key": host.private_key}
+    runtime = {"world": "ray", **keys, "tls_authority": host.authority}
+    return RunConfig.model_validate(CONFIG.model_dump() | {"runtime": runtime})
+
+
+@pytest.fixture
+def secured(tmp_path: Path):
+    config = under_certificates(tmp_path)
+    for made in made_team(tmp_path, config):
+        yield *made, config
+
+
+def test_workers_meet_under_certificates(secured) -> None:
+    cluster, hosts, pool, carrier, config = secured
+    cluster.now.append(B)
+    until(pool, carrier, "two relays", lambda: len(carrier.usable()) == 2)
+    # A relay listens at its own host's address, and to nobody without a certificate.
+    own = carrier.sites["b"].address
+    assert own.startswith(f"tcp://{B.ip}:")
+    with pytest.raises(OSError):
+        socket.create_connection((A.ip, int(own.rpartition(":")[2])), 5.0)
+    for address in (own, hosts.address):
+        with pytest.raises(TransportError):
+            Link.connect(address, RunKey(pool.key))
+        Link.connect(address, key_of(config, pool.key)).close()
+
+
+def test_certificates_are_looked_at_before_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = under_certificates(tmp_path).runtime
+    monkeypatch.setenv("RAY_USE_TLS", "0")
+    with pytest.raises(UserError, match="set RAY_USE_TLS=1"):
+        check_certificates(config)
+    monkeypatch.setenv("RAY_USE_TLS", "1")
+    check_certificates(config)
+    other = config.model_copy(update={"tls_key": str(tmp_path / "ours.key")})
+    with pytest.raises(UserError, match=r"tls_key .* cannot be used .*belong together"):
+        check_certificates(other)
+    missing = config.model_copy(update={"tls_authority": str(tmp_path / "nothing")})
+    with pytest.raises(UserError, match="cannot be used"):
+        check_certificates(missing)
+    for given in ({"tls_key": "x"}, {"tls_certificate": "x", "tls_key": "x"}):
+        with pytest.raises(ValueError, match="or none of them"):
+            RuntimeConfig.model_validate({"world": "ray"} | given)
+    all_three = {"tls_certificate": "x", "tls_key": "x", "tls_authority": "x"}
+    with pytest.raises(ValueError, match="runs on several hosts"):
+        RuntimeConfig.model_validate(all_three)
