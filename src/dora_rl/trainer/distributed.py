@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from dora_rl.user_code import require
 
+LOOPBACK = "127.0.0.1"
 SIOCGIFADDR = 0x8915  # <linux/sockios.h>
 
 
@@ -45,11 +46,12 @@ def interface_of(ip: str) -> str | None:
 def join(meeting: str | Path, rank: int, num_ranks: int, ip: str = "") -> None:
     """Meet the other ranks through a fresh file that all of them see; one rank needs nobody.
 
-    `ip` is where ranks on other hosts reach this one; without it all are on one machine.
+    `ip` is where ranks on other hosts reach this one; without it all are on one machine, and
+    nobody else reaches them.
     """
     if num_ranks == 1:
         return
-    if ip and (name := interface_of(ip)):
+    if name := interface_of(ip or LOOPBACK):
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(variable, name)
     cuda = torch.cuda.is_available()

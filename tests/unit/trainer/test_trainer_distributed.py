@@ -93,3 +93,46 @@ def test_ranks_in_bfloat16_see_no_gap(tmp_path: Path, loss: str, form: str) -> N
     found = finish(run_two(model, out, loss, 40, trainer, algorithm, adapted), out)
     for name in ("ppo_kl", "clip_ratio/low", "clip_ratio/high", *(() if adapted else ("kl",))):
         assert found[f"metric:{name}"] == 0.0, name
+
+
+LISTENS = """
+import os, sys
+from pathlib import Path
+from dora_rl.trainer.distributed import interface_of, join
+
+join(sys.argv[1], int(sys.argv[2]), 2)
+print(os.environ.get("GLOO_SOCKET_IFNAME") == interface_of("127.0.0.1"), flush=True)
+own = {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if
+       os.path.islink(f"/proc/self/fd/{fd}")}
+for table in ("tcp", "tcp6"):
+    for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+        words = line.split()
+        if words[3] == "0A" and f"socket:[{words[9]}]" in own:
+            print(words[1].partition(":")[0], flush=True)
+sys.stdin.read()
+"""
+
+
+def test_ranks_of_one_machine_are_reached_from_there_only(tmp_path: Path) -> None:
+    hidden = {"CUDA_VISIBLE_DEVICES": ""}
+    env = {**os.environ, **hidden, "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", LISTENS, str(tmp_path / "meeting"), str(rank)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=env,
+        )
+        for rank in range(2)
+    ]
+    said: list[list[str]] = []
+    for rank in ranks:
+        assert rank.stdout is not None
+        said.append([rank.stdout.readline().strip() for _ in range(2)])
+    for lines, rank in zip(said, ranks, strict=True):
+        lines += rank.communicate()[0].split()
+    loopback = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
+    for named, *places in said:
+        assert named == "True", "whatever the host's name stands for"
+        assert places and set(places) <= loopback
