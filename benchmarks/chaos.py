@@ -57,13 +57,7 @@ PROCESSES = {
 FULL = {"full disk": "disk", "full shared memory": "memory"}
 KINDS = (*PROCESSES, *FULL)
 REPLACED = ("learner", "instance", "reward", "environment")  # there again while the run goes on
-WEIGHTS = {
-    "controller": 3,
-    "learner": 2,
-    "instance": 3,
-    "full disk": 0.5,
-    "full shared memory": 0.5,
-}
+WEIGHTS = {"controller": 3, "learner": 2, "instance": 3}
 DONE, CANNOT_GO_ON = 0, 3
 IDLE = (b'"Tick"', b'"InstanceReport"', b'"LearnerReport"')
 MOMENT_LINES = (2, 40)  # of the log, from one kill to the next
@@ -384,7 +378,9 @@ def one_run(
     number: int, kinds: Sequence[str], count: int, draw: random.Random, at: Path
 ) -> Iterator[Kill]:
     """So many kills, then the end and the checks. `at`: the folder of the run."""
-    wanted = sorted({FULL[kind] for kind in kinds if kind in FULL}) if number % 2 else []
+    wanted = sorted({FULL[kind] for kind in kinds if kind in FULL})
+    if number // 2 % 2 and not set(kinds) <= set(FULL):
+        wanted = []  # half of the runs are where runs usually are
     with small_places(at, wanted) as mounts:
         settings = CHAINS if number % 2 else TOOLS
         if "memory" in mounts:
