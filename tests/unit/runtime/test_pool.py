@@ -9,16 +9,19 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dora_rl.config import ModelConfig, RewardConfig, RunConfig
-from dora_rl.io.connection import Connection
-from dora_rl.io.proof import AuthenticationError, RunKey
-from dora_rl.workers.messages import Note, Ready
+from dora_rl.io.connection import HEADER, Connection, Listener
+from dora_rl.io.proof import TAG_BYTES, AuthenticationError, RunKey
+from dora_rl.workers.messages import Channel, Hello, Note, Ready, pack
 from dora_rl.workers.pool import (
+    HELLO_BYTES_MAX,
     KILL_WAIT_S,
     SAVE_WAIT_S,
     Envelope,
@@ -189,3 +192,71 @@ def test_the_socket_of_a_killed_controller_goes_with_the_next_start(tmp_path: Pa
         for process in (alive, last):
             process.communicate("end\n")
         assert list(Path(folder).iterdir()) == [], "who ends normally leaves nothing"
+
+
+class Pretended:
+    """A worker whose process is a thread of the test. Implements `Process`."""
+
+    def __init__(self) -> None:
+        self.killed = threading.Event()
+
+    def poll(self) -> int | None:
+        return -9 if self.killed.is_set() else None
+
+    def wait(self, timeout: float | None = None) -> int:
+        if not self.killed.wait(timeout):
+            raise subprocess.TimeoutExpired("pretended", timeout or 0.0)
+        return -9
+
+    def kill(self) -> None:
+        self.killed.set()
+
+
+class PretendedProcesses:
+    """Implements `Launcher`."""
+
+    last_words_s = 1.0
+
+    def __init__(self, folder: Path) -> None:
+        self.address = str(folder / "s")
+        self.listener = Listener(self.address)
+
+    def launch(self, setup: dict[str, Any]) -> Pretended:
+        return Pretended()
+
+    def begun_s(self, worker: Worker) -> float | None:
+        return worker.started_s
+
+    def close(self) -> None:
+        self.listener.close()
+
+
+@pytest.fixture
+def hall(tmp_path: Path):
+    pool = WorkerPool(CONFIG, tmp_path, PretendedProcesses(tmp_path))
+    yield pool, str(tmp_path / "s")
+    pool.kill_all()
+
+
+def test_a_worker_whose_words_were_changed_on_the_way_is_ended(hall) -> None:
+    pool, address = hall
+    worker = pool.start("reward", "reward0", {})
+    channel = Channel.connect(address, RunKey(pool.key))
+    channel.send(Hello("reward", "reward0", worker.incarnation))
+    channel.send(Ready())
+    assert pool.inbox.get(timeout=60).message == Ready()
+    channel._wire.write(HEADER.pack(4) + bytes(TAG_BYTES) + b"evil")
+    assert worker.process.killed.wait(60)
+    assert pool.inbox.get(timeout=60).message is None
+
+
+def test_who_knows_the_key_and_says_something_else_first_is_sent_away(hall) -> None:
+    pool, address = hall
+    pool.start("reward", "reward0", {})
+    for words in (pack(Ready()), bytes(HELLO_BYTES_MAX + 1)):
+        channel = Channel.connect(address, RunKey(pool.key))
+        channel.send_frame(words)
+        channel.within(60.0)
+        with pytest.raises((EOFError, ConnectionError)):
+            channel.receive_frame()
+    assert pool.workers["reward0"].channel is None
