@@ -149,7 +149,8 @@ class Log:
 class Victim:
     """One run, started and resumed as often as it takes."""
 
-    def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, settings: dict[str, Any], said: Path) -> None:
+        """`said`: where its words go, which is not the disk that gets full."""
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.run_dir = folder, folder / "run"
         self.temporary = folder / "tmp"
@@ -159,7 +160,7 @@ class Victim:
         self._config.write_text(json.dumps(config))
         self.num_steps = ENDLESS
         self.log = Log(self.run_dir / "events")
-        self.said = folder / "said.log"
+        self.said = said
         self.process = self._start()
 
     def _start(self, *more: str) -> subprocess.Popen[bytes]:
@@ -385,7 +386,7 @@ def one_run(
         settings = CHAINS if number % 2 else TOOLS
         if "memory" in mounts:
             settings = merged(settings, {"weights": {"root": str(mounts["memory"] / "w")}})
-        run = Victim(mounts.get("disk", at / "plain"), settings)
+        run = Victim(mounts.get("disk", at / "plain"), settings, at / "said.log")
         # Each of these environments gives its own reward, and answers in the learner's stead.
         other = {"environment"} if number % 2 else {"reward", "stopped reward"}
         able = [k for k in kinds if k not in other and (k not in FULL or FULL[k] in mounts)]

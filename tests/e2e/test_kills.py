@@ -33,7 +33,7 @@ def test_ten_kills(tmp_path: Path) -> None:
 
 def test_what_is_lost_twice_or_left_behind_is_found(tmp_path: Path) -> None:
     """The checks of the program, on a run that is right and is then made wrong."""
-    run = chaos.Victim(tmp_path, chaos.CHAINS)
+    run = chaos.Victim(tmp_path, chaos.CHAINS, tmp_path / "said.log")
     try:
         assert run.moves_on(30)
         run.finish()

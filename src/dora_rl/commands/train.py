@@ -26,6 +26,7 @@ from dora_rl.commands.arguments import (
     prepare_output,
     write_json,
 )
+from dora_rl.commands.words import may_be_lost
 from dora_rl.user_code import require
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ _LINES_MAX = 20  # of the warm start's progress, whatever the number of updates
     argument("--resume", action="store_true", help="go on with the run directory's run"),
     argument("--dry-run", action="store_true", help="check everything, start nothing"),
 )
+@may_be_lost()
 def train(args: argparse.Namespace) -> int:
     from dora_rl.controller.run_dir import (
         check_not_moved,
