@@ -122,7 +122,7 @@ class Found(Exception):
 class Kill:
     kind: str
     run: int
-    recovered_s: float | None = None  # None: the run ended before it showed
+    recovered_s: float = 0.0
     resumed: bool = False
 
 
@@ -254,8 +254,9 @@ def strike(run: Victim, kind: str, draw: random.Random, mounts: dict[str, Path])
         run.until(
             "another worker", lambda: run.workers().get(replaced[0], replaced[1]) != replaced[1]
         )
-    if run.moves_on(1):
-        kill.recovered_s = time.monotonic() - began
+    while not run.moves_on(1):  # it ended only now
+        kill.resumed |= recover(run)
+    kill.recovered_s = time.monotonic() - began
     return kill
 
 
@@ -418,7 +419,7 @@ def table(kills: Sequence[Kill], kinds: Sequence[str]) -> str:
     ]
     for kind in kinds:
         of_kind = [kill for kill in kills if kill.kind == kind]
-        times = sorted(kill.recovered_s for kill in of_kind if kill.recovered_s is not None)
+        times = sorted(kill.recovered_s for kill in of_kind)
         resumed = sum(kill.resumed for kill in of_kind)
         shown = f"{median(times):.1f} | {times[-1]:.1f}" if times else "- | -"
         lines.append(
@@ -448,7 +449,7 @@ def main() -> int:
                 for kill in one_run(number, args.kinds, count, draw, Path(folder)):
                     done.append(kill)
                     how = "resumed" if kill.resumed else "went on"
-                    print(f"{len(done):4} {kill.kind}: {how}, {kill.recovered_s} s", flush=True)
+                    print(f"{len(done):4} {kill.kind}: {how}, {kill.recovered_s:.1f} s", flush=True)
             except Found as error:
                 found.append(str(error))
         print(f"{len(done)} kills in {number} runs", flush=True)
