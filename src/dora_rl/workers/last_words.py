@@ -102,12 +102,14 @@ def is_full(error: BaseException | None) -> bool:
     return False
 
 
-def full_line(run_dir: str | Path, error: BaseException) -> str:
-    """What happened, where, and what to do."""
+def full_line(run_dir: str | Path, error: BaseException, *others: str | Path) -> str:
+    """What happened, where, and what to do. `others`: where else it writes, such as memory."""
     if isinstance(error, WeightsFull):
         return str(error)
-    where = getattr(error, "filename", None) or run_dir
-    free = shutil.disk_usage(run_dir).free >> 20
+    places = [place for place in (run_dir, *others) if Path(place).exists()]
+    fullest = min(places, key=lambda place: shutil.disk_usage(place).free, default=run_dir)
+    where = getattr(error, "filename", None) or fullest
+    free = shutil.disk_usage(where if Path(where).exists() else run_dir).free >> 20
     return f"no room to write {where} ({free} MiB free on its disk); make room and --resume"
 
 

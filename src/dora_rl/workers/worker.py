@@ -248,7 +248,10 @@ def parting(setup: Setup, error: Exception) -> Fatal | Fault:
         return Fault(last_words(error))
     if isinstance(error, UserCodeError):
         raised(str(error).partition(" raised ")[0], error.__cause__ or error)
-    reason = full_line(setup.run_dir, error) if is_full(error) else str(error)
+    shared = [
+        setup.extra[name] for name in ("weights_root", "transfer_root") if name in setup.extra
+    ]
+    reason = full_line(setup.run_dir, error, *shared) if is_full(error) else str(error)
     ends_run = is_full(error) or isinstance(error, (BaseDiffers, UserCodeError))
     # There is one learner, and the next one would come to the same place.
     ends_run |= setup.role == "learner" and isinstance(error, UserError)

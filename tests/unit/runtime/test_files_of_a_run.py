@@ -171,6 +171,17 @@ def test_a_full_disk_is_recognised_behind_other_errors(tmp_path: Path) -> None:
     assert "--resume" in full_line(tmp_path, full)
 
 
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="a place without room is needed")
+def test_the_place_that_has_no_room_is_named(tmp_path: Path) -> None:
+    """Shared memory may be full while the disk is not."""
+    full = OSError(28, "No space left on device")
+    nowhere = tmp_path / "nowhere"
+    assert f"write {tmp_path} (" in full_line(tmp_path, full, nowhere)
+    assert "write /proc (0 MiB free" in full_line(tmp_path, full, nowhere, "/proc")
+    full.filename = str(tmp_path / "table.log")
+    assert f"write {tmp_path}/table.log (" in full_line(tmp_path, full, "/proc")
+
+
 @pytest.mark.parametrize("text", ["x", "[]", ""])
 def test_damaged_totals_are_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "totals.json").write_text(text)
