@@ -437,6 +437,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     seed = time.time_ns() % 100_000 if args.seed is None else args.seed
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # its run and its disks end with it
     print(f"seed {seed}", flush=True)
     done, found, number = list[Kill](), list[str](), 0
     while len(done) < args.kills and not found:
