@@ -254,7 +254,12 @@ class Relay:
         self.said: list[msg.Message] = []
         root, transfer = folder / "weights", folder / "kv"
         transfer.mkdir(parents=True)
-        where = {"weights_root": str(root), "transfer_root": str(transfer), "at_head": at_head}
+        where = {
+            "weights_root": str(root),
+            "transfer_root": str(transfer),
+            "at_head": at_head,
+            "ip": "127.0.0.1",
+        }
         setup = Setup("relay", "relay", 0, "", KEY, str(folder), config_of(folder), where)
         self.root, self.transfer = root, transfer
         self.role: Role = RelayWorker(setup, self.said.append)
