@@ -586,6 +586,7 @@ FILES: dict[str, FileCorruption] = {
     "checkpoint: random numbers": FileCorruption(
         removed("checkpoints/step_000002/trainer/rng.safetensors")
     ),
+    "checkpoint: tokenizer": FileCorruption(flipped("checkpoints/step_000002/tokenizer.json", 0.5)),
     "checkpoint: no digests": FileCorruption(
         without_key("checkpoints/step_000002/trainer/state.json", "files")
     ),

@@ -121,7 +121,8 @@ class WeightsConfig(Section):
     """[weights] the store of sealed versions."""
 
     root: str = ""
-    """The directory where live versions lie. If empty, it is one of the run's own in /dev/shm."""
+    """The directory where live versions lie. If empty, it is one of the run's own in /dev/shm. No
+    other user may be able to write to it."""
     verify: bool = True
     """Whether each process hashes the bytes of a version before it uses it for the first time."""
     handover: bool | Literal["auto"] = "auto"

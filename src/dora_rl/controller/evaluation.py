@@ -9,7 +9,7 @@ follows from that and from the core (`KeptVersions`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -59,8 +59,11 @@ class Evaluations:
         decode: Callable[[Sequence[int]], str],
         done: Callable[[Version, Figures], None],
         extra: dict[str, Any],
+        checksums: Mapping[Version, str],
     ) -> None:
+        """`checksums`: of versions, as the log has them."""
         self._workers, self._scoring, self._prompts = workers, scoring, prompts
+        self._checksums = checksums
         self._section, self._tail, self._decode, self._done = section, tail, decode, done
         self._ready = False
         self._waiting: list[Version] = []
@@ -94,7 +97,9 @@ class Evaluations:
         self.running = self._waiting.pop(0)
         prompts = tuple(EvalPrompt(row_of(prompt), prompt.env) for prompt in self._prompts)
         self._generating, self._heard_s = True, self._workers.now()
-        self._workers.send(NAME, Evaluate(self.running, prompts, self._section.num_samples))
+        committed = self._checksums.get(self.running, "")
+        asked = Evaluate(self.running, prompts, self._section.num_samples, committed)
+        self._workers.send(NAME, asked)
 
     def check_time(self, limit_s: float) -> None:
         """End an evaluator that generates and has said nothing for too long."""
@@ -226,9 +231,8 @@ class KeptVersions:
         section = self._config.evaluation
         prompts = list(source.once(section.num_prompts))[: section.num_prompts]
         tail = TailPrompts(prompts, self._files.run_dir / TAIL_FILE)
-        self.evaluations = Evaluations(
-            self._workers, scoring, prompts, section, tail, decode, self.evaluated, extra
-        )
+        parts = (prompts, section, tail, decode, self.evaluated, extra, self._files.checksums)
+        self.evaluations = Evaluations(self._workers, scoring, *parts)
 
     def missing(self, newest: Version) -> list[Version]:
         """Wanted by the configuration, not done or failed, and still possible: a crash came

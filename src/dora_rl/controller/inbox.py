@@ -16,7 +16,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TypeAlias
+from pathlib import Path
+from typing import Any, TypeAlias
 
 from dora_rl.controller.evaluation import KeptVersions
 from dora_rl.controller.loop import Control
@@ -27,7 +28,6 @@ from dora_rl.controller.world import Notify, Service, World
 from dora_rl.core import events as ev
 from dora_rl.core.state import Phase
 from dora_rl.data.prompts import PromptSource
-from dora_rl.io.append_log import read_lines
 from dora_rl.store.trajectories import text_digest
 from dora_rl.types import StepIndex, Version
 from dora_rl.workers import messages as msg
@@ -96,6 +96,16 @@ class Inbox:
                 service.hear(worker, message)
 
 
+def _left_figures(run_dir: Path, step: StepIndex) -> dict[str, float]:
+    """Those of a step whose learner ended right after its seal; none where they are damaged."""
+    try:
+        left = json.loads((run_dir / "learner.json").read_text())
+        figures: dict[str, Any] = left["metrics"] if left["step"] == step else {}
+        return {name: value for name, value in figures.items() if isinstance(value, int | float)}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+
+
 class FromLearner:
     """The handler of the role `learner`."""
 
@@ -142,15 +152,14 @@ class FromLearner:
         self._files.records.usage("learner", worker.incarnation, usage.busy_s, usage.cpu_s)
         if self._control.stop is None:
             digest = self._record(message.event.step, message.metrics)
+            self._files.checksums[message.event.step + 1] = message.event.checksum
             self._control.handle(replace(message.event, metrics=digest))
 
     def _joined(self, version: Version) -> None:
         step = self._control.state.committed
         if version == step + 1:
             # Sealed before a crash, logged only now. The learner left its figures on disk.
-            left = list(read_lines(self._files.run_dir / "learner.json"))
-            metrics = left[0]["metrics"] if left and left[0]["step"] == step else {}
-            self._record(step, metrics)
+            self._record(step, _left_figures(self._files.run_dir, step))
         self._kept.ask(version)  # it is on disk only now
 
     def _lost_alive(self, version: Version) -> None:

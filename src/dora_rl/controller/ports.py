@@ -60,7 +60,10 @@ class FleetPort:
             case _:
                 if isinstance(action, act.Load):
                     self._carrier.load(action)
-                self._workers.send(action.instance, action)
+                    checksum = self._files.checksums.get(action.version, "")
+                    self._workers.send(action.instance, msg.LoadSealed(action, checksum))
+                else:
+                    self._workers.send(action.instance, action)
 
     def _dispatched(self, action: act.Dispatch) -> msg.Dispatched:
         """With what journals have of its samples, of which the core and the records hear."""
@@ -135,7 +138,7 @@ class FromInstances:
     def _repair(self, version: Version) -> None:
         """An instance could not load a version: make sure that the shared copy is good."""
         try:
-            if self._files.versions.repair(version):
+            if self._files.versions.repair(version, self._files.checksums.get(version, "")):
                 self._notify(f"version {version} was damaged in shared memory; restored from disk")
         except WeightsError as error:
             reason = f"version {version} is damaged on disk too: {error}"

@@ -25,7 +25,7 @@ import numpy as np
 from dora_rl.config import CheckpointConfig, RunConfig
 from dora_rl.controller.sinks import RunFacts, Sinks
 from dora_rl.core import events as ev
-from dora_rl.io.append_log import cut_lines, keep_lines, read_lines
+from dora_rl.io.append_log import Damaged, cut_lines, keep_lines, read_lines
 from dora_rl.observe.eval_figures import Figures, best_evaluated
 from dora_rl.observe.eventlog import FileLog, entries_since
 from dora_rl.observe.measures import (
@@ -37,7 +37,7 @@ from dora_rl.observe.measures import (
     tokens_written,
     trainer_busy_s,
 )
-from dora_rl.types import RequestId, StepIndex, UserError, Version
+from dora_rl.types import RequestId, StepIndex, Version
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,16 +141,34 @@ KEPT = (
 )
 
 
-def _read_totals(path: Path) -> dict[str, Any]:
+def _read_totals(path: Path, tell: Callable[[str], None]) -> dict[str, Any]:
+    """Nothing where it is damaged."""
     try:
-        kept = json.loads(path.read_text())
-    except ValueError:
-        kept = None
-    if not isinstance(kept, dict):
-        raise UserError(
-            f"{path} is damaged; delete it and resume: sums over the whole run then begin anew"
+        kept: dict[str, Any] = json.loads(path.read_text())
+        begun, at = Totals(), kept.get("log")
+        sums = {name: value for name, value in kept.items() if name != "log"}
+        whole = all(
+            isinstance(value, dict if isinstance(getattr(begun, name), dict) else int | float)
+            for name, value in sums.items()
         )
-    return kept
+        times = [] if at is None else [at["number"], at["now"], at["open_s"] or 0.0]
+        if whole and all(isinstance(time_s, int | float) for time_s in times):
+            return kept
+    except FileNotFoundError:
+        return {}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        pass
+    tell(f"{path} is damaged: sums over the whole run that nothing else has begin anew")
+    return {}
+
+
+def _is_whole(line: dict[str, Any]) -> bool:
+    """Whether a line of metrics.jsonl has what sums are made of."""
+    try:
+        Totals().add(line)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return False
+    return isinstance(line.get("step", line.get("version")), int)
 
 
 class Records:
@@ -165,28 +183,18 @@ class Records:
         sinks: Sinks | None = None,
         log: FileLog | None = None,
         written: Callable[[RequestId], int | None] = lambda request: None,
+        tell: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """`written`: how many tokens of a sample the policy wrote, where that is known."""
-        self.run_dir = run_dir
+        """`written`: how many tokens of a sample the policy wrote, where that is known; `tell`
+        hears what is damaged: nothing here is needed to go on."""
+        self.run_dir, self._tell = run_dir, tell
         self._sinks, self._log, self._written = sinks, log, written
         metrics, samples = run_dir / "metrics.jsonl", run_dir / "rollouts.jsonl"
         self.totals = Totals()
         # Tokens and seconds of the last steps.
         self._recent: deque[tuple[int, float]] = deque(maxlen=WINDOW_STEPS)
         if committed is not None:
-            cut_lines(samples, lambda line: line["step"] < committed)
-            # The time of a step that was recorded and not committed is spent all the same.
-            lost = [line for line in read_lines(metrics) if line.get("step", -1) >= committed]
-            self.totals.cut_s += sum(line["time/step"] for line in lost)
-            # So is an evaluation of a version that was lost with its host.
-            keep_lines(
-                metrics,
-                lambda line: (
-                    line.get("step", -1) < committed
-                    and ("step" in line or line["version"] <= committed)
-                ),
-            )
-            self._recall(metrics)
+            self._cut(metrics, samples, committed)
         self._metrics = metrics.open("a")
         self._rollouts = samples.open("a") if rollouts else None
         self.began = self.step_began = self._kept_at = time.monotonic()
@@ -197,13 +205,40 @@ class Records:
         self._lives: dict[str, tuple[int, float, float]] = {}
         self.keep()
 
-    def _recall(self, metrics: Path) -> None:
+    def _cut(self, metrics: Path, samples: Path, committed: int) -> None:
+        """To what the log calls committed. What is damaged is left out."""
+
+        def damaged(error: Damaged) -> None:
+            self._tell(f"{error}; the line is left out")
+
+        def is_of_log(line: dict[str, Any]) -> bool:
+            step = line.get("step")
+            return isinstance(step, int) and step < committed
+
+        cut_lines(samples, is_of_log, damaged)
+        for line in read_lines(metrics, damaged):
+            if not _is_whole(line):
+                damaged(Damaged(f"a line of {metrics} is damaged"))
+            elif line.get("step", -1) >= committed:
+                # The time of a step that was recorded and not committed is spent all the same.
+                self.totals.cut_s += line["time/step"]
+
+        def stays(line: dict[str, Any]) -> bool:
+            # An evaluation of a version that was lost with its host goes too.
+            number = line.get("step", line.get("version", 0) - 1) if _is_whole(line) else committed
+            return number < committed
+
+        keep_lines(metrics, stays, lambda error: None)
         for line in read_lines(metrics):
             self.totals.add(line)
             if "step" in line:
                 self._recent.append((tokens_of_line(line), line["time/step"]))
+        self._recall()
+
+    def _recall(self) -> None:
+        """What totals.json has."""
         path, cut_s = self.run_dir / "totals.json", self.totals.cut_s
-        kept = _read_totals(path) if path.is_file() else {}
+        kept = _read_totals(path, self._tell)
         at = kept.pop("log", None)
         for name, value in kept.items():
             setattr(self.totals, name, value)
@@ -447,5 +482,11 @@ def open_records(
     sinks = Sinks(logging.sinks, facts, tell)
     rollouts = logging.rollouts and config.runtime.world != "ray"  # there the storage shards do it
     return Records(
-        run_dir, rollouts=rollouts, committed=committed, sinks=sinks, log=log, written=written
+        run_dir,
+        rollouts=rollouts,
+        committed=committed,
+        sinks=sinks,
+        log=log,
+        written=written,
+        tell=tell,
     )

@@ -78,7 +78,7 @@ class Run:
         shutil.rmtree(self._layout.transfer_root, ignore_errors=True)
         self._layout.transfer_root.mkdir(parents=True)
         missing = self._kept.missing(self.state.committed) if files.is_resumed else []
-        files.clear({*missing, *self._kept.best()})
+        self.notify(*files.clear({*missing, *self._kept.best()}))
         begun = ev.Resumed if files.is_resumed else ev.Started
         control.handle(begun(files.params, config=config_digest(config)))
         self._go_back()

@@ -17,7 +17,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,11 @@ from dora_rl.config import RunConfig
 from dora_rl.config.on_resume import check_changes
 from dora_rl.controller.records import open_records
 from dora_rl.controller.world import Notify
-from dora_rl.core.state import State
+from dora_rl.core.state import Phase, State
 from dora_rl.core.step import initial
 from dora_rl.data.prompts import PromptSource
 from dora_rl.io.system_errors import system_line
-from dora_rl.observe.eventlog import FileLog
+from dora_rl.observe.eventlog import FileLog, config_digests
 from dora_rl.setup.settings import core_params
 from dora_rl.store.journals import Journals
 from dora_rl.store.samples import Samples
@@ -44,9 +44,17 @@ LEARNER_LOCK = ".learner-lock"
 AS_GOOD_AS_EMPTY = (".gitkeep", ".gitignore", "lost+found")
 
 
-def _take(path: Path, mode: int, wait_s: float, refusal: str) -> int:
+def _open_lock(path: Path) -> int:
+    """Who may open it may hold it: nobody else, where an older release made the file either."""
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    with suppress(PermissionError):
+        os.fchmod(handle, 0o600)
+    return handle
+
+
+def _take(path: Path, wait_s: float, refusal: str) -> int:
     """The handle of a lock that is held from now on, or a line that says who still has it."""
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, mode)
+    handle = _open_lock(path)
     until = time.monotonic() + wait_s
     while True:
         try:
@@ -63,10 +71,10 @@ class RunLock:
     """Taken when made; `fd` is what workers inherit."""
 
     def __init__(self, run_dir: Path, wait_s: float = WAIT_S) -> None:
-        run_dir.mkdir(parents=True, exist_ok=True)
+        make_run_dir(run_dir)
         self._path = run_dir / ".lock"
         refusal = f"{run_dir} is in use by another dora-rl; end it, or set runtime.run_dir"
-        self.fd = _take(self._path, 0o644, wait_s, refusal)
+        self.fd = _take(self._path, wait_s, refusal)
 
     def is_there(self) -> bool:
         """False: the run directory was deleted or moved under the run."""
@@ -83,17 +91,30 @@ class RunLock:
 def learner_ended(run_dir: Path, wait_s: float = WAIT_S) -> Iterator[None]:
     """While no learner of this run lives: one that was given up may still be writing a version."""
     refusal = f"a learner of {run_dir} is still there; end it, then --resume"
-    handle = _take(run_dir / LEARNER_LOCK, 0o600, wait_s, refusal)
+    handle = _take(run_dir / LEARNER_LOCK, wait_s, refusal)
     try:
         yield
     finally:
         os.close(handle)
 
 
+def learner_lock(run_dir: Path) -> int:
+    """Held until this process ends: a learner that was given up and lives on never meets us."""
+    handle = _open_lock(run_dir / LEARNER_LOCK)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    return handle
+
+
 def check_run_dir(run_dir: Path, *, resume: bool) -> None:
     """A run is begun in a directory without one and resumed in a directory with one."""
     used, found = _holds_run(run_dir), _foreign(run_dir)
+    weights, events = run_dir / "weights", run_dir / "events"
     problems = (
+        (
+            not used and any(weights.glob("[0-9]*")),
+            f"{events} is gone and {weights} is there; restore it from a copy of the run, or begin "
+            "a new one in another directory (runtime.run_dir=DIRECTORY)",
+        ),
         (resume and not used, f"{run_dir} holds no run to resume; leave --resume out to begin one"),
         (
             used and not resume,
@@ -146,7 +167,8 @@ def _fingerprint(path: Path) -> str | None:
 def make_run_dir(run_dir: Path) -> None:
     """Where it cannot be made or written to, one line says so."""
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)
+        run_dir.parent.mkdir(parents=True, exist_ok=True)
+        run_dir.mkdir(mode=0o700, exist_ok=True)  # whoever makes it before says who may read it
     except OSError as error:
         raise UserError(
             f"runtime.run_dir: cannot make {run_dir} ({error.strerror}); choose another directory"
@@ -161,9 +183,23 @@ def check_same_run(config: RunConfig, run_dir: Path) -> None:
     if not path.is_file():
         return
     defaults = RunConfig(model=config.model).model_dump(mode="json")
-    old: dict[str, Any] = json.loads(path.read_text())
-    for section, values in defaults.items():  # keys that came with a later release
-        old[section] = values | old.get(section, {})
+    try:
+        text = path.read_text()
+        old: dict[str, Any] = json.loads(text)
+        for section, values in defaults.items():  # keys that came with a later release
+            old[section] = values | old.get(section, {})
+    except (ValueError, TypeError, AttributeError):
+        raise UserError(
+            f"{path} is damaged; restore it, or delete it and resume with the file that the run "
+            "began with"
+        ) from None
+    known = config_digests(run_dir / "events")
+    if known and text_digest(text) not in known:
+        raise UserError(
+            f"{path} is not what the run was begun with: it was damaged or edited; restore it, or "
+            "delete it and resume with the file that the run began with (keys are changed on the "
+            "command line: section.key=value)"
+        )
     check_changes(old, config.model_dump(mode="json"))
 
 
@@ -178,7 +214,8 @@ def check_same_data(train: PromptSource, run_dir: Path) -> None:
         raise UserError(f"{path} is damaged; restore it, or begin a new run")
     if begun_with != found:
         raise UserError(
-            f"the training data is not what {run_dir} began with; restore it, or begin a new run"
+            f"the training data is not what {run_dir} began with, by {path}; restore it, or begin "
+            "a new run"
         )
 
 
@@ -220,9 +257,15 @@ class RunFiles:
             self.log, self.state = FileLog.create(events), initial(self.params)
         self.log.before_sync = samples.sync
         self.versions = Versions(self.run_dir, weights_root)
+        if resume:  # before anything is changed
+            self.versions.check_log(self.state)
+            self._check_rows(self.state)
+        # What the log committed of the versions that may still be loaded.
+        self.checksums = self.versions.committed(self.state) if resume else dict[Version, str]()
         # The version to go back to, where the newest was lost with its host.
         self.goes_back_to = self._find_lost(self.state) if resume else None
         committed = self.state.committed if self.goes_back_to is None else self.goes_back_to
+        self.checksums = {v: c for v, c in self.checksums.items() if v <= committed}
         self.lineage = self.state.lineage + (self.goes_back_to is not None)
         self.records = open_records(
             config, committed if resume else None, notify, self.log, samples.num_written
@@ -231,22 +274,33 @@ class RunFiles:
         self.journals = Journals(self.run_dir / "journal")
         self.dropped: Counter[str] = Counter()  # groups that ended untrained since the last step
 
+    def _check_rows(self, state: State) -> None:
+        """What the log says is ready to be trained is in the table."""
+        for group in state.groups.values():
+            for request in group.requests:
+                if request.phase is Phase.SCORED and self.samples.row(request.id) is None:
+                    raise UserError(
+                        f"{self.samples.path} does not have sample {request.id.sample} of group "
+                        f"{request.id.group}, which waits to be trained; restore it from a copy "
+                        "of the run, or begin a new run"
+                    )
+
     def _find_lost(self, state: State) -> Version | None:
         """A learner that was given up and still writes is waited for."""
         if state.durable == state.committed:
             return None
         with learner_ended(self.run_dir):
-            return self.versions.lost(state)
+            return self.versions.lost(state, self.checksums.get(state.committed, ""))
 
-    def clear(self, wanted: Collection[Version]) -> None:
+    def clear(self, wanted: Collection[Version]) -> list[str]:
         """Before the start: what no group of the log, no version of it and nothing that is wanted
-        stands for goes."""
+        stands for goes. Returns what there is to say about it."""
         if not self.is_resumed:
             self.versions.clear()
-            return
+            return []
         self.samples.keep_only(self.state.groups.keys())
         self.journals.collect(alive=set(self.state.groups))
-        self.versions.keep_only(self.state, wanted)
+        return self.versions.keep_only(self.state, wanted)
 
     def forget(self, group: GroupId) -> None:
         """A group has ended."""

@@ -18,11 +18,23 @@ from dora_rl.workers.pool import Worker
 
 
 class Notify:
-    """Whoever watches a run: lines to read now, and the figures of steps and evaluations."""
+    """Whoever watches a run: lines to read now, and the figures of steps and evaluations. Lines
+    from before anybody watches are kept for who does."""
 
     def __init__(self) -> None:
-        self.on_lines: Callable[[list[str]], None] = lambda lines: None
+        self._early: list[str] = []
+        self._on_lines: Callable[[list[str]], None] = self._early.extend
         self.on_step: Callable[[dict[str, object]], None] = lambda line: None
+
+    @property
+    def on_lines(self) -> Callable[[list[str]], None]:
+        return self._on_lines
+
+    @on_lines.setter
+    def on_lines(self, hear: Callable[[list[str]], None]) -> None:
+        self._on_lines = hear
+        early, self._early = self._early, []
+        self(*early)
 
     def __call__(self, *lines: str) -> None:
         if lines:

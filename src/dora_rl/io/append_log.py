@@ -25,7 +25,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from dora_rl.types import UserError
 
@@ -198,19 +198,34 @@ def frames(content: memoryview, place: int, name: str) -> Iterator[tuple[int, me
 # -- lines of JSON without checksums ---------------------------------------------------------------
 
 
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+Pass: TypeAlias = Callable[[Damaged], None]
+"""What is done with a line that cannot be read, which is then passed over."""
+
+
+def refuse(error: Damaged) -> None:
+    raise error
+
+
+def read_lines(path: Path, damaged: Pass = refuse) -> Iterator[dict[str, Any]]:
     if path.is_file():
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
+                found = None
                 if line.endswith(b"\n"):
-                    yield _parsed(line, f"{path} line {number}")
+                    found = _parsed(line, f"{path} line {number}", damaged)
+                if found is not None:
+                    yield found
 
 
-def _parsed(line: bytes, name: str) -> dict[str, Any]:
+def _parsed(line: bytes, name: str, damaged: Pass) -> dict[str, Any] | None:
     try:
-        return json.loads(line)
+        found = json.loads(line)
+        if isinstance(found, dict):
+            return found
+        damaged(Damaged(f"{name} is damaged (it is no record)"))
     except ValueError as error:
-        raise Damaged(f"{name} {shape_problem(error)}") from error
+        damaged(Damaged(f"{name} {shape_problem(error)}"))
+    return None
 
 
 def shape_problem(error: Exception) -> str:
@@ -220,7 +235,7 @@ def shape_problem(error: Exception) -> str:
     return f"is damaged ({error})"
 
 
-def cut_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
+def cut_lines(path: Path, keep: Callable[[dict[str, Any]], bool], damaged: Pass = refuse) -> None:
     """Remove a torn last line, and whole lines from the end on until one is to be kept.
 
     Costs what is removed, not what is there.
@@ -231,16 +246,23 @@ def cut_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         while end:
             start = data.rfind(b"\n", 0, end - 1) + 1
-            if keep(_parsed(data[start:end], f"{path} at byte {start}")):
+            found = _parsed(data[start:end], f"{path} at byte {start}", damaged)
+            if found is not None and keep(found):
                 break
             end = start
     AppendLog(path, size=end).close()
 
 
-def keep_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
+def keep_lines(path: Path, keep: Callable[[dict[str, Any]], bool], damaged: Pass = refuse) -> None:
     """Remove a torn last line, and every line that is not to be kept. Reads the whole file."""
-    cut_lines(path, lambda line: True)
-    lines = list(read_lines(path))
-    if all(map(keep, lines)):
+    seen: list[Damaged] = []
+
+    def passed(error: Damaged) -> None:
+        damaged(error)
+        seen.append(error)
+
+    cut_lines(path, lambda line: True, passed)
+    lines = list(read_lines(path, passed))
+    if not seen and all(map(keep, lines)):
         return
     write_whole(path, ((json.dumps(line) + "\n").encode() for line in lines if keep(line)))

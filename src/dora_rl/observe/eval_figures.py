@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from dora_rl.config import EvaluationConfig
-from dora_rl.types import Prompt, Version
+from dora_rl.types import Prompt, UserError, Version
 
 SCORES = ["greedy", "sampled", "pass_at_k", "tail_greedy", "tail_sampled", "best_of_k"]
 TAIL_FILE = "evaluation.json"
@@ -175,9 +175,20 @@ class TailPrompts:
         if len(by_level) == len(levels):
             self.indexes = _last_tenth(by_level)
         elif path is not None and path.is_file():
+            self.indexes = self._read(path)
+
+    def _read(self, path: Path) -> list[int] | None:
+        """Other prompts than those it was chosen from have another tail."""
+        try:
             kept = json.loads(path.read_text())
-            # Other prompts than those it was chosen from have another tail.
-            self.indexes = list(kept["tail"]) if kept.get("prompts") == self._prompts else None
+            tail = list(map(int, kept["tail"]))
+        except (ValueError, KeyError, TypeError):
+            raise UserError(
+                f"{path} is damaged; restore it, or delete it: the hardest prompts are then chosen "
+                "anew at the next evaluation"
+            ) from None
+        fits = kept.get("prompts") == self._prompts and all(0 <= i < self._num for i in tail)
+        return tail if fits else None
 
     def choose(self, version: Version, sheets: Sequence[Sheet]) -> list[int]:
         """The tail; fixed now, by the lengths of these answers, if it is not yet."""

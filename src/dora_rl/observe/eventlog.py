@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from dora_rl.core.actions import Action
-from dora_rl.core.events import Event, Rewound, StepCommitted, VersionDurable
+from dora_rl.core.events import Event, Resumed, Rewound, Started, StepCommitted, VersionDurable
 from dora_rl.core.state import State
 from dora_rl.core.step import initial, step
 from dora_rl.io.append_log import AppendLog, Damaged, checked, text_of, whole_lines
@@ -222,18 +222,46 @@ def entries_since(folder: Path, number: int) -> list[Entry]:
     return found[::-1]
 
 
+def config_digests(folder: Path) -> set[str]:
+    """Of the configurations that a run was begun and resumed with. Other lines are only searched
+    for the words; those of older releases have none."""
+    found: set[str] = set()
+    for path in segments(folder):
+        data = path.read_bytes()
+        for words in (b'"is":"Started"', b'"is":"Resumed"'):
+            at = data.find(words)
+            while at >= 0:
+                begin, end = data.rfind(b"\n", 0, at) + 1, data.find(b"\n", at) + 1
+                record = parse_line(data[begin:end]) if end else None
+                if isinstance(record, Entry) and isinstance(record.event, (Started, Resumed)):
+                    found.add(record.event.config)
+                at = data.find(words, at + 1)
+    return found - {""}
+
+
 def recover(folder: Path) -> tuple[State, int, Path, int]:
     """State after the last whole entry, its number, the segment to go on with, its good length."""
     for path in reversed(segments(folder)):
         with path.open("rb") as file:
-            found = recover_lines(file, path.name)
+            try:
+                found = recover_lines(file, path.name)
+            except Damaged as error:
+                raise Damaged(f"{error}; {_what_is_left(folder)}") from None
         if found is not None:
             state, number, size = found
             for later in segments(folder):
                 if later > path:
                     later.unlink()  # begun and never got its snapshot
             return state, number, path, size
-    raise UserError(f"{folder} holds no event log to resume from")
+    raise UserError(f"{folder} holds no event log to resume from; {_what_is_left(folder)}")
+
+
+def _what_is_left(folder: Path) -> str:
+    run = folder.parent
+    return (
+        f"restore {folder} from a copy of the run; the newest model is still to be had with  "
+        f"dora-rl export {run} OUT_DIR"
+    )
 
 
 def recover_lines(lines: Iterable[bytes], name: str = "the log") -> tuple[State, int, int] | None:

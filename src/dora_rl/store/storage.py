@@ -55,8 +55,8 @@ class Storage(Role):
         self._tokenizer = open_tokenizer(Path(config.model.path), config.model.trust_remote_code)
         self._lock = threading.Lock()
         self._rollouts = run_dir / "rollouts.jsonl" if config.logging.rollouts else None
-        found = read_lines(run_dir / "rollouts.jsonl")
-        self._written = {(line["step"], line["group"]) for line in found}
+        found = read_lines(run_dir / "rollouts.jsonl", lambda error: None)
+        self._written = {(line.get("step"), line.get("group")) for line in found}
         self.server = Server(setup.run_key, self._answer, setup.listens_at)
 
     def join(self) -> None:

@@ -38,7 +38,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from dora_rl.io.append_log import AppendLog, Damaged, frame, frames
-from dora_rl.types import GroupId, RequestId, Version
+from dora_rl.types import GroupId, RequestId, UserError, Version
 
 MAGIC = b"dora-table-1\n"
 # A file this much larger than its live rows, and than it was after its last rewriting, is mostly
@@ -58,7 +58,7 @@ class TableError(Exception):
     """The table refused an operation; it is as it was before."""
 
 
-class TableCorrupt(TableError):
+class TableCorrupt(TableError, UserError):
     """The file is damaged at a place that no crash explains."""
 
 
@@ -152,6 +152,10 @@ class Table:
         self._live_bytes -= sum(map(num_bytes, self._rows.pop(group, {}).values()))
 
     # -- the file ---------------------------------------------------------------------------------
+
+    @property
+    def path(self) -> Path:
+        return self._file.path
 
     def _append(self, record: list[Any]) -> None:
         """Before the change, so that a failed write leaves the table as it was."""

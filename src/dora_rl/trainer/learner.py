@@ -28,6 +28,7 @@ from dora_rl.config import AlgorithmConfig, CheckpointConfig, TrainerConfig
 from dora_rl.ports import WeightStore
 from dora_rl.trainer import distributed
 from dora_rl.trainer.checkpoints import state
+from dora_rl.trainer.checkpoints.finite import check_canary
 from dora_rl.trainer.checkpoints.publish import Drafts, Publisher, compute_canary, fill
 from dora_rl.trainer.checks import check_published
 from dora_rl.trainer.documents import (
@@ -170,6 +171,7 @@ class Learner(Updates):
         assert self.step is None, "weights in motion are never published"
         first, dtype = self.rank == 0, self.published_dtype
         canary = compute_canary(self.policy, self.policy.vocab, self.policy.positions_max)
+        check_canary(canary, version)
         drafts = self.publisher.begin(version, store, exact) if first else None
         try:
             self._copy_to(drafts, dtype, version, exact=exact is not None)
@@ -192,14 +194,14 @@ class Learner(Updates):
         if self.publishes_adapters:
             tensors = published_adapter(self.policy, self.options, dtype, distributed.gathered)
             if drafts is not None:
-                fill(drafts.version, tensors)
+                fill(drafts.version, tensors, version)
         else:
             # The masters of adapters are kept as they are, and the weights under them are not.
             rounds = drafts if not self.options.lora_rank or drafts is None else drafts.alone()
             self.publisher.snapshot(self.policy, dtype, version, rounds)
         rest = state.unpublished(self, drafts is not None) if exact else {}
         if drafts is not None and drafts.exact is not None:
-            fill(drafts.exact, rest.items())
+            fill(drafts.exact, rest.items(), version)
 
     def save(self, directory: str | Path, options: CheckpointConfig | None = None) -> Path:
         """Write a checkpoint (see `checkpoint`) atomically under this very name."""
@@ -231,7 +233,8 @@ class Learner(Updates):
         batch_groups: int | None = None,
         store: WeightStore | None = None,
     ) -> Learner:
-        """Go on from a checkpoint, bit for bit on a CPU."""
+        """Go on from a checkpoint, bit for bit on a CPU. Raises `CheckpointDamaged`."""
+        state.check_saved(Path(directory))
         learner = cls(directory, algorithm, trainer, batch_groups=batch_groups, store=store)
         state.restore(learner, Path(directory))
         return learner

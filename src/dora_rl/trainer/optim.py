@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dora_rl.config import TrainerConfig
+from dora_rl.trainer.checkpoints.finite import check_moments
 from dora_rl.trainer.checks import check_trainer
 from dora_rl.trainer.distributed import gathered, like_shard
 
@@ -105,6 +106,8 @@ class Optimizer:
         }
 
     def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Nothing is changed where one of them cannot be used."""
+        check_moments(tensors)
         for key, value in tensors.items():
             name, _, kind = key.rpartition(":")
             p = self.named[name]

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from dora_rl.model.checksum import checksum_of
 from dora_rl.ports import Canary
-from dora_rl.types import Version
+from dora_rl.types import UserError, Version
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,7 +60,7 @@ class WeightsError(Exception):
     """A weight store could not do what was asked. The message names the version and the file."""
 
 
-class WeightsCorrupt(WeightsError):
+class WeightsCorrupt(WeightsError, UserError):
     """The bytes of a sealed version are not the ones that were published."""
 
 
@@ -257,6 +257,15 @@ class SealedFile:
     def _bytes(self, entry: TensorEntry) -> memoryview:
         start = self.manifest.data_start
         return memoryview(self._map)[start + entry.begin : start + entry.end]
+
+
+def check_committed(sealed: SealedFile, committed: str) -> None:
+    """Raise unless a version is the one that the log committed; "": the log does not say."""
+    if committed and sealed.checksum != committed:
+        raise WeightsCorrupt(
+            f"version {sealed.version}: {sealed.path} has checksum {sealed.checksum[:12]}, the log "
+            f"committed {committed[:12]}"
+        )
 
 
 def _lock_shared(handle: int, path: Path) -> None:

@@ -18,6 +18,8 @@ import shutil
 import time
 from pathlib import Path
 
+from dora_rl.weights.private import open_own, private_folder, problem_of
+
 OWNER = ".owner"
 SPARE = ".spare"  # memory of a version that nobody reads, to be filled again
 KEEP_S = 3 * 24 * 3600.0  # over a weekend; after that a resume trains one step again
@@ -28,8 +30,8 @@ def store_name(run: str) -> str:
 
 
 def transfer_of(root: Path) -> Path:
-    """Where requests on the move lie, beside a run's live versions."""
-    return root.with_name(root.name + "-transfer")
+    """Where requests on the move lie: with a run's live versions, where no other user comes."""
+    return root / "transfer"
 
 
 def claim(root: Path, run_dir: Path | None = None) -> int:
@@ -39,8 +41,8 @@ def claim(root: Path, run_dir: Path | None = None) -> int:
     where the same versions are on disk, or will be; a cache has none.
     """
     while True:
-        root.mkdir(parents=True, exist_ok=True)
-        handle = os.open(root / OWNER, os.O_RDWR | os.O_CREAT, 0o600)
+        private_folder(root)
+        handle = open_own(root / OWNER)
         fcntl.flock(handle, fcntl.LOCK_SH)
         if _is_there(root / OWNER, handle):
             if run_dir is not None:
@@ -66,8 +68,10 @@ def sweep(folder: Path, now_s: float | None = None) -> int:
 
 
 def _remove(root: Path, now_s: float) -> int:
+    if problem_of(root) or problem_of(root / OWNER):
+        return 0  # another user has laid it there
     try:
-        handle = os.open(root / OWNER, os.O_RDWR)
+        handle = os.open(root / OWNER, os.O_RDWR | os.O_NOFOLLOW)
     except OSError:
         return 0  # gone, or another user's
     try:

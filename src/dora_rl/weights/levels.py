@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dora_rl.types import Version
-from dora_rl.weights.format import WeightsError
+from dora_rl.weights.format import WeightsError, check_committed
+from dora_rl.weights.private import NotPrivate
 from dora_rl.weights.store import (
     DiskWeightStore,
     SharedMemoryWeightStore,
@@ -43,12 +44,13 @@ class Level:
     def newest(self) -> Version:
         return max(self.versions.versions(), default=-1)
 
-    def holds_whole(self, version: Version) -> bool:
-        """Whether every byte of it is what was sealed."""
+    def holds_whole(self, version: Version, committed: str = "") -> bool:
+        """Whether every byte of it is what was sealed, and what the log committed."""
         try:
+            check_committed(self.versions.map(version), committed)
             for store in (self.masters, self.versions):
                 store.map(version).verify()
-        except WeightsError:
+        except (WeightsError, NotPrivate):
             return False
         return True
 
@@ -108,24 +110,8 @@ def _copy(
             copy_version(source, target, version, wait)
 
 
-def finish_sealed(shared: Level, disk: Level) -> list[str]:
-    """At a learner's start: what the life before sealed and had no time to write is made durable.
-    Returns what there is to say about it. What is not whole is as good as never sealed."""
-    if is_one_place(shared, disk):
-        return []
-    notes: list[str] = []
-    for version in [v for v in shared.versions.versions() if v > disk.newest()]:
-        try:
-            make_durable(shared, disk, version)
-        except WeightsError as error:
-            notes.append(f"version {version} in shared memory cannot be used: {error}")
-            shared.forget_after(version - 1)
-            break
-    return notes
-
-
-def lost_version(shared: Level, disk: Level, committed: Version) -> bool:
+def lost_version(shared: Level, disk: Level, committed: Version, checksum: str) -> bool:
     """Whether a committed version is nowhere any more: its host was lost before it was durable."""
     if committed in disk.versions.versions() or is_one_place(shared, disk):
         return False
-    return not shared.holds_whole(committed)
+    return not shared.holds_whole(committed, checksum)

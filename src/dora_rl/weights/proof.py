@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 import mmap
 import struct
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dora_rl.core.events import Rewound, StepCommitted
+from dora_rl.io.append_log import whole_lines
 from dora_rl.model.checksum import checksum_of
 from dora_rl.observe.eventlog import Entry, parse_line
 from dora_rl.observe.segments import segments
@@ -27,21 +28,27 @@ if TYPE_CHECKING:
 _COMMITTED, _REWOUND = b'"is":"StepCommitted"', b'"is":"Rewound"'
 
 
-def committed_weights(run: Path) -> dict[Version, str]:
-    """The checksum of every version that the log of a run commits. Other lines are passed over."""
-    found: dict[Version, str] = {}
-    for path in segments(run / "events"):
-        with path.open("rb") as file:
-            for line in file:
-                told = _COMMITTED in line or _REWOUND in line
-                record = parse_line(line) if told else None
-                event: Any = record.event if isinstance(record, Entry) else None
-                if isinstance(event, Rewound):
-                    found = {
-                        version: found[version] for version in found if version <= event.version
-                    }
-                elif isinstance(event, StepCommitted):
-                    found.setdefault(event.step + 1, event.checksum)
+def committed_checksums(run: Path, wanted: Collection[Version]) -> dict[Version, str]:
+    """The checksums that the log of a run commits of these versions. Read from the end: the cost
+    does not grow with the run. Lines that cannot be read are passed over."""
+    open_, found = {version for version in wanted if version > 0}, dict[Version, str]()
+    if not open_:
+        return found
+    until: Version | None = None  # what is older than a rewind speaks of versions up to its own
+    for path in reversed(segments(run / "events")):
+        for line in reversed(whole_lines(path.read_bytes())):
+            told = _COMMITTED in line or _REWOUND in line
+            record = parse_line(line) if told else None
+            event: Any = record.event if isinstance(record, Entry) else None
+            if isinstance(event, Rewound):
+                until = event.version if until is None else min(until, event.version)
+            elif isinstance(event, StepCommitted):
+                version = event.step + 1
+                if version in open_ and (until is None or version <= until):
+                    found[version] = event.checksum
+                    open_.discard(version)
+                if not open_ or version < min(open_):
+                    return found
     return found
 
 
@@ -81,24 +88,13 @@ def checkpoint_problem(directory: Path, step: int, sealed: str, *, trainer: bool
     `sealed` is the checksum of the version, "" where that says nothing about the checkpoint. With
     `trainer` the learner's own files are read too.
     """
-    from dora_rl.trainer.checkpoints.state import FORMAT, read_state, tensor_digests
+    from dora_rl.trainer.checkpoints.digests import files_problem, read_state
 
     state = read_state(directory)
-    version, form, noted = state["next_step"], state.get("format"), state.get("files")
-    if version != step + 1:
+    if (version := state["next_step"]) != step + 1:
         return f"its trainer state is that of version {version}, not {step + 1}"
-    if not isinstance(form, int):
-        return "its trainer/state.json has no format"
-    if not isinstance(noted, dict) and (noted is not None or form >= FORMAT):
-        return "its trainer/state.json has no digests of its files"
-    if noted is not None:
-        every = trainer and form >= FORMAT
-        if not every:
-            noted = {name: digest for name, digest in noted.items() if "/" not in name}
-        found = tensor_digests(directory, trainer=every)
-        names = sorted(name for name in {*noted, *found} if noted.get(name) != found.get(name))
-        if names:
-            return f"{names[0]} is not the file that was saved"
+    if problem := files_problem(directory, state, trainer=trainer):
+        return problem
     if sealed and model_checksum(directory) != sealed:
         return f"its weights are not those that the log committed as version {step + 1}"
     return ""

@@ -243,7 +243,7 @@ class Relay:
             elif arriving.sealed != sealed:
                 raise TransportError(f"version {version} of {source} is another one")
             self._receive(link, arriving, skip)
-        os.chmod(directory / TENSORS_FILE, 0o444)
+        os.chmod(directory / TENSORS_FILE, 0o400)
 
     def _receive(self, link: Link, arriving: Arriving, skip: int) -> None:
         """Hash one part while the next one comes in."""

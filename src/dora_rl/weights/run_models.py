@@ -13,10 +13,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+from dora_rl.io.append_log import read_lines
 from dora_rl.io.system_errors import number_of
 from dora_rl.observe.eval_figures import Figures, best_evaluated
 from dora_rl.types import UserError, Version
@@ -45,6 +48,10 @@ class FoundModel:
         from dora_rl.weights.lora_base import whole
 
         return whole(self.sealed, self.directory)
+
+
+Open: TypeAlias = Callable[[], FoundModel]
+"""Opens a version that is there; sealed weights are hashed then."""
 
 
 def is_run(path: Path) -> bool:
@@ -82,17 +89,17 @@ def find_model(path: Path, step: str = "last") -> FoundModel:
     if not found:
         raise UserError(f"{path} has no checkpoint and no sealed weights yet")
     if step == "last":
-        return _proved(path, found[max(found)])
+        return _proved(path, found[max(found)]())
     if step == "best":
         return _proved(path, _best(path, found))
-    return _proved(path, found[_number(step, found)])
+    return _proved(path, found[_number(step, found)]())
 
 
 def _proved(run: Path, found: FoundModel) -> FoundModel:
-    """Refuse weights that are not those of the version they stand for."""
-    from dora_rl.weights.proof import checkpoint_problem, committed_weights, seals_whole_models
+    """Refuse weights that are not whole, or not those of the version they stand for."""
+    from dora_rl.weights.proof import checkpoint_problem, committed_checksums, seals_whole_models
 
-    committed = committed_weights(run).get(found.version, "")
+    committed = committed_checksums(run, [found.version]).get(found.version, "")
     if found.sealed is None and not found.version:
         problem = ""  # the model that the run began with; no step has made it
     elif found.sealed is None:
@@ -121,12 +128,10 @@ def newer_model(run: Path, than: Version) -> FoundModel | None:
     sealed = max(store.versions(), default=-1) if store is not None else -1
     saved = max(_checkpoints(run, config).saved(), key=lambda one: one.step, default=None)
     if saved is not None and saved.step + 1 >= sealed:
-        version, label = saved.step + 1, f"version {saved.step + 1} of {run} ({saved.path.name})"
-        return FoundModel(label, version, saved.path) if version > than else None
-    if store is None or sealed <= than:
-        return None
-    label = f"version {sealed} of {run} (sealed)"
-    return FoundModel(label, sealed, Path(config.model.path), store.open(sealed))
+        found = _saved(run, saved) if saved.step + 1 > than else None
+    else:
+        found = _sealed(run, config, store, sealed) if store is not None and sealed > than else None
+    return None if found is None else _proved(run, found)
 
 
 def has_weights(run: Path, version: Version) -> bool:
@@ -140,23 +145,29 @@ def has_weights(run: Path, version: Version) -> bool:
     return (run / "checkpoints" / f"step_{version - 1:06d}" / "trainer" / "state.json").is_file()
 
 
-def _in_run(run: Path) -> dict[Version, FoundModel]:
-    """Every version that is still there; a checkpoint is preferred to sealed weights."""
+def _in_run(run: Path) -> dict[Version, Open]:
+    """Every version that is still there; a checkpoint is preferred to sealed weights. Only what is
+    wanted is opened: another may be damaged."""
     from dora_rl.weights.store import DiskWeightStore
 
     config = run_config(run)
-    found: dict[Version, FoundModel] = {}
+    found: dict[Version, Open] = {}
     if (run / "weights").is_dir():
         store = DiskWeightStore(run / "weights")
-        for version in store.versions():
-            label = f"version {version} of {run} (sealed)"
-            sealed = store.open(version)
-            found[version] = FoundModel(label, version, Path(config.model.path), sealed)
+        found |= {v: partial(_sealed, run, config, store, v) for v in store.versions()}
     for saved in _checkpoints(run, config).saved():
-        version = saved.step + 1
-        label = f"version {version} of {run} ({saved.path.name})"
-        found[version] = FoundModel(label, version, saved.path)
+        found[saved.step + 1] = partial(_saved, run, saved)
     return found
+
+
+def _sealed(run: Path, config: RunConfig, store: Any, version: Version) -> FoundModel:
+    label = f"version {version} of {run} (sealed)"
+    return FoundModel(label, version, Path(config.model.path), store.open(version))
+
+
+def _saved(run: Path, saved: Any) -> FoundModel:
+    version = saved.step + 1
+    return FoundModel(f"version {version} of {run} ({saved.path.name})", version, saved.path)
 
 
 def _checkpoints(run: Path, config: RunConfig) -> Any:
@@ -165,7 +176,7 @@ def _checkpoints(run: Path, config: RunConfig) -> Any:
     return Checkpoints(run / "checkpoints", config.checkpoint)
 
 
-def _number(step: str, found: dict[Version, FoundModel]) -> Version:
+def _number(step: str, found: Collection[Version]) -> Version:
     there = ", ".join(str(version) for version in sorted(found))
     if not step.isdigit():
         raise UserError(f"--step {step!r}: give a number of steps trained, best or last")
@@ -174,7 +185,7 @@ def _number(step: str, found: dict[Version, FoundModel]) -> Version:
     return int(step)
 
 
-def _best(run: Path, found: dict[Version, FoundModel]) -> FoundModel:
+def _best(run: Path, found: dict[Version, Open]) -> FoundModel:
     """The version that was evaluated best, and no other, whether or not it has a checkpoint."""
     config = run_config(run)
     metric, is_max = config.checkpoint.best_metric, config.checkpoint.best_is_max
@@ -184,7 +195,7 @@ def _best(run: Path, found: dict[Version, FoundModel]) -> FoundModel:
         raise UserError(f"--step best: {run} has no evaluation with a score; use last")
     version, name, value = best
     if version in found:
-        return found[version]
+        return found[version]()
     if version == 0:  # what the run began with
         return FoundModel(f"version 0 of {run} ({config.model.path})", 0, Path(config.model.path))
     kept = {v: figures for v, figures in evaluations.items() if v in found}
@@ -197,12 +208,9 @@ def _best(run: Path, found: dict[Version, FoundModel]) -> FoundModel:
 
 
 def _evaluations(run: Path) -> dict[Version, Figures]:
-    path = run / "metrics.jsonl"
-    text = path.read_text() if path.is_file() else ""
-    lines = [json.loads(line) for line in text.splitlines() if line.endswith("}")]
     return {
         line["version"]: {name.removeprefix("eval/"): line[name] for name in line}
-        for line in lines
+        for line in read_lines(run / "metrics.jsonl")
         if "step" not in line and "version" in line
     }
 

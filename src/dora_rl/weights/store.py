@@ -12,6 +12,9 @@ atomic rename after every byte and the manifest are written.
     root/.old-00000001-…     retired; readers that have it mapped keep their pages
     root/.spare              memory of a retired version that nobody has mapped, to be filled again
 
+Shared memory is open to every user of a host: a root there is its user's alone (`private`), has a
+name that nobody can know before, and what another user owns or may change is refused.
+
 Whoever has a version of shared memory mapped holds a shared lock on its file; memory is filled
 again only by who has that lock alone. A writer that dies leaves a `.new-` directory without a lock
 holder; the next store that is made on the same root removes it. The same class with `durable=True`
@@ -23,9 +26,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import hashlib
+import json
 import os
+import re
+import secrets
 import shutil
+import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
@@ -47,6 +53,7 @@ from dora_rl.weights.format import (
     read_manifest,
 )
 from dora_rl.weights.leftovers import SPARE, store_name
+from dora_rl.weights.private import check_own, open_own, private_folder, problem_of
 from dora_rl.weights.writer import (
     HEADER_ROOM_BYTES,
     LARGE_BYTES,
@@ -78,10 +85,12 @@ __all__ = [
     "WeightsFull",
     "copy_version",
     "export_safetensors",
+    "remember_root",
     "shared_memory_root",
 ]
 
 SHARED_MEMORY = Path("/dev/shm")
+ROOT_FILE = ".shared-memory"  # of a run directory: the name of its place there
 _numbers = count()  # of what this process writes
 
 
@@ -123,7 +132,10 @@ class SharedMemoryWeightStore:
         self._verified: set[tuple[Version, tuple[int, ...]]] = set()
         self._pinned: dict[int, Memory] = {}  # what a GPU knows of, by inode, used or resting
         self._header_bytes = HEADER_ROOM_BYTES  # as much as the versions so far needed
-        self.root.mkdir(parents=True, exist_ok=True)
+        if durable:
+            self.root.mkdir(parents=True, exist_ok=True)
+        else:
+            private_folder(self.root)
         self._clean()
 
     def publish(
@@ -173,7 +185,9 @@ class SharedMemoryWeightStore:
                 parts = (sealed.tensors(), sealed.canary, sealed.base)
                 copied = self._copy(directory, version, *parts)
                 if copied.checksum != sealed.checksum:
-                    raise WeightsCorrupt(f"version {version} changed after publication; not copied")
+                    raise WeightsCorrupt(
+                        f"version {version}: {sealed.path} changed after publication; not copied"
+                    )
             wait()
             self.seal(directory, version)
 
@@ -231,6 +245,8 @@ class SharedMemoryWeightStore:
     def map(self, version: Version) -> SealedFile:
         """Map the version without hashing it, for those who hash what they read."""
         directory = self._directory(version)
+        if not self.durable:
+            check_own(directory, directory / MANIFEST_FILE, directory / TENSORS_FILE)
         try:
             return SealedFile(directory, version, lock=not self.durable)
         except FileNotFoundError as error:
@@ -310,9 +326,10 @@ class SharedMemoryWeightStore:
             raise VersionExists(f"version {version} is already published in {self.root}")
         directory = self.root / f".new-{version:08d}-{os.getpid()}-{next(_numbers)}"
         with self._store_lock():
-            directory.mkdir()
+            directory.mkdir(mode=0o700)  # nobody else may open it before it is locked
             handle = os.open(directory, os.O_RDONLY)
             fcntl.flock(handle, fcntl.LOCK_EX)
+            os.fchmod(handle, stat.S_IMODE(self.root.stat().st_mode) & 0o777)
         try:
             yield directory
         except OSError as error:
@@ -351,9 +368,12 @@ class SharedMemoryWeightStore:
 
     @contextmanager
     def _store_lock(self) -> Iterator[None]:
-        with (self.root / ".lock").open("a") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+        handle = open_own(self.root / ".lock")
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
             yield
+        finally:
+            os.close(handle)
 
     def _clean(self) -> None:
         """Remove what dead writers and interrupted retirements left behind."""
@@ -468,10 +488,40 @@ def shared_memory_root(config: WeightsConfig, run_dir: str | Path) -> Path:
     """Where a run keeps its live versions: the same place again when the run is resumed."""
     if config.root:
         return Path(config.root)
-    name = hashlib.sha256(str(Path(run_dir).resolve()).encode()).hexdigest()[:12]
     if SHARED_MEMORY.is_dir() and os.access(SHARED_MEMORY, os.W_OK):
-        return SHARED_MEMORY / store_name(name)
+        return _remembered(Path(run_dir).resolve()) or SHARED_MEMORY / store_name(
+            secrets.token_hex(8)
+        )
     return Path(run_dir) / "weights"
+
+
+def _remembered(run_dir: Path) -> Path | None:
+    """The place that a run had before. A copy of a run directory has another; so has a run whose
+    place is another user's by now."""
+    try:
+        said = json.loads((run_dir / ROOT_FILE).read_text())
+        name, owner = str(said["name"]), str(said["run_dir"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    root = SHARED_MEMORY / name
+    known = re.fullmatch(store_name("[0-9a-f]{16}"), name) and owner == str(run_dir)
+    return root if known and not problem_of(root) else None
+
+
+def remember_root(run_dir: Path, root: Path) -> None:
+    """Before anything is there, so that a resume finds it. Nobody else may read its name."""
+    run_dir = run_dir.resolve()
+    if root.parent != SHARED_MEMORY or _remembered(run_dir) == root:
+        return
+    said = json.dumps({"run_dir": str(run_dir), "name": root.name}) + "\n"
+    fresh = run_dir / f"{ROOT_FILE}.new"
+    fresh.unlink(missing_ok=True)
+    handle = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(handle, "w") as file:
+        file.write(said)
+        file.flush()
+        os.fsync(file.fileno())
+    fresh.rename(run_dir / ROOT_FILE)
 
 
 def _is_locked(directory: Path) -> bool:

@@ -14,16 +14,20 @@ from pathlib import Path
 
 from dora_rl.core.state import State
 from dora_rl.types import UserError, Version
+from dora_rl.weights.format import check_committed
 from dora_rl.weights.leftovers import claim, owner_of, sweep
 from dora_rl.weights.levels import Level, disk_level, is_one_place, lost_version, shared_level
+from dora_rl.weights.proof import committed_checksums
 from dora_rl.weights.store import (
     SHARED_MEMORY,
     DiskWeightStore,
     SharedMemoryWeightStore,
     VersionExists,
     VersionMissing,
+    WeightsCorrupt,
     WeightsError,
     copy_version,
+    remember_root,
 )
 
 
@@ -32,6 +36,7 @@ class Versions:
 
     def __init__(self, run_dir: Path, shared: Path) -> None:
         self._run_dir = run_dir
+        remember_root(run_dir, shared)
         self._on_disk: Level = disk_level(run_dir)
         self._sealed: Level = shared_level(shared)
         self.disk, self.shared = self._on_disk.versions, self._sealed.versions
@@ -59,10 +64,15 @@ class Versions:
             os.close(self._owner)
             self._owner = None
 
-    def lost(self, state: State) -> Version | None:
+    def committed(self, state: State) -> dict[Version, str]:
+        """The checksums that the log has of versions that may still be loaded."""
+        wanted = {state.committed, *state.versions, *self.disk.versions()}
+        return committed_checksums(self._run_dir, wanted)
+
+    def lost(self, state: State, checksum: str = "") -> Version | None:
         """After a crash: the version to go back to, where the newest of the log was lost with its
-        host before it was durable."""
-        if not lost_version(self._sealed, self._on_disk, state.committed):
+        host before it was durable. `checksum`: what the log committed."""
+        if not lost_version(self._sealed, self._on_disk, state.committed, checksum):
             return None
         durable = state.committed - 1
         if durable < state.durable or durable not in self.disk.versions():
@@ -78,19 +88,45 @@ class Versions:
         for level in (self._sealed, self._on_disk):
             level.forget_after(version)
 
-    def keep_only(self, state: State, wanted: Collection[Version]) -> None:
+    def keep_only(self, state: State, wanted: Collection[Version]) -> list[str]:
         """After a crash: what is neither live, nor newer than the log, nor wanted goes. What only
-        shared memory has stays if it is newer than all that the disk has: the learner writes it."""
+        shared memory has stays if it is newer than all that the disk has: the learner writes it.
+        What is only wanted goes too where it is damaged; returns what there is to say about it."""
+        notes: list[str] = []
         for version in self.disk.versions():
             live = version in state.versions or version >= state.committed
-            if not live and version not in wanted:
+            damage = "" if live or version not in wanted else self._damage(version)
+            if not live and (version not in wanted or damage):
                 self.disk.retire(version)
             elif not live:
                 self.to_retire.add(version)
+            if damage:
+                notes.append(f"{damage}; it is not needed to go on, and is removed")
         newest = self._on_disk.newest()
         for version in set(self.shared.versions()) - set(self.disk.versions()):
             if version < newest:
                 self.shared.retire(version)
+        return notes
+
+    def _damage(self, version: Version) -> str:
+        try:
+            self.disk.map(version).verify()
+        except WeightsError as error:
+            return str(error)
+        return ""
+
+    def check_log(self, state: State) -> None:
+        """A version is in the log before the next one is sealed: where there is more, the end of
+        the log is missing. What it does not know would be thrown away."""
+        newest = max(self._sealed.newest(), self._on_disk.newest())
+        batch = state.batches.get(state.committed)
+        unlogged = newest == state.committed + 1 and batch is not None and batch.closed
+        if newest > state.committed and not unlogged:
+            raise UserError(
+                f"{self._run_dir / 'events'} ends at version {state.committed} and version "
+                f"{newest} is sealed: the end of the log is missing; restore it from a copy of the "
+                f"run, or take the model with  dora-rl export {self._run_dir} OUT_DIR"
+            )
 
     def clear(self) -> None:
         """A new run: an interrupted one under the same name may have left its versions."""
@@ -115,20 +151,24 @@ class Versions:
         self._disk_only = set(self.to_retire)
         return new
 
-    def repair(self, version: Version) -> bool:
-        """Copy a version from the disk again if its shared copy is damaged or gone.
+    def repair(self, version: Version, committed: str = "") -> bool:
+        """Copy a version from the disk again if its shared copy is damaged or gone, or is not the
+        one that the log committed.
 
         True if it was; raises `WeightsError` if the disk's copy is no better.
         """
         if version not in self.disk.versions():
             return False  # not sealed yet, or not on disk yet: it is tried again
         try:
-            SharedMemoryWeightStore(self.shared.root).open(version)
+            sealed = SharedMemoryWeightStore(self.shared.root).open(version)
+            check_committed(sealed, committed)
             return False
         except WeightsError:
             with contextlib.suppress(VersionMissing):
                 self.shared.retire(version)
-            share(DiskWeightStore(self.disk.root), self.shared, version)
+            disk = DiskWeightStore(self.disk.root)
+            check_committed(disk.map(version), committed)
+            share(disk, self.shared, version)
             return True
 
 
@@ -139,7 +179,16 @@ def share(
 ) -> str:
     """Copy a version to shared memory; returns its checksum. Controller and learner may both."""
     try:
+        if version in shared.versions():
+            shared.map(version)
+    except WeightsError:  # damaged there
+        with contextlib.suppress(VersionMissing):
+            shared.retire(version)
+    try:
         return copy_version(disk, shared, version)
+    except WeightsCorrupt as error:
+        hint = "restore it from a copy of the run, or begin a new run"
+        raise WeightsCorrupt(f"{error}; {hint}") from error
     except VersionExists:
         checksum = disk.checksum(version)
         if shared.checksum(version) != checksum:

@@ -321,7 +321,7 @@ def _describe(
     file.seek(0)
     file.write(header)
     file.flush()
-    os.fchmod(file.fileno(), 0o444)
+    os.fchmod(file.fileno(), 0o444 if durable else 0o400)  # on a disk, the folders' rights count
     if durable:
         os.fsync(file.fileno())
     digest = hashlib.sha256(header).hexdigest()
@@ -453,8 +453,8 @@ def copy_durable(sealed: SealedFile, directory: Path, threads: int = NUM_THREADS
         for entry, digest in hashed:
             if digest.result() != entry.digest:
                 raise WeightsCorrupt(
-                    f"version {sealed.version} changed after publication (tensor {entry.name}); "
-                    "not copied"
+                    f"version {sealed.version}: {sealed.path} changed after publication (tensor "
+                    f"{entry.name}); not copied"
                 )
     write_manifest(directory, sealed.manifest, durable=True)
 
@@ -540,6 +540,6 @@ def write_manifest(directory: Path, manifest: Manifest, durable: bool) -> None:
     with (directory / MANIFEST_FILE).open("w") as file:
         json.dump({"format": FORMAT, "seal": seal_of(body), "manifest": body}, file)
         file.flush()
-        os.fchmod(file.fileno(), 0o444)
+        os.fchmod(file.fileno(), 0o444 if durable else 0o400)
         if durable:
             os.fsync(file.fileno())

@@ -21,6 +21,7 @@ from dora_rl.envs.host import Answer, Ask, Host, label_of, load_environments
 from dora_rl.model.directory import read_spec
 from dora_rl.out_of_memory import free_cached, shortage
 from dora_rl.types import Finish, RequestId, SamplingParams, Trajectory, Version
+from dora_rl.weights.format import check_committed
 from dora_rl.weights.lora_base import whole
 from dora_rl.weights.store import DiskWeightStore
 from dora_rl.workers.engines import decode_of
@@ -65,7 +66,9 @@ class Evaluator(Role):
         engine, version, config = self._engine, message.version, self.setup.config
         for old in engine.versions():
             engine.retire(old)
-        source = whole(self._store.open(version), Path(config.model.path))
+        sealed = self._store.open(version)
+        check_committed(sealed, message.checksum)
+        source = whole(sealed, Path(config.model.path))
         missing = _try_load(engine, version, source)
         if missing:  # once more, without what torch holds on to
             self._note(f"out of memory while version {version} was loaded ({missing}); once more")

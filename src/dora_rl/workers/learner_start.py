@@ -10,22 +10,21 @@ another host it has those of the newest durable one.
 
 from __future__ import annotations
 
-import fcntl
-import os
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
 
-from dora_rl.controller.run_dir import LEARNER_LOCK
+from dora_rl.controller.run_dir import learner_lock
 from dora_rl.model.sealed import check_base
 from dora_rl.setup.settings import learner_algorithm
 from dora_rl.trainer import distributed
 from dora_rl.trainer.checkpoints import state
+from dora_rl.trainer.checkpoints.digests import CheckpointDamaged
 from dora_rl.trainer.checkpoints.state import Checkpoints, Saved
 from dora_rl.trainer.learner import Learner
-from dora_rl.types import Version
-from dora_rl.weights.levels import finish_sealed
+from dora_rl.types import UserError, Version
 from dora_rl.weights.lora_base import run_base
+from dora_rl.weights.mending import ready_newest
 from dora_rl.weights.store import WeightsError
 from dora_rl.workers.moments import Moments
 from dora_rl.workers.publication import Publication
@@ -40,14 +39,16 @@ class LearnerStart:
         self._setup = setup
         config, extra, run_dir = setup.config, setup.extra, Path(setup.run_dir)
         self.rank, self.num_ranks = int(extra["rank"]), int(extra["num_ranks"])
-        self.lock = wait_for_lock(run_dir / LEARNER_LOCK) if self.rank == 0 else None
+        self.lock = learner_lock(run_dir) if self.rank == 0 else None
         distributed.join(extra["rendezvous"], self.rank, self.num_ranks, str(extra.get("ip", "")))
         self.publication = Publication(setup, self.lock, executor)
         shared, disk = self.publication.sealed, self.publication.on_disk
         self.shared, self.disk, self.exact = self.publication.store, disk.versions, disk.masters
-        self.notes: list[str] = finish_sealed(shared, disk) if self.rank == 0 else []
-        distributed.wait_for_all()  # now the disk has the newest version, for every rank
         self.checkpoints = Checkpoints(run_dir / "checkpoints", config.checkpoint)
+        self.notes: list[str] = []
+        if self.rank == 0:
+            self.notes += ready_newest(shared, disk, run_dir, self.checkpoints.root)
+        distributed.wait_for_all()  # now the disk has the newest version, for every rank
         every_s = config.checkpoint.state_every_s
         make_way = self.publication.sealing.make_way
         moments_dir = run_dir / "learner" / "moments"
@@ -63,25 +64,22 @@ class LearnerStart:
 
     def _open_learner(self, sealed: Version) -> tuple[Learner, Version]:
         """The learner at the newest sealed version, and the version its moments are of."""
-        config, algorithm = self._setup.config, learner_algorithm(self._setup.config)
-        batch = config.orchestration.batch_groups
-        store = self.disk if self.rank else self.shared  # another rank may be on another host
-        kwargs: dict[str, Any] = {"batch_groups": batch, "store": store}
+        config = self._setup.config
+        kwargs: dict[str, Any] = {
+            "algorithm": learner_algorithm(config),
+            "trainer": config.trainer,
+            "batch_groups": config.orchestration.batch_groups,
+            "store": self.disk if self.rank else self.shared,  # ranks may be on other hosts
+        }
         if self.rank == 0:
             self._forget_unsealed(sealed)
         saved = [c for c in self.checkpoints.saved() if c.step + 1 <= sealed]
         if sealed in self.exact.versions():
-            learner = Learner(config.model.path, algorithm, config.trainer, **kwargs)
+            learner = Learner(config.model.path, **kwargs)
             learner.adopt(self.disk, sealed, self.exact)
             return learner, self._find_moments(learner, sealed, saved)
-        # A new run, or one whose versions an older release has sealed.
-        if not saved:
-            learner = Learner(config.model.path, algorithm, config.trainer, **kwargs)
-        else:
-            learner = Learner.resume(saved[-1].path, algorithm, config.trainer, **kwargs)
-            # A checkpoint is pruned one day; what is copied beside later ones is the model's.
-            learner.directory = Path(config.model.path)
-        optimizer_version = saved[-1].step + 1 if saved else 0
+        # A new run, or one whose versions an older release has sealed, or whose masters are gone.
+        learner, optimizer_version = self._newest_whole(saved, kwargs)
         if max(0, sealed) > optimizer_version:
             learner.adopt(self.disk, sealed)
             self.notes.append(
@@ -89,6 +87,20 @@ class LearnerStart:
                 f"weights, with the learning-rate schedule of version {optimizer_version}"
             )
         return learner, optimizer_version
+
+    def _newest_whole(self, saved: list[Saved], kwargs: dict[str, Any]) -> tuple[Learner, Version]:
+        """From the newest checkpoint that is what was saved, or from the model."""
+        model = self._setup.config.model.path
+        for checkpoint in reversed(saved):
+            try:
+                learner = Learner.resume(checkpoint.path, **kwargs)
+            except CheckpointDamaged as error:
+                self.notes.append(f"{error}; the one before it is used")
+                continue
+            # A checkpoint is pruned one day; what is copied beside later ones is the model's.
+            learner.directory = Path(model)
+            return learner, checkpoint.step + 1
+        return Learner(model, **kwargs), 0
 
     def _forget_unsealed(self, sealed: Version) -> None:
         """What an incarnation that ended before it sealed the version left beside it, and what is
@@ -104,13 +116,13 @@ class LearnerStart:
         checkpoints = {c.step + 1: c.path for c in saved}
         there = {v for v in self.moments.store.versions() if v <= sealed}
         for version in sorted(there | checkpoints.keys(), reverse=True):
-            if version in checkpoints:
-                state.load_saved_moments(learner, checkpoints[version])
-                return version
             try:
-                self.moments.load(learner, version)
+                if version in checkpoints:
+                    state.load_saved_moments(learner, checkpoints[version])
+                else:
+                    self.moments.load(learner, version)
                 return version
-            except WeightsError as error:
+            except (WeightsError, UserError) as error:
                 self.notes.append(f"the optimizer's moments cannot be used: {error}")
         return 0
 
@@ -121,10 +133,3 @@ class LearnerStart:
         distributed.agree("the weights of model.path to be", int(base[:15] or "0", 16), hint)
         if self.version >= 0:
             check_base(self.disk.map(self.version), base, self._setup.config.model.path)
-
-
-def wait_for_lock(path: Path) -> int:
-    """Held until this process ends: a learner that was given up and lives on never meets us."""
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    fcntl.flock(handle, fcntl.LOCK_EX)
-    return handle

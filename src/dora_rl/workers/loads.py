@@ -13,6 +13,7 @@ from pathlib import Path
 from dora_rl.core import events as ev
 from dora_rl.out_of_memory import free_cached, shortage
 from dora_rl.types import BaseDiffers, UserError, Version
+from dora_rl.weights.format import check_committed
 from dora_rl.weights.handover import DeviceMemory, HandedOver, Handovers
 from dora_rl.weights.store import SealedFile, SharedMemoryWeightStore, WeightsError
 from dora_rl.workers.engines import InstanceEngine
@@ -38,13 +39,14 @@ class Loads:
         self._on_device: set[Version] = set()  # that are being loaded from there
         self._not_there: set[Version] = set()  # that could not be
         self._attempts: dict[Version, int] = {}
+        self._committed: dict[Version, str] = {}  # what the log says they are
         self.awaited: list[Version] = []  # to be loaded, and not in the store yet
         self.running: deque[tuple[Version, Iterator[str]]] = deque()
         self._short: set[Version] = set()  # for which there was not enough memory, once
         self._checksums: dict[Version, str] = {}  # of what is being loaded
 
-    def ask(self, version: Version, attempt: int) -> None:
-        self._attempts[version] = attempt
+    def ask(self, version: Version, attempt: int, committed: str = "") -> None:
+        self._attempts[version], self._committed[version] = attempt, committed
         if version not in [*self.awaited, *(version for version, _ in self.running)]:
             self.awaited.append(version)  # else it is asked again because it took long
 
@@ -65,6 +67,7 @@ class Loads:
                 sealed.check_header()
             else:
                 sealed = self._store.open(version)
+            check_committed(sealed, self._committed.get(version, ""))
             self._checksums[version] = sealed.checksum
             source = self._find_on_device(sealed) or sealed
             self.running.append((version, self._engine.load_layers(version, source, self._verify)))

@@ -137,6 +137,14 @@ class End:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadSealed:
+    """The core's order to load, with the checksum that the log has of the version; empty: none."""
+
+    action: act.Load
+    checksum: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Dispatched:
     """Samples to generate. `saved` has those that go on from their journal; `opens`: whether the
     environment speaks first, None where a response has a single turn."""
@@ -330,9 +338,12 @@ class EvalPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Evaluate:
+    """`checksum`: as in `LoadSealed`."""
+
     version: Version
     prompts: tuple[EvalPrompt, ...]
     num_samples: int
+    checksum: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -410,7 +421,7 @@ class Wrote:
 Message: TypeAlias = (
     Hello | Ready | Serving | Alive | Told | Usage | Note | UserRaised | Fatal | Fault | Saving
     | End | FleetAction | Dispatched | Finished | TurnEnded | Observed | Exported | Imported
-    | MoveEnded | Shards | Fed | Close | Rate | Committed | Score | Scored | Step
+    | LoadSealed | MoveEnded | Shards | Fed | Close | Rate | Committed | Score | Scored | Step
     | Stepped | Forget | Evaluate | Evaluated | Fetch | Fetched | Retire | Stored | Rows | Sync
     | Trained | Wrote
 )  # fmt: skip

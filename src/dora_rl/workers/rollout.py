@@ -159,8 +159,8 @@ class RolloutWorker(Role):
             case msg.Shards(addresses):
                 assert self.storage is not None
                 self.storage.move_to(addresses)
-            case act.Load():
-                self.loads.ask(message.version, message.attempt)
+            case msg.LoadSealed(action, checksum):
+                self.loads.ask(action.version, action.attempt, checksum)
             case act.Unload():
                 self.engine.retire(message.version)
             case act.Abort(request=request, epoch=epoch):

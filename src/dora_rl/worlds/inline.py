@@ -137,8 +137,10 @@ class InlineWorkers:
         try:
             return self._work(worker, process, send)
         except Exception as error:  # noqa: BLE001 - as of a process: its last words, and its end
-            send(parting(self._setup_of(worker), error))
-            traceback.print_exc()
+            last = parting(self._setup_of(worker), error)
+            send(last)
+            if isinstance(last, msg.Fault):  # else its line says it all
+                traceback.print_exc()
             self.kill(worker.name)
             return True
         finally:

@@ -17,7 +17,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small tmpf
 def small_disk(mount: Path, size: str) -> Iterator[None]:
     """Mounted at `mount`, which is made; the test is skipped where that is not permitted."""
     mount.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(mount)]
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size},mode=700", "tmpfs", str(mount)]
     if subprocess.run(command, capture_output=True).returncode:
         pytest.skip("mounting is not permitted here")
     try:

@@ -28,7 +28,7 @@ from dora_rl.observe.eval_figures import (
     figures,
     has_failed,
 )
-from dora_rl.types import Finish, Prompt, RequestId, SamplingParams, Trajectory
+from dora_rl.types import Finish, Prompt, RequestId, SamplingParams, Trajectory, UserError
 from dora_rl.workers.evaluator import EvalTurns, evaluate
 from dora_rl.workers.messages import (
     Alive,
@@ -72,6 +72,7 @@ class Stand:
             lambda ids: "text",
             self.done.__setitem__,
             {},
+            {0: "a", 1: "b"},
         )
         self.evaluations.start()
         self.hear(Ready())
@@ -264,3 +265,11 @@ def test_an_evaluator_that_keeps_ending_says_why() -> None:
         stand.evaluations.lost("out of memory on the GPU: 2.00 GiB more were wanted")
         stand.hear(Ready())
     assert "out of memory on the GPU" in str(stand.done[4])
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"tail": 7}', '{"tail": ["x"]}'])
+def test_a_damaged_tail_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "evaluation.json").write_text(text)
+    prompts = [Prompt(0, (1,), "a"), Prompt(1, (2,), "b")]
+    with pytest.raises(UserError, match=r"evaluation\.json is damaged; restore it, or delete it"):
+        TailPrompts(prompts, tmp_path / "evaluation.json")

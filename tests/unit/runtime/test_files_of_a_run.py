@@ -182,9 +182,39 @@ def test_the_place_that_has_no_room_is_named(tmp_path: Path) -> None:
     assert f"write {tmp_path}/table.log (" in full_line(tmp_path, full, "/proc")
 
 
-@pytest.mark.parametrize("text", ["x", "[]", ""])
-def test_damaged_totals_are_named(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    "text", ["x", "[]", "", '{"wall_x": 1.0}', '{"wall_s": "a"}', '{"log": {"number": 1}}']
+)
+def test_damaged_totals_are_named_and_not_needed(tmp_path: Path, text: str) -> None:
     (tmp_path / "totals.json").write_text(text)
-    (tmp_path / "metrics.jsonl").write_text("")
-    with pytest.raises(UserError, match=r"totals.json is damaged; delete it and resume"):
-        Records(tmp_path, rollouts=False, committed=0)
+    said: list[str] = []
+    Records(tmp_path, rollouts=False, committed=0, tell=said.append).close()
+    assert len(said) == 1 and "totals.json is damaged" in said[0]
+
+
+@pytest.mark.parametrize("damage", [b"}", b'{"step": 1}\n', b"[7]\n", b"\xff\xfe\n"])
+def test_damaged_lines_are_named_and_not_needed(tmp_path: Path, damage: bytes) -> None:
+    first = Records(tmp_path, rollouts=True)
+    for step in range(3):
+        first.step(step, {}, [sample(step, step)], {})
+    first.close()
+    for name in ("metrics.jsonl", "rollouts.jsonl"):
+        lines = (tmp_path / name).read_bytes().splitlines(keepends=True)
+        broken = damage if damage.endswith(b"\n") else lines[1].replace(b"}", damage * 2)
+        (tmp_path / name).write_bytes(lines[0] + broken + lines[2])
+    said: list[str] = []
+    again = Records(tmp_path, rollouts=True, committed=3, tell=said.append)
+    again.step(3, {}, [sample(3, 3)], {})
+    again.close()
+    assert any("metrics.jsonl" in line and "left out" in line for line in said)
+    kept = [line["step"] for line in read_lines(tmp_path / "metrics.jsonl")]
+    assert kept == [0, 2, 3] and again.totals.tokens_trained == 6
+
+
+def test_a_damaged_last_line_of_rollouts_goes(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "rollouts.jsonl").write_text('{"step": 0}\n{"step": 0\n')
+    said: list[str] = []
+    Records(tmp_path, rollouts=True, committed=1, tell=said.append).close()
+    assert (tmp_path / "rollouts.jsonl").read_text() == '{"step": 0}\n'
+    assert "rollouts.jsonl" in said[0]

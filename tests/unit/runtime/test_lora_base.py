@@ -20,7 +20,7 @@ from dora_rl.setup.layout import plan_layout
 from dora_rl.types import BaseDiffers
 from dora_rl.weights.lora_base import base_checksum, whole
 from dora_rl.weights.store import SealedFile, SharedMemoryWeightStore, copy_version
-from dora_rl.workers.messages import Fatal, Message, Told
+from dora_rl.workers.messages import Fatal, LoadSealed, Message, Told
 from dora_rl.workers.pool import LocalProcesses, WorkerPool
 
 TINY = Path(__file__).parents[3] / "recipes" / "models" / "tiny"
@@ -95,7 +95,7 @@ def test_an_instance_with_another_base_ends_with_one_line(tmp_path: Path) -> Non
     pool.start("instance", "instance0", layout.instance_extra("instance0"))
     joined = pool.inbox.get(timeout=120).message
     assert isinstance(joined, Told) and isinstance(joined.event, ev.InstanceJoined)
-    pool.send("instance0", act.Load("instance0", 0, None))
+    pool.send("instance0", LoadSealed(act.Load("instance0", 0, None)))
     said: list[Message] = [joined]
     for _ in range(60):  # reports, once a second
         envelope = pool.inbox.get(timeout=120)

@@ -12,7 +12,15 @@ from pydantic import BaseModel
 
 from dora_rl.config import RunConfig
 from dora_rl.config.on_resume import FINGERPRINTED, RULES, OnResume
-from dora_rl.controller.run_dir import check_same_run, write_config
+from dora_rl.controller.run_dir import (
+    check_run_dir,
+    check_same_run,
+    config_digest,
+    write_config,
+)
+from dora_rl.core import events as ev
+from dora_rl.core.params import Params
+from dora_rl.observe.eventlog import FileLog
 from dora_rl.types import UserError
 
 BASE = {
@@ -136,3 +144,29 @@ def test_a_run_of_a_release_without_a_key_goes_on_with_its_default(tmp_path: Pat
     other = RunConfig.model_validate(BASE | {"algorithm": {"loss": "gspo"}})
     with pytest.raises(UserError, match=r"algorithm\.loss was 'grpo'"):
         check_same_run(other, tmp_path)
+
+
+def test_a_config_that_the_log_does_not_know_is_refused(tmp_path: Path) -> None:
+    """Damaged in a way that is still JSON, or edited: what would be compared is not what was."""
+    config = RunConfig.model_validate(BASE)
+    write_config(config, tmp_path)
+    log = FileLog.create(tmp_path / "events")
+    log.append(0.0, ev.Started(Params(), config=config_digest(config)), [])
+    log.close()
+    check_same_run(config, tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(path.read_text().replace('"lr"', '"lR"'))
+    with pytest.raises(UserError, match=r"config\.json is not what the run was begun with"):
+        check_same_run(config, tmp_path)
+    path.write_text(path.read_text()[:100])
+    with pytest.raises(UserError, match=r"config\.json is damaged; restore it, or delete it"):
+        check_same_run(config, tmp_path)
+
+
+@pytest.mark.parametrize("resume", [True, False])
+def test_a_run_whose_log_is_gone_is_neither_resumed_nor_begun_over(
+    tmp_path: Path, resume: bool
+) -> None:
+    (tmp_path / "weights" / "00000003").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"events is gone and .*weights is there; restore it"):
+        check_run_dir(tmp_path, resume=resume)

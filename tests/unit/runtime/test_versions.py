@@ -22,7 +22,7 @@ from dora_rl.observe.eventlog import FileLog
 from dora_rl.ports import Canary
 from dora_rl.types import UserError
 from dora_rl.weights.leftovers import claim
-from dora_rl.weights.proof import committed_weights
+from dora_rl.weights.proof import committed_checksums
 from dora_rl.weights.store import (
     DiskWeightStore,
     SharedMemoryWeightStore,
@@ -57,6 +57,18 @@ def test_a_damaged_copy_is_made_again(tmp_path: Path) -> None:
     versions.shared.retire(3)
     assert versions.repair(3)
     assert float(versions.shared.open(3).tensor("w")[0]) == 3.0
+
+
+def test_a_copy_that_is_not_what_the_log_committed_is_made_again(tmp_path: Path) -> None:
+    versions = made(tmp_path, 3)
+    committed = versions.disk.checksum(3)
+    versions.shared.retire(3)
+    versions.shared.publish(3, [("w", torch.zeros(64))])  # whole, and another's
+    assert versions.repair(3, committed)
+    assert float(versions.shared.open(3).tensor("w")[0]) == 3.0
+    versions.shared.retire(3)
+    with pytest.raises(WeightsError, match="the log committed ffff"):
+        versions.repair(3, "f" * 64)
 
 
 def test_no_good_copy_is_an_error_and_a_version_to_come_is_none(tmp_path: Path) -> None:
@@ -176,7 +188,8 @@ def state_at(committed: int, on_disk: int) -> State:
 def test_a_version_that_is_sealed_and_not_durable_stays_for_the_resume(tmp_path: Path) -> None:
     versions = sealed_only(tmp_path, 3)
     versions.hold()
-    assert versions.lost(state_at(3, 2)) is None
+    assert versions.lost(state_at(3, 2), versions.shared.checksum(3)) is None
+    assert versions.lost(state_at(3, 2), "f" * 64) == 2, "the log committed another"
     versions.keep_only(state_at(3, 2), wanted=[])
     assert 3 in versions.shared.versions()
     versions.release()
@@ -214,10 +227,28 @@ def test_the_checksum_of_a_version_is_that_of_the_newest_lineage(tmp_path: Path)
     told = (ev.StepCommitted(0, "a"), ev.StepCommitted(1, "b"), ev.Rewound(1))
     for event in (*told, ev.StepCommitted(1, "c")):
         log.append(0.0, event, [])
-    assert committed_weights(tmp_path) == {1: "a", 2: "c"}
+    assert committed_checksums(tmp_path, range(4)) == {1: "a", 2: "c"}
+    assert committed_checksums(tmp_path, [1]) == {1: "a"}
+    assert committed_checksums(tmp_path, [3]) == {}
 
 
 def test_a_run_without_the_version_to_go_back_to_is_refused(tmp_path: Path) -> None:
     versions = made(tmp_path, 0)
     with pytest.raises(UserError, match="no version 2 to go back to"):
         versions.lost(state_at(3, 2))
+
+
+def test_a_damaged_version_that_is_only_wanted_is_removed(tmp_path: Path) -> None:
+    versions = made(tmp_path, 1, 3)
+    damage(tmp_path / "run" / "weights" / "00000001" / "model.safetensors")
+    (note,) = versions.keep_only(state_at(3, 3), wanted=[1])
+    assert "weights/00000001" in note and "not needed" in note
+    assert list(versions.disk.versions()) == [3]
+
+
+def test_a_log_that_ends_before_the_sealed_versions_is_refused(tmp_path: Path) -> None:
+    versions = made(tmp_path, 2, 3)
+    versions.check_log(state_at(3, 3))
+    for committed in (1, 2):  # 3 may be new to a log of 2, but its step was never closed there
+        with pytest.raises(UserError, match=f"events ends at version {committed} and version 3"):
+            versions.check_log(state_at(committed, committed))

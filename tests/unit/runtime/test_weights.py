@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,6 +26,8 @@ from dora_rl.weights import format as weights_file
 from dora_rl.weights import writer as weights_writer
 from dora_rl.weights.format import layer_order
 from dora_rl.weights.store import (
+    ROOT_FILE,
+    SHARED_MEMORY,
     DiskWeightStore,
     SharedMemoryWeightStore,
     VersionExists,
@@ -33,6 +36,7 @@ from dora_rl.weights.store import (
     WeightsFull,
     copy_version,
     export_safetensors,
+    remember_root,
     shared_memory_root,
 )
 
@@ -361,8 +365,22 @@ def test_names_come_layer_by_layer() -> None:
 
 
 def test_a_resumed_run_finds_its_root_again(tmp_path: Path) -> None:
-    config = WeightsConfig()
-    one = shared_memory_root(config, tmp_path / "run")
+    config, run_dir = WeightsConfig(), tmp_path / "run"
+    run_dir.mkdir()
+    one = shared_memory_root(config, run_dir)
+    assert one != shared_memory_root(config, run_dir), "nobody knows it before"
+    remember_root(run_dir, one)
     assert one == shared_memory_root(config, tmp_path / "x" / ".." / "run")
-    assert one != shared_memory_root(config, tmp_path / "run2")
+    assert (run_dir / ROOT_FILE).stat().st_mode & 0o777 == 0o600
+    shutil.copytree(run_dir, tmp_path / "copy")
+    assert one != shared_memory_root(config, tmp_path / "copy"), "a copy has its own"
     assert shared_memory_root(WeightsConfig(root="/fast"), tmp_path) == Path("/fast")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"name": 7}', '{"name": "../x", "run_dir": "HERE"}']
+)
+def test_a_damaged_memory_of_the_root_is_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / ROOT_FILE).write_text(text.replace("HERE", str(tmp_path.resolve())))
+    root = shared_memory_root(WeightsConfig(), tmp_path)
+    assert root.parent == SHARED_MEMORY and len(root.name) > 16

@@ -62,7 +62,7 @@ class Instances:
             setup = Setup("instance", name, 0, "", KEY, str(folder / "run"), config, extra)
             self.workers[name] = RolloutWorker(setup, self.hears(name))
             self.workers[name].join()
-            self.workers[name].hear(act.Load(name, 0, None, attempt=3))
+            self.workers[name].hear(msg.LoadSealed(act.Load(name, 0, None, attempt=3)))
         for name in names:
             assert self.event(name, ev.Loaded).attempt == 3
 
@@ -179,7 +179,7 @@ def test_parked_asleep_and_under_another_version_it_ends_all_the_same(tmp_path: 
     assert worker.engine.is_parked(rid)
     worker.hear(act.Unpark("a", rid, 0, 0))
     assert not worker.engine.is_parked(rid)
-    worker.hear(act.Load("a", 1, None))
+    worker.hear(msg.LoadSealed(act.Load("a", 1, None)))
     one.event("a", ev.Loaded)
     worker.hear(act.Reversion("a", rid, 0, 1))
     worker.hear(act.Sleep("a"))
@@ -199,7 +199,7 @@ def test_a_version_that_is_not_there_is_waited_for_and_a_damaged_one_is_told(
 ) -> None:
     one = Instances(tmp_path, ["a"])
     worker, store = one.workers["a"], SharedMemoryWeightStore(tmp_path / "store")
-    worker.hear(act.Load("a", 5, None))
+    worker.hear(msg.LoadSealed(act.Load("a", 5, None)))
     worker.turn()
     assert worker.loads.awaited == [5] and worker.idle_s < 0.1
     publish(store.root, 5)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from dora_rl.ports import Canary, Draft, WeightStore
 from dora_rl.trainer.attention import Layout
+from dora_rl.trainer.checkpoints.finite import Ranges
 from dora_rl.trainer.checkpoints.masters import Splits
 from dora_rl.trainer.distributed import back_to_shards, gathered, world
 from dora_rl.trainer.policy.decoder import Decoder
@@ -69,9 +70,11 @@ def pin(memory: Any) -> Callable[[], None]:
     return lambda: runtime.cudaHostUnregister(address)
 
 
-def fill(draft: Draft, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    for name, tensor in tensors:
+def fill(draft: Draft, tensors: Iterable[tuple[str, Tensor]], version: Version) -> None:
+    ranges = Ranges()
+    for name, tensor in ranges.passing(tensors):
         draft.room(name, tensor.shape, tensor.dtype).copy_(tensor)
+    ranges.check(f"version {version}")
 
 
 class Drafts(NamedTuple):
@@ -143,7 +146,7 @@ class Publisher:
         took from the masters, where that is wanted. All ranks take part; those without drafts keep
         nothing."""
         # Adapters are merged as the policy merges them, so that it computes with what is sealed.
-        own_dtype, splits = exact_names(policy), None
+        own_dtype, splits, ranges = exact_names(policy), None, Ranges()
         if drafts is not None and drafts.exact is not None:
             # What is gathered or put in another form is a copy, which is not to be kept.
             stays = isinstance(policy, Decoder) and world()[1] == 1
@@ -154,6 +157,7 @@ class Publisher:
             if drafts is None:
                 continue
             kind = tensor.dtype if name in own_dtype else dtype
+            ranges.add(name, tensor, kind)
             beside = self.handover.room(name, tensor.shape, kind) if self.handover else None
             if splits is not None:
                 splits.add(name, tensor, kind, beside)
@@ -165,6 +169,7 @@ class Publisher:
             splits.finish()
         if drafts is not None and next(policy.parameters()).is_cuda:
             torch.cuda.current_stream().synchronize()  # copies run behind each other
+        ranges.check(f"version {version}")
         if self.handover is not None:
             self.handover.offer()
 

@@ -10,7 +10,7 @@ A checkpoint is a Hugging Face directory with the trainer's state beside the mod
 
     step_000010/
       config.json  model.safetensors  tokenizer files ...   loads anywhere, no conversion
-      trainer/state.json            step, counters, digests of every file of tensors
+      trainer/state.json            step, counters, a digest of every file (`digests`)
       trainer/masters.safetensors   float32 weights, if the model files are not float32
       trainer/optimizer.safetensors moments; also critic.safetensors, rng.safetensors
 
@@ -22,15 +22,13 @@ disk, then renamed.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -38,6 +36,17 @@ from torch import Tensor, nn
 
 from dora_rl.config import CheckpointConfig
 from dora_rl.model.directory import write_model
+from dora_rl.trainer.checkpoints.digests import (
+    FORMAT,
+    SCORE,
+    STATE,
+    TRAINER,
+    check_saved,
+    file_digests,
+    read_state,
+    seal_of,
+)
+from dora_rl.trainer.checkpoints.finite import Ranges
 from dora_rl.trainer.checkpoints.masters import prefixed, whole, with_prefix
 from dora_rl.trainer.distributed import gathered, like_shard, wait_for_all
 from dora_rl.trainer.optim import Optimizer
@@ -60,8 +69,6 @@ if TYPE_CHECKING:
     from dora_rl.ports import SealedWeights
     from dora_rl.trainer.learner import Learner
 
-TRAINER = "trainer"
-FORMAT = 2  # of state.json; before it `files` had the model's own files, or was not there
 BESIDE_FORMAT = 1  # of the counters beside a version
 # Names of what lies beside a version and of moments, before the parameter's own.
 ADAPTER, CRITIC, POLICY, RANDOM = "adapter:", "critic:", "policy:", "random:"
@@ -87,6 +94,11 @@ def save(learner: Learner, directory: Path, options: CheckpointConfig) -> Path:
         parts["critic"] = {n: gathered(p) for n, p in learner.critic.named_parameters()}
     if learner.reference is not None and not learner.options.reference_model:
         parts["reference"] = _frozen(learner.reference)
+    ranges = Ranges()
+    for name, tensors in {"": weights, **parts}.items():
+        for tensor_name, tensor in tensors.items():
+            ranges.add(f"{name} {tensor_name}".strip(), tensor)
+    ranges.check(f"the checkpoint {directory}")
 
     def fill(target: Path) -> None:
         trainer = target / TRAINER
@@ -103,9 +115,9 @@ def save(learner: Learner, directory: Path, options: CheckpointConfig) -> Path:
             base = str(learner.directory or "")
             save_adapter(target / "adapter", parts["adapters"], learner.options, base)
         save_tensors(trainer / "rng.safetensors", rng_tensors())
-        files = tensor_digests(target)
-        state = {**_counters(learner), "format": FORMAT, "files": files}
-        (trainer / "state.json").write_text(json.dumps(state, indent=2) + "\n")
+        state = {**_counters(learner), "format": FORMAT, "files": file_digests(target)}
+        state["seal"] = seal_of(state)
+        (trainer / STATE).write_text(json.dumps(state, indent=2) + "\n")
 
     if learner.rank == 0:
         write_atomically(directory, fill)
@@ -126,7 +138,7 @@ def restore(learner: Learner, directory: Path) -> None:
     if (trainer / "masters.safetensors").is_file():
         masters = load_tensors(trainer / "masters.safetensors")
         load_weights(learner.policy, masters.__getitem__)
-    load_saved_moments(learner, directory)
+    _load_saved_moments(learner, directory)
     if learner.options.lora_rank:
         load_adapter_tensors(learner.policy, load_tensors(trainer / "adapters.safetensors"))
     if learner.critic is not None:
@@ -203,7 +215,13 @@ def load_moments(learner: Learner, sealed: SealedWeights) -> None:
 
 
 def load_saved_moments(learner: Learner, directory: Path) -> None:
-    """Those of a checkpoint."""
+    """Those of a checkpoint. Raises `UserError` where they are damaged."""
+    names = [f"{TRAINER}/{name}.safetensors" for name, _ in _saved_optimizers(learner)]
+    check_saved(directory, names)
+    _load_saved_moments(learner, directory)
+
+
+def _load_saved_moments(learner: Learner, directory: Path) -> None:
     for name, optimizer in _saved_optimizers(learner):
         optimizer.load_state_tensors(load_tensors(directory / TRAINER / f"{name}.safetensors"))
 
@@ -274,23 +292,6 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
     return load_file(path)
 
 
-def tensor_digests(directory: Path, *, trainer: bool = True) -> dict[str, str]:
-    """SHA-256 of each file of tensors, by its path: a file put there later is recognised.
-
-    Without `trainer` only of the model's own.
-    """
-    found = directory.rglob("*.safetensors") if trainer else directory.glob("*.safetensors")
-    paths = sorted(path for path in found if path.is_file())
-
-    def digest(path: Path) -> str:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-
-    with ThreadPoolExecutor(4) as pool:  # the moments are larger than the model
-        digests = pool.map(digest, paths)
-        return {p.relative_to(directory).as_posix(): d for p, d in zip(paths, digests, strict=True)}
-
-
 def rng_tensors() -> dict[str, Tensor]:
     """The state of torch's generators."""
     out = {"cpu": torch.get_rng_state()}
@@ -305,21 +306,8 @@ def restore_rng(tensors: dict[str, Tensor]) -> None:
         torch.cuda.set_rng_state(tensors["cuda"])
 
 
-def read_state(directory: Path) -> dict[str, Any]:
-    path = directory / TRAINER / "state.json"
-    if not path.is_file():
-        raise UserError(f"checkpoint '{directory}': no {TRAINER}/state.json; nothing to resume")
-    try:
-        state = json.loads(path.read_text())
-    except ValueError:
-        state = None
-    if not isinstance(state, dict) or not isinstance(state.get("next_step"), int):
-        raise UserError(f"checkpoint '{directory}': {TRAINER}/state.json is damaged; use another")
-    return state
-
-
 def _score_of(checkpoint: Path) -> float | None:
-    path = checkpoint / TRAINER / "score.json"
+    path = checkpoint / TRAINER / SCORE
     if not path.is_file():
         return None
     try:
@@ -359,7 +347,7 @@ class Checkpoints:
         return [
             Saved(int(path.name.removeprefix("step_")), path, _score_of(path))
             for path in sorted(self.root.glob("step_*"))
-            if (path / TRAINER / "state.json").is_file()
+            if (path / TRAINER / STATE).is_file()
         ]
 
     def best(self) -> Saved | None:
@@ -370,7 +358,7 @@ class Checkpoints:
 
     def rate(self, step: StepIndex, score: float) -> None:
         """Note the evaluation of a checkpoint, if there is one of this step; it may be the best."""
-        path = self.path_of(step) / TRAINER / "score.json"
+        path = self.path_of(step) / TRAINER / SCORE
         if not path.parent.is_dir():
             return
         temporary = path.with_suffix(".tmp")
