@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -57,9 +57,10 @@ class Layout:
         starts = ends - counts
         self.starts: list[int] = starts.tolist()
         self.document_P = send(torch.repeat_interleave(counts), device)
-        firsts = starts.repeat_interleave(counts)
-        self.position_P = send(torch.arange(self.num_tokens) - firsts, device)
-        self.cu_lengths = send(F.pad(ends, (1, 0)).to(torch.int32), device)
+        position_P = torch.arange(self.num_tokens) - starts.repeat_interleave(counts)
+        self.position_P = send(position_P, device)
+        cu_lengths = torch.cat([torch.zeros(1, dtype=torch.int64), ends])
+        self.cu_lengths = send(cu_lengths.to(torch.int32), device)
         self._plans: dict[Any, Any] = {}
 
     def plan(self, make: Callable[[Layout], _Plan]) -> _Plan:
@@ -67,6 +68,17 @@ class Layout:
         if make not in self._plans:
             self._plans[make] = make(self)
         return self._plans[make]
+
+    def buckets(self) -> list[list[int]]:
+        """Documents of similar length together, longest first."""
+        order = sorted(range(len(self.lengths)), key=lambda d: (-self.lengths[d], d))
+        buckets: list[list[int]] = []
+        for d in order:
+            if buckets and self.lengths[d] >= _BUCKET_FILL_MIN * self.lengths[buckets[-1][0]]:
+                buckets[-1].append(d)
+            else:
+                buckets.append([d])
+        return buckets
 
 
 Attend = Callable[[Tensor, Tensor, Tensor, Layout, float], Tensor]
@@ -86,6 +98,10 @@ def attend_sdpa(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float) -
     return _sdpa(q, k, v, scale=scale, attn_mask=mask)
 
 
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+    return _with_heads_first(F.scaled_dot_product_attention, q, k, v, **how)
+
+
 def _with_heads_first(
     attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, **how: Any
 ) -> Tensor:
@@ -93,9 +109,6 @@ def _with_heads_first(
     grouped = q.shape[1] != k.shape[1]
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     return attend(q, k, v, enable_gqa=grouped, **how)[0].transpose(0, 1)
-
-
-_sdpa = partial(_with_heads_first, F.scaled_dot_product_attention)
 
 
 @cache
@@ -138,7 +151,8 @@ def _flex_mask(layout: Layout) -> Any:
 
 def attend_flex(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float) -> Tensor:
     """flex_attention under a document mask."""
-    return _with_heads_first(_flex()[0], q, k, v, block_mask=layout.plan(_flex_mask), scale=scale)
+    mask = layout.plan(_flex_mask)
+    return _with_heads_first(_flex()[0], q, k, v, block_mask=mask, scale=scale)
 
 
 # -- blocks ---------------------------------------------------------------------------------------
@@ -176,24 +190,25 @@ class Bucket(NamedTuple):
 
 
 class BlockPlan:
-    """Buckets (documents of similar length, longest first) and gather indices of one pack; made
-    once, used by every layer. A model that transformers runs takes its batches from here, too."""
+    """Buckets and gather indices of one pack; made once, used by every layer. A model that
+    transformers runs takes its batches from here, too."""
 
     def __init__(self, layout: Layout) -> None:
-        self._layout, lengths = layout, layout.lengths
-        self._gathers: dict[int, Gather] = {}
         self.buckets: list[Bucket] = []
+        self._layout = layout
         offset = 0
-        for d in sorted(range(len(lengths)), key=lambda d: (-lengths[d], d)):
-            if self.buckets and lengths[d] >= _BUCKET_FILL_MIN * self.buckets[-1].length:
-                self.buckets[-1].documents.append(d)
-            else:
-                self.buckets.append(Bucket([d], lengths[d], offset))
-            offset += self.buckets[-1].length
+        for documents in layout.buckets():
+            length = layout.lengths[documents[0]]
+            self.buckets.append(Bucket(documents, length, offset))
+            offset += len(documents) * length
+        self._gathers: dict[int, Gather] = {}
 
     def gather(self, heads: int) -> Gather:
-        if heads in self._gathers:
-            return self._gathers[heads]
+        if heads not in self._gathers:
+            self._gathers[heads] = self._make_gather(heads)
+        return self._gathers[heads]
+
+    def _make_gather(self, heads: int) -> Gather:
         lengths, starts = torch.tensor(self._layout.lengths), torch.tensor(self._layout.starts)
         into, back = [], torch.empty(self._layout.num_tokens * heads, dtype=torch.int64)
         head = torch.arange(heads)[None, :, None]
@@ -205,8 +220,7 @@ class BlockPlan:
             real = (column < length).expand(rows.shape)
             back[rows[real]] = slots[real]
             into.append(rows.reshape(-1))
-        self._gathers[heads] = Gather(torch.cat(into), back)
-        return self._gathers[heads]
+        return Gather(torch.cat(into), back)
 
 
 def _query_blocks(length: int) -> list[tuple[int, int]]:
@@ -281,8 +295,9 @@ def attend_blocks(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float)
 
 def attend_cpu(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float) -> Tensor:
     """`blocks`, unless a document is long or the numbers are not float32."""
-    blocks = layout.length_max <= _BLOCKS_LENGTH_MAX and q.dtype == torch.float32
-    return (attend_blocks if blocks else attend_loop)(q, k, v, layout, scale)
+    if layout.length_max > _BLOCKS_LENGTH_MAX or q.dtype != torch.float32:
+        return attend_loop(q, k, v, layout, scale)
+    return attend_blocks(q, k, v, layout, scale)
 
 
 BACKENDS: dict[str, Attend] = {
@@ -298,8 +313,9 @@ def pick_attention(name: str, device: torch.device, dtype: torch.dtype) -> Atten
     """The backend the user named, or the best one of this device."""
     cuda = device.type == "cuda"
     if name == "auto":
-        on_gpu = attend_varlen if dtype in (torch.bfloat16, torch.float16) else attend_loop
-        return on_gpu if cuda else attend_cpu
+        if not cuda:
+            return attend_cpu
+        return attend_varlen if dtype in (torch.bfloat16, torch.float16) else attend_loop
     choose("trainer.attention", name, (*BACKENDS, "auto"))
     check_attention(name, on_gpu=cuda, dtype=str(dtype).removeprefix("torch."))
     return BACKENDS[name]

@@ -9,7 +9,6 @@ padding, until that has wasted as much time as a graph of its own would have tak
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection
 from typing import NamedTuple
 
@@ -50,12 +49,9 @@ def blocks_bucket(num_blocks: int, blocks_max: int) -> int:
 
 def covers(large: Bucket, small: Bucket) -> bool:
     """Whether a pass of the one has room for every row of the other."""
-    return (
-        large.first <= small.first
-        and large.first + large.num_versions >= small.first + small.num_versions
-        and large.per_version >= small.per_version
-        and large.blocks_max >= small.blocks_max
-    )
+    ends = large.first + large.num_versions >= small.first + small.num_versions
+    rows = large.per_version >= small.per_version
+    return large.first <= small.first and ends and rows and large.blocks_max >= small.blocks_max
 
 
 def cost(bucket: Bucket) -> float:
@@ -72,16 +68,15 @@ def first_buckets(versions_max: int, rows_max: int, blocks_max: int) -> list[Buc
     rows = sorted({bucket_of(min(count, rows_max), rows_max) for count in FIRST_ROWS})
     blocks = sorted({min(BLOCKS_FEW, blocks_max), blocks_max})
     versions = range(1, versions_max + 1)
-    *others, largest = (Bucket(0, v, n, b) for v in versions for b in blocks for n in rows)
-    return [largest, *others]
+    every = [Bucket(0, v, n, b) for v in versions for b in blocks for n in rows]
+    return [every[-1], *every[:-1]]
 
 
 class Buckets:
     """Which bucket a step runs in. The caller captures what it is given and has not captured."""
 
     def __init__(self) -> None:
-        # Steps, of the larger ones that served.
-        self._wasted: defaultdict[Bucket, float] = defaultdict(float)
+        self._wasted: dict[Bucket, float] = {}  # steps, of the larger ones that served
         self._served: dict[Bucket, Bucket] = {}  # by which one, of so many that were captured:
         self._num_captured = 0
 
@@ -91,11 +86,13 @@ class Buckets:
             return needed
         if len(captured) != self._num_captured:
             self._served, self._num_captured = {}, len(captured)
-        if (served := self._served.get(needed)) is None:
+        served = self._served.get(needed)
+        if served is None:
             larger = (bucket for bucket in captured if covers(bucket, needed))
             served = self._served[needed] = min(larger, key=cost, default=needed)
-        self._wasted[needed] += steps * (1 - cost(needed) / cost(served))
-        return needed if self._wasted[needed] > CAPTURE_STEPS else served
+        wasted = self._wasted.get(needed, 0.0) + steps * (1 - cost(needed) / cost(served))
+        self._wasted[needed] = wasted
+        return needed if wasted > CAPTURE_STEPS else served
 
 
 class Bursts:

@@ -48,10 +48,6 @@ class Rows:
     wanted: Tensor | None = None  # of prefill rows: whose hidden states are asked for, else all
     own: bool = True  # our products, which are compiled for the number of rows, where they pay
 
-    @property
-    def span(self) -> slice:
-        return slice(self.first, self.first + self.num_versions)
-
     def only_wanted(self) -> Rows:
         """The wanted rows alone, of one version."""
         some, adapters = self.wanted, self.adapters
@@ -96,8 +92,8 @@ class CudaDecoder:
             if attend is None:
                 h = self._attend_decode(h, layer, rows, pool)
             else:
-                qkv = self._linear(h, layer, "qkv", rows)[None]
-                h = attend(self._rope_write(qkv, layer, rows, pool), pool).view(len(x), -1)
+                qkv = self._linear(h, layer, "qkv", rows)
+                h = attend(self._rope_write(qkv[None], layer, rows, pool), pool).view(len(x), -1)
                 if rows.wanted is not None and index == len(self.weights.layers) - 1:
                     h, rows = h[rows.wanted], rows.only_wanted()
                     if not len(h):
@@ -118,9 +114,10 @@ class CudaDecoder:
         if len(h) > fused.ROWS_MAX:
             q = self._rope_write(self._linear(h, layer, "qkv", rows)[None], layer, rows, pool)
             return attend_decode(q, pool, *where, choose_splits(*shape)).view(len(h), -1)
+        span = slice(rows.first, rows.first + rows.num_versions)
         return fused.attend_fused(
             self._parts(h, layer, "qkv", rows),
-            None if layer.qk_norm is None else layer.qk_norm[rows.span],
+            None if layer.qk_norm is None else layer.qk_norm[span],
             (self.cos, self.sin),
             pool,
             where,
@@ -129,6 +126,10 @@ class CudaDecoder:
             spec.norm_eps,
             h.dtype,
         )
+
+    def logits(self, hidden: Tensor, slot: int) -> Tensor:
+        """Float32 logits of rows of one version."""
+        return self.all_logits(hidden, slot, 1)
 
     def scored_logits(
         self, hidden: Tensor, first: int, num_versions: int, slots: Tensor, temperature: Tensor
@@ -147,58 +148,67 @@ class CudaDecoder:
         rows = hidden.view(num_versions, -1, hidden.shape[1])
         if hidden.dtype == torch.float32 or not hidden.is_cuda:
             return torch.bmm(rows, heads.transpose(1, 2)).float().view(len(hidden), -1)
-        if (tiles := self._head_tiles(hidden, heads)) is not None:
+        tiles = self._head_tiles(hidden, heads)
+        if tiles is not None:
             return skinny.multiply(hidden, heads, tiles)[0]
         # Keep the accumulator: rounding logits to bfloat16 costs more log-prob accuracy than
         # everything before it.
         if num_versions == 1:
             return torch.mm(hidden, heads[0].t(), out_dtype=torch.float32)
-        return torch.bmm(rows, heads.transpose(1, 2), out_dtype=torch.float32).view(len(hidden), -1)
+        logits = torch.bmm(rows, heads.transpose(1, 2), out_dtype=torch.float32)
+        return logits.view(len(hidden), -1)
 
     def _head_tiles(self, hidden: Tensor, heads: Tensor) -> skinny.Tiles | None:
         """The streamed product's, where that is used. A small vocabulary's would be in parts."""
         tiles = skinny.tiles_of(len(hidden) // len(heads), heads, self._num_processors)
-        return tiles if tiles is not None and tiles.row_stages and tiles.splits == 1 else None
+        streamed = tiles is not None and tiles.row_stages and tiles.splits == 1
+        return tiles if streamed else None
 
     def embed(self, token_ids: Tensor, slot: int) -> Tensor:
         """What prefill rows of one version begin with."""
         return functional.embedding(token_ids, self.weights.embed[slot])
 
     def _norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, rows: Rows) -> Tensor:
-        return kernels.add_norm(x, delta, weight[rows.span], rows.per_version, self.spec.norm_eps)
+        weight = weight[rows.first : rows.first + rows.num_versions]
+        return kernels.add_norm(x, delta, weight, rows.per_version, self.spec.norm_eps)
 
     def _parts(self, x: Tensor, layer: Layer, matrix: str, rows: Rows) -> Tensor:
         """A product as parts [part, row, out] whose sum it is; one part where cuBLAS made it."""
-        own = rows.own and getattr(layer, f"{matrix}_bias") is None
-        parts = self._own_product(x, getattr(layer, matrix)[rows.span]) if own else None
+        weight = getattr(layer, matrix)[rows.first : rows.first + rows.num_versions]
+        parts = None
+        if rows.own and getattr(layer, f"{matrix}_bias") is None:
+            parts = self._own_product(x, weight)
         if parts is None:
             return self._linear(x, layer, matrix, rows)[None]
-        adapters = rows.adapters
-        return parts if adapters is None else adapt(parts, layer.up[matrix], adapters)[None]
+        if rows.adapters is None:
+            return parts
+        return adapt(parts, layer.up[matrix], rows.adapters)[None]
 
     def _own_product(self, x: Tensor, weight: Tensor, gate: bool = False) -> Tensor | None:
         """By the kernel of ours for so many rows of a version; None where cuBLAS is to do it."""
         where = (len(x) // len(weight), weight, self._num_processors)
         if (tiles := skinny.tiles_of(*where, gate=gate)) is not None:
             return skinny.multiply(x, weight, tiles, gate=gate)
-        cut = wide.cut_of(*where, gate=gate)
-        return None if cut is None else wide.multiply(x, weight, cut, gate=gate)
+        if (cut := wide.cut_of(*where, gate=gate)) is not None:
+            return wide.multiply(x, weight, cut, gate=gate)
+        return None
 
     def _linear(self, x: Tensor, layer: Layer, matrix: str, rows: Rows) -> Tensor:
-        out = self._multiply(x, getattr(layer, matrix)[rows.span])
+        span = slice(rows.first, rows.first + rows.num_versions)
+        out = self._multiply(x, getattr(layer, matrix)[span])
         if rows.adapters is not None and matrix in layer.up:
             out = adapt(out[None], layer.up[matrix], rows.adapters)
         bias: Tensor | None = getattr(layer, f"{matrix}_bias", None)
         if bias is not None:
-            out.view(rows.num_versions, rows.per_version, -1).add_(bias[rows.span][:, None])
+            out.view(rows.num_versions, rows.per_version, -1).add_(bias[span][:, None])
         return out
 
     @staticmethod
     def _multiply(x: Tensor, weight: Tensor) -> Tensor:
         if len(weight) == 1:
             return functional.linear(x, weight[0])
-        rows = x.view(len(weight), -1, x.shape[1])
-        return torch.bmm(rows, weight.transpose(1, 2)).view(len(x), -1)
+        parts = x.view(len(weight), -1, x.shape[1])
+        return torch.bmm(parts, weight.transpose(1, 2)).view(len(x), -1)
 
     def _rope_write(self, qkv: Tensor, layer: Layer, rows: Rows, pool: Tensor) -> Tensor:
         """Queries of `qkv` [part, row, width]; keys and values go to the cache."""
@@ -210,9 +220,10 @@ class CudaDecoder:
             device=qkv.device,
         )
         norm = layer.qk_norm
+        span = slice(rows.first, rows.first + rows.num_versions)
         kernels.rope_write_kernel[(count, triton.cdiv(heads, kernels.ROPE_HEADS))](
             qkv,
-            qkv if norm is None else norm[rows.span],
+            qkv if norm is None else norm[span],
             self.cos,
             self.sin,
             rows.slots,
@@ -242,12 +253,15 @@ class CudaDecoder:
             assert self.spec.moe is not None
             logits = self._linear(h, layer, "router", rows)
             chosen = choose_experts(logits, self.spec.moe, h.dtype, rows.num_versions)
-            stacked = (part[rows.span].flatten(0, 1) for part in (layer.gate_up, layer.down))
+            span = slice(rows.first, rows.first + rows.num_versions)
+            stacked = (layer.gate_up[span].flatten(0, 1), layer.down[span].flatten(0, 1))
             return sparse_rows(h, *chosen, *stacked)[None]
         return self._parts(self._gated(h, layer, rows), layer, "down", rows)
 
     def _gated(self, h: Tensor, layer: Layer, rows: Rows) -> Tensor:
         """silu(gate) * up."""
-        own = rows.own and layer.gate_up_bias is None and rows.adapters is None
-        gated = self._own_product(h, layer.gate_up[rows.span], gate=True) if own else None
+        weight = layer.gate_up[rows.first : rows.first + rows.num_versions]
+        gated = None
+        if rows.own and layer.gate_up_bias is None and rows.adapters is None:
+            gated = self._own_product(h, weight, gate=True)
         return kernels.gate(self._linear(h, layer, "gate_up", rows)) if gated is None else gated

@@ -26,17 +26,18 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Launched(Generic[T]):
-    """A pass over the [version, row] rows of a bucket, flattened, and what it gives;
+    """A pass over [version, row] rows flattened, `per_version` rows each, and what it gives;
     `begun` passes came before its first repetition (`DeviceSlots.begin`)."""
 
     slots: Tensor
     result: T
-    bucket: Bucket
+    first: int
+    per_version: int
     begun: int = 0
 
     def rows_of(self, slot: int, count: int) -> range:
         """Where one version's first `count` rows are."""
-        start = (slot - self.bucket.first) * self.bucket.per_version
+        start = (slot - self.first) * self.per_version
         return range(start, start + count)
 
 
@@ -69,7 +70,8 @@ class DecodeGraphs(Generic[T]):
         first, last = min(groups), max(groups)
         per_version = bucket_of(max(len(spans) for spans in groups.values()), self._rows_max)
         context = max(span.start for spans in groups.values() for span in spans) + repeat
-        blocks_max = blocks_bucket(-(-context // self._block_tokens), state.table.shape[1])
+        num_blocks = -(-context // self._block_tokens)
+        blocks_max = blocks_bucket(num_blocks, state.table.shape[1])
         key = Bucket(first, last - first + 1, per_version, blocks_max)
         if self._enabled:
             key = self._with_graph(self._buckets.choose(key, repeat, self._captured), key, state)
@@ -78,9 +80,10 @@ class DecodeGraphs(Generic[T]):
             start = (slot - key.first) * key.per_version
             rows[start : start + len(spans)] = [span.seq.slot for span in spans]
         if key not in self._captured:
-            slots, begun = state.upload(rows, torch.int64), state.begin(repeat)
+            slots = state.upload(rows, torch.int64)
+            begun = state.begin(repeat)
             results = [self._pass(key, slots) for _ in range(repeat)]
-            return Launched(slots, results[-1], key, begun)
+            return Launched(slots, results[-1], key.first, key.per_version, begun)
         graph, launched = self._captured[key]
         if self._listed.get(key) != rows:
             launched.slots.copy_(state.upload(rows, torch.int64))
@@ -104,15 +107,17 @@ class DecodeGraphs(Generic[T]):
 
     def capture(self, key: Bucket, state: DeviceSlots) -> None:
         """Have its graph, now or from before."""
-        if not self._enabled or key in self._captured:
-            return
+        if self._enabled and key not in self._captured:
+            self._captured[key] = self._capture(key, state)
+
+    def _capture(self, key: Bucket, state: DeviceSlots) -> tuple[torch.cuda.CUDAGraph, Launched[T]]:
         try:
-            self._captured[key] = self._record(key, state)
+            return self._record(key, state)
         except torch.OutOfMemoryError:
             # While it records, torch gives no cached memory back by itself.
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
-            self._captured[key] = self._record(key, state)
+            return self._record(key, state)
 
     def _record(self, key: Bucket, state: DeviceSlots) -> tuple[torch.cuda.CUDAGraph, Launched[T]]:
         """Two eager runs on padding rows compile the kernels; the third is recorded."""
@@ -142,4 +147,4 @@ class DecodeGraphs(Generic[T]):
         # a step; what is here now stays until the process ends.
         gc.collect()
         gc.freeze()
-        return graph, Launched(slots, result, key)
+        return graph, Launched(slots, result, key.first, key.per_version)

@@ -78,12 +78,8 @@ class CudaRunner(Runner):
             options.burst_max,
         )
         self._load_stream = torch.cuda.Stream(options.device) if self.on_gpu else None
-        where = (
-            options.seqs_max,
-            options.block_tokens,
-            options.device,
-            options.cuda_graphs and self.on_gpu,
-        )
+        graphs = options.cuda_graphs and self.on_gpu
+        where = options.seqs_max, options.block_tokens, options.device, graphs
         self._hidden = DecodeGraphs(self._decode_pass, *where)
         self._drawing = DecodeGraphs(self._drawing_pass, *where)
 
@@ -131,7 +127,8 @@ class CudaRunner(Runner):
         for slot in sorted(prefill):
             self._prefill(slot, prefill[slot], flight)
         if decode:
-            for part in [decode] if self.options.one_pass else [{v: s} for v, s in decode.items()]:
+            passes = [decode] if self.options.one_pass else [{v: s} for v, s in decode.items()]
+            for part in passes:
                 self._decode(part, flight, plan.repeat)
         if self.on_gpu:
             flight.event = self._last = self.slots.finished()
@@ -147,12 +144,10 @@ class CudaRunner(Runner):
             launched.event.synchronize()
             if launched.event is self._last:
                 self._last = None  # nothing is in flight: that the GPU is idle says nothing
-        alone = [r for spans, drawn in launched.parts for r in read_drawn(spans, drawn)]
-        return alone + [
-            r
-            for spans, rows, data in launched.bursts
-            for r in read_burst(spans, rows, data.numpy())
-        ]
+        found = [r for spans, drawn in launched.parts for r in read_drawn(spans, drawn)]
+        for spans, rows, data in launched.bursts:
+            found += read_burst(spans, rows, data.numpy())
+        return found
 
     def settle(self) -> None:
         if self.on_gpu:
@@ -177,7 +172,7 @@ class CudaRunner(Runner):
         hidden = self.decoder.forward(
             rows, scratch, lambda q, pool: attend_prefill(q, pool, table, tiles, PREFILL_TILE)
         )
-        logits = self.decoder.all_logits(hidden[:-1], base, 1)
+        logits = self.decoder.logits(hidden[:-1], base)
         return torch.log_softmax(logits, -1).gather(1, ids[1:, None])[:, 0].tolist()
 
     # ----------------------------------------------------------------- prefill
@@ -221,7 +216,7 @@ class CudaRunner(Runner):
         start = 0
         for part in _bounded([span for span in spans if span.num_logits]):
             count = sum(span.num_logits for span in part)
-            logits = self.decoder.all_logits(hidden[start : start + count], slot, 1)
+            logits = self.decoder.logits(hidden[start : start + count], slot)
             start += count
             flight.parts.append((part, self._to_host(self._sample(part, logits))))
 
@@ -250,7 +245,7 @@ class CudaRunner(Runner):
         decoded = self._hidden.run(groups, self.slots)
         for slot, spans in sorted(groups.items()):
             rows = decoded.rows_of(slot, len(spans))
-            logits = self.decoder.all_logits(decoded.result[0][rows.start : rows.stop], slot, 1)
+            logits = self.decoder.logits(decoded.result[0][rows.start : rows.stop], slot)
             flight.parts.append((spans, self._to_host(self._sample(spans, logits))))
 
     def _decode_pass(self, bucket: Bucket, slots: Tensor) -> tuple[Tensor, Tensor]:
@@ -261,7 +256,8 @@ class CudaRunner(Runner):
         adapters = state.adapter[slots] if self.lora else None
         where = (x, slots, positions, state.table, adapters)
         rows = Rows(*bucket[:3], *where, bucket.blocks_max)
-        return self.decoder.forward(rows, self.cache, None), positions
+        hidden = self.decoder.forward(rows, self.cache, None)
+        return hidden, positions
 
     def _drawing_pass(self, bucket: Bucket, slots: Tensor) -> Tensor:
         """The decode pass, the head and the draw of every row; see `draw` for what it gives."""
@@ -271,9 +267,8 @@ class CudaRunner(Runner):
         )
         count = len(slots)
         if count not in self._drawn:
-            self._drawn[count] = torch.zeros(
-                (self.slots.steps_max, 2, count), dtype=torch.int32, device=slots.device
-            )
+            shape = (self.slots.steps_max, 2, count)
+            self._drawn[count] = torch.zeros(shape, dtype=torch.int32, device=slots.device)
         draw(logits, chunks, slots, positions, self.slots, self._drawn[count])
         return self._drawn[count]
 
@@ -299,9 +294,17 @@ class CudaRunner(Runner):
 
     def _to_host(self, drawn: Drawn) -> Drawn:
         """Start copying the results back; they are complete once the flight's event passed."""
-        copy, further = self.slots.download, (drawn.raw_logprobs, drawn.top_ids, drawn.top_logprobs)
-        copied = (None if data is None else copy(data) for data in further)
-        return Drawn(copy(drawn.token_ids), copy(drawn.logprobs), *copied)
+
+        def copy(data: Tensor | None) -> Tensor | None:
+            return None if data is None else self.slots.download(data)
+
+        return Drawn(
+            self.slots.download(drawn.token_ids),
+            self.slots.download(drawn.logprobs),
+            copy(drawn.raw_logprobs),
+            copy(drawn.top_ids),
+            copy(drawn.top_logprobs),
+        )
 
 
 def _filled_up(rows: list[int]) -> list[int]:

@@ -8,7 +8,6 @@ the sampling kernel advances it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -35,24 +34,28 @@ class Staging:
     """
 
     def __init__(self) -> None:
-        self._memory = torch.empty(
-            (NUM_STRETCHES, STRETCH_BYTES), dtype=torch.uint8, pin_memory=True
-        )
+        shape = (NUM_STRETCHES, STRETCH_BYTES)
+        self._memory = torch.empty(shape, dtype=torch.uint8, pin_memory=True)
         self._left: list[torch.cuda.Event | None] = [None] * NUM_STRETCHES
         self._now = self._used = 0
 
     def turn(self) -> None:
         """A step begins. Copies to the device are on the current stream; what was copied to the
         host has been read by the time its memory is used again."""
-        event = self._left[self._now] = self._left[self._now] or torch.cuda.Event()
+        event = self._left[self._now] or torch.cuda.Event()
         event.record()
+        self._left[self._now] = event
         self._now, self._used = (self._now + 1) % NUM_STRETCHES, 0
-        if (event := self._left[self._now]) is not None:
+        event = self._left[self._now]
+        if event is not None:
             event.synchronize()
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Not initialised; where the stretch is full, memory of torch's own."""
-        size, start = dtype.itemsize * math.prod(shape), self._used
+        size = dtype.itemsize
+        for length in shape:
+            size *= length
+        start = self._used
         if start + size > STRETCH_BYTES:
             return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
         self._used = -(-(start + size) // ALIGN) * ALIGN
@@ -65,7 +68,8 @@ class DeviceSlots:
     def __init__(
         self, num_slots: int, blocks_max: int, scrap_block: int, device: str, burst_max: int = 1
     ) -> None:
-        self.num_slots, self._device = num_slots, device
+        self.num_slots = num_slots
+        self._device = device
         count = num_slots + 1
         self.last_token = torch.zeros(count, dtype=torch.int64, device=device)
         self.position = torch.zeros(count, dtype=torch.int32, device=device)
@@ -137,18 +141,18 @@ class DeviceSlots:
 
     def update(self, spans: Sequence[Span], adapters: Mapping[Version, int] | None = None) -> None:
         """Bring entries up to date for requests that entered a slot or got new blocks."""
-        if fresh := [span.seq for span in spans if span.seq.slot_dirty]:
+        fresh = [span.seq for span in spans if span.seq.slot_dirty]
+        if fresh:
             slots = self.upload([seq.slot for seq in fresh], torch.int64)
-            columns = [
-                (self.key, [seq.key for seq in fresh]),
-                (self.prompt, [seq.num_prompt for seq in fresh]),
-                (self.temperature, [seq.request.params.temperature for seq in fresh]),
-            ]
+            self.key[slots] = self.upload([seq.key for seq in fresh], torch.int64)
+            self.prompt[slots] = self.upload([seq.num_prompt for seq in fresh], torch.int32)
+            temperatures = [seq.request.params.temperature for seq in fresh]
+            self.temperature[slots] = self.upload(temperatures, torch.float32)
             if adapters is not None:
-                columns.append((self.adapter, [adapters[seq.version] for seq in fresh]))
-            for column, values in columns:
-                column[slots] = self.upload(values, column.dtype)
-        if moved := [span.seq for span in spans if span.seq.table_dirty]:
+                mine = [adapters[seq.version] for seq in fresh]
+                self.adapter[slots] = self.upload(mine, torch.int64)
+        moved = [span.seq for span in spans if span.seq.table_dirty]
+        if moved:
             width = max(len(seq.blocks) for seq in moved)
             rows = np.zeros((len(moved), width), np.int32)
             for row, seq in enumerate(moved):
@@ -163,11 +167,11 @@ class DeviceSlots:
 
     def sync_tokens(self, spans: Sequence[Span]) -> None:
         """Give decode rows their token where the device does not hold it already."""
-        if stale := [s for s in spans if self._synced[s.seq.slot] != (s.seq, s.start)]:
+        stale = [s for s in spans if self._synced[s.seq.slot] != (s.seq, s.start)]
+        if stale:
             slots = self.upload([s.seq.slot for s in stale], torch.int64)
-            self.last_token[slots] = self.upload(
-                [s.seq.tokens[s.start] for s in stale], torch.int64
-            )
+            tokens = [s.seq.tokens[s.start] for s in stale]
+            self.last_token[slots] = self.upload(tokens, torch.int64)
             self.position[slots] = self.upload([s.start for s in stale], torch.int32)
 
     def mark(self, spans: Sequence[Span], repeat: int = 1) -> None:

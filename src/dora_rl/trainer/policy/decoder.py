@@ -11,6 +11,7 @@ where they are used, so gradients arrive in float32.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,11 +34,16 @@ def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
         p.data = p.data.to(dtype)
 
 
-class RmsNorm(nn.RMSNorm):
+class RmsNorm(nn.Module):
     """x / sqrt(mean(x²) + eps) · weight, the mean in float32."""
 
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)  # type: ignore[arg-type]
+        return rms_norm(x, self.weight, self.eps)
 
 
 class Attention(nn.Module):
@@ -157,18 +163,20 @@ class Layer(nn.Module):
         )
         self.input_layernorm = RmsNorm(arch.hidden, arch.norm_eps)
         self.post_attention_layernorm = RmsNorm(arch.hidden, arch.norm_eps)
+        self.before: Callable[..., tuple[Tensor, Tensor, Tensor]] = self._before
+        self.after: Callable[..., Tensor] = self._after
 
-    def before(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _before(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self.self_attn.project(self.input_layernorm(x), cos, sin)
 
-    def after(self, x: Tensor, mixed: Tensor) -> Tensor:
+    def _after(self, x: Tensor, mixed: Tensor) -> Tensor:
         x = x + self.self_attn.o_proj(mixed)
         return x + self.mlp(self.post_attention_layernorm(x))
 
     def fuse(self, **how: Any) -> None:
         """Compile the two halves."""
-        for half in ("before", "after"):
-            setattr(self, half, torch.compile(getattr(self, half), **how))
+        self.before = torch.compile(self._before, **how)
+        self.after = torch.compile(self._after, **how)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
         q, k, v = self.before(x, cos, sin)

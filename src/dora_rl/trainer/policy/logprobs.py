@@ -8,7 +8,7 @@ softmax arithmetic is float32. Invariant: values and gradients do not depend on 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -57,17 +57,24 @@ def _reduce(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return logprob, entropy, lse
 
 
+def _differentiate_logprob(logits: Tensor, target: Tensor, lse: Tensor, g_lp: Tensor) -> Tensor:
+    """d/dlogit of the log-prob alone: g_lp·(1[target] − p)."""
+    grad = (logits - lse[:, None]).exp() * -g_lp[:, None]
+    return grad.scatter_add(-1, target[:, None], g_lp[:, None])
+
+
 def _differentiate(
-    logits: Tensor, target: Tensor, lse: Tensor, g_lp: Tensor, entropy: Tensor, g_ent: Tensor | None
+    logits: Tensor, target: Tensor, lse: Tensor, g_lp: Tensor, entropy: Tensor, g_ent: Tensor
 ) -> Tensor:
     """d/dlogit: g_lp·(1[target] − p) − g_ent·p·(log p + H)."""
-    log_p, outer = logits - lse[:, None], -g_lp[:, None]
-    if g_ent is not None:  # most losses do not use it, which saves a third of the work
-        outer = outer - g_ent[:, None] * (log_p + entropy[:, None])
-    return (log_p.exp() * outer).scatter_add(-1, target[:, None], g_lp[:, None])
+    log_p = logits - lse[:, None]
+    grad = log_p.exp() * (-g_lp[:, None] - g_ent[:, None] * (log_p + entropy[:, None]))
+    return grad.scatter_add(-1, target[:, None], g_lp[:, None])
 
 
-_compiled = cache(partial(torch.compile, dynamic=True))
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=True)
 
 
 def _fused(function: Callable[..., Any], x: Tensor) -> Callable[..., Any]:
@@ -96,7 +103,7 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         states, weight, bias, target, lse, entropy = ctx.saved_tensors
         g_lp, g_ent = grads
-        cast, differentiate = weight.to(states.dtype), _fused(_differentiate, states)
+        cast = weight.to(states.dtype)
         for_states, for_weight, for_bias = ctx.needs_input_grad[:3]
         grad_states = torch.empty_like(states) if for_states else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if for_weight else None
@@ -105,8 +112,11 @@ class _Chunked(torch.autograd.Function):
             at = slice(start, start + ctx.how.chunk)
             logits, back = _logits_again(_product(states[at], cast, bias), ctx.how)
             outer = torch.zeros_like(lse[at]) if g_lp is None else g_lp[at]
-            inner = None if g_ent is None else g_ent[at]
-            grad = back(differentiate(logits, target[at], lse[at], outer, entropy[at], inner))
+            if g_ent is None:  # most losses do not use it, which saves a third of the work
+                run, more = _fused(_differentiate_logprob, states), ()
+            else:
+                run, more = _fused(_differentiate, states), (entropy[at], g_ent[at])
+            grad = back(run(logits, target[at], lse[at], outer, *more))
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
             grad = grad.to(states.dtype)

@@ -210,6 +210,7 @@ def attend_decode(
     rows, num_kv, num_q, dim = q.shape
     out = torch.empty_like(q)
     acc, peak, total = sums_of(out, splits)
+    launch = overlap(q.device)
     decode_kernel[(rows, num_kv, splits.number)](
         q,
         pool,
@@ -233,7 +234,7 @@ def attend_decode(
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=DECODE_WARPS,
         num_stages=DECODE_STAGES,
-        **overlap(q.device),
+        **launch,
     )
     if splits.number > 1:
         merge(acc, peak, total, out)
@@ -250,8 +251,11 @@ def sums_of(out: Tensor, splits: Splits) -> tuple[Tensor, Tensor, Tensor]:
     if splits.number == 1:
         return out, out, out  # never used
     parts = (*out.shape[:3], splits.number)
-    peak = torch.empty(parts, dtype=torch.float32, device=out.device)
-    return peak.new_empty((*parts, out.shape[3])), peak, torch.empty_like(peak)
+    acc, peak, total = (
+        torch.empty(shape, dtype=torch.float32, device=out.device)
+        for shape in ((*parts, out.shape[3]), parts, parts)
+    )
+    return acc, peak, total
 
 
 def merge(acc: Tensor, peak: Tensor, total: Tensor, out: Tensor) -> None:

@@ -27,8 +27,9 @@ def choose_splits(
     per processor; and none with many blocks; where contexts may be that long, a short one is not
     split for it."""
     num_programs = num_rows * num_kv_heads
-    enough = -(-7 * num_processors // (2 * num_programs))
-    wanted = wave * num_processors // num_programs if wave else enough
+    wanted = -(-7 * num_processors // (2 * num_programs))
+    if wave:
+        wanted = wave * num_processors // num_programs
     few = max(1, min(wanted, blocks_max, SPLITS_MAX))
     if blocks_max <= few * LONG_BLOCKS:
         return Splits(few, 1)
@@ -104,4 +105,5 @@ def choose_cut(
 
 def _cycles(cut: Cut, n: int, k: int) -> float:
     """What the choice makes: the steps of a program, and all parts to write and read."""
-    return k // cut.splits // CUT_K * STEP_CYCLES[cut.tiles] + cut.splits * n * COLUMN_CYCLES
+    steps = k // cut.splits // CUT_K
+    return steps * STEP_CYCLES[cut.tiles] + cut.splits * n * COLUMN_CYCLES

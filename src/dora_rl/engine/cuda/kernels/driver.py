@@ -61,11 +61,8 @@ def can_run(device: torch.device, make: Callable[[], Kernel], instead: str) -> b
 def compile_source(source: str, defines: Mapping[str, int]) -> bytes:
     """Machine code for a Hopper. Needs no GPU."""
     nvrtc: Any = import_module("cuda.bindings.nvrtc")
-    options = [
-        b"--gpu-architecture=sm_90a",
-        b"--std=c++17",
-        *(f"-D{name}={int(value)}".encode() for name, value in defines.items()),
-    ]
+    options = [b"--gpu-architecture=sm_90a", b"--std=c++17"]
+    options += [f"-D{name}={int(value)}".encode() for name, value in defines.items()]
     program = _checked(nvrtc.nvrtcCreateProgram(source.encode(), b"kernel.cu", 0, [], []))
     (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
     if status.value != 0:
@@ -132,6 +129,11 @@ def launch(kernel: Kernel, grid: tuple[int, int, int], arguments: Sequence[Any])
     config.hStream = torch.cuda.current_stream(device).cuda_stream
     config.attrs, config.numAttrs = [early], 1
     values = tuple(a.data_ptr() if isinstance(a, Tensor) else a for a in arguments)
-    named = {int: c_int, float: c_float}
-    kinds = tuple(c_void_p if isinstance(a, Tensor) else named.get(type(a)) for a in arguments)
+    kinds = tuple(_kind_of(argument) for argument in arguments)
     _checked(driver.cuLaunchKernelEx(config, kernel.function, (values, kinds), 0))
+
+
+def _kind_of(argument: Any) -> Any:
+    if isinstance(argument, Tensor):
+        return c_void_p
+    return {int: c_int, float: c_float}.get(type(argument))

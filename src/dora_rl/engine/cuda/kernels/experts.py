@@ -81,7 +81,8 @@ def sort_visits(expert: Tensor, num_experts: int, tile: int) -> tuple[Tensor, Te
     order = torch.full((num_tiles * tile,), visits, dtype=torch.int64, device=device)
     order[(ends - tiles_each)[sorted_expert] * tile + rank] = by_expert
     tiles = torch.arange(num_tiles, device=device)
-    return order, torch.where(tiles < ends[-1], torch.searchsorted(ends, tiles, right=True), -1)
+    tile_expert = torch.searchsorted(ends, tiles, right=True)
+    return order, torch.where(tiles < ends[-1], tile_expert, -1)
 
 
 def choose_experts(
@@ -99,11 +100,17 @@ def sparse_rows(h: Tensor, share: Tensor, expert: Tensor, gate_up: Tensor, down:
     """Rows through their experts. `expert` [rows, top_k] counts over all version slots;
     `gate_up` [experts, 2 I, D] and `down` [experts, D, I] are stacked the same way."""
     rows, top_k = expert.shape
-    tile = 16 if rows * top_k <= 16 * len(down) else 64
-    visits = (share.flatten(), *sort_visits(expert.flatten(), len(down), tile))
-    hidden = _grouped(h, gate_up, *visits, top_k, False, tile)
-    out = _grouped(gate(hidden), down, *visits, 1, True, tile)
-    return out.view(rows, top_k, h.shape[1]).sum(1)
+    visits, width = rows * top_k, h.shape[1]
+    tile = 16 if visits <= 16 * len(down) else 64
+    order, tile_expert = sort_visits(expert.flatten(), len(down), tile)
+    flat_share = share.flatten()
+    inner2 = gate_up.shape[1]
+    hidden = torch.empty((visits, inner2), dtype=h.dtype, device=h.device)
+    _grouped(h, gate_up, flat_share, order, tile_expert, hidden, top_k, False, tile)
+    activated = gate(hidden)
+    out = torch.empty((visits, width), dtype=h.dtype, device=h.device)
+    _grouped(activated, down, flat_share, order, tile_expert, out, 1, True, tile)
+    return out.view(rows, top_k, width).sum(1)
 
 
 def _grouped(
@@ -112,13 +119,12 @@ def _grouped(
     share: Tensor,
     order: Tensor,
     tile_expert: Tensor,
+    out: Tensor,
     divide: int,
     scale: bool,
     tile: int,
-) -> Tensor:
-    """[visit, out]; `share` has a number for each visit."""
+) -> None:
     _, num_out, num_in = weight.shape
-    out = torch.empty((len(share), num_out), dtype=x.dtype, device=x.device)
     block_n = 64
     grouped_kernel[(len(tile_expert), triton.cdiv(num_out, block_n))](
         x,
@@ -139,4 +145,3 @@ def _grouped(
         num_warps=4,
         num_stages=3,
     )
-    return out

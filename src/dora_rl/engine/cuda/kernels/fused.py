@@ -178,6 +178,7 @@ def attend_fused(
     (num_kv, num_q), dim, (table, slots, positions) = heads, pool.shape[4], where
     out = torch.empty((rows, num_kv, num_q, dim), dtype=dtype, device=parts.device)
     acc, peak, total = sums_of(out, splits)
+    launch = overlap(parts.device)
     fused_kernel[(rows, num_kv, splits.number)](
         parts,
         parts if norm is None else norm,
@@ -208,7 +209,7 @@ def attend_fused(
         PRECISION="ieee" if dtype == torch.float32 else "tf32",
         num_warps=WARPS,
         num_stages=STAGES,
-        **overlap(parts.device),
+        **launch,
     )
     if splits.number > 1:
         merge(acc, peak, total, out)

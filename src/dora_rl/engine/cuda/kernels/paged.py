@@ -30,8 +30,9 @@ GROUP_MAX = 8  # query heads of a kv head
 def fits(pool: Tensor, group: int) -> bool:
     """Whether `attend` can do it for `group` query heads of each kv head of the pool."""
     block, dim = pool.shape[3:]
-    known = pool.dtype == torch.bfloat16 and dim in (64, 128) and group <= GROUP_MAX
-    return known and _is_usable(pool.device, dim, group, block)
+    if pool.dtype != torch.bfloat16 or dim not in (64, 128) or group > GROUP_MAX:
+        return False
+    return _is_usable(pool.device, dim, group, block)
 
 
 @lru_cache
@@ -45,9 +46,10 @@ def _is_usable(device: torch.device, dim: int, group: int, block: int) -> bool:
 def _kernel(_device: int | None, dim: int, group: int, block: int, ring: Ring) -> driver.Kernel:
     tile = min(ring.tokens, block)
     source = Path(__file__).with_suffix(".cu").read_text(encoding="utf-8")
-    in_ring = ring.num_bytes // (2 * tile * dim)
-    defines = {"DIM": dim, "GROUP": group, "BLOCK": block, "TILE": tile, "RING": in_ring}
-    return driver.load(driver.compile_source(source, defines), "paged", 32, ring.num_bytes)
+    defines = {"DIM": dim, "GROUP": group, "BLOCK": block, "TILE": tile}
+    defines["RING"] = ring.num_bytes // (2 * tile * dim)
+    code = driver.compile_source(source, defines)
+    return driver.load(code, "paged", 32, ring.num_bytes)
 
 
 def attend(
@@ -66,11 +68,11 @@ def attend(
     assert (table.dtype, slots.dtype, positions.dtype) == (torch.int32, torch.int64, torch.int32)
     out = torch.empty_like(q)
     sums = sums_of(out, splits)
+    numbers = (scale_of(dim), pool.shape[1], table.stride(0), splits.blocks_min)
     ring = choose_ring(rows * num_kv * splits.number, num_processors)
     kernel = _kernel(q.device.index, dim, group, pool.shape[3], ring)
-    tensors = (q, pool, table, slots, positions, out, *sums)
-    numbers = (scale_of(dim), pool.shape[1], table.stride(0), splits.blocks_min)
-    driver.launch(kernel, (num_kv, rows, splits.number), (*tensors, *numbers))
+    arguments = (q, pool, table, slots, positions, out, *sums, *numbers)
+    driver.launch(kernel, (num_kv, rows, splits.number), arguments)
     if splits.number > 1:
         merge(*sums, out)
     return out

@@ -356,7 +356,8 @@ class Chunks(NamedTuple):
 
 
 def empty_chunks(rows: int, vocab: int, size: int, device: torch.device) -> Chunks:
-    peak = torch.empty((rows, triton.cdiv(vocab, size)), dtype=torch.float32, device=device)
+    shape = (rows, triton.cdiv(vocab, size))
+    peak = torch.empty(shape, dtype=torch.float32, device=device)
     return Chunks(size, peak, torch.empty_like(peak))
 
 

@@ -110,8 +110,11 @@ def tiles_of(rows: int, weight: Tensor, num_processors: int, gate: bool = False)
         enough = num_tiles // 2 >= num_processors // 2
         plain = Tiles(TILE_N, TILE_K, 1, 4 if few else 3)
         return _streamed(plain, rows, weight, STREAMED_BYTES, gate) if enough else None
-    splits, room = 1, num_processors * (2 if few else 1)
-    while splits < SPLITS_MAX and num_tiles * splits * 2 <= room and k % (TILE_K * splits * 2) == 0:
+    splits = 1
+    room = num_processors * (2 if few else 1)
+    while splits < SPLITS_MAX and num_tiles * splits * 2 <= room:
+        if k % (TILE_K * splits * 2):
+            break
         splits *= 2
     plain = Tiles(TILE_N, TILE_K, splits, 4)
     two = few or num_tiles >= MANY_WAVES * num_processors
@@ -162,8 +165,10 @@ def multiply(
     assert k % (tiles.k * tiles.splits) == 0
     assert tiles.splits == 1 or not (gate or scores)
     assert tiles.row_stages or not scores, "of the streamed kernel alone"
-    shape = (len(x), width) if gate else (tiles.splits, len(x), n)
-    out = torch.empty(shape, dtype=x.dtype if gate else torch.float32, device=x.device)
+    if gate:
+        out = torch.empty((len(x), width), dtype=x.dtype, device=x.device)
+    else:
+        out = torch.empty((tiles.splits, len(x), n), dtype=torch.float32, device=x.device)
     tile_m, num_tiles = _tile_rows(rows), k // tiles.splits // tiles.k
     grid = (width // tiles.n, tiles.splits, versions)
     stacked = weight.view(versions * n, k)

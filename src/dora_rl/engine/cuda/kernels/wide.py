@@ -89,17 +89,21 @@ def multiply(x: Tensor, weight: Tensor, cut: Cut, gate: bool = False) -> Tensor:
     assert weight.is_contiguous()
     shape = (len(x), n // 2) if gate else (cut.splits, len(x), n)
     out = torch.empty(shape, dtype=x.dtype, device=x.device)
-    tiles = _gated_map(weight) if gate else _rows_map(weight.view(-1, k), TILE)
+    maps = (_rows_map(x), _gated_map(weight) if gate else _weight_map(weight))
     grid = (n // ROWS_OF[cut.tiles], cut.splits, versions)
     kernel = _kernel(x.device.index, cut.tiles, gate)
-    arguments = (_rows_map(x, CUT_ROWS_MAX), tiles, out, rows, n, k // cut.splits // CUT_K)
-    driver.launch(kernel, grid, arguments)
+    driver.launch(kernel, grid, (*maps, out, rows, n, k // cut.splits // CUT_K))
     return out
 
 
-def _rows_map(matrix: Tensor, rows_at_once: int) -> Any:
-    rows, k = matrix.shape
-    return driver.tensor_map(matrix, (k, rows), (k,), (CUT_K, rows_at_once))
+def _rows_map(x: Tensor) -> Any:
+    rows, k = x.shape
+    return driver.tensor_map(x, (k, rows), (k,), (CUT_K, CUT_ROWS_MAX))
+
+
+def _weight_map(weight: Tensor) -> Any:
+    versions, n, k = weight.shape
+    return driver.tensor_map(weight, (k, versions * n), (k,), (CUT_K, TILE))
 
 
 def _gated_map(weight: Tensor) -> Any:
