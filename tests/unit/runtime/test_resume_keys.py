@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -143,6 +144,19 @@ def test_a_run_of_a_release_without_a_key_goes_on_with_its_default(tmp_path: Pat
     check_same_run(config, tmp_path)
     other = RunConfig.model_validate(BASE | {"algorithm": {"loss": "gspo"}})
     with pytest.raises(UserError, match=r"algorithm\.loss was 'grpo'"):
+        check_same_run(other, tmp_path)
+
+
+def test_a_run_of_a_release_without_a_key_of_its_rows_goes_on(tmp_path: Path) -> None:
+    """Within a list nobody fills in defaults: what says nothing now is as it was."""
+    config = RunConfig.model_validate(BASE)
+    text = config.model_dump(mode="json")
+    del text["data"]["eval"][0]["answer_after"]
+    (tmp_path / "config.json").write_text(json.dumps(text))
+    check_same_run(config, tmp_path)
+    rows = {"path": "eval.jsonl", "answer_after": "####"}
+    other = RunConfig.model_validate(BASE | {"data": {"train": ["train.jsonl"], "eval": [rows]}})
+    with pytest.raises(UserError, match=r"answer_after was absent and cannot become '####'"):
         check_same_run(other, tmp_path)
 
 
