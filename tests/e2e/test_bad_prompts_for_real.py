@@ -131,7 +131,7 @@ def test_responses_outlive_their_instances(tmp_path: Path) -> None:
     num_tokens, attempts_max = 450, 2
     run = tiny_run(
         tmp_path,
-        model__path=str(slow_twin(tmp_path / "slow")),
+        model__path=str(slow_twin(tmp_path / "slow", num_layers=64)),
         rollout__tokens_max=num_tokens,
         rollout__ignore_eos=True,
         rollout__num_instances=1,
