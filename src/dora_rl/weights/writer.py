@@ -209,7 +209,7 @@ class Memory:
         self._unpin, self._pinned_bytes = (lambda: None), 0
 
     def __del__(self) -> None:
-        self.close()  # a GPU that still knew these addresses would take what comes there for it
+        self._forget_pinned()  # a GPU would take what comes to these addresses for this memory
 
 
 def check_room(handle: int, num_bytes: int) -> None:
