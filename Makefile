@@ -58,8 +58,8 @@ check: lint types test
 
 # What is written from the code: the configuration reference and the drawings of the documents.
 docs: setup
-	$(BIN)/python tests/docs/config_reference.py docs/config.md
-	$(BIN)/python tests/docs/serving_bounds.py docs/serving.md
+	$(BIN)/python -m tests.docs.config_reference docs/config.md
+	$(BIN)/python -m tests.docs.serving_bounds docs/serving.md
 	$(BIN)/python docs/pictures/draw.py
 
 soak: setup

@@ -26,7 +26,7 @@ import numpy as np
 
 from dora_rl.io.proof import RunKey
 
-sys.path.append(str(Path(__file__).parents[1] / "tests" / "cluster"))
+sys.path.append(str(Path(__file__).parents[1]))
 
 STORE_BYTES = 400_000_000
 REPEATS = 5
@@ -156,8 +156,8 @@ def main() -> None:
     if args.measure:
         print(json.dumps(measure(args.measure, sizes)))
         return
-    from hosts import virtual_hosts
-    from ray_hosts import RayHosts
+    from tests.kit.hosts import virtual_hosts
+    from tests.kit.ray_hosts import RayHosts
 
     with tempfile.TemporaryDirectory() as logs, virtual_hosts(2) as hosts:
         cluster = RayHosts(hosts, Path(logs), STORE_BYTES)

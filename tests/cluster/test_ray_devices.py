@@ -17,7 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from ray_hosts import RAY, environment
+
+from tests.kit.ray_hosts import RAY, environment
 
 pytestmark = pytest.mark.cluster
 

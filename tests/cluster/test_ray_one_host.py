@@ -6,7 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_runs import tiny_run
+
+from tests.kit.tiny_runs import tiny_run
 
 pytestmark = pytest.mark.cluster
 

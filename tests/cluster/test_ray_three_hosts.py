@@ -15,13 +15,14 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from hosts import VirtualHost, can_make_hosts, descendants, virtual_hosts
-from ray_hosts import RayHosts
-from tiny_runs import ROOT, TinyRun, open_files
 
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
 from dora_rl.engine.journal import read_journal
+from tests.kit.hosts import VirtualHost, can_make_hosts, descendants, virtual_hosts
+from tests.kit.places import ROOT
+from tests.kit.ray_hosts import RayHosts
+from tests.kit.tiny_runs import TinyRun, open_files
 
 pytestmark = [
     pytest.mark.cluster,

@@ -15,7 +15,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests.kit.places import ROOT
+
 NEEDS = ("gpu", "cluster", "network", "long")
 CODE = ("bash", "python", "toml", "json", "yaml")
 SHOWN = ("", "text")

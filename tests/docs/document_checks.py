@@ -18,13 +18,14 @@ import typing
 from collections.abc import Iterator
 
 import yaml
-from document_blocks import ROOT, Block
 from pydantic import BaseModel, ValidationError
 
 from dora_rl import cli
 from dora_rl.commands import testbed
 from dora_rl.config import RunConfig
 from dora_rl.types import UserError
+from tests.docs.document_blocks import Block
+from tests.kit.places import ROOT
 
 # Commands of a block that are not ours: named here so that a misspelt one is noticed.
 OTHERS = re.compile(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from document_blocks import ROOT
 
 from dora_rl.trainer.losses.recipes import (
     ADVANTAGES,
@@ -13,6 +12,7 @@ from dora_rl.trainer.losses.recipes import (
     OLD_LOGPROBS,
     RECIPES,
 )
+from tests.kit.places import ROOT
 
 TEXT = (ROOT / "docs" / "algorithms.md").read_text()
 

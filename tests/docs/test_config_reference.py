@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Literal
 
 import pytest
-from config_reference import entries_of, kind_of, reference, texts_of
-from document_blocks import ROOT
 from pydantic import BaseModel, Field
 
 from dora_rl.config import ModelConfig, RunConfig
+from tests.docs.config_reference import entries_of, kind_of, reference, texts_of
+from tests.kit.places import ROOT
 
 SECTIONS = list(RunConfig.model_fields)
 

@@ -6,9 +6,11 @@ import re
 from pathlib import Path
 
 import pytest
-from document_blocks import CODE, NEEDS, ROOT, SHOWN, blocks_of, pages, parse, prose, shown
-from document_checks import complaints
-from document_stand_in import NUM_STEPS_MAX, SHORT, shortened
+
+from tests.docs.document_blocks import CODE, NEEDS, SHOWN, blocks_of, pages, parse, prose, shown
+from tests.docs.document_checks import complaints
+from tests.docs.document_stand_in import NUM_STEPS_MAX, SHORT, shortened
+from tests.kit.places import ROOT
 
 # Commands a reader would type. They stand in a fenced block, or nobody checks them.
 TYPED = re.compile(r"^( {4,}|\t)\$? ?(dora-rl|python3?|make|pip|git|bash|curl) ", re.MULTILINE)

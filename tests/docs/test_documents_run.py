@@ -17,8 +17,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from document_blocks import ROOT, Block, blocks_of, given_runs, pages, shown
-from document_driver import STAYING, end_what_stays
+
+from tests.docs.document_blocks import Block, blocks_of, given_runs, pages, shown
+from tests.docs.document_driver import STAYING, end_what_stays
+from tests.kit.places import ROOT
 
 HERE = Path(__file__).parent
 COPIED = ("recipes", "benchmarks", "src")

@@ -8,7 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from document_blocks import ROOT, blocks_of
+from tests.docs.document_blocks import blocks_of
+from tests.kit.places import ROOT
 
 
 def run(command: list[str], folder: Path) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from document_blocks import ROOT, blocks_of
-
 from dora_rl.config import RunConfig
 from dora_rl.controller.sinks import RunFacts, Sinks, check_sinks
+from tests.docs.document_blocks import blocks_of
+from tests.kit.places import ROOT
 
 
 def test_the_sink_of_the_page_gets_every_line(tmp_path: Path) -> None:

@@ -6,11 +6,11 @@ import re
 from typing import get_args
 
 import pytest
-from document_blocks import ROOT
 from pydantic import BaseModel
 
 from dora_rl.cli import build_parser
 from dora_rl.config import RunConfig
+from tests.kit.places import ROOT
 
 TEXT = (ROOT / "SECURITY.md").read_text()
 WORDS = re.findall(r"`([^`\n]+)`", TEXT)

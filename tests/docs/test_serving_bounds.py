@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("starlette")
-from document_blocks import ROOT
-from serving_bounds import BLOCK, fields, limits, updated
+from tests.kit.places import ROOT
 
+pytest.importorskip("starlette")
 from dora_rl.chat.bounds import FIELDS
+from tests.docs.serving_bounds import BLOCK, fields, limits, updated
 
 PAGE = (ROOT / "docs" / "serving.md").read_text()
 

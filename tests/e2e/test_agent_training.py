@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_runs import ROOT, TinyRun, tiny_run
 
 from dora_rl.data.chains import digits, final_window, reward
 from dora_rl.setup.tokenizer import open_tokenizer
+from tests.kit.places import ROOT
+from tests.kit.tiny_runs import TinyRun, tiny_run
 
 pytest.importorskip("openai")
 

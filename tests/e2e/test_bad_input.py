@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 from safetensors.numpy import load_file, save_file
-from tiny_runs import MODEL, tiny_run
 
 from dora_rl.cli import main
 from dora_rl.worlds import kinds
+from tests.kit.places import MODEL
+from tests.kit.tiny_runs import tiny_run
 
 
 def refuse(

@@ -17,11 +17,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tiny_runs import RUN_S_MAX, STOPPED, TinyRun, finish, pid_of, slow_twin, tiny_run
 
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
 from dora_rl.observe.eventlog import Entry, parse_line
+from tests.kit.tiny_runs import RUN_S_MAX, STOPPED, TinyRun, finish, pid_of, slow_twin, tiny_run
 
 POISON = """
 def reward(completion, answer):

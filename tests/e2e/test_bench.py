@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
 from dora_rl.cli import main
+from tests.kit.places import ROOT
 
-ROOT = Path(__file__).parents[2]
 SMALL = [
     f"model.path={ROOT / 'recipes' / 'models' / 'tiny'}",
     "rollout.num_samples=2",

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
-from tiny_runs import MODEL, STOPPED, tiny_run
+
+from tests.kit.places import MODEL
+from tests.kit.tiny_runs import STOPPED, tiny_run
 
 
 @pytest.mark.full

@@ -17,9 +17,18 @@ import time
 from pathlib import Path
 
 import pytest
-from tiny_runs import ENDLESS, RUN_S_MAX, STOPPED, TinyRun, finish, tiny_run, wait_until, workers_of
 
 from dora_rl.core.actions import End, EndGroup, IssueGroup
+from tests.kit.tiny_runs import (
+    ENDLESS,
+    RUN_S_MAX,
+    STOPPED,
+    TinyRun,
+    finish,
+    tiny_run,
+    wait_until,
+    workers_of,
+)
 
 pytestmark = pytest.mark.full
 

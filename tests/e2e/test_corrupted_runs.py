@@ -9,8 +9,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
-from run_corruptions import FILES, LOG, FileCorruption, LogCorruption, in_json, lines
-from tiny_runs import TinyRun, tiny_run
 
 from dora_rl.audit.files import FileAudit
 from dora_rl.cli import main
@@ -18,6 +16,8 @@ from dora_rl.io.append_log import checked
 from dora_rl.observe.audit import Promise, audit_run, read_through
 from dora_rl.observe.eventlog import Entry, chained, digest_in, encode_entry, read, replay
 from dora_rl.types import UserError
+from tests.e2e.run_corruptions import FILES, LOG, FileCorruption, LogCorruption, in_json, lines
+from tests.kit.tiny_runs import TinyRun, tiny_run
 
 
 @pytest.fixture(scope="module")

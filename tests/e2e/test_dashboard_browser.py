@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_runs import finish, tiny_run, wait_until
 
 from dora_rl.core import events as ev
 from dora_rl.observe.audit import AuditFigures, audit_run
 from dora_rl.observe.eventlog import segments
+from tests.kit.places import ROOT
+from tests.kit.tiny_runs import finish, tiny_run, wait_until
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "chrome"))), None)
 FLAGS = (
@@ -31,7 +32,7 @@ FLAGS = (
 )
 VIEWS = ("overview", "timeline", "learning", "distributions", "throughput", "groups")
 WAIT_MS = 60_000  # on a machine that is busy with other tests
-LONG_RUN = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "long_run.py"))
+LONG_RUN = runpy.run_path(str(ROOT / "benchmarks" / "long_run.py"))
 write_long_run = LONG_RUN["write_long_run"]
 
 pytestmark = [

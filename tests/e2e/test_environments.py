@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_runs import ENDLESS, ROOT, TinyRun, finish, pid_of, tiny_run, wait_until, workers_of
 
 from dora_rl.core.actions import Action, End, EndGroup, Move, Park
 from dora_rl.envs.calculator import CALL, operate
+from tests.kit.places import ROOT
+from tests.kit.tiny_runs import ENDLESS, TinyRun, finish, pid_of, tiny_run, wait_until, workers_of
 
 MODEL = ROOT / "recipes" / "models" / "tiny_tools"
 DATA = [{"path": "dora_rl.envs.calculator:Expressions"}]

@@ -8,10 +8,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tiny_runs import ENDLESS, STOPPED, finish, tiny_run, wait_until
 
 from dora_rl.cli import main
 from dora_rl.weights.run_models import find_model
+from tests.kit.tiny_runs import ENDLESS, STOPPED, finish, tiny_run, wait_until
 
 # Raises for one of the eight held-out prompts.
 REWARD = """

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_runs import ROOT, TinyRun, finish, tiny_run, wait_until, workers_of
 
 from dora_rl.core.actions import End, EndGroup, Feed
 from dora_rl.core.events import (
@@ -26,6 +25,8 @@ from dora_rl.core.events import (
     StopRequested,
     VersionDurable,
 )
+from tests.kit.places import ROOT
+from tests.kit.tiny_runs import TinyRun, finish, tiny_run, wait_until, workers_of
 
 NUM_STEPS = 4
 

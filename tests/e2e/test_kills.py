@@ -10,10 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
-from tiny_runs import ROOT, RUN_S_MAX
 
-sys.path.append(str(ROOT / "benchmarks"))
-import chaos
+from benchmarks import chaos
+from tests.kit.places import ROOT
+from tests.kit.tiny_runs import RUN_S_MAX
 
 pytestmark = pytest.mark.full
 

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import MODEL, STOPPED, TinyRun, finish, pid_of, tiny_run, wait_until
 
 from dora_rl.core.actions import OptimizerRewound
 from dora_rl.core.events import LearnerJoined, LearnerLost, StopRequested
 from dora_rl.model.directory import HfDirectory
 from dora_rl.trainer.checkpoints.masters import whole
 from dora_rl.weights.store import DiskWeightStore
+from tests.kit.places import MODEL
+from tests.kit.tiny_runs import STOPPED, TinyRun, finish, pid_of, tiny_run, wait_until
 
 pytestmark = pytest.mark.full
 

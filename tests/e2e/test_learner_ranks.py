@@ -6,7 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_runs import tiny_run
+
+from tests.kit.tiny_runs import tiny_run
 
 # No staleness and a canonical order: which groups a step trains, and in what order, is fixed.
 FIXED = {

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tiny_runs import finish, tiny_run
 
 from dora_rl.core.events import InstanceLost, LearnerLost, LoadFailed, SampleFailed
 from dora_rl.out_of_memory import VARIABLE
+from tests.kit.tiny_runs import finish, tiny_run
 
 pytestmark = pytest.mark.full
 

@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from recipe_models import stand_in
 
-ROOT = Path(__file__).parents[2]
+from tests.kit.places import ROOT
+from tests.kit.recipe_models import stand_in
+
 PROGRAM = ROOT / "benchmarks" / "real_model.py"
 
 

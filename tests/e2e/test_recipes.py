@@ -9,12 +9,13 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from recipe_models import stand_in
 
 from dora_rl.cli import main
 from dora_rl.setup.settings import load_config
+from tests.kit.places import ROOT
+from tests.kit.recipe_models import stand_in
 
-RECIPES = Path(__file__).parent.parent.parent / "recipes"
+RECIPES = ROOT / "recipes"
 NAMES = sorted(path.stem for path in RECIPES.glob("*.toml"))
 REAL = [
     "gsm8k_1.5b",

@@ -6,13 +6,14 @@ import os
 from pathlib import Path
 
 import pytest
-from tiny_runs import ROOT, TinyRun, finish, tiny_run
 
 from dora_rl.cli import main
 from dora_rl.core import events as ev
 from dora_rl.observe.audit import Promise, audit_run
 from dora_rl.types import RequestId
 from dora_rl.workers.recheck import is_chosen
+from tests.kit.places import ROOT
+from tests.kit.tiny_runs import TinyRun, finish, tiny_run
 
 # A deliberate bug of the instances: requests of a version that comes while an older one is still
 # there are decoded with the older weights. Events, checksums and segments are as they should be.

@@ -12,11 +12,12 @@ import re
 from pathlib import Path
 
 import pytest
-from tiny_runs import ROOT, finish, tiny_run
 
 import dora_rl
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
+from tests.kit.places import ROOT
+from tests.kit.tiny_runs import finish, tiny_run
 
 PAGE = ROOT / "docs" / "life_of_a_sample.md"
 TRACER = Path(__file__).parent / "traced"

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from tiny_runs import TinyRun, finish, slow_twin, start_together, tiny_run, wait_until
 
 from dora_rl.core.actions import End
+from tests.kit.tiny_runs import TinyRun, finish, slow_twin, start_together, tiny_run, wait_until
 
 # Staleness that a mode may have. `partial` counts from the version a group was begun on.
 STALENESS_MAX = {"one_step_off": 1, "partial": 2, "replication": 0, "multi_version": 2}
@@ -173,7 +173,7 @@ def test_filtered_groups_are_replaced_and_strangers_are_refused(tmp_path: Path) 
 
 
 def _start() -> dict[str, Any]:
-    from tiny_runs import MODEL
+    from tests.kit.tiny_runs import MODEL
 
     return load_file(MODEL / "model.safetensors")
 

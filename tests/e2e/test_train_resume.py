@@ -7,12 +7,12 @@ import signal
 from pathlib import Path
 
 import pytest
-from tiny_runs import ENDLESS, STOPPED, TinyRun, finish, tiny_run, wait_until, workers_of
 
 from dora_rl.config import WeightsConfig
 from dora_rl.core.actions import EndGroup, InForce, IssueGroup, OptimizerRewound
 from dora_rl.core.events import LearnerJoined, Resumed
 from dora_rl.weights.store import shared_memory_root
+from tests.kit.tiny_runs import ENDLESS, STOPPED, TinyRun, finish, tiny_run, wait_until, workers_of
 
 # Long responses (the model never stops by itself), so that a signal finds some under way.
 LONG = {

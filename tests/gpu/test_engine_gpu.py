@@ -6,28 +6,26 @@ Run with `pytest tests/gpu/test_engine_gpu.py -m gpu` on a machine with a CUDA d
 from __future__ import annotations
 
 import dataclasses
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from dora_rl.engine.engine import Engine
+from dora_rl.engine.options import EngineOptions
+from dora_rl.engine.sequence import Request
+from dora_rl.engine.transfer import move
+from dora_rl.model.directory import read_spec
+from dora_rl.types import RequestId, SamplingParams, Trajectory
+from tests.kit.places import ROOT
+from tests.kit.random_adapters import merge, random_adapter
+from tests.kit.tiny_models import VOCAB, save_model
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "engine"))
-
-from random_adapters import merge, random_adapter  # noqa: E402
-from tiny_models import VOCAB, save_model  # noqa: E402
-
-from dora_rl.engine.engine import Engine  # noqa: E402
-from dora_rl.engine.options import EngineOptions  # noqa: E402
-from dora_rl.engine.sequence import Request  # noqa: E402
-from dora_rl.engine.transfer import move  # noqa: E402
-from dora_rl.model.directory import read_spec  # noqa: E402
-from dora_rl.types import RequestId, SamplingParams, Trajectory  # noqa: E402
 
 GREEDY = SamplingParams(tokens_max=40, temperature=0, ignore_eos=True)
 SMALL = {
@@ -283,7 +281,7 @@ def test_kernels_in_cuda_c_give_the_log_probs_of_the_prompts_pass(monkeypatch) -
     from dora_rl.model.random_weights import RandomWeights
 
     spec = dataclasses.replace(
-        read_spec(Path(__file__).parents[2] / "recipes" / "models" / "tiny"),
+        read_spec(ROOT / "recipes" / "models" / "tiny"),
         hidden=256,
         intermediate=512,
         num_heads=4,

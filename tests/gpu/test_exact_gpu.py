@@ -5,16 +5,13 @@ pytest tests/gpu/test_exact_gpu.py -m gpu
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "trainer"))
-
-from exact_cases import (
+from tests.kit.exact_cases import (
     FORMS,
     LOSSES,
     algorithm_options,

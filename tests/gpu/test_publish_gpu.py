@@ -5,15 +5,10 @@ pytest tests/gpu/test_publish_gpu.py -m gpu
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "trainer"))
-
-from exact_cases import write_exact_model
 
 from dora_rl.config import TrainerConfig
 from dora_rl.trainer.checkpoints.masters import whole
@@ -21,6 +16,7 @@ from dora_rl.trainer.checkpoints.publish import Publisher
 from dora_rl.trainer.policy.model import load_policy, named_weights
 from dora_rl.weights.handover import Shelf
 from dora_rl.weights.levels import shared_level
+from tests.kit.exact_cases import write_exact_model
 
 pytestmark = [
     pytest.mark.gpu,

@@ -5,26 +5,23 @@ Run with `pytest tests/gpu -m gpu` on a machine with a CUDA device and Triton.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from dora_rl.engine.engine import Engine
+from dora_rl.engine.options import EngineOptions
+from dora_rl.engine.sequence import Request
+from dora_rl.model.directory import read_spec
+from dora_rl.types import RequestId, SamplingParams
+from tests.kit.engines import finish_all, random_prompts
+from tests.kit.tiny_models import save_model
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "engine"))
-
-from test_engine_greedy import finish_all, random_prompts  # noqa: E402
-from tiny_models import save_model  # noqa: E402
-
-from dora_rl.engine.engine import Engine  # noqa: E402
-from dora_rl.engine.options import EngineOptions  # noqa: E402
-from dora_rl.engine.sequence import Request  # noqa: E402
-from dora_rl.model.directory import read_spec  # noqa: E402
-from dora_rl.types import RequestId, SamplingParams  # noqa: E402
 
 OPTIONS = EngineOptions(
     block_tokens=16, num_blocks=64, context_max=256, seqs_max=2, step_tokens_max=3

@@ -14,11 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.kit.places import ROOT
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-ROOT = Path(__file__).parents[2]
 SETTINGS = (
     "runtime.device=cuda",
     "rollout.kv_bytes_max=2000000000",

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from simulated_logs import entries_of, small_world
 
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
@@ -25,6 +24,7 @@ from dora_rl.sim.checkers import Checker
 from dora_rl.sim.faults import Faults
 from dora_rl.sim.world import World
 from dora_rl.types import Mode, RequestId
+from tests.kit.simulated_logs import entries_of, small_world
 
 RULES: dict[str, Any] = {"losses_max": 2, "attempts_max": 4, "group_failures_max": 4}
 RULES |= {"trainer_losses_max": 3, "instance_losses_max": 30, "load_failures_max": 12}

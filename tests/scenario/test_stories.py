@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from simulated_logs import entries_of, small_world
 
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
@@ -16,6 +15,7 @@ from dora_rl.io.codec import decode, encode
 from dora_rl.observe.audit import AuditFigures, audit
 from dora_rl.sim.world import World
 from dora_rl.types import Mode
+from tests.kit.simulated_logs import entries_of, small_world
 
 Lengths = Callable[[int, int], tuple[int, int]]
 

@@ -10,12 +10,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hand_driven import Hand, only
-
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
 from dora_rl.core.state import Phase
 from dora_rl.observe.audit import audit
+from tests.kit.hand_driven import Hand, only
 
 VECTORS = Path(__file__).parent.parent / "vectors"
 

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "tests" / "unit" / "engine"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

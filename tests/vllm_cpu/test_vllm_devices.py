@@ -12,14 +12,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.kit.places import ROOT
+
 pytest.importorskip("vllm")
-ROOT = Path(__file__).parents[2]
 
 SCRIPT = """
 import sys
 from pathlib import Path
 import torch
-from tiny_models import save_model
+from tests.kit.tiny_models import save_model
 from dora_rl.engine.vllm.engine import VllmEngine, VllmOptions
 from dora_rl.engine.engine import Engine
 from dora_rl.model.directory import HfDirectory, read_spec
@@ -75,8 +76,7 @@ def test_two_devices_share_the_layers(tmp_path: Path) -> None:
     script = tmp_path / "two_devices.py"  # a file, because vLLM's processes import it again
     script.write_text(SCRIPT)
     environment = dict(os.environ) | {"OMP_NUM_THREADS": "1"}
-    helpers = ROOT / "tests" / "unit" / "engine"
-    environment["PYTHONPATH"] = f"{helpers}{os.pathsep}{environment.get('PYTHONPATH', '')}"
+    environment["PYTHONPATH"] = f"{ROOT}{os.pathsep}{environment.get('PYTHONPATH', '')}"
     result = subprocess.run(
         [sys.executable, str(script), str(tmp_path)],
         env=environment,

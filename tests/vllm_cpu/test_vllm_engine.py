@@ -11,8 +11,6 @@ import torch
 
 pytest.importorskip("vllm")
 
-from tiny_models import VOCAB, save_model
-
 from dora_rl.engine.engine import Engine
 from dora_rl.engine.journal import Journal, continuation, read_journal
 from dora_rl.engine.options import EngineOptions
@@ -28,6 +26,7 @@ from dora_rl.types import (
     UserError,
 )
 from dora_rl.weights.store import SealedFile, SharedMemoryWeightStore
+from tests.kit.tiny_models import VOCAB, save_model
 
 GREEDY = SamplingParams(tokens_max=24, temperature=0, ignore_eos=True)
 DRAWN = SamplingParams(tokens_max=24, ignore_eos=True)

@@ -14,15 +14,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.kit.places import ROOT
+
 pytest.importorskip("vllm")
-ROOT = Path(__file__).parents[2]
 
 COMMON = """
 import json, sys
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
-from tiny_models import VOCAB, save_model
+from tests.kit.tiny_models import VOCAB, save_model
 from dora_rl.engine.vllm.engine import VllmEngine, VllmOptions
 from dora_rl.engine.engine import Engine
 from dora_rl.model.directory import read_spec
@@ -119,8 +120,7 @@ print("TOLD", json.dumps([after.prefill_tokens - before.prefill_tokens,
 
 def run(script: str, home: Path) -> object:
     environment = dict(os.environ) | {"OMP_NUM_THREADS": "1"}
-    helpers = ROOT / "tests" / "unit" / "engine"
-    environment["PYTHONPATH"] = f"{helpers}{os.pathsep}{environment.get('PYTHONPATH', '')}"
+    environment["PYTHONPATH"] = f"{ROOT}{os.pathsep}{environment.get('PYTHONPATH', '')}"
     command = [sys.executable, "-c", COMMON + script, str(home)]
     result = subprocess.run(
         command, env=environment, text=True, capture_output=True, timeout=300, check=False

@@ -12,16 +12,17 @@ from pathlib import Path
 
 import pytest
 
+from tests.kit.places import ROOT
+
 pytest.importorskip("vllm")
-ROOT = Path(__file__).parents[2]
 
 SCRIPT = """
 import sys
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
-from random_adapters import merge, random_adapter
-from tiny_models import save_model
+from tests.kit.random_adapters import merge, random_adapter
+from tests.kit.tiny_models import save_model
 from dora_rl.engine.vllm.engine import VllmEngine, VllmOptions
 from dora_rl.engine.engine import Engine
 from dora_rl.model.directory import HfDirectory, read_spec
@@ -73,8 +74,7 @@ print("LORA OK")
 
 def test_adapter_slots(tmp_path: Path) -> None:
     environment = dict(os.environ) | {"OMP_NUM_THREADS": "1"}
-    helpers = ROOT / "tests" / "unit" / "engine"
-    environment["PYTHONPATH"] = f"{helpers}{os.pathsep}{environment.get('PYTHONPATH', '')}"
+    environment["PYTHONPATH"] = f"{ROOT}{os.pathsep}{environment.get('PYTHONPATH', '')}"
     command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
     result = subprocess.run(
         command, env=environment, text=True, capture_output=True, timeout=300, check=False

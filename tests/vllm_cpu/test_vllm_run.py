@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.kit.places import ROOT
+
 pytest.importorskip("vllm")
 
 from dora_rl.observe.audit import audit_run
 
-ROOT = Path(__file__).parents[2]
 CHAINS = '[{path="dora_rl.data.tasks:Chains",options={num_steps_max=8}}]'
 SHORT = (
     "rollout.backend=vllm",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,9 +12,8 @@ import torch
 from dora_rl.cli import main
 from dora_rl.commands.train import set_aside_lines
 from dora_rl.data.tasks import Chains
+from tests.kit.places import MODEL, ROOT
 
-ROOT = Path(__file__).parents[3]
-MODEL = ROOT / "recipes" / "models" / "tiny"
 QUICKSTART = ROOT / "recipes" / "quickstart.toml"
 HERE = [f"model.path={MODEL}"]
 

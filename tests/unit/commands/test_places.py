@@ -15,10 +15,9 @@ from dora_rl.controller.run_dir import RunLock
 from dora_rl.io.system_errors import system_line
 from dora_rl.types import UserError
 from dora_rl.weights.run_models import FoundModel, export_model
+from tests.kit.places import MODEL, ROOT
 
-ROOT = Path(__file__).parents[3]
 QUICKSTART = ROOT / "recipes" / "quickstart.toml"
-MODEL = ROOT / "recipes" / "models" / "tiny"
 HERE = [f"model.path={MODEL}", "rollout.num_instances=1"]
 
 

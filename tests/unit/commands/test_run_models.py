@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,8 +13,7 @@ from dora_rl.config import ModelConfig, RunConfig
 from dora_rl.types import UserError
 from dora_rl.weights.run_models import export_model, find_model, is_run
 from dora_rl.weights.store import DiskWeightStore
-
-MODEL = Path(__file__).parents[3] / "recipes" / "models" / "tiny"
+from tests.kit.places import MODEL
 
 
 @pytest.fixture

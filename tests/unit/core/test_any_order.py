@@ -14,13 +14,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hand_driven import Hand
 
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
 from dora_rl.core.params import Deadlines
 from dora_rl.core.state import GENERATING, Instance, Phase, Request
 from dora_rl.types import Mode
+from tests.kit.hand_driven import Hand
 
 NUM_EVENTS = 150
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from hand_driven import Hand, only
-
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
 from dora_rl.core.orchestrate import shares
 from dora_rl.core.state import Phase
 from dora_rl.types import Mode
+from tests.kit.hand_driven import Hand, only
 
 NUM_INSTANCES, SLOTS, BATCH = 24, 2, 8
 LIMIT = 8

@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hand_driven import Hand
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -25,6 +24,7 @@ from dora_rl.observe.eventlog import MemoryLog
 from dora_rl.sim.presets import PRESETS, world_spec
 from dora_rl.sim.world import World
 from dora_rl.types import Mode, RequestId
+from tests.kit.hand_driven import Hand
 
 st.register_type_strategy(float, st.floats(allow_nan=False))
 st.register_type_strategy(RequestId, st.builds(RequestId, st.integers(), st.integers()))

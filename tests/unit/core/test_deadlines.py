@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from hand_driven import Hand, only
 
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
 from dora_rl.core import waits
 from dora_rl.core.params import Deadlines
 from dora_rl.types import RequestId
+from tests.kit.hand_driven import Hand, only
 
 
 def test_deadlines_that_were_met_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:

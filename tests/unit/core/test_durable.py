@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hand_driven import Hand
 
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
@@ -16,6 +15,7 @@ from dora_rl.core.waits import waits
 from dora_rl.observe.audit import audit
 from dora_rl.observe.eventlog import Entry, replay
 from dora_rl.types import Mode
+from tests.kit.hand_driven import Hand
 
 
 def hand(**params: Any) -> Hand:

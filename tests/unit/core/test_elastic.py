@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from hand_driven import Hand, only
-
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
 from dora_rl.core.orchestrate import evict
 from dora_rl.core.state import Phase
+from tests.kit.hand_driven import Hand, only
 
 
 def closing(elastic_slots: int, standalone_slots: int) -> tuple[Hand, list[act.Action]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 
 import pytest
-from hand_driven import Hand, only
 
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
@@ -13,6 +12,7 @@ from dora_rl.core.params import Deadlines, MoveCost
 from dora_rl.core.state import Phase
 from dora_rl.core.waits import waits
 from dora_rl.types import Finish, RequestId, Segment
+from tests.kit.hand_driven import Hand, only
 
 
 def versions_apart(**params: object) -> Hand:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hand_driven import Hand, only
 
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
@@ -13,6 +12,7 @@ from dora_rl.core.orchestrate import request_load, unload
 from dora_rl.core.placement import start_move
 from dora_rl.core.state import Phase
 from dora_rl.types import RequestId
+from tests.kit.hand_driven import Hand, only
 
 
 def two_lives() -> Hand:

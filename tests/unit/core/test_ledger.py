@@ -5,7 +5,6 @@ from __future__ import annotations
 import typing
 
 import pytest
-from hand_driven import Hand, only
 
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
@@ -13,6 +12,7 @@ from dora_rl.core.state import Phase, State
 from dora_rl.core.step import HANDLERS
 from dora_rl.io.codec import encode
 from dora_rl.types import Finish, RequestId, Segment
+from tests.kit.hand_driven import Hand, only
 
 
 @pytest.fixture

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from hand_driven import Hand, only
 
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
 from dora_rl.core.params import Params, policy_of
 from dora_rl.types import Mode, Segment, UserError
+from tests.kit.hand_driven import Hand, only
 
 
 def staleness_of(hand: Hand) -> list[int]:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from hand_driven import Hand, only
-
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
 from dora_rl.core.params import MoveCost, Params
 from dora_rl.core.placement import cheaper_way
 from dora_rl.core.state import Phase
+from tests.kit.hand_driven import Hand, only
 
 
 def two_versions(slots: int, names: str, **params: Any) -> Hand:

@@ -7,13 +7,13 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import pytest
-from hand_driven import Hand, only
 
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
 from dora_rl.core.params import Params
 from dora_rl.observe.eventlog import Entry, encode_entry, encode_snapshot, recover_lines
 from dora_rl.types import Mode, RequestId, UserError
+from tests.kit.hand_driven import Hand, only
 
 
 def resumed(hand: Hand, **changes: int) -> list[act.Action]:

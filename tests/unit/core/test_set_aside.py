@@ -5,13 +5,12 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
-from hand_driven import Hand, only
-
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
 from dora_rl.core.state import Phase, State
 from dora_rl.io.codec import decode, encode
 from dora_rl.types import RequestId
+from tests.kit.hand_driven import Hand, only
 
 ATTEMPTS = 3
 BAD = 1  # the place of the poison in the stream

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hand_driven import Hand, only
 
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
 from dora_rl.core.state import GENERATING, Phase
 from dora_rl.types import RequestId
+from tests.kit.hand_driven import Hand, only
 
 ATTEMPTS = 3
 

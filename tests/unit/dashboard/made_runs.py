@@ -12,8 +12,7 @@ from dora_rl.observe.eventlog import Entry, MemoryLog, encode_entry
 from dora_rl.sim.presets import PRESETS, world_spec
 from dora_rl.sim.world import World
 from dora_rl.types import Mode
-
-MODEL = Path(__file__).parents[3] / "recipes" / "models" / "tiny"
+from tests.kit.places import MODEL
 
 
 def simulated(mode: Mode = Mode.MULTI_VERSION, **changes: Any) -> list[Entry]:

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from made_runs import simulated, write_log, write_run
 
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
@@ -24,6 +23,7 @@ from dora_rl.observe.eventlog import Entry, encode_entry
 from dora_rl.observe.plots import draw_run
 from dora_rl.store.table import Row, Table, peek
 from dora_rl.types import Mode, RequestId
+from tests.unit.dashboard.made_runs import simulated, write_log, write_run
 
 
 @pytest.fixture(scope="module")

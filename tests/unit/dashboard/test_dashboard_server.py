@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from made_runs import simulated, write_log
 
 from dora_rl.core import actions as act
 from dora_rl.dashboard.server import FILES, Server, is_loopback
@@ -19,6 +18,7 @@ from dora_rl.dashboard.verdict import Verdict
 from dora_rl.dashboard.watcher import Watcher
 from dora_rl.observe.eventlog import Entry, encode_entry
 from dora_rl.types import UserError
+from tests.unit.dashboard.made_runs import simulated, write_log
 
 
 @pytest.fixture(scope="module")

@@ -4,16 +4,8 @@ from __future__ import annotations
 
 import statistics
 from itertools import product
-from pathlib import Path
 
 import pytest
-from chain_demonstrations import (
-    ALPHABET,
-    Flaws,
-    demonstrations,
-    response_tokens_max,
-    solution,
-)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,9 +13,16 @@ from dora_rl.data import chains
 from dora_rl.data.chains import ChainSpec, Problem, Split
 from dora_rl.data.tasks import Chains
 from dora_rl.types import UserError
+from recipes.chain_demonstrations import (
+    ALPHABET,
+    Flaws,
+    demonstrations,
+    response_tokens_max,
+    solution,
+)
+from tests.kit.places import MODEL
 
 SPEC = ChainSpec()
-TINY = Path(__file__).parents[3] / "recipes" / "models" / "tiny"
 
 
 def scratchpad_problems(text: str) -> list[Problem]:
@@ -161,7 +160,7 @@ def test_a_bad_spec_is_refused_in_one_line(wrong: dict[str, int]) -> None:
 
 def test_the_shipped_tokenizer_reads_and_writes_every_character() -> None:
     transformers = pytest.importorskip("transformers")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(TINY)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL)
     text = "03:274\n" + solution(Problem((2, 7, 4), 3)) + ALPHABET
     ids = tokenizer.encode(text)
     assert len(ids) == len(text)
@@ -177,8 +176,8 @@ def test_the_shipped_model_has_the_skill_and_the_bad_habit() -> None:
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     torch.set_num_threads(1)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(TINY)
-    model = transformers.AutoModelForCausalLM.from_pretrained(TINY).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL)
+    model = transformers.AutoModelForCausalLM.from_pretrained(MODEL).eval()
     assert model.config.architectures == ["Qwen3ForCausalLM"]
     stream = (chains.problem_at(SPEC, Split.HELDOUT, 0, index) for index in range(200))
     problems = [problem for problem in stream if problem.num_steps <= 5]

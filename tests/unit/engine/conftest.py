@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import tiny_models
 import torch
 from transformers import PreTrainedModel
+
+from tests.kit import tiny_models
+from tests.kit.engines import Saved
 
 
 @pytest.fixture(autouse=True)
@@ -17,7 +18,7 @@ def _one_thread() -> None:
 
 
 @pytest.fixture(scope="session")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[PreTrainedModel, Path]]:
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     """`saved("qwen3", seed=1)` -> (transformers model, its directory)."""
     made: dict[tuple[str, int], tuple[PreTrainedModel, Path]] = {}
 

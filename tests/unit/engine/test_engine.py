@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_engine_greedy import check_against, finish_all, make_engine, random_prompts
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from dora_rl.engine.engine import Engine
 from dora_rl.engine.options import EngineOptions
@@ -17,8 +15,8 @@ from dora_rl.engine.sequence import Request
 from dora_rl.engine.transfer import begin_import, chunk_from_bytes, export_request, move
 from dora_rl.model.directory import HfDirectory, read_spec
 from dora_rl.types import Finish, RequestId, SamplingParams, Segment, UserError
+from tests.kit.engines import Saved, check_against, finish_all, make_engine, random_prompts
 
-Saved = Callable[..., tuple[PreTrainedModel, Path]]
 PROMPT = random_prompts((20,))[0]
 GREEDY = SamplingParams(tokens_max=12, temperature=0, ignore_eos=True)
 KEY = RequestId(0, 0)

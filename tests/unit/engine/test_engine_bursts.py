@@ -5,15 +5,12 @@ And versions that are loaded by a thread beside them: given up, refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from threading import Event, Timer
 
 import pytest
-from ahead_runner import AheadRunner
-from test_engine_greedy import finish_all, random_prompts
-from transformers import PreTrainedModel
 
 from dora_rl.engine.engine import Engine
 from dora_rl.engine.journal import Journal, read_journal
@@ -23,8 +20,9 @@ from dora_rl.engine.sequence import Request
 from dora_rl.engine.transfer import move
 from dora_rl.model.directory import HfDirectory, read_spec
 from dora_rl.types import Finish, RequestId, SamplingParams, UserError
+from tests.kit.engines import Saved, finish_all, random_prompts
+from tests.unit.engine.ahead_runner import AheadRunner
 
-Saved = Callable[..., tuple[PreTrainedModel, Path]]
 OPTIONS = EngineOptions(block_tokens=16, num_blocks=32, context_max=64, seqs_max=5)
 PROMPTS = random_prompts((9, 20, 31, 40))
 GREEDY = SamplingParams(tokens_max=24, temperature=0, ignore_eos=True)

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
-from test_engine_greedy import SMALL, random_prompts
-from tiny_models import FAMILIES
-from transformers import PreTrainedModel
 
 from dora_rl.engine.cpu import compiled
 from dora_rl.engine.cpu.compiled import CompiledRunner, usable
@@ -19,8 +13,9 @@ from dora_rl.engine.options import EngineOptions
 from dora_rl.engine.runner import make_runner
 from dora_rl.engine.tensors import sampler
 from dora_rl.model.directory import HfDirectory, read_spec
+from tests.kit.engines import SMALL, Saved, random_prompts
+from tests.kit.tiny_models import FAMILIES
 
-Saved = Callable[..., tuple[PreTrainedModel, Path]]
 NARROW = (("-mavx2", "-mfma"),)  # eight lanes, for machines without AVX-512
 DENSE = [family for family in FAMILIES if "moe" not in family]
 

@@ -18,10 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ahead_runner import AheadRunner
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from test_engine_greedy import random_prompts
 
 from dora_rl.engine.engine import Engine
 from dora_rl.engine.journal import Journal, read_journal
@@ -31,6 +29,8 @@ from dora_rl.engine.sequence import Request, Status
 from dora_rl.engine.transfer import begin_import, chunk_bytes, chunk_from_bytes, export_request
 from dora_rl.model.directory import read_spec
 from dora_rl.types import RequestId, SamplingParams, Trajectory, UserError
+from tests.kit.engines import random_prompts
+from tests.unit.engine.ahead_runner import AheadRunner
 
 TIGHT = EngineOptions(
     block_tokens=16,

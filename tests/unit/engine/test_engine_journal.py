@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from test_engine_greedy import finish_all, make_engine, random_prompts
-from transformers import PreTrainedModel
 
 from dora_rl.engine.engine import Engine
 from dora_rl.engine.journal import Journal, read_journal
 from dora_rl.engine.sequence import Request
 from dora_rl.types import RequestId, SamplingParams
+from tests.kit.engines import Saved, finish_all, make_engine, random_prompts
 
-Saved = Callable[..., tuple[PreTrainedModel, Path]]
 PARAMS = SamplingParams(tokens_max=24, raw_logprobs=True, stop_ids=(3,))
 
 

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from random_adapters import Tensors, merge, random_adapter
-from test_engine_greedy import finish_all, random_prompts
-from transformers import PreTrainedModel
 
 from dora_rl.engine.engine import Engine
 from dora_rl.engine.options import EngineOptions
@@ -18,8 +14,9 @@ from dora_rl.engine.transfer import move
 from dora_rl.model.directory import read_spec
 from dora_rl.model.names import SCALE
 from dora_rl.types import Finish, RequestId, SamplingParams, Trajectory, UserError
+from tests.kit.engines import Saved, finish_all, random_prompts
+from tests.kit.random_adapters import Tensors, merge, random_adapter
 
-Saved = Callable[..., tuple[PreTrainedModel, Path]]
 GREEDY = SamplingParams(tokens_max=12, temperature=0, ignore_eos=True)
 DRAWN = SamplingParams(tokens_max=12, temperature=1.0, ignore_eos=True)
 SMALL = {"block_tokens": 16, "num_blocks": 64, "context_max": 128, "seqs_max": 16}

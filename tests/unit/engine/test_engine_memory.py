@@ -9,9 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from ahead_runner import AheadRunner
-from test_engine_greedy import finish_all, random_prompts
-from transformers import PreTrainedModel
 
 from dora_rl.engine.engine import Engine
 from dora_rl.engine.journal import Journal, read_journal
@@ -21,8 +18,9 @@ from dora_rl.engine.runner import Runner, make_runner
 from dora_rl.engine.sequence import Request
 from dora_rl.model.directory import read_spec
 from dora_rl.types import Finish, RequestId, SamplingParams, Trajectory, UserError, Version
+from tests.kit.engines import Saved, finish_all, random_prompts
+from tests.unit.engine.ahead_runner import AheadRunner
 
-Saved = Callable[..., tuple[PreTrainedModel, Path]]
 OPTIONS = EngineOptions(
     block_tokens=16, num_blocks=40, context_max=96, seqs_max=6, step_tokens_max=64
 )

@@ -6,20 +6,17 @@ the tokens it would have had if left alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from test_engine_greedy import finish_all, make_engine, random_prompts
-from transformers import PreTrainedModel
 
 from dora_rl.engine.engine import Engine
 from dora_rl.engine.journal import Journal, read_journal
 from dora_rl.engine.sequence import Request
 from dora_rl.engine.transfer import export_request, move
 from dora_rl.types import Finish, RequestId, SamplingParams, Segment
+from tests.kit.engines import Saved, finish_all, make_engine, random_prompts
 
-Saved = Callable[..., tuple[PreTrainedModel, Path]]
 PROMPT = random_prompts((20,))[0]
 SAMPLED = SamplingParams(tokens_max=10, ignore_eos=True)
 KEY, GIVEN = RequestId(3, 1), (5, 6, 7)

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from ahead_runner import AheadRunner
-from test_engine_greedy import finish_all, random_prompts
-from transformers import PreTrainedModel
 
 from dora_rl.engine.engine import Engine
 from dora_rl.engine.options import EngineOptions
@@ -16,8 +12,9 @@ from dora_rl.engine.runner import make_runner
 from dora_rl.engine.sequence import Request
 from dora_rl.model.directory import read_spec
 from dora_rl.types import RequestId, SamplingParams
+from tests.kit.engines import Saved, finish_all, random_prompts
+from tests.unit.engine.ahead_runner import AheadRunner
 
-Saved = Callable[..., tuple[PreTrainedModel, Path]]
 OPTIONS = EngineOptions(
     block_tokens=16, num_blocks=14, context_max=64, seqs_max=4, host_blocks_max=4
 )

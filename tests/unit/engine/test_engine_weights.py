@@ -9,9 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import tiny_models
 import torch
-from test_engine_greedy import check_against, finish_all, make_engine, random_prompts
 from transformers import PreTrainedModel
 
 from dora_rl.engine.engine import Engine
@@ -21,8 +19,9 @@ from dora_rl.model.directory import HfDirectory, read_spec
 from dora_rl.ports import Canary
 from dora_rl.types import RequestId, SamplingParams, UserError
 from dora_rl.weights.store import SharedMemoryWeightStore
+from tests.kit import tiny_models
+from tests.kit.engines import Saved, check_against, finish_all, make_engine, random_prompts
 
-Saved = Callable[..., tuple[PreTrainedModel, Path]]
 GREEDY = SamplingParams(tokens_max=8, temperature=0, ignore_eos=True)
 
 

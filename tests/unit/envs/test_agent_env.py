@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.kit.places import MODEL
+
 pytest.importorskip("openai")
 
 from dora_rl.config import EnvConfig, EnvironmentEntry
@@ -16,7 +18,6 @@ from dora_rl.setup.tokenizer import open_tokenizer
 from dora_rl.types import RequestId, UserError
 from dora_rl.user_code import listen, trace_of
 
-MODEL = Path(__file__).parents[3] / "recipes" / "models" / "tiny"
 TOKENIZER = open_tokenizer(MODEL, False)
 EOS = 1
 PROMPT, SECOND = "03:271\n", "02:513\n"

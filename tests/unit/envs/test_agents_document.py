@@ -11,8 +11,9 @@ import pytest
 
 from dora_rl.config import EnvConfig, EnvironmentEntry, RunConfig
 from dora_rl.envs.host import load_environments
+from tests.kit.places import ROOT
 
-TEXT = (Path(__file__).parents[3] / "docs" / "agents.md").read_text()
+TEXT = (ROOT / "docs" / "agents.md").read_text()
 
 
 def blocks(language: str) -> list[str]:

@@ -13,7 +13,6 @@ from pathlib import Path
 from queue import SimpleQueue
 
 import pytest
-from certificates import authority, signed
 
 from dora_rl.io import proof
 from dora_rl.io.connection import (
@@ -36,6 +35,7 @@ from dora_rl.io.proof import (
     prove,
 )
 from dora_rl.io.wire import Wire
+from tests.kit.certificates import authority, signed
 
 KEY = RunKey(b"k" * 32)
 WAIT_S = 30.0

@@ -7,16 +7,23 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from corruptions import CORRUPTIONS, Corrupted, edit, find, find_event, with_event
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated_logs import resumed_run, small_world, whole_run
 
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
 from dora_rl.observe.audit import AuditReport, Promise, audit, audit_run
 from dora_rl.observe.eventlog import Entry, FileLog
 from dora_rl.types import Mode
+from tests.kit.simulated_logs import resumed_run, small_world, whole_run
+from tests.unit.observe.corruptions import (
+    CORRUPTIONS,
+    Corrupted,
+    edit,
+    find,
+    find_event,
+    with_event,
+)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
-from simulated_logs import small_world, whole_run
 
 from dora_rl.core import events as ev
 from dora_rl.core.step import step
@@ -25,6 +24,7 @@ from dora_rl.observe.eventlog import (
     segments,
 )
 from dora_rl.types import Mode
+from tests.kit.simulated_logs import small_world, whole_run
 
 PER_SEGMENT = 60
 

@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from plain_columns import names_of, plain_columns
-from simulated_logs import resumed_run, whole_run
 
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
@@ -24,6 +22,8 @@ from dora_rl.observe.columns import (
 from dora_rl.observe.eventlog import Entry, encode_entry, encode_snapshot
 from dora_rl.observe.segments import SegmentReaders
 from dora_rl.types import Finish, Mode, RequestId, Segment, UserError
+from tests.kit.simulated_logs import resumed_run, whole_run
+from tests.unit.observe.plain_columns import names_of, plain_columns
 
 TEXTS = {"instance", "src", "dst", "finish", "end", "reason"}
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated_logs import small_world, whole_run
 
 from dora_rl.core import actions as act
 from dora_rl.core.state import State
@@ -28,6 +27,7 @@ from dora_rl.observe.eventlog import (
     segments,
 )
 from dora_rl.types import Mode, UserError
+from tests.kit.simulated_logs import small_world, whole_run
 
 PER_SEGMENT = 60
 

@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from plain_columns import plain_columns
-from simulated_logs import resumed_run, whole_run
 
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
@@ -22,6 +20,8 @@ from dora_rl.observe.placements import busy_s, coverage, lanes
 from dora_rl.observe.segments import SegmentReaders, segments
 from dora_rl.sim.soak import Soak
 from dora_rl.types import Mode, RequestId
+from tests.kit.simulated_logs import resumed_run, whole_run
+from tests.unit.observe.plain_columns import plain_columns
 
 Stay = tuple[RequestId, str, int, float, float]
 

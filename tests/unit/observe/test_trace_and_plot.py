@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from simulated_logs import resumed_run, whole_run
 
 from dora_rl.cli import main
 from dora_rl.core import actions as act
@@ -18,6 +17,7 @@ from dora_rl.core import events as ev
 from dora_rl.observe.eventlog import Entry, encode_entry
 from dora_rl.observe.trace import FIRST_INSTANCE, LEARNER, REWARDS
 from dora_rl.types import Mode
+from tests.kit.simulated_logs import resumed_run, whole_run
 
 
 def write(folder: Path, entries: list[Entry]) -> None:

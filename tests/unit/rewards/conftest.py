@@ -6,10 +6,10 @@ import os
 from collections.abc import Iterator
 
 import pytest
-from as_user import OwnBox, UsersBox
 
 from dora_rl.rewards.sandbox.box import Sandbox
 from dora_rl.types import UserError
+from tests.unit.rewards.as_user import OwnBox, UsersBox
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hostile_programs import Hostile
+from tests.unit.rewards.hostile_programs import Hostile
 
 PRELUDE = """
 import ctypes, os

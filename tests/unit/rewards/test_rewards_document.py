@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from tests.kit.places import ROOT
 
-TEXT = (Path(__file__).parents[3] / "docs" / "rewards.md").read_text()
+TEXT = (ROOT / "docs" / "rewards.md").read_text()
 
 
 def test_every_built_in_and_its_options_are_documented() -> None:

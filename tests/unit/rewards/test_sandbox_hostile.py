@@ -9,16 +9,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import hostile_cheats
-import hostile_kernel
-import hostile_programs
 import pytest
-from as_user import OwnBox, UsersBox
 
 from dora_rl.rewards.base import ScoreItem
 from dora_rl.rewards.sandbox.box import Sandbox
 from dora_rl.rewards.sandbox.limits import Answer, Ask, End, Limits
 from dora_rl.rewards.statements import question
+from tests.unit.rewards import hostile_cheats, hostile_kernel, hostile_programs
+from tests.unit.rewards.as_user import OwnBox, UsersBox
 
 Box = OwnBox | UsersBox
 

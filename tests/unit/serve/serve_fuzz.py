@@ -1,6 +1,6 @@
 """A fuzz of `serve` that knows its table of bounds, beside a client that behaves.
 
-    python tests/unit/serve/serve_fuzz.py --requests 20000 --seed 1
+    python -m tests.unit.serve.serve_fuzz --requests 20000 --seed 1
 
 The server is a process of its own, so that its memory, threads and files can be told from ours. The
 fuzz makes requests from `chat.bounds.FIELDS`: right, wrong in one place or more, mangled, left
@@ -48,6 +48,7 @@ from dora_rl.chat.bounds import (
     Whole,
     fields_of,
 )
+from tests.kit.places import ROOT
 
 KEYS = ("fuzz-key-1", "fuzz-key-2", "neighbours-key")
 LIMITS_503 = {"connections_max", "bodies_bytes_max", "texts_waiting_max"}
@@ -418,9 +419,9 @@ class ServerProcess:
     """`serving()` in a process of its own, which tells its figures when it is asked."""
 
     def __init__(self) -> None:
-        command = [sys.executable, __file__, "--serve"]
+        command = [sys.executable, "-m", "tests.unit.serve.serve_fuzz", "--serve"]
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
         )
         self.port = int(self._line()["port"])
 
@@ -455,7 +456,7 @@ class ServerProcess:
 
 
 def serve() -> None:
-    from serving import serving
+    from tests.unit.serve.serving import serving
 
     settings = {"api_keys": KEYS, "session_idle_s_max": 1.0, "requests_max": 1024}
     with serving(**settings) as running:

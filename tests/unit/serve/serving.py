@@ -23,8 +23,8 @@ from dora_rl.serve.service import EngineService, ServeOptions
 from dora_rl.setup.tokenizer import open_tokenizer
 from dora_rl.types import RequestId, SamplingParams, Trajectory
 from dora_rl.weights.run_models import find_model, is_run
+from tests.kit.places import MODEL
 
-MODEL = Path(__file__).parents[3] / "recipes" / "models" / "tiny"
 ENGINE = EngineOptions(kv_bytes_max=16 << 20, seqs_max=64, step_tokens_max=256)
 WAIT_S = 60.0
 

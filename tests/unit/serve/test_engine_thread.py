@@ -8,7 +8,6 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
-from serving import ENGINE, MODEL, alone
 
 from dora_rl.engine.engine import Engine
 from dora_rl.engine.runner import Runner, make_runner
@@ -17,6 +16,8 @@ from dora_rl.model.directory import read_spec
 from dora_rl.serve.engine_thread import EngineThread
 from dora_rl.setup.tokenizer import open_tokenizer
 from dora_rl.types import Finish, RequestId, SamplingParams, UserError
+from tests.kit.places import MODEL
+from tests.unit.serve.serving import ENGINE, alone
 
 WAIT_S = 60
 PROMPTS = [(5, 6, 7), (7, 6, 5), (8, 9), (9, 9, 9)]

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from dora_rl.cli import main
+from tests.kit.places import MODEL
 
-MODEL = Path(__file__).parents[3] / "recipes" / "models" / "tiny"
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 PROGRAM = [sys.executable, "-m", "dora_rl.cli", "serve", str(MODEL), "--port", "0"]
 

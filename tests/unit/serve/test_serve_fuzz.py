@@ -7,7 +7,7 @@ import sys
 import pytest
 
 pytest.importorskip("openai")  # with the rest of what serving is tested with
-import serve_fuzz
+from tests.unit.serve import serve_fuzz
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
 

@@ -8,9 +8,9 @@ import socket
 import threading
 
 import pytest
-from serving import serving, wait_until
 
 from dora_rl.chat.http import HttpLimits
+from tests.unit.serve.serving import serving, wait_until
 
 FIRST = "03:271\n"
 GREEDY = {"model": "tiny", "prompt": FIRST, "temperature": 0, "max_tokens": 8}

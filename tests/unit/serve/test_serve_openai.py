@@ -8,10 +8,11 @@ import urllib.request
 
 import pytest
 
-openai = pytest.importorskip("openai")
-from serving import MODEL, alone, serving, wait_until  # noqa: E402
+from tests.kit.places import MODEL
 
+openai = pytest.importorskip("openai")
 from dora_rl.setup.tokenizer import open_tokenizer  # noqa: E402
+from tests.unit.serve.serving import alone, serving, wait_until  # noqa: E402
 
 IDS = {"return_token_ids": True}
 FIRST, SECOND = "03:271\n", "02:513\n"

@@ -10,7 +10,6 @@ import subprocess
 import sys
 
 import pytest
-from serving import MODEL
 
 from dora_rl.chat.bounds import CHAT, COMPLETION
 from dora_rl.chat.conversation import ChatTemplate
@@ -19,6 +18,7 @@ from dora_rl.chat.texts import PlainTexts
 from dora_rl.serve.text_process import READ, TextOptions, frame
 from dora_rl.serve.texts import TextProcesses
 from dora_rl.setup.tokenizer import open_tokenizer
+from tests.kit.places import MODEL
 
 USER = [{"role": "user", "content": "03:271\n"}]
 

@@ -8,11 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-openai = pytest.importorskip("openai")
-from serving import ENGINE, MODEL, serving, wait_until  # noqa: E402
+from tests.kit.places import MODEL
 
+openai = pytest.importorskip("openai")
 from dora_rl.config import ModelConfig, RunConfig  # noqa: E402
 from dora_rl.weights.store import DiskWeightStore  # noqa: E402
+from tests.unit.serve.serving import ENGINE, serving, wait_until  # noqa: E402
 
 FIRST, SECOND = "03:271\n", "02:513\n"
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 import re
 import shlex
 import tomllib
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-pytest.importorskip("openai")
-from serving import MODEL, serving
+from tests.kit.places import MODEL, ROOT
 
+pytest.importorskip("openai")
 from dora_rl.cli import build_parser
 from dora_rl.config import EnvConfig
 from dora_rl.envs.host import load_environments
+from tests.unit.serve.serving import serving
 
-TEXT = (Path(__file__).parents[3] / "docs" / "serving.md").read_text()
+TEXT = (ROOT / "docs" / "serving.md").read_text()
 
 
 def blocks(language: str) -> list[str]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-from pathlib import Path
 from typing import Any
 
-PATH = Path(__file__).parents[3] / "benchmarks" / "memory.py"
+from tests.kit.places import ROOT
+
+PATH = ROOT / "benchmarks" / "memory.py"
 
 
 def load() -> Any:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import memory_program
 import pytest
 
 from dora_rl.setup.memory import GB
+from tests.unit.setup import memory_program
 
 
 @pytest.fixture(scope="module")

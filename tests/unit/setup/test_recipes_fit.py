@@ -9,7 +9,6 @@ import json
 import tomllib
 from pathlib import Path
 
-import memory_program
 import pytest
 
 from dora_rl.config import RunConfig
@@ -17,8 +16,9 @@ from dora_rl.setup.devices import Card
 from dora_rl.setup.layout import plan_layout
 from dora_rl.setup.memory import GB, MemoryPlan
 from dora_rl.setup.plan import memory_problems, plan_run, planned
+from tests.kit.places import ROOT
+from tests.unit.setup import memory_program
 
-ROOT = Path(__file__).parents[3]
 SHAPES = memory_program.load().SHAPES
 
 

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from sim_results import made_result
 
 from dora_rl.observe.plots import check_format
 from dora_rl.sim.clock import VirtualClock
@@ -17,6 +16,7 @@ from dora_rl.sim.picture import _charts, _sampled, _steady_s, draw
 from dora_rl.sim.presets import PRESETS
 from dora_rl.sim.run import Bar, Timeline, run_mode
 from dora_rl.types import Mode, UserError
+from tests.unit.sim.sim_results import made_result
 
 SMALL = replace(PRESETS["small"], num_steps=5)
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sim_results import made_result
 
 from dora_rl.sim.compare import (
     Flow,
@@ -23,6 +22,7 @@ from dora_rl.sim.plan import Candidate, Change, Knobs, _Search, consequences, ex
 from dora_rl.sim.presets import PRESETS
 from dora_rl.sim.run import ModeResult
 from dora_rl.types import Mode
+from tests.unit.sim.sim_results import made_result
 
 SMALL = PRESETS["small"]
 PAPER_64 = PRESETS["paper-64"]

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 from rich.console import Console
-from sim_results import made_result
 
 from dora_rl.sim.compare import CompareOptions, Comparison, Outcome, compare
 from dora_rl.sim.presets import PRESETS, scaled
@@ -24,6 +23,7 @@ from dora_rl.sim.report import (
     speed_table,
 )
 from dora_rl.types import Mode, UserError
+from tests.unit.sim.sim_results import made_result
 
 KEYS = {
     "step_s",

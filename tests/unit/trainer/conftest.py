@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from trainer_cases import write_tiny_model
+
+from tests.kit.trainer_cases import write_tiny_model
 
 
 @pytest.fixture(scope="session")

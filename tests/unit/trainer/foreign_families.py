@@ -4,7 +4,7 @@ Biases are not zero, soft-caps and scalings are far from neutral, windows are sh
 documents. All of `FAMILIES` are trained; `REFUSED` are told why not. The table of docs/models.md
 is made from them:
 
-    PYTHONPATH=tests/unit/trainer python -m foreign_families
+    python -m tests.unit.trainer.foreign_families
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from trainer_cases import changed, make_groups, write_tiny_model
 
 from dora_rl.config import AlgorithmConfig, CheckpointConfig, TrainerConfig
 from dora_rl.model.names import SCALE
@@ -16,6 +15,7 @@ from dora_rl.trainer.learner import Learner
 from dora_rl.trainer.policy.lora import whole_version
 from dora_rl.types import UserError
 from dora_rl.weights.store import SharedMemoryWeightStore
+from tests.kit.trainer_cases import changed, make_groups, write_tiny_model
 
 TRAINER = TrainerConfig(lr=1e-3, device="cpu", pack_tokens=64)
 

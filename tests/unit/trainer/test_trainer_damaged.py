@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from trainer_cases import changed, make_groups
 
 from dora_rl.config import AlgorithmConfig, TrainerConfig
 from dora_rl.ports import Canary
@@ -15,6 +14,7 @@ from dora_rl.trainer.checkpoints.digests import CheckpointDamaged, check_saved, 
 from dora_rl.trainer.checkpoints.finite import NotFinite, Ranges, check_canary, check_moments
 from dora_rl.trainer.learner import Learner
 from dora_rl.weights.store import SharedMemoryWeightStore
+from tests.kit.trainer_cases import changed, make_groups
 
 TRAINER = TrainerConfig(lr=1e-3, device="cpu", pack_tokens=64)
 STATE, OPTIMIZER = "trainer/state.json", "trainer/optimizer.safetensors"

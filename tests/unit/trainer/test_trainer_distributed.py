@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from exact_cases import write_exact_model
-from foreign_families import write_family
 from safetensors.torch import load_file
-from trainer_rank import run_rank
+
+from tests.kit.exact_cases import write_exact_model
+from tests.kit.places import ROOT
+from tests.kit.trainer_rank import run_rank
+from tests.unit.trainer.foreign_families import write_family
 
 FULL = pytest.mark.full
-RANK = Path(__file__).with_name("trainer_rank.py")
 
 
 def run_two(
@@ -28,9 +29,9 @@ def run_two(
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     arguments = [str(out / "meeting"), str(model), str(out), loss, str(pack_tokens)]
     arguments.append(json.dumps(options))
+    command = [sys.executable, "-m", "tests.kit.trainer_rank"]
     return [
-        subprocess.Popen([sys.executable, str(RANK), str(r), "2", *arguments], env=env)
-        for r in range(2)
+        subprocess.Popen([*command, str(r), "2", *arguments], env=env, cwd=ROOT) for r in range(2)
     ]
 
 

@@ -8,7 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from exact_cases import (
+
+from dora_rl.trainer.learner import Learner
+from dora_rl.trainer.policy.model import load_policy
+from dora_rl.trainer.scoring import score
+from tests.kit.exact_cases import (
     FORMS,
     LONG,
     LOSSES,
@@ -25,12 +29,8 @@ from exact_cases import (
     trainer_options,
     write_exact_model,
 )
-from trainer_cases import FAMILIES
-from trainer_store import MemoryStore
-
-from dora_rl.trainer.learner import Learner
-from dora_rl.trainer.policy.model import load_policy
-from dora_rl.trainer.scoring import score
+from tests.kit.trainer_cases import FAMILIES
+from tests.kit.trainer_store import MemoryStore
 
 OtherScores = Callable[[Path, Learner, MemoryStore], list[torch.Tensor]]
 

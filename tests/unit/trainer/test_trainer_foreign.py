@@ -11,21 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from foreign_families import (
-    FAMILIES,
-    FAST,
-    FLOAT32_ONLY,
-    REFUSED,
-    VOCAB,
-    make_config,
-    table,
-    write_family,
-)
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from trainer_cases import VOCAB as TINY_VOCAB
-from trainer_cases import flat, make_groups, write_tiny_model
-from trainer_store import MemoryStore
 
 from dora_rl.config import AlgorithmConfig, TrainerConfig
 from dora_rl.model.directory import write_model
@@ -45,11 +32,25 @@ from dora_rl.trainer.policy.model import (
     stored_weights,
 )
 from dora_rl.types import UserError
+from tests.kit.places import ROOT
+from tests.kit.trainer_cases import VOCAB as TINY_VOCAB
+from tests.kit.trainer_cases import flat, make_groups, write_tiny_model
+from tests.kit.trainer_store import MemoryStore
+from tests.unit.trainer.foreign_families import (
+    FAMILIES,
+    FAST,
+    FLOAT32_ONLY,
+    REFUSED,
+    VOCAB,
+    make_config,
+    table,
+    write_family,
+)
 
 CPU = torch.device("cpu")
 OPTIONS = TrainerConfig(device="cpu", logits_chunk_tokens=13)
 LENGTHS = [25, 24, 6, 1, 30, 26]
-DOCS = Path(__file__).parents[3] / "docs"
+DOCS = ROOT / "docs"
 CASES = [f if f in FAST else pytest.param(f, marks=pytest.mark.full) for f in FAMILIES]
 
 

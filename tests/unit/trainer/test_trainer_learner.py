@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from trainer_cases import VOCAB, changed, flat, make_groups, sample
-from trainer_store import MemoryStore
 
 from dora_rl.config import AlgorithmConfig, TrainerConfig
 from dora_rl.trainer.attention import Layout
 from dora_rl.trainer.learner import Learner
 from dora_rl.trainer.policy.model import load_policy
 from dora_rl.types import REWARD_MAX, Group, Segment, UserError
+from tests.kit.trainer_cases import VOCAB, changed, flat, make_groups, sample
+from tests.kit.trainer_store import MemoryStore
 
 TRAINER = TrainerConfig(lr=1e-3, device="cpu", pack_tokens=64)
 GRPO = AlgorithmConfig()

@@ -9,12 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo.utils
-from exact_cases import documents_of, move_adapters, write_exact_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from trainer_cases import changed, make_groups, write_tiny_model
-from trainer_store import MemoryStore
 
 from dora_rl.config import AlgorithmConfig, CheckpointConfig, RunConfig, TrainerConfig
 from dora_rl.engine.engine import Engine
@@ -27,6 +24,9 @@ from dora_rl.trainer.policy.lora import Linear, LoraLinear, side_by_side, withou
 from dora_rl.trainer.scoring import score
 from dora_rl.types import UserError
 from dora_rl.weights.store import SharedMemoryWeightStore
+from tests.kit.exact_cases import documents_of, move_adapters, write_exact_model
+from tests.kit.trainer_cases import changed, make_groups, write_tiny_model
+from tests.kit.trainer_store import MemoryStore
 
 TRAINER = TrainerConfig(lr=1e-3, device="cpu", pack_tokens=64, lora_rank=3)
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from trainer_cases import flat, make_groups, write_tiny_model
-from trainer_store import MemoryStore
 
 from dora_rl.config import AlgorithmConfig, TrainerConfig
 from dora_rl.trainer.checkpoints.masters import AT, LOW, Splits, whole
 from dora_rl.trainer.learner import Learner
 from dora_rl.types import UserError
+from tests.kit.trainer_cases import flat, make_groups, write_tiny_model
+from tests.kit.trainer_store import MemoryStore
 
 BF16 = TrainerConfig(lr=1e-6, device="cpu", compute_dtype="bfloat16")
 

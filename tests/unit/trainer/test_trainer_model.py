@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from trainer_cases import FAMILIES, VOCAB, write_tiny_model
 
 from dora_rl.config import TrainerConfig
 from dora_rl.model.directory import HfDirectory, write_model
@@ -16,6 +15,7 @@ from dora_rl.trainer.policy.decoder import rms_norm, rotate
 from dora_rl.trainer.policy.logprobs import token_scores
 from dora_rl.trainer.policy.model import lean_spec, load_policy, named_weights, pick_device
 from dora_rl.types import UserError
+from tests.kit.trainer_cases import FAMILIES, VOCAB, write_tiny_model
 
 CPU = torch.device("cpu")
 LENGTHS = [7, 20, 33, 1, 21, 9, 20]

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from trainer_cases import flat, make_groups, sample
-from trainer_store import MemoryStore
 
 from dora_rl.config import AlgorithmConfig, TrainerConfig
 from dora_rl.trainer.learner import Learner
@@ -17,6 +15,8 @@ from dora_rl.trainer.losses.registry import resolve
 from dora_rl.trainer.losses.trial import made_up_inputs, try_advantage, try_loss
 from dora_rl.types import Group, Segment, UserError
 from dora_rl.user_code import UserCodeError, load_object
+from tests.kit.trainer_cases import flat, make_groups, sample
+from tests.kit.trainer_store import MemoryStore
 
 LOSSES = """\
 import torch

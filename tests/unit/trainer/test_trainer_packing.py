@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trainer_cases import sample
 
 from dora_rl.trainer.documents import (
     collate,
@@ -20,6 +19,7 @@ from dora_rl.trainer.documents import (
 )
 from dora_rl.trainer.losses import functions as adv
 from dora_rl.types import Group, Trajectory
+from tests.kit.trainer_cases import sample
 
 lengths = st.lists(st.integers(1, 300), max_size=60)
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from trainer_cases import changed, flat, make_groups
 
 from dora_rl.config import AlgorithmConfig, TrainerConfig
 from dora_rl.out_of_memory import shortage
@@ -18,6 +17,7 @@ from dora_rl.trainer.memory import Room
 from dora_rl.trainer.scoring import SealedScorer
 from dora_rl.trainer.warm_up import warm_up
 from dora_rl.types import Group, UserError
+from tests.kit.trainer_cases import changed, flat, make_groups
 
 TRAINER = TrainerConfig(lr=1e-3, device="cpu", pack_tokens=100)
 WORDS = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 9 GiB"

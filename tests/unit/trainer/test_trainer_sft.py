@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from foreign_families import write_family
-from trainer_cases import changed, write_tiny_model
 from transformers import AutoModelForCausalLM
 
 from dora_rl.config import TrainerConfig
@@ -18,6 +16,8 @@ from dora_rl.trainer.attention import Layout
 from dora_rl.trainer.policy.model import load_policy
 from dora_rl.trainer.sft import SftOptions, SftProgress, encode_row, run_sft
 from dora_rl.types import UserError
+from tests.kit.trainer_cases import changed, write_tiny_model
+from tests.unit.trainer.foreign_families import write_family
 
 TRAINER = TrainerConfig(lr=1e-2, device="cpu", pack_tokens=64)
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from trainer_cases import changed, flat, make_groups
 
 from dora_rl.config import AlgorithmConfig, TrainerConfig
 from dora_rl.trainer.learner import Learner
+from tests.kit.trainer_cases import changed, flat, make_groups
 
 TRAINER = TrainerConfig(lr=1e-3, device="cpu")
 

@@ -12,11 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch._dynamo.utils import counters
-from trainer_cases import changed, flat, make_groups
 
 from dora_rl.config import AlgorithmConfig, TrainerConfig
 from dora_rl.trainer.learner import Learner
 from dora_rl.trainer.warm_up import PACK_MIN, layout_of, pack_sizes, warm_up
+from tests.kit.trainer_cases import changed, flat, make_groups
 
 TRAINER = TrainerConfig(lr=1e-3, device="cpu", compile="on", pack_tokens=64)
 

@@ -22,8 +22,8 @@ from dora_rl.workers import messages as msg
 from dora_rl.workers.relay import RelayWorker
 from dora_rl.workers.rollout import RolloutWorker
 from dora_rl.workers.worker import Role, Setup
+from tests.kit.places import MODEL
 
-MODEL = Path(__file__).parents[3] / "recipes" / "models" / "tiny"
 KEY = "6b" * 32
 LONG = {"forced_length_median": 40.0, "forced_length_sigma": 0.01}
 T = TypeVar("T")

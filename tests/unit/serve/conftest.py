@@ -1,6 +1,0 @@
-"""Makes `serving` importable from the tests beside it."""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
