@@ -25,6 +25,7 @@ from dora_rl.engine.journal import read_journal
 
 pytestmark = [
     pytest.mark.cluster,
+    pytest.mark.kills,
     pytest.mark.skipif(
         not can_make_hosts(),
         reason="hosts need root, iproute2 and a kernel that lets us make namespaces",

@@ -18,6 +18,7 @@ import chaos
 pytestmark = pytest.mark.full
 
 
+@pytest.mark.kills
 def test_ten_kills(tmp_path: Path) -> None:
     seed = os.environ.get("CHAOS_SEED", str(time.time_ns() % 100_000))
     out = tmp_path / "kills.json"
