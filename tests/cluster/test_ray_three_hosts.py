@@ -26,6 +26,7 @@ from tests.kit.tiny_runs import TinyRun, open_files
 
 pytestmark = [
     pytest.mark.cluster,
+    pytest.mark.kills,
     pytest.mark.skipif(
         not can_make_hosts(),
         reason="hosts need root, iproute2 and a kernel that lets us make namespaces",

@@ -98,6 +98,7 @@ def test_a_prompt_whose_reward_always_raises_is_set_aside(tmp_path: Path) -> Non
     assert run.steps() == list(range(8))
 
 
+@pytest.mark.kills
 @pytest.mark.full
 def test_a_prompt_that_kills_its_engine_is_set_aside_and_nobody_else(tmp_path: Path) -> None:
     """Its prompt is so long that its instance is killed before its first token, each time."""
@@ -125,6 +126,7 @@ def test_a_prompt_that_kills_its_engine_is_set_aside_and_nobody_else(tmp_path: P
     assert run.steps() == list(range(6))
 
 
+@pytest.mark.kills
 @pytest.mark.full
 def test_responses_outlive_their_instances(tmp_path: Path) -> None:
     """Instances live for a fifth of a response; a loss is no attempt while tokens are gained."""
@@ -154,6 +156,7 @@ def test_responses_outlive_their_instances(tmp_path: Path) -> None:
     assert max(continued.values()) > attempts_max
 
 
+@pytest.mark.kills
 @pytest.mark.full
 def test_a_learner_that_dies_three_times_in_one_step_stops_the_run_resumably(
     tmp_path: Path,

@@ -82,6 +82,7 @@ def num_entries(run: TinyRun) -> int:
     return sum(not any(word in line[:120] for word in IDLE) for line in lines)
 
 
+@pytest.mark.kills
 def test_twenty_kills(tmp_path: Path) -> None:
     seed = int(os.environ.get("CHAOS_SEED", time.time_ns() % 100_000))
     print(f"CHAOS_SEED={seed}")
@@ -218,6 +219,7 @@ def test_a_loss_that_fails_stops_the_run_at_once(tmp_path: Path) -> None:
     assert not any(type(e.event).__name__ == "LearnerLost" for e in run.entries())
 
 
+@pytest.mark.kills
 @pytest.mark.parametrize("place", [20, -100], ids=["header", "tensor"])
 def test_damaged_weights_in_shared_memory_are_refused_and_restored(
     tmp_path: Path, place: int
@@ -285,6 +287,7 @@ def _fill(path: Path) -> None:
                 continue
 
 
+@pytest.mark.kills
 def test_state_files_are_whole_after_any_kill(tmp_path: Path) -> None:
     """The records end in whole lines and the run's own JSON files can be read at any moment."""
     run = tiny_run(tmp_path, orchestration__num_steps=ENDLESS)

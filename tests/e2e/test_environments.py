@@ -134,6 +134,7 @@ def tiny_like(run: TinyRun, data: list[dict[str, Any]], reward: str) -> TinyRun:
     return run
 
 
+@pytest.mark.kills
 @pytest.mark.full
 def test_killed_workers_lose_nothing(tmp_path: Path) -> None:
     """An environment worker, an instance, then the whole run; each while requests wait."""

@@ -76,7 +76,10 @@ def audited(run: TinyRun) -> str:
     return finish(process)
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.full)])
+LONG = [pytest.mark.full, pytest.mark.kills]
+
+
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=LONG)])
 def test_killed_between_sealed_and_durable_nothing_is_lost(tmp_path: Path, dtype: str) -> None:
     run = killed_between(tmp_path, trainer__compute_dtype=dtype)
     (committed,) = events(run, StepCommitted)

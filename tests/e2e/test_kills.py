@@ -18,6 +18,7 @@ from tests.kit.tiny_runs import RUN_S_MAX
 pytestmark = pytest.mark.full
 
 
+@pytest.mark.kills
 def test_ten_kills(tmp_path: Path) -> None:
     seed = os.environ.get("CHAOS_SEED", str(time.time_ns() % 100_000))
     out = tmp_path / "kills.json"

@@ -50,6 +50,7 @@ def progress(run: TinyRun) -> float:
     return float(moved.square().mean().sqrt()) / LR
 
 
+@pytest.mark.kills
 def test_progress_in_weight_space_outlives_the_learner(tmp_path: Path) -> None:
     through = tiny_run(tmp_path / "through", **ROUNDED)
     through.train()

@@ -119,7 +119,7 @@ RULES = {
 assert len(RULES) == sum(
     len(names.split()) for sections in _SECTIONS.values() for names in sections.values()
 ), "a key has two rules"
-# Its rows are compared, not its paths alone: see `runtime.resume.check_same_data`.
+# Its rows are compared, not its paths alone: see `controller.run_dir.check_same_data`.
 FINGERPRINTED = "data.train"
 
 

@@ -1,6 +1,6 @@
 """What a run writes for people: metrics.jsonl, rollouts.jsonl, summary.json.
 
-Only adds up what it is told; never decides. Names follow the field (design, section 7).
+Only adds up what it is told; never decides. Names are those that other trainers use.
 
 A step's lines are written before its log record. Invariant: after a resume the files hold exactly
 the steps that the log calls committed, each once; totals go over the whole run, not over the time

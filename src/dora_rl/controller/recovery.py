@@ -1,11 +1,11 @@
 """The workers of a run: started together, and replaced, given up or the run's end when they end.
 
-A worker that ends at its start again and again stops the run: it is resumable, and the reason names
-the worker and its last words. So do reward workers that end many times with no answer of any of
-them in between: a reward that ends its process for one sample costs that sample alone. Not so an
-instance once a step was committed, while others work: a host that went bad costs its instance,
-which is tried again after every step. Of learners and instances that are lost at work the core
-keeps count; it is told their last words.
+A worker that ends three times before it is ready stops the run, resumable, with its name and its
+last words. There is one exception: once a step was committed, an instance is left out instead while
+others work, and tried again after every step, because only its host may have gone bad. Reward
+workers stop the run when many end with no answer of any of them in between; a single end costs one
+sample. Losses of learners and instances at work are counted by the core, which is told their last
+words.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from dora_rl.types import RequestId, Version
 
 
 def admit(state: State, out: list[Action]) -> bool:
-    """Issue as many groups as limits, bound and slots allow; False: and the next events more."""
+    """Issue as many groups as limits, bound and slots allow. False: this event has no room left."""
     num_samples = 0
     while _may_issue(state):
         if not state.has_room(out, num_samples):

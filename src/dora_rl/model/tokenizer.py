@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 
 class Tokenizer(Protocol):
-    """Those of transformers and `workers.tokenizer` have it. Not all have a template or an end of
+    """Those of transformers and `setup.tokenizer` have it. Not all have a template or an end of
     sequence: `chat_template` and `eos_token_id` are looked up where they are used."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> Sequence[int]: ...

@@ -1,4 +1,4 @@
-"""The samples of a run as its controller has them, from the end of generation to that of a group.
+"""The samples of a run as its controller has them, from the end of generation to the group's end.
 
 The row is written before the event that tells of it is logged, so whatever the log says is ready
 is there after a crash. On one machine a row has the whole sample (`Samples`). On a cluster the

@@ -1,7 +1,7 @@
 """One pack forward and backward: log-probs, loss, corrections, penalties, gradient sums, metrics.
 
-Leaves gradients unnormalised (see `Objective`): whoever owns the update divides once at its
-end. Invariant: nothing here depends on how many packs the update will have.
+Leaves gradients unnormalised (see `losses.registry.Objective`): whoever owns the update divides
+once at its end. Invariant: nothing here depends on how many packs the update will have.
 """
 
 from __future__ import annotations

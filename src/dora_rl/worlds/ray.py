@@ -51,7 +51,7 @@ class WorkerActor:
 
 
 class RayTask:
-    """Implements `cluster.Task`."""
+    """Implements `hosts.Task`."""
 
     def __init__(self, actor: Any, ended: Any, group: PlacementGroup | None) -> None:
         self._actor, self._ended, self._group = actor, ended, group
