@@ -22,7 +22,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from engine import SHAPES
 
 from dora_rl.engine.engine import Engine
 from dora_rl.engine.journal import continuation
@@ -37,6 +36,7 @@ from dora_rl.engine.transfer import (
 )
 from dora_rl.model.random_weights import RandomWeights
 from dora_rl.types import RequestId, SamplingParams
+from engine import SHAPES
 
 KEY = RequestId(0, 0)
 NEW_TOKENS = 16

@@ -33,8 +33,6 @@ from typing import Any
 import torch
 
 sys.path.append(str(Path(__file__).parents[1]))
-from engine import SHAPES
-
 from dora_rl.engine.engine import Engine
 from dora_rl.engine.journal import continuation
 from dora_rl.engine.options import EngineOptions
@@ -47,6 +45,7 @@ from dora_rl.types import RequestId, SamplingParams
 from dora_rl.weights.relay import Relay
 from dora_rl.weights.store import SharedMemoryWeightStore
 from dora_rl.workers.moves import write_export
+from engine import SHAPES
 from tests.kit.hosts import VirtualHost, call, can_make_hosts, virtual_hosts
 
 KEY = RunKey(b"k" * 32)
