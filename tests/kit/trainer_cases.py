@@ -134,6 +134,12 @@ def flat(learner: Learner) -> torch.Tensor:
     return torch.cat([p.detach().reshape(-1) for p in learner.policy.parameters()])
 
 
+# AdamW's first step is the sign of every gradient well above eps: it hides a wrong scale, and a
+# gradient near zero moves its weight one way or the other as sums are rounded on this machine.
+# With this eps an update is nearly the gradient itself, so two ways to compute it can be compared.
+SMOOTH_EPS = 1e-2
+
+
 def changed(options: TrainerConfig, **changes: Any) -> TrainerConfig:
     """The section with other values."""
     return options.model_copy(update=changes)

@@ -22,7 +22,7 @@ from dora_rl.trainer.learner import Learner
 from dora_rl.weights.store import DiskWeightStore, SharedMemoryWeightStore
 from dora_rl.workers.moments import Moments
 from tests.kit.exact_cases import move_adapters
-from tests.kit.trainer_cases import make_groups
+from tests.kit.trainer_cases import SMOOTH_EPS, make_groups
 
 METRICS = ("loss", "grad_norm", "entropy", "kl", "ppo_kl", "reward/mean")
 
@@ -37,7 +37,13 @@ def run_rank(
     moves_adapters: bool = False,
 ) -> None:
     """Both steps on groups of version 0, so that losses which recompute meet an older version."""
-    fixed = {"lr": 1e-3, "device": "cpu", "pack_tokens": pack_tokens, "updates_per_step": 2}
+    fixed = {
+        "lr": 1e-3,
+        "eps": SMOOTH_EPS,
+        "device": "cpu",
+        "pack_tokens": pack_tokens,
+        "updates_per_step": 2,
+    }
     trainer = TrainerConfig(**{**fixed, **(trainer_options or {})})
     algorithm = AlgorithmConfig(**{"loss": loss, "kl_coef": 0.05, **(algorithm_options or {})})
     store = SharedMemoryWeightStore(out / "store")
