@@ -30,7 +30,7 @@ FLAGS = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync "
     "--disable-background-networking --disable-component-update"
 )
-VIEWS = ("overview", "timeline", "learning", "distributions", "throughput", "groups")
+VIEWS = ("overview", "timeline", "learning", "distributions", "throughput", "groups", "config")
 WAIT_MS = 60_000  # on a machine that is busy with other tests
 LONG_RUN = runpy.run_path(str(ROOT / "benchmarks" / "long_run.py"))
 write_long_run = LONG_RUN["write_long_run"]
@@ -42,10 +42,17 @@ pytestmark = [
 
 
 @contextmanager
-def dashboard(run: Path, page: Any) -> Iterator[str]:
+def dashboard(run: Path, page: Any, *more: Path) -> Iterator[str]:
     """The command as a user starts it; gives its address. The page is left before it ends: what it
     asks for after that would be an error."""
-    command = [sys.executable, "-m", "dora_rl.cli", "dashboard", str(run), "--no-open"]
+    command = [
+        sys.executable,
+        "-m",
+        "dora_rl.cli",
+        "dashboard",
+        *map(str, (run, *more)),
+        "--no-open",
+    ]
     process = subprocess.Popen([*command, "--port", "0"], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
@@ -187,7 +194,7 @@ def check_views(page: Any, run: Any, figures: AuditFigures) -> None:
 def check_groups(page: Any, run: Any, figures: AuditFigures) -> None:
     open_view(page, "groups")
     assert figure(page, "groups_total") == figures.groups_issued
-    page.select_option("select >> nth=0", "trained")
+    page.select_option("main select >> nth=0", "trained")
     page.wait_for_url("**trained**")
     page.fill('input[type="number"]', "1")
     page.press('input[type="number"]', "Enter")
@@ -239,6 +246,53 @@ def test_dark_and_light_differ_and_nothing_is_fetched_from_elsewhere(
         for view in VIEWS:
             open_view(page, view)
         assert all(url.startswith((address, "data:")) for url in asked)
+
+
+def test_three_runs_side_by_side(page: Any, tmp_path: Path) -> None:
+    for number, name in enumerate(("baseline", "fresh", "long_tail")):
+        write_long_run(tmp_path / name, 200 + 100 * number, base_steps=4)
+        config = {"orchestration": {"max_staleness": 2, "num_steps": 2 + number}}
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    with dashboard(tmp_path, page) as address:
+        page.goto(address)
+        page.wait_for_selector('body[data-read="all"]')
+        assert page.locator("#runs option").all_inner_texts() == ["baseline", "fresh", "long_tail"]
+        open_view(page, "compare")
+        wait_until("three runs", lambda: page.locator("tr[data-run]").count() == 3)
+        assert page.locator("tr[data-key]").count() == 1  # K is the same everywhere
+        steps = page.locator('tr[data-key="orchestration.num_steps"] td').all_inner_texts()
+        assert steps == ["orchestration.num_steps", "2", "3", "4"]
+        reward = page.locator('canvas[aria-label^="reward/mean"]')
+        three = "reward/mean; last: baseline"
+        assert reward.get_attribute("aria-label").startswith(three)
+        assert reward.get_attribute("aria-label").count(",") == 2
+        page.click('tr[data-run="0"] input')
+        assert reward.get_attribute("aria-label").startswith("reward/mean; last: fresh")
+        for axis in ("seconds", "tokens"):
+            page.select_option("label:has-text('over') select", axis)
+            assert reward.get_attribute("aria-label").count(",") == 1
+        with page.expect_download() as saved:
+            page.hover('.chart:has(canvas[aria-label^="reward/mean"])')
+            page.click('button[aria-label="save reward/mean as a table"]')
+        lines = Path(saved.value.path()).read_text().splitlines()
+        assert lines[0] == "tokens trained,fresh,long_tail" and len(lines) > 3
+        with page.expect_download() as saved:
+            page.click('button[aria-label="save reward/mean as a picture"]')
+        assert Path(saved.value.path()).read_bytes().startswith(b"\x89PNG")
+        page.select_option("#runs", "2")
+        page.wait_for_url("**run=2**")
+        page.wait_for_function("() => document.title.startsWith('long_tail')")
+        open_view(page, "config")
+        assert page.locator("tr[data-key]").count() == figure(page, "config_keys") > 0
+        open_view(page, "learning")
+        before = page.evaluate(PIXELS)
+        page.evaluate(SMOOTH)
+        assert page.evaluate(PIXELS) != before
+
+
+PIXELS = """() => document.querySelector('canvas[aria-label^="entropy"]').toDataURL()"""
+SMOOTH = """() => { const slider = document.querySelector('input[type="range"]');
+  slider.value = 0.9; slider.dispatchEvent(new Event("input")); }"""
 
 
 def test_a_run_of_a_hundred_thousand_groups(page: Any, tmp_path: Path) -> None:

@@ -1,10 +1,11 @@
 // The page: which view is open, the header, and the stream that says when something has moved.
-import { get, num, percent, seconds } from "./draw.js";
+import { chosen, get, h, num, percent, seconds } from "./draw.js";
 import { distributions, learning, overview, throughput } from "./views.js";
 import { timeline } from "./timeline.js";
 import { group, groups } from "./groups.js";
+import { compare, config, namesOf } from "./runs.js";
 
-const makers = { overview, timeline, learning, distributions, throughput, groups, group };
+const makers = { overview, timeline, learning, distributions, throughput, groups, group, compare, config };
 const made = {};
 const main = document.getElementById("main");
 let open = null;
@@ -82,8 +83,23 @@ function header(run) {
   document.body.dataset.read = run.share_read < 1 ? "part" : "all";
 }
 
+// Which run: another one is another page, so that an address can be kept and two can be open.
+async function chooser() {
+  const runs = await get("runs");
+  const select = document.getElementById("runs");
+  const options = namesOf(runs).map((name, i) => h("option", { value: i, selected: i === chosen.run }, name));
+  select.replaceChildren(...options);
+  document.body.classList.toggle("several", runs.length > 1);  // the selector then names the run
+  select.hidden = document.querySelector('nav a[href="#compare"]').hidden = runs.length < 2;
+  select.onchange = () => { location.href = `?run=${select.value}${location.hash}`; };
+}
+
 addEventListener("hashchange", show);
-const stream = new EventSource("api/live");
+const stream = new EventSource(`api/live?run=${chosen.run}`);
 stream.onmessage = () => refresh();
 stream.onerror = () => pill("silent", "the dashboard has ended");
+// Other runs move without a word on this stream.
+const COMPARED_MS = 5000;
+setInterval(() => route().name === "compare" && refresh(), COMPARED_MS);
+chooser();
 show();

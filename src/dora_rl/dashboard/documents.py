@@ -58,12 +58,12 @@ def status(history: History, files: RunFiles) -> str:
     return "live" if files.silent_s() < SILENT_S else "silent"
 
 
-def overview(history: History, files: RunFiles) -> dict[str, Any]:
+def headline(history: History, files: RunFiles) -> dict[str, Any]:
+    """What a run is, how far it has come and how well it does."""
     params, trained = history.params, history.trained()
     return {
         "name": files.folder.resolve().name,
         "status": status(history, files),
-        "stop": history.stop.reason if history.stop is not None else "",
         "mode": params.mode.value,
         "step": history.committed,
         "num_steps": params.num_steps,
@@ -71,24 +71,51 @@ def overview(history: History, files: RunFiles) -> dict[str, Any]:
         "batch_groups": params.batch_groups,
         "group_size": params.group_size,
         "now": history.now_s,
+        **token_figures(history, files, trained),
+        "evaluation": files.evaluations[-1] if files.evaluations else None,
+        "evaluation_first": files.evaluations[0] if files.evaluations else None,
+        "promises": _promises(history, trained),
+        "rewards": series(history)["reward/mean"],
+    }
+
+
+def overview(history: History, files: RunFiles) -> dict[str, Any]:
+    return headline(history, files) | {
+        "stop": history.stop.reason if history.stop is not None else "",
         "num_entries": history.num_entries,
         "num_instances": len(history.names),
         "versions": _live_versions(history),
         "states": dict(
             zip(STATES, np.bincount(states(history), minlength=len(STATES)).tolist(), strict=True)
         ),
-        **token_figures(history, files, trained),
         "migrations": len(history.moves),
         "kv_bytes_moved": int(history.moves["num_bytes"].sum()),
         "num_resumes": sum(i.kind == "resumed" for i in history.incidents),
-        "evaluation": files.evaluations[-1] if files.evaluations else None,
-        "evaluation_first": files.evaluations[0] if files.evaluations else None,
-        "promises": _promises(history, trained),
         "waiting": _waiting(history),
         "incidents": [i.as_json() for i in history.incidents[-INCIDENTS_SHOWN:][::-1]],
         "set_aside": [{"prompt": p, "reason": r} for p, r in history.set_aside.items()],
-        "rewards": series(history)["reward/mean"],
     }
+
+
+def configuration(files: RunFiles) -> list[dict[str, Any]]:
+    """Every key that the run has, as `section.key`, with its value and what it would be if nothing
+    were said. A key that this release does not know has no default."""
+    from pydantic_core import to_jsonable_python  # not needed to open the page
+
+    from dora_rl.config import RunConfig
+
+    found: list[dict[str, Any]] = []
+    for name, section in files.document("config.json").items():
+        field = RunConfig.model_fields.get(name)
+        known = getattr(field.annotation, "model_fields", {}) if field is not None else {}
+        for key, value in section.items() if isinstance(section, dict) else [("", section)]:
+            rule = known.get(key)
+            has_default = rule is not None and not rule.is_required()
+            default = rule.get_default(call_default_factory=True) if has_default else None
+            row = {"key": f"{name}.{key}".rstrip("."), "value": value}
+            row["default"] = to_jsonable_python(default)
+            found.append(row | {"changed": not has_default or row["default"] != value})
+    return found
 
 
 def token_figures(history: History, files: RunFiles, trained: NDArray[Any]) -> dict[str, Any]:
@@ -171,7 +198,23 @@ def metrics(history: History, files: RunFiles) -> dict[str, Any]:
         values = [line.get(name) for line in files.evaluations]
         if not any(isinstance(value, str) for value in values):
             scored[name] = curve(versions, np.array(values, dtype=np.float64))
-    return {"steps": found, "evaluations": scored, "num_steps": history.params.num_steps}
+    return {
+        "steps": found,
+        "evaluations": scored,
+        "axes": axes(history),
+        "num_steps": history.params.num_steps,
+    }
+
+
+def axes(history: History) -> dict[str, Any]:
+    """What else a curve may be drawn over: seconds of the log, and tokens trained, at the end of
+    each step."""
+    groups, trained = history.groups, history.trained()
+    num = history.committed
+    tokens = np.bincount(groups["step"][trained], groups["tokens"][trained], num)[:num].cumsum()
+    done = np.array([history.steps[s].committed_s for s in range(num)], np.float64)
+    steps = np.arange(num)
+    return {"seconds": curve(steps, done), "tokens": curve(steps, tokens)}
 
 
 POINTS_MAX = 600

@@ -2,6 +2,10 @@
 // All text from a run goes through textContent; nothing is ever parsed as HTML.
 
 export const COLOURS = 7;
+const SERIES = 8;
+
+// What the reader has chosen: which run of those that are served, and how much curves are smoothed.
+export const chosen = { run: Number(new URLSearchParams(location.search).get("run") ?? 0), smoothing: 0 };
 
 export function h(tag, attributes = {}, ...children) {
   const node = document.createElement(tag);
@@ -18,7 +22,7 @@ export function h(tag, attributes = {}, ...children) {
 }
 
 export async function get(name, query = {}) {
-  const answer = await fetch(`api/${name}?${new URLSearchParams(query)}`);
+  const answer = await fetch(`api/${name}?${new URLSearchParams({ run: chosen.run, ...query })}`);
   if (!answer.ok) throw new Error((await answer.json().catch(() => ({}))).error ?? answer.statusText);
   return answer.json();
 }
@@ -123,23 +127,99 @@ export function keepDrawn(canvas, redraw) {
   observer.observe(canvas);
 }
 
-const LEFT = 46;
 const BOTTOM = 20;
+
+// Room for the widest of the labels left of an axis.
+const roomFor = (pen, labels) => Math.ceil(Math.max(20, ...labels.map((text) => pen.measureText(text).width))) + 10;
+
+// Labels below an axis, [[where, text]]: none beyond the edge, none over the one before it.
+function below(pen, labels, width, height) {
+  pen.textAlign = "left";
+  pen.textBaseline = "alphabetic";
+  let free = 0;
+  for (const [where, text] of labels) {
+    const long = pen.measureText(text).width;
+    const begin = Math.min(width - long - 1, Math.max(0, where - long / 2));
+    if (begin < free) continue;
+    pen.fillText(text, begin, height - 5);
+    free = begin + long + 6;
+  }
+}
+
+// Exponential means over the points: 0 leaves them, towards 1 they move less. The first points
+// count in full, as the mean has nothing before them.
+export function smoothed(values, weight) {
+  let [sum, mass] = [0, 0];
+  return values.map((value) => {
+    if (value === null) return null;
+    sum = weight * sum + (1 - weight) * value;
+    mass = weight * mass + (1 - weight);
+    return sum / mass;
+  });
+}
+
+function save(blob, name) {
+  const link = h("a", { href: URL.createObjectURL(blob), download: name });
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+}
+
+// Buttons that save a plot: as it is drawn, with its title and legend, and its points as a table.
+function exports_(title, canvas, entries, rows) {
+  const name = title.replaceAll(/[^\w.-]+/g, "_");
+  const picture = () => {
+    const ratio = devicePixelRatio || 1;
+    const there = entries();
+    const sheet = h("canvas", { width: canvas.width, height: canvas.height + (there.length > 1 ? 52 : 30) * ratio });
+    const pen = sheet.getContext("2d");
+    pen.fillStyle = css("--card");
+    pen.fillRect(0, 0, sheet.width, sheet.height);
+    pen.drawImage(canvas, 0, 26 * ratio);
+    pen.scale(ratio, ratio);
+    pen.fillStyle = css("--ink");
+    pen.font = "600 13px system-ui, sans-serif";
+    pen.fillText(title, 8, 17);
+    pen.font = "11px system-ui, sans-serif";
+    let x = 8;
+    for (const [text, colour] of there.length > 1 ? there : []) {
+      const y = sheet.height / ratio - 8;
+      pen.fillStyle = css(colour);
+      pen.fillRect(x, y - 7, 10, 7);
+      pen.fillStyle = css("--ink");
+      pen.fillText(text, x + 14, y);
+      x += 28 + pen.measureText(text).width;
+    }
+    sheet.toBlob((blob) => save(blob, `${name}.png`));
+  };
+  const quoted = (cell) => (/[",\n]/.test(cell) ? `"${String(cell).replaceAll('"', '""')}"` : cell);
+  const table = () => save(new Blob([rows().map((row) => `${row.map((cell) => quoted(cell ?? "")).join(",")}\n`).join("")], { type: "text/csv" }), `${name}.csv`);
+  const button = (text, what, onclick) => h("button", { type: "button", onclick, "aria-label": `save ${title} as ${what}` }, text);
+  return h("span", { class: "exports" }, button("PNG", "a picture", picture), button("CSV", "a table", table));
+}
+
+// One row for each place of any line: what a spreadsheet wants.
+function tableOf(lines, xName) {
+  const places = [...new Set(lines.flatMap((line) => line.x))].sort((a, b) => a - b);
+  const at = lines.map((line) => new Map(line.x.map((x, i) => [x, line.y[i]])));
+  return [[xName, ...lines.map((line) => line.name)], ...places.map((x) => [x, ...at.map((values) => values.get(x))])];
+}
 
 // A card with curves. `lines`: [{name, x, y, low?, high?, points?, dashed?}]; update() redraws in place.
 export function lineChart(title, { small = false, note = "", zero = false, xName = "step", limits } = {}) {
   const canvas = h("canvas", { role: "img" });
   const legend = h("div", { class: "legend" });
+  const tools = exports_(title, canvas, () => lines.map((line) => [line.name, line.colour]), () => tableOf(lines, xName));
   const card = h("section", { class: `card chart${small ? " small" : ""}` },
-    h("h2", {}, title, h("span", { class: "quiet" }, note)), canvas, legend);
+    h("h2", {}, title, h("span", { class: "quiet" }, note), tools), canvas, legend);
   let lines = [];
+  let left = 46;
   let frame = null;
 
   function draw() {
     const { pen, width, height } = prepare(canvas);
     const shown = lines.filter((line) => line.x.length);
-    const [w, hgt] = [width - LEFT - 8, height - BOTTOM - 8];
-    if (!shown.length || w < 20) {
+    const hgt = height - BOTTOM - 8;
+    if (!shown.length || width < 80) {
       pen.fillStyle = css("--soft");
       pen.textAlign = "center";
       pen.fillText("nothing yet", width / 2, height / 2);
@@ -158,7 +238,9 @@ export function lineChart(title, { small = false, note = "", zero = false, xName
     const pad = (y1 - y0) * 0.06;
     y1 += pad;
     if (!zero && !(limits && limits[0] === y0)) y0 -= pad;
-    const X = (x) => LEFT + ((x - x0) / (x1 - x0)) * w;
+    left = roomFor(pen, ticks(y0, y1, small ? 3 : 5).map((y) => num(y)));
+    const w = width - left - 8;
+    const X = (x) => left + ((x - x0) / (x1 - x0)) * w;
     const Y = (y) => 8 + hgt - ((y - y0) / (y1 - y0)) * hgt;
     frame = { X, x0, x1, w };
     axes(pen, { x0, x1, y0, y1, X, Y, width, height, small });
@@ -173,14 +255,24 @@ export function lineChart(title, { small = false, note = "", zero = false, xName
     pen.textBaseline = "middle";
     for (const y of ticks(y0, y1, few ? 3 : 5)) {
       pen.beginPath();
-      pen.moveTo(LEFT, Y(y));
+      pen.moveTo(left, Y(y));
       pen.lineTo(width - 8, Y(y));
       pen.stroke();
-      pen.fillText(num(y), LEFT - 6, Y(y));
+      pen.fillText(num(y), left - 6, Y(y));
     }
-    pen.textAlign = "center";
-    pen.textBaseline = "alphabetic";
-    for (const x of ticks(x0, x1, few ? 4 : 8)) if (Number.isInteger(x)) pen.fillText(num(x), X(x), height - 5);
+    below(pen, ticks(x0, x1, few ? 4 : 8).filter((x) => Number.isInteger(x)).map((x) => [X(x), num(x)]), width, height);
+  }
+
+  function strokeCurve(pen, xs, ys, X, Y) {
+    pen.beginPath();
+    let broken = true;
+    xs.forEach((x, i) => {
+      if (ys[i] === null) { broken = true; return; }
+      if (broken) pen.moveTo(X(x), Y(ys[i]));
+      else pen.lineTo(X(x), Y(ys[i]));
+      broken = false;
+    });
+    pen.stroke();
   }
 
   function drawLine(pen, line, X, Y) {
@@ -196,15 +288,12 @@ export function lineChart(title, { small = false, note = "", zero = false, xName
     pen.lineWidth = 1.8;
     pen.lineJoin = "round";
     pen.setLineDash(line.dashed ? [5, 4] : []);
-    pen.beginPath();
-    let broken = true;
-    line.x.forEach((x, i) => {
-      if (line.y[i] === null) { broken = true; return; }
-      if (broken) pen.moveTo(X(x), Y(line.y[i]));
-      else pen.lineTo(X(x), Y(line.y[i]));
-      broken = false;
-    });
-    pen.stroke();
+    if (chosen.smoothing && line.x.length > 2) {
+      pen.globalAlpha = 0.25;
+      strokeCurve(pen, line.x, line.y, X, Y);
+      pen.globalAlpha = 1;
+      strokeCurve(pen, line.x, smoothed(line.y, chosen.smoothing), X, Y);
+    } else strokeCurve(pen, line.x, line.y, X, Y);
     pen.setLineDash([]);
     if (line.points || line.x.length === 1) {
       line.x.forEach((x, i) => {
@@ -218,7 +307,7 @@ export function lineChart(title, { small = false, note = "", zero = false, xName
 
   canvas.addEventListener("pointermove", (event) => {
     if (!frame) return;
-    const at = frame.x0 + ((event.offsetX - LEFT) / frame.w) * (frame.x1 - frame.x0);
+    const at = frame.x0 + ((event.offsetX - left) / frame.w) * (frame.x1 - frame.x0);
     const rows = lines.filter((line) => line.x.length).map((line) => {
       let best = 0;
       line.x.forEach((x, i) => { if (Math.abs(x - at) < Math.abs(line.x[best] - at)) best = i; });
@@ -236,8 +325,9 @@ export function lineChart(title, { small = false, note = "", zero = false, xName
   });
   canvas.addEventListener("pointerleave", () => { tip(""); draw(); });
 
-  function update(found) {
-    lines = found.map((line, i) => ({ colour: `--series-${i % 4}`, ...line }));
+  function update(found, over = xName) {
+    xName = over;
+    lines = found.map((line, i) => ({ colour: `--series-${i % SERIES}`, ...line }));
     legend.replaceChildren(...(lines.length > 1 ? lines.map((line) =>
       h("span", {}, h("i", { class: "line", style: { background: css(line.colour) } }), line.name)) : []));
     const last = lines.map((line) => `${line.name} ${num(line.y[line.y.length - 1])}`).join(", ");
@@ -253,14 +343,18 @@ export function barChart(title, { note = "", label = String, every = 1 } = {}) {
   const canvas = h("canvas", { role: "img" });
   const legend = h("div", { class: "legend" });
   const head = h("span", { class: "quiet" }, note);
-  const card = h("section", { class: "card chart" }, h("h2", {}, title, head), canvas, legend);
+  const tools = exports_(title, canvas, () => parts.map((part) => [part.name, part.colour]),
+    () => [["from", ...parts.map((part) => part.name)], ...labels.map((from, i) => [from, ...parts.map((part) => part.counts[i])])]);
+  const card = h("section", { class: "card chart" }, h("h2", {}, title, head, tools), canvas, legend);
   let [parts, labels, bound] = [[], [], null];
+  let left = 46;
 
   function draw() {
     const { pen, width, height } = prepare(canvas);
     const total = labels.map((_, i) => parts.reduce((sum, part) => sum + part.counts[i], 0));
     const most = Math.max(...total, 0);
-    const [w, hgt] = [width - LEFT - 8, height - BOTTOM - 8];
+    left = roomFor(pen, ticks(0, most, 4).map((y) => num(y)));
+    const [w, hgt] = [width - left - 8, height - BOTTOM - 8];
     pen.fillStyle = css("--soft");
     if (!most || w < 20) {
       pen.textAlign = "center";
@@ -273,27 +367,25 @@ export function barChart(title, { note = "", label = String, every = 1 } = {}) {
     for (const y of ticks(0, most, 4)) {
       const at = 8 + hgt - (y / most) * hgt;
       pen.beginPath();
-      pen.moveTo(LEFT, at);
+      pen.moveTo(left, at);
       pen.lineTo(width - 8, at);
       pen.stroke();
-      pen.fillText(num(y), LEFT - 6, at);
+      pen.fillText(num(y), left - 6, at);
     }
-    pen.textBaseline = "alphabetic";
-    pen.textAlign = "center";
     const size = w / labels.length;
     labels.forEach((text, i) => {
       let top = 8 + hgt;
       for (const part of parts) {
         const tall = (part.counts[i] / most) * hgt;
         pen.fillStyle = css(part.colour);
-        if (part.counts[i]) pen.fillRect(LEFT + i * size + Math.min(3, size * 0.12), top - Math.max(1, tall), size - Math.min(6, size * 0.24), Math.max(1, tall));
+        if (part.counts[i]) pen.fillRect(left + i * size + Math.min(3, size * 0.12), top - Math.max(1, tall), size - Math.min(6, size * 0.24), Math.max(1, tall));
         top -= tall;
       }
-      pen.fillStyle = css("--soft");
-      if (i % every === 0) pen.fillText(label(text), LEFT + (i + 0.5) * size, height - 5);
     });
+    pen.fillStyle = css("--soft");
+    below(pen, labels.map((text, i) => [left + (i + 0.5) * size, label(text)]).filter((_, i) => i % every === 0), width, height);
     if (bound !== null && bound < labels.length) {
-      const at = LEFT + (bound + 1) * size;
+      const at = left + (bound + 1) * size;
       pen.strokeStyle = css("--bad");
       pen.setLineDash([4, 3]);
       pen.beginPath();
@@ -305,7 +397,7 @@ export function barChart(title, { note = "", label = String, every = 1 } = {}) {
   }
 
   canvas.addEventListener("pointermove", (event) => {
-    const place = Math.floor(((event.offsetX - LEFT) / (canvas.clientWidth - LEFT - 8)) * labels.length);
+    const place = Math.floor(((event.offsetX - left) / (canvas.clientWidth - left - 8)) * labels.length);
     if (place < 0 || place >= labels.length) return tip("");
     const rows = parts.map((part) => `${part.name}: ${num(part.counts[place])}`);
     tip(`${label(labels[place], place)}\n${rows.join("\n")}`, event.clientX, event.clientY);
@@ -316,7 +408,7 @@ export function barChart(title, { note = "", label = String, every = 1 } = {}) {
     card,
     update(names, found, { limit = null, text = note } = {}) {
       [labels, bound] = [names, limit];
-      parts = found.map((part, i) => ({ colour: `--series-${i % 4}`, ...part }));
+      parts = found.map((part, i) => ({ colour: `--series-${i % SERIES}`, ...part }));
       head.textContent = text;
       legend.replaceChildren(...(parts.length > 1 ? parts.map((part) =>
         h("span", {}, h("i", { style: { background: css(part.colour) } }), part.name)) : []));

@@ -8,13 +8,15 @@ other address a token is required: in the first address as `?token=`, then as a 
 from __future__ import annotations
 
 import hmac
-import json
 import secrets
+from collections.abc import Sequence
 from http import HTTPStatus
 from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
 from urllib.parse import parse_qsl, urlsplit
+
+import msgspec
 
 from dora_rl.dashboard.watcher import Watcher
 from dora_rl.io.connection import is_loopback
@@ -28,6 +30,7 @@ FILES = {
     "timeline.js": "text/javascript; charset=utf-8",
     "views.js": "text/javascript; charset=utf-8",
     "groups.js": "text/javascript; charset=utf-8",
+    "runs.js": "text/javascript; charset=utf-8",
 }
 HEADERS = {
     "Cache-Control": "no-store",
@@ -43,12 +46,13 @@ PUSH_MIN_S = 0.4
 
 
 class Server(ThreadingHTTPServer):
-    """Serves one watcher. `token` empty: none is asked for."""
+    """Serves the runs side by side: `?run=N` chooses one, the first where it is not given. `token`
+    empty: none is asked for."""
 
     daemon_threads = True
 
-    def __init__(self, watcher: Watcher, host: str, port: int, token: str = "") -> None:
-        self.watcher = watcher
+    def __init__(self, watchers: Sequence[Watcher], host: str, port: int, token: str = "") -> None:
+        self.watchers = watchers
         self.loopback = is_loopback(host)
         self.token = token or ("" if self.loopback else secrets.token_urlsafe(24))
         if ":" in host:
@@ -117,24 +121,37 @@ class Handler(BaseHTTPRequestHandler):
                 resources.files("dora_rl.dashboard").joinpath(name).read_bytes(),
                 with_cookie="token" in query,
             )
-        elif name == "api/live":
-            self._push()
+        elif name == "api/runs":
+            self._send_document([watcher.headline() for watcher in self.server.watchers])
         elif name.startswith("api/"):
-            if (text := self.server.watcher.document(name.removeprefix("api/"), query)) is None:
-                self._refuse(HTTPStatus.NOT_FOUND, "no such document")
-            else:
-                self._send(HTTPStatus.OK, "application/json", text.encode())
+            self._answer_of_run(name.removeprefix("api/"), query)
         else:
             self._refuse(HTTPStatus.NOT_FOUND, "no such page")
 
-    def _push(self) -> None:
+    def _answer_of_run(self, name: str, query: dict[str, str]) -> None:
+        number = query.pop("run", "0")
+        if not number.isdigit() or int(number) >= len(self.server.watchers):
+            self._refuse(HTTPStatus.NOT_FOUND, "no such run")
+            return
+        watcher = self.server.watchers[int(number)]
+        if name == "live":
+            self._push(watcher)
+        elif (text := watcher.document(name, query)) is None:
+            self._refuse(HTTPStatus.NOT_FOUND, "no such document")
+        else:
+            self._send(HTTPStatus.OK, "application/json", text.encode())
+
+    def _send_document(self, content: object) -> None:
+        self._send(HTTPStatus.OK, "application/json", msgspec.json.encode(content))
+
+    def _push(self, watcher: Watcher) -> None:
         """Server-sent events: the revision, whenever it has moved."""
         self.send_response(HTTPStatus.OK)
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Connection", "close")
         self._send_headers()
         self.close_connection = True
-        watcher, known = self.server.watcher, -1
+        known = -1
         while True:
             known = watcher.wait(known, PUSH_S)
             self.wfile.write(f"data: {known}\n\n".encode())
@@ -142,7 +159,7 @@ class Handler(BaseHTTPRequestHandler):
             watcher.pause(PUSH_MIN_S)
 
     def _refuse(self, status: HTTPStatus, message: str) -> None:
-        self._send(status, "application/json", json.dumps({"error": message}).encode())
+        self._send(status, "application/json", msgspec.json.encode({"error": message}))
 
     def _send(
         self, status: HTTPStatus, kind: str, body: bytes, *, with_cookie: bool = False

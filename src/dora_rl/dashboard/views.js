@@ -1,5 +1,5 @@
 // Overview, learning curves, distributions, throughput.
-import { barChart, bytes, css, get, h, lineChart, num, percent, seconds, versionBadge } from "./draw.js";
+import { barChart, bytes, chosen, css, get, h, lineChart, num, percent, seconds, versionBadge } from "./draw.js";
 
 // -- overview -----------------------------------------------------------------------------------
 
@@ -36,7 +36,7 @@ function promise(title, figure) {
 
 const STATE_COLOURS = {
   generating: "--v4", scoring: "--v3", ready: "--v1", taken: "--v0",
-  trained: "--v2", filtered: "--soft", failed: "--v5", surplus: "--v6", lost: "--v6",
+  trained: "--v2", filtered: "--soft", failed: "--v5", surplus: "--v6", lost: "--lost",
 };
 
 export function overview() {
@@ -73,7 +73,7 @@ export function overview() {
     const { y } = run.rewards;
     const p = run.promises;
     tiles.reward.set(num(y.at(-1)), y.at(-1), y.length ? `first ${num(y[0])}` : "");
-    const [name, last] = headline(run.evaluation);
+    const [name, last] = headlineOf(run.evaluation);
     const failed = run.evaluation?.["eval/num_failed"] ? `; ${num(run.evaluation["eval/num_failed"])} of ${num(run.evaluation["eval/num_answers"])} answers failed` : "";
     tiles.evaluation.set(name && last === null ? "failed" : num(last), last, name ? `${name.replace("eval/", "")}, first ${num(run.evaluation_first[name])}${failed}` : "none yet");
     tiles.trained.set(num(run.tokens_trained), run.tokens_trained, `${num(run.tokens_generated)} generated`);
@@ -135,7 +135,7 @@ export function overview() {
 
 // The evaluation that stands for the others: the one a user would quote.
 const HEADLINES = ["eval/sampled", "eval/accuracy", "eval/reward", "eval/mean", "eval/greedy"];
-function headline(line) {
+export function headlineOf(line) {
   if (!line) return ["", null];
   const name = HEADLINES.find((n) => n in line) ?? Object.keys(line).find((n) => n.startsWith("eval/"));
   return name ? [name, line[name]] : ["", null];
@@ -154,8 +154,17 @@ export function learning() {
   const charts = new Map();
   let last = null;
   filter.addEventListener("input", () => last && showAll(last));
+  const smoothing = h("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: chosen.smoothing, "aria-label": "smoothing",
+    oninput: () => { chosen.smoothing = Number(smoothing.value); last && draw(); } });
   const node = h("div", { class: "grid" }, h("div", { class: "grid two" }, reward.card, evaluation.card),
-    h("div", { class: "controls" }, h("h2", { style: { margin: 0 } }, "All metrics"), filter, count), grid);
+    h("div", { class: "controls" }, h("h2", { style: { margin: 0 } }, "All metrics"), filter, count, h("span", { class: "spring" }), h("label", {}, "smoothing ", smoothing)), grid);
+
+  function draw() {
+    reward.update([{ name: "reward", ...last.steps["reward/mean"] }]);
+    evaluation.update(Object.entries(last.evaluations).filter(([name]) => !NOT_SCORES.test(name))
+      .map(([name, curve], i) => ({ name: name.replace("eval/", ""), points: true, dashed: i >= 8, ...curve })));
+    showAll(last);
+  }
 
   function showAll(found) {
     const names = Object.keys(found.steps).filter((name) => name !== "reward/mean" && name.includes(filter.value.trim()));
@@ -172,10 +181,7 @@ export function learning() {
     node,
     async refresh() {
       last = await get("metrics");
-      reward.update([{ name: "reward", ...last.steps["reward/mean"] }]);
-      evaluation.update(Object.entries(last.evaluations).filter(([name]) => !NOT_SCORES.test(name))
-        .map(([name, curve], i) => ({ name: name.replace("eval/", ""), points: true, dashed: i >= 4, ...curve })));
-      showAll(last);
+      draw();
     },
   };
 }

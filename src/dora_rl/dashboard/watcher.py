@@ -47,6 +47,7 @@ class Watcher:
         self.moved = threading.Condition()
         self.verdict: Verdict | None = None
         self._audit = audit
+        self._asked = False
         self._stays: tuple[int, Stays] | None = None
         self._cached: dict[tuple[Any, ...], tuple[int, str]] = {}
         self._ending = threading.Event()
@@ -96,8 +97,8 @@ class Watcher:
             self._tell()
 
     def _audit_on(self) -> None:
-        """Audit once the log is shown, and again if a finished run went on."""
-        if not self._audit:
+        """Audit once somebody looks at the log, and again if a finished run went on."""
+        if not (self._audit and self._asked):
             return
         verdict, entries = self.verdict, self.history.num_entries
         ended = verdict is not None and verdict.last["state"] == "whole"
@@ -149,6 +150,7 @@ class Watcher:
         history, files = self.history, self.files
         return {
             "overview": lambda q: self._overview(),
+            "config": lambda q: documents.configuration(files),
             "metrics": lambda q: documents.metrics(history, files),
             "distributions": lambda q: documents.distributions(history),
             "throughput": lambda q: documents.throughput(history, files, self.stays().columns),
@@ -162,7 +164,14 @@ class Watcher:
             ),
         }
 
+    def headline(self) -> dict[str, Any]:
+        """What a run is told by beside others."""
+        with self.lock:
+            figures = documents.headline(self.history, self.files)
+        return figures | {"share_read": self.share_read, "error": self.error}
+
     def _overview(self) -> dict[str, Any]:
+        self._asked = True
         waits = {"state": "reading" if self._audit else "off", "num_entries": 0}
         return documents.overview(self.history, self.files) | {
             "audit": self.verdict.last if self.verdict is not None else waits,

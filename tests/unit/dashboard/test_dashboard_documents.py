@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dora_rl.config import ModelConfig, RunConfig
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
-from dora_rl.dashboard.documents import pieces
+from dora_rl.dashboard.documents import configuration, pieces
 from dora_rl.dashboard.run_files import RunFiles
 from dora_rl.dashboard.timeline import COLOURS, STAYS_MAX
 from dora_rl.dashboard.watcher import Watcher
@@ -67,6 +68,53 @@ def test_the_overview_agrees_with_the_audit(watcher: Watcher, entries: list[Entr
     assert promises["staleness_mean"] == pytest.approx(figures.staleness_mean)
     assert (promises["mixed"], promises["discarded"]) == (0, figures.groups_discarded)
     assert found["evaluation"]["eval/sampled"] == 0.25
+
+
+def test_curves_can_be_drawn_over_time_and_tokens(watcher: Watcher, entries: list[Entry]) -> None:
+    found, figures = shown(watcher, "metrics"), audit(entries).figures
+    commits = [e.now for e in entries if isinstance(e.event, ev.StepCommitted)]
+    assert found["axes"]["seconds"]["y"] == pytest.approx(commits, rel=1e-5)
+    assert found["axes"]["seconds"]["x"] == found["steps"]["reward/mean"]["x"]
+    tokens = found["axes"]["tokens"]["y"]
+    assert tokens == sorted(tokens) and len(tokens) == figures.steps
+    assert tokens[-1] == pytest.approx(figures.tokens_trained, rel=1e-5)
+
+
+def test_the_configuration_is_told_with_its_defaults(tmp_path: Path, entries: list[Entry]) -> None:
+    write_run(tmp_path, entries)
+    config = {
+        "model": {"path": "somewhere"},
+        "orchestration": {"num_steps": 7, "mode": "multi_version"},
+        "rollout": {"stop": ["a", "b"], "of_another_release": 3},
+        "of_another_release": {"key": 1},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    watcher = Watcher(tmp_path, audit=False)
+    watcher.look()
+    found = {
+        row["key"]: (row["value"], row["default"], row["changed"])
+        for row in shown(watcher, "config")
+    }
+    assert found["model.path"] == ("somewhere", None, True)
+    assert found["orchestration.mode"] == ("multi_version", "multi_version", False)
+    assert found["orchestration.num_steps"][0] == 7 and found["orchestration.num_steps"][2]
+    assert found["rollout.of_another_release"] == (3, None, True)
+    assert found["of_another_release.key"] == (1, None, True)
+    (tmp_path / "config.json").unlink()
+    watcher = Watcher(tmp_path, audit=False)
+    assert shown(watcher, "config") == []
+
+
+def test_a_whole_configuration_of_a_run_shows_what_was_changed(tmp_path: Path) -> None:
+    """As `train` writes it: lists and tables equal their defaults although JSON has no tuples."""
+    path = tmp_path / "config.json"
+    config = RunConfig(model=ModelConfig(path="m"), orchestration={"num_steps": 3})  # pyright: ignore
+    path.write_text(config.model_dump_json())
+    rows = configuration(RunFiles(tmp_path))
+    assert {row["key"] for row in rows if row["changed"]} == {
+        "model.path",
+        "orchestration.num_steps",
+    }
 
 
 def test_a_failed_evaluation_is_no_zero_and_a_second_try_replaces_it(

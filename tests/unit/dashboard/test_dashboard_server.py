@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from dora_rl.commands.view import RUNS_MAX, runs_in
 from dora_rl.core import actions as act
 from dora_rl.dashboard.server import FILES, Server, is_loopback
 from dora_rl.dashboard.verdict import Verdict
@@ -27,10 +28,11 @@ def entries() -> list[Entry]:
 
 
 @contextmanager
-def serving(folder: Path, host: str = "127.0.0.1", token: str = "") -> Iterator[Server]:
-    watcher = Watcher(folder, audit=False)
-    watcher.start()
-    server = Server(watcher, host, 0, token)
+def serving(*folders: Path, host: str = "127.0.0.1", token: str = "") -> Iterator[Server]:
+    watchers = [Watcher(folder, audit=False) for folder in folders]
+    for watcher in watchers:
+        watcher.start()
+    server = Server(watchers, host, 0, token)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:
@@ -38,7 +40,8 @@ def serving(folder: Path, host: str = "127.0.0.1", token: str = "") -> Iterator[
     finally:
         server.shutdown()
         server.server_close()
-        watcher.close()
+        for watcher in watchers:
+            watcher.close()
 
 
 def ask(server: Server, path: str, **headers: str) -> tuple[int, dict[str, str], bytes]:
@@ -66,6 +69,48 @@ def test_page_files_and_documents(tmp_path: Path, entries: list[Entry]) -> None:
         assert ask(server, "/api/nothing")[0] == 404
         assert ask(server, "/../server.py")[0] == 404
         assert ask(server, "/server.py")[0] == 404
+
+
+def test_runs_side_by_side(tmp_path: Path, entries: list[Entry]) -> None:
+    """Each run answers for itself; the table of all has what each one's overview has."""
+    for name, number in (("first", len(entries)), ("second", len(entries) // 2)):
+        write_log(tmp_path / name, entries[:number])
+    with serving(tmp_path / "first", tmp_path / "second") as server:
+        for watcher in server.watchers:
+            while watcher.share_read < 1.0:
+                watcher.wait(watcher.revision, 20.0)
+        shown = json.loads(ask(server, "/api/runs")[2])
+        assert [run["name"] for run in shown] == ["first", "second"]
+        for number, run in enumerate(shown):
+            overview = json.loads(ask(server, f"/api/overview?run={number}")[2])
+            # A log without an end falls silent after a while, maybe between the two questions.
+            assert {**overview, "status": ""} == {**overview, **run, "status": ""}
+        assert shown[0]["step"] > shown[1]["step"] > 0
+        assert ask(server, "/api/metrics")[2] == ask(server, "/api/metrics?run=0")[2]
+        assert ask(server, "/api/metrics")[2] != ask(server, "/api/metrics?run=1")[2]
+        for wrong in ("2", "-1", "x", "1.0"):
+            assert ask(server, f"/api/overview?run={wrong}")[0] == 404
+            assert ask(server, f"/api/live?run={wrong}")[0] == 404
+
+
+def test_a_folder_stands_for_the_runs_in_it(tmp_path: Path, entries: list[Entry]) -> None:
+    for name in ("b", "a"):
+        write_log(tmp_path / "runs" / name / "events", entries[:10])
+    (tmp_path / "runs" / "no_run").mkdir()
+    (tmp_path / "runs" / "data").mkdir()
+    (tmp_path / "runs" / "data" / "train.jsonl").write_text("{}\n")
+    folder = tmp_path / "runs"
+    assert runs_in([folder]) == [folder / "a", folder / "b"]
+    assert runs_in([folder / "b", folder]) == [folder / "b", folder / "a"]
+    for empty in ("no_run", "data"):
+        with pytest.raises(UserError, match="holds no event log"):
+            runs_in([folder / "a", folder / empty])
+    with pytest.raises(UserError, match="is not a run directory"):
+        runs_in([folder / "missing"])
+    for number in range(RUNS_MAX):
+        write_log(folder / f"more{number}" / "events", entries[:1])
+    with pytest.raises(UserError, match=f"{RUNS_MAX + 2} runs are more than"):
+        runs_in([folder])
 
 
 def test_no_page_elsewhere_can_read_a_run_on_loopback(tmp_path: Path, entries: list[Entry]) -> None:
@@ -114,7 +159,7 @@ def test_what_is_new_is_pushed(tmp_path: Path, entries: list[Entry]) -> None:
 def test_a_port_in_use_is_one_line(tmp_path: Path, entries: list[Entry]) -> None:
     write_log(tmp_path, entries)
     with serving(tmp_path) as server, pytest.raises(UserError, match="cannot listen on"):
-        Server(server.watcher, "127.0.0.1", server.server_address[1])
+        Server(server.watchers, "127.0.0.1", server.server_address[1])
 
 
 def test_loopback_names() -> None:
