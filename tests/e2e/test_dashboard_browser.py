@@ -30,7 +30,7 @@ FLAGS = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync "
     "--disable-background-networking --disable-component-update"
 )
-VIEWS = ("overview", "timeline", "learning", "distributions", "throughput", "groups", "config")
+VIEWS = ("overview", "timeline", "learning", "distributions", "throughput", "config", "groups")
 WAIT_MS = 60_000  # on a machine that is busy with other tests
 LONG_RUN = runpy.run_path(str(ROOT / "benchmarks" / "long_run.py"))
 write_long_run = LONG_RUN["write_long_run"]

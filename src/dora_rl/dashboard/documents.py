@@ -110,11 +110,11 @@ def configuration(files: RunFiles) -> list[dict[str, Any]]:
         known = getattr(field.annotation, "model_fields", {}) if field is not None else {}
         for key, value in section.items() if isinstance(section, dict) else [("", section)]:
             rule = known.get(key)
-            has_default = rule is not None and not rule.is_required()
-            default = rule.get_default(call_default_factory=True) if has_default else None
-            row = {"key": f"{name}.{key}".rstrip("."), "value": value}
-            row["default"] = to_jsonable_python(default)
-            found.append(row | {"changed": not has_default or row["default"] != value})
+            default = None
+            if has_default := rule is not None and not rule.is_required():
+                default = to_jsonable_python(rule.get_default(call_default_factory=True))
+            row = {"key": f"{name}.{key}".rstrip("."), "value": value, "default": default}
+            found.append(row | {"changed": not has_default or default != value})
     return found
 
 
