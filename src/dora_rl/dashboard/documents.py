@@ -111,10 +111,10 @@ def configuration(files: RunFiles) -> list[dict[str, Any]]:
         for key, value in section.items() if isinstance(section, dict) else [("", section)]:
             rule = known.get(key)
             default = None
-            if has_default := rule is not None and not rule.is_required():
+            if rule is not None and not rule.is_required():
                 default = to_jsonable_python(rule.get_default(call_default_factory=True))
             row = {"key": f"{name}.{key}".rstrip("."), "value": value, "default": default}
-            found.append(row | {"changed": not has_default or default != value})
+            found.append(row | {"changed": default != value})
     return found
 
 
