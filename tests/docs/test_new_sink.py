@@ -17,7 +17,7 @@ def test_the_sink_of_the_page_gets_every_line(tmp_path: Path) -> None:
     name = f"{tmp_path / block.saved_as}:CsvSink"
     given = {"model": {"path": "m"}, "data": {"train": "d"}, "logging": {"sinks": [name]}}
     config = RunConfig.model_validate(given)
-    check_sinks(config.logging.sinks)
+    check_sinks(config.logging.sinks, {})
     told: list[str] = []
     for first_step in (0, 2):  # the run is resumed in between
         facts = RunFacts(tmp_path, config.model_dump(mode="json"), first_step)

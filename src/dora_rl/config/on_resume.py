@@ -53,7 +53,7 @@ _FREE = {
     "weights": "root verify handover",
     "checkpoint": "every_steps state_every_s keep keep_best dtype shard_bytes_max",
     "evaluation": "every_steps failed_share_max",
-    "logging": "progress sinks",
+    "logging": "progress sinks sink_options samples_shown",
     "audit": "recompute_share tolerance",
     "runtime": (
         "run_dir device device_memory_gb threads grace_s watchdog_s mps mps_learner_percent "

@@ -7,7 +7,7 @@ Only says what is wanted. Nothing here performs work.
 from __future__ import annotations
 
 import warnings
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -158,6 +158,12 @@ class LoggingConfig(Section):
     sinks: tuple[str, ...] = ()
     """Where metrics also go: `tensorboard`, `wandb`, `mlflow` or `trackio` where installed, or
     `path/to/file.py:Name` for a writer of your own, see extending.md."""
+    sink_options: dict[str, dict[str, Any]] = Field(default_factory=dict[str, dict[str, Any]])
+    """Settings of a sink, by its name: arguments of `wandb.init`, of `trackio.init` or of
+    TensorBoard's writer; `tracking_uri`, `experiment` and `run_name` of MLflow; whatever your own
+    writer reads from `facts.options`."""
+    samples_shown: int = Field(default=8, ge=0)
+    """How many samples of each step the sinks show as a table, from the best to the worst."""
 
 
 class AuditConfig(Section):

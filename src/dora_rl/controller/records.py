@@ -120,6 +120,19 @@ class Totals:
         self.updates_skipped += int(line.get("update/skipped_non_finite", 0))
 
 
+CELL_MAX = 4_000
+
+
+def table_row(sample: TrainedSample) -> dict[str, Any]:
+    """What a tracking service shows of a sample."""
+    names = ("group", "sample", "version", "reward", "finish", "num_tokens")
+    cut = {
+        name: text if len(text) <= CELL_MAX else f"{text[:CELL_MAX]}…"
+        for name, text in (("prompt", sample.prompt), ("response", sample.text))
+    }
+    return {name: getattr(sample, name) for name in names} | cut
+
+
 def means_by_label(samples: Sequence[TrainedSample]) -> dict[str, float]:
     """What each reward function gave, over the samples it scored; the reward of each of several
     environments; turns of the policy, where there are any beside the first."""
@@ -181,6 +194,7 @@ class Records:
         rollouts: bool,
         committed: int | None = None,
         sinks: Sinks | None = None,
+        samples_shown: int = 0,
         log: FileLog | None = None,
         written: Callable[[RequestId], int | None] = lambda request: None,
         tell: Callable[[str], None] = lambda line: None,
@@ -189,6 +203,7 @@ class Records:
         hears what is damaged: nothing here is needed to go on."""
         self.run_dir, self._tell = run_dir, tell
         self._sinks, self._log, self._written = sinks, log, written
+        self._samples_shown = samples_shown
         metrics, samples = run_dir / "metrics.jsonl", run_dir / "rollouts.jsonl"
         self.totals = Totals()
         # Tokens and seconds of the last steps.
@@ -328,6 +343,7 @@ class Records:
                 else {}
             ),
         }
+        self._show(step, samples)
         if self._rollouts is not None:
             for sample in samples:
                 record = {name: getattr(sample, name) for name in TrainedSample.__slots__}
@@ -335,6 +351,16 @@ class Records:
         self._write(line)
         self.keep()
         return line
+
+    def _show(self, step: StepIndex, samples: Sequence[TrainedSample]) -> None:
+        """Some of a step's samples, from the best to the worst, to the sinks; none where the
+        controller has no texts."""
+        ranked = sorted((s for s in samples if s.text), key=lambda s: -s.reward)
+        if self._sinks is None or not ranked or not self._samples_shown:
+            return
+        places = np.linspace(0, len(ranked) - 1, min(self._samples_shown, len(ranked)))
+        rows = [table_row(ranked[place]) for place in np.round(places).astype(int).tolist()]
+        self._sinks.samples(step, rows)
 
     def evaluation(self, version: Version, figures: Figures) -> None:
         self._write({"version": version, **{f"eval/{k}": v for k, v in figures.items()}})
@@ -479,13 +505,14 @@ def open_records(
     """The records of a run, with the sinks it asks for; `tell` gets a line when one fails."""
     logging, run_dir = config.logging, Path(config.runtime.run_dir)
     facts = RunFacts(run_dir, config.model_dump(mode="json"), committed or 0)
-    sinks = Sinks(logging.sinks, facts, tell)
+    sinks = Sinks(logging.sinks, facts, tell) if logging.sinks else None
     rollouts = logging.rollouts and config.runtime.world != "ray"  # there the storage shards do it
     return Records(
         run_dir,
         rollouts=rollouts,
         committed=committed,
         sinks=sinks,
+        samples_shown=logging.samples_shown,
         log=log,
         written=written,
         tell=tell,

@@ -12,13 +12,14 @@ run of the service goes on: its id is kept in `sinks.json` beside the run.
 
 from __future__ import annotations
 
+import html
 import importlib.util
 import json
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -33,11 +34,13 @@ PROJECT = "dora-rl"
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """What a writer is told of the run. `first_step`: steps before it were written earlier."""
+    """What a writer is told of the run. `first_step`: steps before it were written earlier;
+    `options`: what the user has set for this sink in `logging.sink_options`."""
 
     run_dir: Path
     config: dict[str, Any]
     first_step: int
+    options: dict[str, Any] = field(default_factory=dict[str, Any])
 
     @property
     def name(self) -> str:
@@ -59,11 +62,26 @@ def _read(path: Path) -> dict[str, str]:
 
 
 class Writer(Protocol):
-    """May raise anything; the sink catches it."""
+    """May raise anything; the sink catches it. One that shows samples has `samples` too."""
 
     def write(self, line: dict[str, Any]) -> None: ...
 
     def close(self) -> None: ...
+
+
+class SampleWriter(Writer, Protocol):
+    """A writer that also shows some samples of each step, as rows with the same columns."""
+
+    def samples(self, step: int, rows: Sequence[dict[str, Any]]) -> None: ...
+
+
+def as_markdown(rows: Sequence[dict[str, Any]]) -> str:
+    """A table for services that show text."""
+    lines = [" | ".join(rows[0]), " | ".join("---" for _ in rows[0])]
+    for row in rows:
+        cells = (html.escape(str(value), quote=False) for value in row.values())
+        lines.append(" | ".join(c.replace("|", "&#124;").replace("\n", "<br>") for c in cells))
+    return "\n".join(f"| {line} |" for line in lines) + "\n"
 
 
 def figures_of(line: dict[str, Any]) -> tuple[int, dict[str, float]]:
@@ -83,12 +101,14 @@ class TensorBoardWriter:
     def __init__(self, facts: RunFacts) -> None:
         # The names of these two modules are made when they are imported.
         from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.plugins.text.summary_v2 import text_pb
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         events: Any = event_pb2
         summaries: Any = summary_pb2
-        self._event, self._summary = events.Event, summaries.Summary
-        self._file: Any = EventFileWriter(str(facts.run_dir / "tensorboard"))
+        self._event, self._summary, self._text = events.Event, summaries.Summary, text_pb
+        options: dict[str, Any] = {"logdir": str(facts.run_dir / "tensorboard")} | facts.options
+        self._file: Any = EventFileWriter(**options)
         if facts.first_step:  # what a crash left of later steps is not shown
             start = events.SessionLog(status=events.SessionLog.SessionStatus.START)
             self._add(step=facts.first_step, session_log=start)
@@ -103,22 +123,26 @@ class TensorBoardWriter:
         self._add(step=step, summary=self._summary(value=values))
         self._file.flush()
 
+    def samples(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
+        self._add(step=step, summary=self._text("samples", as_markdown(rows)))
+
     def close(self) -> None:
         self._file.close()
 
 
 class WandbWriter:
-    """Offline with WANDB_MODE=offline, as anywhere. Files lie in RUN/wandb."""
+    """Offline with WANDB_MODE=offline, as anywhere. Files lie in RUN/wandb. Options: those of
+    `wandb.init`."""
 
     def __init__(self, facts: RunFacts) -> None:
         import wandb
 
+        self._table: Any = wandb.Table
+        usual: dict[str, Any] = {"project": PROJECT, "name": facts.name, "dir": str(facts.run_dir)}
         self._run: Any = wandb.init(
-            project=PROJECT,
-            name=facts.name,
+            **(usual | facts.options),
             id=facts.kept_id("wandb"),
             resume="allow",
-            dir=str(facts.run_dir),
             config=facts.config,
         )
         facts.keep_id("wandb", self._run.id)
@@ -130,28 +154,34 @@ class WandbWriter:
     def write(self, line: dict[str, Any]) -> None:
         self._run.log({name: value for name, value in line.items() if value is not None})
 
+    def samples(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
+        table = self._table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
+        self._run.log({"samples": table, "step": step})
+
     def close(self) -> None:
         self._run.finish()
 
 
 class MlflowWriter:
-    """To MLflow's own tracking address (MLFLOW_TRACKING_URI), experiment `dora-rl`."""
+    """To MLflow's own tracking address (MLFLOW_TRACKING_URI), experiment `dora-rl`. Options:
+    `tracking_uri`, `experiment`, `run_name`."""
 
     def __init__(self, facts: RunFacts) -> None:
         import mlflow
         from mlflow.entities import Metric, Param
 
         self._metric = Metric
-        self._client: Any = mlflow.MlflowClient()
-        kept = facts.kept_id("mlflow")
+        self._client: Any = mlflow.MlflowClient(facts.options.get("tracking_uri"))
+        kept, name = facts.kept_id("mlflow"), facts.options.get("experiment", PROJECT)
         if kept is None:
-            experiment = self._client.get_experiment_by_name(PROJECT)
+            experiment = self._client.get_experiment_by_name(name)
             where = (
                 experiment.experiment_id
                 if experiment is not None
-                else self._client.create_experiment(PROJECT)
+                else self._client.create_experiment(name)
             )
-            kept = self._client.create_run(where, run_name=facts.name).info.run_id
+            run_name = facts.options.get("run_name", facts.name)
+            kept = self._client.create_run(where, run_name=run_name).info.run_id
             facts.keep_id("mlflow", kept)
             params = [Param(name, str(value)[:500]) for name, value in flat(facts.config).items()]
             for begin in range(0, len(params), 100):  # the most MLflow takes at once
@@ -166,26 +196,35 @@ class MlflowWriter:
         metrics = [self._metric(name, value, now, step) for name, value in figures.items()]
         self._client.log_batch(self._id, metrics=metrics)
 
+    def samples(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
+        self._client.log_text(self._id, as_markdown(rows), f"samples/step_{step:06d}.md")
+
     def close(self) -> None:
         self._client.set_terminated(self._id)
 
 
 class TrackioWriter:
-    """To trackio's local store, or where its own settings say; project `dora-rl`."""
+    """To trackio's local store, or where its own settings say; project `dora-rl`. Options: those
+    of `trackio.init`."""
 
     def __init__(self, facts: RunFacts) -> None:
         import trackio
 
-        name = facts.kept_id("trackio") or f"{facts.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        self._table: Any = trackio.Table
+        made = f"{facts.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        name = facts.kept_id("trackio") or str(facts.options.get("name", made))
         resume = "allow" if facts.first_step else "never"
-        self._run: Any = trackio.init(
-            project=PROJECT, name=name, config=flat(facts.config), resume=resume
-        )
+        options = {"project": PROJECT} | facts.options | {"name": name, "resume": resume}
+        self._run: Any = trackio.init(config=flat(facts.config), **options)
         facts.keep_id("trackio", name)
 
     def write(self, line: dict[str, Any]) -> None:
         step, figures = figures_of(line)
         self._run.log(figures, step=step)
+
+    def samples(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
+        table = self._table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
+        self._run.log({"samples": table}, step=step)
 
     def close(self) -> None:
         self._run.finish()
@@ -209,8 +248,19 @@ def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def check_sinks(names: Sequence[str]) -> None:
-    """Before anything starts: is there a package, or a file of the user's, for each sink?"""
+# What a service's own settings may not say: the run says it, so that a resume finds its place.
+OURS = {"wandb": {"id", "resume", "config"}, "trackio": {"config", "resume"}}
+
+
+def check_sinks(names: Sequence[str], options: Mapping[str, Mapping[str, Any]]) -> None:
+    """Before anything starts: is there a package, or a file of the user's, for each sink, and a
+    sink for all options?"""
+    for name, section in options.items():
+        if name not in names:
+            known = ", ".join(names) or "empty"
+            raise UserError(f"logging.sink_options.{name}: logging.sinks has no {name} ({known})")
+        if ours := sorted(OURS.get(name, set()) & set(section)):
+            raise UserError(f"logging.sink_options.{name}.{ours[0]}: the run sets it")
     for name in names:
         writer_of(name)
         if name in WRITERS and importlib.util.find_spec(name) is None:
@@ -243,12 +293,21 @@ class Sinks:
         tell: Callable[[str], None],
         find: Callable[[str], Callable[[RunFacts], Writer]] = writer_of,
     ) -> None:
-        self._sinks = [_Sink(name, find(name), facts, tell) for name in dict.fromkeys(names)]
+        given = facts.config.get("logging", {}).get("sink_options", {})
+        self._sinks = [
+            _Sink(name, find(name), replace(facts, options=given.get(name, {})), tell)
+            for name in dict.fromkeys(names)
+        ]
 
     def write(self, line: dict[str, Any]) -> None:
         """A line of metrics.jsonl: of a step (it has `step`) or of an evaluation (`version`)."""
         for sink in self._sinks:
-            sink.put(line)
+            sink.put(dict(line))
+
+    def samples(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
+        """Some samples of a step, for the sinks that show them."""
+        for sink in self._sinks:
+            sink.put((step, rows))
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
         """Let every sink finish what it has; one that does not in time is left behind."""
@@ -256,6 +315,10 @@ class Sinks:
             sink.end()
         for sink in self._sinks:
             sink.join(timeout_s)
+
+
+# A line, or a step with rows of samples.
+_Put = dict[str, Any] | tuple[int, Sequence[dict[str, Any]]]
 
 
 class _Sink:
@@ -267,11 +330,11 @@ class _Sink:
         tell: Callable[[str], None],
     ) -> None:
         self._name, self._make, self._facts, self._tell = name, make, facts, tell
-        self._lines: queue.Queue[dict[str, Any] | None] = queue.Queue(LINES_MAX)
+        self._lines: queue.Queue[_Put | None] = queue.Queue(LINES_MAX)
         self._off = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def put(self, line: dict[str, Any]) -> None:
+    def put(self, line: _Put) -> None:
         """The service is opened with the first line: a run that fails to start leaves no trace."""
         if self._off.is_set():
             return
@@ -280,12 +343,12 @@ class _Sink:
                 target=self._work, name=f"sink {self._name}", daemon=True
             )
             self._thread.start()
-        self._offer(dict(line))
+        self._offer(line)
 
     def end(self) -> None:
         self._offer(None)
 
-    def _offer(self, line: dict[str, Any] | None) -> None:
+    def _offer(self, line: _Put | None) -> None:
         try:
             self._lines.put_nowait(line)
         except queue.Full:
@@ -306,7 +369,10 @@ class _Sink:
                 if line is None:
                     writer.close()
                     return
-                writer.write(line)
+                if isinstance(line, dict):
+                    writer.write(line)
+                elif hasattr(writer, "samples"):
+                    cast(SampleWriter, writer).samples(*line)
         except Exception as error:  # noqa: BLE001 - a tracking service may raise anything
             first = next(iter(str(error).splitlines()), "")
             self._fail(f"failed: {type(error).__name__}: {first}")

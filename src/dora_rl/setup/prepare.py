@@ -66,7 +66,7 @@ def prepare(config: RunConfig) -> Prepared:
     """Open model, data and rewards; a mistake in any of them is one line."""
     path = Path(config.model.path)
     check_model_files(path)
-    check_sinks(config.logging.sinks)
+    check_sinks(config.logging.sinks, config.logging.sink_options)
     check_learner(config)
     config = with_environments(config)
     reward = build(config.reward, Path(".")) if config.reward.functions else None

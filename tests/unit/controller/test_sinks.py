@@ -11,12 +11,13 @@ import re
 import sys
 import threading
 import types
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
-from dora_rl.controller.records import Records
+from dora_rl.controller.records import CELL_MAX, Records, TrainedSample
 from dora_rl.controller.sinks import LINES_MAX, RunFacts, Sinks, check_sinks, flat
 from dora_rl.types import UserError
 
@@ -26,12 +27,18 @@ EVALUATION = {"version": 0, "eval/sampled": 0.25}
 CONFIG = {"model": {"path": "tiny"}, "trainer": {"lr": 0.1, "betas": [0.9, 0.95]}}
 
 
-def write_all(name: str, run_dir: Path, *lines: dict[str, Any], first_step: int = 0) -> list[str]:
-    """What a run with one sink tells the user."""
+ROWS = [{"group": 3, "response": "a<b|c\nd"}, {"group": 4, "response": ""}]
+
+
+def write_all(
+    name: str, run_dir: Path, *lines: Any, first_step: int = 0, **options: Any
+) -> list[str]:
+    """What a run with one sink tells the user. A pair is a step with its samples."""
     told: list[str] = []
-    sinks = Sinks([name], RunFacts(run_dir, CONFIG, first_step), told.append)
+    config = CONFIG | {"logging": {"sink_options": {name: options}}} if options else CONFIG
+    sinks = Sinks([name], RunFacts(run_dir, config, first_step), told.append)
     for line in lines:
-        sinks.write(line)
+        sinks.samples(*line) if isinstance(line, tuple) else sinks.write(line)
     sinks.close(20.0)
     return told
 
@@ -41,11 +48,14 @@ def test_tensorboard_for_real(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     torn = {"step": 2, "reward/mean": 9.0}  # written just before a crash, trained again later
-    assert write_all("tensorboard", tmp_path, STEP, EVALUATION, LATER, torn) == []
+    assert write_all("tensorboard", tmp_path, STEP, EVALUATION, LATER, (1, ROWS), torn) == []
     again = {"step": 2, "reward/mean": 1.0}
     assert write_all("tensorboard", tmp_path, again, first_step=2) == []
     found = EventAccumulator(str(tmp_path / "tensorboard"))
     found.Reload()
+    (table,) = found.Tensors("samples")
+    text = table.tensor_proto.string_val[0].decode()
+    assert table.step == 1 and text.splitlines()[2] == "| 3 | a&lt;b&#124;c<br>d |"
     assert set(found.Tags()["scalars"]) == {"reward/mean", "eval/sampled"}
     rewards = [(event.step, event.value) for event in found.Scalars("reward/mean")]
     assert rewards == [(0, 0.5), (1, 0.75), (2, 1.0)]
@@ -68,12 +78,19 @@ def fake_wandb(calls: list[Any]) -> types.ModuleType:
             calls.append(("finish",))
 
     def init(
-        project: str, name: str, id: str | None, resume: str, dir: str, config: dict[str, Any]
+        project: str,
+        name: str,
+        id: str | None,
+        resume: str,
+        dir: str,
+        config: dict[str, Any],
+        **more: str,
     ) -> Run:
-        calls.append(("init", project, name, id, resume, config["trainer"]["lr"]))
+        calls.append(("init", project, name, id, resume, config["trainer"]["lr"], *more.values()))
         return Run()
 
     module.init = init
+    module.Table = lambda columns, data: (columns, data)
     return module
 
 
@@ -94,6 +111,17 @@ def test_wandb_gets_lines_with_their_own_axes_and_resumes(
     assert calls[0][3] == "abc123"
 
 
+def test_samples_and_settings_of_the_user_reach_wandb(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+    monkeypatch.setitem(sys.modules, "wandb", fake_wandb(calls))
+    assert write_all("wandb", tmp_path, (7, ROWS), project="mine", entity="us") == []
+    assert calls[0] == ("init", "mine", tmp_path.name, None, "allow", 0.1, "us")
+    table = (["group", "response"], [[3, "a<b|c\nd"], [4, ""]])
+    assert [c[1] for c in calls if c[0] == "log"] == [{"samples": table, "step": 7}]
+
+
 class FakeMlflow:
     """MlflowClient's calls as they are used; ids and batches are kept."""
 
@@ -103,6 +131,10 @@ class FakeMlflow:
         self.status: list[str | None] = []
         self.experiments: dict[str, str] = {}
         self.num_runs = 0
+        self.texts: dict[str, str] = {}
+
+    def log_text(self, run_id: str, text: str, artifact_file: str) -> None:
+        self.texts[artifact_file] = text
 
     def get_experiment_by_name(self, name: str) -> Any:
         known = self.experiments.get(name)
@@ -131,7 +163,8 @@ def test_mlflow_gets_metrics_params_and_an_end(
 ) -> None:
     client = FakeMlflow()
     module, entities = types.ModuleType("mlflow"), types.ModuleType("mlflow.entities")
-    module.MlflowClient = lambda: client  # type: ignore[attr-defined]
+    addresses: list[str | None] = []
+    module.MlflowClient = lambda uri: addresses.append(uri) or client  # type: ignore[attr-defined]
     entities.Metric = lambda key, value, timestamp, step: types.SimpleNamespace(  # type: ignore[attr-defined]
         key=key, value=value, step=step
     )
@@ -145,7 +178,13 @@ def test_mlflow_gets_metrics_params_and_an_end(
         "trainer.lr": "0.1",
         "trainer.betas": "[0.9, 0.95]",
     }
-    assert write_all("mlflow", tmp_path, LATER, first_step=1) == []
+    assert write_all("mlflow", tmp_path, LATER, (1, ROWS), first_step=1) == []
+    assert "| 3 | a&lt;b&#124;c<br>d |" in client.texts["samples/step_000001.md"]
+    other = write_all(
+        "mlflow", tmp_path, LATER, first_step=1, tracking_uri="http://x", experiment="e"
+    )
+    assert other == [] and addresses == [None, None, "http://x"]
+    client.status.pop(), client.status.pop()
     assert client.num_runs == 1 and client.status == [None, "RUNNING", None]
 
 
@@ -160,19 +199,22 @@ def test_trackio_gets_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         def finish(self) -> None:
             calls.append("finish")
 
-    def init(project: str, name: str, config: dict[str, Any], resume: str) -> Run:
-        calls.append((project, name, resume))
+    def init(project: str, name: str, config: dict[str, Any], resume: str, **more: str) -> Run:
+        calls.append((project, name, resume, *more.values()))
         return Run()
 
     module.init = init
+    module.Table = lambda columns, data: (columns, data)
     monkeypatch.setitem(sys.modules, "trackio", module)
     assert write_all("trackio", tmp_path, STEP, EVALUATION) == []
     assert calls[0][0] == "dora-rl" and calls[0][2] == "never"
     assert calls[1:] == [(0, {"reward/mean": 0.5}), (0, {"eval/sampled": 0.25}), "finish"]
     name = calls[0][1]
     calls.clear()
-    write_all("trackio", tmp_path, LATER, first_step=1)
-    assert calls[0] == ("dora-rl", name, "allow")
+    write_all("trackio", tmp_path, (1, ROWS), first_step=1, project="mine", space_id="s")
+    assert calls[0] == ("mine", name, "allow", "s")
+    table = (["group", "response"], [[3, "a<b|c\nd"], [4, ""]])
+    assert calls[1:] == [(1, {"samples": table}), "finish"]
 
 
 class Broken:
@@ -237,11 +279,54 @@ def test_a_sink_that_hangs_holds_nothing_up(tmp_path: Path) -> None:
     release.set()
 
 
+class Shown(Kept):
+    rows: ClassVar[list[tuple[int, Any]]] = []
+
+    def samples(self, step: int, rows: Any) -> None:
+        Shown.rows.append((step, rows))
+
+
+def test_samples_from_the_best_to_the_worst_are_shown(tmp_path: Path) -> None:
+    """To the sink that shows them; the other one hears nothing of them and works on."""
+    told: list[str] = []
+    Shown.rows = []
+    writers = {"shows": Shown, "plain": Kept}
+    sinks = Sinks(["shows", "plain"], RunFacts(tmp_path, {}, 0), told.append, writers.__getitem__)
+    records = Records(tmp_path, rollouts=False, sinks=sinks, samples_shown=3)
+    rewards = (0.1, 0.9, 0.5, 0.7, 0.3)
+    made = [trained_sample(n, reward) for n, reward in enumerate(rewards)]
+    records.step(0, {}, [*made, replace(made[0], sample=9, text="", reward=2.0)], {})
+    records.close()
+    assert told == []
+    ((step, rows),) = Shown.rows
+    assert step == 0 and [row["reward"] for row in rows] == [0.9, 0.5, 0.1]
+    assert rows[0] == {
+        "group": 5, "sample": 1, "version": 0, "reward": 0.9, "finish": "eos", "num_tokens": 2,
+        "prompt": "why", "response": f"{'r' * CELL_MAX}…",
+    }  # fmt: skip
+
+
+def trained_sample(number: int, reward: float) -> TrainedSample:
+    return TrainedSample(
+        group=5, sample=number, version=0, num_prompt=3, num_tokens=2, reward=reward, finish="eos",
+        text="r" * (CELL_MAX + 1), prompt="why", segments=1, logprobs=[-0.1, -0.2],
+        logprob_sum=-0.3, token_ids=[1, 2],
+    )  # fmt: skip
+
+
+def test_settings_that_reach_nobody_or_break_a_resume_are_refused() -> None:
+    check_sinks(["tensorboard"], {"tensorboard": {"flush_secs": 5}})
+    with pytest.raises(UserError, match=r"logging.sinks has no wandb \(tensorboard\)"):
+        check_sinks(["tensorboard"], {"wandb": {"project": "p"}})
+    with pytest.raises(UserError, match=r"logging.sink_options.wandb.id: the run sets it"):
+        check_sinks(["wandb"], {"wandb": {"id": "p"}})
+
+
 def test_a_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_sinks([])
+    check_sinks([], {})
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"wandb is not installed; pip install wandb"):
-        check_sinks(["wandb"])
+        check_sinks(["wandb"], {})
 
 
 @pytest.mark.parametrize(
@@ -254,7 +339,7 @@ def test_a_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_name_that_is_no_sink_is_one_line(name: str, says: str) -> None:
     with pytest.raises(UserError, match=re.escape(says)):
-        check_sinks([name])
+        check_sinks([name], {})
 
 
 def test_the_configuration_becomes_flat() -> None:
