@@ -202,6 +202,9 @@ def check_groups(page: Any, run: Any, figures: AuditFigures) -> None:
     wait_until("the filter", lambda: figure(page, "groups_total") == len(wanted))
     listed = page.eval_on_selector_all("tr[data-group]", "rows => rows.map(r => r.dataset.group)")
     assert set(map(int, listed)) == wanted
+    texts = {line["prompt"]: line["text"] for line in run.lines("prompts.jsonl")}
+    asked = page.locator("td.prompt").first.get_attribute("title")
+    assert asked and asked in texts.values()
     page.click("tr[data-group] >> nth=0")
     page.wait_for_selector('body[data-view="group"]')
     page.wait_for_selector(".tokens .token")

@@ -152,7 +152,8 @@ class LoggingConfig(Section):
     """[logging] what is written beside metrics.jsonl and the event log."""
 
     rollouts: bool = True
-    """Whether every trained sample is written as a line of rollouts.jsonl."""
+    """Whether texts are kept: every trained sample as a line of rollouts.jsonl, and the beginning
+    of each prompt in prompts.jsonl."""
     progress: bool = True
     """Whether the run shows its progress on the console."""
     sinks: tuple[str, ...] = ()

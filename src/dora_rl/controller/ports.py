@@ -70,6 +70,7 @@ class FleetPort:
         files = self._files
         files.records.work_begins()
         prompt = self._train.prompt(action.prompt)
+        files.records.issued(action.prompt, prompt.text)
         saved: dict[int, msg.SavedRequest] = {}
         for sample, epoch in zip(action.samples, action.epochs, strict=True):
             rid = RequestId(action.group, sample)

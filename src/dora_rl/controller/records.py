@@ -1,4 +1,4 @@
-"""What a run writes for people: metrics.jsonl, rollouts.jsonl, summary.json.
+"""What a run writes for people: metrics.jsonl, rollouts.jsonl, prompts.jsonl, summary.json.
 
 Only adds up what it is told; never decides. Names are those that other trainers use.
 
@@ -192,6 +192,7 @@ class Records:
         run_dir: Path,
         *,
         rollouts: bool,
+        prompts: bool = False,
         committed: int | None = None,
         sinks: Sinks | None = None,
         samples_shown: int = 0,
@@ -212,6 +213,7 @@ class Records:
             self._cut(metrics, samples, committed)
         self._metrics = metrics.open("a")
         self._rollouts = samples.open("a") if rollouts else None
+        self._prompts = PromptTexts(run_dir / "prompts.jsonl", tell) if prompts else None
         self.began = self.step_began = self._kept_at = time.monotonic()
         self.training_began: float | None = None
         self._is_training = False  # a step is open
@@ -365,6 +367,11 @@ class Records:
     def evaluation(self, version: Version, figures: Figures) -> None:
         self._write({"version": version, **{f"eval/{k}": v for k, v in figures.items()}})
 
+    def issued(self, prompt: int, text: str) -> None:
+        """A group of this prompt is generated."""
+        if self._prompts is not None:
+            self._prompts.add(prompt, text)
+
     def continued(self, record: dict[str, Any]) -> None:
         """A request goes on from its journal: a line of continued.jsonl."""
         with (self.run_dir / "continued.jsonl").open("a") as file:
@@ -477,8 +484,36 @@ class Records:
         if self._sinks is not None:
             self._sinks.close()
         self._metrics.close()
-        if self._rollouts is not None:
-            self._rollouts.close()
+        for file in (self._rollouts, self._prompts):
+            if file is not None:
+                file.close()
+
+
+PROMPT_MAX = 1_000
+
+
+class PromptTexts:
+    """prompts.jsonl: the beginning of each prompt, once, so that a group can be told by what it
+    was asked before it is trained. Only for people: what is damaged is left out."""
+
+    def __init__(self, path: Path, tell: Callable[[str], None]) -> None:
+        keep_lines(
+            path,
+            lambda line: isinstance(line.get("prompt"), int),
+            lambda error: tell(f"{error}; the line is left out"),
+        )
+        self._known = {line["prompt"] for line in read_lines(path)}
+        self._file = path.open("a")
+
+    def add(self, prompt: int, text: str) -> None:
+        if prompt in self._known:
+            return
+        self._known.add(prompt)
+        self._file.write(json.dumps({"prompt": prompt, "text": text[:PROMPT_MAX]}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
 
 
 def best_of(
@@ -510,6 +545,7 @@ def open_records(
     return Records(
         run_dir,
         rollouts=rollouts,
+        prompts=logging.rollouts,
         committed=committed,
         sinks=sinks,
         samples_shown=logging.samples_shown,

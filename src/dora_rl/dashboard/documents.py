@@ -297,10 +297,17 @@ def throughput(history: History, files: RunFiles, spans: dict[str, NDArray[Any]]
 
 
 PAGE_MAX = 200
+TEXT_MAX = 200  # of a prompt in a list
 
 
 def group_list(
-    history: History, state: str, version: int | None, order: str, page: int, size: int
+    history: History,
+    files: RunFiles,
+    state: str,
+    version: int | None,
+    order: str,
+    page: int,
+    size: int,
 ) -> dict[str, Any]:
     """One page of the groups in a state (empty: any) and of a version (None: any)."""
     groups, state_of = history.groups, states(history)
@@ -314,6 +321,8 @@ def group_list(
     page = max(0, min(page, (len(found) - 1) // size)) if len(found) else 0
     here = found[page * size : (page + 1) * size]
     rows = [_row(history, int(group), STATES[state_of[group]]) for group in here]
+    texts = files.prompts([row["prompt"] for row in rows])
+    rows = [row | {"text": texts.get(row["prompt"], "")[:TEXT_MAX]} for row in rows]
     return {"total": len(found), "page": page, "size": size, "groups": rows}
 
 
@@ -349,7 +358,9 @@ def _row(history: History, group: int, state: str) -> dict[str, Any]:
     return row
 
 
-def one_group(history: History, group: int, spans: dict[str, Any]) -> dict[str, Any] | None:
+def one_group(
+    history: History, files: RunFiles, group: int, spans: dict[str, Any]
+) -> dict[str, Any] | None:
     """A group with its samples and where each of them ran."""
     if not 0 <= group < len(history.groups) or history.groups["version"][group] < 0:
         return None
@@ -376,8 +387,10 @@ def one_group(history: History, group: int, spans: dict[str, Any]) -> dict[str, 
         }
         for sample in range(size)
     ]
+    row = _row(history, group, STATES[int(states(history)[group])])
     return {
-        **_row(history, group, STATES[int(states(history)[group])]),
+        **row,
+        "text": files.prompts([row["prompt"]]).get(row["prompt"], ""),
         "reason": history.reasons.get(group, ""),
         "samples": rows,
     }

@@ -24,7 +24,7 @@ export function groups() {
   const after = h("button", { type: "button", onclick: () => go({ page: page + 1 }) }, "next →");
   const where = h("span", { class: "quiet", "data-figure": "groups_total" });
   const body = h("tbody");
-  const head = [["group", 0], ["state", 0], ["version", 0], ["step", 1], ["staleness", 1], ["reward", 1], ["samples", 1], ["tokens", 1], ["moves", 1], ["issued", 1], ["lasted", 1]]
+  const head = [["group", 0], ["prompt", 0], ["state", 0], ["version", 0], ["step", 1], ["staleness", 1], ["reward", 1], ["samples", 1], ["tokens", 1], ["moves", 1], ["issued", 1], ["lasted", 1]]
     .map(([text, right]) => h("th", { class: right ? "num" : "", scope: "col" }, text));
   const node = h("section", { class: "card" },
     h("div", { class: "controls" }, stateLabel, h("label", {}, "version ", version), orderLabel, h("span", { class: "spring" }), where, before, after),
@@ -36,6 +36,7 @@ export function groups() {
     const done = g.scored === run.group_size ? String(g.scored) : `${g.scored} of ${run.group_size}`;
     return h("tr", { class: "link", "data-group": g.group, onclick: () => { location.hash = `group/${g.group}/0`; } },
       h("td", {}, h("a", { href: `#group/${g.group}/0` }, `#${g.group}`)),
+      h("td", { class: "prompt", title: g.text }, g.text || h("span", { class: "quiet" }, num(g.prompt))),
       h("td", {}, h("span", { class: `pill ${KINDS[g.state] ?? ""}` }, g.state)),
       h("td", {}, versionBadge(g.version)),
       h("td", { class: "num" }, g.step >= 0 ? g.step : g.fed_step >= 0 ? `→ ${g.fed_step}` : "–"),
@@ -90,8 +91,9 @@ function turnsOf(t) {
   return t.turns?.length ? t.turns : [[0, t.token_ids?.length ?? 0, 1]];
 }
 
-function tokensOf(t) {
+function tokensOf(t, asked) {
   const box = h("div", { class: "tokens" });
+  if (t.prompt === undefined && asked) box.append(h("div", { class: "turn" }, h("div", { class: "who" }, "prompt, its beginning"), h("span", { class: "given" }, visible(asked))));
   if (t.prompt !== undefined) box.append(h("div", { class: "turn" }, h("div", { class: "who" }, `prompt · ${num(t.num_prompt)} tokens`), h("span", { class: "given" }, visible(t.prompt))));
   if (!t.token_ids?.length) {
     box.append(h("div", { class: "turn policy" }, h("div", { class: "who" }, "response"), visible(t.text ?? "")));
@@ -180,7 +182,8 @@ export function group() {
       if (key === shown) return;
       const t = await get("trajectory", { group: g.group, sample: s.sample });
       sampleFacts(g, s, t);
-      text.replaceChildren(t ? tokensOf(t) : h("div", { class: "empty" }, g.state === "trained"
+      const asked = h("div", { class: "tokens" }, h("div", { class: "turn" }, h("div", { class: "who" }, "prompt, its beginning"), h("span", { class: "given" }, visible(g.text))));
+      text.replaceChildren(...(t || !g.text ? [] : [asked]), t ? tokensOf(t, g.text) : h("div", { class: "empty" }, g.state === "trained"
         ? "Its text was not kept (logging.rollouts is off, or the run has no rollouts.jsonl)." : s.finish ? "Its text is no longer there: it is kept for groups that are trained." : "It is being generated; its text can be read when it has ended."));
       shown = key;
     },

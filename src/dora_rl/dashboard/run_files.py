@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from bisect import bisect_left
+from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
@@ -30,6 +33,8 @@ class RunFiles:
         self.steps: list[dict[str, Any]] = []  # lines of metrics.jsonl
         self.evaluations: list[dict[str, Any]] = []
         self._read = (0, 0)  # of metrics.jsonl: which file, and how far
+        self._prompts_read = (0, 0)
+        self._prompt_at: dict[int, int] = {}  # its place in prompts.jsonl
 
     def log_bytes(self) -> int:
         return sum(path.stat().st_size for path in segments(self.events))
@@ -62,6 +67,31 @@ class RunFiles:
         self._read = (found.st_ino, offset + end)
         return end > 0
 
+    def prompts(self, wanted: Sequence[int]) -> dict[int, str]:
+        """How the prompts begin, of those that are known. Where each stands is kept; prompts.jsonl
+        is read on from where it was."""
+        path = self.folder / "prompts.jsonl"
+        if not path.is_file():
+            return {}
+        with path.open("rb") as file:
+            self._index_prompts(file)
+            there = [prompt for prompt in wanted if prompt in self._prompt_at]
+            return {prompt: _text_at(file, self._prompt_at[prompt]) for prompt in there}
+
+    def _index_prompts(self, file: IO[bytes]) -> None:
+        found = os.fstat(file.fileno())
+        inode, offset = self._prompts_read
+        if inode != found.st_ino or found.st_size < offset:
+            offset, self._prompt_at = 0, {}
+        file.seek(offset)
+        for line in file:
+            if not line.endswith(b"\n"):
+                break
+            with suppress(ValueError, KeyError, TypeError):  # of a damaged line nothing is shown
+                self._prompt_at[json.loads(line)["prompt"]] = offset
+            offset += len(line)
+        self._prompts_read = (found.st_ino, offset)
+
     def document(self, name: str) -> dict[str, Any]:
         """A JSON file of the run, {} if it is not there (yet)."""
         try:
@@ -81,6 +111,11 @@ class RunFiles:
             of_step = takewhile(lambda record: record["step"] <= step, whole)
             key = (group, sample)
             return next((r for r in of_step if (r["group"], r["sample"]) == key), None)
+
+
+def _text_at(file: IO[bytes], place: int) -> str:
+    file.seek(place)
+    return str(json.loads(file.readline()).get("text", ""))
 
 
 def _step_after(file: IO[bytes], place: int) -> float:

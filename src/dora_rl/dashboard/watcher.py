@@ -157,7 +157,7 @@ class Watcher:
             "timeline": self._timeline,
             "groups": self._groups,
             "group": lambda q: documents.one_group(
-                history, _int(q, "group", -1), self.stays().columns
+                history, files, _int(q, "group", -1), self.stays().columns
             ),
             "trajectory": lambda q: documents.trajectory(
                 history, files, _int(q, "group", -1), _int(q, "sample", 0)
@@ -190,6 +190,7 @@ class Watcher:
         version = query.get("version", "")
         return documents.group_list(
             self.history,
+            self.files,
             query.get("state", ""),
             int(version) if version.isdigit() else None,
             query.get("order", "newest"),

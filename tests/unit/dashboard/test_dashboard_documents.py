@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from dora_rl.config import ModelConfig, RunConfig
+from dora_rl.controller.records import PROMPT_MAX, PromptTexts
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
-from dora_rl.dashboard.documents import configuration, pieces
+from dora_rl.dashboard.documents import TEXT_MAX, configuration, pieces
 from dora_rl.dashboard.run_files import RunFiles
 from dora_rl.dashboard.timeline import COLOURS, STAYS_MAX
 from dora_rl.dashboard.watcher import Watcher
@@ -68,6 +69,41 @@ def test_the_overview_agrees_with_the_audit(watcher: Watcher, entries: list[Entr
     assert promises["staleness_mean"] == pytest.approx(figures.staleness_mean)
     assert (promises["mixed"], promises["discarded"]) == (0, figures.groups_discarded)
     assert found["evaluation"]["eval/sampled"] == 0.25
+
+
+def test_groups_are_told_by_their_prompts(tmp_path: Path, entries: list[Entry]) -> None:
+    """Live ones too: what is written later is found later, and a damaged line hides one prompt."""
+    write_run(tmp_path, entries)
+    watcher = Watcher(tmp_path, audit=False)
+    watcher.look()
+    rows = shown(watcher, "groups", order="oldest", size=3)["groups"]
+    assert [row["text"] for row in rows] == ["", "", ""]
+    first, second, third = (row["prompt"] for row in rows)
+    path = tmp_path / "prompts.jsonl"
+    texts = PromptTexts(path, print)
+    texts.add(first, "What is 1+1?")
+    texts.add(second, "long " * 1000)
+    texts.close()
+    watcher.revision += 1
+    rows = shown(watcher, "groups", order="oldest", size=3)["groups"]
+    assert [row["text"][:9] for row in rows] == ["What is 1", "long long", ""]
+    assert len(rows[1]["text"]) == TEXT_MAX
+    assert shown(watcher, "group", group=rows[1]["group"])["text"] == ("long " * 1000)[:PROMPT_MAX]
+    with path.open("a") as file:
+        file.write(f'{{"prompt": {first}, "te\n')  # the line before it stands
+        file.write('["prompt"]\n{"prompt": ')
+    told: list[str] = []
+    watcher.revision += 1
+    assert shown(watcher, "groups", order="oldest", size=1)["groups"][0]["text"] == "What is 1+1?"
+    texts = PromptTexts(path, told.append)  # the run is resumed
+    texts.add(first, "again")
+    texts.add(third, "new")
+    texts.close()
+    assert len(told) == 2 and all("prompts.jsonl line" in line for line in told)
+    assert len(path.read_text().splitlines()) == 3
+    watcher.revision += 1
+    rows = shown(watcher, "groups", order="oldest", size=3)["groups"]
+    assert [row["text"][:9] for row in rows] == ["What is 1", "long long", "new"]
 
 
 def test_curves_can_be_drawn_over_time_and_tokens(watcher: Watcher, entries: list[Entry]) -> None:
