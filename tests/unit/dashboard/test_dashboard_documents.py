@@ -99,7 +99,7 @@ def test_groups_are_told_by_their_prompts(tmp_path: Path, entries: list[Entry]) 
     texts.add(first, "again")
     texts.add(third, "new")
     texts.close()
-    assert len(told) == 2 and all("prompts.jsonl line" in line for line in told)
+    assert len(told) == 2 and all("prompts.jsonl at" in line for line in told)
     assert len(path.read_text().splitlines()) == 3
     watcher.revision += 1
     rows = shown(watcher, "groups", order="oldest", size=3)["groups"]
