@@ -46,7 +46,7 @@ def of(folder: str, names: tuple[str, ...]) -> list[str]:
 
 
 # Written for people: whatever becomes of them, the run goes on.
-FOR_PEOPLE = ["metrics.jsonl", "rollouts.jsonl", "totals.json", "learner.json"]
+FOR_PEOPLE = ["metrics.jsonl", "rollouts.jsonl", "prompts.jsonl", "totals.json", "learner.json"]
 LOCKS = [".lock", ".learner-lock", *(f"{p}/.lock" for p in ("weights", "learner/masters"))]
 COMMON = [
     *FOR_PEOPLE,
@@ -83,6 +83,7 @@ FAST = [
     ("finished", "weights/00000003/model.safetensors", "flipped"),
     ("finished", "weights/00000002/manifest.json", "emptied"),
     ("finished", "metrics.jsonl", "flipped"),
+    ("finished", "prompts.jsonl", "flipped"),
     ("killed", "weights/00000003/model.safetensors", "cut"),
     ("killed", "events/000000000000.jsonl", "cut"),
     ("killed", "events/000000000000.jsonl", "deleted"),
