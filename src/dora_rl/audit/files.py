@@ -113,6 +113,11 @@ class FileAudit:
     def trained(self) -> Mapping[RequestId, TrainedSample]:
         return self.auditor.books.trained or {}
 
+    @property
+    def _is_of_older(self) -> bool:
+        """Whether an older release wrote the log, before its lines were chained."""
+        return not self.auditor.chain.num_chained
+
     # -- config.json ------------------------------------------------------------------------------
 
     def _config(self) -> RunConfig | None:
@@ -135,7 +140,8 @@ class FileAudit:
             return None
         for name in FROM_CONFIG:
             asked, logged = getattr(params, name), getattr(books.params, name)
-            if asked != logged:
+            waits_for_all = name == "samples_min" and not logged and self._is_of_older
+            if asked != logged and not waits_for_all:
                 self._add("config.json", f"{name} is {asked}, the log was run with {logged}")
         return config
 
@@ -153,7 +159,7 @@ class FileAudit:
             self.notes.append(f"prompts, the data cannot be opened: {error}")
             return
         self.decode = decode
-        if begun_with is not None and begun_with != prompts.fingerprint():
+        if begun_with is not None and not prompts.began_with(begun_with):
             self._add("data.json", "the data are not those that the run began with")
             return
         self.prompts = prompts
@@ -300,8 +306,10 @@ class FileAudit:
             self._add("summary.json", "is damaged (not an object)")
             return
         figures = self._from_log(config) | self._from_metrics(config)
+        if self._is_of_older:  # it counted prompts as trained
+            figures.pop("tokens_trained", None)
         missing = [name for name in figures if name not in summary]
-        if missing and not self.auditor.chain.num_chained:  # an older release has written it
+        if missing and self._is_of_older:
             self.notes.append(f"summary.json: {', '.join(missing)}: it has none")
             figures = {name: value for name, value in figures.items() if name in summary}
         for problem in _differences(summary, figures):

@@ -205,14 +205,14 @@ def check_same_run(config: RunConfig, run_dir: Path) -> None:
 
 def check_same_data(train: PromptSource, run_dir: Path) -> None:
     """The prompts of a run are remembered by a fingerprint."""
-    path, found = run_dir / "data.json", train.fingerprint()
+    path = run_dir / "data.json"
     if not path.is_file():
-        path.write_text(json.dumps({"fingerprint": found}) + "\n")
+        path.write_text(json.dumps({"fingerprint": train.fingerprint()}) + "\n")
         return
     begun_with = _fingerprint(path)
     if begun_with is None:
         raise UserError(f"{path} is damaged; restore it, or begin a new run")
-    if begun_with != found:
+    if not train.began_with(begun_with):
         raise UserError(
             f"the training data is not what {run_dir} began with, by {path}; restore it, or begin "
             "a new run"

@@ -20,7 +20,7 @@ import hashlib
 import json
 import re
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import gcd, isqrt
@@ -40,6 +40,7 @@ DISJOINT_ROWS_MAX = 2_000
 ANSWER_ROWS_MAX = 200_000  # of one source, looked through for rows without an answer
 RECENT = 1024  # prompts kept, as they were made
 DEFAULT_SPLITS = {"train": "train", "eval": "test"}
+LATER_KEYS = ("answer_after",)  # of a source: runs of earlier releases have fingerprints without
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,11 +145,19 @@ class PromptSource:
 
         Covers the configuration, the number of rows and three rows of each source.
         """
+        return self._fingerprint()
+
+    def began_with(self, fingerprint: str) -> bool:
+        """Whether it is this stream's, also where the release that took it knew fewer keys."""
+        return fingerprint in (self._fingerprint(), self._fingerprint(LATER_KEYS))
+
+    def _fingerprint(self, unless_set: Collection[str] = ()) -> str:
         parts: list[object] = [self._config.seed, self._config.shuffle]
         for source in self.sources:
             count = source.rows.num_rows or 3
             samples = plain([source.rows.row(i) for i in sorted({0, count // 2, count - 1})])
-            config = source.config.model_dump()
+            keys = source.config.model_dump().items()
+            config = {key: value for key, value in keys if value or key not in unless_set}
             parts.append([config, source.split, count, source.num_kept, samples])
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 

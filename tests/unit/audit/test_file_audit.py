@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from dora_rl.audit.files import FileAudit
+from dora_rl.config import RunConfig
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
 from dora_rl.core.params import Params
@@ -19,11 +20,13 @@ from dora_rl.observe.audit import Auditor
 from dora_rl.observe.audit_books import GroupRecord
 from dora_rl.observe.audit_books import Sample as Known
 from dora_rl.observe.eventlog import Entry
+from dora_rl.setup.settings import core_params
 from dora_rl.store.samples import Samples
 from dora_rl.store.trajectories import rounded, sample_digest
 from dora_rl.types import Finish, RequestId, Segment, Trajectory
 from dora_rl.weights.store import DiskWeightStore
 
+MODEL = Path(__file__).parents[3] / "recipes" / "models" / "tiny"
 RID, SEGMENTS = RequestId(7, 1), (Segment(0, 2),)
 
 
@@ -144,6 +147,26 @@ def test_counts_are_compared_where_no_life_was_killed(num_killed: int, tmp_path:
     said = [f.message for f in files.check() if f.subject == "summary.json"]
     assert ("migrations is 5, the log gives 0" in said) == (not num_killed)
     assert any("migrations: a life was killed" in note for note in files.notes) == bool(num_killed)
+
+
+@pytest.mark.parametrize("is_older", [True, False])
+def test_a_release_that_counted_otherwise_is_not_accused(is_older: bool, tmp_path: Path) -> None:
+    """Its groups waited for all samples, and its sum of trained tokens had the prompts in it."""
+    found = auditor()
+    found.stop, found.books.config = act.Stop("done", True), ""
+    found.chain.num_chained = int(not is_older)
+    config = RunConfig.model_validate({"model": {"path": str(MODEL)}})
+    found.books.params = replace(core_params(config), samples_min=0)
+    (tmp_path / "config.json").write_text(config.model_dump_json())
+    line = {"step": 0, "num_samples": 2, "time/step": 1.0, "staleness/mean": 0.0}
+    line |= {"staleness/max": 0, "mixed_version_frac": 0.0, "reward/mean": 0.5}
+    line |= {"response_length/mean": 3.0}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    summary = {"tokens_trained": 26, "stopped": "done"}
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    said = [f.message for f in FileAudit(tmp_path, found).check()]
+    assert ("tokens_trained is 26, the log gives 6" in said) != is_older
+    assert any("samples_min" in one for one in said) != is_older
 
 
 def test_a_life_that_another_follows_without_a_stop_was_killed() -> None:

@@ -102,6 +102,16 @@ def test_fingerprint_changes_with_the_data(tmp_path: Path) -> None:
     assert open_prompts(config, CharTokenizer()).fingerprint() != before
 
 
+def test_a_run_that_knew_fewer_keys_of_a_source_began_with_the_same_data() -> None:
+    """`answer_after` came later; the fingerprint below was written by a release without it."""
+    without, chains = "46cf49fb74a94d9cead559b03a6db4ce", "dora_rl.data.tasks:Chains"
+    source = open_prompts(DataConfig(train=(DataSource(path=chains),)), CharTokenizer())
+    assert source.fingerprint() != without
+    assert source.began_with(without) and source.began_with(source.fingerprint())
+    marked = DataConfig(train=(DataSource(path=chains, answer_after="####"),))
+    assert not open_prompts(marked, CharTokenizer()).began_with(without)
+
+
 def test_an_evaluation_set_is_walked_once(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", numbered(5))
     source = open_prompts(DataConfig(eval=(DataSource(path=str(path)),)), CharTokenizer(), "eval")
