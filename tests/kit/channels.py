@@ -8,8 +8,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from dora_rl.io.connection import Listener
-from dora_rl.io.proof import Proven, RunKey, Tags
-from dora_rl.io.wire import Wire
+from dora_rl.io.proof import Proven, RunKey, Tags, Wire
 from dora_rl.workers.messages import Channel
 
 

@@ -17,7 +17,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from dora_rl.store.journals import Journals
 from dora_rl.store.samples import Samples
 from dora_rl.store.trajectories import text_digest
 from dora_rl.types import GroupId, UserError, Version
+from dora_rl.weights.private import held, lock_now, open_own
 from dora_rl.weights.versions import Versions
 from dora_rl.workers.last_words import DISK_ERRORS, UserErrors, full_line, is_full
 
@@ -44,27 +45,16 @@ LEARNER_LOCK = ".learner-lock"
 AS_GOOD_AS_EMPTY = (".gitkeep", ".gitignore", "lost+found")
 
 
-def _open_lock(path: Path) -> int:
-    """Who may open it may hold it: nobody else, where an older release made the file either."""
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-    with suppress(PermissionError):
-        os.fchmod(handle, 0o600)
-    return handle
-
-
 def _take(path: Path, wait_s: float, refusal: str) -> int:
     """The handle of a lock that is held from now on, or a line that says who still has it."""
-    handle = _open_lock(path)
+    handle = open_own(path)
     until = time.monotonic() + wait_s
-    while True:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return handle
-        except BlockingIOError:
-            if time.monotonic() > until:
-                os.close(handle)
-                raise UserError(refusal) from None
+    while not lock_now(handle):
+        if time.monotonic() > until:
+            os.close(handle)
+            raise UserError(refusal)
         time.sleep(POLL_S)
+    return handle
 
 
 class RunLock:
@@ -91,16 +81,13 @@ class RunLock:
 def learner_ended(run_dir: Path, wait_s: float = WAIT_S) -> Iterator[None]:
     """While no learner of this run lives: one that was given up may still be writing a version."""
     refusal = f"a learner of {run_dir} is still there; end it, then --resume"
-    handle = _take(run_dir / LEARNER_LOCK, wait_s, refusal)
-    try:
+    with held(_take(run_dir / LEARNER_LOCK, wait_s, refusal)):
         yield
-    finally:
-        os.close(handle)
 
 
 def learner_lock(run_dir: Path) -> int:
     """Held until this process ends: a learner that was given up and lives on never meets us."""
-    handle = _open_lock(run_dir / LEARNER_LOCK)
+    handle = open_own(run_dir / LEARNER_LOCK)
     fcntl.flock(handle, fcntl.LOCK_EX)
     return handle
 

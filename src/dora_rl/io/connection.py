@@ -41,9 +41,9 @@ from dora_rl.io.proof import (
     Damaged,
     Proven,
     RunKey,
+    Wire,
     prove,
 )
-from dora_rl.io.wire import Wire
 
 CONNECT_S_MAX = 5.0
 SILENT_S_MAX = 30.0

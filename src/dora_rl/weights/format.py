@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from dora_rl.model.checksum import checksum_of
 from dora_rl.ports import Canary
 from dora_rl.types import UserError, Version
+from dora_rl.weights.private import lock_now
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -154,7 +155,10 @@ class SealedFile:
         """`lock`: say that this memory is looked at, for as long as it is. Raises
         `FileNotFoundError` where the version was retired meanwhile."""
         self.path = directory / TENSORS_FILE
-        self.manifest = read_manifest(directory, version)
+        self.manifest = manifest = read_manifest(directory, version)
+        self.version, self.checksum = manifest.version, manifest.checksum
+        self.canary, self.base = manifest.canary, manifest.base
+        self.num_bytes, self.files = manifest.num_bytes, (self.path,)
         self._entries = {t.name: t for t in self.manifest.tensors}
         self.pinned: Any = None  # the same bytes from the first on, where a GPU knows them
         with self.path.open("rb") as file:
@@ -171,30 +175,6 @@ class SealedFile:
                 )
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
-    @property
-    def version(self) -> Version:
-        return self.manifest.version
-
-    @property
-    def checksum(self) -> str:
-        return self.manifest.checksum
-
-    @property
-    def canary(self) -> Canary | None:
-        return self.manifest.canary
-
-    @property
-    def base(self) -> str:
-        return self.manifest.base
-
-    @property
-    def num_bytes(self) -> int:
-        return self.manifest.num_bytes
-
-    @property
-    def files(self) -> Sequence[Path]:
-        return (self.path,)
-
     def names(self) -> Sequence[str]:
         """Layer by layer: what stood before the layers, layer 0, 1, …, what stood after."""
         return layer_order([t.name for t in self.manifest.tensors])
@@ -210,7 +190,7 @@ class SealedFile:
         start = self.manifest.data_start + entry.begin
         count = (entry.end - entry.begin) // dtype.itemsize
         if start % dtype.itemsize:
-            data = bytearray(self._bytes(entry))
+            data = bytearray(self.bytes_of(entry))
             return torch.frombuffer(data, dtype=dtype).reshape(entry.shape)
         known = self.pinned is not None and start + entry.end - entry.begin <= len(self.pinned)
         source = self.pinned if known else self._map
@@ -229,10 +209,6 @@ class SealedFile:
         """What stands before the tensors in the file."""
         return memoryview(self._map)[: self.manifest.data_start]
 
-    def bytes_of(self, entry: TensorEntry) -> memoryview:
-        """The bytes of one tensor, as they lie in the file."""
-        return self._bytes(entry)
-
     def check_header(self) -> None:
         """For readers that hash the tensors themselves: what others find them by."""
         if digest_of(self.header()) != self.manifest.header_digest:
@@ -242,7 +218,7 @@ class SealedFile:
         """Hash every byte again and compare with what was published."""
         self.check_header()
         with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="weights-hash") as pool:
-            digests = pool.map(lambda t: digest_of(self._bytes(t)), self.manifest.tensors)
+            digests = pool.map(lambda t: digest_of(self.bytes_of(t)), self.manifest.tensors)
             bad = [
                 t.name
                 for t, digest in zip(self.manifest.tensors, digests, strict=True)
@@ -254,7 +230,8 @@ class SealedFile:
                 f"(tensor {bad[0]}{f' and {len(bad) - 1} more' if bad[1:] else ''})"
             )
 
-    def _bytes(self, entry: TensorEntry) -> memoryview:
+    def bytes_of(self, entry: TensorEntry) -> memoryview:
+        """The bytes of one tensor, as they are mapped."""
         start = self.manifest.data_start
         return memoryview(self._map)[start + entry.begin : start + entry.end]
 
@@ -271,13 +248,9 @@ def check_committed(sealed: SealedFile, committed: str) -> None:
 def _lock_shared(handle: int, path: Path) -> None:
     """The lock lives as long as a mapping of the file. Where the file is being filled again, or has
     been, it has no name any more."""
-    gone = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
-    try:
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise gone from None
-    if not os.path.samestat(os.stat(path), os.fstat(handle)):
-        raise gone
+    locked = lock_now(handle, fcntl.LOCK_SH)
+    if not locked or not os.path.samestat(os.stat(path), os.fstat(handle)):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
 
 
 def layer_order(names: Sequence[str]) -> list[str]:

@@ -32,7 +32,7 @@ from dora_rl.types import Version
 from dora_rl.weights.format import SealedFile, WeightsError
 
 if TYPE_CHECKING:
-    from dora_rl.ports import Canary
+    pass
 
 OFFER = ".handover"
 ALIGNED = 256  # bytes: where each tensor begins
@@ -127,22 +127,8 @@ class HandedOver:
 
     def __init__(self, sealed: SealedFile, memory: Tensor, parts: dict[str, Part]) -> None:
         self._sealed, self._memory, self._parts = sealed, memory, parts
-
-    @property
-    def version(self) -> Version:
-        return self._sealed.version
-
-    @property
-    def checksum(self) -> str:
-        return self._sealed.checksum
-
-    @property
-    def canary(self) -> Canary | None:
-        return self._sealed.canary
-
-    @property
-    def base(self) -> str:
-        return self._sealed.base
+        self.version, self.checksum = sealed.version, sealed.checksum
+        self.canary, self.base = sealed.canary, sealed.base
 
     def names(self) -> Sequence[str]:
         return self._sealed.names()

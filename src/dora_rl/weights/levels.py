@@ -14,7 +14,6 @@ machine without shared memory) a version is sealed when it is durable.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -27,7 +26,6 @@ from dora_rl.weights.store import (
     DiskWeightStore,
     SharedMemoryWeightStore,
     VersionExists,
-    VersionMissing,
     copy_version,
 )
 
@@ -56,17 +54,11 @@ class Level:
 
     def forget_masters_before(self, version: Version) -> None:
         """Only the newest version is ever gone on from."""
-        for older in self.masters.versions():
-            if older < version:
-                with contextlib.suppress(VersionMissing):
-                    self.masters.retire(older)
+        self.masters.discard(older for older in self.masters.versions() if older < version)
 
     def forget_after(self, version: Version) -> None:
         for store in (self.versions, self.masters):
-            for newer in store.versions():
-                if newer > version:
-                    with contextlib.suppress(VersionMissing):
-                        store.retire(newer)
+            store.discard(newer for newer in store.versions() if newer > version)
 
 
 def shared_level(root: str | Path) -> Level:

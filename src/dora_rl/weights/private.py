@@ -10,8 +10,10 @@ Invariant: a folder that `private_folder` has returned from is this user's and c
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 from dora_rl.types import UserError
@@ -34,12 +36,9 @@ def private_folder(path: Path) -> None:
         handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError as error:
         raise NotPrivate(f"cannot use {path}: {error.strerror}; {_ADVICE}") from None
-    try:
-        found = os.fstat(handle)
-        if stat.S_IMODE(found.st_mode) & _ALL_OF_OTHERS:
+    with held(handle):
+        if stat.S_IMODE(os.fstat(handle).st_mode) & _ALL_OF_OTHERS:
             os.fchmod(handle, 0o700)
-    finally:
-        os.close(handle)
 
 
 _ADVICE = "remove it, or name a folder that only you may write to in weights.root"
@@ -67,6 +66,24 @@ def check_own(*paths: Path) -> None:
     for path in paths:
         if problem := problem_of(path):
             raise NotPrivate(f"cannot use {path}: {problem}; {_ADVICE}")
+
+
+@contextlib.contextmanager
+def held(handle: int) -> Iterator[int]:
+    """Closes it at the end, whatever happens."""
+    try:
+        yield handle
+    finally:
+        os.close(handle)
+
+
+def lock_now(handle: int, how: int = fcntl.LOCK_EX) -> bool:
+    """Whether the lock was free; then it is ours, until the file is closed."""
+    try:
+        fcntl.flock(handle, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def open_own(path: Path, *, mode: int = 0o600) -> int:

@@ -189,8 +189,7 @@ class Relay:
         for version in versions:
             with self._lock:
                 self._sources.pop(version, None)
-            with contextlib.suppress(VersionMissing):
-                self.store.retire(version)
+        self.store.discard(versions)
 
     def _fetch(self, version: Version, found: Future[Fetched]) -> None:
         began, before, why = time.monotonic(), self.num_bytes_in, "it was retired"

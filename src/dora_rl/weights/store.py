@@ -53,7 +53,7 @@ from dora_rl.weights.format import (
     read_manifest,
 )
 from dora_rl.weights.leftovers import SPARE, store_name
-from dora_rl.weights.private import check_own, open_own, private_folder, problem_of
+from dora_rl.weights.private import check_own, held, lock_now, open_own, private_folder, problem_of
 from dora_rl.weights.writer import (
     HEADER_ROOM_BYTES,
     LARGE_BYTES,
@@ -275,20 +275,21 @@ class SharedMemoryWeightStore:
             self._keep_memory(grave / TENSORS_FILE)
         shutil.rmtree(grave, ignore_errors=True)
 
+    def discard(self, versions: Iterable[Version]) -> None:
+        """As `retire`, of many; some may be gone already."""
+        for version in versions:
+            with contextlib.suppress(VersionMissing):
+                self.retire(version)
+
     def _keep_memory(self, path: Path) -> None:
         """Of a retired version that nobody has mapped, for the next one."""
         spare = self.root / SPARE
         if self.durable or spare.exists():
             return
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.fchmod(handle, 0o600)
-            path.rename(spare)
-        except BlockingIOError:
-            pass  # somebody reads it
-        finally:
-            os.close(handle)
+        with held(os.open(path, os.O_RDONLY)) as handle:
+            if lock_now(handle):  # else somebody reads it
+                os.fchmod(handle, 0o600)
+                path.rename(spare)
 
     def versions(self) -> Sequence[Version]:
         """The sealed versions, oldest first."""
@@ -368,12 +369,9 @@ class SharedMemoryWeightStore:
 
     @contextmanager
     def _store_lock(self) -> Iterator[None]:
-        handle = open_own(self.root / ".lock")
-        try:
+        with held(open_own(self.root / ".lock")) as handle:
             fcntl.flock(handle, fcntl.LOCK_EX)
             yield
-        finally:
-            os.close(handle)
 
     def _clean(self) -> None:
         """Remove what dead writers and interrupted retirements left behind."""
@@ -525,19 +523,10 @@ def remember_root(run_dir: Path, root: Path) -> None:
 
 
 def _is_locked(directory: Path) -> bool:
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(handle)
-    return False
+    with held(os.open(directory, os.O_RDONLY)) as handle:
+        return not lock_now(handle)
 
 
 def _fsync_directory(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
+    with held(os.open(path, os.O_RDONLY)) as handle:
         os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -7,7 +7,6 @@ has of them can be made again and goes with the run, and what it has not stays f
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Collection
 from pathlib import Path
@@ -23,7 +22,6 @@ from dora_rl.weights.store import (
     DiskWeightStore,
     SharedMemoryWeightStore,
     VersionExists,
-    VersionMissing,
     WeightsCorrupt,
     WeightsError,
     copy_version,
@@ -103,9 +101,8 @@ class Versions:
             if damage:
                 notes.append(f"{damage}; it is not needed to go on, and is removed")
         newest = self._on_disk.newest()
-        for version in set(self.shared.versions()) - set(self.disk.versions()):
-            if version < newest:
-                self.shared.retire(version)
+        only_shared = set(self.shared.versions()) - set(self.disk.versions())
+        self.shared.discard(version for version in only_shared if version < newest)
         return notes
 
     def _damage(self, version: Version) -> str:
@@ -144,9 +141,7 @@ class Versions:
             (self.shared, gone if one_place else self.to_retire),
             (self.disk, gone),
         ):
-            for version in versions:
-                with contextlib.suppress(VersionMissing):
-                    store.retire(version)
+            store.discard(versions)
         self.to_retire -= gone
         self._disk_only = set(self.to_retire)
         return new
@@ -164,8 +159,7 @@ class Versions:
             check_committed(sealed, committed)
             return False
         except WeightsError:
-            with contextlib.suppress(VersionMissing):
-                self.shared.retire(version)
+            self.shared.discard([version])
             disk = DiskWeightStore(self.disk.root)
             check_committed(disk.map(version), committed)
             share(disk, self.shared, version)
@@ -182,8 +176,7 @@ def share(
         if version in shared.versions():
             shared.map(version)
     except WeightsError:  # damaged there
-        with contextlib.suppress(VersionMissing):
-            shared.retire(version)
+        shared.discard([version])
     try:
         return copy_version(disk, shared, version)
     except WeightsCorrupt as error:

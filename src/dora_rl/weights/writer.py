@@ -47,6 +47,7 @@ from dora_rl.weights.format import (
     digest_of,
     seal_of,
 )
+from dora_rl.weights.private import lock_now
 
 if TYPE_CHECKING:
     import torch
@@ -183,11 +184,7 @@ class Memory:
     def take(self) -> bool:
         """To be filled again. False where somebody still looks at it, or wrote to it meanwhile: a
         GPU would not know of memory that was given back and asked for anew."""
-        if self.handle < 0:
-            return False
-        try:
-            fcntl.flock(self.handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if self.handle < 0 or not lock_now(self.handle):
             return False
         return os.fstat(self.handle).st_mtime_ns == self._left
 
@@ -236,12 +233,10 @@ def new_memory(path: Path, num_bytes: int = 0, pin: Pin | None = None) -> Memory
 def spare_memory(path: Path, pin: Pin | None = None) -> Memory | None:
     """A file that a version lay in before; None where somebody still looks at it."""
     handle = os.open(path, os.O_RDWR)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    if lock_now(handle):
         return Memory(handle, pin)
-    except BlockingIOError:
-        os.close(handle)
-        return None
+    os.close(handle)
+    return None
 
 
 def _populate(handle: int, num_bytes: int) -> None:

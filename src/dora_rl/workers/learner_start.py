@@ -106,9 +106,7 @@ class LearnerStart:
         """What an incarnation that ended before it sealed the version left beside it, and what is
         left of a version that was lost with its host."""
         for store in (self.exact, self.publication.seals_to.masters):
-            for version in store.versions():
-                if version > sealed:
-                    store.retire(version)
+            store.discard(version for version in store.versions() if version > sealed)
         self.moments.forget_after(sealed)
 
     def _find_moments(self, learner: Learner, sealed: Version, saved: list[Saved]) -> Version:

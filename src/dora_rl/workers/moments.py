@@ -9,7 +9,6 @@ that a restart can stand on. Invariant: what a clean end leaves is the moments o
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -25,7 +24,7 @@ from dora_rl.trainer.checkpoints import state
 from dora_rl.trainer.checkpoints.masters import host_room
 from dora_rl.trainer.learner import Learner
 from dora_rl.types import Version
-from dora_rl.weights.store import DiskWeightStore, VersionMissing
+from dora_rl.weights.store import DiskWeightStore
 
 
 @dataclass(slots=True)
@@ -61,9 +60,7 @@ class Moments:
 
     def forget_after(self, sealed: Version) -> None:
         """At a start: what is newer than the newest sealed version belongs to another run."""
-        for version in self.store.versions():
-            if version > sealed:
-                self.store.retire(version)
+        self.store.discard(version for version in self.store.versions() if version > sealed)
 
     # -- at the end of a step ---------------------------------------------------------------------
 
@@ -130,10 +127,7 @@ class Moments:
         if copy.version not in self.store.versions():
             turns = self._waiting_turns() if durable is not None else None
             self.store.publish(copy.version, copy.tensors.items(), make_way=turns)
-        for older in self.store.versions():
-            if older < copy.version:
-                with contextlib.suppress(VersionMissing):
-                    self.store.retire(older)
+        self.store.discard(older for older in self.store.versions() if older < copy.version)
 
     def _waiting_turns(self) -> Callable[[], None]:
         """To be called before every piece: returns when no version waits for the disk. The next

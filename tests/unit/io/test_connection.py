@@ -32,9 +32,9 @@ from dora_rl.io.proof import (
     Proven,
     RunKey,
     Tags,
+    Wire,
     prove,
 )
-from dora_rl.io.wire import Wire
 from tests.kit.certificates import authority, signed
 
 KEY = RunKey(b"k" * 32)
