@@ -60,16 +60,13 @@ class Access:
         """By the header `Authorization`; raises `ApiError`."""
         kind, _, given = header.partition(" ")
         given = given.strip() if kind.lower() == "bearer" else ""
-        if self.sessions is not None:
-            key = matching(given, self.sessions)
-            if key is None:
-                raise unauthorized(bool(header))
-            return Caller(key, self.sessions[key])
-        if not self.keys:
+        if self.sessions is None and not self.keys:
             return Caller("", None)
-        key = matching(given, self.keys)
+        key = matching(given, self.keys if self.sessions is None else self.sessions)
         if key is None:
             raise unauthorized(bool(header))
+        if self.sessions is not None:
+            return Caller(key, self.sessions[key])
         return Caller(self._owners[key], None)
 
     def _is_ours(self, name: str) -> bool:

@@ -35,6 +35,7 @@ from dora_rl.store.journals import Journals
 from dora_rl.store.samples import Samples
 from dora_rl.store.trajectories import text_digest
 from dora_rl.types import GroupId, UserError, Version
+from dora_rl.user_code import require
 from dora_rl.weights.private import held, lock_now, open_own
 from dora_rl.weights.versions import Versions
 from dora_rl.workers.last_words import DISK_ERRORS, UserErrors, full_line, is_full
@@ -113,9 +114,7 @@ def check_run_dir(run_dir: Path, *, resume: bool) -> None:
             "give a new or empty directory",
         ),
     )
-    for is_there, problem in problems:
-        if is_there:
-            raise UserError(problem)
+    require(*((not is_there, problem) for is_there, problem in problems))
 
 
 def check_not_moved(config_file: Path, run_dir: Path) -> None:

@@ -45,10 +45,6 @@ class Layout:
     places: Mapping[str, Place]  # of instances on GPUs; on a cluster Ray decides
     memory: RunPlan | None = None  # of the GPUs of this machine (setup/plan.py)
 
-    @property
-    def has_elastic(self) -> bool:
-        return self.num_elastic > 0
-
     def is_elastic(self, name: str) -> bool:
         """Whether an instance sits on the learner's devices and sleeps while that computes."""
         return name in self.instances[: self.num_elastic]

@@ -61,10 +61,6 @@ class Optimizer:
     def parameters(self) -> Iterable[nn.Parameter]:
         return self.named.values()
 
-    @property
-    def num_parameters(self) -> int:
-        return sum(p.numel() for p in self.parameters)
-
     def zero_grad(self) -> None:
         self.adamw.zero_grad(set_to_none=True)
 

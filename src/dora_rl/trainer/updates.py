@@ -154,8 +154,9 @@ class Updates:
         update.num_sequences += len(documents)
         update.num_tokens += sum(d.num_trained for d in documents)
         self.meters.count("train/tokens", sum(d.num_tokens for d in documents))
-        adapters = self.optimizer.num_parameters if self.options.lora_rank else 0
         if self.policy.arch is not None:
+            trained = self.optimizer.parameters if self.options.lora_rank else ()
+            adapters = sum(p.numel() for p in trained)
             self.meters.count(
                 "train/flops",
                 self.policy.arch.train_flops([d.num_tokens for d in documents], adapters),

@@ -17,16 +17,14 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
+from dora_rl.config import RunConfig
 from dora_rl.io.append_log import read_lines
 from dora_rl.io.system_errors import number_of
 from dora_rl.observe.eval_figures import Figures, best_evaluated
 from dora_rl.types import UserError, Version
-
-if TYPE_CHECKING:
-    from dora_rl.config import RunConfig
-    from dora_rl.weights.store import SealedFile
+from dora_rl.weights.store import DiskWeightStore, SealedFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +118,6 @@ def newer_model(run: Path, than: Version) -> FoundModel | None:
 
     Raises `WeightsError` where they are damaged, or were retired at this very moment.
     """
-    from dora_rl.weights.store import DiskWeightStore
-
     config = run_config(run)
     root = run / "weights"
     store = DiskWeightStore(root) if root.is_dir() else None
@@ -136,8 +132,6 @@ def newer_model(run: Path, than: Version) -> FoundModel | None:
 
 def has_weights(run: Path, version: Version) -> bool:
     """Whether the run still keeps this version; what it began with is its model."""
-    from dora_rl.weights.store import DiskWeightStore
-
     root = run / "weights"
     if version == 0 or (root.is_dir() and version in DiskWeightStore(root).versions()):
         return True
@@ -148,8 +142,6 @@ def has_weights(run: Path, version: Version) -> bool:
 def _in_run(run: Path) -> dict[Version, Open]:
     """Every version that is still there; a checkpoint is preferred to sealed weights. Only what is
     wanted is opened: another may be damaged."""
-    from dora_rl.weights.store import DiskWeightStore
-
     config = run_config(run)
     found: dict[Version, Open] = {}
     if (run / "weights").is_dir():

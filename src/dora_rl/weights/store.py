@@ -84,7 +84,6 @@ __all__ = [
     "WeightsError",
     "WeightsFull",
     "copy_version",
-    "export_safetensors",
     "remember_root",
     "shared_memory_root",
 ]
@@ -305,8 +304,9 @@ class SharedMemoryWeightStore:
     def num_bytes(self) -> int:
         """What the live window occupies."""
         return sum(
-            (self._directory(v) / TENSORS_FILE).stat().st_size + self._manifest(v).stat().st_size
-            for v in self.versions()
+            (self._directory(version) / name).stat().st_size
+            for version in self.versions()
+            for name in (TENSORS_FILE, MANIFEST_FILE)
         )
 
     def destroy(self) -> None:
@@ -315,9 +315,6 @@ class SharedMemoryWeightStore:
 
     def _directory(self, version: Version) -> Path:
         return self.root / f"{version:08d}"
-
-    def _manifest(self, version: Version) -> Path:
-        return self._directory(version) / MANIFEST_FILE
 
     @contextmanager
     def new_directory(self, version: Version) -> Iterator[Path]:
@@ -464,22 +461,6 @@ def copy_version(
         return sealed.checksum
     target.take_in(sealed, wait)
     return sealed.checksum
-
-
-def export_safetensors(sealed: SealedFile, path: str | Path) -> None:
-    """Write the version as one plain safetensors file that other tools load, atomically."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with temporary.open("wb") as file:
-            file.write(sealed.file_bytes())
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.rename(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    _fsync_directory(path.parent)
 
 
 def shared_memory_root(config: WeightsConfig, run_dir: str | Path) -> Path:

@@ -15,7 +15,8 @@ from dora_rl.config import RunConfig
 from dora_rl.engine.options import EngineOptions
 from dora_rl.model.directory import read_spec
 from dora_rl.setup.tokenizer import open_tokenizer
-from dora_rl.types import Mode, UserError
+from dora_rl.types import Mode
+from dora_rl.user_code import require
 
 if TYPE_CHECKING:
     from dora_rl.engine.engine import Engine
@@ -75,9 +76,7 @@ def check_backend(config: RunConfig) -> None:
         ),
         (heads % each, f"{split} does not divide the model's {heads} attention heads"),
     )
-    for is_there, problem in problems:
-        if is_there:
-            raise UserError(problem)
+    require(*((not is_there, problem) for is_there, problem in problems))
 
 
 def decode_of(config: RunConfig, model: Path) -> Decode | None:

@@ -268,16 +268,15 @@ class WorkerPool:
             if worker is None or worker.incarnation != hello.incarnation:
                 channel.close()
                 return
-            worker.channel = channel
-            worker.reader = threading.Thread(target=self._read, args=(worker,), daemon=True)
+            worker.channel, both = channel, (worker, channel)
+            worker.reader = threading.Thread(target=self._read, args=both, daemon=True)
         worker.reader.start()
-        threading.Thread(target=self._write, args=(worker,), daemon=True).start()
+        threading.Thread(target=self._write, args=both, daemon=True).start()
 
-    def _read(self, worker: Worker) -> None:
-        assert worker.channel is not None
+    def _read(self, worker: Worker, channel: Channel) -> None:
         while True:
             try:
-                message = worker.channel.receive()
+                message = channel.receive()
             except (Damaged, *NO_MESSAGE):
                 worker.process.kill()  # it speaks another language, or somebody is in between
                 return
@@ -288,14 +287,10 @@ class WorkerPool:
                 continue
             self.inbox.put(Envelope(worker.name, worker.role, worker.incarnation, message))
 
-    def _write(self, worker: Worker) -> None:
-        assert worker.channel is not None
-        while True:
-            data = worker.outbox.get()
-            if data is None:
-                return
+    def _write(self, worker: Worker, channel: Channel) -> None:
+        while (data := worker.outbox.get()) is not None:
             try:
-                worker.channel.send_frame(data)
+                channel.send_frame(data)
             except OSError:
                 return
 

@@ -227,7 +227,7 @@ def demand_of(config: RunConfig, layout: Layout, role: str, name: str) -> dict[s
     """
     resources, on_gpus = config.resources, layout.device.startswith("cuda")
     elastic = role == "instance" and layout.is_elastic(name)
-    share = LEARNER_SHARE if layout.has_elastic else 1.0
+    share = LEARNER_SHARE if layout.num_elastic else 1.0
     devices = {
         "learner": share - EVALUATOR_SHARE * (name == "learner"),
         "evaluator": EVALUATOR_SHARE,

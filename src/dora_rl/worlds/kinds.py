@@ -12,6 +12,7 @@ from dora_rl.controller.run import Run
 from dora_rl.io.proof import Certificates
 from dora_rl.setup.prepare import Prepared
 from dora_rl.types import UserError
+from dora_rl.user_code import require
 from dora_rl.workers.fork_server import ForkServer
 from dora_rl.worlds.local import open_local
 
@@ -34,9 +35,7 @@ def check_kind(config: RunConfig) -> None:
             "unset it, and see docs/cluster.md for how hosts share a token",
         ),
     )
-    for is_there, problem in problems:
-        if is_there:
-            raise UserError(problem)
+    require(*((not is_there, problem) for is_there, problem in problems))
     if config.runtime.tls_certificate:
         check_certificates(config.runtime)
 
