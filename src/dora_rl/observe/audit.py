@@ -137,8 +137,8 @@ class Auditor:
             ev.StepCommitted: (steps.on_committed,),
             ev.VersionDurable: (steps.on_durable,),
             ev.Rewound: (steps.on_rewound,),
-            ev.LearnerJoined: (steps.on_trainer_joined,),
-            ev.LearnerLost: (steps.on_trainer_lost,),
+            ev.LearnerJoined: (steps.on_learner_joined,),
+            ev.LearnerLost: (steps.on_learner_lost,),
         }
 
     def _action_checks(self) -> Checks:
@@ -156,7 +156,7 @@ class Auditor:
             act.Sleep: (places.on_sleep,),
             act.Wake: (places.on_wake,),
             act.Restart: (places.on_lost,),
-            act.RestartLearner: (steps.on_trainer_lost,),
+            act.RestartLearner: (steps.on_learner_lost,),
             act.Score: (groups.on_score,),
             act.Feed: (steps.on_feed,),
             act.CloseStep: (steps.on_close,),

@@ -37,7 +37,7 @@ class StepAudit(Checker):
     after it. `closed` is the batch of the step in training, `unsaved` those of committed steps.
     """
 
-    trainer: bool = False
+    has_learner: bool = False
     fed: dict[GroupId, int] = field(default_factory=dict[GroupId, int])
     ahead: dict[GroupId, int] = field(default_factory=dict[GroupId, int])
     closed: tuple[GroupId, ...] | None = None
@@ -62,7 +62,7 @@ class StepAudit(Checker):
         if not old.durable_behind:
             self.books.on_disk = self.books.committed
         self.books.params, self.books.config = new, event.config
-        self.trainer = False
+        self.has_learner = False
         self.is_resuming = isinstance(event, ev.Resumed)
         self._end_durable()
 
@@ -102,7 +102,7 @@ class StepAudit(Checker):
         ahead = action.step == books.committed + 1
         fed = self.ahead if ahead else self.fed
         self.check(
-            self.trainer and (action.step == books.committed or ahead),
+            self.has_learner and (action.step == books.committed or ahead),
             BATCH,
             name,
             f"fed to step {action.step}, {books.committed} is next",
@@ -257,9 +257,9 @@ class StepAudit(Checker):
         books.figures.num_rewound += 1
         books.dirty = True
 
-    def on_trainer_joined(self, event: ev.LearnerJoined) -> None:
+    def on_learner_joined(self, event: ev.LearnerJoined) -> None:
         books = self.books
-        self.trainer, self.is_resuming = True, False
+        self.has_learner, self.is_resuming = True, False
         books.on_disk = max(books.on_disk, event.durable)
         self._end_durable()
         self.fed, self.ahead, self.close_sent = {}, {}, False
@@ -270,8 +270,8 @@ class StepAudit(Checker):
         elif event.version != books.committed:
             self.add(VERSIONS, f"version {event.version}", f"joined, {books.committed} is newest")
 
-    def on_trainer_lost(self, _event: object) -> None:
-        self.trainer = False
+    def on_learner_lost(self, _event: object) -> None:
+        self.has_learner = False
 
     def _commit(self) -> None:
         groups = self.closed or ()

@@ -61,7 +61,7 @@ class LoadRecord:
 
 @dataclass(frozen=True, slots=True)
 class WaitRecord:
-    """The trainer cannot take what is ready: it waits for these older groups."""
+    """The learner cannot take what is ready: it waits for these older groups."""
 
     begin_s: float
     step: StepIndex
