@@ -34,7 +34,7 @@ from dora_rl.store.samples import Samples, shard_of
 from dora_rl.store.table import TableClosed
 from dora_rl.types import GroupId, Prompt, RequestId, Trajectory
 from dora_rl.workers import messages as msg
-from dora_rl.workers.worker import Role, Setup, beat
+from dora_rl.workers.worker import Role, Setup, heartbeat
 
 HEARTBEAT_S = 1.0
 RETRY_S = 0.3
@@ -61,7 +61,7 @@ class Storage(Role):
 
     def join(self) -> None:
         self.send(msg.Serving(self.server.port, tuple(self.samples.groups())))
-        beat(lambda: self.send(msg.Alive()), HEARTBEAT_S)
+        heartbeat(lambda: self.send(msg.Alive()), HEARTBEAT_S)
 
     def drop(self) -> None:
         self.server.close()

@@ -43,7 +43,7 @@ def interface_of(ip: str) -> str | None:
     return None
 
 
-def join(meeting: str | Path, rank: int, num_ranks: int, ip: str = "") -> None:
+def join(rendezvous: str | Path, rank: int, num_ranks: int, ip: str = "") -> None:
     """Meet the other ranks through a fresh file that all of them see; one rank needs nobody.
 
     `ip` is where ranks on other hosts reach this one; without it all are on one machine, and
@@ -59,7 +59,7 @@ def join(meeting: str | Path, rank: int, num_ranks: int, ip: str = "") -> None:
         torch.cuda.set_device(rank % torch.cuda.device_count())
     dist.init_process_group(
         "nccl" if cuda else "gloo",
-        init_method=f"file://{Path(meeting).resolve()}",
+        init_method=f"file://{Path(rendezvous).resolve()}",
         rank=rank,
         world_size=num_ranks,
     )

@@ -35,9 +35,9 @@ from dora_rl.weights.versions import share
 from dora_rl.workers import messages as msg
 from dora_rl.workers.learner_start import LearnerStart
 from dora_rl.workers.recheck import Recheck
-from dora_rl.workers.worker import Setup, beat
+from dora_rl.workers.worker import Setup, heartbeat
 
-BEAT_S = 1.0
+HEARTBEAT_S = 1.0
 POLL_S = 0.05
 
 
@@ -86,7 +86,7 @@ class LearnerWorker:
         """Until the controller says `End`."""
         self.join()
         if self.rank == 0:
-            beat(self.report, BEAT_S)
+            heartbeat(self.report, HEARTBEAT_S)
         self._warm_up()
         try:
             while not isinstance(message := self._receive(), msg.End):

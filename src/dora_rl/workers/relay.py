@@ -18,9 +18,9 @@ from dora_rl.weights.relay import Fetched as Found
 from dora_rl.weights.relay import Relay
 from dora_rl.weights.store import SHARED_MEMORY, SharedMemoryWeightStore
 from dora_rl.workers.messages import Alive, Fetch, Fetched, Message, Retire, Send, Serving
-from dora_rl.workers.worker import Role, Setup, beat
+from dora_rl.workers.worker import Role, Setup, heartbeat
 
-BEAT_S = 1.0
+HEARTBEAT_S = 1.0
 
 
 class RelayWorker(Role):
@@ -37,7 +37,7 @@ class RelayWorker(Role):
 
     def join(self) -> None:
         self.send(Serving(self._relay.server.port, tuple(self._store.versions())))
-        beat(lambda: self.send(Alive()), BEAT_S)
+        heartbeat(lambda: self.send(Alive()), HEARTBEAT_S)
 
     def hear(self, message: Message) -> None:
         match message:

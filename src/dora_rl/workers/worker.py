@@ -79,7 +79,7 @@ def read_setup(line: str) -> Setup:
     return Setup(**{**data, "config": RunConfig.model_validate(config)})
 
 
-def beat(send: Callable[[], None], period_s: float) -> None:
+def heartbeat(send: Callable[[], None], period_s: float) -> None:
     """Call `send` every so often from a thread of its own, until the connection ends."""
 
     def run() -> None:
