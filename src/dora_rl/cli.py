@@ -15,9 +15,10 @@ from typing import NoReturn
 
 from dora_rl import __version__
 from dora_rl.commands import COMMANDS
-from dora_rl.commands.arguments import argument, hint
+from dora_rl.commands.arguments import argument
 from dora_rl.io.system_errors import system_line
 from dora_rl.types import UserError
+from dora_rl.user_code import hint
 
 PIPE_CLOSED = 141  # as a program that is ended by SIGPIPE
 DEBUG = argument("--debug", action="store_true", help="show the traceback of an error")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 from dora_rl.core import actions as act
 from dora_rl.core.events import Event
@@ -120,34 +120,19 @@ LedgerAction: TypeAlias = (
 )
 
 
+Asked = TypeVar("Asked", contravariant=True)
+
+
 class Clock(Protocol):
     """Seconds since some start; virtual in the simulator."""
 
     def now(self) -> float: ...
 
 
-class Generator(Protocol):
-    """The rollout instances, addressed by name in each action."""
+class Port(Protocol[Asked]):
+    """What performs the actions of one kind."""
 
-    def do(self, action: FleetAction) -> None: ...
-
-
-class Learner(Protocol):
-    """The trainer: holds fed groups, trains a closed batch, publishes the next version."""
-
-    def do(self, action: LearnerAction) -> None: ...
-
-
-class RewardPool(Protocol):
-    """Scores finished samples."""
-
-    def do(self, action: act.Score) -> None: ...
-
-
-class Keeper(Protocol):
-    """What must be kept while it lives: rows of the table, sealed versions, who watches."""
-
-    def do(self, action: LedgerAction) -> None: ...
+    def do(self, action: Asked, /) -> None: ...
 
 
 class EventLog(Protocol):
@@ -163,8 +148,8 @@ class Ports:
     """One world: local processes, a cluster, or the simulator."""
 
     clock: Clock
-    generator: Generator
-    learner: Learner
-    rewards: RewardPool
-    keeper: Keeper
+    generator: Port[FleetAction]  # the rollout instances, addressed by name in each action
+    learner: Port[LearnerAction]  # holds fed groups, trains a closed batch, publishes a version
+    rewards: Port[act.Score]
+    keeper: Port[LedgerAction]  # rows of the table, sealed versions, who watches
     log: EventLog

@@ -1,20 +1,21 @@
 """Objects that the user names: `package.module:name` or `path/to/file.py:name`; what they raise.
 
-Also `require`, for checks of what a user gives. Knows nothing of what the objects are for.
-Invariant: whatever is wrong with the name or the code behind it is one `UserError` line that names
-the section and the key; what the code raises later is told to whoever listens in this process, with
-its traceback.
+Also `require` and `hint`, for checks of what a user gives. Knows nothing of what the objects are
+for. Invariant: whatever is wrong with the name or the code behind it is one `UserError` line that
+names the section and the key; what the code raises later is told to whoever listens in this
+process, with its traceback.
 """
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.util
 import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from hashlib import blake2b
 from pathlib import Path
 from types import ModuleType
@@ -28,6 +29,17 @@ def require(*checks: tuple[object, str]) -> None:
     for holds, line in checks:
         if not holds:
             raise UserError(line)
+
+
+def hint(word: str, names: Iterable[str]) -> str:
+    """The end of an error line about an unknown name.
+
+    >>> hint("snyc", ["sync", "partial"])
+    "; did you mean 'sync'?"
+    """
+    known = [str(name) for name in names]
+    near = difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(known)}"
 
 
 class UserCodeError(UserError):

@@ -6,10 +6,9 @@ Whether a result can be written is found out before the work begins, not after i
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,14 +85,3 @@ def events_folder(run: Path) -> Path:
     """The event log of a run directory; the folder of the log itself will do too."""
     require((run.is_dir(), f"{run} is not a run directory"))
     return run / "events" if (run / "events").is_dir() else run
-
-
-def hint(word: str, names: Iterable[str]) -> str:
-    """The end of an error line about an unknown name.
-
-    >>> hint("snyc", ["sync", "partial"])
-    "; did you mean 'sync'?"
-    """
-    known = [str(name) for name in names]
-    near = difflib.get_close_matches(word, known, n=1)
-    return f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(known)}"

@@ -13,12 +13,11 @@ from dora_rl.commands.arguments import (
     argument,
     at_least,
     command,
-    hint,
     prepare_output,
     write_json,
 )
 from dora_rl.types import Mode, UserError
-from dora_rl.user_code import require
+from dora_rl.user_code import hint, require
 
 # Which testbed `sim` and `plan` simulate, how many GPUs, what is changed in it.
 TESTBED = (

@@ -15,11 +15,10 @@ from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dora_rl.commands.arguments import hint
 from dora_rl.data.lengths import Empirical, LengthModel, LogNormal, Pareto, mean_of
 from dora_rl.sim.presets import Preset, preset_named, scaled
 from dora_rl.types import UserError
-from dora_rl.user_code import require
+from dora_rl.user_code import hint, require
 
 _WORKERS_MAX = 8
 

@@ -14,7 +14,15 @@ from dora_rl.core.events import Event
 from dora_rl.core.ledger import current
 from dora_rl.core.state import State
 from dora_rl.core.step import step
-from dora_rl.ports import Clock, EventLog, Generator, Keeper, Learner, Ports, RewardPool
+from dora_rl.ports import (
+    Clock,
+    EventLog,
+    FleetAction,
+    LearnerAction,
+    LedgerAction,
+    Port,
+    Ports,
+)
 from dora_rl.types import RequestId
 
 
@@ -73,10 +81,10 @@ class Control:
     def connect(
         self,
         clock: Clock,
-        generator: Generator,
-        learner: Learner,
-        rewards: RewardPool,
-        keeper: Keeper,
+        generator: Port[FleetAction],
+        learner: Port[LearnerAction],
+        rewards: Port[act.Score],
+        keeper: Port[LedgerAction],
         log: EventLog,
     ) -> None:
         """From now on events are handled, and their actions performed by these."""

@@ -31,11 +31,11 @@ from dora_rl.observe.eventlog import FileLog, entries_since
 from dora_rl.observe.measures import (
     WINDOW_STEPS,
     idle_ratio,
-    learner_busy_s,
     rollout_busy_s,
     tokens_of_line,
     tokens_per_s,
     tokens_written,
+    trainer_busy_s,
 )
 from dora_rl.types import RequestId, StepIndex, Version
 
@@ -451,7 +451,7 @@ class Records:
             "device_idle_ratio": idle,
             "cpu_unused_ratio": self._cpu_unused(num_cores),
             "rollout_idle_ratio": idle_ratio(rollout_busy_s(totals.busy_s), training_s),
-            "trainer_idle_ratio": idle_ratio(learner_busy_s(totals.busy_s), training_s),
+            "trainer_idle_ratio": idle_ratio(trainer_busy_s(totals.busy_s), training_s),
             "migrations": totals.migrations,
             "kv_bytes_moved": totals.kv_bytes_moved,
             "num_user_errors": totals.num_user_errors,

@@ -17,7 +17,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,6 @@ from dora_rl.store.journals import Journals
 from dora_rl.store.samples import Samples
 from dora_rl.store.trajectories import text_digest
 from dora_rl.types import GroupId, UserError, Version
-from dora_rl.user_code import require
-from dora_rl.weights.private import held, lock_now, open_own
 from dora_rl.weights.versions import Versions
 from dora_rl.workers.last_words import DISK_ERRORS, UserErrors, full_line, is_full
 
@@ -46,16 +44,27 @@ LEARNER_LOCK = ".learner-lock"
 AS_GOOD_AS_EMPTY = (".gitkeep", ".gitignore", "lost+found")
 
 
+def _open_lock(path: Path) -> int:
+    """Who may open it may hold it: nobody else, where an older release made the file either."""
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    with suppress(PermissionError):
+        os.fchmod(handle, 0o600)
+    return handle
+
+
 def _take(path: Path, wait_s: float, refusal: str) -> int:
     """The handle of a lock that is held from now on, or a line that says who still has it."""
-    handle = open_own(path)
+    handle = _open_lock(path)
     until = time.monotonic() + wait_s
-    while not lock_now(handle):
-        if time.monotonic() > until:
-            os.close(handle)
-            raise UserError(refusal)
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return handle
+        except BlockingIOError:
+            if time.monotonic() > until:
+                os.close(handle)
+                raise UserError(refusal) from None
         time.sleep(POLL_S)
-    return handle
 
 
 class RunLock:
@@ -82,13 +91,16 @@ class RunLock:
 def learner_ended(run_dir: Path, wait_s: float = WAIT_S) -> Iterator[None]:
     """While no learner of this run lives: one that was given up may still be writing a version."""
     refusal = f"a learner of {run_dir} is still there; end it, then --resume"
-    with held(_take(run_dir / LEARNER_LOCK, wait_s, refusal)):
+    handle = _take(run_dir / LEARNER_LOCK, wait_s, refusal)
+    try:
         yield
+    finally:
+        os.close(handle)
 
 
 def learner_lock(run_dir: Path) -> int:
     """Held until this process ends: a learner that was given up and lives on never meets us."""
-    handle = open_own(run_dir / LEARNER_LOCK)
+    handle = _open_lock(run_dir / LEARNER_LOCK)
     fcntl.flock(handle, fcntl.LOCK_EX)
     return handle
 
@@ -114,7 +126,9 @@ def check_run_dir(run_dir: Path, *, resume: bool) -> None:
             "give a new or empty directory",
         ),
     )
-    require(*((not is_there, problem) for is_there, problem in problems))
+    for is_there, problem in problems:
+        if is_there:
+            raise UserError(problem)
 
 
 def check_not_moved(config_file: Path, run_dir: Path) -> None:

@@ -66,6 +66,6 @@ def rollout_busy_s(busy_s: dict[str, float]) -> list[float]:
     return [busy for name, busy in busy_s.items() if not name.startswith("learner")]
 
 
-def learner_busy_s(busy_s: dict[str, float]) -> list[float]:
+def trainer_busy_s(busy_s: dict[str, float]) -> list[float]:
     """Of the learner; its first rank speaks for all."""
     return [busy_s["learner"]] if "learner" in busy_s else []
