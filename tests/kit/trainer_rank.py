@@ -20,7 +20,7 @@ from dora_rl.trainer.checkpoints import state
 from dora_rl.trainer.distributed import wait_for_all
 from dora_rl.trainer.learner import Learner
 from dora_rl.weights.store import DiskWeightStore, SharedMemoryWeightStore
-from dora_rl.workers.moments import Moments
+from dora_rl.workers.publication import Moments
 from tests.kit.exact_cases import move_adapters
 from tests.kit.trainer_cases import SMOOTH_EPS, make_groups
 

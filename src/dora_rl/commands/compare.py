@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -220,12 +221,10 @@ def _compare(args: argparse.Namespace, folder: Path) -> int:
 def _split(text: str) -> Any:
     from dora_rl.bench.paradigms import Split
 
-    try:
-        instances, _, rest = text.partition("x")
-        threads, _, learner = rest.partition("+")
-        split = Split(int(instances), int(threads), int(learner))
-    except ValueError:
-        raise UserError(f"--split {text!r}: write IxT+L, for example 2x1+1") from None
+    parts = re.fullmatch(r"(\d+)x(\d+)\+(\d+)", text)
+    if parts is None:
+        raise UserError(f"--split {text!r}: write IxT+L, for example 2x1+1")
+    split = Split(*map(int, parts.groups()))
     require(
         (
             min(split.num_instances, split.threads, split.learner_threads) >= 1,

@@ -16,7 +16,7 @@ import numpy as np
 
 from dora_rl.observe.history import History, read_history
 from dora_rl.observe.placements import coverage
-from dora_rl.types import UserError
+from dora_rl.user_code import require
 
 FORMATS = (".png", ".svg", ".pdf")
 # Names of evaluations that are no score between 0 and 1.
@@ -30,10 +30,10 @@ def can_draw() -> bool:
 
 def check_format(path: Path) -> None:
     """Refuse what cannot be drawn before the work begins."""
-    if path.suffix.lower() not in FORMATS:
-        raise UserError(f"{path}: the name must end in {', '.join(FORMATS)}")
-    if not can_draw():
-        raise UserError("drawing needs matplotlib: pip install 'dora-rl[plot]'")
+    require(
+        (path.suffix.lower() in FORMATS, f"{path}: the name must end in {', '.join(FORMATS)}"),
+        (can_draw(), "drawing needs matplotlib: pip install 'dora-rl[plot]'"),
+    )
 
 
 def draw_run(run: Path, path: Path | None = None, *, only: str | None = None) -> Path:

@@ -26,8 +26,7 @@ from dora_rl.types import UserError, Version
 from dora_rl.weights.lora_base import run_base
 from dora_rl.weights.mending import ready_newest
 from dora_rl.weights.store import WeightsError
-from dora_rl.workers.moments import Moments
-from dora_rl.workers.publication import Publication
+from dora_rl.workers.publication import Moments, Publication
 from dora_rl.workers.worker import Setup
 
 

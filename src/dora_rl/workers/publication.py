@@ -1,4 +1,6 @@
-"""The way of the learner's versions: where they are sealed, who writes them, what is made ready.
+"""What a learner leaves on its way: its versions, and the optimizer's moments beside them.
+
+Of the versions: where they are sealed, who writes them, what is made ready.
 
     step's end   copy into memory of the store (`Publisher`), on the device too (`Shelf`)
     beside       hash, seal (`Sealing`), write to the disk: on a GPU in a process of its own
@@ -9,16 +11,26 @@ Every rank has one; the first one seals and writes.
 
 from __future__ import annotations
 
-from concurrent.futures import Executor
+import time
+from collections.abc import Callable
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from dora_rl.trainer import distributed
+from dora_rl.trainer.checkpoints import state
+from dora_rl.trainer.checkpoints.masters import host_room
 from dora_rl.trainer.checkpoints.publish import Publisher
 from dora_rl.trainer.learner import Learner
 from dora_rl.types import Version
 from dora_rl.weights.handover import DeviceMemory, Shelf
 from dora_rl.weights.levels import Level, disk_level, is_one_place, make_durable, shared_level
 from dora_rl.weights.sealing import Sealing, WaitingStore
-from dora_rl.weights.store import WeightsError
+from dora_rl.weights.store import DiskWeightStore, WeightsError
 from dora_rl.weights.writer_process import WriterProcess
 from dora_rl.workers.worker import Setup, learner_device
 
@@ -94,3 +106,161 @@ class Publication:
         self.publisher.close()
         if self._writer is not None:
             self._writer.close()
+
+
+# -------------------------------------------------------------------------------------------------
+# The optimizer's moments on disk, at most `checkpoint.state_every_s` old, written beside training.
+#
+# The learner is held up only by a copy to the host's memory at the end of a step; a thread writes
+# it. One set is kept, the set before until the new one is complete.
+#
+# Never shows moments of a version that is not durable, so that those on disk are always of a
+# version that a restart can stand on. Invariant: what a clean end leaves is the moments of the last
+# version.
+
+
+@dataclass(slots=True)
+class HostCopy:
+    """Moments of one version in the host's memory; empty on all ranks but the first."""
+
+    version: Version
+    tensors: dict[str, Tensor]
+
+
+class Moments:
+    """Copies, writes and finds them. Every rank has one; the first one writes."""
+
+    def __init__(
+        self,
+        root: Path,
+        every_s: float,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        executor: Executor | None = None,
+        make_way: Callable[[float], None] = lambda seconds: None,
+    ) -> None:
+        """`make_way`: returns when the disk is not needed for a version, or after so long."""
+        self.store, self._make_way = DiskWeightStore(root), make_way
+        self._every_s, self._clock = every_s, clock
+        self._first = distributed.world()[0] == 0
+        self._pool = executor or ThreadPoolExecutor(1, thread_name_prefix="moments")
+        self._writing: Future[None] | None = None
+        self._held: HostCopy | None = None  # the newest copy
+        self._spare: list[dict[str, Tensor]] = []  # memory of copies that are no longer needed
+        self._room: Future[None] | None = None  # memory for the first copy, being made
+        self._saved_s = self._step_s = clock()
+
+    def forget_after(self, sealed: Version) -> None:
+        """At a start: what is newer than the newest sealed version belongs to another run."""
+        self.store.discard(version for version in self.store.versions() if version > sealed)
+
+    # -- at the end of a step ---------------------------------------------------------------------
+
+    def step_ended(
+        self, learner: Learner, version: Version, durable: Future[Any], *, saved: bool
+    ) -> None:
+        """The learner is at `version`; `durable` comes when the disk has that. `saved`: a
+        checkpoint has the moments."""
+        now = self._clock()
+        took, self._step_s = now - self._step_s, now
+        if self._room is None:
+            self._make_room(learner)
+        if saved:
+            self._saved_s = now
+            return
+        # Later would be too late: the next chance is at the end of the next step.
+        due = now + took - self._saved_s > self._every_s and not self.is_writing()
+        due = distributed.decide(due)
+        # Several updates per step change the moments before the step is complete; a clean end in
+        # between then has this copy to save.
+        if due or learner.options.updates_per_step > 1:
+            self._copy(learner, version)
+        if due:
+            self._saved_s = now
+            if self._first:
+                assert self._held is not None
+                self._writing = self._pool.submit(self._write, self._held, durable)
+
+    def _make_room(self, learner: Learner) -> None:
+        """Pinned memory takes as long to make as a step of training: a thread makes it, after the
+        first step, when the moments are there. On several ranks the first copy makes it."""
+        self._room = Future()
+        self._room.set_result(None)
+        if distributed.world()[1] > 1 or learner.device.type == "cpu":
+            return
+        tensors = list(state.moments(learner))
+
+        def make() -> None:
+            self._spare.append({name: host_room(tensor) for name, tensor in tensors})
+
+        self._room = self._pool.submit(make)
+
+    def _copy(self, learner: Learner, version: Version) -> None:
+        if self._room is not None:
+            self._room.result()
+        if self._held is not None and not self.is_writing():
+            self._spare.append(self._held.tensors)
+        memory = self._spare.pop() if self._spare else {}
+        copies: dict[str, Tensor] = {}
+        for name, tensor in state.moments(learner):
+            if not self._first:
+                continue
+            room = memory.get(name)
+            if room is None:
+                room = host_room(tensor)
+            copies[name] = room.copy_(tensor, non_blocking=True)
+        if any(tensor.is_pinned() for tensor in copies.values()):
+            torch.cuda.synchronize()
+        self._held = HostCopy(version, copies)
+
+    def _write(self, copy: HostCopy, durable: Future[Any] | None) -> None:
+        if durable is not None:
+            durable.result()
+        if copy.version not in self.store.versions():
+            turns = self._waiting_turns() if durable is not None else None
+            self.store.publish(copy.version, copy.tensors.items(), make_way=turns)
+        self.store.discard(older for older in self.store.versions() if older < copy.version)
+
+    def _waiting_turns(self) -> Callable[[], None]:
+        """To be called before every piece: returns when no version waits for the disk. The next
+        step stands on that, and moments are many times as large. All in all they wait for a quarter
+        of the age that they may reach, no longer."""
+        left_s = self._every_s / 4
+
+        def wait() -> None:
+            nonlocal left_s
+            if left_s > 0:
+                began = self._clock()
+                self._make_way(left_s)
+                left_s -= self._clock() - began
+
+        return wait
+
+    def is_writing(self) -> bool:
+        """Raises what went wrong with the last set."""
+        if self._writing is not None and self._writing.done():
+            self.wait()
+        return self._writing is not None
+
+    def wait(self) -> None:
+        """Until nothing is being written. Raises what went wrong."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    # -- at a clean end ---------------------------------------------------------------------------
+
+    def save(self, learner: Learner, version: Version) -> None:
+        """The moments of `version`, which is sealed and the learner's last, on disk when this
+        returns. A step that has begun must not have changed them, or a copy must be held."""
+        self.wait()
+        if self._held is None or self._held.version != version:
+            self._copy(learner, version)
+        assert self._held is not None
+        if self._first:
+            self._write(self._held, None)
+
+    # -- at a start -------------------------------------------------------------------------------
+
+    def load(self, learner: Learner, version: Version) -> None:
+        state.load_moments(learner, self.store.open(version))

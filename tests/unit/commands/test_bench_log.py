@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from dora_rl.bench.log import Window, read_log, run_figures
+from dora_rl.bench.paradigms import Window, read_log, run_figures
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
 from dora_rl.core.params import Params

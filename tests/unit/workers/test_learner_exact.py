@@ -20,7 +20,7 @@ from dora_rl.trainer.learner import Learner
 from dora_rl.weights.store import WeightsFull
 from dora_rl.workers.learner import LearnerWorker
 from dora_rl.workers.messages import Note, Saving
-from dora_rl.workers.moments import Moments
+from dora_rl.workers.publication import Moments
 from tests.kit.learner_lives import BF16, KINDS, Controller, Run, differing, everything
 from tests.kit.places import MODEL, ROOT
 
