@@ -159,7 +159,7 @@ class Run:
         extra = plan_layout(config, "cpu").learner_extra("learner", self.folder / "meeting")
         setup = Setup("learner", "learner", 0, "", "00", str(self.folder), config, extra)
         controller = controller or Controller()
-        worker = LearnerWorker(setup, controller)
+        worker = LearnerWorker(setup, controller.send)
         self._worker = worker
         return worker, controller
 
@@ -235,7 +235,7 @@ def live(run: Run, pipe: int, state_every_s: float, last: int | None) -> None:
     with (run.folder / "starts.jsonl").open("a") as file:
         file.write(json.dumps([worker.version, worker.start.optimizer_version]) + "\n")
     os.write(pipe, b"!")
-    worker.run()
+    worker.run(controller)
 
 
 def kill_often(run: Run, num_kills: int) -> None:

@@ -21,7 +21,7 @@ from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -41,25 +41,17 @@ HEARTBEAT_S = 1.0
 POLL_S = 0.05
 
 
-class Talk(Protocol):
-    """The channel to the controller, as the learner uses it."""
-
-    def send(self, message: msg.Message) -> None: ...
-    def poll(self, timeout_s: float) -> bool: ...
-    def receive(self) -> msg.Message: ...
-
-
 def serve_learner(setup: Setup, channel: msg.Channel) -> None:
-    LearnerWorker(setup, channel).run()
+    LearnerWorker(setup, channel.send).run(channel)
 
 
 class LearnerWorker:
     """One rank of the learner. `executor`: who writes beside the training, in place of threads."""
 
-    def __init__(self, setup: Setup, channel: Talk, executor: Executor | None = None) -> None:
+    def __init__(self, setup: Setup, send: msg.Send, executor: Executor | None = None) -> None:
         config = setup.config
         torch.set_num_threads(max(1, config.trainer.threads or int(setup.extra["threads"])))
-        self.setup, self.channel = setup, channel
+        self.setup, self.send = setup, send
         self._in_background = executor is None
         self.start = start = LearnerStart(setup, executor)
         self.rank, self.num_ranks = start.rank, start.num_ranks
@@ -77,19 +69,20 @@ class LearnerWorker:
         self.progress = 0
 
     def _say(self, event: ev.Event) -> None:
-        self.channel.send(msg.Told(event))
+        self.send(msg.Told(event))
 
     def _note(self, line: str) -> None:
-        self.channel.send(msg.Note(f"learner: {line}"))
+        self.send(msg.Note(f"learner: {line}"))
 
-    def run(self) -> None:
+    def run(self, channel: msg.Channel) -> None:
         """Until the controller says `End`."""
         self.join()
         if self.rank == 0:
             heartbeat(self.report, HEARTBEAT_S)
-        self._warm_up()
+        if self.num_ranks > 1 or not channel.poll(0.0):  # else the first groups are here already
+            self._warm_up()
         try:
-            while not isinstance(message := self._receive(), msg.End):
+            while not isinstance(message := self._receive(channel), msg.End):
                 self.hear(message)
         except (EOFError, ConnectionError):
             raise  # nobody is there to hear of it
@@ -107,7 +100,7 @@ class LearnerWorker:
             self.sealing.wait_sealed()
             self.version = 0
         if self.rank:
-            self.channel.send(msg.Ready())
+            self.send(msg.Ready())
             return
         for version in self.disk.versions():
             share(self.disk, self.shared, version)
@@ -142,7 +135,7 @@ class LearnerWorker:
         )
         if distributed.decide(self.version > max(0, self.start.version) and not known):
             if self.rank == 0:
-                self.channel.send(msg.Saving())
+                self.send(msg.Saving())
             self.moments.save(self.learner, self.version)
         self.moments.wait()
         self.publication.close()
@@ -150,9 +143,7 @@ class LearnerWorker:
             self.checkpoints.prune(sealed=self.version)
 
     def _warm_up(self) -> None:
-        """While the first groups are generated, unless they are here already."""
-        if self.learner.num_ranks == 1 and self.channel.poll(0.0):
-            return
+        """While the first groups are generated."""
         config = self.setup.config
         prompt = config.data.prompt_tokens_max or self.learner.pack_tokens  # 0: any length
         document = prompt + config.rollout.tokens_max
@@ -160,18 +151,18 @@ class LearnerWorker:
         warm_up(self.learner, samples * document)
         self._tell_notes()
 
-    def _receive(self) -> msg.Message:
+    def _receive(self, channel: msg.Channel) -> msg.Message:
         """The next message. While there is none, training goes on with what there is. What went
         wrong with the sealing of a version is raised here."""
         self.sealing.is_running()
         self.moments.is_writing()
-        self._look_ahead()
+        self._look_ahead(channel)
         while not self.waiting and self.has_own_work():
-            if self.channel.poll(POLL_S):
+            if channel.poll(POLL_S):
                 break
             self.go_on()
         if not self.waiting:
-            self.waiting.append(self.channel.receive())
+            self.waiting.append(channel.receive())
         return self.waiting.popleft()
 
     def has_own_work(self) -> bool:
@@ -186,11 +177,11 @@ class LearnerWorker:
         else:
             self.recheck.go_on()
 
-    def _look_ahead(self) -> None:
+    def _look_ahead(self, channel: msg.Channel) -> None:
         """The end is heard at once: what was fed and not trained is fed again on resume. Several
         ranks keep to the order, or they would wait for each other."""
-        while self.num_ranks == 1 and self.channel.poll(0.0):
-            message = self.channel.receive()
+        while self.num_ranks == 1 and channel.poll(0.0):
+            message = channel.receive()
             if isinstance(message, msg.End):
                 self.waiting.clear()
             self.waiting.append(message)
@@ -287,7 +278,7 @@ class LearnerWorker:
                 action.step, checksum, incarnation=incarnation, durable=action.step
             )
             usage = msg.Usage(busy_s, time.process_time())
-            self.channel.send(msg.Committed(said, dict(metrics), usage))
+            self.send(msg.Committed(said, dict(metrics), usage))
 
         def tell_durable() -> None:
             self._say(ev.VersionDurable(action.step + 1, incarnation=incarnation))

@@ -209,26 +209,10 @@ class AtOnce(Executor):
         return done
 
 
-class SendOnly:
-    """The learner's channel: what it is told comes by `hear`. Implements `learner.Talk`."""
-
-    def __init__(self, send: msg.Send) -> None:
-        self._send = send
-
-    def send(self, message: msg.Message) -> None:
-        self._send(message)
-
-    def poll(self, timeout_s: float) -> bool:
-        return False
-
-    def receive(self) -> msg.Message:
-        raise EOFError
-
-
 class InlineLearner(Role):
     def __init__(self, setup: Setup, send: msg.Send) -> None:
         super().__init__(setup, send)
-        self._worker = LearnerWorker(setup, SendOnly(send), AtOnce())
+        self._worker = LearnerWorker(setup, send, AtOnce())
         self._reported_s = time.monotonic()
         self.join, self.hear, self.close = (
             self._worker.join,

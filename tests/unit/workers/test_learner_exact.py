@@ -55,7 +55,7 @@ def train(run: Run, steps: range, **checkpoint: Any) -> tuple[LearnerWorker, Con
     for step in steps:
         whole_step(run, controller, step)
     controller.end()
-    worker.run()
+    worker.run(controller)
     return worker, controller
 
 
@@ -76,8 +76,7 @@ def test_a_clean_end_loses_nothing(runs: Any, kind: str) -> None:
     assert (worker.version, worker.start.optimizer_version) == (2, 2)
     whole_step(stopped, controller, 2)
     whole_step(stopped, controller, 3, closed=False)
-    worker.channel = EndsAfter(controller, messages=5)  # type: ignore[assignment]
-    worker.run()
+    worker.run(EndsAfter(controller, messages=5))  # type: ignore[arg-type]
     assert worker.version == 3 and worker.learner.step == 3, "in the middle of step 3"
     assert controller.said[-1] == Saving()
 
@@ -114,7 +113,7 @@ def test_weights_and_schedule_are_exact_where_the_moments_are_old(runs: Any, kin
         whole_step(run, controller, step)
     controller.vanish()
     with pytest.raises(EOFError):
-        worker.run()
+        worker.run(controller)
     before = everything(worker.learner)
     again, _ = run.learner(**RARELY)
     assert (again.version, again.start.optimizer_version) == (3, 0)
@@ -154,7 +153,7 @@ def test_masters_of_a_version_that_was_never_sealed_are_not_used(
     whole_step(run, controller, 1)
     with monkeypatch.context() as patch, pytest.raises(WeightsFull):
         patch.setattr(worker.start.publication.seals_to.versions, "seal", no_room)
-        worker.run()
+        worker.run(controller)
     masters = worker.start.publication.seals_to.masters
     assert masters.versions() == [1, 2] and worker.disk.versions() == [0, 1]
     again, _ = run.learner(**RARELY)
@@ -178,7 +177,7 @@ def test_a_version_of_an_older_release_is_taken_as_published_and_told(runs: Any)
     worker.moments.store.retire(2)
     again, controller = run.learner(**RARELY)
     controller.end()
-    again.run()
+    again.run(controller)
     assert controller.joined[-1].version == 2 and controller.joined[-1].optimizer_version == 0
     assert (
         any(isinstance(m, Note) for m in controller.said)

@@ -29,7 +29,7 @@ def live(run: Run, step: int, **checkpoint: Any) -> None:
     worker, controller = run.learner(**checkpoint)
     controller.train(step)
     controller.end()
-    worker.run()
+    worker.run(controller)
 
 
 def die_after(run: Run, step: int, **checkpoint: Any) -> None:
@@ -38,7 +38,7 @@ def die_after(run: Run, step: int, **checkpoint: Any) -> None:
     controller.train(step)
     controller.vanish()
     with pytest.raises(EOFError):
-        worker.run()
+        worker.run(controller)
 
 
 def no_room(*_: object) -> str:
@@ -51,7 +51,7 @@ def fail_to_seal(run: Run, monkeypatch: pytest.MonkeyPatch, step: int, **checkpo
     controller.train(step)
     with monkeypatch.context() as patch, pytest.raises(WeightsFull):
         patch.setattr(worker.start.publication.seals_to.versions, "seal", no_room)
-        worker.run()
+        worker.run(controller)
     assert not controller.committed
 
 
@@ -64,7 +64,7 @@ def test_the_optimizer_is_kept_until_the_version_of_the_next_checkpoint_is_seale
     assert (worker.version, worker.start.optimizer_version) == (1, 1)
     controller.train(1)
     controller.end()
-    worker.run()
+    worker.run(controller)
     assert [m.event for m in controller.committed] == [
         ev.StepCommitted(1, worker.disk.checksum(2), incarnation=0, durable=1)
     ]
@@ -103,7 +103,7 @@ def test_a_fault_in_the_next_step_does_not_undo_the_one_before(
     monkeypatch.setattr(store, "seal", seal)
     monkeypatch.setattr(worker.learner, "feed", feed)
     with pytest.raises(AssertionError, match="out of memory"):
-        worker.run()
+        worker.run(controller)
     assert len(controller.committed) == 1 and list(worker.shared.versions()) == [0, 1]
     assert controller.durable == [0, 1] and max(worker.disk.versions()) == 1, "and it is on disk"
 
@@ -130,7 +130,7 @@ def test_a_learner_joins_before_version_0_is_on_disk_and_a_lost_host_costs_nothi
     worker.disk.seal = late  # type: ignore[method-assign]
     controller.vanish()
     with pytest.raises((EOFError, Died)):
-        worker.run()
+        worker.run(controller)
     with pytest.raises(Died):
         worker.sealing.wait()
     assert controller.joined[0].version == 0 and not worker.disk.versions()
@@ -140,7 +140,7 @@ def test_a_learner_joins_before_version_0_is_on_disk_and_a_lost_host_costs_nothi
     worker, controller = run.learner()
     controller.train(0)
     controller.end()
-    worker.run()
+    worker.run(controller)
     assert [worker.disk.checksum(0)] == checksums and worker.version == 1
 
 
@@ -169,7 +169,7 @@ def die_at(run: Run, step: int, place: int) -> tuple[list[str], int]:
     controller.train(step)
     controller.end()
     with contextlib.suppress(Died):
-        worker.run()
+        worker.run(controller)
     return writes, max(worker.shared.versions())
 
 
@@ -196,7 +196,7 @@ def test_killed_before_each_write_of_a_version_nothing_is_lost_or_done_twice(
         if not sealed:  # nobody has heard of it: the step is trained now
             controller.train(0)
         controller.end()
-        again.run()
+        again.run(controller)
         assert controller.joined[0].durable == controller.joined[0].version == sealed
         there, _ = whole.learner(every_steps=0, state_every_s=1e9)
     same = [(run.disk.checksum(1), run.start.exact.checksum(1)) for run in (there, again)]
@@ -230,7 +230,7 @@ def test_without_shared_memory_the_last_durable_version_is_gone_on_from(run: Run
     assert again.version == 0 and again.start.exact.versions() == [0]
     controller.train(0)
     controller.end()
-    again.run()
+    again.run(controller)
     assert controller.durable == [1] and list(again.shared.versions()) == [0, 1]
 
 
@@ -266,7 +266,7 @@ def test_a_slow_disk_holds_up_the_next_seal_and_is_counted(
     for step in range(2):
         controller.train(step)
     controller.end()
-    worker.run()
+    worker.run(controller)
     assert sealed_with == [-1, 0, 1] and controller.durable == [0, 1, 2]
     for message in controller.committed:
         times = message.metrics
