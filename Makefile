@@ -37,7 +37,8 @@ test: setup
 # What the tests of this machine run of the controller and the workers, processes of theirs apart.
 coverage: setup
 	$(BIN)/pytest -m 'not full and not gpu and not vllm and not cluster' tests/unit -n 2 $(PYTEST) \
-	  --cov=dora_rl.controller --cov=dora_rl.workers --cov-report=term-missing:skip-covered
+	  --cov=dora_rl.controller --cov=dora_rl.workers --cov-report=term-missing:skip-covered \
+	  --cov-fail-under=85
 
 test-full: test-long test-kills
 
