@@ -193,7 +193,7 @@ def _scorer(
     if options.lora_rank:
         add_lora(policy, options)
     scorer = SealedScorer(
-        store,
+        store.open,
         lambda: clone_architecture(policy, options, directory),
         lambda: clone_adapted(policy, options, directory),
         config.rollout.temperature or 1.0,

@@ -6,16 +6,14 @@ start).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
 from dora_rl.config import RolloutConfig
+from dora_rl.model.spec import ModelSpec
 from dora_rl.types import UserError
 from dora_rl.user_code import require
-
-if TYPE_CHECKING:
-    from dora_rl.model.spec import ModelSpec
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 

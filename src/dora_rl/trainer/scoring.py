@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dora_rl.out_of_memory import free_cached, maybe_fail
-from dora_rl.ports import WeightStore
+from dora_rl.ports import SealedWeights
 from dora_rl.trainer import distributed
 from dora_rl.trainer.documents import Document, Pack, collate, pack_stream
 from dora_rl.trainer.memory import Room, noting_shortage
@@ -101,14 +101,14 @@ class SealedScorer:
 
     def __init__(
         self,
-        store: WeightStore | None,
+        open_version: Callable[[Version], SealedWeights] | None,
         make_twin: Callable[[], Policy],
         make_adapted: Callable[[], Policy],
         temperature: float,
         pack_tokens: int | Room,
         models_max: int = 2,
     ) -> None:
-        self.store, self.make_twin, self.make_adapted = store, make_twin, make_adapted
+        self.make_twin, self.make_adapted, self._open = make_twin, make_adapted, open_version
         self.temperature, self.models_max = temperature, models_max
         self.room = _room(pack_tokens)
         self._models: OrderedDict[Version, Policy] = OrderedDict()
@@ -153,12 +153,12 @@ class SealedScorer:
             return self._models[version]
         if self._adapted is not None and version == self._adapter:
             return self._adapted
-        if self.store is None:
+        if self._open is None:
             raise UserError(
                 "algorithm.old_logprobs other than 'rollout' recomputes under sealed versions: "
                 "the learner needs a weight store"
             )
-        sealed = self.store.open(version)
+        sealed = self._open(version)
         if is_published_adapter(sealed):
             self.hold_base()
             assert self._adapted is not None

@@ -89,7 +89,7 @@ class Updates:
         self.notes: list[str] = []  # for whoever watches the run
         make_twin = partial(clone_architecture, policy, trainer, self.directory)
         self.scorer = SealedScorer(
-            store,
+            store.open if store is not None else None,
             make_twin,
             partial(clone_adapted, policy, trainer, self.directory),
             objective.options.temperature,

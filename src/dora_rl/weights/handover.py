@@ -23,16 +23,13 @@ from contextlib import nullcontext
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from dora_rl.types import Version
 from dora_rl.weights.format import SealedFile, WeightsError
-
-if TYPE_CHECKING:
-    pass
 
 OFFER = ".handover"
 ALIGNED = 256  # bytes: where each tensor begins

@@ -12,8 +12,9 @@ import mmap
 import struct
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from dora_rl.config import RunConfig
 from dora_rl.core.events import Rewound, StepCommitted
 from dora_rl.io.append_log import whole_lines
 from dora_rl.model.checksum import checksum_of
@@ -21,9 +22,6 @@ from dora_rl.observe.eventlog import Entry, parse_line
 from dora_rl.observe.segments import segments
 from dora_rl.types import UserError, Version
 from dora_rl.weights.format import TensorEntry, digest_of
-
-if TYPE_CHECKING:
-    from dora_rl.config import RunConfig
 
 _COMMITTED, _REWOUND = b'"is":"StepCommitted"', b'"is":"Rewound"'
 

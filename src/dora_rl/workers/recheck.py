@@ -53,13 +53,6 @@ class Taken:
     sealed: SealedWeights
 
 
-class Kept(dict[Version, SealedWeights]):
-    """The versions of samples that wait, as a store."""
-
-    def open(self, version: Version) -> SealedWeights:
-        return self[version]
-
-
 class Recheck:
     """What the learner computes again. `tell` gets the outcome for the log."""
 
@@ -78,9 +71,9 @@ class Recheck:
         self._seed = config.runtime.seed
         self._learner, self._store, self._tell, self._note = learner, store, tell, note
         self._tolerance = tolerance_of(config, learner.policy.compute_dtype, device)
-        self._kept = Kept()
+        self._kept: dict[Version, SealedWeights] = {}
         self._scorer = SealedScorer(
-            self._kept,  # type: ignore[arg-type]
+            self._kept.__getitem__,
             learner.scorer.make_twin,
             learner.scorer.make_adapted,
             config.rollout.temperature or 1.0,

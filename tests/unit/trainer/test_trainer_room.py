@@ -215,15 +215,14 @@ def test_fewer_frozen_versions_where_there_is_no_room_for_another() -> None:
         made.append(torch.nn.Linear(2, 2))
         return made[-1]
 
-    class Ones:
-        def open(self, version: int) -> Any:
-            shapes = {"weight": (2, 2), "bias": (2,)}
-            return SimpleNamespace(
-                names=lambda: list(shapes), tensor=lambda n: torch.full(shapes[n], float(version))
-            )
+    def sealed(version: int) -> Any:
+        shapes = {"weight": (2, 2), "bias": (2,)}
+        return SimpleNamespace(
+            names=lambda: list(shapes), tensor=lambda n: torch.full(shapes[n], float(version))
+        )
 
     said: list[str] = []
-    scorer = SealedScorer(Ones(), make_twin, make_twin, 1.0, Room(64, said.append))  # type: ignore[arg-type]
+    scorer = SealedScorer(sealed, make_twin, make_twin, 1.0, Room(64, said.append))
     first = scorer._model(1)
     assert scorer._model(2) is first and scorer.models_max == len(said) == 1
     assert first.weight[0, 0].item() == 2.0 and WORDS.split(".")[0] in said[0]

@@ -17,13 +17,12 @@ what `whole` makes of what it gives is the master in every bit, for every float3
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from dora_rl.ports import SealedWeights
+from dora_rl.ports import SealedWeights
 
 LOW, AT, BITS, WHOLE = "low:", "at:", "bits:", "whole:"
 CHUNK = 1 << 24  # elements at a time: a GPU that trains has no room for copies of whole tensors
