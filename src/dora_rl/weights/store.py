@@ -301,14 +301,6 @@ class SharedMemoryWeightStore:
         except FileNotFoundError as error:
             raise VersionMissing(f"version {version} is not in {self.root}") from error
 
-    def num_bytes(self) -> int:
-        """What the live window occupies."""
-        return sum(
-            (self._directory(version) / name).stat().st_size
-            for version in self.versions()
-            for name in (TENSORS_FILE, MANIFEST_FILE)
-        )
-
     def destroy(self) -> None:
         """Remove the whole store, at the end of a run that needs no resume from it."""
         shutil.rmtree(self.root, ignore_errors=True)
