@@ -87,12 +87,13 @@ def as_markdown(rows: Sequence[dict[str, Any]]) -> str:
 def figures_of(line: dict[str, Any]) -> tuple[int, dict[str, float]]:
     """The place of a line on the axis of steps, and its numbers."""
     place = int(line["step"] if "step" in line else line["version"])
-    numbers = {name: float(value) for name, value in line.items() if _is_number(value)}
-    return place, {k: v for k, v in numbers.items() if k not in ("step", "version")}
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return place, {
+        name: float(value)
+        for name, value in line.items()
+        if isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and name not in ("step", "version")
+    }
 
 
 class TensorBoardWriter:
