@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+TINY = Path(__file__).parents[3] / "recipes" / "models" / "tiny"
 
 
 @pytest.mark.parametrize(
@@ -30,3 +33,28 @@ def test_the_old_names_of_sections_are_found_with_a_warning() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "FutureWarning: dora_rl.trainer.options: AlgorithmOptions" in done.stderr
+
+
+def test_what_read_a_configuration_for_the_learner_is_found_with_a_warning() -> None:
+    code = (
+        "from pathlib import Path\n"
+        "from dora_rl.trainer.architecture import load_config, read_architecture\n"
+        f"config = load_config(Path({str(TINY)!r}))\n"
+        "assert read_architecture(config).num_layers == config['num_hidden_layers']\n"
+        "assert read_architecture({'architectures': ['UnknownForCausalLM']}) is None\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "FutureWarning: dora_rl.trainer.architecture: load_config" in done.stderr
+
+
+def test_groups_under_their_old_names_are_groups() -> None:
+    code = (
+        "from dora_rl.runtime.weights import DiskWeightStore\n"
+        "from dora_rl.trainer.batch import GroupBatch, Sample\n"
+        "good = Sample(token_ids=(3, 4), logprobs=(-1.0, -2.0), loss_mask=(1, 1), reward=1.0)\n"
+        "group = GroupBatch(group=1, version=0, prompt_ids=(1, 2), samples=(good,))\n"
+        "assert group.id == 1 and group.samples[0].reward == 1.0\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "FutureWarning: dora_rl.trainer.batch: GroupBatch and Sample" in done.stderr
+    assert "FutureWarning: dora_rl.runtime.weights is now dora_rl.weights.store" in done.stderr
