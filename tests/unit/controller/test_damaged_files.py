@@ -80,7 +80,6 @@ FILES = {
     ],
 }
 DAMAGE = ("flipped", "cut", "emptied", "deleted")
-# What the learner goes on from may be older than its weights, which it says: never other weights.
 SINK = """
 class Remembers:
     def __init__(self, facts):
@@ -88,6 +87,7 @@ class Remembers:
     def write(self, line): pass
     def close(self): pass
 """
+# What the learner goes on from may be older than its weights, which it says: never other weights.
 OLDER_MOMENTS = ("learner/moments/", "checkpoints/")
 FAST = [
     ("finished", "checkpoints/step_000002/trainer/optimizer.safetensors", "flipped"),
