@@ -99,19 +99,6 @@ print("BREACH")
 """,
         ("cpu", "time"),
     ),
-    "asks_for_no_burials": Hostile(
-        PRELUDE
-        + """
-libc.sigaction.restype = ctypes.c_int
-action = ctypes.create_string_buffer(152)
-ctypes.c_int.from_buffer(action, 136).value = 2  # SA_NOCLDWAIT, of x86-64's layout
-print("BREACH" if libc.sigaction(17, action, None) == 0 else "refused")
-libc.signal.restype = ctypes.c_long
-print("BREACH" if libc.signal(17, ctypes.c_long(1)) != -1 else "refused")
-assert libc.sigaction(17, None, action) == 0  # asking is allowed
-""",
-        says="refused",
-    ),
     "burns_in_a_chain_of_orphans": Hostile(
         BURN
         + """

@@ -50,7 +50,7 @@ PLAIN = (
     """,
     # Signals, time and waiting.
     """
-    rt_sigprocmask 14 135; rt_sigreturn 15 139; rt_sigpending 127 136;
+    rt_sigaction 13 134; rt_sigprocmask 14 135; rt_sigreturn 15 139; rt_sigpending 127 136;
     rt_sigtimedwait 128 137; rt_sigsuspend 130 133; sigaltstack 131 132;
     pidfd_send_signal 424 424; alarm 37 -; getitimer 36 102; setitimer 38 103; signalfd 282 -;
     signalfd4 289 74; nanosleep 35 101; clock_nanosleep 230 115; clock_gettime 228 113;
@@ -72,8 +72,7 @@ PLAIN = (
 CHECKED = """
 clone 56 220; mmap 9 222; socketpair 53 199; ioctl 16 29; prctl 157 167; prlimit64 302 261;
 setpriority 141 140; sched_setaffinity 203 122; kill 62 129; tkill 200 130; tgkill 234 131;
-rt_sigqueueinfo 129 138; rt_tgsigqueueinfo 297 240; pidfd_open 434 434; fcntl 72 25;
-rt_sigaction 13 134
+rt_sigqueueinfo 129 138; rt_tgsigqueueinfo 297 240; pidfd_open 434 434; fcntl 72 25
 """
 
 

@@ -3,7 +3,6 @@
 An allow-list: what is not in `calls` is refused with EPERM, or answered ENOSYS where a C library
 has another way when a call is too new for its kernel. Calls that could touch another process are
 looked into: limits, priorities and processors are one's own, and no signal goes to the run's init.
-No process may refuse to bury its children, whose processor time would be in nobody's books.
 Another machine's calling convention kills. Only the standard library.
 Invariant: once installed, the filter holds for all descendants.
 """
@@ -38,7 +37,6 @@ PRCTLS = (1, 2, 3, 4, 15, 16, 23, 36, 37, 38, 39, 0x53564D41)
 # Descriptors, their flags, locks of records, the size of a pipe; no owners and signals of files, no
 # leases, no seals, no watching of directories.
 FCNTLS = (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030, 1031, 1032, 1034)
-SIGCHLD = 17
 MAP_SHARED, MAP_ANONYMOUS, MAP_HUGETLB = 0x01, 0x20, 0x40000
 
 
@@ -53,9 +51,9 @@ def _refuse(number: int) -> bytes:
 ALLOW, DENY = _instruction(RETURN, RET_ALLOW), _refuse(errno.EPERM)
 
 
-def _argument(index: int, half: int = 0) -> bytes:
-    """Load the low half of an argument; the high half of numbers is ignored by the kernel too."""
-    return _instruction(LOAD, OFFSET_ARGUMENTS + 8 * index + 4 * half)
+def _argument(index: int) -> bytes:
+    """Load the low half of an argument; the high half of these is ignored by the kernel too."""
+    return _instruction(LOAD, OFFSET_ARGUMENTS + 8 * index)
 
 
 def _only(index: int, values: Sequence[int], otherwise: bytes) -> list[bytes]:
@@ -88,19 +86,6 @@ def _looked_into() -> dict[str, list[bytes]]:
             DENY,
         ],
         "fcntl": _only(1, FCNTLS, DENY),
-        # What is done at the end of a child may be asked, and not changed: ignored, the child is
-        # buried at once, and its time is lost to its parent.
-        "rt_sigaction": [
-            _argument(0),
-            _instruction(JUMP_EQUAL, SIGCHLD, 1, 0),
-            ALLOW,
-            _argument(1),
-            _instruction(JUMP_EQUAL, 0, 0, 2),
-            _argument(1, half=1),
-            _instruction(JUMP_EQUAL, 0, 1, 0),
-            DENY,
-            ALLOW,
-        ],
         "prlimit64": mine,
         "sched_setaffinity": mine,
         **dict.fromkeys(("kill", "tkill", "tgkill", "pidfd_open"), not_init),
