@@ -71,6 +71,7 @@ def limits() -> str:
             "",
         ),
         ("rendering and tokenising a text", f"{options.text_s_max:g} s", "400", ""),
+        ("a header", f"{http.head_bytes_max >> 10} KiB", "400", ""),
         ("the header of a request", f"{http.head_s_max:g} s", "closed", ""),
         ("the body of a request", f"{http.body_s_max:g} s", "closed", ""),
         ("a client that does not read", f"{http.write_s_max:g} s", "closed", ""),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -18,6 +19,7 @@ from dora_rl.chat.requests import ApiError, session_not_found, unauthorized
 from dora_rl.io.connection import is_loopback
 
 SESSION_HEADER = "x-session-id"
+AUTHORITY = re.compile(r"(?:\[(?P<inside>[^]]*)\]|(?P<name>[^:]*))(?::[0-9]*)?")
 
 
 class Caller(NamedTuple):
@@ -52,7 +54,7 @@ class Access:
             message = "this server does not have that Host; allow it with --allowed-host NAME"
             raise ApiError(421, message, code="unknown_host")
         origin = headers.get("origin")
-        if origin is not None and not self._is_ours(name_of(origin.rpartition("://")[2])):
+        if origin is not None and not self._is_ours(name_of(origin.partition("://")[2])):
             message = "pages of that Origin may not ask; allow its host with --allowed-host NAME"
             raise ApiError(403, message, code="unknown_origin")
 
@@ -95,8 +97,6 @@ def owner_of(key: str) -> str:
 
 
 def name_of(authority: str) -> str:
-    """The name in `name:port` or `[::1]:port`, as it is compared."""
-    if authority.startswith("["):
-        name, closed, _ = authority[1:].partition("]")
-        return name.lower() if closed else ""
-    return authority.partition(":")[0].lower()
+    """The name in `name:port` or `[::1]:port`, as it is compared; empty where it is neither."""
+    found = AUTHORITY.fullmatch(authority)
+    return (found["inside"] or found["name"] or "").lower() if found else ""

@@ -23,6 +23,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from dora_rl.chat.requests import ApiError, bad_request, body_too_large, overloaded
 
 BACKLOG = 1024  # connections that may wait to be accepted
+# Taken from one connection at a time: the others wait while it is parsed, which in chunks of one
+# byte takes a thousand times as long as in one piece.
+READ_BYTES_MAX = 8 << 10
 CLOSING = "closing"  # the last of an answer is on its way
 CLOSED_AT = 2  # times `connections_max`: from there on nothing is said
 
@@ -32,6 +35,7 @@ class HttpLimits:
     """What clients of one server may use together and alone."""
 
     connections_max: int = 512
+    head_bytes_max: int = 64 << 10
     head_s_max: float = 10.0  # for the header of a request, from the connection or the last answer
     body_s_max: float = 120.0  # for all of its body
     write_s_max: float = 60.0  # for taking what is written
@@ -91,6 +95,7 @@ class Patient(H11Protocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        transport.max_size = READ_BYTES_MAX
         most = self.limits.connections_max
         if len(self.connections) > CLOSED_AT * most:
             transport.abort()
@@ -168,6 +173,7 @@ def http_server(app: Any, limits: HttpLimits, grace_s: float = 1.0) -> HttpServe
     config = uvicorn.Config(
         app,
         http=type("Patient", (Patient,), {"limits": limits}),
+        h11_max_incomplete_event_size=limits.head_bytes_max,
         ws="none",
         log_level="error",
         access_log=False,

@@ -58,7 +58,14 @@ class RunFacts:
 
 
 def _read(path: Path) -> dict[str, str]:
-    return json.loads(path.read_text()) if path.is_file() else {}
+    """The run's ids at its services; raises where the file is not what was written."""
+    try:
+        found: Any = json.loads(path.read_text()) if path.is_file() else {}
+        if all(isinstance(kept, str) for kept in found.values()):
+            return found
+    except (ValueError, AttributeError):
+        pass
+    raise UserError(f"{path} is damaged; delete it, and the services begin a new run")
 
 
 class Writer(Protocol):

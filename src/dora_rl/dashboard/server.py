@@ -18,7 +18,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 import msgspec
 
-from dora_rl.dashboard.watcher import Watcher
+from dora_rl.dashboard.watcher import Watcher, whole
 from dora_rl.io.connection import is_loopback
 from dora_rl.types import UserError
 
@@ -129,11 +129,11 @@ class Handler(BaseHTTPRequestHandler):
             self._refuse(HTTPStatus.NOT_FOUND, "no such page")
 
     def _answer_of_run(self, name: str, query: dict[str, str]) -> None:
-        number = query.pop("run", "0")
-        if not number.isdigit() or int(number) >= len(self.server.watchers):
+        number = whole(query.pop("run", "0"))
+        if number is None or not 0 <= number < len(self.server.watchers):
             self._refuse(HTTPStatus.NOT_FOUND, "no such run")
             return
-        watcher = self.server.watchers[int(number)]
+        watcher = self.server.watchers[number]
         if name == "live":
             self._push(watcher)
         elif (text := watcher.document(name, query)) is None:

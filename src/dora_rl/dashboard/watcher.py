@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -187,21 +188,25 @@ class Watcher:
         return timeline(self.history, self.stays(), begin, end, width)
 
     def _groups(self, query: dict[str, str]) -> dict[str, Any]:
-        version = query.get("version", "")
         return documents.group_list(
             self.history,
             self.files,
             query.get("state", ""),
-            int(version) if version.isdigit() else None,
+            whole(query.get("version", "")),
             query.get("order", "newest"),
             _int(query, "page", 0),
             _int(query, "size", 50),
         )
 
 
+def whole(text: str) -> int | None:
+    """The number that a client wrote; None where it is none, or longer than any here."""
+    return int(text) if re.fullmatch(r"-?[0-9]{1,15}", text) else None
+
+
 def _int(query: dict[str, str], name: str, default: int) -> int:
-    text = query.get(name, "")
-    return int(text) if text.removeprefix("-").isdigit() else default
+    found = whole(query.get(name, ""))
+    return default if found is None else found
 
 
 def _float(query: dict[str, str], name: str, default: float) -> float:

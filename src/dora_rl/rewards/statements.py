@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+from dora_rl.rewards.sandbox import values
 from dora_rl.rewards.sandbox.limits import Answer, Ask
 from dora_rl.rewards.unfolding import Inside, unfolded
 
@@ -28,6 +29,7 @@ Verdict = Callable[[Answers], Any]  # a value, from the answers to a question's 
 BITS_MAX = 1 << 20  # of a number that is computed here
 DIVISOR_BITS_MAX = 1 << 16
 ITEMS_MAX = 100_000  # of a sequence that is computed here
+COPIES_MAX = 1 << 26  # of entries, where sequences are added up one by one
 DIGITS_MAX = 400
 FAULTS = (TypeError, ValueError, ArithmeticError, LookupError, RecursionError, AttributeError)
 
@@ -80,6 +82,24 @@ def _round(value: Any, digits: int | None = None) -> Any:
     return round(value, digits)
 
 
+def _sum(entries: Any, start: Any = 0) -> Any:
+    if isinstance(start, list | tuple):
+        entries = list(entries)
+        _bounded(len(entries) * sum(map(len, entries)), COPIES_MAX)
+    return sum(entries, start)
+
+
+def _hashed(kind: Callable[[Iterable[Any]], Any]) -> Callable[..., Any]:
+    return lambda entries=(): kind(values.spread(list(entries)))
+
+
+def _dict(entries: Any = (), **named: Any) -> dict[Any, Any]:
+    if not isinstance(entries, dict):
+        entries = list(entries)
+        values.spread([key for key, _ in entries])
+    return dict(entries, **named)
+
+
 COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
@@ -117,8 +137,12 @@ TYPES: dict[str, type] = {
 }
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{name: kind for name, kind in TYPES.items() if kind is not bytes},
-    **{one.__name__: one for one in (abs, len, sum, min, max, sorted, chr, ord, isinstance)},
+    **{one.__name__: one for one in (abs, len, min, max, sorted, chr, ord, isinstance)},
     "type": type,
+    "sum": _sum,
+    "set": _hashed(set),
+    "frozenset": _hashed(frozenset),
+    "dict": _dict,
     "round": _round,
     "range": _range,
 }

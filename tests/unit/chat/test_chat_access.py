@@ -21,7 +21,8 @@ def test_loopback_and_allowed_names_are_ours(host):
 
 @pytest.mark.parametrize(
     "host", ["", "evil.example", "127.0.0.1.evil.example", "localhost.evil.example:80", "10.0.0.1",
-             "evil.example:127.0.0.1", "[::1", "0.0.0.0"]
+             "evil.example:127.0.0.1", "[::1", "0.0.0.0", "localhost:80@evil.example",
+             "[::1]@evil.example", "localhost@evil.example", "localhost:80:80"]
 )  # fmt: skip
 def test_other_names_are_not(host):
     with pytest.raises(ApiError) as caught:
@@ -30,7 +31,16 @@ def test_other_names_are_not(host):
 
 
 @pytest.mark.parametrize(
-    "origin", ["http://evil.example", "null", "", "https://127.0.0.1.evil.example"]
+    "origin",
+    [
+        "http://evil.example",
+        "null",
+        "",
+        "https://127.0.0.1.evil.example",
+        "http://evil.example/#://localhost",
+        "http://localhost:x@evil.example",
+        "localhost",
+    ],
 )
 def test_pages_of_others_may_not_ask(origin):
     with pytest.raises(ApiError) as caught:

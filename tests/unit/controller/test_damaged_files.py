@@ -19,12 +19,14 @@ from pathlib import Path
 import pytest
 
 from dora_rl.cli import main
+from dora_rl.config import CheckpointConfig
 from dora_rl.controller.run import Run
 from dora_rl.controller.run_dir import check_same_data, make_run_dir
 from dora_rl.core.state import Phase
 from dora_rl.observe.audit import audit_run
 from dora_rl.setup.prepare import prepare
 from dora_rl.setup.settings import load_config
+from dora_rl.trainer.checkpoints.state import Checkpoints
 from tests.kit.inline_runs import config_of, train
 
 STEPS, KILLED_AT = 5, 3
@@ -38,6 +40,7 @@ SAVED = (
     "trainer/optimizer.safetensors",
     "trainer/rng.safetensors",
 )
+SCORE = "checkpoints/step_000001/trainer/score.json"
 SEALED = ("model.safetensors", "manifest.json")
 
 
@@ -47,6 +50,7 @@ def of(folder: str, names: tuple[str, ...]) -> list[str]:
 
 # Written for people: whatever becomes of them, the run goes on.
 FOR_PEOPLE = ["metrics.jsonl", "rollouts.jsonl", "prompts.jsonl", "totals.json", "learner.json"]
+FOR_PEOPLE += ["sinks.json"]
 LOCKS = [".lock", ".learner-lock", *(f"{p}/.lock" for p in ("weights", "learner/masters"))]
 COMMON = [
     *FOR_PEOPLE,
@@ -59,6 +63,7 @@ COMMON = [
     "journal/instance0.0.jsonl",
     "journal/instance1.0.jsonl",
     *of("checkpoints/step_000001", SAVED),
+    SCORE,
     *of("weights/00000002", SEALED),
     *of("weights/00000003", SEALED),
     *of("learner/masters/00000003", SEALED),
@@ -75,6 +80,13 @@ FILES = {
     ],
 }
 DAMAGE = ("flipped", "cut", "emptied", "deleted")
+SINK = """
+class Remembers:
+    def __init__(self, facts):
+        facts.keep_id("mine", facts.kept_id("mine") or "the-first")
+    def write(self, line): pass
+    def close(self): pass
+"""
 # What the learner goes on from may be older than its weights, which it says: never other weights.
 OLDER_MOMENTS = ("learner/moments/", "checkpoints/")
 FAST = [
@@ -84,6 +96,8 @@ FAST = [
     ("finished", "weights/00000002/manifest.json", "emptied"),
     ("finished", "metrics.jsonl", "flipped"),
     ("finished", "prompts.jsonl", "flipped"),
+    ("finished", "sinks.json", "cut"),
+    ("finished", SCORE, "emptied"),
     ("killed", "weights/00000003/model.safetensors", "cut"),
     ("killed", "events/000000000000.jsonl", "cut"),
     ("killed", "events/000000000000.jsonl", "deleted"),
@@ -117,13 +131,16 @@ class Kept:
             data={"train": [CHAINS], "eval": [CHAINS]},
             evaluation={"num_prompts": 2, "num_samples": 1},
             checkpoint={"every_steps": 2, "state_every_s": 0.0},
-            logging={"progress": True},
+            logging={"progress": True, "sinks": [f"{self.folder}/sink.py:Remembers"]},
         )
+        (self.folder / "sink.py").write_text(SINK)
         path = self.folder / "tiny.json"
         path.write_text(config.model_dump_json())
         return path
 
     def keep(self, name: str) -> None:
+        # As an evaluation of that version would have noted.
+        Checkpoints(self.run / "checkpoints", CheckpointConfig()).rate(1, 0.5)
         shutil.copytree(self.run, self.folder / name / "run")
         if self.shared.is_dir():
             shutil.copytree(self.shared, self.folder / name / "shared")

@@ -111,6 +111,16 @@ def test_wandb_gets_lines_with_their_own_axes_and_resumes(
     assert calls[0][3] == "abc123"
 
 
+@pytest.mark.parametrize("text", ['{"wandb": "abc', "", "[]", '{"wandb": 7}', "\udcff"])
+def test_ids_that_are_damaged_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", fake_wandb([]))
+    (tmp_path / "sinks.json").write_bytes(text.encode(errors="surrogateescape"))
+    (line,) = write_all("wandb", tmp_path, LATER, first_step=1)
+    assert f"{tmp_path}/sinks.json is damaged; delete it" in line and "the run goes on" in line
+
+
 def test_samples_and_settings_of_the_user_reach_wandb(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

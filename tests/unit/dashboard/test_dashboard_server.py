@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 
@@ -91,6 +92,25 @@ def test_runs_side_by_side(tmp_path: Path, entries: list[Entry]) -> None:
         for wrong in ("2", "-1", "x", "1.0"):
             assert ask(server, f"/api/overview?run={wrong}")[0] == 404
             assert ask(server, f"/api/live?run={wrong}")[0] == 404
+
+
+STRANGE = ("²", "9" * 5000, "-", "--1", "nan", "-inf", "1e999", "٣", "\0", "9" * 20, "-" + "9" * 20)
+
+
+def test_whatever_is_asked_is_answered(tmp_path: Path, entries: list[Entry]) -> None:
+    write_log(tmp_path / "run", entries)
+    documents = ("overview", "config", "metrics", "timeline", "groups", "group", "trajectory")
+    asked = {"run", "version", "page", "size", "group", "sample", "begin", "end", "width", "order"}
+    with serving(tmp_path / "run") as server:
+        (watcher,) = server.watchers
+        while watcher.share_read < 1.0:
+            watcher.wait(watcher.revision, 20.0)
+        for name in sorted(asked):
+            for number, text in enumerate(STRANGE):
+                document = documents[number % len(documents)]
+                for one in {document, "groups", "timeline", "trajectory"}:
+                    status = ask(server, f"/api/{one}?{name}={quote(text)}")[0]
+                    assert status in (200, 404), (one, name, text)
 
 
 def test_a_folder_stands_for_the_runs_in_it(tmp_path: Path, entries: list[Entry]) -> None:

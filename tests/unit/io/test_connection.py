@@ -128,6 +128,17 @@ def test_the_proof_is_hmac_sha256_over_both_challenges(host: Host) -> None:
     assert link.recv(32) == hmac.digest(KEY.secret, b"acceptor\0" + both, "sha256")
 
 
+def test_what_a_host_says_to_one_stranger_is_no_proof_for_another(host: Host) -> None:
+    """Whoever gives the challenge of one connection as its own on another learns nothing."""
+    one, other = host.plain(), host.plain()
+    challenges = [link.recv(1000)[-32:] for link in (one, other)]
+    one.sendall(challenges[1] + bytes(32))
+    answer = one.recv(1000)
+    other.sendall(challenges[0] + answer)
+    assert answer == other.recv(1000) == proof.REFUSAL
+    assert host.refused() and host.refused()
+
+
 def test_who_drips_its_proof_byte_by_byte_is_given_up() -> None:
     """Each byte comes in time; the whole does not."""
     near, far = socket.socketpair()

@@ -7,6 +7,8 @@ function. GET is a prelude with a function of that name for programs that only n
 
 from __future__ import annotations
 
+from tests.unit.rewards import hostile_doors
+
 SECRET_RESULT = 739_391
 
 # Objects that lie about what they are.
@@ -370,7 +372,8 @@ os.abort()
 """,
 }
 
-CHEATS = LIARS | {name: GET + code for name, code in SEEKERS.items()} | FORGERS
+RARER = hostile_doors.CHEATS
+CHEATS = LIARS | {name: GET + code for name, code in (SEEKERS | RARER).items()} | FORGERS
 
 
 def program(name: str) -> str:
@@ -381,6 +384,7 @@ def program(name: str) -> str:
 
 # Those that take their limits to the end.
 SLOW = ("shows_for_ever", "list_without_end", "fills_the_pipe", "outlives", "files")
+SLOW += hostile_doors.SLOW
 R = SECRET_RESULT
 KINDS: dict[str, dict[str, object]] = {
     "printed": {"tests": {"inputs": ["314159\n"], "outputs": [str(R)]}},

@@ -71,6 +71,8 @@ def square(x):
 if __name__ == "__main__":
     print(asyncio.run(main()))
     print(subprocess.run(["echo", "sub"], capture_output=True, text=True).stdout.strip())
+    shell = "sleep 0.01 & wait; timeout 20 echo waited"
+    print(subprocess.run(["sh", "-c", shell], capture_output=True, text=True).stdout.strip())
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         print(list(pool.map(square, range(3))))
     with tempfile.NamedTemporaryFile() as file:
@@ -81,7 +83,15 @@ if __name__ == "__main__":
 """
     run = sandbox.run(code, limits=Limits(wall_s=30, cpu_s=30))
     assert run.end is End.OK, run.stderr
-    assert run.stdout.splitlines() == ["1", "sub", "[0, 1, 4]", "(7,)", "thread", "at exit"]
+    assert run.stdout.splitlines() == [
+        "1",
+        "sub",
+        "waited",
+        "[0, 1, 4]",
+        "(7,)",
+        "thread",
+        "at exit",
+    ]
 
 
 def done(run: Run) -> list[bool]:

@@ -15,12 +15,12 @@ from dora_rl.rewards.base import ScoreItem
 from dora_rl.rewards.sandbox.box import Sandbox
 from dora_rl.rewards.sandbox.limits import Answer, Ask, End, Limits
 from dora_rl.rewards.statements import question
-from tests.unit.rewards import hostile_cheats, hostile_kernel, hostile_programs
+from tests.unit.rewards import hostile_cheats, hostile_doors, hostile_kernel, hostile_programs
 from tests.unit.rewards.as_user import OwnBox, UsersBox
 
 Box = OwnBox | UsersBox
 
-PROGRAMS = hostile_programs.PROGRAMS | hostile_kernel.PROGRAMS
+PROGRAMS = hostile_programs.PROGRAMS | hostile_kernel.PROGRAMS | hostile_doors.PROGRAMS
 LIMITS = Limits(
     wall_s=30.0,
     cpu_s=20.0,
@@ -150,6 +150,12 @@ print(os.listdir("/tmp"), os.listdir("/dev/shm"), "LEFT" in os.environ, hasattr(
     assert sandbox.run(leave, limits=LIMITS).stdout != first  # random numbers differ between runs
 
 
+def test_time_of_children_that_nobody_buries_counts(sandbox: Sandbox) -> None:
+    for name in ("burns_in_children_that_nobody_buries", "burns_in_a_chain_of_orphans"):
+        run = sandbox.run(PROGRAMS[name].code, limits=replace(LIMITS, wall_s=60.0, cpu_s=0.4))
+        assert run.end is End.CPU, run
+
+
 def item(kind: str, code: str) -> ScoreItem:
     return ScoreItem("p", "p", f"```python\n{code}\n```", columns=hostile_cheats.KINDS[kind])
 
@@ -216,4 +222,4 @@ def test_what_remains_possible(test: str, sandbox: Sandbox) -> None:
 
 
 def test_set_of_programs_is_large_enough() -> None:
-    assert len(PROGRAMS) + len(hostile_cheats.CHEATS) >= 120
+    assert len(PROGRAMS) + len(hostile_cheats.CHEATS) >= 170

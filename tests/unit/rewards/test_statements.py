@@ -177,6 +177,31 @@ def test_operations_on_hostile_values_end_soon_and_fail(value: object) -> None:
         assert not question(f"assert {condition}").holds([Answer(True, value)])
 
 
+COLLIDING = [number * ((1 << 61) - 1) for number in range(100)]
+
+
+@pytest.mark.parametrize(
+    ("test", "fair", "costly"),
+    [
+        ("assert len(sum(f(1), [])) % 100 == 0", [[1] * 100] * 3, [[1] * 100] * 1200),
+        ("assert len(sum(f(1), ())) % 100 == 0", [(1,) * 100] * 3, [(1,) * 100] * 1200),
+        ("assert len(set(f(1) + [-1])) == 101", list(range(100)), COLLIDING),
+        ("assert len(frozenset(f(1) + [-1])) == 101", list(range(100)), COLLIDING),
+        (
+            "assert len(dict(f(1), a=1)) == 101",
+            [(number, 1) for number in range(100)],
+            [(number, 1) for number in COLLIDING],
+        ),
+    ],
+)
+def test_what_would_take_squares_of_its_size_is_not_computed(
+    test: str, fair: object, costly: object
+) -> None:
+    found = question(test)
+    assert found.asks == (Ask("f(1)"),)
+    assert found.holds([Answer(True, fair)]) and not found.holds([Answer(True, costly)])
+
+
 def test_a_call_accepts_a_tuple_for_a_list() -> None:
     found = call_question("f(1)", [[1, 2], 7])
     assert found.asks == (Ask("f(1)"),)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import socket
@@ -9,11 +10,12 @@ import threading
 
 import pytest
 
-from dora_rl.chat.http import HttpLimits
+from dora_rl.chat.http import READ_BYTES_MAX, HttpLimits, Patient
 from tests.unit.serve.serving import serving, wait_until
 
 FIRST = "03:271\n"
 GREEDY = {"model": "tiny", "prompt": FIRST, "temperature": 0, "max_tokens": 8}
+GREEDY_BYTES = json.dumps(GREEDY).encode()
 USER = [{"role": "user", "content": FIRST}]
 CHAT = {"model": "tiny", "messages": USER, "max_tokens": 4}
 COMPLETIONS, CHATS, SESSIONS = "/v1/completions", "/v1/chat/completions", "/v1/sessions"
@@ -282,6 +284,38 @@ def test_a_trickle_is_no_way_around_the_deadline():
         finally:
             stop.set()
             feeder.join()
+
+
+def test_a_header_has_a_size(served):
+    start = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n"
+    for flood in (b"X: " + b"y" * (80 << 10), b"X: y\r\n" * (14 << 10)):
+        connection = opened(served)
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(start + flood + b"\r\n\r\n")
+        assert b" 200 " not in rest_of(connection)
+    fine = {"Cookie": "x" * (48 << 10)}
+    assert send(served, "GET", "/v1/models", headers=fine)[0] == 200
+
+
+def test_a_connection_has_its_turn_in_small_pieces(monkeypatch):
+    """So that chunks of one byte, or heaps of requests in one piece, do not hold up the others."""
+    sizes = []
+    taken = Patient.data_received
+
+    def counted(self, data):
+        sizes.append(len(data))
+        taken(self, data)
+
+    monkeypatch.setattr(Patient, "data_received", counted)
+    with serving() as running:
+        body = json.dumps(GREEDY | {"user": "x" * (1 << 20)}).encode()
+        assert send(running, "POST", COMPLETIONS, body)[0] == 200
+        pieces = [GREEDY_BYTES[place : place + 1] for place in range(len(GREEDY_BYTES))]
+        connection = http.client.HTTPConnection("127.0.0.1", running.server.port, timeout=60)
+        connection.request("POST", COMPLETIONS, iter(pieces), encode_chunked=True)
+        assert connection.getresponse().status == 200
+        connection.close()
+    assert sum(sizes) > 1 << 20 and max(sizes) <= READ_BYTES_MAX
 
 
 def test_one_connection_too_many_is_told_so_and_later_ones_are_served():

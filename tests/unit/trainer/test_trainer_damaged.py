@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from dora_rl.config import AlgorithmConfig, TrainerConfig
+from dora_rl.config import AlgorithmConfig, CheckpointConfig, TrainerConfig
 from dora_rl.ports import Canary
 from dora_rl.trainer.checkpoints.digests import CheckpointDamaged, check_saved, file_digests
 from dora_rl.trainer.checkpoints.finite import NotFinite, Ranges, check_canary, check_moments
+from dora_rl.trainer.checkpoints.state import Checkpoints
 from dora_rl.trainer.learner import Learner
+from dora_rl.types import UserError
 from dora_rl.weights.store import SharedMemoryWeightStore
 from tests.kit.trainer_cases import changed, make_groups
 
@@ -76,6 +78,33 @@ def test_a_file_that_is_gone_cut_or_new_is_noticed(saved: Path, name: str) -> No
     (saved / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(CheckpointDamaged, match=r"pytorch_model\.bin"):
         check_saved(saved)
+
+
+def test_a_score_that_was_changed_is_noticed(saved: Path) -> None:
+    kept = Checkpoints(saved.parent, CheckpointConfig())
+    kept.rate(0, 0.5)
+    path = saved / "trainer" / "score.json"
+    said = path.read_text()
+    for damage in (said.replace("0.5", "0.9"), said.replace("eval", "evil"), said[:9], "[]", ""):
+        path.write_text(damage)
+        with pytest.raises(UserError, match=rf"{path} is damaged; delete it"):
+            kept.saved()
+    for whole in (said, '{"metric": "eval/greedy", "score": 0.5}'):  # and of an older release
+        path.write_text(whole)
+        assert [one.score for one in kept.saved()] == [0.5]
+
+
+def test_a_kill_while_the_score_is_written_leaves_the_checkpoint_whole(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(path: Path, target: Path) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "rename", killed)
+        Checkpoints(saved.parent, CheckpointConfig()).rate(0, 0.5)
+    assert not (saved / "trainer" / "score.json").exists()
+    check_saved(saved)
 
 
 def as_format(saved: Path, form: int) -> None:

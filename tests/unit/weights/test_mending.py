@@ -66,6 +66,25 @@ def test_what_is_damaged_on_disk_is_restored_from_shared_memory(sealed: Sealed, 
 
 
 @pytest.mark.parametrize("part", ["weights", "learner/masters"])
+@pytest.mark.parametrize("how", ["flipped", "cut", "emptied", "deleted"])
+@pytest.mark.parametrize("name", ["model.safetensors", "manifest.json"])
+def test_whatever_becomes_of_a_file_on_disk_it_is_restored(
+    sealed: Sealed, part: str, how: str, name: str
+) -> None:
+    path = sealed.run_dir / part / "00000001" / name
+    data = path.read_bytes()
+    path.chmod(0o600)
+    if how == "flipped":
+        flip(path)
+    elif how == "deleted":
+        path.unlink()
+    else:
+        path.write_bytes(data[: len(data) // 2] if how == "cut" else b"")
+    sealed.ready()
+    assert sealed.ready() == [] and sealed.disk.holds_whole(1)
+
+
+@pytest.mark.parametrize("part", ["weights", "learner/masters"])
 def test_without_a_whole_copy_one_line_says_what_is_left(sealed: Sealed, part: str) -> None:
     for folder in (sealed.run_dir / part, sealed.shared.versions.root / part.partition("/")[2]):
         flip(folder / "00000001" / "model.safetensors")

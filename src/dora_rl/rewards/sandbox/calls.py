@@ -14,7 +14,7 @@ PLAIN = (
     lseek 8 62; pread64 17 67; pwrite64 18 68; readv 19 65; writev 20 66; preadv 295 69;
     pwritev 296 70; preadv2 327 286; pwritev2 328 287; access 21 -; pipe 22 -; pipe2 293 59;
     select 23 -; pselect6 270 72; ppoll 271 73; dup 32 23; dup2 33 -; dup3 292 24;
-    sendfile 40 71; splice 275 76; tee 276 77; copy_file_range 326 285; fcntl 72 25;
+    sendfile 40 71; splice 275 76; tee 276 77; copy_file_range 326 285;
     flock 73 32; fsync 74 82; fdatasync 75 83; sync_file_range 277 84; truncate 76 45;
     ftruncate 77 46; getdents 78 -; getdents64 217 61; getcwd 79 17; chdir 80 49; fchdir 81 50;
     rename 82 -; renameat 264 38; renameat2 316 276; mkdir 83 -; mkdirat 258 34; rmdir 84 -;
@@ -72,7 +72,7 @@ PLAIN = (
 CHECKED = """
 clone 56 220; mmap 9 222; socketpair 53 199; ioctl 16 29; prctl 157 167; prlimit64 302 261;
 setpriority 141 140; sched_setaffinity 203 122; kill 62 129; tkill 200 130; tgkill 234 131;
-rt_sigqueueinfo 129 138; rt_tgsigqueueinfo 297 240; pidfd_open 434 434
+rt_sigqueueinfo 129 138; rt_tgsigqueueinfo 297 240; pidfd_open 434 434; fcntl 72 25
 """
 
 

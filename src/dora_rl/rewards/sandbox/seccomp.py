@@ -34,6 +34,9 @@ AF_UNIX, INIT, MYSELF = 1, 1, 0
 IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 # Death signal, dumpable, name, capabilities asked, subreaper, no_new_privs, names of mappings.
 PRCTLS = (1, 2, 3, 4, 15, 16, 23, 36, 37, 38, 39, 0x53564D41)
+# Descriptors, their flags, locks of records, the size of a pipe; no owners and signals of files, no
+# leases, no seals, no watching of directories.
+FCNTLS = (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030, 1031, 1032, 1034)
 MAP_SHARED, MAP_ANONYMOUS, MAP_HUGETLB = 0x01, 0x20, 0x40000
 
 
@@ -82,6 +85,7 @@ def _looked_into() -> dict[str, list[bytes]]:
             ALLOW,
             DENY,
         ],
+        "fcntl": _only(1, FCNTLS, DENY),
         "prlimit64": mine,
         "sched_setaffinity": mine,
         **dict.fromkeys(("kill", "tkill", "tgkill", "pidfd_open"), not_init),

@@ -22,8 +22,8 @@ class NotPlain(Exception):
     """The value is, or holds, something other than plain data."""
 
 
-class BadValue(Exception):
-    """The text is not what `encode` makes."""
+class BadValue(ValueError):
+    """The text is not what `encode` makes, or would take too long to make a value of."""
 
 
 class Opaque:
@@ -116,10 +116,10 @@ def _complex(real: Any, imaginary: Any) -> complex:
 def _dict(entries: list[Any]) -> dict[Any, Any]:
     if len(entries) % 2:
         raise BadValue("a key without a value")
-    return dict(zip(_spread(entries[::2]), entries[1::2], strict=True))
+    return dict(zip(spread(entries[::2]), entries[1::2], strict=True))
 
 
-def _spread(keys: list[Any]) -> Iterable[Any]:
+def spread(keys: list[Any]) -> Iterable[Any]:
     """Keys that all have one hash would make a table quadratic to fill."""
     counts = Counter(map(hash, keys))
     if counts and max(counts.values()) > SAME_HASH_MAX:
@@ -135,7 +135,7 @@ _SCALARS: dict[Any, Callable[..., object]] = {
 _CONTAINERS: dict[Any, Callable[[list[Any]], object]] = {
     "list": list,
     "tuple": tuple,
-    "set": lambda entries: set(_spread(entries)),
-    "frozenset": lambda entries: frozenset(_spread(entries)),
+    "set": lambda entries: set(spread(entries)),
+    "frozenset": lambda entries: frozenset(spread(entries)),
     "dict": _dict,
 }

@@ -126,7 +126,8 @@ def _bind(path: str, base: str, *, device: bool = False) -> None:
         os.makedirs(os.path.dirname(target), exist_ok=True)
         open(target, "x").close()
     kernel.mount(path, target, "", kernel.MS_BIND | kernel.MS_REC)
-    attributes = kernel.MOUNT_ATTR_NOSUID
+    # A device can be written to all the same; but not its times, which every run would see.
+    attributes = kernel.MOUNT_ATTR_NOSUID | kernel.MOUNT_ATTR_RDONLY
     if not device:
-        attributes |= kernel.MOUNT_ATTR_RDONLY | kernel.MOUNT_ATTR_NODEV
+        attributes |= kernel.MOUNT_ATTR_NODEV
     kernel.restrict_mount(target, attributes)

@@ -311,9 +311,12 @@ def _score_of(checkpoint: Path) -> float | None:
     if not path.is_file():
         return None
     try:
-        return float(json.loads(path.read_text())["score"])
-    except (ValueError, KeyError, TypeError):
-        raise UserError(f"{path} is damaged; remove it, it is the score of an evaluation") from None
+        said = json.loads(path.read_text())
+        if said.get("seal") in (None, seal_of(said)):  # none: of an older release
+            return float(said["score"])
+    except (ValueError, KeyError, TypeError, AttributeError):
+        pass
+    raise UserError(f"{path} is damaged; delete it, it is the score of an evaluation")
 
 
 # -- the checkpoints of a run ---------------------------------------------------------------------
@@ -361,10 +364,10 @@ class Checkpoints:
         path = self.path_of(step) / TRAINER / SCORE
         if not path.parent.is_dir():
             return
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(
-            json.dumps({"metric": self.options.best_metric, "score": score}) + "\n"
-        )
+        said = {"metric": self.options.best_metric, "score": score}
+        # Hidden: what a kill leaves of it is no file of the checkpoint.
+        temporary = path.with_name(f".{SCORE}")
+        temporary.write_text(json.dumps(said | {"seal": seal_of(said)}) + "\n")
         _flush(temporary)
         temporary.rename(path)
 
