@@ -31,6 +31,8 @@ CLOSE_S = 15.0
 
 PROJECT = "dora-rl"
 
+_keeping = threading.Lock()  # of sinks.json: services start at once
+
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
@@ -52,9 +54,10 @@ class RunFacts:
 
     def keep_id(self, service: str, value: str) -> None:
         path = self.run_dir / f"sinks.json.{service}"
-        known = _read(self.run_dir / "sinks.json") | {service: value}
-        path.write_text(json.dumps(known) + "\n")
-        path.replace(self.run_dir / "sinks.json")
+        with _keeping:
+            known = _read(self.run_dir / "sinks.json") | {service: value}
+            path.write_text(json.dumps(known) + "\n")
+            path.replace(self.run_dir / "sinks.json")
 
 
 def _read(path: Path) -> dict[str, str]:

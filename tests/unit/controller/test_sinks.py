@@ -289,6 +289,23 @@ def test_a_sink_that_hangs_holds_nothing_up(tmp_path: Path) -> None:
     release.set()
 
 
+def test_services_that_start_at_once_keep_all_their_ids(tmp_path: Path) -> None:
+    facts, num = RunFacts(tmp_path, {}, 1), 8
+    together = threading.Barrier(num)
+
+    def start(number: int) -> None:
+        together.wait(30)
+        for life in range(20):
+            facts.keep_id(f"service{number}", str(life))
+
+    threads = [threading.Thread(target=start, args=(number,)) for number in range(num)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert [facts.kept_id(f"service{number}") for number in range(num)] == ["19"] * num
+
+
 class Shown(Kept):
     rows: ClassVar[list[tuple[int, Any]]] = []
 
