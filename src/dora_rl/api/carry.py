@@ -89,7 +89,7 @@ class Carry:
         if (line := self._import_of(name, value)) is not None:
             self._imports.append(line)
         elif inspect.isfunction(inspect.unwrap(value)) or inspect.isclass(value):
-            self._write(name, value, user)
+            self._write(name, value)
         else:
             self._parts.append(f"{name} = {_literal(name, value, user)}")
 
@@ -106,10 +106,10 @@ class Carry:
         own = value.__qualname__
         return f"from {module.__name__} import {own}" + (f" as {name}" if own != name else "")
 
-    def _write(self, name: str, value: Any, user: str) -> None:
+    def _write(self, name: str, value: Any) -> None:
         """The source of a function or class, behind the sources of all that it uses."""
         inner = inspect.unwrap(value)
-        source, own = source_of(inner, user), inner.__name__
+        source, own = source_of(inner), inner.__name__
         around = _around(inner)
         if inspect.isfunction(inner) and _is_decorated(source):
             # Written down with its decorators, it is what its own name stands for, and no less.
@@ -125,7 +125,7 @@ class Carry:
             self._stands_for.setdefault(own, value)
         for used in _names_used(source):
             if used in around:
-                self._need(used, around[used], user=own)
+                self._need(used, around[used], user=_shown(inner))
         if not own.isidentifier():
             source = f"{name} = {source}"
         elif own != name:
@@ -133,7 +133,7 @@ class Carry:
         self._parts.append(source)
 
 
-def source_of(value: Any, user: str) -> str:
+def source_of(value: Any) -> str:
     """The source of a function or class, moved to the left margin; of a lambda its expression."""
     refusal = (
         f"{_shown(value)} cannot travel to the processes of the run: its source cannot be read "
@@ -321,4 +321,5 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    return getattr(value, "__qualname__", "") or f"a {type(value).__name__}"
+    name = getattr(value, "__name__", "") or f"a {type(value).__name__}"
+    return "a lambda" if name == "<lambda>" else name
