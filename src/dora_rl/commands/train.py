@@ -231,7 +231,7 @@ def _score(found: dict[str, Any], name: str) -> str:
 
 
 @command(
-    "supervised warm start on jsonl rows of prompt and completion",
+    "supervised warm start on jsonl rows of prompt and completion, or of messages",
     argument("data", type=Path, nargs="+", metavar="DATA.jsonl"),
     argument("--model", type=Path, required=True, help="Hugging Face directory"),
     argument("--out", type=Path, required=True, help="a new or empty directory"),

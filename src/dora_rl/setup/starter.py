@@ -133,8 +133,8 @@ def _look(model: str, data: str) -> _Found:
 def _check_prompt(row: Mapping[str, Any], columns: Mapping[str, str], data: str) -> None:
     if columns.get("prompt_column", "prompt") not in row:
         raise UserError(
-            f"{data}: none of its columns ({', '.join(map(str, row))}) is a prompt that is known by "
-            f"name ({', '.join(PROMPT_COLUMNS)}); rename it, or write the configuration by hand "
+            f"{data}: none of its columns ({', '.join(map(str, row))}) is a prompt that is known "
+            f"by name ({', '.join(PROMPT_COLUMNS)}); rename it, or write the configuration by hand "
             "with prompt_column"
         )
 
