@@ -52,7 +52,7 @@ def preset_of(args: argparse.Namespace) -> Preset:
 def _named(name: str) -> Preset:
     """A preset, or the testbed that a configuration or a run makes."""
     path = Path(name)
-    if name in PRESETS or not (path.exists() or path.suffix in (".toml", ".json")):
+    if name in PRESETS or not (path.exists() or "/" in name or path.suffix in (".toml", ".json")):
         return preset_named(name)
     preset, said = preset_of_path(path)
     print(said, file=sys.stderr)
