@@ -50,6 +50,7 @@ LAYERS = (
     ("sim",),
     ("dashboard", "serve"),
     ("cli", "commands"),
+    ("api",),
 )
 # The command line is one part in several folders, and so is what runs a run.
 ONE_PART = {"commands": "cli"} | dict.fromkeys(RUN, "runtime")

@@ -10,11 +10,13 @@ from dora_rl.commands.arguments import Command
 from dora_rl.commands.audit import audit, replay
 from dora_rl.commands.check import check
 from dora_rl.commands.compare import bench, plan, sim
+from dora_rl.commands.init import init
 from dora_rl.commands.models import evaluate, export, serve
 from dora_rl.commands.train import sft, train
 from dora_rl.commands.view import dashboard, plot, trace
 
 COMMANDS: dict[str, Command] = {
+    "init": init,
     "check": check,
     "sft": sft,
     "train": train,

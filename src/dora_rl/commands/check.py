@@ -59,12 +59,13 @@ def check(args: argparse.Namespace) -> int:
 
 def _plan(args: argparse.Namespace, machine: Any) -> tuple[dict[str, Any], list[str]]:
     """Every check of `train`, then the forecast and the memory of each GPU."""
+    from dora_rl.setup.hub import with_local_model
     from dora_rl.setup.machine import forecast
     from dora_rl.setup.plan import imagined, memory_problems
     from dora_rl.setup.prepare import check_data, prepare
     from dora_rl.setup.settings import load_config
 
-    config = load_config(args.config, args.overrides)
+    config = with_local_model(load_config(args.config, args.overrides))
     size_gb = args.device_memory_gb
     prepared = prepare(_without_device(config) if size_gb else config)
     # Evaluation rows, the first prompt, the form of the reward, rows without an answer.

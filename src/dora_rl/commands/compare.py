@@ -22,7 +22,12 @@ from dora_rl.user_code import hint, require
 
 # Which testbed `sim` and `plan` simulate, how many GPUs, what is changed in it.
 TESTBED = (
-    argument("preset", metavar="PRESET", help="testbed: paper-64, moe-agentic, small, …"),
+    argument(
+        "preset",
+        metavar="PRESET|CONFIG|RUN",
+        help="testbed: paper-64, moe-agentic, small, …; or a configuration file, or a run, whose "
+        "lengths are then those that it trained",
+    ),
     argument(
         "--gpus", type=at_least(1), metavar="N", help="number of GPUs; the batch stays as it is"
     ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -81,10 +81,13 @@ def evaluation_line(line: dict[str, Any]) -> str:
 
 
 class TrainProgress:
-    """Of a training run: one table, redrawn in place. Reads its state and never changes it."""
+    """Of a training run: one table, redrawn in place. Reads its state and never changes it.
+    `hear` gets each line that it is told, too."""
 
-    def __init__(self, run: Any, *, show: bool) -> None:
-        self._run, self._show = run, show
+    def __init__(
+        self, run: Any, *, show: bool, hear: Callable[[dict[str, Any]], None] | None = None
+    ) -> None:
+        self._run, self._show, self._hear = run, show, hear
         self._console, self._began = Console(), time.monotonic()
         self._live: Live | None = None
         self._lines: dict[str, Any] = {}
@@ -108,6 +111,8 @@ class TrainProgress:
         self._lines |= line
         if self._show and self._live is None:
             self._tell([step_line(line) if "step" in line else evaluation_line(line)])
+        if self._hear is not None:
+            self._hear(line)
 
     def _tell(self, lines: list[str]) -> None:
         """Something the user should know now: a watchdog's words, a repair."""

@@ -1,4 +1,5 @@
-"""A simulator preset as the arguments of `sim` and `plan` want it, and `--set key=value`.
+"""What `sim` and `plan` simulate: a preset, or the testbed of a configuration or a run; and
+`--set key=value`.
 
 `max_staleness=3`, `device.nic_bytes_per_s=25e9`, `lengths=pareto:1.2,64,30720`: fields of the
 preset, checked one by one. An unknown key is an error that names the nearest one; a value of the
@@ -10,13 +11,15 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from dora_rl.data.lengths import Empirical, LengthModel, LogNormal, Pareto, mean_of
-from dora_rl.sim.presets import Preset, preset_named, scaled
+from dora_rl.sim.of_config import preset_of_path
+from dora_rl.sim.presets import PRESETS, Preset, preset_named, scaled
 from dora_rl.types import UserError
 from dora_rl.user_code import hint, require
 
@@ -25,7 +28,7 @@ _WORKERS_MAX = 8
 
 def preset_of(args: argparse.Namespace) -> Preset:
     """The preset as the arguments want it, checked."""
-    preset = scaled(preset_named(args.preset), args.gpus, args.batch_scale)
+    preset = scaled(_named(args.preset), args.gpus, args.batch_scale)
     if args.steps is not None:
         preset = replace(preset, num_steps=args.steps)
     preset = apply(preset, args.settings)
@@ -43,6 +46,16 @@ def preset_of(args: argparse.Namespace) -> Preset:
             f"multiple of that, not {preset.num_devices}",
         )
     )
+    return preset
+
+
+def _named(name: str) -> Preset:
+    """A preset, or the testbed that a configuration or a run makes."""
+    path = Path(name)
+    if name in PRESETS or not (path.exists() or "/" in name or path.suffix in (".toml", ".json")):
+        return preset_named(name)
+    preset, said = preset_of_path(path)
+    print(said, file=sys.stderr)
     return preset
 
 

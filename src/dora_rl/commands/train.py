@@ -13,6 +13,7 @@ import contextlib
 import signal
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,12 +31,14 @@ from dora_rl.commands.words import may_be_lost
 from dora_rl.user_code import require
 
 if TYPE_CHECKING:
-    from dora_rl.setup.prepare import Prepared
+    from dora_rl.core.actions import Stop
     from dora_rl.trainer.sft import SftProgress
-    from dora_rl.workers.fork_server import ForkServer
+    from dora_rl.worlds.start import Start
 
+Heard = Callable[[dict[str, Any]], None]
 STOPPED = 3
 NOTHING_LEARNED = 4
+INTERRUPTED = "interrupted"
 ASIDE_SHOWN = 5
 _LINES_MAX = 20  # of the warm start's progress, whatever the number of updates
 
@@ -49,41 +52,25 @@ _LINES_MAX = 20  # of the warm start's progress, whatever the number of updates
 )
 @may_be_lost()
 def train(args: argparse.Namespace) -> int:
-    from dora_rl.controller.run_dir import (
-        check_not_moved,
-        check_run_dir,
-        check_same_data,
-        check_same_run,
-        make_run_dir,
-    )
-    from dora_rl.setup.prepare import check_answers, prepare
+    from dora_rl.controller.run_dir import check_not_moved
     from dora_rl.setup.settings import load_config
-    from dora_rl.workers.pool import begin_server
-    from dora_rl.worlds.kinds import check_kind
+    from dora_rl.worlds.start import starting
 
     config = load_config(args.config, args.overrides)
     run_dir = Path(config.runtime.run_dir)
-    check_kind(config)
     if args.resume and not any(word.startswith("runtime.run_dir=") for word in args.overrides):
         check_not_moved(args.config, run_dir)
-    check_run_dir(run_dir, resume=args.resume)
-    if args.resume:
-        check_same_run(config, run_dir)
-    with contextlib.ExitStack() as until_the_end:
-        # It imports for the workers while the run is prepared.
-        server = None if args.dry_run else begin_server(config)
-        if server is not None:
-            until_the_end.callback(server.close)
-        prepared = prepare(config)
-        prepared.check_memory()
-        if not args.resume:  # a run of an older release, which did not look, goes on
-            check_answers(prepared.config, prepared.train, prepared.evaluation)
-        if args.dry_run:
-            print(*prepared.describe(), sep="\n")
-            return 0
-        make_run_dir(run_dir)
-        check_same_data(prepared.train, run_dir)
-        summary, done, reason = _train(prepared, server, resume=args.resume)
+    with contextlib.ExitStack() as signals:  # until the last word is said
+        with starting(config, resume=args.resume, warm=not args.dry_run) as start:
+            if args.dry_run:
+                print(*start.prepared.describe(), sep="\n")
+                return 0
+            summary, stop = conduct(start, signals)
+        return _tell_end(run_dir, summary, stop)
+
+
+def _tell_end(run_dir: Path, summary: dict[str, Any], stop: Stop) -> int:
+    """What came of it; the exit status."""
     if summary.get("updates_skipped"):
         print(f"dora-rl: {_skipped(summary)}", file=sys.stderr)
     if summary.get("num_user_errors"):
@@ -92,8 +79,8 @@ def train(args: argparse.Namespace) -> int:
             f"{run_dir}/user_errors.log",
             file=sys.stderr,
         )
-    if not done:
-        lines = [*set_aside_lines(summary), f"dora-rl: stopped: {reason}"]
+    if not stop.done:
+        lines = [*set_aside_lines(summary), f"dora-rl: stopped: {stop.reason}"]
         if (run_dir / "config.json").is_file():
             lines.append(f"go on with  dora-rl train {run_dir}/config.json --resume")
         print(*lines, sep="\n", file=sys.stderr)
@@ -102,7 +89,7 @@ def train(args: argparse.Namespace) -> int:
         print(f"dora-rl: nothing was learned: {why}", file=sys.stderr)
         if summary.get("updates_skipped"):
             return NOTHING_LEARNED
-    _report(run_dir, summary, reason)
+    _report(run_dir, summary, stop.reason)
     return 0
 
 
@@ -125,32 +112,51 @@ def _skipped(summary: dict[str, Any]) -> str:
     )
 
 
-def _train(
-    prepared: Prepared, server: ForkServer | None, *, resume: bool
-) -> tuple[dict[str, Any], bool, str]:
+def conduct(
+    start: Start,
+    signals: contextlib.ExitStack,
+    hear: Heard | None = None,
+    why_stop: Callable[[], str] = lambda: "",
+) -> tuple[dict[str, Any], Stop]:
+    """A run from its start to its end, with its progress shown. It stops by a signal, which is
+    heard until `signals` ends, or when `why_stop` says why; `hear` gets the line of every step and
+    evaluation."""
     from dora_rl.commands.progress import TrainProgress
-    from dora_rl.worlds.kinds import open_run
 
-    interrupted = threading.Event()
-
-    def on_signal(number: int, frame: object) -> None:
-        if interrupted.is_set():
-            raise KeyboardInterrupt  # the second one, at once
-        interrupted.set()
-
-    config, run = prepared.config, open_run(prepared, resume=resume, server=server)
-    for number in (signal.SIGINT, signal.SIGTERM):  # after Ray, which sets its own
-        signal.signal(number, on_signal)
+    config, run = start.prepared.config, start.open()
+    asked = signals.enter_context(asked_to_stop())  # after Ray, which sets its own handlers
     try:
-        with TrainProgress(run, show=config.logging.progress).showing():
+        with TrainProgress(run, show=config.logging.progress, hear=hear).showing():
             try:
-                stop = run.run(interrupted.is_set)
+                stop = run.run(lambda: INTERRUPTED if asked.is_set() else why_stop())
             finally:
                 summary = run.close()
     except KeyboardInterrupt:
         run.kill_all()
         raise
-    return summary, stop.done, stop.reason
+    return summary, stop
+
+
+@contextlib.contextmanager
+def asked_to_stop() -> Iterator[threading.Event]:
+    """Set by the first signal of the two that ask a program to end; the second one raises. Only
+    the main thread hears of signals; elsewhere this is never set."""
+    asked = threading.Event()
+
+    def on_signal(number: int, frame: object) -> None:
+        if asked.is_set():
+            raise KeyboardInterrupt  # the second one, at once
+        asked.set()
+
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+    before = {n: signal.signal(n, on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
 
 def set_aside_lines(summary: dict[str, Any]) -> list[str]:
@@ -225,7 +231,7 @@ def _score(found: dict[str, Any], name: str) -> str:
 
 
 @command(
-    "supervised warm start on jsonl rows of prompt and completion",
+    "supervised warm start on jsonl rows of prompt and completion, or of messages",
     argument("data", type=Path, nargs="+", metavar="DATA.jsonl"),
     argument("--model", type=Path, required=True, help="Hugging Face directory"),
     argument("--out", type=Path, required=True, help="a new or empty directory"),

@@ -38,7 +38,8 @@ class ModelConfig(Section):
 
     path: str = Field(min_length=1)
     """The directory of the model, with config.json, safetensors and a tokenizer.
-    `hf download ID --local-dir DIR` makes one."""
+    `hf download ID --local-dir DIR` makes one. An id of the Hugging Face hub is downloaded before
+    the start, where the network allows."""
     trust_remote_code: bool = False
     """Whether Python code that comes with the model may run, in tokenizer and learner."""
 

@@ -56,9 +56,9 @@ class Run:
         self._garbage = Garbage()
         self._gpu: GpuUse | None = None
 
-    def run(self, interrupted: Callable[[], bool]) -> act.Stop:
-        """Until the core says stop and the last evaluation is in. A full disk, no memory and a run
-        directory that is gone stop it too."""
+    def run(self, interrupted: Callable[[], bool | str]) -> act.Stop:
+        """Until the core says stop and the last evaluation is in, or until it is interrupted (a
+        text says why). A full disk, no memory and a run directory that is gone stop it too."""
         try:
             self._start()
             return self._loop(interrupted)
@@ -102,11 +102,11 @@ class Run:
             f"run goes back to version {version} and trains step {version} again"
         )
 
-    def _loop(self, interrupted: Callable[[], bool]) -> act.Stop:
+    def _loop(self, interrupted: Callable[[], bool | str]) -> act.Stop:
         ticked = 0.0
         while self._control.stop is None or not self._is_settled():
-            if interrupted():
-                self._interrupt()
+            if why := interrupted():
+                self._interrupt(why if isinstance(why, str) else "interrupted")
                 break
             self._inbox.read_next(TICK_S)
             now = time.monotonic()
@@ -116,11 +116,11 @@ class Run:
         assert self._control.stop is not None
         return self._control.stop
 
-    def _interrupt(self) -> None:
+    def _interrupt(self, why: str) -> None:
         if self._control.stop is None:
-            self._control.handle(ev.StopRequested("interrupted"))
+            self._control.handle(ev.StopRequested(why))
         else:
-            self._control.stop = act.Stop("interrupted before the last evaluation", done=False)
+            self._control.stop = act.Stop(f"{why} before the last evaluation", done=False)
 
     def _tick(self) -> None:
         if not self._files.lock.is_there():

@@ -41,7 +41,8 @@ from dora_rl.workers.last_words import DISK_ERRORS, UserErrors, full_line, is_fu
 WAIT_S = 10.0
 POLL_S = 0.05
 LEARNER_LOCK = ".learner-lock"
-AS_GOOD_AS_EMPTY = (".gitkeep", ".gitignore", "lost+found")
+GIVEN = "given"  # what a program gave as objects: rows, functions
+AS_GOOD_AS_EMPTY = (".gitkeep", ".gitignore", "lost+found", GIVEN)
 
 
 def _open_lock(path: Path) -> int:

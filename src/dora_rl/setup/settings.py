@@ -25,6 +25,14 @@ from dora_rl.types import UserError
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a TOML file (or a run's config.json) and put `a.b=c` overrides in."""
+    data = read_config(path)
+    for override in overrides:
+        _override(data, override)
+    return resolve(data, str(path))
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The sections of a file, with today's names of their keys; nothing else is checked."""
     if not path.is_file():
         raise UserError(f"configuration {path} does not exist")
     try:
@@ -37,13 +45,11 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     for key in RENAMED:
         section, _, name = key.partition(".")
         if isinstance(data.get(section), dict) and name in data[section]:
-            new = _todays_name(key, str(path)).partition(".")[2]
+            new = todays_name(key, str(path)).partition(".")[2]
             if new in data[section]:
                 raise UserError(f"{path}: {key} and {RENAMED[key]} are the same key; keep one")
             data[section][new] = data[section].pop(name)
-    for override in overrides:
-        _override(data, override)
-    return resolve(data, str(path))
+    return data
 
 
 def resolve(data: dict[str, Any], where: str) -> RunConfig:
@@ -60,7 +66,7 @@ def resolve(data: dict[str, Any], where: str) -> RunConfig:
     return config
 
 
-def _todays_name(key: str, where: str) -> str:
+def todays_name(key: str, where: str) -> str:
     """The key itself, or what it is called now, with one line that says so."""
     if key in RENAMED:
         print(f"dora-rl: warning: {where}: {key} is now {RENAMED[key]}", file=sys.stderr)
@@ -75,7 +81,7 @@ def _override(data: dict[str, Any], override: str) -> None:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text
-    *sections, last = _todays_name(key.strip(), "override").split(".")
+    *sections, last = todays_name(key.strip(), "override").split(".")
     for section in sections:
         data = data.setdefault(section, {})
         if not isinstance(data, dict):

@@ -3,10 +3,8 @@
     result = run_sft(Path("model"), [Path("demos.jsonl")], Path("out"), SftOptions(epochs=2),
                      TrainerConfig(lr=2e-3), on_progress=print)
 
-Demonstrations are jsonl rows `{"prompt": ..., "completion": ...}`; each side is a string or a
-message list. A string prompt is encoded as the rollout encodes it (with the tokenizer's own
-beginning of text), messages through the chat template. The loss of an update is the mean negative
-log-prob over all its completion tokens, whatever the packs.
+Demonstrations are rows of prompt and completion, or of messages (`trainer.demonstrations`). The
+loss of an update is the mean negative log-prob over all its completion tokens, whatever the packs.
 
 Never trains on prompt tokens; never updates from a non-finite gradient. Invariants: `out` is a
 complete Hugging Face directory or is not there; a row that cannot be used is an error that names
@@ -15,7 +13,6 @@ its line, or is counted as too long.
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import time
@@ -23,7 +20,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any, TypeAlias
 
 import torch
 
@@ -31,6 +27,7 @@ from dora_rl.config import TrainerConfig
 from dora_rl.model.directory import write_model
 from dora_rl.model.tokenizer import Tokenizer
 from dora_rl.trainer.checkpoints.state import copy_side_files, write_atomically
+from dora_rl.trainer.demonstrations import encode_row, read_rows
 from dora_rl.trainer.documents import Document, collate, pack_balanced
 from dora_rl.trainer.memory import keep_freed_memory
 from dora_rl.trainer.optim import Optimizer, learning_rate
@@ -47,8 +44,6 @@ from dora_rl.types import UserError
 from dora_rl.user_code import require
 
 _SHARD_BYTES_MAX = 4 << 30
-Messages: TypeAlias = list[dict[str, Any]]
-COMPLETION_COLUMNS = ("completion", "response", "output")
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,80 +225,3 @@ def _write(policy: Policy, model: Path, out: Path, dtype: torch.dtype) -> None:
         write_model(target, stored_weights(policy, named_weights(policy), dtype), _SHARD_BYTES_MAX)
 
     write_atomically(out, fill)
-
-
-# -- demonstrations ------------------------------------------------------------------------------
-
-
-def _document(prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> Document:
-    """Of whose tokens those of the completion are trained on."""
-    ids, num_prompt = torch.tensor([*prompt_ids, *completion_ids]), len(prompt_ids)
-    rows = torch.arange(num_prompt - 1, len(ids) - 1)
-    return Document(ids, rows, torch.zeros(len(rows)), reward=0.0, version=0)
-
-
-def read_rows(paths: Sequence[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(file:line, row) of every non-empty line."""
-    for path in paths:
-        require((path.is_file(), f"sft data '{path}': no such file"))
-        with path.open(encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    yield f"{path}:{number}", _parse(line, f"{path}:{number}")
-
-
-def _parse(line: str, where: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{where}: not valid JSON ({error.msg})") from error
-    require((isinstance(row, dict), f"{where}: a row must be an object with prompt and completion"))
-    return row
-
-
-def encode_row(row: dict[str, Any], tokenizer: Tokenizer, where: str, add_eos: bool) -> Document:
-    """One demonstration; the end of sequence is added to a string completion if asked."""
-    prompt = row.get("prompt")
-    column = next((c for c in COMPLETION_COLUMNS if c in row), None)
-    if not isinstance(prompt, str | list) or column is None:
-        raise UserError(f"{where}: a row needs 'prompt' and 'completion'")
-    completion = row[column]
-    if isinstance(prompt, list):
-        head = _template(tokenizer, prompt, True, where)
-        if isinstance(completion, list):
-            return _conversation(tokenizer, head, [*prompt, *completion], where)
-        start = tokenizer.encode(head, add_special_tokens=False)
-    else:
-        start = tokenizer.encode(prompt)
-    if not isinstance(completion, str):
-        raise UserError(f"{where}: '{column}' must be a string where the prompt is one")
-    end = list(tokenizer.encode(completion, add_special_tokens=False))
-    eos_id: int | None = getattr(tokenizer, "eos_token_id", None)
-    if add_eos and eos_id is not None:
-        end.append(eos_id)
-    require((start and end, f"{where}: prompt and completion must each have at least one token"))
-    return _document(start, end)
-
-
-def _template(tokenizer: Tokenizer, messages: Messages, generate: bool, where: str) -> str:
-    try:
-        return tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=generate
-        )
-    except (ValueError, TypeError, KeyError) as error:
-        line = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"{where}: the chat template refuses the messages ({line})") from error
-
-
-def _conversation(tokenizer: Tokenizer, head: str, messages: Messages, where: str) -> Document:
-    text = _template(tokenizer, messages, False, where)
-    end = tokenizer.encode(text[len(head) :], add_special_tokens=False)
-    require(
-        (
-            text.startswith(head),
-            f"{where}: the chat template renders the prompt differently once it is answered; "
-            "give the completion as a string",
-        ),
-        (end, f"{where}: the completion is empty"),
-    )
-    return _document(tokenizer.encode(head, add_special_tokens=False), end)
