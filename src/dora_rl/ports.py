@@ -115,6 +115,7 @@ LedgerAction: TypeAlias = (
     | act.SetAside
     | act.RetireVersion
     | act.WaitFor
+    | act.HoldBack
     | act.InForce
     | act.Stop
 )

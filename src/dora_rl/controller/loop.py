@@ -57,6 +57,7 @@ class Loop:
                 | act.SetAside()
                 | act.RetireVersion()
                 | act.WaitFor()
+                | act.HoldBack()
                 | act.InForce()
                 | act.Stop()
             ):

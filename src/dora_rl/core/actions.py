@@ -196,6 +196,19 @@ class WaitFor:
 
 
 @dataclass(frozen=True, slots=True)
+class HoldBack:
+    """Groups that could start are held back until the next version: they would only age. Once a
+    version; `step` is the one in training. There are `ready` groups and `running` ones for it and
+    the `ahead` groups beyond it; the learner needs the next batch in about `needed_s` seconds."""
+
+    step: StepIndex
+    ahead: int
+    ready: int
+    running: int
+    needed_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class InForce:
     """From this step on, these K and B hold."""
 
@@ -237,6 +250,7 @@ Action: TypeAlias = (
     | SetAside
     | RetireVersion
     | WaitFor
+    | HoldBack
     | InForce
     | OptimizerRewound
     | Stop

@@ -1,4 +1,5 @@
 """Which prompts start, and on which version. Keeps the bound of `window` (docs/staleness.md).
+Groups that would only age are held back (`freshness`).
 
 New groups go to the newest version and fill free decode slots, up to `inflight_groups`, while
 fewer than `ready_max` groups lie ready. A few may fill idle slots of an older version
@@ -7,7 +8,8 @@ fewer than `ready_max` groups lie ready. A few may fill idle slots of an older v
 
 from __future__ import annotations
 
-from dora_rl.core.actions import Action, IssueGroup
+from dora_rl.core.actions import Action, HoldBack, IssueGroup
+from dora_rl.core.freshness import allowance, hold, may_issue, release
 from dora_rl.core.ledger import next_prompt
 from dora_rl.core.placement import best_holder, enqueue
 from dora_rl.core.state import Group, Request, State
@@ -15,14 +17,17 @@ from dora_rl.core.window import Bound, Untaken
 from dora_rl.types import RequestId, Version
 
 
-def admit(state: State, out: list[Action]) -> bool:
+def admit(state: State, now: float, out: list[Action]) -> bool:
     """Issue as many groups as limits, bound and slots allow. False: this event has no room left."""
     num_samples = 0
     while _may_issue(state):
         if not state.has_room(out, num_samples):
             return False
         num_samples += state.params.group_size
-        if (version := _version_for(state, state.bound, state.untaken)) is None:
+        untaken = state.untaken
+        if (version := _version_for(state, state.bound, untaken)) is None:
+            return True
+        if not _is_fresh_enough(state, untaken, now, out):
             return True
         _issue(state, version, out)
     return True
@@ -58,6 +63,29 @@ def _version_for(state: State, bound: Bound, untaken: Untaken) -> Version | None
             if fits and best_holder(state, live) is not None:
                 return live.version
     return state.newest if _bound_allows(state, bound, untaken, state.newest) else None
+
+
+def _is_fresh_enough(state: State, untaken: Untaken, now: float, out: list[Action]) -> bool:
+    """Whether a group issued now would not only age; see `freshness`."""
+    if not state.policy.freshness or state.num_elastic:
+        return True
+    params, freshness = state.params, state.freshness
+    taken = [batch for batch in state.batches.values() if batch.step >= state.committed]
+    outstanding = sum(count for _, count in untaken) + sum(len(b.groups) for b in taken)
+    ahead = allowance(freshness, params.batch_groups, params.max_staleness)
+    if may_issue(outstanding, taken[0].size, ahead):
+        release(freshness, now)
+        return True
+    if hold(freshness, now, state.committed):
+        out.append(_held_back(state, outstanding - taken[0].size, now))
+    return False
+
+
+def _held_back(state: State, ahead: int, now: float) -> HoldBack:
+    freshness, size = state.freshness, state.params.batch_groups
+    began_s = now if freshness.began_s is None else freshness.began_s
+    needed_s = max(0.0, began_s + freshness.group_s * size - now)
+    return HoldBack(state.committed, ahead, state.num_ready, state.num_inflight, needed_s)
 
 
 def _bound_allows(state: State, bound: Bound, untaken: Untaken, version: Version) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dora_rl.core.actions import Action, CloseStep, End, Feed, InForce, WaitFor
 from dora_rl.core.events import BatchAccepted, StepCommitted, VersionDurable
+from dora_rl.core.freshness import Measured, on_step
 from dora_rl.core.ledger import abandon, end_group, stop
 from dora_rl.core.orchestrate import retire_finished, sleep_elastic, wake_elastic
 from dora_rl.core.params import policy_of
@@ -17,7 +18,7 @@ from dora_rl.core.state import Batch, Group, GroupPhase, Live, Phase, State
 from dora_rl.core.window import Bound
 
 
-def take(state: State, out: list[Action]) -> None:
+def take(state: State, now: float, out: list[Action]) -> None:
     """Fill the step being filled from the ready groups."""
     num_taken = 0
     while state.num_ready and not state.batch.closed and state.has_room(out, num_taken):
@@ -26,6 +27,7 @@ def take(state: State, out: list[Action]) -> None:
         if not state.bound.may_take(state.untaken, live.version):
             _report_wait(state, live, out)
             return
+        _note_take(state, now)
         take_group(state, state.groups[live.ready.popleft()])
         if len(state.batch.groups) == state.params.batch_groups:
             _close(state, out)
@@ -43,8 +45,19 @@ def take_group(state: State, group: Group) -> None:
         assert state.bound.holds(state.untaken), "a taken group left an older one without a place"
 
 
+def _note_take(state: State, now: float) -> None:
+    """The learner trains meanwhile on the groups before it, if it has begun with them."""
+    batch = state.batch
+    if not state.policy.freshness or batch.blocked:
+        return
+    before = len(batch.groups) if state.streams else 0
+    need_s = before * state.freshness.group_s - now
+    batch.need_s = need_s if batch.need_s is None else min(batch.need_s, need_s)
+
+
 def _report_wait(state: State, blocked: Live, out: list[Action]) -> None:
     """Once a step: which older groups is the learner waiting for?"""
+    state.batch.blocked = True
     if not state.waiting_for:
         untaken = [group for group in state.groups.values() if group.step is None]
         state.waiting_for = tuple(g.id for g in untaken if g.version < blocked.version)
@@ -78,8 +91,7 @@ def feed(state: State, now: float, out: list[Action]) -> None:
 
 
 def _feed_groups(state: State, batch: Batch, out: list[Action]) -> None:
-    streaming = state.policy.streaming and not state.num_elastic
-    if not batch.closed and not streaming:
+    if not batch.closed and not state.streams:
         return
     per_update = batch.size // batch.updates
     while batch.num_fed < len(batch.groups) and state.has_room(out):
@@ -113,6 +125,7 @@ def on_committed(state: State, event: StepCommitted, now: float, out: list[Actio
     on_accepted(state, event, now, out)
     if event.step != state.committed or state.filling <= event.step:
         return
+    _measure(state, event, now)
     state.on_disk = max(state.on_disk, state.committed)
     state.committed += 1
     state.learner_losses = state.instance_losses = 0
@@ -127,6 +140,15 @@ def on_committed(state: State, event: StepCommitted, now: float, out: list[Actio
     retire_finished(state, out)  # what is left of it is done by the next events
     state.rebalance_wanted = True
     state.rebalanced_s = -1.0e9  # a step's end always rebalances
+
+
+def _measure(state: State, event: StepCommitted, now: float) -> None:
+    """What the step that has ended says of how far ahead groups must be issued."""
+    batch, params = state.batches[event.step], state.params
+    if not state.policy.freshness:
+        return
+    measured = Measured(batch.size, now, event.waited_s, batch.need_s, batch.blocked)
+    on_step(state.freshness, measured, params.max_staleness)
 
 
 def on_durable(state: State, event: VersionDurable, now: float, out: list[Action]) -> None:

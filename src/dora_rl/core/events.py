@@ -213,7 +213,8 @@ class StepCommitted:
 
     `metrics`: digest of the step's line of metrics.jsonl, which is written before this. `durable`:
     the newest version that was on disk when this one was sealed; -1 in logs of earlier releases,
-    where a version was on disk before it was told (`Params.durable_behind` is 0 there).
+    where a version was on disk before it was told (`Params.durable_behind` is 0 there). `waited_s`:
+    how long the learner had nothing to train on in this step; -1 where that was not told.
     """
 
     step: StepIndex
@@ -221,6 +222,7 @@ class StepCommitted:
     incarnation: int = -1
     metrics: str = ""
     durable: Version = -1
+    waited_s: float = -1.0
 
 
 @dataclass(frozen=True, slots=True)

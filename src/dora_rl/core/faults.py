@@ -23,6 +23,7 @@ from dora_rl.core.events import (
     StepCommitted,
     Tick,
 )
+from dora_rl.core.freshness import disturb
 from dora_rl.core.ledger import current, retry, retry_score, stop
 from dora_rl.core.orchestrate import loading_instance, start_next_load
 from dora_rl.core.placement import (
@@ -310,6 +311,7 @@ def on_learner_lost(state: State, event: LearnerLost, now: float, out: list[Acti
     if not learner.alive:
         return
     learner.alive = False
+    disturb(state.freshness)
     state.learner_losses += 1
     limit = state.params.trainer_losses_max
     if limit and state.learner_losses >= limit:

@@ -99,6 +99,9 @@ class Params:
     # Versions that may be committed and not on disk yet: 1, or 0 in logs of older releases, where a
     # version was on disk before it was committed.
     durable_behind: int = 0
+    # Whether groups are held back that would only age (`freshness`); logs of older releases were
+    # decided without.
+    freshness: bool = False
     cost: MoveCost = MoveCost()
     deadlines: Deadlines = Deadlines()
 
@@ -143,6 +146,7 @@ class Policy:
     surplus_at_close: bool = False
     reversion_at_publish: bool = False
     keeps_bound: bool = True
+    freshness: bool = False
 
 
 def policy_of(params: Params) -> Policy:
@@ -160,5 +164,7 @@ def policy_of(params: Params) -> Policy:
             0, more, streaming=False, surplus_at_close=True, keeps_bound=False
         ),
         Mode.PARTIAL: Policy(staleness, None, streaming=False, reversion_at_publish=True),
-        Mode.MULTI_VERSION: Policy(staleness, None, streaming=params.streaming),
+        Mode.MULTI_VERSION: Policy(
+            staleness, None, streaming=params.streaming, freshness=params.freshness
+        ),
     }[params.mode]

@@ -15,6 +15,7 @@ from enum import StrEnum
 from typing import ClassVar, TypeAlias
 
 from dora_rl.core.actions import Action, End
+from dora_rl.core.freshness import Freshness
 from dora_rl.core.params import Params, Policy, policy_of
 from dora_rl.core.window import Bound
 from dora_rl.types import GroupId, InstanceId, RequestId, StepIndex, Version
@@ -185,6 +186,8 @@ class Batch:
     groups: list[GroupId] = field(default_factory=list[GroupId])
     num_fed: int = 0
     closed: bool = False
+    need_s: float | None = None  # of its takes, and whether one had to wait: see `freshness`
+    blocked: bool = False
     close_sent: bool = False
 
 
@@ -262,6 +265,7 @@ class State:
     stopped: str | None = None
     on_disk: Version = 0  # the newest version that was said to be durable; see `durable`
     lineage: int = 0  # how often the run went back to a durable version
+    freshness: Freshness = field(default_factory=Freshness)
     policy: Policy = field(init=False)
     ended: list[Group] = field(init=False, default_factory=list[Group])  # only to be freed
 
@@ -290,6 +294,11 @@ class State:
         """A closed batch is with the learner and its version is not published yet."""
         batch = self.batches.get(self.committed)
         return batch is not None and batch.close_sent
+
+    @property
+    def streams(self) -> bool:
+        """Groups are fed while their batch still fills."""
+        return self.policy.streaming and not self.num_elastic
 
     def has_room(self, out: list[Action], more: int = 0) -> bool:
         """Whether this event, which has caused `out` (and `more` work), may cause another action.

@@ -126,11 +126,11 @@ def is_late(state: State, event: Event) -> bool:
 
 def _decide(state: State, now: float, out: list[Action]) -> None:
     if state.num_ready:
-        batching.take(state, out)
+        batching.take(state, now, out)
     batching.feed(state, now, out)
     if state.to_sleep or state.to_wake:
         orchestrate.sleep_and_wake(state, now, out)
-    all_admitted = admit(state, out)
+    all_admitted = admit(state, now, out)
     _dispatch_all(state, now, out)
     if state.retiring:
         orchestrate.retire_finished(state, out)

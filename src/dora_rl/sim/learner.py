@@ -66,6 +66,7 @@ class SimLearner:
     life: int = 0  # raised by every start and end
     incarnation: int = 0  # the life of the last start
     _durable_at_s: float = 0.0
+    _ended_s: float = 0.0  # when it began to wait for the groups of this step
     _step: _Step | None = None
     # Of the next step: looked at when this one is sealed.
     _ahead: list[act.Feed] = field(default_factory=list[act.Feed])
@@ -73,6 +74,7 @@ class SimLearner:
     def join(self) -> None:
         self.die()
         self.alive, self.incarnation = True, self.life
+        self._ended_s = self.clock.now()
         self.durable = self.sealed  # whoever begins writes first what the one before had not
         on_disk = -1 if self.durable_s is None else self.durable
         self.post(ev.LearnerJoined(self.sealed, self.sealed, self.incarnation, on_disk))
@@ -148,8 +150,15 @@ class SimLearner:
             self._durable_at_s = now + self.durable_s
             self.clock.at(self._durable_at_s, lambda: self._become_durable(version, life))
         self.post(
-            ev.StepCommitted(step.index, checksum, incarnation=self.incarnation, durable=on_disk)
+            ev.StepCommitted(
+                step.index,
+                checksum,
+                incarnation=self.incarnation,
+                durable=on_disk,
+                waited_s=max(0.0, now - self._ended_s - step.busy_s),
+            )
         )
+        self._ended_s = now
         ahead, self._ahead = self._ahead, []
         for action in ahead:
             self._feed(action)

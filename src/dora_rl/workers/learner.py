@@ -66,6 +66,7 @@ class LearnerWorker:
         self.waiting: deque[msg.Message] = deque()
         self.busy_s = 0.0
         self.total_busy_s = 0.0
+        self.free_s = time.monotonic()  # since then it could have trained
         self.progress = 0
 
     def _say(self, event: ev.Event) -> None:
@@ -254,6 +255,7 @@ class LearnerWorker:
         with self._at_work():
             metrics = self.learner.finish_step()
         trained_s = time.monotonic()
+        waited_s = max(0.0, trained_s - self.free_s - self.busy_s)
         if self.rank == 0:
             self.checkpoints.prune(sealed=action.step)
         last = action.step + 1 == self.setup.config.orchestration.num_steps
@@ -267,6 +269,7 @@ class LearnerWorker:
             self.checkpoints.forget(action.step)
         self.total_busy_s += self.busy_s
         metrics["time/train"] = self.busy_s
+        metrics["time/wait_for_batch"] = waited_s
         if self.rank == 0:
             self._leave_metrics(action.step, metrics)
         busy_s = self.total_busy_s
@@ -275,7 +278,11 @@ class LearnerWorker:
             metrics["time/weight_sync"] = time.monotonic() - trained_s
             # It was this one's turn: the one before is durable.
             said = ev.StepCommitted(
-                action.step, checksum, incarnation=incarnation, durable=action.step
+                action.step,
+                checksum,
+                incarnation=incarnation,
+                durable=action.step,
+                waited_s=waited_s,
             )
             usage = msg.Usage(busy_s, time.process_time())
             self.send(msg.Committed(said, dict(metrics), usage))
@@ -287,6 +294,7 @@ class LearnerWorker:
         self.recheck.catch_up()
         self.progress += 1
         self.version = action.step + 1
+        self.free_s = time.monotonic()
         self.moments.step_ended(self.learner, self.version, durable, saved=saved)
         if self.learner.skipped_too_many():
             self.sealing.wait()  # the step is over all the same, and is not trained again
