@@ -84,7 +84,7 @@ def _is_fresh_enough(state: State, untaken: Untaken, now: float, out: list[Actio
 def _held_back(state: State, ahead: int, now: float) -> HoldBack:
     freshness, size = state.freshness, state.params.batch_groups
     began_s = now if freshness.began_s is None else freshness.began_s
-    needed_s = max(0.0, began_s + freshness.group_s * size - now)
+    needed_s = max(0.0, began_s + freshness.pace_s * size - now)
     return HoldBack(state.committed, ahead, state.num_ready, state.num_inflight, needed_s)
 
 

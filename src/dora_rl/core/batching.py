@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dora_rl.core.actions import Action, CloseStep, End, Feed, InForce, WaitFor
 from dora_rl.core.events import BatchAccepted, StepCommitted, VersionDurable
-from dora_rl.core.freshness import Measured, on_step
+from dora_rl.core.freshness import on_step
 from dora_rl.core.ledger import abandon, end_group, stop
 from dora_rl.core.orchestrate import retire_finished, sleep_elastic, wake_elastic
 from dora_rl.core.params import policy_of
@@ -30,7 +30,7 @@ def take(state: State, now: float, out: list[Action]) -> None:
         _note_take(state, now)
         take_group(state, state.groups[live.ready.popleft()])
         if len(state.batch.groups) == state.params.batch_groups:
-            _close(state, out)
+            _close(state, now, out)
 
 
 def take_group(state: State, group: Group) -> None:
@@ -64,8 +64,8 @@ def _report_wait(state: State, blocked: Live, out: list[Action]) -> None:
         out.append(WaitFor(state.filling, state.waiting_for))
 
 
-def _close(state: State, out: list[Action]) -> None:
-    state.batch.closed = True
+def _close(state: State, now: float, out: list[Action]) -> None:
+    state.batch.closed, state.batch.closed_s = True, now
     if state.policy.surplus_at_close:
         for group in [g for g in state.groups.values() if g.step is None]:
             abandon(state, group, End.SURPLUS, "the batch is full", out)
@@ -147,8 +147,7 @@ def _measure(state: State, event: StepCommitted, now: float) -> None:
     batch, params = state.batches[event.step], state.params
     if not state.policy.freshness:
         return
-    measured = Measured(batch.size, now, event.waited_s, batch.need_s, batch.blocked)
-    on_step(state.freshness, measured, params.max_staleness)
+    on_step(state.freshness, batch, now, event.waited_s, params.max_staleness)
 
 
 def on_durable(state: State, event: VersionDurable, now: float, out: list[Action]) -> None:

@@ -23,12 +23,16 @@ that has all its groups, so that its publication comes.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from dora_rl.types import StepIndex
 
-GAIN = 0.25
+GAIN = 0.5
+MARGIN = 3.0  # mean variations of the lead
 MEMORY = 0.125  # of the mean variation of the lead
 WAIT_SHARE = 0.02  # of a step: less is no waiting
+FORGET = 1 / 64
+SPARE = 0.125
 RAISE_MAX = 0.5  # of a batch, after one step
 
 
@@ -37,24 +41,27 @@ class Freshness:
     """Part of the core's state. `ahead` None: no step was measured yet, one batch is meant."""
 
     ahead: float | None = None
-    group_s: float = 0.0  # how long the learner trains on a group; 0: not known
+    pace_s: float = 0.0  # the learner's time for a step, divided by its groups; 0: not known
+    group_s: float = 0.0  # the part of it that it can do while others are missing
+    tail_s: float = 0.0  # from the last group of a step to its end
     lead: float = 0.0  # of the last step that was measured, in groups
-    varies: float = 0.0  # by how much the lead does, in groups
+    was: float | None = None  # `ahead` in the step before, which this one's groups were issued in
+    expected: float | None = None  # what the next lead should be
+    varies: float = 0.0  # by how much it is not
+    floor_s: float = 0.0  # training time of the groups ahead that were too few; fades
     began_s: float | None = None  # when the step in training began; None: something came between
     held_since_s: float | None = None
     held_s: float = 0.0  # for so long admission was held back in this step
     told_step: StepIndex = -1  # the last in which it was
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """One step of the learner, as its end tells. `need_s` is what the batch has noted of its takes:
-    the least of (learner's time for the groups before it - moment of the take)."""
+class Filled(Protocol):
+    """Of a batch, what its takes have left: see `note_take`. The moments are None where they were
+    of another clock."""
 
-    batch: int
-    now_s: float
-    waited_s: float
+    size: int
     need_s: float | None
+    closed_s: float | None
     blocked: bool  # groups lay ready that older ones had to go before
 
 
@@ -100,40 +107,57 @@ def disturb(freshness: Freshness) -> None:
     freshness.began_s = None
 
 
-def on_step(freshness: Freshness, step: Measured, max_staleness: int) -> None:
-    """The learner has ended a step: go closer to what it needs."""
-    release(freshness, step.now_s)
+def on_step(
+    freshness: Freshness, step: Filled, now: float, waited_s: float, max_staleness: int
+) -> None:
+    """The learner has ended a step, and was without work for `waited_s` of it (below zero: that is
+    not known): go closer to what it needs."""
+    release(freshness, now)
     freshness.held_s = 0.0
-    began_s, freshness.began_s = freshness.began_s, step.now_s
-    if began_s is None or step.need_s is None or step.waited_s < 0 or step.now_s <= began_s:
+    began_s, freshness.began_s = freshness.began_s, now
+    if began_s is None or step.need_s is None or step.closed_s is None:
         return
-    took_s = step.now_s - began_s
-    waited_s = min(step.waited_s, took_s)
-    knew_pace = freshness.group_s > 0
-    freshness.group_s = (took_s - waited_s) / step.batch
-    if not knew_pace or freshness.group_s <= 0:
+    took_s = now - began_s
+    worked_s = took_s - waited_s
+    if waited_s < 0 or worked_s <= 0:
         return
-    lead = (step.need_s + began_s) / freshness.group_s
-    if waited_s > WAIT_SHARE * took_s:
-        lead = min(lead, -waited_s / freshness.group_s)
-    _note_variation(freshness, lead, step.batch)
-    change = _change(freshness, lead, step)
-    ahead = float(step.batch) if freshness.ahead is None else freshness.ahead
-    freshness.ahead = min(max(0.0, ahead + change), float(max_staleness * step.batch))
-
-
-def _note_variation(freshness: Freshness, lead: float, batch: int) -> None:
-    """A batch at most: one odd step must not count for many."""
-    moved = min(abs(lead - freshness.lead), float(batch))
-    freshness.varies += MEMORY * (moved - freshness.varies)
-    freshness.lead = lead
-
-
-def _change(freshness: Freshness, lead: float, step: Measured) -> float:
-    """By how many groups to move."""
+    starved = waited_s > WAIT_SHARE * took_s
+    if starved:  # all but the last group was trained when the batch was full
+        freshness.tail_s = now - max(began_s, step.closed_s)
+    freshness.group_s = max(0.0, worked_s - freshness.tail_s) / step.size
+    knew_pace, freshness.pace_s = freshness.pace_s > 0, worked_s / step.size
+    if not knew_pace:
+        return
+    lead_s = step.need_s + began_s
+    lead = (min(lead_s, -waited_s) if starved else lead_s) / freshness.pace_s
+    freshness.floor_s *= 1 - FORGET
     if step.blocked and lead < 0:
-        return 0.0  # more groups would not have helped
+        freshness.was = freshness.ahead
+        return  # more groups would not have helped
+    _note_lead(freshness, lead, step.size)
+    _move(freshness, step.size, max_staleness * step.size)
+
+
+def _note_lead(freshness: Freshness, lead: float, batch: int) -> None:
+    """And by how much it is not what was expected."""
+    freshness.lead = min(max(lead, -float(batch)), 2.0 * batch)
+    if freshness.expected is not None:
+        moved = min(abs(freshness.lead - freshness.expected), float(batch))
+        freshness.varies += MEMORY * (moved - freshness.varies)
+
+
+def _move(freshness: Freshness, batch: int, most: int) -> None:
+    """Closer to what would have been right for the step that was measured. Its groups were issued
+    under the allowance of the step before."""
+    ahead = float(batch) if freshness.ahead is None else freshness.ahead
+    was = ahead if freshness.was is None else freshness.was
+    lead = freshness.lead
     if lead < 0:
-        return min(-lead, RAISE_MAX * step.batch)
-    margin = 1.0 + freshness.varies
-    return GAIN * (margin - min(lead, float(2 * step.batch)))
+        freshness.floor_s = max(freshness.floor_s, (was + SPARE * batch) * freshness.pace_s)
+        goal = max(ahead, min(was - lead + 1, ahead + RAISE_MAX * batch))
+    else:
+        right = was + 1 + MARGIN * freshness.varies - lead
+        lowered = ahead + GAIN * min(0.0, right - ahead)
+        goal = max(lowered, min(ahead, freshness.floor_s / freshness.pace_s))
+    goal = min(max(0.0, goal), float(most))
+    freshness.was, freshness.ahead, freshness.expected = ahead, goal, lead + ahead - was

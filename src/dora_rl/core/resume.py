@@ -44,7 +44,7 @@ def on_resumed(state: State, event: Resumed, now: float, out: list[Action]) -> N
     state.scored_s = state.rebalanced_s = -1.0e9
     disturb(state.freshness)
     for batch in state.batches.values():
-        batch.need_s = None  # of another clock
+        batch.need_s = batch.closed_s = None  # of another clock
     state.stopped = None
     for live in state.versions.values():
         live.load_failures = 0

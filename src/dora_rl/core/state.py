@@ -188,6 +188,7 @@ class Batch:
     closed: bool = False
     need_s: float | None = None  # of its takes, and whether one had to wait: see `freshness`
     blocked: bool = False
+    closed_s: float | None = None
     close_sent: bool = False
 
 
