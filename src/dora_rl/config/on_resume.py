@@ -43,7 +43,7 @@ _FREE = {
         "level_running filter_equal filtered_max failed_share_max attempts_max oversample "
         "fill_older_max rebalance_period_s report_timeout_s load_timeout_s move_timeout_s "
         "trainer_timeout_s progress_timeout_s losses_max trainer_losses_max instance_losses_max "
-        "load_failures_max"
+        "load_failures_max freshness"
     ),
     "trainer": (
         "pack_tokens document_tokens_max streaming canonical_order device threads attention "

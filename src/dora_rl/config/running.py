@@ -42,6 +42,10 @@ class OrchestrationConfig(Section):
     """A group trains if at least this many of its samples were scored. Failed samples are left out,
     and the advantages are those of the rest. 0 means half of the group, and at least two. With
     `rollout.num_samples` here, a single failed sample costs its whole group."""
+    freshness: Literal["auto", "off"] = "auto"
+    """Under "auto" the mode `multi_version` holds groups back that would only age: it looks for the
+    smallest staleness at which the learner does not wait for groups. Under "off" groups are started
+    as soon as the bound, `inflight_groups` and `ready_max` allow it."""
     streaming: bool = True
     """Whether the learner trains on groups while the rest of the batch is still being generated."""
     kv_moves: bool = True

@@ -28,7 +28,7 @@ from typing import Protocol
 from dora_rl.types import StepIndex
 
 GAIN = 0.5
-MARGIN = 3.0  # mean variations of the lead
+MARGIN = 1.5  # mean variations of the lead
 MEMORY = 0.125  # of the mean variation of the lead
 WAIT_SHARE = 0.02  # of a step: less is no waiting
 FORGET = 1 / 64

@@ -136,6 +136,7 @@ def core_params(config: RunConfig) -> Params:
         ready_max=o.ready_max or max(1, o.max_staleness) * o.batch_groups,
         samples_min=o.samples_min or samples_enough(config.rollout.num_samples),
         updates_per_step=config.trainer.updates_per_step,
+        freshness=o.freshness == "auto",
         streaming=o.streaming,
         kv_moves=o.kv_moves,
         repartition=o.repartition,
