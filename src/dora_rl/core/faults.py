@@ -23,7 +23,7 @@ from dora_rl.core.events import (
     StepCommitted,
     Tick,
 )
-from dora_rl.core.freshness import disturb
+from dora_rl.core.freshness import disturb, note_report
 from dora_rl.core.ledger import current, retry, retry_score, stop
 from dora_rl.core.orchestrate import loading_instance, start_next_load
 from dora_rl.core.placement import (
@@ -131,6 +131,10 @@ def on_report(state: State, event: InstanceReport, now: float, out: list[Action]
         return
     was_pressured, speed = pressured(state, inst), inst.speed
     grew = event.decode_steps != inst.decode_steps
+    if state.policy.freshness and inst.awake:
+        num = inst.num_running - event.num_waiting
+        steps, elapsed_s = event.decode_steps - inst.decode_steps, now - inst.reported_s
+        note_report(state.freshness, num, steps, elapsed_s)
     inst.reported_s = now
     inst.decode_steps = event.decode_steps
     inst.kv_tokens = event.kv_tokens

@@ -22,7 +22,8 @@ that has all its groups, so that its publication comes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import log
 from typing import Protocol
 
 from dora_rl.types import StepIndex
@@ -33,7 +34,65 @@ MEMORY = 0.125  # of the mean variation of the lead
 WAIT_SHARE = 0.02  # of a step: less is no waiting
 FORGET = 1 / 64
 SPARE = 0.125
+LOWER = 0.125
+SPARE_MIN = 0.35
+FADING = 1 / 512
+REPORTS_MIN = 32
+VARIANCE_MIN = 0.1
 RAISE_MAX = 0.5  # of a batch, after one step
+
+
+@dataclass(slots=True)
+class Instances:
+    """What their reports say of how much more they would do with more requests: a straight line
+    through the logarithms of tokens per second over requests, whose slope is 1 where a request
+    more costs nothing and 0 where the others slow down for it. Older reports fade."""
+
+    weight: float = 0.0
+    x: float = 0.0
+    y: float = 0.0
+    xx: float = 0.0
+    xy: float = 0.0
+    idle_s: float = 0.0  # in this step
+    seen_s: float = 0.0
+
+    def see(self, num_running: int, num_steps: int, elapsed_s: float) -> None:
+        """One report: so many decode steps since the last one."""
+        if elapsed_s <= 0 or num_steps < 0:
+            return
+        self.seen_s += elapsed_s
+        if num_running <= 0:
+            self.idle_s += elapsed_s
+        elif num_steps:
+            x, y = log(num_running), log(num_running * num_steps / elapsed_s)
+            values = (1.0, x, y, x * x, x * y)
+            for name, value in zip(("weight", "x", "y", "xx", "xy"), values, strict=True):
+                setattr(self, name, getattr(self, name) * (1 - FADING) + value)
+
+    @property
+    def slope(self) -> float:
+        """1 while it is not known.
+
+        >>> alike = Instances()
+        >>> for num in range(1, 50):
+        ...     alike.see(num, 100 // num, 1.0)
+        >>> round(alike.slope, 1)
+        0.0
+        """
+        if self.weight < REPORTS_MIN:
+            return 1.0
+        mean_x, mean_y = self.x / self.weight, self.y / self.weight
+        variance = self.xx / self.weight - mean_x * mean_x
+        if variance < VARIANCE_MIN:
+            return 1.0
+        covariance = self.xy / self.weight - mean_x * mean_y
+        return min(1.0, max(0.0, covariance / variance))
+
+    @property
+    def spare(self) -> float:
+        """The share of what they could do that lies idle, in this step."""
+        idle = self.idle_s / self.seen_s if self.seen_s > 0 else 0.0
+        return idle + (1 - idle) * self.slope
 
 
 @dataclass(slots=True)
@@ -49,6 +108,8 @@ class Freshness:
     expected: float | None = None  # what the next lead should be
     varies: float = 0.0  # by how much it is not
     floor_s: float = 0.0  # training time of the groups ahead that were too few; fades
+    spare: float = 1.0  # of the instances, in the last step
+    instances: Instances = field(default_factory=Instances)
     began_s: float | None = None  # when the step in training began; None: something came between
     held_since_s: float | None = None
     held_s: float = 0.0  # for so long admission was held back in this step
@@ -95,6 +156,12 @@ def hold(freshness: Freshness, now: float, step: StepIndex) -> bool:
     return is_news
 
 
+def note_report(
+    freshness: Freshness, num_running: int, num_steps: int, elapsed_s: float
+) -> None:
+    freshness.instances.see(num_running, num_steps, elapsed_s)
+
+
 def release(freshness: Freshness, now: float) -> None:
     """It is not held back any more."""
     if freshness.held_since_s is not None:
@@ -114,6 +181,8 @@ def on_step(
     not known): go closer to what it needs."""
     release(freshness, now)
     freshness.held_s = 0.0
+    freshness.spare = freshness.instances.spare
+    freshness.instances.idle_s = freshness.instances.seen_s = 0.0
     began_s, freshness.began_s = freshness.began_s, now
     if began_s is None or step.need_s is None or step.closed_s is None:
         return
@@ -152,7 +221,9 @@ def _move(freshness: Freshness, batch: int, most: int) -> None:
     ahead = float(batch) if freshness.ahead is None else freshness.ahead
     was = ahead if freshness.was is None else freshness.was
     lead = freshness.lead
-    if lead < 0:
+    if lead < 0 and freshness.spare < SPARE_MIN:  # they have enough to do
+        goal = min(ahead, max(float(batch), ahead - LOWER * batch))
+    elif lead < 0:
         freshness.floor_s = max(freshness.floor_s, (was + SPARE * batch) * freshness.pace_s)
         goal = max(ahead, min(was - lead + 1, ahead + RAISE_MAX * batch))
     else:
