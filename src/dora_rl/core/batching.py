@@ -48,7 +48,7 @@ def take_group(state: State, group: Group) -> None:
 def _note_take(state: State, now: float) -> None:
     """The learner trains meanwhile on the groups before it, if it has begun with them."""
     batch = state.batch
-    if not state.policy.freshness or batch.blocked:
+    if not state.policy.freshness:
         return
     before = len(batch.groups) if state.streams else 0
     need_s = before * state.freshness.group_s - now
@@ -57,7 +57,6 @@ def _note_take(state: State, now: float) -> None:
 
 def _report_wait(state: State, blocked: Live, out: list[Action]) -> None:
     """Once a step: which older groups is the learner waiting for?"""
-    state.batch.blocked = True
     if not state.waiting_for:
         untaken = [group for group in state.groups.values() if group.step is None]
         state.waiting_for = tuple(g.id for g in untaken if g.version < blocked.version)

@@ -23,7 +23,6 @@ that has all its groups, so that its publication comes.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from math import log
 from typing import Protocol
 
 from dora_rl.types import StepIndex
@@ -35,25 +34,24 @@ WAIT_SHARE = 0.02  # of a step: less is no waiting
 FORGET = 1 / 64
 SPARE = 0.125
 LOWER = 0.125
-SPARE_MIN = 0.35
+BUSY = 0.15  # spare share of the instances
 FADING = 1 / 512
 REPORTS_MIN = 32
-VARIANCE_MIN = 0.1
 RAISE_MAX = 0.5  # of a batch, after one step
 
 
 @dataclass(slots=True)
 class Instances:
-    """What their reports say of how much more they would do with more requests: a straight line
-    through the logarithms of tokens per second over requests, whose slope is 1 where a request
-    more costs nothing and 0 where the others slow down for it. Older reports fade."""
+    """What their reports say of how much more they would do with more requests. A decode step of n
+    requests takes about a + b * n: of 1 / b tokens a second the share a / (a + b * n) lies idle.
+    a and b are those of the straight line through (1 / n, time / n). Older reports fade."""
 
     weight: float = 0.0
     x: float = 0.0
     y: float = 0.0
     xx: float = 0.0
     xy: float = 0.0
-    idle_s: float = 0.0  # in this step
+    idle_s: float = 0.0  # in this step, at the full rate
     seen_s: float = 0.0
 
     def see(self, num_running: int, num_steps: int, elapsed_s: float) -> None:
@@ -63,36 +61,39 @@ class Instances:
         self.seen_s += elapsed_s
         if num_running <= 0:
             self.idle_s += elapsed_s
-        elif num_steps:
-            x, y = log(num_running), log(num_running * num_steps / elapsed_s)
+            return
+        self.idle_s += elapsed_s * self.idle_of(num_running)
+        if num_steps:
+            x, y = 1 / num_running, elapsed_s / num_steps / num_running
             values = (1.0, x, y, x * x, x * y)
             for name, value in zip(("weight", "x", "y", "xx", "xy"), values, strict=True):
                 setattr(self, name, getattr(self, name) * (1 - FADING) + value)
 
-    @property
-    def slope(self) -> float:
+    def idle_of(self, num_running: int) -> float:
         """1 while it is not known.
 
-        >>> alike = Instances()
+        >>> seen = Instances()
         >>> for num in range(1, 50):
-        ...     alike.see(num, 100 // num, 1.0)
-        >>> round(alike.slope, 1)
-        0.0
+        ...     seen.see(num, 100, 100 * (0.01 + 0.001 * num))
+        >>> round(seen.idle_of(10), 3), round(seen.idle_of(90), 3)
+        (0.5, 0.1)
         """
         if self.weight < REPORTS_MIN:
             return 1.0
         mean_x, mean_y = self.x / self.weight, self.y / self.weight
         variance = self.xx / self.weight - mean_x * mean_x
-        if variance < VARIANCE_MIN:
+        if variance <= 0:
             return 1.0
-        covariance = self.xy / self.weight - mean_x * mean_y
-        return min(1.0, max(0.0, covariance / variance))
+        fixed_s = (self.xy / self.weight - mean_x * mean_y) / variance
+        each_s = mean_y - fixed_s * mean_x
+        if fixed_s <= 0:
+            return 0.0
+        return fixed_s / (fixed_s + max(0.0, each_s) * num_running)
 
     @property
     def spare(self) -> float:
-        """The share of what they could do that lies idle, in this step."""
-        idle = self.idle_s / self.seen_s if self.seen_s > 0 else 0.0
-        return idle + (1 - idle) * self.slope
+        """The share of what they could have done that lay idle in this step."""
+        return self.idle_s / self.seen_s if self.seen_s > 0 else 1.0
 
 
 @dataclass(slots=True)
@@ -123,7 +124,6 @@ class Filled(Protocol):
     size: int
     need_s: float | None
     closed_s: float | None
-    blocked: bool  # groups lay ready that older ones had to go before
 
 
 def allowance(freshness: Freshness, batch: int, max_staleness: int) -> int:
@@ -200,9 +200,6 @@ def on_step(
     lead_s = step.need_s + began_s
     lead = (min(lead_s, -waited_s) if starved else lead_s) / freshness.pace_s
     freshness.floor_s *= 1 - FORGET
-    if step.blocked and lead < 0:
-        freshness.was = freshness.ahead
-        return  # more groups would not have helped
     _note_lead(freshness, lead, step.size)
     _move(freshness, step.size, max_staleness * step.size)
 
@@ -221,7 +218,7 @@ def _move(freshness: Freshness, batch: int, most: int) -> None:
     ahead = float(batch) if freshness.ahead is None else freshness.ahead
     was = ahead if freshness.was is None else freshness.was
     lead = freshness.lead
-    if lead < 0 and freshness.spare < SPARE_MIN:  # they have enough to do
+    if lead < 0 and freshness.spare < BUSY:  # they have enough to do
         goal = min(ahead, max(float(batch), ahead - LOWER * batch))
     elif lead < 0:
         freshness.floor_s = max(freshness.floor_s, (was + SPARE * batch) * freshness.pace_s)

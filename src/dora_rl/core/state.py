@@ -186,8 +186,7 @@ class Batch:
     groups: list[GroupId] = field(default_factory=list[GroupId])
     num_fed: int = 0
     closed: bool = False
-    need_s: float | None = None  # of its takes, and whether one had to wait: see `freshness`
-    blocked: bool = False
+    need_s: float | None = None  # of its takes, and when it was full: see `freshness`
     closed_s: float | None = None
     close_sent: bool = False
 
