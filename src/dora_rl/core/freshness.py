@@ -3,21 +3,24 @@
 The bound (`window`) says what must not happen; this says what is worth doing under it. A group that
 is issued long before its step only ages, so of the groups that are issued and not committed there
 are at most B for the step in training and `ahead` more. With a steady flow the mean staleness is
-`ahead` / B. What is held back is issued when the next version is published, and is fresher by it.
+`ahead` / B. Whom this holds back is issued when the next version is there, and is fresher by it.
 
-    lead    the least time by which a group was taken before the learner came to it, over one step.
-            Below zero the learner stood still. So much later everything could have been issued.
-    margin  what the lead should be: as much as it varies from step to step.
+    lead   the least time by which a group was taken before the learner came to it, over one step.
+           So much later all could have been issued. Below zero: the learner waited.
+    spare  the share of the instances' rate that lay idle in the step.
 
-    the learner waited:  ahead += what it would have trained meanwhile
-    otherwise:           ahead -= GAIN * (lead - margin)        both in groups
+    the learner waited:     ahead rises to what would have been enough; but not above one batch
+                            while the instances are busy: then a start earlier is only a longer
+                            queue
+    otherwise:              ahead falls by half of what the lead is above what it varies by, and not
+                            below what was too little a while ago
 
-A change shows in the lead one step later, and moves it by as much: with a delay of one step a gain
-of 1/4 goes to the goal as fast as is possible without swinging.
+A change of `ahead` shows in the lead one step later, so that each is compared with the allowance
+under which its groups were issued.
 
-Nothing depends on this for its promises. Whatever the numbers here are, the step in training gets
-its B groups (the floor), the bound is checked after them, and who is held back waits for a step
-that has all its groups, so that its publication comes.
+No promise depends on this. Whatever the numbers here are, the step in training gets its B groups
+(`may_issue`), the bound is checked as well, and whoever is held back waits for the end of a step
+that has all its groups.
 """
 
 from __future__ import annotations
@@ -28,16 +31,16 @@ from typing import Protocol
 from dora_rl.types import StepIndex
 
 GAIN = 0.5
-MARGIN = 1.5  # mean variations of the lead
-MEMORY = 0.125  # of the mean variation of the lead
+MARGIN = 1.5  # of the lead, in mean variations
+MEMORY = 0.125  # of the mean variation
 WAIT_SHARE = 0.02  # of a step: less is no waiting
-FORGET = 1 / 64
-SPARE = 0.125
-LOWER = 0.125
-BUSY = 0.15  # spare share of the instances
-FADING = 1 / 512
-REPORTS_MIN = 32
 RAISE_MAX = 0.5  # of a batch, after one step
+LOWER = 0.125  # of a batch, after a step that waited for busy instances
+SPARE = 0.125  # of a batch, above what was too little
+FORGET = 1 / 64  # of what was too little, with each step
+BUSY = 0.5  # instances of which less lies idle
+FADING = 1 / 512  # of a report, with each later one
+REPORTS_MIN = 8
 
 
 @dataclass(slots=True)
@@ -51,7 +54,7 @@ class Instances:
     y: float = 0.0
     xx: float = 0.0
     xy: float = 0.0
-    idle_s: float = 0.0  # in this step, at the full rate
+    idle_s: float = 0.0  # of this step, of the ones before half and half again; at the full rate
     seen_s: float = 0.0
 
     def see(self, num_running: int, num_steps: int, elapsed_s: float) -> None:
@@ -70,7 +73,7 @@ class Instances:
                 setattr(self, name, getattr(self, name) * (1 - FADING) + value)
 
     def idle_of(self, num_running: int) -> float:
-        """1 while it is not known.
+        """0 while it is not known.
 
         >>> seen = Instances()
         >>> for num in range(1, 50):
@@ -79,11 +82,11 @@ class Instances:
         (0.5, 0.1)
         """
         if self.weight < REPORTS_MIN:
-            return 1.0
+            return 0.0
         mean_x, mean_y = self.x / self.weight, self.y / self.weight
         variance = self.xx / self.weight - mean_x * mean_x
         if variance <= 0:
-            return 1.0
+            return 0.0
         fixed_s = (self.xy / self.weight - mean_x * mean_y) / variance
         each_s = mean_y - fixed_s * mean_x
         if fixed_s <= 0:
@@ -92,8 +95,8 @@ class Instances:
 
     @property
     def spare(self) -> float:
-        """The share of what they could have done that lay idle in this step."""
-        return self.idle_s / self.seen_s if self.seen_s > 0 else 1.0
+        """The share of what they could have done that lay idle lately."""
+        return self.idle_s / self.seen_s if self.seen_s > 0 else 0.0
 
 
 @dataclass(slots=True)
@@ -109,7 +112,7 @@ class Freshness:
     expected: float | None = None  # what the next lead should be
     varies: float = 0.0  # by how much it is not
     floor_s: float = 0.0  # training time of the groups ahead that were too few; fades
-    spare: float = 1.0  # of the instances, in the last step
+    spare: float = 0.0  # of the instances, in the last step
     instances: Instances = field(default_factory=Instances)
     began_s: float | None = None  # when the step in training began; None: something came between
     held_since_s: float | None = None
@@ -182,7 +185,8 @@ def on_step(
     release(freshness, now)
     freshness.held_s = 0.0
     freshness.spare = freshness.instances.spare
-    freshness.instances.idle_s = freshness.instances.seen_s = 0.0
+    freshness.instances.idle_s /= 2
+    freshness.instances.seen_s /= 2
     began_s, freshness.began_s = freshness.began_s, now
     if began_s is None or step.need_s is None or step.closed_s is None:
         return
@@ -218,11 +222,11 @@ def _move(freshness: Freshness, batch: int, most: int) -> None:
     ahead = float(batch) if freshness.ahead is None else freshness.ahead
     was = ahead if freshness.was is None else freshness.was
     lead = freshness.lead
-    if lead < 0 and freshness.spare < BUSY:  # they have enough to do
-        goal = min(ahead, max(float(batch), ahead - LOWER * batch))
-    elif lead < 0:
+    if lead < 0:
         freshness.floor_s = max(freshness.floor_s, (was + SPARE * batch) * freshness.pace_s)
         goal = max(ahead, min(was - lead + 1, ahead + RAISE_MAX * batch))
+        if freshness.spare < BUSY:  # to start earlier would only make the queue longer
+            goal = min(goal, max(float(batch), ahead - LOWER * batch))
     else:
         right = was + 1 + MARGIN * freshness.varies - lead
         lowered = ahead + GAIN * min(0.0, right - ahead)
