@@ -119,6 +119,16 @@ class Freshness:
     held_s: float = 0.0  # for so long admission was held back in this step
     told_step: StepIndex = -1  # the last in which it was
 
+    def figures(self, now: float, batch: int) -> dict[str, float]:
+        """For metrics.jsonl, before the step's end is told."""
+        since_s = now if self.held_since_s is None else self.held_since_s
+        return {
+            "freshness/ahead": float(batch) if self.ahead is None else self.ahead,
+            "freshness/lead": self.lead,
+            "freshness/spare": self.instances.spare,
+            "time/held_back": self.held_s + max(0.0, now - since_s),
+        }
+
 
 class Filled(Protocol):
     """Of a batch, what its takes have left: see `note_take`. The moments are None where they were

@@ -164,6 +164,7 @@ class Auditor:
             act.SetAside: (groups.on_set_aside,),
             act.RetireVersion: (steps.on_retire,),
             act.WaitFor: (groups.on_wait_for,),
+            act.HoldBack: (groups.on_hold_back,),
             act.InForce: (steps.on_in_force,),
             act.Stop: (self._on_stop,),
         }

@@ -206,6 +206,19 @@ class GroupAudit(Checker):
                 "waited for, and it is not outstanding",
             )
 
+    def on_hold_back(self, action: act.HoldBack) -> None:
+        """Nobody is held back while the step in training lacks a group."""
+        books = self.books
+        needed = books.in_force[-1].batch_groups if books.in_force else 1
+        taken = sum(record.step == books.committed for record in books.live.values())
+        untaken = sum(record.step is None for record in books.live.values())
+        self.check(
+            taken + untaken >= needed or not untaken,
+            C3,
+            f"step {action.step}",
+            f"groups are held back, and {taken + untaken} are there for a batch of {needed}",
+        )
+
     # -- the end of a group -----------------------------------------------------------------------
 
     def on_end(self, action: act.EndGroup) -> None:

@@ -107,6 +107,7 @@ class History:
         self.steps: dict[StepIndex, StepRecord] = {}
         self.loads: list[LoadRecord] = []
         self.waits: list[WaitRecord] = []
+        self.holds: list[tuple[float, act.HoldBack]] = []  # at most one a step
         self.incidents: list[Incident] = []
         self.asleep: list[list[float]] = []  # instance, begin, end
         self.reasons: dict[int, str] = {}  # why groups ended, where one is given
@@ -273,6 +274,8 @@ class History:
                 self._rewind(value.version, now_s)
             case act.WaitFor():
                 self.waits.append(WaitRecord(now_s, value.step, value.groups))
+            case act.HoldBack():
+                self.holds.append((now_s, value))
             case act.Sleep():
                 self._sleeping[self.instance(value.instance)] = now_s
             case act.Wake():

@@ -175,6 +175,8 @@ class Soak:
         if not spec.params.losses_max:  # older rules know nothing of these
             rates = replace(rates, poison=0.0, kills=0.0, still=0.0, stall_every_s=0.0)
         spec, rates = with_levels(spec, rates, random.Random(f"levels {seed}"))
+        fresh = random.Random(f"freshness {seed}").random() < 0.7
+        spec = replace(spec, params=replace(spec.params, freshness=fresh))
         self.faults = Faults(rates, random.Random(f"faults {seed}"))
         self.log = CrashingLog(self.rng.choice([5, 50, 500]))
         self.world = World(spec, self.faults, self.log)
