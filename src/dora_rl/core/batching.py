@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dora_rl.core.actions import Action, CloseStep, End, Feed, InForce, WaitFor
 from dora_rl.core.events import BatchAccepted, StepCommitted, VersionDurable
-from dora_rl.core.freshness import on_step
+from dora_rl.core.freshness import note_first, on_step
 from dora_rl.core.ledger import abandon, end_group, stop
 from dora_rl.core.orchestrate import retire_finished, sleep_elastic, wake_elastic
 from dora_rl.core.params import policy_of
@@ -20,6 +20,8 @@ from dora_rl.core.window import Bound
 
 def take(state: State, now: float, out: list[Action]) -> None:
     """Fill the step being filled from the ready groups."""
+    if state.policy.freshness and state.versions[state.newest].ready:
+        note_first(state.freshness, state.newest, now)
     num_taken = 0
     while state.num_ready and not state.batch.closed and state.has_room(out, num_taken):
         num_taken += 1

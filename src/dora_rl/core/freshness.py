@@ -28,7 +28,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from dora_rl.types import StepIndex
+from dora_rl.types import StepIndex, Version
 
 GAIN = 0.5
 MARGIN = 1.5  # of the lead, in mean variations
@@ -38,6 +38,7 @@ RAISE_MAX = 0.5  # of a batch, after one step
 LOWER = 0.125  # of a batch, after a step that waited for busy instances
 SPARE = 0.125  # of a batch, above what was too little
 FORGET = 1 / 64  # of what was too little, with each step
+ANSWERS = 2.0  # what is ahead of a publication lasts for so long as it takes
 BUSY = 0.5  # instances of which less lies idle
 FADING = 1 / 512  # of a report, with each later one
 REPORTS_MIN = 8
@@ -112,6 +113,10 @@ class Freshness:
     expected: float | None = None  # what the next lead should be
     varies: float = 0.0  # by how much it is not
     floor_s: float = 0.0  # training time of the groups ahead that were too few; fades
+    answer_s: float = (
+        0.0  # from a publication to the first group of the version; the longest lately
+    )
+    answered: Version = -1  # the last version of which there was one
     spare: float = 0.0  # of the instances, in the last step
     instances: Instances = field(default_factory=Instances)
     began_s: float | None = None  # when the step in training began; None: something came between
@@ -169,10 +174,15 @@ def hold(freshness: Freshness, now: float, step: StepIndex) -> bool:
     return is_news
 
 
-def note_report(
-    freshness: Freshness, num_running: int, num_steps: int, elapsed_s: float
-) -> None:
+def note_report(freshness: Freshness, num_running: int, num_steps: int, elapsed_s: float) -> None:
     freshness.instances.see(num_running, num_steps, elapsed_s)
+
+
+def note_first(freshness: Freshness, version: Version, now: float) -> None:
+    """A group of the newest version is ready, perhaps its first."""
+    if freshness.answered != version and freshness.began_s is not None:
+        freshness.answered = version
+        freshness.answer_s = max(now - freshness.began_s, freshness.answer_s * (1 - MEMORY))
 
 
 def release(freshness: Freshness, now: float) -> None:
@@ -218,6 +228,14 @@ def on_step(
     _move(freshness, step.size, max_staleness * step.size)
 
 
+def _behind_publication(freshness: Freshness, batch: int) -> float:
+    """With less than a batch ahead a step needs groups of its own version. These are there some
+    time after the publication, which what is ahead must be enough for."""
+    if ANSWERS * freshness.answer_s >= batch * freshness.group_s:
+        return float(batch)
+    return ANSWERS * freshness.answer_s / freshness.group_s
+
+
 def _note_lead(freshness: Freshness, lead: float, batch: int) -> None:
     """And by how much it is not what was expected."""
     freshness.lead = min(max(lead, -float(batch)), 2.0 * batch)
@@ -240,6 +258,7 @@ def _move(freshness: Freshness, batch: int, most: int) -> None:
     else:
         right = was + 1 + MARGIN * freshness.varies - lead
         lowered = ahead + GAIN * min(0.0, right - ahead)
-        goal = max(lowered, min(ahead, freshness.floor_s / freshness.pace_s))
+        enough = max(freshness.floor_s / freshness.pace_s, _behind_publication(freshness, batch))
+        goal = max(lowered, min(ahead, enough))
     goal = min(max(0.0, goal), float(most))
     freshness.was, freshness.ahead, freshness.expected = ahead, goal, lead + ahead - was

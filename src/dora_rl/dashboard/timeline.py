@@ -61,6 +61,7 @@ def timeline(
         "loads": _loads(history, row, begin, end),
         "moves": _moves(history, row, begin, end),
         "waits": _waits(history, begin, end),
+        "held": _held(history, begin, end),
         "asleep": [
             [int(row[int(which)]), since, until]
             for which, since, until in history.asleep
@@ -148,6 +149,23 @@ def _waits(history: History, begin: float, end: float) -> list[list[Any]]:
         [wait.step, wait.begin_s, until, list(wait.groups[:12])]
         for wait, until in history.ended_waits()
         if wait.begin_s <= end and until >= begin
+    ]
+    return rows[:: len(rows) // MARKS_MAX + 1]
+
+
+def _held(history: History, begin: float, end: float) -> list[list[Any]]:
+    """[step, begin, end, why]: admission was held back until the step's version was there."""
+    rows = [
+        [
+            hold.step,
+            begin_s,
+            until_s,
+            f"held back: {hold.ready} groups ready, {hold.running} running, {hold.ahead} of them "
+            f"ahead of step {hold.step}; the learner needs the next batch in {hold.needed_s:.1f} s",
+        ]
+        for begin_s, hold in history.holds
+        for until_s in [history.or_now(history.step(hold.step).committed_s)]
+        if begin_s <= end and until_s >= begin
     ]
     return rows[:: len(rows) // MARKS_MAX + 1]
 
