@@ -66,7 +66,9 @@ def _report_wait(state: State, blocked: Live, out: list[Action]) -> None:
 
 
 def _close(state: State, now: float, out: list[Action]) -> None:
-    state.batch.closed, state.batch.closed_s = True, now
+    state.batch.closed = True
+    if state.policy.freshness:
+        state.batch.closed_s = now
     if state.policy.surplus_at_close:
         for group in [g for g in state.groups.values() if g.step is None]:
             abandon(state, group, End.SURPLUS, "the batch is full", out)

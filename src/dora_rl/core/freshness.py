@@ -231,9 +231,9 @@ def on_step(
 def _behind_publication(freshness: Freshness, batch: int) -> float:
     """With less than a batch ahead a step needs groups of its own version. These are there some
     time after the publication, which what is ahead must be enough for."""
-    if ANSWERS * freshness.answer_s >= batch * freshness.group_s:
+    if freshness.group_s <= 0:
         return float(batch)
-    return ANSWERS * freshness.answer_s / freshness.group_s
+    return min(float(batch), ANSWERS * freshness.answer_s / freshness.group_s)
 
 
 def _note_lead(freshness: Freshness, lead: float, batch: int) -> None:
