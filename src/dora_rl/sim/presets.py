@@ -56,6 +56,7 @@ class Preset:
     engine: Engine = field(default_factory=Engine)
     resident_max: int = 1
     report_s: float = 15.0
+    freshness: bool = False  # the paper has none
     streaming: bool = True
     kv_moves: bool = True
     repartition: bool = True
@@ -238,6 +239,7 @@ def _params(preset: Preset, mode: Mode, cost: RolloutCost) -> Params:
         num_steps=preset.num_steps,
         inflight_groups=max(1, int(preset.inflight_share * preset.batch_groups)),
         updates_per_step=preset.updates_per_step,
+        freshness=preset.freshness,
         streaming=preset.streaming,
         kv_moves=preset.kv_moves,
         repartition=preset.repartition,
