@@ -59,7 +59,7 @@ def together(recipe: str, seed: int, steps: int, folder: Path) -> list[Row]:
 def figures(recipe: str, arm: str, seed: int, run_dir: Path) -> Row:
     lines = list(read_lines(run_dir / "metrics.jsonl"))
     steps = [line for line in lines if "step" in line][FIRST:-LAST]
-    scores = [line["eval/greedy"] for line in lines if "eval/greedy" in line]
+    scores = [line["eval/sampled"] for line in lines if "eval/sampled" in line]
     took_s = sum(line["time/step"] for line in steps)
     return {
         "recipe": recipe,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,10 +11,11 @@ from hypothesis import strategies as st
 
 from dora_rl.core import actions as act
 from dora_rl.core import admission
+from dora_rl.core import events as ev
 from dora_rl.core.freshness import Freshness, Instances, allowance, disturb, on_step
 from dora_rl.core.invariants import check_invariants
 from dora_rl.core.params import Params
-from dora_rl.core.state import Batch, State
+from dora_rl.core.state import Batch, Group, State
 from dora_rl.observe.audit import audit
 from dora_rl.sim.checkers import Checker
 from dora_rl.sim.world import World
@@ -212,6 +214,28 @@ def test_off_is_as_it_was() -> None:
             hand.train()
     assert hand.state.freshness == State(hand.params).freshness
     assert not [a for e in hand.entries for a in e.actions if isinstance(a, act.HoldBack)]
+
+
+def test_it_may_be_switched_on_and_off_in_a_resumed_run() -> None:
+    hand = Hand(batch_groups=2, group_size=1, num_steps=12)
+    hand.begin({"a": 64}, resident_max=4)
+    assert hand.state.next_group == 6, "as many as the bound allows"
+    for fresh, most in ((True, 2), (False, 4)):
+        hand.tell(ev.Resumed(replace(hand.params, freshness=fresh)))
+        hand.tell(ev.LearnerJoined(hand.state.committed, hand.state.committed, incarnation=0))
+        hand.join("a", versions=tuple(hand.state.versions), resident_max=4)
+        for _ in range(3):
+            hand.settle()
+            for group in hand.running():
+                hand.complete(group.id)
+            hand.train()
+        assert len([g for g in hand.state.groups.values() if not is_committed(hand, g)]) == 2 + most
+    hand.to_the_end()
+    hand.audit()
+
+
+def is_committed(hand: Hand, group: Group) -> bool:
+    return group.step is not None and group.step < hand.state.committed
 
 
 def test_the_allowance_is_one_batch_until_something_was_measured() -> None:

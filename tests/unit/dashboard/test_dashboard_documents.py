@@ -261,6 +261,18 @@ def test_bins_hold_the_time_that_stays_take(tmp_path: Path) -> None:
     assert found["moves"]["num"] == len(history.moves)
 
 
+def test_the_timeline_says_why_groups_were_held_back(tmp_path: Path) -> None:
+    entries = simulated(freshness=True)
+    write_log(tmp_path / "events", entries)
+    watcher = Watcher(tmp_path, audit=False)
+    watcher.look()
+    held = shown(watcher, "timeline", width=1000)["held"]
+    logged = [a for entry in entries for a in entry.actions if isinstance(a, act.HoldBack)]
+    assert held and [row[0] for row in held] == [action.step for action in logged]
+    assert all(begin < end for _, begin, end, _ in held)
+    assert f"{logged[0].ahead} of them ahead of step {logged[0].step};" in held[0][3]
+
+
 def test_groups_are_paged_filtered_and_ordered(watcher: Watcher) -> None:
     history = watcher.history
     first = shown(watcher, "groups", size=10)
