@@ -331,7 +331,13 @@ def answers_to_earlier_loads_believed(patch: pytest.MonkeyPatch) -> None:
     handler(patch, ev.Loaded, any_attempt)
 
 
+def held_back_without_a_floor(patch: pytest.MonkeyPatch) -> None:
+    """Freshness control counts the step in training as something that may wait."""
+    patch.setattr(admission, "may_issue", lambda outstanding, batch, ahead: outstanding < ahead)
+
+
 MUTANTS: list[Patch] = [
+    held_back_without_a_floor,
     late_messages_believed,
     answers_to_earlier_loads_believed,
     no_version_check_at_decode,
