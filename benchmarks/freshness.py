@@ -4,8 +4,9 @@
 
 The arms of a recipe (without, with, and without at K = 1) run at the same time, so that whatever
 else the machine does slows all of them alike: their ratios can be trusted, their speeds say nothing
-of a machine that has only one of them. Speeds are trained tokens per second of the steps between
-the first four and the last two. `--steps` shortens a run; scores are those at its end.
+of a machine that has only one of them. Speeds are trained tokens per second of the whole run: with
+a long tail a slow step and a few quick ones take turns, so that a part of a run says little.
+Staleness and waits are those between the first four and the last two steps, scores of the end.
 Simulated rows run one after the other; their time does not depend on the machine.
 """
 
@@ -32,7 +33,7 @@ ARMS = {
     "auto, K = 2": ("orchestration.freshness=auto",),
     "off, K = 1": ("orchestration.freshness=off", "orchestration.max_staleness=1"),
 }
-FIRST, LAST = 4, 2  # steps that are not measured
+FIRST, LAST = 4, 2  # steps of which staleness and waits are not counted
 SPLITS = (28, 32, 40)  # of 64 GPUs, for generation
 SEED = 1  # of the simulated rows
 
@@ -58,14 +59,16 @@ def together(recipe: str, seed: int, steps: int, folder: Path) -> list[Row]:
 
 def figures(recipe: str, arm: str, seed: int, run_dir: Path) -> Row:
     lines = list(read_lines(run_dir / "metrics.jsonl"))
-    steps = [line for line in lines if "step" in line][FIRST:-LAST]
+    whole = [line for line in lines if "step" in line]
+    steps = whole[FIRST:-LAST]
     scores = [line["eval/sampled"] for line in lines if "eval/sampled" in line]
     took_s = sum(line["time/step"] for line in steps)
     return {
         "recipe": recipe,
         "arm": arm,
         "seed": seed,
-        "tokens_per_s": sum(line["tokens_trained"] for line in steps) / took_s,
+        "tokens_per_s": sum(line["tokens_trained"] for line in whole)
+        / sum(line["time/step"] for line in whole),
         "staleness": mean(line["staleness/mean"] for line in steps),
         "waited": sum(line["time/wait_for_batch"] for line in steps) / took_s,
         "score": scores[-1] if scores else None,
