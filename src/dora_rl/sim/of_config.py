@@ -79,6 +79,7 @@ def preset_of_config(
         max_staleness=params.max_staleness,
         inflight_share=params.inflight_groups / params.batch_groups,
         resident_max=rollout.versions_max or params.max_staleness + 1,
+        freshness=params.freshness,
         streaming=params.streaming,
         kv_moves=params.kv_moves,
         repartition=params.repartition,
