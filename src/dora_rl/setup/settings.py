@@ -33,6 +33,10 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 def read_config(path: Path) -> dict[str, Any]:
     """The sections of a file, with today's names of their keys; nothing else is checked."""
+    if path.is_dir():
+        inside = path / "config.json"
+        hint = f"; give {inside}" if inside.is_file() else ""
+        raise UserError(f"{path} is a folder, not a configuration{hint}")
     if not path.is_file():
         raise UserError(f"configuration {path} does not exist")
     try:

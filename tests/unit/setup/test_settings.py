@@ -44,3 +44,11 @@ def test_a_configuration_that_is_no_table_is_refused_in_a_line(tmp_path: Path) -
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(UserError, match="has sections; this is a list"):
         load_config(tmp_path / "config.json")
+
+
+def test_a_folder_is_no_configuration(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"is a folder, not a configuration$"):
+        load_config(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"not a configuration; give .*/config\.json$"):
+        load_config(tmp_path)
