@@ -50,6 +50,21 @@ def committed_checksums(run: Path, wanted: Collection[Version]) -> dict[Version,
     return found
 
 
+def newest_committed(run: Path) -> Version | None:
+    """The newest version that the log of a run speaks of as its own; None: it has no log. What was
+    sealed after it is for a resume alone, which may make it again. Read from the end."""
+    paths = segments(run / "events")
+    for path in reversed(paths):
+        for line in reversed(whole_lines(path.read_bytes())):
+            record = parse_line(line) if _COMMITTED in line or _REWOUND in line else None
+            event: Any = record.event if isinstance(record, Entry) else None
+            if isinstance(event, Rewound):
+                return event.version
+            if isinstance(event, StepCommitted):
+                return event.step + 1
+    return 0 if paths else None
+
+
 def seals_whole_models(config: RunConfig) -> bool:
     """Whether a checkpoint's model is, bit for bit, the version that was sealed with it."""
     adapters = config.trainer.lora_rank and config.trainer.lora_publish == "adapters"

@@ -3,7 +3,7 @@
 Reads only; a run may still be going on. Invariant: what is found is complete: checkpoints and
 sealed versions appear under their names only when every byte is there.
 
-    find_model(Path("runs/quickstart"), "last")   newest sealed version or checkpoint
+    find_model(Path("runs/quickstart"), "last")   the newest version that the log has committed
     find_model(Path("runs/quickstart"), "best")   the version with the best evaluation
     find_model(Path("Qwen3-0.6B"))                a Hugging Face directory, as it is
 """
@@ -84,10 +84,11 @@ def find_model(path: Path, step: str = "last") -> FoundModel:
             raise UserError(f"--step {step}: {path} is a model directory; only a run has steps")
         return FoundModel(f"model {path}", 0, path)
     found = _in_run(path)
-    if not found:
+    newest = _newest(path, found) if step == "last" else max(found, default=None)
+    if newest is None:
         raise UserError(f"{path} has no checkpoint and no sealed weights yet")
     if step == "last":
-        return _proved(path, found[max(found)]())
+        return _proved(path, found[newest]())
     if step == "best":
         return _proved(path, _best(path, found))
     return _proved(path, found[_number(step, found)]())
@@ -118,16 +119,18 @@ def newer_model(run: Path, than: Version) -> FoundModel | None:
 
     Raises `WeightsError` where they are damaged, or were retired at this very moment.
     """
-    config = run_config(run)
-    root = run / "weights"
-    store = DiskWeightStore(root) if root.is_dir() else None
-    sealed = max(store.versions(), default=-1) if store is not None else -1
-    saved = max(_checkpoints(run, config).saved(), key=lambda one: one.step, default=None)
-    if saved is not None and saved.step + 1 >= sealed:
-        found = _saved(run, saved) if saved.step + 1 > than else None
-    else:
-        found = _sealed(run, config, store, sealed) if store is not None and sealed > than else None
-    return None if found is None else _proved(run, found)
+    found = {version: open_ for version, open_ in _in_run(run).items() if version > than}
+    newest = _newest(run, found)
+    return None if newest is None else _proved(run, found[newest]())
+
+
+def _newest(run: Path, found: Collection[Version]) -> Version | None:
+    """Of those found. What is sealed and not in the log yet is not the run's, unless a resume
+    takes it."""
+    from dora_rl.weights.proof import newest_committed
+
+    committed = newest_committed(run) if found else None
+    return max((v for v in found if committed is None or v <= committed), default=None)
 
 
 def has_weights(run: Path, version: Version) -> bool:

@@ -10,8 +10,10 @@ import torch
 
 from dora_rl.cli import main
 from dora_rl.config import ModelConfig, RunConfig
+from dora_rl.core import events as ev
+from dora_rl.observe.eventlog import FileLog
 from dora_rl.types import UserError
-from dora_rl.weights.run_models import export_model, find_model, is_run
+from dora_rl.weights.run_models import export_model, find_model, is_run, newer_model
 from dora_rl.weights.store import DiskWeightStore
 from tests.kit.places import MODEL
 
@@ -42,6 +44,21 @@ def test_last_is_the_newest_and_a_checkpoint_goes_before_sealed_weights(run):
     last = find_model(run, "last")
     assert (last.version, last.sealed is not None) == (3, True)
     assert find_model(run, "2").directory.name == "step_000001"
+
+
+def test_what_the_log_has_not_committed_yet_is_never_last(run):
+    """A run that stops may have sealed a version whose step is not in its log."""
+    log = FileLog.create(run / "events")
+    with pytest.raises(UserError, match="no sealed weights yet"):
+        find_model(run, "last")
+    for step in (0, 1):
+        log.append(0.0, ev.StepCommitted(step, ""), [])
+    assert find_model(run, "last").version == 2 and find_model(run, "3").version == 3
+    assert newer_model(run, 1).version == 2 and newer_model(run, 2) is None
+    log.append(0.0, ev.StepCommitted(2, ""), [])
+    assert find_model(run, "last").version == newer_model(run, 2).version == 3
+    log.append(0.0, ev.Rewound(2), [])
+    assert find_model(run, "last").version == 2
 
 
 def rate(run, *lines):
