@@ -79,9 +79,10 @@ def _load_module(place: str, base_dir: Path, section: str, key: str) -> ModuleTy
 
 
 def load_file(path: Path, section: str) -> ModuleType:
-    """The module in a file, which may import its neighbours; executed once."""
-    # The name is unique to the file, so that two files of one name do not meet.
-    digest = blake2b(str(path).encode(), digest_size=6).hexdigest()
+    """The module in a file, which may import its neighbours; executed once as it is now."""
+    # The name is unique to the file, so that two files of one name do not meet, and to its text:
+    # a file that was mended since is another module.
+    digest = blake2b(str(path).encode() + b"\0" + path.read_bytes(), digest_size=6).hexdigest()
     name = f"dora_rl_{section}_{path.stem}_{digest}"
     if name in sys.modules:
         return sys.modules[name]

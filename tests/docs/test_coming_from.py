@@ -9,6 +9,7 @@ from typing import get_args
 import pytest
 from pydantic import BaseModel
 
+from dora_rl.api.words import KNOWN_AS
 from dora_rl.config import RunConfig
 from tests.docs.document_blocks import prose
 from tests.kit.places import ROOT
@@ -50,6 +51,30 @@ def test_every_key_of_ours_exists(page: Path) -> None:
     keys = our_keys(page)
     assert wrong_keys(keys) == []
     assert len(keys) > (30 if page.stem.startswith("coming") else 0)
+
+
+FIRST = re.compile(r"`([\w.]+)`")
+TABLE = [
+    line.split(" | ", 2)[:2]
+    for page in PAGES[:2]
+    for line in page.read_text().splitlines()
+    if line.startswith("| `")
+]
+THEIRS = [(name.split(".")[-1], ours) for first, ours in TABLE for name in FIRST.findall(first)]
+ARGUMENTS = {"data": "data.train", "eval_data": "data.eval", "run_dir": "runtime.run_dir"}
+
+
+@pytest.mark.parametrize("name", KNOWN_AS)
+def test_keywords_of_others_are_called_what_the_pages_call_them(name: str) -> None:
+    """Those that the example of a page names, and those of its tables."""
+    meant = KNOWN_AS[name]
+    key = ARGUMENTS.get(meant, meant.replace("__", "."))
+    told = [ours for theirs, ours in THEIRS if theirs == name]
+    if told:
+        assert any(f"`{key}`" in ours for ours in told)
+    else:
+        assert name in {"train_dataset", "reward_funcs", "eval_dataset"}
+    assert meant in {"data", "eval_data", "reward", "run_dir"} or not wrong_keys([key])
 
 
 def test_a_wrong_key_is_found(tmp_path: Path) -> None:

@@ -81,13 +81,16 @@ def test_callbacks_hear_every_line(whole: tuple[dora_rl.Run, list[dict[str, Any]
     assert run.metrics == [line for line in heard if "step" in line]
     assert run.evaluations == [line for line in heard if "step" not in line]
     assert run.metrics["step"] == [0, 1, 2] and run.evaluations["version"] == [0, 3]
+    assert len(run.metrics["rewards/lambda/mean"]) == 3
     assert run.metrics[-1]["rewards/sevens/mean"] == run.metrics["rewards/sevens/mean"][-1]
-    assert run.metrics["nothing of the kind"] == [None] * 3
+    with pytest.raises(KeyError, match="no line has 'reward/maen'; did you mean 'reward/mean'"):
+        run.metrics["reward/maen"]
 
 
 def test_samples_are_what_was_trained(whole: tuple[dora_rl.Run, list[dict[str, Any]]]) -> None:
     run, _ = whole
     samples = list(run.samples)
+    assert repr(run.samples).startswith(f"<24 samples in {run.directory}")
     assert len(samples) == len(run.samples) == run.summary["samples_trained"] == 24
     for one in samples:
         assert one["reward"] == pytest.approx(len(one["text"]) + sevens(one["text"], "7"))
@@ -110,6 +113,10 @@ def test_the_model_of_a_run(whole: tuple[dora_rl.Run, list[dict[str, Any]]]) -> 
     assert one.logprobs == pytest.approx(there, abs=1e-4)
     before = dora_rl.Engine(MODEL, kv_bytes_max=1 << 25).generate("03:274\n", tokens_max=12, seed=3)
     assert before[0][0].logprobs != one.logprobs  # trained
+    with pytest.raises(dora_rl.UserError, match="^step 77: the run keeps only"):
+        run.model(77)
+    with pytest.raises(dora_rl.UserError, match="^step 77: the run keeps only"):
+        dora_rl.Engine(run, step=77)
     assert run.tokenizer().decode(one.token_ids, skip_special_tokens=True) == one.text
 
 
@@ -119,7 +126,7 @@ def test_a_callback_stops_a_run_that_is_resumed(tmp_path: Path) -> None:
     assert run.summary["stopped"] == "a callback stopped it (on_step)"
     again = dora_rl.Run(tmp_path / "run").resume(orchestration__num_steps=4)
     assert again.done and again.metrics["step"] == [0, 1, 2, 3] and again.audit().findings == ()
-    with pytest.raises(dora_rl.UserError, match="already holds a run"):
+    with pytest.raises(dora_rl.UserError, match=r"already holds .*Run\(run_dir\)\.resume\(\)"):
         train(tmp_path)
 
 
@@ -144,13 +151,50 @@ def test_ctrl_c_stops_after_saving(tmp_path: Path, capsys: pytest.CaptureFixture
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_a_run_that_cannot_go_on_raises(tmp_path: Path) -> None:
+def test_a_reward_that_raises_is_mended_in_place(tmp_path: Path) -> None:
     def broken(completion: str, answer: str) -> float:
         raise ValueError("never")
 
     with pytest.raises(dora_rl.RunStopped) as error:
         train(tmp_path, reward=broken, orchestration__attempts_max=1)
-    assert error.value.run.directory == tmp_path / "run" and not error.value.run.done
+    run = error.value.run
+    assert run.directory == tmp_path / "run" and not run.done
+    (file,) = (run.directory / "given").glob("functions_*.py")
+    way = f"mend broken in {file}, then run.resume()"
+    assert str(error.value).endswith(f"raised ValueError: never; {way}")
+    with pytest.raises(dora_rl.UserError) as refused:
+        run.resume(reward=sevens)
+    assert str(refused.value) == f"Run.resume: reward stays what the run began with; {way}"
+    file.write_text(file.read_text().replace('raise ValueError("never")', "return 1.0"))
+    run.resume()
+    assert run.done and set(run.metrics["reward/mean"]) == {1.0} and run.audit().findings == ()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (
+            {"data": [{"frage": "1:", "antwort": "7"}]},
+            "data: row 0 has no 'prompt' (columns: frage, antwort); set prompt_column "
+            '(data={"path": rows, "prompt_column": ...})',
+        ),
+        (
+            {"eval_data": [{"prompt": "2:", "answer": "1"}, {"promt": "2"}]},
+            "eval_data: row 1 has no 'prompt' (columns: promt); set prompt_column (eval_data={",
+        ),
+        (
+            {"data": [ROWS[0]], "eval_data": [ROWS[1], ROWS[0]]},
+            "row 1 of eval_data",
+        ),
+        ({"reward": lambda x: 1.0}, "reward: a lambda takes (x), which is none of the known"),
+        ({"reward": [sevens, lambda x: 0, lambda y: y]}, "reward: a lambda takes (x), which"),
+    ],
+)
+def test_refusals_speak_of_what_was_given(tmp_path: Path, wrong: Any, says: str) -> None:
+    with pytest.raises(dora_rl.UserError) as error:
+        train(tmp_path, **wrong)
+    assert says in str(error.value) and "/given/" not in str(error.value)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_run_that_is_refused_leaves_nothing(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """Functions that are given as objects, written down as one module that any process can import.
 
     carry = Carry()
-    name = carry.add(lambda completion, answer: float(answer in completion))   # "given"
-    carry.text()    # the module in which `given` is that function
+    name = carry.add(lambda completion, answer: float(answer in completion))   # "lambda_1"
+    carry.text()    # the module in which `lambda_1` is that function
 
 What is in an importable module is imported there. A function of a script, of a notebook cell or of
 another function, and a lambda, is written down as its source, with whatever it uses: functions and
@@ -25,6 +25,7 @@ import sys
 import sysconfig
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
+from itertools import count
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -58,9 +59,11 @@ class Carry:
                 f"give functools.partial of a function, or {FILE_HINT}",
             )
         )
-        name = wanted if wanted.isidentifier() else "given"
-        while name in self._stands_for and not _is_same(self._stands_for[name], function):
-            name += "_"
+        names = (f"{wanted}{'_' * number}" for number in count())
+        if not wanted.isidentifier():
+            names = (f"lambda_{number}" for number in count(1))
+        known = self._stands_for
+        name = next(n for n in names if n not in known or _is_same(known[n], function))
         self._need(name, function, user=name)
         return name
 
@@ -320,6 +323,14 @@ def _is_same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and isinstance(one, (str, int, float, bool)) and one == other
 
 
+def label_of(name: str) -> str:
+    """What figures and messages call a function of the module."""
+    return "lambda" if name == "lambda_1" else name
+
+
 def _shown(value: Any) -> str:
     name = getattr(value, "__name__", "") or f"a {type(value).__name__}"
+    if inspect.ismethod(value):
+        owner = value.__self__ if inspect.isclass(value.__self__) else type(value.__self__)
+        return f"{name}, a method of {owner.__name__},"
     return "a lambda" if name == "<lambda>" else name

@@ -18,6 +18,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from dora_rl.api.words import in_words_of_python
 from dora_rl.config import RolloutConfig
 from dora_rl.engine.engine import Engine as NativeEngine
 from dora_rl.engine.options import EngineOptions
@@ -69,7 +70,9 @@ class Engine:
     ) -> None:
         import torch
 
-        found = find_model(Path(local_model(str(getattr(model, "directory", model)))), str(step))
+        with in_words_of_python():
+            place = Path(local_model(str(getattr(model, "directory", model))))
+            found = find_model(place, str(step))
         self.tokenizer = open_tokenizer(found.directory, trust_remote_code)
         device = choose_device(device, "Engine: device")
         if "dtype" not in options:

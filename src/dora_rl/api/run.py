@@ -23,7 +23,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from dora_rl.api.settings import merged, settle
+from dora_rl.api.settings import ARGUMENTS, merged, settle
+from dora_rl.api.words import in_words_of_python, mending
 from dora_rl.commands.train import INTERRUPTED, conduct
 from dora_rl.config import RunConfig
 from dora_rl.controller.run_dir import check_run_dir
@@ -31,7 +32,7 @@ from dora_rl.io.append_log import read_lines
 from dora_rl.observe.audit import AuditReport, audit_run
 from dora_rl.setup.settings import read_config, resolve
 from dora_rl.types import UserError
-from dora_rl.user_code import one_line
+from dora_rl.user_code import hint, one_line
 from dora_rl.weights.run_models import export_model, find_model, is_run, run_config
 from dora_rl.worlds.start import starting
 
@@ -45,15 +46,21 @@ class RunStopped(UserError):
     """The run ended before its last step, and nobody had asked for that. `run` can be resumed."""
 
     def __init__(self, reason: str, run: Run) -> None:
-        super().__init__(f"{reason}; {run.directory} can be resumed")
+        mend = mending(run.config, reason)
+        way = f"{mend}, then run.resume()" if mend else f"{run.directory} can be resumed"
+        super().__init__(f"{reason}; {way}")
         self.run = run
 
 
 class Lines(list[Line]):
-    """Lines of metrics: `lines[-1]` is one of them, `lines["reward/mean"]` a column."""
+    """Lines of metrics: `lines[-1]` is one of them, `lines["reward/mean"]` a column, in which
+    None stands for a line without it."""
 
     def __getitem__(self, key: Any) -> Any:
         if isinstance(key, str):
+            known = {name for line in self for name in line}
+            if self and key not in known:
+                raise KeyError(f"no line has {key!r}{hint(key, sorted(known))}")
             return [line.get(key) for line in self]
         return super().__getitem__(key)
 
@@ -69,6 +76,9 @@ class Samples:
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} samples in {self._path}; go through them, or take list(...)>"
 
 
 class Run:
@@ -143,9 +153,9 @@ class Run:
 
     def export(self, out: str | Path, step: int | str = "last") -> Path:
         """Write the weights as a Hugging Face directory, which must be new or empty."""
-        export_model(
-            find_model(self.directory, str(step)), Path(out), self.config.checkpoint.shard_bytes_max
-        )
+        with in_words_of_python():
+            found = find_model(self.directory, str(step))
+        export_model(found, Path(out), self.config.checkpoint.shard_bytes_max)
         return Path(out)
 
     def resume(
@@ -157,10 +167,23 @@ class Run:
     ) -> Run:
         """Go on, with other values of keys that may change: `orchestration__num_steps=50`. Returns
         the same run when it has ended again."""
+        self._refuse_what_stays(config)
         here = {"runtime.run_dir": str(self.directory)}
-        tables = merged(read_config(self.directory / "config.json"), {**config, **here})
+        tables = merged(
+            read_config(self.directory / "config.json"), {**config, **here}, "Run.resume"
+        )
         _go(resolve(tables, "Run.resume"), _Hearing(on_step, on_evaluation), resume=True)
         return self
+
+    def _refuse_what_stays(self, config: Mapping[str, Any]) -> None:
+        """Model, data and functions are those that the run began with; a function is mended in
+        place."""
+        for name in ARGUMENTS:
+            if name not in config or isinstance(config[name], Mapping):
+                continue
+            mend = mending(self.config) if name == "reward" else ""
+            way = f"{mend}, then run.resume()" if mend else "begin a new run with dora_rl.train"
+            raise UserError(f"Run.resume: {name} stays what the run began with; {way}")
 
 
 def train(
@@ -196,14 +219,18 @@ def train(
     }
     settings, given = settle(arguments, config, keywords)
     run_dir = Path(settings.runtime.run_dir)
-    check_run_dir(run_dir, resume=False)
+    with in_words_of_python():
+        check_run_dir(run_dir, resume=False)
     try:
         given.put_down()
         _go(settings, _Hearing(on_step, on_evaluation), resume=False)
-    except BaseException:
-        if not is_run(run_dir):
-            given.take_back()
-        raise
+    except BaseException as error:
+        if is_run(run_dir):
+            raise
+        given.take_back()
+        if not isinstance(error, UserError):
+            raise
+        raise UserError(given.in_words(str(error))) from None
     return Run(run_dir)
 
 

@@ -10,6 +10,7 @@ there. So the run directory alone is enough to resume.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from datetime import datetime
@@ -19,18 +20,19 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
-from dora_rl.api.carry import Carry
-from dora_rl.config import DataSource, RunConfig
+from dora_rl.api.carry import Carry, label_of
+from dora_rl.api.words import known_as, sections_with
+from dora_rl.config import DataConfig, DataSource, RunConfig
 from dora_rl.controller.run_dir import GIVEN, make_run_dir
 from dora_rl.data.columns import columns_of
 from dora_rl.data.prompts import plain
 from dora_rl.setup.settings import read_config, resolve, todays_name
 from dora_rl.types import UserError
-from dora_rl.user_code import require
+from dora_rl.user_code import hint, require
 
 WHERE = "dora_rl.train"
 # The key that an argument stands for.
-_ARGUMENTS = {
+ARGUMENTS = {
     "model": ("model", "path"),
     "data": ("data", "train"),
     "eval_data": ("data", "eval"),
@@ -83,28 +85,65 @@ class Given:
             require((by_name, f"{WHERE}: {key}: give arguments to functools.partial by name"))
             options, function = {**function.keywords, **options}, function.func
         name = self._add(function, key)
-        return {"name": _Late(name), "label": name} | ({"options": options} if options else {})
+        return {"name": _Late(name), "label": label_of(name)} | (
+            {"options": options} if options else {}
+        )
 
-    def _sources(self, data: Any, part: str) -> Any:
-        """`data.train` or `data.eval`: names and tables as they are, or the rows themselves."""
+    def _sources(self, data: Any, part: str) -> list[Any]:
+        """`data.train` or `data.eval`: names and tables as they are, or the rows themselves, which
+        may stand in place of the path of a table."""
         listed = data if isinstance(data, (list, tuple)) else [data]
-        if listed and all(map(_is_source, listed)):
-            return data
-        has_rows = hasattr(data, "__iter__") and hasattr(data, "__len__") and len(data)
+        if not listed or not all(map(_is_source, listed)):
+            return [self._source_of(data, part, {})]
+        return [
+            self._source_of(one["path"], part, one)
+            if isinstance(one, Mapping) and not isinstance(one["path"], (str, Path))
+            else one
+            for one in listed
+        ]
+
+    def _source_of(self, rows: Any, part: str, table: Mapping[str, Any]) -> dict[str, Any]:
+        """Rows as a source; what its table says of the columns goes before what they look like."""
+        rows = _as_rows(rows, part)
+        has_rows = hasattr(rows, "__iter__") and hasattr(rows, "__len__") and len(rows)
         require(
             (
-                has_rows and not isinstance(data, Mapping),
+                has_rows and not isinstance(rows, Mapping),
                 f"{WHERE}: data.{part}: give rows (a list of dictionaries, a Dataset), a path or "
-                f"a list of paths, not {_what(data)}",
+                f"a list of paths, not {_what(rows)}",
             )
         )
-        self._rows[part] = data
-        first = next(iter(data))
+        others = sum(name.startswith(part) for name in self._rows)
+        name = f"{part}_{others + 1}" if others else part
+        self._rows[name] = rows
+        first = next(iter(rows))
         found = columns_of(first) if isinstance(first, Mapping) else {}
-        return [{"path": str(self._place(part)), "name": part, **found}]
+        return {"name": name, **found, **table, "path": str(self._place(name))}
 
-    def _place(self, part: str) -> Path:
-        return self._folder / f"{part}.jsonl"
+    def in_words(self, text: str) -> str:
+        """A refusal that speaks of files which are taken back: of the arguments instead."""
+        for name in self._rows:
+            place = re.escape(str(self._place(name)))
+            said = name.replace("train", "data").replace("eval", "eval_data")
+            if not re.search(place, text):
+                continue
+            for pattern, words in (
+                (rf"^{place} line (\d+): no (?=')", "{said}: row {row} has no "),
+                (rf"^{place} line (\d+)", "{said}: row {row}"),
+                (rf"{place} line (\d+)", "row {row} of {said}"),
+            ):
+                text = re.sub(
+                    pattern,
+                    lambda m, words=words, said=said: words.format(said=said, row=int(m[1]) - 1),
+                    text,
+                )
+            key = r"set (prompt_column|answer_column)"
+            text = re.sub(key, rf'set \1 ({said}={{"path": rows, "\1": ...}})', text)
+        module = re.escape(str(self._module()))
+        return re.sub(rf"{module}:(\w+)", lambda m: _with_article(label_of(m[1])), text)
+
+    def _place(self, name: str) -> Path:
+        return self._folder / f"{name}.jsonl"
 
     def _module(self) -> Path:
         """A name of its own for each text: a process imports a module once."""
@@ -119,9 +158,9 @@ class Given:
         self._folder.mkdir(exist_ok=True)
         if text:
             self._module().write_text(text)
-        for part, rows in self._rows.items():
-            with self._place(part).open("w", encoding="utf-8") as file:
-                file.writelines(_lines(rows, part))
+        for name, rows in self._rows.items():
+            with self._place(name).open("w", encoding="utf-8") as file:
+                file.writelines(_lines(rows, name))
 
     def take_back(self) -> None:
         """The run has not begun."""
@@ -152,6 +191,50 @@ def _is_source(entry: Any) -> bool:
     return isinstance(entry, (str, Path))
 
 
+def _with_article(label: str) -> str:
+    return f"a {label}" if label == "lambda" else label
+
+
+def _check_table(value: Any, name: str) -> None:
+    """A table of one source has the keys of one, whatever its `path` is."""
+    if isinstance(value, Mapping) and "path" in value:
+        known = [*DataSource.model_fields]
+        unknown = next((key for key in value if key not in known), None)
+        wrong = f"{WHERE}: {name}: unknown key {unknown!r}"
+        require((unknown is None, f"{wrong}{hint(str(unknown), known)}"))
+
+
+def _is_columns(data: Any) -> bool:
+    """A table of columns, `{"prompt": [...], "answer": [...]}`, and not a section."""
+    return (
+        isinstance(data, Mapping)
+        and bool(data)
+        and not {*data} & {"path", *DataConfig.model_fields}
+        and all(isinstance(column, (list, tuple)) for column in data.values())
+    )
+
+
+def _as_rows(data: Any, part: str) -> Any:
+    if not _is_columns(data):
+        return data
+    lengths = ", ".join(f"{name} {len(column)}" for name, column in data.items())
+    same = len({len(column) for column in data.values()}) == 1
+    require((same, f"{WHERE}: data.{part}: the columns differ in length ({lengths})"))
+    return [dict(zip(data, row, strict=True)) for row in zip(*data.values(), strict=True)]
+
+
+def _check_model(model: Any) -> None:
+    """A directory or an id; what is in memory is written first."""
+    first = "run.export(DIRECTORY)" if hasattr(model, "directory") else "save_pretrained(DIRECTORY)"
+    require(
+        (
+            model is None or isinstance(model, (str, Path, Mapping)),
+            f"{WHERE}: model: give a directory or an id, not a {type(model).__name__}; "
+            f"write it with {first} first",
+        )
+    )
+
+
 def _what(data: Any) -> str:
     empty = data is None or (hasattr(data, "__len__") and not len(data))
     return "nothing" if empty else f"a {type(data).__name__}"
@@ -167,15 +250,17 @@ def _lines(rows: Any, part: str) -> Iterator[str]:
         yield json.dumps(plain(row), ensure_ascii=False) + "\n"
 
 
-def merged(base: Mapping[str, Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
+def merged(
+    base: Mapping[str, Any], keywords: Mapping[str, Any], where: str = WHERE
+) -> dict[str, Any]:
     """The tables of a file with the keywords on top: sections first, then single keys."""
     tables = {name: {**one} if isinstance(one, Mapping) else one for name, one in base.items()}
     for name, value in sorted(keywords.items(), key=lambda item: "." in dotted(item[0])):
         key = dotted(name)
-        if "." not in key and not isinstance(value, Mapping):
-            raise UserError(_no_section(key))
+        if "." not in key and (known_as(key) or not isinstance(value, Mapping)):
+            raise UserError(_no_section(key, where))
         for one, setting in {key: value}.items() if "." in key else value.items():
-            _put(tables, one if "." in key else f"{key}.{one}", setting)
+            _put(tables, one if "." in key else f"{key}.{one}", setting, where)
     return tables
 
 
@@ -184,25 +269,28 @@ def dotted(name: str) -> str:
     return name.replace("__", ".")
 
 
-def _put(tables: dict[str, Any], key: str, value: Any) -> None:
-    *sections, last = todays_name(key, WHERE).split(".")
+def _put(tables: dict[str, Any], key: str, value: Any, where: str) -> None:
+    if meant := known_as(key):
+        raise UserError(f"{where}: unknown key {key}; did you mean {meant}?")
+    *sections, last = todays_name(key, where).split(".")
+    if sections == ["data"] and last in {*DataSource.model_fields} - {*DataConfig.model_fields}:
+        raise UserError(
+            f"{where}: unknown key {key}; it says how one source is read: "
+            f'data={{"path": rows or a path, "{last}": ...}}'
+        )
     for section in sections:
         tables = tables.setdefault(section, {})
-        require((isinstance(tables, dict), f"{WHERE}: {key}: {section} is not a section"))
+        require((isinstance(tables, dict), f"{where}: {key}: {section} is not a section"))
     tables[last] = value
 
 
-def _no_section(name: str) -> str:
+def _no_section(name: str, where: str) -> str:
     """The line for a keyword that is neither a section nor a key of one."""
     if name in RunConfig.model_fields:
-        return f"{WHERE}: {name} is a section, not a value"
-    having = [
-        f"{section}__{name}"
-        for section, field in RunConfig.model_fields.items()
-        if name in getattr(field.annotation, "model_fields", {})
-    ]
+        return f"{where}: {name} is a section, not a value"
+    having = sections_with(name) or [meant for meant in (known_as(name),) if meant]
     meant = f"did you mean {' or '.join(having)}?" if having else "write section__key=value"
-    return f"{WHERE}: unknown keyword {name}; {meant}"
+    return f"{where}: unknown keyword {name}; {meant}"
 
 
 def new_run_dir(now: datetime | None = None) -> Path:
@@ -220,12 +308,16 @@ def settle(
     """The configuration of a new run, and what must be put down before it begins. `arguments`:
     model, data, eval_data, reward and run_dir, where they are given; they may be sections too."""
     base = read_config(Path(config)) if isinstance(config, (str, Path)) else config or {}
+    _check_model(arguments.get("model"))
     sections: dict[str, Any] = {}
     for name, value in arguments.items():
-        section, key = _ARGUMENTS[name]
+        section, key = ARGUMENTS[name]
         if value is None:
             continue
-        whole = name == section and isinstance(value, Mapping) and not _is_source(value)
+        if section == "data":
+            _check_table(value, name)
+        whole = name == section and isinstance(value, Mapping)
+        whole = whole and not _is_source(value) and not (section == "data" and _is_columns(value))
         sections.setdefault(section, {}).update(value if whole else {key: value})
     tables = merged(merged(base, sections), keywords)
     runtime = tables.setdefault("runtime", {})

@@ -21,6 +21,15 @@ from tests.kit.places import MODEL, ROOT
 ROWS = [{"prompt": "01", "answer": "7"}, {"prompt": "02", "answer": "8"}]
 
 
+class Game:
+    def score(self, completion: str) -> float:
+        return 0.0
+
+
+class RunLike:
+    directory = Path("run")
+
+
 def settled(folder: Path, config: Any = None, **keywords: Any) -> tuple[RunConfig, Given]:
     names = ("model", "data", "eval_data", "reward", "run_dir")
     found = {name: keywords.pop(name, None) for name in names}
@@ -68,6 +77,21 @@ def test_a_file_comes_first_and_stays_as_it_is(tmp_path: Path) -> None:
         ({"reward": print}, "reward.functions: print is neither a function nor a class"),
         ({"reward": partial(max, 1)}, "give arguments to functools.partial by name"),
         ({"algorithm__loss": len}, "algorithm.loss: len is neither"),
+        ({"reward": [].append}, "append is neither"),
+        ({"reward": Game().score}, "score, a method of Game, is neither a function"),
+        ({"learning_rate": 1e-6}, "unknown keyword learning_rate; did you mean trainer__lr?"),
+        ({"reward_funcs": [len]}, "unknown keyword reward_funcs; did you mean reward?"),
+        ({"peft_config": {"r": 8}}, "keyword peft_config; did you mean trainer__lora_rank?"),
+        ({"trainer": {"beta": 0.1}}, "key trainer.beta; did you mean algorithm__kl_coef?"),
+        (
+            {"actor_rollout_ref.rollout.n": 4},
+            "unknown key actor_rollout_ref.rollout.n; did you mean rollout__num_samples?",
+        ),
+        ({"data__prompt_column": "frage"}, 'data={"path": rows or a path, "prompt_column": ...}'),
+        ({"data": {"path": ROWS, "promt_column": "a"}}, "did you mean 'prompt_column'?"),
+        ({"data": {"prompt": ["1", "2"], "answer": ["1"]}}, "differ in length (prompt 2, answer"),
+        ({"model": Game()}, "not a Game; write it with save_pretrained(DIRECTORY) first"),
+        ({"model": RunLike()}, "not a RunLike; write it with run.export(DIRECTORY) first"),
     ],
 )
 def test_mistakes_are_one_line(tmp_path: Path, keywords: dict[str, Any], says: str) -> None:
@@ -135,6 +159,25 @@ def test_a_dataset_and_a_dictionary_of_two(tmp_path: Path) -> None:
     lines = Path(config.data.train[0].path).read_text().splitlines()
     assert list(map(json.loads, lines)) == ROWS and not config.data.shuffle
     assert Path(config.data.eval[0].path).name == "eval.jsonl"
+
+
+def test_rows_in_place_of_a_path(tmp_path: Path) -> None:
+    rows = [{"frage": "1+1?", "antwort": "so: 2", "prompt": "not this"}]
+    table = {"path": rows, "prompt_column": "frage", "answer_column": "antwort"}
+    config, given = settled(tmp_path, data=[table, "b.jsonl", {"path": ROWS, "weight": 2.0}])
+    first, second, third = config.data.train
+    assert (first.prompt_column, first.answer_column, first.name) == ("frage", "antwort", "train")
+    assert second.path == "b.jsonl" and (third.name, third.weight) == ("train_2", 2.0)
+    given.put_down()
+    assert json.loads(Path(first.path).read_text()) == rows[0]
+    assert [json.loads(line) for line in Path(third.path).read_text().splitlines()] == ROWS
+
+
+def test_a_table_of_columns_is_rows(tmp_path: Path) -> None:
+    config, given = settled(tmp_path, data={"prompt": ["01", "02"], "answer": ["7", "8"]})
+    given.put_down()
+    lines = Path(config.data.train[0].path).read_text().splitlines()
+    assert list(map(json.loads, lines)) == ROWS
 
 
 def test_paths_and_tables_are_what_they_are_in_a_file(tmp_path: Path) -> None:
