@@ -113,9 +113,9 @@ def test_the_model_of_a_run(whole: tuple[dora_rl.Run, list[dict[str, Any]]]) -> 
     assert one.logprobs == pytest.approx(there, abs=1e-4)
     before = dora_rl.Engine(MODEL, kv_bytes_max=1 << 25).generate("03:274\n", tokens_max=12, seed=3)
     assert before[0][0].logprobs != one.logprobs  # trained
-    with pytest.raises(dora_rl.UserError, match="^step 77: the run keeps only"):
+    with pytest.raises(dora_rl.UserError, match=r"^step 77: the run keeps only"):
         run.model(77)
-    with pytest.raises(dora_rl.UserError, match="^step 77: the run keeps only"):
+    with pytest.raises(dora_rl.UserError, match=r"^step 77: the run keeps only"):
         dora_rl.Engine(run, step=77)
     assert run.tokenizer().decode(one.token_ids, skip_special_tokens=True) == one.text
 
