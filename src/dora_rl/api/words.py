@@ -107,13 +107,14 @@ def mending(config: RunConfig, reason: str | None = None) -> str:
     """`mend NAME in FILE`: of the functions that were given as objects those that `reason` names,
     or all; empty: none."""
     folder = Path(config.runtime.run_dir) / GIVEN
-    named = [(one.name, one.label) for one in (*config.reward.functions, *config.env.environments)]
-    named += [(spec or "", "") for spec in (config.algorithm.loss, config.algorithm.advantage)]
+    named = [(one.name, f"reward {one.label}") for one in config.reward.functions]
+    named += [(one.name, f"environment {one.label}") for one in config.env.environments]
+    named += [(spec or "", spec) for spec in (config.algorithm.loss, config.algorithm.advantage)]
     places: list[str] = []
-    for spec, label in named:
+    for spec, said in named:
         file, _, name = spec.rpartition(":")
-        words = {*re.findall(r"\w+", reason)} if reason is not None else {name}
-        if Path(file).parent == folder and words & {name, label}:
+        meant = reason is None or re.search(rf"{re.escape(said or spec)}\b", reason)
+        if Path(file).parent == folder and meant:
             places.append(f"{name} in {_origin(Path(file), name)}")
     return f"mend {' and '.join(dict.fromkeys(places))}" if places else ""
 

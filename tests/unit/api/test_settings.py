@@ -162,11 +162,12 @@ def test_a_dataset_and_a_dictionary_of_two(tmp_path: Path) -> None:
 
 
 def test_rows_in_place_of_a_path(tmp_path: Path) -> None:
-    rows = [{"frage": "1+1?", "antwort": "so: 2", "prompt": "not this"}]
+    rows = [{"frage": "1?", "antwort": "2", "prompt": "not this", "answer": "nor\n#### this"}]
     table = {"path": rows, "prompt_column": "frage", "answer_column": "antwort"}
     config, given = settled(tmp_path, data=[table, "b.jsonl", {"path": ROWS, "weight": 2.0}])
     first, second, third = config.data.train
     assert (first.prompt_column, first.answer_column, first.name) == ("frage", "antwort", "train")
+    assert not first.answer_after
     assert second.path == "b.jsonl" and (third.name, third.weight) == ("train_2", 2.0)
     given.put_down()
     assert json.loads(Path(first.path).read_text()) == rows[0]
