@@ -61,8 +61,14 @@ class Bound:
 
     def may_take(self, untaken: Untaken, version: Version) -> bool:
         """May a ready group of `version` have a free place, or must older ones come first?"""
-        older = [num for v, num in self._left(untaken) if self.oldest <= v < version]
-        return self.free >= 1 and all(num >= 1 for num in older)
+        total, oldest = 0, self.oldest
+        for other, count in untaken:  # a loop, and left early: this is asked with every event
+            if other >= version:
+                break
+            total += count
+            if other >= oldest and total >= self.capacity(other):
+                return False
+        return self.free >= 1
 
     def _left(self, untaken: Untaken) -> Iterator[tuple[Version, int]]:
         """For each version: how many groups more, up to it, could still be trained in time."""
