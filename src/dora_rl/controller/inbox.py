@@ -14,7 +14,6 @@ Told Recomputed       tells of a sample that is not its version's    Recomputed
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -203,7 +202,8 @@ class FromLearner:
             tokens += files.samples.num_tokens(gid)
         failed = (samples - len(trained), tokens - sum(s.num_tokens for s in trained))
         if state.policy.freshness:
-            metrics = metrics | state.freshness.figures(time.monotonic(), state.params.batch_groups)
+            figures = state.freshness.figures(self._control.now(), state.params.batch_groups)
+            metrics = metrics | figures
         line = files.records.step(step, metrics, trained, files.dropped, failed)
         files.dropped.clear()
         self._recovery.committed()

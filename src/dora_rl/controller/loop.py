@@ -96,6 +96,11 @@ class Control:
         """Whether this epoch of a request still wants tokens."""
         return self.stop is None and current(self.state, request, epoch) is not None
 
+    def now(self) -> float:
+        """The time by which the core decides."""
+        assert self._loop is not None
+        return self._loop.ports.clock.now()
+
     def handle(self, event: Event) -> None:
         assert self._loop is not None
         if self.stop is None:

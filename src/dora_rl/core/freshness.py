@@ -42,6 +42,7 @@ ANSWERS = 2.0  # what is ahead of a publication lasts for so long as it takes
 BUSY = 0.5  # instances of which less lies idle
 FADING = 1 / 512  # of a report, with each later one
 REPORTS_MIN = 8
+ROUNDING = 1e-6
 
 
 @dataclass(slots=True)
@@ -86,7 +87,7 @@ class Instances:
             return 0.0
         mean_x, mean_y = self.x / self.weight, self.y / self.weight
         variance = self.xx / self.weight - mean_x * mean_x
-        if variance <= 0:
+        if variance <= ROUNDING * mean_x * mean_x:  # always as many: there is no line
             return 0.0
         fixed_s = (self.xy / self.weight - mean_x * mean_y) / variance
         each_s = mean_y - fixed_s * mean_x
@@ -195,6 +196,12 @@ def release(freshness: Freshness, now: float) -> None:
 def disturb(freshness: Freshness) -> None:
     """A worker or the controller was lost: the time of this step says nothing."""
     freshness.began_s = None
+
+
+def another_clock(freshness: Freshness) -> None:
+    """The controller began anew: no moment that is noted here means anything now."""
+    disturb(freshness)
+    freshness.held_since_s, freshness.held_s = None, 0.0
 
 
 def on_step(

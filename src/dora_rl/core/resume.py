@@ -26,7 +26,7 @@ from dora_rl.core.actions import Action, End, InForce
 from dora_rl.core.batching import adopt_target, end_durable
 from dora_rl.core.events import Resumed, Rewound
 from dora_rl.core.faults import lose_instance
-from dora_rl.core.freshness import disturb
+from dora_rl.core.freshness import another_clock
 from dora_rl.core.ledger import abandon, request_score
 from dora_rl.core.params import Params
 from dora_rl.core.state import Group, GroupPhase, Phase, State
@@ -42,7 +42,7 @@ def on_resumed(state: State, event: Resumed, now: float, out: list[Action]) -> N
     state.learner_losses = state.instance_losses = state.filtered_streak = 0
     state.failed_prompts = state.judged_prompts = 0
     state.scored_s = state.rebalanced_s = -1.0e9
-    disturb(state.freshness)
+    another_clock(state.freshness)
     for batch in state.batches.values():
         batch.need_s = batch.closed_s = None  # of another clock
     state.stopped = None

@@ -41,7 +41,10 @@ class RunFiles:
 
     def silent_s(self) -> float:
         """Since when nothing was written to the log."""
-        return time.time() - max(path.stat().st_mtime for path in segments(self.events)[-1:])
+        try:
+            return time.time() - segments(self.events)[-1].stat().st_mtime
+        except (IndexError, OSError):  # none yet, or the folder is gone
+            return math.inf
 
     def follow(self) -> bool:
         """Read new lines of metrics.jsonl; from its beginning if a resume made it anew."""
@@ -56,16 +59,18 @@ class RunFiles:
             file.seek(offset)
             data = file.read()
         end = data.rfind(b"\n") + 1
-        for line in map(json.loads, data[:end].splitlines()):
-            if "step" in line:
-                self.steps.append(line)
-            else:  # one that failed is made up for after a resume
-                self.evaluations = [
-                    *[e for e in self.evaluations if e["version"] != line["version"]],
-                    line,
-                ]
         self._read = (found.st_ino, offset + end)
+        for text in data[:end].splitlines():
+            with suppress(ValueError, KeyError, TypeError):  # of a damaged line nothing is shown
+                self._add(json.loads(text))
         return end > 0
+
+    def _add(self, line: dict[str, Any]) -> None:
+        if "step" in line:
+            self.steps.append(line | {"step": int(line["step"])})
+        else:  # one that failed is made up for after a resume
+            others = [e for e in self.evaluations if e["version"] != line["version"]]
+            self.evaluations = [*others, line]
 
     def prompts(self, wanted: Sequence[int]) -> dict[int, str]:
         """How the prompts begin, of those that are known. Where each stands is kept; prompts.jsonl
@@ -93,11 +98,12 @@ class RunFiles:
         self._prompts_read = (found.st_ino, offset)
 
     def document(self, name: str) -> dict[str, Any]:
-        """A JSON file of the run, {} if it is not there (yet)."""
+        """A JSON file of the run, {} if it is not there (yet) or damaged."""
         try:
-            return json.loads((self.folder / name).read_text())
-        except (FileNotFoundError, json.JSONDecodeError):
+            found = json.loads((self.folder / name).read_text())
+        except (OSError, ValueError):
             return {}
+        return found if isinstance(found, dict) else {}
 
     def rollout(self, step: int, group: int, sample: int) -> dict[str, Any] | None:
         """One trained sample, as rollouts.jsonl has it."""
@@ -115,7 +121,9 @@ class RunFiles:
 
 def _text_at(file: IO[bytes], place: int) -> str:
     file.seek(place)
-    return str(json.loads(file.readline()).get("text", ""))
+    with suppress(ValueError, AttributeError):  # the file was written anew
+        return str(json.loads(file.readline()).get("text", ""))
+    return ""
 
 
 def _step_after(file: IO[bytes], place: int) -> float:

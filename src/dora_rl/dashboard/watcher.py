@@ -25,7 +25,6 @@ from dora_rl.dashboard.verdict import Verdict
 from dora_rl.observe.columns import LogTail
 from dora_rl.observe.history import History
 from dora_rl.observe.segments import SegmentReaders
-from dora_rl.types import UserError
 
 POLL_S = 0.5
 READING_S = 1.0  # between two views of a log that is being read
@@ -69,7 +68,7 @@ class Watcher:
             try:
                 self.look()
                 self.error = ""
-            except (OSError, ValueError, UserError) as error:
+            except Exception as error:  # noqa: BLE001 - whatever a damaged run may cause
                 # The folder is gone or a line is damaged: the page says so and we look again.
                 self.error = str(error)
                 self._tell()

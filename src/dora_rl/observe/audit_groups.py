@@ -209,7 +209,7 @@ class GroupAudit(Checker):
     def on_hold_back(self, action: act.HoldBack) -> None:
         """Nobody is held back while the step in training lacks a group."""
         books = self.books
-        needed = books.in_force[-1].batch_groups if books.in_force else 1
+        needed = books.force(books.committed).batch_groups
         taken = sum(record.step == books.committed for record in books.live.values())
         untaken = sum(record.step is None for record in books.live.values())
         self.check(

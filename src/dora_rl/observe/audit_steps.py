@@ -82,9 +82,8 @@ class StepAudit(Checker):
             f"step {action.step}",
             f"K, B set while {books.filling} is filled",
         )
-        if before - {given}:
-            for record in books.live.values():  # what was fed already is cut into updates anew
-                record.update = None if record.step == action.step else record.update
+        for record in books.live.values():  # what was fed already is cut into updates anew
+            record.update = None if record.step == action.step else record.update
         books.in_force.append(action)
         books.dirty = True
 

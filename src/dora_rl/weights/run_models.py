@@ -85,6 +85,9 @@ def find_model(path: Path, step: str = "last") -> FoundModel:
         return FoundModel(f"model {path}", 0, path)
     found = _in_run(path)
     newest = _newest(path, found) if step == "last" else max(found, default=None)
+    if newest is None and found:
+        there = ", ".join(map(str, sorted(found)))
+        raise UserError(f"{path}: its log ends before version {min(found)}; give --step of {there}")
     if newest is None:
         raise UserError(f"{path} has no checkpoint and no sealed weights yet")
     if step == "last":

@@ -122,7 +122,8 @@ class Versions:
             raise UserError(
                 f"{self._run_dir / 'events'} ends at version {state.committed} and version "
                 f"{newest} is sealed: the end of the log is missing; restore it from a copy of the "
-                f"run, or take the model with  dora-rl export {self._run_dir} OUT_DIR"
+                f"run, or take the model with  dora-rl export {self._run_dir} OUT_DIR "
+                f"--step {newest}"
             )
 
     def clear(self) -> None:

@@ -66,7 +66,7 @@ class LearnerWorker:
         self.waiting: deque[msg.Message] = deque()
         self.busy_s = 0.0
         self.total_busy_s = 0.0
-        self.free_s = time.monotonic()  # since then it could have trained
+        self.free_s = self._worked_s()  # since then it could have trained
         self.progress = 0
 
     def _say(self, event: ev.Event) -> None:
@@ -255,7 +255,7 @@ class LearnerWorker:
         with self._at_work():
             metrics = self.learner.finish_step()
         trained_s = time.monotonic()
-        waited_s = max(0.0, trained_s - self.free_s - self.busy_s)
+        waited_s = max(0.0, self._worked_s() - self.free_s - self.busy_s)
         if self.rank == 0:
             self.checkpoints.prune(sealed=action.step)
         last = action.step + 1 == self.setup.config.orchestration.num_steps
@@ -294,8 +294,8 @@ class LearnerWorker:
         self.recheck.catch_up()
         self.progress += 1
         self.version = action.step + 1
-        self.free_s = time.monotonic()
         self.moments.step_ended(self.learner, self.version, durable, saved=saved)
+        self.free_s = self._worked_s()
         if self.learner.skipped_too_many():
             self.sealing.wait()  # the step is over all the same, and is not trained again
             self.learner.raise_skipped()

@@ -241,3 +241,40 @@ def is_committed(hand: Hand, group: Group) -> bool:
 def test_the_allowance_is_one_batch_until_something_was_measured() -> None:
     assert allowance(Freshness(), B, K) == B
     assert allowance(Freshness(), B, 0) == 0
+
+
+def test_instances_that_always_run_as_many_say_nothing() -> None:
+    """A line through one point is rounding alone."""
+    for running in (48, 100, 1000):
+        seen = Instances()
+        for _ in range(200):
+            seen.see(running, 100, 100 * (0.01 + 0.001 * running))
+        assert seen.idle_of(running) == seen.spare == 0.0
+
+
+def resumed(hand: Hand, **changes: Any) -> None:
+    hand.tell(ev.Resumed(replace(hand.params, **changes)))
+    hand.tell(ev.LearnerJoined(hand.state.committed, hand.state.committed, incarnation=0))
+    hand.join("a", 64, versions=tuple(hand.state.versions), resident_max=9)
+    hand.settle()
+
+
+def test_the_audit_knows_the_batch_of_the_step_in_training() -> None:
+    """B grows in a resumed run: the step in training still has its own."""
+    hand = Hand(batch_groups=2, group_size=1, num_steps=12, freshness=True)
+    hand.begin({"a": 3}, resident_max=9)
+    hand.state.freshness.ahead = 4.0
+    hand.complete(0), hand.complete(1)
+    resumed(hand, batch_groups=8)
+    hand.tell(ev.BatchAccepted(0))
+    assert any(isinstance(a, act.HoldBack) for e in hand.entries for a in e.actions)
+    assert audit(hand.entries).findings == ()
+
+
+def test_a_pause_between_stop_and_resume_was_not_held_back() -> None:
+    hand = Hand(batch_groups=2, group_size=1, num_steps=12, freshness=True)
+    hand.begin({"a": 64}, resident_max=4)
+    assert hand.state.freshness.held_since_s is not None
+    hand.now += 36_000.0
+    resumed(hand)
+    assert hand.state.freshness.figures(hand.now, 2)["time/held_back"] < 100.0

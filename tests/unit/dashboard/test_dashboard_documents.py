@@ -106,6 +106,22 @@ def test_groups_are_told_by_their_prompts(tmp_path: Path, entries: list[Entry]) 
     assert [row["text"][:9] for row in rows] == ["What is 1", "long long", "new"]
 
 
+def test_what_is_damaged_is_left_out_and_read_once(tmp_path: Path, entries: list[Entry]) -> None:
+    write_run(tmp_path, entries)
+    watcher = Watcher(tmp_path, audit=False)
+    watcher.look()
+    before = len(watcher.files.steps)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 900}\n{"step": 901}\nnull\n5\n{"st\n{"step": "x"}\n{"step": 902}\n')
+    for _ in range(3):
+        watcher.look()
+    assert [line["step"] for line in watcher.files.steps[before:]] == [900, 901, 902]
+    (tmp_path / "totals.json").write_bytes(b"\xff")
+    (tmp_path / "config.json").write_text("[]")
+    watcher.revision += 1
+    assert shown(watcher, "config") == [] and shown(watcher, "overview")["tokens_generated"] > 0
+
+
 def test_curves_can_be_drawn_over_time_and_tokens(watcher: Watcher, entries: list[Entry]) -> None:
     found, figures = shown(watcher, "metrics"), audit(entries).figures
     commits = [e.now for e in entries if isinstance(e.event, ev.StepCommitted)]

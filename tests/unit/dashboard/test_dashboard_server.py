@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -111,6 +112,20 @@ def test_whatever_is_asked_is_answered(tmp_path: Path, entries: list[Entry]) -> 
                 for one in {document, "groups", "timeline", "trajectory"}:
                     status = ask(server, f"/api/{one}?{name}={quote(text)}")[0]
                     assert status in (200, 404), (one, name, text)
+
+
+def test_a_run_that_is_removed_takes_no_other_with_it(tmp_path: Path, entries: list[Entry]) -> None:
+    for name in ("gone", "there"):
+        write_log(tmp_path / name / "events", entries[:200])
+    with serving(tmp_path / "gone", tmp_path / "there") as server:
+        for watcher in server.watchers:
+            while watcher.share_read < 1.0:
+                watcher.wait(watcher.revision, 20.0)
+        shutil.rmtree(tmp_path / "gone")
+        shown = json.loads(ask(server, "/api/runs")[2])
+        assert [run["name"] for run in shown] == ["gone", "there"]
+        assert shown[0]["status"] == "silent"
+        assert ask(server, "/api/overview?run=0")[0] == 200
 
 
 def test_a_folder_stands_for_the_runs_in_it(tmp_path: Path, entries: list[Entry]) -> None:

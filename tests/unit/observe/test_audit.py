@@ -15,6 +15,7 @@ from dora_rl.core import events as ev
 from dora_rl.observe.audit import AuditReport, Promise, audit, audit_run
 from dora_rl.observe.eventlog import Entry, FileLog
 from dora_rl.types import Mode
+from tests.kit.hand_driven import Hand
 from tests.kit.simulated_logs import resumed_run, small_world, whole_run
 from tests.unit.observe.corruptions import (
     CORRUPTIONS,
@@ -194,3 +195,16 @@ def _names(report: AuditReport, promise: Promise, subject: str) -> bool:
         finding.promise is promise and subject in finding.subject.split(", ")
         for finding in report.findings
     )
+
+
+def test_updates_of_a_step_may_change_in_a_resumed_run() -> None:
+    """What was fed already is cut into updates anew."""
+    hand = Hand(batch_groups=4, group_size=1, num_steps=3, updates_per_step=2)
+    hand.begin({"a": 64}, resident_max=9)
+    for group in (0, 1, 2):
+        hand.complete(group)
+    hand.tell(ev.Resumed(replace(hand.params, updates_per_step=1)))
+    hand.tell(ev.LearnerJoined(0, 0))
+    hand.join("a", 64, versions=(0,), resident_max=9)
+    hand.to_the_end()
+    assert audit(hand.entries).findings == ()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -81,6 +83,35 @@ def test_a_checkpoint_whose_version_was_never_sealed_is_not_taken_for_the_one_tr
     die_after(run, 1, every_steps=50)
     worker, _ = run.learner(every_steps=50)
     assert (worker.version, worker.start.optimizer_version) == (2, 1)
+
+
+def test_only_time_without_groups_counts_as_waiting_for_them(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the copy of the moments after a step, and not the wait for a version that is sealed."""
+    worker, controller = run.learner(every_steps=0)
+    clock = [1000.0]
+    made = SimpleNamespace(monotonic=lambda: clock[0], process_time=time.process_time)
+    monkeypatch.setattr("dora_rl.workers.learner.time", made)
+    worker.free_s = clock[0]
+    ended, feed = worker.moments.step_ended, worker.learner.feed
+
+    def step_ended(*args: Any, **named: Any) -> None:
+        clock[0] += 100.0
+        ended(*args, **named)
+
+    def slow_feed(groups: Any) -> None:
+        clock[0] += 30.0
+        worker.shared.waited_s += 20.0  # of them for a version
+        feed(groups)
+
+    monkeypatch.setattr(worker.moments, "step_ended", step_ended)
+    monkeypatch.setattr(worker.learner, "feed", slow_feed)
+    for step in range(3):
+        controller.train(step)
+    controller.end()
+    worker.run(controller)
+    assert [m.event.waited_s for m in controller.committed] == [0.0, 0.0, 0.0]
 
 
 def test_a_fault_in_the_next_step_does_not_undo_the_one_before(
