@@ -17,7 +17,10 @@ from __future__ import annotations
 
 import ast
 import builtins
+import dataclasses
+import dis
 import inspect
+import linecache
 import logging
 import re
 import symtable
@@ -26,9 +29,11 @@ import sysconfig
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from itertools import count
-from pathlib import Path
+from pathlib import Path, PurePath
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
+
+import numpy as np
 
 from dora_rl.types import UserError
 from dora_rl.user_code import require
@@ -99,6 +104,8 @@ class Carry:
     def _import_of(self, name: str, value: Any) -> str | None:
         """The line that imports a value under a name; None: it has no importable home."""
         module = value if isinstance(value, ModuleType) else _home(value)
+        if value is dataclasses.KW_ONLY:
+            return f"from dataclasses import KW_ONLY as {name}"
         if module is None:
             return None
         if (folder := _folder_of(module)) is not None:
@@ -114,26 +121,70 @@ class Carry:
         inner = inspect.unwrap(value)
         source, own = source_of(inner), inner.__name__
         around = _around(inner)
-        if inspect.isfunction(inner) and _is_decorated(source):
+        is_decorated = _is_decorated(source)
+        if inspect.isfunction(inner):
             # Written down with its decorators, it is what its own name stands for, and no less.
-            known = around.get(own)
             require(
                 (
-                    known is not None and inspect.unwrap(known) is inner,
+                    not is_decorated or around.get(own) is value,
                     f"{own} is decorated, and the function inside of the decorator is used alone; "
                     f"{FILE_HINT}",
-                )
+                ),
+                (
+                    is_decorated or inner is value,
+                    f"{_shown(inner)} is wrapped without a decorator, which cannot be read from "
+                    f"its source; write @ above it, or {FILE_HINT}",
+                ),
             )
         if own.isidentifier():
             self._stands_for.setdefault(own, value)
-        for used in _names_used(source):
+        if inspect.isfunction(inner):
+            source = self._with_defaults(source, inner, name, around)
+        fields = [n for n in _names_of_fields(source) if _is_a_kind(around.get(n))]
+        for used in dict.fromkeys([*_names_used(source), *fields]):
             if used in around:
                 self._need(used, around[used], user=_shown(inner))
         if not own.isidentifier():
             source = f"{name} = {source}"
         elif own != name:
             source = f"{source}\n\n\n{name} = {own}"
+        set_later = {} if is_decorated else _set_later(inner, source)
+        for attribute, found in set_later.items():
+            text = _literal(f"{own}.{attribute}", found, _shown(inner))
+            source += f"\n\n\n{name}.{attribute} = {text}"
         self._parts.append(source)
+
+    def _with_defaults(
+        self, source: str, function: FunctionType, name: str, around: Mapping[str, Any]
+    ) -> str:
+        """Defaults are what they were when the function was defined, whatever the names in them
+        stand for now."""
+        tree = ast.parse(source)
+        of = _arguments_of(tree, function)
+        if of is None:
+            return source
+        places = [*of.posonlyargs, *of.args][-len(of.defaults) :] if of.defaults else []
+        pairs = [*zip(places, of.defaults, function.__defaults__ or (), strict=False)]
+        by_name = function.__kwdefaults__ or {}
+        pairs += [
+            (place, node, by_name[place.arg])
+            for place, node in zip(of.kwonlyargs, of.kw_defaults, strict=True)
+            if node is not None and place.arg in by_name
+        ]
+        lines = source.encode().splitlines(keepends=True)
+        starts = [0]
+        for line in lines:
+            starts.append(starts[-1] + len(line))
+        text = source.encode()
+        for place, node, value in reversed(pairs):
+            if _still_is(node, value, around):
+                continue
+            stands = f"_{name}_{place.arg}"
+            self._need(stands, value, user=_shown(function))
+            begin = starts[node.lineno - 1] + node.col_offset
+            end = starts[(node.end_lineno or 1) - 1] + (node.end_col_offset or 0)
+            text = text[:begin] + stands.encode() + text[end:]
+        return text.decode()
 
 
 def source_of(value: Any) -> str:
@@ -143,24 +194,19 @@ def source_of(value: Any) -> str:
         f"alone; {FILE_HINT}"
     )
     try:
+        if own := _class_of_methods(value, refusal):
+            return own
         lines, first = inspect.findsource(value)
         if getattr(value, "__name__", "") == "<lambda>":
             return _lambda_in("".join(lines), value, refusal)
         block = "".join(inspect.getblock(lines[first:]))
     except (OSError, TypeError, SyntaxError) as error:
         raise UserError(refusal) from error
-    source = textwrap.dedent(block).rstrip()
-    if not inspect.isfunction(value):
-        return source
-    # To the left margin, unless that would change a text of several lines in it.
-    for written in (source, f"if True:\n{block.rstrip()}"):
-        try:
-            found = _codes_in(compile(written, "given", "exec"))
-        except SyntaxError:
-            continue
-        if any(_is_same_code(code, value.__code__) for code in found):
-            return written
-    raise UserError(f"{refusal}, or define it again if its file has changed since")
+    if inspect.isfunction(value):
+        return _alone(block, value, value, refusal)
+    one = len(_classes_in("".join(lines), value.__qualname__)) <= 1
+    require((one, f"{refusal}: there are several of that name in its file"))
+    return textwrap.dedent(block).rstrip()
 
 
 def _lambda_in(text: str, value: FunctionType, refusal: str) -> str:
@@ -179,9 +225,135 @@ def _lambda_in(text: str, value: FunctionType, refusal: str) -> str:
             fitting.append(node)
     require((fitting, refusal))
     source = "(" + ast.unparse(max(fitting, key=lambda node: (node.lineno, node.col_offset))) + ")"
-    found = _codes_in(compile(source, "given", "eval"))
+    found = _codes_in(_compiled(source, "eval", code))
     require((any(_is_same_code(one, code) for one in found), refusal))
     return source
+
+
+def _compiled(source: str, mode: str, like: CodeType) -> CodeType:
+    """With the annotations that a function was compiled with, and not those of this file."""
+    flags = like.co_flags & annotations.compiler_flag
+    return compile(source, "given", mode, flags=flags, dont_inherit=True)
+
+
+def _classes_in(text: str, qualname: str) -> list[ast.ClassDef]:
+    """Those that a piece of source defines under that name: of an if and its else both."""
+
+    def look(node: ast.AST, around: str) -> Iterator[ast.ClassDef]:
+        for one in ast.iter_child_nodes(node):
+            own = around
+            if isinstance(one, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+                own = f"{around}{one.name}"
+                if isinstance(one, ast.ClassDef) and own == qualname:
+                    yield one
+                own += "." if isinstance(one, ast.ClassDef) else ".<locals>."
+            yield from look(one, own)
+
+    return list(look(ast.parse(text), ""))
+
+
+def _class_of_methods(value: Any, refusal: str) -> str:
+    """The source of a class by the places of its methods: of several classes of one name, in a file
+    or in the cells of a notebook, it is the right one. Empty: it is none, or has no method."""
+    if not inspect.isclass(value):
+        return ""
+    own = [f for f in _methods(value) if f.__code__.co_qualname.startswith(value.__qualname__)]
+    for method in own:
+        lines = linecache.getlines(method.__code__.co_filename)
+        at = method.__code__.co_firstlineno
+        around = [
+            node
+            for node in _classes_in("".join(lines), value.__qualname__)
+            if node.lineno <= at <= (node.end_lineno or 0)
+        ]
+        if not around:
+            continue
+        node = max(around, key=lambda node: node.lineno)
+        first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
+        return _alone("".join(lines[first - 1 : node.end_lineno]), method, value, refusal)
+    return ""
+
+
+def _alone(block: str, function: FunctionType, value: Any, refusal: str) -> str:
+    """A block of source that defines a function, moved to the left margin, unless that would change
+    a text of several lines in it."""
+    for written in (textwrap.dedent(block).rstrip(), f"if True:\n{block.rstrip()}"):
+        try:
+            found = _codes_in(_compiled(written, "exec", function.__code__))
+        except SyntaxError:
+            continue
+        if any(_is_same_code(code, function.__code__) for code in found):
+            _refuse_relative(written, value)
+            return written
+    raise UserError(f"{refusal}, or define it again if its file has changed since")
+
+
+def _methods(value: type) -> list[FunctionType]:
+    """The functions in the body of a class, out of staticmethod, property and their like."""
+    bare = (
+        getattr(one, "fget", None) or getattr(one, "__func__", one) for one in vars(value).values()
+    )
+    return [one for one in map(inspect.unwrap, bare) if isinstance(one, FunctionType)]
+
+
+def _refuse_relative(source: str, value: Any) -> None:
+    nodes = ast.walk(ast.parse(source))
+    has = any(isinstance(node, ast.ImportFrom) and node.level for node in nodes)
+    require((not has, f"{_shown(value)} imports relatively (from .name); write the whole name"))
+
+
+def _arguments_of(tree: ast.Module, function: FunctionType) -> ast.arguments | None:
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+    nodes = [node for node in ast.walk(tree) if isinstance(node, kinds)]
+    name = function.__name__
+    found = (n for n in nodes if isinstance(n, ast.Lambda) or n.name == name)
+    node = next(found, None)
+    return None if node is None else node.args
+
+
+def _still_is(node: ast.expr, value: Any, around: Mapping[str, Any]) -> bool:
+    """Whether an expression in the module is what it was where it was written."""
+    try:
+        return _written(ast.literal_eval(node)) == _written(value)
+    except (ValueError, TypeError, SyntaxError, _Unwritable):
+        pass
+    if isinstance(node, ast.Name) and node.id in around:
+        return around[node.id] is value
+    names = [one.id for one in ast.walk(node) if isinstance(one, ast.Name)]
+    inner = {one.arg for one in ast.walk(node) if isinstance(one, ast.arg)}
+    return bool(names) and all(
+        callable(found) or isinstance(found, ModuleType)
+        for name in names
+        if name not in inner
+        for found in (around.get(name, vars(builtins).get(name)),)
+    )
+
+
+def _set_later(value: Any, source: str) -> dict[str, Any]:
+    """The attributes that a function or a class was given behind its definition, as far as they are
+    plain values; those of the body of a class as they are now."""
+    if inspect.isfunction(value):
+        return {name: one for name, one in vars(value).items() if name.isidentifier()}
+    if type(value) is not type:  # an Enum, and others that make their own attributes
+        return {}
+    body = next((n.body for n in ast.walk(ast.parse(source)) if isinstance(n, ast.ClassDef)), [])
+    nodes: dict[str, ast.expr] = {}
+    for line in body:
+        targets = line.targets if isinstance(line, ast.Assign) else [getattr(line, "target", None)]
+        for target in targets:
+            if isinstance(target, ast.Name) and (right := getattr(line, "value", None)):
+                nodes[target.id] = right
+    found: dict[str, Any] = {}
+    for name, one in vars(value).items():
+        if (name.startswith("_") and name not in nodes) or name.startswith("__"):
+            continue
+        try:
+            _written(one)
+        except _Unwritable:
+            continue
+        if name not in nodes or not _still_is(nodes[name], one, {}):
+            found[name] = one
+    return found
 
 
 def _codes_in(code: CodeType) -> Iterator[CodeType]:
@@ -195,6 +367,8 @@ def _codes_in(code: CodeType) -> Iterator[CodeType]:
 def _is_same_code(one: CodeType, other: CodeType) -> bool:
     """What was written, as far as it does not tell whether a name is global or of a closure."""
     parts = (_parts_of(one), _parts_of(other))
+    if [*_steps_of(one)] != [*_steps_of(other)]:
+        return False
     inner = (list(_inner(one)), list(_inner(other)))
     return (
         parts[0] == parts[1]
@@ -212,6 +386,30 @@ def _parts_of(code: CodeType) -> tuple[Any, ...]:
     # The name of an inner function says where it was defined.
     values = [part for part in plain if "<locals>" not in part and "<lambda>" not in part]
     return code.co_name, code.co_varnames, {*code.co_names, *code.co_freevars}, values
+
+
+_LOADS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF")
+_OPERATORS = ("BINARY_OP", "COMPARE_OP", "IS_OP", "CONTAINS_OP", "LOAD_ATTR", "LOAD_METHOD")
+
+
+def _steps_of(code: CodeType) -> Iterator[tuple[str, str]]:
+    """What it computes on what, in order; where a name is kept is left out."""
+    kept = {*code.co_freevars, *code.co_cellvars}
+    for one in dis.get_instructions(code):
+        name = one.opname
+        if name in _LOADS or (name.startswith("LOAD_FAST") and one.argval not in kept):
+            yield "load", str(one.argval)
+        elif name in _OPERATORS:
+            is_named = name.startswith("LOAD")
+            yield name.replace("METHOD", "ATTR"), str(one.argval) if is_named else one.argrepr
+        elif name.startswith(("UNARY", "POP_JUMP", "JUMP_IF")):
+            yield name, ""
+
+
+def _is_a_kind(value: Any) -> bool:
+    """What an annotation may need at run time and the module can have."""
+    is_named = inspect.isclass(value) or isinstance(value, ModuleType)
+    return is_named or value is dataclasses.KW_ONLY or _home(value) is not None
 
 
 def _is_decorated(source: str) -> bool:
@@ -234,10 +432,18 @@ def _names_used(source: str) -> list[str]:
     return list(found)
 
 
+def _names_of_fields(source: str) -> list[str]:
+    """In the annotations of a class, where dataclasses and others look."""
+    classes = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef))
+    fields = (line for one in classes for line in one.body if isinstance(line, ast.AnnAssign))
+    nodes = (node for line in fields for node in ast.walk(line.annotation))
+    return list(dict.fromkeys(node.id for node in nodes if isinstance(node, ast.Name)))
+
+
 def _around(value: Any) -> dict[str, Any]:
     """Every name that a function or class may use, but for Python's own."""
     if inspect.isclass(value):
-        functions = [one for one in vars(value).values() if isinstance(one, FunctionType)]
+        functions = _methods(value)
         module = sys.modules.get(value.__module__)
         names = dict(vars(module)) if module is not None else {}
     else:
@@ -299,26 +505,51 @@ def _folder_of(module: ModuleType) -> str | None:
 
 def _literal(name: str, value: Any, user: str) -> str:
     """A plain value as Python writes it."""
-    if isinstance(value, re.Pattern):
-        return f"__import__('re').compile({value.pattern!r}, {value.flags})"
-    if isinstance(value, logging.Logger):
-        return f"__import__('logging').getLogger({value.name!r})"
-    text = repr(value)
     try:
-        if ast.literal_eval(text) == value:
-            return text
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return _written(value)
+    except (_Unwritable, RecursionError):
         pass
-    if isinstance(value, float):  # not a finite one
-        return f"float({text!r})"
     raise UserError(
         f"{user} uses {name!r}, a {type(value).__name__}, which cannot travel to the processes of "
         f"the run; make it inside of the function, or {FILE_HINT}"
     )
 
 
+class _Unwritable(Exception):
+    """A value that is not plain."""
+
+
+def _written(value: Any) -> str:
+    """A value of exactly such a type as Python reads back from what is written here."""
+    kind = type(value)
+    if kind is float:
+        return repr(value) if np.isfinite(value) else f"float({str(value)!r})"
+    if value is None or value is ... or kind in (bool, int, str, bytes):
+        return repr(value)
+    if kind is complex and np.isfinite(value):
+        return repr(value)
+    if kind in (list, tuple, set, frozenset):
+        inner = ", ".join(map(_written, value))
+        if kind is list:
+            return f"[{inner}]"
+        if kind is tuple:
+            return f"({inner},)" if len(value) == 1 else f"({inner})"
+        return f"{kind.__name__}([{inner}])" if kind is frozenset or not value else f"{{{inner}}}"
+    if kind is dict:
+        return "{" + ", ".join(f"{_written(k)}: {_written(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, re.Pattern):
+        return f"__import__('re').compile({value.pattern!r}, {value.flags})"
+    if isinstance(value, logging.Logger):
+        return f"__import__('logging').getLogger({value.name!r})"
+    if isinstance(value, PurePath):
+        return f"__import__('pathlib').{kind.__name__}({str(value)!r})"
+    if isinstance(value, (np.bool_, np.integer, np.floating)):
+        return f"__import__('numpy').{kind.__name__}({str(value.item())!r})"
+    raise _Unwritable
+
+
 def _is_same(one: Any, other: Any) -> bool:
-    if inspect.unwrap(one) is inspect.unwrap(other):
+    if one is other:
         return True
     return type(one) is type(other) and isinstance(one, (str, int, float, bool)) and one == other
 

@@ -13,6 +13,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from datetime import datetime
 from functools import partial
 from hashlib import blake2b
@@ -296,10 +297,18 @@ def _no_section(name: str, where: str) -> str:
 
 
 def new_run_dir(now: datetime | None = None) -> Path:
-    """`runs/20261119-154502`, or the first of its kind that is free."""
+    """`runs/20261119-154502`, or the first of its kind that is free; made, so that of two runs that
+    begin in the same second each has its own."""
     name = f"{now or datetime.now():%Y%m%d-%H%M%S}"
-    there = chain([name], (f"{name}-{number}" for number in count(2)))
-    return next(path for one in there if not (path := Path("runs") / one).exists())
+    for one in chain([name], (f"{name}-{number}" for number in count(2))):
+        path = Path("runs") / one
+        if path.exists():
+            continue
+        make_run_dir(path.parent)
+        with suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+            return path
+    raise AssertionError
 
 
 def settle(
@@ -325,7 +334,13 @@ def settle(
     runtime = tables.setdefault("runtime", {})
     require((isinstance(runtime, dict), f"{WHERE}: runtime is a section, not a value"))
     # Absolute: a program may change its directory while the run goes on.
-    run_dir = Path(runtime.get("run_dir") or new_run_dir()).absolute()
+    asked = runtime.get("run_dir")
+    run_dir = Path(asked or new_run_dir()).absolute()
     runtime["run_dir"] = str(run_dir)
     given = Given(run_dir)
-    return resolve(given.filled(tables), WHERE), given
+    try:
+        return resolve(given.filled(tables), WHERE), given
+    except BaseException:
+        if not asked:
+            given.take_back()
+        raise

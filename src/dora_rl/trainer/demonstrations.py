@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
+from jinja2 import TemplateError
 
 from dora_rl.model.tokenizer import Tokenizer
 from dora_rl.trainer.documents import Document
@@ -27,6 +28,7 @@ from dora_rl.user_code import require
 
 Messages: TypeAlias = list[dict[str, Any]]
 COMPLETION_COLUMNS = ("completion", "response", "output")
+_REFUSED = (ValueError, TypeError, KeyError, TemplateError)
 _MARKED = re.compile(r"\{%-?\s*generation\b")
 
 
@@ -95,7 +97,7 @@ def _template(
         return tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=generate, **more
         )
-    except (ValueError, TypeError, KeyError) as error:
+    except _REFUSED as error:
         line = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(f"{where}: the chat template refuses the messages ({line})") from error
 
@@ -179,7 +181,7 @@ def _as_marked(
         found: Any = tokenizer.apply_chat_template(
             messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **more
         )
-    except (ValueError, TypeError, KeyError) as error:
+    except _REFUSED as error:
         raise UserError(f"{where}: the chat template refuses the messages ({error})") from error
     ids, mask = found["input_ids"], found["assistant_masks"]
     require(

@@ -14,6 +14,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from dora_rl.api.carry import Carry
@@ -191,3 +192,139 @@ def test_a_module_beside_a_script_is_found_from_anywhere(tmp_path: Path) -> None
         [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True, cwd=away
     )
     assert done.stdout == "2.0\n"
+
+
+SCRIPT = """
+import functools, sys, types
+from dataclasses import KW_ONLY, dataclass
+from typing import ClassVar
+from dora_rl.api.carry import Carry
+
+def there(function):
+    carry = Carry()
+    name = carry.add(function)
+    module = sys.modules["elsewhere"] = types.ModuleType("elsewhere")
+    exec(carry.text(), vars(module))
+    return getattr(module, name)
+
+def says(function):
+    try:
+        there(function)
+    except Exception as error:
+        return str(error)
+    return "taken"
+
+"""
+
+
+def said_by(lines: str, tmp_path: Path) -> list[str]:
+    """What a script prints, whose functions have no importable home."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT + lines)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()
+
+
+def test_defaults_are_those_of_the_definition(tmp_path: Path) -> None:
+    lines = """
+made = [lambda c, k=k: c + k for k in range(3)]
+for k in (10, 20):
+    def score(c, é="é", *, k=k, words=[k], f=lambda v: v + k, name=functools.reduce): return c + k
+    made.append(score)
+print([there(one)(100) for one in made])
+def changed(c, k=1): return c + k
+changed.__defaults__, changed.calls = (5,), 7
+print(there(changed)(100), there(changed).calls)
+"""
+    assert said_by(lines, tmp_path) == ["[100, 101, 102, 110, 120]", "105 7"]
+
+
+def test_a_wrapper_that_no_source_shows_is_refused(tmp_path: Path) -> None:
+    lines = """
+def twice(f):
+    @functools.wraps(f)
+    def inner(*a): return 2 * f(*a)
+    return inner
+def bare(c): return c
+doubled = twice(bare)
+def uses(c): return doubled(c)
+@twice
+def marked(c): return c
+print(there(bare)(1), there(marked)(1))
+for one in (doubled, uses, twice(marked), marked.__wrapped__): print(says(one))
+"""
+    first, *refusals = said_by(lines, tmp_path)
+    assert first == "1 2"
+    assert [line.partition(", ")[0] for line in refusals] == [
+        "bare is wrapped without a decorator",
+        "bare is wrapped without a decorator",
+        "marked is decorated",
+        "marked is decorated",
+    ]
+
+
+def test_a_class_is_the_one_that_is_used_as_it_is_now(tmp_path: Path) -> None:
+    lines = """
+limit = 3
+class Settings:
+    alpha, other = 1.0, 2
+    bound = limit
+    _cache = {}
+Settings.alpha, Settings.new = 0.5, [1]
+limit = 4
+if limit == 3:
+    class Scorer:
+        def score(self): return "first"
+else:
+    class Scorer:
+        def score(self): return "second"
+@dataclass
+class Row:
+    kind: ClassVar[str] = "row"
+    value: int = 0
+    _: KW_ONLY
+    weight: int = 1
+def used(): return Settings.alpha, Settings.bound, Settings.new, Scorer().score(), repr(Row(7))
+print(there(used)() == used(), there(used)()[:3])
+"""
+    assert said_by(lines, tmp_path) == ["True (0.5, 3, [1])"]
+
+
+def test_inner_annotations_and_operators(tmp_path: Path) -> None:
+    lines = """
+def score(c: str) -> float:
+    def clean(text: str) -> str: return text.strip()
+    return float(clean(c) == "a")
+print(there(score)(" a "))
+def near(c, k): return c - k
+def relative(c):
+    from .beside import near
+    return near(c)
+import linecache, pathlib
+here = pathlib.Path(__file__)
+here.write_text(here.read_text().replace("c - k", "c + k"))
+linecache.checkcache()
+print(says(near))
+print(says(relative))
+"""
+    first, second, third = said_by(lines, tmp_path)
+    assert first == "1.0" and "if its file has changed since" in second
+    assert third.startswith("relative imports relatively")
+
+
+class Missing(dict[str, int]):
+    def __missing__(self, key: str) -> int:
+        return 9
+
+
+def test_values_travel_as_what_they_are(tmp_path: Path) -> None:
+    half, limits, none = np.float64(0.5), [math.inf, {"a": re.compile("x")}], frozenset({1})
+    place, counts = Path("a/b"), Missing()
+
+    def used() -> Any:
+        return half, limits, none, place
+
+    got = travelled(used, tmp_path)()
+    assert got == used() and type(got[0]) is np.float64
+    with pytest.raises(UserError, match="a Missing, which cannot travel"):
+        Carry().add(lambda: counts["b"])

@@ -196,7 +196,6 @@ def test_a_run_has_a_directory_of_its_own(tmp_path: Path, monkeypatch: Any) -> N
     monkeypatch.chdir(tmp_path)
     now = datetime(2026, 11, 19, 15, 45, 2)
     assert new_run_dir(now) == Path("runs/20261119-154502")
-    new_run_dir(now).mkdir(parents=True)
     assert new_run_dir(now) == Path("runs/20261119-154502-2")
     config, _ = settle({"model": MODEL}, None, {})
     assert Path(config.runtime.run_dir).parent == tmp_path / "runs"

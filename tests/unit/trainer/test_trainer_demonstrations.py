@@ -108,6 +108,8 @@ def test_a_template_that_forgets_is_refused_where_it_matters() -> None:
         (TURNS[2:], UNMARKED, "the first message is the assistant's"),
         (TURNS, "", "need a chat template"),
         (TURNS, MARKED.replace("== 'assistant'", "== 'x'"), "marks nothing of it"),
+        (TURNS, "{{ raise_exception('no system') }}", r"f:1: .*refuses the messages \(no system"),
+        (TURNS, "{{ raise_exception('no') }}" + MARKED, r"f:1: .*refuses the messages \(no"),
     ],
 )
 def test_rows_that_cannot_be_used(messages: list[Any], template: str, says: str) -> None:
