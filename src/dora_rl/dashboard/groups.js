@@ -91,10 +91,16 @@ function turnsOf(t) {
   return t.turns?.length ? t.turns : [[0, t.token_ids?.length ?? 0, 1]];
 }
 
+function given(who, text) {
+  return h("div", { class: "turn" }, h("div", { class: "who" }, who), h("span", { class: "given" }, visible(text)));
+}
+
+const askedFor = (text) => given("prompt, its beginning", text);
+
 function tokensOf(t, asked) {
   const box = h("div", { class: "tokens" });
-  if (t.prompt === undefined && asked) box.append(h("div", { class: "turn" }, h("div", { class: "who" }, "prompt, its beginning"), h("span", { class: "given" }, visible(asked))));
-  if (t.prompt !== undefined) box.append(h("div", { class: "turn" }, h("div", { class: "who" }, `prompt · ${num(t.num_prompt)} tokens`), h("span", { class: "given" }, visible(t.prompt))));
+  if (t.prompt === undefined && asked) box.append(askedFor(asked));
+  if (t.prompt !== undefined) box.append(given(`prompt · ${num(t.num_prompt)} tokens`, t.prompt));
   if (!t.token_ids?.length) {
     box.append(h("div", { class: "turn policy" }, h("div", { class: "who" }, "response"), visible(t.text ?? "")));
     return box;
@@ -182,7 +188,7 @@ export function group() {
       if (key === shown) return;
       const t = await get("trajectory", { group: g.group, sample: s.sample });
       sampleFacts(g, s, t);
-      const asked = h("div", { class: "tokens" }, h("div", { class: "turn" }, h("div", { class: "who" }, "prompt, its beginning"), h("span", { class: "given" }, visible(g.text))));
+      const asked = h("div", { class: "tokens" }, askedFor(g.text));
       text.replaceChildren(...(t || !g.text ? [] : [asked]), t ? tokensOf(t, g.text) : h("div", { class: "empty" }, g.state === "trained"
         ? "Its text was not kept (logging.rollouts is off, or the run has no rollouts.jsonl)." : s.finish ? "Its text is no longer there: it is kept for groups that are trained." : "It is being generated; its text can be read when it has ended."));
       shown = key;

@@ -11,6 +11,12 @@ import pytest
 TINY = Path(__file__).parents[3] / "recipes" / "models" / "tiny"
 
 
+def said_by(code: str) -> str:
+    """What a program says on its standard error; it must end well."""
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
+
 @pytest.mark.parametrize(
     ("old", "names", "new"),
     [
@@ -21,8 +27,8 @@ TINY = Path(__file__).parents[3] / "recipes" / "models" / "tiny"
 )
 def test_a_moved_module_is_found_with_a_warning(old: str, names: str, new: str) -> None:
     code = f"from {old} import {names}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert f"FutureWarning: {old} is now {new}" in done.stderr
+    said = said_by(code)
+    assert f"FutureWarning: {old} is now {new}" in said
 
 
 def test_the_old_names_of_sections_are_found_with_a_warning() -> None:
@@ -31,8 +37,8 @@ def test_the_old_names_of_sections_are_found_with_a_warning() -> None:
         "assert TrainerOptions(lr=1e-4).lr == 1e-4 and AlgorithmOptions().loss == 'grpo'\n"
         "assert CheckpointOptions().keep == 2\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "FutureWarning: dora_rl.trainer.options: AlgorithmOptions" in done.stderr
+    said = said_by(code)
+    assert "FutureWarning: dora_rl.trainer.options: AlgorithmOptions" in said
 
 
 def test_what_read_a_configuration_for_the_learner_is_found_with_a_warning() -> None:
@@ -43,8 +49,8 @@ def test_what_read_a_configuration_for_the_learner_is_found_with_a_warning() -> 
         "assert read_architecture(config).num_layers == config['num_hidden_layers']\n"
         "assert read_architecture({'architectures': ['UnknownForCausalLM']}) is None\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "FutureWarning: dora_rl.trainer.architecture: load_config" in done.stderr
+    said = said_by(code)
+    assert "FutureWarning: dora_rl.trainer.architecture: load_config" in said
 
 
 def test_groups_under_their_old_names_are_groups() -> None:
@@ -55,6 +61,6 @@ def test_groups_under_their_old_names_are_groups() -> None:
         "group = GroupBatch(group=1, version=0, prompt_ids=(1, 2), samples=(good,))\n"
         "assert group.id == 1 and group.samples[0].reward == 1.0\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "FutureWarning: dora_rl.trainer.batch: GroupBatch and Sample" in done.stderr
-    assert "FutureWarning: dora_rl.runtime.weights is now dora_rl.weights.store" in done.stderr
+    said = said_by(code)
+    assert "FutureWarning: dora_rl.trainer.batch: GroupBatch and Sample" in said
+    assert "FutureWarning: dora_rl.runtime.weights is now dora_rl.weights.store" in said
