@@ -78,6 +78,8 @@ def spec_of(num_instances: int, num_steps: int) -> WorldSpec:
 
 # -- the workers ----------------------------------------------------------------------------------
 
+NO_FILE = "the state of a request is in its message"
+
 
 class LoneFleet(Fleet):
     """One instance of the simulator in a process of its own: moves leave through the controller."""
@@ -97,7 +99,7 @@ class LoneFleet(Fleet):
         state = [request.version, request.prompt_tokens, request.total, request.done]
         saved = {"state": state, "segments": [list(s) for s in request.segments]}
         who, tokens = (request.id, request.epoch, action.attempt, action.dst), int(request.context)
-        said = msg.Exported(*who, tokens, "", saved=saved)
+        said = msg.Exported(*who, tokens, NO_FILE, saved=saved)
         delay_s = src.cost.move_s(request.context)
         self.clock.after(delay_s, lambda: self.channel.send(said))
 

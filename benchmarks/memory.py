@@ -37,7 +37,7 @@ from dora_rl.model.directory import read_spec
 from dora_rl.model.random_weights import RandomAdapter, RandomWeights
 from dora_rl.setup.devices import Card, look_at_cards
 from dora_rl.setup.layout import plan_layout
-from dora_rl.setup.memory import CONTEXT_BYTES, GB
+from dora_rl.setup.memory import CONTEXT_BYTES, GB, shelf_bytes
 from dora_rl.setup.plan import DevicePlan, RunPlan, plan_run, planned
 from dora_rl.trainer.documents import document_of
 from dora_rl.trainer.learner import Learner
@@ -231,7 +231,8 @@ def hold_version(config: RunConfig, learner: Learner) -> int:
         return 0
     params = sum(p.numel() for p in learner.policy.parameters())
     with tempfile.TemporaryDirectory() as folder:
-        return Shelf(Path(folder), params * learner.published_dtype.itemsize).num_bytes
+        size = shelf_bytes(params, learner.published_dtype.itemsize)
+        return Shelf(Path(folder), size).num_bytes
 
 
 def make_groups(lengths: list[int], vocab: int, version: int) -> list[Group]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from dora_rl.config import TrainerConfig
+from dora_rl.setup.memory import shelf_bytes
 from dora_rl.trainer.checkpoints.masters import whole
 from dora_rl.trainer.checkpoints.publish import Publisher
 from dora_rl.trainer.policy.model import load_policy, named_weights
@@ -34,7 +35,7 @@ def test_every_version_gives_the_masters_back(tmp_path: Path, shared: bool) -> N
     level, publisher = shared_level(root), Publisher()
     num_bytes = sum(p.numel() for p in policy.parameters()) * 2
     if shared:
-        publisher.handover = Shelf(root, num_bytes)
+        publisher.handover = Shelf(root, shelf_bytes(num_bytes // 2, 2))
     sizes = (num_bytes + (1 << 20), num_bytes + (1 << 20))
     mapped = []
     try:

@@ -161,6 +161,12 @@ def num_params(spec: ModelSpec) -> int:
     return body_params(spec) + (1 if spec.tied else 2) * spec.vocab * spec.hidden
 
 
+def shelf_bytes(params: int, item_bytes: int) -> int:
+    """Of a version on the device, and of what rounding took from its masters: two bytes for each
+    in half precision."""
+    return params * (item_bytes + (2 if item_bytes == 2 else 0))
+
+
 def adapter_params(spec: ModelSpec, rank: int) -> int:
     """Of LoRA on every linear layer of the blocks."""
     heads = spec.num_heads * spec.head_dim
@@ -332,8 +338,8 @@ def _learner_lines(need: Need, way: Way, handover: bool) -> Iterator[Line]:
     checkpointing, pack, chunk = way
     yield from state_lines(need)
     if handover:
-        size = need.item_bytes * num_params(need.spec)
-        yield Line(need.learner_name, "the version that instances take over", size)
+        size = shelf_bytes(num_params(need.spec), need.item_bytes)
+        yield Line(need.learner_name, "the version that instances take over, exactly", size)
     how = "recomputed by layer" if checkpointing == "layer" else "all kept"
     peak, what = working_bytes(need, *way), f"a pack of {pack:,} tokens, {how}; logits"
     twin = recheck_bytes(need, pack, chunk)

@@ -30,6 +30,7 @@ from dora_rl.setup.memory import (
     Need,
     num_params,
     plan_memory,
+    shelf_bytes,
 )
 from dora_rl.setup.settings import core_params, is_recomputable
 from dora_rl.trainer.losses.recipes import fill
@@ -140,7 +141,7 @@ class RunPlan:
             return 0.0
         beside = CONTEXT_BYTES  # what is not torch's
         if device.memory.handover and name == device.seats.learner:
-            beside += device.need.item_bytes * num_params(device.need.spec)
+            beside += shelf_bytes(num_params(device.need.spec), device.need.item_bytes)
         return max(0.01, share - beside / device.card.total_bytes)
 
     def table(self) -> list[str]:

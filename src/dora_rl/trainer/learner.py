@@ -176,6 +176,7 @@ class Learner(Updates):
         try:
             self._copy_to(drafts, dtype, version, exact=exact is not None)
         except BaseException:
+            self.publisher.settle()
             if drafts is not None:
                 drafts.discard()
             raise

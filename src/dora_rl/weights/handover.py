@@ -1,10 +1,11 @@
 """Versions on their way from the learner to instances on the same GPU, through its memory.
 
-The learner keeps the version that it published last in one piece of device memory, and says so in
-a file beside the sealed versions: where every tensor lies, and two sums over its bits. An instance
-that is told to load that version copies it from there, which takes milliseconds, and then computes
-the sums of what it has read: the learner may have gone on to the next version meanwhile. Where
-anything is amiss, the sealed version in shared memory is loaded instead.
+The learner keeps the version that it published last in one piece of device memory. From there it is
+copied to the host while training goes on, and a file beside the sealed versions says where every
+tensor lies, and two sums over its bits. An instance that is told to load that version copies it
+from there, which takes milliseconds, and then computes the sums of what it has read: the learner
+may have gone on to the next version meanwhile. Where anything is amiss, the sealed version in
+shared memory is loaded instead.
 
     learner    withdraw ─▶ fill ─▶ sums ─▶ offer (.handover)
     instance                                 open ─▶ copy ─▶ sums agree: loaded
@@ -94,8 +95,15 @@ class Shelf:
         self._version, self._parts, self._end = version, {}, 0
 
     def room(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        part = Part(self._end, str(dtype).removeprefix("torch."), tuple(shape))
-        self._parts[name] = part
+        """For a tensor of the version."""
+        self._parts[name] = Part(self._end, str(dtype).removeprefix("torch."), tuple(shape))
+        return self._place(self._parts[name])
+
+    def aside(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """For what the learner alone reads again."""
+        return self._place(Part(self._end, str(dtype).removeprefix("torch."), tuple(shape)))
+
+    def _place(self, part: Part) -> Tensor:
         place = part.of(self._memory)
         self._end += -(-place.nbytes // ALIGNED) * ALIGNED
         return place

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dora_rl.setup.memory import shelf_bytes
 from dora_rl.trainer import distributed
 from dora_rl.trainer.checkpoints import state
 from dora_rl.trainer.checkpoints.masters import host_room
@@ -96,7 +97,8 @@ class Publication:
             return []
         params = sum(p.numel() for p in learner.policy.parameters())
         try:
-            shelf = Shelf(self.store.root, params * learner.published_dtype.itemsize)
+            size = shelf_bytes(params, learner.published_dtype.itemsize)
+            shelf = Shelf(self.store.root, size)
         except WeightsError as error:
             return [f"versions reach instances through shared memory ({error})"]
         self.publisher.handover = shelf

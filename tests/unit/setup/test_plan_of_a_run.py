@@ -14,7 +14,7 @@ from dora_rl.config import RunConfig
 from dora_rl.controller.run_dir import write_config
 from dora_rl.setup.devices import Card, read_rows
 from dora_rl.setup.layout import Layout, plan_layout
-from dora_rl.setup.memory import CONTEXT_BYTES, GB, num_params
+from dora_rl.setup.memory import CONTEXT_BYTES, GB, num_params, shelf_bytes
 from dora_rl.setup.plan import RunPlan, memory_problems, plan_run, planned
 from dora_rl.setup.prepare import Prepared
 from dora_rl.types import UserError
@@ -140,7 +140,7 @@ def test_a_smaller_card_is_planned_and_enforced(model: Path) -> None:
     device = plan.devices[0]
     assert plan.fits and device.memory.total_bytes == 60 * GB
     limits = [plan.limit(name) * 150 * GB + CONTEXT_BYTES for name in names]
-    version = device.need.item_bytes * num_params(device.need.spec)
+    version = shelf_bytes(num_params(device.need.spec), device.need.item_bytes)
     assert device.memory.handover
     assert sum(limits) + version == pytest.approx(60 * GB), "what is handed over is not torch's"
     for name, limit in zip(names, [limits[0] + version, *limits[1:]], strict=True):

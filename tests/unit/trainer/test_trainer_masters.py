@@ -12,9 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dora_rl.config import AlgorithmConfig, TrainerConfig
-from dora_rl.trainer.checkpoints.masters import AT, LOW, Splits, whole
+from dora_rl.setup.memory import shelf_bytes
+from dora_rl.trainer.checkpoints.masters import AT, LOW, Aside, Splits, whole
+from dora_rl.trainer.checkpoints.publish import copy_all
 from dora_rl.trainer.learner import Learner
 from dora_rl.types import UserError
+from dora_rl.weights.handover import Shelf
+from tests.kit.device_memory import Played
 from tests.kit.trainer_cases import flat, make_groups, write_tiny_model
 from tests.kit.trainer_store import MemoryStore
 
@@ -42,7 +46,11 @@ class Parts:
 
 
 def split(
-    name: str, master: torch.Tensor, dtype: torch.dtype, stays: bool = False
+    name: str,
+    master: torch.Tensor,
+    dtype: torch.dtype,
+    stays: bool = False,
+    aside: Aside | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     made: dict[str, torch.Tensor] = {}
 
@@ -51,8 +59,9 @@ def split(
         return made[key]
 
     splits = Splits(room, room, stays)
-    splits.add(name, master, dtype)
+    splits.add(name, master, dtype, aside)
     splits.finish()
+    copy_all(splits.to_copy)
     return made.pop(name), made
 
 
@@ -70,6 +79,10 @@ def check(bits: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> dict[str, 
     _, again = split("w", master, dtype, stays=True)
     assert parts.keys() == again.keys()
     assert all(same_bits(again[key], part) for key, part in parts.items())
+    room = Aside(torch.empty_like(master, dtype=dtype), torch.empty_like(master, dtype=torch.int16))
+    beside, aside = split("w", master, dtype, stays=True, aside=room)
+    assert same_bits(beside, published) and aside.keys() == parts.keys(), "through the device"
+    assert all(same_bits(aside[key], part) for key, part in parts.items())
     number = ~master.isnan()
     assert torch.equal(published[number], master.to(dtype)[number]), "the usual rounding"
     assert torch.equal(bits_of(whole("w", published, Parts(parts))), bits)
@@ -113,20 +126,30 @@ def test_what_is_kept_is_as_small_as_it_can_be() -> None:
     assert split("w", torch.tensor(1.5), torch.bfloat16)[0].shape == ()
 
 
+@pytest.mark.parametrize("shelf", [False, True], ids=["host", "device"])
 @pytest.mark.parametrize("family", ["qwen3_tied", "qwen3_moe"])
-def test_a_learner_goes_on_from_its_exact_masters(family: str, tmp_path: Path) -> None:
+def test_a_learner_goes_on_from_its_exact_masters(family: str, shelf: bool, tmp_path: Path) -> None:
     """Through the names of the checkpoint, where experts are single tensors."""
     model = write_tiny_model(tmp_path / "model", family)
     store, exact = MemoryStore(), MemoryStore()
     first = Learner(model, AlgorithmConfig(), BF16)
+    if shelf:
+        size = shelf_bytes(flat(first).numel(), 2)
+        first.publisher.handover = Shelf(tmp_path, size, Played())
     first.begin_step(0)
     first.feed(make_groups(0, 2))
     first.finish_step()
-    first.publish(store, 1, exact=exact)
+    before = flat(first).clone()
+    sealed = first.publish(store, 1, background=shelf, exact=exact)
+    with torch.no_grad():
+        for master in first.policy.parameters():
+            master.mul_(1.5)  # the next step begins
+    sealed.result()
+    first.publisher.close()
     assert {t.dtype for t in store.sealed[1].tensors.values()} == {torch.bfloat16}
     second = Learner(model, AlgorithmConfig(), BF16)
     second.adopt(store, 1, exact)
-    assert torch.equal(flat(first), flat(second))
+    assert torch.equal(before, flat(second))
     assert (second.next_step, second.num_updates, second.optimizer.num_applied) == (1, 1, 1)
     exact.sealed[1] = exact.sealed[1].__class__(1, "", None, exact.sealed[1].tensors)
     with pytest.raises(UserError, match="belong to other weights"):

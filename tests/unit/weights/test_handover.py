@@ -11,34 +11,13 @@ import torch
 
 from dora_rl.weights.handover import OFFER, Handovers, Shelf, sums_of
 from dora_rl.weights.store import SharedMemoryWeightStore, WeightsError
+from tests.kit.device_memory import Played
 
 TENSORS = {
     "layers.0.w": torch.randn(40, 130).bfloat16(),
     "layers.1.w": torch.randn(3, 4096).bfloat16(),
     "norm": torch.randn(7),
 }
-
-
-class Played:
-    """Memory by name, as another process would find it."""
-
-    made: dict[str, torch.Tensor]
-
-    def __init__(self, name: str = "card") -> None:
-        self.made, self.name, self.num_opened = {}, name, 0
-
-    def make(self, num_bytes: int) -> tuple[torch.Tensor, str]:
-        name = f"memory {len(self.made)}"
-        self.made[name] = torch.zeros(num_bytes, dtype=torch.uint8)
-        return self.made[name], name
-
-    def open(self, name: str, num_bytes: int) -> torch.Tensor:
-        self.num_opened += 1
-        assert self.made[name].numel() == num_bytes
-        return self.made[name]
-
-    def device(self) -> str:
-        return self.name
 
 
 def fill(shelf: Shelf, version: int, scale: float) -> None:

@@ -31,6 +31,13 @@ ODD_ROOM = 1 << 14  # room for one master in so many to be kept whole, four time
 MakeBuffer = Callable[[str, torch.Size, torch.dtype], Tensor]
 
 
+class Aside(NamedTuple):
+    """Room on the device for copies of one tensor: of what is published, and of what that lacks."""
+
+    published: Tensor
+    low: Tensor | None  # None where nothing of the kind is kept
+
+
 def host_room(source: Tensor) -> Tensor:
     """Room on the host for copies of a tensor, pinned where it is on a GPU: a copy is then thirty
     times as fast. Making it takes about as long as a slow copy, so it is used again."""
@@ -50,38 +57,47 @@ class Splits:
     """The masters of one version on their way to the host: rounded, in memory that `publish` gives,
     and what that lacks, in memory that `keep` gives. Copies into pinned memory are only begun: the
     caller waits for the device before it reads them. `stays`: masters are not changed or given back
-    before `finish`, and the device is waited for only there."""
+    before `finish`, and the device is waited for only there. What went aside, on the device, is in
+    `to_copy`, with its room on the host: to be copied by the caller, while masters change again."""
 
     def __init__(self, publish: MakeBuffer, keep: MakeBuffer, stays: bool = False) -> None:
         self._publish, self._keep, self._stays = publish, keep, stays
         self._found: dict[str, list[Found]] = {}
         self._masters: dict[str, tuple[Tensor, torch.dtype]] = {}
+        self.to_copy: list[tuple[Tensor, Tensor]] = []
 
     @torch.no_grad()
     def add(
-        self, name: str, master: Tensor, dtype: torch.dtype, beside: Tensor | None = None
+        self, name: str, master: Tensor, dtype: torch.dtype, aside: Aside | None = None
     ) -> None:
         """A float32 version lacks nothing; one in float16 has another exponent, and the master is
-        kept as it is. `beside`: the published values on the device go there."""
+        kept as it is."""
         published = self._publish(name, master.shape, dtype)
         if dtype != torch.bfloat16 or master.dtype != torch.float32:
-            source = master if beside is None else beside.copy_(master)
-            published.copy_(source, non_blocking=True)
+            if aside is None:
+                published.copy_(master, non_blocking=True)
+            else:
+                self.to_copy.append((published, aside.published.copy_(master)))
             if dtype != master.dtype:
                 lost = self._keep(WHOLE + name, master.shape, master.dtype)
                 lost.copy_(master, non_blocking=True)
             return
         low = self._keep(LOW + name, master.shape, torch.int16)
-        source, out, rest = master.reshape(-1), published.view(-1), low.view(-1)
-        device = None if beside is None else beside.view(-1)
+        to, keep = published, low
+        if aside is not None:
+            assert aside.low is not None
+            to, keep = aside.published, aside.low
+            self.to_copy += [(published, to), (low, keep)]
+        source, out, rest = master.reshape(-1), to.view(-1), keep.view(-1)
         self._found[name] = []
         if self._stays:
             self._masters[name] = source, dtype
         for begin in range(0, source.numel(), CHUNK):
             part, span = source[begin : begin + CHUNK], slice(begin, begin + CHUNK)
-            rounded = part.to(dtype) if device is None else device[span].copy_(part)
+            rounded = part.to(dtype) if aside is None else out[span].copy_(part)
             bits, lower, odd = _halves(part, rounded)
-            out[span].copy_(rounded, non_blocking=True)
+            if aside is None:
+                out[span].copy_(rounded, non_blocking=True)
             rest[span].copy_(lower, non_blocking=True)
             if self._stays:
                 size = odd.numel() // ODD_ROOM + 64

@@ -1,7 +1,8 @@
 """Making a version of the learner's weights: gathered, cast, with a canary, sealed by the store.
 
 The tensors go straight into the memory of the store, without a copy in between. Never publishes
-weights in motion: they are copied before this returns control of the model.
+weights in motion: they are copied before this returns control of the model. Where the device has
+room for it they are copied there, and from there to the host while training goes on.
 Invariants: the canary's log-probs were computed from exactly the published values; where the exact
 state goes to a store of its own, no version is sealed before its exact state is.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from dora_rl.ports import Canary, Draft, WeightStore
 from dora_rl.trainer.attention import Layout
 from dora_rl.trainer.checkpoints.finite import Ranges
-from dora_rl.trainer.checkpoints.masters import Splits
+from dora_rl.trainer.checkpoints.masters import Aside, Splits
 from dora_rl.trainer.distributed import back_to_shards, gathered, world
 from dora_rl.trainer.policy.decoder import Decoder
 from dora_rl.trainer.policy.lora import without_dropout
@@ -35,6 +36,7 @@ class Handover(Protocol):
 
     def begin(self, version: Version) -> None: ...
     def room(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor: ...
+    def aside(self, shape: torch.Size, dtype: torch.dtype) -> Tensor: ...
     def offer(self) -> None: ...
 
 
@@ -77,6 +79,20 @@ def fill(draft: Draft, tensors: Iterable[tuple[str, Tensor]], version: Version) 
     ranges.check(f"version {version}")
 
 
+def copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    """From the device to the host, beside whatever else the device does; done when this returns."""
+    device = pairs[0][1].device if pairs else torch.device("cpu")
+    if device.type == "cpu":
+        for host, source in pairs:
+            host.copy_(source)
+        return
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        for host, source in pairs:
+            host.copy_(source, non_blocking=True)
+    stream.synchronize()
+
+
 class Drafts(NamedTuple):
     """A version and what makes it exact, on their way into their stores."""
 
@@ -100,6 +116,7 @@ class Publisher:
         self._pool: ThreadPoolExecutor | None = None
         self._ahead: tuple[Version, Future[Drafts]] | None = None
         self.handover: Handover | None = None  # of versions on the device, where there is one
+        self._copies: Future[None] | None = None  # from there to the host
 
     def prepare(
         self,
@@ -151,27 +168,52 @@ class Publisher:
             # What is gathered or put in another form is a copy, which is not to be kept.
             stays = isinstance(policy, Decoder) and world()[1] == 1
             splits = Splits(drafts.version.room, drafts.exact.room, stays)
+        to_copy: list[tuple[Tensor, Tensor]] = []
         if self.handover is not None:
+            self.settle()
             self.handover.begin(version)
         for name, tensor in named_weights(policy, gathered, policy.compute_dtype):
             if drafts is None:
                 continue
             kind = tensor.dtype if name in own_dtype else dtype
             ranges.add(name, tensor, kind)
-            beside = self.handover.room(name, tensor.shape, kind) if self.handover else None
+            aside = self._aside(name, tensor, kind, keeps_low=splits is not None)
             if splits is not None:
-                splits.add(name, tensor, kind, beside)
+                splits.add(name, tensor, kind, aside)
+                continue
+            room = drafts.version.room(name, tensor.shape, kind)
+            if aside is None:
+                room.copy_(tensor, non_blocking=True)
             else:
-                source = tensor if beside is None else beside.copy_(tensor)
-                room = drafts.version.room(name, tensor.shape, kind)
-                room.copy_(source, non_blocking=True)
+                to_copy.append((room, aside.published.copy_(tensor)))
         if splits is not None:
             splits.finish()
+            to_copy = splits.to_copy
         if drafts is not None and next(policy.parameters()).is_cuda:
             torch.cuda.current_stream().synchronize()  # copies run behind each other
         ranges.check(f"version {version}")
         if self.handover is not None:
+            self._copy_beside(to_copy)
             self.handover.offer()
+
+    def _aside(
+        self, name: str, tensor: Tensor, dtype: torch.dtype, *, keeps_low: bool
+    ) -> Aside | None:
+        if self.handover is None:
+            return None
+        published = self.handover.room(name, tensor.shape, dtype)
+        halved = keeps_low and dtype == torch.bfloat16 and tensor.dtype == torch.float32
+        return Aside(published, self.handover.aside(tensor.shape, torch.int16) if halved else None)
+
+    def _copy_beside(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        pool = ThreadPoolExecutor(1, thread_name_prefix="publish-copy")
+        self._copies = pool.submit(copy_all, pairs)
+        pool.shutdown(wait=False)
+
+    def settle(self) -> None:
+        """Returns when nothing is copied to the host any more. How that went is the seal's."""
+        if self._copies is not None:
+            wait([self._copies])
 
     def seal(
         self,
@@ -183,8 +225,11 @@ class Publisher:
     ) -> Future[str]:
         """The checksum, as a future; already there unless `background`. The version is sealed when
         `turn` has returned and its exact state is sealed; that of older versions stays."""
+        copies = self._copies
 
         def seal() -> str:
+            if copies is not None:
+                copies.result()
             if drafts.exact is None:
                 return drafts.version.seal(canary, base, turn)
             with ThreadPoolExecutor(1, thread_name_prefix="publish-exact") as beside:
@@ -201,6 +246,7 @@ class Publisher:
 
     def close(self) -> None:
         self._drop_prepared()
+        self.settle()
         if self._pool is not None:
             self._pool.shutdown(wait=True)
             self._pool = None
