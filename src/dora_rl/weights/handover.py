@@ -2,10 +2,10 @@
 
 The learner keeps the version that it published last in one piece of device memory. From there it is
 copied to the host while training goes on, and a file beside the sealed versions says where every
-tensor lies, and two sums over its bits. An instance that is told to load that version copies it
-from there, which takes milliseconds, and then computes the sums of what it has read: the learner
-may have gone on to the next version meanwhile. Where anything is amiss, the sealed version in
-shared memory is loaded instead.
+tensor lies, and two sums over all their bits. An instance that is told to load that version copies
+it from there, which takes milliseconds, and then computes the sums of where it has read: the
+learner may have gone on to the next version meanwhile. Where anything is amiss, the sealed version
+in shared memory is loaded instead.
 
     learner    withdraw ─▶ fill ─▶ sums ─▶ offer (.handover)
     instance                                 open ─▶ copy ─▶ sums agree: loaded
@@ -19,8 +19,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -44,7 +44,6 @@ class Part(NamedTuple):
     begin: int
     dtype: str
     shape: tuple[int, ...]
-    sums: tuple[int, int] = (0, 0)
 
     def of(self, memory: Tensor) -> Tensor:
         kind: torch.dtype = getattr(torch, self.dtype)
@@ -62,19 +61,27 @@ class Memory(Protocol):
         ...
 
 
-def sums_of(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """Of each tensor's bits: their sum, and one in which places count. Computed where it lies."""
-    found = [_sums(tensor.contiguous().view(-1).view(torch.uint8)) for tensor in tensors]
-    rows = torch.stack(found).tolist() if found else []
-    return [(int(first), int(second)) for first, second in rows]
-
-
-def _sums(data_B: Tensor) -> Tensor:
+def sums_of(data_B: Tensor) -> tuple[int, int]:
+    """Of bits: their sum, and one in which places count. Computed where they lie, in few passes: a
+    GPU that trains and decodes begins every one of them late."""
     whole = data_B.numel() // (4 * ROW) * (4 * ROW)
     rows = data_B[:whole].view(torch.int32).view(-1, ROW).sum(1, dtype=torch.int64)
     rest = data_B[whole:].sum(dtype=torch.int64)
     places = torch.arange(1, rows.numel() + 1, device=data_B.device)
-    return torch.stack([rows.sum() + rest, (rows * places).sum() + rest])
+    first, second = torch.stack([rows.sum() + rest, (rows * places).sum() + rest]).tolist()
+    return int(first), int(second)
+
+
+@contextmanager
+def beside(memory: Tensor) -> Iterator[None]:
+    """What is computed within does not wait for other work on the device."""
+    if not memory.is_cuda:
+        yield
+        return
+    stream = torch.cuda.Stream(memory.device)
+    with torch.cuda.stream(stream):
+        yield
+        stream.synchronize()
 
 
 class Shelf:
@@ -87,51 +94,57 @@ class Shelf:
         self.num_bytes = self._memory.nbytes
         self._version: Version = -1
         self._parts: dict[str, Part] = {}
-        self._end = 0
+        self._end, self._aside = 0, self.num_bytes
 
     def begin(self, version: Version) -> None:
         """What was offered is overwritten from here on."""
         self._offer.unlink(missing_ok=True)
-        self._version, self._parts, self._end = version, {}, 0
+        self._version, self._parts = version, {}
+        self._end, self._aside = 0, self.num_bytes // ALIGNED * ALIGNED
 
     def room(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """For a tensor of the version."""
-        self._parts[name] = Part(self._end, str(dtype).removeprefix("torch."), tuple(shape))
-        return self._place(self._parts[name])
-
-    def aside(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """For what the learner alone reads again."""
-        return self._place(Part(self._end, str(dtype).removeprefix("torch."), tuple(shape)))
-
-    def _place(self, part: Part) -> Tensor:
-        place = part.of(self._memory)
-        self._end += -(-place.nbytes // ALIGNED) * ALIGNED
+        part = Part(self._end, str(dtype).removeprefix("torch."), tuple(shape))
+        self._parts[name], place = part, part.of(self._memory)
+        self._end += _aligned(place.nbytes)
         return place
 
+    def aside(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """For what the learner alone reads again: from the end on, so that the version is in one
+        piece."""
+        self._aside -= _aligned(math.prod(shape) * dtype.itemsize)
+        return Part(self._aside, str(dtype).removeprefix("torch."), tuple(shape)).of(self._memory)
+
     def offer(self) -> None:
-        """All of it is there."""
-        sums = sums_of([part.of(self._memory) for part in self._parts.values()])
-        parts = {
-            name: part._replace(sums=found)
-            for (name, part), found in zip(self._parts.items(), sums, strict=True)
-        }
+        """All of it is there, and stays so until `begin`. In any thread."""
+        with beside(self._memory):
+            sums = sums_of(self._memory[: self._end])
         said = {
             "version": self._version,
             "device": self._device,
             "memory": self._name,
             "num_bytes": self.num_bytes,
-            "parts": parts,
+            "end": self._end,
+            "sums": sums,
+            "parts": self._parts,
         }
         temporary = self._offer.with_name(f"{OFFER}-{os.getpid()}")
         temporary.write_text(json.dumps(said))
         temporary.rename(self._offer)
 
 
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNED) * ALIGNED
+
+
 class HandedOver:
     """A version in device memory. Implements `ports.SealedWeights`, and checks itself."""
 
-    def __init__(self, sealed: SealedFile, memory: Tensor, parts: dict[str, Part]) -> None:
-        self._sealed, self._memory, self._parts = sealed, memory, parts
+    def __init__(
+        self, sealed: SealedFile, memory: Tensor, parts: dict[str, Part], sums: Sequence[int]
+    ) -> None:
+        """`memory`: as far as the version goes."""
+        self._sealed, self._memory, self._parts, self._sums = sealed, memory, parts, tuple(sums)
         self.version, self.checksum = sealed.version, sealed.checksum
         self.canary, self.base = sealed.canary, sealed.base
 
@@ -143,15 +156,12 @@ class HandedOver:
 
     def check(self) -> None:
         """Raise unless what was copied before this is the version that was offered."""
-        beside = torch.cuda.stream(torch.cuda.Stream()) if self._memory.is_cuda else nullcontext()
-        with beside:
-            found = sums_of([part.of(self._memory) for part in self._parts.values()])
-        for (name, part), sums in zip(self._parts.items(), found, strict=True):
-            if sums != tuple(part.sums):
-                raise WeightsError(
-                    f"version {self.version} on the device was replaced while it was copied "
-                    f"(tensor {name})"
-                )
+        with beside(self._memory):
+            same = sums_of(self._memory) == self._sums
+        if not same:
+            raise WeightsError(
+                f"version {self.version} on the device was replaced while it was copied"
+            )
 
 
 class Handovers:
@@ -172,8 +182,8 @@ class Handovers:
         if (said["version"], said["device"]) != (sealed.version, self._memory.device()):
             return None
         parts = {
-            name: Part(begin, dtype, tuple(shape), (sums[0], sums[1]))
-            for name, (begin, dtype, shape, sums) in said["parts"].items()
+            name: Part(begin, dtype, tuple(shape))
+            for name, (begin, dtype, shape) in said["parts"].items()
         }
         if parts.keys() != set(sealed.names()):
             return None
@@ -181,7 +191,7 @@ class Handovers:
             self._opened = None
             opened = self._memory.open(said["memory"], said["num_bytes"])
             self._opened = said["memory"], opened
-        return HandedOver(sealed, self._opened[1], parts)
+        return HandedOver(sealed, self._opened[1][: said["end"]], parts, said["sums"])
 
 
 # -- memory of a GPU ------------------------------------------------------------------------------

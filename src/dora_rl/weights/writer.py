@@ -374,20 +374,17 @@ def write_durable(
     """Write both files into `directory`, which must be empty and seen by nobody else yet.
     `make_way`: called before every piece, which is on the disk before the next one but one."""
     with (directory / TENSORS_FILE).open("w+b") as file:
-        entries = _write_in_order(file, tensors, threads, make_way)
+        entries = _write_in_order(Pieces(file, make_way), tensors, threads)
         return _describe(file, directory, version, entries, canary, base, durable=True)
 
 
 def _write_in_order(
-    file: BinaryIO,
-    tensors: Iterable[tuple[str, Tensor]],
-    threads: int,
-    make_way: Callable[[], object] | None,
+    pieces: Pieces, tensors: Iterable[tuple[str, Tensor]], threads: int
 ) -> tuple[TensorEntry, ...]:
     entries: dict[str, TensorEntry] = {}
     pending: deque[tuple[str, Future[str]]] = deque()
     begin = 0
-    file.seek(HEADER_ROOM_BYTES)
+    pieces.file.seek(HEADER_ROOM_BYTES)
 
     def enter_digest() -> None:
         name, digest = pending.popleft()
@@ -401,7 +398,7 @@ def _write_in_order(
                 data = bytes_of(tensor)
                 end = begin + len(data)
                 pending.append((name, pool.submit(digest_of, data)))
-                _write_pieces(file, data, HEADER_ROOM_BYTES + begin, make_way)
+                pieces.write(data, HEADER_ROOM_BYTES + begin)
                 code = dtype_code(tensor.dtype, name)
                 entries[name] = TensorEntry(name, code, tuple(tensor.shape), begin, end, "")
                 begin = end
@@ -415,19 +412,26 @@ def _write_in_order(
     return tuple(entries.values())
 
 
-def _write_pieces(
-    file: BinaryIO, data: memoryview, start: int, make_way: Callable[[], object] | None
-) -> None:
-    """The disk is set to work on every piece at once. Who makes way for others waits for it too:
-    what lies in the page cache is written whether others need the disk or not."""
-    for at in range(0, len(data), SLICE_BYTES):
-        if make_way is not None:
-            make_way()
-        piece, begin = data[at : at + SLICE_BYTES], start + at
-        file.write(piece)
-        _sync_range(file.fileno(), begin, len(piece), SYNC_FILE_RANGE_WRITE)
-        if make_way is not None and at:
-            _sync_range(file.fileno(), begin - SLICE_BYTES, SLICE_BYTES, SYNC_FILE_RANGE_WAIT)
+class Pieces:
+    """A file that is written in order. The disk is set to work on every piece at once. Who makes
+    way for others waits for it too, one piece behind, whichever tensor that was of: what lies in
+    the page cache is written whether others need the disk or not."""
+
+    def __init__(self, file: BinaryIO, make_way: Callable[[], object] | None) -> None:
+        self.file, self._make_way = file, make_way
+        self._before: Range | None = None  # where it begins, and its size
+
+    def write(self, data: memoryview, start: int) -> None:
+        for at in range(0, len(data), SLICE_BYTES):
+            if self._make_way is not None:
+                self._make_way()
+            piece = data[at : at + SLICE_BYTES]
+            self.file.write(piece)
+            self.file.flush()
+            _sync_range(self.file.fileno(), start + at, len(piece), SYNC_FILE_RANGE_WRITE)
+            if self._make_way is not None and self._before is not None:
+                _sync_range(self.file.fileno(), *self._before, SYNC_FILE_RANGE_WAIT)
+            self._before = start + at, len(piece)
 
 
 def _sync_range(handle: int, start: int, size: int, how: int) -> None:

@@ -61,7 +61,7 @@ def split(
     splits = Splits(room, room, stays)
     splits.add(name, master, dtype, aside)
     splits.finish()
-    copy_all(splits.to_copy)
+    copy_all(splits.to_copy, lambda: None)
     return made.pop(name), made
 
 

@@ -79,18 +79,16 @@ def fill(draft: Draft, tensors: Iterable[tuple[str, Tensor]], version: Version) 
     ranges.check(f"version {version}")
 
 
-def copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:
+def copy_all(pairs: list[tuple[Tensor, Tensor]], meanwhile: Callable[[], None]) -> None:
     """From the device to the host, beside whatever else the device does; done when this returns."""
-    device = pairs[0][1].device if pairs else torch.device("cpu")
-    if device.type == "cpu":
-        for host, source in pairs:
-            host.copy_(source)
-        return
-    stream = torch.cuda.Stream(device)
+    on_gpu = any(source.is_cuda for _, source in pairs)
+    stream = torch.cuda.Stream(pairs[0][1].device) if on_gpu else None
     with torch.cuda.stream(stream):
         for host, source in pairs:
-            host.copy_(source, non_blocking=True)
-    stream.synchronize()
+            host.copy_(source, non_blocking=on_gpu)
+    meanwhile()
+    if stream is not None:
+        stream.synchronize()
 
 
 class Drafts(NamedTuple):
@@ -193,8 +191,7 @@ class Publisher:
             torch.cuda.current_stream().synchronize()  # copies run behind each other
         ranges.check(f"version {version}")
         if self.handover is not None:
-            self._copy_beside(to_copy)
-            self.handover.offer()
+            self._copy_beside(to_copy, self.handover)
 
     def _aside(
         self, name: str, tensor: Tensor, dtype: torch.dtype, *, keeps_low: bool
@@ -205,9 +202,9 @@ class Publisher:
         halved = keeps_low and dtype == torch.bfloat16 and tensor.dtype == torch.float32
         return Aside(published, self.handover.aside(tensor.shape, torch.int16) if halved else None)
 
-    def _copy_beside(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
+    def _copy_beside(self, pairs: list[tuple[Tensor, Tensor]], handover: Handover) -> None:
         pool = ThreadPoolExecutor(1, thread_name_prefix="publish-copy")
-        self._copies = pool.submit(copy_all, pairs)
+        self._copies = pool.submit(copy_all, pairs, handover.offer)
         pool.shutdown(wait=False)
 
     def settle(self) -> None:
