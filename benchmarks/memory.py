@@ -271,10 +271,11 @@ def work_as_engine(
     engine = Engine(spec, EngineOptions(**values))
     phases.put("KV", engine.runner.cache.kv.nbytes)
     phases.now("weights and KV")  # slots are made at once, and filled
+    kind = torch.bfloat16  # in float32 they would take more room than those of a run
     if rank:
-        engine.load_base(RandomWeights(spec, 0, device=args.device))
+        engine.load_base(RandomWeights(spec, 0, device=args.device, dtype=kind))
     for version in range(versions):
-        whole = RandomWeights(spec, version, device=args.device)
+        whole = RandomWeights(spec, version, device=args.device, dtype=kind)
         engine.load(version, RandomAdapter(spec, version, rank, args.device) if rank else whole)
         del whole
     phases.begin()  # random weights are made on the device, those of a run are not

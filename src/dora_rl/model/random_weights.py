@@ -19,9 +19,14 @@ class RandomWeights:
     """Normal values of deviation `scale`; norms are ones."""
 
     def __init__(
-        self, spec: ModelSpec, seed: int = 0, scale: float = 0.02, device: str = "cpu"
+        self,
+        spec: ModelSpec,
+        seed: int = 0,
+        scale: float = 0.02,
+        device: str = "cpu",
+        dtype: torch.dtype = torch.float32,
     ) -> None:
-        self._seed, self._scale, self._device = seed, scale, device
+        self._seed, self._scale, self._device, self._dtype = seed, scale, device, dtype
         self._shapes = {
             name: target.shape for name, target in targets_of(spec).items() if not target.stacked
         }
@@ -32,7 +37,8 @@ class RandomWeights:
     def tensor(self, name: str) -> Tensor:
         if name.endswith("norm.weight"):
             return torch.ones(self._shapes[name], device=self._device)
-        return _randn(f"{self._seed}/{name}", self._shapes[name], self._device).mul_(self._scale)
+        drawn = _randn(f"{self._seed}/{name}", self._shapes[name], self._device, self._dtype)
+        return drawn.mul_(self._scale)
 
 
 class RandomAdapter:
@@ -55,6 +61,8 @@ class RandomAdapter:
         return _randn(f"{self._seed}/{name}", self._shapes[name], self._device).mul_(0.02)
 
 
-def _randn(key: str, shape: tuple[int, ...], device: str) -> Tensor:
+def _randn(
+    key: str, shape: tuple[int, ...], device: str, dtype: torch.dtype = torch.float32
+) -> Tensor:
     generator = torch.Generator(device).manual_seed(zlib.crc32(key.encode()))
-    return torch.randn(shape, generator=generator, device=device)
+    return torch.randn(shape, generator=generator, device=device, dtype=dtype)

@@ -176,6 +176,21 @@ def adapter_params(spec: ModelSpec, rank: int) -> int:
     return rank * spec.num_layers * (attention + wide)
 
 
+def slots_params(spec: ModelSpec, rank: int, slots: int) -> int:
+    """Of so many adapters in an engine, as it stacks them: a matrix of several parts has room for
+    each part's rows under every other, and what stands under a base matrix is rounded up."""
+    heads, key = spec.num_heads * spec.head_dim, 2 * spec.num_kv_heads * spec.head_dim
+    shapes = (  # rows, columns, parts
+        (heads + key, spec.hidden, 3),
+        (spec.hidden, heads, 1),
+        (2 * spec.intermediate, spec.hidden, 2),
+        (spec.hidden, spec.intermediate, 1),
+    )
+    down = (-(-slots * parts * rank // 128) * 128 * columns for _, columns, parts in shapes)
+    up = (slots * rows * parts * rank for rows, _, parts in shapes)
+    return spec.num_layers * (sum(down) + sum(up))
+
+
 def layer_bytes(spec: ModelSpec, compiled: bool = True, lora_rank: int = 0) -> int:
     """What one token leaves behind in one layer for the backward pass, in bfloat16.
 
@@ -266,8 +281,8 @@ def engine_lines(need: Need, who: str, versions: int, requests: int, kv: int) ->
         versions * weights,
     )
     if need.lora_rank and need.adapters:
-        each = need.item_bytes * adapter_params(spec, need.lora_rank)
-        what, held = f"base and {versions} adapters", weights + versions * each
+        adapters = need.item_bytes * slots_params(spec, need.lora_rank, versions)
+        what, held = f"base and {versions} adapters", weights + adapters
     tokens = kv // spec.kv_token_bytes(need.item_bytes)
     return [
         Line(who, "context", CONTEXT_BYTES),
@@ -286,10 +301,10 @@ def decoded_at_once(need: Need, kv: int) -> int:
 def graph_bytes(need: Need, versions: int, requests: int) -> int:
     """Captured decode steps share one pool; a prefill has its own rows and 512 rows of logits."""
     spec = need.spec
-    row = spec.vocab * 11 + 2 * (2 * spec.intermediate + spec.qkv_rows + 4 * spec.hidden)
+    row = spec.vocab * 10 + 2 * (2 * spec.intermediate + spec.qkv_rows + 4 * spec.hidden)
     step = need.step_tokens_max * 2 * (2 * spec.intermediate + spec.qkv_rows + 6 * spec.hidden)
     slots = 1 if need.lora_rank and need.adapters else versions
-    return int(100e6 + requests * slots * row + 512 * spec.vocab * 4 + step)
+    return int(20e6 + requests * slots * row + 512 * spec.vocab * 4 + step)
 
 
 def plan_memory(need: Need, total_bytes: int) -> MemoryPlan:

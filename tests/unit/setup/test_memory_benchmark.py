@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from dora_rl.setup.memory import GB
+from dora_rl.engine.tensors.weights import ModelWeights
+from dora_rl.model.directory import read_spec
+from dora_rl.setup.memory import GB, num_params, slots_params
 from tests.unit.setup import memory_program
 
 
@@ -67,3 +69,15 @@ def test_what_failed_or_is_not_known_has_no_figure(bench: Any, tmp_path: Path) -
 def test_the_cases_for_small_cards_are_planned(bench: Any, case: str, tmp_path: Path) -> None:
     plan, device = bench.plan_case(bench.configure(case, tmp_path, 24.0), 150 * GB)
     assert plan.fits and plan.enforced and device.memory.total_bytes == 24 * GB
+
+
+@pytest.mark.parametrize(("rank", "slots"), [(32, 3), (8, 2), (64, 5)])
+def test_adapters_are_planned_as_an_engine_stacks_them(
+    bench: Any, rank: int, slots: int, tmp_path: Path
+) -> None:
+    spec = read_spec(bench.configure("1.5b-lora", tmp_path, 0.0).model.path)
+    weights = ModelWeights(spec, slots, "meta", "bfloat16", rank)
+    assert weights.adapters is not None
+    held = weights.bytes_per_version + sum(up.nbytes for up in weights.adapters.b.values())
+    planned = 2 * (num_params(spec) + slots_params(spec, rank, slots))
+    assert held == pytest.approx(planned, rel=1e-3)
