@@ -110,7 +110,7 @@ class LoneFleet(Fleet):
         version, prompt_tokens, total, done = export.saved["state"]
         segments = [Segment(*pair) for pair in export.saved["segments"]]
         who = (export.request, export.epoch)
-        request = SimRequest(*who, version, prompt_tokens, total, done)
+        request = SimRequest(*who, version, prompt_tokens, total, done=done)
         request.segments = segments
         instance.add(request)
         self.schedule(instance)

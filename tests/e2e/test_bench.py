@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -47,3 +50,14 @@ def test_two_modes_are_trained_measured_and_drawn(tmp_path, capsys):
     # The folder holds runs now; a second comparison must not mix with them.
     assert main(argv) == 2
     assert "already holds a run" in capsys.readouterr().err
+
+
+@pytest.mark.full
+def test_the_controller_alone_keeps_every_promise(tmp_path: Path) -> None:
+    """`benchmarks/control_plane.py` with few instances: real messages, moves among them."""
+    out = tmp_path / "control_plane.json"
+    argv = ["--instances", "4", "--steps", "8", "--speed", "60", "--json", str(out)]
+    program = ROOT / "benchmarks" / "control_plane.py"
+    done = subprocess.run([sys.executable, str(program), *argv], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "audit findings 0" in done.stdout

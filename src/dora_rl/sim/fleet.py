@@ -16,7 +16,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from typing import TypeAlias
 
 from dora_rl.core import actions as act
@@ -37,6 +37,7 @@ class SimRequest:
     version: Version
     prompt_tokens: int
     total: int
+    _: KW_ONLY
     kills_at: int | None = None  # decoding this token ends the instance's process
     still: bool = False  # the instance does nothing for it
     done: float = 0.0
@@ -342,7 +343,9 @@ class Fleet:
             prompt_tokens, total = self.task(action.prompt, sample)
             kills_at = self.faults.kills_at(action.prompt, sample)
             still, version = self.faults.stands_still(), action.version
-            request = SimRequest(rid, epoch, version, prompt_tokens, total, kills_at, still)
+            request = SimRequest(
+                rid, epoch, version, prompt_tokens, total, kills_at=kills_at, still=still
+            )
             if action.resume:
                 done, segments = self.journal.get(rid, (0, ()))
                 if done:
