@@ -11,6 +11,7 @@ import torch
 from dora_rl.config import TrainerConfig
 from dora_rl.model.directory import HfDirectory, write_model
 from dora_rl.trainer.attention import Layout, attend_blocks, attend_loop, attend_sdpa
+from dora_rl.trainer.checkpoints.publish import compute_canary
 from dora_rl.trainer.policy.decoder import rms_norm, rotate
 from dora_rl.trainer.policy.logprobs import token_scores
 from dora_rl.trainer.policy.model import lean_spec, load_policy, named_weights, pick_device
@@ -180,6 +181,18 @@ def test_all_layers_share_one_compiled_body(model_dir: Path) -> None:
         assert (got - want).abs().max() < 1e-5
         got.sum().backward()
     assert counters["stats"]["unique_graphs"] == 2
+
+
+def test_the_canary_waits_for_no_compiler(model_dir: Path) -> None:
+    """Instances wait for version 0; layers are compiled while the first groups are generated."""
+    from torch._dynamo.utils import counters
+
+    policy = load_policy(model_dir, TrainerConfig(device="cpu", compile="on"))
+    plain = load_policy(model_dir, TrainerConfig(device="cpu", compile="off"))
+    counters.clear()
+    canary = compute_canary(policy, policy.vocab, policy.positions_max)
+    assert not counters["stats"]["unique_graphs"]
+    assert canary == compute_canary(plain, plain.vocab, plain.positions_max)
 
 
 def test_shards_are_read_back(model_dir: Path, tmp_path: Path) -> None:

@@ -48,12 +48,14 @@ def canary_ids(vocab: int, positions_max: int) -> tuple[int, ...]:
 
 @torch.no_grad()
 def compute_canary(policy: nn.Module, vocab: int, positions_max: int) -> Canary:
-    """Float32 log-probs of the fixed ids under the policy as it is, at temperature 1."""
+    """Float32 log-probs of the fixed ids under the policy as it is, at temperature 1. Never by
+    compiled layers: instances wait for the first version while they would be compiled for it, and
+    later it would be a size of its own."""
     ids = canary_ids(vocab, positions_max)
     device = next(policy.parameters()).device
     tokens = torch.tensor(ids, device=device)
     rows = torch.arange(len(ids) - 1, device=device)
-    with without_dropout(policy):
+    with without_dropout(policy), torch.compiler.set_stance("force_eager"):
         scores = policy(tokens, Layout([len(ids)], device), rows, tokens[1:], 1.0)
     back_to_shards(policy)
     dtype = str(policy.compute_dtype).removeprefix("torch.")
