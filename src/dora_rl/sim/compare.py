@@ -28,6 +28,7 @@ from typing import Any, TypeAlias, TypeVar
 from dora_rl.data.lengths import mean_of
 from dora_rl.observe.eventlog import FileLog
 from dora_rl.sim.clock import VirtualClock
+from dora_rl.sim.hardware import NO_DRAFT
 from dora_rl.sim.presets import COLOCATED, Preset, world_spec
 from dora_rl.sim.run import ModeResult, Timeline, run_mode
 from dora_rl.types import Mode, UserError
@@ -155,19 +156,20 @@ def balanced_split(preset: Preset) -> int:
     spec = world_spec(preset, Mode.MULTI_VERSION, 0, choices[0])
     _, instance, cost = spec.instances[0]
     context, slots = instance.kv_tokens_max / instance.slots_max, instance.slots_max
-    per_request_s = cost.engine.host_s_per_request + cost.flops_s_per_request()
+    per_request_s = cost.rows_s(NO_DRAFT) + cost.flops_s_per_request()
     per_request_s += context * cost.kv_s_per_token()
     decode_s = cost.step_base_s() + cost.weights_s(slots) + slots * per_request_s
     num_trajectories = preset.batch_groups * preset.group_size
     response = mean_of(preset.lengths)
-    tokens = num_trajectories * (preset.prompt_tokens + response)
+    length = round(preset.prompt_tokens + response)
 
     def step_s(split: int) -> float:
         train = replace(spec.train, num_devices=preset.num_devices - split)
         rollout_s = (
             num_trajectories * response * decode_s / slots / (split / preset.tensor_parallel)
         )
-        return max(rollout_s, tokens / train.tokens_per_s() + train.update_s())
+        updates_s = preset.updates_per_step * train.update_s()
+        return max(rollout_s, train.samples_s([length]) * num_trajectories + updates_s)
 
     return min(choices, key=step_s)
 
