@@ -19,8 +19,17 @@ from pathlib import Path
 from typing import Any
 
 from dora_rl.sim.compare import CompareOptions, Comparison, Flow, Job, compare, conduct
+from dora_rl.sim.fit import Fit, Row, fit
 from dora_rl.sim.presets import PRESETS, Preset, scaled
-from dora_rl.sim.report import as_json, published, published_shares, row_split, rows_of, split_text
+from dora_rl.sim.report import (
+    PAPER,
+    as_json,
+    published,
+    published_shares,
+    row_split,
+    rows_of,
+    split_text,
+)
 from dora_rl.sim.run import ModeResult
 from dora_rl.types import Mode
 
@@ -30,6 +39,20 @@ ABLATIONS = {
     "no repartition": {"repartition": False},
     "no streaming into a running step": {"streaming": False},
 }
+
+
+def sync_row() -> Row:
+    """All that is ever fitted to."""
+    known = PAPER["paper-64", 64][Mode.SYNC]
+    return Row(known.step_s, known.rollout_only_share)
+
+
+def fit_table(found: Fit) -> str:
+    rows = [[key, f"{value:.3g}"] for key, value in found.values.items()]
+    result = found.result
+    said = f"sync: {result.step_s / 60:.2f} min, rollout only {result.rollout_only_share:.1%}"
+    missed = f"; at an end of its interval: {', '.join(found.outside)}" if found.outside else ""
+    return table(["free constant", "fitted"], rows) + f"\n\n{said}{missed}"
 
 
 def searched(preset: Preset, workers: int) -> Comparison:
@@ -189,7 +212,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--fit", action="store_true", help="only the free constants, from sync")
     args = parser.parse_args()
+    if args.fit:
+        print(fit_table(fit(PRESETS["paper-64"], sync_row())))
+        return
     document: dict[str, Any] = {}
 
     def keep(name: str, figures: Any, *tables: str) -> None:

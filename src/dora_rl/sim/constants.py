@@ -42,7 +42,8 @@ class Interval:
         return self.low + share * (self.high - self.low)
 
 
-FREE = ("engine.host_s", "trainer.update_s")
+FIRST = {"engine.host_s": 6e-3, "trainer.update_s": 4.0}  # before anything was fitted
+FREE = tuple(FIRST)
 
 INTERVALS = (
     # The floor of a decode step.

@@ -87,9 +87,10 @@ class Preset:
 
 
 # The paper does not name its serving engine: one of 2025, with CUDA graphs (`constants`).
-PAPER_ENGINE = Engine(host_s=6e-3, launch_s=5e-6, memory_share=0.85, requests_max=512)
+# `host_s` and `update_s` are fitted: benchmarks/reproduction.py --fit.
+PAPER_ENGINE = Engine(host_s=8.2e-3, launch_s=5e-6, memory_share=0.85, requests_max=512)
 # 32.8 B parameters with 16 bytes each for training: at least a node of eight devices a copy.
-PAPER_TRAINER = Trainer(model_parallel=8, update_s=4.0)
+PAPER_TRAINER = Trainer(model_parallel=8, update_s=10.4)
 
 PRESETS = {
     # DORA's testbed (paper.md, "Figures to reproduce"). Mean response 2.4 K, at most 30 K, and
