@@ -7,14 +7,14 @@ here: `fit` is given a single one, and simulates nothing but `sync`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from dora_rl.sim.compare import Flow, Job, conduct
 from dora_rl.sim.constants import FIRST, FREE, INTERVALS, with_values
 from dora_rl.sim.presets import Preset
-from dora_rl.sim.run import ModeResult, run_mode
+from dora_rl.sim.run import ModeResult
 from dora_rl.types import Mode
 
 ROUNDS_MAX = 8
@@ -40,16 +40,17 @@ class Fit:
     result: ModeResult
 
 
-Run = Callable[[Preset, Mode, int], ModeResult]
+def fit(preset: Preset, row: Row, seed: int = 0) -> Fit:
+    return conduct({"fit": fit_flow(preset, row, seed)}, 1, lambda name, job, result: None)["fit"]
 
 
-def fit(preset: Preset, row: Row, seed: int = 0, run: Run = run_mode) -> Fit:
+def fit_flow(preset: Preset, row: Row, seed: int = 0) -> Flow[Fit]:
     """Move the free constants, inside their intervals, until sync takes as long as the row says."""
     bounds = {interval.key: interval for interval in INTERVALS}
     values = dict(FIRST)
     preset = replace(preset, num_steps=STEPS, warmup_steps=WARMUP)
     longest = float(preset.lengths.draw(np.array([1 - 1e-4])).max())  # of a batch, about
-    result = run(with_values(preset, values), Mode.SYNC, seed)
+    (result,) = yield [Job(with_values(preset, values), Mode.SYNC, seed)]
     for _ in range(ROUNDS_MAX):
         rollout_off, rest_off = _off(result, row)
         if max(abs(rollout_off), abs(rest_off)) < CLOSE_S:
@@ -61,7 +62,7 @@ def fit(preset: Preset, row: Row, seed: int = 0, run: Run = run_mode) -> Fit:
         if held == values:
             break
         values = held
-        result = run(with_values(preset, values), Mode.SYNC, seed)
+        (result,) = yield [Job(with_values(preset, values), Mode.SYNC, seed)]
     # Not close: an end of an interval was in the way.
     ends = [k for k in FREE if values[k] in (bounds[k].low, bounds[k].high)]
     return Fit(values, tuple(ends), result)
