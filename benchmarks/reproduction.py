@@ -1,5 +1,6 @@
 """The figures of docs/reproduction.md: the fit, paper against simulation, predictions, ablations.
 
+    python benchmarks/reproduction.py --constants
     python benchmarks/reproduction.py --fit
     python benchmarks/reproduction.py --json reproduction.json
 
@@ -34,7 +35,7 @@ from dora_rl.sim.compare import (
     search_split,
     splits_of,
 )
-from dora_rl.sim.constants import draws, with_values
+from dora_rl.sim.constants import FIRST, INTERVALS, draws, value_of, with_values
 from dora_rl.sim.fit import Fit, Row, fit, fit_flow
 from dora_rl.sim.presets import COLOCATED, PRESETS, Preset, scaled
 from dora_rl.sim.report import (
@@ -73,6 +74,7 @@ def fit_table(found: Fit) -> str:
 
 MODES = (Mode.SYNC, Mode.ONE_STEP_OFF, Mode.PARTIAL, Mode.MULTI_VERSION)
 STEPS = 10  # 3 fill, K are left out at the end
+SET_STEPS = 8  # with each set of constants
 Splits: TypeAlias = dict[int, dict[Mode, int]]  # by number of GPUs: of the modes that have one
 
 
@@ -112,6 +114,20 @@ def ablations(
         return results
 
     return conduct({name: flow(changes) for name, changes in ABLATIONS.items()}, workers, tell)
+
+
+def constants_table() -> str:
+    """Every constant that has an interval; free ones are marked."""
+    preset = PRESETS["paper-64"]
+    rows: list[list[str]] = []
+    for interval in INTERVALS:
+        value, first = value_of(preset, interval.key), FIRST.get(interval.key)
+        shown = f"{round(value, 6):g}" if first is None else f"**{value:g}** (first {first:g})"
+        bounds = f"{interval.low:g} – {interval.high:g}"
+        if interval.choices:
+            bounds = ", ".join(map(str, interval.choices))
+        rows.append([f"`{interval.key}`", shown, bounds, interval.source])
+    return table(["constant", "value", "interval", "why"], rows)
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -206,16 +222,18 @@ def drawn_flow(values: dict[str, float], steps: int, splits: Splits) -> Flow[Dra
     return Drawn(values | found.values, (), minutes)
 
 
-def drawn(num: int, steps: int, comparisons: Sequence[Comparison], workers: int) -> list[Drawn]:
-    splits: Splits = {
-        comparison.preset.num_devices: {
-            mode: best_split(comparison, mode) for mode in MODES if mode not in COLOCATED
-        }
-        for comparison in comparisons
-    }
+def drawn(num: int, steps: int, splits: Splits, workers: int) -> list[Drawn]:
     sets = {f"set {place}": values for place, values in enumerate(draws(num))}
     flows = {name: drawn_flow(values, steps, splits) for name, values in sets.items()}
     return list(conduct(flows, workers, tell).values())
+
+
+def splits_found(comparisons: Sequence[Comparison]) -> Splits:
+    modes = [mode for mode in MODES if mode not in COLOCATED]
+    return {
+        comparison.preset.num_devices: {mode: best_split(comparison, mode) for mode in modes}
+        for comparison in comparisons
+    }
 
 
 def best_split(comparison: Comparison, mode: Mode) -> int:
@@ -334,14 +352,19 @@ def ablation_table(found: dict[str, list[ModeResult]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description="the figures of docs/reproduction.md")
     parser.add_argument("--fit", action="store_true", help="only the free constants, from sync")
+    parser.add_argument("--constants", action="store_true", help="only their table")
     parser.add_argument("--gpus", type=int, nargs="*", default=[16, 32, 64, 128, 256, 1024, 4096])
     parser.add_argument("--beyond", type=int, nargs="*", default=[64, 1024])
     parser.add_argument("--seeds", type=int, nargs="*", default=[1])
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--sets", type=int, default=8, help="of constants, for the uncertainty")
+    parser.add_argument("--spread", type=int, nargs="*", default=[16, 64, 256, 1024, 4096])
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    if args.constants:
+        print(constants_table())
+        return
     if args.fit:
         print(fit_table(fit(PRESETS["paper-64"], sync_row())))
         return
@@ -367,7 +390,8 @@ def main() -> None:
         predicted.append(base if known else searched(scaled(preset, gpus, 1.0), args.workers))
         found = [as_json(comparison) for comparison in predicted]
         keep("predictions", found, prediction_table(predicted, []))
-    sets = drawn(args.sets, args.steps, predicted, args.workers)
+    measured = [one for one in predicted if one.preset.num_devices in args.spread]
+    sets = drawn(args.sets, SET_STEPS, splits_found(measured), args.workers)
     outside = sum(1 for one in sets if one.outside)
     told = f"{outside} of {len(sets)} sets of constants could not be fitted inside the intervals"
     keep("sets", [asdict(one) for one in sets], told, prediction_table(predicted, sets))

@@ -90,6 +90,10 @@ def test_what_is_committed_is_what_the_program_fits():
         assert value_of(PAPER_64, key) == pytest.approx(value, rel=0.01), key
 
 
+def test_the_page_has_the_constants_as_they_are():
+    assert reproduction.constants_table() in PAGE
+
+
 def rows_of_page(columns: int) -> list[list[str]]:
     """The rows of the predictions."""
     part = PAGE[PAGE.index("## 16 to 4,096 GPUs") :]
