@@ -1,10 +1,13 @@
-"""The figures of docs/reproduction.md: paper against simulation, other GPU counts, ablations.
+"""The figures of docs/reproduction.md: the fit, paper against simulation, predictions, ablations.
 
+    python benchmarks/reproduction.py --constants
+    python benchmarks/reproduction.py --fit
     python benchmarks/reproduction.py --json reproduction.json
 
 Prints markdown, table by table. The split of a disaggregated mode is searched once per GPU count,
-with seed 0; the other seeds and the ablations run on the split that was found. More steps than the
-preset has are simulated: stragglers come due in cycles of a few steps.
+with seed 0; the other seeds, the ablations and the other sets of constants run on the split that
+was found. Each set of constants is drawn from the intervals of `sim/constants.py` and then fitted
+as the committed one was; sets that cannot be fitted inside the intervals are counted and left out.
 """
 
 from __future__ import annotations
@@ -14,13 +17,36 @@ import json
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-from dora_rl.sim.compare import CompareOptions, Comparison, Flow, Job, compare, conduct
-from dora_rl.sim.presets import PRESETS, Preset, scaled
-from dora_rl.sim.report import as_json, published, published_shares, row_split, rows_of, split_text
+import numpy as np
+
+from dora_rl.sim.compare import (
+    CompareOptions,
+    Comparison,
+    Flow,
+    Job,
+    balanced_split,
+    best_of,
+    compare,
+    conduct,
+    search_split,
+    splits_of,
+)
+from dora_rl.sim.constants import FIRST, INTERVALS, draws, value_of, with_values
+from dora_rl.sim.fit import Fit, Row, fit, fit_flow
+from dora_rl.sim.presets import COLOCATED, PRESETS, Preset, scaled
+from dora_rl.sim.report import (
+    PAPER,
+    as_json,
+    published,
+    published_shares,
+    row_split,
+    rows_of,
+    split_text,
+)
 from dora_rl.sim.run import ModeResult
 from dora_rl.types import Mode
 
@@ -32,9 +58,29 @@ ABLATIONS = {
 }
 
 
+def sync_row() -> Row:
+    """All that is ever fitted to."""
+    known = PAPER["paper-64", 64][Mode.SYNC]
+    return Row(known.step_s, known.rollout_only_share)
+
+
+def fit_table(found: Fit) -> str:
+    rows = [[key, f"{value:.3g}"] for key, value in found.values.items()]
+    result = found.result
+    said = f"sync: {result.step_s / 60:.2f} min, rollout only {result.rollout_only_share:.1%}"
+    missed = f"; at an end of its interval: {', '.join(found.outside)}" if found.outside else ""
+    return table(["free constant", "fitted"], rows) + f"\n\n{said}{missed}"
+
+
+MODES = (Mode.SYNC, Mode.ONE_STEP_OFF, Mode.PARTIAL, Mode.MULTI_VERSION)
+STEPS = 10  # 3 fill, K are left out at the end
+SET_STEPS = 8  # with each set of constants
+Splits: TypeAlias = dict[int, dict[Mode, int]]  # by number of GPUs: of the modes that have one
+
+
 def searched(preset: Preset, workers: int) -> Comparison:
     options = CompareOptions(shares=published_shares(preset), num_workers=workers)
-    return compare(preset, list(Mode), options, tell)
+    return compare(preset, MODES, options, tell)
 
 
 def tell(name: str, job: Job, result: ModeResult) -> None:
@@ -68,6 +114,20 @@ def ablations(
         return results
 
     return conduct({name: flow(changes) for name, changes in ABLATIONS.items()}, workers, tell)
+
+
+def constants_table() -> str:
+    """Every constant that has an interval; free ones are marked."""
+    preset = PRESETS["paper-64"]
+    rows: list[list[str]] = []
+    for interval in INTERVALS:
+        value, first = value_of(preset, interval.key), FIRST.get(interval.key)
+        shown = f"{round(value, 6):g}" if first is None else f"**{value:g}** (first {first:g})"
+        bounds = f"{interval.low:g} – {interval.high:g}"
+        if interval.choices:
+            bounds = ", ".join(map(str, interval.choices))
+        rows.append([f"`{interval.key}`", shown, bounds, interval.source])
+    return table(["constant", "value", "interval", "why"], rows)
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -131,26 +191,133 @@ def cost_table(comparison: Comparison) -> str:
     return table(["mode", "split", *COSTS], rows)
 
 
-def prediction_table(comparisons: Sequence[Comparison]) -> str:
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """One set of constants: what the free ones became, and minutes a step by size and mode."""
+
+    values: dict[str, float]
+    outside: tuple[str, ...]
+    minutes: dict[int, dict[str, float]]
+
+
+def drawn_flow(values: dict[str, float], steps: int, splits: Splits) -> Flow[Drawn]:
+    """Fit the free constants beside these values, then predict with them."""
+    preset = with_values(PRESETS["paper-64"], values)
+    found = yield from fit_flow(preset, sync_row())
+    if found.outside:
+        return Drawn(values | found.values, found.outside, {})
+    preset = replace(with_values(preset, found.values), num_steps=steps)
+    places = [(gpus, mode) for gpus in splits for mode in MODES]
+    jobs: list[Job] = []
+    for gpus, mode in places:
+        sized, split = scaled(preset, gpus, 1.0), splits[gpus].get(mode)
+        if split is not None:  # whole instances, which may be larger here
+            size = preset.tensor_parallel
+            split = min(max(size, round(split / size) * size), gpus - size)
+        jobs.append(Job(sized, mode, 0, split))
+    results = yield jobs
+    minutes: dict[int, dict[str, float]] = {gpus: {} for gpus in splits}
+    for (gpus, mode), result in zip(places, results, strict=True):
+        minutes[gpus][mode.value] = result.step_s / 60
+    return Drawn(values | found.values, (), minutes)
+
+
+def drawn(num: int, steps: int, splits: Splits, workers: int) -> list[Drawn]:
+    sets = {f"set {place}": values for place, values in enumerate(draws(num))}
+    flows = {name: drawn_flow(values, steps, splits) for name, values in sets.items()}
+    return list(conduct(flows, workers, tell).values())
+
+
+def splits_found(comparisons: Sequence[Comparison]) -> Splits:
+    modes = [mode for mode in MODES if mode not in COLOCATED]
+    return {
+        comparison.preset.num_devices: {mode: best_split(comparison, mode) for mode in modes}
+        for comparison in comparisons
+    }
+
+
+def best_split(comparison: Comparison, mode: Mode) -> int:
+    outcome = comparison.outcomes[mode]
+    return (outcome.best or outcome.main).split["rollout"]
+
+
+def spread(found: Sequence[Drawn], gpus: int, mode: Mode) -> str:
+    """From the 10 % to the 90 % quantile."""
+    minutes = [one.minutes[gpus][mode.value] for one in found if gpus in one.minutes]
+    if len(minutes) < 2:
+        return "–"
+    low, high = np.quantile(minutes, [0.1, 0.9])
+    return f"{low:.1f}–{high:.1f}"
+
+
+def prediction_table(comparisons: Sequence[Comparison], found: Sequence[Drawn]) -> str:
+    """The best split of every mode; only these are comparable between sizes."""
     rows: list[list[str]] = []
     for comparison in comparisons:
-        sync = comparison.outcomes[Mode.SYNC].main.step_s
-        for row in rows_of(comparison):
-            result = row.result
+        preset, sync = comparison.preset, comparison.outcomes[Mode.SYNC].main.step_s
+        for mode, outcome in comparison.outcomes.items():
+            result = outcome.best or outcome.main
             rows.append(
                 [
-                    str(comparison.preset.num_devices),
-                    row.mode.value,
-                    row_split(row),
+                    str(preset.num_devices),
+                    mode.value,
+                    split_text(result),
                     f"{result.step_s / 60:.2f}",
+                    spread(found, preset.num_devices, mode),
                     f"{result.rollout_only_share:.0%}",
                     f"{result.tokens_per_s:,.0f}",
+                    f"{result.tokens_per_s / preset.num_devices:,.0f}",
                     f"{sync / result.step_s:.2f}",
                     f"{result.staleness_mean:.2f}",
                 ]
             )
-    heads = ["GPUs", "mode", "split", "step, min", "rollout only", "tokens/s", "speed-up"]
-    return table([*heads, "staleness"], rows)
+    heads = ["GPUs", "mode", "split", "step, min", "10–90 %", "rollout only", "tokens/s"]
+    return table([*heads, "per GPU", "× sync", "staleness"], rows)
+
+
+BEYOND = {
+    "DORA as in the paper": {},
+    "+ freshness": {"freshness": True},
+    "+ speculation": {"freshness": True, "speculation": True},
+}
+
+
+def beyond_table(preset: Preset, sizes: Sequence[int], seeds: Sequence[int], workers: int) -> str:
+    """Each row at its own best split, then with all seeds."""
+
+    def flow(gpus: int, changes: dict[str, bool]) -> Flow[list[ModeResult]]:
+        changed = replace(scaled(preset, gpus, 1.0), **changes)
+        job = Job(changed, Mode.MULTI_VERSION, seeds[0])
+        tried = yield from search_split(
+            splits_of(changed),
+            balanced_split(changed),
+            lambda split: replace(job, rollout_devices=split),
+        )
+        best = best_of(tried)[0]
+        results = yield [replace(job, seed=seed, rollout_devices=best) for seed in seeds]
+        return results
+
+    flows = {f"{gpus} {name}": flow(gpus, BEYOND[name]) for gpus in sizes for name in BEYOND}
+    found = conduct(flows, workers, tell)
+    rows: list[list[str]] = []
+    for name, results in found.items():
+        gpus, _, what = name.partition(" ")
+        first = mean(found[f"{gpus} {next(iter(BEYOND))}"], "tokens_per_s")
+        rate = mean(results, "tokens_per_s")
+        rows.append(
+            [
+                gpus,
+                what,
+                split_text(results[0]),
+                f"{mean(results, 'step_s') / 60:.2f}",
+                f"{rate:,.0f}",
+                f"{rate / first:.2f}",
+                f"{mean(results, 'staleness_mean'):.2f}",
+                f"{mean(results, 'rollout_only_share'):.0%}",
+            ]
+        )
+    heads = ["simulated GPUs", "", "split", "step, min", "tokens/s", "×", "staleness"]
+    return table([*heads, "rollout only"], rows)
 
 
 def mean(results: Sequence[ModeResult], name: str) -> float:
@@ -184,12 +351,23 @@ def ablation_table(found: dict[str, list[ModeResult]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="the figures of docs/reproduction.md")
-    parser.add_argument("--gpus", type=int, nargs="*", default=[32, 128, 256])
+    parser.add_argument("--fit", action="store_true", help="only the free constants, from sync")
+    parser.add_argument("--constants", action="store_true", help="only their table")
+    parser.add_argument("--gpus", type=int, nargs="*", default=[16, 32, 64, 128, 256, 1024, 4096])
+    parser.add_argument("--beyond", type=int, nargs="*", default=[64, 1024])
     parser.add_argument("--seeds", type=int, nargs="*", default=[1])
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--sets", type=int, default=6, help="of constants, for the uncertainty")
+    parser.add_argument("--spread", type=int, nargs="*", default=[16, 64, 256, 4096])
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    if args.constants:
+        print(constants_table())
+        return
+    if args.fit:
+        print(fit_table(fit(PRESETS["paper-64"], sync_row())))
+        return
     document: dict[str, Any] = {}
 
     def keep(name: str, figures: Any, *tables: str) -> None:
@@ -204,14 +382,22 @@ def main() -> None:
     seeds = {mode: [r.as_json() for r in results] for mode, results in others.items()}
     keep("comparison", as_json(base), paper_table(base, others), cost_table(base))
     keep("seeds", seeds)
-    ablated = ablations(base, [base.seed, *args.seeds], args.workers)
-    figures = {name: [r.as_json() for r in results] for name, results in ablated.items()}
-    keep("ablations", figures, ablation_table(ablated))
+    every = [base.seed, *args.seeds]
+    keep("beyond", None, beyond_table(preset, args.beyond, every, args.workers))
     predicted: list[Comparison] = []
     for gpus in args.gpus:
-        predicted.append(searched(scaled(preset, gpus, 1.0), args.workers))
+        known = gpus == preset.num_devices
+        predicted.append(base if known else searched(scaled(preset, gpus, 1.0), args.workers))
         found = [as_json(comparison) for comparison in predicted]
-        keep("predictions", found, prediction_table(predicted))
+        keep("predictions", found, prediction_table(predicted, []))
+    measured = [one for one in predicted if one.preset.num_devices in args.spread]
+    sets = drawn(args.sets, SET_STEPS, splits_found(measured), args.workers)
+    outside = sum(1 for one in sets if one.outside)
+    told = f"{outside} of {len(sets)} sets of constants could not be fitted inside the intervals"
+    keep("sets", [asdict(one) for one in sets], told, prediction_table(predicted, sets))
+    ablated = ablations(base, every, args.workers)
+    figures = {name: [r.as_json() for r in results] for name, results in ablated.items()}
+    keep("ablations", figures, ablation_table(ablated))
 
 
 if __name__ == "__main__":

@@ -209,7 +209,7 @@ def test_a_split_that_is_given_is_used(tmp_path):
 
 def test_match_shows_two_splits(tmp_path, capsys):
     path = tmp_path / "out.json"
-    slow = ("--set", "engine.host_s_per_layer=9e-4")  # so that too few instances can be felt
+    slow = ("--set", "engine.launch_s=7e-5")  # so that too few instances can be felt
     match = ("--mode", "multi_version", "--match", "multi_version=1.0")
     assert sim(*match, *slow, "--json", str(path)) == 0
     entry = json.loads(path.read_text())["modes"]["multi_version"]

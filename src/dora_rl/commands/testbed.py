@@ -70,13 +70,20 @@ _MAY_BE_ZERO = {
     "reward_s",
     "environment_s",
     "report_s",
-    "engine.host_s_per_layer",
+    "engine.host_s",
+    "engine.launch_s",
     "engine.host_s_per_request",
     "engine.allreduce_s",
     "engine.activation_bytes",
     "engine.load_overhead_s",
     "engine.move_overhead_s",
     "engine.sleep_wake_s",
+    "engine.draft_row_s",
+    "engine.draft_share",
+    "trainer.balanced",
+    "trainer.update_s",
+    "trainer.publish_s",
+    "model.attention_width",
     "model.kv_bytes_per_token_override",
 }
 _AT_MOST_ONE = {
@@ -84,6 +91,8 @@ _AT_MOST_ONE = {
     "efficiency.decode_bandwidth",
     "efficiency.training",
     "efficiency.prefill",
+    "efficiency.network",
+    "trainer.balanced",
 }
 _LENGTH_FORMS = "lognormal:MEAN,SIGMA,MAX | pareto:ALPHA,MIN,MAX | file:PATH"
 

@@ -25,10 +25,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
-from dora_rl.data.lengths import mean_of
+from dora_rl.data.lengths import mean_of, uniforms
 from dora_rl.observe.eventlog import FileLog
 from dora_rl.sim.clock import VirtualClock
-from dora_rl.sim.presets import COLOCATED, Preset, world_spec
+from dora_rl.sim.hardware import NO_DRAFT
+from dora_rl.sim.presets import COLOCATED, Preset, mean_context, world_spec
 from dora_rl.sim.run import ModeResult, Timeline, run_mode
 from dora_rl.types import Mode, UserError
 
@@ -150,24 +151,29 @@ def splits_of(preset: Preset) -> list[int]:
 
 
 def balanced_split(preset: Preset) -> int:
-    """Where full decode slots and the trainer need the same time for a step; a guess, no run."""
+    """Where decoding and the trainer would need the same time for a step; a guess, no run."""
     choices = splits_of(preset)
     spec = world_spec(preset, Mode.MULTI_VERSION, 0, choices[0])
     _, instance, cost = spec.instances[0]
-    context, slots = instance.kv_tokens_max / instance.slots_max, instance.slots_max
-    per_request_s = cost.engine.host_s_per_request + cost.flops_s_per_request()
-    per_request_s += context * cost.kv_s_per_token()
-    decode_s = cost.step_base_s() + cost.weights_s(slots) + slots * per_request_s
-    num_trajectories = preset.batch_groups * preset.group_size
-    response = mean_of(preset.lengths)
-    tokens = num_trajectories * (preset.prompt_tokens + response)
+    per_request_s = cost.rows_s(NO_DRAFT) + cost.flops_s_per_request()
+    per_request_s += mean_context(preset) * cost.kv_s_per_token()
+    trajectories = preset.batch_groups * preset.group_size
+    inflight = min(preset.inflight_share, preset.max_staleness + 1) * trajectories
+    tokens = trajectories * mean_of(preset.lengths)
+    per_update = max(1, trajectories // preset.updates_per_step)
+    drawn = preset.lengths.draw(uniforms(0, 0, per_update))
+    lengths = [preset.prompt_tokens + int(n) for n in drawn]
+    longest = max(lengths)
 
     def step_s(split: int) -> float:
+        num = split / preset.tensor_parallel
+        running = min(float(instance.slots_max), inflight / num)
+        decode_s = cost.step_base_s() + cost.weights_s(round(running)) + running * per_request_s
         train = replace(spec.train, num_devices=preset.num_devices - split)
-        rollout_s = (
-            num_trajectories * response * decode_s / slots / (split / preset.tensor_parallel)
-        )
-        return max(rollout_s, tokens / train.tokens_per_s() + train.update_s())
+        update_s = train.samples_s(lengths) + train.imbalance_s(lengths) + train.update_s()
+        rollout_s = tokens * decode_s / running / num
+        latency_s = longest * decode_s / (preset.max_staleness + 1)  # the bound waits for it
+        return max(rollout_s, latency_s, update_s * preset.updates_per_step)
 
     return min(choices, key=step_s)
 

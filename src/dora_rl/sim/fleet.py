@@ -8,7 +8,7 @@ same pace, one per decode step, so one counter serves them all: a request ends w
 reaches the value fixed at its arrival. The step time grows with the KV cache; between two changes
 of the batch it is integrated exactly.
 
-    counter   decode steps so far (a real number)      debt_s   prefill time still to be paid
+    counter   tokens per request so far (a real number)   debt_s   prefill time still to be paid
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dora_rl.core import events as ev
 from dora_rl.ports import FleetAction
 from dora_rl.sim.clock import VirtualClock
 from dora_rl.sim.faults import Faults
-from dora_rl.sim.hardware import RolloutCost
+from dora_rl.sim.hardware import Draft, RolloutCost
 from dora_rl.types import Finish, InstanceId, RequestId, Segment, Version
 
 
@@ -91,17 +91,24 @@ class SimInstance:
         self._base_s = self.cost.step_base_s()
         self._kv_s = self.cost.kv_s_per_token()
         self._flops_s = self.cost.flops_s_per_request()
+        self._drafts = self.cost.drafts()
 
     def _pace(self) -> tuple[float, float]:
-        """Seconds of the next step, and by how much each further step is longer."""
-        n = len(self.running)
-        weights = sum(self.cost.weights_s(count) for count in self.held.values())
+        """Seconds of the next token, and by how much each further one is longer. With speculation a
+        step gives more than one; the drafts are as long as is quickest for this batch."""
+        if len(self._drafts) == 1:
+            return self._pace_with(self._drafts[0])
+        return min(self._pace_with(draft) for draft in self._drafts)
+
+    def _pace_with(self, draft: Draft) -> tuple[float, float]:
+        n, tokens = len(self.running), self.cost.tokens_of(draft)
+        rows = draft.rows
+        weights = sum(self.cost.weights_s(math.ceil(n * rows)) for n in self.held.values())
         moving, slope = weights + self._kv_s * self.kv, self._kv_s * n
-        if self._flops_s * n > moving:
-            moving, slope = self._flops_s * n, 0.0
-        scale = self.cost.stall(n) / self.speed
-        host_s = self._base_s + self.cost.engine.host_s_per_request * n
-        return scale * (host_s + moving), scale * slope
+        if self._flops_s * n * rows > moving:
+            moving, slope = self._flops_s * n * rows, 0.0
+        scale = self.cost.stall(n) / self.speed / tokens
+        return scale * (self._base_s + self.cost.rows_s(draft) * n + moving), scale * slope
 
     def _stands(self) -> bool:
         return not self.running or not self.awake or self.frozen or self.stalled

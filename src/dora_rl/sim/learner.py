@@ -1,9 +1,10 @@
 """The simulated learner and reward pool behind their ports.
 
-The learner works through what it was fed at a fixed pace, as a stream; a closed batch ends with
-the optimizer updates and the sealing of the next version, then the event that becomes the log
-record. The disk has the version `durable_s` later, and no other is sealed before. What is sealed
-survives the learner; with its host only what is durable does.
+The learner works through what it was fed as a stream; as soon as it has the groups of an update,
+the wait for the fullest data-parallel rank and the update follow. A closed batch ends with the
+sealing of the next version, then the event that becomes the log record. The disk has the version
+`durable_s` later, and no other is sealed before. What is sealed survives the learner; with its host
+only what is durable does.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class _Step:
     num_tokens: int = 0
     free_s: float = 0.0  # when the work fed so far will be done
     busy_s: float = 0.0
+    update: list[list[int]] = field(default_factory=list[list[int]])  # lengths, by group
 
     def work(self, seconds: float, now: float) -> None:
         self.busy_s += seconds
@@ -48,7 +50,7 @@ class _Step:
 
 @dataclass(eq=False)
 class SimLearner:
-    """Trains what it is fed. `tokens_of` says how many tokens the given samples have.
+    """Trains what it is fed. `lengths_of` says how many tokens each of the given samples has.
 
     `durable_s` None: a version is on disk before it is told, as in older logs.
     """
@@ -56,7 +58,8 @@ class SimLearner:
     clock: VirtualClock
     post: Post
     cost: TrainCost
-    tokens_of: Callable[[GroupId, tuple[int, ...]], int]
+    lengths_of: Callable[[GroupId, tuple[int, ...]], list[int]]
+    update_groups: int = 1  # groups of an optimizer update
     colocated_s: float = 0.0  # switching shared devices over to training
     durable_s: float | None = None
     sealed: Version = 0  # the newest that is there for the next life
@@ -118,16 +121,27 @@ class SimLearner:
         if action.group in step.fed:
             return
         step.fed[action.group] = action
-        tokens = self.tokens_of(action.group, action.samples)
-        step.num_tokens += tokens
-        step.work(tokens / self.cost.tokens_per_s(), self.clock.now())
+        lengths = self.lengths_of(action.group, action.samples)
+        step.num_tokens += sum(lengths)
+        step.work(self.cost.samples_s(lengths), self.clock.now())
+        step.update.append(lengths)
+        if len(step.update) >= self.update_groups:
+            self._update(step)
+
+    def _update(self, step: _Step) -> None:
+        """All samples of an update are there and begun; the fullest rank ends last."""
+        lengths = [n for group in step.update for n in group]
+        step.work(self.cost.imbalance_s(lengths) + self.cost.update_s(), self.clock.now())
+        step.update = []
 
     def _close(self, action: act.CloseStep) -> None:
         if action.step != self.sealed:
             return
         step = self._current(action.step)
         self.post(ev.BatchAccepted(action.step, incarnation=self.incarnation))
-        step.work(self.cost.update_s() + self.cost.publish_s() + self.colocated_s, self.clock.now())
+        if step.update:  # the batch is no multiple of an update
+            self._update(step)
+        step.work(self.cost.publish_s() + self.colocated_s, self.clock.now())
         life = self.life
         self.clock.at(step.free_s, lambda: self._commit(step, life))
 

@@ -94,4 +94,6 @@ def _shape(spec: ModelSpec, name: str) -> ModelShape:
     if spec.moe is not None:
         idle = spec.moe.num_experts - spec.moe.top_k
         active -= 3.0 * len(spec.moe.sparse_layers) * idle * spec.hidden * spec.moe.intermediate
-    return ModelShape(name, total, active, spec.num_layers, spec.num_kv_heads, spec.head_dim)
+    width = spec.num_heads * spec.head_dim
+    heads = (spec.num_layers, spec.num_kv_heads, spec.head_dim)
+    return ModelShape(name, total, active, *heads, attention_width=width)

@@ -64,7 +64,11 @@ class _Search:
 
     def job(self, knobs: Knobs) -> Job:
         preset = replace(
-            self.measured, max_staleness=knobs.max_staleness, inflight_share=knobs.inflight_share
+            self.measured,
+            max_staleness=knobs.max_staleness,
+            inflight_share=knobs.inflight_share,
+            freshness=knobs.freshness,
+            speculation=knobs.speculation,
         )
         return Job(preset, Mode.MULTI_VERSION, self.seed, knobs.rollout_devices)
 
@@ -92,7 +96,9 @@ class _Search:
 
     def _first_split(self) -> Flow[Knobs]:
         """The best split at the preset's own K and groups in flight."""
-        start = Knobs(0, self.preset.max_staleness, self.preset.inflight_share)
+        preset = self.preset
+        first = (preset.max_staleness, preset.inflight_share)
+        start = Knobs(0, *first, preset.freshness, preset.speculation)
         found = yield from search_split(
             splits_of(self.preset),
             balanced_split(self.preset),
@@ -133,9 +139,10 @@ class _Search:
         k, share = knobs.max_staleness, knobs.inflight_share
         steps += [(f"K = {n}", replace(knobs, max_staleness=n)) for n in (k + 1, k - 1) if n >= 0]
         beside = [x for x in _INFLIGHT if x > share][:1] + [x for x in _INFLIGHT if x < share][-1:]
-        return steps + [
-            (f"{x:g} batches in flight", replace(knobs, inflight_share=x)) for x in beside
-        ]
+        steps += [(f"{x:g} batches in flight", replace(knobs, inflight_share=x)) for x in beside]
+        fresh, drafts = not knobs.freshness, not knobs.speculation
+        steps.append((f"Freshness {_on(fresh)}", replace(knobs, freshness=fresh)))
+        return [*steps, (f"Speculation {_on(drafts)}", replace(knobs, speculation=drafts))]
 
     def _candidate(self, knobs: Knobs) -> Candidate:
         result, job = self.tried[knobs], self.job(knobs)
@@ -180,6 +187,10 @@ def _measured(preset: Preset) -> Preset:
     return replace(preset, num_steps=steps, warmup_steps=staleness + 1)
 
 
+def _on(switch: bool) -> str:
+    return "on" if switch else "off"
+
+
 _BUSY = 0.9  # a resource in use for more than this share of the time is the bottleneck
 _WORTH = 0.01  # a relative change of throughput that deserves a sentence
 
@@ -189,6 +200,8 @@ class Knobs:
     rollout_devices: int
     max_staleness: int
     inflight_share: float
+    freshness: bool = False
+    speculation: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +220,8 @@ class Candidate:
             "max_staleness": knobs.max_staleness,
             "inflight_share": knobs.inflight_share,
             "inflight_groups": self.inflight_groups,
+            "freshness": knobs.freshness,
+            "speculation": knobs.speculation,
             "tokens_per_s": result.tokens_per_s,
             "step_s": result.step_s,
             "rollout_only_share": result.rollout_only_share,
@@ -295,10 +310,15 @@ def consequences(best: Candidate, changes: Sequence[Change]) -> list[str]:
     return lines
 
 
+def _with(knobs: Knobs) -> str:
+    names = ("freshness", "speculation")
+    return ", ".join(name for name in names if getattr(knobs, name)) or "–"
+
+
 def plan_table(plan: PlanResult) -> Table:
     """The best settings, best first."""
     title = f"{plan.preset}: {plan.gpus} GPUs, seed {plan.seed}, {plan.num_runs} settings tried"
-    heads = ("rollout + train", "K", "in flight", "tokens/s", "step", "trainer busy")
+    heads = ("rollout + train", "K", "in flight", "with", "tokens/s", "step", "trainer busy")
     table = Table(title=title, box=SIMPLE_HEAD)
     for head in (*heads, "decode busy", "slots used", "staleness, max"):
         table.add_column(head, justify="right")
@@ -308,6 +328,7 @@ def plan_table(plan: PlanResult) -> Table:
             split_text(result),
             str(candidate.knobs.max_staleness),
             f"{candidate.inflight_groups} groups",
+            _with(candidate.knobs),
             f"{result.tokens_per_s:,.0f}",
             duration(result.step_s),
             percent(1 - result.trainer_idle_ratio),

@@ -7,12 +7,15 @@ split them between rollout and training (`rollout_devices`).
 from __future__ import annotations
 
 import difflib
+import heapq
+from collections import deque
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dora_rl.core.params import Deadlines, MoveCost, Params
-from dora_rl.data.lengths import LengthModel, LogNormal, Pareto, uniforms
+from dora_rl.data.lengths import LengthModel, LogNormal, Pareto, mean_of, uniforms
 from dora_rl.sim.fleet import InstanceSpec
 from dora_rl.sim.hardware import (
     H800,
@@ -25,11 +28,13 @@ from dora_rl.sim.hardware import (
     ModelShape,
     RolloutCost,
     TrainCost,
+    Trainer,
 )
 from dora_rl.sim.world import WorldSpec
 from dora_rl.types import Mode, RequestId, UserError
 
 COLOCATED = (Mode.SYNC, Mode.PARTIAL, Mode.REPLICATION)
+BATCHED = (Mode.SYNC, Mode.ONE_STEP_OFF, Mode.REPLICATION)  # a whole batch starts at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +59,19 @@ class Preset:
     environment_s: float = 0.0  # mean, exponential, outside the decode slots
     efficiency: Efficiency = field(default_factory=Efficiency)
     engine: Engine = field(default_factory=Engine)
+    trainer: Trainer = field(default_factory=Trainer)
     resident_max: int = 1
     report_s: float = 15.0
     freshness: bool = False  # the paper has none
+    speculation: bool = False  # nor this
     streaming: bool = True
     kv_moves: bool = True
     repartition: bool = True
     oversample: float = 1.25
+
+    @property
+    def lengths_mean(self) -> float:
+        return mean_of(self.lengths)
 
     def validate(self) -> None:
         self.device.validate()
@@ -74,6 +85,12 @@ class Preset:
         if self.num_steps <= self.warmup_steps:
             raise UserError(f"num_steps must be more than the {self.warmup_steps} warm-up steps")
 
+
+# The paper does not name its serving engine: one of 2025, with CUDA graphs (`constants`).
+# `host_s` and `update_s` are fitted: benchmarks/reproduction.py --fit.
+PAPER_ENGINE = Engine(host_s=8.2e-3, launch_s=5e-6, memory_share=0.85, requests_max=512)
+# 32.8 B parameters with 16 bytes each for training: at least a node of eight devices a copy.
+PAPER_TRAINER = Trainer(model_parallel=8, update_s=10.4)
 
 PRESETS = {
     # DORA's testbed (paper.md, "Figures to reproduce"). Mean response 2.4 K, at most 30 K, and
@@ -89,6 +106,8 @@ PRESETS = {
         updates_per_step=16,
         prompt_tokens=128,
         lengths=LogNormal.with_mean(2400, 1.3, 30_720),
+        engine=PAPER_ENGINE,
+        trainer=PAPER_TRAINER,
     ),
     # A large mixture of experts in agentic use: 64 K responses, environments that answer late.
     "moe-agentic": Preset(
@@ -105,6 +124,8 @@ PRESETS = {
         environment_s=60.0,
         report_s=60.0,
         num_steps=6,
+        engine=replace(PAPER_ENGINE, requests_max=1024),
+        trainer=Trainer(model_parallel=64, update_s=4.0),
     ),
     "small": Preset(
         "small",
@@ -188,10 +209,47 @@ def mean_context(preset: Preset) -> float:
     return preset.prompt_tokens + float((lengths**2).mean() / (2 * lengths.mean()))
 
 
-def slots_of(preset: Preset, cost: RolloutCost) -> int:
-    """Requests an instance holds without running out of KV cache."""
-    fit = int(0.85 * cost.kv_tokens_max() / mean_context(preset))
+KV_FILL = 0.85  # of the cache; the rest is for batches that are longer than the mean
+
+
+def slots_of(preset: Preset, cost: RolloutCost, at_once: int | None = None) -> int:
+    """Requests an instance holds without running out of KV cache.
+
+    `at_once` is how many it is given together, if not one after the other: those are all short at
+    first, and many have ended before the rest is long.
+    """
+    room = KV_FILL * cost.kv_tokens_max()
+    fit = int(room / mean_context(preset))
+    if at_once is not None:
+        low, high = min(fit, at_once), min(cost.engine.requests_max, at_once)
+        lengths = preset.lengths.draw(uniforms(0, at_once, at_once))
+        while low < high:
+            middle = (low + high + 1) // 2
+            fits = kv_peak(lengths, preset.prompt_tokens, middle) <= room
+            low, high = (middle, high) if fits else (low, middle - 1)
+        fit = low
     return max(1, min(cost.engine.requests_max, fit))
+
+
+def kv_peak(lengths: NDArray[np.int64], prompt_tokens: int, slots: int) -> float:
+    """The most tokens in the cache while these requests are decoded, `slots` at a time.
+
+    >>> kv_peak(np.array([10, 10]), 5, 2), kv_peak(np.array([10, 10]), 5, 1)
+    (30.0, 15.0)
+    """
+    waiting = deque(int(n) for n in lengths)
+    running: list[tuple[int, int]] = []  # the step in which it ends, its length
+    now, tokens, peak = 0, 0.0, 0.0
+    while waiting or running:
+        while waiting and len(running) < slots:
+            length = waiting.popleft()
+            heapq.heappush(running, (now + length, length))
+            tokens += prompt_tokens
+        end, length = heapq.heappop(running)
+        tokens += (len(running) + 1) * (end - now)
+        now, peak = end, max(peak, tokens)
+        tokens -= prompt_tokens + length
+    return peak
 
 
 def world_spec(
@@ -209,14 +267,21 @@ def world_spec(
         preset.efficiency,
         preset.tensor_parallel,
         preset.resident_max,
+        preset.speculation,
     )
     train = TrainCost(
-        preset.device, preset.model, preset.efficiency, training, preset.updates_per_step
+        preset.device,
+        preset.model,
+        preset.efficiency,
+        training,
+        preset.updates_per_step,
+        preset.trainer,
     )
-    spec = InstanceSpec(
-        slots_of(preset, cost), preset.resident_max, cost.kv_tokens_max(), colocated
-    )
-    names = [f"i{index:05d}" for index in range(generating // preset.tensor_parallel)]
+    num_instances = generating // preset.tensor_parallel
+    at_once = -(-preset.batch_groups // num_instances) * preset.group_size
+    slots = slots_of(preset, cost, at_once if mode in BATCHED else None)
+    spec = InstanceSpec(slots, preset.resident_max, cost.kv_tokens_max(), colocated)
+    names = [f"i{index:05d}" for index in range(num_instances)]
     task = Task(preset, seed)
     return WorldSpec(
         params=_params(preset, mode, cost),
@@ -248,7 +313,9 @@ def _params(preset: Preset, mode: Mode, cost: RolloutCost) -> Params:
         rebalance_period_s=60.0,
         cost=MoveCost(
             kv_bytes_per_token=preset.model.kv_bytes_per_token,
-            link_bytes_per_s=preset.device.nic_bytes_per_s * preset.tensor_parallel,
+            link_bytes_per_s=preset.device.nic_bytes_per_s
+            * preset.efficiency.network
+            * preset.tensor_parallel,
             move_overhead_s=preset.engine.move_overhead_s,
             prefill_tokens_per_s=cost.prefill_tokens_per_s(),
         ),

@@ -32,7 +32,15 @@ from dora_rl.observe.eventlog import (
 from dora_rl.sim.checkers import Checker, PromiseBroken, require
 from dora_rl.sim.faults import FaultRates, Faults
 from dora_rl.sim.fleet import InstanceSpec
-from dora_rl.sim.hardware import H800, TINY_100M, Efficiency, Engine, RolloutCost, TrainCost
+from dora_rl.sim.hardware import (
+    H800,
+    TINY_100M,
+    Efficiency,
+    Engine,
+    RolloutCost,
+    TrainCost,
+    Trainer,
+)
 from dora_rl.sim.world import ControllerCrash, World, WorldSpec
 from dora_rl.types import InstanceId, Mode, RequestId
 
@@ -44,7 +52,7 @@ def random_world(rng: random.Random) -> WorldSpec:
     params = random_params(rng, mode, group_size)
     lengths_seed = rng.randrange(2**32)
     tail = rng.uniform(0.6, 2.0)
-    train = TrainCost(H800, TINY_100M, Efficiency(), 1, 1, update_overhead_s=rng.uniform(0.1, 10))
+    train = TrainCost(H800, TINY_100M, Efficiency(), 1, 1, Trainer(update_s=rng.uniform(0.1, 10)))
 
     def task(prompt: int, sample: int) -> tuple[int, int]:
         draw = random.Random(f"{lengths_seed}/{prompt}/{sample}")

@@ -82,7 +82,8 @@ class World:
             self.clock,
             self.post,
             spec.train,
-            self._tokens_of,
+            self._lengths_of,
+            update_groups=max(1, spec.params.batch_groups // spec.train.updates_per_step),
             colocated_s=spec.colocated_s,
             durable_s=spec.durable_s if spec.params.durable_behind else None,
         )
@@ -97,9 +98,9 @@ class World:
     def _ports(self) -> Ports:
         return Ports(self.clock, self.fleet, self.learner, self.rewards, self.keeper, self.log)
 
-    def _tokens_of(self, group: GroupId, samples: tuple[int, ...]) -> int:
+    def _lengths_of(self, group: GroupId, samples: tuple[int, ...]) -> list[int]:
         payload = [self.fleet.finished[RequestId(group, sample)] for sample in samples]
-        return sum(int(request.context) for request in payload)
+        return [int(request.context) for request in payload]
 
     def post(self, event: ev.Event, valid: Callable[[], bool] = lambda: True) -> None:
         """A message to the controller, late or twice if the faults say so."""

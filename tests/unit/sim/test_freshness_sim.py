@@ -31,8 +31,8 @@ def learner_at(factor: float) -> Callable[[World], None]:
     def change(world: World) -> None:
         cost = world.learner.cost
         efficiency = replace(cost.efficiency, training=cost.efficiency.training * factor)
-        overhead_s = cost.update_overhead_s / factor
-        world.learner.cost = replace(cost, efficiency=efficiency, update_overhead_s=overhead_s)
+        trainer = replace(cost.trainer, update_s=cost.trainer.update_s / factor)
+        world.learner.cost = replace(cost, efficiency=efficiency, trainer=trainer)
 
     return change
 

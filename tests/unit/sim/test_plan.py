@@ -120,11 +120,23 @@ def test_plan_is_as_fast_as_anything_it_tried_and_no_staler_than_needed():
     assert any(what.startswith("Split") for what in whats)
     assert any(what.startswith("K =") for what in whats)
     assert any(what.endswith("in flight") for what in whats)
+    assert {"Freshness on", "Speculation on"} < set(whats)
     assert result.bottleneck in ("trainer", "rollout", "kv", "admission")
     assert len(result.reasons) == 2 + len(result.changes)
     document = result.as_json()
     assert document["best"]["split"]["rollout"] == result.best.knobs.rollout_devices
     assert len(document["top"]) == len(result.top)
+
+
+def test_freshness_and_speculation_are_what_the_preset_says_and_their_opposite_is_compared():
+    preset = replace(SMALL, freshness=True, num_steps=12)
+    result = plan(preset)
+    assert result.best.knobs.freshness and not result.best.knobs.speculation
+    changes = {change.what: change for change in result.changes}
+    assert changes["Freshness off"].candidate.knobs.freshness is False
+    drafted = changes["Speculation on"].candidate  # the learner is the bottleneck here
+    assert drafted.result.instance_idle_ratio > result.best.result.instance_idle_ratio
+    assert result.as_json()["changes"][-1]["speculation"] is True
 
 
 def test_equal_throughput_prefers_less_staleness():
