@@ -25,6 +25,7 @@ from dora_rl.core import actions as act
 from dora_rl.core import events as ev
 from dora_rl.core.ledger import current, scoring, unscored
 from dora_rl.data.prompts import PromptSource
+from dora_rl.engine.journal import saved_ids
 from dora_rl.ports import FleetAction, LearnerAction, LedgerAction
 from dora_rl.types import REWARD_MAX, Finish, RequestId, Version
 from dora_rl.weights.store import WeightsError
@@ -77,14 +78,15 @@ class FleetPort:
             found = files.journals.look_up(rid) if action.resume else None
             if found is not None:
                 saved[sample] = found
-                self._control.later(ev.Continued(rid, epoch, len(found["resume_ids"])))
+                token_ids = saved_ids(found)
+                self._control.later(ev.Continued(rid, epoch, len(token_ids)))
                 files.records.continued(
                     {
                         "group": action.group,
                         "sample": sample,
                         "version": action.version,
                         "journal_version": found["version"],
-                        "token_ids": list(found["resume_ids"]),
+                        "token_ids": token_ids,
                     }
                 )
         return msg.Dispatched(action, msg.ints(prompt.token_ids), saved, self._envs.opens(prompt))

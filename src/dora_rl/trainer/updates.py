@@ -151,7 +151,7 @@ class Updates:
     def enqueue(self, documents: Sequence[Document], num_groups: int) -> None:
         update = self._update
         update.num_groups += num_groups
-        update.num_sequences += len(documents)
+        update.num_sequences += sum(d.is_first for d in documents)
         update.num_tokens += sum(d.num_trained for d in documents)
         self.meters.count("train/tokens", sum(d.num_tokens for d in documents))
         if self.policy.arch is not None:
