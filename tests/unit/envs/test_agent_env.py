@@ -15,7 +15,7 @@ from dora_rl.config import EnvConfig, EnvironmentEntry
 from dora_rl.envs.base import Row, TurnText
 from dora_rl.envs.host import Answer, Ask, Host, load_environments
 from dora_rl.setup.tokenizer import open_tokenizer
-from dora_rl.types import RequestId, UserError
+from dora_rl.types import Branch, RequestId, UserError
 from dora_rl.user_code import listen, trace_of
 
 TOKENIZER = open_tokenizer(MODEL, False)
@@ -86,8 +86,16 @@ def test_requests_become_turns_and_the_reward_ends_the_episode(function):
 def test_an_agent_with_its_own_prompt():
     opening, end = play("own_prompt", "=1", prompt_ids=ids(PROMPT)[:1])
     assert opening.token_ids == ids("00" + PROMPT)[1:] and end.done and end.reward == 1.0
-    with pytest.raises(AssertionError, match='prompt_tokens = "first"'):
-        play("own_prompt")
+    opening, end = play("own_prompt", "=1")
+    assert opening.branch == Branch(0, 0, 1 - len(ids(PROMPT))), "it shares the first token alone"
+    assert opening.token_ids == ids("00" + PROMPT)[1:] and end.done and end.reward == 1.0
+
+
+def test_another_history_is_a_branch():
+    opening, second, end = play("forgets", "=1", "=2")
+    assert opening.branch is None and opening.token_ids == ()
+    assert second.branch == Branch(len("=1") + 1, 0, -len(ids(PROMPT)))
+    assert second.token_ids == ids("11:111\n") and end.done
 
 
 def test_sampling_of_the_request_is_not_looked_at_and_keys_are_private():
@@ -98,8 +106,7 @@ def test_sampling_of_the_request_is_not_looked_at_and_keys_are_private():
 @pytest.mark.parametrize(
     ("function", "replies", "words"),
     [
-        ("forgets", ["=1"], "message 0 is not the one of this session"),
-        ("says_nothing", [], "without a single chat request"),
+        ("says_nothing", [], "without a single request"),
         ("raises", [], "ValueError: cannot do 03:271"),
         ("returns_words", ["=1"], "'good', not a finite number"),
     ],
