@@ -112,7 +112,9 @@ def recompute(run: Path, auditor: Auditor, num: int) -> Recomputation:
     def compare(places: Sequence[int], under: Sequence[Version]) -> list[Recomputed]:
         asked = [(d, v) for place, v in zip(places, under, strict=True) for d in documents[place]]
         scores = iter(scorer.score([d for d, _ in asked], [v for _, v in asked]))
-        gaps = [gaps_of(documents[place], [next(scores) for _ in documents[place]]) for place in places]
+        gaps = [
+            gaps_of(documents[place], [next(scores) for _ in documents[place]]) for place in places
+        ]
         return [
             _outcome(chosen[place], gap, version, tolerance)
             for place, version, gap in zip(places, under, gaps, strict=True)

@@ -47,8 +47,8 @@ class Row:
 @dataclass(frozen=True, slots=True)
 class Turn:
     """What the policy wrote. `text` leaves special tokens out; `number` counts from 1; `stopped`
-    is False where the turn was cut at `rollout.tokens_max`; `version` made it. `read_ids` is all that
-    it follows, where a lost episode is built again, and else empty."""
+    is False where the turn was cut at `rollout.tokens_max`; `version` made it. `read_ids` is all
+    that it follows, where a lost episode is built again, and else empty."""
 
     text: str
     token_ids: tuple[int, ...] = ()

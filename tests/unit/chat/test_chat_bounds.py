@@ -7,17 +7,12 @@ from math import inf, nextafter
 
 import pytest
 
-from dora_rl.chat.bounds import (
-    CHAT,
-    COMPLETION,
-    FIELDS,
-    Field,
+from dora_rl.chat.bounds import CHAT, COMPLETION, FIELDS, Field, checked, fields_of
+from dora_rl.chat.kinds import (
     Number,
     Text,
     Unfit,
     Whole,
-    checked,
-    fields_of,
 )
 from dora_rl.chat.requests import ApiError, fields, parsed, read_chat, read_completion
 

@@ -1,4 +1,4 @@
-"""A session that goes back: its branches, what is known of it everywhere, and its random streams."""
+"""A session that goes back: its branches, what is known of it everywhere, its random streams."""
 
 from __future__ import annotations
 

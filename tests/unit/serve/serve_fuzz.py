@@ -27,13 +27,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dora_rl.chat.bounds import (
-    CHAT,
-    COMPLETION,
-    OPEN_SESSION,
-    REWARD,
+from dora_rl.chat.bounds import CHAT, COMPLETION, OPEN_SESSION, REWARD, Field, fields_of
+from dora_rl.chat.kinds import (
     Either,
-    Field,
     Flag,
     Json,
     Kind,
@@ -46,7 +42,6 @@ from dora_rl.chat.bounds import (
     TokenIds,
     Unfit,
     Whole,
-    fields_of,
 )
 from tests.kit.places import ROOT
 

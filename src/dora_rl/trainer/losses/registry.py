@@ -55,8 +55,8 @@ class Objective:
         constant       (1/N) Σ_i (1/C) Σ_t l_it       C = constant_tokens
 
     |y_i| counts the trained tokens of response i and N the responses, including those a correction
-    masks and those whose advantage is zero. A response of several rows (`dora_rl.histories`) is one:
-    |y_i| counts the tokens of them all.
+    masks and those whose advantage is zero. A response of several rows (`dora_rl.histories`) is
+    one: |y_i| counts the tokens of them all.
 
     `zero_advantage_is_free` says that a sequence whose advantages are all zero adds nothing to the
     gradient, so its forward pass may be skipped.
