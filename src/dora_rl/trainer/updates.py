@@ -154,6 +154,8 @@ class Updates:
         update.num_sequences += sum(d.is_first for d in documents)
         update.num_tokens += sum(d.num_trained for d in documents)
         self.meters.count("train/tokens", sum(d.num_tokens for d in documents))
+        self.meters.count("train/tokens_written", sum(d.num_trained for d in documents))
+        self.meters.count("train/rows", len(documents))
         if self.policy.arch is not None:
             trained = self.optimizer.parameters if self.options.lora_rank else ()
             adapters = sum(p.numel() for p in trained)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -216,5 +215,3 @@ def test_the_tree_of_an_episode_is_that_of_its_trajectory() -> None:
         tree.grow(branch, new_ids, wrote)
         branches += [branch] if branch is not None else []
     assert tuple(branches) == sample.branches[1:]
-
-
