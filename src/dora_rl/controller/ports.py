@@ -25,7 +25,6 @@ from dora_rl.core import actions as act
 from dora_rl.core import events as ev
 from dora_rl.core.ledger import current, scoring, unscored
 from dora_rl.data.prompts import PromptSource
-from dora_rl.engine.journal import saved_ids
 from dora_rl.ports import FleetAction, LearnerAction, LedgerAction
 from dora_rl.types import REWARD_MAX, Finish, RequestId, Version
 from dora_rl.weights.store import WeightsError
@@ -78,7 +77,7 @@ class FleetPort:
             found = files.journals.look_up(rid) if action.resume else None
             if found is not None:
                 saved[sample] = found
-                token_ids = saved_ids(found)
+                token_ids = files.journals.token_ids(rid)
                 self._control.later(ev.Continued(rid, epoch, len(token_ids)))
                 files.records.continued(
                     {

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from dora_rl.engine.past import NO_PAST, Past, joined_segments
 from dora_rl.histories import ROOT, history_of
 from dora_rl.types import (
     Branch,
@@ -46,20 +47,6 @@ if TYPE_CHECKING:
 Decode: TypeAlias = Callable[[Seq[int]], str]
 _MASK = (1 << 64) - 1
 BRANCH_BITS = 32  # samples of a group are fewer than this many bits can say
-
-
-@dataclass(frozen=True, slots=True)
-class Past:
-    """What a session had read and written before it went back to begin a branch, and what it read
-    to begin it: all of its response so far, in order, whose first prompt was `prompt_ids`."""
-
-    prompt_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    loss_mask: tuple[int, ...]
-    segments: tuple[Segment, ...]
-    branches: tuple[Branch, ...]
-    raw_logprobs: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +190,7 @@ class Sequence:
         segments = self.segments
         if past is not None:
             prompt, segments = past.prompt_ids, joined_segments(past, segments)
-        before = past or Past((), (), (), (), (), ())
+        before = past or NO_PAST
         raw = [*before.raw_logprobs, *self.raw_logprobs]
         return Trajectory(
             request=self.id,
@@ -219,15 +206,6 @@ class Sequence:
             error=self.error,
             branches=before.branches,
         )
-
-
-def joined_segments(past: Past, segments: Seq[Segment]) -> list[Segment]:
-    """Those of a whole response; a version that goes on in a branch is one segment."""
-    found = list(past.segments)
-    for start, version in segments:
-        if found[-1].version != version:
-            found.append(Segment(len(past.token_ids) + start, version))
-    return found
 
 
 def branched(seq: Sequence, branch: Branch, new_ids: Seq[int], params: SamplingParams) -> Request:

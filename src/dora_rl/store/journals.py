@@ -52,6 +52,10 @@ class Journals:
         """How far a request had come. Stays known: whoever continues it may die as well."""
         return self._saved.get(request)
 
+    def token_ids(self, request: RequestId) -> list[int]:
+        """Its response so far, with all of its branches."""
+        return saved_ids(self._saved[request])
+
     def forget(self, group: GroupId, num_samples: int) -> None:
         for sample in range(num_samples):
             self._saved.pop(RequestId(group, sample), None)

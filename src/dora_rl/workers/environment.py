@@ -72,10 +72,17 @@ async def take_step(host: Host, asked: Step) -> Stepped:
 
 def ask_of(sample: Trajectory, label: str, row: Row, seed: int) -> Ask:
     """The question that a response asks its environment where it is now."""
-    payload = (sample.token_ids, sample.loss_mask, sample.logprobs)
-    arrays = (tuple(array.tolist()) for array in payload)
-    where = {"version": sample.version, "branches": sample.branches}
-    return Ask(sample.request, label, row, seed, *arrays, **where)
+    return Ask(
+        sample.request,
+        label,
+        row,
+        seed,
+        token_ids=tuple(sample.token_ids.tolist()),
+        loss_mask=tuple(sample.loss_mask.tolist()),
+        logprobs=tuple(sample.logprobs.tolist()),
+        version=sample.version,
+        branches=sample.branches,
+    )
 
 
 def apply_answer(
