@@ -60,10 +60,10 @@ def text_of(content: str | list[dict[str, Any]]) -> str:
 
 def _messages_of(turn: dict[str, Any], index: int) -> Iterator[Message]:
     """Results of tools each for itself, and what stands beside them in one message."""
-    role, content = turn["role"], turn["content"]
-    if isinstance(content, str):
-        content = [{"type": "text", "text": content}]
-    text, calls = "", []
+    role, given = turn["role"], turn["content"]
+    is_text = isinstance(given, str)
+    content: list[dict[str, Any]] = [{"type": "text", "text": given}] if is_text else given
+    text, calls = "", list[Message]()
     for place, block in enumerate(content):
         kind, where = block["type"], f"messages[{index}].content[{place}]"
         for name in NEEDS[kind]:
