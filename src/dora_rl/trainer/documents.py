@@ -15,13 +15,14 @@ import heapq
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dora_rl.config import AlgorithmConfig
-from dora_rl.histories import longest_history, rows_of, turn_starts
+from dora_rl.histories import TrainingRow, longest_history, rows_of, turn_starts
 from dora_rl.trainer.attention import Layout, send
 from dora_rl.trainer.losses.functions import (
     KL,
@@ -35,6 +36,9 @@ from dora_rl.trainer.losses.functions import (
 from dora_rl.trainer.losses.registry import Objective
 from dora_rl.trainer.meters import Meters
 from dora_rl.types import REWARD_MAX, Group, GroupId, StepIndex, Trajectory, Version
+
+if TYPE_CHECKING:
+    from dora_rl.types import Ints
 
 
 @dataclass(slots=True)
@@ -82,12 +86,22 @@ class Document:
         return torch.full((self.num_trained,), self.version, dtype=torch.int64)
 
 
+def whole_row(prompt_ids: Ints, sample: Trajectory) -> TrainingRow:
+    """Of a response that is one history."""
+    own = np.arange(len(sample.token_ids))
+    ids = np.concatenate([prompt_ids, sample.token_ids])
+    return TrainingRow(ids, own + len(prompt_ids), own, last=True)
+
+
 def documents_of(
     group: Group, sample: Trajectory, reward: float, branch_reward: str = "all", place: int = 0
 ) -> list[Document]:
     """The documents of one admitted sample, which is the `place`-th of its group."""
-    found = rows_of(group.prompt_ids, sample.token_ids, sample.loss_mask, sample.branches)
-    starts = turn_starts(sample.loss_mask, sample.branches)
+    found, starts = [whole_row(group.prompt_ids, sample)], np.zeros(1, np.int32)
+    if sample.branches:
+        found = rows_of(group.prompt_ids, sample.token_ids, sample.loss_mask, sample.branches)
+    if sample.turns > 1:
+        starts = turn_starts(sample.loss_mask, sample.branches)
     documents: list[Document] = []
     for row in found:
         trained = sample.loss_mask[row.own] != 0

@@ -79,9 +79,8 @@ def test_what_each_row_is_worth(branch_reward: str, main: float, side: float) ->
     found = documents(branch_reward=branch_reward)
     assert [d.advantages[0].item() for d in found[1:3]] == pytest.approx([main, side])
     options = AlgorithmConfig(advantage="batch", branch_reward=branch_reward)
-    rewards = [d.reward * d.share for d in found]
     whole_batch_advantages(found, options)
-    returns = torch.cat([torch.full((d.num_trained,), r) for d, r in zip(found, rewards)])
+    returns = torch.cat([torch.full((d.num_trained,), d.reward * d.share) for d in found])
     expected = (returns - returns.mean()) / returns.std(correction=0)
     assert torch.allclose(torch.cat([d.advantages for d in found]), expected, atol=1e-5)
 
@@ -106,9 +105,8 @@ def test_turn_credit_is_its_formula(rewards: list[list[float]], gamma: float) ->
     given_ = np.zeros((num, longest))
     for i, one in enumerate(rewards):
         given_[i, : len(one)] = one
-    powers = np.array(
-        [[gamma ** (j - k) if j >= k else 0.0 for j in range(longest)] for k in range(longest)]
-    )
+    ahead = np.arange(longest)[None, :] - np.arange(longest)[:, None]
+    powers = np.where(ahead >= 0, np.power(gamma, np.maximum(ahead, 0)), 0.0)
     returns = given_ @ powers.T
     for i, found in enumerate(by_turn(rewards, gamma)):
         others = (returns.sum(0) - returns[i]) / (num - 1)
@@ -170,11 +168,10 @@ def test_the_loss_weighs_episodes_and_not_rows(model_dir: Path, aggregation: str
         logprobs = score(policy, found, 1.0, 64)
         for place, reward in enumerate(rewards):
             advantage = reward - sum(rewards) / len(rewards)
-            own = [float(x) for d, xs in zip(found, logprobs) if d.sample == place for x in xs]
-            weight = {"token_mean": 1, "sequence_mean": 1 / len(own), "constant": 1 / 7}[
-                aggregation
-            ]
-            total += -advantage * sum(own) * weight
+            pairs = zip(found, logprobs, strict=True)
+            own = [float(x) for d, found_T in pairs if d.sample == place for x in found_T]
+            weights = {"token_mean": 1, "sequence_mean": 1 / len(own), "constant": 1 / 7}
+            total += -advantage * sum(own) * weights[aggregation]
             num_tokens, num_episodes = num_tokens + len(own), num_episodes + 1
     expected = total / (num_tokens if aggregation == "token_mean" else num_episodes)
     learner.begin_step(0)
