@@ -46,7 +46,7 @@ from dora_rl.histories import Tree
 from dora_rl.types import REWARD_MAX, Finish, Version
 from dora_rl.user_code import load_object, one_line, require
 
-ARGUMENTS = ("base_url", "api_key", "session_id", "row", "seed")
+ARGUMENTS = ("base_url", "api_key", "session_id", "row", "seed", "variables")
 
 
 class Agent(Environment):
@@ -71,6 +71,7 @@ class Agent(Environment):
             "session_id": self._episode.id,
             "row": row,
             "seed": seed,
+            "variables": variables_of(self._endpoint.url, self._episode.key),
         }
         self._run({name: known[name] for name in self._names})
         return await self._next()
@@ -161,6 +162,16 @@ def _accepted(function: Any, name: str) -> list[str]:
     unknown = ", ".join(word for word in needed if word not in ARGUMENTS)
     require((not unknown, f"env: {name} wants {unknown}; an agent is given {', '.join(ARGUMENTS)}"))
     return [one.name for one in parameters if one.name in ARGUMENTS]
+
+
+def variables_of(url: str, key: str) -> dict[str, str]:
+    """What the official clients read from the environment of their process."""
+    return {
+        "OPENAI_BASE_URL": url,
+        "OPENAI_API_KEY": key,
+        "ANTHROPIC_BASE_URL": url.removesuffix("/v1"),
+        "ANTHROPIC_API_KEY": key,
+    }
 
 
 CONNECTIONS_MAX = 1 << 16  # agents are the user's own; the episodes are what limits them
