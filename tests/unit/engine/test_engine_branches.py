@@ -127,3 +127,22 @@ def test_a_branch_begins_where_the_response_ends(saved: Saved) -> None:
     session(engine)
     with pytest.raises(AssertionError, match="where the response ends"):
         engine.branch(RID, Branch(4, 0, 0), (), GREEDY)
+
+
+def test_a_branch_that_goes_on_under_another_version_says_from_where(saved: Saved) -> None:
+    """The `partial` baseline: segments count in the whole response."""
+    path = saved("qwen3")[1]
+    engine = make_engine(path, versions_max=2)
+    engine.load(1, path)
+    session(engine)
+    engine.branch(RID, Branch(5, 0, 2), (7, 8), GREEDY)
+    seq = engine.find(RID)
+    assert seq is not None
+    while seq.num_response < 2:
+        engine.step()
+    engine.reversion(RID, 1)
+    whole = turn(engine)
+    (first, before), (second, after) = whole.segments
+    assert (first, before, after) == (0, 0, 1) and 7 < second < len(whole.token_ids) == 12
+    engine.branch(RID, Branch(12, 1, 2), (3,), GREEDY)
+    assert turn(engine).segments == whole.segments, "it stays on that version"
