@@ -88,9 +88,10 @@ class Document:
 
 def whole_row(prompt_ids: Ints, sample: Trajectory) -> TrainingRow:
     """Of a response that is one history."""
-    own = np.arange(len(sample.token_ids))
+    own = np.arange(len(sample.token_ids), dtype=np.int32)
     ids = np.concatenate([prompt_ids, sample.token_ids])
-    return TrainingRow(ids, own + len(prompt_ids), own, last=True)
+    place = np.arange(len(prompt_ids), len(ids), dtype=np.int32)
+    return TrainingRow(ids, place, own, last=True)
 
 
 def documents_of(
