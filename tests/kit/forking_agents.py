@@ -72,5 +72,6 @@ def story(ask: Callable[..., str], row: Any) -> list[float]:
     edited = ask(row.prompt, first.replace("1", "2") + "7", RESULT)  # not what was written
     with ThreadPoolExecutor(2) as pool:  # the same, side by side
         both = list(pool.map(lambda text: ask(text), [SHORT + SHORT] * 2))
-    said = [first, from_sub_agent, second, compact, edited, *both]
+    # Which of the two was answered first is not known here, so both get the same.
+    said = [first, from_sub_agent, second, compact, edited, *["".join(both)] * 2]
     return [float(len(text) % 3) for text in said]
