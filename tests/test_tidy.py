@@ -37,7 +37,7 @@ RUN = (
 )
 LAYERS = (
     ("types",),
-    ("user_code", "out_of_memory"),
+    ("user_code", "out_of_memory", "histories"),
     ("config",),
     ("core",),
     ("ports",),

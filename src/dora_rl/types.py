@@ -97,6 +97,17 @@ class Segment(NamedTuple):
     version: Version
 
 
+class Branch(NamedTuple):
+    """Tokens from position `start` of the response on follow the history of the branch `parent`,
+    prompt included, up to and without the token `fork` of it, counted from the end of the prompt:
+    below 0, so many tokens of the prompt are not shared either. The first branch is (0, 0, 0).
+    See `dora_rl.histories`."""
+
+    start: int
+    parent: int
+    fork: int
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """One row of the data. `index` is its place in the (endless) prompt stream."""
@@ -142,10 +153,11 @@ class Trajectory:
     raw_logprobs: Floats | None = None
     turns: int = 1
     error: str = ""
-    # A branch: it has the history of this other trajectory up to the token `fork` of the response,
-    # and its own from there on. None: it has no history but its prompt.
-    parent: RequestId | None = None
-    fork: int = 0
+    # Where the turns are not one history, the branches of the tree that they are, in the order in
+    # which they came. None given: each token follows the one before it.
+    branches: tuple[Branch, ...] = ()
+    # What an environment gave for each turn, where it gave anything. Their sum is the reward.
+    turn_rewards: tuple[float, ...] = ()
     # Of a mixture of experts: which experts each token of the response was routed to, by layer,
     # as [token, layer, choice]. None: not recorded, or a dense model.
     expert_ids: Ints | None = None

@@ -12,30 +12,49 @@ import re
 import sys
 from pathlib import Path
 
+from dora_rl.chat import bounds
 from dora_rl.chat.bounds import (
     CALL,
     CALLED,
     CHAT,
+    CLAUDE_TOOL,
     COMPLETION,
     FIELDS,
+    FLAT_TOOL,
+    ITEM,
     MESSAGE,
+    MESSAGES,
     OPEN_SESSION,
     PART,
+    RESPONSES,
     REWARD,
     TOOL,
-    Record,
+    TURN,
 )
 from dora_rl.chat.http import HttpLimits
+from dora_rl.chat.kinds import Record
 from dora_rl.serve.server import CHARS_PER_TOKEN_MAX
 from dora_rl.serve.service import ServeOptions
 
-WHERE = {CHAT: "chat", COMPLETION: "completions", OPEN_SESSION: "sessions", REWARD: "reward"}
+WHERE = {
+    CHAT: "chat",
+    COMPLETION: "completions",
+    MESSAGES: "messages",
+    RESPONSES: "responses",
+    OPEN_SESSION: "sessions",
+    REWARD: "reward",
+}
 INNER = (
-    ("messages[]", MESSAGE),
-    ("messages[].content[]", PART),
-    ("messages[].tool_calls[]", CALL),
-    ("messages[].tool_calls[].function", CALLED),
+    ("messages[]", MESSAGE, CHAT),
+    ("messages[].content[]", PART, CHAT),
+    ("messages[].tool_calls[]", CALL, CHAT),
+    ("messages[].tool_calls[].function", CALLED, CHAT),
+    ("messages[]", TURN, MESSAGES),
+    ("messages[].content[]", bounds.BLOCK, MESSAGES),
+    ("input[]", ITEM, RESPONSES),
+    ("input[].content[]", bounds.ITEM_PART, RESPONSES),
 )
+TOOLS = ((TOOL, CHAT), (CLAUDE_TOOL, MESSAGES), (FLAT_TOOL, RESPONSES))
 MARK, END = "<!-- written by tests/docs/serving_bounds.py -->\n", "<!-- end -->"
 BLOCK = re.compile(f"{re.escape(MARK)}(.*?){re.escape(END)}", re.DOTALL)
 
@@ -46,12 +65,12 @@ def fields() -> str:
         where = ", ".join(WHERE[endpoint] for endpoint in one.of)
         default = "is needed" if one.needed else one.default
         rows.append(f"| `{one.name}` | {where} | {one.kind.text} | {default} |")
-    for prefix, record in INNER:
+    for prefix, record, endpoint in INNER:
         for name, kind in record.fields:
             default = "is needed" if name in record.needed else "none"
             if not isinstance(kind, Record):
-                rows.append(f"| `{prefix}.{name}` | chat | {kind.text} | {default} |")
-    rows.append(f"| `tools[]` | chat | {TOOL.text} | none |")
+                rows.append(f"| `{prefix}.{name}` | {WHERE[endpoint]} | {kind.text} | {default} |")
+    rows += [f"| `tools[]` | {WHERE[endpoint]} | {tool.text} | none |" for tool, endpoint in TOOLS]
     return "\n".join(rows) + "\n"
 
 

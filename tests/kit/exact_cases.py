@@ -18,7 +18,8 @@ from dora_rl.config import AlgorithmConfig, TrainerConfig
 from dora_rl.engine.engine import Engine
 from dora_rl.engine.options import EngineOptions
 from dora_rl.model.directory import read_spec, write_model
-from dora_rl.trainer.documents import Document, collate, document_of
+from dora_rl.trainer import documents as made
+from dora_rl.trainer.documents import Document, collate
 from dora_rl.trainer.learner import Learner
 from dora_rl.trainer.losses.recipes import RECIPES
 from dora_rl.trainer.policy.lora import adapter_tensors, load_adapter_tensors
@@ -157,7 +158,7 @@ def check_critic(model: Path, trainer: TrainerConfig, tokens_max: int = 20) -> N
     with torch.no_grad():
         critic.head.copy_(torch.linspace(-1, 1, critic.head.numel()).view_as(critic.head))
     groups = make_groups(5, 4, tokens_max=tokens_max)
-    documents = [document_of(g, s, 0.0) for g in groups for s in g.samples]
+    documents = [d for g in groups for s in g.samples for d in made.documents_of(g, s, 0.0)]
     fill_old_values(critic, documents, pack_tokens=1 << 20)
     pack = collate(documents, learner.device)
     values = critic(pack.token_ids_P, pack.layout, pack.rows_T)

@@ -29,7 +29,12 @@ from dora_rl.setup.settings import core_params, load_config
 from dora_rl.setup.tokenizer import open_tokenizer
 from dora_rl.store.samples import Samples
 from dora_rl.store.table import TableError
-from dora_rl.store.trajectories import sample_digest, text_digest
+from dora_rl.store.trajectories import (
+    branches_of,
+    digest_of,
+    sample_digest,
+    text_digest,
+)
 from dora_rl.types import RequestId, UserError, Version
 from dora_rl.weights.format import SealedFile, WeightsError
 from dora_rl.weights.proof import checkpoint_problem, seals_whole_models
@@ -214,7 +219,8 @@ class FileAudit:
                 yield f"{name} is {line[name]}, the log says {value}"
         token_ids, logprobs = line["token_ids"], line["logprobs"]
         mask = [m for begin, end, m in line["turns"] for _ in range(begin, end)]
-        digest = sample_digest(rid, known.segments, token_ids, logprobs, mask)
+        branches = branches_of(line.get("branches", ()))
+        digest = sample_digest(rid, known.segments, token_ids, logprobs, mask, branches)
         if known.digest and digest != known.digest:
             yield "its tokens, log-probs or turns are not those that were generated"
         if abs(sum(logprobs) - line["logprob_sum"]) > LOGPROB_SUM_CLOSE * (1 + len(logprobs)):
@@ -413,9 +419,8 @@ class FileAudit:
                 sample = record.samples[rid.sample]
                 if sample.asked < 0 or not sample.digest:
                     continue  # written just before a crash, or by an older release
-                payload = (found.token_ids, found.logprobs, found.loss_mask)
                 which = f"sample {rid.sample} of group {gid}"
-                if sample_digest(rid, found.segments, *payload) != sample.digest:
+                if digest_of(found) != sample.digest:
                     self._add(name, f"{which} is not what was generated")
                 if sample.reward is not None and found.reward != sample.reward:
                     self._add(name, f"{which}: its reward is {found.reward}, not {sample.reward}")

@@ -25,13 +25,14 @@ from dora_rl.io.append_log import shape_problem
 from dora_rl.observe.audit import Auditor
 from dora_rl.observe.audit_books import Finding, Promise, TrainedSample
 from dora_rl.setup.settings import load_config
-from dora_rl.trainer.documents import Document, document_of
+from dora_rl.store.trajectories import branches_of
+from dora_rl.trainer.documents import Document, documents_of
 from dora_rl.trainer.policy.lora import add_lora
 from dora_rl.trainer.policy.model import clone_adapted, clone_architecture, load_policy
 from dora_rl.trainer.scoring import SealedScorer
 from dora_rl.types import Group, RequestId, Trajectory, UserError, Version
 from dora_rl.weights.store import DiskWeightStore
-from dora_rl.workers.recheck import EXACT, ROUNDED, is_recomputable
+from dora_rl.workers.recheck import EXACT, ROUNDED, gaps_of, is_recomputable
 
 PACK_TOKENS = 8192
 SEED = 0  # of the choice
@@ -99,20 +100,24 @@ def recompute(run: Path, auditor: Auditor, num: int) -> Recomputation:
     if not chosen:
         return found
     prompts, _ = open_run_data(config)  # the log knows which prompt a group had
-    documents: list[Document] = []
+    documents: list[list[Document]] = []
     for one in chosen:
         prompt_ids = np.array(prompts.prompt(one.prompt).token_ids, np.int32)
         group = Group(one.request.group, one.version, prompt_ids, (one.sample,))
-        documents.append(document_of(group, one.sample, 0.0))
+        documents.append(documents_of(group, one.sample, 0.0))
     versions = [one.version for one in chosen]
     scorer, exact = _scorer(config, store, versions[0])
     tolerance = config.audit.tolerance or (EXACT if exact else ROUNDED)
 
     def compare(places: Sequence[int], under: Sequence[Version]) -> list[Recomputed]:
-        scores = scorer.score([documents[place] for place in places], under)
+        asked = [(d, v) for place, v in zip(places, under, strict=True) for d in documents[place]]
+        scores = iter(scorer.score([d for d, _ in asked], [v for _, v in asked]))
+        gaps = [
+            gaps_of(documents[place], [next(scores) for _ in documents[place]]) for place in places
+        ]
         return [
-            _outcome(chosen[place], documents[place], logprobs, version, tolerance)
-            for place, version, logprobs in zip(places, under, scores, strict=True)
+            _outcome(chosen[place], gap, version, tolerance)
+            for place, version, gap in zip(places, under, gaps, strict=True)
         ]
 
     found.found = compare(range(len(chosen)), versions)
@@ -180,7 +185,8 @@ def _stored(line: dict[str, Any], trained: Mapping[RequestId, TrainedSample]) ->
     if len(known.segments) != 1 or not any(mask):
         return None
     version = known.segments[0].version
-    sample = Trajectory(request, version, ids, logprobs, mask, reward=float(line["reward"]))
+    more = {"reward": float(line["reward"]), "branches": branches_of(line.get("branches", ()))}
+    sample = Trajectory(request, version, ids, logprobs, mask, **more)
     return Stored(request, version, known.prompt, sample)
 
 
@@ -204,13 +210,6 @@ def _scorer(
     return scorer, (decoded == "float32" and tensor.dtype == policy.compute_dtype == torch.float32)
 
 
-def _outcome(
-    one: Stored,
-    document: Document,
-    logprobs: torch.Tensor,
-    version: Version,
-    tolerance: float,
-) -> Recomputed:
-    gap = (logprobs.float() - document.rollout_logprobs).abs()
+def _outcome(one: Stored, gap: torch.Tensor, version: Version, tolerance: float) -> Recomputed:
     figures = (float(gap.mean()), float(gap.max()), tolerance)
-    return Recomputed(one.request, version, document.num_trained, *figures)
+    return Recomputed(one.request, version, len(gap), *figures)

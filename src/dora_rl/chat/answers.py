@@ -114,7 +114,7 @@ class Choice:
         return list(self.frame.generation.prompts[at])
 
     def message(self) -> Message:
-        prefix = f"call_{self.frame.id.rpartition('-')[2]}_{self.index}"
+        prefix = f"call_{re.split('[-_]', self.frame.id)[-1]}_{self.index}"
         return read_tool_calls(self.text, self.frame.tools, prefix)
 
     def finish_reason(self, message: Message | None = None) -> str | None:
@@ -169,16 +169,21 @@ class Choice:
     def _delta(self, first: bool) -> tuple[dict[str, Any], str | None]:
         """Text that may be the beginning of a tool call is held back until it is known."""
         delta: dict[str, Any] = {"role": "assistant"} if first else {}
+        delta["content"] = self.new_text()
         if self.finish is None:
-            marks = (OPEN,) if self.frame.tools else ()
-            delta["content"] = self._shown(clear_of(self.text, marks)[0])
             return delta, None
         message = self.message()
-        delta["content"] = message["content"][self.num_shown :]
         if "tool_calls" in message:
             calls = enumerate(message["tool_calls"])
             delta["tool_calls"] = [{"index": index, **call} for index, call in calls]
         return delta, self.finish_reason(message)
+
+    def new_text(self) -> str:
+        """Of a chat's message: what is certain of it and was not given out before."""
+        if self.finish is not None:
+            return self.message()["content"][self.num_shown :]
+        marks = (OPEN,) if self.frame.tools else ()
+        return self._shown(clear_of(self.text, marks)[0])
 
     def _shown(self, end: int) -> str:
         start, self.num_shown = self.num_shown, max(self.num_shown, end)
@@ -243,6 +248,7 @@ class TextStream:
         self._text = ""
         self._given = 0
         self.stopped = False
+        self.stop = ""  # the stop string that is complete
 
     @property
     def text(self) -> str:
@@ -276,6 +282,7 @@ class TextStream:
         """How far the text cannot become part of a stop string; cuts it where one is complete."""
         end, complete = clear_of(self._text, self._stops)
         if complete:
+            self.stop = next(stop for stop in self._stops if self._text.startswith(stop, end))
             self._text, self.stopped = self._text[:end], True
         return end
 

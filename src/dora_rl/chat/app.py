@@ -12,9 +12,9 @@ import itertools
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
@@ -26,8 +26,9 @@ from starlette.types import Receive, Scope, Send
 
 from dora_rl.chat.access import SESSION_HEADER, Access, session_named
 from dora_rl.chat.answers import OPEN, Choice, Frame
-from dora_rl.chat.bounds import CHAT, COMPLETION, OPEN_SESSION, REWARD
+from dora_rl.chat.bounds import CHAT, COMPLETION, MESSAGES, OPEN_SESSION, RESPONSES, REWARD
 from dora_rl.chat.http import Bodies
+from dora_rl.chat.messages_api import MessagesAnswer, error_body
 from dora_rl.chat.requests import (
     ApiError,
     body_too_large,
@@ -36,10 +37,27 @@ from dora_rl.chat.requests import (
     parsed,
     server_error,
 )
+from dora_rl.chat.responses_api import ResponsesAnswer
 from dora_rl.chat.service import Service
 
 SMALL_BYTES_MAX = 64 << 10  # of a body without messages or prompts
 PATH_CHARS = 200  # of what an error repeats
+MESSAGES_PATH = "/v1/messages"
+STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+]
+
+
+class Form(Protocol):
+    """An answer of one choice in the form of an API, as its pieces come."""
+
+    def whole(self) -> dict[str, Any]: ...
+    def events(self) -> Iterable[dict[str, Any]]:
+        """Those of the newest piece; `type` is the event's name."""
+        ...
+
+    def failed(self, error: ApiError) -> dict[str, Any]: ...
 
 
 def make_app(service: Service, access: Access, bodies: Bodies) -> Any:
@@ -50,6 +68,8 @@ def make_app(service: Service, access: Access, bodies: Bodies) -> Any:
         ("/v1/models/{model:path}", front.model, "GET"),
         ("/v1/chat/completions", front.chat, "POST"),
         ("/v1/completions", front.completions, "POST"),
+        (MESSAGES_PATH, front.messages, "POST"),
+        ("/v1/responses", front.responses, "POST"),
         ("/v1/sessions", front.open_session, "POST"),
         ("/v1/sessions/{session}", front.read_session, "GET"),
         ("/v1/sessions/{session}", front.end_session, "DELETE"),
@@ -71,7 +91,7 @@ def _for_this_host(app: Any, access: Access) -> Any:
         try:
             access.check_host(Headers(scope=scope))
         except ApiError as error:
-            await _error_response(error)(scope, receive, send)
+            await _error_response(error, scope["path"])(scope, receive, send)
         else:
             await app(scope, receive, send)
 
@@ -84,7 +104,9 @@ def guarded(
     """Lets a request through, with its owner and the session that it is about."""
 
     async def answer(request: Request) -> Response:
-        caller = access.caller(request.headers.get("authorization", ""))
+        key = request.headers.get("x-api-key")  # as some clients of /v1/messages send it
+        given = request.headers.get("authorization", "" if key is None else f"Bearer {key}")
+        caller = access.caller(given)
         named = request.path_params.get("session", request.headers.get(SESSION_HEADER))
         if named is not None:
             named = fields(OPEN_SESSION, {"session_id": named})["session_id"]
@@ -117,15 +139,23 @@ class Front:
         raise model_not_found(wanted, cards[0]["id"])
 
     async def chat(self, request: Request) -> Response:
+        return _Answering(await self._chat(request, CHAT, "chatcmpl-"))
+
+    async def messages(self, request: Request) -> Response:
+        return _AnsweringOtherwise(await self._chat(request, MESSAGES, "msg_"), MessagesAnswer)
+
+    async def responses(self, request: Request) -> Response:
+        return _AnsweringOtherwise(await self._chat(request, RESPONSES, "resp_"), ResponsesAnswer)
+
+    async def _chat(self, request: Request, endpoint: str, kind: str) -> Frame:
+        """What a request for a chat begins, in whichever form it came."""
         async with self._bodies.hold(request) as body:
-            ask = await self._service.texts.read(CHAT, body, request.state.session)
+            ask = await self._service.texts.read(endpoint, body, request.state.session)
         generation = await self._service.chat(replace(ask, owner=request.state.owner))
         template = self._service.template
         tools = ask.tools if OPEN in template.text else ()
-        frame = Frame(
-            self._id("chatcmpl"), int(time.time()), ask, generation, template.tokenizer, True, tools
-        )
-        return _Answering(frame)
+        name = self._id(kind)
+        return Frame(name, int(time.time()), ask, generation, template.tokenizer, True, tools)
 
     async def completions(self, request: Request) -> Response:
         async with self._bodies.hold(request) as body:
@@ -133,7 +163,7 @@ class Front:
         generation = await self._service.complete(replace(ask, owner=request.state.owner))
         tokenizer = self._service.template.tokenizer
         return _Answering(
-            Frame(self._id("cmpl"), int(time.time()), ask, generation, tokenizer, False)
+            Frame(self._id("cmpl-"), int(time.time()), ask, generation, tokenizer, False)
         )
 
     async def open_session(self, request: Request) -> Response:
@@ -162,7 +192,7 @@ class Front:
             return parsed(body) if body else {}
 
     def _id(self, kind: str) -> str:
-        return f"{kind}-{self._salt}{next(self._count):08x}"
+        return f"{kind}{self._salt}{next(self._count):08x}"
 
 
 class _Answering(Response):
@@ -193,7 +223,7 @@ class _Answering(Response):
             async for piece in self._frame.generation.pieces():
                 self._choices[piece.choice].add(piece)
         except ApiError as error:
-            await _error_response(error)(scope, receive, send)
+            await _error_response(error, scope["path"])(scope, receive, send)
             return
         self._replied()
         body = self._frame.body([])
@@ -209,11 +239,7 @@ class _Answering(Response):
         await Response(text, media_type="application/json")(scope, receive, send)
 
     async def _stream(self, send: Send) -> None:
-        headers = [
-            (b"content-type", b"text/event-stream; charset=utf-8"),
-            (b"cache-control", b"no-cache"),
-        ]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
         try:
             async for event in self._events():
                 await _send_event(send, json.dumps(event, ensure_ascii=False))
@@ -245,8 +271,43 @@ class _Answering(Response):
             self._frame.generation.replied(self._choices[0].message())
 
 
-async def _send_event(send: Send, data: str) -> None:
-    body = f"data: {data}\n\n".encode()
+class _AnsweringOtherwise(_Answering):
+    """In the form of another API than the chat completions'."""
+
+    def __init__(self, frame: Frame, form: Callable[[Choice], Form]) -> None:
+        super().__init__(frame)
+        self._form = form(self._choices[0])
+
+    async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async for piece in self._frame.generation.pieces():
+                self._choices[0].add(piece)
+        except ApiError as error:
+            await _error_response(error, scope["path"])(scope, receive, send)
+            return
+        self._replied()
+        await JSONResponse(self._form.whole())(scope, receive, send)
+
+    async def _stream(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
+        try:
+            async for piece in self._frame.generation.pieces():
+                self._choices[0].add(piece)
+                if piece.finish is not None:
+                    self._replied()
+                for event in self._form.events():
+                    await self._send_named(send, event)
+        except ApiError as error:  # too late for a status code
+            await self._send_named(send, self._form.failed(error))
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_named(self, send: Send, event: dict[str, Any]) -> None:
+        await _send_event(send, json.dumps(event, ensure_ascii=False), event["type"])
+
+
+async def _send_event(send: Send, data: str, name: str = "") -> None:
+    head = f"event: {name}\n" if name else ""
+    body = f"{head}data: {data}\n\n".encode()
     await send({"type": "http.response.body", "body": body, "more_body": True})
     await asyncio.sleep(0)  # others have their turn, and whether this client is gone is noticed
 
@@ -256,8 +317,10 @@ async def _until_gone(receive: Receive) -> None:
         pass
 
 
-def _error_response(error: ApiError) -> Response:
-    return JSONResponse(error.body(), error.status, headers=error.headers)
+def _error_response(error: ApiError, path: str) -> Response:
+    """In the form of the API that the path is of."""
+    body = error_body(error) if path.startswith(MESSAGES_PATH) else error.body()
+    return JSONResponse(body, error.status, headers=error.headers)
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
@@ -270,4 +333,4 @@ async def _on_error(request: Request, error: Exception) -> Response:
         )
     elif not isinstance(error, ApiError):
         error = server_error(f"internal error ({type(error).__name__})")
-    return _error_response(error)
+    return _error_response(error, request.scope["path"])

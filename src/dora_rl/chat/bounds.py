@@ -11,302 +11,37 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
+from dora_rl.chat.kinds import (
+    INT32_MAX,
+    INT64_MAX,
+    Either,
+    Flag,
+    Json,
+    Kind,
+    ListOf,
+    Number,
+    OneOf,
+    Record,
+    Shaped,
+    Text,
+    TokenIds,
+    Unfit,
+    Whole,
+)
 from dora_rl.types import REWARD_MAX
 
 CHAT, COMPLETION = "chat", "completion"
+MESSAGES, RESPONSES = "messages", "responses"
 OPEN_SESSION, REWARD = "session", "reward"
 BOTH = (CHAT, COMPLETION)
+OTHERS = (MESSAGES, RESPONSES)
 
-INT32_MAX = 2**31 - 1
-INT64_MAX = 2**63 - 1
 SAMPLES_MAX = 128
 TOP_LOGPROBS_MAX = 20
 TEMPERATURE_MIN = 1e-3  # logits divided by less are no longer finite
-TEXT_CHARS_MAX = 16 << 20  # the body has a limit of its own
 COMPLETION_TOKENS = 16  # what the API gives when a completion names no limit
-
-
-class Unfit(Exception):
-    """A value is not what its place may hold: where inside the field, and what it must be."""
-
-    def __init__(self, text: str, where: str = "", found: str = "") -> None:
-        super().__init__(text)
-        self.text, self.where, self.found = text, where, found
-
-
-class Kind(Protocol):
-    """What a value may be. `text` continues the sentence "it must be …"."""
-
-    @property
-    def text(self) -> str: ...
-    def read(self, value: object) -> Any:
-        """The value, in the form the rest of the code expects; raises `Unfit`."""
-        ...
-
-
-def unfit(kind: Kind, value: object) -> Unfit:
-    return Unfit(kind.text, found=shown(value))
-
-
-def shown(value: object) -> str:
-    """A number as it is, if it is short; of anything else its kind alone."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, (int, float)):
-        text = repr(value)
-        return text if len(text) <= 24 else f"a number of {len(text)} digits"
-    return {str: "a string", list: "a list", dict: "an object"}.get(type(value), "something else")
-
-
-# -- kinds -----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Flag:
-    text = "true or false"
-
-    def read(self, value: object) -> bool:
-        if not isinstance(value, bool):
-            raise unfit(self, value)
-        return value
-
-
-@dataclass(frozen=True, slots=True)
-class Whole:
-    least: int
-    most: int
-
-    @property
-    def text(self) -> str:
-        return f"a whole number from {self.least} to {self.most}"
-
-    def read(self, value: object) -> int:
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise unfit(self, value)
-        if not self.least <= value <= self.most:
-            raise unfit(self, value)
-        return value
-
-
-@dataclass(frozen=True, slots=True)
-class Number:
-    """Finite. `or_zero`: 0 too, below `least`."""
-
-    least: float
-    most: float
-    or_zero: bool = False
-
-    @property
-    def text(self) -> str:
-        return f"{'0, or ' * self.or_zero}a number from {self.least:g} to {self.most:g}"
-
-    def read(self, value: object) -> float:
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise unfit(self, value)
-        if not self.least <= value <= self.most and not (self.or_zero and value == 0):
-            raise unfit(self, value)  # nan is not within anything
-        return float(value)
-
-
-@dataclass(frozen=True, slots=True)
-class Text:
-    """Whole characters: half of a surrogate pair cannot be written down in UTF-8."""
-
-    least: int
-    most: int = TEXT_CHARS_MAX
-
-    @property
-    def text(self) -> str:
-        return f"a string of {self.least} to {self.most} characters"
-
-    def read(self, value: object) -> str:
-        if not isinstance(value, str) or not self.least <= len(value) <= self.most:
-            raise unfit(self, value)
-        if not is_unicode(value):
-            raise Unfit("a string of whole Unicode characters", found="half a surrogate pair")
-        return value
-
-
-@dataclass(frozen=True, slots=True)
-class OneOf:
-    """One of a few values, each as JSON writes it in `text`."""
-
-    values: tuple[object, ...]
-    text: str
-
-    def read(self, value: object) -> Any:
-        for known in self.values:
-            if type(value) is type(known) and value == known:
-                return known
-        raise unfit(self, value)
-
-
-@dataclass(frozen=True, slots=True)
-class ListOf:
-    kind: Kind
-    least: int
-    most: int
-    words: str  # what the entries are
-
-    @property
-    def text(self) -> str:
-        return f"a list of {self.least} to {self.most} {self.words}"
-
-    def read(self, value: object) -> list[Any]:
-        if not isinstance(value, list) or not self.least <= len(value) <= self.most:
-            raise unfit(self, value)
-        read: list[Any] = []
-        for index, entry in enumerate(value):
-            try:
-                read.append(self.kind.read(entry))
-            except Unfit as error:
-                raise Unfit(error.text, f"[{index}]{error.where}", error.found) from None
-        return read
-
-
-@dataclass(frozen=True, slots=True)
-class TokenIds:
-    """As `ListOf(Whole(0, INT32_MAX), 1, most)`, for millions of them."""
-
-    most: int
-
-    @property
-    def text(self) -> str:
-        return f"a list of 1 to {self.most} token ids of the vocabulary"
-
-    def read(self, value: object) -> list[int]:
-        if not isinstance(value, list) or not 1 <= len(value) <= self.most:
-            raise unfit(self, value)
-        if set(map(type, value)) != {int} or min(value) < 0 or max(value) > INT32_MAX:
-            raise Unfit(self.text, found="a list with something else in it")
-        return value
-
-
-@dataclass(frozen=True, slots=True)
-class Either:
-    kinds: tuple[Kind, ...]
-
-    @property
-    def text(self) -> str:
-        return ", or ".join(kind.text for kind in self.kinds)
-
-    def read(self, value: object) -> Any:
-        inner: Unfit | None = None
-        for kind in self.kinds:
-            try:
-                return kind.read(value)
-            except Unfit as error:
-                deep = error.where or (isinstance(kind, Text) and isinstance(value, str))
-                inner = error if deep and inner is None else inner
-        raise inner or unfit(self, value)
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """An object; what it does not know it leaves out, and so does null. `needed` must be there."""
-
-    fields: tuple[tuple[str, Kind], ...]
-    needed: tuple[str, ...] = ()
-    words: str = "an object"
-
-    @property
-    def text(self) -> str:
-        return self.words
-
-    def read(self, value: object) -> dict[str, Any]:
-        if not isinstance(value, dict):
-            raise unfit(self, value)
-        read: dict[str, Any] = {}
-        for name, kind in self.fields:
-            given = value.get(name)
-            if given is None and name not in self.needed:
-                continue
-            try:
-                read[name] = kind.read(given)
-            except Unfit as error:
-                raise Unfit(error.text, f".{name}{error.where}", error.found) from None
-        return read
-
-
-@dataclass(frozen=True, slots=True)
-class Json:
-    """Any object, as deep and as large as it may be; keys and strings count by their characters."""
-
-    depth: int
-    values: int
-    chars: int
-    keys_not: frozenset[str] = frozenset()
-
-    @property
-    def text(self) -> str:
-        but = f", without {', '.join(sorted(self.keys_not))}" if self.keys_not else ""
-        return (
-            f"an object of at most {self.depth} levels, {self.values} values and "
-            f"{self.chars} characters{but}"
-        )
-
-    def read(self, value: object) -> dict[str, Any]:
-        if not isinstance(value, dict) or self.keys_not & value.keys():
-            raise unfit(self, value)
-        level: list[object] = [value]
-        num_values = num_chars = 0
-        for _ in range(self.depth + 1):
-            inner: list[object] = []
-            for entry in level:
-                num_values += 1
-                if isinstance(entry, dict):
-                    num_chars += sum(map(len, entry))
-                    inner += entry.values()
-                    fits = all(map(is_unicode, entry))
-                elif isinstance(entry, list):
-                    inner += entry
-                    fits = True
-                else:
-                    num_chars += len(entry) if isinstance(entry, str) else 0
-                    fits = is_plain(entry)
-                if not fits or num_values > self.values or num_chars > self.chars:
-                    raise unfit(self, value)
-            level = inner
-            if not level:
-                return value
-        raise unfit(self, value)
-
-
-@dataclass(frozen=True, slots=True)
-class Shaped:
-    """Kept as it was written, within `json`; what code looks at is as `record` says."""
-
-    json: Json
-    record: Record
-
-    @property
-    def text(self) -> str:
-        return f"{self.record.text}; {self.json.text}"
-
-    def read(self, value: object) -> dict[str, Any]:
-        self.record.read(value)
-        return self.json.read(value)
-
-
-def is_unicode(text: str) -> bool:
-    if text.isascii():
-        return True
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def is_plain(value: object) -> bool:
-    """A number that others can hold too, a whole string, true, false or null."""
-    if isinstance(value, str):
-        return is_unicode(value)
-    if isinstance(value, float):
-        return abs(value) <= 1e300  # neither infinite nor nan
-    return value is None or (isinstance(value, int) and -INT64_MAX <= value <= INT64_MAX)
 
 
 # -- what messages and tools are made of -----------------------------------------------------------
@@ -344,6 +79,81 @@ TOOL = Shaped(
         "a tool with type and function.name",
     ),
 )
+# -- of /v1/messages ------------------------------------------------------------------------------
+
+BLOCKS = ("text", "tool_use", "tool_result")
+RESULT = Either((Text(0), ListOf(PART, 0, 4096, "text blocks")))
+INPUT = Json(16, 8192, 1 << 20)
+BLOCK = Record(
+    (
+        ("type", OneOf(BLOCKS, f"one of {', '.join(BLOCKS)}: no other block is supported")),
+        ("text", Text(0)),
+        ("id", Text(0, 256)),
+        ("name", NAME),
+        ("input", INPUT),
+        ("tool_use_id", Text(0, 256)),
+        ("content", RESULT),
+    ),
+    ("type",),
+    "a block",
+)
+TURN = Record(
+    (
+        ("role", OneOf(("user", "assistant"), "user or assistant")),
+        ("content", Either((Text(0), ListOf(BLOCK, 0, 4096, "blocks")))),
+    ),
+    ("role", "content"),
+    "a message",
+)
+CLAUDE_TOOL = Shaped(
+    Json(16, 8192, 1 << 18),
+    Record(
+        (
+            ("type", OneOf(("custom",), '"custom": no tool of the server is supported')),
+            ("name", NAME),
+            ("description", Text(0)),
+            ("input_schema", Json(16, 8192, 1 << 18)),
+        ),
+        ("name", "input_schema"),
+        "a tool with name and input_schema",
+    ),
+)
+# -- of /v1/responses -----------------------------------------------------------------------------
+
+ITEMS = ("message", "function_call", "function_call_output")
+TEXTS = ("input_text", "output_text", "text")
+ITEM_PART = Record(
+    (("type", OneOf(TEXTS, f"one of {', '.join(TEXTS)}")), ("text", Text(0))),
+    ("type", "text"),
+    "a part",
+)
+ITEM_TEXT = Either((Text(0), ListOf(ITEM_PART, 0, 4096, "parts")))
+ITEM_ROLES = ("system", "developer", "user", "assistant")
+ITEM = Record(
+    (
+        ("type", OneOf(ITEMS, f"one of {', '.join(ITEMS)}: no other item is supported")),
+        ("role", OneOf(ITEM_ROLES, f"one of {', '.join(ITEM_ROLES)}")),
+        ("content", ITEM_TEXT),
+        ("call_id", Text(0, 256)),
+        ("name", NAME),
+        ("arguments", Text(0, 1 << 20)),
+        ("output", ITEM_TEXT),
+    ),
+    words="an item",
+)
+FLAT_TOOL = Shaped(
+    Json(16, 8192, 1 << 18),
+    Record(
+        (
+            ("type", OneOf(("function",), '"function": no tool of the server is supported')),
+            ("name", NAME),
+            ("description", Text(0)),
+            ("parameters", Json(16, 8192, 1 << 18)),
+        ),
+        ("type", "name"),
+        "a tool with type and name",
+    ),
+)
 # What the renderer takes itself: not for clients, and no template of theirs among it.
 RENDERER = frozenset(
     {
@@ -378,9 +188,20 @@ class Field:
     needed: bool = False
 
 
+def choice_of(*types: str) -> Record:
+    """An object that says one of a few words."""
+    words = " or ".join(f'"{word}"' for word in types)
+    return Record((("type", OneOf(types, words)),), ("type",), f"an object with type {words}")
+
+
+STOPS = "strings of 1 to 256 characters"
+NO_ID = OneOf(("",), "an empty string: nothing is stored here, so give the whole input")
+TEXT_FORMAT = Record(
+    (("format", choice_of("text")),), words='an object with format.type "text", if any'
+)
 ZERO = OneOf((0, 0.0), "0: it is not supported here")
 FIELDS = (
-    Field("model", BOTH, Text(1, 256), needed=True),
+    Field("model", (*BOTH, *OTHERS), Text(1, 256), needed=True),
     Field("messages", (CHAT,), ListOf(MESSAGE, 1, 4096, "messages"), needed=True),
     Field(
         "prompt",
@@ -396,16 +217,16 @@ FIELDS = (
         needed=True,
     ),
     Field("n", BOTH, Whole(1, SAMPLES_MAX), "1"),
-    Field("temperature", BOTH, Number(TEMPERATURE_MIN, 2, or_zero=True), "1"),
-    Field("top_p", BOTH, Number(0, 1), "1"),
-    Field("top_k", BOTH, Whole(-1, INT32_MAX), "-1 (off; so is 0)"),
+    Field("temperature", (*BOTH, *OTHERS), Number(TEMPERATURE_MIN, 2, or_zero=True), "1"),
+    Field("top_p", (*BOTH, *OTHERS), Number(0, 1), "1"),
+    Field("top_k", (*BOTH, MESSAGES), Whole(-1, INT32_MAX), "-1 (off; so is 0)"),
     Field("min_p", BOTH, Number(0, 1), "0"),
     Field("max_tokens", BOTH, Whole(1, INT32_MAX), "the rest of the context; completions: 16"),
     Field("max_completion_tokens", (CHAT,), Whole(1, INT32_MAX), "`max_tokens`"),
     Field(
         "stop",
         BOTH,
-        Either((Text(1, 256), ListOf(Text(1, 256), 0, 16, "strings of 1 to 256 characters"))),
+        Either((Text(1, 256), ListOf(Text(1, 256), 0, 16, STOPS))),
     ),
     Field("stop_token_ids", BOTH, ListOf(Whole(0, INT32_MAX), 0, 256, "token ids")),
     Field("ignore_eos", BOTH, Flag(), "false"),
@@ -413,7 +234,7 @@ FIELDS = (
     Field("logprobs", (CHAT,), Flag(), "false"),
     Field("top_logprobs", (CHAT,), Whole(0, TOP_LOGPROBS_MAX), "0"),
     Field("logprobs", (COMPLETION,), Whole(0, TOP_LOGPROBS_MAX)),
-    Field("stream", BOTH, Flag(), "false"),
+    Field("stream", (*BOTH, *OTHERS), Flag(), "false"),
     Field(
         "stream_options",
         BOTH,
@@ -438,6 +259,32 @@ FIELDS = (
     Field("echo", (COMPLETION,), OneOf((False,), "false"), "false"),
     Field("suffix", (COMPLETION,), OneOf(("",), "an empty string"), "none"),
     Field("best_of", (COMPLETION,), Whole(1, SAMPLES_MAX), "`n`, and nothing else"),
+    Field("messages", (MESSAGES,), ListOf(TURN, 1, 4096, "messages"), needed=True),
+    Field("max_tokens", (MESSAGES,), Whole(1, INT32_MAX), needed=True),
+    Field("system", (MESSAGES,), RESULT),
+    Field("stop_sequences", (MESSAGES,), ListOf(Text(1, 256), 0, 16, STOPS)),
+    Field("tools", (MESSAGES,), ListOf(CLAUDE_TOOL, 0, 128, "tools")),
+    Field("tool_choice", (MESSAGES,), choice_of("auto", "none"), "auto"),
+    Field("thinking", (MESSAGES,), choice_of("disabled")),
+    Field(
+        "input",
+        (RESPONSES,),
+        Either((Text(1), ListOf(ITEM, 1, 4096, "items"))),
+        needed=True,
+    ),
+    Field("instructions", (RESPONSES,), Text(0)),
+    Field("max_output_tokens", (RESPONSES,), Whole(1, INT32_MAX), "the rest of the context"),
+    Field("tools", (RESPONSES,), ListOf(FLAT_TOOL, 0, 128, "tools")),
+    Field("tool_choice", (RESPONSES,), OneOf(("auto", "none"), '"auto" or "none"'), "auto"),
+    Field("parallel_tool_calls", (RESPONSES,), Flag(), "true"),
+    Field("store", (RESPONSES,), Flag(), "false: nothing is stored"),
+    Field("previous_response_id", (RESPONSES,), NO_ID),
+    Field("conversation", (RESPONSES,), NO_ID),
+    Field("background", (RESPONSES,), OneOf((False,), "false"), "false"),
+    Field("truncation", (RESPONSES,), OneOf(("disabled",), '"disabled"'), "disabled"),
+    Field("include", (RESPONSES,), OneOf(([],), "an empty list"), "none"),
+    Field("top_logprobs", (RESPONSES,), ZERO, "0"),
+    Field("text", (RESPONSES,), TEXT_FORMAT),
     Field("session_id", (OPEN_SESSION,), SESSION_ID, "a new one"),
     Field("id", (OPEN_SESSION,), SESSION_ID, "`session_id`"),
     Field("reward", (REWARD,), Number(-REWARD_MAX, REWARD_MAX), needed=True),

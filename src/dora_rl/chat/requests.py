@@ -86,7 +86,7 @@ def read_chat(
     limit = known.get("max_completion_tokens", known.get("max_tokens"))
     top_n = known.get("top_logprobs", 0)
     tools = known.get("tools", []) if known.get("tool_choice") != "none" else []
-    return _ask(
+    return ask_of(
         known,
         session_id,
         limit,
@@ -107,7 +107,7 @@ def read_completion(
         raise bad_request("'best_of' must equal 'n' here", "best_of")
     limit = known.get("max_tokens", COMPLETION_TOKENS)
     top_n = known.get("logprobs")
-    ask = _ask(known, session_id, limit, top_n is not None, top_n or 0)
+    ask = ask_of(known, session_id, limit, top_n is not None, top_n or 0)
     prompt = known["prompt"]
     if isinstance(prompt, str):
         return ask, [prompt]
@@ -116,14 +116,15 @@ def read_completion(
     return ask, [entry if isinstance(entry, str) else tuple(entry) for entry in prompt]
 
 
-def _ask(
+def ask_of(
     known: dict[str, Any],
     session_id: str | None,
     tokens_max: int | None,
-    logprobs: bool,
-    top_n: int,
+    logprobs: bool = False,
+    top_n: int = 0,
     **of_chat: Any,
 ) -> Ask:
+    """From the checked fields of a request."""
     stop = known.get("stop", [])
     params = SamplingParams(
         temperature=known.get("temperature", 1.0),

@@ -12,9 +12,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from dora_rl.chat.bounds import CHAT
+from dora_rl.chat.bounds import CHAT, COMPLETION, MESSAGES
 from dora_rl.chat.conversation import ChatTemplate, Conversation, Turn
+from dora_rl.chat.messages_api import read_messages
 from dora_rl.chat.requests import Ask, Message, parsed, read_chat, read_completion
+from dora_rl.chat.responses_api import read_response
 
 
 class Texts(Protocol):
@@ -52,8 +54,11 @@ class PlainTexts:
 
     async def read(self, endpoint: str, body: bytes, session_id: str | None) -> Ask:
         data = parsed(body)
-        if endpoint == CHAT:
-            ask = read_chat(data, session_id, self._client_templates)
+        if endpoint != COMPLETION:
+            if endpoint == CHAT:
+                ask = read_chat(data, session_id, self._client_templates)
+            else:
+                ask = (read_messages if endpoint == MESSAGES else read_response)(data, session_id)
             if ask.session_id is not None or not self._reads_prompts:
                 return ask
             ids = self._template.prompt_ids(ask.messages, ask.tools, ask.template_options)

@@ -303,8 +303,11 @@ class AlgorithmConfig(Section):
     loss: str = "grpo"
     """The objective: a recipe by name (see algorithms.md), or `path/to/file.py:function`."""
     advantage: str | None = None
-    """How advantages are computed: group, group_mean, leave_one_out, batch, gae or `file.py:name`.
-    If not set, as the recipe says."""
+    """How advantages are computed: group, group_mean, leave_one_out, turn, batch, gae or
+    `file.py:name`. If not set, as the recipe says."""
+    branch_reward: Literal["all", "last", "turn"] | None = None
+    """Which rows of an episode with branches get its advantage: all of them, the last one alone, or
+    each its share of the turns (see agents.md). If not set, all."""
     aggregation: str | None = None
     """How losses of tokens become one: token_mean, sequence_mean or constant. If not set, as the
     recipe says."""
@@ -366,7 +369,7 @@ class AlgorithmConfig(Section):
     overlong_penalty: float = Field(default=1.0, ge=0)
     """What is taken from the reward of a response of overlong_tokens_max tokens."""
     gamma: float = Field(default=1.0, ge=0, le=1)
-    """The discount factor of generalised advantage estimation (GAE)."""
+    """The discount factor: per token with the advantages gae and batch, per turn with turn."""
     gae_lambda: float = Field(default=1.0, ge=0, le=1)
     """The lambda of GAE, between bias (0) and variance (1)."""
     whiten_advantages: bool = True

@@ -89,9 +89,10 @@ _FIXED = {
         "ignore_eos raw_logprobs forced_length_median forced_length_sigma dtype context_max"
     ),
     "algorithm": (
-        "loss advantage aggregation constant_tokens clip_low clip_high dual_clip old_logprobs "
-        "corrections correction_numerator token_ratio_max token_ratio_min sequence_ratio_max "
-        "sequence_ratio_min geometric_ratio_max geometric_ratio_min behaviour_ratio_max kl_coef "
+        "loss advantage branch_reward aggregation constant_tokens clip_low clip_high dual_clip "
+        "old_logprobs corrections correction_numerator token_ratio_max token_ratio_min "
+        "sequence_ratio_max sequence_ratio_min geometric_ratio_max geometric_ratio_min "
+        "behaviour_ratio_max kl_coef "
         "kl_estimator kl_in kl_ratio_weighted entropy_coef temperature overlong_tokens_max "
         "overlong_buffer_tokens overlong_penalty gamma gae_lambda whiten_advantages value_coef "
         "value_clip reference loss_args advantage_args"

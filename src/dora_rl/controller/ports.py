@@ -77,14 +77,15 @@ class FleetPort:
             found = files.journals.look_up(rid) if action.resume else None
             if found is not None:
                 saved[sample] = found
-                self._control.later(ev.Continued(rid, epoch, len(found["resume_ids"])))
+                token_ids = files.journals.token_ids(rid)
+                self._control.later(ev.Continued(rid, epoch, len(token_ids)))
                 files.records.continued(
                     {
                         "group": action.group,
                         "sample": sample,
                         "version": action.version,
                         "journal_version": found["version"],
-                        "token_ids": list(found["resume_ids"]),
+                        "token_ids": token_ids,
                     }
                 )
         return msg.Dispatched(action, msg.ints(prompt.token_ids), saved, self._envs.opens(prompt))

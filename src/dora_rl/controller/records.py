@@ -37,7 +37,7 @@ from dora_rl.observe.measures import (
     tokens_written,
     trainer_busy_s,
 )
-from dora_rl.types import RequestId, StepIndex, Version
+from dora_rl.types import Branch, RequestId, StepIndex, Version
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +62,10 @@ class TrainedSample:
     env: str = ""  # label of its environment, where the run has several
     # (start, end, 1 where the policy wrote, 0 where an environment did) over the token ids
     turns: list[tuple[int, int, int]] = field(default_factory=list[tuple[int, int, int]])
+    # (start, parent, fork) of each branch, where the history branched; see `dora_rl.histories`
+    branches: list[Branch] = field(default_factory=list[Branch])
+    # What the environment gave for each turn, where it gave anything
+    turn_rewards: list[float] = field(default_factory=list[float])
 
 
 @dataclass(slots=True)

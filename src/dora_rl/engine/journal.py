@@ -9,7 +9,7 @@ it is being written.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -145,6 +145,12 @@ def request_json(request: Request) -> dict[str, object]:
 
 def request_from_json(body: dict[str, Any]) -> Request:
     return decode(Request, body)
+
+
+def saved_ids(body: Mapping[str, Any]) -> list[int]:
+    """The response so far of a request that was written down, with all of its branches."""
+    past = body.get("past")
+    return [*(past["token_ids"] if past else ()), *body["resume_ids"]]
 
 
 def _extended(request: Request, body: dict[str, Any]) -> Request:

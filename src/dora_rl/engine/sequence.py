@@ -28,7 +28,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from dora_rl.engine.past import NO_PAST, Past, joined_segments
+from dora_rl.histories import ROOT, history_of
 from dora_rl.types import (
+    Branch,
     Finish,
     RequestId,
     SamplingParams,
@@ -43,6 +46,7 @@ if TYPE_CHECKING:
 
 Decode: TypeAlias = Callable[[Seq[int]], str]
 _MASK = (1 << 64) - 1
+BRANCH_BITS = 32  # samples of a group are fewer than this many bits can say
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +58,8 @@ class Request:
     their loss mask (all ones when empty). `keep` keeps the blocks after the turn ends, so that
     `Engine.extend` can continue the session; with `turns=0` it begins idle, and the first `extend`
     opens it. `stream` names the random stream to draw from, where it is not the request's own: two
-    requests with one stream and seed draw alike.
+    requests with one stream and seed draw alike. `past`: it is a branch, whose prompt is all that
+    it follows; what the session has beside that is there.
 
         Request(RequestId(7, 3), 2, (5, 6, 7), SamplingParams(tokens_max=16), seed=1)
     """
@@ -73,6 +78,7 @@ class Request:
     turns: int = 1
     keep: bool = False
     stream: RequestId | None = None
+    past: Past | None = None
 
 
 class Output(NamedTuple):
@@ -179,20 +185,59 @@ class Sequence:
         self.segments.append(Segment(start, version))
 
     def trajectory(self) -> Trajectory:
-        """The response as the rest of the system sees it."""
+        """The response as the rest of the system sees it, with all branches."""
+        past, prompt = self.request.past, self.tokens[: self.num_prompt]
+        segments = self.segments
+        if past is not None:
+            prompt, segments = past.prompt_ids, joined_segments(past, segments)
+        before = past or NO_PAST
+        raw = [*before.raw_logprobs, *self.raw_logprobs]
         return Trajectory(
             request=self.id,
             version=self.version,
-            token_ids=np.array(self.tokens[self.num_prompt :], np.int32),
-            logprobs=np.array(self.logprobs, np.float32),
-            loss_mask=np.array(self.loss_mask, np.uint8),
+            token_ids=np.array([*before.token_ids, *self.tokens[self.num_prompt :]], np.int32),
+            logprobs=np.array([*before.logprobs, *self.logprobs], np.float32),
+            loss_mask=np.array([*before.loss_mask, *self.loss_mask], np.uint8),
             finish=self.finish or Finish.ERROR,
-            segments=tuple(self.segments),
-            prompt_ids=np.array(self.tokens[: self.num_prompt], np.int32),
-            raw_logprobs=np.array(self.raw_logprobs, np.float32) if self.raw_logprobs else None,
+            segments=tuple(segments),
+            prompt_ids=np.array(prompt, np.int32),
+            raw_logprobs=np.array(raw, np.float32) if raw else None,
             turns=self.turns,
             error=self.error,
+            branches=before.branches,
         )
+
+
+def branched(seq: Sequence, branch: Branch, new_ids: Seq[int], params: SamplingParams) -> Request:
+    """The request that goes on from an earlier state of an idle session."""
+    so_far, none = seq.trajectory(), [0] * len(new_ids)
+    prompt, ids = so_far.prompt_ids, so_far.token_ids
+    shared = history_of(prompt, ids, so_far.branches, branch.parent)[: len(prompt) + branch.fork]
+    branches = (*(so_far.branches or (ROOT,)), branch)
+    assert branch.start == len(ids), "a branch begins where the response ends"
+    past = Past(
+        prompt_ids=tuple(prompt.tolist()),
+        token_ids=(*ids.tolist(), *new_ids),
+        logprobs=(*so_far.logprobs.tolist(), *map(float, none)),
+        loss_mask=(*so_far.loss_mask.tolist(), *none),
+        segments=so_far.segments,
+        branches=branches,
+        raw_logprobs=(*so_far.raw_logprobs.tolist(), *map(float, none))
+        if so_far.raw_logprobs is not None
+        else (),
+    )
+    return Request(
+        id=seq.id,
+        version=seq.version,
+        prompt_ids=(*shared.tolist(), *new_ids),
+        params=params,
+        seed=seq.request.seed,
+        turns=seq.turns + 1,
+        keep=True,
+        # Positions count from the branch's beginning, so it draws from a stream of its own.
+        stream=RequestId(seq.id.group, seq.id.sample + ((len(branches) - 1) << BRANCH_BITS)),
+        past=past,
+    )
 
 
 def new_sequence(request: Request, arrival: int, eos_ids: Seq[int]) -> Sequence:
@@ -402,6 +447,22 @@ class RequestBook(ABC):
             return
         self._run(seq)
         self.note(seq)
+
+    def branch(
+        self, request: RequestId, branch: Branch, token_ids: Seq[int], params: SamplingParams
+    ) -> None:
+        """Next turn of a kept session from an earlier state of it: go back there, append given
+        tokens, sample on. It is prefilled, but for the prompt blocks that the cache knows."""
+        old = self.known(request, Status.IDLE)
+        seq = self.new_sequence(branched(old, branch, token_ids, params))
+        if reason := self.refusal(seq, queued=True):
+            self.forget(request)
+            self._refuse(seq, reason)
+            return
+        self._leave(old)
+        self._enter(seq)
+        self.note(seq)
+        self._run(seq)
 
     def unpark(self, request: RequestId) -> None:
         seq = self.known(request, Status.PARKED)

@@ -1,18 +1,20 @@
-"""An agent of the user's as an environment: a function that talks to an OpenAI endpoint.
+"""An agent of the user's as an environment: a function that talks to an endpoint.
 
     def agent(base_url, api_key, session_id, row):
         client = OpenAI(base_url=base_url, api_key=api_key)
-        ...                          # as many chat requests as it likes, one after the other
+        ...                          # as many requests as it likes, side by side too
         return 1.0                   # the reward, or None: POSTed, or left to reward.functions
 
-Every chat request becomes a turn of the trajectory. The function (or coroutine) runs beside the
-endpoint; a plain function gets a thread of its own. Invariant: the agent sees nothing but HTTP, so
-the same function runs against `dora-rl serve` unchanged.
+Every request becomes a turn of the trajectory. One that does not go on from the last begins a
+branch (see `dora_rl.histories`). The function (or coroutine) runs beside the endpoint; a plain
+function gets a thread of its own. Invariant: the agent sees nothing but HTTP, so the same function
+runs against `dora-rl serve` unchanged.
 
-The endpoint listens on loopback, one per event loop, with a key per episode. Sampling settings of
-the requests are not looked at: the run's own count, so that all of a trajectory comes from the
-policy that is trained. It never generates. Invariant: the ids an episode has read and written are
-those of its trajectory, in order.
+The endpoint listens on loopback, one per event loop, with a key per episode. Requests are answered
+one after the other, in the order in which they came. Sampling settings of the requests are not
+looked at: the run's own count, so that all of a trajectory comes from the policy that is trained.
+It never generates. Invariant: the histories an episode has read and written are those of its
+trajectory, also where an agent that is run again asks for something else.
 """
 
 from __future__ import annotations
@@ -34,17 +36,17 @@ from dora_rl.chat.requests import (
     Ask,
     Message,
     bad_request,
-    session_busy,
     session_not_found,
 )
 from dora_rl.chat.service import Piece
 from dora_rl.chat.texts import PlainTexts, next_turn
 from dora_rl.envs.base import Environment, Observation, Row, Turn, TurnText
 from dora_rl.envs.host import KEY
+from dora_rl.histories import Tree
 from dora_rl.types import REWARD_MAX, Finish, Version
 from dora_rl.user_code import load_object, one_line, require
 
-ARGUMENTS = ("base_url", "api_key", "session_id", "row", "seed")
+ARGUMENTS = ("base_url", "api_key", "session_id", "row", "seed", "variables")
 
 
 class Agent(Environment):
@@ -69,13 +71,14 @@ class Agent(Environment):
             "session_id": self._episode.id,
             "row": row,
             "seed": seed,
+            "variables": variables_of(self._endpoint.url, self._episode.key),
         }
         self._run({name: known[name] for name in self._names})
         return await self._next()
 
     async def step(self, turn: Turn) -> Observation:
         assert self._episode is not None
-        self._episode.answer(turn)
+        await self._episode.answer(turn)
         return await self._next()
 
     def close(self) -> None:
@@ -87,14 +90,21 @@ class Agent(Environment):
     async def _next(self) -> Observation:
         """What the agent does next: another request, or its end."""
         assert self._episode is not None
-        event = await self._episode.events.get()
-        if isinstance(event, Exception):
-            raise event
-        if isinstance(event, Call):
-            return Observation(token_ids=event.new_ids)
-        if not self._episode.past.num_turns:
-            raise RuntimeError("the agent ended without a single chat request")
-        return Observation(reward=self._episode.reward, done=True)
+        episode = self._episode
+        call = await episode.next_call()
+        if call is not None:
+            branch, new_ids = episode.tree.place(call.history)
+            return Observation(token_ids=new_ids, branch=branch)
+        if not episode.num_turns:
+            raise RuntimeError("the agent ended without a single request")
+        if episode.turn_rewards is None:
+            return Observation(reward=episode.reward, done=True)
+        if len(episode.turn_rewards) != episode.num_turns:
+            raise RuntimeError(
+                f"the agent returned {len(episode.turn_rewards)} rewards for {episode.num_turns} "
+                "turns; give one for each answer that it got, in that order"
+            )
+        return Observation(turn_rewards=episode.turn_rewards, done=True)
 
     def _run(self, arguments: dict[str, Any]) -> None:
         if inspect.iscoroutinefunction(self._function):
@@ -124,15 +134,22 @@ class Agent(Environment):
 
     def _ended(self, value: object, error: Exception | None) -> None:
         assert self._episode is not None
-        number = isinstance(value, (int, float)) and abs(value) <= REWARD_MAX
+        episode = self._episode
         if error is not None:
-            self._episode.fail(f"the agent failed: {one_line(error)}", error)
-        elif value is not None and not number:
-            self._episode.fail(f"the agent returned {value!r}, not a finite number or None")
+            episode.fail(f"the agent failed: {one_line(error)}", error)
+        elif _is_reward(value):
+            episode.end(reward=float(value))  # type: ignore[arg-type]
+        elif isinstance(value, (list, tuple)) and all(map(_is_reward, value)):
+            episode.end(turn_rewards=tuple(map(float, value)))
+        elif value is None:
+            episode.end()
         else:
-            if isinstance(value, (int, float)):
-                self._episode.reward = float(value)
-            self._episode.events.put_nowait(None)
+            what = "not a finite number, a list of them (one for each turn) or None"
+            episode.fail(f"the agent returned {value!r}, {what}")
+
+
+def _is_reward(value: object) -> bool:
+    return isinstance(value, (int, float)) and abs(value) <= REWARD_MAX
 
 
 def _accepted(function: Any, name: str) -> list[str]:
@@ -147,18 +164,34 @@ def _accepted(function: Any, name: str) -> list[str]:
     return [one.name for one in parameters if one.name in ARGUMENTS]
 
 
+def variables_of(url: str, key: str) -> dict[str, str]:
+    """What the official clients read from the environment of their process."""
+    return {
+        "OPENAI_BASE_URL": url,
+        "OPENAI_API_KEY": key,
+        "ANTHROPIC_BASE_URL": url.removesuffix("/v1"),
+        "ANTHROPIC_API_KEY": key,
+    }
+
+
 CONNECTIONS_MAX = 1 << 16  # agents are the user's own; the episodes are what limits them
+ORDER_S_MAX = 10.0  # for a request that came before another, the first time
 AGENT_S_MAX = 600.0  # for a request that an agent has begun, or an answer that it has not read
 MODEL = "policy"  # what the endpoint calls it; agents may write any name
 
 
 class Call:
-    """One request of an agent: the ids it adds, and the policy's turn once it is there."""
+    """One request of an agent: what the policy is to read, and its turn once it is there."""
 
-    def __init__(self, episode: Episode, turn: ChatTurn, new_ids: tuple[int, ...]) -> None:
-        self._episode, self._turn, self.new_ids = episode, turn, new_ids
-        self.prompts: Sequence[tuple[int, ...]] = [turn.prompt_ids]
+    def __init__(self, episode: Episode, messages: Sequence[Message], turn: ChatTurn) -> None:
+        self._episode, self._turn, self.messages = episode, turn, tuple(messages)
+        self.history = turn.prompt_ids
         self.answer: asyncio.Future[Turn] = asyncio.get_running_loop().create_future()
+        self.number = 0  # of its turn
+
+    @property
+    def prompts(self) -> Sequence[tuple[int, ...]]:
+        return [self.history]
 
     @property
     def version(self) -> Version:
@@ -166,11 +199,8 @@ class Call:
 
     @property
     def session(self) -> dict[str, Any]:
-        return {
-            "id": self._episode.id,
-            "continued": self._turn.continued,
-            "turn": self._episode.past.num_turns + (0 if self.answer.done() else 1),
-        }
+        said = {"id": self._episode.id, "continued": self._turn.continued, "turn": self.number}
+        return said | ({"restarted_because": self._turn.why} if self._turn.why else {})
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """All of the turn at once: an episode is asked when its turn is complete."""
@@ -183,67 +213,132 @@ class Call:
         )
 
     def replied(self, reply: Message) -> None:
-        written = self.answer.result()
-        self._episode.past.add(self._turn, written.token_ids, written.logprobs, reply)
-        self._episode.call = None
+        self._episode.remember(self, reply)
 
     def close(self) -> None:
-        """An agent that leaves in the middle of a turn cannot be trained on."""
-        if self._episode.call is self:
-            self._episode.fail("the agent did not wait for the answer to its request")
+        """The client waits no longer: a request that the policy has not been asked is dropped, and
+        the turn of one that it has been is trained like any other."""
+        self._episode.drop(self)
 
 
 class Episode:
-    """The agent's side of one trajectory. `events` are what the environment waits for: a `Call`,
-    the end (None), or what went wrong."""
+    """The agent's side of one trajectory: its requests, its end, and the tree of what was read and
+    written. Requests wait until the turn before them is there."""
 
     def __init__(self, name: str, prompt_ids: tuple[int, ...], stops: Sequence[str]) -> None:
         self.id, self.key = name, secrets.token_urlsafe(18)
-        self.prompt_ids, self.stops = prompt_ids, tuple(stops)
+        self.stops = tuple(stops)
         self.version: Version = -1
-        self.past = Conversation()
-        self.call: Call | None = None
+        self.tree = Tree(prompt_ids)
+        self.pasts: list[Conversation] = []  # as each turn that was read left it
+        self.num_turns = 0
         self.reward: float | None = None
-        self.events: asyncio.Queue[Call | Exception | None] = asyncio.Queue()
+        self.turn_rewards: tuple[float, ...] | None = None
+        self._waiting: list[Call] = []
+        self._asked: Call | None = None  # the one whose turn the policy writes
+        self._failure: Exception | None = None
+        self._ended = False
+        self._changed = asyncio.Event()
 
-    def begin(self, turn: ChatTurn) -> Call:
-        """The next request, if it goes on from the trajectory."""
-        if self.call is not None:
-            raise session_busy(self.id)
-        new_ids = turn.new_ids
-        if not self.past.num_turns:
-            known = len(self.prompt_ids)
-            if turn.prompt_ids[:known] != self.prompt_ids:
-                raise self._refused(
-                    "its first request does not begin with the row's prompt (where the agent "
-                    'writes its own, set prompt_tokens = "first" in data.train)'
-                )
-            new_ids = turn.prompt_ids[known:]
-        elif not turn.continued:
-            raise self._refused(f"its messages do not go on from the episode ({turn.why})")
-        self.call = Call(self, turn, new_ids)
-        self.events.put_nowait(self.call)
-        return self.call
+    # -- the agent --------------------------------------------------------------------------------
+
+    def past_of(self, messages: Sequence[Message]) -> Conversation:
+        """The state that the messages go on from: the longest, and of equal ones the newest. An
+        empty one where there is none."""
+        fitting = [past for past in self.pasts if past.around_reply(messages) is not None]
+        return max(reversed(fitting), key=lambda past: len(past.messages), default=Conversation())
+
+    def begin(self, call: Call) -> Call:
+        if self._ended:
+            raise ended_already()
+        self._waiting.append(call)
+        self._changed.set()
+        return call
+
+    def drop(self, call: Call) -> None:
+        if call in self._waiting:
+            self._waiting.remove(call)
+
+    def remember(self, call: Call, reply: Message) -> None:
+        """The agent has read a turn, and may go on from it."""
+        written = call.answer.result()
+        past = Conversation()
+        turn = ChatTurn(call.messages, call.history, call.history, continued=False)
+        past.add(turn, written.token_ids, written.logprobs, reply)
+        self.pasts.append(past)
 
     def fail(self, reason: str, cause: Exception | None = None) -> None:
-        failure = RuntimeError(reason)
-        failure.__cause__ = cause  # whoever raises it shows where the agent did
-        self.events.put_nowait(failure)
+        self._failure = RuntimeError(reason)
+        self._failure.__cause__ = cause  # whoever raises it shows where the agent did
+        self._changed.set()
 
-    def answer(self, turn: Turn) -> None:
-        assert self.call is not None, "an episode without a request has no turn"
-        self.version = turn.version
-        self.call.answer.set_result(turn)
+    def end(
+        self, reward: float | None = None, turn_rewards: tuple[float, ...] | None = None
+    ) -> None:
+        """The agent has ended. A reward that was POSTed holds where it returned none."""
+        self.reward = self.reward if reward is None else reward
+        self.turn_rewards, self._ended = turn_rewards, True
+        self._changed.set()
 
-    def end(self) -> None:
+    # -- the policy -------------------------------------------------------------------------------
+
+    async def next_call(self) -> Call | None:
+        """The request that the policy answers next; None: there are no more. Those that nobody
+        waits for when the agent ends are none."""
+        while self._failure is None and not self._ended and not self._waiting:
+            self._changed.clear()
+            await self._changed.wait()
+        if self._failure is not None:
+            raise self._failure
+        self._asked = None if self._ended else self._waiting.pop(0)
+        return self._asked
+
+    async def answer(self, turn: Turn) -> None:
+        """The policy has written a turn: for the request that it was asked last, or where the agent
+        is run again, for the one that was asked then."""
+        assert self._asked is not None, "an episode without a request has no turn"
+        call = await self._asked_then(turn.read_ids) if turn.read_ids else self._asked
+        history = turn.read_ids or call.history
+        self.tree.grow(*self.tree.place(history), turn.token_ids)
+        self.num_turns += 1
+        self.version, call.history, call.number = turn.version, history, self.num_turns
+        if not call.answer.done():
+            call.answer.set_result(turn)
+
+    async def _asked_then(self, history: tuple[int, ...]) -> Call:
+        """The request with this history. Where several are made side by side they may come in
+        another order than the first time; an agent that asks for something else is answered what
+        it was then."""
+        assert self._asked is not None
+        self._waiting.insert(0, self._asked)
+        found: Call | None = None
+        try:
+            async with asyncio.timeout(ORDER_S_MAX):
+                while found is None:
+                    same = (call for call in self._waiting if call.history == history)
+                    found = next(same, None)
+                    if found is None:
+                        if self._ended or self._failure is not None:
+                            break
+                        self._changed.clear()
+                        await self._changed.wait()
+        except TimeoutError:
+            pass
+        found = found or self._waiting[0]
+        self._waiting.remove(found)
+        return found
+
+    def close(self) -> None:
         """Nobody answers any more."""
-        if self.call is not None and not self.call.answer.done():
-            self.call.answer.set_exception(ApiError(410, "the episode has ended", code="ended"))
-            self.call.answer.exception()
+        self._ended = True
+        for call in [*self._waiting, *([self._asked] if self._asked is not None else [])]:
+            if not call.answer.done():
+                call.answer.set_exception(ended_already())
+                call.answer.exception()
 
-    def _refused(self, why: str) -> ApiError:
-        self.fail(f"the agent cannot be trained: {why}")
-        return bad_request(f"this episode cannot be trained: {why}", "messages")
+
+def ended_already() -> ApiError:
+    return ApiError(410, "the episode has ended", code="ended")
 
 
 class AgentEndpoint:
@@ -280,7 +375,7 @@ class AgentEndpoint:
     def close(self, episode: Episode) -> None:
         if self._episodes.pop(episode.id, None) is not None:
             del self._keys[episode.key]
-            episode.end()
+            episode.close()
 
     # -- the service ------------------------------------------------------------------------------
 
@@ -297,12 +392,18 @@ class AgentEndpoint:
             raise bad_request("'top_logprobs' is not there while training", "top_logprobs")
         episode = self._get(ask.session_id or "")
         options = self._text.template_options | ask.template_options
-        turn = await next_turn(episode.past, ask, options, self.texts, self._text.stop_ids)
-        return episode.begin(turn)
+        past = episode.past_of(ask.messages)
+        turn = await next_turn(past, ask, options, self.texts, self._text.stop_ids)
+        return episode.begin(Call(episode, ask.messages, turn))
 
     async def complete(self, ask: Ask) -> Call:
-        del ask
-        raise bad_request("an agent in training uses /v1/chat/completions")
+        if ask.num_samples != 1 or len(ask.prompts) != 1:
+            raise bad_request("an episode goes on with one reply: give one prompt, 'n' = 1", "n")
+        if ask.params.logprobs_top_n:
+            raise bad_request("'logprobs' must be 0 while training", "logprobs")
+        (prompt,) = ask.prompts
+        episode = self._get(ask.session_id or "")
+        return episode.begin(Call(episode, (), ChatTurn((), prompt, prompt, continued=False)))
 
     def open_session(self, session_id: str | None, owner: str) -> dict[str, Any]:
         del owner  # the key names the session, so nobody can ask for another's
@@ -310,8 +411,9 @@ class AgentEndpoint:
 
     def read_session(self, session_id: str, owner: str) -> dict[str, Any]:
         del owner
-        past = self._get(session_id).past
-        return {"id": session_id, "object": "session", "messages": past.messages}
+        pasts = self._get(session_id).pasts
+        messages = pasts[-1].messages if pasts else []
+        return {"id": session_id, "object": "session", "messages": messages}
 
     async def end_session(
         self, session_id: str, owner: str, reward: float | None

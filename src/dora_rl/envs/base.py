@@ -19,12 +19,14 @@ is ever encoded twice. Turns are told apart by the loss mask alone:
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Awaitable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, TypeAlias, TypeVar
 
 from dora_rl.model.tokenizer import Tokenizer
+from dora_rl.types import Branch
 from dora_rl.user_code import require
 
 Message: TypeAlias = dict[str, Any]
@@ -45,7 +47,8 @@ class Row:
 @dataclass(frozen=True, slots=True)
 class Turn:
     """What the policy wrote. `text` leaves special tokens out; `number` counts from 1; `stopped`
-    is False where the turn was cut at `rollout.tokens_max`; `version` made it."""
+    is False where the turn was cut at `rollout.tokens_max`; `version` made it. `read_ids` is all
+    that it follows, where a lost episode is built again, and else empty."""
 
     text: str
     token_ids: tuple[int, ...] = ()
@@ -53,6 +56,7 @@ class Turn:
     stopped: bool = True
     logprobs: tuple[float, ...] = ()
     version: int = 0
+    read_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +66,18 @@ class Observation:
     `text` is appended as it stands; a list of messages goes through the chat template; `token_ids`
     are appended unchanged and take the place of both. Rewards of all steps are summed; an episode
     in which no step gave one is scored by `reward.functions`. With `done` nothing is appended.
+
+    `turn_rewards` takes the place of `reward`: what every turn so far was worth, also those that
+    were given something before. With `branch` the ids follow an earlier state of the episode, and
+    there may be none (see `dora_rl.histories`).
     """
 
     text: str | list[Message] = ""
     reward: float | None = None
     done: bool = False
     token_ids: tuple[int, ...] | None = None
+    turn_rewards: tuple[float, ...] | None = None
+    branch: Branch | None = None
 
 
 class Environment:
@@ -103,24 +113,28 @@ T = TypeVar("T")
 MARK = "\u2063turn\u2063"
 
 
-def spans(loss_mask: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Runs of equal mask: (start, end, mask) of each, in order.
+def spans(loss_mask: Sequence[int], cuts: Sequence[int] = ()) -> list[tuple[int, int, int]]:
+    """Runs of equal mask: (start, end, mask) of each, in order; none goes across a cut.
 
     >>> spans([0, 1, 1, 0, 1])
     [(0, 1, 0), (1, 3, 1), (3, 4, 0), (4, 5, 1)]
+    >>> spans([1, 1, 1], cuts=[2])
+    [(0, 2, 1), (2, 3, 1)]
     """
     found: list[tuple[int, int, int]] = []
     start = 0
-    for mask, run in groupby(loss_mask):
+    for (_, mask), run in groupby(enumerate(loss_mask), lambda at: (bisect(cuts, at[0]), at[1])):
         end = start + sum(1 for _ in run)
         found.append((start, end, int(mask)))
         start = end
     return found
 
 
-def turns_of(token_ids: Sequence[T], loss_mask: Sequence[int]) -> list[tuple[T, ...]]:
-    """The token ids (or their log-probs) of every turn of the policy."""
-    return [tuple(token_ids[start:end]) for start, end, mask in spans(loss_mask) if mask]
+def turns_of(
+    token_ids: Sequence[T], loss_mask: Sequence[int], cuts: Sequence[int] = ()
+) -> list[tuple[T, ...]]:
+    """The token ids (or their log-probs) of every turn of the policy; branches begin at `cuts`."""
+    return [tuple(token_ids[start:end]) for start, end, mask in spans(loss_mask, cuts) if mask]
 
 
 class TurnText:

@@ -20,9 +20,12 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
+
 from dora_rl.config import EnvConfig, EnvironmentEntry
-from dora_rl.envs.base import Environment, Observation, Row, TurnText, turns_of
-from dora_rl.types import REWARD_MAX, GroupId, RequestId, UserError, Version
+from dora_rl.envs.base import Environment, Observation, Row, TurnText, spans, turns_of
+from dora_rl.histories import history_of
+from dora_rl.types import REWARD_MAX, Branch, GroupId, RequestId, UserError, Version
 from dora_rl.user_code import load_object, one_line, raised, require
 
 THREADS_MAX = 256  # steps of synchronous environments at once
@@ -40,6 +43,19 @@ class Ask:
     loss_mask: tuple[int, ...]
     logprobs: tuple[float, ...] = ()
     version: Version = 0
+    branches: tuple[Branch, ...] = ()
+
+    @property
+    def cuts(self) -> list[int]:
+        """Where branches begin."""
+        return [branch.start for branch in self.branches]
+
+    def read_by(self, number: int) -> tuple[int, ...]:
+        """All that a turn follows; the first one is number 1."""
+        start = [at for at, _, mask in spans(self.loss_mask, self.cuts) if mask][number - 1]
+        begun = tuple(branch for branch in self.branches if branch.start <= start)
+        prompt, ids = np.array(self.row.token_ids, np.int32), np.array(self.token_ids, np.int32)
+        return tuple(history_of(prompt, ids[:start], begun).tolist())
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +69,30 @@ class Answer:
     reward: float | None = None
     error: str = ""
     hung: bool = False
+    turn_rewards: tuple[float, ...] = ()
+    branch: Branch | None = None
 
 
 @dataclass(slots=True)
 class Episode:
-    """`last` is the newest answer; before the first turn, what the environment opens with."""
+    """`last` is the newest answer; before the first turn, what the environment opens with.
+    `rewards` are those of the turns, up to the last that was given one."""
 
     environment: Environment
     last: Answer = field(default_factory=Answer)
     turns: list[tuple[int, ...]] = field(default_factory=list[tuple[int, ...]])
-    reward: float | None = None
+    rewards: list[float] = field(default_factory=list[float])
+
+    def answer(self, **more: Any) -> Answer:
+        """With the rewards so far."""
+        given = [*self.rewards, *[0.0] * (len(self.turns) - len(self.rewards))]
+        reward = sum(given) if self.rewards else None
+        return Answer(reward=reward, turn_rewards=tuple(given) if self.rewards else (), **more)
+
+    def give(self, reward: float) -> None:
+        """To the newest turn; before the first one, to that."""
+        self.rewards += [0.0] * (max(1, len(self.turns)) - len(self.rewards))
+        self.rewards[-1] += reward
 
 
 class StepError(Exception):
@@ -92,16 +122,17 @@ class Host:
                 return Answer(error=str(error), hung=error.hung)
 
     async def _answer(self, ask: Ask) -> Answer:
-        turns = turns_of(ask.token_ids, ask.loss_mask)
+        turns = turns_of(ask.token_ids, ask.loss_mask, ask.cuts)
         known = self._episodes.setdefault(ask.request.group, {})
-        episode = known.get(ask.request)
+        episode, rebuilt = known.get(ask.request), False
         if episode is None or episode.turns != turns[: len(episode.turns)]:
             self._drop(ask.request)
             episode = known[ask.request] = await self._reset(ask)
+            rebuilt = True
         while len(episode.turns) < len(turns) and not episode.last.done:
             if len(episode.turns) + 1 == len(turns):
                 await asyncio.sleep(self._latency_s(ask, len(turns)))
-            await self._step(ask, episode, turns[len(episode.turns)])
+            await self._step(ask, episode, turns[len(episode.turns)], rebuilt=rebuilt)
         return episode.last
 
     async def _reset(self, ask: Ask) -> Episode:
@@ -113,35 +144,56 @@ class Host:
             episode.last = self._read(episode, first, ())
         return episode
 
-    async def _step(self, ask: Ask, episode: Episode, ids: tuple[int, ...]) -> None:
+    async def _step(
+        self, ask: Ask, episode: Episode, ids: tuple[int, ...], *, rebuilt: bool
+    ) -> None:
         loaded, number = self._environments[ask.label], len(episode.turns) + 1
-        logprobs = turns_of(ask.logprobs, ask.loss_mask)[number - 1] if ask.logprobs else ()
-        turn = replace(self._text.read(ids, number), logprobs=logprobs, version=ask.version)
+        found = turns_of(ask.logprobs, ask.loss_mask, ask.cuts) if ask.logprobs else []
+        turn = replace(
+            self._text.read(ids, number),
+            logprobs=found[number - 1] if found else (),
+            version=ask.version,
+            read_ids=ask.read_by(number) if rebuilt else (),
+        )
         observation = await self._call(loaded, episode.environment.step, turn)
         episode.turns.append(ids)
         episode.last = self._read(episode, observation, ids)
         if not episode.last.done and number >= loaded.entry.turns_max:
-            episode.last = Answer(done=True, cut=True, reward=episode.reward)
+            episode.last = episode.answer(done=True, cut=True)
 
     def _read(self, episode: Episode, observation: object, after: tuple[int, ...]) -> Answer:
         """What `reset` or, after a turn, `step` gave."""
         if not isinstance(observation, Observation):
             what = f"{'step' if after else 'reset'} returned {type(observation).__name__}"
             raise StepError(f"{what}, not an Observation")
-        if observation.reward is not None:
-            if not abs(observation.reward) <= REWARD_MAX:
-                raise StepError(f"the reward of a step is {observation.reward}")
-            episode.reward = (episode.reward or 0.0) + float(observation.reward)
+        self._take_rewards(episode, observation)
         if observation.done:
-            return Answer(done=True, reward=episode.reward)
+            return episode.answer(done=True)
         try:
             ids = self._text.write(observation, after)
         except Exception as error:
             # A tokenizer or template may raise anything at a text that it does not like.
             raise StepError(f"the observation cannot be encoded ({one_line(error)})") from error
-        if not ids and after:
+        if not ids and after and observation.branch is None:
             raise StepError("an observation that does not end the episode has no tokens")
-        return Answer(ids, reward=episode.reward)
+        return episode.answer(token_ids=ids, branch=observation.branch)
+
+    def _take_rewards(self, episode: Episode, observation: Observation) -> None:
+        """What an observation gives to the newest turn, or to all."""
+        of_turns, reward = observation.turn_rewards, observation.reward
+        given = [*(of_turns or ()), *(() if reward is None else (reward,))]
+        for value in given:
+            if not abs(value) <= REWARD_MAX:
+                raise StepError(f"the reward of a step is {value}")
+        if of_turns is not None:
+            if len(of_turns) != len(episode.turns) or reward is not None:
+                raise StepError(
+                    f"{len(of_turns)} turn_rewards for {len(episode.turns)} turns, and the reward "
+                    f"{reward}; give one for each turn and no reward"
+                )
+            episode.rewards = [float(value) for value in of_turns]
+        elif reward is not None:
+            episode.give(float(reward))
 
     async def _call(
         self, loaded: LoadedEnvironment, method: Callable[..., Any], *arguments: Any

@@ -10,7 +10,7 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
-from dora_rl.engine.journal import read_journal, request_json
+from dora_rl.engine.journal import read_journal, request_json, saved_ids
 from dora_rl.io.append_log import AppendLog
 from dora_rl.types import GroupId, RequestId
 
@@ -42,15 +42,19 @@ class Journals:
                 continue
             requests = [r for r in read_journal(path) if r.id.group in alive]
             for request in requests:
-                saved = self._saved.get(request.id)
-                if saved is None or len(saved["resume_ids"]) < len(request.resume_ids):
-                    self._saved[request.id] = request_json(request)
+                saved, found = self._saved.get(request.id), request_json(request)
+                if saved is None or len(saved_ids(saved)) < len(saved_ids(found)):
+                    self._saved[request.id] = found
             self._groups_of[path] = {request.id.group for request in requests}
         self._sweep()
 
     def look_up(self, request: RequestId) -> dict[str, Any] | None:
         """How far a request had come. Stays known: whoever continues it may die as well."""
         return self._saved.get(request)
+
+    def token_ids(self, request: RequestId) -> list[int]:
+        """Its response so far, with all of its branches."""
+        return saved_ids(self._saved[request])
 
     def forget(self, group: GroupId, num_samples: int) -> None:
         for sample in range(num_samples):

@@ -100,7 +100,9 @@ class Samples(Table):
                 token_ids=sample.token_ids.tolist() if tokens else [],
                 parts=sample.parts,
                 env=prompt.env,
-                turns=spans(sample.loss_mask.tolist()),
+                turns=spans_of(sample),
+                branches=list(sample.branches),
+                turn_rewards=list(sample.turn_rewards),
             )
             for sample in self.chosen(group, samples)
         ]
@@ -114,6 +116,11 @@ class Samples(Table):
 
     def num_tokens(self, group: GroupId) -> int:
         return sum(len(sample.token_ids) for sample in self.trajectories(group))
+
+
+def spans_of(sample: Trajectory) -> list[tuple[int, int, int]]:
+    """Its turns and what was given between them; a branch begins a new one."""
+    return spans(sample.loss_mask.tolist(), [branch.start for branch in sample.branches])
 
 
 def known_reward(sample: Trajectory) -> float:

@@ -24,13 +24,12 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from dora_rl.envs.base import spans
 from dora_rl.io.append_log import read_lines
 from dora_rl.io.connection import FRAME_BYTES_MAX, Link, Refused, Server, TransportError
 from dora_rl.io.proof import RunKey
 from dora_rl.setup.tokenizer import open_tokenizer
 from dora_rl.store.journals import Journals
-from dora_rl.store.samples import Samples, shard_of
+from dora_rl.store.samples import Samples, shard_of, spans_of
 from dora_rl.store.table import TableClosed
 from dora_rl.types import GroupId, Prompt, RequestId, Trajectory
 from dora_rl.workers import messages as msg
@@ -99,7 +98,7 @@ class Storage(Role):
                 message.event,
                 logprob_sum=float(sample.logprobs.sum(dtype=np.float64)),
                 num_generated=sample.num_trained,
-                turns=tuple(spans(sample.loss_mask.tolist())),
+                turns=tuple(spans_of(sample)),
                 reward=sample.reward,
             )
         )

@@ -13,7 +13,7 @@ each of those files gives the same digest.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from hashlib import blake2b
 from typing import Any
@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from dora_rl.types import ARRAYS, Finish, RequestId, Segment, Trajectory, Version
+from dora_rl.types import ARRAYS, Branch, Finish, RequestId, Segment, Trajectory, Version
 
 _BESIDE = ("request", "version", "prompt_ids")
 _DEFAULTS = {
@@ -41,6 +41,9 @@ def columns_of(trajectory: Trajectory) -> dict[str, Any]:
     }
     found["finish"] = trajectory.finish.value
     found["segments"] = [list(segment) for segment in trajectory.segments]
+    for name in ("branches", "turn_rewards"):
+        if name in found:
+            found[name] = [list(one) if isinstance(one, tuple) else one for one in found[name]]
     return found
 
 
@@ -52,9 +55,14 @@ def trajectory_of(request: RequestId, version: Version, columns: Mapping[str, An
     known["segments"] = tuple(Segment(*pair) for pair in known["segments"])
     if isinstance(known.get("parts"), str):  # as releases before had it
         known["parts"] = json.loads(known["parts"])
-    if known.get("parent") is not None:
-        known["parent"] = RequestId(*map(int, known["parent"]))
+    known["branches"] = branches_of(known.get("branches", ()))
+    known["turn_rewards"] = tuple(known.get("turn_rewards", ()))
     return Trajectory(request, version, **payload | known)
+
+
+def branches_of(plain: Iterable[Sequence[int]]) -> tuple[Branch, ...]:
+    """From their lists, as JSON has them."""
+    return tuple(Branch(*map(int, one)) for one in plain)
 
 
 def to_message(
@@ -104,9 +112,12 @@ def sample_digest(
     token_ids: ArrayLike,
     logprobs: ArrayLike,
     loss_mask: ArrayLike,
+    branches: Sequence[Branch] = (),
 ) -> str:
     """16 hexadecimal digits over all of it."""
     head = [list(request), [list(segment) for segment in segments]]
+    if branches:  # without them the digest is that of older releases
+        head.append([list(map(int, branch)) for branch in branches])
     found = blake2b(repr(head).encode(), digest_size=8)
     found.update(np.asarray(token_ids, dtype="<i4").tobytes())
     # Not every float can be scaled and be a whole number: those are infinite, and never trained.
@@ -114,6 +125,12 @@ def sample_digest(
     found.update(np.nan_to_num(scaled, posinf=2**62, neginf=-(2**62)).astype("<i8").tobytes())
     found.update(np.asarray(loss_mask, dtype=np.uint8).tobytes())
     return found.hexdigest()
+
+
+def digest_of(sample: Trajectory) -> str:
+    """Of a sample as it is."""
+    payload = (sample.token_ids, sample.logprobs, sample.loss_mask)
+    return sample_digest(sample.request, sample.segments, *payload, sample.branches)
 
 
 def text_digest(text: str) -> str:

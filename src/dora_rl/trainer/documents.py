@@ -15,16 +15,19 @@ import heapq
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dora_rl.config import AlgorithmConfig
+from dora_rl.histories import TrainingRow, longest_history, rows_of, turn_starts
 from dora_rl.trainer.attention import Layout, send
 from dora_rl.trainer.losses.functions import (
     KL,
     GroupScores,
+    by_turn,
     gae,
     overlong_penalty,
     returns_to_go,
@@ -34,12 +37,16 @@ from dora_rl.trainer.losses.registry import Objective
 from dora_rl.trainer.meters import Meters
 from dora_rl.types import REWARD_MAX, Group, GroupId, StepIndex, Trajectory, Version
 
+if TYPE_CHECKING:
+    from dora_rl.types import Ints
+
 
 @dataclass(slots=True)
 class Document:
-    """One response with its prompt, ready to be packed. `rows[i]` is the position whose output
-    predicts the i-th trained token, and every per-token tensor has one entry per trained token, in
-    order. Mutable on purpose: scores of other policies are filled in when they become known."""
+    """One response with its prompt, or one row of an episode whose history branched, ready to be
+    packed. `rows[i]` is the position whose output predicts the i-th trained token, and every
+    per-token tensor has one entry per trained token, in order. Mutable on purpose: scores of other
+    policies are filled in when they become known."""
 
     token_ids: Tensor  # of prompt and response
     rows: Tensor  # positions that predict a trained token
@@ -56,6 +63,13 @@ class Document:
     # Of each trained token of a response that was decoded under several versions (the `partial`
     # baseline); None: `version` throughout.
     mixed_versions: Tensor | None = None
+    # The response: its place in the group, its trained tokens in all of its documents, of which
+    # exactly one is the first, and the document's share of its advantage.
+    sample: int = 0
+    episode_tokens: int = 0
+    is_first: bool = True
+    share: float = 1.0
+    turn_T: Tensor | None = None  # the turn of each trained token, from 0; None: there is one
 
     @property
     def num_tokens(self) -> int:
@@ -72,25 +86,49 @@ class Document:
         return torch.full((self.num_trained,), self.version, dtype=torch.int64)
 
 
-def document_of(group: Group, sample: Trajectory, reward: float) -> Document:
-    """The document of one admitted sample."""
-    place = np.flatnonzero(sample.loss_mask)
-    token_ids = np.concatenate([group.prompt_ids, sample.token_ids], dtype=np.int64)
-    document = Document(
-        token_ids=torch.from_numpy(token_ids),
-        rows=torch.from_numpy(place + (len(group.prompt_ids) - 1)),
-        rollout_logprobs=torch.from_numpy(sample.logprobs[place]),
-        reward=reward,
-        version=group.version,
-        group=group.id,
-        truncated=sample.truncated,
-    )
-    if sample.mixed:
-        starts, versions = np.array(sample.segments, np.int64).T
-        document.mixed_versions = torch.from_numpy(
-            versions[np.searchsorted(starts, place, side="right") - 1]
+def whole_row(prompt_ids: Ints, sample: Trajectory) -> TrainingRow:
+    """Of a response that is one history."""
+    own = np.arange(len(sample.token_ids), dtype=np.int32)
+    ids = np.concatenate([prompt_ids, sample.token_ids])
+    place = np.arange(len(prompt_ids), len(ids), dtype=np.int32)
+    return TrainingRow(ids, place, own, last=True)
+
+
+def documents_of(
+    group: Group, sample: Trajectory, reward: float, branch_reward: str = "all", place: int = 0
+) -> list[Document]:
+    """The documents of one admitted sample, which is the `place`-th of its group."""
+    found, starts = [whole_row(group.prompt_ids, sample)], np.zeros(1, np.int32)
+    if sample.branches:
+        found = rows_of(group.prompt_ids, sample.token_ids, sample.loss_mask, sample.branches)
+    if sample.turns > 1:
+        starts = turn_starts(sample.loss_mask, sample.branches)
+    documents: list[Document] = []
+    for row in found:
+        trained = sample.loss_mask[row.own] != 0
+        own = row.own[trained]
+        turns = np.searchsorted(starts, own, side="right") - 1
+        share = {"all": 1.0, "last": float(row.last), "turn": len({*turns}) / len(starts)}
+        document = Document(
+            token_ids=torch.from_numpy(row.token_ids.astype(np.int64)),
+            rows=torch.from_numpy(row.place[trained].astype(np.int64) - 1),
+            rollout_logprobs=torch.from_numpy(sample.logprobs[own]),
+            reward=reward,
+            version=group.version,
+            group=group.id,
+            truncated=sample.truncated,
+            sample=place,
+            episode_tokens=sample.num_trained,
+            is_first=not documents,
+            share=share[branch_reward],
+            turn_T=torch.from_numpy(turns) if len(starts) > 1 else None,
         )
-    return document
+        if sample.mixed:
+            begins, versions = np.array(sample.segments, np.int64).T
+            at = np.searchsorted(begins, own, side="right") - 1
+            document.mixed_versions = torch.from_numpy(versions[at])
+        documents.append(document)
+    return documents
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +213,7 @@ def sample_fault(group: Group, sample: Trajectory, tokens_max: int, vocab: int) 
         "non_finite_reward": lambda: not math.isfinite(reward),
         "reward_out_of_range": lambda: abs(reward) > REWARD_MAX,
         "nothing_to_train": lambda: not len(prompt) or not mask.any(),
-        "too_long": lambda: len(prompt) + len(ids) > tokens_max,
+        "too_long": lambda: longest_history(len(prompt), len(ids), sample.branches) > tokens_max,
         "token_out_of_range": lambda: any(p.min() < 0 or p.max() >= vocab for p in (prompt, ids)),
         # Tokens that are not trained on may have any log-prob.
         "non_finite_logprob": lambda: not np.isfinite(sample.logprobs[mask != 0]).all(),
@@ -188,8 +226,8 @@ def sample_fault(group: Group, sample: Trajectory, tokens_max: int, vocab: int) 
 
 def group_documents(group: Group, options: AlgorithmConfig) -> list[Document]:
     """The group's documents, their rewards shaped by the overlong penalty, no advantages yet."""
-    out = []
-    for sample in group.samples:
+    out: list[Document] = []
+    for place, sample in enumerate(group.samples):
         assert sample.reward is not None
         shaped = sample.reward + overlong_penalty(
             len(sample.token_ids),
@@ -197,7 +235,7 @@ def group_documents(group: Group, options: AlgorithmConfig) -> list[Document]:
             options.overlong_buffer_tokens,
             options.overlong_penalty,
         )
-        out.append(document_of(group, sample, shaped))
+        out += documents_of(group, sample, shaped, options.branch_reward or "all", place)
     return out
 
 
@@ -211,20 +249,61 @@ def _penalty(document: Document, options: AlgorithmConfig) -> Tensor | None:
     )
 
 
-def per_group_advantages(documents: Sequence[Document], objective: Objective) -> None:
-    """Fill in advantages that need the group alone: one number for all tokens of a response."""
+def per_group_advantages(
+    documents: Sequence[Document],
+    objective: Objective,
+    turn_rewards: Sequence[Sequence[float]] = (),
+) -> None:
+    """Fill in advantages that need the group alone, whose unit is the response, however many
+    documents it has: one number for all of its tokens, or one for each turn."""
+    options = objective.options
+    responses = [
+        [d for d in documents if d.sample == sample]
+        for sample in dict.fromkeys(d.sample for d in documents)
+    ]
+    rewards = [_reward(rows, options) for rows in responses]
+    if objective.by_turn:
+        given = [turn_rewards[rows[0].sample] for rows in responses]
+        counts = [1 + max(int(_turns(d).max()) for d in rows) for rows in responses]
+        each = zip(rewards, given, counts, strict=True)
+        of_turns = by_turn([turn_credits(*one) for one in each], options.gamma)
+        for rows, found in zip(responses, of_turns, strict=True):
+            for d in rows:
+                d.advantages = torch.tensor(found, dtype=torch.float32)[_turns(d)]
+        return
     assert objective.group_advantage is not None
-    penalties = [_penalty(d, objective.options) for d in documents]
     scores = GroupScores(
-        rewards=[
-            d.reward if penalty is None else d.reward - float(penalty.sum())
-            for d, penalty in zip(documents, penalties, strict=True)
-        ],
-        lengths=[d.num_trained for d in documents],
-        truncated=[d.truncated for d in documents],
+        rewards=rewards,
+        lengths=[rows[0].episode_tokens for rows in responses],
+        truncated=[rows[0].truncated for rows in responses],
     )
-    for d, a in zip(documents, objective.group_advantage(scores), strict=True):
-        d.advantages = torch.full((d.num_trained,), a, dtype=torch.float32)
+    for rows, a in zip(responses, objective.group_advantage(scores), strict=True):
+        for d in rows:
+            d.advantages = torch.full((d.num_trained,), a * d.share, dtype=torch.float32)
+
+
+def _reward(rows: Sequence[Document], options: AlgorithmConfig) -> float:
+    """Of one response, less what the reference takes off it."""
+    penalties = [penalty for d in rows if (penalty := _penalty(d, options)) is not None]
+    return rows[0].reward - sum(float(penalty.sum()) for penalty in penalties)
+
+
+def _turns(document: Document) -> Tensor:
+    """The turn of each trained token."""
+    if document.turn_T is not None:
+        return document.turn_T
+    return torch.zeros(document.num_trained, dtype=torch.int64)
+
+
+def turn_credits(reward: float, given: Sequence[float], num_turns: int) -> list[float]:
+    """What each turn was given; what no turn was given is the last one's.
+
+    >>> turn_credits(1.0, [0.25, 0.0], 2), turn_credits(1.0, [], 2)
+    ([0.25, 0.75], [0.0, 1.0])
+    """
+    credits = [*given[:num_turns], *[0.0] * (num_turns - len(given))]
+    credits[-1] += reward - sum(credits)
+    return credits
 
 
 def whole_batch_advantages(documents: Sequence[Document], options: AlgorithmConfig) -> None:
@@ -235,7 +314,7 @@ def whole_batch_advantages(documents: Sequence[Document], options: AlgorithmConf
     """
     for d in documents:
         rewards = torch.zeros(d.num_trained)
-        rewards[-1] = d.reward
+        rewards[-1] = d.reward * d.share
         if (penalty := _penalty(d, options)) is not None:
             rewards = rewards - penalty
         if options.advantage == "batch":

@@ -254,8 +254,9 @@ class Learner(Updates):
         if self.objective.needs_whole_batch:
             whole_batch_advantages(everything, options)
         else:
-            for of_group in documents:
-                per_group_advantages(of_group, self.objective)
+            for group, of_group in zip(groups, documents, strict=True):
+                turn_rewards = [sample.turn_rewards for sample in group.samples]
+                per_group_advantages(of_group, self.objective, turn_rewards)
         return documents
 
     def _is_full(self) -> bool:

@@ -44,7 +44,16 @@ def loss_inputs(pack: Pack, scores: TokenScores, step: StepIndex) -> LossInputs:
         group_S=pack.gather([torch.tensor([d.group]) for d in documents]),
         step=step,
         ref_logprobs_T=_reference_logprobs(pack),
+        episode_tokens_S=_episode_tokens(pack),
     )
+
+
+def _episode_tokens(pack: Pack) -> Tensor | None:
+    """None where each document is a whole response."""
+    documents = pack.documents
+    if all(d.episode_tokens == d.num_trained for d in documents):
+        return None
+    return pack.gather([torch.tensor([float(d.episode_tokens)]) for d in documents])
 
 
 def _reference_logprobs(pack: Pack) -> Tensor | None:

@@ -151,9 +151,11 @@ class Updates:
     def enqueue(self, documents: Sequence[Document], num_groups: int) -> None:
         update = self._update
         update.num_groups += num_groups
-        update.num_sequences += len(documents)
+        update.num_sequences += sum(d.is_first for d in documents)
         update.num_tokens += sum(d.num_trained for d in documents)
         self.meters.count("train/tokens", sum(d.num_tokens for d in documents))
+        self.meters.count("train/tokens_written", sum(d.num_trained for d in documents))
+        self.meters.count("train/rows", len(documents))
         if self.policy.arch is not None:
             trained = self.optimizer.parameters if self.options.lora_rank else ()
             adapters = sum(p.numel() for p in trained)

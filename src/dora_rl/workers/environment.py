@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from dora_rl.config import RunConfig
 from dora_rl.envs.base import Row, TurnText
 from dora_rl.envs.host import Answer, Ask, Host, load_environments
+from dora_rl.histories import history_of
 from dora_rl.types import Finish, Prompt, RequestId, SamplingParams, Trajectory
 from dora_rl.workers.messages import Channel, End, Forget, Ready, Step, Stepped
 from dora_rl.workers.worker import Setup
@@ -71,9 +72,17 @@ async def take_step(host: Host, asked: Step) -> Stepped:
 
 def ask_of(sample: Trajectory, label: str, row: Row, seed: int) -> Ask:
     """The question that a response asks its environment where it is now."""
-    payload = (sample.token_ids, sample.loss_mask, sample.logprobs)
-    arrays = (tuple(array.tolist()) for array in payload)
-    return Ask(sample.request, label, row, seed, *arrays, version=sample.version)
+    return Ask(
+        sample.request,
+        label,
+        row,
+        seed,
+        token_ids=tuple(sample.token_ids.tolist()),
+        loss_mask=tuple(sample.loss_mask.tolist()),
+        logprobs=tuple(sample.logprobs.tolist()),
+        version=sample.version,
+        branches=sample.branches,
+    )
 
 
 def apply_answer(
@@ -82,13 +91,24 @@ def apply_answer(
     """Begin the next turn; or, where the episode ends, close the session and return it whole."""
     seq = engine.find(request)
     assert seq is not None and not answer.error
-    room = engine.length_max - len(seq.tokens) - len(answer.token_ids)
+    so_far = seq.trajectory()
+    known = len(seq.tokens)
+    if answer.branch is not None:
+        before = history_of(
+            so_far.prompt_ids, so_far.token_ids, so_far.branches, answer.branch.parent
+        )
+        known = min(len(before), len(so_far.prompt_ids) + answer.branch.fork)
+    room = engine.length_max - known - len(answer.token_ids)
     if not answer.done and room > 0:
-        limit = min(params.tokens_max, room)
-        engine.extend(request, answer.token_ids, replace(params, tokens_max=limit))
+        limited = replace(params, tokens_max=min(params.tokens_max, room))
+        if answer.branch is not None:
+            engine.branch(request, answer.branch, answer.token_ids, limited)
+        else:
+            engine.extend(request, answer.token_ids, limited)
         return None
     whole = answer.done and not answer.cut
-    trajectory = replace(seq.trajectory(), finish=Finish.STOP if whole else Finish.LENGTH)
+    finish = Finish.STOP if whole else Finish.LENGTH
+    trajectory = replace(so_far, finish=finish, turn_rewards=answer.turn_rewards)
     engine.abort(request)
     return trajectory
 

@@ -10,7 +10,7 @@ and never ends a run: where there is no memory for it, it stops and says so.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -21,7 +21,7 @@ from dora_rl.core import events as ev
 from dora_rl.out_of_memory import shortage
 from dora_rl.ports import SealedWeights
 from dora_rl.setup.settings import is_recomputable
-from dora_rl.trainer.documents import Document, document_of
+from dora_rl.trainer.documents import Document, documents_of
 from dora_rl.trainer.learner import Learner
 from dora_rl.trainer.memory import Room
 from dora_rl.trainer.scoring import SealedScorer
@@ -44,12 +44,18 @@ def tolerance_of(config: RunConfig, learner: torch.dtype, device: str) -> float:
     return config.audit.tolerance or (EXACT if exact else ROUNDED)
 
 
+def gaps_of(documents: Sequence[Document], scores: Sequence[torch.Tensor]) -> torch.Tensor:
+    """How far the log-probs of one sample lie apart, of each trained token."""
+    pairs = zip(documents, scores, strict=True)
+    return torch.cat([(found.float() - one.rollout_logprobs).abs() for one, found in pairs])
+
+
 @dataclass(slots=True)
 class Taken:
     """A sample that waits to be computed again, and its weights, kept although they may retire."""
 
     request: RequestId
-    document: Document
+    documents: list[Document]
     sealed: SealedWeights
 
 
@@ -101,7 +107,7 @@ class Recheck:
                 sealed = self._store.map(sample.segments[0].version)
             except VersionMissing:
                 continue  # counted by its absence: the log has no word of this sample
-            self._waiting.append(Taken(request, document_of(group, sample, 0.0), sealed))
+            self._waiting.append(Taken(request, documents_of(group, sample, 0.0), sealed))
 
     def catch_up(self) -> None:
         """At the end of a step: a learner that never waits has no idle moment."""
@@ -117,7 +123,8 @@ class Recheck:
         self._waiting = [taken for taken in self._waiting if taken.sealed.version != version]
         self._kept[version] = mine[0].sealed
         try:
-            found = self._scorer.score([taken.document for taken in mine], [version] * len(mine))
+            documents = [document for taken in mine for document in taken.documents]
+            scored = iter(self._scorer.score(documents, [version] * len(documents)))
         except (RuntimeError, UserError) as error:
             missing = shortage(error)
             if not missing:
@@ -131,13 +138,13 @@ class Recheck:
         finally:
             self._scorer.release()  # a twin is as large as the model
             self._kept.clear()
-        for taken, logprobs in zip(mine, found, strict=True):
-            gap = (logprobs.float() - taken.document.rollout_logprobs).abs()
+        for taken in mine:
+            gap = gaps_of(taken.documents, [next(scored) for _ in taken.documents])
             self._tell(
                 ev.Recomputed(
                     taken.request,
                     version,
-                    taken.document.num_trained,
+                    len(gap),
                     float(gap.mean()),
                     float(gap.max()),
                     self._tolerance,

@@ -25,7 +25,7 @@ from dora_rl.data.lengths import LogNormal, uniforms
 from dora_rl.engine.journal import Journal, request_from_json
 from dora_rl.engine.sequence import Request, Status, is_plain
 from dora_rl.store.storage import StorageStream
-from dora_rl.store.trajectories import sample_digest
+from dora_rl.store.trajectories import digest_of
 from dora_rl.types import Finish, RequestId, Trajectory
 from dora_rl.workers import messages as msg
 from dora_rl.workers.engines import make_engine
@@ -247,7 +247,7 @@ class RolloutWorker(Role):
             len(ids),
             trajectory.finish,
             segments,
-            digest=sample_digest(rid, segments, ids, trajectory.logprobs, trajectory.loss_mask),
+            digest=digest_of(trajectory),
             incarnation=self.setup.incarnation,
         )
         said = msg.Finished(event, (replace(trajectory, reward=reward),))

@@ -11,19 +11,25 @@ from dora_rl.chat.bounds import (
     CHAT,
     COMPLETION,
     FIELDS,
+    MESSAGES,
+    RESPONSES,
     Field,
+    checked,
+    fields_of,
+)
+from dora_rl.chat.kinds import (
     Number,
     Text,
     Unfit,
     Whole,
-    checked,
-    fields_of,
 )
 from dora_rl.chat.requests import ApiError, fields, parsed, read_chat, read_completion
 
 CHAT_BODY = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
 BODY = {"model": "m", "prompt": "x"}
+CLAUDE_BODY = CHAT_BODY | {"max_tokens": 5}
 BASE = {CHAT: CHAT_BODY, COMPLETION: BODY, "session": {}, "reward": {"reward": 0}}
+BASE |= {MESSAGES: CLAUDE_BODY, RESPONSES: {"model": "m", "input": "x"}}
 DEEP: list[object] = []
 for _ in range(50):
     DEEP = [DEEP]
@@ -36,8 +42,9 @@ TAKEN = {
     "chat_template_kwargs": [{"a": {}}],
     "stop": [[]],
     "stream_options": [{"a": {}}],
-}
-FLAGS = {"ignore_eos", "stream", "return_token_ids", "logprobs"}
+    "text": [{"a": {}}],
+} | {key: ["x" * (1 << 18)] for key in ("system", "instructions", "input")}
+FLAGS = {"ignore_eos", "stream", "return_token_ids", "logprobs", "parallel_tool_calls", "store"}
 
 
 def refused(endpoint: str, body: dict[str, object]) -> ApiError:

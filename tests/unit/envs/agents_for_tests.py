@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import urllib.request
 
 from openai import AsyncOpenAI, NotFoundError, OpenAI
@@ -99,3 +102,35 @@ def ask_once(base_url, api_key, row):
 
 def wants_more(base_url, api_key, browser):
     return 0.0
+
+
+PROGRAM = """
+import sys
+from anthropic import Anthropic
+from openai import OpenAI
+
+asked = [{"role": "user", "content": sys.argv[1]}]
+first = OpenAI(max_retries=0).responses.create(model="m", input=asked).output_text
+asked += [{"role": "assistant", "content": first}, {"role": "user", "content": "02:513\\n"}]
+client = Anthropic(max_retries=0)
+print(first + client.messages.create(model="m", max_tokens=9, messages=asked).content[0].text)
+"""
+
+
+def as_a_program(row, variables):
+    """An agent that knows nothing of us but two variables of each client."""
+    command = [sys.executable, "-c", PROGRAM, row.prompt]
+    done = subprocess.run(
+        command, env=os.environ | variables, capture_output=True, text=True, check=True
+    )
+    return float(done.stdout.strip() == "=111=637")
+
+
+def too_few_rewards(base_url, api_key, row):
+    ask_once(base_url, api_key, row)
+    return [0.5, 0.5]
+
+
+def odd_rewards(base_url, api_key, row):
+    ask_once(base_url, api_key, row)
+    return [0.5, float("nan")]

@@ -11,11 +11,14 @@ from tests.kit.places import MODEL
 
 pytest.importorskip("openai")
 
+from dora_rl.chat.conversation import Turn as ChatTurn
 from dora_rl.config import EnvConfig, EnvironmentEntry
-from dora_rl.envs.base import Row, TurnText
+from dora_rl.envs.agent import Call, Episode
+from dora_rl.envs.base import Row, Turn, TurnText
 from dora_rl.envs.host import Answer, Ask, Host, load_environments
+from dora_rl.histories import ROOT
 from dora_rl.setup.tokenizer import open_tokenizer
-from dora_rl.types import RequestId, UserError
+from dora_rl.types import Branch, RequestId, UserError
 from dora_rl.user_code import listen, trace_of
 
 TOKENIZER = open_tokenizer(MODEL, False)
@@ -43,11 +46,15 @@ class Policy:
         self.tokens: list[int] = []
         self.mask: list[int] = []
         self.logprobs: list[float] = []
+        self.branches: list[Branch] = []
 
     async def ask(self) -> Answer:
         past = (tuple(self.tokens), tuple(self.mask), tuple(self.logprobs))
-        answer = await self.host.answer(Ask(RID, "agent", self.row, 0, *past, version=4))
+        asked = Ask(RID, "agent", self.row, 0, *past, version=4, branches=tuple(self.branches))
+        answer = await self.host.answer(asked)
         assert not answer.error, answer.error
+        if answer.branch is not None:
+            self.branches = [*(self.branches or [ROOT]), answer.branch]
         self._add(answer.token_ids, 0)
         return answer
 
@@ -86,8 +93,93 @@ def test_requests_become_turns_and_the_reward_ends_the_episode(function):
 def test_an_agent_with_its_own_prompt():
     opening, end = play("own_prompt", "=1", prompt_ids=ids(PROMPT)[:1])
     assert opening.token_ids == ids("00" + PROMPT)[1:] and end.done and end.reward == 1.0
-    with pytest.raises(AssertionError, match='prompt_tokens = "first"'):
-        play("own_prompt")
+    opening, end = play("own_prompt", "=1")
+    assert opening.branch == Branch(0, 0, 1 - len(ids(PROMPT))), "it shares the first token alone"
+    assert opening.token_ids == ids("00" + PROMPT)[1:] and end.done and end.reward == 1.0
+
+
+def test_a_program_with_the_clients_variables():
+    """As the docs bring an agent: both clients in one episode, told by their environment alone."""
+    pytest.importorskip("anthropic")
+    opening, second, end = play("as_a_program", "=111", "=637")
+    assert opening == Answer() and second.token_ids == ids(SECOND) and second.branch is None
+    assert end.done and end.reward == 1.0
+
+
+def call(episode, text):
+    return Call(episode, (), ChatTurn((), ids(text), ids(text), continued=False))
+
+
+def test_requests_side_by_side_find_their_own_replies_again():
+    """An agent that runs again makes them the other way round, and gets what each was answered."""
+
+    async def story():
+        episode = Episode("one", ids(PROMPT), ())
+        late, early = call(episode, PROMPT + "4"), call(episode, PROMPT + "5")
+        episode.begin(early)
+        assert await episode.next_call() is early
+        known = Turn("=4", ids("=4"), read_ids=late.history)
+        answered = asyncio.create_task(episode.answer(known))
+        await asyncio.sleep(0)
+        episode.begin(late)
+        await answered
+        assert late.answer.result() is known and not early.answer.done()
+        assert await episode.next_call() is early
+        await episode.answer(Turn("=5", ids("=5")))
+        assert (late.number, early.number) == (1, 2)
+        return episode.tree.place((*ids(PROMPT + "5"), *ids("=5"), 3))
+
+    assert asyncio.run(story()) == (None, (3,)), "the tree is in the order of the turns"
+
+
+def test_an_agent_that_asks_for_something_else_is_answered_as_before():
+    """Its tree stays that of the trajectory: what it goes on from is what was read then."""
+
+    async def story():
+        episode = Episode("one", ids(PROMPT), ())
+        other = call(episode, PROMPT + "6")
+        episode.begin(other)
+        await episode.next_call()
+        episode.end()
+        await episode.answer(Turn("=4", ids("=4"), read_ids=ids(PROMPT + "4")))
+        assert other.answer.done() and other.history == ids(PROMPT + "4")
+        return episode.tree.place((*ids(PROMPT + "4"), *ids("=4"), 3))
+
+    assert asyncio.run(story()) == (None, (3,))
+
+
+def test_what_nobody_waits_for_any_more_is_not_asked():
+    """A client that leaves takes its request back; one that was asked keeps its turn."""
+
+    async def story():
+        episode = Episode("one", ids(PROMPT), ())
+        gone, there = call(episode, PROMPT + "4"), call(episode, PROMPT + "5")
+        for one in (gone, there):
+            episode.begin(one)
+        gone.close()
+        assert await episode.next_call() is there
+        there.close()
+        await episode.answer(Turn("=5", ids("=5")))
+        episode.end(reward=1.0)
+        assert await episode.next_call() is None and episode.num_turns == 1
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [("too_few_rewards", "2 rewards for 1 turns"), ("odd_rewards", "not a finite number, a list")],
+)
+def test_rewards_of_turns_are_one_for_each(function, words):
+    with pytest.raises(AssertionError, match=words):
+        play(function, "=1")
+
+
+def test_another_history_is_a_branch():
+    opening, second, end = play("forgets", "=1", "=2")
+    assert opening.branch is None and opening.token_ids == ()
+    assert second.branch == Branch(len("=1") + 1, 0, -len(ids(PROMPT)))
+    assert second.token_ids == ids("11:111\n") and end.done
 
 
 def test_sampling_of_the_request_is_not_looked_at_and_keys_are_private():
@@ -98,8 +190,7 @@ def test_sampling_of_the_request_is_not_looked_at_and_keys_are_private():
 @pytest.mark.parametrize(
     ("function", "replies", "words"),
     [
-        ("forgets", ["=1"], "message 0 is not the one of this session"),
-        ("says_nothing", [], "without a single chat request"),
+        ("says_nothing", [], "without a single request"),
         ("raises", [], "ValueError: cannot do 03:271"),
         ("returns_words", ["=1"], "'good', not a finite number"),
     ],

@@ -30,13 +30,14 @@ def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_python_and_toml(in_folder: Path) -> None:
     found = blocks("python")
-    assert len(found) == 2
-    assert len(found[0].splitlines()) < 30, "an environment in under 30 lines"
+    assert len(found) == 3
+    (in_folder / "bring.py").write_text(found[0])
+    assert len(found[1].splitlines()) < 30, "an environment in under 30 lines"
     scope: dict[str, object] = {}
     for number, block in enumerate(found):
         exec(compile(block, f"agents.md block {number}", "exec"), scope)
     sections = [tomllib.loads(block) for block in blocks("toml")]
-    assert len(sections) == 3
+    assert len(sections) == 4
     for section in sections:
         config = RunConfig.model_validate({"model": {"path": "x"}, **section})
         assert load_environments(config.env, in_folder)

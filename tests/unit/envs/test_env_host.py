@@ -154,7 +154,7 @@ def test_a_lost_episode_is_built_again_by_its_steps() -> None:
     fresh = host_of(Counting, latency_s=[5.0, 5.0])
     fresh._latency_s = lambda *_: 0.0  # type: ignore[method-assign]
     (answer,) = answers(fresh, long)
-    assert answer == Answer(done=True, reward=1.5)
+    assert answer == Answer(done=True, reward=1.5, turn_rewards=(0.5, 0.5, 0.5))
     assert (Counting.num_resets, Counting.num_steps) == (1, 3)
 
 
@@ -168,7 +168,7 @@ def test_the_limit_of_turns_cuts() -> None:
     host = host_of(Counting, turns_max=2)
     one, two = answers(host, ask(((1,), 1)), ask(((1,), 1), ((3,), 0), ((1,), 1)))
     assert not one.done and one.reward == 0.5
-    assert two == Answer(done=True, cut=True, reward=1.0)
+    assert two == Answer(done=True, cut=True, reward=1.0, turn_rewards=(0.5, 0.5))
 
 
 def test_an_environment_may_open_the_episode() -> None:

@@ -30,10 +30,15 @@ from typing import Any
 from dora_rl.chat.bounds import (
     CHAT,
     COMPLETION,
+    MESSAGES,
     OPEN_SESSION,
+    RESPONSES,
     REWARD,
-    Either,
     Field,
+    fields_of,
+)
+from dora_rl.chat.kinds import (
+    Either,
     Flag,
     Json,
     Kind,
@@ -46,7 +51,6 @@ from dora_rl.chat.bounds import (
     TokenIds,
     Unfit,
     Whole,
-    fields_of,
 )
 from tests.kit.places import ROOT
 
@@ -57,6 +61,8 @@ WARM_SHARE = 0.3  # of the requests: then what is kept once is there
 # bodies; sessions, threads and files have no such excuse.
 RSS_MIB_MAX, THREADS_MAX, FILES_MAX = 64, 0, 4
 PATHS = {CHAT: "/v1/chat/completions", COMPLETION: "/v1/completions", OPEN_SESSION: "/v1/sessions"}
+PATHS |= {MESSAGES: "/v1/messages", RESPONSES: "/v1/responses"}
+CHATS = (CHAT, MESSAGES, RESPONSES)
 CONTEXT, VOCAB = 512, 16
 
 
@@ -154,16 +160,17 @@ class Shot:
 def base(endpoint: str, rng: random.Random) -> dict[str, Any]:
     """A request that is right, and small."""
     body: dict[str, Any] = {"model": rng.choice(["tiny", "tiny", "tiny@0"])}
-    if endpoint == CHAT:
-        body["messages"] = [{"role": "user", "content": f"0{rng.randint(1, 4)}:271\n"}]
-    else:
-        body["prompt"] = f"0{rng.randint(1, 4)}:271\n"
-    return body | {"max_tokens": rng.randint(1, 8)}
+    said = [{"role": "user", "content": f"0{rng.randint(1, 4)}:271\n"}]
+    what = {CHAT: "messages", MESSAGES: "messages", RESPONSES: "input", COMPLETION: "prompt"}
+    body[what[endpoint]] = said if endpoint in CHATS else said[0]["content"]
+    limit = "max_output_tokens" if endpoint == RESPONSES else "max_tokens"
+    return body | {limit: rng.randint(1, 8)}
 
 
 def shot(rng: random.Random) -> Shot:
     headers = {"Authorization": f"Bearer {rng.choice(KEYS[:2])}"}
-    endpoint = rng.choice([CHAT, CHAT, COMPLETION, COMPLETION, COMPLETION, OPEN_SESSION, REWARD])
+    kinds = [CHAT, MESSAGES, RESPONSES, COMPLETION, COMPLETION, OPEN_SESSION, REWARD]
+    endpoint = rng.choice(kinds)
     name = f"s{rng.randint(0, 9)}"
     if endpoint == REWARD:
         path, body = f"/v1/sessions/{name}/reward", {"reward": 1.0}

@@ -313,3 +313,27 @@ def test_many_clients_at_once_get_their_own_answers(client):
     for thread in threads:
         thread.join()
     assert [got[i] for i in range(len(prompts))] == alone_texts
+
+
+def test_messages_and_responses_are_the_same_model_and_sessions(served, client):
+    """Both say what a chat says, and go on in its session."""
+    anthropic = pytest.importorskip("anthropic")
+    chat = client.chat.completions.create(model="tiny", messages=[user(FIRST)], temperature=0)
+    text = chat.choices[0].message.content
+    with anthropic.Anthropic(base_url=served.server.url.removesuffix("/v1"), api_key="none") as one:
+        headers, greedy = {"X-Session-Id": "of-three"}, {"temperature": 0}
+        said = one.messages.create(
+            model="tiny",
+            max_tokens=64,
+            messages=[user(FIRST)],
+            extra_headers=headers,
+            extra_body=greedy,
+        )
+    assert said.content[0].text == text and said.session["turn"] == 1
+    items = [user(FIRST), {"role": "assistant", "content": text}, user(SECOND)]
+    response = client.responses.create(
+        model="tiny", input=items, temperature=0, extra_headers=headers
+    )
+    assert response.session == {"id": "of-three", "continued": True, "turn": 2}
+    alone_again = client.responses.create(model="tiny", input=FIRST, temperature=0)
+    assert alone_again.output_text == text

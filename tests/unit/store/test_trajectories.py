@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from dora_rl.store.samples import Samples
-from dora_rl.types import ARRAYS, Finish, Group, RequestId, Segment, Trajectory
+from dora_rl.types import ARRAYS, Branch, Finish, Group, RequestId, Segment, Trajectory
 from dora_rl.workers.messages import Rows, pack, unpack
 
 PLAIN = Trajectory(RequestId(7, 0), 2, [8, 9], [-0.1, -0.2], [1, 1])
@@ -31,8 +31,8 @@ FULL = Trajectory(
     raw_logprobs=[-1.0, -2.0, -3.0],
     turns=2,
     error="why",
-    parent=RequestId(7, 0),
-    fork=1,
+    branches=(Branch(0, 0, 0), Branch(2, 0, -1)),
+    turn_rewards=(0.5, -0.75),
     expert_ids=np.arange(24).reshape(3, 4, 2),
     teacher_logprobs=[-0.5, -0.5, -0.5],
 )

@@ -423,5 +423,5 @@ def test_the_dual_clip_caps_negative_samples_alone_and_is_counted() -> None:
 def test_the_names_that_are_checked_early_are_those_there_are() -> None:
     assert set(recipes.CORRECTIONS) == set(CORRECTIONS)
     assert set(recipes.KL_ESTIMATORS) == set(KL)
-    assert {*PER_GROUP, "batch", "gae"} == set(recipes.ADVANTAGES)
+    assert {*PER_GROUP, "turn", "batch", "gae"} == set(recipes.ADVANTAGES)
     assert {recipe.function for recipe in RECIPES.values()} == set(FUNCTIONS)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dora_rl.trainer.documents import (
     collate,
     document_cost,
-    document_of,
+    documents_of,
     pack_balanced,
     pack_stream,
     quadratic_tokens,
@@ -81,7 +81,7 @@ def samples(draw: st.DrawFn) -> list[tuple[list[int], Trajectory]]:
 
 @given(rows=samples())
 def test_a_pack_holds_exactly_the_trained_tokens(rows: list[tuple[list[int], Trajectory]]) -> None:
-    documents = [document_of(Group(0, 0, p, (s,)), s, 1.0) for p, s in rows]
+    documents = [d for p, s in rows for d in documents_of(Group(0, 0, p, (s,)), s, 1.0)]
     pack = collate(documents, torch.device("cpu"))
     want, start = [], 0
     for i, (prompt, s) in enumerate(rows):

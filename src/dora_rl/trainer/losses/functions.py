@@ -257,6 +257,34 @@ PER_GROUP: dict[str, GroupAdvantage] = {
 }
 
 
+def by_turn(rewards: Sequence[Sequence[float]], gamma: float) -> list[list[float]]:
+    """A_ik = G_ik − mean over the other responses j of G_jk,  G_ik = r_ik + γ·G_i(k+1).
+
+    r_ik is what turn k of response i was given. After a response's end G is 0, which is what is
+    still to come of it. The baseline of a turn is from other responses alone, so it adds no bias:
+    RLOO's (`leave_one_out`), taken turn by turn. A lone response gets 0.
+    """
+    returns = [discounted(one, gamma) for one in rewards]
+    turns_max = max(map(len, returns), default=0)
+    by_number = [
+        leave_one_out([one[k] if k < len(one) else 0.0 for one in returns])
+        for k in range(turns_max)
+    ]
+    return [[by_number[k][i] for k in range(len(one))] for i, one in enumerate(returns)]
+
+
+def discounted(rewards: Sequence[float], gamma: float) -> list[float]:
+    """G_k = r_k + γ·G_(k+1).
+
+    >>> discounted([1.0, 0.0, 2.0], 0.5)
+    [1.5, 1.0, 2.0]
+    """
+    found: list[float] = []
+    for reward in reversed(rewards):
+        found.append(reward + gamma * (found[-1] if found else 0.0))
+    return found[::-1]
+
+
 def whiten(values_T: Tensor) -> Tensor:
     """(x − mean) / (std + 1e-8) over all tokens of the batch; zeros if there is no spread."""
     centred = values_T - values_T.mean()

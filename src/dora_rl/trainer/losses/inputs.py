@@ -54,6 +54,9 @@ class LossInputs:
     group_S: Tensor  # the group (prompt) of each sequence
     step: int  # the step being trained: its own version
     ref_logprobs_T: Tensor | None = None
+    # Trained tokens of the whole response that a sequence is of, where some response has several
+    # sequences: an episode whose history branched.
+    episode_tokens_S: Tensor | None = None
 
     @property
     def staleness_T(self) -> Tensor:
@@ -68,6 +71,10 @@ class LossInputs:
     def tokens_S(self) -> Tensor:
         """Trained tokens of each sequence."""
         return self.sum_S(torch.ones_like(self.advantages_T))
+
+    def response_tokens_S(self) -> Tensor:
+        """Trained tokens of the response that each sequence is of."""
+        return self.tokens_S() if self.episode_tokens_S is None else self.episode_tokens_S
 
     def mean_S(self, x_T: Tensor) -> Tensor:
         """Mean over each sequence."""

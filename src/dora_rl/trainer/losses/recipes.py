@@ -19,7 +19,7 @@ _OR_ZERO = {
     "dual_clip": Range(low=1, low_open=True, or_zero=True),
     "behaviour_ratio_max": Range(low=1, or_zero=True),
 }
-ADVANTAGES = ("group", "group_mean", "leave_one_out", "batch", "gae")
+ADVANTAGES = ("group", "group_mean", "leave_one_out", "turn", "batch", "gae")
 AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
 OLD_LOGPROBS = ("rollout", "behaviour", "proximal")
 KL_ESTIMATORS = ("k1", "k2", "k3")
@@ -148,6 +148,13 @@ def _check_together(options: AlgorithmConfig, recipe: Recipe) -> None:
         ),
     )
     _check_weights(options, recipe)
+    require(
+        (
+            options.advantage != "turn" or options.branch_reward in (None, "all"),
+            f"algorithm.branch_reward = '{options.branch_reward}' would do nothing: with "
+            "algorithm.advantage = 'turn' each turn has an advantage of its own",
+        )
+    )
     for key, name in (("loss", options.loss), ("advantage", options.advantage or "")):
         require(
             (

@@ -55,7 +55,8 @@ class Objective:
         constant       (1/N) Σ_i (1/C) Σ_t l_it       C = constant_tokens
 
     |y_i| counts the trained tokens of response i and N the responses, including those a correction
-    masks and those whose advantage is zero.
+    masks and those whose advantage is zero. A response of several rows (`dora_rl.histories`) is
+    one: |y_i| counts the tokens of them all.
 
     `zero_advantage_is_free` says that a sequence whose advantages are all zero adds nothing to the
     gradient, so its forward pass may be skipped.
@@ -69,7 +70,7 @@ class Objective:
     def numerator(self, loss_T: Tensor, inputs: LossInputs) -> Tensor:
         """A pack's part of the sum, before division by the denominator."""
         if self.options.aggregation == "sequence_mean":
-            loss_T = loss_T / inputs.spread_T(inputs.tokens_S())
+            loss_T = loss_T / inputs.spread_T(inputs.response_tokens_S())
         return loss_T.sum()
 
     def denominator(self, num_tokens: int, num_sequences: int) -> float:
@@ -83,7 +84,12 @@ class Objective:
     @property
     def needs_whole_batch(self) -> bool:
         """Advantages that are normalised over the batch cannot be computed on a stream."""
-        return self.group_advantage is None
+        return self.group_advantage is None and not self.by_turn
+
+    @property
+    def by_turn(self) -> bool:
+        """Each turn of a response has an advantage of its own, from the group's alone."""
+        return self.options.advantage == "turn"
 
     @property
     def needs_critic(self) -> bool:
