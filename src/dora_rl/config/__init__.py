@@ -105,6 +105,18 @@ class DataConfig(Section):
     """How many rows of an endless source are looked at before the run starts."""
     check_disjoint: bool = True
     """Whether a run refuses to start when an evaluation prompt is also a training prompt."""
+    curriculum: Literal["off", "pools", "rows"] = "off"
+    """Whether prompts come less often while their groups tell nothing: all samples right, or all
+    wrong. Of `pools` (of like difficulty) or of single `rows` the share of recent groups whose
+    rewards differed decides how often they come; see algorithms.md."""
+    curriculum_pools: int = Field(default=8, ge=1)
+    """Under `pools`: into how many pools of the same size each source is divided, from its easiest
+    rows to its hardest. Under `rows` it is the number of rows, which the run fills in."""
+    curriculum_column: str = Field(default="difficulty", min_length=1)
+    """Under `pools`: the column by which rows are ordered, a number."""
+    curriculum_share_min: float = Field(default=0.1, gt=0, le=1)
+    """How often prompts come whose groups tell nothing, relative to those whose groups always tell
+    something."""
 
 
 class RewardFunction(Section):

@@ -74,6 +74,7 @@ def prepare(config: RunConfig) -> Prepared:
         raise UserError("reward.functions is empty; give path/to/file.py:name or a built-in")
     tokenizer = open_tokenizer(path, config.model.trust_remote_code)
     train, evaluation = open_data(config.data, tokenizer, ".")
+    config = with_pools(config, train)
     if reward is not None:
         check_columns(reward.missing(train.prompt(0).columns), config.reward)
         reward.close()
@@ -160,6 +161,14 @@ def with_environments(config: RunConfig) -> RunConfig:
         for label, source in zip(labels, config.data.train, strict=True)
     )
     return config.model_copy(update={"data": config.data.model_copy(update={"train": mixed})})
+
+
+def with_pools(config: RunConfig, train: PromptSource) -> RunConfig:
+    """The core is told by the configuration how many pools of prompts there are."""
+    if not train.num_pools:
+        return config
+    data = config.data.model_copy(update={"curriculum_pools": train.num_pools})
+    return config.model_copy(update={"data": data})
 
 
 def choose_device(wanted: str, key: str = "runtime.device") -> str:

@@ -141,6 +141,10 @@ def core_params(config: RunConfig) -> Params:
         samples_min=o.samples_min or samples_enough(config.rollout.num_samples),
         updates_per_step=config.trainer.updates_per_step,
         freshness=o.freshness == "auto",
+        pools=0 if config.data.curriculum == "off" else config.data.curriculum_pools,
+        pool_share_min=config.data.curriculum_share_min,
+        # One group of a row says much of it, one of a pool little.
+        pool_recent=2 if config.data.curriculum == "rows" else 16,
         streaming=o.streaming,
         kv_moves=o.kv_moves,
         repartition=o.repartition,
