@@ -107,11 +107,12 @@ class DataConfig(Section):
     """Whether a run refuses to start when an evaluation prompt is also a training prompt."""
     curriculum: Literal["off", "pools", "rows"] = "off"
     """Whether prompts come less often while their groups tell nothing: all samples right, or all
-    wrong. Of `pools` (of like difficulty) or of single `rows` the share of recent groups whose
-    rewards differed decides how often they come; see algorithms.md."""
+    wrong. Of each of the `pools` that the sources are divided into, or of each of the `rows`, the
+    share of recent groups whose rewards differed decides how often it comes; see algorithms.md."""
     curriculum_pools: int = Field(default=8, ge=1)
     """Under `pools`: into how many pools of the same size each source is divided, from its easiest
-    rows to its hardest. Under `rows` it is the number of rows, which the run fills in."""
+    rows to its hardest. With 1 every source is a pool. Under `rows` it is the number of rows, which
+    the run fills in."""
     curriculum_column: str = Field(default="difficulty", min_length=1)
     """Under `pools`: the column by which rows are ordered, a number."""
     curriculum_share_min: float = Field(default=0.1, gt=0, le=1)

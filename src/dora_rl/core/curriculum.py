@@ -1,13 +1,13 @@
 """Which prompt comes next, by what the rewards said of prompts like it.
 
-The data are divided into pools (`data/pools.py`): of like difficulty, or each row by itself. Place
-i of the prompt stream belongs to pool i mod n and is the (i div n)-th prompt of it, so that the
-core needs to know nothing of rows. A group tells something if its rewards differ; one whose samples
-were all right or all wrong teaches nothing. Of each pool the share of recent groups that told
-something is kept.
+The data are divided into pools (`data/pools.py`): sources, parts of a source that are about as
+hard, or single rows. Place i of the prompt stream belongs to pool i mod n and is the (i div n)-th
+prompt of it, so that the core needs to know nothing of rows. A group tells something if its rewards
+differ; one whose samples were all right or all wrong teaches nothing. Of each pool the share of
+recent groups that told something is kept.
 
     pools are visited in turn     0 1 2 3 0 1 2 3 0 …
-    a visit gives credit          the share of its pool, and at least `pool_share_min`
+    a visit gives credit          that share, at least `pool_share_min`, times the source's weight
     credit of 1                   pays for the pool's next prompt; otherwise the visit goes on
 
 Promises: the prompts of a pool come in order, none is left out and none comes twice; a pool waits
@@ -42,11 +42,11 @@ class Curriculum:
 def draw(curriculum: Curriculum, params: Params) -> int:
     """The next prompt's place in the stream. Where all pools have little credit, a limited number
     is passed over: one event must not take long."""
-    for _ in range(ceil(2 / params.pool_share_min)):
+    for _ in range(ceil(2 / least_credit(params))):
         number = curriculum.next_pool
         pool = curriculum.pools.setdefault(number, Pool())
         curriculum.next_pool = (number + 1) % params.pools
-        pool.credit += max(params.pool_share_min, pool.told)
+        pool.credit += weight(params, number) * max(params.pool_share_min, pool.told)
         if pool.credit >= 1:
             break
     pool.credit = max(0.0, pool.credit - 1)
@@ -63,4 +63,15 @@ def note(curriculum: Curriculum, params: Params, prompt: int, *, told: bool) -> 
 def wait_max(params: Params) -> int:
     """So many prompts come at most between two of the same pool: in so many rounds its credit is
     there, and a round gives each other pool one prompt."""
-    return (ceil(1 / params.pool_share_min) + 1) * params.pools
+    return (ceil(1 / least_credit(params)) + 1) * params.pools
+
+
+def weight(params: Params, pool: int) -> float:
+    """Of the pool's source. Pools of the sources take turns."""
+    weights = params.pool_weights
+    return weights[pool % len(weights)] if weights else 1.0
+
+
+def least_credit(params: Params) -> float:
+    """What a visit gives at least."""
+    return params.pool_share_min * min(params.pool_weights, default=1.0)

@@ -1,15 +1,16 @@
 """Pools of a curriculum: which row is the k-th prompt of a pool (`data.curriculum`).
 
-A source is divided into pools of the same size: under `pools` by difficulty, from the easiest rows
-to the hardest, under `rows` into as many as it has rows. An endless source is divided block by
+Each source is divided into pools of the same size: under `pools` by difficulty, from the easiest
+rows to the hardest, under `rows` into as many as it has rows. An endless source is divided block by
 block. Never keeps a position: the row is a function of (source, seed, pool, k). Invariants: each
 epoch of a pool gives every row of it once; no row is in two pools.
 
-    index ──divide──▶ (draw, pool) ──interleave──▶ (source, k-th draw of it) ──place──▶ row
+    index ──divide──▶ (draw, pool) ──divide──▶ (draw, part, source) ──place──▶ row
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from math import isfinite
 
@@ -53,9 +54,11 @@ class Pools:
     def _permute(self, index: int, size: int, label: str) -> int:
         return permute(index, size, epoch_key(self._config.seed, self._number, label))
 
-    def _rank(self, block: int) -> list[int]:
+    def _rank(self, block: int) -> Sequence[int]:
         """The rows of a block, pool after pool; those of a pool as they are stored."""
         rows = range(block * self._block, (block + 1) * self._block)
+        if self.num_pools == 1:
+            return rows
         ranked = sorted(rows, key=lambda row: (self._difficulty(row), row))
         cuts = [(self._cut(pool), self._cut(pool + 1)) for pool in range(self.num_pools)]
         return [row for low, high in cuts for row in sorted(ranked[low:high])]

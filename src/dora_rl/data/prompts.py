@@ -70,13 +70,10 @@ class PromptSource:
 
     def _make(self, index: int) -> Prompt:
         assert index >= 0, f"prompt index {index}"
-        drawn, pool = divmod(index, max(1, self.num_pools))
-        number, draw = self._interleave.place(drawn)
-        source = self.sources[number]
         if self._pools:
-            return self._render(
-                index, source, source.row_number(self._pools[number].place(pool, draw))
-            )
+            return self._make_of_pool(index)
+        number, draw = self._interleave.place(index)
+        source = self.sources[number]
         if source.num_kept is None:
             return self._render(index, source, draw)
         epoch, offset = divmod(draw, source.num_kept)
@@ -84,10 +81,17 @@ class PromptSource:
             offset = permute(offset, source.num_kept, epoch_key(self._config.seed, number, epoch))
         return self._render(index, source, source.row_number(offset))
 
+    def _make_of_pool(self, index: int) -> Prompt:
+        """Under a curriculum: pools of the sources take turns."""
+        draw, pool = divmod(index, self.num_pools)
+        part, number = divmod(pool, len(self.sources))
+        source = self.sources[number]
+        return self._render(index, source, source.row_number(self._pools[number].place(part, draw)))
+
     @property
     def num_pools(self) -> int:
-        """Of the curriculum; 0 where there is none."""
-        return self._pools[0].num_pools if self._pools else 0
+        """Of the curriculum, over all sources; 0 where there is none."""
+        return sum(pools.num_pools for pools in self._pools)
 
     @property
     def num_prompts(self) -> int | None:

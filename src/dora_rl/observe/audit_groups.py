@@ -124,7 +124,8 @@ class GroupAudit(Checker):
             self.add(PROMPTS, name, f"issued with prompt {prompt}, {following} is next")
         self.next_prompts[pool] = max(following, prompt) + pools
         # As `curriculum` promises: credit for a prompt comes in so many rounds of all pools.
-        limit = (math.ceil(1 / params.pool_share_min) + 1) * pools
+        least = params.pool_share_min * min(params.pool_weights, default=1.0)
+        limit = (math.ceil(1 / least) + 1) * pools
         waited = self.num_drawn - self.drawn_at.get(pool, 0)
         if pools > 1 and waited > limit:
             self.add(PROMPTS, name, f"pool {pool} waited for {waited} prompts, {limit} at most")

@@ -167,7 +167,8 @@ def with_pools(config: RunConfig, train: PromptSource) -> RunConfig:
     """The core is told by the configuration how many pools of prompts there are."""
     if not train.num_pools:
         return config
-    data = config.data.model_copy(update={"curriculum_pools": train.num_pools})
+    of_each = train.num_pools // len(train.sources)
+    data = config.data.model_copy(update={"curriculum_pools": of_each})
     return config.model_copy(update={"data": data})
 
 

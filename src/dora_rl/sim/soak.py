@@ -117,9 +117,14 @@ def with_pools(spec: WorldSpec, rng: random.Random) -> WorldSpec:
     """With a curriculum, every third time."""
     if rng.random() >= 0.3:
         return spec
-    sizes = {"pools": rng.choice([1, 3, 10, 1_000]), "pool_recent": rng.choice([1, 2, 16])}
-    share_min = rng.choice([0.05, 0.1, 0.5, 1.0])
-    return replace(spec, params=replace(spec.params, pool_share_min=share_min, **sizes))
+    params = replace(
+        spec.params,
+        pools=rng.choice([2, 4, 10, 1_000]),
+        pool_recent=rng.choice([1, 2, 16]),
+        pool_share_min=rng.choice([0.05, 0.1, 0.5, 1.0]),
+        pool_weights=rng.choice([(), (0.2, 1.0)]),
+    )
+    return replace(spec, params=params)
 
 
 def random_fleet(rng: random.Random) -> list[tuple[InstanceId, InstanceSpec, RolloutCost]]:

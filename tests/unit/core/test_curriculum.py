@@ -31,13 +31,14 @@ def params(**changes: Any) -> Params:
     pools=st.integers(1, 60),
     share_min=st.sampled_from([0.03, 0.1, 0.3, 1.0]),
     recent=st.sampled_from([1, 2, 16]),
+    weights=st.sampled_from([(), (1.0, 0.3), (0.5, 1.0, 0.7)]),
     seed=st.integers(0, 1000),
 )
 def test_prompts_of_a_pool_come_in_order_and_no_pool_starves(
-    pools: int, share_min: float, recent: int, seed: int
+    pools: int, share_min: float, recent: int, weights: tuple[float, ...], seed: int
 ) -> None:
     """Whatever the groups tell, and however late."""
-    rules = params(pools=pools, pool_share_min=share_min, pool_recent=recent)
+    rules = params(pools=pools, pool_share_min=share_min, pool_recent=recent, pool_weights=weights)
     curriculum, rng = Curriculum(), Random(seed)
     rates = [rng.random() for _ in range(pools)]
     following = list(range(pools))
@@ -77,6 +78,12 @@ def test_pools_that_tell_nothing_come_at_their_least_share() -> None:
     for pool in (1, 3):
         assert 0.09 < counts[pool] / counts[0] < 0.13
     assert abs(counts[0] - counts[2]) <= 1
+
+
+def test_the_weights_of_sources_hold_among_pools_that_tell_as_much() -> None:
+    for tells, share in ((True, 0.5), (False, 0.5)):
+        counts = drawn(dict.fromkeys(range(4), tells), 3_000, pool_weights=(1.0, 0.5))
+        assert abs((counts[1] + counts[3]) / (counts[0] + counts[2]) - share) < 0.05
 
 
 def test_where_no_pool_tells_anything_all_come_as_often() -> None:

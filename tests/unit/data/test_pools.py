@@ -77,18 +77,21 @@ def test_an_endless_source_is_divided_block_by_block() -> None:
     assert seen == {plain.prompt(i).text for i in range(3 * 128)}
 
 
-def test_sources_are_mixed_within_a_pool(rows: Path, tmp_path: Path) -> None:
+def test_every_source_has_pools_of_its_own(rows: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.jsonl"
     other.write_text(rows.read_text().replace('": "p', '": "q'))
-    config = DataConfig(
-        train=[{"path": str(rows)}, {"path": str(other), "weight": 3.0}],
-        curriculum="pools",
-        curriculum_pools=2,
-    )
+    config = DataConfig(train=[str(rows), str(other)], curriculum="pools", curriculum_pools=2)
     prompts = open_prompts(config, Characters())
-    for pool in range(2):
+    assert prompts.num_pools == 4
+    for pool in range(4):
         found = texts(prompts, pool, 40)
-        assert sum(text.startswith("q") for text in found) == 30
+        assert all(text.startswith("pq"[pool % 2]) for text in found)
+        assert len(set(found)) == (5, 6)[pool // 2]
+
+
+def test_a_source_that_is_one_pool_needs_no_difficulty(rows: Path) -> None:
+    prompts = source(rows, curriculum_pools=1, curriculum_column="nothing")
+    assert sorted(texts(prompts, 0, 11)) == sorted(f"p{i}" for i in range(11))
 
 
 @pytest.mark.parametrize(
