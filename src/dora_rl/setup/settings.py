@@ -189,7 +189,7 @@ def _pools(data: DataConfig) -> dict[str, Any]:
         "pool_weights": () if by_row else tuple(weight / max(weights) for weight in weights),
         "pool_share_min": data.curriculum_share_min,
         # One group of a row says much of it, one of a pool little.
-        "pool_recent": 2 if by_row else 16,
+        "pool_recent": 2 if by_row else 8,
     }
 
 
