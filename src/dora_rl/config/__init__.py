@@ -69,7 +69,7 @@ class DataSource(Section):
     answer_after: str = ""
     """A mark in the answer column: what follows its last occurrence is the answer, with commas
     taken out of numbers (`####` for GSM8K). If empty, the whole column is the answer."""
-    options: dict[str, str | int | float | bool] = Field(default_factory=dict)
+    options: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Keyword arguments for a source that is code."""
     env: str = ""
     """The label of the environment that plays these prompts. It may stay empty where there is only
@@ -172,7 +172,8 @@ class EnvironmentEntry(Section):
 
     name: str = Field(min_length=1)
     """The environment: one of the built-in ones (agent, calculator, guess, single_turn),
-    `package.module:Name` or `path/to/file.py:Name`."""
+    `package.module:Name` or `path/to/file.py:Name`; or one of another package: `verifiers:NAME`,
+    `reasoning_gym:DATASET`, `textarena:ID`, `openenv:URL`."""
     label: str = ""
     """What `data.train[].env` and the records call this environment. If empty, its `name` is
     used."""

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from dora_rl.config import RewardConfig, RunConfig
+from dora_rl.config import DataSource, RewardConfig, RunConfig
 from dora_rl.controller.sinks import check_sinks
 from dora_rl.data.prompts import PromptSource, open_data
 from dora_rl.engine.options import EngineOptions
-from dora_rl.envs.host import label_of, load_environments
+from dora_rl.envs.host import PACKAGED, PACKAGED_ROWS, label_of, load_environments
 from dora_rl.model.directory import read_spec
 from dora_rl.observe.eval_figures import SCORES
 from dora_rl.rewards.base import build
@@ -145,6 +145,7 @@ def with_environments(config: RunConfig) -> RunConfig:
         if named := [s.path for s in (*config.data.train, *config.data.eval) if s.env]:
             raise UserError(f"data: {named[0]} names an environment, and env.environments is empty")
         return config
+    config = with_own_rows(config)
     for source in config.data.eval:
         label_of(source.env, loaded)
     labels = [label_of(source.env, loaded) for source in config.data.train]
@@ -161,6 +162,27 @@ def with_environments(config: RunConfig) -> RunConfig:
         for label, source in zip(labels, config.data.train, strict=True)
     )
     return config.model_copy(update={"data": config.data.model_copy(update={"train": mixed})})
+
+
+def with_own_rows(config: RunConfig) -> RunConfig:
+    """Environments of other packages have prompts of their own, where the data name none."""
+    data, entries = config.data, config.env.environments
+    if data.train or not all(entry.name.partition(":")[0] in PACKAGED for entry in entries):
+        return config
+    own = tuple(
+        DataSource(
+            path=PACKAGED_ROWS,
+            name=entry.label or entry.name,
+            env=entry.label or entry.name,
+            options={"name": entry.name, "options": entry.options},
+            # A conversation of verifiers begins with the tools that its environment has.
+            prompt_tokens="first" if entry.name.startswith("verifiers:") else "all",
+        )
+        for entry in entries
+    )
+    # The prompt of a game says nothing of what it hides; see `envs.packages`.
+    changes = {"train": own, "eval": data.eval or own, "check_disjoint": False}
+    return config.model_copy(update={"data": data.model_copy(update=changes)})
 
 
 def with_pools(config: RunConfig, train: PromptSource) -> RunConfig:
