@@ -34,9 +34,7 @@ class GuessingGame(Environment[Guess, Hint, State]):
         super().__init__()
         self._secret, self._state = 0, State()
 
-    def reset(
-        self, seed: int | None = None, episode_id: str | None = None, **options: Any
-    ) -> Hint:
+    def reset(self, seed: int | None = None, episode_id: str | None = None, **options: Any) -> Hint:
         self._secret = random.Random(seed).randint(1, HIGHEST)
         self._state = State(episode_id=episode_id, step_count=0)
         return Hint(message=f"01-{HIGHEST:02d}\n")

@@ -1,10 +1,10 @@
 """Make the tiny models that the recipes of other packages' environments begin with.
 
-    python recipes/warm_start_packages.py textarena --out models/textarena
+    python recipes/warm_start_packages.py textarena --out runs/models/textarena
 
 Plays the recipe's environment with a player that knows the rules and is often wrong on purpose, and
-imitates it, with the loss on what the player wrote. The tokenizer has the words of these episodes,
-and digits one by one. Plain torch and transformers, as `warm_start.py`, whose sizes and training
+imitates it, with the loss on what the player wrote. The tokenizer has the common words of these
+episodes, and single characters. Plain torch and transformers, as `warm_start.py`, whose sizes and training
 these are. Invariant: never sees a held-out prompt.
 """
 
@@ -14,6 +14,7 @@ import argparse
 import re
 import time
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from random import Random
@@ -22,7 +23,18 @@ from typing import Any
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
-from warm_start import CHAT_TEMPLATE, EOS, EOS_ID, IGNORED, PAD, Row, imitate, make_model, save
+from warm_start import (
+    CHAT_TEMPLATE,
+    EOS,
+    EOS_ID,
+    IGNORED,
+    PAD,
+    UNKNOWN,
+    Row,
+    imitate,
+    make_model,
+    save,
+)
 
 from dora_rl.envs.base import Row as Asked
 from dora_rl.envs.base import Turn
@@ -35,24 +47,26 @@ Piece = tuple[str, bool]
 """A text of an episode, and whether the player wrote it."""
 
 
-def wrong_sum(answer: str, rng: Random) -> str:
-    return str(int(answer) + rng.choice([-2, -1, 1, 2]))
+def spelled(question: str, flaw: float, rng: Random) -> str:
+    """The last word backward, or two of its letters exchanged."""
+    letters = list(question.split()[-1][::-1])
+    if rng.random() < flaw:
+        place = rng.randrange(len(letters) - 1)
+        letters[place : place + 2] = reversed(letters[place : place + 2])
+    return "".join(letters)
 
 
 def answers(row: dict[str, Any], flaw: float, rng: Random) -> Iterator[Piece]:
     """One answer to a question of reasoning-gym."""
     yield row["prompt"], False
-    yield wrong_sum(row["answer"], rng) if rng.random() < flaw else row["answer"], True
+    yield spelled(row["prompt"], flaw, rng), True
 
 
 def tagged(row: dict[str, Any], flaw: float, rng: Random) -> Iterator[Piece]:
-    """One answer in tags to messages; the right one is worked out from the question."""
+    """One answer to messages, sometimes without its tags."""
     yield "".join(message["content"] for message in row["prompt"]), False
-    left = re.search(r": (.*) =", row["prompt"][-1]["content"])
-    assert left is not None
-    answer = str(sum(int(sign + digits) for sign, digits in re.findall(r"(-? ?)(\d+)", left[1].replace("- ", "-"))))
-    said = wrong_sum(answer, rng) if rng.random() < flaw else answer
-    yield f"<answer>{said}</answer>", True
+    word = spelled(row["prompt"][-1]["content"], flaw / 2, rng)
+    yield (word if rng.random() < flaw / 2 else f"<answer>{word}</answer>"), True
 
 
 def arena(row: dict[str, Any], game: TextArena, flaw: float, rng: Random) -> Iterator[Piece]:
@@ -95,16 +109,21 @@ def player(name: str, environment: dict[str, Any]) -> Callable[..., Iterator[Pie
 
 
 def make_tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerFast:
-    words = sorted({word for text in texts for word in re.findall(WORDS, text)} | set("0123456789"))
-    vocab = {word: index for index, word in enumerate((PAD, EOS, "<unk>", *words))}
-    core = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    """Words that every tenth text has are tokens; others are spelled."""
+    known = Counter(word for text in texts for word in set(re.findall(WORDS, text)))
+    words = {word for word, count in known.items() if 10 * count >= len(texts)}
+    words |= {char for text in texts for char in text} | set("0123456789")
+    vocab = {word: index for index, word in enumerate((PAD, EOS, UNKNOWN, *sorted(words)))}
+    core = Tokenizer(
+        models.WordPiece(vocab, unk_token=UNKNOWN, continuing_subword_prefix="")  # pyright: ignore
+    )
     core.pre_tokenizer = pre_tokenizers.Split(Regex(WORDS), "isolated")
     core.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
         tokenizer_object=core,
         pad_token=PAD,
         eos_token=EOS,
-        unk_token="<unk>",
+        unk_token=UNKNOWN,
         chat_template=CHAT_TEMPLATE,
         model_max_length=TOKENS_MAX,
         clean_up_tokenization_spaces=False,
@@ -129,7 +148,7 @@ def main() -> None:
     )
     parser.add_argument("name", choices=["reasoning_gym", "textarena", "verifiers", "openenv"])
     parser.add_argument("--out", type=Path, required=True, help="directory of the model")
-    parser.add_argument("--episodes", type=int, default=12_000)
+    parser.add_argument("--episodes", type=int, default=16_000)
     parser.add_argument("--flawed", type=float, default=0.25, help="share of flawed episodes")
     parser.add_argument("--flaw", type=float, default=0.6, help="how often they are wrong")
     parser.add_argument("--lr", type=float, default=2e-3)
@@ -138,7 +157,9 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     start_s = time.perf_counter()
-    (environment,) = tomllib.loads((RECIPES / f"{args.name}.toml").read_text())["env"]["environments"]
+    (environment,) = tomllib.loads((RECIPES / f"{args.name}.toml").read_text())["env"][
+        "environments"
+    ]
     rows = Rows(environment["name"], environment["options"])
     play, shown = player(args.name, environment), list[list[Piece]]()
     for index in range(args.episodes):

@@ -58,7 +58,6 @@ class Packaged(Environment):
     """One name of a package; `options` are those of the configuration."""
 
     of: ClassVar[str] = ""  # what stands behind the colon
-    hides: ClassVar[bool] = True  # whether rows differ in more than their prompts
 
     def __init__(self, **options: Any) -> None:
         self.options = options
@@ -108,8 +107,6 @@ def draw(*parts: object) -> int:
 
 class ReasoningGym(Packaged):
     """One turn. Text in <answer> tags is the answer; without tags all of it is."""
-
-    hides = False
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

@@ -180,8 +180,10 @@ def with_own_rows(config: RunConfig) -> RunConfig:
         )
         for entry in entries
     )
-    # The prompt of a game says nothing of what it hides; see `envs.packages`.
-    changes = {"train": own, "eval": data.eval or own, "check_disjoint": False}
+    # The prompt of a game says nothing of what it hides: all are alike.
+    games = any(entry.name.startswith(("textarena:", "openenv:")) for entry in entries)
+    changes = {"train": own, "eval": data.eval or own}
+    changes["check_disjoint"] = data.check_disjoint and not games
     return config.model_copy(update={"data": data.model_copy(update=changes)})
 
 
