@@ -1,4 +1,4 @@
-"""An OpenEnv server with a guessing game, for `openenv.toml`: openenv's own classes, its own server.
+"""An OpenEnv server with a guessing game, for `openenv.toml`: its own classes, its own server.
 
     python recipes/openenv_server.py --port 8123
 

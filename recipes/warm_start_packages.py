@@ -4,8 +4,8 @@
 
 Plays the recipe's environment with a player that knows the rules and is often wrong on purpose, and
 imitates it, with the loss on what the player wrote. The tokenizer has the common words of these
-episodes, and single characters. Plain torch and transformers, as `warm_start.py`, whose sizes and training
-these are. Invariant: never sees a held-out prompt.
+episodes, and single characters. Plain torch and transformers; sizes and training are those of
+`warm_start.py`. Invariant: never sees a held-out prompt.
 """
 
 from __future__ import annotations

@@ -188,7 +188,7 @@ class TextArena(Packaged):
         self._random = random.Random(number).getstate()
         with self._drawing():
             self._game.reset(num_players=self._players, seed=number)
-            return self._look()
+            return self._look() or ""
 
     def reset(self, row: Row, seed: int) -> None:
         self.begin(row)
@@ -198,14 +198,14 @@ class TextArena(Packaged):
     def step(self, turn: Turn) -> Observation:
         with self._drawing():
             done, _ = self._game.step(action=turn.text)
-            said = "" if done else self._look()
-            if not said:  # it is over, for player 0 at least
+            said = None if done else self._look()
+            if said is None:
                 rewards, _ = self._game.close()
                 return Observation(reward=float((rewards or {}).get(0, 0.0)), done=True)
-        return Observation(self.say(said))
+        return Observation(self.say(said or "\n"))  # some wrappers do not tell of a wrong move
 
-    def _look(self) -> str:
-        """What is new to player 0, after the others have moved; nothing if that ended the game."""
+    def _look(self) -> str | None:
+        """What is new to player 0, after the others have moved; None if that ended the game."""
         while True:
             player, text = self._game.get_observation()
             if not isinstance(text, str):  # a game without a wrapper
@@ -217,7 +217,7 @@ class TextArena(Packaged):
             assert self._opponent is not None
             done, _ = self._game.step(action=str(self._opponent(text)))
             if done:
-                return ""
+                return None
 
     @contextmanager
     def _drawing(self) -> Iterator[None]:

@@ -188,7 +188,7 @@ def test_an_openenv_server_is_asked() -> None:
     assert opening.text == f"seed {row.columns['seed']}\n"
     assert first.text == '{"heard": {"message": "left"}}' and first.reward == 0.0
     assert last.done and last.reward == 1.0
-    with pytest.raises(RuntimeError, match="no OpenEnv server answers at http://nobody"):
+    with pytest.raises(RuntimeError, match="no OpenEnv server answers at http://nob"):
         play(environment("openenv:http://nobody", prompt="go\n"), row, [])
 
 
