@@ -152,7 +152,7 @@ def main() -> None:
     parser.add_argument("--flawed", type=float, default=0.25, help="share of flawed episodes")
     parser.add_argument("--flaw", type=float, default=0.6, help="how often they are wrong")
     parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
