@@ -2,7 +2,7 @@
 
     python recipes/openenv_server.py --port 8123
 
-The first observation is the range, as in `01-15`. A message is a guess; the answer is `<` or `>`,
+The first observation is the range, `1-7`. A message is a guess; the answer is `<` or `>`,
 or the end. The last guess ends the game. Invariant: the same seed hides the same number.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 import uvicorn
 from openenv.core.env_server import Action, Environment, Observation, State, create_fastapi_app
 
-HIGHEST, GUESSES = 15, 4
+HIGHEST, GUESSES = 7, 3
 SESSIONS_MAX = 4096
 
 
@@ -37,7 +37,7 @@ class GuessingGame(Environment[Guess, Hint, State]):
     def reset(self, seed: int | None = None, episode_id: str | None = None, **options: Any) -> Hint:
         self._secret = random.Random(seed).randint(1, HIGHEST)
         self._state = State(episode_id=episode_id, step_count=0)
-        return Hint(message=f"01-{HIGHEST:02d}\n")
+        return Hint(message=f"1-{HIGHEST}\n")
 
     def step(self, action: Guess, timeout_s: float | None = None, **options: Any) -> Hint:
         self._state.step_count += 1

@@ -87,14 +87,14 @@ def arena(row: dict[str, Any], game: TextArena, flaw: float, rng: Random) -> Ite
 
 def guesses(row: dict[str, Any], flaw: float, rng: Random) -> Iterator[Piece]:
     """The server's game, played without the server."""
-    secret, tried = rng.randint(1, 15), set[int]()
-    yield row["prompt"] + "01-15\n", False
-    for _ in range(4):
-        guess = rng.choice([n for n in range(1, 16) if n not in tried])
+    secret, tried = rng.randint(1, 7), set[int]()
+    yield row["prompt"] + "1-7\n", False
+    for number in range(3):
+        guess = rng.choice([n for n in range(1, 8) if n not in tried])
         tried.add(guess)
-        said = "?" if rng.random() < flaw else f"{guess:02d}"
+        said = "?" if rng.random() < flaw else str(guess)
         yield said, True
-        if guess == secret or said == "?":
+        if guess == secret or said == "?" or number == 2:
             return
         yield "<\n" if secret < guess else ">\n", False
 

@@ -42,16 +42,24 @@ class Curriculum:
 def draw(curriculum: Curriculum, params: Params) -> int:
     """The next prompt's place in the stream. Where all pools have little credit, a limited number
     is passed over: one event must not take long."""
+    number = _visit(curriculum, params)
     for _ in range(ceil(2 / least_credit(params))):
-        number = curriculum.next_pool
-        pool = curriculum.pools.setdefault(number, Pool())
-        curriculum.next_pool = (number + 1) % params.pools
-        pool.credit += weight(params, number) * max(params.pool_share_min, pool.told)
-        if pool.credit >= 1:
+        if curriculum.pools[number].credit >= 1:
             break
+        number = _visit(curriculum, params)
+    pool = curriculum.pools[number]
     pool.credit = max(0.0, pool.credit - 1)
     pool.issued += 1
     return (pool.issued - 1) * params.pools + number
+
+
+def _visit(curriculum: Curriculum, params: Params) -> int:
+    """Give the next pool its credit."""
+    number = curriculum.next_pool
+    pool = curriculum.pools.setdefault(number, Pool())
+    curriculum.next_pool = (number + 1) % params.pools
+    pool.credit += weight(params, number) * max(params.pool_share_min, pool.told)
+    return number
 
 
 def note(curriculum: Curriculum, params: Params, prompt: int, *, told: bool) -> None:

@@ -292,15 +292,18 @@ async def play_verifiers(base_url: str, api_key: str, row: Row) -> float:
     environment = loaded(about["name"], about["options"])
     rows = examples(about["name"], about["options"], about["split"] in TEST_SPLITS)
     clients = package("verifiers", "verifiers.clients.openai_chat_completions_client")
-    openai = package("verifiers", "openai")
-    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
-        asked = dict(rows[about["row"]])
-        played = await environment.run_rollout(
-            asked, clients.OpenAIChatCompletionsClient(client), "policy", {}
-        )
+    client = clients.OpenAIChatCompletionsClient(_client(base_url).with_options(api_key=api_key))
+    played = await environment.run_rollout(dict(rows[about["row"]]), client, "policy", {})
     if played.get("error"):
         raise RuntimeError(f"verifiers:{about['name']}: {played['error']}")
     return float(played["reward"])
+
+
+@lru_cache(maxsize=8)
+def _client(base_url: str) -> Any:
+    """One of an endpoint, and so of an event loop: to make one takes longer than to ask it."""
+    openai = package("verifiers", "openai")
+    return openai.AsyncOpenAI(base_url=base_url, api_key="of the episode", max_retries=0)
 
 
 @lru_cache

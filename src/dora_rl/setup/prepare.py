@@ -11,6 +11,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from dora_rl.config import DataSource, RewardConfig, RunConfig
 from dora_rl.controller.sinks import check_sinks
@@ -182,7 +183,7 @@ def with_own_rows(config: RunConfig) -> RunConfig:
     )
     # The prompt of a game says nothing of what it hides: all are alike.
     games = any(entry.name.startswith(("textarena:", "openenv:")) for entry in entries)
-    changes = {"train": own, "eval": data.eval or own}
+    changes: dict[str, Any] = {"train": own, "eval": data.eval or own}
     changes["check_disjoint"] = data.check_disjoint and not games
     return config.model_copy(update={"data": data.model_copy(update=changes)})
 
