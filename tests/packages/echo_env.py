@@ -22,6 +22,8 @@ async def found(state: Any, answer: str) -> float:
 
 
 def last(state: Any) -> str:
+    if not state["trajectory"]:
+        return ""
     return state["trajectory"][-1]["completion"][-1].content
 
 

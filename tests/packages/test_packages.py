@@ -107,7 +107,8 @@ def episode(name: str, options: dict[str, Any], index: int, replies: list[str]) 
         mask: list[int] = []
         said: list[Any] = []
         for reply in ("", *replies):
-            written = (*tokenizer.encode(reply), 1) if reply else ()
+            text = reply.strip("\x00")  # nothing but the end of sequence
+            written = (*tokenizer.encode(text), 1) if reply else ()
             tokens += written
             mask += [1] * len(written)
             ask = Ask(RequestId(0, 0), name, row, 0, tuple(tokens), tuple(mask))
@@ -132,6 +133,11 @@ def test_turns_stops_and_rewards_of_verifiers() -> None:
     assert end.done and end.reward == 0.5, "found in the second turn"
     *_, end = episode(name, {"turns": 2}, 3, [wrong, wrong])
     assert end.done and end.reward == 0.0, "its own limit of turns"
+
+
+def test_an_empty_answer_to_verifiers_is_worth_nothing_and_no_failure() -> None:
+    *_, end = episode(f"verifiers:{Path(__file__).parent / 'echo_env.py'}", {}, 3, ["\x00"])
+    assert end.done and end.reward == 0.0
 
 
 def test_an_environment_that_verifiers_ships() -> None:

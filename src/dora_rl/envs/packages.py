@@ -294,8 +294,9 @@ async def play_verifiers(base_url: str, api_key: str, row: Row) -> float:
     clients = package("verifiers", "verifiers.clients.openai_chat_completions_client")
     client = clients.OpenAIChatCompletionsClient(_client(base_url).with_options(api_key=api_key))
     played = await environment.run_rollout(dict(rows[about["row"]]), client, "policy", {})
-    if played.get("error"):
-        raise RuntimeError(f"verifiers:{about['name']}: {played['error']}")
+    # An answer that is empty is the policy's, and is worth what the rubric says.
+    if (error := played.get("error")) and error.get("error") != "EmptyModelResponseError":
+        raise RuntimeError(f"verifiers:{about['name']}: {error}")
     return float(played["reward"])
 
 
