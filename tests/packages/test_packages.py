@@ -214,7 +214,7 @@ def test_a_run_takes_prompts_and_rewards_from_the_package(
     gym = "verifiers.envs.integrations.reasoninggym_env:ReasoningGymEnv"
     entry = {
         "reasoning_gym": {"name": "reasoning_gym:spell_backward"},
-        "textarena": {"name": "textarena:GuessTheNumber-v0", "options": GUESS},
+        "textarena": {"name": "textarena:Blackjack-v0"},
         "verifiers": {
             "name": f"verifiers:{gym}",
             "options": {"gym": "spell_backward", "system_prompt": "0", "num_train_examples": 50},
