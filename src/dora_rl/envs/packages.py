@@ -28,7 +28,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, ClassVar
 
-from dora_rl.envs.agent import Agent
+from dora_rl.envs.agent import AGENT_S_MAX, Agent
 from dora_rl.envs.base import Environment, Message, Observation, Row, Turn
 from dora_rl.types import UserError
 from dora_rl.user_code import hint, load_object, one_line
@@ -304,7 +304,9 @@ async def play_verifiers(base_url: str, api_key: str, row: Row) -> float:
 def _client(base_url: str) -> Any:
     """One of an endpoint, and so of an event loop: to make one takes longer than to ask it."""
     openai = package("verifiers", "openai")
-    return openai.AsyncOpenAI(base_url=base_url, api_key="of the episode", max_retries=0)
+    # Hundreds may ask at once, and an answer takes as long as its turn.
+    options = {"max_retries": 0, "timeout": AGENT_S_MAX}
+    return openai.AsyncOpenAI(base_url=base_url, api_key="of the episode", **options)
 
 
 @lru_cache
