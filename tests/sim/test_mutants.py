@@ -9,6 +9,7 @@ import pytest
 from dora_rl.core import (
     admission,
     batching,
+    curriculum,
     faults,
     ledger,
     orchestrate,
@@ -336,7 +337,30 @@ def held_back_without_a_floor(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(admission, "may_issue", lambda outstanding, batch, ahead: outstanding < ahead)
 
 
+def a_prompt_of_a_pool_is_left_out(patch: pytest.MonkeyPatch) -> None:
+    original = ledger.draw
+
+    def skipping(pools: Any, params: Any) -> int:
+        place = original(pools, params)
+        return original(pools, params) if place == params.pools else place
+
+    patch.setattr(ledger, "draw", skipping)
+
+
+def a_pool_that_tells_nothing_is_never_drawn(patch: pytest.MonkeyPatch) -> None:
+    original = curriculum.note
+
+    def spent(pools: Any, params: Any, prompt: int, *, told: bool) -> None:
+        original(pools, params, prompt, told=told)
+        if not told:
+            pools.pools[prompt % params.pools].credit = -50.0
+
+    patch.setattr(ledger, "note", spent)
+
+
 MUTANTS: list[Patch] = [
+    a_prompt_of_a_pool_is_left_out,
+    a_pool_that_tells_nothing_is_never_drawn,
     held_back_without_a_floor,
     late_messages_believed,
     answers_to_earlier_loads_believed,

@@ -69,7 +69,7 @@ class DataSource(Section):
     answer_after: str = ""
     """A mark in the answer column: what follows its last occurrence is the answer, with commas
     taken out of numbers (`####` for GSM8K). If empty, the whole column is the answer."""
-    options: dict[str, str | int | float | bool] = Field(default_factory=dict)
+    options: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Keyword arguments for a source that is code."""
     env: str = ""
     """The label of the environment that plays these prompts. It may stay empty where there is only
@@ -105,6 +105,19 @@ class DataConfig(Section):
     """How many rows of an endless source are looked at before the run starts."""
     check_disjoint: bool = True
     """Whether a run refuses to start when an evaluation prompt is also a training prompt."""
+    curriculum: Literal["off", "pools", "rows"] = "off"
+    """Whether prompts come less often while their groups tell nothing: all samples right, or all
+    wrong. Of each of the `pools` that the sources are divided into, or of each of the `rows`, the
+    share of recent groups whose rewards differed decides how often it comes; see algorithms.md."""
+    curriculum_pools: int = Field(default=8, ge=1)
+    """Under `pools`: into how many pools of the same size each source is divided, from its easiest
+    rows to its hardest. With 1 every source is a pool. Under `rows` it is the number of rows, which
+    the run fills in."""
+    curriculum_column: str = Field(default="difficulty", min_length=1)
+    """Under `pools`: the column by which rows are ordered, a number."""
+    curriculum_share_min: float = Field(default=0.1, gt=0, le=1)
+    """How often prompts come whose groups tell nothing, relative to those whose groups always tell
+    something."""
 
 
 class RewardFunction(Section):
@@ -159,7 +172,8 @@ class EnvironmentEntry(Section):
 
     name: str = Field(min_length=1)
     """The environment: one of the built-in ones (agent, calculator, guess, single_turn),
-    `package.module:Name` or `path/to/file.py:Name`."""
+    `package.module:Name` or `path/to/file.py:Name`; or one of another package: `verifiers:NAME`,
+    `reasoning_gym:DATASET`, `textarena:ID`, `openenv:URL`."""
     label: str = ""
     """What `data.train[].env` and the records call this environment. If empty, its `name` is
     used."""

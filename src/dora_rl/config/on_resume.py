@@ -71,7 +71,10 @@ _NEXT_STEP = {
 }
 _FIXED = {
     "model": "path",
-    "data": "train eval seed shuffle prompt_tokens_max chat system_prompt template_options",
+    "data": (
+        "train eval seed shuffle prompt_tokens_max chat system_prompt template_options "
+        "curriculum curriculum_pools curriculum_column curriculum_share_min"
+    ),
     "data.train[]": (
         "path weight name split subset prompt_column answer_column answer_after options env "
         "prompt_tokens"

@@ -15,6 +15,7 @@ from dora_rl.types import Version
 def check_invariants(state: State) -> None:
     """Raise AssertionError at the first law that does not hold."""
     _check_groups(state)
+    _check_pools(state)
     _check_requests(state)
     _check_instances(state)
     if state.policy.keeps_bound and state.target is None:
@@ -43,6 +44,16 @@ def _check_groups(state: State) -> None:
     assert len(taken_ids) == len(set(taken_ids)), "a group is in two places of a batch"
     assert len(taken_ids) == taken
     assert len(state.batch.groups) <= state.params.batch_groups
+
+
+def _check_pools(state: State) -> None:
+    num_pools, pools = state.params.pools, state.curriculum.pools
+    assert num_pools or not pools, "pools without a curriculum"
+    assert all(0 <= number < num_pools for number in pools)
+    for pool in pools.values():
+        assert 0 <= pool.told <= 1 and 0 <= pool.credit < 1
+    if num_pools:
+        assert sum(pool.issued for pool in pools.values()) == state.next_prompt, "prompts leak"
 
 
 def _check_requests(state: State) -> None:

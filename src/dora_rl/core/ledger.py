@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 
 from dora_rl.core.actions import Abort, Action, End, EndGroup, Score, SetAside, Stop
+from dora_rl.core.curriculum import draw, note
 from dora_rl.core.events import SampleFailed, SampleFinished, Scored, ScoreFailed, StopRequested
 from dora_rl.core.placement import release, requeue
 from dora_rl.core.state import GENERATING, Group, GroupPhase, Phase, Request, State
@@ -150,6 +151,8 @@ def _settle_group(
         _fail_group(state, group, reason, out, kills=kills)
     elif group.num_scored + group.num_failed == size:
         rewards = {r.reward for r in group.requests if r.phase is Phase.SCORED}
+        if params.pools:
+            note(state.curriculum, params, group.prompt, told=len(rewards) > 1)
         if params.filter_equal and len(rewards) == 1:
             end_group(state, group, End.FILTERED, None, "all rewards equal", out)
             state.filtered_streak += 1
@@ -225,6 +228,8 @@ def next_prompt(state: State) -> int:
     if state.reissued_last:
         return state.reissue.popleft()
     state.next_prompt += 1
+    if state.params.pools:
+        return draw(state.curriculum, state.params)
     return state.next_prompt - 1
 
 

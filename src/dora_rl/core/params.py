@@ -102,6 +102,13 @@ class Params:
     # Whether groups are held back that would only age (`freshness`); logs of older releases were
     # decided without.
     freshness: bool = False
+    # Pools of prompts (`curriculum`): how many, 0 being none; the weights of the sources that they
+    # are of, relative to the largest, in turn; the least share of one; over how many of its groups,
+    # about, what they told is kept.
+    pools: int = 0
+    pool_weights: tuple[float, ...] = ()
+    pool_share_min: float = 0.1
+    pool_recent: int = 1
     cost: MoveCost = MoveCost()
     deadlines: Deadlines = Deadlines()
 
@@ -122,6 +129,16 @@ class Params:
                 self.samples_min <= self.group_size,
                 f"samples_min ({self.samples_min}) is more than group_size ({self.group_size})",
             ),
+            (self.pools >= 0, f"pools must be 0 or more, not {self.pools}"),
+            (
+                0 < self.pool_share_min <= 1,
+                f"pool_share_min must be above 0 and at most 1, not {self.pool_share_min}",
+            ),
+            (
+                all(0 < weight <= 1 for weight in self.pool_weights),
+                f"pool_weights must be above 0 and at most 1, not {self.pool_weights}",
+            ),
+            (self.pool_recent >= 1, f"pool_recent must be at least 1, not {self.pool_recent}"),
             (self.oversample >= 1, f"oversample must be at least 1, not {self.oversample}"),
             (
                 0 < self.kv_low <= self.kv_high <= 1,

@@ -88,6 +88,11 @@ def _check_changes(state: State, params: Params) -> None:
             f"group_size = {params.group_size}: the groups of this run have "
             f"{old.group_size} samples; start a new run"
         )
+    if params.pools != old.pools:
+        raise UserError(
+            f"{params.pools} pools of prompts: this run has {old.pools}, and its prompts are "
+            "numbered by them; start a new run"
+        )
     shorter = params.num_steps < old.num_steps and state.policy.keeps_bound
     if shorter and not replace(state.bound, last=params.num_steps - 1).holds(state.untaken):
         taken = old.batch_groups - state.bound.free  # of the step that is filling

@@ -15,6 +15,7 @@ from enum import StrEnum
 from typing import ClassVar, TypeAlias
 
 from dora_rl.core.actions import Action, End
+from dora_rl.core.curriculum import Curriculum
 from dora_rl.core.freshness import Freshness
 from dora_rl.core.params import Params, Policy, policy_of
 from dora_rl.core.window import Bound
@@ -228,7 +229,7 @@ class State:
     filling: StepIndex = 0
     committed: StepIndex = 0
     next_group: GroupId = 0  # so many were issued
-    next_prompt: int = 0
+    next_prompt: int = 0  # so many prompts were drawn
     next_instance: int = 0
     reissue: deque[int] = field(default_factory=deque[int])
     reissued_last: bool = False  # the group issued last was of a prompt that had failed
@@ -266,6 +267,7 @@ class State:
     on_disk: Version = 0  # the newest version that was said to be durable; see `durable`
     lineage: int = 0  # how often the run went back to a durable version
     freshness: Freshness = field(default_factory=Freshness)
+    curriculum: Curriculum = field(default_factory=Curriculum)
     policy: Policy = field(init=False)
     ended: list[Group] = field(init=False, default_factory=list[Group])  # only to be freed
 

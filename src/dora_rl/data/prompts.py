@@ -23,12 +23,13 @@ from array import array
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from math import gcd, isqrt
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast
 
 from dora_rl.config import DataConfig, DataSource
-from dora_rl.data.rows import Row, Rows, open_rows
+from dora_rl.data.order import Interleave, epoch_key, permute
+from dora_rl.data.pools import Pools
+from dora_rl.data.rows import OpenSource, Row, Rows, open_rows
 from dora_rl.model.tokenizer import Tokenizer
 from dora_rl.types import Prompt, UserError
 from dora_rl.user_code import one_line
@@ -41,28 +42,6 @@ ANSWER_ROWS_MAX = 200_000  # of one source, looked through for rows without an a
 RECENT = 1024  # prompts kept, as they were made
 DEFAULT_SPLITS = {"train": "train", "eval": "test"}
 LATER_KEYS = ("answer_after",)  # of a source: runs of earlier releases have fingerprints without
-
-
-@dataclass(frozen=True, slots=True)
-class OpenSource:
-    """One source, opened and filtered. `kept` lists the rows within the length limit, or is None
-    where all are."""
-
-    config: DataSource
-    split: str
-    rows: Rows
-    kept: Sequence[int] | None
-
-    @property
-    def num_kept(self) -> int | None:
-        return self.rows.num_rows if self.kept is None else len(self.kept)
-
-    @property
-    def num_too_long(self) -> int:
-        return (self.rows.num_rows or 0) - (self.num_kept or 0)
-
-    def row_number(self, place: int) -> int:
-        return place if self.kept is None else self.kept[place]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +60,8 @@ class PromptSource:
         assert sources
         self._config, self._renderer, self.sources = config, renderer, tuple(sources)
         self._interleave = Interleave.of([source.config.weight for source in sources])
+        with_pools = self.sources if config.curriculum != "off" else ()
+        self._pools = [Pools(config, source, number) for number, source in enumerate(with_pools)]
         self._recent = lru_cache(RECENT)(self._make)  # asked for again with every sample of it
 
     def prompt(self, index: int) -> Prompt:
@@ -89,6 +70,8 @@ class PromptSource:
 
     def _make(self, index: int) -> Prompt:
         assert index >= 0, f"prompt index {index}"
+        if self._pools:
+            return self._make_of_pool(index)
         number, draw = self._interleave.place(index)
         source = self.sources[number]
         if source.num_kept is None:
@@ -97,6 +80,18 @@ class PromptSource:
         if self._config.shuffle:
             offset = permute(offset, source.num_kept, epoch_key(self._config.seed, number, epoch))
         return self._render(index, source, source.row_number(offset))
+
+    def _make_of_pool(self, index: int) -> Prompt:
+        """Under a curriculum: pools of the sources take turns."""
+        draw, pool = divmod(index, self.num_pools)
+        part, number = divmod(pool, len(self.sources))
+        source = self.sources[number]
+        return self._render(index, source, source.row_number(self._pools[number].place(part, draw)))
+
+    @property
+    def num_pools(self) -> int:
+        """Of the curriculum, over all sources; 0 where there is none."""
+        return sum(pools.num_pools for pools in self._pools)
 
     @property
     def num_prompts(self) -> int | None:
@@ -153,6 +148,8 @@ class PromptSource:
 
     def _fingerprint(self, unless_set: Collection[str] = ()) -> str:
         parts: list[object] = [self._config.seed, self._config.shuffle]
+        if self._pools:
+            parts.append([self._config.curriculum, self._config.curriculum_column, self.num_pools])
         for source in self.sources:
             count = source.rows.num_rows or 3
             samples = plain([source.rows.row(i) for i in sorted({0, count // 2, count - 1})])
@@ -163,9 +160,10 @@ class PromptSource:
 
     def describe(self) -> list[str]:
         """One line per source, for `dora-rl check` and the log."""
+        pools = f", {self.num_pools} pools" if self._pools else ""
         return [
             f"{source.config.path}: {source.rows.num_rows or 'endless'} rows, "
-            f"{source.num_too_long} too long, weight {source.config.weight:g}"
+            f"{source.num_too_long} too long, weight {source.config.weight:g}{pools}"
             for source in self.sources
         ]
 
@@ -191,6 +189,8 @@ def open_prompts(
     """Open, check and filter all sources of `data.train` or `data.eval`."""
     if not (entries := config.train if part == "train" else config.eval):
         raise UserError(f"data.{part} is empty; give a file, a directory or package.module:name")
+    if part == "eval":
+        config = config.model_copy(update={"curriculum": "off"})
     renderer = Renderer(config, tokenizer)
     sources = []
     for entry in entries:
@@ -423,86 +423,3 @@ def plain(value: object) -> object:
     if hasattr(value, "tolist"):  # numpy arrays and scalars
         return plain(cast(Any, value).tolist())
     return str(value)  # dates, decimals, UUIDs and whatever else there is
-
-
-# -- in which order they come ----------------------------------------------------------------------
-#
-# Pure arithmetic from (seed, index) to (source, epoch, row); no position or permutation is stored.
-# Every epoch of a source visits each of its rows exactly once, whatever the mixing weights, and any
-# index can be asked for directly.
-#
-#     index ──interleave──▶ (source, k-th draw of it) ──divide──▶ (epoch, offset) ──permute──▶ row
-
-# The pattern of sources repeats after at most this many prompts: weights are kept to 0.1 %.
-PATTERN_LENGTH_MAX = 1000
-NUM_ROUNDS = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Interleave:
-    """A repeating pattern of sources, as even as the weights allow.
-
-    >>> [Interleave.of((2.0, 1.0)).place(i) for i in range(4)]
-    [(0, 0), (1, 0), (0, 1), (0, 2)]
-    """
-
-    sources: tuple[int, ...]
-    ranks: tuple[int, ...]
-    quotas: tuple[int, ...]
-
-    @staticmethod
-    def of(weights: Sequence[float]) -> Interleave:
-        quotas = _quotas(weights)
-        # The k-th of q draws of a source belongs at (k + 1/2) / q of the pattern.
-        draws = sorted(
-            ((k + 0.5) / quota, source, k)
-            for source, quota in enumerate(quotas)
-            for k in range(quota)
-        )
-        return Interleave(tuple(d[1] for d in draws), tuple(d[2] for d in draws), quotas)
-
-    def place(self, index: int) -> tuple[int, int]:
-        """Which source the index draws from, and how many draws of that source came before."""
-        block, slot = divmod(index, len(self.sources))
-        source = self.sources[slot]
-        return source, block * self.quotas[source] + self.ranks[slot]
-
-
-def _quotas(weights: Sequence[float]) -> tuple[int, ...]:
-    """Draws of each source in one pattern, by largest remainder, each at least one."""
-    assert weights and all(weight > 0 for weight in weights), f"weights {weights}"
-    if len(set(weights)) == 1:
-        return (1,) * len(weights)
-    exact = [weight / sum(weights) * PATTERN_LENGTH_MAX for weight in weights]
-    quotas = [max(1, int(share)) for share in exact]
-    order = sorted(range(len(weights)), key=lambda i: quotas[i] - exact[i])
-    for i in order[: max(0, PATTERN_LENGTH_MAX - sum(quotas))]:
-        quotas[i] += 1
-    return tuple(quota // gcd(*quotas) for quota in quotas)
-
-
-def epoch_key(seed: int, source: int, epoch: int) -> bytes:
-    return hashlib.blake2b(f"prompts/{seed}/{source}/{epoch}".encode(), digest_size=16).digest()
-
-
-def permute(index: int, size: int, key: bytes) -> int:
-    """The place of `index` in a pseudo-random permutation of range(size), with no memory.
-
-    A Feistel network on pairs (left, right) of a rectangle that just covers the range. The few
-    results that fall outside it are put through again, which keeps the map one to one.
-    """
-    assert 0 <= index < size, f"index {index} of {size}"
-    width = isqrt(size - 1) + 1
-    height = -(-size // width)
-    while True:
-        right, left = divmod(index, width)
-        for turn in range(NUM_ROUNDS):
-            left = (left + _mix(key, 2 * turn, right)) % width
-            right = (right + _mix(key, 2 * turn + 1, left)) % height
-        if (index := right * width + left) < size:
-            return index
-
-
-def _mix(key: bytes, turn: int, value: int) -> int:
-    data = value.to_bytes(8, "little") + turn.to_bytes(1, "little")
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8, key=key).digest(), "little")

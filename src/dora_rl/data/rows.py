@@ -13,6 +13,7 @@ import re
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, cast
@@ -109,6 +110,28 @@ class MadeRows(Rows):
         except Exception as error:
             # The user's code may raise anything; to the run it is a row that cannot be made.
             raise UserError(f"{self.where(index)}: its code raised {one_line(error)}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class OpenSource:
+    """One source, opened and filtered. `kept` lists the rows within the length limit, or is None
+    where all are."""
+
+    config: DataSource
+    split: str
+    rows: Rows
+    kept: Sequence[int] | None
+
+    @property
+    def num_kept(self) -> int | None:
+        return self.rows.num_rows if self.kept is None else len(self.kept)
+
+    @property
+    def num_too_long(self) -> int:
+        return (self.rows.num_rows or 0) - (self.num_kept or 0)
+
+    def row_number(self, place: int) -> int:
+        return place if self.kept is None else self.kept[place]
 
 
 def _arrow_rows(name: str, table: Any) -> Rows:

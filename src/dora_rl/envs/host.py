@@ -263,6 +263,19 @@ BUILT_IN = {
 }
 
 
+# Environments of other packages: `envs.packages`, which is imported where one is named.
+PACKAGED = ("verifiers", "reasoning_gym", "textarena", "openenv")
+PACKAGED_ROWS = "dora_rl.envs.packages:Rows"
+
+
+def packaged(name: str) -> type[Environment]:
+    from dora_rl.envs.packages import named
+
+    if (found := named(name)) is None:
+        raise UserError(f"env: {name!r} names nothing behind the colon; see docs/agents.md")
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class LoadedEnvironment:
     """One entry of the configuration with its class."""
@@ -307,11 +320,13 @@ def load_environments(
 
 def load_class(name: str, base_dir: Path) -> type[Environment]:
     """The class that a name means; failures are one line."""
+    if name.partition(":")[0] in PACKAGED:
+        return packaged(name)
     require(
         (
             name in BUILT_IN or ":" in name,
-            f"env: no environment {name!r}; give {', '.join(BUILT_IN)}, package.module:Name or "
-            f"path/to/file.py:Name",
+            f"env: no environment {name!r}; give {', '.join(BUILT_IN)}, package.module:Name, "
+            f"path/to/file.py:Name, or one of {', '.join(PACKAGED)} with a colon and a name",
         ),
     )
     found = load_object(BUILT_IN.get(name, name), base_dir, section="env", key=KEY)

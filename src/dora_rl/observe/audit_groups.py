@@ -48,7 +48,9 @@ class GroupAudit(Checker):
     """
 
     prompts: dict[int, GroupId] = field(default_factory=dict[int, GroupId])
-    next_prompt: int = 0
+    next_prompts: dict[int, int] = field(default_factory=dict[int, int])  # of each pool
+    num_drawn: int = 0  # prompts, without those that were issued again
+    drawn_at: dict[int, int] = field(default_factory=dict[int, int])  # the last of each pool
     # Prompts of failed groups, not issued again yet.
     owed: dict[int, None] = field(default_factory=dict[int, None])
     next_group: GroupId = 0
@@ -107,10 +109,28 @@ class GroupAudit(Checker):
         elif prompt in self.prompts:
             earlier = self.prompts[prompt]
             self.add(PROMPTS, name, f"prompt {prompt} was issued already as group {earlier}")
-        elif prompt != self.next_prompt:
-            self.add(PROMPTS, name, f"issued with prompt {prompt}, {self.next_prompt} is next")
-        self.next_prompt = max(self.next_prompt, prompt + 1)
+        else:
+            self._check_pool(name, prompt)
         self.prompts[prompt] = action.group
+
+    def _check_pool(self, name: str, prompt: int) -> None:
+        """Prompts of a pool come in order, and no pool waits too long. Without a curriculum there
+        is one pool."""
+        params = self.books.params
+        pools = max(1, params.pools)
+        pool = prompt % pools
+        following = self.next_prompts.get(pool, pool)
+        if prompt != following:
+            self.add(PROMPTS, name, f"issued with prompt {prompt}, {following} is next")
+        self.next_prompts[pool] = max(following, prompt) + pools
+        # As `curriculum` promises: credit for a prompt comes in so many rounds of all pools.
+        least = params.pool_share_min * min(params.pool_weights, default=1.0)
+        limit = (math.ceil(1 / least) + 1) * pools
+        waited = self.num_drawn - self.drawn_at.get(pool, 0)
+        if pools > 1 and waited > limit:
+            self.add(PROMPTS, name, f"pool {pool} waited for {waited} prompts, {limit} at most")
+        self.num_drawn += 1
+        self.drawn_at[pool] = self.num_drawn
 
     def on_score(self, action: act.Score) -> None:
         name, label = f"group {action.request.group}", f"sample {action.request.sample}"

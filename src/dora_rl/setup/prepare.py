@@ -11,12 +11,13 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from dora_rl.config import RewardConfig, RunConfig
+from dora_rl.config import DataSource, RewardConfig, RunConfig
 from dora_rl.controller.sinks import check_sinks
 from dora_rl.data.prompts import PromptSource, open_data
 from dora_rl.engine.options import EngineOptions
-from dora_rl.envs.host import label_of, load_environments
+from dora_rl.envs.host import PACKAGED, PACKAGED_ROWS, label_of, load_environments
 from dora_rl.model.directory import read_spec
 from dora_rl.observe.eval_figures import SCORES
 from dora_rl.rewards.base import build
@@ -74,6 +75,7 @@ def prepare(config: RunConfig) -> Prepared:
         raise UserError("reward.functions is empty; give path/to/file.py:name or a built-in")
     tokenizer = open_tokenizer(path, config.model.trust_remote_code)
     train, evaluation = open_data(config.data, tokenizer, ".")
+    config = with_pools(config, train)
     if reward is not None:
         check_columns(reward.missing(train.prompt(0).columns), config.reward)
         reward.close()
@@ -144,6 +146,7 @@ def with_environments(config: RunConfig) -> RunConfig:
         if named := [s.path for s in (*config.data.train, *config.data.eval) if s.env]:
             raise UserError(f"data: {named[0]} names an environment, and env.environments is empty")
         return config
+    config = with_own_rows(config)
     for source in config.data.eval:
         label_of(source.env, loaded)
     labels = [label_of(source.env, loaded) for source in config.data.train]
@@ -160,6 +163,38 @@ def with_environments(config: RunConfig) -> RunConfig:
         for label, source in zip(labels, config.data.train, strict=True)
     )
     return config.model_copy(update={"data": config.data.model_copy(update={"train": mixed})})
+
+
+def with_own_rows(config: RunConfig) -> RunConfig:
+    """Environments of other packages have prompts of their own, where the data name none."""
+    data, entries = config.data, config.env.environments
+    if data.train or not all(entry.name.partition(":")[0] in PACKAGED for entry in entries):
+        return config
+    own = tuple(
+        DataSource(
+            path=PACKAGED_ROWS,
+            name=entry.label or entry.name,
+            env=entry.label or entry.name,
+            options={"name": entry.name, "options": entry.options},
+            # A conversation of verifiers begins with the tools that its environment has.
+            prompt_tokens="first" if entry.name.startswith("verifiers:") else "all",
+        )
+        for entry in entries
+    )
+    # The prompt of a game says nothing of what it hides: all are alike.
+    games = any(entry.name.startswith(("textarena:", "openenv:")) for entry in entries)
+    changes: dict[str, Any] = {"train": own, "eval": data.eval or own}
+    changes["check_disjoint"] = data.check_disjoint and not games
+    return config.model_copy(update={"data": data.model_copy(update=changes)})
+
+
+def with_pools(config: RunConfig, train: PromptSource) -> RunConfig:
+    """The core is told by the configuration how many pools of prompts there are."""
+    if not train.num_pools:
+        return config
+    of_each = train.num_pools // len(train.sources)
+    data = config.data.model_copy(update={"curriculum_pools": of_each})
+    return config.model_copy(update={"data": data})
 
 
 def choose_device(wanted: str, key: str = "runtime.device") -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from dora_rl.config import AlgorithmConfig, RunConfig
+from dora_rl.config import AlgorithmConfig, DataConfig, RunConfig
 from dora_rl.config.running import RENAMED
 from dora_rl.config.section import explain
 from dora_rl.core.params import Deadlines, MoveCost, Params
@@ -141,6 +141,7 @@ def core_params(config: RunConfig) -> Params:
         samples_min=o.samples_min or samples_enough(config.rollout.num_samples),
         updates_per_step=config.trainer.updates_per_step,
         freshness=o.freshness == "auto",
+        **_pools(config.data),
         streaming=o.streaming,
         kv_moves=o.kv_moves,
         repartition=o.repartition,
@@ -175,6 +176,21 @@ def core_params(config: RunConfig) -> Params:
     )
     params.validate()
     return params
+
+
+def _pools(data: DataConfig) -> dict[str, Any]:
+    """The curriculum's part."""
+    if data.curriculum == "off":
+        return {}
+    weights = [source.weight for source in data.train] or [1.0]
+    by_row = data.curriculum == "rows"
+    return {
+        "pools": data.curriculum_pools * (1 if by_row else len(weights)),
+        "pool_weights": () if by_row else tuple(weight / max(weights) for weight in weights),
+        "pool_share_min": data.curriculum_share_min,
+        # One group of a row says much of it, one of a pool little.
+        "pool_recent": 2 if by_row else 8,
+    }
 
 
 def samples_enough(group_size: int) -> int:

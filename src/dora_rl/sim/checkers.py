@@ -41,6 +41,7 @@ class Checker:
         self.issued: dict[GroupId, act.IssueGroup] = {}
         self.ended: dict[GroupId, act.EndGroup] = {}
         self.set_aside: set[int] = set()
+        self.prompts: Counter[int] = Counter()  # groups that were issued of each
         self.failures: Counter[int] = Counter()  # groups, by prompt
         self.is_bad: Callable[[int], bool] = lambda prompt: False
         world.watchers.append(self.see)
@@ -73,6 +74,7 @@ class Checker:
                     f"prompt {action.prompt} was set aside and is issued",
                 )
                 self.issued[action.group] = action
+                self.prompts[action.prompt] += 1
             case act.EndGroup():
                 require(action.group not in self.ended, f"group {action.group} ended twice")
                 require(action.group in self.issued, f"group {action.group} was never issued")
@@ -139,6 +141,19 @@ class Checker:
                 f"C2: group {group} ended wrongly",
             )
         require(len(trained) == sum(len(s.groups) for s in self.world.learner.trained), "counts")
+        self._check_prompts()
+
+    def _check_prompts(self) -> None:
+        """The stream has no holes: of each pool the first prompts were issued, and none twice but
+        after a group of it had failed or was lost."""
+        pools = max(1, self.world.spec.params.pools)
+        num_issued = Counter(prompt % pools for prompt in self.prompts)
+        owed = (act.End.FAILED, act.End.LOST)
+        again = Counter(self.issued[g].prompt for g, end in self.ended.items() if end.end in owed)
+        for prompt, count in self.prompts.items():
+            place, pool = divmod(prompt, pools)
+            require(place < num_issued[pool], f"prompt {prompt} was issued before its turn")
+            require(count <= 1 + again[prompt], f"prompt {prompt} was issued {count} times")
 
     def _check_samples(self, group: GroupId, samples: tuple[int, ...]) -> None:
         issued = self.issued[group]

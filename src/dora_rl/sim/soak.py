@@ -121,6 +121,20 @@ def random_params(rng: random.Random, mode: Mode, group_size: int) -> Params:
     )
 
 
+def with_pools(spec: WorldSpec, rng: random.Random) -> WorldSpec:
+    """With a curriculum, every third time."""
+    if rng.random() >= 0.3:
+        return spec
+    params = replace(
+        spec.params,
+        pools=rng.choice([2, 4, 10, 1_000]),
+        pool_recent=rng.choice([1, 2, 16]),
+        pool_share_min=rng.choice([0.05, 0.1, 0.5, 1.0]),
+        pool_weights=rng.choice([(), (0.2, 1.0)]),
+    )
+    return replace(spec, params=params)
+
+
 def random_fleet(rng: random.Random) -> list[tuple[InstanceId, InstanceSpec, RolloutCost]]:
     resident = rng.choice([1, 1, 2, 2, 4])
     mixed = rng.random() < 0.2
@@ -185,6 +199,7 @@ class Soak:
         spec, rates = with_levels(spec, rates, random.Random(f"levels {seed}"))
         fresh = random.Random(f"freshness {seed}").random() < 0.7
         spec = replace(spec, params=replace(spec.params, freshness=fresh))
+        spec = with_pools(spec, random.Random(f"pools {seed}"))
         self.faults = Faults(rates, random.Random(f"faults {seed}"))
         self.log = CrashingLog(self.rng.choice([5, 50, 500]))
         self.world = World(spec, self.faults, self.log)

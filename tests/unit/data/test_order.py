@@ -8,7 +8,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dora_rl.data.prompts import PATTERN_LENGTH_MAX, Interleave, epoch_key, permute
+from dora_rl.data.order import PATTERN_LENGTH_MAX, Interleave, epoch_key, permute
 
 
 @settings(max_examples=80, deadline=None)
