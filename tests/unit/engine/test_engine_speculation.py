@@ -250,3 +250,12 @@ def test_where_it_is_switched_on(
     if is_there:
         done = finish(engine, requests_of(PARAMS["plain"]))
         assert all(len(told(outputs)[0]) == 40 for outputs in done.values())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("host_blocks", [0, 4])
+def test_requests_that_lose_their_blocks_lose_no_token(saved: Saved, host_blocks: int) -> None:
+    """Pre-empted with nowhere to go: they start again from tokens, some of which were drafted."""
+    make = maker(saved("qwen3")[1], num_blocks=9, host_blocks_max=host_blocks)
+    plain, found, engine = drafted(make, requests_of(PARAMS["plain"]))
+    assert found == plain
+    assert engine.stats().preemptions > 0 and engine.stats().drafts[0][1] > 50
