@@ -74,7 +74,9 @@ class Drafts:
     def open(self, request: RequestId, prompt: tuple[int, ...], tokens: Sequence[int]) -> None:
         """A request begins, or arrives with what it has: prompt and response."""
         self.close(request)
-        if self.num_tokens + len(tokens) > self._tokens_max and not self._make_room(len(tokens)):
+        answers = self._prompts.get(prompt)
+        more = len(tokens) + (len(prompt) if answers is None else 0)
+        if self.num_tokens + more > self._tokens_max and not self._make_room(more):
             return
         answers = self._prompts.get(prompt)
         if answers is None:
