@@ -105,7 +105,7 @@ class Speculation:
         *,
         fixed: bool = False,
         drafts: Drafts | None = None,
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Callable[[], float] = time.thread_time,
     ) -> None:
         self.fixed, self.clock = fixed, clock
         self.drafts = drafts or Drafts()
