@@ -43,6 +43,7 @@ class _Text:
     tokens: Sequence[int]
     first: int
     number: int = 0  # in its index
+    counted: int = 0  # tokens, when it began or ended
     end: int = 0
     before: array[int] = field(default_factory=lambda: array("q"))  # next older place of the same
 
@@ -56,7 +57,7 @@ class _Answers:
     texts: list[_Text] = field(default_factory=list[_Text])
     last: dict[int, int] = field(default_factory=dict[int, int])
     news: list[_Text] = field(default_factory=list[_Text])  # not running, places not all known
-    num_tokens: int = 0  # of its texts, as counted last
+    num_tokens: int = 0  # counted of its texts
 
 
 class Drafts:
@@ -98,7 +99,7 @@ class Drafts:
         text.tokens = array("i", text.tokens)
         answers.ended.append(text)
         answers.news.append(text)
-        self._count(answers)
+        self._count(answers, text)
         if len(answers.ended) > ANSWERS_MAX:
             self._halve(answers)
         if self.num_tokens > self._tokens_max:
@@ -140,12 +141,12 @@ class Drafts:
     def _add(self, answers: _Answers, text: _Text) -> None:
         text.number = len(answers.texts)
         answers.texts.append(text)
-        self._count(answers)
+        self._count(answers, text)
 
-    def _count(self, answers: _Answers) -> None:
-        now = sum(len(text.tokens) for text in answers.texts)
-        self.num_tokens += now - answers.num_tokens
-        answers.num_tokens = now
+    def _count(self, answers: _Answers, text: _Text) -> None:
+        more, text.counted = len(text.tokens) - text.counted, len(text.tokens)
+        answers.num_tokens += more
+        self.num_tokens += more
 
     def _look_at_news(self, answers: _Answers) -> None:
         """Places in whatever was said since. A place has a token behind it, so that a request's end
@@ -166,7 +167,9 @@ class Drafts:
             text.end, text.before = text.first, array("q")
             text.number = len(answers.texts)
             answers.texts.append(text)
-        self._count(answers)
+        now = sum(text.counted for text in kept)
+        self.num_tokens += now - answers.num_tokens
+        answers.num_tokens = now
 
     def _make_room(self, num_tokens: int) -> bool:
         """For so many more; only prompts that nobody runs on go."""

@@ -192,9 +192,9 @@ class Engine(RequestBook):
     def step(self) -> list[Output]:
         """Plan, run, commit. Returns what every request gained."""
         if (speculation := self.speculation) is not None:
-            began = speculation.clock()
+            began = speculation.begin()
             plan = self._perform(self.scheduler.plan(), speculation)
-            speculation.timed(plan, speculation.clock() - began)
+            speculation.end(plan, began)
         else:
             plan = self._perform(self.scheduler.plan(self.runner.burst))
         return self.hand_out(plan.repeat)

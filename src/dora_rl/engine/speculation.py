@@ -7,16 +7,21 @@ the times of recent steps over their rows, at the upper end of its error. Few re
 that reads all weights in each step: rows cost little and drafts are long. A batch that fills the
 device: none.
 
-Where drafts do not pay, nothing is drafted. Then now and then a guess is only compared with what
-comes anyway, and rarely a few steps with some drafts find out what rows cost now.
+    asleep      nothing is drafted or measured, for some steps or until half of the requests are left
+    looking     a few steps without drafts are timed, then a few with some
+    drafting    as long as the tokens come quicker than they would without
 
-Decides by the clock, so two runs may draft differently. What they generate is the same: a draft
-counts only where it is what the request draws (see `Engine`).
+Each look that finds no gain doubles the sleep behind it. So drafts that cannot pay cost next to
+nothing, and a tail of few requests has them soon.
+
+Decides by the time that steps take, so two runs may draft differently. What they generate is the
+same: a draft counts only where it is what the request draws (see `Engine`).
 
     speculation.open(seq), close(request)        a request is here, or no longer
-    speculation.add_drafts(plan, scheduler)      before a step
+    began = speculation.begin()                  before a step is planned
+    speculation.add_drafts(plan, scheduler)      before it is run
     speculation.learn(span, right, used)         of each span with drafts
-    speculation.timed(plan, seconds)             behind it
+    speculation.end(plan, began)                 behind it
 """
 
 from __future__ import annotations
@@ -26,6 +31,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum, auto
 
 from dora_rl.engine.drafts import Drafts
 from dora_rl.engine.plan import Plan, Span
@@ -39,12 +45,13 @@ CHANCE_AT_FIRST = 0.5  # of a guess to be right, where none was checked yet
 CHANCE_MIN, CHANCE_MAX = 0.1, 0.98  # below: not even cheap rows are tried; above: nobody is so sure
 REQUEST_RATE, GROUP_RATE = 1 / 8, 1 / 32  # of exponential averages
 OLDEST_WORTH = 1.25  # of a token of the oldest of several versions: its deadline is the nearest
-LOOK_STEPS = 16  # between two guesses that are only compared
-TRIAL_STEPS = 4
-TRIAL_ROWS, TRIAL_SHARE = 4, 4  # drafts of a step of a trial: so many, or a share of the requests
-PAUSE_MIN, PAUSE_MAX = 64, 2048  # steps between two trials
+LOOK_PLAIN, LOOK_DRAFTED = 6, 6  # steps of a look
+LOOK_SHARE = 8  # of the requests, whose drafts are tried
+AGAIN_STEPS = 32  # before a request whose guesses were bad is asked again
+SLEEP_MIN, SLEEP_MAX = 64, 4096  # steps
 PLAIN_EVERY = 32  # drafted steps; then one without: what rows cost is a difference
-STEPS_KNOWN = 8  # before a line is drawn
+GAIN_RATE, GAIN_MIN = 1 / 16, 1.02  # how much quicker tokens must come, else it falls asleep
+GAIN_STEPS = 16  # before that is asked
 FORGET = 1 / 64  # of what older steps weigh, by each new one
 
 
@@ -52,49 +59,52 @@ class StepTime:
     """Seconds of a step as `fixed + rows * each`: least squares over recent steps."""
 
     def __init__(self) -> None:
-        self._sums = [0.0] * 6  # of 1, x, y, xx, xy, yy
-        self._count = 0
-        self.fixed = self.each = self.error = 0.0
+        self._sums = (0.0,) * 6  # of 1, x, y, xx, xy, yy
+        self.fixed = self.each = 0.0
+        self.error = math.inf  # of `each`
 
     def add(self, rows: int, seconds: float) -> None:
-        self._count += 1
-        if self.is_known:  # a machine that others use too now and then stands still
-            seconds = min(seconds, 2 * (self.fixed + self.each * rows))
-        x, y = float(rows), seconds
-        new = (1.0, x, y, x * x, x * y, y * y)
-        self._sums = [old * (1 - FORGET) + more for old, more in zip(self._sums, new, strict=True)]
-        self._fit()
-
-    @property
-    def is_known(self) -> bool:
-        return self._count >= STEPS_KNOWN and self.each + self.error < math.inf
-
-    def _fit(self) -> None:
-        n, x, y, xx, xy, yy = self._sums
+        if self.error < self.each:  # a machine that others use too now and then stands still
+            seconds = min(seconds, 2 * self.of(rows))
+        n, x, y, xx, xy, yy = (one * (1 - FORGET) for one in self._sums)
+        n, x, y = n + 1, x + rows, y + seconds
+        xx, xy, yy = xx + rows * rows, xy + rows * seconds, yy + seconds * seconds
+        self._sums = (n, x, y, xx, xy, yy)
         spread = xx - x * x / n
         if spread < 0.5 or n < 3:  # rows hardly differed
             self.fixed, self.each, self.error = 0.0, y / x, math.inf
             return
-        self.each = max((xy - x * y / n) / spread, 0.01 * y / x)
-        self.fixed = max(0.0, (y - self.each * x) / n)
-        left = yy - y * y / n - (xy - x * y / n) ** 2 / spread
+        slope = (xy - x * y / n) / spread
+        left = yy - y * y / n - slope * slope * spread
         self.error = math.sqrt(max(0.0, left) / (n - 2) / spread)
+        self.each = max(slope, 0.01 * y / x)
+        self.fixed = max(0.0, (y - self.each * x) / n)
+
+    def of(self, rows: int) -> float:
+        return self.fixed + self.each * rows
 
 
-@dataclass(slots=True)
-class _Guesses:
-    """Of a running request."""
+class State(Enum):
+    """See the module docstring."""
 
-    chance: float
-    next_look: int = 0  # step
-    place: int = -1  # of a guess that is only compared
-    token: int = -1
+    ASLEEP = auto()
+    LOOKING = auto()
+    DRAFTING = auto()
 
 
 @dataclass(slots=True)
 class _Group:
     chance: float
     num_live: int = 0
+
+
+@dataclass(slots=True)
+class _Guesses:
+    """Of a running request: the chance of the next one, and from which step on it is asked for."""
+
+    group: _Group
+    chance: float
+    next_step: int = 0
 
 
 class Speculation:
@@ -107,18 +117,21 @@ class Speculation:
         drafts: Drafts | None = None,
         clock: Callable[[], float] = time.thread_time,
     ) -> None:
-        self.fixed, self.clock = fixed, clock
+        self.fixed, self._clock = fixed, clock
         self.drafts = drafts or Drafts()
-        self.time = StepTime()
+        self.state = State.DRAFTING if fixed else State.ASLEEP
         self.drafted: Counter[Version] = Counter()
         self.accepted: Counter[Version] = Counter()
         self._guesses: dict[RequestId, _Guesses] = {}
         self._groups: dict[int, _Group] = {}
         self._chance = CHANCE_AT_FIRST
-        self._num_steps = 0
-        self._pause, self._trial_at, self._trial_left = PAUSE_MIN, STEPS_KNOWN, 0
+        self._time = StepTime()
+        self._sleep, self._left, self._num_seen = SLEEP_MIN, 0, 0
+        self._num_steps = 0  # that were not slept through
+        self._num_timed = 0  # in this state
         self._num_drafted = 0  # steps since one without
-        self._gain = 1.0  # expected of the last step with drafts, in tokens per time
+        self._used = 0  # guesses of this step that became tokens
+        self._gain = self._expected = 1.0
 
     # --------------------------------------------------------------- requests
 
@@ -127,15 +140,14 @@ class Speculation:
         self.drafts.open(seq.id, seq.request.prompt_ids, seq.tokens)
         group = self._groups.setdefault(seq.id.group, _Group(self._chance))
         group.num_live += 1
-        self._guesses[seq.id] = _Guesses(group.chance)
+        self._guesses[seq.id] = _Guesses(group, group.chance)
 
     def close(self, request: RequestId) -> None:
         self.drafts.close(request)
-        if self._guesses.pop(request, None) is None:
+        if (guesses := self._guesses.pop(request, None)) is None:
             return
-        group = self._groups[request.group]
-        group.num_live -= 1
-        if not group.num_live:
+        guesses.group.num_live -= 1
+        if not guesses.group.num_live:
             del self._groups[request.group]
 
     def clear(self) -> None:
@@ -150,25 +162,32 @@ class Speculation:
 
     # ------------------------------------------------------------------ steps
 
+    def begin(self) -> float:
+        return 0.0 if self.state is State.ASLEEP else self._clock()
+
     def add_drafts(self, plan: Plan, scheduler: Scheduler) -> None:
+        """Guesses of what its requests draw next, as rows of the same step."""
+        if self.state is State.ASLEEP:
+            self._left -= 1
+            if self._left > 0 and 2 * len(plan.spans) > self._num_seen:
+                return
+            self._enter(State.LOOKING)
+            self._num_seen = len(plan.spans)
         self._num_steps += 1
+        self._used = 0
         spans = [
             (index, span)
             for index, span in enumerate(plan.spans)
             if span.num_rows == 1 and span.sample and len(span.seq.tokens) == span.start + 1
         ]
-        if not spans:
-            return
         room = scheduler.step_tokens_max - plan.num_rows
         if self.fixed:
             for index, span in spans:
                 drafts = self.propose(span.seq, min(FIXED_TOKENS, room))
                 room -= scheduler.add_drafts(plan, index, drafts)
-            return
-        self._compare(spans)
-        if self._trial_left or self._begins_trial(spans):
+        elif self.state is State.LOOKING and self._num_timed >= LOOK_PLAIN:
             self._try(plan, scheduler, spans, room)
-        elif self.time.is_known and self._num_drafted < PLAIN_EVERY:
+        elif self.state is State.DRAFTING and self._num_drafted < PLAIN_EVERY:
             self._draft(plan, scheduler, spans, room)
 
     def propose(self, seq: Sequence, length: int) -> tuple[int, ...]:
@@ -177,97 +196,91 @@ class Speculation:
 
     def learn(self, span: Span, right: int, used: int) -> None:
         """Of a span's drafts the first `right` are what was drawn, `used` of them became tokens."""
-        version = span.seq.version
+        version, wrong = span.seq.version, right < len(span.drafts)
         self.drafted[version] += len(span.drafts)
         self.accepted[version] += used
-        for _ in range(right):
-            self._check(span.seq.id, True)
-        if right < len(span.drafts):
-            self._check(span.seq.id, False)
+        self._used += used
+        if (guesses := self._guesses.get(span.seq.id)) is None:
+            return
+        group = guesses.group
+        for found in (1.0,) * right + (0.0,) * wrong:
+            guesses.chance += (found - guesses.chance) * REQUEST_RATE
+            group.chance += (found - group.chance) * GROUP_RATE
+            self._chance += (found - self._chance) * GROUP_RATE
 
-    def timed(self, plan: Plan, seconds: float) -> None:
-        """A step took so long. Only those that do nothing but decode are compared."""
-        if self.fixed or not plan.spans or plan.cache_ops:
+    def end(self, plan: Plan, began: float) -> None:
+        """A step is done. Only those that do nothing but decode are compared."""
+        if self.fixed or not began or not plan.spans or plan.cache_ops:
             return
         if any(span.num_rows > 1 and not span.drafts for span in plan.spans):
             return
-        self.time.add(plan.num_rows, seconds)
-        drafted = plan.num_rows > len(plan.spans)
-        self._num_drafted = self._num_drafted + 1 if drafted else 0
+        seconds, count, num_rows = self._clock() - began, len(plan.spans), plan.num_rows
+        self._time.add(num_rows, seconds)
+        self._num_timed += 1
+        self._num_drafted = self._num_drafted + 1 if num_rows > count else 0
+        if self.state is State.LOOKING:
+            if self._num_timed >= LOOK_PLAIN + LOOK_DRAFTED:
+                self._enter(State.DRAFTING if self._pays(count) else State.ASLEEP)
+        elif self.state is State.DRAFTING:
+            gain = (count + self._used) / count * self._time.of(count) / seconds
+            self._gain += (gain - self._gain) * GAIN_RATE
+            if self._num_timed >= GAIN_STEPS and self._gain < GAIN_MIN:
+                self._enter(State.ASLEEP)
+            elif self._num_timed >= SLEEP_MIN:
+                self._sleep = SLEEP_MIN
 
     # ----------------------------------------------------------------- inside
 
-    def _check(self, request: RequestId, right: bool) -> None:
-        if (guesses := self._guesses.get(request)) is None:
-            return
-        group = self._groups[request.group]
-        guesses.chance += (right - guesses.chance) * REQUEST_RATE
-        group.chance += (right - group.chance) * GROUP_RATE
-        self._chance += (right - self._chance) * GROUP_RATE
+    def _enter(self, state: State) -> None:
+        self.state = state
+        self._num_timed = self._num_drafted = 0
+        if state is State.ASLEEP:
+            self._left = self._sleep
+            self._sleep = min(2 * self._sleep, SLEEP_MAX)
+        elif state is State.LOOKING:
+            self._time = StepTime()
+        else:
+            self._gain, self._expected = GAIN_MIN, 1.0
 
-    def _compare(self, spans: list[tuple[int, Span]]) -> None:
-        """Guesses that cost no row: was the last one right, and what is the next one?"""
-        for _, span in spans:
-            seq = span.seq
-            guesses = self._guesses.get(seq.id)
-            if guesses is None or self._num_steps < guesses.next_look:
-                continue
-            if 0 <= guesses.place < len(seq.tokens):
-                self._check(seq.id, seq.tokens[guesses.place] == guesses.token)
-                guesses.place, guesses.next_look = -1, self._num_steps + LOOK_STEPS
-            elif found := self.propose(seq, 1):
-                guesses.place, guesses.token = len(seq.tokens), found[0]
-            else:
-                guesses.next_look = self._num_steps + LOOK_STEPS
+    def _pays(self, count: int) -> bool:
+        return any(one.chance > self._price(count) for one in self._guesses.values())
 
-    def _begins_trial(self, spans: list[tuple[int, Span]]) -> bool:
-        if self._num_steps < self._trial_at or not any(map(self._is_likely, spans)):
-            return False
-        self._trial_left = TRIAL_STEPS
-        self._trial_at = self._num_steps + self._pause
-        self._pause = min(2 * self._pause, PAUSE_MAX)
-        return True
-
-    def _is_likely(self, place: tuple[int, Span]) -> bool:
-        guesses = self._guesses.get(place[1].seq.id)
-        return guesses is not None and guesses.chance > CHANCE_MIN
+    def _price(self, count: int) -> float:
+        """Of a row, in tokens that so many requests make without drafts in that time."""
+        return (self._time.each + self._time.error) * count / self._time.of(count)
 
     def _try(
         self, plan: Plan, scheduler: Scheduler, spans: list[tuple[int, Span]], room: int
     ) -> None:
-        self._trial_left -= 1
-        left = min(room, max(TRIAL_ROWS, len(spans) // TRIAL_SHARE))
-        for index, span in spans:
-            if left <= 0:
-                return
-            drafts = self.propose(span.seq, min(left, FIXED_TOKENS))
-            left -= scheduler.add_drafts(plan, index, drafts)
+        """Some drafts of the oldest requests, so that a look costs little."""
+        for index, span in spans[: -(-len(spans) // LOOK_SHARE)]:
+            drafts = self.propose(span.seq, min(room, FIXED_TOKENS))
+            room -= scheduler.add_drafts(plan, index, drafts)
 
     def _draft(
         self, plan: Plan, scheduler: Scheduler, spans: list[tuple[int, Span]], room: int
     ) -> None:
-        """Each request as many tokens as are worth their rows, at the rate the last drafts gave."""
-        each, count = self.time.each + self.time.error, len(spans)
-        plain_s = self.time.fixed + self.time.each * count
-        price = each * count / plain_s * self._gain  # of a row, in tokens
+        """Each request as many tokens as are worth their rows, at the rate of the last drafts."""
+        count, now = len(plan.spans), self._num_steps
+        price = self._price(count) * self._expected
         versions = {span.seq.version for _, span in spans}
         oldest = min(versions) if len(versions) > 1 else None
         more, num_rows = 0.0, 0
         for index, span in spans:
             guesses = self._guesses.get(span.seq.id)
-            if guesses is None:
+            if guesses is None or now < guesses.next_step:
                 continue
             worth = OLDEST_WORTH if span.seq.version == oldest else 1.0
-            length = min(_length(guesses.chance, price / worth), room)
-            if length and (found := self.propose(span.seq, length)):
-                rows = scheduler.add_drafts(plan, index, found)
-                room -= rows
-                num_rows += rows
-                more += sum(guesses.chance**i for i in range(1, rows + 1))
-        took_s = plain_s + self.time.each * num_rows
-        self._gain = max(1.0, (count + more) / count * plain_s / took_s)
-        if num_rows:
-            self._pause, self._trial_at = PAUSE_MIN, self._num_steps + PAUSE_MIN
+            length = _length(guesses.chance, price / worth)
+            if not length:  # once more with what its group knows by then
+                guesses.next_step, guesses.chance = now + AGAIN_STEPS, guesses.group.chance
+                continue
+            found = self.propose(span.seq, min(length, room - num_rows))
+            rows = scheduler.add_drafts(plan, index, found)
+            num_rows += rows
+            more += sum(guesses.chance**i for i in range(1, rows + 1))
+        took_s = self._time.of(count + num_rows)
+        self._expected = max(1.0, (1 + more / count) * self._time.of(count) / took_s)
 
 
 def _length(chance: float, price: float) -> int:
