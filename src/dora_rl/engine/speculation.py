@@ -46,12 +46,13 @@ CHANCE_MIN, CHANCE_MAX = 0.1, 0.98  # below: not even cheap rows are tried; abov
 REQUEST_RATE, GROUP_RATE = 1 / 8, 1 / 32  # of exponential averages
 OLDEST_WORTH = 1.25  # of a token of the oldest of several versions: its deadline is the nearest
 LOOK_PLAIN, LOOK_DRAFTED = 6, 6  # steps of a look
-LOOK_SHARE = 8  # of the requests, whose drafts are tried
+LOOK_SHARE = 16  # of the requests, whose drafts are tried
 AGAIN_STEPS = 32  # before a request whose guesses were bad is asked again
-SLEEP_MIN, SLEEP_MAX = 64, 4096  # steps
+SLEEP_MIN, SLEEP_MAX = 128, 4096  # steps
+NAP_STEPS = 16  # before fewer requests are a reason to look again
 PLAIN_EVERY = 32  # drafted steps; then one without: what rows cost is a difference
-GAIN_RATE, GAIN_MIN = 1 / 16, 1.02  # how much quicker tokens must come, else it falls asleep
-GAIN_STEPS = 16  # before that is asked
+GAIN_MIN = 1.02  # how much quicker tokens are expected to come, else it falls asleep again
+GAIN_RATE, GAIN_STEPS, GAIN_LEFT = 1 / 64, 32, 1.0  # how much quicker they came, when it is asked
 FORGET = 1 / 64  # of what older steps weigh, by each new one
 
 
@@ -126,12 +127,13 @@ class Speculation:
         self._groups: dict[int, _Group] = {}
         self._chance = CHANCE_AT_FIRST
         self._time = StepTime()
-        self._sleep, self._left, self._num_seen = SLEEP_MIN, 0, 0
+        self._sleep, self._left, self._nap, self._num_seen = SLEEP_MIN, 0, 0, 0
         self._num_steps = 0  # that were not slept through
         self._num_timed = 0  # in this state
         self._num_drafted = 0  # steps since one without
         self._used = 0  # guesses of this step that became tokens
-        self._gain = self._expected = 1.0
+        self._made = self._took = 1.0  # tokens and time of a step, in those of one without drafts
+        self._expected = 1.0
 
     # --------------------------------------------------------------- requests
 
@@ -169,7 +171,7 @@ class Speculation:
         """Guesses of what its requests draw next, as rows of the same step."""
         if self.state is State.ASLEEP:
             self._left -= 1
-            if self._left > 0 and 2 * len(plan.spans) > self._num_seen:
+            if self._left > self._nap or (self._left > 0 and 2 * len(plan.spans) > self._num_seen):
                 return
             self._enter(State.LOOKING)
             self._num_seen = len(plan.spans)
@@ -186,7 +188,8 @@ class Speculation:
                 drafts = self.propose(span.seq, min(FIXED_TOKENS, room))
                 room -= scheduler.add_drafts(plan, index, drafts)
         elif self.state is State.LOOKING and self._num_timed >= LOOK_PLAIN:
-            self._try(plan, scheduler, spans, room)
+            if _is_timed(plan):
+                self._try(plan, scheduler, spans, room)
         elif self.state is State.DRAFTING and self._num_drafted < PLAIN_EVERY:
             self._draft(plan, scheduler, spans, room)
 
@@ -210,9 +213,7 @@ class Speculation:
 
     def end(self, plan: Plan, began: float) -> None:
         """A step is done. Only those that do nothing but decode are compared."""
-        if self.fixed or not began or not plan.spans or plan.cache_ops:
-            return
-        if any(span.num_rows > 1 and not span.drafts for span in plan.spans):
+        if self.fixed or not began or not _is_timed(plan):
             return
         seconds, count, num_rows = self._clock() - began, len(plan.spans), plan.num_rows
         self._time.add(num_rows, seconds)
@@ -222,9 +223,9 @@ class Speculation:
             if self._num_timed >= LOOK_PLAIN + LOOK_DRAFTED:
                 self._enter(State.DRAFTING if self._pays(count) else State.ASLEEP)
         elif self.state is State.DRAFTING:
-            gain = (count + self._used) / count * self._time.of(count) / seconds
-            self._gain += (gain - self._gain) * GAIN_RATE
-            if self._num_timed >= GAIN_STEPS and self._gain < GAIN_MIN:
+            self._made += ((count + self._used) / count - self._made) * GAIN_RATE
+            self._took += (seconds / self._time.of(count) - self._took) * GAIN_RATE
+            if self._num_timed >= GAIN_STEPS and self._made < self._took * GAIN_LEFT:
                 self._enter(State.ASLEEP)
             elif self._num_timed >= SLEEP_MIN:
                 self._sleep = SLEEP_MIN
@@ -235,15 +236,18 @@ class Speculation:
         self.state = state
         self._num_timed = self._num_drafted = 0
         if state is State.ASLEEP:
-            self._left = self._sleep
+            self._left, self._nap = self._sleep, self._sleep - NAP_STEPS
             self._sleep = min(2 * self._sleep, SLEEP_MAX)
         elif state is State.LOOKING:
             self._time = StepTime()
         else:
-            self._gain, self._expected = GAIN_MIN, 1.0
+            self._made, self._took, self._expected = GAIN_MIN, 1.0, 1.0
 
     def _pays(self, count: int) -> bool:
-        return any(one.chance > self._price(count) for one in self._guesses.values())
+        """Whether one guess for each request that is worth it brings enough."""
+        price = self._price(count)
+        gains = (max(0.0, one.chance - price) for one in self._guesses.values())
+        return sum(gains) / max(1, len(self._guesses)) >= GAIN_MIN - 1
 
     def _price(self, count: int) -> float:
         """Of a row, in tokens that so many requests make without drafts in that time."""
@@ -281,6 +285,15 @@ class Speculation:
             more += sum(guesses.chance**i for i in range(1, rows + 1))
         took_s = self._time.of(count + num_rows)
         self._expected = max(1.0, (1 + more / count) * self._time.of(count) / took_s)
+
+
+def _is_timed(plan: Plan) -> bool:
+    """Whether a step does nothing but decode."""
+    return (
+        bool(plan.spans)
+        and not plan.cache_ops
+        and all(span.num_rows == 1 or span.drafts for span in plan.spans)
+    )
 
 
 def _length(chance: float, price: float) -> int:
