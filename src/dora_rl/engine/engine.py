@@ -191,22 +191,22 @@ class Engine(RequestBook):
 
     def step(self) -> list[Output]:
         """Plan, run, commit. Returns what every request gained."""
-        if (speculation := self.speculation) is not None:
-            began = speculation.begin()
-            plan = self._perform(self.scheduler.plan(), speculation)
+        speculation = self.speculation
+        plan = self.scheduler.plan(self.runner.burst if speculation is None else 1)
+        if speculation is not None and speculation.is_awake(len(plan.spans)):
+            began = speculation.add_drafts(plan, self.scheduler)
+            plan = self._perform(plan)
             speculation.end(plan, began)
         else:
-            plan = self._perform(self.scheduler.plan(self.runner.burst))
+            plan = self._perform(plan)
         return self.hand_out(plan.repeat)
 
-    def _perform(self, plan: Plan, speculation: Speculation | None = None) -> Plan:
+    def _perform(self, plan: Plan) -> Plan:
         """Returns what was run of it."""
-        if speculation is not None:
-            speculation.add_drafts(plan, self.scheduler)
         if (plan.spans or plan.cache_ops) and (missing := self._launch(plan)):
             self._start_again(plan, missing)
             plan = Plan()
-        depth = self.runner.depth if plan.spans and speculation is None else 0
+        depth = self.runner.depth if plan.spans and self.speculation is None else 0
         while len(self._in_flight) > depth:
             self._collect()
         return plan

@@ -18,10 +18,10 @@ Decides by the time that steps take, so two runs may draft differently. What the
 same: a draft counts only where it is what the request draws (see `Engine`).
 
     speculation.open(seq), close(request)        a request is here, or no longer
-    began = speculation.begin()                  before a step is planned
-    speculation.add_drafts(plan, scheduler)      before it is run
+    speculation.is_awake(num_spans)              a step is planned; if so:
+    began = speculation.add_drafts(plan, scheduler)
     speculation.learn(span, right, used)         of each span with drafts
-    speculation.end(plan, began)                 behind it
+    speculation.end(plan, began)                 it is done
 """
 
 from __future__ import annotations
@@ -164,17 +164,20 @@ class Speculation:
 
     # ------------------------------------------------------------------ steps
 
-    def begin(self) -> float:
-        return 0.0 if self.state is State.ASLEEP else self._clock()
-
-    def add_drafts(self, plan: Plan, scheduler: Scheduler) -> None:
-        """Guesses of what its requests draw next, as rows of the same step."""
+    def is_awake(self, num_spans: int) -> bool:
+        """A step of so many requests is planned."""
         if self.state is State.ASLEEP:
             self._left -= 1
-            if self._left > self._nap or (self._left > 0 and 2 * len(plan.spans) > self._num_seen):
-                return
+            if self._left > self._nap or (self._left > 0 and 2 * num_spans > self._num_seen):
+                return False
             self._enter(State.LOOKING)
-            self._num_seen = len(plan.spans)
+            self._num_seen = num_spans
+        return True
+
+    def add_drafts(self, plan: Plan, scheduler: Scheduler) -> float:
+        """Guesses of what its requests draw next, as rows of the same step. Returns when it began
+        to look for them."""
+        began = self._clock()
         self._num_steps += 1
         self._used = 0
         spans = [
@@ -192,6 +195,7 @@ class Speculation:
                 self._try(plan, scheduler, spans, room)
         elif self.state is State.DRAFTING and self._num_drafted < PLAIN_EVERY:
             self._draft(plan, scheduler, spans, room)
+        return began
 
     def propose(self, seq: Sequence, length: int) -> tuple[int, ...]:
         """Up to so many guesses of what a request draws next."""
@@ -213,7 +217,7 @@ class Speculation:
 
     def end(self, plan: Plan, began: float) -> None:
         """A step is done. Only those that do nothing but decode are compared."""
-        if self.fixed or not began or not _is_timed(plan):
+        if self.fixed or not _is_timed(plan):
             return
         seconds, count, num_rows = self._clock() - began, len(plan.spans), plan.num_rows
         self._time.add(num_rows, seconds)
