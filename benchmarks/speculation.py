@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 
-from engine import SHAPES
 from dora_rl.data.tasks import Chains
 from dora_rl.engine.engine import Engine
 from dora_rl.engine.options import EngineOptions
@@ -32,6 +31,7 @@ from dora_rl.model.directory import read_spec
 from dora_rl.model.random_weights import RandomWeights
 from dora_rl.setup.tokenizer import open_tokenizer
 from dora_rl.types import RequestId, SamplingParams
+from engine import SHAPES
 
 MODES = ("off", "auto", "on")
 TEXTS = ("digits", "loops", "random")
@@ -75,7 +75,9 @@ def requests_of(text: str, first_group: int, count: int, tokens: int) -> list[Re
         params = SamplingParams(tokens_max=tokens, temperature=heat, ignore_eos=True)
     each = GROUP if text == "digits" else 1  # greedy samples of a group would be the same
     return [
-        Request(RequestId(first_group + i // each, i % each), 0, prompt(first_group + i // each), params)
+        Request(
+            RequestId(first_group + i // each, i % each), 0, prompt(first_group + i // each), params
+        )
         for i in range(count)
     ]
 

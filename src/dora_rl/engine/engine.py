@@ -287,7 +287,7 @@ class Engine(RequestBook):
         seq.num_computed += right
         seq.num_tokens += right
         seq.num_scored += right
-        self._commit_drawn(_first(result, right + 1))
+        self._commit_drawn(result.rows(0, right + 1))
         if self.speculation is not None:
             self.speculation.learn(span, right, len(seq.tokens) - before - 1)
 
@@ -298,12 +298,12 @@ class Engine(RequestBook):
         if seq.request.params.stop_strings:
             for index in range(len(token_ids)):
                 if seq.finish is None:
-                    self._commit(_first(result, index + 1, index))
+                    self._commit(result.rows(index, index + 1))
             return
         count = min(len(token_ids), seq.response_max - len(seq.logprobs))
         if seq.stop_ids:
             count = next((i + 1 for i in range(count) if token_ids[i] in seq.stop_ids), count)
-        self._commit(_first(result, count), count)
+        self._commit(result.rows(0, count), count)
 
     def _commit(self, result: StepResult, num_drawn: int = 1) -> None:
         """Of the tokens, the last `num_drawn` are new, where the span draws; others were scored."""
@@ -352,9 +352,3 @@ def make_speculation(options: EngineOptions, runner: Runner) -> Speculation | No
         return Speculation(fixed=True)
     is_auto = options.speculation == "auto" and runner.exact and not runner.depth
     return Speculation() if is_auto else None
-
-
-def _first(result: StepResult, end: int, start: int = 0) -> StepResult:
-    """Of what was drawn, the rows [start, end)."""
-    part = slice(start, end)
-    return StepResult(result.span, *(rows[part] for rows in result[1:]))

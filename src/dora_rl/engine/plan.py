@@ -104,3 +104,9 @@ class StepResult(NamedTuple):
     logprobs: list[float]
     raw_logprobs: list[float]
     top_logprobs: list[TopLogprobs]
+
+    def rows(self, start: int, end: int) -> StepResult:
+        """Of the tokens, those in [start, end)."""
+        span, token_ids, logprobs, raw, top = self
+        part = slice(start, end)
+        return StepResult(span, token_ids[part], logprobs[part], raw[part], top[part])

@@ -7,7 +7,7 @@ the times of recent steps over their rows, at the upper end of its error. Few re
 that reads all weights in each step: rows cost little and drafts are long. A batch that fills the
 device: none.
 
-    asleep      nothing is drafted or measured, for some steps or until half of the requests are left
+    asleep      nothing is drafted or measured, for some steps or until half of the requests end
     looking     a few steps without drafts are timed, then a few with some
     drafting    as long as the tokens come quicker than they would without
 
@@ -130,6 +130,7 @@ class Speculation:
         self._sleep, self._left, self._nap, self._num_seen = SLEEP_MIN, 0, 0, 0
         self._num_steps = 0  # that were not slept through
         self._num_timed = 0  # in this state
+        self._num_looked = 0  # drafts of a look
         self._num_drafted = 0  # steps since one without
         self._used = 0  # guesses of this step that became tokens
         self._made = self._took = 1.0  # tokens and time of a step, in those of one without drafts
@@ -231,7 +232,7 @@ class Speculation:
             self._took += (seconds / self._time.of(count) - self._took) * GAIN_RATE
             if self._num_timed >= GAIN_STEPS and self._made < self._took * GAIN_LEFT:
                 self._enter(State.ASLEEP)
-            elif self._num_timed >= SLEEP_MIN:
+            elif self._num_timed >= SLEEP_MIN and self._made > self._took * GAIN_MIN:
                 self._sleep = SLEEP_MIN
 
     # ----------------------------------------------------------------- inside
@@ -243,12 +244,15 @@ class Speculation:
             self._left, self._nap = self._sleep, self._sleep - NAP_STEPS
             self._sleep = min(2 * self._sleep, SLEEP_MAX)
         elif state is State.LOOKING:
-            self._time = StepTime()
+            self._time, self._num_looked = StepTime(), 0
         else:
             self._made, self._took, self._expected = GAIN_MIN, 1.0, 1.0
 
     def _pays(self, count: int) -> bool:
-        """Whether one guess for each request that is worth it brings enough."""
+        """Whether one guess for each request that is worth it brings enough; not where none was
+        found."""
+        if not self._num_looked:
+            return False
         price = self._price(count)
         gains = (max(0.0, one.chance - price) for one in self._guesses.values())
         return sum(gains) / max(1, len(self._guesses)) >= GAIN_MIN - 1
@@ -263,7 +267,9 @@ class Speculation:
         """Some drafts of the oldest requests, so that a look costs little."""
         for index, span in spans[: -(-len(spans) // LOOK_SHARE)]:
             drafts = self.propose(span.seq, min(room, FIXED_TOKENS))
-            room -= scheduler.add_drafts(plan, index, drafts)
+            num_rows = scheduler.add_drafts(plan, index, drafts)
+            room -= num_rows
+            self._num_looked += num_rows > 0
 
     def _draft(
         self, plan: Plan, scheduler: Scheduler, spans: list[tuple[int, Span]], room: int

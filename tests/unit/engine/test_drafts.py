@@ -41,7 +41,9 @@ class Talk:
         for first, tokens in texts:
             for at in range(max(first, self.suffix_min), len(tokens)):
                 past = 0
-                while past < min(at, len(mine), PAST_MAX) and tokens[at - 1 - past] == mine[-1 - past]:
+                while (
+                    past < min(at, len(mine), PAST_MAX) and tokens[at - 1 - past] == mine[-1 - past]
+                ):
                     past += 1
                 if past >= self.suffix_min:
                     found.append((past, tokens[at:]))

@@ -93,9 +93,7 @@ def drafted(
     return plain, found, engine
 
 
-def maker(
-    path: Path, **changes: Any
-) -> Callable[[Speculation | None], Engine]:
+def maker(path: Path, **changes: Any) -> Callable[[Speculation | None], Engine]:
     def make(speculation: Speculation | None) -> Engine:
         options = EngineOptions(**OPTIONS | {"speculation": "off"} | changes)
         engine = Engine(read_spec(path), options, decode=text_of, speculation=speculation)
