@@ -11,7 +11,7 @@ device: none.
     looking     a few steps without drafts are timed, then a few with some
     drafting    as long as the tokens come quicker than they would without
 
-Each look that finds no gain doubles the sleep behind it. So drafts that cannot pay cost next to
+Each look whose guesses bring no gain doubles the sleep behind it. So drafts that cannot pay cost next to
 nothing, and a tail of few requests has them soon.
 
 Decides by the time that steps take, so two runs may draft differently. What they generate is the
@@ -48,7 +48,7 @@ OLDEST_WORTH = 1.25  # of a token of the oldest of several versions: its deadlin
 LOOK_PLAIN, LOOK_DRAFTED = 6, 6  # steps of a look
 LOOK_SHARE = 16  # of the requests, whose drafts are tried
 AGAIN_STEPS = 32  # before a request whose guesses were bad is asked again
-SLEEP_MIN, SLEEP_MAX = 128, 4096  # steps
+SLEEP_MIN, SLEEP_MAX = 128, 2048  # steps
 NAP_STEPS = 16  # before fewer requests are a reason to look again
 PLAIN_EVERY = 32  # drafted steps; then one without: what rows cost is a difference
 GAIN_MIN = 1.02  # how much quicker tokens are expected to come, else it falls asleep again
@@ -241,6 +241,8 @@ class Speculation:
         self.state = state
         self._num_timed = self._num_drafted = 0
         if state is State.ASLEEP:
+            if not self._num_looked:  # looking for nothing costs nothing
+                self._sleep = SLEEP_MIN
             self._left, self._nap = self._sleep, self._sleep - NAP_STEPS
             self._sleep = min(2 * self._sleep, SLEEP_MAX)
         elif state is State.LOOKING:
