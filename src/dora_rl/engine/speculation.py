@@ -49,6 +49,7 @@ LOOK_PLAIN, LOOK_DRAFTED = 6, 6  # steps of a look
 LOOK_SHARE = 16  # of the requests, whose drafts are tried
 AGAIN_STEPS = 32  # before a request whose guesses were bad is asked again
 SLEEP_MIN, SLEEP_MAX = 128, 2048  # steps
+CHEAP, SLEEP_CHEAP = 0.5, 256  # a price of rows at which other texts soon may pay; sleep at most
 NAP_STEPS = 16  # before fewer requests are a reason to look again
 PLAIN_EVERY = 32  # drafted steps; then one without: what rows cost is a difference
 GAIN_MIN = 1.02  # how much quicker tokens are expected to come, else it falls asleep again
@@ -244,7 +245,8 @@ class Speculation:
             if not self._num_looked:  # looking for nothing costs nothing
                 self._sleep = SLEEP_MIN
             self._left, self._nap = self._sleep, self._sleep - NAP_STEPS
-            self._sleep = min(2 * self._sleep, SLEEP_MAX)
+            is_cheap = self._price(self._num_seen) < CHEAP
+            self._sleep = min(2 * self._sleep, SLEEP_CHEAP if is_cheap else SLEEP_MAX)
         elif state is State.LOOKING:
             self._time, self._num_looked = StepTime(), 0
         else:
@@ -261,7 +263,8 @@ class Speculation:
 
     def _price(self, count: int) -> float:
         """Of a row, in tokens that so many requests make without drafts in that time."""
-        return (self._time.each + self._time.error) * count / self._time.of(count)
+        took_s = self._time.of(count)
+        return (self._time.each + self._time.error) * count / took_s if took_s else math.inf
 
     def _try(
         self, plan: Plan, scheduler: Scheduler, spans: list[tuple[int, Span]], room: int
