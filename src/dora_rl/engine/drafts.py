@@ -127,7 +127,7 @@ class Drafts:
             if place < 0:
                 break
             text, at = answers.texts[place >> _OFFSET_BITS], place & _OFFSETS
-            past = _common_past(tokens, end, text.tokens, at)
+            past = _equal_past(tokens, end, text.tokens, at)
             rank = (past, min(length, len(text.tokens) - at))
             if past >= self._suffix_min and rank > best:
                 best, found = rank, tuple(text.tokens[at : at + length])
@@ -197,7 +197,7 @@ def _key(tokens: Sequence[int], end: int, count: int) -> int:
     return key
 
 
-def _common_past(one: Sequence[int], end: int, other: Sequence[int], at: int) -> int:
+def _equal_past(one: Sequence[int], end: int, other: Sequence[int], at: int) -> int:
     """How many tokens before `end` of one equal those before `at` of the other."""
     count, most = 0, min(PAST_MAX, end, at)
     while count < most and one[end - 1 - count] == other[at - 1 - count]:

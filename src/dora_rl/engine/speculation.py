@@ -11,8 +11,8 @@ device: none.
     looking     a few steps without drafts are timed, then a few with some
     drafting    as long as the tokens come quicker than they would without
 
-Each look whose guesses bring no gain doubles the sleep behind it. So drafts that cannot pay cost next to
-nothing, and a tail of few requests has them soon.
+Each look whose guesses bring no gain doubles the sleep behind it. So drafts that cannot pay cost
+next to nothing, and a tail of few requests has them soon.
 
 Decides by the time that steps take, so two runs may draft differently. What they generate is the
 same: a draft counts only where it is what the request draws (see `Engine`).
