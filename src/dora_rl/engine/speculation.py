@@ -188,6 +188,8 @@ class Speculation:
             if span.num_rows == 1 and span.sample and len(span.seq.tokens) == span.start + 1
         ]
         room = scheduler.step_tokens_max - plan.num_rows
+        if not spans:
+            return began
         if self.fixed:
             for index, span in spans:
                 drafts = self.propose(span.seq, min(FIXED_TOKENS, room))

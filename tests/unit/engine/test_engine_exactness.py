@@ -42,6 +42,7 @@ TIGHT = EngineOptions(
     step_tokens_max=13,
     context_max=128,
     versions_max=2,
+    speculation="off",  # by itself it would decide by the clock
 )
 ROOMY = EngineOptions(
     block_tokens=16, num_blocks=64, seqs_max=4, step_tokens_max=256, context_max=128, versions_max=3

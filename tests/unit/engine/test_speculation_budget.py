@@ -145,3 +145,12 @@ def test_steps_of_the_same_size_say_nothing_of_a_row() -> None:
         line.add(8, 2.0)
     assert line.error == float("inf") and line.of(8) == pytest.approx(2.0)
     assert LOOK_PLAIN + LOOK_DRAFTED > 3
+
+
+def test_a_step_in_which_nobody_decodes_has_no_drafts(saved: Saved) -> None:
+    engine, _ = make(saved("qwen3")[1], 1.0, 0.01)
+    speculation, plan = engine.speculation, Plan()
+    assert speculation is not None
+    speculation.state = State.DRAFTING
+    speculation.end(plan, speculation.add_drafts(plan, engine.scheduler))
+    assert not plan.spans
