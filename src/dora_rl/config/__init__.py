@@ -286,6 +286,11 @@ class RolloutConfig(Section):
     """Whether, on a GPU, a step is launched before the results of the last one are read."""
     burst_max: int = Field(default=8, ge=1)
     """How many decode steps are launched at once on a GPU where the host is the slower one."""
+    speculation: Literal["auto", "off", "on"] = "auto"
+    """Whether a decode step also computes guesses of a request's next tokens, taken from the other
+    responses to its prompt. A guess counts only where it is what the request draws, so responses
+    are the same. `auto` does so where it measures that it pays, on a CPU in float32; on a GPU, in
+    bfloat16 and with vLLM it means off. `on` always guesses, for tests and measurements."""
     vllm_kv_moves: bool = False
     """Whether, with vLLM, a request that moves takes its KV cache along. If off, it is prefilled
     again."""

@@ -35,7 +35,7 @@ _FREE = {
     "rollout": (
         "num_instances threads block_tokens num_blocks kv_bytes_max host_blocks_max seqs_max "
         "step_tokens_max versions_max prefix_cache one_pass compiled_kernels cuda_graphs "
-        "async_steps burst_max vllm_kv_moves verify_weights journal_steps"
+        "async_steps burst_max speculation vllm_kv_moves verify_weights journal_steps"
     ),
     "algorithm": "skip_zero_advantage",
     "orchestration": (

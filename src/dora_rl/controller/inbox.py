@@ -77,8 +77,9 @@ class Inbox:
                 self._recovery.fatal(worker, message)
             case msg.Note(line):
                 self._notify(line)
-            case msg.Usage(busy_s, cpu_s):
+            case msg.Usage(busy_s, cpu_s, drafted, accepted):
                 self._files.records.usage(worker.name, worker.incarnation, busy_s, cpu_s)
+                self._files.records.drafts(drafted, accepted)
             case msg.UserRaised():
                 self._files.records.totals.num_user_errors += 1
                 self._files.user_errors.add(worker.name, message)

@@ -90,6 +90,8 @@ class Totals:
     cut_s: float = 0.0  # training time of steps that an end of the run cut short
     tokens_generated: int = 0
     discarded_tokens: int = 0
+    drafted_tokens: int = 0  # guessed by instances
+    accepted_tokens: int = 0  # of them, those that were right
     migrations: int = 0
     kv_bytes_moved: int = 0
     num_resumes: int = 0
@@ -153,8 +155,8 @@ def means_by_label(samples: Sequence[TrainedSample]) -> dict[str, float]:
 
 KEEP_S = 1.0
 KEPT = (
-    "wall_s startup_s cut_s tokens_generated discarded_tokens migrations kv_bytes_moved "
-    "num_resumes num_user_errors samples_mismatched cpu_s busy_s"
+    "wall_s startup_s cut_s tokens_generated discarded_tokens drafted_tokens accepted_tokens "
+    "migrations kv_bytes_moved num_resumes num_user_errors samples_mismatched cpu_s busy_s"
 )
 
 
@@ -224,6 +226,7 @@ class Records:
         self._cpu_s = cpu_time_s()
         # Of each worker its incarnation, and what it had used before.
         self._lives: dict[str, tuple[int, float, float]] = {}
+        self._told_drafts = (self.totals.drafted_tokens, self.totals.accepted_tokens)
         self.keep()
 
     def _cut(self, metrics: Path, samples: Path, committed: int) -> None:
@@ -342,6 +345,7 @@ class Records:
             **means_by_label(samples),
             "time/step": took,
             "perf/tokens_per_s": tokens_per_s(*zip(*self._recent, strict=True)) or 0.0,
+            **self._drafts_of_step(),
             **{f"dropped/{name}": count for name, count in dropped.items()},
             **(
                 {"num_samples_failed": failed[0], "num_tokens_failed": failed[1]}
@@ -396,6 +400,18 @@ class Records:
         if known is None or known[0] != life:
             known = self._lives[name] = (life, busy.get(name, 0.0), cpu.get(name, 0.0))
         busy[name], cpu[name] = known[1] + busy_s, known[2] + cpu_s
+
+    def _drafts_of_step(self) -> dict[str, int]:
+        """Since the line before; nothing where nothing was guessed in the whole run."""
+        now = (self.totals.drafted_tokens, self.totals.accepted_tokens)
+        drafted, accepted = (a - b for a, b in zip(now, self._told_drafts, strict=True))
+        self._told_drafts = now
+        return {"draft/drafted": drafted, "draft/accepted": accepted} if now[0] else {}
+
+    def drafts(self, drafted: int, accepted: int) -> None:
+        """Tokens that an instance guessed, and of them those that were right."""
+        self.totals.drafted_tokens += drafted
+        self.totals.accepted_tokens += accepted
 
     def tick(self, *, is_training: bool) -> None:
         """Time passes. `is_training` false: all steps are done, and evaluations go on."""
@@ -456,6 +472,8 @@ class Records:
             "cpu_unused_ratio": self._cpu_unused(num_cores),
             "rollout_idle_ratio": idle_ratio(rollout_busy_s(totals.busy_s), training_s),
             "trainer_idle_ratio": idle_ratio(trainer_busy_s(totals.busy_s), training_s),
+            "drafted_tokens": totals.drafted_tokens,
+            "accepted_tokens": totals.accepted_tokens,
             "migrations": totals.migrations,
             "kv_bytes_moved": totals.kv_bytes_moved,
             "num_user_errors": totals.num_user_errors,

@@ -288,6 +288,8 @@ def throughput(history: History, files: RunFiles, spans: dict[str, NDArray[Any]]
         "rollout_idle": idle_ratio(rollout_busy_s(measured), training),
         "device_idle": summary.get("device_idle_ratio"),
         "cpu_unused": summary.get("cpu_unused_ratio"),
+        "drafted": totals.get("drafted_tokens", 0),
+        "accepted": totals.get("accepted_tokens", 0),
         "wall": wall,
         "curves": metrics(history, files)["steps"],
     }

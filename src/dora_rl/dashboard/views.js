@@ -224,7 +224,7 @@ export function throughput() {
   const time = lineChart("Time of a step, seconds", { zero: true });
   const body = h("tbody");
   const notes = h("div", { class: "grid tiles" });
-  const idle = { device: tile("GPU idle", "device_idle"), cpu: tile("CPU not used", "cpu_unused"), trainer: tile("trainer idle", "trainer_idle"), rollout: tile("rollout idle", "rollout_idle"), running: tile("requests running, mean", "running") };
+  const idle = { device: tile("GPU idle", "device_idle"), cpu: tile("CPU not used", "cpu_unused"), trainer: tile("trainer idle", "trainer_idle"), rollout: tile("rollout idle", "rollout_idle"), running: tile("requests running, mean", "running"), drafts: tile("guessed tokens that were right", "accepted") };
   notes.append(...Object.values(idle).map((t) => t.node));
   const head = ["instance", "slots", "requests running", "without a request", "not computing"].map((t, i) => h("th", { class: i ? "num" : "", scope: "col" }, t));
   const node = h("div", { class: "grid" }, notes, h("div", { class: "grid two" }, rate.card, time.card),
@@ -244,6 +244,7 @@ export function throughput() {
       idle.rollout.set(percent(rollout), rollout, measured.length ? "measured by the instances" : "time without a request");
       const running = found.instances.reduce((sum, i) => sum + i.running, 0);
       idle.running.set(num(running), running, `on ${found.instances.length} instances`);
+      idle.drafts.set(found.drafted ? percent(found.accepted / found.drafted) : "none", found.accepted, `${num(found.accepted)} of ${num(found.drafted)}`);
       rate.update([{ name: "tokens/s", ...found.curves["perf/tokens_per_s"] }]);
       const parts = { "time/step": "step", "time/train": "train", "time/wait_for_batch": "wait for batch", "time/weight_sync": "publish" };
       time.update(Object.entries(parts).filter(([name]) => name in found.curves).map(([name, text]) => ({ name: text, ...found.curves[name] })));

@@ -16,6 +16,12 @@ token appears one call later, and where the host is slower than the GPU a step i
 decode steps. A request that stops early then has surplus rows in flight, whose results are dropped.
 Every other method first waits for what is in flight.
 
+With `speculation` a decode step may have several rows of a request: its known token and guesses of
+the next ones. Every row draws with the number of its own position, and what it draws is a token of
+the response where all guesses before it are what was drawn there. So a response is the same with
+guesses and without, but for rows that depend on their batch mates (see `exact`). The rows behind a
+wrong guess are computed again, and their keys and values overwritten. Such steps are read at once.
+
 Where a step runs out of memory, its requests start again from the tokens they have, and later steps
 have half as many rows at most: nothing is lost but the computing. `notes` says so, once each time.
 """
@@ -42,6 +48,7 @@ from dora_rl.engine.sequence import (
     Sequence,
     Status,
 )
+from dora_rl.engine.speculation import Speculation
 from dora_rl.engine.tensors.weights import Residency
 from dora_rl.engine.transfer import Export, export_request
 from dora_rl.model.directory import TensorSource
@@ -61,6 +68,7 @@ class Engine(RequestBook):
         decode: Decode | None = None,
         journal: Journal | None = None,
         runner: Runner | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         self.spec, self.options = spec, options or EngineOptions()
         self.runner = runner or make_runner(spec, self.options)
@@ -69,6 +77,7 @@ class Engine(RequestBook):
         super().__init__(limits, spec.eos_ids, decode, journal)
         self.scheduler = Scheduler(self.options, num_blocks, context)
         self.residency = Residency(self.runner, self.options.versions_max)
+        self.speculation = speculation or make_speculation(self.options, self.runner)
         self._in_flight: deque[tuple[Plan, Any]] = deque()
 
     # ---------------------------------------------------------------- versions
@@ -130,6 +139,8 @@ class Engine(RequestBook):
 
     def adopt(self, seq: Sequence) -> None:
         """A request that arrived with its KV (see `transfer`) joins the queue."""
+        if self.speculation is not None:
+            self.speculation.open(seq)
         self.go_on(seq)
         self.note(seq)
 
@@ -153,6 +164,8 @@ class Engine(RequestBook):
         return bool(self.outputs or self._in_flight or s.running or s.waiting or s.spilled)
 
     def _enter(self, seq: Sequence) -> None:
+        if self.speculation is not None:
+            self.speculation.open(seq)
         self.scheduler.requeue(seq)
 
     def _run(self, seq: Sequence) -> None:
@@ -164,6 +177,8 @@ class Engine(RequestBook):
         self.scheduler.keep_idle(seq)
 
     def _leave(self, seq: Sequence) -> None:
+        if self.speculation is not None:
+            self.speculation.close(seq.id)
         self.scheduler.remove(seq)
         self.runner.cache.drop_host(seq.id)
 
@@ -176,14 +191,25 @@ class Engine(RequestBook):
 
     def step(self) -> list[Output]:
         """Plan, run, commit. Returns what every request gained."""
-        plan = self.scheduler.plan(self.runner.burst)
+        speculation = self.speculation
+        plan = self.scheduler.plan(self.runner.burst if speculation is None else 1)
+        if speculation is not None and speculation.is_awake(len(plan.spans)):
+            began = speculation.add_drafts(plan, self.scheduler)
+            plan = self._perform(plan)
+            speculation.end(plan, began)
+        else:
+            plan = self._perform(plan)
+        return self.hand_out(plan.repeat)
+
+    def _perform(self, plan: Plan) -> Plan:
+        """Returns what was run of it."""
         if (plan.spans or plan.cache_ops) and (missing := self._launch(plan)):
             self._start_again(plan, missing)
             plan = Plan()
-        depth = self.runner.depth if plan.spans else 0
+        depth = self.runner.depth if plan.spans and self.speculation is None else 0
         while len(self._in_flight) > depth:
             self._collect()
-        return self.hand_out(plan.repeat)
+        return plan
 
     def _launch(self, plan: Plan) -> str:
         """Returns what was missing where memory ran out, outside of the handler, whose traceback
@@ -220,6 +246,8 @@ class Engine(RequestBook):
         self.outputs.clear()
         for seq in list(self.scheduler.sequences()):
             self.forget(seq.id)
+        if self.speculation is not None:
+            self.speculation.clear()
         for version in self.versions():
             self.scheduler.pool.forget_version(version)
         # Blocks that the plan was to zero may still hold what is not finite.
@@ -229,28 +257,53 @@ class Engine(RequestBook):
         plan, launched = self._in_flight.popleft()
         for result in self.runner.collect(launched):
             if result.span.seq.status is not Status.ENDED and result.span.seq.finish is None:
-                commit = self._commit_burst if plan.repeat > 1 else self._commit
-                commit(result)
+                if result.span.drafts:
+                    self._commit_drafted(result)
+                elif plan.repeat > 1:
+                    self._commit_drawn(result)
+                else:
+                    self._commit(result)
         for span in plan.spans:
-            if span.num_rows > 1:
+            if span.num_rows > 1 and not span.drafts:
                 self._num_prefill_tokens += span.num_rows
             seq = span.seq
             if seq.num_registered < len(seq.digests) and seq.status is Status.RUNNING:
                 self.scheduler.register_prompt(seq)
 
-    def _commit_burst(self, result: StepResult) -> None:
-        """As many of the tokens as the response has room for; the rest is surplus."""
+    def _commit_drafted(self, result: StepResult) -> None:
+        """What was drawn behind guesses that are all right, up to the first one that is not."""
         span, token_ids, logprobs = result[:3]
         seq = span.seq
+        if any(map(math.isnan, logprobs)):
+            # Of the tokens or of a guess alone? Without guesses the next steps will tell.
+            self.scheduler.pool.poison(seq.blocks)
+            self.scheduler.start_again(seq)
+            if self.speculation is not None:
+                self.speculation.close(seq.id)
+            return
+        pairs = zip(span.drafts, token_ids, strict=False)
+        right = next((i for i, (a, b) in enumerate(pairs) if a != b), len(span.drafts))
+        before = len(seq.tokens)
+        seq.num_computed += right
+        seq.num_tokens += right
+        seq.num_scored += right
+        self._commit_drawn(result.rows(0, right + 1))
+        if self.speculation is not None:
+            self.speculation.learn(span, right, len(seq.tokens) - before - 1)
+
+    def _commit_drawn(self, result: StepResult) -> None:
+        """As many of the tokens as the response has room for; the rest is surplus."""
+        span, token_ids = result.span, result.token_ids
+        seq = span.seq
         if seq.request.params.stop_strings:
-            for row in zip(token_ids, logprobs, strict=True):
+            for index in range(len(token_ids)):
                 if seq.finish is None:
-                    self._commit(StepResult(span, [row[0]], [row[1]], [], []))
+                    self._commit(result.rows(index, index + 1))
             return
         count = min(len(token_ids), seq.response_max - len(seq.logprobs))
         if seq.stop_ids:
             count = next((i + 1 for i in range(count) if token_ids[i] in seq.stop_ids), count)
-        self._commit(StepResult(span, token_ids[:count], logprobs[:count], [], []), count)
+        self._commit(result.rows(0, count), count)
 
     def _commit(self, result: StepResult, num_drawn: int = 1) -> None:
         """Of the tokens, the last `num_drawn` are new, where the span draws; others were scored."""
@@ -287,4 +340,15 @@ class Engine(RequestBook):
             prefix_tokens=queues.num_prefix_tokens,
             preemptions=queues.num_preemptions,
             exact=self.runner.exact,
+            drafts={} if self.speculation is None else self.speculation.counts(),
         )
+
+
+def make_speculation(options: EngineOptions, runner: Runner) -> Speculation | None:
+    """As `rollout.speculation` says. `auto`: where rows do not depend on their batch mates, so that
+    a response is the same bit for bit whatever was drafted by the clock, and no step is launched
+    before the last one was read."""
+    if options.speculation == "on":
+        return Speculation(fixed=True)
+    is_auto = options.speculation == "auto" and runner.exact and not runner.depth
+    return Speculation() if is_auto else None

@@ -46,6 +46,9 @@ class Span(NamedTuple):
 
     The `num_logits` rows from position `logits_start` on need logits: each scores the known token
     that follows it, and the last one draws a new token when `sample` is set.
+
+    `drafts` are guesses of the tokens behind the known ones: the last rows are theirs, and each of
+    them draws too. What a row draws counts where every guess before it was what was drawn there.
     """
 
     seq: Sequence
@@ -54,6 +57,18 @@ class Span(NamedTuple):
     logits_start: int
     num_logits: int
     sample: bool
+    drafts: tuple[int, ...] = ()
+
+    @property
+    def num_drawn(self) -> int:
+        """Rows that draw; those before them score."""
+        return 1 + len(self.drafts) if self.sample else 0
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Of its rows; a span with drafts has one known token."""
+        known = self.seq.tokens[self.start : self.start + self.num_rows - len(self.drafts)]
+        return [*known, *self.drafts] if self.drafts else known
 
 
 @dataclass(slots=True)
@@ -89,3 +104,9 @@ class StepResult(NamedTuple):
     logprobs: list[float]
     raw_logprobs: list[float]
     top_logprobs: list[TopLogprobs]
+
+    def rows(self, start: int, end: int) -> StepResult:
+        """Of the tokens, those in [start, end)."""
+        span, token_ids, logprobs, raw, top = self
+        part = slice(start, end)
+        return StepResult(span, token_ids[part], logprobs[part], raw[part], top[part])

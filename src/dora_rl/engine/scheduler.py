@@ -278,6 +278,25 @@ class Scheduler:
             plan.spans.append(Span(seq, start, 1, start, 1, True))
         return plan
 
+    def add_drafts(self, plan: Plan, index: int, drafts: tuple[int, ...]) -> int:
+        """Guesses behind the token of a span that decodes one row: as many as its response and the
+        blocks that nobody needs now have room for. Returns how many rows they are.
+
+        They are not booked: what was drawn is known before the next plan, and whoever reads it
+        books what counts.
+        """
+        span = plan.spans[index]
+        seq, end = span.seq, span.start + 1
+        drafts = drafts[: seq.response_max - (end - seq.num_prompt) - 1]
+        num_blocks = -(-(end + len(drafts)) // self.block_tokens) - len(seq.blocks)
+        if not drafts or num_blocks > max(0, self.pool.num_available - len(self.running)):
+            return 0
+        grown = self._grow(plan, seq, end + len(drafts))
+        assert grown, "drafts pre-empt nobody"
+        num_rows = 1 + len(drafts)
+        plan.spans[index] = span._replace(num_rows=num_rows, num_logits=num_rows, drafts=drafts)
+        return len(drafts)
+
     def _plan_running(self, plan: Plan, seq: Sequence, budget: int) -> int:
         todo = seq.num_tokens - seq.num_computed
         num_response = seq.num_tokens - seq.num_prompt

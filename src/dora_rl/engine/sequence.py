@@ -19,7 +19,7 @@ every change.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
@@ -300,7 +300,8 @@ def hits_stop_string(seq: Sequence, decode: Decode | None) -> bool:
 @dataclass(frozen=True, slots=True)
 class EngineStats:
     """Counters and gauges; `free + used + cached == total` blocks, and `exact` says whether
-    rows were measured not to depend on their batch mates."""
+    rows were measured not to depend on their batch mates. `drafts`: of each version how many tokens
+    were guessed, and how many of them became tokens of a response."""
 
     free_blocks: int
     used_blocks: int
@@ -319,6 +320,7 @@ class EngineStats:
     prefix_tokens: int
     preemptions: int
     exact: bool
+    drafts: Mapping[Version, tuple[int, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,6 +66,11 @@ def check_backend(config: RunConfig) -> None:
             'vLLM gives one: use rollout.backend = "native"',
         ),
         (
+            vllm and rollout.speculation == "on",
+            'rollout.speculation = "on" is the native engine\'s; set it to "auto", or '
+            'rollout.backend = "native"',
+        ),
+        (
             is_split and shares,
             f"{split}: instances that share the learner's devices have one each; choose another "
             "orchestration.mode, and no resources.elastic_instances",

@@ -85,10 +85,13 @@ class Told:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Seconds since the worker's start."""
+    """Seconds since the worker's start. Of an instance, too: how many tokens were guessed since it
+    said so last, and how many of them were right."""
 
     busy_s: float
     cpu_s: float
+    drafted: int = 0
+    accepted: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from dora_rl.core import actions as act
 from dora_rl.core import events as ev
 from dora_rl.data.lengths import LogNormal, uniforms
 from dora_rl.engine.journal import Journal, request_from_json
-from dora_rl.engine.sequence import Request, Status, is_plain
+from dora_rl.engine.sequence import EngineStats, Request, Status, is_plain
 from dora_rl.store.storage import StorageStream
 from dora_rl.store.trajectories import digest_of
 from dora_rl.types import Finish, RequestId, Trajectory
@@ -81,6 +81,7 @@ class RolloutWorker(Role):
         self.reported_s = 0.0
         self.busy_s = 0.0
         self.stillness = Stillness()
+        self.told_drafts = (0, 0)
 
     def join(self) -> None:
         extra, stats = self.setup.extra, self.engine.stats()
@@ -127,7 +128,14 @@ class RolloutWorker(Role):
             still = self.stillness.look(self._lengths(), now) if self.awake else ()
             figures = (self.name, stats.steps, stats.kv_tokens)
             self.say(ev.InstanceReport(*figures, num_waiting=stats.idle, still=still))
-            self.send(msg.Usage(self.busy_s, time.process_time()))
+            self.send(msg.Usage(self.busy_s, time.process_time(), *self._new_drafts(stats)))
+
+    def _new_drafts(self, stats: EngineStats) -> tuple[int, int]:
+        """Tokens guessed since the last report, and those of them that were right."""
+        counts = stats.drafts.values()
+        drafted, accepted = sum(n for n, _ in counts), sum(n for _, n in counts)
+        before, self.told_drafts = self.told_drafts, (drafted, accepted)
+        return drafted - before[0], accepted - before[1]
 
     def _lengths(self) -> dict[RequestId, int]:
         """Of the requests that should be gaining tokens; -1: the engine does not know it."""

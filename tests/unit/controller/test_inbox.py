@@ -87,8 +87,10 @@ def test_an_old_incarnation_is_not_heard_and_an_end_is(desk: Desk) -> None:
 
 
 def test_what_a_worker_uses_and_what_users_code_raises_is_counted(desk: Desk) -> None:
-    desk.says("instance0", msg.Usage(2.0, 3.0))
+    desk.says("instance0", msg.Usage(2.0, 3.0, 40, 30))
     assert desk.files.records.totals.busy_s == {"instance0": 2.0}
+    totals = desk.files.records.totals
+    assert (totals.drafted_tokens, totals.accepted_tokens) == (40, 30)
     desk.says("instance0", msg.UserRaised("reward f", "f.py:1", "KeyError", "Traceback"))
     assert desk.files.records.totals.num_user_errors == 1
     assert "Traceback" in desk.files.user_errors.path.read_text()

@@ -45,14 +45,14 @@ class AheadRunner:
     def _launch_one(self, plan: Plan, slots: Mapping[Version, int]) -> list[StepResult]:
         lengths = [len(span.seq.tokens) for span in plan.spans]
         for span, length in zip(plan.spans, lengths, strict=True):
-            end = span.start + span.num_rows
+            end = span.start + span.num_rows - len(span.drafts)
             span.seq.tokens += [self._drawn[span.seq][p] for p in range(length, end)]
         results = self.inner.collect(self.inner.launch(plan, slots))
         for span, length in zip(plan.spans, lengths, strict=True):
             del span.seq.tokens[length:]
         for result in results:
             span = result.span
-            if span.sample:
+            if span.sample and not span.drafts:  # steps with drafts are read at once
                 drawn = self._drawn.setdefault(span.seq, {})
                 drawn[span.start + span.num_rows] = result.token_ids[-1]
         return results

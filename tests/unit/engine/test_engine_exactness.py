@@ -4,7 +4,8 @@ Hypothesis drives two small engines through arrivals, steps, pre-emptions (the p
 sessions of several turns, aborts, parking, migrations, crashes with resume from the journal, and
 version loads and retirements. Every trajectory must equal, bit for bit, the one generated alone in
 a roomy engine; blocks are conserved after every action. In two of the worlds the engines read their
-tokens late and decode in bursts, as on a GPU; in one of these bursts are longer than a block.
+tokens late and decode in bursts, as on a GPU; in one of these bursts are longer than a block. In
+two others every decode step verifies drafts: right ones, wrong ones, stop tokens, too many.
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ from dora_rl.engine.engine import Engine
 from dora_rl.engine.journal import Journal, read_journal
 from dora_rl.engine.options import EngineOptions
 from dora_rl.engine.runner import make_runner
-from dora_rl.engine.sequence import Request, Status
+from dora_rl.engine.sequence import Request, Sequence, Status
 from dora_rl.engine.transfer import begin_import, chunk_bytes, chunk_from_bytes, export_request
 from dora_rl.model.directory import read_spec
 from dora_rl.types import RequestId, SamplingParams, Trajectory, UserError
 from tests.kit.engines import random_prompts
 from tests.unit.engine.ahead_runner import AheadRunner
+from tests.unit.engine.any_drafts import AnyDrafts
 
 TIGHT = EngineOptions(
     block_tokens=16,
@@ -40,6 +42,7 @@ TIGHT = EngineOptions(
     step_tokens_max=13,
     context_max=128,
     versions_max=2,
+    speculation="off",  # by itself it would decide by the clock
 )
 ROOMY = EngineOptions(
     block_tokens=16, num_blocks=64, seqs_max=4, step_tokens_max=256, context_max=128, versions_max=3
@@ -72,19 +75,30 @@ def given_in(key: RequestId, turn: int) -> tuple[int, ...]:
 class World:
     """Two tight engines and the models they load, reused over examples because they are costly."""
 
-    def __init__(self, paths: list[Path], journal_dir: Path, compiled: bool, burst: int) -> None:
+    def __init__(
+        self, paths: list[Path], journal_dir: Path, *, compiled: bool, burst: int, drafts: bool
+    ) -> None:
         self.paths, self.journal_dir = paths, journal_dir
         self.params = PLAIN if burst > 1 else PARAMS
         spec = read_spec(paths[0])
         roomy, tight = (o.model_copy(update={"compiled_kernels": compiled}) for o in (ROOMY, TIGHT))
-        self.alone = Engine(spec, roomy)
+        self.alone = Engine(spec, roomy.model_copy(update={"speculation": "off"}))
         for version, path in enumerate(paths):
             self.alone.load(version, path)
         runners: list[Any] = [make_runner(spec, tight), make_runner(spec, tight)]
         if burst > 1:
             runners = [AheadRunner(runner, burst) for runner in runners]
-        self.engines = [Engine(spec, tight, runner=runner) for runner in runners]
+        self.requests: dict[RequestId, Request] = {}  # of the story that is told now
+        self.drafted = [AnyDrafts(seed, self._truth) for seed in (0, 1)] if drafts else [None, None]
+        self.engines = [
+            Engine(spec, tight, runner=runner, speculation=speculation)
+            for runner, speculation in zip(runners, self.drafted, strict=True)
+        ]
         self.solo = cache(self._solo)
+
+    def _truth(self, seq: Sequence) -> list[int]:
+        response = self.solo(self.requests[seq.id]).token_ids
+        return [*seq.request.prompt_ids, *response.tolist()]
 
     def reset(self) -> None:
         for index, engine in enumerate(self.engines):
@@ -114,7 +128,10 @@ class World:
                 return found
 
 
-@pytest.fixture(scope="module", params=["compiled", "torch", "ahead", "far ahead"])
+@pytest.fixture(
+    scope="module",
+    params=["compiled", "torch", "ahead", "far ahead", "compiled drafts", "torch drafts"],
+)
 def world(
     request: pytest.FixtureRequest,
     saved: Callable[..., tuple[object, Path]],
@@ -123,7 +140,8 @@ def world(
     paths = [saved("qwen3", seed)[1] for seed in range(3)]
     journals = tmp_path_factory.mktemp("journals")
     burst = {"ahead": 5, "far ahead": 23}.get(request.param, 1)
-    return World(paths, journals, request.param != "torch", burst)
+    compiled, drafts = "torch" not in request.param, "drafts" in request.param
+    return World(paths, journals, compiled=compiled, burst=burst, drafts=drafts)
 
 
 class Story:
@@ -134,6 +152,7 @@ class Story:
         self.engines = world.engines
         self.done: dict[RequestId, Trajectory] = {}
         self.requests: dict[RequestId, Request] = {}
+        world.requests = self.requests
         self.num_groups = 0
         for engine in self.engines:
             for version in (0, 1):
@@ -349,3 +368,5 @@ def test_statuses_are_all_reached(world: World) -> None:
     for engine in story.engines:
         if isinstance(engine.runner, AheadRunner):
             assert engine.runner.num_bursts > 10
+    for speculation in filter(None, world.drafted):
+        assert speculation.drafted.total() > speculation.accepted.total() > 100

@@ -89,6 +89,22 @@ def test_the_line_of_a_step_has_the_smoothed_rate(tmp_path: Path) -> None:
     assert line["perf/tokens_per_s"] == pytest.approx(400 / took)
 
 
+def test_guessed_tokens_are_those_since_the_line_before(tmp_path: Path) -> None:
+    records = Records(tmp_path, rollouts=False)
+    assert not any(name.startswith("draft/") for name in records.step(0, {}, [sample(9)], {}))
+    records.drafts(40, 30)
+    records.drafts(2, 0)
+    line = records.step(1, {}, [sample(9)], {})
+    assert (line["draft/drafted"], line["draft/accepted"]) == (42, 30)
+    records.close()
+    again = Records(tmp_path, rollouts=False, committed=2)
+    again.drafts(10, 5)
+    line = again.step(2, {}, [sample(9)], {})
+    assert (line["draft/drafted"], line["draft/accepted"]) == (10, 5)
+    summary = again.summary("sync", 3, "stopped", 2)
+    assert (summary["drafted_tokens"], summary["accepted_tokens"]) == (52, 35)
+
+
 def test_start_up_is_no_part_of_the_first_step(tmp_path: Path) -> None:
     records = Records(tmp_path, rollouts=False)
     records.began -= 50.0  # as if the workers had taken so long to start

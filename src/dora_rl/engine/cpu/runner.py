@@ -142,11 +142,12 @@ def batch_of(
     logit_segments: list[tuple[int, int, int]] = []
     for slot, spans in groups:
         begin, logits_begin = len(token_ids), len(logit_rows)
-        for seq, start, count, logits_start, num_logits, _ in spans:
+        for span in spans:
+            seq, start, count, logits_start, num_logits = span[:5]
             if num_logits:
                 first = len(token_ids) + logits_start - start
                 logit_rows.extend(range(first, first + num_logits))
-            token_ids.extend(seq.tokens[start : start + count])
+            token_ids.extend(span.token_ids)
             positions.extend(range(start, start + count))
             table_rows.extend([seq.slot] * count)
         padding = -(len(token_ids) - begin) % tile_rows

@@ -183,9 +183,9 @@ class CudaRunner(Runner):
         pieces: list[tuple[int, int, int, int]] = []
         logit_rows: list[int] = []
         for span in spans:
-            row, seq, end = len(token_ids), span.seq, span.start + span.num_rows
-            token_ids.extend(seq.tokens[span.start : end])
-            pieces.append((seq.slot, row, span.start, span.num_rows))
+            row = len(token_ids)
+            token_ids.extend(span.token_ids)
+            pieces.append((span.seq.slot, row, span.start, span.num_rows))
             first = row + span.logits_start - span.start
             logit_rows.extend(range(first, first + span.num_logits))
         slots, firsts, starts, counts = np.array(pieces).T
@@ -282,7 +282,9 @@ class CudaRunner(Runner):
             setattr(rows, name, self.slots.upload(value.numpy(), value.dtype))
         drawn = sampler.sample(logits, rows)
         ends = np.cumsum([span.num_logits for span in spans]) - 1
-        sampled = [(span, end) for span, end in zip(spans, ends, strict=True) if span.sample]
+        # Which token of a span with drafts is its newest, the host finds out.
+        drawn_last = [span.sample and not span.drafts for span in spans]
+        sampled = [(s, end) for s, end, last in zip(spans, ends, drawn_last, strict=True) if last]
         if sampled:
             slots = self.slots.upload([span.seq.slot for span, _ in sampled], torch.int64)
             last = self.slots.upload([int(end) for _, end in sampled], torch.int64)
