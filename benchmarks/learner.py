@@ -266,9 +266,9 @@ def engine_gap(learner: Learner, args: argparse.Namespace) -> dict[str, float]:
             t = output.trajectory
             if t is not None:
                 groups.append((Group(t.request.group, 0, t.prompt_ids, (t,)), t))
-    from dora_rl.trainer.documents import document_of
+    from dora_rl.trainer.documents import documents_of
 
-    documents = [document_of(g, g.samples[0], 0.0) for g, _ in groups]
+    documents = [d for g, _ in groups for d in documents_of(g, g.samples[0], 0.0)]
     ours = torch.cat(score(learner.policy, documents, 1.0, learner.pack_tokens))
     theirs = torch.cat([d.rollout_logprobs for d in documents])
     gap = (ours - theirs).abs()

@@ -39,7 +39,7 @@ from dora_rl.setup.devices import Card, look_at_cards
 from dora_rl.setup.layout import plan_layout
 from dora_rl.setup.memory import CONTEXT_BYTES, GB, shelf_bytes
 from dora_rl.setup.plan import DevicePlan, RunPlan, plan_run, planned
-from dora_rl.trainer.documents import document_of
+from dora_rl.trainer.documents import documents_of
 from dora_rl.trainer.learner import Learner
 from dora_rl.trainer.policy.decoder import Decoder
 from dora_rl.trainer.policy.model import build_decoder, lean_spec
@@ -219,7 +219,7 @@ def work_as_learner(
         twin = learner.scorer.make_adapted() if options.lora_rank else learner.scorer.make_twin()
         assert isinstance(twin, Decoder)
         randomise(twin)
-        documents = [document_of(g, s, 0.0) for g in groups for s in g.samples]
+        documents = [d for g in groups for s in g.samples for d in documents_of(g, s, 0.0)]
         score(twin, documents, 1.0, learner.pack_tokens)
         phases.peak("frozen version")
     return learner.notes

@@ -287,7 +287,7 @@ class Engine(RequestBook):
         seq.num_computed += right
         seq.num_tokens += right
         seq.num_scored += right
-        self._commit_drawn(result.rows(0, right + 1))
+        self._commit_drawn(part_of(result, 0, right + 1))
         if self.speculation is not None:
             self.speculation.learn(span, right, len(seq.tokens) - before - 1)
 
@@ -298,12 +298,12 @@ class Engine(RequestBook):
         if seq.request.params.stop_strings:
             for index in range(len(token_ids)):
                 if seq.finish is None:
-                    self._commit(result.rows(index, index + 1))
+                    self._commit(part_of(result, index, index + 1))
             return
         count = min(len(token_ids), seq.response_max - len(seq.logprobs))
         if seq.stop_ids:
             count = next((i + 1 for i in range(count) if token_ids[i] in seq.stop_ids), count)
-        self._commit(result.rows(0, count), count)
+        self._commit(part_of(result, 0, count), count)
 
     def _commit(self, result: StepResult, num_drawn: int = 1) -> None:
         """Of the tokens, the last `num_drawn` are new, where the span draws; others were scored."""
@@ -342,6 +342,13 @@ class Engine(RequestBook):
             exact=self.runner.exact,
             drafts={} if self.speculation is None else self.speculation.counts(),
         )
+
+
+def part_of(result: StepResult, start: int, end: int) -> StepResult:
+    """Of the tokens, those in [start, end)."""
+    span, token_ids, logprobs, raw, top = result
+    part = slice(start, end)
+    return StepResult(span, token_ids[part], logprobs[part], raw[part], top[part])
 
 
 def make_speculation(options: EngineOptions, runner: Runner) -> Speculation | None:

@@ -59,17 +59,6 @@ class Span(NamedTuple):
     sample: bool
     drafts: tuple[int, ...] = ()
 
-    @property
-    def num_drawn(self) -> int:
-        """Rows that draw; those before them score."""
-        return 1 + len(self.drafts) if self.sample else 0
-
-    @property
-    def token_ids(self) -> list[int]:
-        """Of its rows; a span with drafts has one known token."""
-        known = self.seq.tokens[self.start : self.start + self.num_rows - len(self.drafts)]
-        return [*known, *self.drafts] if self.drafts else known
-
 
 @dataclass(slots=True)
 class Plan:
@@ -82,10 +71,6 @@ class Plan:
     cache_ops: list[CacheOp] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     repeat: int = 1
-
-    @property
-    def num_rows(self) -> int:
-        return sum(span.num_rows for span in self.spans)
 
     def sequences(self) -> list[Sequence]:
         """All whose cache it changes, each once."""
@@ -104,9 +89,3 @@ class StepResult(NamedTuple):
     logprobs: list[float]
     raw_logprobs: list[float]
     top_logprobs: list[TopLogprobs]
-
-    def rows(self, start: int, end: int) -> StepResult:
-        """Of the tokens, those in [start, end)."""
-        span, token_ids, logprobs, raw, top = self
-        part = slice(start, end)
-        return StepResult(span, token_ids[part], logprobs[part], raw[part], top[part])

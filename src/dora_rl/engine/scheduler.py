@@ -34,6 +34,11 @@ from dora_rl.engine.sequence import Sequence, Status
 from dora_rl.types import RequestId, UserError
 
 
+def rows_of(plan: Plan) -> int:
+    """Of all its spans."""
+    return sum(span.num_rows for span in plan.spans)
+
+
 class Scheduler:
     """Every sequence of an engine, what it holds, and what the next step does with it."""
 
@@ -114,7 +119,7 @@ class Scheduler:
 
     def shrink(self, plan: Plan, reason: str) -> str:
         """A step of such rows did not fit. Returns what is done about it."""
-        if (rows := plan.num_rows) < 2:
+        if (rows := rows_of(plan)) < 2:
             raise UserError(
                 f"out of memory in a step of {rows} rows ({reason}), and none is smaller; lower "
                 "rollout.kv_bytes_max, rollout.versions_max or trainer.pack_tokens"

@@ -176,6 +176,11 @@ class Sequence:
         self.turns += 1
         self.finish = None
 
+    def row_ids(self, start: int, num_rows: int, drafts: tuple[int, ...]) -> list[int]:
+        """Of rows from a position on, the last of which are guesses."""
+        known = self.tokens[start : start + num_rows - len(drafts)]
+        return [*known, *drafts] if drafts else known
+
     def change_version(self, version: Version) -> None:
         """What follows is generated under other weights (the `partial` baseline only)."""
         self.version = version

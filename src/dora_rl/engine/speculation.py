@@ -35,7 +35,7 @@ from enum import Enum, auto
 
 from dora_rl.engine.drafts import Drafts
 from dora_rl.engine.plan import Plan, Span
-from dora_rl.engine.scheduler import Scheduler
+from dora_rl.engine.scheduler import Scheduler, rows_of
 from dora_rl.engine.sequence import Sequence
 from dora_rl.types import RequestId, Version
 
@@ -187,7 +187,7 @@ class Speculation:
             for index, span in enumerate(plan.spans)
             if span.num_rows == 1 and span.sample and len(span.seq.tokens) == span.start + 1
         ]
-        room = scheduler.step_tokens_max - plan.num_rows
+        room = scheduler.step_tokens_max - rows_of(plan)
         if not spans:
             return began
         if self.fixed:
@@ -223,7 +223,7 @@ class Speculation:
         """A step is done. Only those that do nothing but decode are compared."""
         if self.fixed or not _is_timed(plan):
             return
-        seconds, count, num_rows = self._clock() - began, len(plan.spans), plan.num_rows
+        seconds, count, num_rows = self._clock() - began, len(plan.spans), rows_of(plan)
         self._time.add(num_rows, seconds)
         self._num_timed += 1
         self._num_drafted = self._num_drafted + 1 if num_rows > count else 0

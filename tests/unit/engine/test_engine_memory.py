@@ -15,6 +15,7 @@ from dora_rl.engine.journal import Journal, read_journal
 from dora_rl.engine.options import EngineOptions
 from dora_rl.engine.plan import Plan
 from dora_rl.engine.runner import Runner, make_runner
+from dora_rl.engine.scheduler import rows_of
 from dora_rl.engine.sequence import Request
 from dora_rl.model.directory import read_spec
 from dora_rl.types import Finish, RequestId, SamplingParams, Trajectory, UserError, Version
@@ -42,7 +43,7 @@ class SmallMemory:
 
     def launch(self, plan: Plan, slots: Mapping[Version, int]) -> Any:
         self.num_launches += 1
-        if plan.num_rows > self._rows_max or self.num_launches in self._at:
+        if rows_of(plan) > self._rows_max or self.num_launches in self._at:
             self.num_failures += 1
             if self.num_failures % 2:
                 self.inner.cache.perform(plan)

@@ -12,6 +12,7 @@ from dora_rl.engine.engine import Engine
 from dora_rl.engine.options import EngineOptions
 from dora_rl.engine.plan import Plan
 from dora_rl.engine.runner import make_runner
+from dora_rl.engine.scheduler import rows_of
 from dora_rl.engine.sequence import Request
 from dora_rl.engine.speculation import (
     LOOK_DRAFTED,
@@ -40,7 +41,7 @@ class Timed:
 
     def launch(self, plan: Plan, slots: Mapping[Version, int]) -> Any:
         if plan.spans:
-            self.now += self.fixed + self.each * plan.num_rows
+            self.now += self.fixed + self.each * rows_of(plan)
         return self.inner.launch(plan, slots)
 
 

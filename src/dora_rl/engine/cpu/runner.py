@@ -147,7 +147,7 @@ def batch_of(
             if num_logits:
                 first = len(token_ids) + logits_start - start
                 logit_rows.extend(range(first, first + num_logits))
-            token_ids.extend(span.token_ids)
+            token_ids.extend(span.seq.row_ids(span.start, span.num_rows, span.drafts))
             positions.extend(range(start, start + count))
             table_rows.extend([seq.slot] * count)
         padding = -(len(token_ids) - begin) % tile_rows

@@ -184,7 +184,7 @@ class CudaRunner(Runner):
         logit_rows: list[int] = []
         for span in spans:
             row = len(token_ids)
-            token_ids.extend(span.token_ids)
+            token_ids.extend(span.seq.row_ids(span.start, span.num_rows, span.drafts))
             pieces.append((span.seq.slot, row, span.start, span.num_rows))
             first = row + span.logits_start - span.start
             logit_rows.extend(range(first, first + span.num_logits))

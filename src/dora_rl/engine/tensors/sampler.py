@@ -164,12 +164,13 @@ def logit_rows(spans: Sequence[Span]) -> LogitRows:
     for span in spans:
         seq = span.seq
         first = span.logits_start + 1  # position of the first token that is scored or drawn
-        num_scored = span.num_logits - span.num_drawn
+        num_drawn = 1 + len(span.drafts) if span.sample else 0
+        num_scored = span.num_logits - num_drawn
         keys.extend([seq.key] * span.num_logits)
         owners.extend([seq.request.params] * span.num_logits)
         positions.extend(range(first - seq.num_prompt, first - seq.num_prompt + span.num_logits))
         forced.extend(seq.tokens[first : first + num_scored])
-        forced.extend([-1] * span.num_drawn)
+        forced.extend([-1] * num_drawn)
     return rows
 
 
