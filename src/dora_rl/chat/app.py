@@ -31,6 +31,7 @@ from dora_rl.chat.http import Bodies
 from dora_rl.chat.messages_api import MessagesAnswer, error_body
 from dora_rl.chat.requests import (
     ApiError,
+    Message,
     body_too_large,
     fields,
     model_not_found,
@@ -58,6 +59,9 @@ class Form(Protocol):
         ...
 
     def failed(self, error: ApiError) -> dict[str, Any]: ...
+    def reply(self) -> Message:
+        """The message as it is when a client gives the answer back."""
+        ...
 
 
 def make_app(service: Service, access: Access, bodies: Bodies) -> Any:
@@ -268,7 +272,10 @@ class _Answering(Response):
     def _replied(self) -> None:
         """Before the client can see the end, so that its next request finds the session there."""
         if self._frame.chat and len(self._choices) == 1:
-            self._frame.generation.replied(self._choices[0].message())
+            self._frame.generation.replied(self._reply())
+
+    def _reply(self) -> Message:
+        return self._choices[0].message()
 
 
 class _AnsweringOtherwise(_Answering):
@@ -277,6 +284,9 @@ class _AnsweringOtherwise(_Answering):
     def __init__(self, frame: Frame, form: Callable[[Choice], Form]) -> None:
         super().__init__(frame)
         self._form = form(self._choices[0])
+
+    def _reply(self) -> Message:
+        return self._form.reply()
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

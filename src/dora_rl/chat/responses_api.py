@@ -80,6 +80,9 @@ class ResponsesAnswer:
         self._number = 0  # of the next event
         self._opened = False  # the item of the text
 
+    def reply(self) -> Message:
+        return self._choice.message()
+
     def _response(self, status: str, items: list[dict[str, Any]]) -> dict[str, Any]:
         ask, generation = self._frame.ask, self._frame.generation
         body: dict[str, Any] = {

@@ -20,6 +20,7 @@ pytest.importorskip("anthropic")
 
 import anthropic
 import openai
+from pydantic import TypeAdapter
 
 from dora_rl.chat.access import Access
 from dora_rl.chat.app import make_app
@@ -205,6 +206,89 @@ def test_the_events_add_up_to_the_message(
     ]
     assert final.stop_reason == whole.stop_reason == ("tool_use" if CALL in text else "end_turn")
     assert final.usage.output_tokens == whole.usage.output_tokens == len(text.encode())
+
+
+def events_of(url: str, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """As they stand in the stream."""
+    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+    asked = {"model": "m", "stream": True} | body
+    request = urllib.request.Request(f"{url}/v1/{path}", json.dumps(asked).encode(), headers)
+    parts = urllib.request.urlopen(request).read().decode().strip().split("\n\n")
+    found = []
+    for part in parts:
+        name, data = part.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+    return found
+
+
+@pytest.mark.parametrize("text", ["héllo", f"I look. {CALL}{CALL}", CALL])
+@pytest.mark.parametrize("finish", [Finish.STOP, Finish.LENGTH])
+def test_every_event_is_of_the_clients_own_types(
+    where: tuple[Script, str], script: Script, text: str, finish: Finish
+) -> None:
+    script.said, script.finish = [text] * 4, finish
+    asked = {"max_tokens": 9, "messages": [user("hi")], "tools": [CLAUDE_TOOL]}
+    own = TypeAdapter[Any](anthropic.types.RawMessageStreamEvent)
+    events = events_of(where[1], "messages", asked)
+    assert [own.validate_python(event).type for event in events] == [e["type"] for e in events]
+    blocks = [e["content_block"] for e in events if e["type"] == "content_block_start"]
+    assert [block["type"] for block in blocks] == ["text"] * (text != CALL) + ["tool_use"] * (
+        text.count(CALL)
+    )
+    own = TypeAdapter[Any](openai.types.responses.ResponseStreamEvent)
+    asked = {"input": "hi", "tools": [OPENAI_TOOL]}
+    events = events_of(where[1], "responses", asked)
+    assert [own.validate_python(event).type for event in events] == [e["type"] for e in events]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        '"{\\"city\\":\\"K\\"}"',
+        "[1]",
+        "null",
+        '{"a":1,"b":1.0}',
+        '"{\\"a\\": NaN}"',
+        '"\\ud800"',
+        '{"a": NaN}',
+        '{"a": "\\ud800"}',
+        '{"a": 1e999}',
+        f'{{"a": {"9" * 30}}}',
+        "[" * 5000 + "]" * 5000,
+        "[" * 40 + "]" * 40,
+    ],
+)
+@pytest.mark.parametrize("streamed", [False, True])
+def test_whatever_arguments_the_model_writes(
+    script: Script, claude: Any, gpt: Any, arguments: str, streamed: bool
+) -> None:
+    """The answer comes, and what the client gives back of it is the message that was replied."""
+    block = f'<tool_call>{{"name": "weather", "arguments": {arguments}}}</tool_call>'
+    script.said, script.size = [block, "so"] * 3, 1000
+    more = {"model": "m", "max_tokens": 9, "messages": [user("?")], "tools": [CLAUDE_TOOL]}
+    if streamed:
+        with claude.messages.stream(**more) as stream:
+            first = stream.get_final_message()
+    else:
+        first = claude.messages.create(**more)
+    messages = [user("?"), {"role": "assistant", "content": first.content}, user("so?")]
+    ask_claude(claude, messages, tools=[CLAUDE_TOOL])
+    assert script.asked[1].messages[1] == script.replies[0]
+    items = gpt.responses.create(model="m", input=[user("?")], tools=[OPENAI_TOOL]).output
+    given = [user("?"), *(item.to_dict() for item in items), user("so?")]
+    gpt.responses.create(model="m", input=given, tools=[OPENAI_TOOL])
+    assert script.asked[3].messages[1] == script.replies[2]
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}]
+    chat = {"model": "m", "tools": tools}
+    said = gpt.chat.completions.create(messages=[user("?")], **chat).choices[0].message
+    gpt.chat.completions.create(messages=[user("?"), said.to_dict(), user("so?")], **chat)
+    assert script.asked[5].messages[1] == script.replies[4]
+
+
+def test_a_call_whose_name_is_no_name_is_text(script: Script, claude: Any) -> None:
+    script.said = [text := '<tool_call>{"name": ["weather"], "arguments": {}}</tool_call>']
+    assert ask_claude(claude, [user("?")], tools=[CLAUDE_TOOL]).content[0].text == text
 
 
 @pytest.mark.parametrize("streamed", [False, True])
