@@ -12,7 +12,7 @@ import itertools
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -108,9 +108,7 @@ def guarded(
     """Lets a request through, with its owner and the session that it is about."""
 
     async def answer(request: Request) -> Response:
-        key = request.headers.get("x-api-key")  # as some clients of /v1/messages send it
-        given = request.headers.get("authorization", "" if key is None else f"Bearer {key}")
-        caller = access.caller(given)
+        caller = access.any_of(keys_of(request.headers))
         named = request.path_params.get("session", request.headers.get(SESSION_HEADER))
         if named is not None:
             named = fields(OPEN_SESSION, {"session_id": named})["session_id"]
@@ -119,6 +117,12 @@ def guarded(
         return await call(request)
 
     return answer
+
+
+def keys_of(headers: Mapping[str, str]) -> list[str]:
+    """What `Authorization` says, and the header that some clients of /v1/messages have instead."""
+    key = headers.get("x-api-key")
+    return [headers.get("authorization", ""), *([] if key is None else [f"Bearer {key}"])]
 
 
 class Front:

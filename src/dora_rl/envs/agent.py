@@ -99,12 +99,7 @@ class Agent(Environment):
             raise RuntimeError("the agent ended without a single request")
         if episode.turn_rewards is None:
             return Observation(reward=episode.reward, done=True)
-        if len(episode.turn_rewards) != episode.num_turns:
-            raise RuntimeError(
-                f"the agent returned {len(episode.turn_rewards)} rewards for {episode.num_turns} "
-                "turns; give one for each answer that it got, in that order"
-            )
-        return Observation(turn_rewards=episode.turn_rewards, done=True)
+        return Observation(turn_rewards=episode.rewards_of_turns(), done=True)
 
     def _run(self, arguments: dict[str, Any]) -> None:
         if inspect.iscoroutinefunction(self._function):
@@ -205,6 +200,7 @@ class Call:
     async def pieces(self) -> AsyncIterator[Piece]:
         """All of the turn at once: an episode is asked when its turn is complete."""
         written = await self.answer
+        self._episode.read.add(self.number)
         yield Piece(
             0,
             written.token_ids,
@@ -225,13 +221,13 @@ class Episode:
     """The agent's side of one trajectory: its requests, its end, and the tree of what was read and
     written. Requests wait until the turn before them is there."""
 
-    def __init__(self, name: str, prompt_ids: tuple[int, ...], stops: Sequence[str]) -> None:
+    def __init__(self, name: str, prompt_ids: tuple[int, ...]) -> None:
         self.id, self.key = name, secrets.token_urlsafe(18)
-        self.stops = tuple(stops)
         self.version: Version = -1
         self.tree = Tree(prompt_ids)
         self.pasts: list[Conversation] = []  # as each turn that was read left it
         self.num_turns = 0
+        self.read: set[int] = set()  # turns that clients have been given, by number
         self.reward: float | None = None
         self.turn_rewards: tuple[float, ...] | None = None
         self._waiting: list[Call] = []
@@ -280,6 +276,20 @@ class Episode:
         self.turn_rewards, self._ended = turn_rewards, True
         self._changed.set()
 
+    def rewards_of_turns(self) -> tuple[float, ...]:
+        """One for each turn. Those whose clients had gone have none, where the agent gave one for
+        each answer that it got."""
+        given, num_turns = self.turn_rewards or (), self.num_turns
+        if len(given) == num_turns:
+            return given
+        if len(given) != len(self.read):
+            raise RuntimeError(
+                f"the agent returned {len(given)} rewards for {num_turns} turns; give one for each "
+                "answer that it got, in that order"
+            )
+        by_number = dict(zip(sorted(self.read), given, strict=True))
+        return tuple(by_number.get(number, 0.0) for number in range(1, num_turns + 1))
+
     # -- the policy -------------------------------------------------------------------------------
 
     async def next_call(self) -> Call | None:
@@ -324,8 +334,9 @@ class Episode:
                         await self._changed.wait()
         except TimeoutError:
             pass
-        found = found or self._waiting[0]
-        self._waiting.remove(found)
+        # Where none is left its client has gone, and nobody reads the turn.
+        found = found or next(iter(self._waiting), self._asked)
+        self.drop(found)
         return found
 
     def close(self) -> None:
@@ -367,7 +378,7 @@ class AgentEndpoint:
 
     def open(self, prompt_ids: tuple[int, ...]) -> Episode:
         self._num_opened += 1
-        episode = Episode(f"episode-{self._num_opened}", prompt_ids, self._text.stop_strings)
+        episode = Episode(f"episode-{self._num_opened}", prompt_ids)
         self._episodes[episode.id] = episode
         self._keys[episode.key] = episode.id
         return episode

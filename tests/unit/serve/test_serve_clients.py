@@ -358,6 +358,28 @@ def test_keys_and_hosts_of_messages(where: tuple[Script, str], script: Script) -
     assert refused.value.code == 421 and json.load(refused.value)["type"] == "error"
 
 
+def test_either_header_may_have_the_key(where: tuple[Script, str], script: Script) -> None:
+    """A client whose program knows a key of another server too sends both."""
+    body = json.dumps({"model": "m", "max_tokens": 4, "messages": [user("hi")]}).encode()
+
+    def status(**headers: str) -> int:
+        script.said = ["yes"]
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        asked = urllib.request.Request(f"{where[1]}/v1/messages", body, named)
+        try:
+            return urllib.request.urlopen(asked).status
+        except urllib.error.HTTPError as error:
+            return error.code
+
+    assert status(x_api_key=KEY, authorization="Bearer another") == 200
+    assert status(x_api_key="another", authorization=f"Bearer {KEY}") == 200
+    assert status(x_api_key=KEY, authorization="") == 200
+    assert status(x_api_key="another", authorization="Bearer another") == 401
+    assert status(x_api_key=KEY, host="evil.example") == 421
+    assert status(x_api_key=KEY, origin="http://evil.example") == 403
+    assert status() == 401
+
+
 def test_an_error_in_the_middle(script: Script, claude: Any, gpt: Any) -> None:
     script.said = ["", "", ""]
     with pytest.raises(anthropic.APIStatusError) as caught:
