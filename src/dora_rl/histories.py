@@ -72,11 +72,22 @@ def _histories(prompt_ids: Ints, token_ids: Ints, branches: Sequence[Branch]) ->
 
 def longest_history(num_prompt: int, num_tokens: int, branches: Sequence[Branch]) -> int:
     """The most tokens of one history, prompt included."""
+    return max(_lengths(num_prompt, num_tokens, branches))
+
+
+def _lengths(num_prompt: int, num_tokens: int, branches: Sequence[Branch]) -> list[int]:
     lengths: list[int] = []
     for branch, (start, end) in zip(branches or (ROOT,), bounds(branches, num_tokens), strict=True):
         before = min(num_prompt + branch.fork, lengths[branch.parent] if lengths else num_prompt)
         lengths.append(before + end - start)
-    return max(lengths)
+    return lengths
+
+
+def follows(branch: Branch, num_prompt: int, num_tokens: int, branches: Sequence[Branch]) -> bool:
+    """Whether a branch may begin behind such a response: what it shares is there."""
+    lengths = dict(enumerate(_lengths(num_prompt, num_tokens, branches)))
+    shared = num_prompt + branch.fork
+    return branch.start == num_tokens and 0 <= shared <= lengths.get(branch.parent, -1)
 
 
 def turn_starts(loss_mask: Mask, branches: Sequence[Branch]) -> Ints:
