@@ -237,9 +237,12 @@ def test_every_event_is_of_the_clients_own_types(
         text.count(CALL)
     )
     own = TypeAdapter[Any](openai.types.responses.ResponseStreamEvent)
-    asked = {"input": "hi", "tools": [OPENAI_TOOL]}
+    asked = {"input": "hi", "tools": [{"type": "function", "name": "weather"}]}
     events = events_of(where[1], "responses", asked)
     assert [own.validate_python(event).type for event in events] == [e["type"] for e in events]
+    for event in events:
+        if "response" in event:
+            openai.types.responses.Response.model_validate(event["response"])
 
 
 @pytest.mark.parametrize(
