@@ -58,7 +58,10 @@ class Form(Protocol):
         """Those of the newest piece; `type` is the event's name."""
         ...
 
-    def failed(self, error: ApiError) -> dict[str, Any]: ...
+    def failed(self, error: ApiError) -> Iterable[dict[str, Any]]:
+        """The events of an error, too late for a status code."""
+        ...
+
     def reply(self) -> Message:
         """The message as it is when a client gives the answer back."""
         ...
@@ -311,8 +314,9 @@ class _AnsweringOtherwise(_Answering):
                     self._replied()
                 for event in self._form.events():
                     await self._send_named(send, event)
-        except ApiError as error:  # too late for a status code
-            await self._send_named(send, self._form.failed(error))
+        except ApiError as error:
+            for event in self._form.failed(error):
+                await self._send_named(send, event)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send_named(self, send: Send, event: dict[str, Any]) -> None:

@@ -195,9 +195,9 @@ class MessagesAnswer:
         yield {"type": "message_delta", "delta": self._end(message), "usage": usage}
         yield {"type": "message_stop"}
 
-    def failed(self, error: ApiError) -> Event:
+    def failed(self, error: ApiError) -> Iterator[Event]:
         """In the middle of a stream."""
-        return error_body(error)
+        yield error_body(error)
 
 
 def _block(call: Message) -> dict[str, Any]:

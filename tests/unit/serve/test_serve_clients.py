@@ -397,6 +397,30 @@ def test_an_error_in_the_middle(script: Script, claude: Any, gpt: Any) -> None:
     assert (last.type, last.code, last.message) == ("error", "internal_error", "it broke")
 
 
+def test_an_error_before_anything_else(
+    script: Script, claude: Any, gpt: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A response is begun all the same: the client's helper takes no other event first."""
+
+    async def broken(saying: Saying) -> AsyncIterator[Piece]:
+        if saying.prompts:
+            raise server_error("it broke")
+        yield Piece(0, (), ())
+
+    monkeypatch.setattr(Saying, "pieces", broken)
+    script.said = ["never"] * 2
+    with (
+        pytest.raises(anthropic.APIStatusError, match="it broke"),
+        claude.messages.stream(model="m", max_tokens=4, messages=[user("hi")]) as stream,
+    ):
+        stream.until_done()
+    with gpt.responses.stream(model="m", input="hi") as stream:
+        events = list(stream)
+    kinds = ["response.created", "response.in_progress", "error"]
+    assert [event.type for event in events] == kinds and events[-1].message == "it broke"
+    assert [event.sequence_number for event in events] == [0, 1, 2]
+
+
 # -- /v1/responses ---------------------------------------------------------------------------------
 
 
