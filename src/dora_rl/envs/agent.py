@@ -115,19 +115,19 @@ class Agent(Environment):
     async def _run_async(self, arguments: dict[str, Any]) -> None:
         try:
             self._ended(await self._function(**arguments), None)
-        except Exception as error:  # noqa: BLE001 - the user's code may raise anything
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - it may raise anything
             self._ended(None, error)
 
     def _run_thread(self, loop: asyncio.AbstractEventLoop, arguments: dict[str, Any]) -> None:
-        ended: tuple[object, Exception | None]
+        ended: tuple[object, BaseException | None]
         try:
             ended = self._function(**arguments), None
-        except Exception as error:  # noqa: BLE001 - the user's code may raise anything
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - it may raise anything
             ended = None, error
         if not loop.is_closed():
             loop.call_soon_threadsafe(self._ended, *ended)
 
-    def _ended(self, value: object, error: Exception | None) -> None:
+    def _ended(self, value: object, error: BaseException | None) -> None:
         assert self._episode is not None
         episode = self._episode
         if error is not None:
@@ -263,7 +263,7 @@ class Episode:
         past.add(turn, written.token_ids, written.logprobs, reply)
         self.pasts.append(past)
 
-    def fail(self, reason: str, cause: Exception | None = None) -> None:
+    def fail(self, reason: str, cause: BaseException | None = None) -> None:
         self._failure = RuntimeError(reason)
         self._failure.__cause__ = cause  # whoever raises it shows where the agent did
         self._changed.set()

@@ -215,7 +215,7 @@ class Host:
                 else:
                     found = method(*arguments)
                 return await found if isinstance(found, Awaitable) else found
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if limit.expired() and isinstance(error, TimeoutError):
                 raise StepError(
                     f"the {name} did not answer within {limit_s:g} s", hung=in_thread

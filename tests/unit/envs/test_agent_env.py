@@ -235,6 +235,8 @@ def test_sampling_of_the_request_is_not_looked_at_and_keys_are_private():
     [
         ("says_nothing", [], "without a single request"),
         ("raises", [], "ValueError: cannot do 03:271"),
+        ("exits", [], "SystemExit: cannot do 03:271"),
+        ("exits_later", [], "SystemExit: cannot do 03:271"),
         ("returns_words", ["=1"], "'good', not a finite number"),
     ],
 )

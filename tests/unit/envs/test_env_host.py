@@ -85,6 +85,16 @@ class Bad(Environment):
         return "what"  # type: ignore[return-value]
 
 
+class Exits(Environment):
+    def step(self, turn: Turn) -> Observation:
+        raise SystemExit(f"after {turn.text}")
+
+
+class ExitsLater(Exits):
+    async def step(self, turn: Turn) -> Observation:  # type: ignore[override]
+        return super().step(turn)
+
+
 class Slow(Environment):
     async def step(self, turn: Turn) -> Observation:
         await asyncio.sleep(30 if turn.text == "b" else 0)
@@ -217,6 +227,16 @@ def test_a_branch_follows_what_is_there(branch: Branch, fits: bool) -> None:
     host.close()
     assert bool(answer.error) != fits
     assert (answer.branch == branch) if fits else "follows nothing" in answer.error
+
+
+@pytest.mark.parametrize("kind", [Exits, ExitsLater])
+def test_one_that_exits_fails_alone(kind: type[Environment]) -> None:
+    one = LoadedEnvironment("exits", EnvironmentEntry(name="exits"), kind)
+    host = Host({"exits": one}, TurnText(PairTokenizer(), {STOP}))  # type: ignore[arg-type]
+    asked = Ask(RequestId(1, 0), "exits", Row("ab", token_ids=(1, 2)), 0, (1, STOP), (1, 1))
+    answer = asyncio.run(host.answer(asked))
+    host.close()
+    assert "SystemExit: after a" in answer.error
 
 
 def test_an_asynchronous_time_out_hangs_nobody() -> None:
