@@ -72,11 +72,22 @@ def _histories(prompt_ids: Ints, token_ids: Ints, branches: Sequence[Branch]) ->
 
 def longest_history(num_prompt: int, num_tokens: int, branches: Sequence[Branch]) -> int:
     """The most tokens of one history, prompt included."""
+    return max(_lengths(num_prompt, num_tokens, branches))
+
+
+def _lengths(num_prompt: int, num_tokens: int, branches: Sequence[Branch]) -> list[int]:
     lengths: list[int] = []
     for branch, (start, end) in zip(branches or (ROOT,), bounds(branches, num_tokens), strict=True):
         before = min(num_prompt + branch.fork, lengths[branch.parent] if lengths else num_prompt)
         lengths.append(before + end - start)
-    return max(lengths)
+    return lengths
+
+
+def follows(branch: Branch, num_prompt: int, num_tokens: int, branches: Sequence[Branch]) -> bool:
+    """Whether a branch may begin behind such a response: what it shares is there."""
+    lengths = dict(enumerate(_lengths(num_prompt, num_tokens, branches)))
+    shared = num_prompt + branch.fork
+    return branch.start == num_tokens and 0 <= shared <= lengths.get(branch.parent, -1)
 
 
 def turn_starts(loss_mask: Mask, branches: Sequence[Branch]) -> Ints:
@@ -121,13 +132,15 @@ class Tree:
 
     def __init__(self, prompt_ids: Sequence[int]) -> None:
         self._num_prompt, self._num_tokens = len(prompt_ids), 0
-        self._histories: list[list[int]] = [list(prompt_ids)]
+        # As arrays: an agent may have hundreds, which are compared with each of its requests.
+        self._histories: list[Ints] = [np.array(prompt_ids, np.int32)]
         self.tip = 0  # the branch that the newest turn is in
 
     def place(self, history: Sequence[int]) -> tuple[Branch | None, tuple[int, ...]]:
         """Where a history goes on from, which shares most with it; and the tokens that it adds.
         None: it goes on from the newest turn."""
-        shared = [_shared(known, history) for known in self._histories]
+        ids = np.array(history, np.int32)
+        shared = [_shared(known, ids) for known in self._histories]
         tip = self.tip
         if shared[tip] == len(self._histories[tip]) and (
             len(history) > shared[tip] or not self._num_tokens
@@ -143,12 +156,13 @@ class Tree:
             kept = self._num_prompt + branch.fork
             self._histories.append(self._histories[branch.parent][:kept])
             self.tip = len(self._histories) - 1
-        self._histories[self.tip] += [*new_ids, *turn]
+        grown = [self._histories[self.tip], np.array([*new_ids, *turn], np.int32)]
+        self._histories[self.tip] = np.concatenate(grown)
         self._num_tokens += len(new_ids) + len(turn)
 
 
-def _shared(one: Sequence[int], other: Sequence[int]) -> int:
+def _shared(one: Ints, other: Ints) -> int:
     """How many tokens two histories have in common at their beginning."""
     length = min(len(one), len(other))
-    differs = np.flatnonzero(np.asarray(one[:length]) != np.asarray(other[:length]))
+    differs = np.flatnonzero(one[:length] != other[:length])
     return int(differs[0]) if len(differs) else length

@@ -12,6 +12,7 @@ import hashlib
 import hmac
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -70,6 +71,13 @@ class Access:
         if self.sessions is not None:
             return Caller(key, self.sessions[key])
         return Caller(self._owners[key], None)
+
+    def any_of(self, headers: Sequence[str]) -> Caller:
+        """By the first of them that has a key; raises what the last one does."""
+        for header in headers[:-1]:
+            with suppress(ApiError):
+                return self.caller(header)
+        return self.caller(headers[-1])
 
     def _is_ours(self, name: str) -> bool:
         return (self.loopback and is_loopback(name)) or name in self.hosts

@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from dora_rl.chat.bounds import INPUT, Unfit
 from dora_rl.chat.requests import Ask, Message
 from dora_rl.chat.service import Generation, Piece
 from dora_rl.model.tokenizer import Tokenizer
@@ -334,12 +335,14 @@ def read_tool_calls(text: str, tools: Collection[dict[str, Any]], prefix: str) -
 
 
 def _call(block: str, names: Collection[object]) -> dict[str, str] | None:
+    """None where it is none, or where its client could not give it back."""
     try:
         call = json.loads(block)
-    except ValueError:
+        if not isinstance(call, dict) or call.get("name") not in names:
+            return None
+        arguments = call.get("arguments", {})
+        INPUT.read(arguments if isinstance(arguments, dict) else {"arguments": arguments})
+    except (ValueError, TypeError, RecursionError, Unfit):  # TypeError: a name that is a list
         return None
-    if not isinstance(call, dict) or call.get("name") not in names:
-        return None
-    arguments = call.get("arguments", {})
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     return {"name": call["name"], "arguments": text}

@@ -12,7 +12,7 @@ import itertools
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -31,6 +31,7 @@ from dora_rl.chat.http import Bodies
 from dora_rl.chat.messages_api import MessagesAnswer, error_body
 from dora_rl.chat.requests import (
     ApiError,
+    Message,
     body_too_large,
     fields,
     model_not_found,
@@ -57,7 +58,13 @@ class Form(Protocol):
         """Those of the newest piece; `type` is the event's name."""
         ...
 
-    def failed(self, error: ApiError) -> dict[str, Any]: ...
+    def failed(self, error: ApiError) -> Iterable[dict[str, Any]]:
+        """The events of an error, too late for a status code."""
+        ...
+
+    def reply(self) -> Message:
+        """The message as it is when a client gives the answer back."""
+        ...
 
 
 def make_app(service: Service, access: Access, bodies: Bodies) -> Any:
@@ -104,9 +111,7 @@ def guarded(
     """Lets a request through, with its owner and the session that it is about."""
 
     async def answer(request: Request) -> Response:
-        key = request.headers.get("x-api-key")  # as some clients of /v1/messages send it
-        given = request.headers.get("authorization", "" if key is None else f"Bearer {key}")
-        caller = access.caller(given)
+        caller = access.any_of(keys_of(request.headers))
         named = request.path_params.get("session", request.headers.get(SESSION_HEADER))
         if named is not None:
             named = fields(OPEN_SESSION, {"session_id": named})["session_id"]
@@ -115,6 +120,12 @@ def guarded(
         return await call(request)
 
     return answer
+
+
+def keys_of(headers: Mapping[str, str]) -> list[str]:
+    """What `Authorization` says, and the header that some clients of /v1/messages have instead."""
+    key = headers.get("x-api-key")
+    return [headers.get("authorization", ""), *([] if key is None else [f"Bearer {key}"])]
 
 
 class Front:
@@ -268,7 +279,10 @@ class _Answering(Response):
     def _replied(self) -> None:
         """Before the client can see the end, so that its next request finds the session there."""
         if self._frame.chat and len(self._choices) == 1:
-            self._frame.generation.replied(self._choices[0].message())
+            self._frame.generation.replied(self._reply())
+
+    def _reply(self) -> Message:
+        return self._choices[0].message()
 
 
 class _AnsweringOtherwise(_Answering):
@@ -277,6 +291,9 @@ class _AnsweringOtherwise(_Answering):
     def __init__(self, frame: Frame, form: Callable[[Choice], Form]) -> None:
         super().__init__(frame)
         self._form = form(self._choices[0])
+
+    def _reply(self) -> Message:
+        return self._form.reply()
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -297,8 +314,9 @@ class _AnsweringOtherwise(_Answering):
                     self._replied()
                 for event in self._form.events():
                     await self._send_named(send, event)
-        except ApiError as error:  # too late for a status code
-            await self._send_named(send, self._form.failed(error))
+        except ApiError as error:
+            for event in self._form.failed(error):
+                await self._send_named(send, event)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send_named(self, send: Send, event: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from dora_rl.chat.bounds import MESSAGES
+from dora_rl.chat.bounds import INPUT, MESSAGES, Unfit
 from dora_rl.chat.requests import ApiError, Ask, Message, ask_of, bad_request, fields
 from dora_rl.types import Finish
 
@@ -110,11 +110,11 @@ def error_body(error: ApiError) -> dict[str, Any]:
 
 def arguments_of(call: Message) -> dict[str, Any]:
     """The input of a block: an object, whatever the model wrote."""
+    written = call["function"]["arguments"]
     try:
-        found = json.loads(call["function"]["arguments"])
-    except ValueError:
-        found = None
-    return found if isinstance(found, dict) else {"arguments": call["function"]["arguments"]}
+        return INPUT.read(json.loads(written))
+    except (ValueError, RecursionError, Unfit):
+        return {"arguments": written}
 
 
 class MessagesAnswer:
@@ -122,6 +122,17 @@ class MessagesAnswer:
 
     def __init__(self, choice: Choice) -> None:
         self._choice, self._frame = choice, choice.frame
+        self._opened = False  # the block of the text
+
+    def reply(self) -> Message:
+        message = self._choice.message()
+        if "tool_calls" not in message:
+            return message
+        calls = [
+            call_of(call["id"], call["function"]["name"], arguments_of(call))
+            for call in message["tool_calls"]
+        ]
+        return message | {"tool_calls": calls}
 
     def _message(self, content: list[dict[str, Any]], num_drawn: int) -> dict[str, Any]:
         generation = self._frame.generation
@@ -164,14 +175,18 @@ class MessagesAnswer:
         choice = self._choice
         if choice.num_pieces == 1:
             yield {"type": "message_start", "message": self._message([], 0)}
+        text = choice.new_text()
+        message = choice.message() if choice.finish is not None else None
+        if not self._opened and (text or (message is not None and "tool_calls" not in message)):
+            self._opened = True
             yield _opens(0, {"type": "text", "text": ""})
-        if text := choice.new_text():
+        if text:
             yield _goes_on(0, {"type": "text_delta", "text": text})
-        if choice.finish is None:
+        if message is None:
             return
-        message = choice.message()
-        yield {"type": "content_block_stop", "index": 0}
-        for index, call in enumerate(message.get("tool_calls", []), 1):
+        if self._opened:
+            yield {"type": "content_block_stop", "index": 0}
+        for index, call in enumerate(message.get("tool_calls", []), int(self._opened)):
             yield _opens(index, _block(call))
             text = json.dumps(arguments_of(call), ensure_ascii=False)
             yield _goes_on(index, {"type": "input_json_delta", "partial_json": text})
@@ -180,9 +195,9 @@ class MessagesAnswer:
         yield {"type": "message_delta", "delta": self._end(message), "usage": usage}
         yield {"type": "message_stop"}
 
-    def failed(self, error: ApiError) -> Event:
+    def failed(self, error: ApiError) -> Iterator[Event]:
         """In the middle of a stream."""
-        return error_body(error)
+        yield error_body(error)
 
 
 def _block(call: Message) -> dict[str, Any]:

@@ -9,7 +9,7 @@ the answer was.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -80,6 +80,9 @@ class ResponsesAnswer:
         self._number = 0  # of the next event
         self._opened = False  # the item of the text
 
+    def reply(self) -> Message:
+        return self._choice.message()
+
     def _response(self, status: str, items: list[dict[str, Any]]) -> dict[str, Any]:
         ask, generation = self._frame.ask, self._frame.generation
         body: dict[str, Any] = {
@@ -140,15 +143,21 @@ class ResponsesAnswer:
 
     def events(self) -> Iterator[Event]:
         """Of the newest piece, each with its number."""
-        for event in self._events():
+        yield from self._numbered(self._events())
+
+    def _numbered(self, events: Iterable[Event]) -> Iterator[Event]:
+        for event in events:
             yield event | {"sequence_number": self._number}
             self._number += 1
+
+    def _begins(self) -> Iterator[Event]:
+        for kind in ("response.created", "response.in_progress"):
+            yield {"type": kind, "response": self._response("in_progress", [])}
 
     def _events(self) -> Iterator[Event]:
         choice = self._choice
         if choice.num_pieces == 1:
-            for kind in ("response.created", "response.in_progress"):
-                yield {"type": kind, "response": self._response("in_progress", [])}
+            yield from self._begins()
         text = choice.new_text()
         message = choice.message() if choice.finish is not None else None
         if text or (message is not None and "tool_calls" not in message):
@@ -179,10 +188,13 @@ class ResponsesAnswer:
         at = {"item_id": item["id"], "output_index": 0, "content_index": 0}
         yield {"type": "response.content_part.added", **at, "part": _part("")}
 
-    def failed(self, error: ApiError) -> Event:
-        """In the middle of a stream."""
+    def failed(self, error: ApiError) -> Iterator[Event]:
+        """In the middle of a stream; before anything else the response begins, as clients expect
+        it to."""
+        if not self._number:
+            yield from self._numbered(self._begins())
         said = {"code": error.code, "message": error.message, "param": error.param}
-        return {"type": "error", **said, "sequence_number": self._number}
+        yield from self._numbered([{"type": "error", **said}])
 
 
 def _part(text: str) -> dict[str, Any]:

@@ -99,12 +99,7 @@ class Agent(Environment):
             raise RuntimeError("the agent ended without a single request")
         if episode.turn_rewards is None:
             return Observation(reward=episode.reward, done=True)
-        if len(episode.turn_rewards) != episode.num_turns:
-            raise RuntimeError(
-                f"the agent returned {len(episode.turn_rewards)} rewards for {episode.num_turns} "
-                "turns; give one for each answer that it got, in that order"
-            )
-        return Observation(turn_rewards=episode.turn_rewards, done=True)
+        return Observation(turn_rewards=episode.rewards_of_turns(), done=True)
 
     def _run(self, arguments: dict[str, Any]) -> None:
         if inspect.iscoroutinefunction(self._function):
@@ -120,19 +115,19 @@ class Agent(Environment):
     async def _run_async(self, arguments: dict[str, Any]) -> None:
         try:
             self._ended(await self._function(**arguments), None)
-        except Exception as error:  # noqa: BLE001 - the user's code may raise anything
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - it may raise anything
             self._ended(None, error)
 
     def _run_thread(self, loop: asyncio.AbstractEventLoop, arguments: dict[str, Any]) -> None:
-        ended: tuple[object, Exception | None]
+        ended: tuple[object, BaseException | None]
         try:
             ended = self._function(**arguments), None
-        except Exception as error:  # noqa: BLE001 - the user's code may raise anything
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - it may raise anything
             ended = None, error
         if not loop.is_closed():
             loop.call_soon_threadsafe(self._ended, *ended)
 
-    def _ended(self, value: object, error: Exception | None) -> None:
+    def _ended(self, value: object, error: BaseException | None) -> None:
         assert self._episode is not None
         episode = self._episode
         if error is not None:
@@ -205,6 +200,7 @@ class Call:
     async def pieces(self) -> AsyncIterator[Piece]:
         """All of the turn at once: an episode is asked when its turn is complete."""
         written = await self.answer
+        self._episode.read.add(self.number)
         yield Piece(
             0,
             written.token_ids,
@@ -225,13 +221,13 @@ class Episode:
     """The agent's side of one trajectory: its requests, its end, and the tree of what was read and
     written. Requests wait until the turn before them is there."""
 
-    def __init__(self, name: str, prompt_ids: tuple[int, ...], stops: Sequence[str]) -> None:
+    def __init__(self, name: str, prompt_ids: tuple[int, ...]) -> None:
         self.id, self.key = name, secrets.token_urlsafe(18)
-        self.stops = tuple(stops)
         self.version: Version = -1
         self.tree = Tree(prompt_ids)
         self.pasts: list[Conversation] = []  # as each turn that was read left it
         self.num_turns = 0
+        self.read: set[int] = set()  # turns that clients have been given, by number
         self.reward: float | None = None
         self.turn_rewards: tuple[float, ...] | None = None
         self._waiting: list[Call] = []
@@ -267,7 +263,7 @@ class Episode:
         past.add(turn, written.token_ids, written.logprobs, reply)
         self.pasts.append(past)
 
-    def fail(self, reason: str, cause: Exception | None = None) -> None:
+    def fail(self, reason: str, cause: BaseException | None = None) -> None:
         self._failure = RuntimeError(reason)
         self._failure.__cause__ = cause  # whoever raises it shows where the agent did
         self._changed.set()
@@ -279,6 +275,20 @@ class Episode:
         self.reward = self.reward if reward is None else reward
         self.turn_rewards, self._ended = turn_rewards, True
         self._changed.set()
+
+    def rewards_of_turns(self) -> tuple[float, ...]:
+        """One for each turn. Those whose clients had gone have none, where the agent gave one for
+        each answer that it got."""
+        given, num_turns = self.turn_rewards or (), self.num_turns
+        if len(given) == num_turns:
+            return given
+        if len(given) != len(self.read):
+            raise RuntimeError(
+                f"the agent returned {len(given)} rewards for {num_turns} turns; give one for each "
+                "answer that it got, in that order"
+            )
+        by_number = dict(zip(sorted(self.read), given, strict=True))
+        return tuple(by_number.get(number, 0.0) for number in range(1, num_turns + 1))
 
     # -- the policy -------------------------------------------------------------------------------
 
@@ -324,8 +334,9 @@ class Episode:
                         await self._changed.wait()
         except TimeoutError:
             pass
-        found = found or self._waiting[0]
-        self._waiting.remove(found)
+        # Where none is left its client has gone, and nobody reads the turn.
+        found = found or next(iter(self._waiting), self._asked)
+        self.drop(found)
         return found
 
     def close(self) -> None:
@@ -367,7 +378,7 @@ class AgentEndpoint:
 
     def open(self, prompt_ids: tuple[int, ...]) -> Episode:
         self._num_opened += 1
-        episode = Episode(f"episode-{self._num_opened}", prompt_ids, self._text.stop_strings)
+        episode = Episode(f"episode-{self._num_opened}", prompt_ids)
         self._episodes[episode.id] = episode
         self._keys[episode.key] = episode.id
         return episode

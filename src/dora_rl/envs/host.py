@@ -24,7 +24,7 @@ import numpy as np
 
 from dora_rl.config import EnvConfig, EnvironmentEntry
 from dora_rl.envs.base import Environment, Observation, Row, TurnText, spans, turns_of
-from dora_rl.histories import history_of
+from dora_rl.histories import follows, history_of
 from dora_rl.types import REWARD_MAX, Branch, GroupId, RequestId, UserError, Version
 from dora_rl.user_code import load_object, one_line, raised, require
 
@@ -133,6 +133,9 @@ class Host:
             if len(episode.turns) + 1 == len(turns):
                 await asyncio.sleep(self._latency_s(ask, len(turns)))
             await self._step(ask, episode, turns[len(episode.turns)], rebuilt=rebuilt)
+        branch, response = episode.last.branch, (len(ask.token_ids), ask.branches)
+        if branch is not None and not follows(branch, len(ask.row.token_ids), *response):
+            raise StepError(f"an observation has the {branch}, which follows nothing that is there")
         return episode.last
 
     async def _reset(self, ask: Ask) -> Episode:
@@ -212,7 +215,7 @@ class Host:
                 else:
                     found = method(*arguments)
                 return await found if isinstance(found, Awaitable) else found
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if limit.expired() and isinstance(error, TimeoutError):
                 raise StepError(
                     f"the {name} did not answer within {limit_s:g} s", hung=in_thread

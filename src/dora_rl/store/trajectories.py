@@ -113,11 +113,14 @@ def sample_digest(
     logprobs: ArrayLike,
     loss_mask: ArrayLike,
     branches: Sequence[Branch] = (),
+    turn_rewards: Sequence[float] = (),
 ) -> str:
     """16 hexadecimal digits over all of it."""
-    head = [list(request), [list(segment) for segment in segments]]
-    if branches:  # without them the digest is that of older releases
+    head: list[Any] = [list(request), [list(segment) for segment in segments]]
+    if branches:  # without them, and without rewards of turns, it is that of older releases
         head.append([list(map(int, branch)) for branch in branches])
+    if turn_rewards:
+        head.append(list(map(float, turn_rewards)))
     found = blake2b(repr(head).encode(), digest_size=8)
     found.update(np.asarray(token_ids, dtype="<i4").tobytes())
     # Not every float can be scaled and be a whole number: those are infinite, and never trained.
@@ -130,7 +133,8 @@ def sample_digest(
 def digest_of(sample: Trajectory) -> str:
     """Of a sample as it is."""
     payload = (sample.token_ids, sample.logprobs, sample.loss_mask)
-    return sample_digest(sample.request, sample.segments, *payload, sample.branches)
+    more = (sample.branches, sample.turn_rewards)
+    return sample_digest(sample.request, sample.segments, *payload, *more)
 
 
 def text_digest(text: str) -> str:

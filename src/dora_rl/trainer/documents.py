@@ -212,13 +212,22 @@ def sample_fault(group: Group, sample: Trajectory, tokens_max: int, vocab: int) 
         "no_reward": lambda: sample.reward is None,
         "non_finite_reward": lambda: not math.isfinite(reward),
         "reward_out_of_range": lambda: abs(reward) > REWARD_MAX,
-        "nothing_to_train": lambda: not len(prompt) or not mask.any(),
+        "nothing_to_train": lambda: (
+            not len(prompt) or not mask.any() or _begins_bare(len(prompt), sample)
+        ),
         "too_long": lambda: longest_history(len(prompt), len(ids), sample.branches) > tokens_max,
         "token_out_of_range": lambda: any(p.min() < 0 or p.max() >= vocab for p in (prompt, ids)),
         # Tokens that are not trained on may have any log-prob.
         "non_finite_logprob": lambda: not np.isfinite(sample.logprobs[mask != 0]).all(),
     }
     return next((fault for fault, is_so in faults.items() if is_so()), "")
+
+
+def _begins_bare(num_prompt: int, sample: Trajectory) -> bool:
+    """Whether the policy's tokens begin a history that has nothing before them."""
+    mask = sample.loss_mask
+    bare = [branch.start for branch in sample.branches if num_prompt + branch.fork <= 0]
+    return any(start < len(mask) and mask[start] for start in bare)
 
 
 # -- advantages ------------------------------------------------------------------------------------

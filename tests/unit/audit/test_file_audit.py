@@ -16,6 +16,7 @@ from dora_rl.config import RunConfig
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
 from dora_rl.core.params import Params
+from dora_rl.histories import ROOT
 from dora_rl.observe.audit import Auditor
 from dora_rl.observe.audit_books import GroupRecord
 from dora_rl.observe.audit_books import Sample as Known
@@ -23,7 +24,7 @@ from dora_rl.observe.eventlog import Entry
 from dora_rl.setup.settings import core_params
 from dora_rl.store.samples import Samples
 from dora_rl.store.trajectories import rounded, sample_digest
-from dora_rl.types import Finish, RequestId, Segment, Trajectory
+from dora_rl.types import Branch, Finish, RequestId, Segment, Trajectory
 from dora_rl.weights.store import DiskWeightStore
 
 MODEL = Path(__file__).parents[3] / "recipes" / "models" / "tiny"
@@ -83,6 +84,8 @@ def test_an_honest_row_passes(tmp_path: Path) -> None:
         {"token_ids": np.array([5, 6, 8], dtype=np.int32)},
         {"logprobs": np.array([-0.12345, -1.6, 0], dtype=np.float32)},
         {"loss_mask": np.array([1, 1, 1], dtype=np.uint8)},
+        {"branches": (ROOT, Branch(1, 0, 0))},
+        {"turn_rewards": (0.5, 0.5)},
     ],
 )
 def test_a_row_with_another_payload_is_named(changes: dict[str, Any], tmp_path: Path) -> None:
@@ -118,6 +121,9 @@ def test_what_rollouts_hold_has_the_same_digest() -> None:
     assert exact == again
     assert exact != sample_digest(RequestId(7, 0), SEGMENTS, ids, logprobs, mask)
     assert exact != sample_digest(RID, (Segment(0, 3),), ids, logprobs, mask)
+    turn_by_turn = sample_digest(RID, SEGMENTS, ids, logprobs, mask, (), (0.5, 1))
+    assert exact != turn_by_turn
+    assert turn_by_turn == sample_digest(RID, SEGMENTS, ids, logprobs, mask, [], [0.5, 1.0])
 
 
 def test_a_flipped_bit_in_the_moments_is_named(tmp_path: Path) -> None:

@@ -134,3 +134,12 @@ def too_few_rewards(base_url, api_key, row):
 def odd_rewards(base_url, api_key, row):
     ask_once(base_url, api_key, row)
     return [0.5, float("nan")]
+
+
+def exits(row):
+    """As `argparse` and many a program do."""
+    sys.exit(f"cannot do {row.prompt}")
+
+
+async def exits_later(row):
+    sys.exit(f"cannot do {row.prompt}")

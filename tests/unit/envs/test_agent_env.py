@@ -114,7 +114,7 @@ def test_requests_side_by_side_find_their_own_replies_again():
     """An agent that runs again makes them the other way round, and gets what each was answered."""
 
     async def story():
-        episode = Episode("one", ids(PROMPT), ())
+        episode = Episode("one", ids(PROMPT))
         late, early = call(episode, PROMPT + "4"), call(episode, PROMPT + "5")
         episode.begin(early)
         assert await episode.next_call() is early
@@ -136,7 +136,7 @@ def test_an_agent_that_asks_for_something_else_is_answered_as_before():
     """Its tree stays that of the trajectory: what it goes on from is what was read then."""
 
     async def story():
-        episode = Episode("one", ids(PROMPT), ())
+        episode = Episode("one", ids(PROMPT))
         other = call(episode, PROMPT + "6")
         episode.begin(other)
         await episode.next_call()
@@ -152,7 +152,7 @@ def test_what_nobody_waits_for_any_more_is_not_asked():
     """A client that leaves takes its request back; one that was asked keeps its turn."""
 
     async def story():
-        episode = Episode("one", ids(PROMPT), ())
+        episode = Episode("one", ids(PROMPT))
         gone, there = call(episode, PROMPT + "4"), call(episode, PROMPT + "5")
         for one in (gone, there):
             episode.begin(one)
@@ -164,6 +164,49 @@ def test_what_nobody_waits_for_any_more_is_not_asked():
         assert await episode.next_call() is None and episode.num_turns == 1
 
     asyncio.run(story())
+
+
+def test_a_lost_episode_whose_client_leaves_meanwhile_goes_on():
+    """It waits for the request that was made then; the one that came instead is taken back."""
+
+    async def story():
+        episode = Episode("one", ids(PROMPT))
+        other = call(episode, PROMPT + "6")
+        episode.begin(other)
+        await episode.next_call()
+        known = Turn("=4", ids("=4"), read_ids=ids(PROMPT + "4"))
+        answered = asyncio.create_task(episode.answer(known))
+        await asyncio.sleep(0)
+        other.close()
+        episode.end(reward=1.0)
+        await answered
+        assert await episode.next_call() is None and episode.num_turns == 1
+        return episode.tree.place((*ids(PROMPT + "4"), *ids("=4"), 3))
+
+    assert asyncio.run(story()) == (None, (3,))
+
+
+def test_rewards_are_for_the_answers_that_the_agent_got():
+    """A client gave up while the policy was writing, and asked again: one answer, two turns."""
+
+    async def story(*rewards):
+        episode = Episode("one", ids(PROMPT))
+        for gone in (True, False):
+            one = call(episode, PROMPT)
+            episode.begin(one)
+            assert await episode.next_call() is one
+            if gone:
+                one.close()
+            await episode.answer(Turn("=5", ids("=5")))
+            if not gone:
+                assert [piece.token_ids async for piece in one.pieces()] == [ids("=5")]
+        episode.end(turn_rewards=rewards)
+        return episode.rewards_of_turns()
+
+    assert asyncio.run(story(0.5)) == (0.0, 0.5)
+    assert asyncio.run(story(0.25, 0.5)) == (0.25, 0.5), "for every turn, if it knows of both"
+    with pytest.raises(RuntimeError, match="3 rewards for 2 turns"):
+        asyncio.run(story(1.0, 2.0, 3.0))
 
 
 @pytest.mark.parametrize(
@@ -192,6 +235,8 @@ def test_sampling_of_the_request_is_not_looked_at_and_keys_are_private():
     [
         ("says_nothing", [], "without a single request"),
         ("raises", [], "ValueError: cannot do 03:271"),
+        ("exits", [], "SystemExit: cannot do 03:271"),
+        ("exits_later", [], "SystemExit: cannot do 03:271"),
         ("returns_words", ["=1"], "'good', not a finite number"),
     ],
 )

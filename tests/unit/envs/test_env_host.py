@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 
 import pytest
 
-from dora_rl.config import EnvConfig
+from dora_rl.config import EnvConfig, EnvironmentEntry
 from dora_rl.envs.base import Environment, Observation, Row, Turn, TurnText, spans, turns_of
 from dora_rl.envs.host import Answer, Ask, Host, LoadedEnvironment, load_environments
-from dora_rl.types import RequestId, UserError
+from dora_rl.types import Branch, RequestId, UserError
 
 STOP = 99
 
@@ -83,6 +83,16 @@ class Bad(Environment):
         if turn.text == "ab":
             return Observation(reward=float("nan"), done=True)
         return "what"  # type: ignore[return-value]
+
+
+class Exits(Environment):
+    def step(self, turn: Turn) -> Observation:
+        raise SystemExit(f"after {turn.text}")
+
+
+class ExitsLater(Exits):
+    async def step(self, turn: Turn) -> Observation:  # type: ignore[override]
+        return super().step(turn)
 
 
 class Slow(Environment):
@@ -189,6 +199,44 @@ def test_failures_are_answers(capfd: pytest.CaptureFixture[str]) -> None:
     assert "no tokens" in empty.error and "nan" in nan.error and "str" in wrong.error
     assert "did not answer within 0.1 s" in hung.error and hung.hung
     assert host.busy, "the stuck thread is known"
+
+
+@pytest.mark.parametrize(
+    ("branch", "fits"),
+    [
+        (Branch(2, 0, 2), True),
+        (Branch(2, 0, -1), True),
+        (Branch(1, 0, 0), False),
+        (Branch(2, 1, 0), False),
+        (Branch(2, -1, 0), False),
+        (Branch(2, 0, 3), False),
+        (Branch(2, 0, -3), False),
+    ],
+)
+def test_a_branch_follows_what_is_there(branch: Branch, fits: bool) -> None:
+    """What does not would end the instance that has the session."""
+
+    class Forks(Environment):
+        def step(self, turn: Turn) -> Observation:
+            return Observation("a", branch=branch)
+
+    one = LoadedEnvironment("forks", EnvironmentEntry(name="forks"), Forks)
+    host = Host({"forks": one}, TurnText(PairTokenizer(), {STOP}))  # type: ignore[arg-type]
+    row = Row("ab", token_ids=(1, 2))
+    answer = asyncio.run(host.answer(Ask(RequestId(1, 0), "forks", row, 0, (1, STOP), (1, 1))))
+    host.close()
+    assert bool(answer.error) != fits
+    assert (answer.branch == branch) if fits else "follows nothing" in answer.error
+
+
+@pytest.mark.parametrize("kind", [Exits, ExitsLater])
+def test_one_that_exits_fails_alone(kind: type[Environment]) -> None:
+    one = LoadedEnvironment("exits", EnvironmentEntry(name="exits"), kind)
+    host = Host({"exits": one}, TurnText(PairTokenizer(), {STOP}))  # type: ignore[arg-type]
+    asked = Ask(RequestId(1, 0), "exits", Row("ab", token_ids=(1, 2)), 0, (1, STOP), (1, 1))
+    answer = asyncio.run(host.answer(asked))
+    host.close()
+    assert "SystemExit: after a" in answer.error
 
 
 def test_an_asynchronous_time_out_hangs_nobody() -> None:

@@ -64,6 +64,7 @@ PATHS = {CHAT: "/v1/chat/completions", COMPLETION: "/v1/completions", OPEN_SESSI
 PATHS |= {MESSAGES: "/v1/messages", RESPONSES: "/v1/responses"}
 CHATS = (CHAT, MESSAGES, RESPONSES)
 CONTEXT, VOCAB = 512, 16
+ERRORS = (b'"error": {', b'"type": "error"')  # in streams, whose objects may say "error": null
 
 
 # -- values ----------------------------------------------------------------------------------------
@@ -212,6 +213,8 @@ def odd(made: Shot, rng: random.Random) -> Shot:
     change = rng.randrange(6)
     if change == 0:
         made.headers["Authorization"] = rng.choice(["", "Bearer", "Bearer x", "Basic \xff"])
+        if rng.random() < 0.5:
+            made.headers["X-Api-Key"] = rng.choice(["", KEYS[0], "x", "\xff"])
     elif change == 1:
         made.headers["Host"] = rng.choice(["evil.example", "", "[::1", "localhost:x"])
     elif change == 2:
@@ -307,7 +310,7 @@ def judge(made: Shot, status: int, data: bytes, headers: dict[str, str]) -> str:
         return "" if named else f"503 without a limit: {where}"
     if status >= 500:
         return f"5xx: {where}"
-    if status == 200 and made.stream and b'"error"' in data:
+    if status == 200 and made.stream and any(mark in data for mark in ERRORS):
         return f"an error in a stream: {where}"
     if made.unfit and status != 400:
         return f"{made.unfit} should have been refused: {where}"

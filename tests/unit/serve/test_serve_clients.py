@@ -20,6 +20,7 @@ pytest.importorskip("anthropic")
 
 import anthropic
 import openai
+from pydantic import TypeAdapter
 
 from dora_rl.chat.access import Access
 from dora_rl.chat.app import make_app
@@ -207,6 +208,92 @@ def test_the_events_add_up_to_the_message(
     assert final.usage.output_tokens == whole.usage.output_tokens == len(text.encode())
 
 
+def events_of(url: str, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """As they stand in the stream."""
+    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+    asked = {"model": "m", "stream": True} | body
+    request = urllib.request.Request(f"{url}/v1/{path}", json.dumps(asked).encode(), headers)
+    parts = urllib.request.urlopen(request).read().decode().strip().split("\n\n")
+    found = []
+    for part in parts:
+        name, data = part.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+    return found
+
+
+@pytest.mark.parametrize("text", ["héllo", f"I look. {CALL}{CALL}", CALL])
+@pytest.mark.parametrize("finish", [Finish.STOP, Finish.LENGTH])
+def test_every_event_is_of_the_clients_own_types(
+    where: tuple[Script, str], script: Script, text: str, finish: Finish
+) -> None:
+    script.said, script.finish = [text] * 4, finish
+    asked = {"max_tokens": 9, "messages": [user("hi")], "tools": [CLAUDE_TOOL]}
+    own = TypeAdapter[Any](anthropic.types.RawMessageStreamEvent)
+    events = events_of(where[1], "messages", asked)
+    assert [own.validate_python(event).type for event in events] == [e["type"] for e in events]
+    blocks = [e["content_block"] for e in events if e["type"] == "content_block_start"]
+    assert [block["type"] for block in blocks] == ["text"] * (text != CALL) + ["tool_use"] * (
+        text.count(CALL)
+    )
+    own = TypeAdapter[Any](openai.types.responses.ResponseStreamEvent)
+    asked = {"input": "hi", "tools": [{"type": "function", "name": "weather"}]}
+    events = events_of(where[1], "responses", asked)
+    assert [own.validate_python(event).type for event in events] == [e["type"] for e in events]
+    for event in events:
+        if "response" in event:
+            openai.types.responses.Response.model_validate(event["response"])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        '"{\\"city\\":\\"K\\"}"',
+        "[1]",
+        "null",
+        '{"a":1,"b":1.0}',
+        '"{\\"a\\": NaN}"',
+        '"\\ud800"',
+        '{"a": NaN}',
+        '{"a": "\\ud800"}',
+        '{"a": 1e999}',
+        f'{{"a": {"9" * 30}}}',
+        "[" * 5000 + "]" * 5000,
+        "[" * 40 + "]" * 40,
+    ],
+)
+@pytest.mark.parametrize("streamed", [False, True])
+def test_whatever_arguments_the_model_writes(
+    script: Script, claude: Any, gpt: Any, arguments: str, streamed: bool
+) -> None:
+    """The answer comes, and what the client gives back of it is the message that was replied."""
+    block = f'<tool_call>{{"name": "weather", "arguments": {arguments}}}</tool_call>'
+    script.said, script.size = [block, "so"] * 3, 1000
+    more = {"model": "m", "max_tokens": 9, "messages": [user("?")], "tools": [CLAUDE_TOOL]}
+    if streamed:
+        with claude.messages.stream(**more) as stream:
+            first = stream.get_final_message()
+    else:
+        first = claude.messages.create(**more)
+    messages = [user("?"), {"role": "assistant", "content": first.content}, user("so?")]
+    ask_claude(claude, messages, tools=[CLAUDE_TOOL])
+    assert script.asked[1].messages[1] == script.replies[0]
+    items = gpt.responses.create(model="m", input=[user("?")], tools=[OPENAI_TOOL]).output
+    given = [user("?"), *(item.to_dict() for item in items), user("so?")]
+    gpt.responses.create(model="m", input=given, tools=[OPENAI_TOOL])
+    assert script.asked[3].messages[1] == script.replies[2]
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}]
+    chat = {"model": "m", "tools": tools}
+    said = gpt.chat.completions.create(messages=[user("?")], **chat).choices[0].message
+    gpt.chat.completions.create(messages=[user("?"), said.to_dict(), user("so?")], **chat)
+    assert script.asked[5].messages[1] == script.replies[4]
+
+
+def test_a_call_whose_name_is_no_name_is_text(script: Script, claude: Any) -> None:
+    script.said = [text := '<tool_call>{"name": ["weather"], "arguments": {}}</tool_call>']
+    assert ask_claude(claude, [user("?")], tools=[CLAUDE_TOOL]).content[0].text == text
+
+
 @pytest.mark.parametrize("streamed", [False, True])
 def test_a_tool_there_and_back(script: Script, claude: Any, streamed: bool) -> None:
     """What comes back is the message that was replied, so a session or an episode goes on."""
@@ -274,6 +361,28 @@ def test_keys_and_hosts_of_messages(where: tuple[Script, str], script: Script) -
     assert refused.value.code == 421 and json.load(refused.value)["type"] == "error"
 
 
+def test_either_header_may_have_the_key(where: tuple[Script, str], script: Script) -> None:
+    """A client whose program knows a key of another server too sends both."""
+    body = json.dumps({"model": "m", "max_tokens": 4, "messages": [user("hi")]}).encode()
+
+    def status(**headers: str) -> int:
+        script.said = ["yes"]
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        asked = urllib.request.Request(f"{where[1]}/v1/messages", body, named)
+        try:
+            return urllib.request.urlopen(asked).status
+        except urllib.error.HTTPError as error:
+            return error.code
+
+    assert status(x_api_key=KEY, authorization="Bearer another") == 200
+    assert status(x_api_key="another", authorization=f"Bearer {KEY}") == 200
+    assert status(x_api_key=KEY, authorization="") == 200
+    assert status(x_api_key="another", authorization="Bearer another") == 401
+    assert status(x_api_key=KEY, host="evil.example") == 421
+    assert status(x_api_key=KEY, origin="http://evil.example") == 403
+    assert status() == 401
+
+
 def test_an_error_in_the_middle(script: Script, claude: Any, gpt: Any) -> None:
     script.said = ["", "", ""]
     with pytest.raises(anthropic.APIStatusError) as caught:
@@ -286,6 +395,30 @@ def test_an_error_in_the_middle(script: Script, claude: Any, gpt: Any) -> None:
         stream.until_done()
     *_, last = gpt.responses.create(model="m", input="hi", stream=True)
     assert (last.type, last.code, last.message) == ("error", "internal_error", "it broke")
+
+
+def test_an_error_before_anything_else(
+    script: Script, claude: Any, gpt: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A response is begun all the same: the client's helper takes no other event first."""
+
+    async def broken(saying: Saying) -> AsyncIterator[Piece]:
+        if saying.prompts:
+            raise server_error("it broke")
+        yield Piece(0, (), ())
+
+    monkeypatch.setattr(Saying, "pieces", broken)
+    script.said = ["never"] * 2
+    with (
+        pytest.raises(anthropic.APIStatusError, match="it broke"),
+        claude.messages.stream(model="m", max_tokens=4, messages=[user("hi")]) as stream,
+    ):
+        stream.until_done()
+    with gpt.responses.stream(model="m", input="hi") as stream:
+        events = list(stream)
+    kinds = ["response.created", "response.in_progress", "error"]
+    assert [event.type for event in events] == kinds and events[-1].message == "it broke"
+    assert [event.sequence_number for event in events] == [0, 1, 2]
 
 
 # -- /v1/responses ---------------------------------------------------------------------------------

@@ -41,13 +41,16 @@ NAMED = b'{"error": {"code": "connections_max", "param": "top_k"}}'
         (shot(), 503, NAMED, {}),
         (shot(unfit={"n"}), 200, b"{}", {}),
         (shot(unfit={"n"}), 400, NAMED, {}),
-        (shot(stream=True), 200, b'data: {"error": 1}', {}),
+        (shot(stream=True), 200, b'data: {"error": {"code": "x"}}', {}),
+        (shot(stream=True), 200, b'data: {"type": "error", "code": "x"}', {}),
     ],
 )
 def test_the_fuzz_can_find_something(made, status, data, headers):
     assert serve_fuzz.judge(made, status, data, headers)
     assert not serve_fuzz.judge(shot(unfit={"top_k"}), 400, NAMED, {})
     assert not serve_fuzz.judge(shot(), 503, NAMED, {"retry-after": "1"})
+    none = b'data: {"type": "response.created", "response": {"error": null}}'
+    assert not serve_fuzz.judge(shot(stream=True), 200, none, {})
 
 
 def test_growth_is_found():

@@ -140,12 +140,20 @@ def test_the_limit_of_tokens_is_that_of_one_history() -> None:
     assert sample_fault(GROUP, flat, 11, 23) == "" and sample_fault(GROUP, flat, 10, 23)
 
 
+def test_a_token_that_follows_nothing_is_not_trained() -> None:
+    """In a pack it would be predicted from the document before its own."""
+    for fork, fault in ((-1, ""), (-2, "nothing_to_train")):
+        bare = replace(FORKED, loss_mask=[1] * 9, branches=(ROOT, Branch(4, 0, fork)))
+        assert sample_fault(GROUP, bare, 99, 23) == fault
+
+
 def forked(group: Group) -> Group:
     """Its samples with a branch in the middle of each that is long enough."""
+    left = -1 if len(group.prompt_ids) > 1 else 0
     samples = []
     for place, sample in enumerate(group.samples):
         num, half = len(sample.token_ids), len(sample.token_ids) // 2
-        branch = Branch(half, 0, (half // 2) if place % 2 else -1)
+        branch = Branch(half, 0, (half // 2) if place % 2 else left)
         there = (ROOT, branch) if half and sample.loss_mask[half:].any() else ()
         samples.append(replace(sample, branches=there if num > 3 else ()))
     return replace(group, samples=tuple(samples))
