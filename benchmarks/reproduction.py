@@ -7,7 +7,7 @@
 Prints markdown, table by table. The split of a disaggregated mode is searched once per GPU count,
 with seed 0; the other seeds, the ablations and the other sets of constants run on the split that
 was found. Each set of constants is drawn from the intervals of `sim/constants.py` and then fitted
-as the committed one was; sets that cannot be fitted inside the intervals are counted and left out.
+as the committed one was; sets whose fit misses the row are counted, named and left out.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def fit_table(found: Fit) -> str:
     rows = [[key, f"{value:.3g}"] for key, value in found.values.items()]
     result = found.result
     said = f"sync: {result.step_s / 60:.2f} min, rollout only {result.rollout_only_share:.1%}"
-    missed = f"; at an end of its interval: {', '.join(found.outside)}" if found.outside else ""
+    missed = f"\n\n{found.missed}" if found.missed else ""
     return table(["free constant", "fitted"], rows) + f"\n\n{said}{missed}"
 
 
@@ -196,7 +196,7 @@ class Drawn:
     """One set of constants: what the free ones became, and minutes a step by size and mode."""
 
     values: dict[str, float]
-    outside: tuple[str, ...]
+    missed: str
     minutes: dict[int, dict[str, float]]
 
 
@@ -204,8 +204,8 @@ def drawn_flow(values: dict[str, float], steps: int, splits: Splits) -> Flow[Dra
     """Fit the free constants beside these values, then predict with them."""
     preset = with_values(PRESETS["paper-64"], values)
     found = yield from fit_flow(preset, sync_row())
-    if found.outside:
-        return Drawn(values | found.values, found.outside, {})
+    if found.missed:
+        return Drawn(values | found.values, found.missed, {})
     preset = replace(with_values(preset, found.values), num_steps=steps)
     places = [(gpus, mode) for gpus in splits for mode in MODES]
     jobs: list[Job] = []
@@ -219,13 +219,20 @@ def drawn_flow(values: dict[str, float], steps: int, splits: Splits) -> Flow[Dra
     minutes: dict[int, dict[str, float]] = {gpus: {} for gpus in splits}
     for (gpus, mode), result in zip(places, results, strict=True):
         minutes[gpus][mode.value] = result.step_s / 60
-    return Drawn(values | found.values, (), minutes)
+    return Drawn(values | found.values, "", minutes)
 
 
 def drawn(num: int, steps: int, splits: Splits, workers: int) -> list[Drawn]:
     sets = {f"set {place}": values for place, values in enumerate(draws(num))}
     flows = {name: drawn_flow(values, steps, splits) for name, values in sets.items()}
     return list(conduct(flows, workers, tell).values())
+
+
+def told(sets: Sequence[Drawn]) -> str:
+    """How many sets could not be fitted, and why each was not, a line for each."""
+    missed = [one.missed for one in sets if one.missed]
+    said = f"{len(missed)} of {len(sets)} sets of constants could not be fitted and are left out"
+    return "\n".join([said, *(f"- {why}" for why in missed)])
 
 
 def splits_found(comparisons: Sequence[Comparison]) -> Splits:
@@ -392,9 +399,7 @@ def main() -> None:
         keep("predictions", found, prediction_table(predicted, []))
     measured = [one for one in predicted if one.preset.num_devices in args.spread]
     sets = drawn(args.sets, SET_STEPS, splits_found(measured), args.workers)
-    outside = sum(1 for one in sets if one.outside)
-    told = f"{outside} of {len(sets)} sets of constants could not be fitted inside the intervals"
-    keep("sets", [asdict(one) for one in sets], told, prediction_table(predicted, sets))
+    keep("sets", [asdict(one) for one in sets], told(sets), prediction_table(predicted, sets))
     ablated = ablations(base, every, args.workers)
     figures = {name: [r.as_json() for r in results] for name, results in ablated.items()}
     keep("ablations", figures, ablation_table(ablated))

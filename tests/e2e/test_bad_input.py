@@ -57,6 +57,7 @@ def refuse(
         ("algorithm.loss=/nowhere.py:loss", ["/nowhere.py", "check algorithm.loss"]),
         ("algorithm.advantage=groups", ["algorithm.advantage", "did you mean 'group'?"]),
         ("rollout.tokens_max=5000", ["rollout.tokens_max", "exceed the context of 512"]),
+        ("data.prompt_column=question", ["unknown key", "a key of an entry of data.train"]),
         ("rollout.block_tokens=5", ["rollout.block_tokens", "power of two"]),
         ("logging.sinks=wandb", ["logging.sinks", "write a list"]),
         ('data.train=[{path="x", prompt_colum="q"}]', ["prompt_colum", "no such key"]),
@@ -267,6 +268,16 @@ def test_data_rows(
     line = refuse(tmp_path, capsys, data__train=[str(path)])
     for word in [*words, "rows.jsonl", "2"]:
         assert word in line, line
+
+
+def test_a_prompt_that_fills_the_context(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": "1" * 600, "answer": "7"}) + "\n")
+    line = refuse(tmp_path, capsys, data__train=[str(path)])
+    assert "600 tokens leaves no room in the context of 512" in line
+    assert "data.prompt_tokens_max" in line
 
 
 def test_a_directory_that_holds_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

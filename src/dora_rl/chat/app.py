@@ -346,8 +346,10 @@ async def _on_error(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
         where = f"{request.method} {request.scope['path']}"[:PATH_CHARS]
         allow = dict(error.headers or {})
+        doubled = request.scope["path"].startswith("/v1/v1/")  # Anthropic's client adds a /v1
+        hint = "; give the client the address without /v1" * doubled
         error = ApiError(
-            error.status_code, f"Invalid URL ({where})", code="not_found", headers=allow
+            error.status_code, f"Invalid URL ({where}){hint}", code="not_found", headers=allow
         )
     elif not isinstance(error, ApiError):
         error = server_error(f"internal error ({type(error).__name__})")

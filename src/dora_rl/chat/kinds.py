@@ -37,13 +37,15 @@ def unfit(kind: Kind, value: object) -> Unfit:
 
 
 def shown(value: object) -> str:
-    """A number as it is, if it is short; of anything else its kind alone."""
+    """A number as it is, if it is short; how long a string is; of anything else its kind alone."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, (int, float)):
         text = repr(value)
         return text if len(text) <= 24 else f"a number of {len(text)} digits"
-    return {str: "a string", list: "a list", dict: "an object"}.get(type(value), "something else")
+    if isinstance(value, str):
+        return f"a string of {len(value)} characters"
+    return {list: "a list", dict: "an object"}.get(type(value), "something else")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +125,8 @@ class OneOf:
         for known in self.values:
             if type(value) is type(known) and value == known:
                 return known
+        if isinstance(value, str) and any(isinstance(known, str) for known in self.values):
+            raise Unfit(self.text, found="another string")
         raise unfit(self, value)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -34,9 +35,14 @@ def showing_runs(names: Sequence[str]) -> Iterator[See]:
     """Of simulations: one line per flow, the runs it has done and the last of them."""
     stderr = Console(stderr=True)
     if not stderr.is_terminal:
-        yield lambda name, job, result: stderr.print(
-            f"{name}: {describe(result)}", highlight=False, soft_wrap=True
-        )
+
+        def tell(name: str, job: Job, result: ModeResult) -> None:
+            # In a thread of the pool, which must go on when nobody reads any more. The console
+            # would end the thread there.
+            with suppress(OSError):
+                print(f"{name}: {describe(result)}", file=sys.stderr, flush=True)
+
+        yield tell
         return
     columns = (SpinnerColumn(finished_text="·"), TextColumn("{task.description}"))
     with Progress(*columns, TimeElapsedColumn(), console=stderr, transient=True) as progress:

@@ -40,6 +40,7 @@ STOPPED = 3
 NOTHING_LEARNED = 4
 INTERRUPTED = "interrupted"
 ASIDE_SHOWN = 5
+CUT_SHARE_TOLD = 0.5
 _LINES_MAX = 20  # of the warm start's progress, whatever the number of updates
 
 
@@ -100,6 +101,8 @@ def nothing_learned(summary: dict[str, Any]) -> str | None:
         "updates_skipped": "the weights are those of the start",
         "updates_without_gradient": "every gradient was zero (all rewards of a group were equal)",
     }
+    if summary.get("samples_trained") and summary.get("tokens_trained") == 0:
+        whys["samples_trained"] = "no sample had a token of the policy (was there room to write?)"
     return next((why for count, why in whys.items() if summary.get(count)), None)
 
 
@@ -222,7 +225,22 @@ def report_lines(run_dir: Path, summary: dict[str, Any]) -> list[str]:
         lines.append(
             f"samples: {summary['samples_trained']} trained + {failed} failed in trained groups"
         )
-    return lines
+    return lines + _cut_off(run_dir)
+
+
+def _cut_off(run_dir: Path) -> list[str]:
+    """Said where most samples of the last step never came to their own end."""
+    from dora_rl.io.append_log import read_lines
+
+    path = run_dir / "metrics.jsonl"
+    steps = [line for line in read_lines(path) if "step" in line] if path.is_file() else []
+    share = steps[-1].get("truncated_frac", 0.0) if steps else 0.0
+    if share < CUT_SHARE_TOLD:
+        return []
+    return [
+        f"{share:.0%} of the samples of the last step were cut off: they filled the context, "
+        "or rollout.tokens_max"
+    ]
 
 
 def _score(found: dict[str, Any], name: str) -> str:

@@ -180,7 +180,8 @@ def _fail_group(state: State, group: Group, reason: str, out: list[Action], *, k
     if not params.group_failures_max:
         failed, ended, what = state.num_ended[End.FAILED], sum(state.num_ended.values()), "groups"
     if failed >= params.failed_min and failed > params.failed_share_max * ended:
-        stop(state, f"{failed} of {ended} {what} failed, more than failed_share_max allows", out)
+        key = "orchestration.failed_share_max"
+        stop(state, f"{failed} of {ended} {what} failed, more than {key} allows", out)
 
 
 def abandon(state: State, group: Group, end: End, reason: str, out: list[Action]) -> None:

@@ -125,7 +125,8 @@ def _lengths(axis: Any, history: History, steps: list[dict[str, Any]]) -> None:
             label=name,
         )
     if names:
-        axis.set_yscale("log")
+        if any(line[f"response_length/{name}"] > 0 for line in steps for name in names):
+            axis.set_yscale("log")
         _plain(axis, "response length, tokens")
         _legend(axis)
         return

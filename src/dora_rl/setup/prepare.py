@@ -103,6 +103,11 @@ def check_context(config: RunConfig, engine: EngineOptions, prompt_tokens: int) 
     """A prompt and its response have room, the first one at least."""
     spec = read_spec(config.model.path)
     context = engine.context_limit(spec.context_max)
+    if prompt_tokens >= context:
+        raise UserError(
+            f"data.train: a prompt of {prompt_tokens} tokens leaves no room in the context of "
+            f"{context}; data.prompt_tokens_max leaves out longer prompts"
+        )
     if (tokens := prompt_tokens + config.rollout.tokens_max) > context:
         raise UserError(
             f"rollout.tokens_max: a prompt of {prompt_tokens} tokens and a response of "

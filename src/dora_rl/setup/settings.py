@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from dora_rl.config import AlgorithmConfig, DataConfig, RunConfig
+from dora_rl.config import AlgorithmConfig, DataConfig, DataSource, RunConfig
 from dora_rl.config.running import RENAMED
 from dora_rl.config.section import explain
 from dora_rl.core.params import Deadlines, MoveCost, Params
@@ -119,6 +119,8 @@ def _check_keys(kind: type[BaseModel], data: dict[str, Any], where: str, prefix:
             near = difflib.get_close_matches(key, kind.model_fields, n=1)
             known = f"there are {', '.join(kind.model_fields)}"
             hint = f"did you mean {prefix}{near[0]}?" if near else known
+            if kind is DataConfig and key in DataSource.model_fields:
+                hint = f"it is a key of an entry of data.train: {{ path = …, {key} = … }}"
             raise UserError(f"{where}: unknown key {prefix}{key}; {hint}")
         inner = kind.model_fields[key].annotation
         if isinstance(inner, type) and issubclass(inner, BaseModel):

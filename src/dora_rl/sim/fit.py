@@ -32,12 +32,14 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """`outside` names the free constants that would have to leave their interval; they are at its
-    end, and the row is missed."""
+    """`missed` says in one line how the row was missed, and is empty where it was not. `outside`
+    names the free constants that would have to leave their interval; they are at its end. Where
+    the row is missed and none is, the rounds were not enough."""
 
     values: dict[str, float]
     outside: tuple[str, ...]
     result: ModeResult
+    missed: str
 
 
 def fit(preset: Preset, row: Row, seed: int = 0) -> Fit:
@@ -52,9 +54,9 @@ def fit_flow(preset: Preset, row: Row, seed: int = 0) -> Flow[Fit]:
     longest = float(preset.lengths.draw(np.array([1 - 1e-4])).max())  # of a batch, about
     (result,) = yield [Job(with_values(preset, values), Mode.SYNC, seed)]
     for _ in range(ROUNDS_MAX):
+        if _is_close(result, row):
+            return Fit(values, (), result, "")
         rollout_off, rest_off = _off(result, row)
-        if max(abs(rollout_off), abs(rest_off)) < CLOSE_S:
-            return Fit(values, (), result)
         # The longest response pays the floor once per token; a step pays each of its updates.
         moves = (rollout_off / longest, rest_off / preset.updates_per_step)
         wanted = {key: values[key] - move for key, move in zip(FREE, moves, strict=True)}
@@ -63,9 +65,21 @@ def fit_flow(preset: Preset, row: Row, seed: int = 0) -> Flow[Fit]:
             break
         values = held
         (result,) = yield [Job(with_values(preset, values), Mode.SYNC, seed)]
-    # Not close: an end of an interval was in the way.
-    ends = [k for k in FREE if values[k] in (bounds[k].low, bounds[k].high)]
-    return Fit(values, tuple(ends), result)
+    if _is_close(result, row):
+        return Fit(values, (), result, "")
+    ends = tuple(k for k in FREE if values[k] in (bounds[k].low, bounds[k].high))
+    return Fit(values, ends, result, _missed(result, row, ends))
+
+
+def _is_close(result: ModeResult, row: Row) -> bool:
+    return max(map(abs, _off(result, row))) < CLOSE_S
+
+
+def _missed(result: ModeResult, row: Row, ends: tuple[str, ...]) -> str:
+    rollout_off, rest_off = _off(result, row)
+    why = f"at an end of its interval: {', '.join(ends)}" if ends else f"{ROUNDS_MAX} rounds made"
+    off = f"rollout only {rollout_off:+.1f} s, rest {rest_off:+.1f} s"
+    return f"the row was not reached ({why}): {off}"
 
 
 def _off(result: ModeResult, row: Row) -> tuple[float, float]:

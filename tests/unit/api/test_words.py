@@ -19,7 +19,7 @@ from tests.unit.api.test_carry import importable
         ("reward lambda raised KeyError: 1", "lambda_1 in {file}"),
         ("3 of 3 prompts failed; reward failed raised ValueError", "failed in {file}"),
         ("reward importable raised ValueError", f"importable in module {importable.__module__}"),
-        ("20 of 20 prompts failed, more than failed_share_max allows", ""),
+        ("20 of 20 prompts failed, more than orchestration.failed_share_max allows", ""),
         ("reward failed_too raised ValueError", ""),
         (None, "lambda_1 in {file} and failed in {file} and importable in module"),
     ],

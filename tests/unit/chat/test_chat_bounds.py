@@ -54,6 +54,15 @@ def refused(endpoint: str, body: dict[str, object]) -> ApiError:
     return caught.value
 
 
+def test_a_string_that_does_not_fit_is_not_called_no_string():
+    block = {"role": "user", "content": [{"type": "image", "source": {}}]}
+    said = str(refused(MESSAGES, CLAUDE_BODY | {"messages": [block]}))
+    assert said.endswith("no other block is supported, not another string")
+    said = str(refused(CHAT, CHAT_BODY | {"model": "x" * 300}))
+    assert said.endswith("a string of 1 to 256 characters, not a string of 300 characters")
+    assert str(refused(CHAT, CHAT_BODY | {"model": "x" * 300})).count("xxx") == 0
+
+
 ROWS = [(field, endpoint) for field in FIELDS for endpoint in field.of]
 
 

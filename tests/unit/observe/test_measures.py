@@ -174,6 +174,18 @@ def test_the_end_of_a_run_says_failed_and_names_the_best(tmp_path: Path) -> None
     assert last["eval/greedy"] is None and last["eval/num_failed"] == 80
 
 
+def test_a_run_whose_samples_were_cut_off_says_so(tmp_path: Path) -> None:
+    records = Records(tmp_path, rollouts=False)
+    records.step(0, {"truncated_frac": 1.0}, [sample(10)], {})
+    records.step(1, {"truncated_frac": 0.4}, [sample(10)], {})
+    few = report_lines(tmp_path, records.summary("sync", 2, "all steps are trained", 2))
+    records.step(2, {"truncated_frac": 0.75}, [sample(10)], {})
+    many = report_lines(tmp_path, records.summary("sync", 3, "all steps are trained", 2))
+    records.close()
+    assert not any("cut off" in line for line in few)
+    assert many[-1].startswith("75% of the samples of the last step were cut off")
+
+
 def test_weights_that_are_gone_are_not_offered_for_export(tmp_path: Path) -> None:
     records = Records(tmp_path, rollouts=False)
     records.step(0, {}, [sample(10)], {})

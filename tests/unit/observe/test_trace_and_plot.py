@@ -122,6 +122,17 @@ def test_curves_of_evaluations_with_any_names(tmp_path: Path, entries: list[Entr
     assert ">score<" in text and "who worked on" not in text
 
 
+@pytest.mark.filterwarnings("error")
+def test_responses_without_a_token_are_drawn_without_a_warning(
+    tmp_path: Path, entries: list[Entry]
+) -> None:
+    write(tmp_path / "events", entries)
+    (tmp_path / "metrics.jsonl").write_text(
+        json.dumps({"step": 0, "reward/mean": 0.0, "response_length/mean": 0.0}) + "\n"
+    )
+    assert main(["plot", str(tmp_path), "-o", str(tmp_path / "a.svg"), "--only", "curves"]) == 0
+
+
 def test_a_wrong_name_is_one_line(
     tmp_path: Path, entries: list[Entry], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -239,6 +239,8 @@ def test_broken_bodies_and_unknown_paths(served, client):
     assert caught.value.code == 400 and "JSON" in json.load(caught.value)["error"]["message"]
     with pytest.raises(openai.NotFoundError, match="Invalid URL"):
         client.post("/embeddings", cast_to=dict, body={})
+    with pytest.raises(openai.NotFoundError, match="the address without /v1"):
+        client.post("/v1/messages", cast_to=dict, body={})
 
 
 def test_models_are_listed(client):

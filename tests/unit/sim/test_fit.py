@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from math import nan
 
@@ -10,7 +11,7 @@ import pytest
 
 from benchmarks import reproduction
 from dora_rl.sim.constants import FIRST, FREE, INTERVALS, value_of, with_values
-from dora_rl.sim.fit import CLOSE_S, Fit, Row, fit, fit_flow
+from dora_rl.sim.fit import CLOSE_S, ROUNDS_MAX, Fit, Row, fit, fit_flow
 from dora_rl.sim.presets import PRESETS, Preset
 from dora_rl.sim.report import PAPER, Published
 from dora_rl.sim.run import ModeResult, run_mode
@@ -32,7 +33,7 @@ def linear(preset: Preset) -> ModeResult:
     )
 
 
-def fitted(row: Row) -> tuple[Fit, list[Preset]]:
+def fitted(row: Row, world: Callable[[Preset], ModeResult] = linear) -> tuple[Fit, list[Preset]]:
     """Drive the fit; every preset it wants to be simulated."""
     seen: list[Preset] = []
     flow = fit_flow(PAPER_64, row)
@@ -42,14 +43,14 @@ def fitted(row: Row) -> tuple[Fit, list[Preset]]:
         assert job.mode is Mode.SYNC and job.rollout_devices is None
         seen.append(job.preset)
         try:
-            jobs = flow.send([linear(job.preset)])
+            jobs = flow.send([world(job.preset)])
         except StopIteration as stop:
             return stop.value, seen
 
 
 def test_the_fit_finds_the_two_values_that_give_the_row():
     found, _ = fitted(ROW)
-    assert found.outside == ()
+    assert (found.outside, found.missed) == ((), "")
     assert found.values["engine.host_s"] == pytest.approx(600 / 30_720 - 0.010, abs=CLOSE_S / 3e4)
     assert found.values["trainer.update_s"] == pytest.approx(100 / 16, abs=CLOSE_S / 16)
 
@@ -74,6 +75,56 @@ def test_a_row_that_cannot_be_reached_inside_the_intervals_is_said():
     assert set(found.outside) == set(FREE)
     ends = {interval.key: interval.high for interval in INTERVALS if interval.key in FREE}
     assert found.values == ends
+    assert "at an end of its interval: engine.host_s, trainer.update_s" in found.missed
+
+
+def to_and_fro(preset: Preset) -> ModeResult:
+    """A world that answers each move with twice as much, so that no round gets closer."""
+    rollout_s = 600 + 2 * (preset.engine.host_s - 0.0085) * 30_720
+    share = rollout_s / (rollout_s + 400)
+    return made_result("sync", step_s=rollout_s + 400, rollout_only_share=share)
+
+
+def test_a_fit_that_goes_to_and_fro_says_so_in_one_line():
+    found, seen = fitted(ROW, to_and_fro)
+    assert len(seen) == ROUNDS_MAX + 1
+    assert found.outside == ()
+    assert re.fullmatch(
+        rf"the row was not reached \({ROUNDS_MAX} rounds made\): rollout only [+-]\d+\.\d s, "
+        r"rest [+-]0\.0 s",
+        found.missed,
+    )
+    assert found.missed in reproduction.fit_table(found).splitlines()
+
+
+def test_a_fit_that_gets_there_in_its_last_round_is_not_missed():
+    """Each round halves what is off and turns it round; only what follows the last one is close."""
+    off_s = CLOSE_S * 2**ROUNDS_MAX * 0.9
+    answers = [off_s / (-2) ** place for place in range(ROUNDS_MAX + 1)]
+    told = iter(answers)
+
+    def halved(preset: Preset) -> ModeResult:
+        rollout_s = 600 + next(told)
+        share = rollout_s / (rollout_s + 400)
+        return made_result("sync", step_s=rollout_s + 400, rollout_only_share=share)
+
+    found, seen = fitted(ROW, halved)
+    assert (len(seen), found.missed, found.outside) == (ROUNDS_MAX + 1, "", ())
+
+
+def test_a_set_that_is_not_fitted_is_left_out_and_counted():
+    flow = reproduction.drawn_flow({}, 8, {64: {}})
+    jobs = next(flow)
+    with pytest.raises(StopIteration) as stop:
+        while True:
+            jobs = flow.send([to_and_fro(jobs[0].preset)])
+    one = stop.value.value
+    assert one.missed and not one.minutes
+    said = reproduction.told([one, replace(one, missed="")]).splitlines()
+    assert said == [
+        "1 of 2 sets of constants could not be fitted and are left out",
+        f"- {one.missed}",
+    ]
 
 
 def test_no_other_row_of_the_paper_comes_into_it(monkeypatch):

@@ -207,6 +207,9 @@ def test_a_run_whose_every_gradient_was_zero_has_learned_nothing() -> None:
     assert "every gradient was zero" in (nothing_learned(summary) or "")
     assert nothing_learned(summary | {"updates_applied": 1}) is None
     assert "those of the start" in (nothing_learned(summary | {"updates_skipped": 1}) or "")
+    empty = {"samples_trained": 8, "tokens_trained": 0}
+    assert "no sample had a token of the policy" in (nothing_learned(empty) or "")
+    assert nothing_learned(empty | {"tokens_trained": 1}) is None, "it is of an older release"
     assert nothing_learned({}) is None, "no step was trained, or it is not known"
 
 
