@@ -322,8 +322,8 @@ class AlgorithmConfig(Section):
     loss: str = "grpo"
     """The objective: a recipe by name (see algorithms.md), or `path/to/file.py:function`."""
     advantage: str | None = None
-    """How advantages are computed: group, group_mean, leave_one_out, turn, batch, gae or
-    `file.py:name`. If not set, as the recipe says."""
+    """How advantages are computed: group, group_mean, leave_one_out, turn, batch, gae, none (for
+    distillation alone) or `file.py:name`. If not set, as the recipe says."""
     branch_reward: Literal["all", "last", "turn"] | None = None
     """Which rows of an episode with branches get its advantage: all of them, the last one alone, or
     each its share of the turns (see agents.md). If not set, all."""
@@ -374,6 +374,18 @@ class AlgorithmConfig(Section):
     kl_ratio_weighted: bool = False
     """Whether the KL term is multiplied by the ratio, which makes its gradient unbiased
     off-policy."""
+    distill_coef: float | None = Field(default=None, ge=0)
+    """The weight of the reverse KL divergence to the teacher. If not set, as the recipe says, which
+    is 1 with distill and 0 with every other."""
+    distill_in: Literal["advantage", "loss"] = "advantage"
+    """Where that divergence counts: in the advantage of each sampled token, or as a term of the
+    loss, over the whole vocabulary and with its gradient, which needs `trainer.teacher_model`."""
+    distill_top_k: int = Field(default=0, ge=0)
+    """With distill_in = "loss": how many of the policy's most likely tokens are told apart; all
+    others count as one. 0 means the whole vocabulary."""
+    distill_clip: float = Field(default=10.0, ge=0)
+    """With distill_in = "advantage": the log-ratio of policy and teacher is clipped to plus and
+    minus this. 0 means no clipping."""
     entropy_coef: float = 0.0
     """The weight of the entropy bonus; below 0 it is a penalty."""
     temperature: float = Field(default=0.0, ge=0)
@@ -504,6 +516,10 @@ class TrainerConfig(Section):
     reference_model: str = ""
     """The directory of the reference model for the KL divergence. If empty, the starting weights
     are the reference."""
+    teacher_model: str = ""
+    """The directory of a teacher that the learner holds, frozen, for distillation; see
+    algorithms.md. Its tokenizer is the model's. Without distill_coef its divergence is measured
+    only."""
     seed: int = 0
     """The seed of new adapters."""
 

@@ -98,12 +98,13 @@ _FIXED = {
         "behaviour_ratio_max kl_coef "
         "kl_estimator kl_in kl_ratio_weighted entropy_coef temperature overlong_tokens_max "
         "overlong_buffer_tokens overlong_penalty gamma gae_lambda whiten_advantages value_coef "
-        "value_clip reference loss_args advantage_args"
+        "value_clip reference loss_args advantage_args "
+        "distill_coef distill_in distill_top_k distill_clip"
     ),
     "orchestration": "mode",
     "trainer": (
         "compute_dtype publish_dtype implementation lora_rank lora_alpha lora_dropout "
-        "lora_targets lora_publish reference_model seed"
+        "lora_targets lora_publish reference_model teacher_model seed"
     ),
     "checkpoint": "best_metric best_is_max",
     "evaluation": "num_prompts num_samples success_min",

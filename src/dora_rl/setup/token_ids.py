@@ -1,0 +1,35 @@
+"""Whether token ids mean the same to two models: their tokenizer.json compared, without a library.
+
+A file that is not there, or has another form, tells nothing: the sizes of the vocabularies must do.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def first_difference(one: Path, other: Path) -> str:
+    """The first token whose id is another one in the second model, in words; empty: none is."""
+    mine, theirs = token_ids(one), token_ids(other)
+    if not mine or not theirs:
+        return ""
+    for token, number in sorted(mine.items(), key=lambda pair: pair[1]):
+        if (there := theirs.get(token)) != number:
+            where = "is not there" if there is None else f"is {there} there"
+            return f"token {token!r}, {number} of the model, {where}"
+    return ""
+
+
+def token_ids(directory: Path) -> dict[str, int]:
+    """The id of each token of a model directory; empty where the file does not say."""
+    try:
+        data: Any = json.loads((directory / "tokenizer.json").read_text())
+        vocab = data["model"]["vocab"]
+        if isinstance(vocab, list):  # with scores, in the order of their ids
+            vocab = {token: number for number, (token, _) in enumerate(vocab)}
+        added = {entry["content"]: entry["id"] for entry in data.get("added_tokens", ())}
+        return {**vocab, **added}
+    except (OSError, ValueError, LookupError, TypeError):
+        return {}
