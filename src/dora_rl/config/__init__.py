@@ -158,13 +158,21 @@ class RewardConfig(Section):
     """How many asynchronous calls one worker has under way at once."""
     cache_entries_max: int = Field(default=65536, ge=0)
     """How many scores each worker remembers for each function. 0 means none."""
+    teacher_url: str = ""
+    """The base of an OpenAI-compatible API, such as `http://localhost:8000/v1`, whose model is the
+    teacher: the workers ask it for the log-probs of every sample (see algorithms.md). If empty,
+    none is asked."""
+    teacher_name: str = ""
+    """The name of that model at its endpoint."""
+    teacher_key_variable: str = "OPENAI_API_KEY"
+    """The environment variable that holds the key for the teacher's endpoint, if it has one."""
 
     @property
     def worker_timeout_s(self) -> float:
         """All tries of all functions: a worker that takes longer over one sample hangs."""
         tries = self.attempts or 3
         one_s = tries * (self.timeout_s + self.retry_wait_s * tries)
-        return max(1, len(self.functions)) * one_s + 10.0
+        return max(1, len(self.functions) + bool(self.teacher_url)) * one_s + 10.0
 
 
 class EnvironmentEntry(Section):

@@ -28,7 +28,10 @@ class OnResume(StrEnum):
 _FREE = {
     "model": "trust_remote_code",
     "data": "check_rows check_disjoint",
-    "reward": "timeout_s attempts retry_wait_s num_workers concurrent_max cache_entries_max",
+    "reward": (
+        "timeout_s attempts retry_wait_s num_workers concurrent_max cache_entries_max "
+        "teacher_url teacher_key_variable"
+    ),
     "reward.functions[]": "label cache",
     "env": "num_workers slots_factor",
     "env.environments[]": "timeout_s concurrent_max latency_s",
@@ -83,7 +86,7 @@ _FIXED = {
         "path weight name split subset prompt_column answer_column answer_after options env "
         "prompt_tokens"
     ),
-    "reward": "functions",
+    "reward": "functions teacher_name",
     "reward.functions[]": "name weight form options",
     "env": "environments",
     "env.environments[]": "name label options weight turns_max",

@@ -6,6 +6,7 @@ Imports torch only for a loss or an advantage of the user's and for a device tha
 from __future__ import annotations
 
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from dora_rl.config import AlgorithmConfig, RunConfig, TrainerConfig
 from dora_rl.config.section import choose
@@ -138,11 +139,21 @@ def _check_reference(config: RunConfig, path: Path) -> None:
 
 def _check_teacher(config: RunConfig, algorithm: AlgorithmConfig) -> None:
     held, alone = config.trainer.teacher_model, algorithm.advantage == "none"
+    served = config.reward.teacher_url
     require(
         (
-            held or not algorithm.distill_coef,
+            held or served or not algorithm.distill_coef,
             f"algorithm.distill_coef = {algorithm.distill_coef or 0:g} needs a teacher: set "
-            "trainer.teacher_model",
+            "trainer.teacher_model or reward.teacher_url",
+        ),
+        (
+            not (held and served),
+            "trainer.teacher_model and reward.teacher_url are two teachers; keep one",
+        ),
+        (
+            held or algorithm.distill_in == "advantage" or not algorithm.distill_coef,
+            "algorithm.distill_in = 'loss' needs whole distributions, and reward.teacher_url gives "
+            "log-probs of the sampled tokens alone; set trainer.teacher_model",
         ),
         (
             not (alone and config.orchestration.filter_equal),
@@ -150,6 +161,8 @@ def _check_teacher(config: RunConfig, algorithm: AlgorithmConfig) -> None:
             "algorithm.advantage = 'none' every sample teaches; set it to false",
         ),
     )
+    if served:
+        _check_served(config, served)
     if not held:
         return
     key, path, model = "trainer.teacher_model", Path(held), Path(config.model.path)
@@ -165,6 +178,27 @@ def _check_teacher(config: RunConfig, algorithm: AlgorithmConfig) -> None:
         (
             not differs,
             f"{key}: the tokenizer of {path} is another one: {differs}; give one with the same",
+        ),
+    )
+
+
+def _check_served(config: RunConfig, url: str) -> None:
+    temperature, world = config.rollout.temperature, config.runtime.world
+    require(
+        (
+            urlsplit(url).scheme in ("http", "https"),
+            f"reward.teacher_url: {url!r} must begin with http:// or https://",
+        ),
+        (config.reward.teacher_name, "reward.teacher_name is empty: say which model to ask"),
+        (
+            temperature == 1.0,
+            f"rollout.temperature = {temperature:g}: the log-probs of reward.teacher_url are at "
+            "temperature 1, and those of the policy would not be; set it to 1, or "
+            "trainer.teacher_model, which is scored at any",
+        ),
+        (
+            world != "cluster",
+            "reward.teacher_url: not yet with runtime.world = 'cluster'; set trainer.teacher_model",
         ),
     )
 

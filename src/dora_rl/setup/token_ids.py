@@ -1,4 +1,5 @@
-"""Whether token ids mean the same to two models: their tokenizer.json compared, without a library.
+"""Whether token ids mean the same to two models: their tokenizer.json compared, without a library,
+or what a served model makes of some ids.
 
 A file that is not there, or has another form, tells nothing: the sizes of the vocabularies must do.
 """
@@ -6,8 +7,16 @@ A file that is not there, or has another form, tells nothing: the sizes of the v
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+from dora_rl.config import RewardConfig
+from dora_rl.rewards.endpoint import EndpointFailed
+from dora_rl.rewards.teacher import ServedTeacher
+from dora_rl.types import UserError
+
+_BROKEN = "\N{REPLACEMENT CHARACTER}"  # a token that is a part of a character
 
 
 def first_difference(one: Path, other: Path) -> str:
@@ -33,3 +42,21 @@ def token_ids(directory: Path) -> dict[str, int]:
         return {**vocab, **added}
     except (OSError, ValueError, LookupError, TypeError):
         return {}
+
+
+def check_served(
+    section: RewardConfig, token_ids: Sequence[int], decode: Callable[[list[int]], str]
+) -> None:
+    """Ask the teacher for one text, so that an endpoint that is away, or reads other tokens, is one
+    line at the start."""
+    try:
+        _, words = ServedTeacher(section).text_logprobs(token_ids)
+    except EndpointFailed as failed:
+        raise UserError(f"reward.teacher_url: {section.teacher_url}: {failed}") from None
+    for number, word in zip(token_ids, words, strict=True):
+        own = decode([number])
+        if own != word and _BROKEN not in own and not word.startswith("bytes:"):
+            raise UserError(
+                f"reward.teacher_url: token {number} is {word!r} to the teacher and {own!r} to the "
+                "model; serve a model with the same tokenizer"
+            )

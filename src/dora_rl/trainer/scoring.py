@@ -1,10 +1,10 @@
 """What models that do not move say of documents: sealed versions, reference, teacher, critic.
 
 Never scores under weights in motion. Invariants: every log-prob handed out was computed from a
-sealed version of the weight store (or the frozen reference), by the training engine; old values
-are those of the critic at the beginning of the step, before any of its updates; a teacher's token
-ids mean what the policy's do, so its vocabulary may be padded further, and is never smaller. Where memory runs
-out, the same documents are scored in smaller packs, and whoever watches is told.
+sealed version of the weight store (or the frozen reference or teacher), by the training engine; old
+values are those of the critic at the beginning of the step, before any of its updates; a teacher's
+token ids mean what the policy's do. Where memory runs out, the same documents are scored in smaller
+packs, and whoever watches is told.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from dora_rl.ports import SealedWeights
 from dora_rl.trainer import distributed
 from dora_rl.trainer.documents import Document, Pack, collate, pack_stream
 from dora_rl.trainer.memory import Room, noting_shortage
+from dora_rl.trainer.policy.logprobs import TeacherLogits
 from dora_rl.trainer.policy.lora import (
     is_published_adapter,
     load_published_adapter,
     without_dropout,
 )
-from dora_rl.trainer.policy.logprobs import TeacherLogits
 from dora_rl.trainer.policy.model import Critic, Policy, load_weights
 from dora_rl.types import UserError, Version
 

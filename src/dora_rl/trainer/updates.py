@@ -125,11 +125,9 @@ class Updates:
         return freeze(twin)
 
     def _make_teacher(self) -> Teacher:
-        directory, vocab, options = (
-            self.options.teacher_model,
-            self.policy.vocab,
-            self.objective.options,
-        )
+        """Its vocabulary may be padded further than the policy's."""
+        directory, vocab = self.options.teacher_model, self.policy.vocab
+        options = self.objective.options
         teacher = freeze(load_policy(Path(directory), self.options))
         require(
             (
