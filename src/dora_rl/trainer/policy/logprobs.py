@@ -136,8 +136,9 @@ def _backward(
     for_states, for_weight, for_bias = ctx.needs_input_grad[:3]
     grad_states = torch.empty_like(states) if for_states else None
     grad_weight = torch.zeros_like(weight, dtype=torch.float32) if for_weight else None
-    has_bias = for_bias and bias is not None
-    grad_bias = torch.zeros_like(bias, dtype=torch.float32) if has_bias else None
+    grad_bias = None
+    if bias is not None and for_bias:
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32)
     for start in range(0, states.shape[0], ctx.how.chunk):
         at = slice(start, start + ctx.how.chunk)
         logits, back = _logits_again(_product(states[at], cast, bias), ctx.how)
