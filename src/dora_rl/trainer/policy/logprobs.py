@@ -226,7 +226,8 @@ def teacher_divergence(
 ) -> Tensor:
     """KL of the policy's distribution from the teacher's at each row, with its gradient."""
     weight, bias, finish = output
-    how = Head(temperature, _chunk(states_TH, weight, chunk), finish)
+    # Tables of both models and what lies between them exist at once: a quarter of the tokens.
+    how = Head(temperature, max(1, _chunk(states_TH, weight, chunk) // 4), finish)
     return _Divergence.apply(states_TH, weight, bias, teacher, how)  # type: ignore[return-value]
 
 
