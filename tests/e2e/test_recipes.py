@@ -29,7 +29,7 @@ REAL = [
 
 
 def test_every_recipe_is_known_here():
-    tiny = ["quickstart", "longtail", "tool", "game", "mixed"]
+    tiny = ["quickstart", "longtail", "tool", "game", "mixed", "distill"]
     packages = ["reasoning_gym", "textarena", "verifiers", "openenv"]  # run in tests/packages
     assert sorted([*REAL, *tiny, *packages]) == NAMES
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from dora_rl.config import TrainerConfig
+from dora_rl.histories import ROOT
 from dora_rl.model.directory import write_model
 from dora_rl.trainer.learner import Learner
 from dora_rl.trainer.policy.decoder import Decoder
 from dora_rl.trainer.policy.model import build_decoder, lean_spec, named_weights
-from dora_rl.types import Finish, Group, RequestId, Segment, Trajectory
+from dora_rl.types import Branch, Finish, Group, RequestId, Segment, Trajectory
 
 torch.set_num_threads(1)
 
@@ -77,9 +79,9 @@ def initialise(decoder: Decoder, seed: int) -> None:
             p.copy_(torch.randn(p.shape, generator=generator) * 0.2)
 
 
-def write_tiny_model(directory: Path, family: str, seed: int = 0) -> Path:
+def write_tiny_model(directory: Path, family: str, seed: int = 0, **shape: Any) -> Path:
     """A model directory with random weights large enough that attention matters."""
-    config = {"tie_word_embeddings": False, **SHAPE, **FAMILIES[family]}
+    config = {"tie_word_embeddings": False, **SHAPE, **FAMILIES[family], **shape}
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
     (directory / "tokenizer.json").write_text("{}")
@@ -127,6 +129,18 @@ def make_groups(
         prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 6))]
         groups.append(Group(g, version, prompt, tuple(made)))
     return groups
+
+
+def forked(group: Group) -> Group:
+    """Its samples with a branch in the middle of each that is long enough."""
+    samples = []
+    for place, sample in enumerate(group.samples):
+        num, half = len(sample.token_ids), len(sample.token_ids) // 2
+        cut = -1 if len(group.prompt_ids) > 1 else 0  # something is left to predict a token from
+        branch = Branch(half, 0, (half // 2) if place % 2 else cut)
+        there = (ROOT, branch) if half and sample.loss_mask[half:].any() else ()
+        samples.append(replace(sample, branches=there if num > 3 else ()))
+    return replace(group, samples=tuple(samples))
 
 
 def flat(learner: Learner) -> torch.Tensor:

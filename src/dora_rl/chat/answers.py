@@ -68,6 +68,8 @@ class Frame:
     def usage(self, choices: Sequence[Choice]) -> dict[str, int]:
         num_prompt = sum(len(ids) for ids in self.generation.prompts)
         num_drawn = sum(len(choice.token_ids) for choice in choices)
+        if self.ask.echo:
+            num_drawn -= num_prompt * self.ask.num_samples
         counts = {"prompt_tokens": num_prompt, "completion_tokens": num_drawn}
         return counts | {"total_tokens": num_prompt + num_drawn}
 
@@ -91,6 +93,20 @@ class Choice:
     def __post_init__(self) -> None:
         ask = self.frame.ask
         self.stream = TextStream(self.frame.decode, ask.params.stop_strings)
+
+        if ask.echo:
+            self._begin_with_prompt()
+
+    def _begin_with_prompt(self) -> None:
+        """Its first token comes after nothing; all others come with the pieces."""
+        first = self.prompt_ids[0]
+        self.token_ids.append(first)
+        if self.frame.ask.logprobs:
+            word = self.frame.word(first)
+            texts = (("tokens", json.dumps(word, ensure_ascii=False)), ("token_logprobs", "null"))
+            self.written = {name: [text] for name, text in texts}
+            self.written |= {"top_logprobs": ["null"], "text_offset": ["0"]}
+            self.word_at = len(word)
 
     def add(self, piece: Piece) -> None:
         self.token_ids += piece.token_ids

@@ -221,7 +221,8 @@ FIELDS = (
     Field("top_p", (*BOTH, *OTHERS), Number(0, 1), "1"),
     Field("top_k", (*BOTH, MESSAGES), Whole(-1, INT32_MAX), "-1 (off; so is 0)"),
     Field("min_p", BOTH, Number(0, 1), "0"),
-    Field("max_tokens", BOTH, Whole(1, INT32_MAX), "the rest of the context; completions: 16"),
+    Field("max_tokens", (CHAT,), Whole(1, INT32_MAX), "the rest of the context"),
+    Field("max_tokens", (COMPLETION,), Whole(0, INT32_MAX), "16; 0 needs `echo`"),
     Field("max_completion_tokens", (CHAT,), Whole(1, INT32_MAX), "`max_tokens`"),
     Field(
         "stop",
@@ -256,7 +257,7 @@ FIELDS = (
     Field("presence_penalty", BOTH, ZERO, "0"),
     Field("frequency_penalty", BOTH, ZERO, "0"),
     Field("logit_bias", BOTH, OneOf(({},), "an empty object: it is not supported here")),
-    Field("echo", (COMPLETION,), OneOf((False,), "false"), "false"),
+    Field("echo", (COMPLETION,), Flag(), "false"),
     Field("suffix", (COMPLETION,), OneOf(("",), "an empty string"), "none"),
     Field("best_of", (COMPLETION,), Whole(1, SAMPLES_MAX), "`n`, and nothing else"),
     Field("messages", (MESSAGES,), ListOf(TURN, 1, 4096, "messages"), needed=True),

@@ -34,6 +34,7 @@ class Ask:
     logprobs: bool
     return_token_ids: bool
     session_id: str | None
+    echo: bool = False  # the prompt is part of the answer, with its log-probs
     owner: str = ""  # whose key the request came with
     # Of the chat endpoint alone.
     messages: tuple[Message, ...] = ()
@@ -105,9 +106,14 @@ def read_completion(
     known = fields(COMPLETION, data)
     if known.get("best_of") not in (None, known.get("n", 1)):
         raise bad_request("'best_of' must equal 'n' here", "best_of")
-    limit = known.get("max_tokens", COMPLETION_TOKENS)
+    limit, echo = known.get("max_tokens", COMPLETION_TOKENS), known.get("echo", False)
+    if not limit and not echo:
+        raise bad_request("'max_tokens' must be at least 1 without 'echo'", "max_tokens")
+    for name in ("stream", "stop", "stop_token_ids"):
+        if echo and known.get(name):
+            raise bad_request(f"'echo' and '{name}' do not go together here", "echo")
     top_n = known.get("logprobs")
-    ask = ask_of(known, session_id, limit, top_n is not None, top_n or 0)
+    ask = ask_of(known, session_id, limit, top_n is not None, top_n or 0, echo=echo)
     prompt = known["prompt"]
     if isinstance(prompt, str):
         return ask, [prompt]
@@ -122,7 +128,7 @@ def ask_of(
     tokens_max: int | None,
     logprobs: bool = False,
     top_n: int = 0,
-    **of_chat: Any,
+    **more: Any,
 ) -> Ask:
     """From the checked fields of a request."""
     stop = known.get("stop", [])
@@ -148,7 +154,7 @@ def ask_of(
         logprobs=logprobs,
         return_token_ids=known.get("return_token_ids", False),
         session_id=session_id or known.get("session_id"),
-        **of_chat,
+        **more,
     )
 
 

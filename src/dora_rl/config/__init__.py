@@ -158,13 +158,21 @@ class RewardConfig(Section):
     """How many asynchronous calls one worker has under way at once."""
     cache_entries_max: int = Field(default=65536, ge=0)
     """How many scores each worker remembers for each function. 0 means none."""
+    teacher_url: str = ""
+    """The base of an OpenAI-compatible API, such as `http://localhost:8000/v1`, whose model is the
+    teacher: the workers ask it for the log-probs of every sample (see algorithms.md). If empty,
+    none is asked."""
+    teacher_name: str = ""
+    """The name of that model at its endpoint."""
+    teacher_key_variable: str = "OPENAI_API_KEY"
+    """The environment variable that holds the key for the teacher's endpoint, if it has one."""
 
     @property
     def worker_timeout_s(self) -> float:
         """All tries of all functions: a worker that takes longer over one sample hangs."""
         tries = self.attempts or 3
         one_s = tries * (self.timeout_s + self.retry_wait_s * tries)
-        return max(1, len(self.functions)) * one_s + 10.0
+        return max(1, len(self.functions) + bool(self.teacher_url)) * one_s + 10.0
 
 
 class EnvironmentEntry(Section):
@@ -322,8 +330,8 @@ class AlgorithmConfig(Section):
     loss: str = "grpo"
     """The objective: a recipe by name (see algorithms.md), or `path/to/file.py:function`."""
     advantage: str | None = None
-    """How advantages are computed: group, group_mean, leave_one_out, turn, batch, gae or
-    `file.py:name`. If not set, as the recipe says."""
+    """How advantages are computed: group, group_mean, leave_one_out, turn, batch, gae, none (for
+    distillation alone) or `file.py:name`. If not set, as the recipe says."""
     branch_reward: Literal["all", "last", "turn"] | None = None
     """Which rows of an episode with branches get its advantage: all of them, the last one alone, or
     each its share of the turns (see agents.md). If not set, all."""
@@ -374,6 +382,18 @@ class AlgorithmConfig(Section):
     kl_ratio_weighted: bool = False
     """Whether the KL term is multiplied by the ratio, which makes its gradient unbiased
     off-policy."""
+    distill_coef: float | None = Field(default=None, ge=0)
+    """The weight of the reverse KL divergence to the teacher. If not set, as the recipe says, which
+    is 1 with distill and 0 with every other."""
+    distill_in: Literal["advantage", "loss"] = "advantage"
+    """Where that divergence counts: in the advantage of each sampled token, or as a term of the
+    loss, over the whole vocabulary and with its gradient, which needs `trainer.teacher_model`."""
+    distill_top_k: int = Field(default=0, ge=0)
+    """With distill_in = "loss": how many of the policy's most likely tokens are told apart; all
+    others count as one. 0 means the whole vocabulary."""
+    distill_clip: float = Field(default=10.0, ge=0)
+    """With distill_in = "advantage": the log-ratio of policy and teacher is clipped to plus and
+    minus this. 0 means no clipping."""
     entropy_coef: float = 0.0
     """The weight of the entropy bonus; below 0 it is a penalty."""
     temperature: float = Field(default=0.0, ge=0)
@@ -504,6 +524,10 @@ class TrainerConfig(Section):
     reference_model: str = ""
     """The directory of the reference model for the KL divergence. If empty, the starting weights
     are the reference."""
+    teacher_model: str = ""
+    """The directory of a teacher that the learner holds, frozen, for distillation; see
+    algorithms.md. Its tokenizer is the model's. Without distill_coef its divergence is measured
+    only."""
     seed: int = 0
     """The seed of new adapters."""
 

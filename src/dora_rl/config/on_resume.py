@@ -28,7 +28,10 @@ class OnResume(StrEnum):
 _FREE = {
     "model": "trust_remote_code",
     "data": "check_rows check_disjoint",
-    "reward": "timeout_s attempts retry_wait_s num_workers concurrent_max cache_entries_max",
+    "reward": (
+        "timeout_s attempts retry_wait_s num_workers concurrent_max cache_entries_max "
+        "teacher_url teacher_key_variable"
+    ),
     "reward.functions[]": "label cache",
     "env": "num_workers slots_factor",
     "env.environments[]": "timeout_s concurrent_max latency_s",
@@ -83,7 +86,7 @@ _FIXED = {
         "path weight name split subset prompt_column answer_column answer_after options env "
         "prompt_tokens"
     ),
-    "reward": "functions",
+    "reward": "functions teacher_name",
     "reward.functions[]": "name weight form options",
     "env": "environments",
     "env.environments[]": "name label options weight turns_max",
@@ -98,12 +101,13 @@ _FIXED = {
         "behaviour_ratio_max kl_coef "
         "kl_estimator kl_in kl_ratio_weighted entropy_coef temperature overlong_tokens_max "
         "overlong_buffer_tokens overlong_penalty gamma gae_lambda whiten_advantages value_coef "
-        "value_clip reference loss_args advantage_args"
+        "value_clip reference loss_args advantage_args "
+        "distill_coef distill_in distill_top_k distill_clip"
     ),
     "orchestration": "mode",
     "trainer": (
         "compute_dtype publish_dtype implementation lora_rank lora_alpha lora_dropout "
-        "lora_targets lora_publish reference_model seed"
+        "lora_targets lora_publish reference_model teacher_model seed"
     ),
     "checkpoint": "best_metric best_is_max",
     "evaluation": "num_prompts num_samples success_min",

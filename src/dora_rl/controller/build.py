@@ -25,7 +25,7 @@ def build_run(
 ) -> Run:
     config, layout, train = prepared.config, prepared.layout, prepared.train
     carrier, section = world.carrier, config.reward
-    num_scorers = section.num_workers if section.functions else 0
+    num_scorers = section.num_workers if section.functions or section.teacher_url else 0
     scoring = ScoringPool(workers, num_scorers, section.worker_timeout_s, {"base_dir": "."})
     envs = EnvRelay(
         workers,
@@ -55,7 +55,7 @@ def build_run(
         workers,
         FleetPort(control, files, train, workers, carrier, envs),
         LearnerPort(control, files, train, workers, ranks, world, notify),
-        RewardPort(control, files, train, scoring, notify),
+        RewardPort(control, files, train, scoring, notify, bool(section.teacher_url)),
         KeeperPort(control, files, kept, envs, notify),
         files.log,
     )

@@ -19,7 +19,7 @@ from dora_rl.controller.evaluation import NO_REWARD, KeptVersions
 from dora_rl.controller.loop import Control
 from dora_rl.controller.recovery import Ranks
 from dora_rl.controller.run_dir import RunFiles
-from dora_rl.controller.scoring import EnvRelay, ScoringPool
+from dora_rl.controller.scoring import EnvRelay, ScoringPool, lesson_of
 from dora_rl.controller.world import Carrier, Notify, World
 from dora_rl.core import actions as act
 from dora_rl.core import events as ev
@@ -222,9 +222,10 @@ class RewardPort:
         train: PromptSource,
         pool: ScoringPool,
         notify: Notify,
+        has_teacher: bool = False,
     ) -> None:
         self._control, self._files, self._train = control, files, train
-        self._pool, self._notify = pool, notify
+        self._pool, self._notify, self._has_teacher = pool, notify, has_teacher
 
     def do(self, action: act.Score) -> None:
         control, samples = self._control, self._files.samples
@@ -233,7 +234,8 @@ class RewardPort:
         if sample is None:
             control.later(ev.ScoreFailed(rid, attempt, "its row is not in the table"))
             return
-        if sample.reward is not None:  # scored just before a crash
+        taught = not self._has_teacher or sample.teacher_logprobs is not None
+        if sample.reward is not None and taught:  # scored just before a crash
             control.later(ev.Scored(rid, attempt, sample.reward))
             return
 
@@ -246,12 +248,13 @@ class RewardPort:
                 return
             if unscored(control.state, rid) is None:
                 return  # too late: scored by another answer, or ended
-            samples.reward(rid, reward.total, reward.parts)
+            samples.reward(rid, reward.total, reward.parts, reward.teacher_logprobs)
             control.handle(ev.Scored(rid, attempt, reward.total))
 
         if self._pool.names:
             prompt, where = self._train.prompt(action.prompt), samples.where_to_read(rid)
-            self._pool.submit(prompt, sample, answer, where)
+            lesson = lesson_of(prompt, sample) if self._has_teacher else None
+            self._pool.submit(prompt, sample, answer, where, lesson)
         elif sample.finish is Finish.LENGTH:  # it was cut off before its environment gave one
             samples.reward(rid, 0.0)
             control.later(ev.Scored(rid, attempt, 0.0))

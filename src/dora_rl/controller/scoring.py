@@ -32,6 +32,7 @@ from dora_rl.workers.environment import episode_seed, row_of
 from dora_rl.workers.messages import (
     Forget,
     Ints,
+    Lesson,
     Message,
     Observed,
     Ready,
@@ -88,6 +89,12 @@ def item_of(prompt: Prompt, sample: Trajectory) -> ScoreItem:
     )
 
 
+def lesson_of(prompt: Prompt, sample: Trajectory) -> Lesson:
+    """What the teacher is given of it."""
+    mask = tuple(sample.loss_mask.tolist())
+    return Lesson(prompt.token_ids, mask, sample.branches, sample.reward)
+
+
 class ScoringPool:
     """Gives jobs to free workers, in order of arrival; as many at once as a worker asks for."""
 
@@ -110,10 +117,16 @@ class ScoringPool:
             self._workers.start("reward", name, self._extra)
 
     def submit(
-        self, prompt: Prompt, sample: Trajectory, answer: Answer, where: Where | None = None
+        self,
+        prompt: Prompt,
+        sample: Trajectory,
+        answer: Answer,
+        where: Where | None = None,
+        lesson: Lesson | None = None,
     ) -> None:
-        """`where`: the worker finds text and tokens there; those of `sample` are empty then."""
-        scorable = Scorable(item_of(prompt, sample), len(sample.token_ids), where)
+        """`where`: the worker finds text and tokens there; those of `sample` are empty then.
+        `lesson`: the teacher is asked too."""
+        scorable = Scorable(item_of(prompt, sample), len(sample.token_ids), where, lesson)
         self._waiting.append(Job(scorable, sample.token_ids, answer))
         self._give_out()
 

@@ -412,6 +412,8 @@ class AgentEndpoint:
             raise bad_request("an episode goes on with one reply: give one prompt, 'n' = 1", "n")
         if ask.params.logprobs_top_n:
             raise bad_request("'logprobs' must be 0 while training", "logprobs")
+        if ask.echo:
+            raise bad_request("'echo' must be false while training", "echo")
         (prompt,) = ask.prompts
         episode = self._get(ask.session_id or "")
         return episode.begin(Call(episode, (), ChatTurn((), prompt, prompt, continued=False)))

@@ -252,7 +252,7 @@ class EngineService:
                 Request(
                     RequestId(group, sample),
                     version,
-                    prompt,
+                    prompt[:1] if ask.echo else prompt,
                     params[number],
                     seed,
                     stream=RequestId(number, sample),
@@ -307,14 +307,21 @@ class EngineService:
         wanted = room if ask.tokens_max is None else ask.tokens_max
         if not prompt:
             raise bad_request("the prompt has no tokens")
+        if ask.echo and len(prompt) + wanted < 2:
+            raise bad_request("a prompt of one token has no log-probs to 'echo'", "prompt")
         for name, ids in (("prompt", prompt), ("stop_token_ids", ask.params.stop_ids)):
             if ids and not 0 <= min(ids) <= max(ids) < self._vocab:
                 known = f"token ids from 0 to {self._vocab - 1}, those of the vocabulary"
                 raise bad_request(f"'{name}' must have {known}", name)
-        if room < 1 or wanted > room:
+        if room < (0 if ask.echo else 1) or wanted > room:
             raise context_too_long(len(prompt), max(wanted, 1), self._context_max)
         top_n = min(ask.params.logprobs_top_n, self._vocab)
-        return replace(ask.params, tokens_max=wanted, logprobs_top_n=top_n)
+        params = replace(ask.params, tokens_max=wanted, logprobs_top_n=top_n)
+        if not ask.echo:
+            return params
+        # What comes after its first token is scored as a response that is known already.
+        again = tuple(prompt[1:])
+        return replace(params, forced_ids=again, tokens_max=len(again) + wanted)
 
     @property
     def num_running(self) -> int:

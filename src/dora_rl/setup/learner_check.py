@@ -6,11 +6,13 @@ Imports torch only for a loss or an advantage of the user's and for a device tha
 from __future__ import annotations
 
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from dora_rl.config import AlgorithmConfig, RunConfig, TrainerConfig
 from dora_rl.config.section import choose
 from dora_rl.model.directory import check_files, read_spec
 from dora_rl.model.names import ATTENTION_LAYERS, LINEAR_LAYERS
+from dora_rl.setup.token_ids import first_difference
 from dora_rl.trainer.checks import check_attention, check_published, check_trainer
 from dora_rl.trainer.losses.recipes import fill, is_users_own
 from dora_rl.types import UserError
@@ -27,6 +29,7 @@ def check_learner(config: RunConfig) -> None:
     _check_adapters(config, trainer)
     if trainer.reference_model:
         _check_reference(config, Path(trainer.reference_model))
+    _check_teacher(config, fill(algorithm))
     if is_users_own(algorithm.loss) or is_users_own(algorithm.advantage or ""):
         _try_own(algorithm, config.rollout.num_samples)
 
@@ -132,6 +135,72 @@ def _check_reference(config: RunConfig, path: Path) -> None:
             f"trainer.reference_model: {path} has {reference.vocab} tokens, "
             f"the model has {policy.vocab}; give one with the same tokenizer"
         )
+
+
+def _check_teacher(config: RunConfig, algorithm: AlgorithmConfig) -> None:
+    held, alone = config.trainer.teacher_model, algorithm.advantage == "none"
+    served = config.reward.teacher_url
+    require(
+        (
+            held or served or not algorithm.distill_coef,
+            f"algorithm.distill_coef = {algorithm.distill_coef or 0:g} needs a teacher: set "
+            "trainer.teacher_model or reward.teacher_url",
+        ),
+        (
+            not (held and served),
+            "trainer.teacher_model and reward.teacher_url are two teachers; keep one",
+        ),
+        (
+            held or algorithm.distill_in == "advantage" or not algorithm.distill_coef,
+            "algorithm.distill_in = 'loss' needs whole distributions, and reward.teacher_url gives "
+            "log-probs of the sampled tokens alone; set trainer.teacher_model",
+        ),
+        (
+            not (alone and config.orchestration.filter_equal),
+            "orchestration.filter_equal would leave out groups for rewards that do not count: with "
+            "algorithm.advantage = 'none' every sample teaches; set it to false",
+        ),
+    )
+    if served:
+        _check_served(config, served)
+    if not held:
+        return
+    key, path, model = "trainer.teacher_model", Path(held), Path(config.model.path)
+    check_weights(path, key)
+    policy, teacher = read_spec(model), read_spec(path)
+    differs = first_difference(model, path)
+    require(
+        (
+            teacher.vocab >= policy.vocab,
+            f"{key}: {path} has {teacher.vocab} tokens, the model has {policy.vocab}; give one "
+            "with the same tokenizer",
+        ),
+        (
+            not differs,
+            f"{key}: the tokenizer of {path} is another one: {differs}; give one with the same",
+        ),
+    )
+
+
+def _check_served(config: RunConfig, url: str) -> None:
+    temperature, world = config.rollout.temperature, config.runtime.world
+    require(
+        (
+            urlsplit(url).scheme in ("http", "https"),
+            f"reward.teacher_url: {url!r} must begin with http:// or https://",
+        ),
+        (config.reward.teacher_name, "reward.teacher_name is empty: say which model to ask"),
+        (
+            temperature == 1.0,
+            f"rollout.temperature = {temperature:g}: the log-probs of reward.teacher_url are at "
+            "temperature 1, and those of the policy would not be; set it to 1, or "
+            "trainer.teacher_model, which is scored at any",
+        ),
+        (
+            world != "cluster",
+            "reward.teacher_url: not yet with runtime.world = 'cluster'; set trainer.teacher_model",
+        ),
+    )
 
 
 def check_weights(path: Path, key: str) -> None:

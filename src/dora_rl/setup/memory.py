@@ -101,6 +101,7 @@ class Need:
     compiled: bool = True  # layers are, and so save less
     rechecks: bool = False  # samples are computed again under frozen versions, now and then
     num_twins: int = 0  # frozen copies in the learner: reference, sealed versions
+    teacher: ModelSpec | None = None  # that the learner holds, frozen
     critic: bool = False
     kv_bytes: int = 0
     pack_tokens: int = 0
@@ -257,6 +258,7 @@ def state_lines(need: Need) -> list[Line]:
     """What the learner holds all the time."""
     spec, who = need.spec, need.learner_name
     params, ranks, trained = num_params(spec), need.num_ranks, trained_params(need)
+    teacher = num_params(need.teacher) if need.teacher is not None else 0
     kind = "float32" if need.base_bytes == 4 else "as it computes"
     # Of several ranks two layers and the matrices at the ends are whole while they compute.
     whole = 2 * body_params(spec) // spec.num_layers + params - body_params(spec)
@@ -267,6 +269,7 @@ def state_lines(need: Need) -> list[Line]:
         "gradients (float32)": 4 * trained // ranks,
         "moments (float32)": 8 * trained // ranks,
         f"frozen copies: {need.num_twins}": need.num_twins * need.compute_bytes * params,
+        "frozen teacher": need.compute_bytes * teacher,
         "critic: masters, gradients, moments": 16 * params // ranks if need.critic else 0,
         "parts gathered from other ranks": (need.compute_bytes + 4) * whole if ranks > 1 else 0,
     }

@@ -297,6 +297,7 @@ def need_of(
         compiled=trainer.compile == "on" or (trainer.compile == "auto" and not trainer.lora_rank),
         rechecks=config.audit.recompute_share > 0 and ranks == 1 and is_recomputable(config),
         num_twins=num_twins(config),
+        teacher=teacher_of(config),
         critic=fill(config.algorithm).advantage == "gae",
         kv_bytes=rollout.num_blocks * options.block_bytes(spec) or rollout.kv_bytes_max,
         pack_tokens=trainer.pack_tokens,
@@ -318,6 +319,12 @@ def request_tokens(config: RunConfig, context: int) -> int:
     turns = max((entry.turns_max for entry in config.env.environments), default=1)
     prompt = config.data.prompt_tokens_max or context
     return min(context, prompt + turns * config.rollout.tokens_max)
+
+
+def teacher_of(config: RunConfig) -> ModelSpec | None:
+    """The shape of a teacher that the learner holds."""
+    held = config.trainer.teacher_model
+    return read_spec(held) if held else None
 
 
 def num_twins(config: RunConfig) -> int:

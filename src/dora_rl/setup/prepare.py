@@ -29,6 +29,7 @@ from dora_rl.setup.learner_check import (
     describe_own,
 )
 from dora_rl.setup.plan import memory_problems, with_memory
+from dora_rl.setup.token_ids import check_served
 from dora_rl.setup.tokenizer import open_tokenizer
 from dora_rl.types import UserError
 from dora_rl.workers.engines import check_backend
@@ -85,6 +86,8 @@ def prepare(config: RunConfig) -> Prepared:
     check_learner_device(config, layout.device)
     engine = EngineOptions(**config.engine_options(layout.device, layout.resident_max))
     check_context(config, engine, len(train.prompt(0).token_ids))
+    if config.reward.teacher_url:
+        check_served(config.reward, train.prompt(0).token_ids, tokenizer.decode)
     decode = partial(tokenizer.decode, skip_special_tokens=True)
     return Prepared(config, layout, train, evaluation, decode)
 

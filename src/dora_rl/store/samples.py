@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -67,12 +68,22 @@ class Samples(Table):
             self.reward(sample.request, sample.reward)
 
     def reward(
-        self, request: RequestId, reward: float, parts: dict[str, float] | None = None
+        self,
+        request: RequestId,
+        reward: float,
+        parts: dict[str, float] | None = None,
+        teacher_logprobs: Sequence[float] = (),
     ) -> None:
-        """`parts`: what each reward function gave, by its label."""
-        row = self.row(request)
-        if row is not None and "reward" not in row.columns:
-            self.extend(request, {"reward": reward, "parts": parts or {}})
+        """`parts`: what each reward function gave, by its label. What the row has stays."""
+        row, given = self.row(request), dict[str, Any]()
+        if row is None:
+            return
+        if "reward" not in row.columns:
+            given = {"reward": reward, "parts": parts or {}}
+        if teacher_logprobs and "teacher_logprobs" not in row.columns:
+            given["teacher_logprobs"] = np.array(teacher_logprobs, np.float32)
+        if given:
+            self.extend(request, given)
 
     def feed(self, action: act.Feed, prompt_ids: Sequence[int]) -> Fed:
         """The message that gives a group to the learner; sizes of its batch are filled in later."""

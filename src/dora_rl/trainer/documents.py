@@ -56,6 +56,7 @@ class Document:
     advantages: Tensor = field(default_factory=lambda: torch.empty(0))
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
+    teacher_logprobs: Tensor | None = None
     old_values: Tensor | None = None
     returns: Tensor | None = None
     group: GroupId = 0
@@ -123,6 +124,8 @@ def documents_of(
             share=share[branch_reward],
             turn_T=torch.from_numpy(turns) if len(starts) > 1 else None,
         )
+        if sample.teacher_logprobs is not None:
+            document.teacher_logprobs = torch.from_numpy(sample.teacher_logprobs[own])
         if sample.mixed:
             begins, versions = np.array(sample.segments, np.int64).T
             at = np.searchsorted(begins, own, side="right") - 1
@@ -181,10 +184,19 @@ def collate(documents: Sequence[Document], device: torch.device) -> Pack:
 
 
 def admit(
-    group: Group, step: StepIndex, tokens_max: int, vocab: int, meters: Meters
+    group: Group,
+    step: StepIndex,
+    tokens_max: int,
+    vocab: int,
+    meters: Meters,
+    teacher: bool = False,
 ) -> Group | None:
-    """The group with its trainable samples only, or None if there are none; metrics either way."""
-    faults = [sample_fault(group, sample, tokens_max, vocab) for sample in group.samples]
+    """The group with its trainable samples only, or None if there are none; metrics either way.
+    With `teacher` each needs the log-probs of one."""
+    faults = [
+        sample_fault(group, sample, tokens_max, vocab) or (teacher and teacher_fault(sample))
+        for sample in group.samples
+    ]
     for fault in filter(None, faults):
         meters.count(f"dropped/{fault}")
     kept = tuple(s for s, fault in zip(group.samples, faults, strict=True) if not fault)
@@ -228,6 +240,14 @@ def _begins_bare(num_prompt: int, sample: Trajectory) -> bool:
     mask = sample.loss_mask
     bare = [branch.start for branch in sample.branches if num_prompt + branch.fork <= 0]
     return any(start < len(mask) and mask[start] for start in bare)
+
+
+def teacher_fault(sample: Trajectory) -> str:
+    """Why the sample teaches nothing of a teacher that nobody here holds."""
+    given, mask = sample.teacher_logprobs, sample.loss_mask
+    if given is None or given.shape != mask.shape:
+        return "no_teacher_logprobs"
+    return "" if np.isfinite(given[mask != 0]).all() else "non_finite_teacher_logprob"
 
 
 # -- advantages ------------------------------------------------------------------------------------

@@ -108,10 +108,11 @@ class Learner(Updates):
         """Take groups. Bad samples are counted and left out; see `documents.admit`."""
         assert self.step is not None, "begin_step first"
         limit = self.options.document_tokens_max or self.policy.positions_max
+        asked = self.objective.distils_in_advantage and self.teacher is None
         for group in groups:
             over = not self.buffered and self._is_full() and self._is_last()
             assert not over, "the step has all its groups"
-            kept = admit(group, self.step, limit, self.policy.vocab, self.meters)
+            kept = admit(group, self.step, limit, self.policy.vocab, self.meters, asked)
             if self.buffered:
                 self._buffer.extend([] if kept is None else [kept])
             elif kept is None:

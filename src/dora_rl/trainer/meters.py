@@ -34,6 +34,7 @@ MEANS = (
     "critic/return_mean",
     "critic/error_square",
     "critic/grad_norm",
+    "distill_kl",
 )
 
 

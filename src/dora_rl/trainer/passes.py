@@ -6,17 +6,25 @@ once at its end. Invariant: nothing here depends on how many packs the update wi
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from dora_rl.config import AlgorithmConfig
 from dora_rl.trainer.attention import Layout
 from dora_rl.trainer.documents import Pack
-from dora_rl.trainer.losses.functions import KL, correction_weight, kl_k3, value_loss
+from dora_rl.trainer.losses.functions import (
+    KL,
+    correction_weight,
+    distilled_advantages,
+    kl_k3,
+    value_loss,
+)
 from dora_rl.trainer.losses.inputs import LossInputs, LossOutput, ratio_of
 from dora_rl.trainer.losses.registry import Objective
 from dora_rl.trainer.meters import Meters
-from dora_rl.trainer.policy.logprobs import TokenScores
+from dora_rl.trainer.policy.logprobs import TeacherLogits, TokenScores
 from dora_rl.trainer.policy.model import Critic, Policy
 from dora_rl.types import StepIndex
 
@@ -44,6 +52,7 @@ def loss_inputs(pack: Pack, scores: TokenScores, step: StepIndex) -> LossInputs:
         group_S=pack.gather([torch.tensor([d.group]) for d in documents]),
         step=step,
         ref_logprobs_T=_reference_logprobs(pack),
+        teacher_logprobs_T=_teacher_logprobs(pack),
         episode_tokens_S=_episode_tokens(pack),
     )
 
@@ -62,21 +71,36 @@ def _reference_logprobs(pack: Pack) -> Tensor | None:
     return pack.gather(parts) if parts else None
 
 
+def _teacher_logprobs(pack: Pack) -> Tensor | None:
+    """None where samples came without any, of which `admit` leaves none where they are needed."""
+    parts = [d.teacher_logprobs for d in pack.documents if d.teacher_logprobs is not None]
+    return pack.gather(parts) if len(parts) == len(pack.documents) else None
+
+
 def policy_pass(
-    policy: Policy, pack: Pack, objective: Objective, meters: Meters, step: StepIndex
+    policy: Policy,
+    pack: Pack,
+    objective: Objective,
+    meters: Meters,
+    step: StepIndex,
+    teacher: TeacherLogits | None = None,
 ) -> Tensor:
     """Add the pack's gradient sum to the policy; returns its loss numerator, detached."""
     options = objective.options
     scores: TokenScores = policy(
-        pack.token_ids_P, pack.layout, pack.rows_T, pack.target_T, options.temperature
+        pack.token_ids_P, pack.layout, pack.rows_T, pack.target_T, options.temperature, teacher
     )
     inputs = loss_inputs(pack, scores, step)
+    if objective.distils_in_advantage:
+        inputs = replace(inputs, advantages_T=distilled_advantages(inputs, options))
     output = objective.function(inputs, options)
     loss_T, n = output.loss_T, pack.num_trained
     if (weight_T := correction_weight(inputs, options)) is not None:
         loss_T = loss_T * weight_T
         meters.add_sum("correction/weight_mean", weight_T.sum(), n)
         meters.add_sum("correction/masked_frac", (weight_T == 0).float().sum(), n)
+    if scores.teacher_kl_T is not None:
+        loss_T = loss_T + (options.distill_coef or 0.0) * scores.teacher_kl_T
     if objective.needs_reference:
         loss_T = loss_T + _reference_penalty(inputs, options, meters)
     if options.entropy_coef:
@@ -84,6 +108,7 @@ def policy_pass(
     total = objective.numerator(loss_T, inputs)
     total.backward()
     _meter(meters, inputs, output, pack)
+    _meter_teacher(meters, inputs, scores.teacher_kl_T)
     return total.detach()
 
 
@@ -113,6 +138,16 @@ def _meter(meters: Meters, inputs: LossInputs, output: LossOutput, pack: Pack) -
     for name, mark in (("low", output.clipped_low_T), ("high", output.clipped_high_T)):
         if mark is not None:
             meters.add_sum(f"clip_ratio/{name}", mark.float().sum(), n)
+
+
+@torch.no_grad()
+def _meter_teacher(meters: Meters, inputs: LossInputs, exact_T: Tensor | None) -> None:
+    """How far the teacher is: the divergence itself, or the log-ratio of what was sampled, whose
+    mean it is."""
+    if exact_T is None and inputs.teacher_logprobs_T is not None:
+        exact_T = inputs.rollout_logprobs_T - inputs.teacher_logprobs_T
+    if exact_T is not None:
+        meters.add_sum("distill_kl", exact_T.sum(), len(exact_T))
 
 
 def critic_pass(critic: Critic, pack: Pack, options: AlgorithmConfig, meters: Meters) -> Tensor:

@@ -1,9 +1,10 @@
-"""What models that do not move say of documents: sealed versions, the reference, the critic.
+"""What models that do not move say of documents: sealed versions, reference, teacher, critic.
 
 Never scores under weights in motion. Invariants: every log-prob handed out was computed from a
-sealed version of the weight store (or the frozen reference), by the training engine; old values
-are those of the critic at the beginning of the step, before any of its updates. Where memory runs
-out, the same documents are scored in smaller packs, and whoever watches is told.
+sealed version of the weight store (or the frozen reference or teacher), by the training engine; old
+values are those of the critic at the beginning of the step, before any of its updates; a teacher's
+token ids mean what the policy's do. Where memory runs out, the same documents are scored in smaller
+packs, and whoever watches is told.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from dora_rl.ports import SealedWeights
 from dora_rl.trainer import distributed
 from dora_rl.trainer.documents import Document, Pack, collate, pack_stream
 from dora_rl.trainer.memory import Room, noting_shortage
+from dora_rl.trainer.policy.logprobs import TeacherLogits
 from dora_rl.trainer.policy.lora import (
     is_published_adapter,
     load_published_adapter,
@@ -60,6 +62,28 @@ def fill_old_values(critic: Critic, documents: Sequence[Document], pack_tokens: 
     for d, values in zip(documents, found, strict=True):
         d.old_values = values
     distributed.back_to_shards(critic)
+
+
+class Teacher:
+    """A frozen model that says how likely it finds what the policy wrote, or what it would have
+    written in its place. Never trained, published or saved: a run that goes on reads it again."""
+
+    def __init__(self, policy: Policy, temperature: float, room: Room, top_k: int = 0) -> None:
+        self.policy, self._temperature = policy, temperature
+        self._room, self._top_k = room, top_k
+
+    def fill_logprobs(self, documents: Sequence[Document]) -> None:
+        """Log-probs of the trained tokens of those that have none yet; they stay on the device."""
+        unscored = [d for d in documents if d.teacher_logprobs is None]
+        found = score(self.policy, unscored, self._temperature, self._room, on_device=True)
+        for d, logprobs in zip(unscored, found, strict=True):
+            d.teacher_logprobs = logprobs
+
+    @torch.no_grad()
+    def logits(self, pack: Pack) -> TeacherLogits:
+        """Its distribution at every row that predicts a trained token, beside the policy's."""
+        states_TH = self.policy.states(pack.token_ids_P, pack.layout).index_select(0, pack.rows_T)
+        return TeacherLogits(states_TH, self.policy.output(), self._top_k)
 
 
 def _in_packs(

@@ -43,7 +43,7 @@ from dora_rl.trainer.policy.model import (
     freeze,
     load_policy,
 )
-from dora_rl.trainer.scoring import SealedScorer, score
+from dora_rl.trainer.scoring import SealedScorer, Teacher, score
 from dora_rl.types import StepIndex, UserError, Version
 from dora_rl.user_code import require
 
@@ -98,6 +98,7 @@ class Updates:
         # Copies are taken before adapters are added and before anything is sharded.
         self.reference = self._make_reference() if objective.needs_reference else None
         self.critic = Critic(make_twin(), policy) if objective.needs_critic else None
+        self.teacher = self._make_teacher() if trainer.teacher_model else None
         if trainer.lora_rank:
             add_lora(policy, trainer)
         if self.num_ranks > 1:
@@ -122,6 +123,20 @@ class Updates:
         if options.lora_rank and options.lora_publish == "adapters":
             add_lora(twin, options)  # new ones add nothing, in the policy's own order of sums
         return freeze(twin)
+
+    def _make_teacher(self) -> Teacher:
+        """Its vocabulary may be padded further than the policy's."""
+        directory, vocab = self.options.teacher_model, self.policy.vocab
+        options = self.objective.options
+        teacher = freeze(load_policy(Path(directory), self.options))
+        require(
+            (
+                teacher.vocab >= vocab,
+                f"trainer.teacher_model: {directory} has {teacher.vocab} tokens, the model has "
+                f"{vocab}; give one with the same tokenizer",
+            )
+        )
+        return Teacher(teacher, options.temperature, self.room, options.distill_top_k)
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -253,9 +268,13 @@ class Updates:
         maybe_fail("pack")
         self._fill_old(documents)
         self.score_reference(documents)
-        pack, update = collate(documents, self.device), self._update
+        pack, update, teacher = collate(documents, self.device), self._update, None
+        if self.teacher is not None and self.objective.distils_in_loss:
+            teacher = self.teacher.logits(pack)
+        elif self.teacher is not None:
+            self.teacher.fill_logprobs(documents)
         with self._recomputing(pack.layout.num_tokens):
-            loss = policy_pass(self.policy, pack, self.objective, update.meters, self.step)
+            loss = policy_pass(self.policy, pack, self.objective, update.meters, self.step, teacher)
             update.loss = update.loss + loss
             if self.critic is not None:
                 loss = critic_pass(self.critic, pack, self.objective.options, update.meters)

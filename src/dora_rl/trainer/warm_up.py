@@ -57,17 +57,19 @@ def warm_up(learner: Learner, step_tokens_max: int) -> None:
 
 
 def _pass(learner: Learner, layout: Layout) -> None:
-    """As a step runs a pack: reference, policy, critic."""
+    """As a step runs a pack: reference, teacher, policy, critic."""
     options = learner.objective.options
     ids = torch.zeros(layout.num_tokens, dtype=torch.int64, device=learner.device)
     rows = torch.arange(layout.num_tokens - 1, device=learner.device)
     with torch.no_grad():
         if learner.reference is not None:
             learner.reference(ids, layout, rows, ids[1:], options.temperature)
+        if learner.teacher is not None:
+            learner.teacher.policy(ids, layout, rows, ids[1:], options.temperature)
         if learner.critic is not None:
             learner.critic(ids, layout, rows)
     scores = learner.policy(ids, layout, rows, ids[1:], options.temperature)
-    _backward(*(scores if options.entropy_coef else scores[:1]))
+    _backward(*scores[: 2 if options.entropy_coef else 1])
     if learner.critic is not None:
         _backward(learner.critic(ids, layout, rows))
 

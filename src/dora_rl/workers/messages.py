@@ -32,7 +32,7 @@ from dora_rl.io.connection import FRAME_BYTES_MAX, Connection
 from dora_rl.ports import FleetAction
 from dora_rl.rewards.base import ScoreItem
 from dora_rl.store.trajectories import from_message, to_message
-from dora_rl.types import GroupId, RequestId, StepIndex, Trajectory, Version
+from dora_rl.types import Branch, GroupId, RequestId, StepIndex, Trajectory, Version
 
 Ints: TypeAlias = NDArray[np.int32]
 Samples: TypeAlias = tuple[Trajectory, ...]
@@ -277,12 +277,23 @@ class Committed:
 
 
 @dataclass(frozen=True, slots=True)
+class Lesson:
+    """What a teacher is shown of a sample beside its token ids. `reward`: it has one already."""
+
+    prompt_ids: tuple[int, ...]
+    loss_mask: tuple[int, ...]
+    branches: tuple[Branch, ...] = ()
+    reward: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Scorable:
     """A sample to score; its token ids are `num_tokens` of the message's, or in a shard."""
 
     item: ScoreItem
     num_tokens: int
     where: Where | None = None
+    lesson: Lesson | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,6 +310,7 @@ class Reward:
     total: float | None = None
     error: str = ""
     parts: dict[str, float] = field(default_factory=dict[str, float])
+    teacher_logprobs: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,15 @@ TAKEN = {
     "stream_options": [{"a": {}}],
     "text": [{"a": {}}],
 } | {key: ["x" * (1 << 18)] for key in ("system", "instructions", "input")}
-FLAGS = {"ignore_eos", "stream", "return_token_ids", "logprobs", "parallel_tool_calls", "store"}
+FLAGS = {
+    "echo",
+    "ignore_eos",
+    "stream",
+    "return_token_ids",
+    "logprobs",
+    "parallel_tool_calls",
+    "store",
+}
 
 
 def refused(endpoint: str, body: dict[str, object]) -> ApiError:

@@ -28,7 +28,7 @@ from dora_rl.trainer.losses.registry import resolve
 from dora_rl.trainer.policy.model import load_policy
 from dora_rl.trainer.scoring import score
 from dora_rl.types import Branch, Group, RequestId, Trajectory, UserError
-from tests.kit.trainer_cases import make_groups
+from tests.kit.trainer_cases import forked, make_groups
 
 # Turns of 2, 1 and 3 tokens: the first goes on to the third, the second is a branch beside them.
 FORKED = Trajectory(
@@ -145,18 +145,6 @@ def test_a_token_that_follows_nothing_is_not_trained() -> None:
     for fork, fault in ((-1, ""), (-2, "nothing_to_train")):
         bare = replace(FORKED, loss_mask=[1] * 9, branches=(ROOT, Branch(4, 0, fork)))
         assert sample_fault(GROUP, bare, 99, 23) == fault
-
-
-def forked(group: Group) -> Group:
-    """Its samples with a branch in the middle of each that is long enough."""
-    left = -1 if len(group.prompt_ids) > 1 else 0
-    samples = []
-    for place, sample in enumerate(group.samples):
-        num, half = len(sample.token_ids), len(sample.token_ids) // 2
-        branch = Branch(half, 0, (half // 2) if place % 2 else left)
-        there = (ROOT, branch) if half and sample.loss_mask[half:].any() else ()
-        samples.append(replace(sample, branches=there if num > 3 else ()))
-    return replace(group, samples=tuple(samples))
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])

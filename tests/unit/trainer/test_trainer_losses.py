@@ -149,6 +149,7 @@ REFERENCE: dict[str, Callable[[Response, AlgorithmConfig], list[tuple[float, flo
     "rloo": ref_reinforce,
     "reinforce": ref_reinforce,
     "cispo": ref_cispo,
+    "distill": ref_clipped,
     "decoupled_ppo": ref_decoupled,
     "longcat": ref_triplet,
 }

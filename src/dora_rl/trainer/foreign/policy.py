@@ -23,7 +23,7 @@ from dora_rl.config import TrainerConfig
 from dora_rl.model.spec import ModelSpec
 from dora_rl.trainer.attention import BlockPlan, Layout, send
 from dora_rl.trainer.checks import checkpoints_layers
-from dora_rl.trainer.policy.logprobs import TokenScores, token_scores
+from dora_rl.trainer.policy.logprobs import Output, TeacherLogits, TokenScores, scores_of
 from dora_rl.user_code import require
 
 _LAYER = re.compile(r"^.*?\.\d+\.")  # conversions never mix layers
@@ -72,19 +72,18 @@ class ForeignPolicy(nn.Module):
         rows_T: Tensor,
         target_T: Tensor,
         temperature: float = 1.0,
+        teacher: TeacherLogits | None = None,
     ) -> TokenScores:
         """Scores of `target_T[i]` as the token after row `rows_T[i]` of the pack."""
         states_TH = self.states(token_ids_P, layout).index_select(0, rows_T)
-        layer, head = self.inner.get_output_embeddings(), self.head
-        return token_scores(
-            states_TH,
-            layer.weight,
-            target_T,
-            temperature,
-            self.chunk_tokens,
-            layer.bias,
-            head.finish if head.finishes else None,
+        return scores_of(
+            states_TH, self.output(), target_T, temperature, self.chunk_tokens, teacher
         )
+
+    def output(self) -> Output:
+        """What makes logits of what `states` gives."""
+        layer, head = self.inner.get_output_embeddings(), self.head
+        return Output(layer.weight, layer.bias, head.finish if head.finishes else None)
 
     def states(self, token_ids_P: Tensor, layout: Layout) -> Tensor:
         """What every token of the pack (P, H) hands to the output layer."""

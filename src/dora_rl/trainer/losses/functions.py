@@ -140,6 +140,19 @@ KL: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+def distilled_advantages(inputs: LossInputs, options: AlgorithmConfig) -> Tensor:
+    """A_t − β·clip(log π_rollout(t) − log q(t), −c, c), where q is the teacher.
+
+    The log-ratio of a sampled token is an estimate of KL(π‖q) at its place (k1), so a policy that
+    follows these advantages goes down that divergence. β is `distill_coef`, c is `distill_clip`.
+    """
+    assert inputs.teacher_logprobs_T is not None and options.distill_coef is not None
+    gap_T = inputs.rollout_logprobs_T - inputs.teacher_logprobs_T
+    if options.distill_clip:
+        gap_T = gap_T.clamp(-options.distill_clip, options.distill_clip)
+    return inputs.advantages_T - options.distill_coef * gap_T
+
+
 def value_loss(
     values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, clip: float | None
 ) -> Tensor:
@@ -254,6 +267,7 @@ PER_GROUP: dict[str, GroupAdvantage] = {
     "group": lambda scores: group(scores.rewards),
     "group_mean": lambda scores: group_mean(scores.rewards),
     "leave_one_out": lambda scores: leave_one_out(scores.rewards),
+    "none": lambda scores: [0.0] * len(scores.rewards),
 }
 
 

@@ -54,6 +54,7 @@ class LossInputs:
     group_S: Tensor  # the group (prompt) of each sequence
     step: int  # the step being trained: its own version
     ref_logprobs_T: Tensor | None = None
+    teacher_logprobs_T: Tensor | None = None  # None where there is no teacher
     # Trained tokens of the whole response that a sequence is of, where some response has several
     # sequences: an episode whose history branched.
     episode_tokens_S: Tensor | None = None

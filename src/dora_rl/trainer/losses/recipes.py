@@ -19,7 +19,7 @@ _OR_ZERO = {
     "dual_clip": Range(low=1, low_open=True, or_zero=True),
     "behaviour_ratio_max": Range(low=1, or_zero=True),
 }
-ADVANTAGES = ("group", "group_mean", "leave_one_out", "turn", "batch", "gae")
+ADVANTAGES = ("group", "group_mean", "leave_one_out", "turn", "batch", "gae", "none")
 AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
 OLD_LOGPROBS = ("rollout", "behaviour", "proximal")
 KL_ESTIMATORS = ("k1", "k2", "k3")
@@ -29,6 +29,7 @@ _CHOICES = {
     "old_logprobs": OLD_LOGPROBS,
     "kl_estimator": KL_ESTIMATORS,
     "kl_in": ("loss", "reward"),
+    "distill_in": ("advantage", "loss"),
     "correction_numerator": ("old", "current"),
 }
 CORRECTIONS = (
@@ -62,6 +63,7 @@ class Recipe:
     constant_tokens: int | None = None
     corrections: tuple[str, ...] = ()
     behaviour_ratio_max: float | None = None
+    distill_coef: float = 0.0
 
 
 RECIPES: dict[str, Recipe] = {
@@ -90,6 +92,7 @@ RECIPES: dict[str, Recipe] = {
         corrections=("token_tis",),
     ),
     "reinforce": Recipe("reinforce", advantage="group_mean"),
+    "distill": Recipe("clipped", advantage="none", dual_clip=3.0, distill_coef=1.0),
 }
 
 
@@ -148,6 +151,7 @@ def _check_together(options: AlgorithmConfig, recipe: Recipe) -> None:
         ),
     )
     _check_weights(options, recipe)
+    _check_distillation(options)
     require(
         (
             options.advantage != "turn" or options.branch_reward in (None, "all"),
@@ -163,6 +167,22 @@ def _check_together(options: AlgorithmConfig, recipe: Recipe) -> None:
                 "from [algorithm]",
             )
         )
+
+
+def _check_distillation(options: AlgorithmConfig) -> None:
+    in_loss, own = options.distill_in == "loss", is_users_own(options.loss)
+    require(
+        (
+            options.advantage != "none" or options.distill_coef or own,
+            "algorithm.advantage = 'none' without distillation: nothing would be learned; set "
+            "algorithm.distill_coef, or another advantage",
+        ),
+        (
+            in_loss or not options.distill_top_k,
+            f"algorithm.distill_top_k = {options.distill_top_k} would do nothing: an advantage is "
+            "of the sampled token alone; set algorithm.distill_in = 'loss'",
+        ),
+    )
 
 
 def _check_weights(options: AlgorithmConfig, recipe: Recipe) -> None:

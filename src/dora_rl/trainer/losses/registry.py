@@ -100,10 +100,20 @@ class Objective:
         return self.options.reference or self.options.kl_coef != 0.0
 
     @property
+    def distils_in_advantage(self) -> bool:
+        """Each sampled token's advantage has what the teacher says of it."""
+        return bool(self.options.distill_coef) and self.options.distill_in == "advantage"
+
+    @property
+    def distils_in_loss(self) -> bool:
+        """The divergence of whole distributions is a term of the loss."""
+        return bool(self.options.distill_coef) and self.options.distill_in == "loss"
+
+    @property
     def may_skip_zero_advantage(self) -> bool:
         o = self.options
         kl_in_loss = o.kl_coef != 0.0 and o.kl_in == "loss"
-        more = self.needs_critic or kl_in_loss or o.entropy_coef != 0.0
+        more = self.needs_critic or kl_in_loss or o.entropy_coef != 0.0 or o.distill_coef
         return o.skip_zero_advantage and self.zero_advantage_is_free and not more
 
 

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from dora_rl.model.rope import inverse_frequencies, rotation
 from dora_rl.model.spec import ModelSpec, MoeSpec
 from dora_rl.trainer.attention import Attend, Layout
-from dora_rl.trainer.policy.logprobs import TokenScores, token_scores
+from dora_rl.trainer.policy.logprobs import Output, TeacherLogits, TokenScores, scores_of
 from dora_rl.trainer.policy.lora import Linear, operator, side_by_side
 
 
@@ -224,11 +224,17 @@ class Decoder(nn.Module):
         rows_T: Tensor,
         target_T: Tensor,
         temperature: float = 1.0,
+        teacher: TeacherLogits | None = None,
     ) -> TokenScores:
         """Scores of `target_T[i]` as the token after row `rows_T[i]` of the pack."""
         states_TH = self.states(token_ids_P, layout).index_select(0, rows_T)
-        head = self.model.embed_tokens.weight if self.arch.tied else self.lm_head.weight
-        return token_scores(states_TH, head, target_T, temperature, self.chunk_tokens)
+        return scores_of(
+            states_TH, self.output(), target_T, temperature, self.chunk_tokens, teacher
+        )
+
+    def output(self) -> Output:
+        """What makes logits of final states."""
+        return Output(self.model.embed_tokens.weight if self.arch.tied else self.lm_head.weight)
 
     def states(self, token_ids_P: Tensor, layout: Layout) -> Tensor:
         """The final states (P, H) of every token of the pack."""
