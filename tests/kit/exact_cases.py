@@ -121,7 +121,8 @@ def assert_no_gap(metrics: dict[str, float], reference: bool) -> None:
 
 def check_recipe(model: Path, loss: str, old: str, trainer: TrainerConfig) -> None:
     """KL to the reference, ratios and clip marks of one step with two updates."""
-    trainer = trainer.model_copy(update={"updates_per_step": 2})
+    teacher = str(model) if loss == "distill" else ""
+    trainer = trainer.model_copy(update={"updates_per_step": 2, "teacher_model": teacher})
     learner, store = learner_of(model, algorithm_options(loss, old, kl_coef=0.1), trainer)
     assert_no_gap(run_step(learner), reference=True)
     # `behaviour` was computed under the groups' version; `proximal` from the second update on.

@@ -117,6 +117,7 @@ def test_group_advantages(rewards: list[float]) -> None:
             "group_mean": [r - mean for r in rewards],
             "group": [(r - mean) / (std + 1e-4) for r in rewards],
             "leave_one_out": [r - (sum(rewards) - r) / (n - 1) for r in rewards],
+            "none": [0.0] * n,
         }[name]
         assert got == pytest.approx(want, abs=1e-9)
         assert sum(got) == pytest.approx(0.0, abs=1e-6 * (1 + max(map(abs, got))))
