@@ -42,7 +42,7 @@ from dora_rl.sim.hardware import (
     Trainer,
 )
 from dora_rl.sim.world import ControllerCrash, World, WorldSpec
-from dora_rl.types import InstanceId, Mode, RequestId
+from dora_rl.types import InstanceId, Mode, RequestId, UserError
 
 
 def random_world(rng: random.Random) -> WorldSpec:
@@ -339,11 +339,17 @@ def with_levels(
     )
 
 
+# The last: a log that the core itself does not take back.
+FAULTS = (
+    AssertionError, LookupError, ValueError, AttributeError, TypeError, RuntimeError, UserError,
+)  # fmt: skip
+
+
 def run_seed(seed: int) -> str | None:
     """None if the seed passes, else what went wrong."""
     try:
         Soak(seed).run()
-    except (AssertionError, LookupError, ValueError, AttributeError, TypeError, RuntimeError):
+    except FAULTS:
         return traceback.format_exc(limit=-8)
     return None
 
