@@ -66,9 +66,11 @@ def sums_of(data_B: Tensor) -> tuple[int, int]:
     GPU that trains and decodes begins every one of them late."""
     whole = data_B.numel() // (4 * ROW) * (4 * ROW)
     rows = data_B[:whole].view(torch.int32).view(-1, ROW).sum(1, dtype=torch.int64)
-    rest = data_B[whole:].sum(dtype=torch.int64)
+    rest = torch.zeros(4 * ROW, dtype=torch.uint8, device=data_B.device)
+    rest[: data_B.numel() - whole] = data_B[whole:]
+    rows = torch.cat([rows, rest.view(torch.int32).sum(dtype=torch.int64)[None]])
     places = torch.arange(1, rows.numel() + 1, device=data_B.device)
-    first, second = torch.stack([rows.sum() + rest, (rows * places).sum() + rest]).tolist()
+    first, second = torch.stack([rows.sum(), (rows * places).sum()]).tolist()
     return int(first), int(second)
 
 
