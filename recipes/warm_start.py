@@ -45,12 +45,8 @@ IGNORED = -100  # the label that cross_entropy leaves out
 Row: TypeAlias = tuple[list[int], list[int]]  # token ids and labels
 
 
-def make_tokenizer(tokens_max: int, more: str = "") -> PreTrainedTokenizerFast:
-    """One token per character. Ids: <pad> 0, <eos> 1, the alphabet in its order, <unk> 15, more."""
-    tokens = (PAD, EOS, *ALPHABET, UNKNOWN, *more)
-    vocab = {token: index for index, token in enumerate(tokens)}
-    core = Tokenizer(models.WordLevel(vocab, unk_token=UNKNOWN))
-    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+def wrapped(core: Tokenizer, tokens_max: int) -> PreTrainedTokenizerFast:
+    """As a model directory has it."""
     core.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
         tokenizer_object=core,
@@ -61,6 +57,15 @@ def make_tokenizer(tokens_max: int, more: str = "") -> PreTrainedTokenizerFast:
         model_max_length=tokens_max,
         clean_up_tokenization_spaces=False,
     )
+
+
+def make_tokenizer(tokens_max: int, more: str = "") -> PreTrainedTokenizerFast:
+    """One token per character. Ids: <pad> 0, <eos> 1, the alphabet in its order, <unk> 15, more."""
+    tokens = (PAD, EOS, *ALPHABET, UNKNOWN, *more)
+    vocab = {token: index for index, token in enumerate(tokens)}
+    core = Tokenizer(models.WordLevel(vocab, unk_token=UNKNOWN))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    return wrapped(core, tokens_max)
 
 
 def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:

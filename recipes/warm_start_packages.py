@@ -21,10 +21,9 @@ from random import Random
 from typing import Any
 
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from warm_start import (
-    CHAT_TEMPLATE,
     EOS,
     EOS_ID,
     IGNORED,
@@ -34,6 +33,7 @@ from warm_start import (
     imitate,
     make_model,
     save,
+    wrapped,
 )
 
 from dora_rl.envs.base import Row as Asked
@@ -118,16 +118,7 @@ def make_tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerFast:
         models.WordPiece(vocab, unk_token=UNKNOWN, continuing_subword_prefix="")  # pyright: ignore
     )
     core.pre_tokenizer = pre_tokenizers.Split(Regex(WORDS), "isolated")
-    core.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        pad_token=PAD,
-        eos_token=EOS,
-        unk_token=UNKNOWN,
-        chat_template=CHAT_TEMPLATE,
-        model_max_length=TOKENS_MAX,
-        clean_up_tokenization_spaces=False,
-    )
+    return wrapped(core, TOKENS_MAX)
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, pieces: Sequence[Piece]) -> Row:
