@@ -51,6 +51,7 @@ PIECE_BYTES = 1 << 20  # of raw bytes, with one tag
 JOINED_BYTES_MAX = 1 << 16  # a frame that leaves in one piece with its header
 FRAME_BYTES_MAX = 1 << 30
 HEADER = struct.Struct(">Q")
+AHEAD_BYTES = 1 << 16  # several small frames arrive at once
 STRANGERS_MAX = 256  # connections that have not proved themselves yet
 
 
@@ -60,6 +61,7 @@ class Connection:
     def __init__(self, proven: Proven) -> None:
         self._wire, self._sent, self._received = proven.wire, proven.sent, proven.received
         self._lock = threading.Lock()
+        self._wire.ahead_bytes_max = AHEAD_BYTES
         if self._wire.is_remote:
             self._wire.answer_at_once(SILENT_S_MAX)
 

@@ -43,14 +43,19 @@ Result = TypeVar("Result")
 
 
 class Wire:
-    """One end of a socket, which it owns."""
+    """One end of a socket, which it owns. What is waited for without a limit is waited for by the
+    system: a call for each wait, however many threads there are."""
 
     def __init__(self, link: socket.socket) -> None:
-        link.setblocking(False)
+        link.setblocking(True)
         self._link = link
-        self._turns: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+        self._turns: threading.Lock | None = None  # under TLS
         self.silent_s_max: float | None = None  # for each wait
         self.until_s: float | None = None  # for all waits, by the monotonic clock
+        # As much is taken at once where less is wanted; 0: never more than is wanted, since it may
+        # be somebody else's (the next protocol's, a stranger's).
+        self.ahead_bytes_max = 0
+        self._ahead = memoryview(b"")
 
     @property
     def is_remote(self) -> bool:
@@ -58,9 +63,10 @@ class Wire:
 
     def secure(self, context: ssl.SSLContext, accepts: bool) -> bytes:
         """Speak TLS from here on; returns the other side's certificate."""
+        self._link.setblocking(False)
         link = context.wrap_socket(self._link, accepts, do_handshake_on_connect=False)
         self._link, self._turns = link, threading.Lock()
-        self._go_on(link.do_handshake, select.POLLIN)
+        self._take_turns(self._turns, link.do_handshake, select.POLLIN)
         certificate = link.getpeercert(binary_form=True)
         if certificate is None:
             raise ssl.SSLError(CERTIFICATE_WANTED)
@@ -70,9 +76,14 @@ class Wire:
         """Raises EOFError when the other side is gone."""
         at = 0
         while at < len(view):
-            count = self._go_on(lambda: self._link.recv_into(view[at:]), select.POLLIN)  # noqa: B023
-            if not count:
-                raise EOFError("the connection ended")
+            if not self._ahead and len(view) - at < self.ahead_bytes_max:
+                more = memoryview(bytearray(self.ahead_bytes_max))
+                self._ahead = more[: self._receive(more)]
+            if self._ahead:
+                count = min(len(self._ahead), len(view) - at)
+                view[at : at + count], self._ahead = self._ahead[:count], self._ahead[count:]
+            else:
+                count = self._receive(view[at:])
             at += count
 
     def read(self, num_bytes: int) -> bytearray:
@@ -83,19 +94,35 @@ class Wire:
     def write(self, data: bytes | bytearray | memoryview) -> None:
         view, at = memoryview(data).cast("B"), 0
         while at < len(view):
-            at += self._go_on(lambda: self._link.send(view[at:]), select.POLLOUT)  # noqa: B023
+            rest = view[at:]
+            at += self._go_on(lambda flags: self._link.send(rest, flags), select.POLLOUT)  # noqa: B023
 
-    def _go_on(self, act: Callable[[], Result], wants: int) -> Result:
+    def _receive(self, view: memoryview) -> int:
+        """Some bytes, one at least."""
+        count = self._go_on(lambda flags: self._link.recv_into(view, 0, flags), select.POLLIN)
+        if not count:
+            raise EOFError("the connection ended")
+        return count
+
+    def _go_on(self, act: Callable[[int], int], wants: int) -> int:
+        if self._turns is not None:
+            return self._take_turns(self._turns, lambda: act(0), wants)
+        while self.silent_s_max is not None or self.until_s is not None:
+            self._wait(wants)
+            with contextlib.suppress(BlockingIOError):
+                return act(socket.MSG_DONTWAIT)
+        return act(0)
+
+    def _take_turns(self, turns: threading.Lock, act: Callable[[], Result], wants: int) -> Result:
+        """TLS: what it waits for is not always what is wanted."""
         while True:
             try:
-                with self._turns:
+                with turns:
                     return act()
             except ssl.SSLWantReadError:
                 wants = select.POLLIN
             except ssl.SSLWantWriteError:
                 wants = select.POLLOUT
-            except BlockingIOError:
-                pass
             except (ssl.SSLZeroReturnError, ssl.SSLEOFError) as error:
                 raise EOFError("the connection ended") from error
             self._wait(wants)
@@ -119,7 +146,9 @@ class Wire:
 
     def poll(self, wait_s: float) -> bool:
         """Whether something can be read, or the other side is gone."""
-        if isinstance(self._link, ssl.SSLSocket):
+        if self._ahead:
+            return True
+        if isinstance(self._link, ssl.SSLSocket) and self._turns is not None:
             with self._turns:
                 if self._link.pending():
                     return True
