@@ -38,6 +38,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from dora_rl.io.append_log import AppendLog, Damaged, frame, frames
+from dora_rl.io.codec import dumps, loads
 from dora_rl.types import GroupId, RequestId, UserError, Version
 
 MAGIC = b"dora-table-1\n"
@@ -304,11 +305,11 @@ def read_columns(
 
 def encode(header: Mapping[str, object], arrays: Sequence[Any]) -> list[Any]:
     """The buffers of one record's body."""
-    text = json.dumps(header, separators=(",", ":")).encode()
+    text = dumps(header)
     return [HEADER.pack(len(text)) + text, *arrays]
 
 
 def decode(body: memoryview) -> tuple[dict[str, Any], int]:
     """The header of a record's body, and where its arrays begin."""
     (size,) = HEADER.unpack_from(body)
-    return json.loads(bytes(body[HEADER.size : HEADER.size + size])), HEADER.size + size
+    return loads(body[HEADER.size : HEADER.size + size]), HEADER.size + size
