@@ -29,6 +29,7 @@ class Target:
     expert: int = -1
     stacked: bool = False  # of all experts at once: a checkpoint has this, or one of each expert
     repeat: int = 0  # the tensor fills this many rows (one norm shared by all heads)
+    offset: float = 0.0  # added to it; such parameters stay in float32
 
     @property
     def rows(self) -> int:
@@ -40,7 +41,7 @@ def targets_of(spec: ModelSpec) -> dict[str, Target]:
     embed, head = (Target(param, 0, (spec.vocab, spec.hidden)) for param in ("embed", "lm_head"))
     targets = {
         "model.embed_tokens.weight": embed,
-        "model.norm.weight": Target("norm", 0, (spec.hidden,)),
+        "model.norm.weight": Target("norm", 0, (spec.hidden,), offset=spec.norm_offset),
         **({} if spec.tied else {"lm_head.weight": head}),
     }
     for i in range(spec.num_layers):
@@ -49,15 +50,21 @@ def targets_of(spec: ModelSpec) -> dict[str, Target]:
     return targets
 
 
+NORMS = ("norm1", "post1", "norm2", "post2")  # packed parameters, as `ModelSpec.norms` orders them
+
+
 def _norm_targets(spec: ModelSpec, i: int) -> dict[str, Target]:
+    offset = spec.norm_offset
     out = {
-        "input_layernorm.weight": Target(f"{i}.norm1", 0, (spec.hidden,)),
-        "post_attention_layernorm.weight": Target(f"{i}.norm2", 0, (spec.hidden,)),
+        f"{name}.weight": Target(f"{i}.{param}", 0, (spec.hidden,), offset=offset)
+        for name, param in zip(spec.norms, NORMS, strict=True)
+        if name
     }
     if spec.qk_norm:
         param, one, (q, k) = f"{i}.qk_norm", (spec.head_dim,), (spec.num_heads, spec.num_kv_heads)
-        out["self_attn.q_norm.weight"] = Target(param, 0, one, repeat=q)
-        out["self_attn.k_norm.weight"] = Target(param, q, one, repeat=k)
+        for name, start, heads in (("q_norm", 0, q), ("k_norm", q, k)):
+            target = Target(param, start, one, repeat=heads, offset=offset)
+            out[f"self_attn.{name}.weight"] = target
     return out
 
 

@@ -6,6 +6,7 @@ Formulas, with d the head dimension, i = 0, 2, .. d - 2 and f_i = theta^(-i/d):
     llama3    f_i for short wavelengths, f_i / factor for long ones, blended between
     yarn      f_i below `beta_fast` rotations kept, above `beta_slow` divided, a ramp between;
               cos and sin are scaled by the attention factor
+    none      0: every position is position 0
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from dora_rl.model.spec import RopeSpec
 def inverse_frequencies(rope: RopeSpec, head_dim: int) -> tuple[Tensor, float]:
     """[head_dim / 2] frequencies and the factor on cos and sin."""
     freq = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
+    if rope.kind == "none":
+        return torch.zeros_like(freq), 1.0
     if rope.kind == "linear":
         return freq / rope.factor, 1.0
     if rope.kind == "llama3":

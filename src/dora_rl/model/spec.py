@@ -22,8 +22,8 @@ class NotSupported(UserError):
 class RopeSpec:
     """Rotary embedding: base frequency and the scaling rule, if any.
 
-    `kind` is `default`, `linear`, `llama3` or `yarn`; the other fields have the meaning they have
-    in a Hugging Face config.
+    `kind` is `default`, `linear`, `llama3`, `yarn` or `none` (nothing is turned); the other fields
+    have the meaning they have in a Hugging Face config.
     """
 
     theta: float = 10_000.0
@@ -51,6 +51,12 @@ class MoeSpec:
     sparse_layers: tuple[int, ...]
 
 
+NO_ROPE = RopeSpec(kind="none")
+# The norms of a block by their names in a checkpoint: before attention, of what attention adds,
+# before the MLP, of what the MLP adds. "": there is none.
+PRE_NORMS = ("input_layernorm", "", "post_attention_layernorm", "")
+
+
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
     """One decoder-only transformer of a known family."""
@@ -74,6 +80,28 @@ class ModelSpec:
     moe: MoeSpec | None = None
     eos_ids: tuple[int, ...] = ()
     dtype: str = "float32"
+    ropes: tuple[RopeSpec, ...] = ()  # by layer, where they differ
+    windows: tuple[int, ...] = ()  # by layer: tokens that a query sees, its own included; 0: all
+    norms: tuple[str, str, str, str] = PRE_NORMS
+    norm_offset: float = 0.0  # added to every norm's weight
+    activation: str = "silu"  # of the MLP's gate, or "gelu_tanh"
+    embed_scale: float = 1.0  # of what a token enters with
+    query_scale: float = 0.0  # of query times key; 0: head_dim^-1/2
+
+    @property
+    def scale(self) -> float:
+        """Of query times key."""
+        return self.query_scale or self.head_dim**-0.5
+
+    def rope_of(self, layer: int) -> RopeSpec:
+        return self.ropes[layer] if self.ropes else self.rope
+
+    def all_ropes(self) -> tuple[RopeSpec, ...]:
+        """Each that some layer has, once."""
+        return tuple(dict.fromkeys(self.ropes)) or (self.rope,)
+
+    def window_of(self, layer: int) -> int:
+        return self.windows[layer] if self.windows else 0
 
     @property
     def num_groups(self) -> int:
@@ -104,14 +132,39 @@ class ModelSpec:
         it has no gradient of its own."""
         matrices = self.num_layers * self.layer_params_active() + self.vocab * self.hidden
         width = self.num_heads * self.head_dim
-        attention = self.num_layers * width * sum(6.0 * n * n for n in lengths)
+        attention = width * sum(
+            6.0 * _pairs(n, self.window_of(i)) for i in range(self.num_layers) for n in lengths
+        )
         per_token = 4.0 * matrices + 6.0 * adapter_params if adapter_params else 6.0 * matrices
         return per_token * sum(lengths) + attention
 
 
-def read_rope(config: Mapping[str, Any], trained: int, where: str) -> RopeSpec:
-    """RoPE settings from either spelling: `rope_parameters`, or `rope_theta` + `rope_scaling`."""
-    merged = {"rope_theta": config.get("rope_theta", 10_000.0)}
+def _pairs(length: int, window: int) -> int:
+    """Twice the (query, key) pairs of a document, a query with itself counted half."""
+    beyond = max(0, length - window) if window else 0
+    return length * length - beyond * beyond
+
+
+def read_windows(
+    config: Mapping[str, Any], default: Sequence[str], window: int | None, where: str
+) -> tuple[int, ...]:
+    """What each layer sees, by `layer_types`, or `default` where the file has none."""
+    types = list(config.get("layer_types") or default)[: int(config.get("num_hidden_layers", 0))]
+    if other := sorted({*types} - {"full_attention", "sliding_attention"}):
+        raise NotSupported(f"{where}: attention of the type {other[0]!r} is not supported")
+    if "sliding_attention" not in types:
+        return ()
+    if not window or len(types) < int(config["num_hidden_layers"]):
+        raise UserError(f"{where}: layer_types do not fit num_hidden_layers and sliding_window")
+    return tuple(int(window) if kind == "sliding_attention" else 0 for kind in types)
+
+
+def read_rope(
+    config: Mapping[str, Any], trained: int, where: str, theta: float = 10_000.0
+) -> RopeSpec:
+    """RoPE settings from either spelling: `rope_parameters`, or `rope_theta` + `rope_scaling`.
+    `theta`: where the file is silent."""
+    merged = {"rope_theta": config.get("rope_theta") or theta}
     merged |= config.get("rope_scaling") or {}
     merged |= config.get("rope_parameters") or {}
     kind = merged.get("rope_type") or merged.get("type") or "default"
@@ -151,10 +204,12 @@ def dense_spec(
     *,
     head_dim: int = 0,
     context: int = 2048,
+    theta: float = 10_000.0,
     **own: Any,
 ) -> ModelSpec:
     """The fields every family shares. Where the file is silent, a head has `head_dim` numbers (0:
-    hidden size over heads) and a text `context` tokens. `own` are further fields of the family."""
+    hidden size over heads), a text `context` tokens and rotary positions the base `theta`. `own`
+    are further fields of the family, which may replace any."""
     needed = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
     if missing := [key for key in needed if key not in config]:
         raise UserError(f"{where}: config.json lacks {', '.join(missing)}")
@@ -163,28 +218,32 @@ def dense_spec(
     hidden = int(config["hidden_size"])
     if num_heads % num_kv_heads:
         raise UserError(f"{where}: {num_heads} heads cannot share {num_kv_heads} key-value heads")
-    if config.get("hidden_act", "silu") != "silu":
+    if "activation" not in own and config.get("hidden_act", "silu") != "silu":
         raise NotSupported(f"{where}: hidden_act {config['hidden_act']!r}; the engine knows silu")
-    if config.get("use_sliding_window") or "sliding_attention" in (config.get("layer_types") or ()):
+    asked = config.get("use_sliding_window") or "sliding_attention" in (
+        config.get("layer_types") or ()
+    )
+    if "windows" not in own and asked:
         raise NotSupported(f"{where}: sliding-window attention is not supported; set it off")
     context_max = int(config.get("max_position_embeddings") or context)
-    return ModelSpec(
-        family=family,
-        vocab=int(config["vocab_size"]),
-        hidden=hidden,
-        intermediate=int(config.get("intermediate_size") or 0),
-        num_layers=int(config["num_hidden_layers"]),
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=int(config.get("head_dim") or head_dim or hidden // num_heads),
-        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-        rope=read_rope(config, context_max, where),
-        tied=bool(config.get("tie_word_embeddings", False)),
-        context_max=context_max,
-        eos_ids=eos_ids_of(config),
-        dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
-        **own,
-    )
+    fields: dict[str, Any] = {
+        "family": family,
+        "vocab": int(config["vocab_size"]),
+        "hidden": hidden,
+        "intermediate": int(config.get("intermediate_size") or 0),
+        "num_layers": int(config["num_hidden_layers"]),
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": int(config.get("head_dim") or head_dim or hidden // num_heads),
+        "norm_eps": float(config.get("rms_norm_eps", 1e-6)),
+        "tied": bool(config.get("tie_word_embeddings", False)),
+        "context_max": context_max,
+        "eos_ids": eos_ids_of(config),
+        "dtype": str(config.get("dtype") or config.get("torch_dtype") or "float32"),
+    }
+    if "rope" not in own:
+        fields["rope"] = read_rope(config, context_max, where, theta)
+    return ModelSpec(**fields | own)
 
 
 def eos_ids_of(config: Mapping[str, Any]) -> tuple[int, ...]:
