@@ -22,8 +22,10 @@ class NotSupported(UserError):
 class RopeSpec:
     """Rotary embedding: base frequency and the scaling rule, if any.
 
-    `kind` is `default`, `linear`, `llama3`, `yarn` or `none` (nothing is turned); the other fields
-    have the meaning they have in a Hugging Face config.
+    `kind` is `default`, `linear`, `llama3`, `yarn`, `longrope` or `none` (nothing is turned);
+    `share` is how much of a head is rotated, from its beginning, and `interleaved` says that pairs
+    are neighbours, not half of that apart. The other fields have the meaning they have in a Hugging
+    Face config.
     """
 
     theta: float = 10_000.0
@@ -38,6 +40,13 @@ class RopeSpec:
     mscale: float = 0.0
     mscale_all_dim: float = 0.0
     truncate: bool = True
+    short_factors: tuple[float, ...] = ()
+    share: float = 1.0
+    interleaved: bool = False
+
+    def width(self, head_dim: int) -> int:
+        """Numbers of a head that are rotated."""
+        return int(head_dim * self.share)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +86,9 @@ class ModelSpec:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    qk_norm_whole: bool = False  # over all heads of a row at once, not over each
+    fused_qkv: bool = False  # a checkpoint has one matrix `qkv_proj`, which is one linear layer
+    fused_gate_up: bool = False  # likewise `gate_up_proj`
     moe: MoeSpec | None = None
     eos_ids: tuple[int, ...] = ()
     dtype: str = "float32"
