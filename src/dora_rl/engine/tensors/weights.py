@@ -54,10 +54,8 @@ HASH_THREADS = 4  # beside it
 class Layer:
     """Packed parameters of one layer, each stacked over version slots."""
 
-    norm1: Tensor
     qkv: Tensor
     o: Tensor
-    norm2: Tensor
     gate_up: Tensor  # [slot, 2 I, D], or [slot, expert, 2 I, D] in a sparse layer
     down: Tensor
     qkv_bias: Tensor | None = None
@@ -66,6 +64,10 @@ class Layer:
     down_bias: Tensor | None = None
     qk_norm: Tensor | None = None  # [slot, heads + kv heads, head dim]
     router: Tensor | None = None
+    norm1: Tensor | None = None  # before attention, of what it adds; the same of the MLP
+    post1: Tensor | None = None
+    norm2: Tensor | None = None
+    post2: Tensor | None = None
     # The B of adapters, by matrix (see `lora`).
     up: dict[str, Tensor] = field(default_factory=dict, init=False)
 
@@ -82,11 +84,13 @@ class ModelWeights:
         self._params: dict[str, Tensor] = {}
         lora = LoraShape(lora_rank, num_slots) if lora_rank else None
         own: list[dict[str, Tensor]] = [{} for _ in range(spec.num_layers)]
+        exact = {target.param for target in self.targets.values() if target.offset}
         for name, (rows, *columns) in packed_shapes(self.targets).items():
             index, _, matrix = name.rpartition(".")
             if lora is not None and matrix in NUM_PARTS and len(columns) == 1:
                 rows += lora.padding(name)
-            param = empty((self.num_slots, rows, *columns), self.dtype, device)
+            kind = torch.float32 if name in exact else self.dtype
+            param = empty((self.num_slots, rows, *columns), kind, device)
             self._params[name] = param
             if index:
                 own[int(index)][matrix] = param
@@ -126,7 +130,8 @@ class ModelWeights:
         check_shape(target, name, tuple(data.shape), where)
         param = self._params[target.param][slot if target.expert < 0 else (slot, target.expert)]
         rows = param[target.start : target.start + target.rows]
-        rows.copy_(data.detach().expand(rows.shape))
+        data = data.detach().float() + target.offset if target.offset else data.detach()
+        rows.copy_(data.expand(rows.shape))
 
 
 def free_bytes(device: str) -> int:
