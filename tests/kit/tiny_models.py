@@ -6,8 +6,14 @@ from pathlib import Path
 
 import torch
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    MinistralConfig,
+    MinistralForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -15,6 +21,8 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 
 VOCAB = 97
@@ -42,6 +50,12 @@ _YARN = {
     "original_max_position_embeddings": 32,
 }
 _LINEAR = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.0}
+# Windows shorter than the prompts, and none that ends where a block does.
+_FEW = {"sliding_window": 11}
+_BY_TYPE = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 100_000.0, "factor": 2.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+}
 _MOE = {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2, "head_dim": 16}
 
 FAMILIES = {
@@ -63,6 +77,37 @@ FAMILIES = {
     "qwen3-moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(norm_topk_prob=True, **_MOE, **_SHAPE)),
     "qwen3-moe-mixed": lambda: Qwen3MoeForCausalLM(
         Qwen3MoeConfig(mlp_only_layers=[0], **_MOE, **_SHAPE)
+    ),
+    "mistral": lambda: MistralForCausalLM(MistralConfig(**_FEW, **_SHAPE)),
+    "ministral": lambda: MinistralForCausalLM(
+        MinistralConfig(
+            head_dim=32,
+            sliding_window=37,
+            layer_types=["sliding_attention", "full_attention"],
+            **_SHAPE,
+        )
+    ),
+    "smollm3": lambda: SmolLM3ForCausalLM(
+        SmolLM3Config(
+            no_rope_layers=[1, 0],
+            use_sliding_window=True,
+            attention_bias=True,
+            mlp_bias=True,
+            **_FEW,
+            **_SHAPE,
+            pad_token_id=None,
+        )
+    ),
+    "gemma3": lambda: Gemma3ForCausalLM(
+        Gemma3TextConfig(
+            head_dim=32,
+            query_pre_attn_scalar=24,
+            layer_types=["sliding_attention", "full_attention"],
+            rope_parameters=_BY_TYPE,
+            attention_bias=True,
+            **_FEW,
+            **_SHAPE,
+        )
     ),
 }
 

@@ -209,6 +209,14 @@ def read_rope(
     )
 
 
+def rope_of_type(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """The config as layers of the type `kind` have it, where the types' rotary positions differ:
+    `rope_scaling` is that of layers that see all."""
+    own = (config.get("rope_parameters") or {}).get(kind)
+    scaling = config.get("rope_scaling") if kind == "full_attention" else None
+    return {**config, "rope_parameters": own, "rope_scaling": scaling}
+
+
 def dense_spec(
     config: Mapping[str, Any],
     family: str,

@@ -1,4 +1,4 @@
-"""A lean packed decoder for Llama, Qwen2, Qwen3 and Qwen3-MoE, on Hugging Face parameter names.
+"""A lean packed decoder for the families of `model/families/`, on Hugging Face parameter names.
 
 One pack of documents goes in as (P,) token ids: no batch dimension, no padding, no cache, few
 operations. Never holds the logits of a pack (see `logprobs`).
@@ -11,8 +11,9 @@ where they are used, so gradients arrive in float32.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +27,9 @@ from dora_rl.trainer.policy.logprobs import Output, TeacherLogits, TokenScores, 
 from dora_rl.trainer.policy.lora import Linear, operator, side_by_side
 
 
+Turn: TypeAlias = tuple[Tensor, Tensor]  # cosines and sines of a rotary embedding
+
+
 def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
     """Keep parameters, and nothing else, in `dtype`. Buffers such as the frequencies of rotary
     positions are constants, not weights; rounded, they would turn late positions by another angle.
@@ -35,15 +39,15 @@ def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 class RmsNorm(nn.Module):
-    """x / sqrt(mean(x²) + eps) · weight, the mean in float32."""
+    """x / sqrt(mean(x²) + eps) · (offset + weight), the mean in float32."""
 
-    def __init__(self, width: int, eps: float) -> None:
+    def __init__(self, width: int, arch: ModelSpec) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
+        self.eps, self.offset = arch.norm_eps, arch.norm_offset
+        self.weight = nn.Parameter(torch.full((width,), 1.0 - self.offset))
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps, self.offset)
 
 
 class Attention(nn.Module):
@@ -52,13 +56,13 @@ class Attention(nn.Module):
     def __init__(self, arch: ModelSpec, attend: Attend) -> None:
         super().__init__()
         h, d = arch.hidden, arch.head_dim
-        self.arch, self.attend, self.scale = arch, attend, d**-0.5
+        self.arch, self.attend = arch, attend
         self.q_proj = Linear(h, arch.num_heads * d, bias=arch.qkv_bias)
         self.k_proj = Linear(h, arch.num_kv_heads * d, bias=arch.qkv_bias)
         self.v_proj = Linear(h, arch.num_kv_heads * d, bias=arch.qkv_bias)
         self.o_proj = Linear(arch.num_heads * d, h, bias=arch.o_bias)
-        self.q_norm = RmsNorm(d, arch.norm_eps) if arch.qk_norm else None
-        self.k_norm = RmsNorm(d, arch.norm_eps) if arch.qk_norm else None
+        self.q_norm = RmsNorm(d, arch) if arch.qk_norm else None
+        self.k_norm = RmsNorm(d, arch) if arch.qk_norm else None
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         t, d = x.shape[0], self.arch.head_dim
@@ -69,18 +73,25 @@ class Attention(nn.Module):
         return rotate(q, cos, sin), rotate(k, cos, sin), v
 
 
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
+
+
 class Mlp(nn.Module):
-    """down(silu(gate(x)) · up(x))."""
+    """down(act(gate(x)) · up(x))."""
 
     def __init__(self, arch: ModelSpec) -> None:
         super().__init__()
         self.gate_proj = Linear(arch.hidden, arch.intermediate, bias=arch.mlp_bias)
         self.up_proj = Linear(arch.hidden, arch.intermediate, bias=arch.mlp_bias)
         self.down_proj = Linear(arch.intermediate, arch.hidden, bias=arch.mlp_bias)
+        self.act = ACTIVATIONS[arch.activation]
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = side_by_side(x, self.gate_proj, self.up_proj)
-        return self.down_proj(F.silu(gate) * up)
+        return self.down_proj(self.act(gate) * up)
 
 
 class Router(nn.Module):
@@ -161,26 +172,33 @@ class Layer(nn.Module):
         self.mlp = (
             SparseMlp(arch.hidden, arch.moe) if arch.moe and arch.is_sparse(index) else Mlp(arch)
         )
-        self.input_layernorm = RmsNorm(arch.hidden, arch.norm_eps)
-        self.post_attention_layernorm = RmsNorm(arch.hidden, arch.norm_eps)
+        for name in filter(None, arch.norms):
+            self.add_module(name, RmsNorm(arch.hidden, arch))
+        self.norms, self.scale, self.window = arch.norms, arch.scale, arch.window_of(index)
+        self.rope = arch.all_ropes().index(arch.rope_of(index))
         self.before: Callable[..., tuple[Tensor, Tensor, Tensor]] = self._before
         self.after: Callable[..., Tensor] = self._after
 
+    def _norm(self, place: int, x: Tensor) -> Tensor:
+        """By the norm at a place of `ModelSpec.norms`, if there is one."""
+        name = self.norms[place]
+        return self.get_submodule(name)(x) if name else x
+
     def _before(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self.self_attn.project(self.input_layernorm(x), cos, sin)
+        return self.self_attn.project(self._norm(0, x), cos, sin)
 
     def _after(self, x: Tensor, mixed: Tensor) -> Tensor:
-        x = x + self.self_attn.o_proj(mixed)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        x = x + self._norm(1, self.self_attn.o_proj(mixed))
+        return x + self._norm(3, self.mlp(self._norm(2, x)))
 
     def fuse(self, **how: Any) -> None:
         """Compile the two halves."""
         self.before = torch.compile(self._before, **how)
         self.after = torch.compile(self._after, **how)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
-        q, k, v = self.before(x, cos, sin)
-        mixed = self.self_attn.attend(q, k, v, layout, self.self_attn.scale)
+    def forward(self, x: Tensor, turns: Sequence[Turn], layout: Layout) -> Tensor:
+        q, k, v = self.before(x, *turns[self.rope])
+        mixed = self.self_attn.attend(q, k, v, layout, self.scale, self.window)
         return self.after(x, mixed.reshape(x.shape[0], -1))
 
 
@@ -191,7 +209,7 @@ class Backbone(nn.Module):
         super().__init__()
         self.embed_tokens = nn.Embedding(arch.vocab, arch.hidden)
         self.layers = nn.ModuleList(Layer(arch, i, attend) for i in range(arch.num_layers))
-        self.norm = RmsNorm(arch.hidden, arch.norm_eps)
+        self.norm = RmsNorm(arch.hidden, arch)
 
 
 class Decoder(nn.Module):
@@ -209,8 +227,14 @@ class Decoder(nn.Module):
         self.model = Backbone(arch, attend)
         if not arch.tied:
             self.lm_head = Linear(arch.hidden, arch.vocab, bias=False)
-        freq, self.rope_scale = inverse_frequencies(arch.rope, arch.head_dim)
-        self.register_buffer("inv_freq", freq, persistent=False)
+        self.set_frequencies()
+
+    def set_frequencies(self, device: torch.device | None = None) -> None:
+        """Of each rotary embedding, and the factor on its cosines and sines."""
+        found = [inverse_frequencies(rope, self.arch.head_dim) for rope in self.arch.all_ropes()]
+        freqs = torch.stack([freq for freq, _ in found])
+        self.register_buffer("inv_freq", freqs.to(device), persistent=False)
+        self.rope_scales = [scale for _, scale in found]
 
     @property
     def blocks(self) -> list[nn.Module]:
@@ -239,13 +263,16 @@ class Decoder(nn.Module):
     def states(self, token_ids_P: Tensor, layout: Layout) -> Tensor:
         """The final states (P, H) of every token of the pack."""
         x = F.embedding(token_ids_P, self.model.embed_tokens.weight).to(self.compute_dtype)
-        freq: Tensor = self.inv_freq  # type: ignore[assignment]
-        cos, sin = rotation(layout.position_P, freq, self.rope_scale)
+        if self.arch.embed_scale != 1.0:
+            x = x * torch.tensor(self.arch.embed_scale, dtype=x.dtype).item()
+        freqs: Tensor = self.inv_freq  # type: ignore[assignment]
+        kinds = zip(freqs.unbind(), self.rope_scales, strict=True)
+        turns = [rotation(layout.position_P, freq, scale) for freq, scale in kinds]
         for layer in self.model.layers:
             if self.checkpointing and torch.is_grad_enabled():
-                x = checkpoint(layer, x, cos, sin, layout, use_reentrant=False)
+                x = checkpoint(layer, x, turns, layout, use_reentrant=False)
             else:
-                x = layer(x, cos, sin, layout)
+                x = layer(x, turns, layout)
         return self.model.norm(x)
 
 
@@ -287,13 +314,17 @@ class _RmsNorm(torch.autograd.Function):
         return grad_x, grad_weight, None
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x²) + eps) · weight over the last dimension."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    """x / sqrt(mean(x²) + eps) · (offset + weight) over the last dimension."""
     if is_lean(x):
-        return _RmsNorm.apply(x, weight, eps)  # type: ignore[return-value]
+        return _RmsNorm.apply(x, weight + offset if offset else weight, eps)  # type: ignore[return-value]
     # As in transformers: normalise in float32, round, then scale.
     scale = (row_norm(x).square() / x.shape[-1] + eps).rsqrt()
-    return (x * scale).to(x.dtype) * weight.to(x.dtype)
+    normed, weight = (x * scale).to(x.dtype), weight.to(x.dtype)
+    if not offset:
+        return normed * weight
+    # As published, then exact: 1 + w has more digits than w.
+    return (normed * (weight.to(_wide(x)) + offset)).to(x.dtype)
 
 
 def _wide(x: Tensor) -> torch.dtype:
