@@ -8,7 +8,7 @@ KV blocks.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dora_rl.types import UserError
@@ -172,11 +172,18 @@ def read_windows(
 
 
 def read_rope(
-    config: Mapping[str, Any], trained: int, where: str, theta: float = 10_000.0
+    config: Mapping[str, Any],
+    trained: int,
+    where: str,
+    theta: float = 10_000.0,
+    share: float | None = None,
 ) -> RopeSpec:
     """RoPE settings from either spelling: `rope_parameters`, or `rope_theta` + `rope_scaling`.
-    `theta`: where the file is silent."""
+    `theta`, `share`: where the file is silent. A family without `share` rotates whole heads."""
     merged = {"rope_theta": config.get("rope_theta") or theta}
+    if share is not None:
+        given = config.get("partial_rotary_factor")
+        merged["partial_rotary_factor"] = share if given is None else given
     merged |= config.get("rope_scaling") or {}
     merged |= config.get("rope_parameters") or {}
     kind = merged.get("rope_type") or merged.get("type") or "default"
@@ -185,11 +192,11 @@ def read_rope(
             f"{where}: rope type 'dynamic' changes old keys as a text grows, which a KV cache "
             "cannot follow; use 'yarn', 'linear' or 'llama3'"
         )
-    if kind not in ("default", "linear", "llama3", "yarn"):
+    if kind not in ("default", "linear", "llama3", "yarn", "longrope"):
         raise NotSupported(
-            f"{where}: unknown rope type {kind!r}; known: default, linear, llama3, yarn"
+            f"{where}: unknown rope type {kind!r}; known: default, linear, llama3, yarn, longrope"
         )
-    return RopeSpec(
+    rope = RopeSpec(
         theta=float(merged["rope_theta"]),
         kind=kind,
         factor=float(merged.get("factor") or 1.0),
@@ -206,7 +213,20 @@ def read_rope(
         mscale=float(merged.get("mscale") or 0.0),
         mscale_all_dim=float(merged.get("mscale_all_dim") or 0.0),
         truncate=bool(merged.get("truncate", True)),
+        share=1.0 if share is None else float(merged["partial_rotary_factor"]),
     )
+    return rope if kind != "longrope" else _longrope(rope, config, merged, trained, where)
+
+
+def _longrope(
+    rope: RopeSpec, config: Mapping[str, Any], merged: Mapping[str, Any], trained: int, where: str
+) -> RopeSpec:
+    """The factors of texts as long as those of the pre-training."""
+    if not (short := merged.get("short_factor")):
+        raise UserError(f"{where}: rope type 'longrope' without short_factor")
+    original = int(config.get("original_max_position_embeddings") or rope.context_original)
+    factor = float(merged.get("factor") or trained / original)
+    return replace(rope, factor=factor, context_original=original, short_factors=tuple(short))
 
 
 def rope_of_type(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
@@ -246,6 +266,14 @@ def dense_spec(
     if "windows" not in own and asked:
         raise NotSupported(f"{where}: sliding-window attention is not supported; set it off")
     context_max = int(config.get("max_position_embeddings") or context)
+    rope = own.pop("rope", None) or read_rope(config, context_max, where, theta)
+    head_dim = int(config.get("head_dim") or head_dim or hidden // num_heads)
+    if (width := rope.width(head_dim)) % 2 or head_dim % 2 or width > head_dim:
+        raise NotSupported(f"{where}: {width} of a head's {head_dim} numbers cannot be rotated")
+    if (factors := len(rope.short_factors)) not in (0, width // 2):
+        raise UserError(f"{where}: short_factor has {factors} numbers, not {width // 2}")
+    if rope.kind == "longrope":  # a longer text would have other factors, its first tokens too
+        context_max = min(context_max, rope.context_original)
     fields: dict[str, Any] = {
         "family": family,
         "vocab": int(config["vocab_size"]),
@@ -254,15 +282,14 @@ def dense_spec(
         "num_layers": int(config["num_hidden_layers"]),
         "num_heads": num_heads,
         "num_kv_heads": num_kv_heads,
-        "head_dim": int(config.get("head_dim") or head_dim or hidden // num_heads),
+        "head_dim": head_dim,
         "norm_eps": float(config.get("rms_norm_eps", 1e-6)),
         "tied": bool(config.get("tie_word_embeddings", False)),
         "context_max": context_max,
+        "rope": rope,
         "eos_ids": eos_ids_of(config),
         "dtype": str(config.get("dtype") or config.get("torch_dtype") or "float32"),
     }
-    if "rope" not in own:
-        fields["rope"] = read_rope(config, context_max, where, theta)
     return ModelSpec(**fields | own)
 
 

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from dora_rl.config import AlgorithmConfig, RunConfig, TrainerConfig
 from dora_rl.config.section import choose
 from dora_rl.model.directory import check_files, read_spec
-from dora_rl.model.names import ATTENTION_LAYERS, LINEAR_LAYERS
+from dora_rl.model.names import places_of
 from dora_rl.setup.token_ids import first_difference
 from dora_rl.trainer.checks import check_attention, check_published, check_trainer
 from dora_rl.trainer.losses.recipes import fill, is_users_own
@@ -119,10 +119,9 @@ def check_learner_device(config: RunConfig, device: str) -> None:
 def _check_adapters(config: RunConfig, trainer: TrainerConfig) -> None:
     if not trainer.lora_rank:
         return
-    spec = read_spec(config.model.path)
-    dense = spec.moe is None or len(spec.moe.sparse_layers) < spec.num_layers
     # The layers of the blocks: neither learner nor instances have an adapter for the output matrix.
-    known = LINEAR_LAYERS if dense else ATTENTION_LAYERS
+    modules = places_of(read_spec(config.model.path))
+    known = tuple(dict.fromkeys(module.rpartition(".")[2] for module in modules))
     for target in trainer.lora_targets:
         choose("layer in trainer.lora_targets", target, known)
 

@@ -35,6 +35,7 @@ from dora_rl.model.names import (
     places_of,
     targets_of,
 )
+from dora_rl.model.rope import head_order, reordered
 from dora_rl.model.sealed import CheckedSource, check_base, check_canary
 from dora_rl.model.spec import ModelSpec
 from dora_rl.out_of_memory import maybe_fail
@@ -62,7 +63,7 @@ class Layer:
     o_bias: Tensor | None = None
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
-    qk_norm: Tensor | None = None  # [slot, heads + kv heads, head dim]
+    qk_norm: Tensor | None = None  # [slot, heads + kv heads, head dim], or flat over all heads
     router: Tensor | None = None
     norm1: Tensor | None = None  # before attention, of what it adds; the same of the MLP
     post1: Tensor | None = None
@@ -81,6 +82,7 @@ class ModelWeights:
         self.spec, self.num_slots = spec, 1 if lora_rank else num_slots
         self.dtype = DTYPES[dtype]
         self.targets = targets_of(spec)
+        self._order = head_order(spec.rope, spec.head_dim)
         self._params: dict[str, Tensor] = {}
         lora = LoraShape(lora_rank, num_slots) if lora_rank else None
         own: list[dict[str, Tensor]] = [{} for _ in range(spec.num_layers)]
@@ -131,6 +133,7 @@ class ModelWeights:
         param = self._params[target.param][slot if target.expert < 0 else (slot, target.expert)]
         rows = param[target.start : target.start + target.rows]
         data = data.detach().float() + target.offset if target.offset else data.detach()
+        data = reordered(data, target.turned, self._order)
         rows.copy_(data.expand(rows.shape))
 
 
@@ -321,6 +324,7 @@ class Adapters:
     def __init__(self, spec: ModelSpec, shape: LoraShape, params: dict[str, Tensor]) -> None:
         self.shape = shape
         self.places = places_of(spec)
+        self._order = head_order(spec.rope, spec.head_dim)
         self._params = params
         self.b: dict[str, Tensor] = {}
         for name in dict.fromkeys(place.param for place in self.places.values()):
@@ -379,6 +383,7 @@ class Adapters:
         first = place.part * rank
         self.down(place.param, slot)[first : first + len(a)].copy_(a)
         rows = slice(place.start, place.start + place.rows)
+        b = reordered(b, place.turned, self._order)
         self.b[place.param][slot, rows, first : first + len(a)].copy_(b.float() * scale)
 
 

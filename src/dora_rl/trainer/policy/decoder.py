@@ -57,20 +57,35 @@ class Attention(nn.Module):
         super().__init__()
         h, d = arch.hidden, arch.head_dim
         self.arch, self.attend = arch, attend
-        self.q_proj = Linear(h, arch.num_heads * d, bias=arch.qkv_bias)
-        self.k_proj = Linear(h, arch.num_kv_heads * d, bias=arch.qkv_bias)
-        self.v_proj = Linear(h, arch.num_kv_heads * d, bias=arch.qkv_bias)
-        self.o_proj = Linear(arch.num_heads * d, h, bias=arch.o_bias)
-        self.q_norm = RmsNorm(d, arch) if arch.qk_norm else None
-        self.k_norm = RmsNorm(d, arch) if arch.qk_norm else None
+        q, kv = arch.num_heads * d, arch.num_kv_heads * d
+        if arch.fused_qkv:
+            self.qkv_proj = Linear(h, q + 2 * kv, bias=arch.qkv_bias)
+        else:
+            self.q_proj = Linear(h, q, bias=arch.qkv_bias)
+            self.k_proj = Linear(h, kv, bias=arch.qkv_bias)
+            self.v_proj = Linear(h, kv, bias=arch.qkv_bias)
+        self.o_proj = Linear(q, h, bias=arch.o_bias)
+        whole = arch.qk_norm_whole
+        self.q_norm = RmsNorm(q if whole else d, arch) if arch.qk_norm else None
+        self.k_norm = RmsNorm(kv if whole else d, arch) if arch.qk_norm else None
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        t, d = x.shape[0], self.arch.head_dim
-        made = side_by_side(x, self.q_proj, self.k_proj, self.v_proj)
-        q, k, v = (y.view(t, -1, d) for y in made)
+        arch, shape = self.arch, (x.shape[0], -1, self.arch.head_dim)
+        q, k, v = self._made(x)
+        if not arch.qk_norm_whole:
+            q, k = q.view(shape), k.view(shape)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        return rotate(q, cos, sin), rotate(k, cos, sin), v
+        q, k, v = (y.view(shape) for y in (q, k, v))
+        pairs = arch.rope.interleaved
+        return rotate(q, cos, sin, pairs), rotate(k, cos, sin, pairs), v
+
+    def _made(self, x: Tensor) -> Sequence[Tensor]:
+        """Queries, keys and values, all heads of each side by side."""
+        if not self.arch.fused_qkv:
+            return side_by_side(x, self.q_proj, self.k_proj, self.v_proj)
+        kv = self.arch.num_kv_heads * self.arch.head_dim
+        return self.qkv_proj(x).split((self.arch.num_heads * self.arch.head_dim, kv, kv), -1)
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -84,13 +99,20 @@ class Mlp(nn.Module):
 
     def __init__(self, arch: ModelSpec) -> None:
         super().__init__()
-        self.gate_proj = Linear(arch.hidden, arch.intermediate, bias=arch.mlp_bias)
-        self.up_proj = Linear(arch.hidden, arch.intermediate, bias=arch.mlp_bias)
+        self.fused = arch.fused_gate_up
+        if self.fused:
+            self.gate_up_proj = Linear(arch.hidden, 2 * arch.intermediate, bias=arch.mlp_bias)
+        else:
+            self.gate_proj = Linear(arch.hidden, arch.intermediate, bias=arch.mlp_bias)
+            self.up_proj = Linear(arch.hidden, arch.intermediate, bias=arch.mlp_bias)
         self.down_proj = Linear(arch.intermediate, arch.hidden, bias=arch.mlp_bias)
         self.act = ACTIVATIONS[arch.activation]
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = side_by_side(x, self.gate_proj, self.up_proj)
+        if self.fused:
+            gate, up = self.gate_up_proj(x).chunk(2, -1)
+        else:
+            gate, up = side_by_side(x, self.gate_proj, self.up_proj)
         return self.down_proj(self.act(gate) * up)
 
 
@@ -370,31 +392,44 @@ def row_softmax(x: Tensor) -> Tensor:
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _turn(x, cos, sin, -1.0)
+        ctx.interleaved = interleaved
+        return _turn(x, cos, sin, -1.0, interleaved)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        return _turn(grads[0], cos, sin, 1.0), None, None
+        return _turn(grads[0], cos, sin, 1.0, ctx.interleaved), None, None, None
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
-    out = torch.empty_like(x)
-    (a, b), (c, d) = x.chunk(2, dim=-1), out.chunk(2, dim=-1)
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float, interleaved: bool) -> Tensor:
+    out, width = torch.empty_like(x), 2 * cos.shape[-1]
+    (a, b), (c, d) = (_pairs(y[..., :width], interleaved) for y in (x, out))
     torch.mul(a, cos, out=c).addcmul_(b, sin, value=sign)
     torch.mul(b, cos, out=d).addcmul_(a, sin, value=-sign)
+    if width < x.shape[-1]:
+        out[..., width:] = x[..., width:]
     return out
 
 
-def rotate(x_PQD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pair (x[i], x[i + D/2]) by the token's angle: (a·c − b·s, b·c + a·s).
+def _pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """The first and the second number of every pair."""
+    return (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
+
+
+def rotate(x_PQD: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """Rotate the pair (x[i], x[i + R/2]), or that of neighbours, by the token's angle:
+    (a·c − b·s, b·c + a·s). R are the numbers that there are angles for, from the first on.
 
     In float32 and rounded once, as engines do: cosines in half precision are exact near position 0
     only, so that two programs would differ more the later a token is.
     """
     if is_lean(x_PQD):
-        return _Rotate.apply(x_PQD, cos, sin)  # type: ignore[return-value]
-    a, b = x_PQD.float().chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x_PQD.dtype)
+        return _Rotate.apply(x_PQD, cos, sin, interleaved)  # type: ignore[return-value]
+    width = 2 * cos.shape[-1]
+    a, b = _pairs(x_PQD[..., :width].float(), interleaved)
+    both = (a * cos - b * sin, b * cos + a * sin)
+    turned = torch.stack(both, -1).flatten(-2) if interleaved else torch.cat(both, dim=-1)
+    turned = turned.to(x_PQD.dtype)
+    return turned if width == x_PQD.shape[-1] else torch.cat((turned, x_PQD[..., width:]), dim=-1)

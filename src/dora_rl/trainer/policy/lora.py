@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from dora_rl.config import TrainerConfig
 from dora_rl.model.directory import HfDirectory, write_adapter
-from dora_rl.model.names import LINEAR_LAYERS, PREFIX, SCALE
+from dora_rl.model.names import FUSED_LAYERS, LINEAR_LAYERS, PREFIX, SCALE
 from dora_rl.ports import SealedWeights
 from dora_rl.trainer.distributed import like_shard
 from dora_rl.user_code import require
@@ -274,7 +274,9 @@ def add_lora(policy: nn.Module, options: TrainerConfig) -> None:
     }
     found = {name.rpartition(".")[2] for name in linear}
     missing = [t for t in options.lora_targets if t not in found]
-    targets = options.lora_targets or LINEAR_LAYERS
+    # Of a model that transformers runs the usual layers alone, as ever.
+    usual = LINEAR_LAYERS if inner is not None else (*LINEAR_LAYERS, *FUSED_LAYERS)
+    targets = options.lora_targets or usual
     require(
         (
             not missing,
