@@ -99,9 +99,9 @@ class CudaDecoder:
                     if not len(h):
                         return h
                     x = rows.embedded
-            delta = self._parts(h, layer, "o", rows)
+            delta = self._after(self._parts(h, layer, "o", rows), layer.post1, rows)
             h = self._norm(x, delta, layer.norm2, rows)
-            delta = self._mlp(h, layer, rows)
+            delta = self._after(self._mlp(h, layer, rows), layer.post2, rows)
         return self._norm(x, delta, self.weights.norm, rows)
 
     def _attend_decode(self, h: Tensor, layer: Layer, rows: Rows, pool: Tensor) -> Tensor:
@@ -111,7 +111,7 @@ class CudaDecoder:
             q = self._rope_write(self._parts(h, layer, "qkv", rows), layer, rows, pool)
             splits = choose_splits(*shape, paged.WAVE)
             return paged.attend(q, pool, *where, splits, self._num_processors).view(len(h), -1)
-        if len(h) > fused.ROWS_MAX:
+        if len(h) > fused.ROWS_MAX or spec.qk_norm_whole:
             q = self._rope_write(self._linear(h, layer, "qkv", rows)[None], layer, rows, pool)
             return attend_decode(q, pool, *where, choose_splits(*shape)).view(len(h), -1)
         span = slice(rows.first, rows.first + rows.num_versions)
@@ -168,9 +168,29 @@ class CudaDecoder:
         """What prefill rows of one version begin with."""
         return functional.embedding(token_ids, self.weights.embed[slot])
 
-    def _norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, rows: Rows) -> Tensor:
+    def _norm(self, x: Tensor, delta: Tensor | None, weight: Tensor | None, rows: Rows) -> Tensor:
+        """`delta` is added to `x` in place; without a weight that is what comes back."""
+        if weight is None:
+            return x if delta is None else x.add_(_summed(delta, x.dtype))
         weight = weight[rows.first : rows.first + rows.num_versions]
         return kernels.add_norm(x, delta, weight, rows.per_version, self.spec.norm_eps)
+
+    def _after(self, delta: Tensor, weight: Tensor | None, rows: Rows) -> Tensor:
+        """What a half of a block adds, normalised where the family does that; in parts."""
+        if weight is None:
+            return delta
+        return self._norm(_summed(delta, rows.embedded.dtype), None, weight, rows)[None]
+
+    def _whole_norm(self, qkv: Tensor, weight: Tensor, rows: Rows) -> Tensor:
+        """Queries and keys of `qkv` [part, row, width] normalised, over all heads of each."""
+        spec, span = self.spec, slice(rows.first, rows.first + rows.num_versions)
+        out = _summed(qkv, rows.embedded.dtype).view(rows.num_versions, rows.per_version, -1)
+        sizes = [heads * spec.head_dim for heads in (spec.num_heads, spec.num_kv_heads)]
+        *parts, values = out.split([*sizes, sizes[1]], -1)
+        for i, (part, scale) in enumerate(zip(parts, weight[span].split(sizes, -1), strict=True)):
+            normed = functional.rms_norm(part.float(), part.shape[-1:], None, spec.norm_eps)
+            parts[i] = normed.to(part.dtype) * scale[:, None]
+        return torch.cat((*parts, values), -1).view(1, qkv.shape[1], -1)
 
     def _parts(self, x: Tensor, layer: Layer, matrix: str, rows: Rows) -> Tensor:
         """A product as parts [part, row, out] whose sum it is; one part where cuBLAS made it."""
@@ -212,14 +232,15 @@ class CudaDecoder:
 
     def _rope_write(self, qkv: Tensor, layer: Layer, rows: Rows, pool: Tensor) -> Tensor:
         """Queries of `qkv` [part, row, width]; keys and values go to the cache."""
-        spec = self.spec
+        spec, norm = self.spec, layer.qk_norm
+        if norm is not None and spec.qk_norm_whole:
+            qkv, norm = self._whole_norm(qkv, norm, rows), None
         count, heads = qkv.shape[1], spec.num_heads + 2 * spec.num_kv_heads
         q = torch.empty(
             (count, spec.num_kv_heads, spec.num_groups, spec.head_dim),
             dtype=pool.dtype,
             device=qkv.device,
         )
-        norm = layer.qk_norm
         span = slice(rows.first, rows.first + rows.num_versions)
         kernels.rope_write_kernel[(count, triton.cdiv(heads, kernels.ROPE_HEADS))](
             qkv,
@@ -265,3 +286,9 @@ class CudaDecoder:
         if rows.own and layer.gate_up_bias is None and rows.adapters is None:
             gated = self._own_product(h, weight, gate=True)
         return kernels.gate(self._linear(h, layer, "gate_up", rows)) if gated is None else gated
+
+
+def _summed(parts: Tensor, dtype: torch.dtype) -> Tensor:
+    """A product in parts, rounded as one product would be."""
+    whole = parts[0] if len(parts) == 1 else parts.sum(0, dtype=torch.float32)
+    return whole.to(dtype)
