@@ -8,12 +8,20 @@ import torch
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Glm4Config,
+    Glm4ForCausalLM,
+    GlmConfig,
+    GlmForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MinistralConfig,
     MinistralForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -56,6 +64,15 @@ _BY_TYPE = {
     "full_attention": {"rope_type": "linear", "rope_theta": 100_000.0, "factor": 2.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
 }
+_LONGROPE = {  # three quarters of a head are rotated
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+    "long_factor": [2.0, 3.0, 4.0, 5.0, 6.0, 7.0],
+    "partial_rotary_factor": 0.75,
+}
+_PHI = {"pad_token_id": 0, "eos_token_id": None}
+_GLM = {"head_dim": 16, "attention_bias": True, "pad_token_id": 0, "eos_token_id": [96]}
 _MOE = {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2, "head_dim": 16}
 
 FAMILIES = {
@@ -109,6 +126,19 @@ FAMILIES = {
             **_SHAPE,
         )
     ),
+    "olmo2": lambda: Olmo2ForCausalLM(Olmo2Config(attention_bias=True, **_SHAPE)),
+    "phi3": lambda: Phi3ForCausalLM(Phi3Config(sliding_window=21, **_PHI, **_SHAPE)),
+    "phi3-long": lambda: Phi3ForCausalLM(
+        Phi3Config(
+            rope_parameters=_LONGROPE,
+            original_max_position_embeddings=256,
+            tie_word_embeddings=True,
+            **_PHI,
+            **_SHAPE,
+        )
+    ),
+    "glm": lambda: GlmForCausalLM(GlmConfig(**_GLM, **_SHAPE)),
+    "glm4": lambda: Glm4ForCausalLM(Glm4Config(partial_rotary_factor=0.25, **_GLM, **_SHAPE)),
 }
 
 

@@ -65,6 +65,39 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     },
+    "olmo2": {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2", "attention_bias": True},
+    "phi3": {
+        "architectures": ["Phi3ForCausalLM"],
+        "model_type": "phi3",
+        "sliding_window": 9,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.75,
+            "short_factor": [1.0, 1.25, 1.5],
+            "long_factor": [2.0, 4.0, 6.0],
+        },
+        "original_max_position_embeddings": 64,
+        "pad_token_id": 0,
+        "eos_token_id": None,
+    },
+    "glm": {
+        "architectures": ["GlmForCausalLM"],
+        "model_type": "glm",
+        "attention_bias": True,
+        "pad_token_id": 0,
+    },
+    "glm4": {
+        "architectures": ["Glm4ForCausalLM"],
+        "model_type": "glm4",
+        "attention_bias": True,
+        "pad_token_id": 0,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.75,
+        },
+    },
 }
 
 

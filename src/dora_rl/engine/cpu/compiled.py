@@ -69,7 +69,7 @@ class ModelPointers(Structure):
 
     _fields_ = [
         *((name, c_int64) for name in ("num_layers", "hidden", "heads", "kv_heads", "dim")),
-        *((name, c_int64) for name in ("inner", "vocab", "tied", "gelu")),
+        *((name, c_int64) for name in ("inner", "vocab", "tied", "gelu", "qk_whole")),
         *((name, c_float) for name in ("eps", "scale", "embed_scale")),
         *((name, c_void_p) for name in ("embed", "norm", "lm_head")),
         ("layers", POINTER(LayerPointers)),
@@ -332,6 +332,7 @@ def _model_pointers(
         inner=spec.intermediate,
         vocab=spec.vocab,
         tied=spec.tied,
+        qk_whole=spec.qk_norm_whole,
         gelu=spec.activation == "gelu_tanh",
         eps=spec.norm_eps,
         scale=spec.scale,

@@ -188,12 +188,16 @@ class Decoder:
         return out
 
     def _attend(self, h: Tensor, index: int, rows: Rows, pool: Tensor) -> Tensor:
-        spec, layer, (cos, sin) = self.spec, self.weights.layers[index], rows.turns[self._turns[index]]
+        spec, layer, (cos, sin) = (
+            self.spec,
+            self.weights.layers[index],
+            rows.turns[self._turns[index]],
+        )
         count, heads, kv_heads, dim = len(h), spec.num_heads, spec.num_kv_heads, spec.head_dim
         qkv = self._project(h, layer, "qkv", rows).view(count, -1, dim)
         qk = qkv[:, : heads + kv_heads]
         if layer.qk_norm is not None:
-            qk = self._norm(qk, layer.qk_norm, rows)
+            qk = self._qk_norm(qk, layer.qk_norm, rows)
         turned = torch.cat((qk[..., dim // 2 :], qk[..., : dim // 2]), -1).mul_(sin)
         qkv[:, : heads + kv_heads] = turned.add_(qk * cos)
         pool.view(-1, dim).index_copy_(0, rows.write_index, qkv[:, heads:].reshape(-1, dim))
@@ -208,6 +212,15 @@ class Decoder:
         for chunk, position, blocks in rows.chunks:
             out[chunk] = attend_prefill(q[chunk], pool[0], pool[1], position, blocks, window)
         return out.view(count, heads * dim)
+
+    def _qk_norm(self, qk: Tensor, weight: Tensor, rows: Rows) -> Tensor:
+        """Of [row, head, dim]: each head alone, or all of the queries and all of the keys."""
+        if not self.spec.qk_norm_whole:
+            return self._norm(qk, weight, rows)
+        sizes = [self.spec.num_heads, self.spec.num_kv_heads]
+        weights = weight.split([size * self.spec.head_dim for size in sizes], -1)
+        parts = zip(qk.split(sizes, 1), weights, strict=True)
+        return torch.cat([self._norm(p.flatten(1), w, rows).view(p.shape) for p, w in parts], 1)
 
     def _mlp(self, h: Tensor, layer: Layer, rows: Rows) -> Tensor:
         if layer.router is not None:

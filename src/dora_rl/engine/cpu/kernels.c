@@ -118,7 +118,7 @@ typedef struct {
 } Layer;
 
 typedef struct {
-  int64_t num_layers, hidden, heads, kv_heads, dim, inner, vocab, tied, gelu;
+  int64_t num_layers, hidden, heads, kv_heads, dim, inner, vocab, tied, gelu, qk_whole;
   float eps, scale, embed_scale;
   const float *embed, *norm, *lm_head;
   const Layer *layers;
@@ -291,10 +291,15 @@ static void place_row(const Model *m, const Step *s, const Layer *layer, int64_t
   int64_t dim = m->dim, half = dim / 2, position = s->positions[row];
   int64_t turned = m->heads + m->kv_heads;
   const float *cos = layer->cos + position * dim, *sin = layer->sin + position * dim;
+  const float *weight = layer->qk_norm ? layer->qk_norm + slot * turned * dim : 0;
+  int64_t num_q = m->heads * dim, num_k = m->kv_heads * dim;
+  if (weight && m->qk_whole) {
+    norm_row(qkv, weight, qkv, num_q, m->eps);
+    norm_row(qkv + num_q, weight + num_q, qkv + num_q, num_k, m->eps);
+  }
   for (int64_t h = 0; h < turned; h++) {
     float *head = qkv + h * dim;
-    if (layer->qk_norm)
-      norm_row(head, layer->qk_norm + (slot * turned + h) * dim, head, dim, m->eps);
+    if (weight && !m->qk_whole) norm_row(head, weight + h * dim, head, dim, m->eps);
     float factor = h < m->heads ? m->scale : 1.0f;
     for (int64_t i = 0; i < half; i++) {
       float a = head[i], b = head[i + half];

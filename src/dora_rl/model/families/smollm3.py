@@ -21,9 +21,7 @@ def spec(config: Mapping[str, Any], where: str) -> ModelSpec:
     context = int(config.get("max_position_embeddings") or 32_768)
     rope = read_rope(config, context, where, theta=2_000_000.0)
     window = config.get("sliding_window") if config.get("use_sliding_window") else None
-    usual = [
-        "full_attention" if not window or turned[i] else "sliding_attention" for i in layers
-    ]
+    usual = ["full_attention" if not window or turned[i] else "sliding_attention" for i in layers]
     if not window:
         config = {**config, "layer_types": None}
     return dense_spec(

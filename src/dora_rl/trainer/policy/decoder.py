@@ -26,7 +26,6 @@ from dora_rl.trainer.attention import Attend, Layout
 from dora_rl.trainer.policy.logprobs import Output, TeacherLogits, TokenScores, scores_of
 from dora_rl.trainer.policy.lora import Linear, operator, side_by_side
 
-
 Turn: TypeAlias = tuple[Tensor, Tensor]  # cosines and sines of a rotary embedding
 
 
