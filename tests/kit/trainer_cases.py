@@ -78,20 +78,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "long_factor": [2.0, 4.0, 6.0],
         },
         "original_max_position_embeddings": 64,
-        "pad_token_id": 0,
+        "pad_token_id": None,
         "eos_token_id": None,
     },
     "glm": {
         "architectures": ["GlmForCausalLM"],
         "model_type": "glm",
         "attention_bias": True,
-        "pad_token_id": 0,
+        "pad_token_id": None,
     },
     "glm4": {
         "architectures": ["Glm4ForCausalLM"],
         "model_type": "glm4",
         "attention_bias": True,
-        "pad_token_id": 0,
+        "pad_token_id": None,
         "rope_parameters": {
             "rope_type": "default",
             "rope_theta": 10000.0,

@@ -47,7 +47,10 @@ def generate(
     return finish_all(engine)
 
 
-@pytest.mark.parametrize("family", ["llama-bias", "qwen2", "qwen3", "qwen3-moe-mixed"])
+@pytest.mark.parametrize(
+    "family",
+    ["llama-bias", "qwen2", "qwen3", "qwen3-moe-mixed", "olmo2", "phi3-long", "glm4"],
+)
 def test_adapters_equal_merged_weights(family: str, saved: Saved) -> None:
     _, path = saved(family)
     ours = generate(lora_engine(path), GREEDY)

@@ -8,8 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import (
+    Glm4Config,
+    Glm4ForCausalLM,
+    GlmConfig,
+    GlmForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -20,6 +28,7 @@ from transformers import (
 
 from dora_rl.model.directory import HfDirectory, check_files, read_spec
 from dora_rl.model.families import spec_from_config
+from dora_rl.model.rope import inverse_frequencies
 from dora_rl.model.spec import NotSupported
 from dora_rl.types import UserError
 
@@ -36,7 +45,12 @@ CLASSES = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+    "olmo2": (Olmo2Config, Olmo2ForCausalLM),
+    "phi3": (Phi3Config, Phi3ForCausalLM),
+    "glm": (GlmConfig, GlmForCausalLM),
+    "glm4": (Glm4Config, Glm4ForCausalLM),
 }
+SMALL_IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # there are few tokens
 
 
 @pytest.mark.parametrize("family", CLASSES)
@@ -44,7 +58,7 @@ def test_what_the_file_does_not_say_is_what_transformers_says(family: str, tmp_p
     """A config with the bare minimum: the model that transformers makes of it is read."""
     kind, model = CLASSES[family]
     experts = {"num_experts": 4, "moe_intermediate_size": 32} if family == "qwen3_moe" else {}
-    made = model(kind(**SHAPE, **experts))
+    made = model(kind(**SHAPE, **experts, **SMALL_IDS))
     made.save_pretrained(tmp_path)
     bare = SHAPE | experts | {"architectures": [model.__name__]}
     (tmp_path / "config.json").write_text(json.dumps(bare))
@@ -56,7 +70,10 @@ def test_what_the_file_does_not_say_is_what_transformers_says(family: str, tmp_p
     assert spec.rope.theta == made.config.rope_parameters["rope_theta"]
     attention = made.model.layers[0].self_attn
     assert spec.head_dim == attention.head_dim
-    assert spec.num_heads * spec.head_dim == attention.q_proj.out_features
+    assert spec.num_heads * spec.head_dim == attention.o_proj.in_features
+    freq, factor = inverse_frequencies(spec.rope, spec.head_dim)
+    assert torch.equal(freq, made.model.rotary_emb.inv_freq)
+    assert factor == made.model.rotary_emb.attention_scaling
 
 
 def test_experts_in_some_layers_only() -> None:
@@ -74,7 +91,7 @@ def test_experts_in_some_layers_only() -> None:
         ({"architectures": ["OtherForCausalLM"]}, "architecture OtherForCausalLM; the engine"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"layer_types": ["sliding_attention"]}, "sliding-window attention"),
-        ({"rope_scaling": {"type": "longrope"}}, "unknown rope type 'longrope'"),
+        ({"rope_scaling": {"type": "mrope"}}, "unknown rope type 'mrope'"),
     ],
 )
 def test_what_is_not_supported_is_said(change: dict[str, object], line: str) -> None:
