@@ -65,7 +65,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     },
-    "olmo2": {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2", "attention_bias": True},
+    "olmo2": {
+        "architectures": ["Olmo2ForCausalLM"],
+        "model_type": "olmo2",
+        "attention_bias": True,
+        "pad_token_id": None,
+        "eos_token_id": None,
+    },
     "phi3": {
         "architectures": ["Phi3ForCausalLM"],
         "model_type": "phi3",
