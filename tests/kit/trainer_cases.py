@@ -104,6 +104,42 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "partial_rotary_factor": 0.75,
         },
     },
+    # Windows shorter than the documents, every switch on.
+    "mistral": {
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "sliding_window": 5,
+    },
+    "ministral": {
+        "architectures": ["MinistralForCausalLM"],
+        "model_type": "ministral",
+        "sliding_window": 18,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "smollm3": {
+        "architectures": ["SmolLM3ForCausalLM"],
+        "model_type": "smollm3",
+        "no_rope_layers": [1, 0],
+        "use_sliding_window": True,
+        "sliding_window": 5,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "pad_token_id": None,
+    },
+    "gemma3": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "pad_token_id": None,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 24,
+        "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 100000.0, "factor": 2.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+        "attention_bias": True,
+    },
 }
 
 
