@@ -20,7 +20,7 @@ from torch.nn import functional
 from dora_rl.engine.cuda.kernels import fused, paged, skinny, wide
 from dora_rl.engine.cuda.kernels import rows as kernels
 from dora_rl.engine.cuda.kernels.adapters import adapt
-from dora_rl.engine.cuda.kernels.attention import attend_decode
+from dora_rl.engine.cuda.kernels.attention import DIM_USUAL, attend_decode
 from dora_rl.engine.cuda.kernels.cuts import choose_splits
 from dora_rl.engine.cuda.kernels.experts import choose_experts, sparse_rows
 from dora_rl.engine.cuda.kernels.overlap import overlap
@@ -65,20 +65,45 @@ class Rows:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """How the queries of a layer meet its keys: rotary tables, scale and window where they are not
+    the usual ones, else 0."""
+
+    cos: Tensor
+    sin: Tensor
+    scale: float
+    window: int
+
+
 class CudaDecoder:
     """Computes normed hidden states; `attend` is the attention of prefill rows."""
 
     def __init__(self, spec: ModelSpec, weights: ModelWeights, num_positions: int) -> None:
         self.spec, self.weights = spec, weights
         device = weights.embed.device
-        cos, sin = rope_tables(spec.rope, spec.head_dim, num_positions)
-        self.cos, self.sin = cos.to(device), sin.to(device)
+        tables = {
+            rope: [table.to(device) for table in rope_tables(rope, spec.head_dim, num_positions)]
+            for rope in spec.all_ropes()
+        }
+        # A window as long as a context shows all of it.
+        windows = (spec.window_of(i) for i in range(spec.num_layers))
+        windows = (window if window < num_positions else 0 for window in windows)
+        self._reach = [
+            Reach(*tables[spec.rope_of(i)], spec.query_scale, window)
+            for i, window in enumerate(windows)
+        ]
+        self._entry = float(torch.tensor(spec.embed_scale, dtype=weights.embed.dtype))
+        self._gelu = spec.activation == "gelu_tanh"
         self._num_processors = 1
         if device.type == "cuda":
             self._num_processors = torch.cuda.get_device_properties(device).multi_processor_count
 
     def forward(
-        self, rows: Rows, cache: KvCache, attend: Callable[[Tensor, Tensor], Tensor] | None
+        self,
+        rows: Rows,
+        cache: KvCache,
+        attend: Callable[[Tensor, Tensor, float, int], Tensor] | None,
     ) -> Tensor:
         """Hidden states of prefill rows, or of decode rows when there is no `attend`.
 
@@ -86,14 +111,15 @@ class CudaDecoder:
         """
         x = rows.embedded
         delta: Tensor | None = None
-        for index, layer in enumerate(self.weights.layers):
+        for index, (layer, reach) in enumerate(zip(self.weights.layers, self._reach, strict=True)):
             h = self._norm(x, delta, layer.norm1, rows)
             pool = cache.kv[index]
             if attend is None:
-                h = self._attend_decode(h, layer, rows, pool)
+                h = self._attend_decode(h, layer, reach, rows, pool)
             else:
                 qkv = self._linear(h, layer, "qkv", rows)
-                h = attend(self._rope_write(qkv[None], layer, rows, pool), pool).view(len(x), -1)
+                q = self._rope_write(qkv[None], layer, reach, rows, pool)
+                h = attend(q, pool, reach.scale, reach.window).view(len(x), -1)
                 if rows.wanted is not None and index == len(self.weights.layers) - 1:
                     h, rows = h[rows.wanted], rows.only_wanted()
                     if not len(h):
@@ -104,27 +130,38 @@ class CudaDecoder:
             delta = self._after(self._mlp(h, layer, rows), layer.post2, rows)
         return self._norm(x, delta, self.weights.norm, rows)
 
-    def _attend_decode(self, h: Tensor, layer: Layer, rows: Rows, pool: Tensor) -> Tensor:
+    def _attend_decode(
+        self, h: Tensor, layer: Layer, reach: Reach, rows: Rows, pool: Tensor
+    ) -> Tensor:
         spec, where = self.spec, (rows.table, rows.slots, rows.positions)
         shape = (len(h), spec.num_kv_heads, self._num_processors, rows.blocks_max)
+        if reach.window:
+            blocks = -(-(reach.window - 1) // pool.shape[3]) + 1  # that it touches, at most
+            splits = choose_splits(*shape[:3], min(rows.blocks_max, blocks))
+            q = self._rope_write(self._parts(h, layer, "qkv", rows), layer, reach, rows, pool)
+            return attend_decode(q, pool, *where, splits, reach.scale, reach.window).flatten(1)
         if paged.fits(pool, spec.num_groups):
-            q = self._rope_write(self._parts(h, layer, "qkv", rows), layer, rows, pool)
-            splits = choose_splits(*shape, paged.WAVE)
-            return paged.attend(q, pool, *where, splits, self._num_processors).view(len(h), -1)
-        if len(h) > fused.ROWS_MAX or spec.qk_norm_whole:
-            q = self._rope_write(self._linear(h, layer, "qkv", rows)[None], layer, rows, pool)
-            return attend_decode(q, pool, *where, choose_splits(*shape)).view(len(h), -1)
+            q = self._rope_write(self._parts(h, layer, "qkv", rows), layer, reach, rows, pool)
+            how = (choose_splits(*shape, paged.WAVE), self._num_processors, reach.scale)
+            return paged.attend(q, pool, *where, *how).view(len(h), -1)
+        wide_heads = spec.head_dim > DIM_USUAL
+        if len(h) > fused.ROWS_MAX or spec.qk_norm_whole or wide_heads:
+            qkv = self._linear(h, layer, "qkv", rows)[None]
+            q = self._rope_write(qkv, layer, reach, rows, pool)
+            splits = choose_splits(*shape)
+            return attend_decode(q, pool, *where, splits, reach.scale).view(len(h), -1)
         span = slice(rows.first, rows.first + rows.num_versions)
         return fused.attend_fused(
             self._parts(h, layer, "qkv", rows),
             None if layer.qk_norm is None else layer.qk_norm[span],
-            (self.cos, self.sin),
+            (reach.cos, reach.sin),
             pool,
             where,
             (spec.num_kv_heads, spec.num_groups),
             choose_splits(*shape, fused.WAVE),
             spec.norm_eps,
             h.dtype,
+            reach.scale,
         )
 
     def logits(self, hidden: Tensor, slot: int) -> Tensor:
@@ -166,7 +203,11 @@ class CudaDecoder:
 
     def embed(self, token_ids: Tensor, slot: int) -> Tensor:
         """What prefill rows of one version begin with."""
-        return functional.embedding(token_ids, self.weights.embed[slot])
+        return self.entered(functional.embedding(token_ids, self.weights.embed[slot]))
+
+    def entered(self, embedded: Tensor) -> Tensor:
+        """Embeddings as they enter, changed in place where the family scales them."""
+        return embedded if self._entry == 1.0 else embedded.mul_(self._entry)
 
     def _norm(self, x: Tensor, delta: Tensor | None, weight: Tensor | None, rows: Rows) -> Tensor:
         """`delta` is added to `x` in place; without a weight that is what comes back."""
@@ -230,7 +271,9 @@ class CudaDecoder:
         parts = x.view(len(weight), -1, x.shape[1])
         return torch.bmm(parts, weight.transpose(1, 2)).view(len(x), -1)
 
-    def _rope_write(self, qkv: Tensor, layer: Layer, rows: Rows, pool: Tensor) -> Tensor:
+    def _rope_write(
+        self, qkv: Tensor, layer: Layer, reach: Reach, rows: Rows, pool: Tensor
+    ) -> Tensor:
         """Queries of `qkv` [part, row, width]; keys and values go to the cache."""
         spec, norm = self.spec, layer.qk_norm
         if norm is not None and spec.qk_norm_whole:
@@ -245,8 +288,8 @@ class CudaDecoder:
         kernels.rope_write_kernel[(count, triton.cdiv(heads, kernels.ROPE_HEADS))](
             qkv,
             qkv if norm is None else norm[span],
-            self.cos,
-            self.sin,
+            reach.cos,
+            reach.sin,
             rows.slots,
             rows.positions,
             rows.table,
@@ -280,12 +323,14 @@ class CudaDecoder:
         return self._parts(self._gated(h, layer, rows), layer, "down", rows)
 
     def _gated(self, h: Tensor, layer: Layer, rows: Rows) -> Tensor:
-        """silu(gate) * up."""
-        weight = layer.gate_up[rows.first : rows.first + rows.num_versions]
+        """act(gate) * up."""
+        weight, gelu = layer.gate_up[rows.first : rows.first + rows.num_versions], self._gelu
         gated = None
-        if rows.own and layer.gate_up_bias is None and rows.adapters is None:
+        if rows.own and layer.gate_up_bias is None and rows.adapters is None and not gelu:
             gated = self._own_product(h, weight, gate=True)
-        return kernels.gate(self._linear(h, layer, "gate_up", rows)) if gated is None else gated
+        if gated is not None:
+            return gated
+        return kernels.gate(self._linear(h, layer, "gate_up", rows), gelu)
 
 
 def _summed(parts: Tensor, dtype: torch.dtype) -> Tensor:

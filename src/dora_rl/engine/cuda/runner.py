@@ -96,7 +96,7 @@ class CudaRunner(Runner):
         """Compile kernels and capture graphs that nearly every run needs, one at a time; `plain` as
         requests are. Kernels are compiled apart for numbers of rows that 16 divides."""
         for num_rows in (64, 65):
-            if num_rows <= len(self.decoder.cos):
+            if num_rows <= self.context:
                 self.score(0, [0] * num_rows)
             yield
         graphs = self._drawing if plain else self._hidden
@@ -170,7 +170,9 @@ class CudaRunner(Runner):
         rows = Rows(base, 1, count, embedded, zeros, positions, table, adapters)
         tiles = self._tiles([(0, 0, 0, count)])
         hidden = self.decoder.forward(
-            rows, scratch, lambda q, pool: attend_prefill(q, pool, table, tiles, PREFILL_TILE)
+            rows,
+            scratch,
+            lambda q, pool, *how: attend_prefill(q, pool, table, tiles, PREFILL_TILE, *how),
         )
         logits = self.decoder.logits(hidden[:-1], base)
         return torch.log_softmax(logits, -1).gather(1, ids[1:, None])[:, 0].tolist()
@@ -206,7 +208,9 @@ class CudaRunner(Runner):
         hidden = self.decoder.forward(
             rows,
             self.cache,
-            lambda q, pool: attend_prefill(q, pool, self.slots.table, tiles, PREFILL_TILE),
+            lambda q, pool, *how: attend_prefill(
+                q, pool, self.slots.table, tiles, PREFILL_TILE, *how
+            ),
         )
         if logit_rows:
             self._sample_prefill(slot, spans, hidden[: len(logit_rows)], flight)
@@ -253,6 +257,7 @@ class CudaRunner(Runner):
         state = self.slots
         embed = self.weights.embed[bucket.first : bucket.first + bucket.num_versions]
         x, positions = enter(slots, state.last_token, state.position, state.step, embed)
+        x = self.decoder.entered(x)
         adapters = state.adapter[slots] if self.lora else None
         where = (x, slots, positions, state.table, adapters)
         rows = Rows(*bucket[:3], *where, bucket.blocks_max)

@@ -60,15 +60,16 @@ def attend(
     positions: Tensor,
     splits: Splits,
     num_processors: int,
+    scale: float = 0.0,
 ) -> Tensor:
-    """As `attention.attend_decode`."""
+    """As `attention.attend_decode`, without a window."""
     rows, num_kv, group, dim = q.shape
     assert q.is_contiguous()
     assert pool.is_contiguous()
     assert (table.dtype, slots.dtype, positions.dtype) == (torch.int32, torch.int64, torch.int32)
     out = torch.empty_like(q)
     sums = sums_of(out, splits)
-    numbers = (scale_of(dim), pool.shape[1], table.stride(0), splits.blocks_min)
+    numbers = (scale_of(dim, scale), pool.shape[1], table.stride(0), splits.blocks_min)
     ring = choose_ring(rows * num_kv * splits.number, num_processors)
     kernel = _kernel(q.device.index, dim, group, pool.shape[3], ring)
     arguments = (q, pool, table, slots, positions, out, *sums, *numbers)
