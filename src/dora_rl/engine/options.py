@@ -52,6 +52,23 @@ class EngineOptions(RolloutConfig):
         """Longest prompt plus response one request may have."""
         return self.context_max or min(model_max, 32_768)
 
+    def check_model(self, spec: ModelSpec) -> None:
+        """One line for a model that these options have no engine for."""
+        on_gpu = self.device.startswith("cuda") and self.backend == "native"
+        dim, context = spec.head_dim, self.context_limit(spec.context_max)
+        require(
+            (
+                not on_gpu or not dim & (dim - 1),
+                f"heads of {dim} numbers: the native engine computes powers of two on a GPU; "
+                'set rollout.backend = "vllm"',
+            ),
+            (
+                spec.rope.kind != "longrope" or context <= spec.context_max,
+                f"rollout.context_max is {context}: with longrope scaling a text beyond "
+                f"{spec.context_max} tokens would change its own beginning; set it to that",
+            ),
+        )
+
     def block_bytes(self, spec: ModelSpec) -> int:
         """Keys and values of one block over all layers."""
         return self.block_tokens * spec.kv_token_bytes(ITEM_BYTES[self.dtype])

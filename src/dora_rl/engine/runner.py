@@ -57,6 +57,7 @@ class Runner(ABC):
 
 def make_runner(spec: ModelSpec, options: EngineOptions) -> Runner:
     """The runner for the options' device; GPU code is imported only for a GPU."""
+    options.check_model(spec)
     if options.device.startswith("cuda"):
         from dora_rl.engine.cuda.runner import CudaRunner
 

@@ -170,10 +170,10 @@ def shelf_bytes(params: int, item_bytes: int) -> int:
 
 def adapter_params(spec: ModelSpec, rank: int) -> int:
     """Of LoRA on every linear layer of the blocks."""
-    heads = spec.num_heads * spec.head_dim
-    key = spec.num_kv_heads * spec.head_dim
-    wide = 2 * (spec.hidden + spec.intermediate) + (spec.intermediate + spec.hidden)
-    attention = (spec.hidden + heads) + 2 * (spec.hidden + key) + (heads + spec.hidden)
+    heads, hidden = spec.num_heads * spec.head_dim, spec.hidden
+    inputs = 1 if spec.fused_qkv else 3, 1 if spec.fused_gate_up else 2
+    attention = inputs[0] * hidden + spec.qkv_rows + (heads + hidden)
+    wide = inputs[1] * hidden + 2 * spec.intermediate + (spec.intermediate + hidden)
     return rank * spec.num_layers * (attention + wide)
 
 
@@ -204,12 +204,13 @@ def layer_bytes(spec: ModelSpec, compiled: bool = True, lora_rank: int = 0) -> i
     heads, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     visited = spec.moe.top_k * spec.moe.intermediate if spec.moe else 0
     inner = max(spec.intermediate, visited)
-    rows, widths = 2, 3 if compiled else 4
-    states = 5 if compiled else 4 if lora_rank else 6  # norms of a frozen base have no gradient
+    rows, widths = sum(map(bool, spec.norms)), 3 if compiled else 4
+    # Norms of a frozen base have no gradient. Two are usual, others leave one state more.
+    states = (5 if compiled else 4 if lora_rank else 6) + rows - 2
     wide = states * spec.hidden + widths * inner + spec.qkv_rows + heads
     if spec.qk_norm:
         wide += 2 * (heads + kv)
-        rows += spec.num_heads + spec.num_kv_heads
+        rows += 2 if spec.qk_norm_whole else spec.num_heads + spec.num_kv_heads
     wide += 7 * lora_rank  # what lies between the two halves of each adapter
     return 2 * wide + 4 * (rows * (1 if compiled else 2) + spec.num_heads)
 

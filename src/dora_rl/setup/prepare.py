@@ -105,6 +105,7 @@ def check_columns(missing: Sequence[str], section: RewardConfig) -> None:
 def check_context(config: RunConfig, engine: EngineOptions, prompt_tokens: int) -> None:
     """A prompt and its response have room, the first one at least."""
     spec = read_spec(config.model.path)
+    engine.check_model(spec)
     context = engine.context_limit(spec.context_max)
     if prompt_tokens >= context:
         raise UserError(
