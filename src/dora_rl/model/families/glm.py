@@ -28,7 +28,7 @@ NORMS = {
 
 
 def spec(config: Mapping[str, Any], where: str) -> ModelSpec:
-    config = DEFAULTS | config
+    config = {**DEFAULTS, **config}
     rope = read_rope(config, int(config["max_position_embeddings"]), where, share=0.5)
     norms = next(NORMS[name] for name in config["architectures"] if name in NORMS)
     return dense_spec(

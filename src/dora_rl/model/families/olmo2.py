@@ -14,7 +14,7 @@ NORMS = ("", "post_attention_layernorm", "", "post_feedforward_layernorm")
 
 
 def spec(config: Mapping[str, Any], where: str) -> ModelSpec:
-    config = DEFAULTS | config
+    config = {**DEFAULTS, **config}
     bias = bool(config.get("attention_bias", False))
     return dense_spec(
         config,

@@ -19,12 +19,12 @@ OLD_NAMES = ("su", "yarn")  # of `longrope`, in files of this family
 
 
 def spec(config: Mapping[str, Any], where: str) -> ModelSpec:
-    config = DEFAULTS | config
+    config = {**DEFAULTS, **config}
     for key in ("rope_scaling", "rope_parameters"):
         given = config.get(key) or {}
         kind = given.get("rope_type") or given.get("type")
         if kind in OLD_NAMES:
-            config |= {key: given | {"rope_type": "longrope"}}
+            config[key] = {**given, "rope_type": "longrope"}
     rope = read_rope(config, int(config["max_position_embeddings"]), where, share=1.0)
     made = dense_spec(config, "phi3", where, rope=rope, fused_qkv=True, fused_gate_up=True)
     window = int(config.get("sliding_window") or 0)

@@ -414,7 +414,10 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float, interleaved: bool) -
 
 def _pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
     """The first and the second number of every pair."""
-    return (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
+    if interleaved:
+        return x[..., 0::2], x[..., 1::2]
+    first, second = x.chunk(2, dim=-1)
+    return first, second
 
 
 def rotate(x_PQD: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
