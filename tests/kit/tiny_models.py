@@ -20,6 +20,8 @@ from transformers import (
     MistralForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     PreTrainedModel,
@@ -121,6 +123,15 @@ FAMILIES = {
             query_pre_attn_scalar=24,
             layer_types=["sliding_attention", "full_attention"],
             rope_parameters=_BY_TYPE,
+            attention_bias=True,
+            **_FEW,
+            **_SHAPE,
+        )
+    ),
+    "olmo3": lambda: Olmo3ForCausalLM(
+        Olmo3Config(
+            layer_types=["sliding_attention", "full_attention"],
+            rope_parameters=_BY_TYPE | {"full_attention": _YARN},
             attention_bias=True,
             **_FEW,
             **_SHAPE,

@@ -72,6 +72,24 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "pad_token_id": None,
         "eos_token_id": None,
     },
+    "olmo3": {
+        "architectures": ["Olmo3ForCausalLM"],
+        "model_type": "olmo3",
+        "attention_bias": True,
+        "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 32,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+        "pad_token_id": None,
+        "eos_token_id": None,
+    },
     "phi3": {
         "architectures": ["Phi3ForCausalLM"],
         "model_type": "phi3",

@@ -14,6 +14,7 @@ FAMILIES = (
     "dora_rl.model.families.llama",
     "dora_rl.model.families.mistral",
     "dora_rl.model.families.olmo2",
+    "dora_rl.model.families.olmo3",
     "dora_rl.model.families.phi3",
     "dora_rl.model.families.qwen2",
     "dora_rl.model.families.qwen3",

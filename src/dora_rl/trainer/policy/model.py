@@ -126,7 +126,8 @@ def lean_spec(config: Mapping[str, Any]) -> ModelSpec | None:
         spec = spec_from_config(config)
     except NotSupported:
         return None
-    lean = spec.rope.kind != "yarn" and "quantization_config" not in config
+    # Runs of families that always had one kind of layers go on as they began, through transformers.
+    lean = (spec.rope.kind != "yarn" or spec.ropes) and "quantization_config" not in config
     return spec if lean and not float(config.get("attention_dropout") or 0.0) else None
 
 
