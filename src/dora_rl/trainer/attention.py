@@ -9,8 +9,8 @@ one document at a time and is the oracle in the tests.
     sdpa     one SDPA call under a dense mask; short packs and unusual devices
     loop     one SDPA call per document
 
-Every backend takes q (P, Q, D), k and v (P, K, D) and gives (P, Q, D). A `window` is how many tokens
-of its document a query sees, its own included; 0: all before it.
+Every backend takes q (P, Q, D), k and v (P, K, D) and gives (P, Q, D). A `window` is how many
+tokens of its document a query sees, its own included; 0: all before it.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def attend_loop(
 ) -> Tensor:
     """One document at a time."""
     documents = zip(*(x.split(layout.lengths) for x in (q, k, v)), strict=True)
-    parts = [_one_document(*document, scale, window) for document in documents]
+    parts = [_one_document(a, b, c, scale, window) for a, b, c in documents]
     return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 

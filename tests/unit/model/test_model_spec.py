@@ -92,7 +92,9 @@ def test_what_the_file_does_not_say_is_what_transformers_says(family: str, tmp_p
     attention = made.model.layers[0].self_attn
     assert spec.head_dim == attention.head_dim
     assert spec.num_heads * spec.head_dim == attention.o_proj.in_features
-    assert [spec.window_of(i) for i in range(LAYERS)] == [_window(layer) for layer in made.model.layers]
+    assert [spec.window_of(i) for i in range(LAYERS)] == [
+        _window(layer) for layer in made.model.layers
+    ]
     for i, layer in enumerate(made.model.layers):
         theirs = made.config.rope_parameters, made.model.rotary_emb, ""
         if (kind := (getattr(made.config, "layer_types", None) or [""] * LAYERS)[i]) in theirs[0]:

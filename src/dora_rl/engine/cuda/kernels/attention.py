@@ -40,6 +40,32 @@ def blocks_of(num_blocks, split, SPLITS: tl.constexpr, LEAST: tl.constexpr):
 
 
 @jit
+def blocks_seen(
+    context,
+    split,
+    C: tl.constexpr,
+    SPLITS: tl.constexpr,
+    LEAST: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """The oldest token that a row with `context` tokens sees, and the blocks of a split."""
+    oldest, skipped = 0, 0
+    if WINDOW > 0:
+        oldest = tl.maximum(context - WINDOW, 0)
+        skipped = oldest // C
+    first, last = blocks_of(tl.cdiv(context, C) - skipped, split, SPLITS, LEAST)
+    return oldest, first + skipped, last + skipped
+
+
+@jit
+def are_seen(token, oldest, context, WINDOW: tl.constexpr):
+    seen = token < context
+    if WINDOW > 0:
+        seen = seen & (token >= oldest)
+    return seen
+
+
+@jit
 def store_nothing(peak_ptr, sum_ptr, part, inside, OVERLAP: tl.constexpr):
     """A split without blocks; its sums are never read."""
     ready(OVERLAP)
@@ -77,14 +103,7 @@ def decode_kernel(
     head = tl.program_id(1)
     split = tl.program_id(2)
     context = tl.load(positions_ptr + row).to(tl.int32) + 1
-    if WINDOW > 0:
-        oldest = tl.maximum(context - WINDOW, 0)
-        skipped = oldest // C
-        first, last = blocks_of(tl.cdiv(context, C) - skipped, split, SPLITS, LEAST)
-        first += skipped
-        last += skipped
-    else:
-        first, last = blocks_of(tl.cdiv(context, C), split, SPLITS, LEAST)
+    oldest, first, last = blocks_seen(context, split, C, SPLITS, LEAST, WINDOW)
     g = tl.arange(0, GP)
     part = ((row * KV + head) * G + g).to(tl.int64) * SPLITS + split
     if SPLITS > 1:  # noqa: SIM102 (the outer one is decided when it is compiled)
@@ -107,9 +126,7 @@ def decode_kernel(
         # keep several tiles in flight.
         block = tl.load(blocks + index + 1, mask=index + 1 < last, other=0).to(tl.int64)
         # The rest of the last block is not read: it would be a tenth of all bytes.
-        seen = index * C + t < context
-        if WINDOW > 0:
-            seen = seen & (index * C + t >= oldest)
+        seen = are_seen(index * C + t, oldest, context, WINDOW)
         k = tl.load(base + t[None, :] * D + d[:, None], mask=seen[None, :], other=0.0)
         v_tile = base + plane_stride + t[:, None] * D + d[None, :]
         v = tl.load(v_tile, mask=seen[:, None], other=0.0)
