@@ -21,7 +21,7 @@ from dora_rl.types import RequestId, SamplingParams, Trajectory
 from dora_rl.weights.store import SharedMemoryWeightStore
 from tests.kit.engines import check_against, finish_all, random_prompts
 from tests.kit.tiny_models import FAMILIES, VOCAB, save_model
-from tests.kit.trainer_cases import changed, flat, make_groups
+from tests.kit.trainer_cases import SMOOTH_EPS, changed, flat, make_groups
 
 TRAINER = TrainerConfig(lr=1e-3, device="cpu", pack_tokens=64)
 SMALL = {"block_tokens": 16, "num_blocks": 96, "context_max": 256, "seqs_max": 8}
@@ -146,3 +146,29 @@ def test_bfloat16_stays_near(family: str, tmp_path: Path) -> None:
         want = reference(exact, ids)[-9:]
         assert (scores(learner, ids)[-9:] - want).abs().mean() < 0.1
         assert (torch.tensor(trajectory.logprobs) - want).abs().mean() < 0.1
+
+
+@pytest.mark.parametrize("rank", [0, 2], ids=["whole", "adapters"])
+def test_what_transformers_ran_goes_on_packed(rank: int, tmp_path: Path) -> None:
+    """A run that began before the packed decoder knew its family: weights, adapters, moments."""
+    model = tmp_path / "model"
+    save_model("olmo2", model)
+    trainer = changed(TRAINER, eps=SMOOTH_EPS, lora_rank=rank)
+    before = changed(trainer, implementation="transformers")
+    old = Learner(model, AlgorithmConfig(), before)
+    ends = []
+    for step in range(2):
+        old.begin_step(step)
+        old.feed(make_groups(step, 2, version=step))
+        old.finish_step()
+        ends.append(old.save(tmp_path / f"step{step}"))
+    new = Learner.resume(ends[0], AlgorithmConfig(), trainer)
+    assert isinstance(new.policy, Decoder) and not isinstance(old.policy, Decoder)
+    new.begin_step(1)
+    new.feed(make_groups(1, 2, version=1))
+    new.finish_step()
+    last = Learner.resume(ends[1], AlgorithmConfig(), trainer)
+    assert (flat(new) - flat(last)).abs().max() < 1e-4
+    moments = [learner.optimizer.state_tensors() for learner in (new, last)]
+    assert moments[0].keys() == moments[1].keys() and moments[0]
+    assert all((moments[0][name] - t).abs().max() < 1e-4 for name, t in moments[1].items())

@@ -54,6 +54,7 @@ from dora_rl.trainer.policy.lora import (
     adapter_tensors,
     is_adapter,
     load_adapter_tensors,
+    name_now,
     plain_name,
     save_adapter,
 )
@@ -233,8 +234,11 @@ def _saved_optimizers(learner: Learner) -> Iterable[tuple[str, Optimizer]]:
 
 @torch.no_grad()
 def _fill(module: nn.Module, tensors: dict[str, Tensor]) -> None:
-    for name, p in module.named_parameters():
-        p.copy_(like_shard(tensors[name], p))
+    named = dict(module.named_parameters())
+    for name, tensor in tensors.items():
+        p = named.pop(name_now(name, named))
+        p.copy_(like_shard(tensor, p))
+    assert not named, f"nothing fills {sorted(named)}"
 
 
 # -- files ----------------------------------------------------------------------------------------

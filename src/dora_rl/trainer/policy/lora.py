@@ -9,7 +9,7 @@ adapter is what `peft.PeftModel.from_pretrained` loads on top of the same base m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias, TypeGuard
@@ -23,6 +23,7 @@ from dora_rl.model.directory import HfDirectory, write_adapter
 from dora_rl.model.names import FUSED_LAYERS, LINEAR_LAYERS, PREFIX, SCALE
 from dora_rl.ports import SealedWeights
 from dora_rl.trainer.distributed import like_shard
+from dora_rl.types import UserError
 from dora_rl.user_code import require
 
 ADAPTER = "default"
@@ -342,6 +343,12 @@ def checkpoint_name(name: str) -> str:
     return plain_name(name.removeprefix("inner."))
 
 
+def name_now(name: str, known: Container[str]) -> str:
+    """The policy's name of what it left behind, which had a prefix as long as transformers ran it:
+    the packed decoder may have learned its family since."""
+    return name if name in known else name.replace("inner.", "", 1)
+
+
 def merged(
     policy: nn.Module,
     name: str,
@@ -432,9 +439,15 @@ def load_published_adapter(policy: nn.Module, sealed: SealedWeights) -> None:
 
 @torch.no_grad()
 def load_adapter_tensors(policy: nn.Module, tensors: dict[str, Tensor]) -> None:
-    for name, p in policy.named_parameters():
-        if is_adapter(name):
-            p.copy_(like_shard(tensors[name], p))
+    adapters = adapter_tensors(policy)
+    found = {name_now(name, adapters): tensor for name, tensor in tensors.items()}
+    if other := sorted(found.keys() ^ adapters.keys()):
+        raise UserError(
+            "the adapters that are there are of other layers than trainer.lora_targets has now: "
+            f"{other[0]} is of one of the two alone"
+        )
+    for name, p in adapters.items():
+        p.copy_(like_shard(found[name], p))
 
 
 def save_adapter(
