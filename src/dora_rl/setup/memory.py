@@ -199,17 +199,21 @@ def layer_bytes(spec: ModelSpec, compiled: bool = True, lora_rank: int = 0) -> i
     not compiled, what each norm scales too, and the sum alone. Attention: queries, keys and values
     as they are rotated, the mixed values, and in float32 a normaliser of each head; where queries
     and keys are normalised also before and after it. MLP: gate, up and their product; not compiled,
-    the activated gate too. The float32 norm of each row that is normalised.
+    the activated gate too. The float32 norm of each row that is normalised. A norm of what a half
+    adds keeps its input, and without one before the half its input is the sum.
     """
     heads, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     visited = spec.moe.top_k * spec.moe.intermediate if spec.moe else 0
     inner = max(spec.intermediate, visited)
-    rows, widths = sum(map(bool, spec.norms)), 3 if compiled else 4
-    # Norms of a frozen base have no gradient. Two are usual, others leave one state more.
-    states = (5 if compiled else 4 if lora_rank else 6) + rows - 2
+    before, after = (sum(map(bool, spec.norms[i::2])) for i in (0, 1))
+    rows, widths = before + after, 3 if compiled else 4
+    if compiled:
+        states = 2 + 3 * before // 2 + after
+    else:
+        states = 2 + (1 if lora_rank else 2) * rows  # norms of a frozen base have no gradient
     wide = states * spec.hidden + widths * inner + spec.qkv_rows + heads
     if spec.qk_norm:
-        wide += 2 * (heads + kv)
+        wide += (1 if spec.qk_norm_whole and compiled else 2) * (heads + kv)
         rows += 2 if spec.qk_norm_whole else spec.num_heads + spec.num_kv_heads
     wide += 7 * lora_rank  # what lies between the two halves of each adapter
     return 2 * wide + 4 * (rows * (1 if compiled else 2) + spec.num_heads)

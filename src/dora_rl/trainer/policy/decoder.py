@@ -84,7 +84,9 @@ class Attention(nn.Module):
         if not self.arch.fused_qkv:
             return side_by_side(x, self.q_proj, self.k_proj, self.v_proj)
         kv = self.arch.num_kv_heads * self.arch.head_dim
-        return self.qkv_proj(x).split((self.arch.num_heads * self.arch.head_dim, kv, kv), -1)
+        sizes = (self.arch.num_heads * self.arch.head_dim, kv, kv)
+        q, k, v = self.qkv_proj(x).split(sizes, -1)
+        return q, k, v.contiguous()  # attention keeps it, and would keep all three
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
