@@ -5,7 +5,8 @@ sessions of several turns, aborts, parking, migrations, crashes with resume from
 version loads and retirements. Every trajectory must equal, bit for bit, the one generated alone in
 a roomy engine; blocks are conserved after every action. In two of the worlds the engines read their
 tokens late and decode in bursts, as on a GPU; in one of these bursts are longer than a block. In
-two others every decode step verifies drafts: right ones, wrong ones, stop tokens, too many.
+two others every decode step verifies drafts: right ones, wrong ones, stop tokens, too many. In two
+some layers see the newest tokens alone.
 """
 
 from __future__ import annotations
@@ -130,14 +131,18 @@ class World:
 
 @pytest.fixture(
     scope="module",
-    params=["compiled", "torch", "ahead", "far ahead", "compiled drafts", "torch drafts"],
+    params=[
+        *("compiled", "torch", "ahead", "far ahead", "compiled drafts", "torch drafts"),
+        *("compiled windows", "torch windows"),
+    ],
 )
 def world(
     request: pytest.FixtureRequest,
     saved: Callable[..., tuple[object, Path]],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> World:
-    paths = [saved("qwen3", seed)[1] for seed in range(3)]
+    family = "gemma3" if "windows" in request.param else "qwen3"
+    paths = [saved(family, seed)[1] for seed in range(3)]
     journals = tmp_path_factory.mktemp("journals")
     burst = {"ahead": 5, "far ahead": 23}.get(request.param, 1)
     compiled, drafts = "torch" not in request.param, "drafts" in request.param
