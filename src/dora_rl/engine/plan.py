@@ -66,11 +66,16 @@ class Plan:
 
     `repeat` > 1 is a burst: every span is one row that draws, and so are the rows at the
     `repeat - 1` positions behind it, each with the token that the row before it drew.
+
+    With `guess_rows` every step of a burst has so many rows of a version, those that the spans do
+    not need for guesses that the device finds itself. Where a span begins and how far it comes, who
+    reads it says; `start` is where it is at least.
     """
 
     cache_ops: list[CacheOp] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     repeat: int = 1
+    guess_rows: int = 0
 
     def sequences(self) -> list[Sequence]:
         """All whose cache it changes, each once."""
@@ -82,10 +87,12 @@ TopLogprobs: TypeAlias = tuple[tuple[int, float], ...]
 
 
 class StepResult(NamedTuple):
-    """Tokens scored or drawn for one span, oldest first; `raw_logprobs` may be empty."""
+    """Tokens scored or drawn for one span, oldest first; `raw_logprobs` may be empty. `guessed`: by
+    the device itself, how many, and how many right."""
 
     span: Span
     token_ids: list[int]
     logprobs: list[float]
     raw_logprobs: list[float]
     top_logprobs: list[TopLogprobs]
+    guessed: tuple[int, int] = (0, 0)

@@ -47,6 +47,7 @@ class Rows:
     blocks_max: int = 0  # of decode rows: blocks that none of their contexts exceeds
     wanted: Tensor | None = None  # of prefill rows: whose hidden states are asked for, else all
     own: bool = True  # our products, which are compiled for the number of rows, where they pay
+    fresh: int = 0  # rows before a row, at most, that are of its request
 
     def only_wanted(self) -> Rows:
         """The wanted rows alone, of one version."""
@@ -110,8 +111,9 @@ class CudaDecoder:
         if paged.fits(pool, spec.num_groups):
             q = self._rope_write(self._parts(h, layer, "qkv", rows), layer, rows, pool)
             splits = choose_splits(*shape, paged.WAVE)
-            return paged.attend(q, pool, *where, splits, self._num_processors).view(len(h), -1)
-        if len(h) > fused.ROWS_MAX:
+            attended = paged.attend(q, pool, *where, splits, self._num_processors, rows.fresh)
+            return attended.view(len(h), -1)
+        if len(h) > fused.ROWS_MAX or rows.fresh:  # fused, a row would not see those before it
             q = self._rope_write(self._linear(h, layer, "qkv", rows)[None], layer, rows, pool)
             return attend_decode(q, pool, *where, choose_splits(*shape)).view(len(h), -1)
         span = slice(rows.first, rows.first + rows.num_versions)
